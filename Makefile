@@ -1,0 +1,98 @@
+# Everything runs from here; `make` alone lists what there is.
+#
+# The environment is .venv, or .venv-3.12 where PYTHON=python3.12 is given, so that interpreters do not overwrite each
+# other's; VENV=... puts it elsewhere. It is set up when first needed, and again when setup.py, constraints.txt, the
+# interpreter or the checkout's place changes. A set-up that did not finish is started afresh.
+
+CANDIDATES := $(or $(PYTHON),python3 python3.12 python3.11 python3.13 python3.14)
+# The first of them that runs and is new enough: its name, its version, and a key of what an environment depends on.
+IDENTIFY := import hashlib, os, sys; assert sys.version_info >= (3, 11); \
+	key = hashlib.sha256(repr((sys.version, sys.executable, os.getcwd())).encode()).hexdigest()[:12]; \
+	print("%d.%d %s" % (*sys.version_info[:2], key))
+FOUND := $(shell for python in $(CANDIDATES); do \
+	identity=$$($$python -c '$(IDENTIFY)' 2>/dev/null) && echo $$python $$identity && break; done)
+VENV ?= .venv$(if $(PYTHON),-$(word 2,$(FOUND)))
+BIN := $(VENV)/bin
+MADE := $(VENV)/.hpnlp-made-$(word 3,$(FOUND))
+UNFINISHED := $(VENV)/.hpnlp-unfinished
+
+WORKDIR ?= runs/bytes
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=worksteal
+
+help:
+	@echo 'make demo       set up, and train a byte-level language model for some minutes, to $$WORKDIR ($(WORKDIR))'
+	@echo 'make test       set up, and run the tests of the first tier'
+	@echo 'make test-all   run the tests that `make test` leaves out: oracles (torch, transformers), slow ones, notebooks'
+	@echo 'make lint       check format and style      make format     mend what can be mended'
+	@echo 'make types      check types                 make contracts  check which part imports which'
+	@echo 'make results    draw the tables and plots of the README from experiments/results/'
+	@echo 'make constraints  pin anew what the tests run with (needs python3.11 and python3.12)'
+	@echo 'make clean      remove environments and caches; runs stay'
+	@echo
+	@echo 'PYTHON=python3.12 takes that interpreter, and .venv-3.12. ARGS="..." goes to the command that is run.'
+	@echo 'On Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares test-all the CUDA build of torch.'
+
+demo: $(MADE)-runtime
+	$(BIN)/hpnlp train --config=experiments/lm/bytes.py --workdir=$(WORKDIR) $(ARGS)
+
+test: $(MADE)-test
+	$(PYTEST) $(ARGS)
+
+test-all: $(MADE)-dev
+	$(PYTEST) -m "oracle or slow or notebook" $(ARGS)
+
+lint: $(MADE)-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(MADE)-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(MADE)-dev
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+contracts: $(MADE)-dev
+	$(BIN)/lint-imports --no-logo
+
+results: $(MADE)-runtime
+	$(BIN)/python experiments/bench/results.py
+
+constraints:
+	python3.11 .ci/constraints.py python3.11 python3.12
+
+clean:
+	rm -rf .venv .venv-* build *.egg-info .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+# Stamps of what is installed, named after the interpreter and this directory; dev holds all that test holds, and so on.
+$(MADE)-runtime: setup.py constraints.txt | python
+	$(call install,.,runtime)
+$(MADE)-test: setup.py constraints.txt | python
+	$(call install,.[test],runtime test)
+$(MADE)-dev: setup.py constraints.txt | python
+	$(call install,.[dev],runtime test dev)
+
+# Bytecode is left to the first import: most of what is installed is never imported, and compiling it takes half a minute.
+pip = $(BIN)/python -I -m pip install $(1) --disable-pip-version-check --no-compile \
+	--constraint constraints.txt --editable '$(2)'
+
+define install
+	@if [ -e $(VENV) ] && ! ls $(VENV)/.hpnlp-* >/dev/null 2>&1; then \
+		echo "$(VENV) is not of this Makefile's making: move it away, or choose another place with VENV=..."; exit 1; fi
+	@echo "Setting up $(VENV) for $(lastword $(2)): once, and a minute or two."
+	@if [ ! -e $(MADE) ] || [ -e $(UNFINISHED) ]; then \
+		rm -rf $(VENV) && mkdir -p $(VENV) && touch $(UNFINISHED) && $(firstword $(FOUND)) -m venv $(VENV) && touch $(MADE); fi
+	@touch $(UNFINISHED)
+	@$(call pip,-qq,$(1)) || { echo 'Once more, with all that pip says:'; $(call pip,,$(1)); }
+	@touch $(foreach level,$(2),$(MADE)-$(level)) && rm $(UNFINISHED)
+endef
+
+python:
+	@test -n "$(FOUND)" || { echo "None of these runs and is Python 3.11 or later: $(CANDIDATES)."; \
+		echo "Install one, or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
+
+# Targets share one environment, and pip must not run twice in it at a time.
+.NOTPARALLEL:
+.PHONY: help demo test test-all lint format types contracts constraints results clean python

@@ -1,0 +1,94 @@
+"""What the training loop costs beside bare jitted steps, and what `import hpnlp` costs beside `import jax`.
+
+    python experiments/bench/loop.py [--steps=300] [--rounds=3]
+
+The loop runs with data, logging, checkpoints every 100 steps and evaluation off; the bare steps run the same compiled
+function on one batch that stays on the device. Both are timed after the first step, which compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags
+
+from hpnlp import cli, measure
+from hpnlp.training import config as configs
+from hpnlp.training import loop
+from hpnlp.training.run import make_model
+from hpnlp.training.step import make_trainer
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("steps", 300, "Steps of each measurement.")
+flags.DEFINE_integer("rounds", 3, "Measurements of each, in turn; the median of the ratios counts.")
+flags.DEFINE_integer("imports", 7, "Measurements of each import, in turn.")
+flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
+
+
+def loop_seconds(config: configs.Config) -> float:
+    """Wall time of the loop's steps: all of it but what came before the first and after the last checkpoint."""
+    with tempfile.TemporaryDirectory() as workdir, contextlib.redirect_stdout(io.StringIO()):
+        start = time.perf_counter()
+        result = loop.train(config, workdir)
+        wall = time.perf_counter() - start
+    return wall - result.seconds["setup"] - result.seconds["eval"]
+
+
+def bare_seconds(config: configs.Config) -> float:
+    from hpnlp.data.stream import prepare
+
+    corpus = prepare(config.data)
+    model = make_model(config, corpus.tokenizer)
+    trainer = make_trainer(model, config.optimizer, config.plan.mesh(), steps=config.train.steps)
+    key = jax.random.key(0)
+    state = trainer.init(key)
+    batch = {name: jax.device_put(rows, trainer.batch_sharding) for name, rows in next(corpus.train(seed=0)).items()}
+    state, metrics = jax.block_until_ready(trainer.step(state, batch, key))
+    start = time.perf_counter()
+    for _ in range(config.train.steps - 1):
+        state, metrics = trainer.step(state, batch, key)
+    jax.block_until_ready((state, metrics))
+    return time.perf_counter() - start
+
+
+def import_seconds(module: str) -> float:
+    command = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+    if module == "hpnlp":
+        command = f"import jax, time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+    return float(subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout)
+
+
+def main(_: Any) -> None:
+    cli.prepare_jax()
+    values = configs.default()
+    values.model.update(layers=4, dim=192, heads=6, mlp="gelu")
+    values.data.update(batch_size=8, heldout_bytes=20_000)
+    values.train.update(steps=FLAGS.steps, checkpoint_every=100, log_every=10)
+    config = configs.resolve(values)
+    pairs = [(loop_seconds(config), bare_seconds(config)) for _ in range(FLAGS.rounds)]
+    ratio = statistics.median(mine / bare for mine, bare in pairs)
+    imports = statistics.median(import_seconds("hpnlp") for _ in range(FLAGS.imports))
+    print(f"loop / bare steps {ratio:.3f} ({pairs}); import hpnlp beyond import jax {1e3 * imports:.1f} ms")
+    row = {
+        "steps": FLAGS.steps,
+        "loop_over_bare": ratio,
+        "loop_seconds": [mine for mine, _ in pairs],
+        "bare_seconds": [bare for _, bare in pairs],
+        "import_seconds": imports,
+    }
+    print(measure.write_result("loop", [row], FLAGS.out))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,92 @@
+"""Whether a layout changes what is computed: loss over 50 steps and the first gradients, against one device.
+
+python experiments/bench/parity.py [--steps=50]
+
+Eight CPU devices, unless there are eight others. Rows differ in their numbers of target tokens; gradients are Adam's
+first moment after one step, unclipped.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from absl import app, flags  # noqa: E402
+
+from hpnlp import measure  # noqa: E402
+from hpnlp.data.stream import DataConfig, prepare  # noqa: E402
+from hpnlp.models.lm import LM, LMConfig  # noqa: E402
+from hpnlp.parallel.plan import Plan  # noqa: E402
+from hpnlp.training.optim import OptimizerConfig  # noqa: E402
+from hpnlp.training.step import make_trainer  # noqa: E402
+
+RESULTS = Path(__file__).parents[1] / "results"
+LAYOUTS = {
+    "one device": (Plan(), 1),
+    "data 8": (Plan(), 8),
+    "fsdp 8": (Plan("fsdp"), 8),
+    "fsdp 4 x tensor 2": (Plan(fsdp=4, tensor=2), 8),
+}
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0, clip_norm=0.0)
+
+
+def train(plan: Plan, devices: int, batches: list[Any], vocab: int) -> tuple[np.ndarray, list[np.ndarray], int]:
+    """`(losses, gradients of the first step, bytes of state on one device)`."""
+    length = batches[0]["tokens"].shape[1]
+    model = LM(LMConfig(layers=2, dim=64, heads=4, vocab=vocab, max_len=length))
+    trainer = make_trainer(model, OPTIMIZER, plan.mesh(jax.devices()[:devices]), steps=len(batches))
+    key = jax.random.key(0)
+    state, losses, gradients = trainer.init(key), [], []
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    for batch in batches:
+        state, metrics = trainer.step(state, jax.device_put(batch, trainer.batch_sharding), key)
+        losses.append(metrics["loss"])
+        if not gradients:
+            moments = jax.device_get(jax.tree.leaves(optax.tree.get(state.opt_state, "mu")))
+            gradients = [moment / (1 - OPTIMIZER.b1) for moment in moments]
+    return np.array(jax.device_get(losses), np.float64), gradients, held
+
+
+def main(_: Any) -> None:
+    corpus = prepare(DataConfig(seq_len=64, batch_size=16))
+    stream = corpus.train(seed=0)
+    batches = [next(stream) for _ in range(FLAGS.steps)]
+    for batch in batches:
+        rows, length = batch["weights"].shape
+        batch["weights"] = batch["weights"] * (np.arange(length)[None] >= 3 * np.arange(rows)[:, None])
+    rows, expected, expected_gradients = [], np.zeros(0), []
+    for name, (plan, devices) in LAYOUTS.items():
+        losses, gradients, held = train(plan, devices, batches, corpus.tokenizer.vocab_size)
+        if not rows:
+            expected, expected_gradients = losses, gradients
+        apart = [
+            float(np.linalg.norm(found - other) / np.linalg.norm(other))
+            for found, other in zip(gradients, expected_gradients, strict=True)
+        ]
+        rows.append(
+            {
+                "layout": name,
+                "steps": len(losses),
+                "first_loss": float(losses[0]),
+                "last_loss": float(losses[-1]),
+                "loss_relative": float(np.max(np.abs(losses - expected) / expected)),
+                "gradient_relative": max(apart),
+                "state_bytes_a_device": held,
+            }
+        )
+        print(rows[-1], flush=True)
+    print(measure.write_result("parity", rows, FLAGS.out))
+
+
+FLAGS = flags.FLAGS
+
+if __name__ == "__main__":
+    flags.DEFINE_integer("steps", 50, "Training steps.")
+    flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
+    app.run(main)

@@ -1,0 +1,177 @@
+"""What kill -9 costs: steps that are lost, and losses that differ from an undisturbed run's in any bit.
+
+python experiments/bench/resume.py [--kills=20] [--path=stdlib]
+
+A small run is killed at random moments of its life, while it compiles for the first time and while it saves, and
+started again with the same command, until the kills are used up; a run that finishes between them is compared, and
+another one begun. What was shown after the newest complete checkpoint is lost and computed again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from hpnlp import measure
+
+ROOT = Path(__file__).parents[2]
+INTERVAL = 10
+# Shown, evaluated and saved after numbers of steps that do not divide each other.
+SETTING = {
+    "model.layers": 2,
+    "model.dim": 64,
+    "model.heads": 4,
+    "data.seq_len": 64,
+    "data.batch_size": 8,
+    "data.heldout_bytes": 5000,
+    "train.steps": 150,
+    "train.log_every": 7,
+    "train.eval_every": 25,
+    "train.eval_batches": 1,
+    "train.checkpoint_every": INTERVAL,
+    "train.sample": 0,
+}
+
+FLAGS = flags.FLAGS
+
+
+def lines_of(workdir: Path) -> list[bytes]:
+    """The whole lines of metrics.jsonl."""
+    path = workdir / "metrics.jsonl"
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+
+
+def saved_step(workdir: Path) -> int:
+    """Of the newest complete checkpoint."""
+    names = [path.name for path in workdir.glob("checkpoints/*")]
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def is_saving(workdir: Path) -> bool:
+    return any("tmp" in path.name for path in workdir.glob("checkpoints/*"))
+
+
+class Runs:
+    """Starts the same training over and over, in directories under `root`."""
+
+    def __init__(self, root: Path, path: str) -> None:
+        self.root = root
+        overrides = {**SETTING, "data.path": path, "data.cache": root / "data"}
+        command = [sys.executable, "-m", "hpnlp", "train", "--config=experiments/lm/bytes.py"]
+        self.command = command + [f"--config.{name}={value}" for name, value in overrides.items()]
+        self.fresh = itertools.count()
+
+    def start(self, workdir: Path, cold: bool = False) -> subprocess.Popen[bytes]:
+        """cold: as if no program had been compiled before."""
+        programs = self.root / (f"xla{next(self.fresh)}" if cold else "xla")
+        environment = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": str(programs),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        return subprocess.Popen(
+            [*self.command, f"--workdir={workdir}"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
+        )
+
+    def finish(self, workdir: Path) -> tuple[float, float]:
+        """Runs to the end: seconds until the first line, and in all."""
+        begun = time.perf_counter()
+        process, first = self.start(workdir), 0.0
+        while process.poll() is None:
+            if not first and lines_of(workdir):
+                first = time.perf_counter() - begun
+            time.sleep(0.01)
+        if process.returncode:
+            raise RuntimeError(f"{workdir} ended with exit code {process.returncode}")
+        return first, time.perf_counter() - begun
+
+
+def kill_when(process: subprocess.Popen[bytes], ready: Callable[[], bool]) -> bool:
+    """Kills as soon as `ready`; False where the process has ended before."""
+    while not ready():
+        if process.poll() is not None:
+            return False
+        time.sleep(0.001)
+    process.kill()
+    return process.wait() == -signal.SIGKILL
+
+
+def main(_: Any) -> None:
+    draw = random.Random(FLAGS.seed)
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        runs = Runs(root, FLAGS.path)
+        cold, _ = runs.finish(root / "undisturbed")
+        expected = lines_of(root / "undisturbed")
+        _, whole = runs.finish(root / "again")
+
+        def differing(workdir: Path) -> int:
+            pairs = itertools.zip_longest(lines_of(workdir), expected)
+            return sum(found != line for found, line in pairs)
+
+        rows, differ, compared, number = [], differing(root / "again"), 1, 0
+        while len(rows) < FLAGS.kills:
+            workdir, kind = root / f"run{number}", KINDS[len(rows) % len(KINDS)]
+            process, begun = runs.start(workdir, cold=kind == "compiling"), time.perf_counter()
+            after = draw.uniform(0.3, 1.0) * cold if kind == "compiling" else draw.uniform(0.0, whole)
+            saves = draw.randrange(3)  # how many of them pass
+            seen = {saved_step(workdir)}
+
+            def ready() -> bool:
+                if kind != "saving":  # noqa: B023  (called in this round only)
+                    return time.perf_counter() - begun > after  # noqa: B023
+                seen.add(saved_step(workdir))  # noqa: B023
+                return len(seen) > saves and is_saving(workdir)  # noqa: B023
+
+            if not kill_when(process, ready):
+                if process.returncode:
+                    raise RuntimeError(f"{workdir} ended with exit code {process.returncode}")
+                differ, compared, number = differ + differing(workdir), compared + 1, number + 1
+                continue
+            lines, saved = lines_of(workdir), saved_step(workdir)
+            shown = json.loads(lines[-1])["step"] if lines else 0
+            rows.append(
+                {
+                    "kind": kind,
+                    "seconds": time.perf_counter() - begun,
+                    "shown": shown,
+                    "saved": saved,
+                    "lost": max(0, shown - saved),
+                    "beyond_interval": max(0, shown - saved - INTERVAL),
+                }
+            )
+            print(rows[-1], flush=True)
+        runs.finish(root / f"run{number}")
+        differ, compared = differ + differing(root / f"run{number}"), compared + 1
+    summary = {
+        "kills": len(rows),
+        "interval": INTERVAL,
+        "steps_lost_beyond_interval": sum(row["beyond_interval"] for row in rows),
+        "most_steps_lost": max((row["lost"] for row in rows), default=0),
+        "lines_that_differ": differ,
+        "runs_compared": compared,
+        "lines_of_each": len(expected),
+    }
+    print(summary)
+    print(measure.write_result("resume", [summary, *rows], FLAGS.out))
+
+
+KINDS = ("any moment", "any moment", "saving", "compiling")
+
+if __name__ == "__main__":
+    flags.DEFINE_integer("kills", 20, "How many.")
+    flags.DEFINE_integer("seed", 0, "Of the moments.")
+    flags.DEFINE_string("path", "stdlib", "The text.")
+    flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the result goes.")
+    app.run(main)

@@ -1,0 +1,220 @@
+"""The training step beside the same model in torch eager and in plain Flax, one process, interleaved.
+
+    python experiments/bench/train_step.py [--sizes=small,demo] [--rounds=7]
+
+The model is GPT-2's shape (LayerNorm, learned positions, biases, tanh GELU, tied head), which torch has fused kernels
+for. Ours runs through the call that the training loop makes: segment ids, clipping by global norm, AdamW, metrics, the
+check for non-finite gradients. All three start from the same weights; their losses and first gradients must agree, or
+nothing is reported.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+import torch.nn.functional as F
+from absl import app, flags
+
+from hpnlp import cli, measure
+from hpnlp.models.lm import LM, LMConfig
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import make_trainer
+
+RESULTS = Path(__file__).parents[1] / "results"
+VOCAB = 264
+SIZES = {  # layers, D, heads, T, B
+    "small": (4, 192, 6, 256, 16),
+    "narrow": (2, 128, 4, 256, 8),
+    "long": (2, 192, 6, 1024, 4),
+    "wide": (2, 512, 8, 256, 8),
+}
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("sizes", list(SIZES), f"Which of {', '.join(SIZES)}.")
+flags.DEFINE_integer("rounds", 7, "Measurements of each; the median counts.")
+flags.DEFINE_integer("threads", 0, "Torch's threads; 0 for one a core.")
+flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
+
+
+class TorchLM(torch.nn.Module):
+    """The same model in torch, its weights copied from ours."""
+
+    def __init__(self, params: Any, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        flat = {
+            jax.tree_util.keystr(path, simple=True, separator="_"): np.array(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        }
+        self.layers = next(leaf.shape[0] for name, leaf in flat.items() if name.startswith("layers"))
+        for name, leaf in flat.items():
+            for index, array in enumerate(leaf) if name.startswith("layers") else [("", leaf)]:
+                # torch's Linear holds [out, in]
+                matrix = array.T.copy() if name.endswith("kernel") else array
+                self.register_parameter(f"{name}{index}", torch.nn.Parameter(torch.from_numpy(np.array(matrix))))
+        for index in range(self.layers):  # torch users fuse the three projections
+            for kind in ("kernel", "bias"):
+                parts = [self._parameters.pop(f"layers_attention_{n}_{kind}{index}") for n in "qkv"]
+                self.register_parameter(f"qkv_{kind}{index}", torch.nn.Parameter(torch.cat([p.data for p in parts])))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        p = self._parameters
+        rows, length = tokens.shape
+        x = F.embedding(tokens, p["embed_table"]) + p["positions_table"][:length]
+        dim = x.shape[-1]
+        for i in range(self.layers):
+            norm = lambda x, name: F.layer_norm(x, (dim,), p[f"layers_{name}_scale{i}"], p[f"layers_{name}_bias{i}"])  # noqa: B023, E731
+            linear = lambda x, name: F.linear(x, p[f"layers_{name}_kernel{i}"], p[f"layers_{name}_bias{i}"])  # noqa: B023, E731
+            qkv = F.linear(norm(x, "mix_norm"), p[f"qkv_kernel{i}"], p[f"qkv_bias{i}"])
+            q, k, v = (y.view(rows, length, self.heads, -1).transpose(1, 2) for y in qkv.chunk(3, dim=-1))
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + linear(o.transpose(1, 2).reshape(rows, length, dim), "attention_out")
+            x = x + linear(F.gelu(linear(norm(x, "feed_norm"), "mlp_up"), approximate="tanh"), "mlp_down")
+        x = F.layer_norm(x, (dim,), p["final_norm_scale"], p["final_norm_bias"])
+        return F.cross_entropy(F.linear(x, p["embed_table"]).view(-1, VOCAB), labels.reshape(-1))
+
+
+class FlaxLM(nn.Module):
+    """The same model as most would write it: Flax's own layers, jax.nn's attention, optax's loss."""
+
+    layers: int
+    dim: int
+    heads: int
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        rows, length = tokens.shape
+        embed = nn.Embed(VOCAB, self.dim, name="embed")
+        x = embed(tokens) + nn.Embed(length, self.dim, name="positions")(jnp.arange(length))[None]
+        for i in range(self.layers):
+            h = nn.LayerNorm(epsilon=1e-5, name=f"mix_norm{i}")(x)
+            q, k, v = (
+                nn.Dense(self.dim, name=f"{n}{i}")(h).reshape(rows, length, self.heads, -1) for n in ("q", "k", "v")
+            )
+            o = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(rows, length, self.dim)
+            x = x + nn.Dense(self.dim, name=f"out{i}")(o)
+            h = nn.LayerNorm(epsilon=1e-5, name=f"feed_norm{i}")(x)
+            x = x + nn.Dense(self.dim, name=f"down{i}")(nn.gelu(nn.Dense(4 * self.dim, name=f"up{i}")(h)))
+        logits = embed.attend(nn.LayerNorm(epsilon=1e-5, name="final_norm")(x))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def flax_params(params: Any) -> Any:
+    """Our parameters under the names of FlaxLM."""
+    layers, out = params["layers"], {}
+    for i in range(layers["mix_norm"]["scale"].shape[0]):
+        at = lambda tree: jax.tree.map(lambda leaf: leaf[i], tree)  # noqa: B023, E731
+        out |= {f"{name}{i}": at(layers[name]) for name in ("mix_norm", "feed_norm")}
+        out |= {f"{name}{i}": at(layers["attention"][name]) for name in ("q", "k", "v", "out")}
+        out |= {f"{name}{i}": at(layers["mlp"][name]) for name in ("up", "down")}
+    embeds = {name: {"embedding": params[name]["table"]} for name in ("embed", "positions")}
+    return out | embeds | {"final_norm": params["final_norm"]}
+
+
+def bench(size: str, rounds: int) -> dict[str, Any]:
+    layers, dim, heads, length, batch = SIZES[size]
+    config = LMConfig(
+        dim=dim,
+        heads=heads,
+        layers=layers,
+        vocab=VOCAB,
+        max_len=length,
+        mlp="gelu",
+        norm="layer",
+        norm_eps=1e-5,
+        position="learned",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+    optimizer = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0, b2=0.999, weight_decay=0.1)
+    trainer = make_trainer(LM(config), optimizer, Plan().mesh(), steps=1000)
+    key = jax.random.key(0)
+    state = trainer.init(key)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, VOCAB, (batch, length + 1))
+    ints = lambda x: np.ascontiguousarray(np.broadcast_to(x, (batch, length)), np.int32)  # noqa: E731
+    rows = {
+        "tokens": ints(ids[:, :-1]),
+        "labels": ints(ids[:, 1:]),
+        "segment_ids": ints(1),
+        "positions": ints(np.arange(length)),
+        "weights": np.ones((batch, length), np.float32),
+    }
+    rows = {name: jax.device_put(array, trainer.batch_sharding) for name, array in rows.items()}
+
+    torch_model = TorchLM(state.params, heads)
+    torch_optimizer = torch.optim.AdamW(torch_model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
+    tokens, labels = (torch.from_numpy(np.asarray(rows[name], np.int64)) for name in ("tokens", "labels"))
+
+    def torch_step() -> torch.Tensor:
+        loss = torch_model(tokens, labels)
+        torch_optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(torch_model.parameters(), 1.0)
+        torch_optimizer.step()
+        return loss
+
+    flax_model, tx = FlaxLM(layers, dim, heads), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    params = jax.tree.map(jnp.copy, flax_params(state.params))
+
+    @jax.jit
+    def flax_step(params: Any, opt_state: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: flax_model.apply({"params": p}, rows["tokens"], rows["labels"]))(
+            params
+        )
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    held: dict[str, Any] = {"ours": state, "flax": (params, tx.init(params))}
+
+    def ours() -> Any:
+        held["ours"], metrics = trainer.step(held["ours"], rows, key)
+        return metrics
+
+    def plain_flax() -> Any:
+        *held["flax"], loss = flax_step(*held["flax"])
+        return loss
+
+    first = [float(ours()["loss"]), float(torch_step().detach()), float(plain_flax())]
+    second = [float(ours()["loss"]), float(torch_step().detach()), float(plain_flax())]
+    for losses in (first, second):  # the second loss has seen the gradients
+        if np.ptp(losses) > 2e-4 * losses[0]:
+            sys.exit(f"{size}: ours, torch and Flax disagree ({losses}): nothing is reported")
+
+    times = measure.timeit({"ours": ours, "torch": torch_step, "flax": plain_flax}, rounds=rounds, warmup=2)
+    flops = trainer.flops(batch, length)
+    row = {
+        "size": size, "layers": layers, "dim": dim, "heads": heads, "length": length, "batch": batch,
+        "ours_ms": 1e3 * times["ours"].median, "torch_ms": 1e3 * times["torch"].median,
+        "flax_ms": 1e3 * times["flax"].median, "ours_over_torch": times["ours"].over(times["torch"]),
+        "flax_over_torch": times["flax"].over(times["torch"]), "matmul_gflops_per_step": flops / 1e9,
+        "ours_gflops_per_second": flops / 1e9 / times["ours"].median, "losses": [first, second],
+        "all_ms": {name: [1e3 * s for s in timing.all] for name, timing in times.items()},
+    }  # fmt: skip
+    print(
+        f"{size:8} ours {row['ours_ms']:7.1f} ms, torch {row['torch_ms']:7.1f} ms, plain Flax {row['flax_ms']:7.1f} ms; "
+        f"ours / torch {row['ours_over_torch']:.2f}, Flax / torch {row['flax_over_torch']:.2f}",
+        flush=True,
+    )
+    return row
+
+
+def main(_: Any) -> None:
+    cli.prepare_jax()
+    torch.set_num_threads(FLAGS.threads or len(jax.devices()) * measure.environment()["cores"])
+    rows = [{**bench(size, FLAGS.rounds), "torch": torch.__version__} for size in FLAGS.sizes]
+    print(measure.write_result("train_step", rows, FLAGS.out))
+
+
+if __name__ == "__main__":
+    app.run(main)

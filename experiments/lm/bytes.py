@@ -1,0 +1,24 @@
+"""A byte-level language model of the Python standard library's own source.
+
+hpnlp train --config=experiments/lm/bytes.py --workdir=runs/bytes
+"""
+
+from hpnlp.training.config import default
+
+
+def get_config():
+    config = default()
+    config.data.path = "stdlib"
+    config.data.seq_len = 256
+    config.data.batch_size = 8
+    config.model.layers = 4
+    config.model.dim = 192
+    config.model.heads = 6
+    config.model.mlp = "gelu"
+    config.model.dtype = "float32"
+    config.optimizer.name = "muon"
+    config.optimizer.learning_rate = 0.02
+    config.optimizer.adam_learning_rate = 0.003
+    config.train.steps = 600
+    config.train.checkpoint_every = 200
+    return config

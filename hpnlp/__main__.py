@@ -1,0 +1,45 @@
+"""`hpnlp COMMAND ...` and `python -m hpnlp COMMAND ...` are the same."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+
+COMMANDS = {
+    "train": "train what an experiment file describes, or go on with it, and report",
+    "generate": "continue prompts with a trained model",
+    "sweep": "run an experiment's get_sweep(), what is not yet finished of it",
+    "compare": "one table and one plot of several runs",
+    "convert": "Hugging Face checkpoints to runs, and back",
+}
+
+
+def main() -> None:
+    """Exits with 0 when done, with 2 and one line where the input is at fault, with 1 and a traceback otherwise."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("--help", "-h", "help"):
+        print("hpnlp COMMAND [--flag=value ...]\n\nCommands (each has --help):")
+        print("\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items()))
+        return
+    if name == "--version":
+        from hpnlp import __version__
+
+        print(__version__)
+        return
+
+    from hpnlp.spec import lookup
+    from hpnlp.types import InputError
+
+    try:
+        lookup(COMMANDS, name, "command")
+        importlib.import_module(f"hpnlp.cli.{name}").run(["hpnlp " + name, *sys.argv[2:]])
+    except InputError as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        print(f"hpnlp: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

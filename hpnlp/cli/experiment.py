@@ -1,0 +1,91 @@
+"""Experiment files: loaded, and their config overridden by flags, with every mistake told in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from hpnlp.spec import lookup
+from hpnlp.types import InputError
+
+EXAMPLE = "experiments/lm/bytes.py"
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`(argv without them, overrides)`, which are written --config.section.field=value."""
+    overrides = [arg for arg in argv[1:] if re.match(r"--?config\.", arg)]
+    return [arg for arg in argv if arg not in overrides], overrides
+
+
+def load(path: str) -> ModuleType:
+    """The module of an experiment file. Raises InputError where there is none, or where it does not run."""
+    if not Path(path).is_file():
+        raise InputError(f"--config: there is no file {path!r}: name an experiment file, as {EXAMPLE}")
+    spec = importlib.util.spec_from_file_location("experiment", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"--config={path} is not a Python file: name an experiment file, as {EXAMPLE}")
+    module = importlib.util.module_from_spec(spec)
+    call(path, spec.loader.exec_module, module)
+    return module
+
+
+def call(path: str, function: Any, *args: Any) -> Any:
+    """`function(*args)` of the experiment file at `path`; whatever it raises becomes an InputError with its line."""
+    try:
+        return function(*args)
+    except Exception as error:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == os.path.abspath(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else own[-1].lineno if own else None
+        # ml_collections wraps its errors in each other, and tells all that a config holds beside a name that it lacks.
+        told: Any = error
+        while isinstance(told, BaseException) and told.args:
+            told = told.args[0]
+        text = re.sub(r' Other fields present: ".*"\n', " ", str(told), flags=re.DOTALL)
+        raise InputError(f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {text}") from error
+
+
+def read(path: str, overrides: Sequence[str] = ()) -> Any:
+    """The ConfigDict of the experiment file `path`, or `path:argument`, with flags as `split` gives them applied.
+
+    Raises InputError for whatever is wrong with either.
+    """
+    path, *argument = path.split(":", 1)
+    module = load(path)
+    if not hasattr(module, "get_config"):
+        raise InputError(f"--config={path} has no get_config(): define one that returns a config, as {EXAMPLE} does")
+    values = call(path, module.get_config, *argument)
+    if not isinstance(values, ConfigDict):
+        raise InputError(
+            f"{path}: get_config() returned {type(values).__name__}: return the ConfigDict that it begins with"
+        )
+    types = field_types()
+    for override in overrides:
+        name, equals, _ = override.lstrip("-").removeprefix("config.").partition("=")
+        if not equals and lookup(types, name, "config field") != "bool":
+            raise InputError(f"{override} has no value: write {override}=VALUE ({types[name]})")
+        lookup(types, name, "config field")
+    own, argv = flags.FlagValues(), ["", *overrides]
+    config_flags.DEFINE_config_dict("config", values, lock_config=True, flag_values=own, sys_argv=argv)
+    try:
+        own(argv)
+    except flags.Error as error:
+        at_fault = next(o.partition("=")[0] for o in overrides if o.lstrip("-") in str(error))
+        expected = types[at_fault.lstrip("-").removeprefix("config.")]
+        raise InputError(f"{error} (expected {expected})") from error
+    return own["config"].value
+
+
+def field_types() -> dict[str, str]:
+    """section.field -> the name of its type, for every field of a config."""
+    from hpnlp.training import config
+
+    return {name: type(v).__name__ if v is not None else "int" for name, v in config.flat(config.Config()).items()}

@@ -1,0 +1,46 @@
+"""`hpnlp train`: trains what an experiment file describes, or goes on with it, and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from hpnlp import cli
+from hpnlp.cli import experiment
+
+USAGE = """
+hpnlp train --config=experiments/lm/bytes.py --workdir=runs/bytes [--config.section.field=value ...]
+
+Trains to config.train.steps and reports. The same command in the same workdir goes on where it stopped.
+"""
+
+flags.DEFINE_string("config", None, "An experiment file with get_config().")
+flags.DEFINE_string("workdir", None, "Where checkpoints, metrics and the report go.")
+flags.DEFINE_bool("accept_changes", False, "Go on in a workdir that another config made.")
+
+
+def run(argv: Sequence[str]) -> None:
+    argv, overrides = experiment.split(argv)
+    cli.parse(argv, USAGE + _fields(argv))
+    path, workdir = cli.required("config", experiment.EXAMPLE), cli.required("workdir", "runs/bytes")
+    values = experiment.read(path, overrides)
+    cli.prepare_jax()
+
+    from hpnlp import report
+    from hpnlp.training import config, loop
+
+    resolved = config.resolve(values)
+    result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
+    if not result.interrupted:
+        report.write(workdir, resolved, result)
+
+
+def _fields(argv: Sequence[str]) -> str:
+    """Every config field with its default, for --help."""
+    if "--help" not in argv:
+        return ""
+    from hpnlp.training import config
+
+    lines = [f"  --config.{name}={value!r}" for name, value in config.flat(config.Config()).items()]
+    return "\nConfig fields and their defaults (an experiment file sets its own):\n" + "\n".join(lines) + "\n"

@@ -1,0 +1,201 @@
+"""Tokenizers of the `tokenizers` package (extra `hf`): any `tokenizer.json`, and byte-level BPE trained here.
+
+The roles of special tokens stand in `tokenizer_config.json` beside it, as Hugging Face has them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
+from hpnlp.data.text import to_text
+from hpnlp.types import InputError
+
+
+class HFTokenizer:
+    """Any `tokenizer.json` of Hugging Face.
+
+    The strings of special tokens inside a text stand for these tokens, as in `transformers`; no other special token is
+    added by encode. Where a tokenizer has an eos but no bos, eos stands in for bos (as GPT-2 does), so that the first
+    token of a text has something to be predicted from. `lossless` is for text without the strings of special tokens.
+    """
+
+    SPECIAL = ("<pad>", "<bos>", "<eos>")  # of those trained here
+    SMALLEST = 256 + len(SPECIAL)
+
+    # Special tokens by the names that published tokenizers give them, for a tokenizer.json without its config.
+    _NAMES: Mapping[str, tuple[str, ...]] = {
+        "bos": ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[CLS]"),
+        "eos": ("<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>", "[SEP]"),
+        "pad": ("<pad>", "[PAD]", "<|pad|>"),
+    }
+
+    def __init__(self, inner: Any, roles: Mapping[str, str]):
+        """inner: a `tokenizers.Tokenizer`. roles: "bos", "eos" and "pad" to their tokens; others are found by name."""
+        # A file may carry a maximum length, at which documents would be cut without a word.
+        inner.no_truncation()
+        inner.no_padding()
+        self._inner = inner
+        self._form = json.loads(inner.to_str())
+        self._roles = {
+            role: next((name for name in names if inner.token_to_id(name) is not None), "")
+            for role, names in self._NAMES.items()
+        } | dict(roles)
+        # Ids may have gaps: the table must be as long as the largest one asks.
+        self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        self.eos_id: int | None = self._role_id("eos")
+        self.bos_id: int | None = _first(self._role_id("bos"), self.eos_id)
+        self.pad_id: int = _first(self._role_id("pad"), self.eos_id, 0)
+        self.lossless: bool = self._is_byte_level and self._form["normalizer"] is None and not self._adds_space
+
+    @classmethod
+    def train(cls, size: int, texts: Iterable[bytes]) -> HFTokenizer:
+        """Byte-level BPE (Sennrich et al. 2016, with GPT-2's splitting) of at most `size` ids, trained on `texts`."""
+        hf = _import_tokenizers()
+        inner = hf.Tokenizer(hf.models.BPE())
+        inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = hf.decoders.ByteLevel()
+        trainer = hf.trainers.BpeTrainer(
+            vocab_size=size - len(cls.SPECIAL),
+            min_frequency=2,
+            show_progress=False,
+            initial_alphabet=sorted(hf.pre_tokenizers.ByteLevel.alphabet()),
+        )
+        inner.train_from_iterator(map(to_text, texts), trainer)
+        # Plain entries that no merge leads to, instead of added tokens: the string "<eos>" in a text stays a string.
+        form = json.loads(inner.to_str())
+        vocab = form["model"]["vocab"]
+        vocab.update({name: len(vocab) + i for i, name in enumerate(cls.SPECIAL)})
+        return cls(hf.Tokenizer.from_str(json.dumps(form)), {})
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """encode of every text, on all cores."""
+        encoded = self._inner.encode_batch_fast([to_text(text) for text in texts], add_special_tokens=False)
+        return [np.array(e.ids, np.int32) for e in encoded]
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        text = to_text(prompt_bytes(text))
+        encoded = self._inner.encode(text, add_special_tokens=False)
+        unk = self._form["model"].get("unk_token")
+        missing = [
+            text[start:end]
+            for token, (start, end) in zip(encoded.tokens, encoded.offsets, strict=True)
+            if token == unk and text[start:end] != unk
+        ]
+        if missing:
+            raise unknown_parts(missing, self.vocab_size)
+        return with_bos(np.array(encoded.ids, np.int32), self.bos_id)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        values = np.asarray(ids, np.int64).tolist()
+        if self._is_byte_level:
+            # Not through the package's own decoder, which replaces the half of a character by U+FFFD.
+            return b"".join(self._spoken.get(i, b"") for i in values)
+        return self._inner.decode([i for i in values if i not in self._special]).encode()
+
+    def save(self, path: str) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self._inner.to_str(pretty=True))
+        with open(_config_beside(path), "w", encoding="utf-8") as file:
+            json.dump({f"{role}_token": name for role, name in self._roles.items() if name}, file)
+
+    @classmethod
+    def parse(cls, text: str, path: str) -> HFTokenizer:
+        """The tokenizer of the `tokenizer.json` at `path`, whose content is `text`."""
+        hf = _import_tokenizers()
+        try:
+            inner = hf.Tokenizer.from_str(text)
+        except Exception as error:  # the package raises bare Exceptions
+            raise InputError(
+                f"{path!r} is no tokenizer.json that tokenizers {hf.__version__} reads: {error}"
+            ) from error
+        return cls(inner, _read_roles(_config_beside(path)))
+
+    def _role_id(self, role: str) -> int | None:
+        name = self._roles[role]
+        if not name:
+            return None
+        found = self._inner.token_to_id(name)
+        if found is None:
+            raise InputError(
+                f"tokenizer_config.json names {name!r} as {role}_token, which tokenizer.json lacks: mend it"
+            )
+        return found
+
+    @functools.cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._inner.get_added_tokens_decoder()
+        roles = (self._inner.token_to_id(name) for name in self._roles.values() if name)
+        return frozenset([*roles, *(i for i, token in added.items() if token.special)])
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        return any(part["type"] == "ByteLevel" for part in _parts(self._form["decoder"], "decoders"))
+
+    @functools.cached_property
+    def _adds_space(self) -> bool:
+        return any(part.get("add_prefix_space") for part in _parts(self._form["pre_tokenizer"], "pretokenizers"))
+
+    @functools.cached_property
+    def _spoken(self) -> dict[int, bytes]:
+        """The bytes of every ordinary id of a byte-level tokenizer."""
+        values = _byte_of_character()
+        added = {token.content for token in self._inner.get_added_tokens_decoder().values()}
+        return {
+            i: token.encode() if token in added or not values.keys() >= set(token) else bytes(values[c] for c in token)
+            for token, i in self._inner.get_vocab(with_added_tokens=True).items()
+            if i not in self._special
+        }
+
+
+def _parts(form: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, Any]]:
+    """The members of a pipeline step of tokenizer.json, which may be none, one, or a sequence."""
+    if form is None:
+        return ()
+    return form[key] if form["type"] == "Sequence" else (form,)
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The characters in which byte-level tokenizers write bytes: visible ones stand for themselves, others shift up."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [value for value in range(256) if value not in set(visible)]
+    return {chr(value): value for value in visible} | {chr(256 + i): value for i, value in enumerate(hidden)}
+
+
+def _first(*values: int | None) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _import_tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise InputError("BPE tokenizers need the tokenizers package: pip install hpnlp[hf]") from error
+    return tokenizers
+
+
+def _config_beside(path: str) -> str:
+    return os.path.join(os.path.dirname(path), "tokenizer_config.json")
+
+
+def _read_roles(path: str) -> dict[str, str]:
+    """The special tokens that the tokenizer_config.json at `path` names; it may be missing, and roles may be null."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path!r}: {error}: mend or remove it") from error
+    tokens = {role: config.get(f"{role}_token") for role in ("bos", "eos", "pad")} if isinstance(config, dict) else {}
+    names = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
+    return {role: name for role, name in names.items() if isinstance(name, str)}

@@ -1,0 +1,184 @@
+"""Text to ids and back: bytes, words, and byte-pair encoding through the `tokenizers` package (extra `hf`).
+
+`build` makes a tokenizer from a spec string, `load` reads one back; both give a `hpnlp.types.Tokenizer`. Bytes and
+words are saved in a small JSON form of our own; everything else is Hugging Face's `tokenizer.json`: see `huggingface`.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpnlp import spec as specs
+from hpnlp.data.huggingface import HFTokenizer
+from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
+from hpnlp.data.text import to_text
+from hpnlp.types import InputError, Tokenizer
+
+_FORMAT = 1
+
+
+class ByteTokenizer:
+    """The 256 byte values, bos, eos, pad and five reserved ids: 264 in all, so that a table divides over 8 devices."""
+
+    vocab_size: int = 264
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+    pad_id: int = 258
+    lossless: bool = True
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, np.uint8).astype(np.int32)
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        return with_bos(self.encode(prompt_bytes(text)), self.bos_id)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        values = np.asarray(ids, np.int64)
+        return values[values < 256].astype(np.uint8).tobytes()
+
+    def save(self, path: str) -> None:
+        _write_json(path, {"type": "bytes", "version": _FORMAT})
+
+
+class WordTokenizer:
+    """Words, runs of whitespace and single punctuation marks; what is not in the vocabulary becomes `<unk>`.
+
+    A single space between two words has no token of its own: decode puts it back, because two words never touch. So
+    decode of a whole text is exact up to `<unk>`, but the pieces of a split text do not decode to pieces of it: decode
+    from the start.
+    """
+
+    SPECIAL = ("<pad>", "<unk>", "<bos>", "<eos>")
+    SMALLEST = len(SPECIAL) + 1
+    _PIECES = re.compile(r"(?<=\w) (?=\w)|(\w+|\s+|[^\w\s])")
+
+    lossless: bool = False
+
+    def __init__(self, words: Sequence[str]):
+        """words: the vocabulary without special tokens, by falling frequency, which log-uniform samplers expect."""
+        self._words = tuple(words)
+        known = (*self.SPECIAL, *self._words)
+        self._ids = {word: i for i, word in enumerate(known)}
+        if len(self._ids) != len(known):
+            raise InputError("the words of a tokenizer must differ from each other")
+        self._spoken = [b"", b"<unk>", b"", b"", *(word.encode("utf-8", "surrogateescape") for word in self._words)]
+        self._is_word = [False, True, False, False, *(re.match(r"\w", word) is not None for word in self._words)]
+        self.vocab_size: int = len(known)
+        self.pad_id: int = 0
+        self.unk_id: int = 1
+        self.bos_id: int | None = 2
+        self.eos_id: int | None = 3
+
+    @classmethod
+    def train(cls, cap: int, texts: Iterable[bytes]) -> WordTokenizer:
+        """The `cap` (special tokens included) most frequent pieces of `texts`; ties go by the alphabet."""
+        counts = collections.Counter(piece for text in texts for piece in cls._split(text))
+        ranked = sorted(counts, key=lambda word: (-counts[word], word))
+        return cls(ranked[: cap - len(cls.SPECIAL)])
+
+    @classmethod
+    def _split(cls, text: bytes) -> list[str]:
+        return [piece for piece in cls._PIECES.findall(to_text(text)) if piece]
+
+    def encode(self, text: bytes) -> np.ndarray:
+        pieces = self._split(text)
+        return np.fromiter((self._ids.get(piece, self.unk_id) for piece in pieces), np.int32, len(pieces))
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        data = prompt_bytes(text)
+        missing = [piece for piece in self._split(data) if piece not in self._ids]
+        if missing:
+            raise unknown_parts(missing, self.vocab_size)
+        return with_bos(self.encode(data), self.bos_id)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        parts, after_word = [], False
+        for i in np.asarray(ids, np.int64).tolist():
+            is_word = i < self.vocab_size and self._is_word[i]
+            if is_word and after_word:
+                parts.append(b" ")
+            parts.append(self._spoken[i] if i < self.vocab_size else b"")
+            after_word = is_word
+        return b"".join(parts)
+
+    def save(self, path: str) -> None:
+        _write_json(path, {"type": "words", "version": _FORMAT, "words": self._words})
+
+
+def _write_json(path: str, value: Any) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+
+
+def _size(value: object, least: int, example: str) -> int:
+    if not isinstance(value, int) or value < least:
+        raise InputError(f"tokenizer size {value!r}: expected a number of ids, at least {least}, as in {example}")
+    return value
+
+
+TOKENIZERS = {
+    "bytes": lambda texts: ByteTokenizer(),
+    "words": lambda cap, texts: WordTokenizer.train(_size(cap, WordTokenizer.SMALLEST, "words(30000)"), texts),
+    "bpe": lambda size, texts: HFTokenizer.train(_size(size, HFTokenizer.SMALLEST, "bpe(8192)"), texts),
+}
+
+
+def is_trained(spec: str) -> bool:
+    """True where `build(spec, texts)` reads the texts."""
+    return specs.is_name(spec) and specs.parse_one(spec, "tokenizer").name in ("words", "bpe")
+
+
+def build(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
+    """The tokenizer that `spec` names: "bytes", "words(30000)", "bpe(8192)", or the path of a tokenizer.json.
+
+    texts: what the vocabulary is counted over; read once, and only where `is_trained(spec)`. The result depends on
+    nothing but `spec` and `texts`. Raises InputError for an unknown name, a wrong argument, or text that is not UTF-8.
+    """
+    if not specs.is_name(spec):
+        return load(spec)
+    return specs.build(specs.parse_one(spec, "tokenizer"), TOKENIZERS, "tokenizer", texts=texts)
+
+
+def load(path: str) -> Tokenizer:
+    """Reads a `tokenizer.json` (or the one in the directory `path`) that one of ours or Hugging Face's has saved."""
+    if os.path.isdir(path):
+        path = os.path.join(path, "tokenizer.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        form = json.loads(text)
+    except OSError as error:
+        raise InputError(
+            f"cannot read the tokenizer {path!r}: {error.strerror}: pass the path of a tokenizer.json"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path!r} is no tokenizer.json: it is not JSON ({error}): save or download it again"
+        ) from error
+    if isinstance(form, dict) and "model" in form:
+        return HFTokenizer.parse(text, path)
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind not in ("bytes", "words"):
+        raise InputError(f"{path!r} is no tokenizer.json: it has neither a model nor a known type: pass another path")
+    if form.get("version") != _FORMAT:
+        raise InputError(f"{path!r} has format version {form.get('version')!r}, expected {_FORMAT}: update hpnlp")
+    if kind == "bytes":
+        return ByteTokenizer()
+    words = form.get("words")
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise InputError(f"{path!r} is damaged: `words` is not a list of strings: save it again")
+    return WordTokenizer(words)
+
+
+def encode_all(tokenizer: Tokenizer, texts: Sequence[bytes]) -> list[np.ndarray]:
+    """`tokenizer.encode` of every text, together where the tokenizer can."""
+    if isinstance(tokenizer, HFTokenizer):
+        return tokenizer.encode_batch(texts)
+    return [tokenizer.encode(text) for text in texts]

@@ -1,0 +1,344 @@
+"""Hugging Face model families: what each calls the sizes and the tensors of an LM.
+
+FAMILIES is a plain table. `fields_of` reads a config.json through it and `config_json` writes one; `convert.py` moves
+the tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hpnlp.models.lm import LMConfig
+from hpnlp.nn.attention import ROPE_SCALINGS
+from hpnlp.ops.attention.position import Scaling
+from hpnlp.spec import build, lookup, parse_one
+from hpnlp.types import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How one `model_type` spells an LMConfig and its parameters.
+
+    architecture: the class in transformers. fields: key of config.json -> the fields of LMConfig that it sets.
+    activation: the key of the MLP's activation, and activations: its values -> LMConfig.mlp. fixed: fields of LMConfig
+    that all models of the family share. defaults: what transformers takes where config.json lacks a key; a key without
+    one must be there. accepted: key -> the values under which the family computes what LM computes. modules: module of
+    the checkpoint, with `{}` for the layer -> modules of ours, which it holds side by side on the last axis. base: the
+    first part of every name but the head's, which a checkpoint of the headless model leaves out. transposed: matrices
+    are stored [out, in].
+    """
+
+    architecture: str
+    fields: dict[str, tuple[str, ...]]
+    activation: str
+    activations: dict[str, str]
+    fixed: dict[str, Any]
+    defaults: dict[str, Any]
+    accepted: dict[str, tuple[Any, ...]]
+    modules: dict[str, tuple[str, ...]]
+    base: str
+    transposed: bool
+
+
+_LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    fields={
+        "hidden_size": ("dim",),
+        "num_hidden_layers": ("layers",),
+        "num_attention_heads": ("heads",),
+        "num_key_value_heads": ("kv_heads",),
+        "head_dim": ("head_dim",),
+        "intermediate_size": ("mlp_dim",),
+        "vocab_size": ("vocab",),
+        "max_position_embeddings": ("max_len",),
+        "rms_norm_eps": ("norm_eps",),
+        "tie_word_embeddings": ("tied",),
+        "attention_bias": ("qkv_bias", "out_bias"),
+        "mlp_bias": ("mlp_bias",),
+    },
+    activation="hidden_act",
+    activations={"silu": "swiglu", "swish": "swiglu"},
+    fixed={"norm": "rms", "position": "rope"},
+    defaults={
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "rope_parameters": None,
+        "partial_rotary_factor": None,
+    },
+    accepted={},
+    modules={
+        "model.embed_tokens": ("embed",),
+        "model.layers.{}.input_layernorm": ("layers/mix_norm",),
+        "model.layers.{}.self_attn.q_proj": ("layers/attention/q",),
+        "model.layers.{}.self_attn.k_proj": ("layers/attention/k",),
+        "model.layers.{}.self_attn.v_proj": ("layers/attention/v",),
+        "model.layers.{}.self_attn.o_proj": ("layers/attention/out",),
+        "model.layers.{}.self_attn.q_norm": ("layers/attention/q_norm",),
+        "model.layers.{}.self_attn.k_norm": ("layers/attention/k_norm",),
+        "model.layers.{}.post_attention_layernorm": ("layers/feed_norm",),
+        "model.layers.{}.mlp.gate_proj": ("layers/mlp/gate",),
+        "model.layers.{}.mlp.up_proj": ("layers/mlp/up",),
+        "model.layers.{}.mlp.down_proj": ("layers/mlp/down",),
+        "model.norm": ("final_norm",),
+        "lm_head": ("head",),
+    },
+    base="model.",
+    transposed=True,
+)
+
+
+def _like_llama(architecture: str, *absent: str, **additions: dict[str, Any]) -> Family:
+    """A family with Llama's layout: without the keys `absent` of config.json, with `additions` to its tables."""
+    fields = {key: ours for key, ours in _LLAMA.fields.items() if key not in absent}
+    tables = {name: {**getattr(_LLAMA, name), **addition} for name, addition in additions.items()}
+    return dataclasses.replace(_LLAMA, architecture=architecture, fields=fields, **tables)
+
+
+_NO_WINDOW = {"use_sliding_window": (False,), "layer_types": (None, "full_attention")}
+
+# model_type -> family. Of several that fit a model, the first is written.
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _like_llama(
+        "MistralForCausalLM",
+        "attention_bias",
+        "mlp_bias",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        accepted={"sliding_window": (None,)},
+    ),
+    "qwen2": _like_llama(
+        "Qwen2ForCausalLM",
+        "attention_bias",
+        "mlp_bias",
+        fixed={"qkv_bias": True},
+        defaults={"num_key_value_heads": 32, "use_sliding_window": False, "layer_types": None},
+        accepted=_NO_WINDOW,
+    ),
+    "qwen3": _like_llama(
+        "Qwen3ForCausalLM",
+        "mlp_bias",
+        fixed={"qk_norm": True},
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False, "layer_types": None},
+        accepted=_NO_WINDOW,
+    ),
+    "gpt2": Family(
+        architecture="GPT2LMHeadModel",
+        fields={
+            "n_embd": ("dim",),
+            "n_layer": ("layers",),
+            "n_head": ("heads",),
+            "n_inner": ("mlp_dim",),
+            "vocab_size": ("vocab",),
+            "n_positions": ("max_len",),
+            "layer_norm_epsilon": ("norm_eps",),
+            "tie_word_embeddings": ("tied",),
+        },
+        activation="activation_function",
+        activations={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"},
+        fixed={"norm": "layer", "position": "learned", "qkv_bias": True, "out_bias": True, "mlp_bias": True},
+        defaults={
+            "n_inner": None,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        accepted={
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+        modules={
+            "transformer.wte": ("embed",),
+            "transformer.wpe": ("positions",),
+            "transformer.h.{}.ln_1": ("layers/mix_norm",),
+            "transformer.h.{}.attn.c_attn": ("layers/attention/q", "layers/attention/k", "layers/attention/v"),
+            "transformer.h.{}.attn.c_proj": ("layers/attention/out",),
+            "transformer.h.{}.ln_2": ("layers/feed_norm",),
+            "transformer.h.{}.mlp.c_fc": ("layers/mlp/up",),
+            "transformer.h.{}.mlp.c_proj": ("layers/mlp/down",),
+            "transformer.ln_f": ("final_norm",),
+            "lm_head": ("head",),
+        },
+        base="transformer.",
+        transposed=False,
+    ),
+}
+
+# Keys that change what the weights of any family mean, and what to do about them.
+REFUSED = {
+    "quantization_config": "dequantize the model with transformers, save it again, and convert that",
+    "auto_map": "the model runs code of its own; choose one that needs no trust_remote_code",
+}
+
+# rope_type -> (its name in LMConfig.rope_scaling, key -> field of Scaling, in the order of the name's arguments).
+ROPE_TYPES: dict[str, tuple[str, dict[str, str]]] = {
+    "default": ("none", {}),
+    "linear": ("linear", {"factor": "factor"}),
+    "llama3": (
+        "llama3",
+        {
+            "factor": "factor",
+            "low_freq_factor": "low_freq_factor",
+            "high_freq_factor": "high_freq_factor",
+            "original_max_position_embeddings": "original_length",
+        },
+    ),
+}
+
+# Fields of LMConfig that change how a model is trained or run, and not what it computes.
+FREE = ("dropout", "dtype", "remat", "unroll")
+
+_EXPECTED = {int: "a whole number of at least 1", float: "a positive number", bool: "true or false"}
+
+
+def fields_of(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The fields of LMConfig that a config.json sets.
+
+    source: what to call it in errors. Raises InputError on a model_type that FAMILIES lacks, on missing and malformed
+    values, and on every setting under which the model computes something that LM does not.
+    """
+    family = family_of(raw, source)
+    for key, mend in REFUSED.items():
+        if key in raw and raw[key] is not None:
+            raise InputError(f"{source}: {key} is not supported: {mend}")
+    raw = {**family.defaults, **raw}
+    for key, accepted in family.accepted.items():
+        values = raw[key] if isinstance(raw[key], list) else [raw[key]]
+        if any(value not in accepted for value in values):
+            raise _unsupported(source, key, raw[key], accepted[-1:])
+    activation = raw[family.activation]
+    if activation not in tuple(family.activations):
+        raise _unsupported(source, family.activation, activation, family.activations)
+    fields = {**family.fixed, "mlp": family.activations[activation]}
+    for key, names in family.fields.items():
+        left_open = key in family.defaults and raw[key] is None
+        value = 0 if left_open else _checked(raw, key, type(getattr(LMConfig, names[0])), source)
+        fields |= dict.fromkeys(names, value)
+    return fields | (_rope_fields(raw, source) if fields["position"] == "rope" else {})
+
+
+def family_of(raw: Mapping[str, Any], source: str) -> Family:
+    """The family that a config.json's model_type names; raises InputError with the nearest where it names none."""
+    if "model_type" not in raw or not isinstance(raw["model_type"], str):
+        raise InputError(f"{source}: model_type is missing or not a string: expected one of {', '.join(FAMILIES)}")
+    return lookup(FAMILIES, raw["model_type"], f"model_type of {source}")
+
+
+def config_json(config: LMConfig) -> dict[str, Any]:
+    """The config.json of the first family that computes what `config` describes.
+
+    Raises InputError where there is none, with what keeps the nearest one from it.
+    """
+    for field in ("vocab", "max_len"):
+        if getattr(config, field) < 1:
+            raise InputError(f"config.{field} is {getattr(config, field)}: set it, for a checkpoint has to state it")
+    ours = _function({**dataclasses.asdict(config), "mlp_dim": config.mlp_size})
+    misfits: dict[str, list[str]] = {}
+    for name, family in FAMILIES.items():
+        raw = _spell(config, name, family)
+        theirs = _function({**dataclasses.asdict(LMConfig()), **fields_of(raw, name)})
+        misfits[name] = [
+            f"{field} is {theirs.get(field)!r}, not {ours[field]!r}"
+            for field in ours
+            if ours[field] != theirs.get(field)
+        ]
+        if not misfits[name]:
+            return raw
+    nearest = min(misfits, key=lambda name: len(misfits[name]))
+    raise InputError(
+        f"no family of transformers has such a model: in {nearest}, the nearest, {', '.join(misfits[nearest])}"
+    )
+
+
+def _spell(config: LMConfig, model_type: str, family: Family) -> dict[str, Any]:
+    """`config` in the family's words, as far as it has them."""
+    values = dataclasses.asdict(config)
+    values |= {"kv_heads": config.kv_head_count, "head_dim": config.head_size, "mlp_dim": config.mlp_size}
+    known = {mlp: activation for activation, mlp in reversed(family.activations.items())}
+    return {
+        "architectures": [family.architecture],
+        "model_type": model_type,
+        family.activation: known[config.mlp] if config.mlp in known else next(iter(family.activations)),
+        **{key: values[names[0]] for key, names in family.fields.items()},
+        **{key: accepted[0] for key, accepted in family.accepted.items()},
+        **(_rope_json(config) if family.fixed["position"] == "rope" else {}),
+    }
+
+
+def _function(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that decide what a model computes, in one spelling."""
+    fields = {name: value for name, value in fields.items() if name not in FREE}
+    theta, scaling = fields.pop("rope_theta"), fields.pop("rope_scaling")
+    if fields["position"] == "rope":
+        fields |= {"rope_theta": theta, "rope_scaling": _scaling(scaling)}
+    fields["kv_heads"] = fields["kv_heads"] or fields["heads"]
+    fields["head_dim"] = fields["head_dim"] or fields["dim"] // fields["heads"]
+    return fields
+
+
+def _scaling(text: str) -> Scaling:
+    return build(parse_one(text, "model.rope_scaling"), ROPE_SCALINGS, "RoPE scaling")
+
+
+def _rope_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Theta and scaling: in rope_parameters since transformers 5, in rope_theta and rope_scaling before."""
+    given = raw["rope_scaling"] or raw["rope_parameters"] or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise InputError(
+            f"{source}: rope_parameters is {given!r}: expected one set of numbers, the same for every layer"
+        )
+    rope = {"type": "default", "original_max_position_embeddings": raw["max_position_embeddings"]}
+    rope |= {key: raw[key] for key in ("rope_theta", "partial_rotary_factor")} | given
+    rope |= {key: raw[key] for key in ("original_max_position_embeddings",) if key in raw}
+    kind = rope["rope_type"] if "rope_type" in rope else rope["type"]
+    if kind not in tuple(ROPE_TYPES):
+        raise _unsupported(source, "rope_type", kind, ROPE_TYPES)
+    if rope["partial_rotary_factor"] not in (None, 1.0):
+        raise _unsupported(source, "partial_rotary_factor", rope["partial_rotary_factor"], [1.0])
+    name, keys = ROPE_TYPES[kind]
+    arguments = [_checked(rope, key, type(getattr(Scaling, field)), source) for key, field in keys.items()]
+    return {
+        "rope_theta": _checked(rope, "rope_theta", float, source),
+        "rope_scaling": f"{name}({', '.join(map(repr, arguments))})" if arguments else name,
+    }
+
+
+def _rope_json(config: LMConfig) -> dict[str, Any]:
+    """Theta and scaling in both spellings, so that every version of transformers reads them."""
+    scaling = _scaling(config.rope_scaling)
+    kind = next(kind for kind, (name, _) in ROPE_TYPES.items() if name == scaling.kind)
+    values = {"rope_type": kind, **{key: getattr(scaling, field) for key, field in ROPE_TYPES[kind][1].items()}}
+    return {
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if kind == "default" else values,
+        "rope_parameters": {"rope_theta": config.rope_theta, **values},
+    }
+
+
+def _checked(raw: Mapping[str, Any], key: str, kind: type, source: str) -> Any:
+    """`raw[key]` as a positive int or float, or a bool."""
+    if key not in raw:
+        raise InputError(f"{source}: {key} is missing: add it, or take the file from where the weights came from")
+    value = float(raw[key]) if kind is float and type(raw[key]) is int else raw[key]
+    if type(value) is not kind or (kind is not bool and not 0 < value < math.inf):
+        raise InputError(f"{source}: {key} is {value!r}: expected {_EXPECTED[kind]}")
+    return value
+
+
+def _unsupported(source: str, key: str, value: Any, known: Iterable[Any]) -> InputError:
+    mend = f"choose a model with {key}={' or '.join(map(json.dumps, known))}"
+    return InputError(f"{source}: {key}={json.dumps(value)} is not supported: {mend}")

@@ -1,0 +1,193 @@
+"""The causal language model: embed, stacked layers, head."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from hpnlp.nn.attention import Context
+from hpnlp.nn.block import Block, BlockConfig
+from hpnlp.nn.layers import NORMS, Embed, constrain, dropout, embed_init, param
+from hpnlp.nn.output import OUTPUTS
+from hpnlp.ops.attention.mask import Causal
+from hpnlp.spec import build, lookup, parse_one
+from hpnlp.types import Aux, InputError, LossOut
+
+DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+# What the backward pass finds saved; all else is computed again. "none" saves everything.
+REMAT: dict[str, Any] = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LMConfig(BlockConfig):
+    """A causal language model.
+
+    layers: how many Blocks. vocab: rows of the embedding table, 0 for the tokenizer's. max_len: the longest sequence
+    that learned positions reach, 0 for data.seq_len. output: an entry of OUTPUTS. tied: the head shares the embedding
+    table. dtype: what activations are computed in; parameters stay float32. remat: an entry of REMAT. unroll: how many
+    layers one step of the loop over layers holds, 0 for all of them.
+    """
+
+    layers: int = 4
+    vocab: int = 0
+    max_len: int = 0
+    output: str = "full"
+    tied: bool = True
+    dtype: str = "float32"
+    remat: str = "none"
+    unroll: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers < 1:
+            raise InputError(f"model.layers={self.layers}: expected at least 1")
+        lookup(DTYPES, self.dtype, "model.dtype")
+        lookup(REMAT, self.remat, "model.remat")
+
+    def sizes(self) -> dict[str, tuple[int, str]]:
+        """Logical axis -> (size, config field): what a mesh must divide."""
+        return {
+            "heads": (self.heads, "model.heads"),
+            "kv_heads": (self.kv_head_count, "model.kv_heads"),
+            "mlp": (self.mlp_size, "model.mlp_dim"),
+            "embed": (self.dim, "model.dim"),
+            "vocab": (self.vocab, "model.vocab"),
+        }
+
+    def non_embedding_parameters(self) -> int:
+        """Weights of the layers' matrices, the head's table not counted."""
+        c = self
+        attention = 2 * c.dim * c.head_size * (c.heads + c.kv_head_count)
+        return c.layers * (attention + (3 if c.mlp == "swiglu" else 2) * c.dim * c.mlp_size)
+
+
+class LM(nn.Module):
+    """A causal language model over `config.vocab` ids. Every method but `loss` gives activations, not losses.
+
+    A batch is a mapping with tokens, labels, segment_ids, positions `[B, T]` int32 and weights `[B, T]` float32; labels
+    are the tokens that follow, segment id 0 is padding.
+    """
+
+    config: LMConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.embed = Embed(c.vocab, c.dim)
+        if c.position == "learned":
+            self.positions = Embed(c.max_len, c.dim, axis="length")
+        # Residual branches start small, so that the variance of the stream does not grow with depth (GPT-2, sec. 2.3).
+        out_init = nn.initializers.variance_scaling(1.0 / (2 * c.layers), "fan_in", "truncated_normal")
+        self.block = Block(c, out_init, parent=None)
+        self.layers = self.param("layers", self._init_layers)
+        self.final_norm = lookup(NORMS, c.norm, "model.norm")(c.norm_eps)
+        self.output = build(parse_one(c.output, "model.output"), OUTPUTS, "output layer")
+        self.table = (
+            self.embed.table if c.tied else param(self, "head", embed_init, (c.vocab, c.dim), ("vocab", "embed"))
+        )
+
+    def _init_layers(self, rng: jax.Array) -> Any:
+        """Parameters of all layers, stacked on a first axis that is named `layers`."""
+        x = jnp.zeros((1, 1, self.config.dim), jnp.float32)
+        context = Context(jnp.zeros((1, 1), jnp.int32), None, Causal())
+        keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(self.config.layers))
+        stacked = jax.vmap(lambda key: self.block.init(key, x, context)["params"])(keys)
+        add_axis = lambda box: box.add_axis(0, {nn.PARTITION_NAME: "layers"})  # noqa: E731
+        return jax.tree.map(add_axis, stacked, is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned))
+
+    def hidden(
+        self, tokens: Int[Array, "B T"], context: Context, caches: Any = None
+    ) -> tuple[Float[Array, "B T D"], Any, Aux]:
+        """`(normed hidden states, caches or None, aux)` of tokens; caches are stacked over layers."""
+        c = self.config
+        x = self.embed(tokens, DTYPES[c.dtype])
+        if c.position == "learned":
+            x = x + self.positions(context.positions, DTYPES[c.dtype])
+        rng = self.make_rng("dropout") if c.dropout > 0.0 and not context.deterministic else None
+        x = dropout(x, c.dropout, None if rng is None else jax.random.fold_in(rng, c.layers))
+
+        def layer(x: jax.Array, slices: tuple[Any, jax.Array, Any]) -> tuple[jax.Array, tuple[Any, Aux]]:
+            params, index, cache = slices
+            rngs = {} if rng is None else {"dropout": jax.random.fold_in(rng, index)}
+            x = constrain(x, "batch", "length", "hidden")
+            x, cache, aux = self.block.apply({"params": params}, x, context, cache, rngs=rngs)  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
+            return x, (cache, aux)
+
+        if c.remat != "none":
+            layer = jax.checkpoint(layer, policy=REMAT[c.remat], prevent_cse=False)
+        indices = jnp.arange(c.layers, dtype=jnp.uint32)
+        x, (caches, aux) = lax.scan(layer, x, (self.layers, indices, caches), unroll=c.unroll or c.layers)
+        return self.final_norm(x), caches, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
+
+    def loss(self, batch: Mapping[str, jax.Array], deterministic: bool = True) -> LossOut:
+        """The summed loss of a batch in nats, its weight, and what the layers report."""
+        context = Context(batch["positions"], batch["segment_ids"], Causal(), deterministic)
+        h, _, aux = self.hidden(batch["tokens"], context)
+        rng = None if deterministic else self.make_rng("output")
+        flat = lambda name: batch[name].reshape(-1)  # noqa: E731
+        out = self.output.loss(self.table, h.reshape(-1, h.shape[-1]), flat("labels"), flat("weights"), rng)
+        return LossOut(out.sum, out.weight, {**aux, **out.aux})
+
+    def logits(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        """Float32 logits of every next token, for rows that hold one document each."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+        h, _, _ = self.hidden(tokens, Context(positions, None, Causal()))
+        return self.output.logits(self.table, h.reshape(-1, h.shape[-1])).reshape(*tokens.shape, -1)
+
+    def prefill(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int
+    ) -> tuple[Float[Array, "B D"], Any]:
+        """One full pass over prompts whose first `lengths` tokens count.
+
+        Returns the hidden state of each row's last token, and caches with room for `capacity` tokens a row.
+        """
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+        segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
+        h, caches, _ = self.hidden(tokens, Context(positions, segment_ids, Causal(), capacity=capacity))
+        return jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0], caches
+
+    def extend(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Hidden states of tokens that continue what the caches hold, and the longer caches."""
+        h, caches, _ = self.hidden(tokens, Context(positions, None, Causal()), caches)
+        return h, caches
+
+    def sample(
+        self, h: Float[Array, "B D"], rng: jax.Array, temperature: Any, top_k: int, top_p: Any
+    ) -> Int[Array, " B"]:
+        """The next token of each row, drawn by the output layer."""
+        return self.output.sample(self.table, h, rng, temperature, top_k, top_p)
+
+    def __call__(self, batch: Mapping[str, jax.Array]) -> LossOut:
+        return self.loss(batch)
+
+
+def axes_of(model: LM) -> Any:
+    """A tree like the parameters' with each array's tuple of logical axis names; allocates nothing."""
+    boxed = jax.eval_shape(model.init, jax.random.key(0), example_batch(1, 8))["params"]
+    names = lambda box: tuple(box.names) if isinstance(box, nn.LogicallyPartitioned) else None  # noqa: E731
+    return jax.tree.map(names, boxed, is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned))
+
+
+def example_batch(rows: int, length: int) -> dict[str, jax.Array]:
+    """A batch of zeros with the shapes and dtypes of a real one."""
+    ints = jnp.zeros((rows, length), jnp.int32)
+    return {
+        "tokens": ints,
+        "labels": ints,
+        "segment_ids": jnp.ones_like(ints),
+        "positions": ints,
+        "weights": jnp.ones((rows, length), jnp.float32),
+    }

@@ -1,0 +1,1 @@
+"""Thin Flax modules: parameters, logical axis names, and calls to ops."""

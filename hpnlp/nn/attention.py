@@ -1,0 +1,109 @@
+"""The one Attention module: projections around a mixer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Float
+
+from hpnlp.nn.layers import NORMS, Dense, constrain, dense_init
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.ops.attention.position import Scaling, rope
+from hpnlp.spec import build, parse, parse_one
+from hpnlp.types import Aux, InputError, MixerInputs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What every layer of one pass shares.
+
+    positions `[B, T]`, segment_ids `[B, T]` or None for one segment a row. mask: who may attend to whom. deterministic:
+    no dropout. capacity: where given, the pass also returns a cache with room for that many tokens a row.
+    """
+
+    positions: jax.Array
+    segment_ids: jax.Array | None
+    mask: Any = dataclasses.field(metadata={"static": True})
+    deterministic: bool = dataclasses.field(default=True, metadata={"static": True})
+    capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+ROPE_SCALINGS: dict[str, Any] = {
+    "none": lambda: Scaling(),
+    "linear": lambda factor: Scaling("linear", float(factor)),
+    "llama3": lambda factor, low, high, length: Scaling("llama3", float(factor), float(low), float(high), length),
+}
+
+
+def make_mixer(text: str, **extra: Any) -> Any:
+    """The mixer that a spec string names; raises InputError where its layers differ."""
+    specs = {dataclasses.replace(spec, repeat=1) for spec in parse(text)}
+    if len(specs) != 1:
+        raise InputError(f"model.mixer={text!r} names {len(specs)} mixers: expected one, the same in every layer")
+    return build(specs.pop(), MIXERS, "mixer", **extra)
+
+
+class Attention(nn.Module):
+    """Projects x to the queries, keys and values that the mixer asks for, mixes, and projects back.
+
+    Grouped queries where kv_heads < heads; RoPE where `rope_theta` is given and the mixer wants it; `qk_norm` normalises
+    each head's query and key before RoPE (Henry et al. 2020, with a learned scale in place of the length).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mixer: str = "full"
+    rope_theta: float | None = None
+    rope_scaling: str = "none"
+    qk_norm: bool = False
+    norm: str = "rms"
+    norm_eps: float = 1e-6
+    use_bias: bool = False
+    out_bias: bool = False
+    out_init: Any = dense_init
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
+        """`(y [B, T, D], cache or None, aux)`. With a cache, x continues the tokens in it."""
+        mixer = make_mixer(self.mixer, dropout=self.dropout, name="mixer")
+        projected = {name: self._project(x, name, context, mixer) for name in mixer.needs}
+        dropping = self.dropout > 0.0 and not context.deterministic
+        inputs = MixerInputs(
+            x=x,
+            **projected,
+            positions=context.positions,
+            kv_positions=context.positions,
+            segment_ids=context.segment_ids,
+            kv_segment_ids=context.segment_ids,
+            rng=self.make_rng("dropout") if dropping else None,
+            deterministic=context.deterministic,
+        )
+        aux: Aux = {}
+        if cache is not None:
+            o, cache = mixer.extend(inputs, context.mask, cache)
+        else:
+            out = mixer(inputs, context.mask)
+            o, aux = out.o, out.aux
+            cache = None if context.capacity is None else mixer.init_cache(inputs, context.capacity)
+        o = constrain(o, "batch", "length", "heads", "head_dim").reshape(*x.shape[:-1], self.heads * self.head_dim)
+        y = Dense(x.shape[-1], ("heads", "embed"), self.out_bias, self.out_init, name="out")(o)
+        return y, cache, aux
+
+    def _project(self, x: jax.Array, name: str, context: Context, mixer: Any) -> jax.Array:
+        heads, axis = (self.heads, "heads") if name == "q" else (self.kv_heads, "kv_heads")
+        y = Dense(heads * self.head_dim, ("embed", axis), self.use_bias, name=name)(x)
+        y = constrain(y.reshape(*x.shape[:-1], heads, self.head_dim), "batch", "length", axis, "head_dim")
+        if name == "v":
+            return y
+        if self.qk_norm:
+            y = NORMS[self.norm](self.norm_eps, "head_dim", name=f"{name}_norm")(y)
+        if self.rope_theta is not None and mixer.wants_rope:
+            scaling = build(parse_one(self.rope_scaling, "model.rope_scaling"), ROPE_SCALINGS, "RoPE scaling")
+            y = rope(y, context.positions, theta=self.rope_theta, scaling=scaling)
+        return y

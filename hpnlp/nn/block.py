@@ -1,0 +1,130 @@
+"""The one Block: a mixing branch and a feed-forward branch. Whoever stacks Blocks adds the residuals."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Float
+
+from hpnlp.nn.attention import Attention, Context
+from hpnlp.nn.layers import MLP, NORMS, Initializer, dropout
+from hpnlp.spec import lookup
+from hpnlp.types import Aux, InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """The shape of a Block.
+
+    dim: D. heads: N. kv_heads: K, 0 for N. head_dim: H, 0 for D / N. mlp_dim: 0 for 4 D (swiglu: 8 D / 3, rounded up to
+    a multiple of 64). mlp: an entry of MLPS. norm: "rms" or "layer". position: "rope", "learned" or "none". rope_scaling:
+    "none", "linear(factor)" or "llama3(factor, low, high, length)". bias: in MLPs and on attention's output; qkv_bias: on
+    queries, keys and values. dropout: on each branch's result and on attention probabilities.
+    """
+
+    dim: int = 256
+    heads: int = 4
+    kv_heads: int = 0
+    head_dim: int = 0
+    mixer: str = "full"
+    mlp: str = "swiglu"
+    mlp_dim: int = 0
+    norm: str = "rms"
+    norm_eps: float = 1e-6
+    position: str = "rope"
+    rope_theta: float = 10000.0
+    rope_scaling: str = "none"
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.dim, self.heads) < 1:
+            raise InputError(f"model.dim={self.dim} and model.heads={self.heads} must be at least 1")
+        if not self.head_dim and self.dim % self.heads:
+            raise InputError(
+                f"model.dim={self.dim} is not a multiple of model.heads={self.heads}: change one, or set model.head_dim"
+            )
+        if self.heads % self.kv_head_count:
+            raise InputError(
+                f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: choose a divisor of it"
+            )
+        if self.position == "rope" and self.head_size % 2:
+            raise InputError(
+                f"RoPE turns pairs of dimensions, but the head dimension is {self.head_size}: make it even"
+            )
+        if self.position not in ("rope", "learned", "none"):
+            raise InputError(f"model.position={self.position!r}: expected 'rope', 'learned' or 'none'")
+        if not 0.0 <= self.dropout < 1.0:
+            raise InputError(f"model.dropout={self.dropout}: expected a probability in [0, 1)")
+
+    @property
+    def kv_head_count(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def mlp_size(self) -> int:
+        if self.mlp_dim:
+            return self.mlp_dim
+        return -(-8 * self.dim // (3 * 64)) * 64 if self.mlp == "swiglu" else 4 * self.dim
+
+
+class Block(nn.Module):
+    """Two pre-normed branches: `mix` (attention) and `feed` (MLP). Neither adds the residual.
+
+    out_init: initialises the projections that write to the residual stream.
+    """
+
+    config: BlockConfig
+    out_init: Initializer
+
+    def setup(self) -> None:
+        c = self.config
+        norm = lookup(NORMS, c.norm, "model.norm")
+        self.mix_norm = norm(c.norm_eps)
+        self.attention = Attention(
+            heads=c.heads,
+            kv_heads=c.kv_head_count,
+            head_dim=c.head_size,
+            mixer=c.mixer,
+            rope_theta=c.rope_theta if c.position == "rope" else None,
+            rope_scaling=c.rope_scaling,
+            qk_norm=c.qk_norm,
+            norm=c.norm,
+            norm_eps=c.norm_eps,
+            use_bias=c.qkv_bias,
+            out_bias=c.out_bias,
+            out_init=self.out_init,
+            dropout=c.dropout,
+        )
+        self.feed_norm = norm(c.norm_eps)
+        self.mlp = MLP(c.mlp_size, c.mlp, c.mlp_bias, self.out_init)
+
+    def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
+        """`(branch [B, T, D], cache or None, aux)`."""
+        y, cache, aux = self.attention(self.mix_norm(x), context, cache)
+        return self._drop(y, context), cache, aux
+
+    def feed(self, x: Float[Array, "B T D"], context: Context) -> tuple[jax.Array, Aux]:
+        """`(branch [B, T, D], aux)`."""
+        return self._drop(self.mlp(self.feed_norm(x)), context), {}
+
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
+        """Both branches with their residuals added, as a plain stack runs them."""
+        y, cache, aux = self.mix(x, context, cache)
+        x = x + y
+        y, feed_aux = self.feed(x, context)
+        return x + y, cache, {**aux, **feed_aux}
+
+    def _drop(self, y: jax.Array, context: Context) -> jax.Array:
+        dropping = self.config.dropout > 0.0 and not context.deterministic
+        return dropout(y, self.config.dropout, self.make_rng("dropout") if dropping else None)

@@ -1,0 +1,127 @@
+"""Layers that hold parameters: Dense, Embed, RMSNorm, LayerNorm, MLP, dropout.
+
+Parameters are float32 and carry the logical names of their axes; a layer computes in the dtype of its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.spmd import with_logical_constraint
+from jaxtyping import Array, Float, Int
+
+from hpnlp.ops.linear import linear
+from hpnlp.ops.norms import layer_norm, rms_norm
+from hpnlp.spec import lookup
+
+Initializer = Callable[..., Any]
+
+dense_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+embed_init: Initializer = nn.initializers.normal(0.02)
+
+
+def param(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str, ...]) -> jax.Array:
+    """A float32 parameter of `module` whose axes have the logical names `axes`."""
+    value: Any = module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
+    return value
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Asks for the layout that the logical names of `x`'s axes stand for; does nothing where no rules are set."""
+    return with_logical_constraint(x, axes)
+
+
+class Dense(nn.Module):
+    """`x @ kernel + bias` over the last axis. axes: logical names of the kernel's input and output axis."""
+
+    features: int
+    axes: tuple[str, str]
+    use_bias: bool = False
+    init: Initializer = dense_init
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens F"]:
+        kernel = param(self, "kernel", self.init, (x.shape[-1], self.features), self.axes)
+        bias = param(self, "bias", nn.initializers.zeros, (self.features,), self.axes[1:]) if self.use_bias else None
+        return linear(x, kernel, bias)
+
+
+class Embed(nn.Module):
+    """A table of rows, looked up by id. axis: the logical name of its rows."""
+
+    rows: int
+    dim: int
+    axis: str = "vocab"
+
+    def setup(self) -> None:
+        self.table = param(self, "table", embed_init, (self.rows, self.dim), (self.axis, "embed"))
+
+    def __call__(self, ids: Int[Array, "*tokens"], dtype: Any = jnp.float32) -> Float[Array, "*tokens D"]:
+        return self.table[ids].astype(dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation (Zhang and Sennrich 2019, eq. 4) over the last axis, in float32."""
+
+    eps: float = 1e-6
+    axis: str = "hidden"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
+        scale = param(self, "scale", nn.initializers.ones, (x.shape[-1],), (self.axis,))
+        return rms_norm(x, scale, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation (Ba et al. 2016, eq. 4) over the last axis, in float32."""
+
+    eps: float = 1e-5
+    axis: str = "hidden"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
+        scale = param(self, "scale", nn.initializers.ones, (x.shape[-1],), (self.axis,))
+        bias = param(self, "bias", nn.initializers.zeros, (x.shape[-1],), (self.axis,))
+        return layer_norm(x, scale, bias, self.eps)
+
+
+NORMS: dict[str, Callable[..., nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+# What each MLP does between its two products; `swiglu` has a second, gating projection (Shazeer 2020, eq. 6).
+MLPS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "relu": jax.nn.relu,
+    "swiglu": jax.nn.silu,
+}
+
+
+class MLP(nn.Module):
+    """The feed-forward branch: `down(f(up(x)))`, or `down(silu(gate(x)) * up(x))` for swiglu."""
+
+    hidden: int
+    kind: str = "gelu"
+    use_bias: bool = False
+    down_init: Initializer = dense_init
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
+        activation = lookup(MLPS, self.kind, "model.mlp")
+        h = Dense(self.hidden, ("embed", "mlp"), self.use_bias, name="up")(x)
+        if self.kind == "swiglu":
+            h = activation(Dense(self.hidden, ("embed", "mlp"), self.use_bias, name="gate")(x)) * h
+        else:
+            h = activation(h)
+        return Dense(x.shape[-1], ("mlp", "embed"), self.use_bias, self.down_init, name="down")(h)
+
+
+def dropout(x: Float[Array, "..."], rate: float, rng: jax.Array | None) -> Float[Array, "..."]:
+    """Zeroes entries with probability `rate` and scales the rest by 1 / (1 - rate); `rng` None means none."""
+    if rng is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))

@@ -1,0 +1,62 @@
+"""The full output layer: the exact softmax over the vocabulary."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hpnlp.ops.linear import linear
+from hpnlp.ops.softmax.cross_entropy import cross_entropy, nll
+from hpnlp.ops.softmax.sampling import sample
+from hpnlp.types import LossOut
+
+
+class FullOutput(nn.Module):
+    """Softmax over all rows of the table. Cost: N x V x D products a pass; memory N x V."""
+
+    is_normalized: ClassVar[bool] = True
+
+    def loss(
+        self,
+        table: Float[Array, "V D"],
+        h: Float[Array, "N D"],
+        labels: Int[Array, " N"],
+        weights: Float[Array, " N"],
+        rng: jax.Array | None = None,
+    ) -> LossOut:
+        """The weighted sum of -log p(label) in nats. `rng` is not used: nothing here is random."""
+        return LossOut(*cross_entropy(h, table, labels, weights))
+
+    def nll(self, table: Float[Array, "V D"], h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
+        """-log p(label) of each token, in nats."""
+        return nll(h, table, labels)
+
+    def logits(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, "N V"]:
+        """Unnormalised float32 log-probabilities."""
+        return linear(h, table.T).astype(jnp.float32)
+
+    def log_prob(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, "N V"]:
+        """log p of every row of the table, float32."""
+        return jax.nn.log_softmax(self.logits(table, h), axis=-1)
+
+    def top_k(
+        self, table: Float[Array, "V D"], h: Float[Array, "N D"], k: int
+    ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        """The k most probable ids of each token, best first: `(log p, ids)`."""
+        return jax.lax.top_k(self.log_prob(table, h), k)
+
+    def sample(
+        self,
+        table: Float[Array, "V D"],
+        h: Float[Array, "N D"],
+        rng: jax.Array,
+        temperature: float | jax.Array = 1.0,
+        top_k: int = 0,
+        top_p: float | jax.Array = 1.0,
+    ) -> Int[Array, " N"]:
+        """One id a token; see `ops.softmax.sampling.sample` for the arguments."""
+        return sample(self.logits(table, h), rng, temperature=temperature, top_k=top_k, top_p=top_p)

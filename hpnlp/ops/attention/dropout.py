@@ -1,0 +1,40 @@
+"""Attention dropout that depends on (key, batch, head, query, key position) and nothing else.
+
+A counter-based hash: any block of the pattern can be made anywhere, in any order, so that every backend and every
+layout drops the same entries, and a backward pass makes them again instead of keeping them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, UInt32
+
+
+def _mix(x: Array) -> Array:
+    """The finalizer of MurmurHash3 (Appleby, public domain): a bijection of uint32 in which every bit moves every bit."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def seed_words(rng: Array) -> UInt32[Array, "words"]:
+    """The raw uint32 words of a PRNG key, typed or not."""
+    data = jax.random.key_data(rng) if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else rng
+    return data.reshape(-1)
+
+
+def keep_mask(
+    seed: UInt32[Array, "words"], heads: Int[Array, "B N"], q: Int[Array, "B T"], k: Int[Array, "B S"], rate: float
+) -> Bool[Array, "B N T S"]:
+    """True where the attention weight survives; each is dropped with probability `rate`.
+
+    seed: `seed_words(rng)`. heads: a number that is unique to each (batch, head). q, k: positions. O(B N T S) integer
+    operations and no state.
+    """
+    row = heads.astype(jnp.uint32)
+    for i in range(seed.shape[0]):
+        row = _mix(row ^ seed[i])
+    row = _mix(row[:, :, None] + q.astype(jnp.uint32)[:, None, :] * jnp.uint32(0x9E3779B1))
+    bits = _mix(row[:, :, :, None] + k.astype(jnp.uint32)[:, None, None, :] * jnp.uint32(0x27D4EB2F))
+    return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))

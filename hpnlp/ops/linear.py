@@ -1,0 +1,52 @@
+"""The one linear map: every product with a parameter goes through here."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from hpnlp.ops.manual import vary_alike
+
+
+def linear(
+    x: Float[Array, "*tokens D"], w: Float[Array, "D F"], b: Float[Array, " F"] | None = None
+) -> Float[Array, "*tokens F"]:
+    """`x w + b` over the last axis, accumulated in float32, returned in x's dtype.
+
+    w, b: parameters; they are cast to x's dtype for the product, and their gradients are accumulated and returned in
+    their own dtype. Cost: O(tokens D F), three times that with the backward pass.
+
+    The tokens are flattened to one axis: on XLA:CPU a product over `[B, T, D]` costs about twice one over `[B*T, D]`.
+    """
+    out = _product(*vary_alike(x.reshape(-1, x.shape[-1]), w))
+    if b is not None:
+        out = out + b.astype(jnp.float32)[None, :]
+    return out.astype(x.dtype).reshape(*x.shape[:-1], w.shape[-1])
+
+
+@jax.custom_vjp
+def _product(x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F"]:
+    """float32 x w. Its gradients are products of x's dtype with float32 sums, whatever the dtype of w."""
+    return _dot(x, w.astype(x.dtype), 1, 0)
+
+
+def _product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(x, w), (x, w)
+
+
+def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = saved
+    dy = dy.astype(x.dtype)
+    dx = _dot(dy, w.astype(x.dtype), 1, 1).astype(x.dtype)
+    # x^T dy and (dy^T x)^T are the same numbers; XLA:CPU is 1.4 times faster where the result is wide rather than tall.
+    dw = _dot(dy, x, 0, 0).T if w.shape[0] > w.shape[1] else _dot(x, dy, 0, 0)
+    return dx, dw.astype(w.dtype)
+
+
+def _dot(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
+    return lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+_product.defvjp(_product_forward, _product_backward)

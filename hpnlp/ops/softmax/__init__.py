@@ -1,0 +1,5 @@
+"""Losses over a vocabulary."""
+
+from hpnlp.ops.softmax.cross_entropy import cross_entropy, nll
+
+__all__ = ["cross_entropy", "nll"]

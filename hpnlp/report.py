@@ -1,0 +1,269 @@
+"""What a run saw, as report.json, report.md and loss.png; and several runs beside each other."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpnlp import measure
+from hpnlp.training import decode
+from hpnlp.training.config import Config, flat
+from hpnlp.training.loop import Result
+from hpnlp.types import InputError
+
+_LOADED = time.time()
+
+# What runs are put beside each other by.
+COMPARED = (
+    "heldout_bits_per_byte",
+    "heldout_loss",
+    "heldout_bytes",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "seconds",
+)
+COMPARED += ("phase_seconds", "parameters", "config")
+
+
+def write(workdir: str | Path, config: Config, result: Result) -> dict[str, Any]:
+    """Writes the report of a finished run and prints it. Returns what report.json holds.
+
+    Raises InputError where the disk does not take it; the run itself is saved, and a second call is quick.
+    """
+    workdir = Path(workdir)
+    curve = read_metrics(workdir)
+    sample = decode.sample_text(result.model, result.params, result.corpus.tokenizer, config.train.sample)
+    report = summarize(config, result)
+    text = render(workdir, config, report, sample)
+    try:
+        plot_curves({workdir.name: curve}, workdir / "loss.png")
+        _replace(workdir / "report.md", text)
+        _replace(workdir / "report.json", json.dumps(report, indent=1) + "\n")  # the last, because it says: finished
+    except OSError as error:
+        raise InputError(
+            f"cannot write the report to {workdir} ({error.strerror or error}): free some space there and run the same "
+            "command again"
+        ) from error
+    print(text)
+    return report
+
+
+def summarize(config: Config, result: Result) -> dict[str, Any]:
+    """The numbers of a run. bits per byte are None for a tokenizer that loses text."""
+    raw = result.corpus.read_heldout()
+    tokens = result.step * config.data.batch_size * config.data.seq_len
+    busy = result.seconds["data"] + result.seconds["step"]
+    return {
+        "heldout_bits_per_byte": result.heldout.get("bits_per_byte"),
+        "heldout_loss": result.heldout["loss"],
+        "heldout_bytes": len(raw),
+        "gzip_bits_per_byte": 8 * len(gzip.compress(raw, 9)) / len(raw),
+        "xz_bits_per_byte": 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw),
+        "tokens_per_second": tokens / busy if busy else 0.0,
+        "flops_per_second": result.step * result.flops_per_step / busy if busy else 0.0,
+        "flops_per_step": result.flops_per_step,
+        "peak_memory_bytes": measure.peak_memory_bytes(),
+        "steps": result.step,
+        "tokens": tokens,
+        "parameters": result.parameters,
+        "seconds": _process_seconds(),
+        "phase_seconds": result.seconds,
+        "environment": measure.environment(),
+        "config": flat(config),
+    }
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """One sentence: who needs the fewest bits for the held-out text."""
+    needs = {
+        "the model": report["heldout_bits_per_byte"],
+        "gzip -9": report["gzip_bits_per_byte"],
+        "xz -9e": report["xz_bits_per_byte"],
+    }
+    if needs["the model"] is None:
+        return "The tokenizer does not keep every byte, so its loss cannot be put beside a compressor's."
+    order = sorted(needs, key=lambda name: needs[name])
+    (first, second, third), best = order, needs[order[0]]
+    lead = 100 * (1 - best / needs[second])
+    return (
+        f"{first[0].upper()}{first[1:]} won: {best:.3f} bits a byte of held-out text, {lead:.0f} % fewer than {second} "
+        f"({needs[second]:.3f}); {third} needs {needs[third]:.3f}. (The model's own size is not counted.)"
+    )
+
+
+def render(workdir: Path, config: Config, report: Mapping[str, Any], sample: str) -> str:
+    """report.md."""
+    phases = report["phase_seconds"]
+    total = sum(phases.values()) or 1.0
+    where = ", ".join(f"{name} {seconds:.1f} s ({100 * seconds / total:.0f} %)" for name, seconds in phases.items())
+    bits = report["heldout_bits_per_byte"]
+    rows = [
+        ("held-out bits a byte", "-" if bits is None else f"{bits:.4f}"),
+        ("gzip -9, the same bytes", f"{report['gzip_bits_per_byte']:.4f}"),
+        ("xz -9e, the same bytes", f"{report['xz_bits_per_byte']:.4f}"),
+        ("held-out loss, nats a token", f"{report['heldout_loss']:.4f}"),
+        ("parameters", f"{report['parameters']:,}"),
+        ("steps, tokens", f"{report['steps']:,}, {report['tokens']:,}"),
+        ("tokens/s", f"{report['tokens_per_second']:,.0f}"),
+        ("achieved GFLOP/s", f"{report['flops_per_second'] / 1e9:,.1f}"),
+        ("peak memory", f"{report['peak_memory_bytes'] / 2**20:,.0f} MiB"),
+        ("wall time, s", f"{report['seconds']:.1f}"),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    shown = f"\nA sample:\n\n```\n{sample.rstrip()}\n```\n" if sample else ""
+    return f"""# {workdir.name}
+
+{verdict(report)}
+
+| | |
+|---|---|
+{table}
+
+Where the time went: {where}.
+
+![loss](loss.png)
+{shown}
+Next:
+
+- continue a text of yours: `hpnlp generate --workdir={workdir} --prompt="def " --tokens=200 --temperature=0.8 --top_p=0.95`
+- train on it: `hpnlp train --config=FILE --workdir=runs/mine --config.data.path=DIR_OR_GLOB`
+- train longer: `hpnlp train --config=FILE --workdir={workdir} --config.train.steps={2 * config.train.steps} --accept_changes`
+- put runs beside each other: `hpnlp compare {workdir} runs/mine`
+"""
+
+
+def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a value that was not finite is None."""
+    path = Path(workdir) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def read_report(workdir: str | Path) -> dict[str, Any]:
+    """report.json of a run; raises InputError where there is none."""
+    path = Path(workdir) / "report.json"
+    try:
+        report = json.loads(path.read_text())
+        lacking = [name for name in COMPARED if name not in report]
+        if lacking:
+            raise ValueError(f"it lacks {', '.join(lacking)}")
+        return report
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(
+            f"{workdir} has no report.json: finish the run first, with the command that began it"
+        ) from None
+    except ValueError as error:
+        raise InputError(
+            f"{path} is not a report ({error}): run the training command again to write it anew"
+        ) from error
+
+
+def plot_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Training loss (faint, and smoothed) and held-out loss against steps, one colour a run."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for index, (name, lines) in enumerate(curves.items()):
+        color = f"C{index % 10}"
+        shown = [line for line in lines if line.get("loss") is not None]
+        steps, losses = [line["step"] for line in shown], [line["loss"] for line in shown]
+        axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, _smooth(losses), color=color, linewidth=1.6, label=f"{name}: training")
+        heldout = [(line["step"], line["heldout_loss"]) for line in lines if "heldout_loss" in line]
+        if heldout:
+            axes.plot(*zip(*heldout, strict=True), "o--", color=color, markersize=4, label=f"{name}: held-out")
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _smooth(values: Sequence[float], decay: float = 0.95) -> list[float]:
+    """Exponential mean with Adam's correction for the start."""
+    mean, weight, smoothed = 0.0, 0.0, []
+    for value in values:
+        mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
+        smoothed.append(mean / weight)
+    return smoothed
+
+
+def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
+    """A table of runs, best first, and a plot of quality against time and memory at `out`; returns the table."""
+    reports = {str(workdir): read_report(workdir) for workdir in workdirs}
+    same = len({report["heldout_bytes"] for report in reports.values()}) == 1
+    bits = all(report["heldout_bits_per_byte"] is not None for report in reports.values())
+    quality = "heldout_bits_per_byte" if bits else "heldout_loss"
+    order = sorted(reports, key=lambda name: reports[name][quality])
+    header = ["run", "held-out bits/byte" if bits else "held-out loss", "tokens/s", "peak MiB", "seconds", "parameters"]
+    header += ["differs in"]
+    rows = [
+        [
+            name,
+            f"{reports[name][quality]:.4f}",
+            f"{reports[name]['tokens_per_second']:,.0f}",
+            f"{reports[name]['peak_memory_bytes'] / 2**20:,.0f}",
+            f"{reports[name]['seconds']:.1f}",
+            f"{reports[name]['parameters']:,}",
+            _differs(reports[name]["config"], reports[order[0]]["config"]),
+        ]
+        for name in order
+    ]
+    try:
+        _plot_tradeoff(reports, quality, Path(out))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot draw {out} ({error}): name a file that can be written, as compare.png") from error
+    lines = ["| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *rows]]
+    warning = "" if same else "\nThe runs were scored on different held-out text: quality cannot be compared.\n"
+    return "\n".join(lines) + "\n" + warning
+
+
+def _differs(config: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    changed = [f"{name}={config[name]}" for name in config if config.get(name) != first.get(name)]
+    return ", ".join(changed) or "-"
+
+
+def _plot_tradeoff(reports: Mapping[str, Mapping[str, Any]], quality: str, path: Path) -> None:
+    plt = _pyplot()
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
+    scales = {
+        "training seconds": lambda r: r["phase_seconds"]["data"] + r["phase_seconds"]["step"],
+        "peak memory, MiB": lambda r: r["peak_memory_bytes"] / 2**20,
+    }
+    for axes, (label, of) in zip(panels, scales.items(), strict=True):
+        for index, (name, report) in enumerate(reports.items()):
+            axes.plot(of(report), report[quality], "o", color=f"C{index % 10}", label=Path(name).name)
+        axes.set(xlabel=label)
+        axes.grid(alpha=0.3)
+    panels[0].set(ylabel=quality.replace("_", " "))
+    panels[1].legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _process_seconds() -> float:
+    """Wall time since this process began, or since this module was loaded where the system does not tell."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return float(Path("/proc/uptime").read_text().split()[0]) - started
+    except (OSError, ValueError, IndexError):
+        return time.time() - _LOADED
+
+
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_name(path.name + ".tmp")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)

@@ -1,0 +1,103 @@
+"""Spec strings: `"window(256,0)*5,full"` names table entries with arguments and repeats; parsed once, into values."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from hpnlp.types import InputError
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One entry of a spec string: `name(*args, **dict(kwargs)) * repeat`."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    repeat: int = 1
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """' (did you mean NAME?)' for the nearest known name, or the list of all of them where nothing is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def parse(text: str) -> tuple[Spec, ...]:
+    """`"a(1, x=2)*3,b"` -> (Spec(a, (1,), (("x", 2),), 3), Spec(b)).
+
+    Arguments are Python literals or bare words, which are taken as strings. Raises InputError where `text` is no spec.
+    """
+    try:
+        tree = ast.parse(f"({text},)", mode="eval").body
+        assert isinstance(tree, ast.Tuple)
+        return tuple(_spec(node) for node in tree.elts)
+    except (SyntaxError, ValueError, AssertionError) as error:
+        raise InputError(
+            f'{text!r} is not a spec: expected names with optional arguments and repeats, as in "window(256,0)*5,full"'
+        ) from error
+
+
+def _spec(node: ast.expr) -> Spec:
+    repeat = 1
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        node, repeat = node.left, ast.literal_eval(node.right)
+        if not isinstance(repeat, int) or repeat < 1:
+            raise ValueError("a repeat is a whole number of at least 1")
+    if isinstance(node, ast.Name):
+        return Spec(node.id, repeat=repeat)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        args = tuple(_literal(arg) for arg in node.args)
+        kwargs = tuple((keyword.arg, _literal(keyword.value)) for keyword in node.keywords if keyword.arg is not None)
+        if len(kwargs) < len(node.keywords):
+            raise ValueError("** unpacks what a string cannot hold")
+        return Spec(node.func.id, args, kwargs, repeat)
+    raise ValueError("not a name or a call")
+
+
+def _literal(node: ast.expr) -> Any:
+    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+
+
+def lookup(table: Mapping[str, T], name: str, what: str) -> T:
+    """`table[name]`, or an InputError that says which `what` was meant."""
+    if name not in table:
+        raise InputError(f"unknown {what} {name!r}: {did_you_mean(name, table)}")
+    return table[name]
+
+
+def build(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, **extra: Any) -> T:
+    """Calls the table entry that `spec` names with its arguments and `extra`; a wrong argument is an InputError."""
+    entry = lookup(table, spec.name, what)
+    signature = inspect.signature(entry)
+    for name, _ in spec.kwargs:
+        if name not in signature.parameters or name in extra:
+            own = [p for p in signature.parameters if p not in extra]
+            raise InputError(f"{what} {spec.name!r} has no argument {name!r}: {did_you_mean(name, own)}")
+    try:
+        bound = signature.bind(*spec.args, **dict(spec.kwargs), **extra)
+    except TypeError as error:
+        raise InputError(f"{what} {spec.name!r} takes {signature}: {error}") from error
+    return entry(*bound.args, **bound.kwargs)
+
+
+def parse_one(text: str, what: str) -> Spec:
+    """The single entry of a spec string that must name exactly one."""
+    specs = parse(text)
+    if len(specs) != 1 or specs[0].repeat != 1:
+        raise InputError(f"{what} {text!r} names {len(specs)} entries: expected exactly one, as in {specs[0].name!r}")
+    return specs[0]
+
+
+def is_name(text: str) -> bool:
+    """True where `text` reads as a spec's name (and so not as a path)."""
+    return re.match(r"^[A-Za-z_]\w*(\(.*\))?$", text) is not None

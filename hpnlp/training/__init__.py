@@ -1,0 +1,1 @@
+"""Training: the loop, the step, optimizers, checkpoints, metrics, decoding."""

@@ -1,0 +1,268 @@
+"""The training loop: everything that a run does between its config and its result, top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from hpnlp.data.stream import Corpus, prepare
+from hpnlp.models.lm import LM
+from hpnlp.parallel import plan as planning
+from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.config import Config
+from hpnlp.training.metrics import Clock, Display, JsonlWriter, find_writers
+from hpnlp.training.run import claimed, make_model, saved_tokenizer, write_config
+from hpnlp.training.step import Batch, Trainer, check_batch, make_trainer
+from hpnlp.types import InputError, Writer
+
+HOPELESS = 20  # steps in a row without a finite gradient, after which a run stops
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run ends with. interrupted: a signal stopped it early, and the same command goes on from `step`.
+
+    heldout: `loss` in nats a token and, for tokenizers that lose nothing, `bits_per_byte`. seconds: by phase, over all
+    restarts; "setup" holds all compilation.
+    """
+
+    step: int
+    interrupted: bool
+    heldout: dict[str, float]
+    corpus: Corpus
+    model: LM
+    params: Any
+    seconds: dict[str, float]
+    parameters: int
+    flops_per_step: int
+
+
+def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) -> Result:
+    """Trains to `config.train.steps`, going on from the newest checkpoint in `workdir`.
+
+    Raises InputError where the config, the data, the mesh or the directory is at fault; what was saved stays.
+    """
+    workdir = Path(workdir)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(claimed(workdir, config, accept_changes))
+        stopping = stack.enter_context(_stop_on_signal())
+        clock = Clock()
+        stack.enter_context(jax.debug_nans(config.train.debug_nans))
+        trace = stack.enter_context(contextlib.ExitStack())  # what ends the run early ends a trace, too
+
+        with clock("setup"):
+            further_writers = find_writers(config.train.writers)
+            begun = (workdir / "config.json").exists()
+            corpus = prepare(config.data, saved_tokenizer(workdir) if begun else None)
+            model = make_model(config, corpus.tokenizer)
+            mesh = config.plan.mesh()
+            planning.check(mesh, model.config.sizes())
+            check_batch(mesh, config.data.batch_size, config.optimizer.accumulate, jax.process_count())
+            trainer = make_trainer(model, config.optimizer, mesh, steps=config.train.steps)
+            key = jax.random.key(config.train.seed)
+            rows = corpus.train(
+                seed=config.train.seed, process_index=jax.process_index(), process_count=jax.process_count()
+            )
+            checkpoints = Checkpointer(workdir, config.train.keep)
+            stack.callback(checkpoints.close)
+            progress: dict[str, Any] = {"best": None, "bad_evals": 0}
+            if checkpoints.latest() is None:
+                state, first = trainer.init(key), 0
+            elif checkpoints.holds_params_only():  # a converted model: everything but the parameters begins here
+                state, first = trainer.init(key, checkpoints.restore_params(trainer.state_shapes)), 0
+            else:
+                state, data_state, progress = checkpoints.restore(trainer.state_shapes)
+                rows.set_state(data_state)
+                first = int(state.step)
+                clock = Clock(progress["seconds"])
+            if not (workdir / "tokenizer.json").exists():
+                corpus.tokenizer.save(str(workdir / "tokenizer.json"))
+            write_config(workdir, config)
+
+        jsonl = JsonlWriter(workdir, first)
+        stack.callback(jsonl.close)
+        writers: list[Writer] = [jsonl]
+        for make in further_writers:
+            writers.append(make(workdir, first))
+            stack.callback(writers[-1].close)
+        display = Display(first, config.train.steps, config.data.batch_size * config.data.seq_len)
+        stack.callback(display.close)
+        parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainer.state_shapes.params))
+        display.say(_greeting(config, workdir, parameters, first))
+
+        pending: list[tuple[int, dict[str, jax.Array]]] = []
+        skipped_in_a_row = 0
+
+        def flush() -> None:
+            """Fetches the metrics of the steps since the last flush, and writes a line for each.
+
+            Lines wait for a checkpoint in the making: what was shown is never more than an interval ahead of the disk.
+            """
+            nonlocal skipped_in_a_row
+            with clock("checkpoint"):
+                checkpoints.wait()
+            with clock("step"):
+                values = jax.device_get([metrics for _, metrics in pending])
+            for (number, _), metrics in zip(pending, values, strict=True):
+                line = {name: float(value) for name, value in metrics.items()}
+                for writer in writers:
+                    writer.write(number, line)
+                skipped_in_a_row = skipped_in_a_row + 1 if line["skipped"] else 0
+                if skipped_in_a_row >= HOPELESS or (line["skipped"] and not config.optimizer.skip_nonfinite):
+                    raise InputError(
+                        f"the loss or its gradient has not been finite for {skipped_in_a_row} steps, up to {number}: "
+                        "lower optimizer.learning_rate, or look for the cause with train.debug_nans"
+                    )
+            if pending:
+                display.step(pending[-1][0], float(values[-1]["loss"]), clock.seconds["data"] + clock.seconds["step"])
+            pending.clear()
+
+        def save(loss: float | None = None) -> None:
+            """Starts a checkpoint; the lines of its steps are on disk before it is."""
+            flush()
+            with clock("checkpoint"):
+                jsonl.sync()
+                checkpoints.save(state, rows.get_state(), {**progress, "seconds": clock.seconds}, loss)
+
+        def evaluate(limit: int | None) -> dict[str, float]:
+            flush()
+            with clock("eval"):
+                return heldout_loss(trainer, state.best_params, corpus, config, limit)
+
+        trace_first, trace_last = config.train.profile_range()
+        step = saved = first
+        stop = _patience_is_over(config, progress)  # a run that was stopped early stays so
+
+        while step < config.train.steps and not stop:
+            step += 1
+            if step == trace_first:
+                trace.enter_context(jax.profiler.trace(str(workdir / "profile")))
+            with clock("data"):
+                batch = _on_devices(trainer, next(rows))
+            with clock("setup" if step == first + 1 else "step"):  # the first call traces and compiles
+                state, metrics = trainer.step(state, batch, key)
+                pending.append((step, metrics))
+                if step == first + 1:
+                    jax.block_until_ready(metrics)
+            if step == trace_last:
+                jax.block_until_ready(metrics)
+                trace.close()
+
+            stop = stopping() is not None
+            last = step == config.train.steps or stop
+            loss = None
+            # Also when a signal has come: the run that goes on must find what an undisturbed one would.
+            if config.train.eval_every and step % config.train.eval_every == 0 and step < config.train.steps:
+                scores = evaluate(config.train.eval_batches or None)
+                for writer in writers:
+                    writer.write(step, {f"heldout_{name}": value for name, value in scores.items()})
+                display.say(f"step {step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
+                better = progress["best"] is None or scores["loss"] < progress["best"] - config.train.min_delta
+                progress |= (
+                    {"best": scores["loss"], "bad_evals": 0} if better else {"bad_evals": progress["bad_evals"] + 1}
+                )
+                if better:
+                    loss = scores["loss"]
+                if _patience_is_over(config, progress):
+                    display.say(f"no improvement in {config.train.patience} evaluations: stopping at step {step}")
+                    last = stop = True
+            if (
+                last
+                or loss is not None
+                or (config.train.checkpoint_every and step % config.train.checkpoint_every == 0)
+            ):
+                save(loss)
+                saved = step
+            elif step % config.train.log_every == 0 and not checkpoints.saving():
+                flush()
+
+        with clock("checkpoint"):
+            checkpoints.wait()
+        interrupted = stopping() is not None and saved < config.train.steps
+        if interrupted:
+            display.say(f"{stopping()}: saved step {saved}; the same command goes on from there")
+        result = Result(
+            step=step,
+            interrupted=interrupted,
+            heldout={} if interrupted else evaluate(None),
+            corpus=corpus,
+            model=model,
+            params=state.best_params,
+            seconds=dict(clock.seconds),
+            parameters=parameters,
+            flops_per_step=trainer.flops(config.data.batch_size, config.data.seq_len),
+        )
+        return result
+
+
+def _patience_is_over(config: Config, progress: Mapping[str, Any]) -> bool:
+    return 0 < config.train.patience <= progress["bad_evals"]
+
+
+def heldout_loss(
+    trainer: Trainer, params: Any, corpus: Corpus, config: Config, limit: int | None = None
+) -> dict[str, float]:
+    """The loss of the held-out text in nats a token and, where all of it was scored and none was lost, bits a byte.
+
+    limit: at most so many batches, spread over the text.
+    """
+    batches = corpus.heldout(
+        batch_size=config.data.batch_size,
+        stride=config.train.eval_stride or None,
+        limit=limit,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+    sums = [trainer.evaluate(params, _on_devices(trainer, batch)) for batch in batches]
+    total, weight = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
+    scores = {"loss": float(total / weight)}
+    if corpus.tokenizer.lossless and limit is None:
+        scores["bits_per_byte"] = float(total) / math.log(2) / corpus.heldout_bytes
+    return scores
+
+
+def _on_devices(trainer: Trainer, batch: Mapping[str, np.ndarray]) -> Batch:
+    put = lambda rows: jax.make_array_from_process_local_data(trainer.batch_sharding, rows)  # noqa: E731
+    return {name: put(rows) for name, rows in batch.items()}
+
+
+@contextlib.contextmanager
+def _stop_on_signal() -> Iterator[Any]:
+    """Yields a function that names the signal that asked the run to stop, or None; a second one kills as usual."""
+    received: list[str] = []
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        received.append(signal.Signals(number).name)
+        signal.signal(number, previous[signal.Signals(number)])
+
+    previous = {number: signal.getsignal(number) for number in signals}
+    try:
+        for number in signals:
+            signal.signal(number, note)
+    except ValueError:  # signals reach the main thread only, and a notebook may train in another
+        pass
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        with contextlib.suppress(ValueError):
+            for number in signals:
+                signal.signal(number, previous[number])
+
+
+def _greeting(config: Config, workdir: Path, parameters: int, first: int) -> str:
+    devices = jax.devices()
+    begin = f"going on from step {first}" if first else "starting"
+    return (
+        f"{begin}: {parameters / 1e6:.2f}M parameters, {len(devices)} {devices[0].platform} "
+        f"device{'s' * (len(devices) > 1)}, {config.train.steps} steps of {config.data.batch_size} x "
+        f"{config.data.seq_len} tokens, in {workdir}"
+    )

@@ -1,0 +1,171 @@
+"""Optimizers and learning-rate schedules by name, all of them optax's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+from hpnlp.spec import build, lookup, parse_one
+from hpnlp.types import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """How parameters move.
+
+    name: an entry of OPTIMIZERS. learning_rate: the peak. schedule: an entry of SCHEDULES, with its arguments, after
+    `warmup` steps of linear rise. final: the last learning rate as a fraction of the peak. weight_decay: decoupled, on
+    matrices and tables only. momentum: of sgd, lion's and muon's first moment. adam_learning_rate: muon's rate for what
+    is no matrix (norms, biases, tables), 0 for learning_rate. clip_norm: gradients of a larger global norm are scaled
+    down to it, 0 never. accumulate: parts that a batch is split into, their gradients summed. skip_nonfinite: a step
+    whose gradient norm is not finite changes nothing. ema: decay of an average of the parameters that evaluation,
+    generation and export use, 0 for none.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    schedule: str = "cosine"
+    warmup: int = 50
+    final: float = 0.1
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.95
+    adam_learning_rate: float = 0.0
+    clip_norm: float = 1.0
+    accumulate: int = 1
+    skip_nonfinite: bool = True
+    ema: float = 0.0
+
+    def __post_init__(self) -> None:
+        lookup(OPTIMIZERS, self.name, "optimizer")
+        lookup(SCHEDULES, parse_one(self.schedule, "optimizer.schedule").name, "schedule")
+        if self.accumulate < 1:
+            raise InputError(f"optimizer.accumulate={self.accumulate}: expected at least 1, which is no accumulation")
+        if self.warmup < 0:
+            raise InputError(f"optimizer.warmup={self.warmup}: expected a number of steps, 0 for none")
+        if not 0.0 <= self.ema < 1.0:
+            raise InputError(f"optimizer.ema={self.ema}: expected a decay in [0, 1), 0 for no average")
+        for name in ("learning_rate", "adam_learning_rate", "weight_decay", "clip_norm", "final"):
+            if not getattr(self, name) >= 0.0:
+                raise InputError(f"optimizer.{name}={getattr(self, name)}: expected a number of at least 0")
+
+
+def _wsd(peak: float, final: float, steps: int, decay: float = 0.2) -> optax.Schedule:
+    """Warm-up, stable, decay (Hu et al. 2024, sec. 4.2): constant, then linear over the last `decay` of the steps."""
+    decaying = max(1, round(steps * decay))
+    parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, peak * final, decaying)]
+    return optax.join_schedules(parts, [max(0, steps - decaying)])
+
+
+# name -> (peak, final fraction, steps after warm-up, arguments of the spec) -> schedule
+SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
+    "constant": lambda peak, final, steps: optax.constant_schedule(peak),
+    "linear": lambda peak, final, steps: optax.linear_schedule(peak, peak * final, steps),
+    "cosine": lambda peak, final, steps: optax.cosine_decay_schedule(peak, steps, alpha=final),
+    "rsqrt": lambda peak, final, steps, timescale=1000: (
+        lambda step: peak * jax.lax.rsqrt(jnp.maximum(1.0, 1.0 + step / timescale))
+    ),
+    "wsd": _wsd,
+}
+
+
+def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Learning rate at each step: linear warm-up from 0 to the peak, then the named schedule down to the last step."""
+    spec = parse_one(config.schedule, "optimizer.schedule")
+    after = max(1, steps - config.warmup)
+    body = build(spec, SCHEDULES, "schedule", peak=config.learning_rate, final=config.final, steps=after)
+    if config.warmup == 0:
+        return body
+    # The first step already moves: step 0 takes 1/warmup of the peak.
+    rise = lambda step: config.learning_rate * (step + 1) / config.warmup  # noqa: E731
+    return optax.join_schedules([rise, body], [config.warmup])
+
+
+def is_matrix(params: Any) -> Any:
+    """True for kernels and tables, False for norms' scales and for biases: what weight decay acts on."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in ("kernel", "table", "head"), params)
+
+
+def _muon_axes(params: Any) -> Any:
+    """Muon's matrices are the kernels; a first axis of stacked layers is no part of the matrix."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        return contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1) if _name(path) == "kernel" else None
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def _name(path: Any) -> str:
+    # optax maps over parameters that may still be boxed with their axis names; the box's own key is no name.
+    keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    return str(keys[-1]) if keys else ""
+
+
+def _adamw(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.adamw(rate, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay, mask=is_matrix)
+
+
+def _lion(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.lion(rate, b1=c.b1, b2=c.b2, weight_decay=c.weight_decay, mask=is_matrix)
+
+
+def _adafactor(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    # optax's adafactor decays by weight_decay_rate without the learning rate; scaled here so that the field means one thing.
+    decay = c.weight_decay * c.learning_rate or None
+    return optax.adafactor(
+        rate, weight_decay_rate=decay, weight_decay_mask=is_matrix, multiply_by_parameter_scale=False
+    )
+
+
+def _lamb(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.lamb(rate, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay, mask=is_matrix)
+
+
+def _muon(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    scale = (c.adam_learning_rate or c.learning_rate) / (c.learning_rate or 1.0)
+    matrices = contrib.muon(
+        rate, beta=c.momentum, eps=c.eps, weight_decay=c.weight_decay, muon_weight_dimension_numbers=_muon_axes
+    )
+    # optax's muon has an Adam of its own for the rest, which decays all of that or nothing.
+    adam = optax.adamw(
+        lambda step: scale * rate(step),
+        b1=c.b1,
+        b2=c.b2,
+        eps=c.eps,
+        weight_decay=c.weight_decay,
+        mask=is_matrix,
+        nesterov=True,
+    )
+    kinds = lambda params: jax.tree_util.tree_map_with_path(  # noqa: E731
+        lambda path, _: "muon" if _name(path) == "kernel" else "adam", params
+    )
+    return optax.partition({"muon": matrices, "adam": adam}, kinds)
+
+
+def _sgd(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    decay = optax.add_decayed_weights(c.weight_decay, mask=is_matrix)
+    return optax.chain(decay, optax.sgd(rate, momentum=c.momentum or None))
+
+
+OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], optax.GradientTransformation]] = {
+    "adamw": _adamw,
+    "lion": _lion,
+    "adafactor": _adafactor,
+    "lamb": _lamb,
+    "muon": _muon,
+    "sgd": _sgd,
+}
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Clipping by global norm, then the named optimizer over `steps` steps."""
+    optimizer = OPTIMIZERS[config.name](config, make_schedule(config, steps))
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer) if config.clip_norm else optimizer

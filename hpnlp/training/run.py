@@ -1,0 +1,126 @@
+"""A run's directory: who may train in it, the config and tokenizer that it was begun with, and the model that it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from hpnlp.data import tokenizers
+from hpnlp.models.lm import LM
+from hpnlp.parallel.plan import Plan
+from hpnlp.training import config as configs
+from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.config import Config
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError, Tokenizer
+
+
+def make_model(config: Config, tokenizer: Tokenizer) -> LM:
+    """The model of a config, with the sizes that depend on the data filled in."""
+    model = config.model
+    if model.vocab and model.vocab < tokenizer.vocab_size:
+        raise InputError(
+            f"model.vocab={model.vocab} is less than the tokenizer's {tokenizer.vocab_size}: set it to 0, or to at least that"
+        )
+    max_len = model.max_len or config.data.seq_len
+    if model.position == "learned" and config.data.seq_len > max_len:
+        raise InputError(
+            f"data.seq_len={config.data.seq_len} is longer than model.max_len={max_len} learned positions: change one"
+        )
+    return LM(dataclasses.replace(model, vocab=model.vocab or tokenizer.vocab_size, max_len=max_len))
+
+
+def saved_tokenizer(workdir: Path) -> Tokenizer | None:
+    """The tokenizer of a run that has begun, so that going on never depends on its being trained again."""
+    path = workdir / "tokenizer.json"
+    return tokenizers.load(str(path)) if path.exists() else None
+
+
+def load_config(workdir: str | Path) -> Config:
+    """The config of a run; raises InputError where `workdir` holds none."""
+    path = Path(workdir) / "config.json"
+    try:
+        return configs.from_json(path.read_text())
+    except FileNotFoundError:
+        raise InputError(
+            f"{workdir} holds no run (there is no config.json): train one first, or name another"
+        ) from None
+
+
+@contextlib.contextmanager
+def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[None]:
+    """Makes the directory this run's own: one process at a time, one config."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = open(workdir / ".lock", "w")  # noqa: SIM115  (held until the run ends)
+    except OSError as error:
+        raise InputError(f"cannot write to workdir {workdir} ({error.strerror}): choose another --workdir") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"another process trains in {workdir}: wait for it, or choose another workdir") from None
+        if (workdir / "config.json").exists() and not accept_changes:
+            changes = configs.differences(load_config(workdir), config)
+            if {path.name for path in (workdir / "checkpoints").glob("*")} == {"0"}:  # converted, not trained yet
+                changes = [change for change in changes if change.startswith("model.")]
+            if changes:
+                raise InputError(
+                    f"{workdir} was made by another config ({'; '.join(changes)}): choose another workdir, or pass "
+                    "--accept_changes to go on with the new one"
+                )
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise InputError(
+                f"the disk of {workdir} is full: free some space and run the same command again"
+            ) from error
+
+
+def write_config(workdir: Path, config: Config) -> None:
+    """config.json, whole or not at all."""
+    fresh = workdir / "config.json.tmp"
+    fresh.write_text(configs.to_json(config))
+    os.replace(fresh, workdir / "config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run directory holds. params: those that generation and export use; step: of the checkpoint they are from."""
+
+    config: Config
+    tokenizer: Tokenizer
+    model: LM
+    params: Any
+    step: int
+
+
+def load(workdir: str | Path, step: int | None = None) -> Run:
+    """The model of a run on one device: from checkpoint `step`, by default the best, or the newest where none was scored.
+
+    Raises InputError where the directory holds no run, or lacks a part of it.
+    """
+    workdir = Path(workdir)
+    config, tokenizer = load_config(workdir), saved_tokenizer(workdir)
+    if tokenizer is None:
+        raise InputError(f"{workdir} has no tokenizer.json: put back the one that the run was trained with")
+    model = make_model(config, tokenizer)
+    mesh = Plan().mesh(jax.devices()[:1])
+    shapes = make_trainer(model, config.optimizer, mesh, steps=config.train.steps).state_shapes
+    checkpoints = Checkpointer(workdir, read_only=True)
+    try:
+        step = checkpoints.best() if step is None else step
+        params = checkpoints.restore_params(shapes, step)
+        return Run(config, tokenizer, model, params, checkpoints.step_of(step))
+    finally:
+        checkpoints.close()

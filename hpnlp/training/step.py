@@ -1,0 +1,206 @@
+"""The training step: one jitted function from (state, batch) to (state, metrics)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from hpnlp import measure
+from hpnlp.models.lm import LM, axes_of, example_batch
+from hpnlp.parallel.plan import flax_rules, sharding, tree_shardings
+from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
+from hpnlp.types import InputError, LossOut
+
+Batch = Mapping[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a step changes: arrays, or their shapes or shardings. step: how many are done. ema: averaged
+    parameters, or None."""
+
+    step: Any
+    params: Any
+    opt_state: Any
+    ema: Any = None
+
+    @property
+    def best_params(self) -> Any:
+        """What evaluation, generation and export use."""
+        return self.params if self.ema is None else self.ema
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnMesh:
+    """A jitted function, called where the layers' logical axis names have a meaning."""
+
+    mesh: Mesh
+    jitted: Any
+
+    def __call__(self, *args: Any) -> Any:
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules(flax_rules()):
+            return self.jitted(*args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """The compiled functions of one model on one mesh.
+
+    init(key[, params]) -> state; step(state, batch, key) -> (state, metrics), state donated; evaluate(params, batch) -> (sum,
+    weight) of the loss in nats. Batches are global arrays over batch_sharding. state_shapes carries the shardings.
+    """
+
+    init: _OnMesh
+    step: _OnMesh
+    evaluate: _OnMesh
+    state_shapes: TrainState
+    batch_sharding: NamedSharding
+
+    def flops(self, rows: int, length: int) -> int:
+        """Floating-point operations of the matrix products of one step, recomputation counted."""
+        batch = jax.eval_shape(lambda: example_batch(rows, length))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return measure.count_flops(self.step.jitted, self.state_shapes, batch, key)
+
+
+def make_trainer(
+    model: LM, config: OptimizerConfig, mesh: Mesh, *, steps: int, aux_weights: Mapping[str, float] | None = None
+) -> Trainer:
+    """Builds the step of `model` for a run of `steps` steps.
+
+    aux_weights: the factor of each auxiliary loss (what the layers report under a name that ends in `_loss`); 1 where
+    it is not named. Nothing is allocated; shapes that do not divide over the mesh raise InputError.
+    """
+    optimizer, schedule = make_optimizer(config, steps), make_schedule(config, steps)
+
+    def loss_sum(params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        # The sum, not the mean: sums add up over devices and accumulated parts, whatever their shares of target tokens,
+        # and in float16 they keep gradients of order 1 on the way down.
+        rngs = {} if key is None else {"dropout": key, "output": jax.random.fold_in(key, 1)}
+        out = _loss(model, params, batch, key is None, rngs)
+        total = out.sum
+        for name, (value, weight) in out.aux.items():
+            if name.endswith("_loss"):
+                total = total + (aux_weights or {}).get(name, 1.0) * value / weight * out.weight
+        return total, (out.weight, {"loss": (out.sum, out.weight), **out.aux})
+
+    gradients = jax.grad(loss_sum, has_aux=True)
+
+    def accumulated(params: Any, batch: Batch, key: jax.Array) -> tuple[Any, tuple[jax.Array, Any]]:
+        if config.accumulate == 1:
+            return gradients(params, batch, key)
+        # Interleaved, so that every device keeps its own rows in every part.
+        parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, config.accumulate, *x.shape[1:]), 1, 0), batch)
+
+        def add(carry: Any, part: Any) -> tuple[Any, None]:
+            index, rows = part
+            return jax.tree.map(jnp.add, carry, gradients(params, rows, jax.random.fold_in(key, index))), None
+
+        first = jax.tree.map(lambda x: x[0], parts)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients, params, first, key))
+        return jax.lax.scan(add, zeros, (jnp.arange(config.accumulate, dtype=jnp.uint32), parts))[0]
+
+    def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        key = jax.random.fold_in(key, state.step)
+        grads, (weight, sums) = accumulated(state.params, batch, key)
+        # A batch without a target token has a zero gradient, and must not become 0 / 0.
+        grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0), grads)
+        norm = optax.tree.norm(grads)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
+        params = optax.apply_updates(state.params, updates)
+        ema = state.ema
+        if ema is not None:
+            # Early averages follow the parameters closely, so that the start is forgotten (as in Adam's correction).
+            count = state.step.astype(jnp.float32)
+            decay = jnp.minimum(config.ema, (1.0 + count) / (10.0 + count))
+            ema = jax.tree.map(lambda old, new: decay * old + (1.0 - decay) * new, ema, params)
+        fine = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
+        new = TrainState(state.step, params, opt_state, ema)
+        if config.skip_nonfinite:
+            new = jax.tree.map(lambda old, fresh: jnp.where(fine, fresh, old), state, new)
+        metrics = {name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
+        metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}
+        metrics["skipped"] = 1.0 - fine.astype(jnp.float32)
+        return dataclasses.replace(new, step=state.step + 1), metrics
+
+    def init(key: jax.Array, params: Any = None) -> TrainState:
+        if params is None:
+            params = nn.meta.unbox(model.init(key, example_batch(1, 8)))["params"]
+        ema = jax.tree.map(jnp.copy, params) if config.ema else None
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema)
+
+    def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        out = _loss(model, params, batch, True, {})
+        return out.sum, out.weight
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    shardings = _state_shardings(mesh, axes_of(model), shapes)
+    rows, replicated = sharding(mesh, "batch", "length"), NamedSharding(mesh, PartitionSpec())
+
+    return Trainer(
+        init=_OnMesh(mesh, jax.jit(init, out_shardings=shardings)),
+        step=_OnMesh(
+            mesh,
+            jax.jit(
+                step,
+                donate_argnums=0,
+                in_shardings=(shardings, rows, replicated),
+                out_shardings=(shardings, replicated),
+            ),
+        ),
+        evaluate=_OnMesh(mesh, jax.jit(evaluate, in_shardings=(shardings.params, rows), out_shardings=replicated)),
+        state_shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
+        batch_sharding=rows,
+    )
+
+
+def _loss(model: LM, params: Any, batch: Batch, deterministic: bool, rngs: Mapping[str, jax.Array]) -> LossOut:
+    out: Any = model.apply({"params": params}, batch, deterministic, rngs=dict(rngs), method="loss")
+    return out
+
+
+def _state_shardings(mesh: Mesh, axes: Any, shapes: TrainState) -> TrainState:
+    """Parameters by their names; optimizer statistics as the parameter that they belong to, found by its path."""
+    params = tree_shardings(mesh, axes, shapes.params)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    by_path = {
+        _keys(path): (leaf.shape, s)
+        for (path, leaf), s in zip(
+            jax.tree_util.tree_leaves_with_path(shapes.params), jax.tree.leaves(params), strict=True
+        )
+    }
+
+    def statistic(path: Any, leaf: Any) -> NamedSharding:
+        keys = _keys(path)
+        for start in range(len(keys)):
+            shape, own = by_path.get(keys[start:], (None, None))
+            if own is not None and shape == leaf.shape:
+                return own
+        return replicated  # counters, and the factored statistics of adafactor, which are small
+
+    opt_state = jax.tree_util.tree_map_with_path(statistic, shapes.opt_state)
+    return TrainState(replicated, params, opt_state, None if shapes.ema is None else params)
+
+
+def _keys(path: Any) -> tuple[str, ...]:
+    return tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+
+
+def check_batch(mesh: Mesh, batch_size: int, accumulate: int, processes: int) -> None:
+    """Raises InputError unless the batch splits over devices, accumulation and processes."""
+    devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch_size % (devices * accumulate) or batch_size % processes:
+        raise InputError(
+            f"data.batch_size={batch_size} does not split into {devices} devices' rows (plan.data x plan.fsdp) times "
+            f"optimizer.accumulate={accumulate}: make it a multiple of {devices * accumulate}"
+        )

@@ -1,0 +1,104 @@
+"""Records and protocols that the parts of hpnlp exchange.
+
+Everything here is either an error, a small record of arrays (a pytree), or a protocol. No part needs to import another
+part's module to honour a contract: it takes and returns these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+Array = jax.Array
+
+# What a layer reports beside its result: name -> (sum, weight). Names ending in `_loss` are added to the training loss.
+Aux = Mapping[str, tuple[Array, Array]]
+
+
+class InputError(ValueError):
+    """The input is at fault, not the program: the message says what it was, what was expected, and the mend.
+
+    The command line prints it as one line and exits with 2.
+    """
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixerInputs:
+    """What a mixer may look at. Fields that a mixer does not ask for are None.
+
+    x: normed hidden states `[B, T, D]`. q `[B, T, N, H]`, k and v `[B, S, K, H]`: projected, with RoPE applied where the
+    mixer wants it. positions, segment_ids `[B, T]` and their kv_ twins `[B, S]`: int32; tokens of different segments do
+    not see each other. memory: what an encoder or a retriever offers. rng: a key for dropout and random features.
+    deterministic: True switches dropout off.
+    """
+
+    x: Array | None = None
+    q: Array | None = None
+    k: Array | None = None
+    v: Array | None = None
+    positions: Array | None = None
+    kv_positions: Array | None = None
+    segment_ids: Array | None = None
+    kv_segment_ids: Array | None = None
+    memory: Any = None
+    rng: Array | None = None
+    deterministic: bool = dataclasses.field(default=True, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixerOutput:
+    """o: `[B, T, N, H]`, the mixed values before the output projection. aux: statistics and losses of the mixer."""
+
+    o: Array
+    aux: Aux = dataclasses.field(default_factory=dict)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossOut:
+    """sum: float32 scalar, the weighted sum of the tokens' losses in nats. weight: the sum of their weights."""
+
+    sum: Array
+    weight: Array
+    aux: Aux = dataclasses.field(default_factory=dict)
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to ids and back. Ids are in `[0, vocab_size)`; `bos_id` and `eos_id` are None where there is none."""
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int
+    lossless: bool  # decode(encode(x)) == x for every x that encode accepts
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """int32 ids of one document, without bos and eos. Raises InputError where `text` is not what it needs."""
+        ...
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """As encode, with bos where there is one; raises InputError naming every part that has no id of its own."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """The bytes that the ids stand for; special ids stand for nothing."""
+        ...
+
+    def save(self, path: str) -> None:
+        """Writes `tokenizer.json` at `path` (a file); `hpnlp.data.tokenizers.load` reads it back."""
+        ...
+
+
+class Writer(Protocol):
+    """Where metrics go: one call a step with plain floats."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...

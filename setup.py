@@ -1,0 +1,82 @@
+"""Packaging of hpnlp. Tools are configured in pyproject.toml, tested versions stand in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+# Read, not imported: importing would need the dependencies that are about to be installed.
+VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "hpnlp/__init__.py").read_text("utf-8"), re.MULTILINE)[1]
+README = HERE / "README.md"
+
+# Lower bounds are the oldest versions that the tests run against.
+REQUIRES = [
+    "absl-py>=2.5",
+    "flax>=0.12.8",
+    "grain>=0.2.18",
+    "jax>=0.10.2",
+    "jaxtyping>=0.3.11",
+    "matplotlib>=3.11",
+    "ml_collections>=1.1.0",
+    "numpy>=2.4",
+    "optax>=0.2.8",
+    "orbax-checkpoint>=0.12.8",
+    "rich>=15.0",
+]
+
+# No extra may bring TensorFlow: hpnlp stands beside it in an environment, never on it.
+EXTRAS = {
+    "cuda": ["jax[cuda12]>=0.10.2"],
+    "tpu": ["jax[tpu]>=0.10.2"],
+    "hf": ["safetensors>=0.8", "tokenizers>=0.23"],
+    "parquet": ["pyarrow>=26"],
+    "tensorboard": ["tensorboardX>=2.6.5"],
+    "notebooks": ["ipykernel>=7.4", "nbclient>=0.11", "nbformat>=5.11"],
+    # Implementations that nobody here wrote, to test against; pinned, so that a red test means a change on our side.
+    # On Linux, PyPI's torch is a CUDA build that brings several GB of libraries; the tests need none of it. Where pip
+    # knows PyTorch's own index as well, it takes the CPU build, whose local version "2.13.0+cpu" sorts higher:
+    #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-all
+    "oracles": ["torch==2.13.0", "transformers==5.23.0"],
+}
+EXTRAS["test"] = [
+    "beartype>=0.23",
+    "chex>=0.1.92",
+    "hypothesis>=6.170",
+    "pytest>=9.2",
+    "pytest-xdist>=3.8",
+    *EXTRAS["hf"],
+    *EXTRAS["parquet"],
+    *EXTRAS["tensorboard"],
+]
+EXTRAS["dev"] = [
+    "import-linter>=2.16",
+    "pyright[nodejs]>=1.1.414",  # with its own node: without it, pyright fetches one from outside the package index
+    "ruff>=0.17.5",
+    *EXTRAS["test"],
+    *EXTRAS["notebooks"],
+    *EXTRAS["oracles"],
+]
+
+setup(
+    name="hpnlp",
+    version=VERSION,
+    description="Techniques of high-performance NLP in JAX, side by side, correct, composable and measured",
+    long_description=README.read_text("utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    author="The hpnlp authors",
+    license="Apache-2.0",
+    packages=find_packages(include=["hpnlp", "hpnlp.*"]),
+    package_data={"hpnlp": ["py.typed"]},
+    python_requires=">=3.11",
+    install_requires=REQUIRES,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["hpnlp = hpnlp.__main__:main"]},
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,121 @@
+"""`hpnlp convert`, both ways. The weights themselves: tests/models/test_convert.py."""
+
+import json
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from absl.testing import flagsaver
+
+from hpnlp import cli
+from hpnlp.cli import convert as command
+from hpnlp.data import tokenizers
+from hpnlp.models import convert
+from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.training import run as runs
+from hpnlp.types import InputError
+
+
+def run(**options):
+    """The command, in this process, whose flags and compile cache stay as they were."""
+    with pytest.MonkeyPatch.context() as patch, flagsaver.flagsaver():
+        patch.setattr(cli, "prepare_jax", lambda: None)
+        command.run(["hpnlp convert", *(f"--{name.rstrip('_')}={value}" for name, value in options.items())])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint of Hugging Face with a BPE tokenizer, and what transformers lays beside one."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = tokenizers.build("bpe(270)", [b"the quick brown fox, the lazy dog\n" * 20])
+    config = LMConfig(
+        dim=8, heads=2, layers=2, mlp_dim=24, vocab=tokenizer.vocab_size + 2, max_len=32, rope_scaling="linear(2.0)"
+    )
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(LM(config).init(jax.random.key(0), example_batch(1, 2))["params"]))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
+    ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
+    convert.save(config, params, directory, **ids)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def converted(checkpoint, tmp_path_factory):
+    """The same as a run."""
+    directory = tmp_path_factory.mktemp("runs") / "new" / "x"
+    run(from_=checkpoint, to=directory)
+    return directory
+
+
+def test_a_run_can_be_read(checkpoint, converted):
+    values = runs.load_config(converted)
+    assert values.model == convert.load(checkpoint)[0]
+    tokenizer = runs.saved_tokenizer(converted)
+    assert tokenizer is not None and tokenizer.vocab_size == values.model.vocab - 2
+    runs.make_model(values, tokenizer)
+
+
+def test_there_and_back(checkpoint, converted, tmp_path):
+    run(from_=converted, to=tmp_path / "back")
+    names = {path.name for path in checkpoint.iterdir()}
+    assert names == {path.name for path in (tmp_path / "back").iterdir()}
+    for name in names:
+        assert (tmp_path / "back" / name).read_bytes() == (checkpoint / name).read_bytes(), name
+
+
+def test_dtype_of_the_tensors(converted, tmp_path):
+    run(from_=converted, to=tmp_path / "back", dtype="bfloat16")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    size = (tmp_path / "back" / "model.safetensors").stat().st_size
+    run(from_=converted, to=tmp_path / "wide")
+    assert size < 0.6 * (tmp_path / "wide" / "model.safetensors").stat().st_size
+
+
+def test_dtype_of_the_run(checkpoint, tmp_path):
+    run(from_=checkpoint, to=tmp_path / "run", dtype="bfloat16")
+    assert runs.load_config(tmp_path / "run").model.dtype == "bfloat16"
+
+
+def test_what_is_refused(checkpoint, converted, tmp_path):
+    def refused(message, **options):
+        with pytest.raises(InputError, match=message):
+            run(**options)
+
+    new = tmp_path / "new"
+    refused("--from is needed", to=new)
+    refused("--to=.* holds config.json already: name an empty directory", from_=checkpoint, to=converted)
+    refused("nowhere is not a directory: download the checkpoint", from_=tmp_path / "nowhere", to=new)
+    refused(r"no checkpoint 7 in .* \(there: 0\)", from_=converted, to=new, step=7)
+    refused("unknown model.dtype 'bf16': did you mean 'bfloat16'", from_=checkpoint, to=new, dtype="bf16")
+    (tmp_path / "file").write_text("")
+    refused("cannot write --to=.*/file/x", from_=checkpoint, to=tmp_path / "file" / "x")
+    assert not new.exists()
+
+
+def test_tokenizer_that_is_missing_or_not_the_models(checkpoint, tmp_path):
+    source = tmp_path / "source"
+    convert.save(*convert.load(checkpoint), source)
+    with pytest.raises(InputError, match=r"cannot read the tokenizer .*source/tokenizer.json"):
+        run(from_=source, to=tmp_path / "run")
+    tokenizers.build("bpe(280)", [b"the quick brown fox jumps over a lazy dog, again and again\n" * 20]).save(
+        str(source / "tokenizer.json")
+    )
+    with pytest.raises(InputError, match=r"model.vocab=\d+ is less than the tokenizer's \d+"):
+        run(from_=source, to=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.oracle
+def test_transformers_reads_weights_and_tokenizer(converted, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    run(from_=converted, to=tmp_path / "back")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    ours = runs.saved_tokenizer(converted)
+    text = "the lazy fox\n"
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text.encode()).tolist()
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (ours.bos_id, ours.eos_id)

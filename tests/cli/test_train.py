@@ -1,0 +1,180 @@
+"""`hpnlp train` as a process: what it leaves, how it ends, and what it makes of being killed."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import hpnlp
+from hpnlp.__main__ import COMMANDS
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+INTERVAL, STEPS = 4, 30
+# Shown, evaluated and saved after numbers of steps that do not divide each other.
+COMMAND = [
+    "train",
+    f"--config={tiny.EXPERIMENT}",
+    f"--config.train.steps={STEPS}",
+    f"--config.train.checkpoint_every={INTERVAL}",
+    "--config.train.log_every=3",
+    "--config.train.eval_every=7",
+    "--config.train.eval_batches=1",
+    "--config.train.sample=8",
+]
+
+
+def metrics_of(workdir):
+    return (workdir / "metrics.jsonl").read_bytes()
+
+
+def last_step(workdir):
+    """The step of the last whole line."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def wait_for_step(process, workdir, step):
+    while last_step(workdir) < step:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start, finish, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    return workdir, finish(start(*COMMAND, f"--workdir={workdir}"))
+
+
+def test_finishes_and_reports(undisturbed):
+    workdir, outcome = undisturbed
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("starting: 0.01M parameters, 8 cpu devices, 30 steps of 8 x 16 tokens, in ")
+    assert re.search(r"^step 30/30: loss \d\.\d{4}, [\d,]+ tokens/s, 0:00 left$", outcome.out, re.MULTILINE)
+    assert "gzip -9" in outcome.out and "xz -9e" in outcome.out and "hpnlp generate --workdir=" in outcome.out
+
+    report = json.loads((workdir / "report.json").read_text())
+    assert report["steps"] == STEPS
+    promised = "heldout_bits_per_byte gzip_bits_per_byte xz_bits_per_byte tokens_per_second peak_memory_bytes seconds"
+    assert all(report[name] > 0 for name in promised.split())
+    assert sum(report["phase_seconds"].values()) < report["seconds"] < 600
+    assert (workdir / "report.md").read_text() in outcome.out
+    assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((workdir / "config.json").read_text())["train"]["steps"] == STEPS
+    assert (workdir / "tokenizer.json").exists()
+    steps = [line["step"] for line in map(json.loads, metrics_of(workdir).splitlines()) if "loss" in line]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def test_finished_run_is_quick_and_stays_as_it_is(undisturbed, run):
+    workdir, _ = undisturbed
+    before, report = metrics_of(workdir), json.loads((workdir / "report.json").read_text())
+    outcome = run(*COMMAND, f"--workdir={workdir}")
+    assert outcome.code == 0 and "going on from step 30" in outcome.out
+    assert metrics_of(workdir) == before
+    again = json.loads((workdir / "report.json").read_text())
+    assert (again["steps"], again["heldout_bits_per_byte"]) == (STEPS, report["heldout_bits_per_byte"])
+    assert again["tokens_per_second"] == pytest.approx(report["tokens_per_second"], rel=1e-3)
+
+
+def test_killed_and_ended_runs_go_on_bit_for_bit(undisturbed, start, finish, tmp_path):
+    expected_dir, _ = undisturbed
+    workdir = tmp_path / "run"
+    command = [*COMMAND, f"--workdir={workdir}"]
+    for moment in (INTERVAL + 2, 3 * INTERVAL):
+        process = start(*command)
+        wait_for_step(process, workdir, moment)
+        process.kill()
+        assert finish(process).code == -signal.SIGKILL
+        shown = last_step(workdir)
+        saved = max((int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()), default=0)
+        assert shown - saved <= INTERVAL
+        with open(workdir / "metrics.jsonl", "ab") as file:
+            file.write(b'{"step": 99, "lo')
+
+    process = start(*command)
+    wait_for_step(process, workdir, 5 * INTERVAL)
+    process.terminate()
+    ended = finish(process)
+    assert (ended.code, ended.err) == (0, "")
+    assert re.search(rf"^going on from step {saved}: ", ended.out, re.MULTILINE)
+    (step,) = re.findall(r"^SIGTERM: saved step (\d+); the same command goes on from there$", ended.out, re.MULTILINE)
+    assert not (workdir / "report.json").exists()
+
+    outcome = finish(start(*command))
+    assert (outcome.code, outcome.err) == (0, "")
+    assert f"going on from step {step}: " in outcome.out
+    assert metrics_of(workdir) == metrics_of(expected_dir)
+    reports = [json.loads((path / "report.json").read_text()) for path in (workdir, expected_dir)]
+    assert reports[0]["heldout_bits_per_byte"] == reports[1]["heldout_bits_per_byte"]
+
+
+def test_other_config_is_refused_with_what_differs(undisturbed, run):
+    workdir, _ = undisturbed
+    before = metrics_of(workdir)
+    outcome = run(*COMMAND, f"--workdir={workdir}", "--config.model.dim=32", "--config.train.seed=5")
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert "(model.dim: 16 -> 32; train.seed: 0 -> 5)" in outcome.err and "--accept_changes" in outcome.err
+    # The parameters cannot follow, also where that is accepted; nothing is lost by trying.
+    outcome = run(*COMMAND, f"--workdir={workdir}", "--config.model.dim=32", "--accept_changes")
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert "checkpoint 30 cannot be read" in outcome.err
+    assert metrics_of(workdir) == before
+
+
+def test_config_may_be_changed_where_that_is_accepted(undisturbed, run, tmp_path):
+    workdir, _ = undisturbed
+    command = [*COMMAND, f"--workdir={workdir}", "--config.train.keep=5"]
+    assert run(*command).code == 2
+    assert run(*command, "--accept_changes").code == 0
+    assert run(*command).code == 0
+    assert run(*COMMAND, f"--workdir={workdir}", "--accept_changes").code == 0
+
+
+@pytest.mark.parametrize("argv", [(), ("--help",), ("help",)])
+def test_commands_are_listed(run, argv):
+    outcome = run(*argv)
+    assert outcome.code == 0 and all(command in outcome.out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(run, command):
+    outcome = run(command, "--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith(f"hpnlp {command} ") and "Flags:" in outcome.out and "--debug" in outcome.out
+
+
+def test_help_of_train_names_every_field(run):
+    out = run("train", "--help").out
+    assert "--config.model.dim=256" in out and "--config.train.checkpoint_every=200" in out
+    assert "--accept_changes" in out
+
+
+def test_version(run):
+    assert run("--version").out == f"{hpnlp.__version__}\n"
+
+
+def test_other_errors_end_with_a_traceback_and_1():
+    program = (
+        "from hpnlp import __main__ as m; m.COMMANDS['tain'] = ''; import sys; sys.argv = ['hpnlp', 'tain']; m.main()"
+    )
+    outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert outcome.returncode == 1
+    assert "Traceback" in outcome.stderr and "No module named 'hpnlp.cli.tain'" in outcome.stderr
+
+
+@pytest.mark.slow
+def test_twenty_kills(text, tmp_path):
+    """Twenty kills at random moments, while compiling and while saving among them."""
+    bench = [sys.executable, "experiments/bench/resume.py", f"--path={text}", f"--out={tmp_path}"]
+    subprocess.run(bench, cwd=ROOT, check=True, capture_output=True)
+    (path,) = tmp_path.glob("resume-*.json")
+    summary = json.loads(path.read_text())["rows"][0]
+    assert summary["kills"] == 20
+    assert summary["steps_lost_beyond_interval"] == summary["lines_that_differ"] == 0

@@ -1,0 +1,268 @@
+"""Tokenizers: what goes in comes out, vocabularies are deterministic, and what cannot be read says why."""
+
+import json
+import re
+import sys
+
+import hypothesis
+import numpy as np
+import pytest
+import tokenizers as hf
+from hypothesis import strategies as st
+
+from hpnlp.data import tokenizers
+from hpnlp.data.tokenizers import build, load
+from hpnlp.types import InputError, Tokenizer
+
+TEXTS = [
+    b"the cat sat on the mat, the cat sat still\n\n    def cat(mat):\n        return mat\n",
+    "naïve café — 日本語 \U0001f600 the the the".encode(),
+]
+
+
+def make_bpe(**options) -> hf.Tokenizer:
+    """A byte-level tokenizer as GPT-2's, made by the package alone."""
+    inner = hf.Tokenizer(hf.models.BPE())
+    inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, **options)
+    inner.decoder = hf.decoders.ByteLevel()
+    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator([text.decode() for text in TEXTS], trainer)
+    return inner
+
+
+def make_wordpiece() -> hf.Tokenizer:
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "##s"]
+    inner = hf.Tokenizer(hf.models.WordPiece({word: i for i, word in enumerate(vocab)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = hf.pre_tokenizers.Whitespace()
+    inner.decoder = hf.decoders.WordPiece()
+    inner.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]"])
+    return inner
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Tokenizer]:
+    return {spec: build(spec, TEXTS) for spec in ("bytes", "words(40)", "bpe(320)")}
+
+
+@pytest.mark.parametrize("spec", ["bytes", "words(40)", "bpe(320)"])
+def test_save_and_load(trained, spec, tmp_path):
+    before = trained[spec]
+    before.save(str(tmp_path / "tokenizer.json"))
+    for after in (load(str(tmp_path / "tokenizer.json")), load(str(tmp_path)), build(str(tmp_path / "tokenizer.json"))):
+        for name in ("vocab_size", "bos_id", "eos_id", "pad_id", "lossless"):
+            assert getattr(after, name) == getattr(before, name)
+        for text in TEXTS:
+            np.testing.assert_array_equal(after.encode(text), before.encode(text))
+
+
+@pytest.mark.parametrize("spec", ["bytes", "words(40)", "bpe(320)"])
+def test_protocol(trained, spec):
+    tokenizer = trained[spec]
+    assert isinstance(tokenizer, Tokenizer)
+    ids = tokenizer.encode(TEXTS[0])
+    special = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
+    assert ids.dtype == np.int32 and ids.min() >= 0 and ids.max() < tokenizer.vocab_size
+    assert len(special) == 3 and not special & set(ids.tolist())
+    np.testing.assert_array_equal(tokenizer.encode_prompt("the cat"), [tokenizer.bos_id, *tokenizer.encode(b"the cat")])
+    np.testing.assert_array_equal(tokenizer.encode_prompt(""), [tokenizer.bos_id])
+    assert tokenizer.decode([tokenizer.bos_id, *ids.tolist(), tokenizer.eos_id, tokenizer.pad_id]) == TEXTS[0]
+    assert tokenizer.decode([]) == b"" and len(tokenizer.encode(b"")) == 0
+    assert tokenizer.decode([tokenizer.vocab_size + 5]) == b""  # a table may be padded
+
+
+@hypothesis.given(st.binary())
+def test_bytes_round_trip(text):
+    tokenizer = tokenizers.ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(text).tolist() == list(text)
+
+
+@hypothesis.given(text=st.text(max_size=60) | st.text(alphabet="the cat,\n<eos>bp", max_size=60))
+def test_bpe_round_trip(trained, text):
+    tokenizer = trained["bpe(320)"]
+    assert tokenizer.lossless
+    data = text.encode()
+    ids = tokenizer.encode(data)
+    assert tokenizer.decode(ids) == data
+    # Byte by byte it is exact too, in the middle of a character as well.
+    assert b"".join(tokenizer.decode([i]) for i in ids.tolist()) == data
+
+
+@hypothesis.given(st.text(max_size=60) | st.text(alphabet="ab ,.\n\t_é", max_size=60))
+def test_words_round_trip_of_known_text(text):
+    data = text.encode()
+    tokenizer = tokenizers.WordTokenizer.train(1000, [data])
+    assert tokenizer.decode(tokenizer.encode(data)) == data
+
+
+def test_words():
+    tokenizer = tokenizers.WordTokenizer.train(9, [b"a b, a b a  c d"])
+    # By frequency, then by the alphabet; the cap leaves out the rest. A single space between words is no token.
+    assert [tokenizer.decode([i]) for i in range(9)] == [b"", b"<unk>", b"", b"", b"a", b"b", b" ", b"  ", b","]
+    assert tokenizer.vocab_size == 9
+    ids = tokenizer.encode(b"b a, zebra b")
+    assert ids.tolist() == [5, 4, 8, 6, 1, 5]
+    assert tokenizer.decode(ids) == b"b a, <unk> b"
+
+
+def test_bytes_is_264():
+    tokenizer = tokenizers.ByteTokenizer()
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (264, 256, 257, 258)
+    assert tokenizer.encode_prompt("\udcff").tolist() == [256, 255]  # as a command line gives bytes that are no text
+
+
+def test_bpe_ids_are_those_of_the_package(trained, tmp_path):
+    tokenizer = trained["bpe(320)"]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    oracle = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert oracle.get_vocab_size() == tokenizer.vocab_size <= 320
+    for text in [*TEXTS, b"", b"<eos> <|endoftext|>", b"\n\n  x = 1\t"]:
+        np.testing.assert_array_equal(tokenizer.encode(text), oracle.encode(text.decode()).ids)
+    batch = tokenizers.encode_all(tokenizer, TEXTS)
+    for ids, text in zip(batch, TEXTS, strict=True):
+        np.testing.assert_array_equal(ids, oracle.encode(text.decode()).ids)
+
+
+def test_bpe_training_is_deterministic(tmp_path):
+    # Many ties: hash tables of the package are seeded anew for every training.
+    texts = [" ".join(f"{a}{b}" for a in "abcdefgh" for b in "stuvwxyz").encode()] * 2
+    forms = set()
+    for _ in range(4):
+        build("bpe(330)", texts).save(str(tmp_path / "tokenizer.json"))
+        forms.add((tmp_path / "tokenizer.json").read_text())
+    assert len(forms) == 1
+
+
+def test_bpe_special_tokens_in_text_stay_text(trained):
+    tokenizer = trained["bpe(320)"]
+    ids = tokenizer.encode(b"<bos><eos><pad>")
+    assert not {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id} & set(ids.tolist())
+
+
+def test_load_byte_level(tmp_path):
+    inner = make_bpe()
+    inner.enable_truncation(4)  # files of sentence encoders carry such limits
+    inner.enable_padding(length=64)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load(str(tmp_path))
+    oracle = make_bpe()
+    end = oracle.token_to_id("<|endoftext|>")
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (end, end, oracle.get_vocab_size())
+    assert tokenizer.lossless
+    for text in TEXTS:
+        np.testing.assert_array_equal(tokenizer.encode(text), oracle.encode(text.decode()).ids)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    np.testing.assert_array_equal(tokenizer.encode(b"a<|endoftext|>"), oracle.encode("a<|endoftext|>").ids)
+    assert tokenizer.encode_prompt("<|endoftext|>a").tolist() == oracle.encode("<|endoftext|>a").ids  # one bos, not two
+
+
+@pytest.mark.parametrize("add_prefix_space", [False, True])
+def test_load_knows_what_is_lossless(tmp_path, add_prefix_space):
+    inner = make_bpe()
+    split = hf.pre_tokenizers.Split(hf.Regex(r"\w+|\W+"), "isolated")
+    last = hf.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
+    inner.pre_tokenizer = hf.pre_tokenizers.Sequence([split, last])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert load(str(tmp_path)).lossless == (not add_prefix_space)
+
+
+def test_load_wordpiece(tmp_path):
+    make_wordpiece().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load(str(tmp_path))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.lossless) == (2, 3, 0, False)
+    assert tokenizer.encode(b"the cats zebra").tolist() == [4, 5, 7, 1]
+    assert tokenizer.decode([2, 4, 5, 7, 3]) == b"the cats"
+    with pytest.raises(InputError, match="'zebra', 'yak'"):
+        tokenizer.encode_prompt("the zebra sat yak zebra")
+
+
+def test_roles_come_from_the_config_and_travel(tmp_path):
+    inner = make_bpe()
+    inner.add_special_tokens(["<one>", "<two>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": "<one>", "eos_token": {"content": "<two>", "special": True}, "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "copy").mkdir()
+    load(str(tmp_path)).save(str(tmp_path / "copy" / "tokenizer.json"))
+    for tokenizer in (load(str(tmp_path)), load(str(tmp_path / "copy"))):
+        assert tokenizer.bos_id == inner.token_to_id("<one>")
+        assert tokenizer.eos_id == tokenizer.pad_id == inner.token_to_id("<two>")
+
+
+def test_bad_config_beside_it(tmp_path):
+    make_bpe().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<nowhere>"}')
+    with pytest.raises(InputError, match="'<nowhere>' as bos_token"):
+        load(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(InputError, match="tokenizer_config.json.*mend or remove"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("byts", "unknown tokenizer 'byts': did you mean 'bytes'?"),
+        ("words", "takes"),
+        ("words(4)", "4: expected a number of ids, at least 5, as in words(30000)"),
+        ("words(many)", "'many': expected a number of ids"),
+        ("bpe(100)", "100: expected a number of ids, at least 259, as in bpe(8192)"),
+        ("bpe(size=300, x=1)", "no argument 'x'"),
+        ("no/such/tokenizer.json", "cannot read the tokenizer 'no/such/tokenizer.json'"),
+    ],
+)
+def test_bad_spec(spec, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        build(spec, TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        ("\udcff", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "neither a model nor a known type"),
+        ('{"type": "chars", "version": 1}', "neither a model nor a known type"),
+        ('{"type": "bytes", "version": 2}', "format version 2, expected 1"),
+        ('{"type": "words", "version": 1, "words": [1]}', "not a list of strings"),
+        ('{"type": "words", "version": 1, "words": ["a", "a"]}', "differ"),
+        ('{"model": {"type": "Nonsense"}}', "that tokenizers"),
+    ],
+)
+def test_unreadable_tokenizer(tmp_path, content, message):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content, "utf-8", "surrogateescape")
+    with pytest.raises(InputError, match=message):
+        load(str(path))
+
+
+@pytest.mark.parametrize("spec", ["words(40)", "bpe(320)"])
+def test_needs_text(trained, spec):
+    with pytest.raises(InputError, match=r"byte 3 \(0xff\) is not UTF-8.*data.tokenizer=bytes"):
+        trained[spec].encode(b"abc\xff")
+    with pytest.raises(InputError, match="byte 1 "):
+        build(spec, [b"fine", b"a\xc3"])
+    with pytest.raises(InputError, match="byte 0 "):
+        trained[spec].encode_prompt("\udcff")
+
+
+def test_prompt_with_unknown_words(trained):
+    with pytest.raises(InputError, match="'zebra', '!'.*data.tokenizer=bytes"):
+        trained["words(40)"].encode_prompt("the zebra sat! zebra")
+
+
+def test_empty_prompt_without_bos(tmp_path):
+    inner = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
+    inner.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InputError, match="no bos to start from"):
+        load(str(tmp_path)).encode_prompt("")
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(InputError, match=re.escape("pip install hpnlp[hf]")):
+        build("bpe(320)", TEXTS)

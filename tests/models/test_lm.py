@@ -1,0 +1,365 @@
+"""The language model as a whole. Against transformers: test_convert_oracle.py."""
+
+import dataclasses
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.models.lm import LM, LMConfig, axes_of, example_batch
+from hpnlp.nn.attention import Context
+from hpnlp.ops.attention.mask import Causal
+from hpnlp.types import InputError
+
+SMALL = {"dim": 16, "heads": 4, "layers": 2, "vocab": 24, "max_len": 16, "mlp_dim": 24, "unroll": 1}
+GPT = {"norm": "layer", "position": "learned", "mlp": "gelu", "qkv_bias": True, "out_bias": True, "mlp_bias": True}
+RICH = {"kv_heads": 2, "head_dim": 6, "qk_norm": True, "qkv_bias": True, "tied": False}
+
+# Most programs here run once: LLVM's optimizations would take longer than they save.
+ONCE = {"xla_backend_optimization_level": 0}
+
+
+def make(**fields):
+    """A small model and random parameters: a stream of order 1 with smaller branches, norms' scales near 1."""
+    model = LM(LMConfig(**SMALL | fields))
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(model.init(jax.random.key(0), example_batch(1, 2))["params"]))
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        name = path[-1].key
+        return jnp.asarray(rng.normal(name == "scale", 1.0 if name == "table" else 0.2, leaf.shape), jnp.float32)
+
+    return model, jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def make_batch(rows, length, vocab=SMALL["vocab"], seed=1):
+    tokens = np.random.default_rng(seed).integers(0, vocab, (rows, length + 1)).astype(np.int32)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
+    return {
+        "tokens": jnp.asarray(tokens[:, :-1]),
+        "labels": jnp.asarray(tokens[:, 1:]),
+        "positions": positions,
+        "segment_ids": jnp.ones_like(positions),
+        "weights": jnp.ones((rows, length), jnp.float32),
+    }
+
+
+def loss_of(model, params, batch):
+    return model.apply({"params": params}, batch, method=LM.loss).sum
+
+
+def run(function, *args):
+    return jax.jit(function, compiler_options=ONCE)(*args)
+
+
+def logits_of(model, params, tokens):
+    return run(lambda p, t: model.apply({"params": p}, t, method=LM.logits), params, tokens)
+
+
+# The slow twin: one row, numpy, float64.
+
+
+def numpy_logits(config, params, tokens):
+    """Llama and GPT-2 as their papers have them, head by head."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    length, heads, kv_heads, size = len(tokens), config.heads, config.kv_head_count, config.head_size
+
+    def norm(p, x):
+        x = x - x.mean(-1, keepdims=True) if "bias" in p else x
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * p["scale"] + p.get("bias", 0.0)
+
+    def dense(p, x):
+        return x @ p["kernel"] + p.get("bias", 0.0)
+
+    def turn(x):
+        """RoPE by complex numbers: feature i is the real part, feature i + H/2 the imaginary one."""
+        speed = config.rope_theta ** (-np.arange(size // 2) / (size // 2))
+        turned = (x[:, : size // 2] + 1j * x[:, size // 2 :]) * np.exp(1j * np.arange(length)[:, None] * speed)
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    def attention(p, x):
+        q, k, v = (dense(p[name], x).reshape(length, -1, size) for name in "qkv")
+        if config.qk_norm:
+            q, k = norm(p["q_norm"], q), norm(p["k_norm"], k)
+        outs = []
+        for head in range(heads):
+            group = head * kv_heads // heads
+            one_q, one_k = (turn(y) if config.position == "rope" else y for y in (q[:, head], k[:, group]))
+            weights = np.exp(one_q @ one_k.T / np.sqrt(size)) * np.tri(length)
+            outs.append(weights / weights.sum(-1, keepdims=True) @ v[:, group])
+        return dense(p["out"], np.concatenate(outs, axis=-1))
+
+    def mlp(p, x):
+        up = dense(p["up"], x)
+        if config.mlp == "swiglu":
+            gate = dense(p["gate"], x)
+            return dense(p["down"], gate / (1 + np.exp(-gate)) * up)
+        inner = np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)
+        return dense(p["down"], 0.5 * up * (1 + np.tanh(inner)))
+
+    x = params["embed"]["table"][tokens]
+    if config.position == "learned":
+        x = x + params["positions"]["table"][:length]
+    for layer in range(config.layers):
+        p = jax.tree.map(lambda leaf, i=layer: leaf[i], params["layers"])
+        x = x + attention(p["attention"], norm(p["mix_norm"], x))
+        x = x + mlp(p["mlp"], norm(p["feed_norm"], x))
+    return norm(params["final_norm"], x) @ (params["embed"]["table"] if config.tied else params["head"]).T
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, RICH, GPT, {"position": "none", "mlp": "gelu", "kv_heads": 1}], ids=["llama", "rich", "gpt", "nope"]
+)
+def test_logits_are_those_of_the_slow_twin(fields):
+    model, params = make(**fields)
+    tokens = make_batch(2, 11)["tokens"]
+    ours = logits_of(model, params, tokens)
+    assert ours.dtype == jnp.float32
+    for row, expected in zip(ours, tokens, strict=True):
+        np.testing.assert_allclose(row, numpy_logits(model.config, params, expected), atol=1e-5, rtol=1e-5)
+
+
+# Who sees whom.
+
+
+@pytest.mark.parametrize("fields", [RICH, GPT | {"tied": False}], ids=["rope", "learned"])
+def test_causality_by_gradient(fields):
+    """d hidden[i] / d embedding[j] is exactly 0 unless j <= i in the same segment, and not 0 there."""
+    model, params = make(**fields)
+    segments = np.array([1, 1, 1, 1, 2, 2, 2, 3, 0, 0])
+    length = len(segments)
+    positions = np.array([0, 1, 2, 3, 0, 1, 2, 0, 0, 1])
+    context = Context(jnp.asarray(positions[None], jnp.int32), jnp.asarray(segments[None], jnp.int32), Causal())
+    tokens = jnp.arange(length, dtype=jnp.int32)[None]  # all different, so that a row of the table is one position
+    direction = jnp.asarray(np.random.default_rng(2).normal(size=model.config.dim), jnp.float32)
+
+    def outputs(table):
+        changed = params | {"embed": {"table": table}}
+        return model.apply({"params": changed}, tokens, context, method=LM.hidden)[0][0] @ direction
+
+    jacobian = run(jax.jacrev(outputs), params["embed"]["table"])[:, :length]
+    sees = np.any(np.asarray(jacobian) != 0.0, axis=-1)
+    np.testing.assert_array_equal(sees, np.tri(length, dtype=bool) & (segments[:, None] == segments[None]))
+
+
+@pytest.mark.parametrize("fields", [RICH, GPT], ids=["rope", "learned"])
+def test_packed_rows_equal_separate_rows(fields):
+    """The hidden states of a document, and the loss, are those of the document alone, wherever in a row it stands."""
+    model, params = make(**fields)
+    lengths, width = {1: 5, 2: 7, 3: 1}, 14
+    documents = {number: make_batch(1, n, seed=number) for number, n in lengths.items()}
+
+    def row(numbers, seed):
+        """Documents side by side, and padding of weight 0 that carries other tokens."""
+        padding = make_batch(1, width - sum(lengths[number] for number in numbers), seed=seed)
+        padding |= {"segment_ids": 0 * padding["segment_ids"], "weights": 0 * padding["weights"]}
+        parts = [documents[number] | {"segment_ids": number + 0 * documents[number]["positions"]} for number in numbers]
+        return {name: jnp.concatenate([part[name] for part in [*parts, padding]], axis=1) for name in padding}
+
+    def stack(orders, seed):
+        rows = [row(order, seed + i) for i, order in enumerate(orders)]
+        return {name: jnp.concatenate([row[name] for row in rows]) for name in rows[0]}
+
+    def states(params, batch):
+        context = Context(batch["positions"], batch["segment_ids"], Causal())
+        return model.apply({"params": params}, batch["tokens"], context, method=LM.hidden)[0], loss_of(
+            model, params, batch
+        )
+
+    packed, separate = stack([(1, 2, 3), (3, 1, 2), (2, 3, 1)], seed=50), stack([(1,), (2,), (3,)], seed=60)
+    states = jax.jit(states, compiler_options=ONCE)
+    (packed_h, packed_loss), (separate_h, separate_loss) = states(params, packed), states(params, separate)
+    np.testing.assert_allclose(packed_loss, 3 * separate_loss, rtol=1e-6)
+    for number in documents:
+        alone = np.asarray(separate_h)[separate["segment_ids"] == number]
+        for h, segments in zip(np.asarray(packed_h), packed["segment_ids"], strict=True):
+            np.testing.assert_allclose(h[segments == number], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [RICH, GPT], ids=["rope", "learned"])
+def test_prefill_and_extend_equal_the_full_pass(fields):
+    """Rows of different lengths; the prompts' padding holds tokens that must not count."""
+    model, params = make(**fields)
+    variables = {"params": params}
+    lengths, width, capacity = np.array([3, 7, 1, 6], np.int32), 7, 12
+    tokens = np.asarray(make_batch(4, capacity)["tokens"])
+    full = run(lambda t: model.apply(variables, t, _plain(t), method=LM.hidden)[0], jnp.asarray(tokens))
+    rows = np.arange(len(lengths))
+
+    prefill = lambda t, n: model.apply(variables, t, n, capacity, method=LM.prefill)  # noqa: E731
+    h, caches = run(prefill, jnp.asarray(tokens[:, :width]), jnp.asarray(lengths))
+    np.testing.assert_allclose(h, full[rows, lengths - 1], atol=1e-5, rtol=1e-4)
+
+    extend = jax.jit(lambda t, p, c: model.apply(variables, t, p, c, method=LM.extend), compiler_options=ONCE)
+    for count in (1, 1, 1, 2):  # token by token, then two at once
+        places = lengths[:, None] + np.arange(count, dtype=np.int32)[None]
+        h, caches = extend(jnp.asarray(tokens[rows[:, None], places]), jnp.asarray(places), caches)
+        np.testing.assert_allclose(h, full[rows[:, None], places], atol=1e-5, rtol=1e-4)
+        lengths = lengths + count
+
+
+def _plain(tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    return Context(positions, None, Causal())
+
+
+# What must not change the result.
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """`(parameters, batch, loss, gradients)` of three layers, all unrolled, nothing recomputed."""
+    model, params = make(layers=3, kv_heads=2, unroll=0)
+    batch = make_batch(2, 9)
+    return params, batch, *run(jax.value_and_grad(lambda p: loss_of(model, p, batch)), params)
+
+
+@pytest.mark.parametrize("fields", [{"remat": "full", "unroll": 1}, {"remat": "dots", "unroll": 2}])
+def test_loss_and_gradients_do_not_depend_on_the_loop(fields, plain):
+    params, batch, loss, grads = plain
+    model = LM(LMConfig(**SMALL | {"layers": 3, "kv_heads": 2} | fields))
+    found, found_grads = run(jax.value_and_grad(lambda p: loss_of(model, p, batch)), params)
+    np.testing.assert_allclose(found, loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), found_grads, grads)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(dtype, plain):
+    """Activations in 16 bits, loss and gradients in float32, near those of float32: relative errors of whole arrays."""
+    params, batch, loss, grads = plain
+    model = LM(LMConfig(**SMALL | {"layers": 3, "kv_heads": 2, "dtype": dtype}))
+    tokens, tolerance = batch["tokens"], 4 * float(jnp.finfo(dtype).eps)
+    hidden = lambda p: model.apply({"params": p}, tokens, _plain(tokens), method=LM.hidden)[0]  # noqa: E731
+    assert jax.eval_shape(hidden, params).dtype == jnp.dtype(dtype)
+    found, found_grads = run(jax.value_and_grad(lambda p: loss_of(model, p, batch)), params)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, loss, rtol=tolerance / 10)
+
+    def near(a, b):
+        assert a.dtype == jnp.float32
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+
+    jax.tree.map(near, found_grads, grads)
+
+
+def test_one_trace():
+    model, params = make(dropout=0.1)
+
+    def loss(params, batch, key):
+        rngs = {"dropout": key, "output": key}
+        return model.apply({"params": params}, batch, False, rngs=rngs, method=LM.loss).sum
+
+    step = jax.jit(jax.value_and_grad(chex.assert_max_traces(loss, n=1)), compiler_options=ONCE)
+    first, grads = step(params, make_batch(2, 9, seed=1), jax.random.key(1))
+    params = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+    second, _ = step(params, make_batch(2, 9, seed=2), jax.random.key(2))
+    assert np.isfinite(first) and np.isfinite(second) and first != second
+
+
+# Dropout.
+
+
+def test_dropout_differs_between_layers_and_branches():
+    """Biases alone leave the branches, as powers of 2: the sum tells which of them survived at every feature."""
+    fields = {"dropout": 0.5, "out_bias": True, "mlp_bias": True, "norm_eps": 1e-12, "dim": 64}
+    model, params = make(**fields)
+    params = jax.tree.map(jnp.zeros_like, params)
+    layers = params["layers"]
+    layers["attention"]["out"]["bias"] += jnp.array([[1.0], [4.0]])
+    layers["mlp"]["down"]["bias"] += jnp.array([[2.0], [8.0]])
+    params["final_norm"]["scale"] += 1.0
+    tokens = make_batch(2, 8)["tokens"]
+    context = dataclasses.replace(_plain(tokens), deterministic=False)
+
+    @functools.partial(jax.jit, compiler_options=ONCE)
+    def hidden(key):
+        return model.apply({"params": params}, tokens, context, rngs={"dropout": key}, method=LM.hidden)[0]
+
+    h = hidden(jax.random.key(0))
+    sums = np.asarray(h / h.max(axis=-1, keepdims=True)) * 15.0  # in 64 features, all four survive somewhere
+    codes = np.rint(sums).astype(int)
+    np.testing.assert_allclose(sums, codes, atol=1e-4)
+    survived = (codes[..., None] >> np.arange(4)) & 1
+    agreement = np.array([[np.mean(survived[..., a] == survived[..., b]) for a in range(4)] for b in range(4)])
+    np.testing.assert_allclose(agreement, 0.5 + 0.5 * np.eye(4), atol=0.1)
+
+    np.testing.assert_array_equal(h, hidden(jax.random.key(0)))
+    assert np.any(h != hidden(jax.random.key(1)))
+
+
+def test_dropout_does_nothing_where_it_is_off():
+    model, params = make()
+    dropping = LM(dataclasses.replace(model.config, dropout=0.5))
+    tokens = make_batch(1, 5)["tokens"]
+    np.testing.assert_array_equal(logits_of(model, params, tokens), logits_of(dropping, params, tokens))
+
+
+# Parameters.
+
+
+@pytest.fixture(scope="module")
+def initial():
+    """A model and its initial parameters, still boxed with the names of their axes."""
+    model = LM(LMConfig(**SMALL | {"dim": 64, "layers": 3, "mlp_dim": 96, "kv_heads": 2, "mlp_bias": True}))
+    init = jax.jit(lambda key: model.init(key, example_batch(1, 2))["params"], compiler_options=ONCE)
+    return model, init(jax.random.key(0))
+
+
+def test_initial_parameters(initial):
+    model, boxed = initial
+    params = nn.meta.unbox(boxed)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params["layers"]):
+        assert leaf.shape[0] == 3 and leaf.dtype == jnp.float32
+        if path[-1].key == "kernel":
+            assert np.all(leaf[0] != leaf[1]) and np.all(leaf[1] != leaf[2])
+            # What writes to the residual stream is smaller by the root of the number of such writes.
+            writes = path[-2].key in ("out", "down")
+            expected = leaf.shape[1] ** -0.5 / (np.sqrt(2 * 3) if writes else 1.0)
+            np.testing.assert_allclose(leaf.std(), expected, rtol=0.05)
+    assert params["layers"]["attention"]["k"]["kernel"].shape == (3, 64, 2 * 16)
+    assert "head" not in params
+
+
+def test_every_axis_has_a_name(initial):
+    model, boxed = initial
+    names, params = axes_of(model), nn.meta.unbox(boxed)
+    is_names = lambda node: isinstance(node, tuple)  # noqa: E731
+    assert jax.tree.structure(names, is_leaf=is_names) == jax.tree.structure(params)
+    for axes, leaf in zip(jax.tree.leaves(names, is_leaf=is_names), jax.tree.leaves(params), strict=True):
+        assert len(axes) == leaf.ndim
+    assert names["layers"]["mlp"]["down"]["kernel"] == ("layers", "mlp", "embed")
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_heads": 1, "head_dim": 10}, {"mlp": "gelu", "qk_norm": True}])
+def test_count_of_matrix_parameters(fields):
+    model, params = make(**fields)
+    kernels = [leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"]
+    assert model.config.non_embedding_parameters() == sum(kernels)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": 0}, "model.layers=0: expected at least 1"),
+        ({"dtype": "bf16"}, "unknown model.dtype 'bf16': did you mean 'bfloat16'"),
+        ({"remat": "ful"}, "unknown model.remat 'ful': did you mean 'full'"),
+        ({"heads": 3}, "model.dim=16 is not a multiple of model.heads=3"),
+        ({"kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=4"),
+        ({"head_dim": 5}, "head dimension is 5: make it even"),
+        ({"position": "rotary"}, "model.position='rotary': expected"),
+        ({"dropout": 1.0}, r"model.dropout=1.0: expected a probability in \[0, 1\)"),
+        ({"mlp": "swish"}, "unknown model.mlp 'swish': did you mean 'swiglu'"),
+        ({"norm": "layernorm"}, "unknown model.norm 'layernorm': did you mean 'layer'"),
+        ({"mixer": "ful"}, "unknown mixer 'ful': did you mean 'full'"),
+        ({"mixer": "full(0.1)"}, "dropout"),
+        ({"output": "soft"}, "unknown output layer 'soft'"),
+        ({"rope_scaling": "linear"}, "RoPE scaling 'linear' takes"),
+    ],
+)
+def test_bad_config(fields, message):
+    with pytest.raises(InputError, match=message):
+        make(**fields)

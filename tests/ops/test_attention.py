@@ -1,0 +1,143 @@
+"""attend against its dense twin, against torch, and against what no implementation may do."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.attention import Causal, Full, attend, merge, reference
+from hpnlp.types import InputError
+
+TOLERANCE = {jnp.float32: 5e-6, jnp.bfloat16: 6e-2, jnp.float16: 8e-3}
+
+# B, T, S, N, K, H, Hv
+CASES = {
+    "causal": ((2, 37, 37, 4, 2, 8, 8), Causal(), {}),
+    "packed": ((2, 67, 67, 4, 2, 8, 8), Causal(), {"segments": True}),
+    "cross": ((2, 37, 53, 4, 1, 8, 6), Full(), {"segments": True, "lengths": True}),
+    "taller": ((2, 53, 37, 4, 4, 8, 6), Causal(), {"lengths": True}),
+    "dropout": ((2, 64, 64, 4, 4, 8, 8), Causal(), {"dropout_rate": 0.3}),
+    "positions": ((2, 40, 64, 4, 4, 8, 8), Causal(), {"positions": True, "lengths": True, "dropout_rate": 0.3}),
+    "one": ((1, 1, 1, 1, 1, 8, 8), Causal(), {}),
+    "wider": ((1, 7, 300, 2, 1, 8, 8), Causal(), {}),
+}
+
+
+def make(shape, dtype=jnp.float32, *, segments=False, lengths=False, positions=False, dropout_rate=0.0):
+    rng = np.random.default_rng(0)
+    b, t, s, n, k, h, hv = shape
+    arrays = [jnp.asarray(rng.standard_normal(x), dtype) for x in ((b, t, n, h), (b, s, k, h), (b, s, k, hv))]
+    ints = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    options = {}
+    if segments:
+        options["segment_ids"] = ints(np.sort(rng.integers(0, 3, (b, t)), 1))
+        same = options["segment_ids"] if s == t else ints(np.sort(rng.integers(0, 4, (b, s)), 1))
+        options["kv_segment_ids"] = same
+    if lengths:
+        options["kv_lengths"] = ints([0, s - 3][:b])
+    if positions:
+        options["positions"] = ints(rng.integers(0, s, (b, t)))
+        options["kv_positions"] = ints(np.broadcast_to(np.arange(s), (b, s)))
+    if dropout_rate:
+        options |= {"dropout_rate": dropout_rate, "rng": jax.random.key(3)}
+    return arrays, options
+
+
+def scored(function, mask, options, seed=1):
+    """A scalar that weighs every output and every finite lse at random, and its gradients."""
+
+    def value(q, k, v):
+        o, lse = function(q, k, v, mask, return_lse=True, **options)
+        rng = np.random.default_rng(seed)
+        wo, wl = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in (o, lse))
+        total = jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(jnp.where(jnp.isneginf(lse), jnp.float32(0), lse) * wl)
+        return total, (o, lse)
+
+    return jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_equals_the_dense_twin(name, dtype):
+    shape, mask, kinds = CASES[name]
+    arrays, options = make(shape, dtype, **kinds)
+    ours = scored(lambda *a, **o: attend(*a, impl="xla", block_size=16, **o), mask, options)(*arrays)
+    twin = scored(reference, mask, options)(*arrays)
+    for mine, theirs in zip(
+        jax.tree.leaves((ours[0][1], ours[1])), jax.tree.leaves((twin[0][1], twin[1])), strict=True
+    ):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.isneginf(mine), np.isneginf(theirs))
+        mine, theirs = (np.nan_to_num(np.asarray(x, np.float32), neginf=0) for x in (mine, theirs))
+        np.testing.assert_allclose(mine, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_hidden_nans_change_nothing():
+    (q, k, v), _ = make((2, 33, 33, 4, 2, 8, 8))
+    lengths = jnp.asarray([20, 33], jnp.int32)
+    hidden = (jnp.arange(33)[None] >= lengths[:, None])[:, :, None, None]
+    run = scored(lambda *a, **o: attend(*a, impl="xla", block_size=16, **o), Full(), {"kv_lengths": lengths})
+    clean = run(q, jnp.where(hidden, jnp.float32(0), k), jnp.where(hidden, jnp.float32(0), v))
+    dirty = run(q, jnp.where(hidden, jnp.float32(np.nan), k), jnp.where(hidden, jnp.float32(np.nan), v))
+    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_gradients_are_exactly_causal():
+    (q, k, v), _ = make((1, 21, 21, 2, 2, 8, 8))
+    jacobian = jax.jacobian(lambda v: attend(q, k, v, Causal(), impl="xla", block_size=8).sum(axis=(0, 2, 3)))(v)
+    reach = np.abs(np.asarray(jacobian)).sum(axis=(1, 3, 4))
+    assert (reach[np.triu_indices(21, 1)] == 0).all()
+    assert (reach[np.tril_indices(21)] > 0).all()
+
+
+def test_merge_of_halves_is_the_whole():
+    (q, k, v), _ = make((2, 9, 24, 4, 2, 8, 8))
+    halves = [attend(q, k[:, part], v[:, part], return_lse=True) for part in (slice(0, 10), slice(10, 24))]
+    for got, want in zip(merge(*halves), attend(q, k, v, return_lse=True), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_memory_does_not_grow_with_the_square():
+    def temp(length: int) -> int:
+        x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+        grads = jax.grad(lambda q, k, v: attend(q, k, v, Causal(), impl="xla", block_size=64).sum(), (0, 1, 2))
+        return jax.jit(grads).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert temp(4096) < 5 * temp(1024)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"impl": "flesh"}, "impl"),
+        ({"impl": "cudnn"}, "cudnn"),
+        ({"dropout_rate": 1.0}, "dropout_rate"),
+        ({"dropout_rate": 0.1}, "rng"),
+        ({"block_size": 0}, "block_size"),
+    ],
+)
+def test_what_cannot_be_is_said(options, told):
+    (q, k, v), _ = make((1, 8, 8, 2, 2, 8, 8))
+    with pytest.raises(InputError, match=told):
+        attend(q, k, v, Causal(), **options)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("causal", [True, False])
+def test_equals_torch(causal):
+    import torch
+    import torch.nn.functional as F
+
+    (q, k, v), _ = make((2, 77, 77, 4, 4, 16, 16))
+    turned = [torch.from_numpy(np.array(x)).transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    theirs = F.scaled_dot_product_attention(*turned, is_causal=causal)
+    theirs.square().sum().backward()
+    mask = Causal() if causal else Full()
+    run = lambda q, k, v: attend(q, k, v, mask, impl="xla", block_size=32)  # noqa: E731
+    np.testing.assert_allclose(run(q, k, v), theirs.detach().transpose(1, 2).numpy(), atol=2e-6)
+    grads = jax.grad(lambda *a: jnp.sum(jnp.square(run(*a))), (0, 1, 2))(q, k, v)
+    for mine, other in zip(grads, turned, strict=True):
+        np.testing.assert_allclose(mine, other.grad.transpose(1, 2).numpy(), atol=1e-5)

@@ -1,0 +1,99 @@
+"""Spec strings: what they mean, and what is said of those that mean nothing."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpnlp.spec import Spec, build, did_you_mean, is_name, lookup, parse, parse_one
+from hpnlp.types import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "specs"),
+    [
+        ("full", (Spec("full"),)),
+        ("window(256,0)*5,full", (Spec("window", (256, 0), repeat=5), Spec("full"))),
+        ("a(1, x=2.5, y='s')", (Spec("a", (1,), (("x", 2.5), ("y", "s"))),)),
+        ("sampled(1024, unigram)", (Spec("sampled", (1024, "unigram")),)),
+        ("a(-1, None, True, (1, 2))", (Spec("a", (-1, None, True, (1, 2))),)),
+        (" a ( ) , b ", (Spec("a"), Spec("b"))),
+    ],
+)
+def test_parse(text, specs):
+    assert parse(text) == specs
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a(", "", "1", "a b", "a*0", "a*x", "a*1.5", "a(b(1))", "a(1)(2)", "a.b", "a(*x)", "a(**x)", "'a'", "a+b", "f'x'"],
+)
+def test_what_is_no_spec(text):
+    with pytest.raises(InputError, match="is not a spec: expected names with optional arguments"):
+        parse(text)
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_spec_or_an_input_error(text):
+    try:
+        specs = parse(text)
+    except InputError:
+        return
+    assert all(isinstance(spec, Spec) for spec in specs)
+
+
+def test_nothing_is_run():
+    with pytest.raises(InputError):
+        parse("a(__import__('os').system('true'))")
+
+
+def test_specs_are_values():
+    (spec,) = parse("a(1, x=2)")
+    assert spec == dataclasses.replace(spec) and len({spec, *parse("a(1,x=2)")}) == 1
+
+
+def test_parse_one():
+    assert parse_one("wsd(0.1)", "schedule") == Spec("wsd", (0.1,))
+    for text in ("a,b", "a*2"):
+        with pytest.raises(InputError, match="schedule .* expected exactly one, as in 'a'"):
+            parse_one(text, "schedule")
+
+
+TABLE = {"ring": lambda size, scale=1.0: ("ring", size, scale), "rung": lambda: "rung"}
+
+
+def test_build():
+    assert build(parse_one("ring(3, scale=0.5)", "mixer"), TABLE, "mixer") == ("ring", 3, 0.5)
+    assert build(parse_one("ring", "mixer"), TABLE, "mixer", size=7) == ("ring", 7, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rign(3)", "unknown mixer 'rign': did you mean 'ring'?"),
+        ("ring(3, scael=1.0)", "mixer 'ring' has no argument 'scael': did you mean 'scale'?"),
+        ("ring", "mixer 'ring' takes (size, scale=1.0): missing a required argument: 'size'"),
+        ("ring(1, 2, 3)", "mixer 'ring' takes (size, scale=1.0): too many positional arguments"),
+    ],
+)
+def test_build_says_what_is_wrong(text, message):
+    with pytest.raises(InputError) as caught:
+        build(parse_one(text, "mixer"), TABLE, "mixer")
+    assert message in str(caught.value)
+
+
+def test_what_the_caller_fills_in_is_not_for_the_user():
+    with pytest.raises(InputError, match="mixer 'ring' has no argument 'size'"):
+        build(parse_one("ring(size=3)", "mixer"), TABLE, "mixer", size=7)
+
+
+def test_lookup_and_suggestions():
+    assert lookup({"a": 1}, "a", "thing") == 1
+    assert did_you_mean("zzz", ["ring", "chain"]) == "known: chain, ring"
+    assert did_you_mean("rin", ["ring", "chain"]) == "did you mean 'ring'?"
+
+
+def test_is_name():
+    assert is_name("bytes") and is_name("bpe(4096)")
+    assert not is_name("runs/x/tokenizer.json") and not is_name("tokenizer.json") and not is_name("./bytes")

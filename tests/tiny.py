@@ -1,0 +1,89 @@
+"""A text, a model and a run that are small enough for every test; also an experiment file, for commands."""
+
+import os
+import random
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from hpnlp.training.config import default, resolve
+
+EXPERIMENT = str(Path(__file__))
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "brew",
+    "potions",
+    "in",
+    "old",
+    "copper",
+    "kettles",
+]
+
+
+def get_config():
+    config = default()
+    config.data.update(path=os.environ["HPNLP_TEST_TEXT"], seq_len=16, batch_size=8)
+    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1)
+    config.optimizer.update(warmup=0, learning_rate=3e-3)
+    config.train.update(steps=12, log_every=3, checkpoint_every=5, sample=0)
+    return config
+
+
+def make(**overrides):
+    """The Config with overrides, written section__field=value."""
+    values = get_config()
+    values.update_from_flattened_dict({name.replace("__", "."): value for name, value in overrides.items()})
+    return resolve(values)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def text(tmp_path_factory):
+    """A directory of small files, named in the environment for the processes that tests start; so is all they cache."""
+    root = tmp_path_factory.mktemp("tiny")
+    draw = random.Random(0)
+    for i in range(12):
+        lines = [" ".join(draw.choices(WORDS, k=8)) for _ in range(20)]
+        (root / "text").mkdir(exist_ok=True)
+        (root / "text" / f"{i:02}.txt").write_text("\n".join(lines) + "\n", "utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HPNLP_TEST_TEXT", str(root / "text"))
+        patch.setenv("HPNLP_CACHE", str(root / "cache"))
+        yield root / "text"
+
+
+@pytest.fixture(scope="session")
+def xla_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("xla")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiler(xla_cache):
+    """Programs of few steps: LLVM's optimizations take longer than they save, and the same ones come again and again."""
+    options = {
+        "jax_compilation_cache_dir": str(xla_cache),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_disable_most_optimizations": True,
+    }
+    before = {name: jax.config.values[name] for name in options}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items():
+            patch.setenv(name.upper(), str(value))
+            jax.config.update(name, value)
+        reset_cache()  # which looks at its options once
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()

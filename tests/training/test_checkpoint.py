@@ -1,0 +1,271 @@
+"""Checkpoints give back what was saved, bit for bit, or say what is wrong; what was saved before stays."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.checkpoint import FORMAT, Checkpointer
+from hpnlp.training.step import TrainState
+from hpnlp.types import InputError
+
+MESH = Plan("fsdp").mesh()
+DATA = {"version": 1, "corpus": "5eed", "batches": 2**40}
+PROGRESS = {"best": 1.2345678901234567, "bad_evals": 3, "seconds": {"step": 0.1}}
+
+
+def state_at(step):
+    """A state whose values differ with the step, and hold what is easily lost: -0, denormals, infinities, NaN."""
+    draw = np.random.default_rng(step)
+    kernel = draw.normal(size=(3, 16, 24)).astype(np.float32)
+    kernel.flat[:5] = [-0.0, 1e-42, np.inf, -np.inf, np.nan]
+    params = {"layers": {"kernel": jnp.asarray(kernel)}, "scale": jnp.asarray(draw.normal(size=8), jnp.bfloat16)}
+    moments = jax.tree.map(lambda p: (p * 2).astype(p.dtype), params)
+    adam = optax.ScaleByAdamState(jnp.int32(step), moments, jax.tree.map(jnp.square, moments))
+    return lay_out(TrainState(jnp.int32(step), params, (optax.EmptyState(), (adam,)), jax.tree.map(jnp.exp, params)))
+
+
+def shardings(state, mesh):
+    split = {(3, 16, 24): PartitionSpec(None, "fsdp", "tensor"), (8,): PartitionSpec("fsdp")}
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, split.get(leaf.shape, PartitionSpec())), state)
+
+
+def lay_out(state, mesh=MESH):
+    return jax.device_put(state, shardings(state, mesh))
+
+
+def shapes(mesh=MESH, state=None):
+    state = jax.eval_shape(lambda: state_at(0)) if state is None else state
+    shape = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
+    return jax.tree.map(shape, state, shardings(state, mesh))
+
+
+def assert_same_bits(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+    """Makes checkpointers of one directory, and closes them."""
+    made = []
+
+    def make(**options):
+        made.append(Checkpointer(tmp_path / "run", **options))
+        return made[-1]
+
+    yield make
+    for checkpoints in made:
+        checkpoints.close()
+
+
+def save(checkpoints, *steps, losses=()):
+    for step in steps:
+        checkpoints.save(state_at(step), DATA, PROGRESS, dict(losses).get(step))
+        checkpoints.wait()
+
+
+def test_round_trip_is_exact(checkpointer):
+    save(checkpointer(), 7)
+    state, data, progress = checkpointer().restore(shapes())
+    assert_same_bits(state, state_at(7))
+    assert data == DATA and type(data["batches"]) is int
+    assert progress == PROGRESS
+
+
+def test_what_was_restored_can_be_saved_and_restored_again(checkpointer):
+    save(checkpointer(), 7)
+    _, data, progress = checkpointer().restore(shapes())
+    checkpoints = checkpointer()
+    checkpoints.save(state_at(8), {**data, "batches": 3}, progress)
+    checkpoints.wait()
+    state, data, _ = checkpointer().restore(shapes())
+    assert_same_bits(state, state_at(8))
+    assert data["batches"] == 3
+
+
+@pytest.mark.parametrize("plan", [Plan(fsdp=2, tensor=4), Plan()])
+def test_restores_onto_another_mesh(checkpointer, plan):
+    save(checkpointer(), 7)
+    mesh = plan.mesh()
+    state, _, _ = checkpointer().restore(shapes(mesh))
+    assert_same_bits(state, state_at(7))
+    assert state.params["layers"]["kernel"].sharding == NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
+
+
+def test_parameters_for_use_are_the_averaged_ones(checkpointer):
+    save(checkpointer(), 7)
+    state = state_at(7)
+    assert_same_bits(checkpointer().restore_params(shapes()), state.ema)
+    plain = TrainState(state.step, state.params, state.opt_state)
+    checkpoints = checkpointer()
+    checkpoints.save(TrainState(jnp.int32(8), state.params, state.opt_state), DATA, PROGRESS)
+    checkpoints.wait()
+    assert_same_bits(checkpointer().restore_params(shapes(state=plain)), state.params)
+
+
+def test_newest_and_best_are_kept(checkpointer):
+    checkpoints = checkpointer(keep=2)
+    assert checkpoints.latest() is None
+    save(checkpoints, 1, 2)
+    assert (checkpoints.latest(), checkpoints.best()) == (2, 2)
+    save(checkpoints, 3, 4, 5, 6, 7, losses={3: 2.0, 4: 1.0, 5: 1.5})
+    again = checkpointer(keep=2)
+    assert (again.latest(), again.best()) == (7, 4)
+    assert sorted(int(path.name) for path in again.directory.iterdir()) == [4, 6, 7]
+
+
+def test_what_was_never_saved_is_said(checkpointer):
+    with pytest.raises(InputError, match=r"no checkpoint .*there: none.*train first"):
+        checkpointer().restore(shapes())
+    save(checkpointer(), 3)
+    with pytest.raises(InputError, match=r"no checkpoint 4 .*there: 3"):
+        checkpointer().restore(shapes(), 4)
+
+
+# --- Damage: one directory with two checkpoints, copied for each case ---
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    root = tmp_path_factory.mktemp("two")
+    checkpoints = Checkpointer(root)
+    save(checkpoints, 5, 9)
+    checkpoints.close()
+    return root
+
+
+@pytest.fixture
+def damaged(two, tmp_path):
+    """A copy whose newest checkpoint may be damaged: its Checkpointer's directory of step 9."""
+    shutil.copytree(two, tmp_path / "run")
+    return tmp_path / "run" / "checkpoints" / "9"
+
+
+def content(item):
+    """The file that holds the arrays of an item, or its JSON. (What each process wrote is merged into it.)"""
+    return item / "metadata" if (item / "metadata").exists() else next((item / "d").iterdir())
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+def remove(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [cut, flip, remove])
+@pytest.mark.parametrize("item", ["params", "rest", "data", "record"])
+def test_damage_is_found_and_the_earlier_checkpoint_is_intact(damaged, checkpointer, capsys, item, damage):
+    path = content(damaged / item)
+    damage(path)
+    with pytest.raises(InputError) as caught:
+        checkpointer().restore(shapes())
+    message = str(caught.value)
+    assert "checkpoint 9 cannot be read" in message
+    assert f"delete {damaged}, and the run goes on from step 5" in message
+    assert "Traceback" not in capsys.readouterr().err
+    shutil.rmtree(damaged)
+    assert_same_bits(checkpointer().restore(shapes())[0], state_at(5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [cut, flip, remove])
+def test_no_damage_of_any_file_is_overlooked(two, tmp_path, damage):
+    """Whichever file is damaged, what is restored is what was saved, or an error."""
+    names = sorted(path.relative_to(two) for path in (two / "checkpoints" / "9").rglob("*") if path.is_file())
+    refused = []
+    for name in names:
+        shutil.copytree(two, tmp_path / "run")
+        damage(tmp_path / "run" / name)
+        checkpoints = Checkpointer(tmp_path / "run")
+        try:
+            if checkpoints.latest() == 9:
+                state, data, progress = checkpoints.restore(shapes())
+                assert_same_bits(state, state_at(9))
+                assert data == DATA and progress == PROGRESS, name
+        except InputError:
+            refused.append(name)
+        finally:
+            checkpoints.close()
+            shutil.rmtree(tmp_path / "run")
+    assert len(refused) >= 7  # of each item what names it, and what holds it
+
+
+def test_only_checkpoint_that_is_damaged(damaged, checkpointer):
+    shutil.rmtree(damaged.parent / "5")
+    cut(content(damaged / "params"))
+    with pytest.raises(InputError, match=f"delete {damaged}, and the run starts anew"):
+        checkpointer().restore(shapes())
+
+
+def test_unfinished_checkpoint_is_never_listed(damaged, checkpointer):
+    """As a kill in the middle of a save leaves it."""
+    damaged.rename(damaged.with_name("9.orbax-checkpoint-tmp"))
+    checkpoints = checkpointer()
+    assert checkpoints.latest() == 5
+    assert_same_bits(checkpoints.restore(shapes())[0], state_at(5))
+    save(checkpoints, 9)
+    assert_same_bits(checkpointer().restore(shapes())[0], state_at(9))
+
+
+def test_reader_leaves_an_unfinished_checkpoint_alone(damaged):
+    """It may be in the making, by a process that trains."""
+    unfinished = damaged.rename(damaged.with_name("9.orbax-checkpoint-tmp"))
+    checkpoints = Checkpointer(damaged.parents[1], read_only=True)
+    assert checkpoints.latest() == 5
+    assert_same_bits(checkpoints.restore_params(shapes()), state_at(5).ema)
+    checkpoints.close()
+    assert unfinished.exists()
+
+
+def test_other_format_is_refused(damaged, checkpointer):
+    path = content(damaged / "record")
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"format": FORMAT + 1}))
+    with pytest.raises(
+        InputError, match=f"checkpoint 9 in .* has format {FORMAT + 1}, this version reads {FORMAT}: use"
+    ):
+        checkpointer().restore(shapes())
+
+
+def test_other_shapes_and_dtypes_are_refused(two, damaged, checkpointer):
+    wider = jax.tree.map(lambda leaf: leaf, shapes())
+    wider.params["layers"]["kernel"] = jax.ShapeDtypeStruct(
+        (3, 16, 32), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec())
+    )
+    with pytest.raises(InputError, match="checkpoint 9 cannot be read"):
+        checkpointer().restore(wider)
+    narrower = jax.tree.map(lambda leaf: leaf, shapes())
+    narrower.params["scale"] = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec()))
+    with pytest.raises(InputError, match=r"params\['scale'\] is not what was saved: float32.* saved bfloat16"):
+        checkpointer().restore(narrower)
+
+
+def test_reader_makes_nothing(tmp_path):
+    checkpoints = Checkpointer(tmp_path / "run", read_only=True)
+    assert checkpoints.latest() is None and checkpoints.best() is None
+    checkpoints.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file")
+    with pytest.raises(InputError, match="cannot open .*checkpoints.*: check the path"):
+        Checkpointer(tmp_path / "run")

@@ -1,0 +1,116 @@
+"""One configuration: typed, checked, and the same after a trip through config.json."""
+
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from hpnlp.training import config as configs
+from hpnlp.training.config import Config, TrainConfig
+from hpnlp.types import InputError
+
+
+def test_default_resolves_to_the_dataclasses():
+    assert configs.resolve(configs.default()) == Config()
+
+
+def test_default_refuses_typos_and_wrong_types():
+    values = configs.default()
+    with pytest.raises(AttributeError, match='Did you mean "dim" instead of "dims"?'):
+        values.model.dims = 3
+    with pytest.raises(TypeError, match="dim"):
+        values.model.dim = "wide"
+    with pytest.raises(TypeError, match="fsdp"):
+        values.plan.fsdp = "all"  # None by default, and still an int
+
+
+def test_names_that_others_rely_on():
+    names = """
+        data.path data.tokenizer data.seq_len data.batch_size
+        model.layers model.dim model.heads model.kv_heads model.mixer model.output model.dtype
+        optimizer.name optimizer.learning_rate optimizer.schedule optimizer.clip_norm optimizer.accumulate
+        train.steps train.seed train.log_every train.eval_every train.checkpoint_every train.profile train.debug_nans
+        plan.name plan.data plan.fsdp plan.tensor
+    """
+    assert set(names.split()) <= configs.flat(Config()).keys()
+
+
+def test_json_keeps_everything():
+    values = configs.default()
+    values.data.weights = (0.25, 0.75)
+    values.plan.fsdp = 2
+    values.optimizer.learning_rate = 1 / 3
+    resolved = configs.resolve(values)
+    assert resolved.data.weights == (0.25, 0.75)
+    assert configs.from_json(configs.to_json(resolved)) == resolved
+
+
+def test_config_of_an_older_version_takes_defaults():
+    older = json.loads(configs.to_json(Config()))
+    del older["train"]["sample"]
+    del older["plan"]
+    assert configs.from_json(json.dumps(older)) == Config()
+
+
+def test_differences_name_both_values():
+    new = configs.resolve({"model": {"dim": 512}, "plan": {"tensor": 2}})
+    assert configs.differences(Config(), Config()) == []
+    assert configs.differences(Config(), new) == ["model.dim: 256 -> 512", "plan.tensor: None -> 2"]
+
+
+def test_whole_numbers_are_floats_where_floats_are_asked_for():
+    assert configs.resolve(ConfigDict({"optimizer": {"weight_decay": 0}})).optimizer.weight_decay == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"modle": {}}, "unknown config field modle: did you mean 'model'?"),
+        ({"model": {"dims": 3}}, "unknown config field model.dims: did you mean 'dim'?"),
+        ({"model": 3}, "config field model is 3: expected a section with dim, heads, "),
+        ({"model": {"dim": "3"}}, "config field model.dim='3' is of type str: expected int"),
+        ({"model": {"dim": 3.5}}, "config field model.dim=3.5 is of type float: expected int"),
+        ({"model": {"dim": True}}, "config field model.dim=True is of type bool: expected int"),
+        ({"model": {"tied": 1}}, "config field model.tied=1 is of type int: expected bool"),
+        ({"plan": {"fsdp": "2"}}, "config field plan.fsdp='2' is of type str: expected int or NoneType"),
+        (
+            {"optimizer": {"learning_rate": True}},
+            "config field optimizer.learning_rate=True is of type bool: expected float",
+        ),
+        ({"data": {"weights": ["a"]}}, "config field data.weights='a' is of type str: expected float"),
+        ({"train": {"steps": 0}}, "train.steps=0: expected at least 1"),
+        ({"train": {"log_every": 0}}, "train.log_every=0: expected at least 1"),
+        ({"train": {"keep": 0}}, "train.keep=0: expected at least 1"),
+        ({"train": {"seed": -1}}, "train.seed=-1: expected at least 0"),
+        ({"train": {"eval_batches": -1}}, "train.eval_batches=-1: expected at least 0"),
+        ({"train": {"min_delta": float("nan")}}, "train.min_delta=nan: expected at least 0"),
+        ({"train": {"patience": 2}}, "train.patience=2 counts evaluations: set train.eval_every as well"),
+        ({"train": {"eval_stride": 300}}, "train.eval_stride=300 is more than data.seq_len=256: choose 0"),
+        ({"model": {"layers": 0}}, "model.layers=0: expected at least 1"),
+        ({"model": {"dim": 100, "heads": 3}}, "model.dim=100 is not a multiple of model.heads=3"),
+        ({"model": {"dtype": "fp16"}}, "unknown model.dtype 'fp16': did you mean 'float16'?"),
+    ],
+)
+def test_what_does_not_fit_is_said(values, message):
+    with pytest.raises(InputError) as caught:
+        configs.resolve(values)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("profile", ["3", "3:", ":3", "0:3", "5:3", "a:b", "-1:3", "1:2:3"])
+def test_profile_that_is_no_range(profile):
+    with pytest.raises(InputError, match=r'expected "first:last", steps from 1, as in "10:15"'):
+        TrainConfig(profile=profile)
+
+
+def test_profile_range():
+    assert TrainConfig().profile_range() == (0, 0)
+    assert TrainConfig(profile="10:15").profile_range() == (10, 15)
+
+
+def test_damaged_json_is_said():
+    with pytest.raises(InputError, match="config.json is not valid JSON .*: restore it"):
+        configs.from_json('{"model": {')
+    with pytest.raises(InputError, match="it holds a list, not an object"):
+        configs.from_json("[1, 2]")

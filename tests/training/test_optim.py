@@ -1,0 +1,197 @@
+"""Optimizers and schedules by name, against closed forms and optax's own on single matrices."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+from hpnlp.training.optim import OPTIMIZERS, SCHEDULES, OptimizerConfig, is_matrix, make_optimizer, make_schedule
+from hpnlp.types import InputError
+
+CONSTANT = OptimizerConfig(schedule="constant", warmup=0, clip_norm=0.0)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """As in the step: optax is not clean under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def parameters():
+    """What a model has: stacked matrices, a table, scales and biases."""
+    draw = np.random.default_rng(0)
+    array = lambda *shape: jnp.asarray(draw.normal(size=shape) / np.sqrt(shape[-1]), jnp.float32)  # noqa: E731
+    return {
+        "embed": {"table": array(12, 6)},
+        "layers": {"up": {"kernel": array(3, 6, 8), "bias": array(3, 8)}, "norm": {"scale": 1.0 + array(3, 6)}},
+        "head": array(12, 6),
+    }
+
+
+def update(config, grads, params, steps=1):
+    """Parameters after `steps` updates with the same gradients."""
+    optimizer = make_optimizer(config, steps=100)
+    state = optimizer.init(params)
+    for _ in range(steps):
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_lowers_the_loss_of_a_small_problem(name):
+    target, inputs = jax.tree.map(lambda x: x[::-1], parameters()), np.random.default_rng(1).normal(size=(16, 6))
+
+    def predict(params):
+        h = jnp.asarray(inputs, jnp.float32) + params["embed"]["table"][:1]
+        for i in range(3):
+            layer = jax.tree.map(lambda x, i=i: x[i], params["layers"])
+            h = h + jnp.tanh((h * layer["norm"]["scale"]) @ layer["up"]["kernel"] + layer["up"]["bias"])[:, :6]
+        return h @ params["head"].T
+
+    expected = predict(target)
+    loss = lambda params: jnp.mean((predict(params) - expected) ** 2)  # noqa: E731
+    rate = {"sgd": 0.03, "lamb": 0.03}.get(name, 0.01)
+    optimizer = make_optimizer(
+        dataclasses.replace(CONSTANT, name=name, learning_rate=rate, weight_decay=1e-3), steps=60
+    )
+
+    def step(carry, _):
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    params = parameters()
+    losses = jax.jit(lambda carry: jax.lax.scan(step, carry, length=60)[1])((params, optimizer.init(params)))
+    assert losses[-1] < 0.3 * losses[0]
+
+
+PEAK, FINAL, STEPS, WARMUP = 0.5, 0.2, 40, 10
+
+
+@pytest.mark.parametrize(
+    ("schedule", "half_way", "end"),
+    [
+        ("constant", PEAK, PEAK),
+        ("linear", PEAK * (1 + FINAL) / 2, PEAK * FINAL),
+        ("cosine", PEAK * (1 + FINAL) / 2, PEAK * FINAL),
+        ("rsqrt(timescale=5)", PEAK / np.sqrt(1 + 15 / 5), PEAK / np.sqrt(1 + 30 / 5)),
+        ("wsd", PEAK, PEAK * FINAL),
+        ("wsd(decay=1.0)", PEAK * (1 + FINAL) / 2, PEAK * FINAL),
+    ],
+)
+def test_schedules_have_their_closed_forms(schedule, half_way, end):
+    config = OptimizerConfig(learning_rate=PEAK, schedule=schedule, warmup=WARMUP, final=FINAL)
+    rate = make_schedule(config, STEPS)
+    rise = [float(rate(jnp.int32(step))) for step in range(WARMUP)]
+    np.testing.assert_allclose(rise, PEAK * np.arange(1, WARMUP + 1) / WARMUP, rtol=1e-6)
+    found = [float(rate(jnp.int32(step))) for step in (WARMUP, WARMUP + (STEPS - WARMUP) // 2, STEPS)]
+    np.testing.assert_allclose(found, [PEAK, half_way, end], rtol=1e-6)
+
+
+def test_every_schedule_is_tested_without_warmup():
+    for name in SCHEDULES:
+        rate = make_schedule(OptimizerConfig(learning_rate=PEAK, schedule=name, warmup=0), STEPS)
+        assert float(rate(jnp.int32(0))) == pytest.approx(PEAK)
+
+
+def test_warmup_longer_than_the_run_never_reaches_the_peak():
+    rate = make_schedule(OptimizerConfig(learning_rate=1.0, warmup=100), steps=10)
+    assert float(rate(jnp.int32(9))) == pytest.approx(0.1)
+
+
+def test_matrices_are_kernels_and_tables():
+    assert is_matrix(parameters()) == {
+        "embed": {"table": True},
+        "layers": {"up": {"kernel": True, "bias": False}, "norm": {"scale": False}},
+        "head": True,
+    }
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weight_decay_touches_matrices_only(name):
+    # lamb scales each array's update by its own norm, so its ratio to the parameters is the rate alone
+    config = dataclasses.replace(CONSTANT, name=name, learning_rate=0.01, weight_decay=0.5, momentum=0.0)
+    params = parameters()
+    after = update(config, jax.tree.map(jnp.zeros_like, params), params)
+    factor = 1 - 0.01 if name == "lamb" else 1 - 0.01 * 0.5
+    for (path, old), new, decays in zip(
+        jax.tree_util.tree_leaves_with_path(params),
+        jax.tree.leaves(after),
+        jax.tree.leaves(is_matrix(params)),
+        strict=True,
+    ):
+        expected = old * factor if decays else old
+        np.testing.assert_allclose(new, expected, rtol=1e-5, atol=1e-7, err_msg=jax.tree_util.keystr(path))
+
+
+def test_muon_takes_stacked_layers_one_by_one():
+    params, draw = parameters(), np.random.default_rng(2)
+    grads = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), jnp.float32), params)
+    config = dataclasses.replace(CONSTANT, name="muon", learning_rate=0.02, weight_decay=0.1)
+    after = update(config, grads, params, steps=3)["layers"]["up"]["kernel"]
+    for layer in range(3):
+        single, gradient = params["layers"]["up"]["kernel"][layer], grads["layers"]["up"]["kernel"][layer]
+        optimizer = contrib.muon(0.02, beta=config.momentum, weight_decay=0.1)
+        state = optimizer.init(single)
+        for _ in range(3):
+            updates, state = optimizer.update(gradient, state, single)
+            single = optax.apply_updates(single, updates)
+        np.testing.assert_allclose(after[layer], single, rtol=1e-4, atol=1e-6)
+
+
+def test_muon_moves_the_rest_by_adam_at_its_own_rate():
+    params = parameters()
+    grads = jax.tree.map(jnp.ones_like, params)
+    config = dataclasses.replace(CONSTANT, learning_rate=0.02, schedule="linear", warmup=2)
+    after = update(dataclasses.replace(config, name="muon", adam_learning_rate=0.003), grads, params, steps=4)
+    rate = make_schedule(dataclasses.replace(config, learning_rate=0.003), steps=100)
+    adam = optax.adamw(
+        rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=is_matrix, nesterov=True
+    )
+    expected, state = params, adam.init(params)
+    for _ in range(4):
+        updates, state = adam.update(grads, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    for part in (lambda p: p["embed"], lambda p: p["head"], lambda p: p["layers"]["norm"]):
+        chex.assert_trees_all_close(part(after), part(expected), rtol=1e-5)
+    np.testing.assert_allclose(after["layers"]["up"]["bias"], expected["layers"]["up"]["bias"], rtol=1e-5)
+
+
+def test_clipping_scales_to_the_norm_or_not_at_all():
+    params = {"kernel": jnp.zeros((2, 2))}
+    grads = {"kernel": jnp.asarray([[3.0, 0.0], [0.0, 4.0]])}
+    sgd = dataclasses.replace(CONSTANT, name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0)
+    for clip_norm, factor in [(0.0, 1.0), (10.0, 1.0), (1.0, 0.2)]:
+        after = update(dataclasses.replace(sgd, clip_norm=clip_norm), grads, params)["kernel"]
+        np.testing.assert_allclose(after, -factor * grads["kernel"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "adam"}, "unknown optimizer 'adam': did you mean 'adamw'?"),
+        ({"schedule": "cosin"}, "unknown schedule 'cosin': did you mean 'cosine'?"),
+        ({"accumulate": 0}, "optimizer.accumulate=0: expected at least 1"),
+        ({"warmup": -1}, "optimizer.warmup=-1: expected a number of steps"),
+        ({"ema": 1.0}, r"optimizer.ema=1.0: expected a decay in \[0, 1\)"),
+        ({"learning_rate": float("nan")}, "optimizer.learning_rate=nan: expected a number of at least 0"),
+        ({"clip_norm": -1.0}, "optimizer.clip_norm=-1.0: expected a number of at least 0"),
+        ({"weight_decay": -0.1}, "optimizer.weight_decay=-0.1: expected a number of at least 0"),
+    ],
+)
+def test_bad_fields_are_refused(fields, message):
+    with pytest.raises(InputError, match=message):
+        OptimizerConfig(**fields)
+
+
+def test_bad_arguments_of_a_schedule_are_refused():
+    with pytest.raises(InputError, match="schedule 'wsd' has no argument 'decays': did you mean 'decay'?"):
+        make_schedule(OptimizerConfig(schedule="wsd(decays=0.1)"), STEPS)

@@ -1,0 +1,250 @@
+"""The training step: the same on every layout and however a batch is split, and unmoved by what is not finite."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hpnlp.models.lm import LM, LMConfig
+from hpnlp.nn import output
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import check_batch, make_trainer
+from hpnlp.types import InputError, LossOut
+
+B, T = 8, 16
+KEY = jax.random.key(7)
+MODEL = LMConfig(layers=2, dim=32, heads=2, mlp_dim=64, vocab=264, max_len=T, unroll=1)
+# Clipped at every step (the norm begins at 1.5), constant, and so that Adam's first moment shows the gradient.
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0, clip_norm=0.5, ema=0.9)
+IN_PARTS = {"accumulate": 4, "skip_nonfinite": False}
+ONE = (Plan(), 1)
+LAYOUTS = {
+    "data 8": (Plan(), 8),
+    "fsdp 8": (Plan("fsdp"), 8),
+    "fsdp 4 x tensor 2": (Plan(fsdp=4, tensor=2), 8),
+}
+
+
+def batch_of(seed):
+    """Words from a vocabulary of twelve. Rows have 0, 1, ... 7 tokens that are no target, and the last row has only these."""
+    draw = np.random.default_rng(seed)
+    words = [np.random.default_rng(i).integers(97, 123, 4) for i in range(12)]
+    tokens = np.concatenate([words[i] for i in draw.integers(0, 12, B * (T + 4) // 4)]).reshape(B, T + 4)
+    weights = np.arange(T)[None] >= np.arange(B)[:, None]
+    weights[-1] = False
+    ids = tokens.astype(np.int32)
+    return {
+        "tokens": ids[:, :T],
+        "labels": ids[:, 1 : T + 1],
+        "segment_ids": np.ones((B, T), np.int32),
+        "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+        "weights": weights.astype(np.float32),
+    }
+
+
+class Run:
+    """A trainer with its state, stepped on host batches. It begins as one device would, on any layout."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes)
+        self.state = jax.device_put(initial_state(), shardings)
+
+    def step(self, batch):
+        put = {name: jax.device_put(rows, self.trainer.batch_sharding) for name, rows in batch.items()}
+        self.state, metrics = self.trainer.step(self.state, put, KEY)
+        return {name: float(value) for name, value in metrics.items()}
+
+    def gradients(self):
+        """Of the first step, as clipped, from Adam's first moment."""
+        return jax.device_get(
+            jax.tree.map(lambda m: m / (1 - OPTIMIZER.b1), optax.tree.get(self.state.opt_state, "mu"))
+        )
+
+
+ONE = Plan()
+
+
+@functools.cache
+def trainer_of(plan=ONE, devices=1, model=MODEL, aux_weights=(), **changes):
+    optimizer = dataclasses.replace(OPTIMIZER, **changes)
+    mesh = plan.mesh(jax.devices()[:devices])
+    return make_trainer(LM(model), optimizer, mesh, steps=50, aux_weights=dict(aux_weights))
+
+
+@functools.cache
+def initial_state():
+    return jax.device_get(trainer_of().init(jax.random.key(0)))
+
+
+@functools.cache
+def fifty_steps(plan, devices):
+    """`(losses of 50 steps, first gradients, state)` of a layout."""
+    run = Run(trainer_of(plan, devices))
+    losses = [run.step(batch_of(0))["loss"]]
+    gradients = run.gradients()
+    losses += [run.step(batch_of(seed))["loss"] for seed in range(1, 50)]
+    return np.array(losses), gradients, run.state
+
+
+def assert_leaves_close(found, expected, tolerance):
+    """Each leaf's distance, relative to its norm."""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), jax.tree_util.keystr(path)
+
+
+def host(tree):
+    return [np.asarray(leaf).copy() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_agree_with_one_device(layout):
+    losses, gradients, _ = fifty_steps(*LAYOUTS[layout])
+    expected, expected_gradients, _ = fifty_steps(*ONE)
+    assert expected[0] - expected[-1] > 1.0
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_leaves_close(gradients, expected_gradients, 1e-5)
+
+
+@pytest.mark.parametrize(("layout", "share"), [("data 8", 1.0), ("fsdp 8", 1 / 7), ("fsdp 4 x tensor 2", 1 / 7)])
+def test_each_device_holds_its_share_of_the_state(layout, share):
+    state = fifty_steps(*LAYOUTS[layout])[2]
+    for part in (state.params, state.opt_state, state.ema):
+        leaves = [leaf for leaf in jax.tree.leaves(part) if leaf.ndim]
+        held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+        assert held <= share * sum(leaf.nbytes for leaf in leaves)
+
+
+def test_parameters_begin_the_same_on_every_layout():
+    state = trainer_of(*LAYOUTS["fsdp 4 x tensor 2"]).init(jax.random.key(0))
+    for found, expected in zip(host(state), host(initial_state()), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_fifty_steps_are_one_trace():
+    for layout in (ONE, *LAYOUTS.values()):
+        fifty_steps(*layout)
+        assert trainer_of(*layout).step.jitted._cache_size() == 1
+
+
+def test_accumulation_changes_nothing():
+    whole, parts = Run(trainer_of()), Run(trainer_of(**IN_PARTS))
+    for seed in range(3):
+        batch = batch_of(seed)
+        expected, found = whole.step(batch), parts.step(batch)
+        assert found == pytest.approx(expected, rel=1e-5)
+        if seed == 0:
+            assert_leaves_close(parts.gradients(), whole.gradients(), 1e-5)
+    assert_leaves_close(host(parts.state.params), host(whole.state.params), 1e-5)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38])
+def test_step_that_is_not_finite_changes_nothing(poison):
+    run, batch = Run(trainer_of()), batch_of(0)
+    run.step(batch)
+    before = host((run.state.params, run.state.opt_state, run.state.ema))
+    metrics = run.step({**batch, "weights": np.where(batch["weights"], np.float32(poison), 0)})
+    assert metrics["skipped"] == 1.0 and not np.isfinite(metrics["grad_norm"])
+    for old, new in zip(before, host((run.state.params, run.state.opt_state, run.state.ema)), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert int(run.state.step) == 2
+    assert run.step(batch)["skipped"] == 0.0
+
+
+def test_step_that_is_not_finite_may_be_let_through():
+    run = Run(trainer_of(**IN_PARTS))
+    metrics = run.step({**batch_of(0), "weights": np.full((B, T), np.nan, np.float32)})
+    assert metrics["skipped"] == 1.0  # which stops the run
+    assert any(np.isnan(leaf).any() for leaf in host(run.state.params))
+
+
+def test_average_of_parameters():
+    run = Run(trainer_of())
+    average = host(run.state.params)
+    for step in range(3):
+        run.step(batch_of(step))
+        decay = min(OPTIMIZER.ema, (1 + step) / (10 + step))
+        average = [decay * old + (1 - decay) * new for old, new in zip(average, host(run.state.params), strict=True)]
+    assert run.state.best_params is run.state.ema
+    for found, expected in zip(host(run.state.ema), average, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_batch_without_a_target_token():
+    run, batch = Run(trainer_of()), batch_of(0)
+    before = host(run.state.params)
+    metrics = run.step({**batch, "weights": np.zeros((B, T), np.float32)})
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["target_tokens"] == metrics["skipped"] == 0.0
+    # What is left of the step is weight decay.
+    factor = 1 - OPTIMIZER.learning_rate * OPTIMIZER.weight_decay
+    for old, new in zip(before, host(run.state.params), strict=True):
+        assert np.allclose(new, old, rtol=1e-6) or np.allclose(new, factor * old, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_trains(dtype):
+    run = Run(trainer_of(model=dataclasses.replace(MODEL, dtype=dtype)))
+    losses = np.array([run.step(batch_of(seed))["loss"] for seed in range(30)])
+    assert {leaf.dtype for leaf in jax.tree.leaves(run.state.params)} == {jnp.dtype("float32")}
+    expected = fifty_steps(*ONE)[0][:30]
+    assert expected[0] - expected[-1] > 0.5
+    np.testing.assert_allclose(losses, expected, rtol=0.01)
+    assert abs(losses - expected).max() > 1e-6  # it does compute in less
+
+
+class Decaying(output.OUTPUTS["full"]):
+    """The full layer, that reports a loss (half the square of its table) and a statistic beside its own."""
+
+    def loss(self, table, h, labels, weights, rng):
+        out = super().loss(table, h, labels, weights, rng)
+        square = jnp.sum(table.astype(jnp.float32) ** 2)
+        mean = (square, jnp.float32(2))
+        return LossOut(out.sum, out.weight, {"decay_loss": mean, "square": mean})
+
+
+@pytest.fixture(scope="module")
+def with_decay():
+    """`(metrics, gradients, table)` of a first step that is not clipped, with half the decay loss."""
+    model = dataclasses.replace(MODEL, output="decaying")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(output.OUTPUTS, "decaying", Decaying)
+        run = Run(trainer_of(model=model, aux_weights=(("decay_loss", 0.5),), clip_norm=1e6))
+        table = np.asarray(run.state.params["embed"]["table"]).copy()
+        return run.step(batch_of(0)), run.gradients(), table
+
+
+def test_auxiliary_loss_is_scaled_and_logged_apart(with_decay):
+    metrics, gradients, table = with_decay
+    assert metrics["loss"] == pytest.approx(fifty_steps(*ONE)[0][0], rel=1e-6)
+    assert metrics["decay_loss"] == metrics["square"] == pytest.approx(float(np.sum(table**2)) / 2, rel=1e-5)
+    gradients = gradients | {"embed": {"table": gradients["embed"]["table"] - 0.5 * table}}
+    scale = OPTIMIZER.clip_norm / optax.tree.norm(gradients)
+    assert_leaves_close(jax.tree.map(lambda g: g * scale, gradients), fifty_steps(*ONE)[1], 1e-5)
+
+
+def test_norm_is_logged_as_before_clipping(with_decay):
+    metrics, gradients, _ = with_decay
+    assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-5)
+    run = Run(trainer_of())
+    assert run.step(batch_of(0))["grad_norm"] > 2 * OPTIMIZER.clip_norm
+    assert float(optax.tree.norm(run.gradients())) == pytest.approx(OPTIMIZER.clip_norm, rel=1e-5)
+
+
+def test_batch_must_split():
+    mesh = Plan(data=4, fsdp=2).mesh()
+    check_batch(mesh, 32, 2, 1)
+    with pytest.raises(InputError, match=r"data.batch_size=24 does not split .* make it a multiple of 16"):
+        check_batch(mesh, 24, 2, 1)
+
+
+def test_flops_are_those_of_a_step():
+    trainer = trainer_of()
+    # Forward and backward of every product with a parameter: 6 a weight and token; of attention, 3 times two products.
+    products = MODEL.non_embedding_parameters() + MODEL.vocab * MODEL.dim
+    least = 6 * products * B * T
+    assert least <= trainer.flops(B, T) <= 1.2 * least
