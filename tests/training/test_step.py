@@ -67,11 +67,8 @@ class Run:
         )
 
 
-ONE = Plan()
-
-
 @functools.cache
-def trainer_of(plan=ONE, devices=1, model=MODEL, aux_weights=(), **changes):
+def trainer_of(plan=ONE[0], devices=ONE[1], model=MODEL, aux_weights=(), **changes):
     optimizer = dataclasses.replace(OPTIMIZER, **changes)
     mesh = plan.mesh(jax.devices()[:devices])
     return make_trainer(LM(model), optimizer, mesh, steps=50, aux_weights=dict(aux_weights))
