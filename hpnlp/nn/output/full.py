@@ -47,7 +47,8 @@ class FullOutput(nn.Module):
         self, table: Float[Array, "V D"], h: Float[Array, "N D"], k: int
     ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """The k most probable ids of each token, best first: `(log p, ids)`."""
-        return jax.lax.top_k(self.log_prob(table, h), k)
+        values, ids = jax.lax.top_k(self.log_prob(table, h), k)
+        return values, ids
 
     def sample(
         self,

@@ -246,7 +246,9 @@ def _unblock(x: Array, axis: int, length: int) -> Array:
 
 def _side_blocks(side: Side, length: int, block: int) -> Side:
     cut = lambda x: None if x is None else _blocks(x, 1, block)  # noqa: E731
-    return Side(_blocks(jnp.arange(length), 0, block), cut(side.position), cut(side.segment))
+    # Counted on through the padding, so that its keys lie beyond every length.
+    index = jnp.arange(-(-length // block) * block, dtype=jnp.int32).reshape(-1, block)
+    return Side(index, cut(side.position), cut(side.segment))
 
 
 def _visits(options: Options, length: int, keys: int, block: int, by_index: bool) -> tuple[Array, Array]:

@@ -1,0 +1,104 @@
+"""What every mask, mixer and output layer must do, whichever it is: `test_contracts.py` runs all of it over each entry.
+
+A new entry of MIXERS or OUTPUTS is tested as soon as it stands in its table; where its arguments have no defaults, or
+where it is no softmax over all that the mask allows, it needs a line in EXAMPLES or TWINS.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.output import OUTPUTS
+from hpnlp.ops.attention import Causal, Full, reference
+from hpnlp.spec import build, parse_one
+from hpnlp.types import MixerInputs
+
+# How far two forms of one result may lie apart, absolutely and relatively, where the numbers are of order 1.
+TOLERANCE = {jnp.dtype("float32"): 5e-6, jnp.dtype("float16"): 8e-3, jnp.dtype("bfloat16"): 6e-2}
+# Most programs of tests run once: LLVM's optimizations would take longer than they save.
+ONCE = {"xla_backend_optimization_level": 0}
+
+MASKS = (Full(), Causal())
+
+# Spec strings that stand for table entries; an entry without one is taken by its bare name.
+EXAMPLES: dict[str, tuple[str, ...]] = {}
+MIXER_SPECS = tuple(spec for name in MIXERS for spec in EXAMPLES.get(name, (name,)))
+OUTPUT_SPECS = tuple(spec for name in OUTPUTS for spec in EXAMPLES.get(name, (name,)))
+
+
+def assert_close(found, expected, dtype="float32"):
+    """Leaf by leaf, in dtype and value."""
+    tolerance = TOLERANCE[jnp.dtype(dtype)]
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+        a, b = (np.nan_to_num(x, posinf=0, neginf=0) for x in (a, b))
+        np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
+
+
+def once(function, *args):
+    return jax.jit(function, compiler_options=ONCE)(*args)
+
+
+class Mixing:
+    """A mixer over inputs of its own choice: B 2, N 4, K 2, H 8, D 16, rows of three segments."""
+
+    def __init__(self, spec, length, dtype="float32", seed=0):
+        self.module = build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None)
+        self.spec, rng = spec, np.random.default_rng(seed)
+        shapes = {"x": (16,), "q": (4, 8), "k": (2, 8), "v": (2, 8)}
+        self.arrays = {
+            name: jnp.asarray(rng.standard_normal((2, length, *shape)), dtype) for name, shape in shapes.items()
+        }
+        segments = np.sort(rng.integers(0, 3, (2, length)), axis=1)
+        starts = np.array([[np.argmax(row == number) for number in row] for row in segments])
+        self.segment_ids = jnp.asarray(segments, jnp.int32)
+        self.positions = jnp.asarray(np.arange(length) - starts, jnp.int32)
+        self.params = self.module.init(jax.random.key(0), self.inputs(self.arrays), Causal())
+
+    def inputs(self, arrays, **fields):
+        """The record that the mixer gets: of q, k and v what it declares, and x."""
+        taken = {name: arrays[name] for name in ("x", *self.module.needs)}
+        return MixerInputs(**taken, **fields)
+
+    def packed(self, arrays):
+        """As `inputs`, in segments."""
+        ids, positions = self.segment_ids, self.positions
+        return self.inputs(arrays, segment_ids=ids, kv_segment_ids=ids, positions=positions, kv_positions=positions)
+
+    def __call__(self, inputs, mask):
+        return self.module.apply(self.params, inputs, mask).o
+
+
+def exact(mixing, arrays, mask, segment_ids):
+    """The twin of a mixer that is softmax attention over all that the mask allows."""
+    q, k, v = (arrays[name] for name in "qkv")
+    return reference(q, k, v, mask, segment_ids=segment_ids, kv_segment_ids=segment_ids)
+
+
+# name -> (mixing, arrays, mask, segment ids or None) -> o: what a mixer is held against.
+TWINS = {"full": exact}
+
+
+def twin(mixing, arrays, mask, segment_ids=None):
+    return TWINS[parse_one(mixing.spec, "mixer").name](mixing, arrays, mask, segment_ids)
+
+
+class Output:
+    """An output layer over a random table and states of order 1."""
+
+    def __init__(self, spec, count=11, vocab=13, dim=8, dtype="float32"):
+        self.module = build(parse_one(spec, "output layer"), OUTPUTS, "output layer", name=None)
+        rng = np.random.default_rng(0)
+        self.table = jnp.asarray(rng.standard_normal((vocab, dim)), jnp.float32)
+        self.h = jnp.asarray(rng.standard_normal((count, dim)), dtype)
+        self.labels = jnp.asarray(rng.integers(0, vocab, count), jnp.int32)
+        self.weights = jnp.asarray(rng.integers(0, 3, count), jnp.float32)
+        self.rng = jax.random.key(3)
+
+    def call(self, method, *args, **kwargs):
+        return self.module.apply({}, *args, method=method, **kwargs)

@@ -1,0 +1,200 @@
+"""Every contract over every entry of the tables, and over every mask; see contracts.py."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.output import OUTPUTS
+from hpnlp.ops.attention import Causal
+from tests import contracts
+from tests.contracts import MASKS, MIXER_SPECS, OUTPUT_SPECS, Mixing, Output, assert_close, once
+
+mixers = pytest.mark.parametrize("spec", MIXER_SPECS)
+outputs = pytest.mark.parametrize("spec", OUTPUT_SPECS)
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """As in the tests of ops and nn."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def test_every_entry_has_a_case():
+    assert {spec.partition("(")[0] for spec in MIXER_SPECS} == MIXERS.keys() == contracts.TWINS.keys()
+    assert {spec.partition("(")[0] for spec in OUTPUT_SPECS} == OUTPUTS.keys()
+
+
+# Masks.
+
+RANGES = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda start_more: (start_more[0], sum(start_more)))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@given(q=RANGES, k=RANGES)
+def test_tile_is_sound(mask, q, k):
+    """`some` False only where no pair is allowed, `every` True only where all are."""
+    see = mask.at(np.arange(q[0], q[1] + 1)[:, None], np.arange(k[0], k[1] + 1)[None, :])
+    some, every = mask.tile(*q, *k)
+    assert some or not see.any()
+    assert see.all() or not every
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_masks_are_values_in_numpy_and_jax(mask):
+    assert hash(mask) == hash(type(mask)()) and mask == type(mask)()
+    q, k = np.arange(9, dtype=np.int32)[:, None], np.arange(7, dtype=np.int32)[None, :]
+    in_numpy = mask.at(q, k)
+    assert isinstance(in_numpy, np.ndarray) and in_numpy.shape == (9, 7) and in_numpy.dtype == bool
+    with jax.numpy_rank_promotion("allow"):
+        np.testing.assert_array_equal(mask.at(jnp.asarray(q), jnp.asarray(k)), in_numpy)
+
+
+# Mixers.
+
+
+@mixers
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize(("length", "dtype"), [(1, "float32"), (13, "float32"), (37, "bfloat16")])
+def test_mixer_equals_its_twin(spec, mask, length, dtype):
+    """Values and gradients, in segments."""
+    mixing = Mixing(spec, length, dtype)
+
+    def scored(function):
+        def score(arrays):
+            o = function(arrays)
+            signs = jnp.asarray(np.random.default_rng(1).standard_normal(o.shape), jnp.float32)
+            return jnp.sum(o.astype(jnp.float32) * signs), o
+
+        return once(jax.grad(score, has_aux=True), mixing.arrays)
+
+    found = scored(lambda arrays: mixing(mixing.packed(arrays), mask))
+    expected = scored(lambda arrays: contracts.twin(mixing, arrays, mask, mixing.segment_ids))
+    assert found[1].shape == (2, length, 4, 8)
+    assert_close(found, expected, dtype)
+
+
+@mixers
+def test_mixer_gives_forbidden_pairs_no_gradient(spec):
+    """d out[i] / d in[j] is exactly 0 unless j <= i in one segment, and not 0 at j = i; for x and all it asks for."""
+    mixing = Mixing(spec, 11)
+
+    def sums(arrays):
+        return jnp.sum(mixing(mixing.packed(arrays), Causal()), axis=(2, 3))
+
+    jacobians = once(jax.jacrev(sums), mixing.arrays)
+    ids = np.asarray(mixing.segment_ids)
+    may = np.tri(11, dtype=bool)[None] & (ids[:, :, None] == ids[:, None, :])
+    reach = np.zeros_like(may)
+    for jacobian in jacobians.values():
+        moved = np.abs(np.asarray(jacobian)).reshape(2, 11, 2, 11, -1).sum(axis=-1)
+        assert not moved[0, :, 1].any() and not moved[1, :, 0].any()  # rows of a batch
+        reach |= np.stack([moved[0, :, 0], moved[1, :, 1]]) > 0
+    assert not (reach & ~may).any()
+    assert reach[:, 1:].any() and np.einsum("bii->bi", reach | ~may).all()
+
+
+@mixers
+def test_mixer_keeps_segments_apart(spec):
+    """1e4 in one segment changes no bit of another."""
+    mixing = Mixing(spec, 23)
+    other = (mixing.segment_ids == 1)[:, :, None, None]
+    loud = {
+        name: jnp.where(other.reshape(2, 23, *[1] * (array.ndim - 2)), jnp.float32(1e4), array)
+        for name, array in mixing.arrays.items()
+    }
+    quiet_o, loud_o = (once(lambda a: mixing(mixing.packed(a), Causal()), arrays) for arrays in (mixing.arrays, loud))
+    elsewhere = np.asarray(mixing.segment_ids) != 1
+    assert elsewhere.any() and not elsewhere.all()
+    np.testing.assert_array_equal(np.asarray(quiet_o)[elsewhere], np.asarray(loud_o)[elsewhere])
+
+
+@mixers
+def test_mixer_is_one_trace(spec):
+    first, second = Mixing(spec, 9), Mixing(spec, 9, seed=1)
+    call = jax.jit(chex.assert_max_traces(lambda arrays: first(first.inputs(arrays), Causal()), n=1))
+    assert np.any(call(first.arrays) != call(second.arrays))
+
+
+@mixers
+def test_mixer_with_a_cache_equals_the_full_pass(spec):
+    """Rows of 3 and 5 tokens, then one by one, then two at once."""
+    mixing, length, capacity = Mixing(spec, 9), np.array([3, 5]), 10
+    full = np.asarray(once(lambda arrays: mixing(mixing.inputs(arrays), Causal()), mixing.arrays))
+    rows = np.arange(2)[:, None]
+
+    def take(places):
+        places = jnp.asarray(places, jnp.int32)
+        return mixing.inputs({name: array[rows, places] for name, array in mixing.arrays.items()}, positions=places)
+
+    def start(inputs):
+        return mixing.module.apply(mixing.params, inputs, capacity, method="init_cache")
+
+    def extend(inputs, cache):
+        return mixing.module.apply(mixing.params, inputs, Causal(), cache, method="extend")
+
+    prompt = np.tile(np.arange(5), (2, 1))
+    inputs = take(prompt)
+    filled = jnp.asarray(prompt < length[:, None], jnp.int32)
+    cache = once(start, type(inputs)(**vars(inputs) | {"segment_ids": filled}))
+    for count in (1, 1, 2):
+        places = length[:, None] + np.arange(count)[None]
+        o, cache = once(extend, take(places), cache)
+        np.testing.assert_allclose(o, full[rows, places], atol=contracts.TOLERANCE[o.dtype])
+        length = length + count
+
+
+# Output layers.
+
+
+@outputs
+@pytest.mark.parametrize(("count", "vocab", "dtype"), [(11, 13, "float32"), (1, 2, "float32"), (11, 13, "bfloat16")])
+def test_output_loss_is_the_weighted_sum_of_nll(spec, count, vocab, dtype):
+    case = Output(spec, count, vocab, dtype=dtype)
+    loss = once(lambda h, w: case.call("loss", case.table, h, case.labels, w, case.rng), case.h, case.weights)
+    nll = once(lambda h: case.call("nll", case.table, h, case.labels), case.h)
+    assert loss.sum.dtype == loss.weight.dtype == nll.dtype == jnp.float32
+    assert_close((loss.sum, loss.weight), (jnp.sum(nll * case.weights), jnp.sum(case.weights)))
+
+
+@outputs
+def test_output_gives_tokens_without_weight_no_gradient(spec):
+    case = Output(spec)
+    weights = case.weights.at[::2].set(0.0)
+    loss = lambda h: case.call("loss", case.table, h, case.labels, weights, case.rng).sum  # noqa: E731
+    gradient = np.asarray(once(jax.grad(loss), case.h))
+    silent = np.asarray(weights) == 0
+    assert not gradient[silent].any() and gradient[~silent].any(axis=1).all()
+
+
+@outputs
+def test_output_predicts_by_its_own_probabilities(spec):
+    """nll, log_prob, top_k and the best sample say the same; a probability sums to one."""
+    case = Output(spec)
+
+    def everything(h):
+        log_prob = case.call("log_prob", case.table, h)
+        best = case.call("sample", case.table, h, case.rng, temperature=0.0)
+        return log_prob, case.call("nll", case.table, h, case.labels), case.call("top_k", case.table, h, 3), best
+
+    log_prob, nll, (values, ids), best = once(everything, case.h)
+    assert log_prob.dtype == jnp.float32 and log_prob.shape == (11, 13)
+    if case.module.is_normalized:
+        np.testing.assert_allclose(np.exp(np.asarray(log_prob, np.float64)).sum(axis=1), 1.0, rtol=1e-5)
+    assert_close(nll, -jnp.take_along_axis(log_prob, case.labels[:, None], axis=1)[:, 0])
+    np.testing.assert_array_equal(ids, np.argsort(-np.asarray(log_prob), axis=1)[:, :3])
+    assert_close(values, jnp.take_along_axis(log_prob, ids, axis=1))
+    np.testing.assert_array_equal(best, ids[:, 0])
+
+
+@outputs
+def test_output_is_one_trace(spec):
+    case = Output(spec)
+    loss = lambda table, h, rng: case.call("loss", table, h, case.labels, case.weights, rng).sum  # noqa: E731
+    step = jax.jit(jax.grad(chex.assert_max_traces(loss, n=1)))
+    assert np.any(step(case.table, case.h, case.rng) != step(case.table, -case.h, jax.random.key(4)))
