@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import os
 import sys
@@ -44,10 +42,9 @@ def required(name: str, example: str) -> str:
 
 
 def prepare_jax() -> None:
-    """Compiled programs are kept between runs, freed memory is kept by the process, chatty libraries are quietened."""
+    """Compiled programs are kept between runs, and chatty libraries are quietened."""
     import jax
 
-    _keep_freed_memory()
     _ignore_closed_loops()
     # What orbax logs as an error, with a traceback for each of its threads and tasks, it raises as well.
     for name in ("absl", "asyncio"):
@@ -56,20 +53,6 @@ def prepare_jax() -> None:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "hpnlp" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def _keep_freed_memory() -> None:
-    """Tells glibc to reuse large freed blocks in place of returning them to the system.
-
-    XLA's CPU backend allocates its temporaries anew for every call. glibc maps and unmaps blocks of this size, so that
-    each step pays a page fault for every 4 KiB it touches: about a fifth of a training step of 1.8 M parameters.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        arena_max, mmap_max, trim_threshold = -8, -4, -1
-        mallopt(arena_max, 1)  # other arenas map their memory
-        mallopt(mmap_max, 0)
-        mallopt(trim_threshold, 2**31 - 1)
 
 
 def _ignore_closed_loops() -> None:

@@ -90,7 +90,8 @@ class LM(nn.Module):
         # Residual branches start small, so that the variance of the stream does not grow with depth (GPT-2, sec. 2.3).
         out_init = nn.initializers.variance_scaling(1.0 / (2 * c.layers), "fan_in", "truncated_normal")
         self.block = Block(c, out_init, parent=None)
-        self.layers = self.param("layers", self._init_layers)
+        if self.is_initializing():
+            self.param("layers", self._init_layers)
         self.final_norm = lookup(NORMS, c.norm, "model.norm")(c.norm_eps)
         self.output = build(parse_one(c.output, "model.output"), OUTPUTS, "output layer")
         self.table = (
@@ -109,7 +110,8 @@ class LM(nn.Module):
     def hidden(
         self, tokens: Int[Array, "B T"], context: Context, caches: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
-        """`(normed hidden states, caches or None, aux)` of tokens; caches are stacked over layers."""
+        """`(normed hidden states, caches or None, aux)` of tokens; caches are stacked over layers, as the parameters are, or
+        a tuple where these are."""
         c = self.config
         x = self.embed(tokens, DTYPES[c.dtype])
         if c.position == "learned":
@@ -127,8 +129,20 @@ class LM(nn.Module):
         if c.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT[c.remat], prevent_cse=False)
         indices = jnp.arange(c.layers, dtype=jnp.uint32)
-        x, (caches, aux) = lax.scan(layer, x, (self.layers, indices, caches), unroll=c.unroll or c.layers)
-        return self.final_norm(x), caches, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
+        layers = nn.meta.unbox(self.get_variable("params", "layers"))
+        if isinstance(layers, tuple):
+            ends = []
+            for index, params in enumerate(layers):
+                x, end = layer(x, (params, indices[index], None if caches is None else caches[index]))
+                ends.append(end)
+            caches, aux = (
+                tuple(cache for cache, _ in ends),
+                jax.tree.map(lambda *xs: sum(xs), *(aux for _, aux in ends)),
+            )
+        else:
+            x, (caches, aux) = lax.scan(layer, x, (layers, indices, caches), unroll=c.unroll or c.layers)
+            aux = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
+        return self.final_norm(x), caches, aux
 
     def loss(self, batch: Mapping[str, jax.Array], deterministic: bool = True) -> LossOut:
         """The summed loss of a batch in nats, its weight, and what the layers report."""
@@ -172,6 +186,20 @@ class LM(nn.Module):
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> LossOut:
         return self.loss(batch)
+
+
+def apart(params: Any) -> Any:
+    """The parameters with their stack of layers taken apart, where it is not yet: a tuple of each layer's own.
+
+    For programs that read the parameters over and over: XLA copies a layer out of the stack whenever it is used, which
+    is nothing beside the products of a batch, and three quarters of the time where one token is decoded. The layers run
+    one by one; `unroll` has no say.
+    """
+    stack = params["layers"]
+    if isinstance(stack, tuple):
+        return params
+    count = jax.tree.leaves(stack)[0].shape[0]
+    return {**params, "layers": tuple(jax.tree.map(lambda leaf: leaf[i], stack) for i in range(count))}  # noqa: B023
 
 
 def axes_of(model: LM) -> Any:

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hpnlp.models.lm import LM
+from hpnlp.models.lm import LM, apart
 from hpnlp.ops.softmax.sampling import pick
+from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.types import InputError, Tokenizer
 
 CHUNK = 16  # tokens a call of the decoding program: the host stays out of the inner loop, and text still streams
@@ -68,6 +69,7 @@ class Generation:
         Raises InputError on what cannot be. Cost: one pass over the prompts, padded to a common length, then a token's
         pass and one read of the cache for each token; programs are kept for prompts of similar length.
         """
+        keep_freed_memory()
         vocab = model.config.vocab
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         _validate(model, rows, tokens, temperature, top_k, top_p)
@@ -93,10 +95,10 @@ class Generation:
                 draw["top_p"] = jnp.float32(top_p)
         self._eos, self._tokens = -1 if eos_id is None else eos_id, tokens
         ids = {"eos": jnp.int32(self._eos), "pad": jnp.int32(pad_id)}
-        self._start, self._always = (params, padded, lengths), (params, draw, ids)
 
         start = time.perf_counter()
-        layout = _replicated(params)
+        layout, params = _replicated(params), jax.jit(apart)(params)
+        self._start, self._always = (params, padded, lengths), (params, draw, ids)
         prefill, decode = _jitted(layout)
         fixed = {"model": model, "capacity": width + _round_up(tokens, CHUNK)}
         state = prefill.eval_shape(*self._start, **fixed)

@@ -80,9 +80,15 @@ class FullMixer(nn.Module):
         batch, count, heads = inputs.k.shape[:3]
 
         def place(rows: jax.Array, new: jax.Array) -> jax.Array:
-            grouped = rows.reshape(batch, heads, *rows.shape[1:])
-            write = jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice(row, x, (0, at, 0)))
-            return write(grouped, _rows(new).reshape(batch, heads, count, -1), cache.lengths).reshape(rows.shape)
+            if batch > 8:
+                grouped = rows.reshape(batch, heads, *rows.shape[1:])
+                write = jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice(row, x, (0, at, 0)))
+                return write(grouped, _rows(new).reshape(batch, heads, count, -1), cache.lengths).reshape(rows.shape)
+            new = _rows(new)
+            for row in range(batch):  # no scatter, which takes a tenth of the time of a token on a CPU
+                at = (row * heads, cache.lengths[row], 0)
+                rows = jax.lax.dynamic_update_slice(rows, new[row * heads : (row + 1) * heads], at)
+            return rows
 
         longer = KVCache(place(cache.k, inputs.k), place(cache.v, inputs.v), cache.lengths + count)
         positions = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
