@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.models.lm import LM, apart
 from hpnlp.ops.softmax.sampling import pick
-from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.types import InputError, Tokenizer
 
 CHUNK = 16  # tokens a call of the decoding program: the host stays out of the inner loop, and text still streams
@@ -69,7 +68,6 @@ class Generation:
         Raises InputError on what cannot be. Cost: one pass over the prompts, padded to a common length, then a token's
         pass and one read of the cache for each token; programs are kept for prompts of similar length.
         """
-        keep_freed_memory()
         vocab = model.config.vocab
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         _validate(model, rows, tokens, temperature, top_k, top_p)

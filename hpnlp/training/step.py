@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from hpnlp import measure
 from hpnlp.models.lm import LM, axes_of, example_batch
 from hpnlp.parallel.plan import flax_rules, sharding, tree_shardings
-from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
 from hpnlp.types import InputError, LossOut
 
@@ -78,10 +77,8 @@ def make_trainer(
     """Builds the step of `model` for a run of `steps` steps.
 
     aux_weights: the factor of each auxiliary loss (what the layers report under a name that ends in `_loss`); 1 where
-    it is not named. Nothing is allocated; shapes that do not divide over the mesh raise InputError. On a CPU, the process
-    keeps the memory that it frees from here on: see `keep_freed_memory`.
+    it is not named. Nothing is allocated; shapes that do not divide over the mesh raise InputError.
     """
-    keep_freed_memory()
     optimizer, schedule = make_optimizer(config, steps), make_schedule(config, steps)
 
     def loss_sum(params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, Any]]:
