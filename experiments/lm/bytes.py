@@ -19,6 +19,7 @@ def get_config():
     config.optimizer.name = "muon"
     config.optimizer.learning_rate = 0.02
     config.optimizer.adam_learning_rate = 0.003
-    config.train.steps = 600
+    config.optimizer.final = 0.0
+    config.train.steps = 800
     config.train.checkpoint_every = 200
     return config
