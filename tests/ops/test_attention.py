@@ -127,6 +127,39 @@ def test_what_cannot_be_is_said(options, told):
         attend(q, k, v, Causal(), **options)
 
 
+@pytest.mark.parametrize("mask", [Causal(), Full()], ids=repr)
+@pytest.mark.parametrize("segments", [False, True])
+def test_what_cudnn_is_asked_is_the_same(mask, segments, monkeypatch):
+    """Without its GPU: what it gets is given to jax.nn's other implementation instead."""
+    (q, k, v), options = make((2, 24, 24, 4, 2, 8, 8), jnp.bfloat16, segments=segments)
+    dense = jax.nn.dot_product_attention
+    asked = []
+
+    def elsewhere(*args, implementation, **kwargs):
+        asked.append(implementation)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return dense(*args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", elsewhere)
+    ours = attend(q, k, v, mask, impl="cudnn", **options)
+    assert asked == ["cudnn"]
+    assert_close(ours, reference(q, k, v, mask, **options), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"kv_segment_ids": jnp.zeros((2, 24), jnp.int32)}, "segment_ids"),
+        ({"kv_lengths": jnp.ones(2, jnp.int32)}, "kv_lengths"),
+        ({"return_lse": True}, "return_lse"),
+    ],
+)
+def test_what_cudnn_cannot_do_is_said(changes, told):
+    (q, k, v), options = make((2, 24, 24, 4, 2, 8, 8), jnp.bfloat16, segments=True)
+    with pytest.raises(InputError, match=told):
+        attend(q, k, v, Causal(), impl="cudnn", **options | changes)
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("causal", [True, False])
 def test_equals_torch(causal):

@@ -45,8 +45,9 @@ def attend(
     scale: H ** -0.5 where None.
     dropout_rate, rng: drops weights as a function of (rng, batch, head, positions), the same in every impl.
     return_lse: also return the log-sum-exp of each row's scores, float32 [B, T, N], for `merge`.
-    impl: "xla" (blockwise, every device), "cudnn" (NVIDIA, dense or causal, 16 bits), "reference" (dense, slow), or
-      "auto": cudnn on a GPU where it can do what is asked, else xla.
+    impl: "xla" (blockwise, every device), "cudnn" (NVIDIA, dense or causal, 16 bits, self-attention in segments at the
+      price of a bias of B T T elements), "reference" (dense, slow), or "auto": cudnn on a GPU where it can do what is
+      asked, else xla.
     block_size: rows of a block of "xla"; None picks one.
 
     Returns o [B, T, N, Hv] in q's dtype (accumulated in float32), or (o, lse). A row that may see nothing gives o = 0,
@@ -66,10 +67,8 @@ def attend(
         "kv_positions": kv_positions,
         "kv_lengths": kv_lengths,
     }
-    beyond_cudnn = [name for name, value in operands.items() if value is not None]
+    beyond_cudnn = _beyond_cudnn(q, k, v, mask, operands)
     beyond_cudnn += ["dropout_rate"] * (dropout_rate > 0) + ["return_lse"] * return_lse
-    beyond_cudnn += [] if isinstance(mask, Full | Causal) else [f"mask {mask}"]
-    beyond_cudnn += [] if q.dtype in (jnp.bfloat16, jnp.float16) else [f"dtype {q.dtype}"]
     if impl == "auto":
         impl = "cudnn" if jax.default_backend() == "gpu" and not beyond_cudnn and block_size is None else "xla"
     if block_size is not None and (impl != "xla" or block_size < 1):
@@ -79,8 +78,7 @@ def attend(
             raise InputError(
                 f"impl 'cudnn' does not honour {', '.join(beyond_cudnn)}: leave it out, or pass impl='xla'"
             )
-        causal = isinstance(mask, Causal)
-        return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
+        return _cudnn(q, k, v, mask, segment_ids, scale)
     options = {"scale": scale, "dropout_rate": dropout_rate, "rng": rng, "return_lse": return_lse}
     if impl == "reference":
         return reference(q, k, v, mask, **operands, **options)
@@ -103,6 +101,26 @@ def merge(*parts: tuple[Float[Array, "... Hv"], Float[Array, "..."]]) -> tuple[A
     total = jnp.where(some, total, 1.0)
     out = sum((w / total)[..., None] * o.astype(jnp.float32) for w, (o, _) in zip(weights, parts, strict=True))
     return jnp.asarray(out).astype(parts[0][0].dtype), jnp.where(some, jnp.log(total) + top, -jnp.inf)
+
+
+def _beyond_cudnn(q: Array, k: Array, v: Array, mask: Mask, operands: dict[str, Array | None]) -> list[str]:
+    """What cuDNN's kernel cannot honour exactly, or at all."""
+    given = {name for name, value in operands.items() if value is not None}
+    # Segments reach it as an additive bias: exact where every query sees itself, as then no row is empty.
+    if operands["segment_ids"] is operands["kv_segment_ids"] and q.shape[1] % 2 == 0:
+        given -= {"segment_ids", "kv_segment_ids"}
+    beyond = sorted(given)
+    beyond += [] if isinstance(mask, Full | Causal) else [f"mask {mask}"]
+    beyond += [] if q.dtype in (jnp.bfloat16, jnp.float16) else [f"dtype {q.dtype}"]
+    sizes = {q.shape[3], v.shape[3]}
+    return beyond + [f"head dim {size}" for size in sorted(sizes) if size % 8 or size > 128 or len(sizes) > 1]
+
+
+def _cudnn(q: Array, k: Array, v: Array, mask: Mask, segment_ids: Array | None, scale: float | None) -> Array:
+    see = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=see, scale=scale, is_causal=isinstance(mask, Causal), implementation="cudnn"
+    )
 
 
 def _validate(q, k, v, segment_ids, kv_segment_ids, positions, kv_positions, kv_lengths, dropout_rate, rng, impl):
