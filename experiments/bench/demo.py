@@ -37,7 +37,9 @@ def main(_: Any) -> None:
         environment = os.environ | ({"XDG_CACHE_HOME": f"{directory}/cache"} if FLAGS.cold else {})
         subprocess.run(command, check=True, cwd=ROOT, env=environment)
         report = json.loads(Path(directory, "run", "report.json").read_text())
+        lines = [json.loads(line) for line in Path(directory, "run", "metrics.jsonl").read_text().splitlines()]
     row = {name: value for name, value in report.items() if name != "environment"}
+    row["curve"] = [[line["step"], line["loss"]] for line in lines if "loss" in line]  # nats a token, which is a byte
     print(measure.write_result("demo", [row], FLAGS.out))
 
 

@@ -6,6 +6,7 @@ python experiments/bench/results.py
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -48,8 +50,79 @@ def loop(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
+def decode(rows: Rows) -> list[tuple[str, str]]:
+    lines = []
+    for row in rows:
+        model = f"{row['layers']} layers, D {row['dim']}, {row['model']}"
+        if row["what"] == "prefill":
+            figure = f"{row['prefill_over_forward']:.2f} ({row['prefill_ms']:.0f} ms)"
+            lines.append((f"prefill of {row['prompt']} tokens over one forward pass, {model}", figure))
+        else:
+            prompts = f"{row['batch']} prompt{'s' * (row['batch'] > 1)}"
+            figure = f"{row['speedup']:.1f} ({row['ours_tokens_per_second']:,.0f} tokens/s)"
+            lines.append((f"decoding, {prompts}, {model}: tokens/s over torch eager's with a cache", figure))
+    return lines
+
+
+def parity(rows: Rows) -> list[tuple[str, str]]:
+    return [
+        (
+            f"{row['layout']} against one device: loss over {row['steps']} steps; first gradients, each leaf; relative",
+            f"{row['loss_relative']:.1e}; {row['gradient_relative']:.1e}",
+        )
+        for row in rows[1:]
+    ]
+
+
+def resume(rows: Rows) -> list[tuple[str, str]]:
+    row = rows[0]
+    lost, lines = row["steps_lost_beyond_interval"], f"of {row['lines_of_each']} in each of {row['runs_compared']} runs"
+    return [
+        (f"{row['kills']} times kill -9: steps lost beyond one checkpoint interval", str(lost)),
+        ("lines of metrics that differ in any bit from an undisturbed run's", f"{row['lines_that_differ']} {lines}"),
+    ]
+
+
+def suite(rows: Rows) -> list[tuple[str, str]]:
+    return [("`make test`, after set-up", f"{rows[0]['seconds'] / 60:.1f} min ({rows[0]['passed']} tests)")]
+
+
+def gpu_step(rows: Rows) -> list[tuple[str, str]]:
+    best = max((row for row in rows if row.get("mfu")), key=lambda row: row["mfu"], default=None)
+    if best is None:
+        return []
+    what = f"step of {best['parameters'] / 1e6:.0f}M parameters, bfloat16, T {best['length']}, B {best['batch']}: MFU"
+    return [(what, f"{100 * best['mfu']:.0f} % ({best['step_ms']:.0f} ms, {best['tokens_per_second']:,.0f} tokens/s)")]
+
+
 # result file (before the device) -> its lines of the table: (what was measured, the figure)
-TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {"demo": demo, "train_step": train_step, "loop": loop}
+TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
+    "demo": demo,
+    "train_step": train_step,
+    "decode": decode,
+    "loop": loop,
+    "parity": parity,
+    "resume": resume,
+    "suite": suite,
+    "gpu_step": gpu_step,
+}
+
+
+def plot_demo(rows: Rows, path: Path) -> None:
+    row, per_bit = rows[0], math.log(2)
+    bits = np.array([loss for _, loss in row["curve"]]) / per_bit
+    steps, window = np.array([step for step, _ in row["curve"]]), 20
+    smooth = np.convolve(bits, np.ones(window) / window, "valid")
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    axes.plot(steps, bits, color="C0", alpha=0.25, linewidth=0.8)
+    axes.plot(steps[window - 1 :], smooth, color="C0", label=f"training, mean of {window} steps")
+    axes.plot(steps[-1], row["heldout_bits_per_byte"], "o", color="C3", label="held-out")
+    for name, key, style in (("gzip -9", "gzip_bits_per_byte", ":"), ("xz -9e", "xz_bits_per_byte", "--")):
+        axes.axhline(row[key], color="gray", linestyle=style, label=f"{name}, held-out")
+    axes.set(xlabel=f"step of {row['tokens'] // row['steps']:,} bytes", ylabel="bits a byte", ylim=(1, 5))
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def plot_train_step(rows: Rows, path: Path) -> None:
@@ -67,20 +140,20 @@ def plot_train_step(rows: Rows, path: Path) -> None:
     plt.close(figure)
 
 
-PLOTS: dict[str, Callable[[Rows, Path], None]] = {"train_step": plot_train_step}
+PLOTS: dict[str, Callable[[Rows, Path], None]] = {"demo": plot_demo, "train_step": plot_train_step}
 
 
 def main() -> None:
     by_device: dict[str, list[tuple[str, str, str]]] = {}
     images = []
-    for path in sorted(RESULTS.glob("*.json")):
+    order = list(TABLE)
+    for path in sorted(RESULTS.glob("*.json"), key=lambda path: order.index(path.stem.split("-")[0])):
         result = json.loads(path.read_text())
         where = result["environment"]
         cpu = f"{where['cores']} cores of {where['cpu']}"
         device = (cpu if where["backend"] == "cpu" else where["device"]) + f", jax {where['jax']}"
-        if result["bench"] in TABLE:
-            lines = TABLE[result["bench"]](result["rows"])
-            by_device.setdefault(device, []).extend((what, figure, path.name) for what, figure in lines)
+        lines = TABLE[result["bench"]](result["rows"])
+        by_device.setdefault(device, []).extend((what, figure, path.name) for what, figure in lines)
         if result["bench"] in PLOTS:
             image = path.with_suffix(".png")
             PLOTS[result["bench"]](result["rows"], image)

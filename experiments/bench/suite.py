@@ -1,0 +1,36 @@
+"""How long `make test` takes once everything is set up, and how many tests it runs.
+
+python experiments/bench/suite.py
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from hpnlp import measure
+
+ROOT = Path(__file__).parents[2]
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the result goes.")
+
+
+def main(_: Any) -> None:
+    subprocess.run(["make", "test", "ARGS=--collect-only -q"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    start = time.perf_counter()
+    done = subprocess.run(["make", "test"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    seconds = time.perf_counter() - start
+    passed = re.findall(r"(\d+) passed", done.stdout)
+    row = {"seconds": seconds, "passed": int(passed[-1])}
+    print(row)
+    print(measure.write_result("suite", [row], FLAGS.out))
+
+
+if __name__ == "__main__":
+    app.run(main)
