@@ -76,6 +76,12 @@ def test_a_row_depends_on_its_prompt_its_number_and_the_seed():
     assert np.all(np.any(generate(PROMPTS, seed=4, **options) != together, axis=1))
 
 
+def test_many_rows_are_as_few():
+    """From nine rows on, the cache is written by another operation."""
+    few, many = generate(PROMPTS, temperature=0.0), generate(PROMPTS * 4, temperature=0.0)
+    np.testing.assert_array_equal(many.reshape(4, 3, 20), np.broadcast_to(few, (4, 3, 20)))
+
+
 def test_one_trace(monkeypatch):
     """Two calls whose prompts differ, and differ in length: one program for prefill and one for decoding."""
     for name in ("_prefill", "_decode"):
