@@ -21,5 +21,6 @@ def get_config():
     config.optimizer.adam_learning_rate = 0.003
     config.optimizer.final = 0.0
     config.train.steps = 800
+    config.train.eval_stride = 64  # held-out bytes are predicted from at least the 192 before them
     config.train.checkpoint_every = 200
     return config

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.attention.mask import Mask
+from hpnlp.ops.attention.tile import FLOOR
 
 
 def attend_cache(
@@ -39,9 +40,10 @@ def attend_cache(
     keys = jnp.arange(s, dtype=jnp.int32)[None, None, :]
     see = mask.at(positions[:, :, None], keys) & (keys < lengths[:, None, None])
     see = jnp.broadcast_to(see[:, None, :, None, :], (b, kv_heads, t, group, s)).reshape(scores.shape)
+    scores = jnp.where(see, scores, -jnp.inf)
     # Finite, so that a row of which all is hidden has no infinity to subtract from itself.
-    scores = jnp.where(see, scores, jnp.finfo(jnp.float32).min)
-    weights = jnp.where(see, jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)), 0.0)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), FLOOR)
+    weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     o = _product(weights.astype(v.dtype), v, contract=1) / jnp.where(total > 0, total, 1.0)
     return o.astype(q.dtype).reshape(b, kv_heads, t, group, -1).transpose(0, 2, 1, 3, 4).reshape(b, t, n, -1)
