@@ -50,9 +50,14 @@ class LMConfig(BlockConfig):
     unroll: int = 0
 
     def __post_init__(self) -> None:
+        least = {"layers": 1, **dict.fromkeys(("kv_heads", "head_dim", "mlp_dim", "vocab", "max_len", "unroll"), 0)}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise InputError(f"model.{name}={getattr(self, name)}: expected at least {bound}")
+        for name in ("norm_eps", "rope_theta"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"model.{name}={getattr(self, name)}: expected a number over 0")
         super().__post_init__()
-        if self.layers < 1:
-            raise InputError(f"model.layers={self.layers}: expected at least 1")
         lookup(DTYPES, self.dtype, "model.dtype")
         lookup(REMAT, self.remat, "model.remat")
 
@@ -115,6 +120,11 @@ class LM(nn.Module):
         c = self.config
         x = self.embed(tokens, DTYPES[c.dtype])
         if c.position == "learned":
+            if tokens.shape[1] > c.max_len:
+                raise InputError(
+                    f"{tokens.shape[1]} tokens are more than the model.max_len={c.max_len} positions that it has learned: "
+                    "shorten them, or train with a larger model.max_len"
+                )
             x = x + self.positions(context.positions, DTYPES[c.dtype])
         rng = self.make_rng("dropout") if c.dropout > 0.0 and not context.deterministic else None
         x = dropout(x, c.dropout, None if rng is None else jax.random.fold_in(rng, c.layers))

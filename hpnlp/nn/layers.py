@@ -124,4 +124,5 @@ def dropout(x: Float[Array, "..."], rate: float, rng: jax.Array | None) -> Float
     if rng is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
+    # In float32, because 1 - rate rounded to 16 bits would shift the mean.
+    return jnp.where(keep, (x.astype(jnp.float32) / (1.0 - rate)).astype(x.dtype), jnp.zeros((), x.dtype))

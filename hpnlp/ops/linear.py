@@ -20,10 +20,15 @@ def linear(
 
     The tokens are flattened to one axis: on XLA:CPU a product over `[B, T, D]` costs about twice one over `[B*T, D]`.
     """
-    out = _product(*vary_alike(x.reshape(-1, x.shape[-1]), w))
+    out = product(x.reshape(-1, x.shape[-1]), w)
     if b is not None:
         out = out + b.astype(jnp.float32)[None, :]
     return out.astype(x.dtype).reshape(*x.shape[:-1], w.shape[-1])
+
+
+def product(x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F"]:
+    """`x w` in float32, for what must not be rounded to x's dtype (logits); otherwise as `linear`."""
+    return _product(*vary_alike(x, w))
 
 
 @jax.custom_vjp

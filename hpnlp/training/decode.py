@@ -74,12 +74,18 @@ class Generation:
         may = np.zeros(vocab, bool)
         may[: vocab if allowed is None else len(allowed)] = True if allowed is None else allowed[:vocab]
         if eos_id is not None:
+            if not 0 <= eos_id < vocab:
+                raise InputError(
+                    f"eos_id={eos_id}: expected an id of the model's {vocab}, or None for rows without end"
+                )
             may[eos_id] = True
         if not may.any():
             raise InputError("allowed: no id may be drawn: allow at least one")
 
         lengths = np.array([len(row) for row in rows], np.int32)
         width = _round_up(int(lengths.max()), BUCKET)
+        if model.config.position == "learned":
+            width = min(width, model.config.max_len)
         padded = np.full((len(rows), width), pad_id, np.int32)
         for place, row in zip(padded, rows, strict=True):
             place[: len(row)] = row

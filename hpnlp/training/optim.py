@@ -20,12 +20,12 @@ class OptimizerConfig:
     """How parameters move.
 
     name: an entry of OPTIMIZERS. learning_rate: the peak. schedule: an entry of SCHEDULES, with its arguments, after
-    `warmup` steps of linear rise. final: the last learning rate as a fraction of the peak. weight_decay: decoupled, on
-    matrices and tables only. momentum: of sgd, lion's and muon's first moment. adam_learning_rate: muon's rate for what
-    is no matrix (norms, biases, tables), 0 for learning_rate. clip_norm: gradients of a larger global norm are scaled
-    down to it, 0 never. accumulate: parts that a batch is split into, their gradients summed. skip_nonfinite: a step
-    whose gradient norm is not finite changes nothing. ema: decay of an average of the parameters that evaluation,
-    generation and export use, 0 for none.
+    `warmup` steps of linear rise. final: the last learning rate as a fraction of the peak. weight_decay: decoupled, times
+    the learning rate, on matrices and tables only. b1, b2, eps: of the optimizers that have such. momentum: of sgd and
+    muon. adam_learning_rate: muon's rate for what is no matrix (norms, biases, tables), 0 for learning_rate. clip_norm:
+    gradients of a larger global norm are scaled down to it, 0 never. accumulate: parts that a batch is split into, their
+    gradients summed. skip_nonfinite: a step whose gradient norm is not finite changes nothing. ema: decay of an average
+    of the parameters that evaluation, generation and export use, 0 for none.
     """
 
     name: str = "adamw"
@@ -53,7 +53,10 @@ class OptimizerConfig:
             raise InputError(f"optimizer.warmup={self.warmup}: expected a number of steps, 0 for none")
         if not 0.0 <= self.ema < 1.0:
             raise InputError(f"optimizer.ema={self.ema}: expected a decay in [0, 1), 0 for no average")
-        for name in ("learning_rate", "adam_learning_rate", "weight_decay", "clip_norm", "final"):
+        for name in ("b1", "b2", "momentum"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise InputError(f"optimizer.{name}={getattr(self, name)}: expected a decay in [0, 1)")
+        for name in ("eps", "learning_rate", "adam_learning_rate", "weight_decay", "clip_norm", "final"):
             if not getattr(self, name) >= 0.0:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: expected a number of at least 0")
 
@@ -119,7 +122,7 @@ def _lion(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformat
 
 def _adafactor(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
     # optax's adafactor decays by weight_decay_rate without the learning rate; scaled here so that the field means one thing.
-    decay = c.weight_decay * c.learning_rate or None
+    decay = (lambda step: c.weight_decay * rate(step)) if c.weight_decay else None
     return optax.adafactor(
         rate, weight_decay_rate=decay, weight_decay_mask=is_matrix, multiply_by_parameter_scale=False
     )

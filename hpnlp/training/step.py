@@ -89,7 +89,7 @@ def make_trainer(
         total = out.sum
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):
-                total = total + (aux_weights or {}).get(name, 1.0) * value / weight * out.weight
+                total = total + (aux_weights or {}).get(name, 1.0) * _mean(value, weight) * out.weight
         return total, (out.weight, {"loss": (out.sum, out.weight), **out.aux})
 
     gradients = jax.grad(loss_sum, has_aux=True)
@@ -111,12 +111,11 @@ def make_trainer(
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(key, state.step)
         grads, (weight, sums) = accumulated(state.params, batch, key)
-        # A batch without a target token has a zero gradient, and must not become 0 / 0.
-        grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0), grads)
+        grads = jax.tree.map(lambda g: _mean(g, weight), grads)
         norm = optax.tree.norm(grads)
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
+            learning_rate = jnp.asarray(schedule(_updates(state)), jnp.float32)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
         if ema is not None:
@@ -128,7 +127,7 @@ def make_trainer(
         new = TrainState(state.step, params, opt_state, ema)
         if config.skip_nonfinite:
             new = jax.tree.map(lambda old, fresh: jnp.where(fine, fresh, old), state, new)
-        metrics = {name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
+        metrics = {name: _mean(total, count) for name, (total, count) in sums.items()}
         metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}
         metrics["skipped"] = 1.0 - fine.astype(jnp.float32)
         return dataclasses.replace(new, step=state.step + 1), metrics
@@ -162,6 +161,17 @@ def make_trainer(
         state_shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
         batch_sharding=rows,
     )
+
+
+def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """total / weight; 0 / 0, of a batch without a target token, is 0."""
+    return total / jnp.where(weight == 0, 1.0, weight)
+
+
+def _updates(state: TrainState) -> jax.Array:
+    """How often the optimizer has moved: skipped steps do not count in its schedule."""
+    counts = optax.tree.get_all_with_path(state.opt_state, "count")
+    return counts[0][1] if counts else state.step
 
 
 def _loss(model: LM, params: Any, batch: Batch, deterministic: bool, rngs: Mapping[str, jax.Array]) -> LossOut:
@@ -201,6 +211,6 @@ def check_batch(mesh: Mesh, batch_size: int, accumulate: int, processes: int) ->
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch_size % (devices * accumulate) or batch_size % processes:
         raise InputError(
-            f"data.batch_size={batch_size} does not split into {devices} devices' rows (plan.data x plan.fsdp) times "
+            f"data.batch_size={batch_size} does not split into the rows of {devices} (plan.data x plan.fsdp) times "
             f"optimizer.accumulate={accumulate}: make it a multiple of {devices * accumulate}"
         )

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.measure import count_flops
 from hpnlp.ops.attention import Causal, Full, attend, merge, reference
+from hpnlp.ops.attention.dropout import keep_mask
 from hpnlp.types import InputError
 from tests.contracts import assert_close
 
+SEGMENTS = ("segment_ids", "kv_segment_ids")
 # B, T, S, N, K, H, Hv
 CASES = {
     "causal": ((2, 37, 37, 4, 2, 8, 8), Causal(), {}),
@@ -87,6 +90,100 @@ def test_hidden_nans_change_nothing(driver):
         np.testing.assert_array_equal(a, b)
 
 
+def test_hidden_nans_of_a_padding_segment(driver):
+    """Segment 0 of the keys is nobody's, also not that of queries that only pad the last block."""
+    (q, k, v), _ = make((1, 37, 40, 4, 2, 8, 8))
+    ids = jnp.ones((1, 37), jnp.int32), jnp.ones((1, 40), jnp.int32).at[:, 33:].set(0)
+    run = scored(
+        lambda *a, **o: attend(*a, impl="xla", block_size=16, **o), Full(), dict(zip(SEGMENTS, ids, strict=True))
+    )
+    poison = lambda x, value: x.at[:, 33:].set(value)  # noqa: E731
+    for a, b in zip(
+        jax.tree.leaves(run(q, poison(k, 0.0), poison(v, 0.0))),
+        jax.tree.leaves(run(q, poison(k, jnp.nan), poison(v, jnp.nan))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_rows_that_see_nothing_have_no_gradient(driver):
+    """Also where the cotangent of their lse is not finite."""
+    (q, k, v), _ = make((1, 5, 5, 2, 2, 8, 8))
+
+    def loss(q, k, v):
+        o, lse = attend(q, k, v, kv_lengths=jnp.zeros(1, jnp.int32), return_lse=True, impl="xla")
+        return jnp.sum(o) + jnp.sum(jnp.exp(lse) * lse)
+
+    assert not any(np.asarray(g).any() for g in jax.grad(loss, (0, 1, 2))(q, k, v))
+
+
+def test_second_derivatives(driver):
+    (q, k, v), _ = make((1, 20, 20, 2, 1, 4, 4))
+
+    def curvature(function):
+        inner = jax.grad(lambda q: jnp.sum(jnp.square(function(q, k, v, Causal()))))
+        return jax.jit(jax.grad(lambda q: jnp.sum(jnp.sin(inner(q)))))(q)
+
+    ours = curvature(lambda *a: attend(*a, impl="xla", block_size=8))
+    np.testing.assert_allclose(ours, curvature(reference), atol=2e-5, rtol=2e-5)
+
+
+def test_blocks_that_the_mask_leaves_out_are_not_computed(driver):
+    (q, k, v), _ = make((1, 64, 64, 2, 2, 8, 8))
+    count = lambda mask: count_flops(lambda *a: attend(*a, mask, impl="xla", block_size=16), q, k, v)  # noqa: E731
+    assert count(Causal()) / count(Full()) == 10 / 16
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 0), (1, 0, 3), (0, 3, 3)])
+def test_nothing_to_see_or_nobody_to_see_it(shape):
+    b, t, s = shape
+    q, k = jnp.ones((b, t, 2, 4)), jnp.ones((b, s, 2, 4))
+    o, lse = attend(q, k, k, return_lse=True, impl="xla")
+    assert o.shape == q.shape and lse.shape == (b, t, 2) and not o.any() and jnp.isneginf(lse).all()
+    assert not any(g.any() for g in jax.grad(lambda *a: attend(*a, impl="xla").sum(), (0, 1, 2))(q, k, k))
+
+
+def test_in_a_shard_map_with_lengths_that_differ():
+    (q, k, v), _ = make((1, 12, 12, 2, 2, 4, 4))
+    lengths = jnp.arange(5, 13, dtype=jnp.int32)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def one(length):
+        return jax.grad(lambda q: jnp.sum(jnp.square(attend(q, k, v, kv_lengths=length, impl="xla"))))(q)
+
+    each = jax.shard_map(one, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P())
+    # q is the same everywhere, so that its gradient is the sum over the shards.
+    expected = sum(one(lengths[i : i + 1]) for i in range(8))
+    np.testing.assert_allclose(jax.jit(each)(lengths), expected, atol=2e-5)
+
+
+def test_sixteen_bits_accumulate_in_float32(driver):
+    """As near to exact arithmetic on the same inputs as rounding the output once allows."""
+    (q, k, v), _ = make((1, 300, 300, 1, 1, 64, 64), jnp.bfloat16)
+    o = np.asarray(attend(q, k, v, Causal(), impl="xla"), np.float64)[0, :, 0]
+    q, k, v = (np.asarray(x, np.float64)[0, :, 0] for x in (q, k, v))
+    weights = np.exp(q @ k.T / 8) * np.tri(300)
+    exact = weights / weights.sum(axis=1, keepdims=True) @ v
+    assert np.linalg.norm(o - exact) <= 0.004 * np.linalg.norm(exact)
+
+
+def test_dropout_is_independent_over_everything():
+    """Rates to within four standard errors; patterns of other heads, rows, keys and words of the seed are unlike."""
+    heads, places = jnp.arange(4).reshape(2, 2), jnp.broadcast_to(jnp.arange(256), (2, 256))
+
+    def pattern(words, rate=0.3):
+        return np.asarray(keep_mask(jnp.asarray(words, jnp.uint32), heads, places, places, rate)).reshape(4, 256, 256)
+
+    base = pattern([1, 2])
+    for rate in (0.01, 0.3, 0.9):
+        drops = 1 - pattern([1, 2], rate).mean(axis=(1, 2))
+        assert np.all(np.abs(drops - rate) <= 4 * np.sqrt(rate * (1 - rate) / 256**2))
+    others = [base[[1, 2, 3, 0]], np.roll(base, 1, axis=1), np.roll(base, 1, axis=2), pattern([1, 3]), pattern([2, 2])]
+    alike = 0.7**2 + 0.3**2
+    for other in others:
+        assert abs((base == other).mean() - alike) <= 4 * np.sqrt(alike * (1 - alike) / base.size)
+
+
 def test_gradients_are_exactly_causal(driver):
     (q, k, v), _ = make((1, 21, 21, 2, 2, 8, 8))
     jacobian = jax.jacobian(lambda v: attend(q, k, v, Causal(), impl="xla", block_size=8).sum(axis=(0, 2, 3)))(v)
@@ -102,13 +199,43 @@ def test_merge_of_halves_is_the_whole():
         np.testing.assert_allclose(got, want, atol=2e-6)
 
 
-def test_memory_does_not_grow_with_the_square():
-    def temp(length: int) -> int:
-        x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
-        grads = jax.grad(lambda q, k, v: attend(q, k, v, Causal(), impl="xla", block_size=64).sum(), (0, 1, 2))
-        return jax.jit(grads).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+def temporary_bytes(function, length):
+    x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+    grads = jax.grad(lambda q, k, v: function(q, k, v, Causal()).sum(), (0, 1, 2))
+    return jax.jit(grads).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
-    assert temp(4096) < 5 * temp(1024)
+
+def test_memory_of_the_loop_grows_with_the_length():
+    long = lambda *a: attend(*a, impl="xla", block_size=64)  # noqa: E731
+    assert temporary_bytes(long, 4096) < 5 * temporary_bytes(long, 1024)  # 64 panels and 16: both are loops
+
+
+def test_memory_of_panels_is_far_below_that_of_the_scores():
+    panels = lambda *a: attend(*a, impl="xla")  # noqa: E731
+    assert temporary_bytes(panels, 1024) < 0.5 * temporary_bytes(reference, 1024)
+
+
+def test_merge_where_parts_saw_nothing():
+    (q, k, v), _ = make((1, 6, 8, 2, 2, 4, 4))
+    nothing = jnp.full((1, 6, 2, 4), jnp.nan), jnp.full((1, 6, 2), -jnp.inf)
+
+    def whole(q):
+        part = attend(q, k, v, return_lse=True)
+        o, lse = merge(nothing, part, nothing)
+        return jnp.sum(jnp.square(o)) + jnp.sum(jnp.sin(lse)), (o, lse)
+
+    grad, (o, lse) = jax.grad(whole, has_aux=True)(q)
+    expected = attend(q, k, v, return_lse=True)
+    np.testing.assert_allclose(o, expected[0], atol=1e-6)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-6)
+    direct = jax.grad(
+        lambda q: (lambda o, lse: jnp.sum(jnp.square(o)) + jnp.sum(jnp.sin(lse)))(*attend(q, k, v, return_lse=True))
+    )(q)
+    np.testing.assert_allclose(grad, direct, atol=1e-6)
+    empty = merge(nothing, nothing)
+    assert not empty[0].any() and jnp.isneginf(empty[1]).all()
+    with pytest.raises(InputError, match="at least one"):
+        merge()
 
 
 @pytest.mark.parametrize(

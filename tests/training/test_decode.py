@@ -55,7 +55,7 @@ def test_greedy_ids_are_the_best_of_the_full_pass(fields):
     ids = generate(PROMPTS, fields=fields.items(), temperature=0.0)
     assert ids.shape == (3, 20)
     rows = [np.concatenate(pair) for pair in zip(PROMPTS, ids, strict=True)]
-    padded = np.stack([np.pad(row, (0, 48 - len(row))) for row in rows]).astype(np.int32)
+    padded = np.stack([np.pad(row, (0, 41 - len(row))) for row in rows]).astype(np.int32)
     logits = np.asarray(logits_of(model)(params, padded))
     for row, prompt, new in zip(logits, PROMPTS, ids, strict=True):
         seen = row[len(prompt) - 1 :][: len(new)]

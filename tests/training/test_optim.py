@@ -132,6 +132,44 @@ def test_weight_decay_touches_matrices_only(name):
         np.testing.assert_allclose(new, expected, rtol=1e-5, atol=1e-7, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd", "lion", "muon"])
+def test_weight_decay_follows_the_schedule(name):
+    config = dataclasses.replace(
+        CONSTANT, name=name, schedule="linear", warmup=10, learning_rate=0.01, weight_decay=0.5, momentum=0.0, final=0.0
+    )
+    params, rates = parameters(), make_schedule(config, 100)
+    grads = jax.tree.map(jnp.zeros_like, params)
+    expected = np.prod([1 - 0.5 * float(rates(step)) for step in range(12)])
+    found = update(config, grads, params, steps=12)["layers"]["up"]["kernel"] / params["layers"]["up"]["kernel"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def moments(name, steps=3, **fields):
+    """How far one entry moves in each of `steps` updates with gradients 1, -2, 0.5, at rate 1 and without decay."""
+    config = dataclasses.replace(CONSTANT, name=name, learning_rate=1.0, weight_decay=0.0, **fields)
+    optimizer = make_optimizer(config, steps=100)
+    params = {"bias": jnp.zeros(1)}
+    state, moved = optimizer.init(params), []
+    for gradient in (1.0, -2.0, 0.5)[:steps]:
+        updates, state = optimizer.update({"bias": jnp.full(1, gradient)}, state, params)
+        moved.append(float(updates["bias"][0]))
+    return moved
+
+
+def test_moments_have_their_closed_forms():
+    """Kingma and Ba 2015, algorithm 1; Chen et al. 2023, algorithm 2 (lion); heavy-ball momentum."""
+    assert moments("sgd", momentum=0.5) == pytest.approx([-1.0, -(0.5 - 2.0), -(0.25 - 1.0 + 0.5)])
+    assert moments("sgd", momentum=0.0) == pytest.approx([-1.0, 2.0, -0.5])
+    # lion: the sign of b1 m + (1 - b1) g, then m = b2 m + (1 - b2) g; b1 and b2 change places with the third sign
+    assert moments("lion", b1=0.1, b2=0.9) == [-1.0, 1.0, -1.0]
+    assert moments("lion", b1=0.9, b2=0.1) == [-1.0, -1.0, 1.0]
+    m, v, expected = 0.0, 0.0, []
+    for step, g in enumerate((1.0, -2.0, 0.5), 1):
+        m, v = 0.6 * m + 0.4 * g, 0.7 * v + 0.3 * g * g
+        expected.append(-(m / (1 - 0.6**step)) / (np.sqrt(v / (1 - 0.7**step)) + 1e-3))
+    assert moments("adamw", b1=0.6, b2=0.7, eps=1e-3) == pytest.approx(expected, rel=1e-5)
+
+
 def test_muon_takes_stacked_layers_one_by_one():
     params, draw = parameters(), np.random.default_rng(2)
     grads = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), jnp.float32), params)

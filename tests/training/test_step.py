@@ -172,6 +172,38 @@ def test_average_of_parameters():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
+def test_weights_may_be_small():
+    """The loss and its gradient are means: they do not depend on the scale of the weights."""
+    batch = batch_of(0)
+    whole, small = Run(trainer_of()), Run(trainer_of())
+    expected, found = whole.step(batch), small.step({**batch, "weights": batch["weights"] * np.float32(1e-3)})
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+def test_logged_rate_is_the_one_applied():
+    """A skipped step does not move the schedule."""
+    run, batch = Run(trainer_of(schedule="linear", warmup=8)), batch_of(0)
+    bad = {**batch, "weights": np.full((B, T), np.nan, np.float32)}
+    rates = [run.step(b)["learning_rate"] for b in (bad, bad, batch, batch)]
+    assert rates == pytest.approx([1e-3 / 8, 1e-3 / 8, 1e-3 / 8, 2e-3 / 8], rel=1e-5)
+
+
+def test_dropout_differs_from_step_to_step_and_not_in_evaluation():
+    model = dataclasses.replace(MODEL, dropout=0.3)
+    frozen = {"learning_rate": 0.0, "weight_decay": 0.0}
+    run, batch = Run(trainer_of(model=model, **frozen)), batch_of(0)
+    losses = [run.step(batch)["loss"] for _ in range(2)]
+    plain = Run(trainer_of(**frozen))
+    without = plain.step(batch)["loss"]
+    assert losses[0] != losses[1] and min(abs(loss - without) for loss in losses) > 1e-4
+    put = {name: jax.device_put(rows, run.trainer.batch_sharding) for name, rows in batch.items()}
+    total, weight = run.trainer.evaluate(run.state.params, put)
+    assert float(total / weight) == pytest.approx(without, rel=1e-6)
+    again = Run(trainer_of(model=model, **frozen))
+    assert [again.step(batch)["loss"] for _ in range(2)] == losses
+
+
 def test_batch_without_a_target_token():
     run, batch = Run(trainer_of()), batch_of(0)
     before = host(run.state.params)
@@ -237,6 +269,16 @@ def test_batch_must_split():
     check_batch(mesh, 32, 2, 1)
     with pytest.raises(InputError, match=r"data.batch_size=24 does not split .* make it a multiple of 16"):
         check_batch(mesh, 24, 2, 1)
+
+
+def test_flops_of_long_rows():
+    """Rows that attention runs as a loop: causal attention multiplies little more than half of the pairs."""
+    trainer, length = trainer_of(model=dataclasses.replace(MODEL, max_len=3072)), 3072
+    products = MODEL.non_embedding_parameters() + MODEL.vocab * MODEL.dim
+    pairs = length**2 * MODEL.layers * MODEL.dim
+    # Two products forward, five backward, of 2 operations a pair and feature; blocks of 256 in 3072 add a twelfth.
+    attention = 7 * 2 * pairs / 2
+    assert trainer.flops(1, length) == pytest.approx(6 * products * length + attention * (1 + 1 / 12), rel=0.01)
 
 
 def test_flops_are_those_of_a_step():

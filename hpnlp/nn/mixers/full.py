@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from hpnlp.ops.attention import attend
 from hpnlp.ops.attention.decode import attend_cache
-from hpnlp.types import MixerInputs, MixerOutput
+from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 
 @jax.tree_util.register_dataclass
@@ -29,7 +29,10 @@ class KVCache:
 
 
 class FullMixer(nn.Module):
-    """Softmax attention (Vaswani et al. 2017, eq. 1). Cost: T x S x N x H products, memory linear in T and S."""
+    """Softmax attention (Vaswani et al. 2017, eq. 1). Cost: T x S x N x H products, memory linear in T and S.
+
+    The mask is over places in the row, which is the same as over positions within a segment; `positions` serve RoPE.
+    """
 
     needs: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     wants_rope: ClassVar[bool] = True
@@ -55,7 +58,7 @@ class FullMixer(nn.Module):
     def init_cache(self, inputs: MixerInputs, capacity: int) -> KVCache:
         """The cache after a pass over `inputs`, with room for `capacity` tokens a row.
 
-        A row's tokens are those whose segment id is not 0, and come first.
+        A row's tokens are those whose segment id is over 0, and come first.
         """
         assert inputs.k is not None and inputs.v is not None
         batch, length = inputs.k.shape[:2]
@@ -74,8 +77,11 @@ class FullMixer(nn.Module):
     def extend(self, inputs: MixerInputs, mask: Any, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Mixes a few further tokens a row with all that came before: `(o [B, T, N, H], the longer cache)`.
 
-        The caller sees to it that the cache has room. Memory: N x T x S scores a row.
+        Of `inputs` it reads q, k and v: a row is one segment, and what it decodes is deterministic. The caller sees to it
+        that the cache has room. Memory: N x T x S scores a row.
         """
+        if self.dropout and not inputs.deterministic:
+            raise InputError("extend with dropout: a cache is for decoding, pass deterministic=True")
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         batch, count, heads = inputs.k.shape[:3]
 

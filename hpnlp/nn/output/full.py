@@ -6,11 +6,9 @@ from typing import ClassVar
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.linear import linear
-from hpnlp.ops.softmax.cross_entropy import cross_entropy, nll
+from hpnlp.ops.softmax import cross_entropy, logits, nll
 from hpnlp.ops.softmax.sampling import sample
 from hpnlp.types import LossOut
 
@@ -37,7 +35,7 @@ class FullOutput(nn.Module):
 
     def logits(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, "N V"]:
         """Unnormalised float32 log-probabilities."""
-        return linear(h, table.T).astype(jnp.float32)
+        return logits(h, table)
 
     def log_prob(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, "N V"]:
         """log p of every row of the table, float32."""

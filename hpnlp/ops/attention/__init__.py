@@ -54,7 +54,7 @@ def attend(
     lse = -inf and zero gradients. Keys and values that no query may see are never read into a result, NaN or not.
     Raises InputError on shapes that do not fit and on what the chosen impl cannot honour.
     Cost: O(B N T S H) time less the blocks that the mask leaves out; O(B N (T + S) H) memory, also in the backward
-    pass, except "reference".
+    pass, except "reference"; see `flash` for short sequences, second derivatives, and dropout inside `shard_map`.
     Source: Vaswani et al. 2017, eq. 1; blockwise: Dao et al. 2022, "FlashAttention", algorithms 1 and 2.
     """
     _validate(q, k, v, segment_ids, kv_segment_ids, positions, kv_positions, kv_lengths, dropout_rate, rng, impl)
@@ -90,8 +90,11 @@ def merge(*parts: tuple[Float[Array, "... Hv"], Float[Array, "..."]]) -> tuple[A
 
     parts: o [..., Hv] and float32 lse [...], as `attend(..., return_lse=True)` gives them. Returns (o, lse), o in the
     first part's dtype. Where every part saw nothing (lse = -inf), o = 0 and lse = -inf, with zero gradients.
-    Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", eq. 4.
+    Raises InputError without a part. Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax",
+    eq. 4.
     """
+    if not parts:
+        raise InputError("merge of no parts: pass at least one (o, lse)")
     lses = jnp.stack([lse for _, lse in parts])
     top = jax.lax.stop_gradient(lses.max(axis=0))
     top = jnp.where(jnp.isneginf(top), 0.0, top)
@@ -99,7 +102,9 @@ def merge(*parts: tuple[Float[Array, "... Hv"], Float[Array, "..."]]) -> tuple[A
     total = weights.sum(axis=0)
     some = total > 0
     total = jnp.where(some, total, 1.0)
-    out = sum((w / total)[..., None] * o.astype(jnp.float32) for w, (o, _) in zip(weights, parts, strict=True))
+    # A part that saw nothing adds nothing, whatever its o holds.
+    outs = [jnp.where(w[..., None] > 0, o.astype(jnp.float32), 0.0) for w, (o, _) in zip(weights, parts, strict=True)]
+    out = sum((w / total)[..., None] * o for w, o in zip(weights, outs, strict=True))
     return jnp.asarray(out).astype(parts[0][0].dtype), jnp.where(some, jnp.log(total) + top, -jnp.inf)
 
 

@@ -2,7 +2,7 @@
 
 The forward pass keeps (o, lse); the backward pass computes each block of probabilities again. Two drivers share the
 arithmetic of a tile. Short sequences run as panels: a Python loop over blocks of queries, each against the one span of
-keys that its mask reaches. Long ones run as a loop over blocks of queries and, inside, over the key blocks they visit.
+keys that its mask reaches. Long ones run as one loop over the pairs of a query block and a key block that the mask lets meet.
 
 What decides the speed on a CPU, so that it is not lost again:
 - Every product has the form [rows, inner] x [inner, columns], both row-major. XLA:CPU runs the form with a transposed
@@ -33,19 +33,23 @@ from hpnlp.ops.manual import vary_alike
 
 PANEL_ROWS = 128
 LOOP_BLOCK = 256
-# Up to so many query-key pairs the panel driver runs: 16 panels of 128 rows where T = S.
-PANEL_PAIRS = 2048 * 2048
+# Up to so many panels and query-key pairs the panel driver runs. A quarter faster at T = S = 512, even at 1024; every
+# panel adds to the program, and holds a gradient of the keys it reaches.
+MOST_PANELS = 8
+PANEL_PAIRS = 1024 * 1024
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """The run-time operands: what is known of queries and keys, the keys' lengths [B], the dropout seed."""
+    """The run-time operands: what is known of queries and keys, the keys' lengths [B], the dropout seed; and how many
+    queries there are, where blocks are padded beyond them."""
 
     rows: Side
     columns: Side
     lengths: Any
     seed: Any
+    queries: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def flash(
@@ -68,7 +72,10 @@ def flash(
     """Attention by blocks with an online softmax; arguments and results as `attend`, which validates them.
 
     Blocks that the static mask rules out are not visited, unless positions are given. Cost: O(B N T S H) time less the
-    blocks left out; O(B N H (T + S)) memory, and the scores of one block of queries.
+    blocks left out; O(B N H (T + S)) memory and the scores of one block of queries, and in the backward pass, as long as
+    T S is at most 1024 x 1024, a gradient of the keys for each of up to 8 panels. Second derivatives work, in more memory;
+    forward-mode ones do not. Inside `shard_map`, dropout counts batch and heads from 0 in each shard: fold the shard's
+    index into `rng`.
     Source: Dao et al. 2022, "FlashAttention", algorithms 1 and 2.
     """
     options = Options(mask, q.shape[-1] ** -0.5 if scale is None else scale, dropout_rate, block_size)
@@ -78,13 +85,18 @@ def flash(
         kv_lengths,
         seed_words(rng) if dropout_rate and rng is not None else None,
     )
-    both: Any = _flash(options, *vary_alike(q, k, v), facts)
+    if 0 in (*q.shape, *k.shape, *v.shape):  # nothing to see, or nobody to see it
+        out, lse = jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.full(q.shape[:3], -jnp.inf)
+        return (out, lse) if return_lse else out
+    leaves, form = jax.tree.flatten(facts)
+    q, k, v, *leaves = vary_alike(q, k, v, *leaves)
+    both: Any = _flash(options, q, k, v, jax.tree.unflatten(form, leaves))
     out, lse = both
     return (out, lse) if return_lse else out
 
 
 def _flash_forward(options: Options, q: Array, k: Array, v: Array, facts: _Facts) -> tuple[tuple[Array, Array], Any]:
-    forward = _panels_forward if _as_panels(q, k) else _loop_forward
+    forward = _panels_forward if _as_panels(options, q, k) else _loop_forward
     o, lse = forward(options, q, k, v, facts)
     o = _from_rows(o).astype(q.dtype)
     lse = lse.reshape(lse.shape[0], -1, lse.shape[-1]).swapaxes(1, 2)
@@ -95,9 +107,10 @@ def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array
     q, k, v, facts, o, lse = saved
     do, dlse = cotangents
     kv_heads = k.shape[2]
-    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1) - dlse
+    nothing = jnp.isneginf(lse)  # rows that see nothing, whose dlse may be anything
+    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1) - jnp.where(nothing, 0.0, dlse)
     per_row = lambda x: x.swapaxes(1, 2).reshape(x.shape[0], kv_heads, -1, x.shape[1])  # noqa: E731
-    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
+    lse = jnp.where(nothing, jnp.inf, lse)
     given = Given(
         _rows(q, kv_heads),
         _columns(q, kv_heads),
@@ -106,13 +119,14 @@ def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array
         per_row(lse),
         per_row(delta),
     )
-    backward = _panels_backward if _as_panels(q, k) else _loop_backward
+    backward = _panels_backward if _as_panels(options, q, k) else _loop_backward
     dq, dk, dv = backward(options, given, k, v, facts)
     return _from_rows(dq).astype(q.dtype), _from_columns(dk).astype(k.dtype), _from_columns(dv).astype(v.dtype), None
 
 
-def _as_panels(q: Array, k: Array) -> bool:
-    return q.shape[1] * k.shape[1] <= PANEL_PAIRS
+def _as_panels(options: Options, q: Array, k: Array) -> bool:
+    panels = -(-q.shape[1] // (options.block_size or PANEL_ROWS))
+    return panels <= MOST_PANELS and q.shape[1] * k.shape[1] <= PANEL_PAIRS
 
 
 def _rows(x: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K G T H"]:
@@ -178,6 +192,17 @@ def _panel_tile(options: Options, facts: _Facts, panel: _Panel, heads: tuple[int
     return see, tile.keep(options, facts.seed, rows, columns, (*heads, panel.q1 - panel.q0, panel.k1 - panel.k0))
 
 
+def _after(parts: list[Any], queries: Array) -> Array:
+    """`queries`, which are not there before the last of `parts` is.
+
+    XLA:CPU would begin all panels at once, and hold the scores of all; a barrier it removes before it schedules.
+    """
+    if not parts:
+        return queries
+    never = parts[-1][1].reshape(-1)[0] > jnp.inf
+    return jnp.where(never, jnp.zeros((), queries.dtype), queries)
+
+
 def _panels_forward(options: Options, q: Array, k: Array, v: Array, facts: _Facts) -> tuple[Array, Array]:
     q, k, v = _rows(q, k.shape[2]), _key_columns(k), _key_rows(v)
     parts = []
@@ -188,7 +213,8 @@ def _panels_forward(options: Options, q: Array, k: Array, v: Array, facts: _Fact
             shape = (*q.shape[:3], panel.q1 - panel.q0)
             parts.append((jnp.zeros((*shape, v.shape[3])), jnp.full(shape, -jnp.inf)))
         else:
-            parts.append(tile.finish(*tile.forward(options, q[:, :, :, rows], k[..., span], v[:, :, span], see, kept)))
+            queries = _after(parts, q[:, :, :, rows])
+            parts.append(tile.finish(*tile.forward(options, queries, k[..., span], v[:, :, span], see, kept)))
     return jnp.concatenate([o for o, _ in parts], axis=3), jnp.concatenate([lse for _, lse in parts], axis=3)
 
 
@@ -200,7 +226,7 @@ def _panels_backward(options: Options, given: Given, k: Array, v: Array, facts: 
         see, kept = _panel_tile(options, facts, panel, given.q.shape[:3])
         rows, span = slice(panel.q0, panel.q1), slice(panel.k0, panel.k1)
         part = Given(
-            given.q[:, :, :, rows],
+            _after(parts, given.q[:, :, :, rows]),
             given.q_columns[..., rows],
             given.do[:, :, :, rows],
             given.do_columns[..., rows],
@@ -251,18 +277,18 @@ def _side_blocks(side: Side, length: int, block: int) -> Side:
     return Side(index, cut(side.position), cut(side.segment))
 
 
-def _visits(options: Options, length: int, keys: int, block: int, by_index: bool) -> tuple[Array, Array]:
-    """(which key blocks each block of queries visits [blocks, capacity], how many of these count [blocks])."""
+def _visits(options: Options, length: int, keys: int, block: int, by_index: bool) -> Array:
+    """int32 [visits, 2]: the pairs of a block of queries and a block of keys that the mask does not rule out."""
     edges = lambda n: [(i, min(i + block, n) - 1) for i in range(0, n, block)]  # noqa: E731
     some = lambda q, k: not by_index or options.mask.tile(*q, *k)[0]  # noqa: E731
-    lists = [[j for j, k in enumerate(edges(keys)) if some(q, k)] for q in edges(length)]
-    capacity = max(1, *map(len, lists))
-    table = np.array([row + [0] * (capacity - len(row)) for row in lists], np.int32)
-    return jnp.asarray(table), jnp.asarray([len(row) for row in lists], jnp.int32)
+    pairs = [(i, j) for i, q in enumerate(edges(length)) for j, k in enumerate(edges(keys)) if some(q, k)]
+    return jnp.asarray(np.array(pairs, np.int32).reshape(-1, 2))
 
 
 def _loop_tile(options: Options, facts: _Facts, rows: Side, columns: Side, heads: tuple[int, ...]) -> tuple[Any, Any]:
     see = tile.visible(options.mask, rows, columns, facts.lengths)
+    if facts.queries is not None:  # the last block's padding sees nothing, not even what is in its own segment
+        see = see & (rows.index < facts.queries)[None, :, None]
     if facts.seed is None:
         return see, None
     shape = (*heads, rows.index.shape[0], columns.index.shape[0])
@@ -273,62 +299,59 @@ def _take(tree: Any, i: Array) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
 
+def _put(tree: Any, i: Array, new: Any) -> Any:
+    return jax.tree.map(lambda x, part: lax.dynamic_update_index_in_dim(x, part, i, 0), tree, new)
+
+
 def _loop_facts(facts: _Facts, batch: int, length: int, keys: int, block: int) -> _Facts:
-    """facts with both sides in blocks, and lengths that hide the padding of the last key block."""
+    """facts with both sides in blocks, and lengths that hide the padding of the last blocks."""
     lengths = jnp.full((batch,), keys, jnp.int32) if facts.lengths is None else jnp.minimum(facts.lengths, keys)
     rows, columns = _side_blocks(facts.rows, length, block), _side_blocks(facts.columns, keys, block)
-    return _Facts(rows, columns, lengths, facts.seed)
+    return _Facts(rows, columns, lengths, facts.seed, length if length % block else None)
 
 
 def _loop_forward(options: Options, q: Array, k: Array, v: Array, facts: _Facts) -> tuple[Array, Array]:
     block = options.block_size or LOOP_BLOCK
     batch, length, keys = q.shape[0], q.shape[1], k.shape[1]
-    visits, counts = _visits(options, length, keys, block, facts.rows.position is None)
+    visits = _visits(options, length, keys, block, facts.rows.position is None)
     facts = _loop_facts(facts, batch, length, keys, block)
     q_blocks = _blocks(_rows(q, k.shape[2]), 3, block)
     key_blocks = (_blocks(_key_columns(k), 3, block), _blocks(_key_rows(v), 2, block), facts.columns)
 
-    def row(_: None, xs: Any) -> tuple[None, tuple[Array, Array]]:
-        q, rows, visit, count = xs
+    def visit(sums: Any, pair: Array) -> tuple[Any, None]:
+        q, rows = _take((q_blocks, facts.rows), pair[0])
+        k, v, columns = _take(key_blocks, pair[1])
+        see, kept = _loop_tile(options, facts, rows, columns, q.shape[:3])
+        part = tile.forward(options, q, k, v, see, kept)
+        return _put(sums, pair[0], tile.join(_take(sums, pair[0]), part)), None
 
-        def column(i: Array, sums: Any) -> Any:
-            k, v, columns = _take(key_blocks, visit[i])
-            see, kept = _loop_tile(options, facts, rows, columns, q.shape[:3])
-            return tile.join(sums, tile.forward(options, q, k, v, see, kept))
-
-        blank = jnp.zeros_like(q[..., 0], jnp.float32)
-        weighted = jnp.zeros_like(q[..., :1], jnp.float32) + jnp.zeros((1, 1, 1, 1, v.shape[3]))
-        return None, tile.finish(*lax.fori_loop(0, count, column, (blank + tile.FLOOR, blank, weighted)))
-
-    _, (o, lse) = lax.scan(row, None, (q_blocks, facts.rows, visits, counts))
+    blank = jnp.zeros_like(q_blocks[..., 0], jnp.float32)
+    weighted = jnp.zeros_like(q_blocks[..., :1], jnp.float32) + jnp.zeros((1,) * 5 + (v.shape[3],))
+    sums, _ = lax.scan(visit, (blank + tile.FLOOR, blank, weighted), visits)
+    o, lse = tile.finish(*sums)
     return _unblock(o, 3, length), _unblock(lse, 3, length)
 
 
 def _loop_backward(options: Options, given: Given, k: Array, v: Array, facts: _Facts) -> tuple[Array, Array, Array]:
     block = options.block_size or LOOP_BLOCK
     batch, length, keys = k.shape[0], given.q.shape[3], k.shape[1]
-    visits, counts = _visits(options, length, keys, block, facts.rows.position is None)
+    visits = _visits(options, length, keys, block, facts.rows.position is None)
     facts = _loop_facts(facts, batch, length, keys, block)
     row_axes = Given(3, 4, 3, 4, 3, 3)
     given_blocks = jax.tree.map(lambda x, axis: _blocks(x, axis, block), given, row_axes)
     k_blocks, v_blocks = _blocks(_key_columns(k), 3, block), _blocks(_key_columns(v), 3, block)
     key_blocks = (_blocks(_key_rows(k), 2, block), k_blocks, v_blocks, facts.columns)
 
-    def row(sums: tuple[Array, Array], xs: Any) -> tuple[tuple[Array, Array], Array]:
-        part, rows, visit, count = xs
+    def visit(sums: Any, pair: Array) -> tuple[Any, None]:
+        part, rows = _take((given_blocks, facts.rows), pair[0])
+        k_rows, k, v, columns = _take(key_blocks, pair[1])
+        see, kept = _loop_tile(options, facts, rows, columns, part.q.shape[:3])
+        found = tile.backward(options, part, k_rows, k, v, see, kept)
+        places = (pair[0], pair[1], pair[1])
+        return tuple(_put(x, i, _take(x, i) + new) for x, i, new in zip(sums, places, found, strict=True)), None
 
-        def column(i: Array, carry: Any) -> Any:
-            dq, dk, dv = carry
-            k_rows, k, v, columns = _take(key_blocks, visit[i])
-            see, kept = _loop_tile(options, facts, rows, columns, part.q.shape[:3])
-            dq_part, dk_part, dv_part = tile.backward(options, part, k_rows, k, v, see, kept)
-            return dq + dq_part, dk.at[visit[i]].add(dk_part), dv.at[visit[i]].add(dv_part)
-
-        dq, dk, dv = lax.fori_loop(0, count, column, (jnp.zeros_like(part.q, jnp.float32), *sums))
-        return (dk, dv), dq
-
-    zeros = (jnp.zeros_like(k_blocks, jnp.float32), jnp.zeros_like(v_blocks, jnp.float32))
-    (dk, dv), dq = lax.scan(row, zeros, (given_blocks, facts.rows, visits, counts))
+    zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (given_blocks.q, k_blocks, v_blocks))
+    (dq, dk, dv), _ = lax.scan(visit, zeros, visits)
     return _unblock(dq, 3, length), _unblock(dk, 3, keys), _unblock(dv, 3, keys)
 
 

@@ -63,7 +63,9 @@ def reference(
     some = see.any(axis=-1, keepdims=True)
     scores = jnp.where(see, scores, jnp.where(some, -jnp.inf, 0.0))
     lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    weights = jnp.where(see, jnp.exp(scores - lse), 0.0)
+    weights = jnp.where(
+        see, jax.nn.softmax(scores, axis=-1), 0.0
+    )  # not exp(scores - lse), which rounds where lse is large
     if dropout_rate:
         assert rng is not None
         heads = jnp.arange(b * n).reshape(b, n)

@@ -1,5 +1,5 @@
 """Losses over a vocabulary."""
 
-from hpnlp.ops.softmax.cross_entropy import cross_entropy, nll
+from hpnlp.ops.softmax.cross_entropy import cross_entropy, logits, nll
 
-__all__ = ["cross_entropy", "nll"]
+__all__ = ["cross_entropy", "logits", "nll"]

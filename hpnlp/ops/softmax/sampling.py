@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 Number = float | Float[Array, ""]
@@ -61,11 +62,14 @@ def restrict(
 ) -> Float[Array, "N V"]:
     """Sets to -inf what top-k (Fan et al. 2018) and then nucleus sampling (Holtzman et al. 2020, sec. 3.1) leave out.
 
-    top_k: how many ids stay; the int 0 for all. top_p: the smallest set of most probable ids that reaches this mass
+    top_k: how many ids stay; 0 for all. top_p: the smallest set of most probable ids that reaches this mass
     stays; at least one id does. Ties with the last id that stays, stay. Cost: 32 passes over the logits each, and no sort.
     """
+    if isinstance(top_k, np.integer):
+        top_k = int(top_k)
     if not isinstance(top_k, int) or top_k > 0:
-        logits = _heaviest(logits, jnp.ones_like(logits), jnp.asarray(top_k, jnp.float32))
+        limit = jnp.where(jnp.asarray(top_k) > 0, jnp.asarray(top_k, jnp.float32), jnp.inf)
+        logits = _heaviest(logits, jnp.ones_like(logits), limit)
     if not isinstance(top_p, int | float) or top_p < 1:
         mass = jax.nn.softmax(logits, axis=-1)
         logits = _heaviest(logits, mass, jnp.asarray(top_p, jnp.float32))
