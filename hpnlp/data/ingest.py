@@ -18,7 +18,7 @@ from hpnlp.types import InputError, Tokenizer
 
 Progress = Callable[[str, int, int], None]  # what is done, bytes read, bytes there are
 
-_FORMAT = 1  # of what `write` writes: part of the cache's key
+_FORMAT = 2  # of what `write` writes: part of the cache's key
 _GROUP_BYTES = 1 << 20
 _GROUP_DOCUMENTS = 512
 # More text than this changes a vocabulary little, and training one holds what it counts in memory.
@@ -126,14 +126,14 @@ class Ingest:
                 lowest, highest, count = min(lowest, here), max(highest, here), count + 1
                 if lowest < self.heldout <= highest:
                     return self.heldout
+        paths = ",".join(source.path for source in self.sources)
         if count == 0:
-            paths = ",".join(source.path for source in self.sources)
             raise InputError(
                 f"data.path={paths!r} holds no text: all its files are empty or binary: pass one that does"
             )
         if count == 1:
             raise InputError(
-                "the corpus is one document, which cannot be trained on and held out: add text, or pass "
+                f"data.path={paths!r} holds one document, which cannot be both trained on and held out: add text, or pass "
                 "data.heldout_path=PATH with other text to hold out"
             )
         return math.nextafter(lowest, 1.0)

@@ -45,7 +45,7 @@ class DataConfig:
     text_field, prompt_field: of JSONL and Parquet. A prompt stands before the text and carries no loss.
     seq_len: tokens a row. batch_size: rows of one optimizer step, over all processes.
     heldout: fraction of documents held out, chosen by a hash of their names; where that leaves nothing on one side, one
-      document.
+      document. A lone text file counts as many documents: it is cut at line ends.
     heldout_path: text to hold out instead, all of it.
     heldout_bytes: evaluate on a fixed sample of the held-out documents of at most so many bytes; 0 takes all.
     packing: "concat" lays documents one after another and cuts rows where they fill; "fit" keeps documents whole, or in
@@ -251,7 +251,10 @@ class Corpus:
         paths = self.config.path.split(",") if self.config.weights else [self.config.path]
         for path, (first, last) in zip(paths, rows.ranges, strict=True):
             if first == last:
-                raise InputError(f"data.path: {path!r} leaves nothing to train on: add text, or leave it out")
+                raise InputError(
+                    f"data.path: {path!r} leaves nothing to train on, as its only document was held out: pass "
+                    "data.heldout_path=PATH with other text to hold out, or add text to it"
+                )
         return rows
 
     def _share(self, batch_size: int, argument: str, process_index: int, process_count: int) -> int:

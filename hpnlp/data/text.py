@@ -23,10 +23,8 @@ from hpnlp.types import InputError
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".tgz", ".npz")
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _SNIFF = 8192
-# Longer text is cut at line ends, so that no document fills the memory; a lone file is cut finer, so that some of its
-# documents can be held out.
+# Longer text is cut at line ends, so that no document fills the memory.
 _LONGEST = 1 << 20
-_LONGEST_OF_LONE = 1 << 16
 _KINDS = {".jsonl": "jsonl", ".parquet": "parquet", ".npy": "tokens"}
 
 
@@ -195,7 +193,7 @@ def documents(
     text_field, prompt_field: of JSONL and Parquet ("" for no prompt). eos_id: where pre-tokenised streams are split.
     left_out: counts what holds no text. Raises InputError with file and place for what cannot be read.
     """
-    limit = _LONGEST_OF_LONE if len(source.files) == 1 else _LONGEST
+    limit = _limit_of_lone(source.files[0].size) if len(source.files) == 1 else _LONGEST
     for file in source.files:
         try:
             if file.kind == "jsonl":
@@ -213,6 +211,12 @@ def documents(
                     left_out.add("empty", document.where)
         except OSError as error:
             raise InputError(f"cannot read {file.path!r}: {error.strerror or error}: mend or remove it") from error
+
+
+def _limit_of_lone(size: int) -> int:
+    """The most that a document of a lone file, or of a stream of ids without ends, may hold: cut finer, so that some of
+    it can be held out. A power of 2, so that what is held out stays the same while a file grows a little."""
+    return min(1 << 16, max(1 << 10, 1 << (size // 100).bit_length()))
 
 
 def _read_text(file: File, limit: int, walked: bool, left_out: LeftOut) -> Iterator[Document]:
@@ -339,7 +343,8 @@ def _read_tokens(file: File, eos_id: int | None) -> Iterator[Document]:
 def split_ids(ids: np.ndarray, eos_id: int | None) -> Iterator[tuple[int, int]]:
     """Ranges that end after an eos. Without one in sight, a stream is cut as a lone text file is."""
     start = 0
-    limit = _LONGEST if eos_id is not None and np.any(ids[:_LONGEST] == eos_id) else _LONGEST_OF_LONE
+    has_ends = eos_id is not None and np.any(ids[:-1][:_LONGEST] == eos_id)  # the last one ends nothing else
+    limit = _LONGEST if has_ends else _limit_of_lone(len(ids))
     while start < len(ids):
         window = ids[start : start + limit]
         ends = (start + 1 + np.flatnonzero(window == eos_id)).tolist() if eos_id is not None else []

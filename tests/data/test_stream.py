@@ -363,7 +363,7 @@ def test_bad_heldout(stories, arguments, message):
         ({"a.txt": b"", "b.txt": b"\0"}, "holds no text"),
         (
             {"a.txt": b"one document"},
-            "one document, which cannot be trained on and held out: add text, or pass",
+            "data.path=.* holds one document, which cannot be both trained on and held out: add text, or pass",
         ),
         ({"a.txt": b"one", "b.txt": b"two"}, "tokens to train on"),
     ],
@@ -391,8 +391,25 @@ def test_weighted_source_without_training_text(tmp_path, stories):
     name = next(name for name in map("{}.txt".format, range(10**4)) if place(name) < 0.2)
     (tmp_path / name).write_text("held out whole")
     corpus = prepare(config(f"{stories},{tmp_path}", weights=(1.0, 1.0)))
-    with pytest.raises(InputError, match="leaves nothing to train on"):
+    with pytest.raises(
+        InputError, match="nothing to train on, as its only document was held out: pass data.heldout_path"
+    ):
         corpus.train(seed=0)
+
+
+@pytest.mark.parametrize("size", [2500, 200_000])
+def test_lone_files_are_trained_on_and_held_out(tmp_path, stories, size):
+    """Of text and of ids, also as sources with weights."""
+    lines = b"".join(b"line %d of many\n" % i for i in range(20_000))[:size]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_bytes(lines)
+        np.save(tmp_path / f"{name}.npy", np.frombuffer(lines, np.uint8))
+        for kind in ("txt", "npy"):
+            corpus = prepare(config(tmp_path / f"{name}.{kind}", heldout=0.02))
+            assert corpus.train_tokens > size / 2 and 0 < corpus.heldout_bytes < size / 2
+    for kind in ("txt", "npy"):
+        both = config(f"{tmp_path}/a.{kind},{tmp_path}/b.{kind}", weights=(1.0, 3.0), heldout=0.02)
+        next(prepare(both).train(seed=0))
 
 
 @pytest.mark.parametrize("spec", ["words(60)", "bpe(300)"])

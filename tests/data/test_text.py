@@ -124,6 +124,15 @@ def test_lone_file_is_cut_finer(tmp_path):
     write(tmp_path / "pair" / "big.txt", lines)
     pair, _ = read(tmp_path / "pair")
     assert [d.name for d in pair] == ["big.txt", "small.txt"]
+    little, _ = read(write(tmp_path / "little.txt", lines[:3000]))
+    assert len(little) == 3 and all(len(d.text) <= 1024 for d in little)
+
+
+@pytest.mark.parametrize("eos_at", [[], [2999]])
+def test_stream_of_ids_with_one_document_is_cut(eos_at):
+    ids = np.ones(3000, np.int64)
+    ids[eos_at] = 0
+    assert list(text.split_ids(ids, 0)) == [(0, 1024), (1024, 2048), (2048, 3000)]
 
 
 def test_jsonl_fields(tmp_path):
@@ -201,7 +210,7 @@ def test_ids_are_split_after_eos(ids):
 def test_stream_of_ids_without_eos_is_cut(tmp_path):
     np.save(tmp_path / "x.npy", np.ones(150_000, np.uint16))
     documents, _ = read(tmp_path, eos_id=7)
-    assert [len(d.text) for d in documents] == [65536, 65536, 150_000 - 2 * 65536]
+    assert [len(d.text) for d in documents] == [2048] * 73 + [150_000 - 73 * 2048]
     assert isinstance(documents[0].text.base, np.memmap)
 
 
