@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -30,21 +31,29 @@ COMPARED = (
 )
 COMPARED += ("phase_seconds", "parameters", "config")
 
+_COMPRESSORS = {"gzip -9": "gzip_bits_per_byte", "xz -9e": "xz_bits_per_byte"}
 
-def write(workdir: str | Path, config: Config, result: Result) -> dict[str, Any]:
+# Under so many bytes, compressors have seen too little to show what they can, and a score is mostly chance.
+_FEW_BYTES = 10_000
+
+
+def write(workdir: str | Path, config: Config, result: Result, flags: str = "--config=FILE") -> dict[str, Any]:
     """Writes the report of a finished run and prints it. Returns what report.json holds.
 
+    flags: those of `hpnlp train` that gave the config, for the commands that the report proposes.
     Raises InputError where the disk does not take it; the run itself is saved, and a second call is quick.
     """
     workdir = Path(workdir)
     curve = read_metrics(workdir)
     sample = decode.sample_text(result.model, result.params, result.corpus.tokenizer, config.train.sample)
     report = summarize(config, result)
-    text = render(workdir, config, report, sample)
+    text = render(workdir, config, report, sample, flags)
     try:
-        plot_curves({workdir.name: curve}, workdir / "loss.png")
+        plot_curves({workdir.name: curve}, workdir / "loss.png", report)
         _replace(workdir / "report.md", text)
-        _replace(workdir / "report.json", json.dumps(report, indent=1) + "\n")  # the last, because it says: finished
+        _replace(
+            workdir / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n"
+        )  # the last, because it says: finished
     except OSError as error:
         raise InputError(
             f"cannot write the report to {workdir} ({error.strerror or error}): free some space there and run the same "
@@ -55,11 +64,12 @@ def write(workdir: str | Path, config: Config, result: Result) -> dict[str, Any]
 
 
 def summarize(config: Config, result: Result) -> dict[str, Any]:
-    """The numbers of a run. bits per byte are None for a tokenizer that loses text."""
+    """The numbers of a run, those that are not finite None, as JSON has no word for them; so are the bits a byte of a
+    tokenizer that loses text."""
     raw = result.corpus.read_heldout()
     tokens = result.step * config.data.batch_size * config.data.seq_len
     busy = result.seconds["data"] + result.seconds["step"]
-    return {
+    numbers = {
         "heldout_bits_per_byte": result.heldout.get("bits_per_byte"),
         "heldout_loss": result.heldout["loss"],
         "heldout_bytes": len(raw),
@@ -77,43 +87,56 @@ def summarize(config: Config, result: Result) -> dict[str, Any]:
         "environment": measure.environment(),
         "config": flat(config),
     }
+    return _finite(numbers)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """One sentence: who needs the fewest bits for the held-out text."""
-    needs = {
-        "the model": report["heldout_bits_per_byte"],
-        "gzip -9": report["gzip_bits_per_byte"],
-        "xz -9e": report["xz_bits_per_byte"],
-    }
+    """One sentence: who needs the fewest bits for the held-out text, or why that cannot be said."""
+    if report["heldout_loss"] is None:
+        return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
+    needs = {"the model": report["heldout_bits_per_byte"]}
+    needs |= {name: report[field] for name, field in _COMPRESSORS.items()}
     if needs["the model"] is None:
         return "The tokenizer does not keep every byte, so its loss cannot be put beside a compressor's."
+    if report["heldout_bytes"] < _FEW_BYTES:
+        return (
+            f"{report['heldout_bytes']:,} bytes of held-out text are too few to put the model beside compressors: raise "
+            "data.heldout or data.heldout_bytes, or pass data.heldout_path=PATH."
+        )
     order = sorted(needs, key=lambda name: needs[name])
     (first, second, third), best = order, needs[order[0]]
     lead = 100 * (1 - best / needs[second])
     return (
-        f"{first[0].upper()}{first[1:]} won: {best:.3f} bits a byte of held-out text, {lead:.0f} % fewer than {second} "
+        f"{first.replace('the', 'The')} won: {best:.3f} bits a byte of held-out text, {lead:.0f} % fewer than {second} "
         f"({needs[second]:.3f}); {third} needs {needs[third]:.3f}. (The model's own size is not counted.)"
     )
 
 
-def render(workdir: Path, config: Config, report: Mapping[str, Any], sample: str) -> str:
+def render(workdir: Path, config: Config, report: Mapping[str, Any], sample: str, flags: str = "--config=FILE") -> str:
     """report.md."""
     phases = report["phase_seconds"]
     total = sum(phases.values()) or 1.0
     where = ", ".join(f"{name} {seconds:.1f} s ({100 * seconds / total:.0f} %)" for name, seconds in phases.items())
-    bits = report["heldout_bits_per_byte"]
     rows = [
-        ("held-out bits a byte", "-" if bits is None else f"{bits:.4f}"),
+        ("held-out bytes", f"{report['heldout_bytes']:,}"),
+        ("held-out bits a byte", _decimals(report["heldout_bits_per_byte"])),
         ("gzip -9, the same bytes", f"{report['gzip_bits_per_byte']:.4f}"),
         ("xz -9e, the same bytes", f"{report['xz_bits_per_byte']:.4f}"),
-        ("held-out loss, nats a token", f"{report['heldout_loss']:.4f}"),
+        ("held-out loss, nats a token", _decimals(report["heldout_loss"])),
         ("parameters", f"{report['parameters']:,}"),
         ("steps, tokens", f"{report['steps']:,}, {report['tokens']:,}"),
         ("tokens/s", f"{report['tokens_per_second']:,.0f}"),
         ("achieved GFLOP/s", f"{report['flops_per_second'] / 1e9:,.1f}"),
         ("peak memory", f"{report['peak_memory_bytes'] / 2**20:,.0f} MiB"),
-        ("wall time, s", f"{report['seconds']:.1f}"),
+        ("wall time of the last process, s", f"{report['seconds']:.1f}"),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     shown = f"\nA sample:\n\n```\n{sample.rstrip()}\n```\n" if sample else ""
@@ -125,17 +148,21 @@ def render(workdir: Path, config: Config, report: Mapping[str, Any], sample: str
 |---|---|
 {table}
 
-Where the time went: {where}.
+Where the time went, over all restarts: {where}.
 
 ![loss](loss.png)
 {shown}
 Next:
 
 - continue a text of yours: `hpnlp generate --workdir={workdir} --prompt="def " --tokens=200 --temperature=0.8 --top_p=0.95`
-- train on it: `hpnlp train --config=FILE --workdir=runs/mine --config.data.path=DIR_OR_GLOB`
-- train longer: `hpnlp train --config=FILE --workdir={workdir} --config.train.steps={2 * config.train.steps} --accept_changes`
+- train on it: `hpnlp train {flags} --workdir=runs/mine --config.data.path=DIR_OR_GLOB`
+- train longer: `hpnlp train {flags} --workdir={workdir} --config.train.steps={2 * config.train.steps} --accept_changes`
 - put runs beside each other: `hpnlp compare {workdir} runs/mine`
 """
+
+
+def _decimals(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
@@ -148,12 +175,14 @@ def read_report(workdir: str | Path) -> dict[str, Any]:
     """report.json of a run; raises InputError where there is none."""
     path = Path(workdir) / "report.json"
     try:
-        report = json.loads(path.read_text())
+        report = json.loads(path.read_text(), parse_constant=lambda word: None)
         lacking = [name for name in COMPARED if name not in report]
         if lacking:
             raise ValueError(f"it lacks {', '.join(lacking)}")
         return report
     except (FileNotFoundError, NotADirectoryError):
+        if not Path(workdir).is_dir():
+            raise InputError(f"there is no directory {str(workdir)!r}: name the workdir of a run") from None
         raise InputError(
             f"{workdir} has no report.json: finish the run first, with the command that began it"
         ) from None
@@ -163,8 +192,13 @@ def read_report(workdir: str | Path) -> dict[str, Any]:
         ) from error
 
 
-def plot_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Training loss (faint, and smoothed) and held-out loss against steps, one colour a run."""
+def plot_curves(
+    curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, report: Mapping[str, Any] | None = None
+) -> None:
+    """Training loss (faint, and smoothed) and held-out loss against steps, one colour a run.
+
+    report: of the only run, whose last score is drawn as well and, where tokens are bytes, what compressors need.
+    """
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for index, (name, lines) in enumerate(curves.items()):
@@ -174,8 +208,16 @@ def plot_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -
         axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
         axes.plot(steps, _smooth(losses), color=color, linewidth=1.6, label=f"{name}: training")
         heldout = [(line["step"], line["heldout_loss"]) for line in lines if "heldout_loss" in line]
+        if report and report["heldout_loss"] is not None:
+            heldout.append((report["steps"], report["heldout_loss"]))
         if heldout:
             axes.plot(*zip(*heldout, strict=True), "o--", color=color, markersize=4, label=f"{name}: held-out")
+    if report and report["config"]["data.tokenizer"] == "bytes":
+        low, high = axes.get_ylim()
+        for style, (name, field) in zip((":", "-."), _COMPRESSORS.items(), strict=True):
+            nats = report[field] * math.log(2)
+            if low < nats < high:
+                axes.axhline(nats, color="0.4", linestyle=style, linewidth=0.9, label=f"{name}, the held-out text")
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -183,7 +225,7 @@ def plot_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -
     plt.close(figure)
 
 
-def _smooth(values: Sequence[float], decay: float = 0.95) -> list[float]:
+def _smooth(values: Sequence[float], decay: float = 0.9) -> list[float]:
     """Exponential mean with Adam's correction for the start."""
     mean, weight, smoothed = 0.0, 0.0, []
     for value in values:
@@ -196,18 +238,26 @@ def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
     """A table of runs, best first, and a plot of quality against time and memory at `out`; returns the table."""
     reports = {str(workdir): read_report(workdir) for workdir in workdirs}
     same = len({report["heldout_bytes"] for report in reports.values()}) == 1
-    bits = all(report["heldout_bits_per_byte"] is not None for report in reports.values())
+    scored = [report for report in reports.values() if report["heldout_loss"] is not None]
+    bits = all(report["heldout_bits_per_byte"] is not None for report in scored)
     quality = "heldout_bits_per_byte" if bits else "heldout_loss"
-    order = sorted(reports, key=lambda name: reports[name][quality])
-    header = ["run", "held-out bits/byte" if bits else "held-out loss", "tokens/s", "peak MiB", "seconds", "parameters"]
+    order = sorted(reports, key=lambda name: math.inf if reports[name][quality] is None else reports[name][quality])
+    header = [
+        "run",
+        "held-out bits/byte" if bits else "held-out loss",
+        "tokens/s",
+        "peak MiB",
+        "training s",
+        "parameters",
+    ]
     header += ["differs in"]
     rows = [
         [
             name,
-            f"{reports[name][quality]:.4f}",
+            _decimals(reports[name][quality]),
             f"{reports[name]['tokens_per_second']:,.0f}",
             f"{reports[name]['peak_memory_bytes'] / 2**20:,.0f}",
-            f"{reports[name]['seconds']:.1f}",
+            f"{_training_seconds(reports[name]):.1f}",
             f"{reports[name]['parameters']:,}",
             _differs(reports[name]["config"], reports[order[0]]["config"]),
         ]
@@ -222,6 +272,10 @@ def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
     return "\n".join(lines) + "\n" + warning
 
 
+def _training_seconds(report: Mapping[str, Any]) -> float:
+    return report["phase_seconds"]["data"] + report["phase_seconds"]["step"]
+
+
 def _differs(config: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     changed = [f"{name}={config[name]}" for name in config if config.get(name) != first.get(name)]
     return ", ".join(changed) or "-"
@@ -231,12 +285,13 @@ def _plot_tradeoff(reports: Mapping[str, Mapping[str, Any]], quality: str, path:
     plt = _pyplot()
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
     scales = {
-        "training seconds": lambda r: r["phase_seconds"]["data"] + r["phase_seconds"]["step"],
+        "training seconds": _training_seconds,
         "peak memory, MiB": lambda r: r["peak_memory_bytes"] / 2**20,
     }
     for axes, (label, of) in zip(panels, scales.items(), strict=True):
         for index, (name, report) in enumerate(reports.items()):
-            axes.plot(of(report), report[quality], "o", color=f"C{index % 10}", label=Path(name).name)
+            score = math.nan if report[quality] is None else report[quality]
+            axes.plot(of(report), score, "o", color=f"C{index % 10}", label=Path(name).name)
         axes.set(xlabel=label)
         axes.grid(alpha=0.3)
     panels[0].set(ylabel=quality.replace("_", " "))

@@ -82,21 +82,36 @@ def test_seconds_are_those_of_the_process():
         ),
         (
             (2.0, 1.9, 1.5),
-            "Xz -9e won: 1.500 bits a byte of held-out text, 21 % fewer than gzip -9 (1.900); the model needs",
+            "xz -9e won: 1.500 bits a byte of held-out text, 21 % fewer than gzip -9 (1.900); the model needs",
         ),
-        ((1.8, 1.7, 1.9), "Gzip -9 won: 1.700"),
+        ((1.8, 1.7, 1.9), "gzip -9 won: 1.700"),
         ((None, 1.9, 1.5), "The tokenizer does not keep every byte"),
     ],
 )
 def test_verdict_says_who_won(needs, said):
     names = ("heldout_bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte")
-    assert report.verdict(dict(zip(names, needs, strict=True))).startswith(said)
+    numbers = {"heldout_loss": 1.0, "heldout_bytes": 10_000} | dict(zip(names, needs, strict=True))
+    assert report.verdict(numbers).startswith(said)
+
+
+def test_verdict_on_little_text_and_on_a_loss_that_is_not_finite(tmp_path):
+    assert report.verdict(summary()).startswith("1,760 bytes of held-out text are too few to put the model beside")
+    numbers = summary(heldout={"loss": float("nan"), "bits_per_byte": float("inf")})
+    assert numbers["heldout_loss"] is numbers["heldout_bits_per_byte"] is None
+    assert "not finite" in report.verdict(numbers) and "Lower optimizer.learning_rate" in report.verdict(numbers)
+    assert "| held-out loss, nats a token | - |" in report.render(tmp_path, Config(), numbers, "")
+    report.plot_curves({"run": [{"step": 1, "loss": None}]}, tmp_path / "loss.png", numbers)
 
 
 def test_text_of_a_report(tmp_path):
     text = report.render(tmp_path, Config(), summary(), "def main():\n")
     assert report.verdict(summary()) in text
     assert "| held-out bits a byte | 2.0000 |" in text and "| achieved GFLOP/s | 2.0 |" in text
+    assert "| held-out bytes | 1,760 |" in text and "| wall time of the last process, s |" in text
+    assert "Where the time went, over all restarts: setup" in text
+    assert "--config=FILE --workdir=runs/mine" in text
+    mine = report.render(tmp_path, Config(), summary(), "", "--config=mine.py --config.train.steps=5")
+    assert "`hpnlp train --config=mine.py --config.train.steps=5 --workdir=runs/mine" in mine
     assert "step 4.0 s (40 %)" in text and "setup 3.0 s (30 %)" in text
     assert "```\ndef main():\n```" in text and "![loss](loss.png)" in text
     for command in ("generate", "train", "compare"):
@@ -110,6 +125,8 @@ def test_curve_is_drawn_also_with_gaps(tmp_path):
     lines[4:6] = [{"step": 5, "loss": None}, {"step": 5, "heldout_loss": 1.0}]
     report.plot_curves({"run": lines, "begun": [], "other": lines[:2]}, tmp_path / "loss.png")
     picture = matplotlib.image.imread(tmp_path / "loss.png")
+    report.plot_curves({"run": lines}, tmp_path / "scored.png", summary())
+    assert (matplotlib.image.imread(tmp_path / "scored.png") != picture).any()
     assert picture.shape[0] > 300 and picture.std() > 0.01
 
 
@@ -154,6 +171,14 @@ def test_compare_by_loss_where_a_tokenizer_loses_text(tmp_path):
     assert "| held-out loss |" in table and table.index("| 1.2500 |") < table.index("| 1.5000 |")
 
 
+def test_compare_copes_with_a_loss_that_is_not_finite(tmp_path):
+    bad = {"heldout_bits_per_byte": None, "heldout_loss": None}
+    table = report.compare(runs(tmp_path, bad=bad, good={}), tmp_path / "compare.png")
+    header, _, first, second = table.strip().splitlines()
+    assert "| held-out bits/byte |" in header and "| training s |" in header
+    assert "/good | 2.0000 |" in first and "| 5.0 |" in first and "/bad | - |" in second
+
+
 def test_compare_warns_of_different_text(tmp_path):
     table = report.compare(runs(tmp_path, a={}, b={"heldout_bytes": 7}), tmp_path / "compare.png")
     assert "scored on different held-out text: quality cannot be compared" in table
@@ -172,6 +197,8 @@ def test_report_that_is_missing_or_damaged(tmp_path, content, message):
         (tmp_path / "report.json").write_text(content)
     with pytest.raises(InputError, match=message):
         report.compare([tmp_path], tmp_path / "compare.png")
+    with pytest.raises(InputError, match=r"there is no directory .*none': name the workdir of a run"):
+        report.read_report(tmp_path / "none")
 
 
 @pytest.mark.parametrize("out", ["nowhere/compare.png", "compare.nonsense"])
@@ -182,4 +209,4 @@ def test_plot_that_cannot_be_drawn(tmp_path, out):
 
 def test_smoothing_starts_at_the_first_value():
     assert report._smooth([3.0] * 5) == pytest.approx([3.0] * 5)
-    assert report._smooth([1.0, 3.0])[1] == pytest.approx((0.95 * 0.05 * 1.0 + 0.05 * 3.0) / (1 - 0.95**2))
+    assert report._smooth([1.0, 3.0])[1] == pytest.approx((0.9 * 0.1 * 1.0 + 0.1 * 3.0) / (1 - 0.9**2))

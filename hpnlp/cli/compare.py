@@ -26,9 +26,11 @@ def run(argv: Sequence[str]) -> None:
     members = [member for name in runs for member in _members(Path(name))]
     if not members:
         raise cli.InputError("no run is named: hpnlp compare RUN RUN ..., each a workdir with a report.json")
-    table = report.compare(members, cli.FLAGS.out)
-    Path(cli.FLAGS.out).with_suffix(".md").write_text(table, encoding="utf-8")
-    print(f"{table}\n{cli.FLAGS.out}")
+    out = Path(cli.FLAGS.out)
+    out = out if out.suffix else out.with_suffix(".png")
+    table = report.compare(members, out)
+    out.with_suffix(".md").write_text(table, encoding="utf-8")
+    print(f"{table}\n{out}")
 
 
 def _members(path: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from absl import flags
@@ -33,7 +34,7 @@ def run(argv: Sequence[str]) -> None:
     resolved = config.resolve(values)
     result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
     if not result.interrupted:
-        report.write(workdir, resolved, result)
+        report.write(workdir, resolved, result, shlex.join([f"--config={path}", *overrides]))
 
 
 def _fields(argv: Sequence[str]) -> str:

@@ -165,7 +165,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
                 for writer in writers:
                     writer.write(step, {f"heldout_{name}": value for name, value in scores.items()})
                 display.say(f"step {step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
-                better = progress["best"] is None or scores["loss"] < progress["best"] - config.train.min_delta
+                best = math.inf if progress["best"] is None else progress["best"]
+                better = scores["loss"] < best - config.train.min_delta
                 progress |= (
                     {"best": scores["loss"], "bad_evals": 0} if better else {"bad_evals": progress["bad_evals"] + 1}
                 )

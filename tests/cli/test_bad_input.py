@@ -121,7 +121,7 @@ def test_experiment_file_that_is_at_fault(refused, tmp_path, source, message):
         (("train", f"--config={tiny.EXPERIMENT}"), "--workdir is needed, as in --workdir=runs/bytes"),
         (("sweep", "--config=experiments/lm/bytes.py", "--workdir=x"), "has no get_sweep(): define one"),
         (("compare",), "no run is named: hpnlp compare RUN RUN"),
-        (("compare", "/no/such/run"), "/no/such/run has no report.json: finish the run first"),
+        (("compare", "/no/such/run"), "there is no directory '/no/such/run': name the workdir of a run"),
     ],
 )
 def test_what_commands_refuse(refused, argv, message):
