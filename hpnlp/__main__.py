@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 
@@ -16,7 +17,21 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Exits with 0 when done, with 2 and one line where the input is at fault, with 1 and a traceback otherwise."""
+    """Exits with 0 when done, with 2 and one line where the input is at fault, with 1 and a traceback otherwise.
+
+    Where nobody reads what is printed any more, as after `| head`, it ends with 1 and says nothing.
+    """
+    try:
+        try:
+            _main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
+        sys.exit(1)
+
+
+def _main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("--help", "-h", "help"):
         print("hpnlp COMMAND [--flag=value ...]\n\nCommands (each has --help):")

@@ -108,6 +108,7 @@ class Checkpointer:
         """`(state, data iterator's state, progress)` of `step` (default: the newest), laid out as `shapes` says."""
         step = self.step_of(step)
         record = self._record(step)
+        self._check_fits(step, record, {"params": shapes.params, "rest": _rest(shapes)})
         with self._readable(step):
             args = {
                 "params": ocp.args.StandardRestore(shapes.params),
@@ -126,6 +127,7 @@ class Checkpointer:
         if shapes.ema is not None and step > 0:
             return self.restore(shapes, step)[0].ema
         record = self._record(step)
+        self._check_fits(step, record, {"params": shapes.params})
         with self._readable(step):
             args = ocp.args.Composite(params=ocp.args.StandardRestore(shapes.params))
             params = self._manager.restore(step, args=args)["params"]
@@ -151,6 +153,21 @@ class Checkpointer:
                 "use the version of hpnlp that wrote it"
             )
         return found
+
+    def _check_fits(self, step: int, record: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+        """Raises InputError where another model or optimizer was saved, which orbax would take for damage."""
+        for item, tree in shapes.items():
+            with self._readable(step):
+                saved = {name: found.rpartition(":")[0] for name, found in record["checksums"][item].items()}
+            leaves = jax.tree_util.tree_leaves_with_path(tree)
+            expected = {jax.tree_util.keystr(path): _kind(leaf) for path, leaf in leaves}
+            for name in [*expected, *saved]:
+                if saved.get(name) != expected.get(name):
+                    raise InputError(
+                        f"checkpoint {step} in {self.directory} does not fit this config: {item}{name} was saved as "
+                        f"{saved.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}: give the run its old "
+                        "config back, or choose another workdir"
+                    )
 
     @contextlib.contextmanager
     def _disk(self, verb: str) -> Iterator[None]:
@@ -220,12 +237,16 @@ def _words(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
 def _checksum(tree: Any) -> dict[str, int | str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     words = jax.device_get(_words(tree))
     pairs = zip(leaves, jax.tree.leaves(words), strict=True)
     # The dtype stands beside the sum because orbax casts silently to the one that is asked for.
-    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}:{int(word)}" for (path, leaf), word in pairs}
+    return {jax.tree_util.keystr(path): f"{_kind(leaf)}:{int(word)}" for (path, leaf), word in pairs}
 
 
 def _checksums(state: TrainState, data: Any) -> dict[str, Any]:

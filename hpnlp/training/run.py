@@ -50,9 +50,18 @@ def load_config(workdir: str | Path) -> Config:
     try:
         return configs.from_json(path.read_text())
     except FileNotFoundError:
+        if has_checkpoints(workdir):
+            raise InputError(
+                f"{workdir} has checkpoints and no config.json: restore it, for only with it can they be read"
+            ) from None
         raise InputError(
             f"{workdir} holds no run (there is no config.json): train one first, or name another"
         ) from None
+
+
+def has_checkpoints(workdir: str | Path) -> bool:
+    """True where a checkpoint was begun in `workdir`."""
+    return any((Path(workdir) / "checkpoints").glob("[0-9]*"))
 
 
 @contextlib.contextmanager
@@ -68,23 +77,44 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"another process trains in {workdir}: wait for it, or choose another workdir") from None
-        if (workdir / "config.json").exists() and not accept_changes:
-            changes = configs.differences(load_config(workdir), config)
-            if {path.name for path in (workdir / "checkpoints").glob("*")} == {"0"}:  # converted, not trained yet
-                changes = [change for change in changes if change.startswith("model.")]
-            if changes:
-                raise InputError(
-                    f"{workdir} was made by another config ({'; '.join(changes)}): choose another workdir, or pass "
-                    "--accept_changes to go on with the new one"
-                )
+        _check_changes(workdir, config, accept_changes)
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise InputError(
+                    f"the disk of {workdir} is full: free some space and run the same command again"
+                ) from error
+            if error.errno in (errno.EPERM, errno.EACCES, errno.EROFS):
+                raise InputError(
+                    f"cannot write to {error.filename or workdir} ({error.strerror}): mend its permissions and run the "
+                    "same command again"
+                ) from error
+            raise
+
+
+def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
+    """Raises InputError where the run in `workdir` was begun with another config, and may not go on with this one."""
+    if not (workdir / "config.json").exists():
+        if has_checkpoints(workdir) and not accept_changes:
             raise InputError(
-                f"the disk of {workdir} is full: free some space and run the same command again"
-            ) from error
+                f"{workdir} has checkpoints and no config.json: restore it, choose another workdir, or pass "
+                "--accept_changes to go on with this config"
+            )
+        return
+    changes = configs.differences(load_config(workdir), config)
+    if {path.name for path in (workdir / "checkpoints").glob("*")} == {"0"}:  # converted, not trained yet
+        changes = [change for change in changes if change.startswith("model.")]
+    for change in changes:
+        if change.startswith("data.tokenizer") and accept_changes:
+            raise InputError(
+                f"a run that has begun keeps its tokenizer ({change}): choose another workdir, or give it its old one"
+            )
+    if changes and not accept_changes:
+        raise InputError(
+            f"{workdir} was made by another config ({'; '.join(changes)}): choose another workdir, or pass "
+            "--accept_changes to go on with the new one"
+        )
 
 
 def write_config(workdir: Path, config: Config) -> None:

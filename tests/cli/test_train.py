@@ -1,7 +1,9 @@
 """`hpnlp train` as a process: what it leaves, how it ends, and what it makes of being killed."""
 
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,8 +126,23 @@ def test_other_config_is_refused_with_what_differs(undisturbed, run):
     # The parameters cannot follow, also where that is accepted; nothing is lost by trying.
     outcome = run(*COMMAND, f"--workdir={workdir}", "--config.model.dim=32", "--accept_changes")
     assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert "checkpoint 30 cannot be read" in outcome.err
+    assert "checkpoint 30 in " in outcome.err and " does not fit this config: params['embed']['table']" in outcome.err
+    assert "was saved as float32[264, 16], expected float32[264, 32]: give the run its old config back" in outcome.err
+    outcome = run(*COMMAND, f"--workdir={workdir}", "--config.optimizer.name=lion", "--accept_changes")
+    assert outcome.code == 2 and "does not fit this config: rest['opt_state']" in outcome.err
+    outcome = run(*COMMAND, f"--workdir={workdir}", "--config.data.tokenizer=words(90)", "--accept_changes")
+    assert outcome.code == 2 and "a run that has begun keeps its tokenizer (data.tokenizer: 'bytes' ->" in outcome.err
     assert metrics_of(workdir) == before
+
+
+def test_checkpoints_without_their_config(undisturbed, run, tmp_path):
+    shutil.copytree(undisturbed[0], tmp_path / "run")
+    (tmp_path / "run" / "config.json").unlink()
+    outcome = run(*COMMAND, f"--workdir={tmp_path / 'run'}")
+    assert outcome.code == 2 and "has checkpoints and no config.json: restore it, choose another" in outcome.err
+    outcome = run("generate", f"--workdir={tmp_path / 'run'}")
+    assert outcome.code == 2 and "has checkpoints and no config.json: restore it" in outcome.err
+    assert run(*COMMAND, f"--workdir={tmp_path / 'run'}", "--accept_changes").code == 0
 
 
 def test_config_may_be_changed_where_that_is_accepted(undisturbed, run, tmp_path):
@@ -167,6 +184,15 @@ def test_other_errors_end_with_a_traceback_and_1():
     outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert outcome.returncode == 1
     assert "Traceback" in outcome.stderr and "No module named 'hpnlp.cli.tain'" in outcome.stderr
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])
+def test_closed_pipe_ends_it_without_a_word(argv):
+    reader, writer = os.pipe()
+    os.close(reader)
+    outcome = subprocess.run([sys.executable, "-m", "hpnlp", *argv], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (outcome.returncode, outcome.stderr) == (1, b"")
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The loop: whatever interrupts a run, what it leaves in its directory is what an undisturbed run leaves."""
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from hpnlp.training import config as configs
 from hpnlp.training import loop, metrics
 from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.run import claimed
 from hpnlp.types import InputError
 from tests import tiny
 
@@ -258,3 +260,16 @@ def test_debug_nans_stops_at_the_operation(tmp_path):
     with pytest.raises(FloatingPointError, match="nan"):
         train(tmp_path, train__debug_nans=True, optimizer__learning_rate=1e30, optimizer__clip_norm=0.0)
     assert not jax.config.jax_debug_nans
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (errno.ENOSPC, "the disk of .* is full: free some space and run the same command again"),
+        (errno.EACCES, r"cannot write to x.json \(Permission denied\): mend its permissions and run the same command"),
+        (errno.EROFS, r"cannot write to x.json \(Read-only file system\): mend"),
+    ],
+)
+def test_directory_that_takes_no_more(tmp_path, code, message):
+    with pytest.raises(InputError, match=message), claimed(tmp_path, tiny.make(), False):
+        raise OSError(code, os.strerror(code), "x.json")
