@@ -5,15 +5,16 @@
 # interpreter or the checkout's place changes. A set-up that did not finish is started afresh.
 
 CANDIDATES := $(or $(PYTHON),python3 python3.12 python3.11 python3.13 python3.14)
-# The first of them that runs and is new enough: its name, its version, and a key of what an environment depends on.
+# The first of them that runs and is new enough: its version, a key of what an environment depends on, and its path.
+# In an active environment these are of the interpreter beneath, so that .venv neither changes nor is made by itself.
 IDENTIFY := import hashlib, os, sys; assert sys.version_info >= (3, 11); \
-	key = hashlib.sha256(repr((sys.version, sys.executable, os.getcwd())).encode()).hexdigest()[:12]; \
-	print("%d.%d %s" % (*sys.version_info[:2], key))
+	key = hashlib.sha256(repr((sys.version, os.path.realpath(sys.base_prefix), os.getcwd())).encode()).hexdigest()[:12]; \
+	print("%d.%d %s %s" % (*sys.version_info[:2], key, getattr(sys, "_base_executable", "") or sys.executable))
 FOUND := $(shell for python in $(CANDIDATES); do \
-	identity=$$($$python -c '$(IDENTIFY)' 2>/dev/null) && echo $$python $$identity && break; done)
-VENV ?= .venv$(if $(PYTHON),-$(word 2,$(FOUND)))
+	identity=$$($$python -c '$(IDENTIFY)' 2>/dev/null) && echo $$identity && break; done)
+VENV ?= .venv$(if $(PYTHON),-$(word 1,$(FOUND)))
 BIN := $(VENV)/bin
-MADE := $(VENV)/.hpnlp-made-$(word 3,$(FOUND))
+MADE := $(VENV)/.hpnlp-made-$(word 2,$(FOUND))
 UNFINISHED := $(VENV)/.hpnlp-unfinished
 
 WORKDIR ?= runs/bytes
@@ -83,7 +84,7 @@ define install
 		echo "$(VENV) is not of this Makefile's making: move it away, or choose another place with VENV=..."; exit 1; fi
 	@echo "Setting up $(VENV) for $(lastword $(2)): once, and a minute or two."
 	@if [ ! -e $(MADE) ] || [ -e $(UNFINISHED) ]; then \
-		rm -rf $(VENV) && mkdir -p $(VENV) && touch $(UNFINISHED) && $(firstword $(FOUND)) -m venv $(VENV) && touch $(MADE); fi
+		rm -rf $(VENV) && mkdir -p $(VENV) && touch $(UNFINISHED) && '$(wordlist 3,99,$(FOUND))' -m venv $(VENV) && touch $(MADE); fi
 	@touch $(UNFINISHED)
 	@$(call pip,-qq,$(1)) || { echo 'Once more, with all that pip says:'; $(call pip,,$(1)); }
 	@touch $(foreach level,$(2),$(MADE)-$(level)) && rm $(UNFINISHED)
