@@ -18,7 +18,10 @@ import numpy as np
 from hpnlp.types import InputError
 
 _INDEX = "index.json"
-_WORK = "tmp-"
+# Entries in the making. A cache may lie in a directory that holds other things, so what is removed there must be
+# unmistakably ours: it has this prefix, and the marker in it.
+_WORK = ".hpnlp-unfinished-"
+_MARKER = "made-by-hpnlp"
 _STALE_SECONDS = 7 * 24 * 3600
 _BUFFER = 1 << 18
 
@@ -51,12 +54,14 @@ def cached(root: str, name: str, write: Callable[[str], Mapping[str, Any]]) -> t
     try:
         os.makedirs(root, exist_ok=True)
         _remove_stale(root)
-        work = tempfile.mkdtemp(prefix=_WORK, dir=root)
-        record = dict(write(work))
-        sizes = {file: os.path.getsize(os.path.join(work, file)) for file in sorted(os.listdir(work))}
-        with open(os.path.join(work, _INDEX), "w", encoding="utf-8") as file:
+        work = _workspace(root)
+        fresh = os.path.join(work, "entry")
+        os.mkdir(fresh)  # with the permissions of the umask, so that others can read a shared cache
+        record = dict(write(fresh))
+        sizes = {file: os.path.getsize(os.path.join(fresh, file)) for file in sorted(os.listdir(fresh))}
+        with open(os.path.join(fresh, _INDEX), "w", encoding="utf-8") as file:
             json.dump({"files": sizes, "record": record}, file)
-        _move_into_place(work, final)
+        _move_into_place(fresh, final)
     except OSError as error:
         raise InputError(
             f"cannot write the data cache {root!r}: {error.strerror or error}: free some space there, or pass "
@@ -80,10 +85,17 @@ def _read_record(path: str) -> dict[str, Any] | None:
     return None
 
 
-def _move_into_place(work: str, final: str) -> None:
+def _workspace(root: str) -> str:
+    """A new directory under `root`, which a later process removes where this one dies."""
+    work = tempfile.mkdtemp(prefix=_WORK, dir=root)
+    with open(os.path.join(work, _MARKER), "wb"):
+        return work
+
+
+def _move_into_place(fresh: str, final: str) -> None:
     while True:
         try:
-            os.rename(work, final)
+            os.rename(fresh, final)
             return
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -92,7 +104,7 @@ def _move_into_place(work: str, final: str) -> None:
             return  # another process was first
         # What stands there is damaged. It is moved aside first, so that nobody meets half of it.
         with contextlib.suppress(FileNotFoundError):
-            aside = tempfile.mkdtemp(prefix=_WORK, dir=os.path.dirname(final))
+            aside = _workspace(os.path.dirname(final))
             os.rename(final, os.path.join(aside, "damaged"))
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -100,11 +112,13 @@ def _move_into_place(work: str, final: str) -> None:
 def _remove_stale(root: str) -> None:
     """Removes what killed processes left behind, judged by the newest write."""
     for entry in os.scandir(root):
-        if entry.name.startswith(_WORK) and entry.is_dir(follow_symlinks=False):
-            with contextlib.suppress(OSError):
-                newest = max([entry.stat().st_mtime, *(file.stat().st_mtime for file in os.scandir(entry.path))])
-                if newest < time.time() - _STALE_SECONDS:
-                    shutil.rmtree(entry.path, ignore_errors=True)
+        if not (entry.name.startswith(_WORK) and entry.is_dir(follow_symlinks=False)):
+            continue
+        with contextlib.suppress(OSError):
+            inside = [os.path.join(at, name) for at, *names in os.walk(entry.path) for name in sum(names, [])]
+            newest = max(os.lstat(path).st_mtime for path in [entry.path, *inside])
+            if os.path.join(entry.path, _MARKER) in inside and newest < time.time() - _STALE_SECONDS:
+                shutil.rmtree(entry.path, ignore_errors=True)
 
 
 class TokenWriter:

@@ -91,17 +91,46 @@ def test_kill_in_the_middle(stories, tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(stories), str(tmp_path)], cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL
     (left,) = os.listdir(tmp_path)
-    assert left.startswith("tmp-")
+    assert left.startswith(".hpnlp-unfinished-")
     config = DataConfig(path=str(stories), cache=str(tmp_path), seq_len=32)
     corpus = prepare(config)
     assert corpus.train_documents + corpus.heldout_documents == 40
     # What the dead left is removed in time, and not before: the living may still be writing.
     assert left in os.listdir(tmp_path)
-    old = time.time() - 30 * 24 * 3600
-    for name in [*(tmp_path / left).iterdir(), tmp_path / left]:
-        os.utime(name, (old, old))
+    inside = sorted((tmp_path / left).rglob("*"))
+    assert (tmp_path / left / "entry" / "train.tokens") in inside
+    make_old(*inside[:-1], tmp_path / left)
     store.cached(str(tmp_path), "another", writer("x"))
+    assert left in os.listdir(tmp_path)
+    make_old(inside[-1])
+    store.cached(str(tmp_path), "one more", writer("x"))
     assert left not in os.listdir(tmp_path)
+
+
+def make_old(*paths):
+    old = time.time() - 30 * 24 * 3600
+    for path in paths:
+        os.utime(path, (old, old))
+
+
+@pytest.mark.parametrize("name", ["tmp-thesis", ".hpnlp-unfinished-mine"])
+def test_nothing_of_others_is_removed(tmp_path, name):
+    """A cache may lie in any directory: `data.cache=.` for one."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "chapter.tex").write_text("years of work")
+    make_old(tmp_path / name / "chapter.tex", tmp_path / name)
+    store.cached(str(tmp_path), "entry", writer("one"))
+    assert (tmp_path / name / "chapter.tex").exists()
+
+
+def test_others_may_read_as_far_as_the_umask_says(tmp_path):
+    before = os.umask(0o022)
+    try:
+        path, _ = store.cached(str(tmp_path), "entry", writer("one"))
+    finally:
+        os.umask(before)
+    modes = [os.stat(name).st_mode & 0o777 for name in (path, os.path.join(path, "data"))]
+    assert modes == [0o755, 0o644]
 
 
 def test_disk_that_does_not_take_it(tmp_path):
