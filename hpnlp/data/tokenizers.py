@@ -10,6 +10,7 @@ import collections
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -175,6 +176,20 @@ def load(path: str) -> Tokenizer:
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise InputError(f"{path!r} is damaged: `words` is not a list of strings: save it again")
     return WordTokenizer(words)
+
+
+def save_whole(tokenizer: Tokenizer, directory: str) -> None:
+    """Saves `tokenizer` in `directory` so that a kill or a full disk leaves no half of it: what is there is complete."""
+    fresh = os.path.join(directory, "tokenizer.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
+    os.mkdir(fresh)
+    try:
+        tokenizer.save(os.path.join(fresh, "tokenizer.json"))
+        # The last is tokenizer.json, by which readers know that the others are there.
+        for name in sorted(os.listdir(fresh), key=lambda name: name == "tokenizer.json"):
+            os.replace(os.path.join(fresh, name), os.path.join(directory, name))
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def encode_all(tokenizer: Tokenizer, texts: Sequence[bytes]) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from hpnlp.data.stream import Corpus, prepare
+from hpnlp.data.tokenizers import save_whole
 from hpnlp.models.lm import LM
 from hpnlp.parallel import plan as planning
 from hpnlp.training.checkpoint import Checkpointer
@@ -83,8 +84,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
                 rows.set_state(data_state)
                 first = int(state.step)
                 clock = Clock(progress["seconds"])
-            if not (workdir / "tokenizer.json").exists():
-                corpus.tokenizer.save(str(workdir / "tokenizer.json"))
+            if not begun or not (workdir / "tokenizer.json").exists():
+                save_whole(corpus.tokenizer, str(workdir))
             write_config(workdir, config)
 
         jsonl = JsonlWriter(workdir, first)

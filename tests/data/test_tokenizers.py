@@ -1,6 +1,8 @@
 """Tokenizers: what goes in comes out, vocabularies are deterministic, and what cannot be read says why."""
 
+import errno
 import json
+import os
 import re
 import sys
 
@@ -11,7 +13,7 @@ import tokenizers as hf
 from hypothesis import strategies as st
 
 from hpnlp.data import tokenizers
-from hpnlp.data.tokenizers import build, load
+from hpnlp.data.tokenizers import HFTokenizer, build, load, save_whole
 from hpnlp.types import InputError, Tokenizer
 
 TEXTS = [
@@ -266,3 +268,25 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(InputError, match=re.escape("pip install hpnlp[hf]")):
         build("bpe(320)", TEXTS)
+
+
+class FullDisk(HFTokenizer):
+    def save(self, path):
+        super().save(path)
+        os.truncate(path, 10)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_saved_whole_or_not_at_all(trained, tmp_path, monkeypatch):
+    tokenizer = trained["bpe(320)"]
+    order, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda source, target: (order.append(target), replace(source, target)))
+    (tmp_path / "tokenizer.tmp").mkdir()
+    (tmp_path / "tokenizer.tmp" / "tokenizer.json").write_text("half of")  # a run was killed here
+    with pytest.raises(OSError, match="No space left"):
+        save_whole(FullDisk(tokenizer._inner, {}), str(tmp_path))
+    assert os.listdir(tmp_path) == []
+    save_whole(tokenizer, str(tmp_path))
+    assert [os.path.basename(path) for path in order] == ["tokenizer_config.json", "tokenizer.json"]
+    assert sorted(os.listdir(tmp_path)) == ["tokenizer.json", "tokenizer_config.json"]
+    assert load(str(tmp_path)).vocab_size == tokenizer.vocab_size

@@ -124,6 +124,12 @@ def test_signal_saves_and_the_same_command_goes_on(undisturbed, tmp_path, monkey
     assert f"going on from step {result.step}" in capsys.readouterr().out
 
 
+def test_half_a_tokenizer_of_a_run_that_had_not_begun_is_written_again(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"type": "by')
+    train(tmp_path, train__steps=1, train__eval_every=0)
+    assert json.loads(read(tmp_path, "tokenizer.json"))["type"] == "bytes"
+
+
 class Crash(BaseException):
     pass
 
