@@ -37,8 +37,8 @@ class DataConfig:
     """What is read and how it is cut into batches.
 
     path: "stdlib" (the source of the running Python's standard library, without tests and site-packages), a file, a
-      directory or a glob; several separated by commas. By extension, files are JSONL, Parquet, `.npy` (token ids), or
-      text.
+      directory or a glob; several separated by commas, each file read once. By extension, files are JSONL, Parquet,
+      `.npy` (token ids), or text.
     weights: a source's share of the training tokens, one a source, to within one percent; () takes each source once an
       epoch.
     tokenizer: "bytes", "words(CAP)", "bpe(SIZE)", or the path of a tokenizer.json.
@@ -46,7 +46,7 @@ class DataConfig:
     seq_len: tokens a row. batch_size: rows of one optimizer step, over all processes.
     heldout: fraction of documents held out, chosen by a hash of their names; where that leaves nothing on one side, one
       document. A lone text file counts as many documents: it is cut at line ends.
-    heldout_path: text to hold out instead, all of it.
+    heldout_path: text to hold out instead, all of it; files that are also under `path` are not trained on.
     heldout_bytes: evaluate on a fixed sample of the held-out documents of at most so many bytes; 0 takes all.
     packing: "concat" lays documents one after another and cuts rows where they fill; "fit" keeps documents whole, or in
       pieces of seq_len, and fills rows with those that fit.
@@ -77,9 +77,14 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
     """
     _check(config)
     progress = progress or (lambda what, done, total: None)
+    sources = text.find(config.path, "data.path")
+    heldout_sources = text.find(config.heldout_path, "data.heldout_path") if config.heldout_path else ()
+    if heldout_sources:
+        held = [file.path for source in heldout_sources for file in source.files]
+        sources = text.distinct(sources, "data.path", held, "held out by data.heldout_path")
     ingest = Ingest(
-        sources=text.find(config.path, "data.path"),
-        heldout_sources=text.find(config.heldout_path, "data.heldout_path") if config.heldout_path else (),
+        sources=sources,
+        heldout_sources=heldout_sources,
         text_field=config.text_field,
         prompt_field=config.prompt_field,
         heldout=config.heldout,
@@ -155,7 +160,8 @@ class Corpus:
         self._train = store.Tokens(directory, "train", record["train"])
         self._heldout = store.Tokens(directory, "heldout", record["heldout"])
         self._bounds = record["bounds"]
-        self._digest = record["train"]["digest"]
+        # Of the held-out text, too: losses on another cannot be put beside those that a run has seen.
+        self._digests = {"corpus": record["train"]["digest"], "held-out text": record["heldout"]["digest"]}
         self.train_tokens: int = record["train"]["tokens"]
         self.train_documents: int = record["train"]["documents"]
         self.heldout_tokens: int = record["heldout"]["tokens"]
@@ -207,7 +213,7 @@ class Corpus:
         )
         # One thread, two batches ahead, hides the page faults of text that is not in memory yet: no more is needed.
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-        return Batches(iter(batches.to_iter_dataset(ahead)), {"corpus": self._digest, "packing": self.config.packing})
+        return Batches(iter(batches.to_iter_dataset(ahead)), {**self._digests, "packing": self.config.packing})
 
     def heldout(
         self,
@@ -296,7 +302,8 @@ class Batches:
         """Goes to where `get_state` stood. Raises InputError where the state is damaged or of other data."""
         try:
             version, batches = state["version"], int(state["batches"])
-            differing = [name for name, value in self._made_from.items() if state[name] != value]
+            # What a state does not tell does not count against it: the first ones said nothing of the held-out text.
+            differing = [name for name, value in self._made_from.items() if state.get(name, value) != value]
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"the data iterator's state is damaged ({error!r}): take another checkpoint") from error
         if version != _STATE_VERSION:

@@ -13,7 +13,7 @@ import io
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,10 +104,32 @@ class LeftOut(dict[str, list[Any]]):
 def find(paths: str, argument: str) -> tuple[Source, ...]:
     """The sources that `paths` names: "stdlib", a file, a directory or a glob; several separated by commas.
 
-    Files are sorted by name. argument: what to call `paths` in messages. Raises InputError for a path that does not
-    exist or holds no file to read.
+    Files are sorted by name. A file that several names lead to is read once. argument: what to call `paths` in messages.
+    Raises InputError for a path that does not exist or holds no file to read.
     """
-    return tuple(_find_one(path.strip(), argument) for path in paths.split(","))
+    return distinct([_find_one(path.strip(), argument) for path in paths.split(",")], argument, (), "given twice")
+
+
+def distinct(sources: Sequence[Source], argument: str, known: Iterable[str], reason: str) -> tuple[Source, ...]:
+    """`sources` without the files that are links to, or the same as, one of `known` or one before them.
+
+    A document is held out by its name, so a file of two names could be trained on by one and scored by the other. Within
+    a source the name with the fewest directories stands: what a link adds changes nothing. reason: what those left out
+    are counted as.
+    """
+    seen, result = {os.path.realpath(path) for path in known}, []
+    for source in sources:
+        kept, left_out = set(), LeftOut()
+        left_out.merge(source.left_out)
+        for file in sorted(source.files, key=lambda file: (file.name.count("/"), file.name)):
+            real = os.path.realpath(file.path)
+            kept.add(file) if real not in seen else left_out.add(reason, file.name)
+            seen.add(real)
+        if not kept:
+            raise InputError(f"{argument}={source.path!r} adds no file{_but(left_out)}: leave it out, or pass another")
+        files = tuple(file for file in source.files if file in kept)
+        result.append(dataclasses.replace(source, files=files, left_out=left_out))
+    return tuple(result)
 
 
 def _find_one(path: str, argument: str) -> Source:

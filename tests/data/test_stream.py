@@ -199,8 +199,16 @@ def test_heldout_path(stories, tmp_path):
     (tmp_path / "test.txt").write_text("held out " * 10)
     corpus = prepare(config(stories, heldout_path=str(tmp_path), heldout_bytes=5))
     assert corpus.train_documents == 40 and corpus.read_heldout() == b"held out " * 10
-    same = prepare(config(stories, heldout_path=str(stories)))
-    assert same.train_documents == same.heldout_documents == 40
+
+
+def test_what_is_held_out_is_not_trained_on(stories, tmp_path):
+    (tmp_path / "link").symlink_to(stories, target_is_directory=True)
+    for path in (stories / "1*.txt", tmp_path / "link" / "1*.txt"):
+        corpus = prepare(config(stories, heldout_path=str(path)))
+        assert (corpus.train_documents, corpus.heldout_documents) == (30, 10)
+        assert "left out: 10 held out by data.heldout_path (10.txt, ...)" in corpus.summary
+    with pytest.raises(InputError, match="adds no file .left out: 40 held out by data.heldout_path .00.txt, "):
+        prepare(config(stories, heldout_path=str(stories)))
 
 
 def test_prompts_carry_no_loss(tmp_path):
@@ -260,11 +268,19 @@ def test_cache(tmp_path, cache):
     assert len(calls) == 80
 
 
-def test_state_of_other_data(stories, mixture):
+def test_state_of_other_data(stories, mixture, tmp_path):
     batches = prepare(config(stories)).train(seed=0)
     state = batches.get_state()
-    with pytest.raises(InputError, match="of another corpus: .*old data back"):
+    with pytest.raises(InputError, match="of another corpus and held-out text: .*old data back"):
         prepare(config(mixture)).train(seed=0).set_state(state)
+    (tmp_path / "other.txt").write_text("other text")
+    options = [{"heldout_path": str(path)} for path in (stories / "00.txt", tmp_path / "other.txt")]
+    scored, changed = (prepare(config(mixture, **some)) for some in options)
+    state_then = scored.train(seed=0).get_state()
+    with pytest.raises(InputError, match="of another held-out text: .*old data back"):
+        changed.train(seed=0).set_state(state_then)
+    del state_then["held-out text"]
+    changed.train(seed=0).set_state(state_then)  # of before it was noted
     with pytest.raises(InputError, match="of another packing"):
         prepare(config(stories, packing="fit")).train(seed=0).set_state(state)
     for damaged in ({}, *({**state, "batches": value} for value in ("many", None, -1, 10**18))):

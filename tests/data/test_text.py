@@ -90,6 +90,20 @@ def test_several_sources(tree):
     assert [len(source.files) for source in sources[:2]] == [1, 1] and len(sources[2].files) > 100
 
 
+def test_each_file_is_read_once(tree):
+    once = [document.name for document in read(tree)[0]]
+    (tree / "aa.txt").symlink_to(tree / "sub" / "c")
+    documents, left_out = read(tree)
+    assert [d.name for d in documents] == ["a.md", "aa.txt", *once[1:-1]] and left_out["given twice"] == [1, "sub/c"]
+    documents, left_out = read(tree / "**" / "*.txt")  # which follows the link `around` as far as the system lets it
+    assert [d.name for d in documents] == ["aa.txt", "b.txt"] and left_out["given twice"][0] > 3
+    first, second = text.find(f"{tree}/sub,{tree}", "data.path")
+    assert [file.name for file in first.files] == ["c"] and "sub/c" not in [file.name for file in second.files]
+    assert second.left_out["given twice"] == [2, "aa.txt"]
+    with pytest.raises(InputError, match="data.path='.*/sub' adds no file .*1 given twice .c.*: leave it out"):
+        text.find(f"{tree},{tree}/sub", "data.path")
+
+
 def test_stdlib():
     (source,) = text.find("stdlib", "data.path")
     names = [file.name for file in source.files]
