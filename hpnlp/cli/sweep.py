@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ USAGE = """
 hpnlp sweep --config=FILE --workdir=DIR [--config.section.field=value ...]
 
 FILE defines get_sweep(), a list of overrides as {"model.dim": 128}. Each member trains in a process and a directory of
-its own under DIR; a finished one is not run again, an interrupted one goes on, a failed one does not stop the others.
+its own under DIR; a finished one is only reported again, an interrupted one goes on, a failed one does not stop the
+others. Ctrl-C saves the member that trains and ends the list.
 """
 
 flags.DEFINE_string("config", None, "An experiment file with get_config() and get_sweep().")
@@ -30,34 +33,65 @@ def run(argv: Sequence[str]) -> None:
     cli.parse(argv, USAGE)
     config, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))
     members = _sweep(config)
-    failed = []
+    done, failed = [], []
     for index, overrides in enumerate(members):
         member = workdir / _name(index, overrides)
-        if (member / "report.json").exists():
-            print(f"[{index + 1}/{len(members)}] {member.name}: finished before")
-            continue
         print(f"[{index + 1}/{len(members)}] {member.name}", flush=True)
         flags_of = [f"--config.{name}={value}" for name, value in overrides.items()]
-        command = ["train", f"--config={config}", f"--workdir={member}", *passed_on, *flags_of]
-        code = subprocess.run([sys.executable, "-m", "hpnlp", *command], check=False).returncode
-        if not (member / "report.json").exists():
+        # Also of members that are finished: it is quick, and refuses those that another command has made.
+        code, stopped_by = _train([f"--config={config}", f"--workdir={member}", *passed_on, *flags_of])
+        if stopped_by:
+            raise cli.InputError(f"{stopped_by}: stopped in {member.name}; the same command goes on from there")
+        if code == 0 and (member / "report.json").exists():
+            done.append(member)
+        else:
             failed.append(member.name)
             print(f"[{index + 1}/{len(members)}] {member.name}: not finished (exit code {code})", flush=True)
 
     from hpnlp import report
 
-    done = [path.parent for path in sorted(workdir.glob("*/report.json"))]
     if done:
-        print(report.compare(done, workdir / "compare.png"))
+        print(report.compare(done, workdir / "compare.png"), flush=True)
     if failed:
         raise cli.InputError(f"{len(failed)} of {len(members)} members did not finish ({', '.join(failed)}): run again")
 
 
-def _sweep(path: str) -> list[Mapping[str, Any]]:
+def _train(argv: Sequence[str]) -> tuple[int, str]:
+    """The exit code of `hpnlp train` in a process of its own, and the signal that came meanwhile, or "". The member gets
+    SIGTERM for each, whatever it was: it saves on the first, and ends at once on the second.
+    """
+    received, member = [], None
+
+    def pass_on(number: int, frame: Any) -> None:
+        received.append(signal.Signals(number).name)
+        if member is not None:
+            member.terminate()
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        # The member inherits what is blocked: a terminal sends Ctrl-C to both, and to the member that is once too often.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        member = subprocess.Popen([sys.executable, "-m", "hpnlp", "train", *argv])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        if received:  # while there was no member to pass it on to
+            member.terminate()
+        return member.wait(), "".join(received[:1])
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _sweep(config: str) -> list[Mapping[str, Any]]:
+    path, *argument = config.split(":", 1)
     module = experiment.load(path)
     if not hasattr(module, "get_sweep"):
         raise cli.InputError(f"{path} has no get_sweep(): define one that returns a list of overrides")
-    return list(experiment.call(path, module.get_sweep))
+    members = experiment.call(path, module.get_sweep, *(argument if signature(module.get_sweep).parameters else ()))
+    if not (isinstance(members, Sequence) and members and all(isinstance(member, Mapping) for member in members)):
+        raise cli.InputError(
+            f'{path}: get_sweep() returned {members!r:.80}: return a list as [{{"model.dim": 64}}, ...]'
+        )
+    return list(members)
 
 
 def _name(index: int, overrides: Mapping[str, Any]) -> str:
