@@ -77,7 +77,9 @@ class Tokenizer(Protocol):
     bos_id: int | None
     eos_id: int | None
     pad_id: int
-    lossless: bool  # decode(encode(x)) == x for every x that encode accepts
+    # decode(encode(x)) == x for every x that encode accepts, and there is a bos: without one nothing predicts the first
+    # token of a document, and bits a byte would count bytes that cost nothing.
+    lossless: bool
 
     def encode(self, text: bytes) -> np.ndarray:
         """int32 ids of one document, without bos and eos. Raises InputError where `text` is not what it needs."""

@@ -52,7 +52,8 @@ class HFTokenizer:
         self.eos_id: int | None = self._role_id("eos")
         self.bos_id: int | None = _first(self._role_id("bos"), self.eos_id)
         self.pad_id: int = _first(self._role_id("pad"), self.eos_id, 0)
-        self.lossless: bool = self._is_byte_level and self._form["normalizer"] is None and not self._adds_space
+        exact = self._is_byte_level and self._form["normalizer"] is None and not self._adds_space
+        self.lossless: bool = exact and self.bos_id is not None
 
     @classmethod
     def train(cls, size: int, texts: Iterable[bytes]) -> HFTokenizer:

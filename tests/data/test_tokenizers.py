@@ -171,6 +171,16 @@ def test_load_knows_what_is_lossless(tmp_path, add_prefix_space):
     assert load(str(tmp_path)).lossless == (not add_prefix_space)
 
 
+def test_without_bos_and_eos_none_is_lossless(tmp_path):
+    form = json.loads(make_bpe().to_str())
+    form["added_tokens"] = []
+    del form["model"]["vocab"]["<|endoftext|>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(form))
+    tokenizer = load(str(tmp_path))
+    assert (tokenizer.bos_id, tokenizer.lossless) == (None, False)
+    assert tokenizer.decode(tokenizer.encode(TEXTS[0])) == TEXTS[0]
+
+
 def test_load_wordpiece(tmp_path):
     make_wordpiece().save(str(tmp_path / "tokenizer.json"))
     tokenizer = load(str(tmp_path))
