@@ -199,9 +199,13 @@ class Tokens:
 
     def raw(self, index: int | None = None) -> bytes:
         """The bytes that document `index` came from; those of all documents for None. Only where they were kept."""
-        with open(self._raw_path, "rb") as file:
-            if index is None:
-                return file.read()
-            start = int(self._raw_ends[index - 1]) if index else 0
-            file.seek(start)
-            return file.read(int(self._raw_ends[index]) - start)
+        start = int(self._raw_ends[index - 1]) if index else 0
+        try:
+            with open(self._raw_path, "rb") as file:
+                file.seek(start)
+                return file.read(-1 if index is None else int(self._raw_ends[index]) - start)
+        except OSError as error:
+            raise InputError(
+                f"cannot read {self._raw_path!r}: {error.strerror}: where the data cache was removed meanwhile, run the "
+                "same command again, which makes it anew"
+            ) from error

@@ -165,7 +165,10 @@ def _find_one(path: str, argument: str) -> Source:
                 raise InputError(f"{argument}: {file!r} is compressed, which is not read: unpack it")
             left_out.add("compressed", name)
             continue
-        stat = os.stat(file)
+        try:
+            stat = os.stat(file)
+        except OSError as error:
+            raise InputError(f"cannot read {file!r}: {error.strerror}: mend or remove it") from error
         files.append(File(os.path.abspath(file), name.replace(os.sep, "/"), stat.st_size, stat.st_mtime_ns))
     if not files:
         raise InputError(f"{argument}={path!r} holds no file to read{_but(left_out)}: pass one that does")
@@ -341,6 +344,10 @@ def _check_columns(schema: Any, columns: list[str], path: str) -> None:
     for argument, column in zip(("text_field", "prompt_field"), columns, strict=False):
         if column not in schema.names:
             raise _missing_field(column, argument, schema.names, path)
+        if schema.names.count(column) > 1:
+            raise InputError(
+                f"{path}: has more than one column {column!r}: rename one, or pass another data.{argument}"
+            )
         kind = str(schema.field(column).type)
         if kind not in ("string", "large_string", "binary", "large_binary"):
             raise InputError(f"{path}: column {column!r} holds {kind}, expected strings: pass another data.{argument}")

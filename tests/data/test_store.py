@@ -196,3 +196,6 @@ def test_tokens(tmp_path, vocab_size, dtype):
         np.testing.assert_array_equal(tokens.document(i), ids)
         assert tokens.raw(i) == raw
     assert tokens.raw() == b"firstthird"
+    os.remove(tmp_path / "x.raw")
+    with pytest.raises(InputError, match="cannot read .*x.raw': No such file .* run the same command again"):
+        tokens.raw()

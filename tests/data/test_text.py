@@ -213,6 +213,19 @@ def test_bad_parquet(tmp_path, monkeypatch):
         read(path)
 
 
+def test_parquet_with_a_column_twice(tmp_path):
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "x.parquet")
+    with pytest.raises(InputError, match="x.parquet: has more than one column 'text': rename one"):
+        read(tmp_path)
+
+
+def test_file_that_vanishes_while_files_are_listed(tmp_path, monkeypatch):
+    write(tmp_path / "a.txt", "text")
+    monkeypatch.setattr(text, "_walk", lambda *args: ["a.txt", "gone.txt"])
+    with pytest.raises(InputError, match="cannot read '.*gone.txt': No such file or directory: mend or remove it"):
+        read(tmp_path)
+
+
 @hypothesis.given(st.lists(st.integers(0, 3), max_size=30))
 def test_ids_are_split_after_eos(ids):
     parts = [ids[start:end] for start, end in text.split_ids(np.array(ids, np.uint8), 0)]
