@@ -61,7 +61,8 @@ class Embed(nn.Module):
         self.table = param(self, "table", embed_init, (self.rows, self.dim), (self.axis, "embed"))
 
     def __call__(self, ids: Int[Array, "*tokens"], dtype: Any = jnp.float32) -> Float[Array, "*tokens D"]:
-        return self.table[ids].astype(dtype)
+        # Rows are looked up whole: where their features are spread, XLA would replicate all that was looked up.
+        return constrain(self.table, self.axis, "hidden")[ids].astype(dtype)
 
 
 class RMSNorm(nn.Module):
