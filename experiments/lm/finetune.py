@@ -17,7 +17,7 @@ from hpnlp.training.run import load_config
 def get_config(run: str = "runs/x") -> ConfigDict:
     config = default()
     config.model.update(dataclasses.asdict(load_config(run).model))
-    config.data.seq_len = 512
+    config.data.seq_len = min(512, config.model.max_len)  # learned positions reach no further
     config.data.batch_size = 8
     config.optimizer.learning_rate = 1e-5
     config.optimizer.warmup = 20

@@ -50,14 +50,16 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _to_run(source: Path, target: Path) -> None:
-    from hpnlp.data import tokenizers
+    from hpnlp.data import DataConfig, tokenizers
     from hpnlp.models import convert
     from hpnlp.training import config
     from hpnlp.training import run as runs
     from hpnlp.training.checkpoint import Checkpointer
 
     model, params = convert.load(source)
-    values = config.Config(model=dataclasses.replace(model, dtype=cli.FLAGS.dtype))
+    # Rows no longer than the model's positions reach, where these are learned.
+    data = DataConfig(seq_len=min(DataConfig.seq_len, model.max_len))
+    values = config.Config(model=dataclasses.replace(model, dtype=cli.FLAGS.dtype), data=data)
     runs.make_model(values, tokenizers.load(str(source)))  # raises where the tokenizer is not the model's
     target.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpointer(target)

@@ -247,20 +247,18 @@ def config_json(config: LMConfig) -> dict[str, Any]:
         if getattr(config, field) < 1:
             raise InputError(f"config.{field} is {getattr(config, field)}: set it, for a checkpoint has to state it")
     ours = _function({**dataclasses.asdict(config), "mlp_dim": config.mlp_size})
-    misfits: dict[str, list[str]] = {}
+    misfits: dict[str, dict[str, Any]] = {}
     for name, family in FAMILIES.items():
         raw = _spell(config, name, family)
         theirs = _function({**dataclasses.asdict(LMConfig()), **fields_of(raw, name)})
-        misfits[name] = [
-            f"{field} is {theirs.get(field)!r}, not {ours[field]!r}"
-            for field in ours
-            if ours[field] != theirs.get(field)
-        ]
+        misfits[name] = {field: theirs.get(field) for field in ours if ours[field] != theirs.get(field)}
         if not misfits[name]:
             return raw
     nearest = min(misfits, key=lambda name: len(misfits[name]))
+    differing = ", ".join(f"{field} is {value!r}, not {ours[field]!r}" for field, value in misfits[nearest].items())
+    flags = " ".join(f"--config.model.{field}={value}" for field, value in misfits[nearest].items())
     raise InputError(
-        f"no family of transformers has such a model: in {nearest}, the nearest, {', '.join(misfits[nearest])}"
+        f"no family of transformers has such a model: in {nearest}, the nearest, {differing}: train one with {flags}"
     )
 
 

@@ -56,6 +56,7 @@ def test_a_run_can_be_read(checkpoint, converted):
     tokenizer = runs.saved_tokenizer(converted)
     assert tokenizer is not None and tokenizer.vocab_size == values.model.vocab - 2
     runs.make_model(values, tokenizer)
+    assert values.data.seq_len == values.model.max_len == 32  # rows that positions reach
 
 
 def test_there_and_back(checkpoint, converted, tmp_path):
