@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import shlex
+import textwrap
 from collections.abc import Sequence
 
 from absl import flags
@@ -38,10 +41,15 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _fields(argv: Sequence[str]) -> str:
-    """Every config field with its default, for --help."""
+    """Every config field with its default, below what the fields of its section mean, for --help."""
     if "--help" not in argv:
         return ""
     from hpnlp.training import config
 
-    lines = [f"  --config.{name}={value!r}" for name, value in config.flat(config.Config()).items()]
-    return "\nConfig fields and their defaults (an experiment file sets its own):\n" + "\n".join(lines) + "\n"
+    text = "\nConfig fields and their defaults (an experiment file sets its own):\n"
+    for name, section in vars(config.Config()).items():
+        kinds = [kind for kind in type(section).__mro__ if dataclasses.is_dataclass(kind)]
+        meaning = "\n\n".join(inspect.getdoc(kind) or "" for kind in reversed(kinds))
+        lines = [f"  --config.{name}.{field}={value!r}" for field, value in dataclasses.asdict(section).items()]
+        text += f"\n{name}: {textwrap.indent(meaning, '  ').strip()}\n\n" + "\n".join(lines) + "\n"
+    return text

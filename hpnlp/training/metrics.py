@@ -130,6 +130,11 @@ class Display:
         else:
             self._bar.update(self._task, completed=step, description=text)
 
+    def doing(self, what: str) -> None:
+        """Shows what takes time beside steps, on the live line only."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=what)
+
     def say(self, line: str) -> None:
         """Prints a line, above the live one where there is one."""
         self._console.print(line, markup=False)

@@ -171,6 +171,13 @@ def test_help_of_train_names_every_field(run):
     out = run("train", "--help").out
     assert "--config.model.dim=256" in out and "--config.train.checkpoint_every=200" in out
     assert "--accept_changes" in out
+    for meaning in (
+        "kv_heads: K, 0 for N.",
+        "layers: how many Blocks.",
+        "warmup` steps of linear rise",
+        "patience: stop",
+    ):
+        assert meaning in out
 
 
 def test_version(run):

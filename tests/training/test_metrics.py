@@ -135,3 +135,12 @@ def test_live_line_on_a_terminal(monkeypatch):
     assert "30/100 loss 2.7000, 20,000 tokens/s, 0:07 left" in shown
     assert "a line [in brackets]\n" in shown
     assert "\x1b[" in shown  # it moves the cursor
+
+
+def test_live_line_shows_what_takes_time_beside_steps():
+    for terminal in (True, False):
+        out = io.StringIO()
+        shown = Display(0, 100, 1000, Console(file=out, force_terminal=terminal, width=120))
+        shown.doing("scoring held-out text")
+        shown.close()
+        assert ("0/100 scoring held-out text" in out.getvalue()) == terminal
