@@ -86,7 +86,9 @@ def build(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, **extra:
     try:
         bound = signature.bind(*spec.args, **dict(spec.kwargs), **extra)
     except TypeError as error:
-        raise InputError(f"{what} {spec.name!r} takes {signature}: {error}") from error
+        own = [p.replace(annotation=p.empty) for name, p in signature.parameters.items() if name not in extra]
+        own_signature = inspect.Signature([p for p in own if p.kind is not p.VAR_KEYWORD])
+        raise InputError(f"{what} {spec.name!r} takes {own_signature}: {error}") from error
     return entry(*bound.args, **bound.kwargs)
 
 

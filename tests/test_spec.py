@@ -84,6 +84,8 @@ def test_build_says_what_is_wrong(text, message):
 
 
 def test_what_the_caller_fills_in_is_not_for_the_user():
+    with pytest.raises(InputError, match=r"mixer 'ring' takes \(size\): missing"):
+        build(parse_one("ring", "mixer"), TABLE, "mixer", scale=7)
     with pytest.raises(InputError, match="mixer 'ring' has no argument 'size'"):
         build(parse_one("ring(size=3)", "mixer"), TABLE, "mixer", size=7)
 

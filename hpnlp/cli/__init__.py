@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import sys
@@ -26,6 +27,11 @@ def parse(argv: Sequence[str], usage: str, positional: bool = False) -> list[str
         raise SystemExit(0)
     try:
         rest = FLAGS(list(argv))
+    except flags.UnrecognizedFlagError as error:
+        section, dot, field = error.flagname.partition(".")
+        if dot and difflib.get_close_matches(section, ["config"]):
+            raise InputError(f"unknown flag --{error.flagname}: did you mean --config.{field}?") from error
+        raise InputError(str(error)) from error
     except flags.Error as error:
         raise InputError(str(error)) from error
     if len(rest) > 1 and not positional:

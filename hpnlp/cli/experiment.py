@@ -17,7 +17,7 @@ from ml_collections import ConfigDict, config_flags
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
-EXAMPLE = "experiments/lm/bytes.py"
+EXAMPLE = "experiments/lm/bytes.py (in the repository of hpnlp)"
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -29,7 +29,8 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def load(path: str) -> ModuleType:
     """The module of an experiment file. Raises InputError where there is none, or where it does not run."""
     if not Path(path).is_file():
-        raise InputError(f"--config: there is no file {path!r}: name an experiment file, as {EXAMPLE}")
+        what = f"{path!r} is a directory" if Path(path).is_dir() else f"there is no file {path!r}"
+        raise InputError(f"--config: {what}: name an experiment file, as {EXAMPLE}")
     spec = importlib.util.spec_from_file_location("experiment", path)
     if spec is None or spec.loader is None:
         raise InputError(f"--config={path} is not a Python file: name an experiment file, as {EXAMPLE}")
@@ -49,7 +50,7 @@ def call(path: str, function: Any, *args: Any) -> Any:
         told: Any = error
         while isinstance(told, BaseException) and told.args:
             told = told.args[0]
-        text = re.sub(r' Other fields present: ".*"\n', " ", str(told), flags=re.DOTALL)
+        text = re.sub(r' Other fields present: ".*?"(\n|$)', " ", str(told), flags=re.DOTALL)
         raise InputError(f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {text}") from error
 
 
@@ -70,17 +71,19 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     types = field_types()
     for override in overrides:
         name, equals, _ = override.lstrip("-").removeprefix("config.").partition("=")
-        if not equals and lookup(types, name, "config field") != "bool":
+        fields = [field for field in types if field.startswith(f"{name}.")]
+        if fields:
+            raise InputError(f"{override}: {name} is a section: set one of its fields, as --config.{fields[0]}=VALUE")
+        if lookup(types, name, "config field") != "bool" and not equals:
             raise InputError(f"{override} has no value: write {override}=VALUE ({types[name]})")
-        lookup(types, name, "config field")
     own, argv = flags.FlagValues(), ["", *overrides]
     config_flags.DEFINE_config_dict("config", values, lock_config=True, flag_values=own, sys_argv=argv)
     try:
         own(argv)
     except flags.Error as error:
-        at_fault = next(o.partition("=")[0] for o in overrides if o.lstrip("-") in str(error))
-        expected = types[at_fault.lstrip("-").removeprefix("config.")]
-        raise InputError(f"{error} (expected {expected})") from error
+        at_fault = next(o for o in overrides if o.lstrip("-") in str(error))
+        expected = types[at_fault.lstrip("-").removeprefix("config.").partition("=")[0]]
+        raise InputError(f"{at_fault}: expected {'tuple, as (1,3)' if expected == 'tuple' else expected}") from error
     return own["config"].value
 
 

@@ -42,8 +42,6 @@ def run(argv: Sequence[str]) -> None:
     tokenizer, model = loaded.tokenizer, loaded.model
     encoded = [tokenizer.encode_prompt(prompt) for prompt in prompts]
     longest = max(len(ids) for ids in encoded) + f.tokens
-    if longest > model.config.max_len and model.config.position != "learned":
-        _note(f"{longest} tokens are more than the {model.config.max_len} that the model was trained on")
     generation = decode.Generation(
         model,
         loaded.params,
@@ -57,6 +55,8 @@ def run(argv: Sequence[str]) -> None:
         pad_id=tokenizer.pad_id,
         allowed=decode.speakable(tokenizer),
     )
+    if longest > model.config.max_len:
+        _note(f"{longest} tokens are more than the {model.config.max_len} that the model was trained on")
     streams = [decode.TextStream(tokenizer, ids) for ids in encoded]
     texts = [prompt_bytes(prompt).decode("utf-8", "replace") for prompt in prompts]
     alone, made = len(prompts) == 1, 0
@@ -87,7 +87,8 @@ def _prompts() -> list[str]:
             with open(cli.FLAGS.prompt_file, encoding="utf-8") as file:
                 prompts += [line for line in file.read().splitlines() if line]
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--prompt_file={cli.FLAGS.prompt_file}: {error}: name a file of UTF-8 text") from error
+            what = error.strerror if isinstance(error, OSError) else f"byte {error.start} is not UTF-8"
+            raise InputError(f"--prompt_file={cli.FLAGS.prompt_file}: {what}: name a file of UTF-8 text") from error
     return prompts or [""]
 
 

@@ -65,7 +65,10 @@ class TrainConfig:
                 raise InputError(f"train.{name}={getattr(self, name)}: expected at least {bound}")
         if self.patience and not self.eval_every:
             raise InputError(f"train.patience={self.patience} counts evaluations: set train.eval_every as well")
-        self.profile_range()
+        if self.profile_range()[1] > self.steps:
+            raise InputError(
+                f"train.profile={self.profile!r} goes beyond train.steps={self.steps}: trace earlier steps"
+            )
 
     def profile_range(self) -> tuple[int, int]:
         """First and last step of the trace; (0, 0) for none."""
@@ -88,7 +91,7 @@ class Config:
     plan: Plan = Plan()
 
     def __post_init__(self) -> None:
-        if self.train.eval_stride > self.data.seq_len:
+        if 0 < self.data.seq_len < self.train.eval_stride:  # what is under 1 has a message of its own
             raise InputError(
                 f"train.eval_stride={self.train.eval_stride} is more than data.seq_len={self.data.seq_len}: choose 0 for "
                 "whole rows, or at most that"

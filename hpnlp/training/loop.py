@@ -98,6 +98,11 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
         stack.callback(display.close)
         parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainer.state_shapes.params))
         display.say(_greeting(config, workdir, parameters, first))
+        if config.optimizer.warmup >= config.train.steps:
+            display.say(
+                f"optimizer.warmup={config.optimizer.warmup} lasts to the end of train.steps={config.train.steps}: the "
+                "learning rate does not reach its peak"
+            )
 
         pending: list[tuple[int, dict[str, jax.Array]]] = []
         skipped_in_a_row = 0
@@ -135,6 +140,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
 
         def evaluate(limit: int | None) -> dict[str, float]:
             flush()
+            display.doing("scoring held-out text")
             with clock("eval"):
                 return heldout_loss(trainer, state.best_params, corpus, config, limit)
 

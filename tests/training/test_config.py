@@ -86,6 +86,7 @@ def test_whole_numbers_are_floats_where_floats_are_asked_for():
         ({"train": {"min_delta": float("nan")}}, "train.min_delta=nan: expected at least 0"),
         ({"train": {"patience": 2}}, "train.patience=2 counts evaluations: set train.eval_every as well"),
         ({"train": {"eval_stride": 300}}, "train.eval_stride=300 is more than data.seq_len=256: choose 0"),
+        ({"train": {"profile": "5:11", "steps": 10}}, "train.profile='5:11' goes beyond train.steps=10"),
         ({"model": {"layers": 0}}, "model.layers=0: expected at least 1"),
         ({"model": {"dim": 100, "heads": 3}}, "model.dim=100 is not a multiple of model.heads=3"),
         ({"model": {"dtype": "fp16"}}, "unknown model.dtype 'fp16': did you mean 'float16'?"),
@@ -107,6 +108,11 @@ def test_profile_that_is_no_range(profile):
 def test_profile_range():
     assert TrainConfig().profile_range() == (0, 0)
     assert TrainConfig(profile="10:15").profile_range() == (10, 15)
+
+
+def test_sequence_length_that_is_none_is_left_to_the_data():
+    """Which names it, and not the stride that is more than it."""
+    configs.resolve({"train": {"eval_stride": 8}, "data": {"seq_len": -1}})
 
 
 def test_damaged_json_is_said():
