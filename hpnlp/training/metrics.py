@@ -51,7 +51,7 @@ class JsonlWriter:
 def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
 
 
@@ -97,11 +97,18 @@ class Clock:
             self.seconds[phase] += time.perf_counter() - start
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich goes quiet and ends the process where nobody reads on (`hpnlp train ... | head`): training goes on."""
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()
+
+
 class Display:
     """A live line on a terminal, plain lines elsewhere: step, loss, tokens/s and the time that is left."""
 
     def __init__(self, first: int, last: int, tokens_a_step: int, console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._console = console or _Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._last, self._tokens_a_step = last, tokens_a_step
         self._begun: tuple[int, float, float] | None = None
         self._bar = None

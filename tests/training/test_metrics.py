@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -53,7 +55,16 @@ def test_every_line_is_json_also_where_a_loss_is_not_finite(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tail", [b"", b'{"step": 7, "lo', b'{"step": 7}', b"\xff\x00 no JSON\n", b"3\n", b'{"loss": 1}\n']
+    "tail",
+    [
+        b"",
+        b'{"step": 7, "lo',
+        b'{"step": 7}',
+        b"\xff\x00 no JSON\n",
+        b"3\n",
+        b'{"loss": 1}\n',
+        pytest.param(b"[" * 200_000 + b"\n", id="deep"),
+    ],
 )
 def test_lines_after_the_checkpoint_are_written_again(tmp_path, tail):
     write(tmp_path, range(1, 7))
@@ -144,3 +155,23 @@ def test_live_line_shows_what_takes_time_beside_steps():
         shown.doing("scoring held-out text")
         shown.close()
         assert ("0/100 scoring held-out text" in out.getvalue()) == terminal
+
+
+PIPED = """
+import sys
+from hpnlp.training.metrics import Display
+display = Display(0, 10, 1000)
+for step in range(1, 1000):
+    display.step(step, 1.0, 1.0)
+display.close()
+print("so does what is printed later")
+print("went on", file=sys.stderr)
+"""
+
+
+def test_a_run_goes_on_when_nobody_reads_its_lines():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", PIPED], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "went on\n")
