@@ -83,7 +83,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
                 state, data_state, progress = checkpoints.restore(trainer.state_shapes)
                 rows.set_state(data_state)
                 first = int(state.step)
-                clock = Clock(progress["seconds"])
+                for phase, seconds in progress["seconds"].items():
+                    clock.seconds[phase] += seconds
             if not begun or not (workdir / "tokenizer.json").exists():
                 save_whole(corpus.tokenizer, str(workdir))
             write_config(workdir, config)
@@ -172,8 +173,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
                 for writer in writers:
                     writer.write(step, {f"heldout_{name}": value for name, value in scores.items()})
                 display.say(f"step {step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
-                best = math.inf if progress["best"] is None else progress["best"]
-                better = scores["loss"] < best - config.train.min_delta
+                limit = math.inf if progress["best"] is None else progress["best"] - config.train.min_delta
+                better = math.isfinite(scores["loss"]) and scores["loss"] < limit
                 progress |= (
                     {"best": scores["loss"], "bad_evals": 0} if better else {"bad_evals": progress["bad_evals"] + 1}
                 )
@@ -231,6 +232,11 @@ def heldout_loss(
     )
     sums = [trainer.evaluate(params, _on_devices(trainer, batch)) for batch in batches]
     total, weight = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
+    if not weight:
+        raise InputError(
+            f"train.eval_batches={config.train.eval_batches}: no token of the held-out text that was looked at is "
+            "predicted (prompts fill its rows): raise it, 0 for all, or hold out other text"
+        )
     scores = {"loss": float(total / weight)}
     if corpus.tokenizer.lossless and limit is None:
         scores["bits_per_byte"] = float(total) / math.log(2) / corpus.heldout_bytes

@@ -155,6 +155,7 @@ def test_finished_run_stays_as_it_is(undisturbed, monkeypatch):
     caught = catch_trainer(monkeypatch)
     result = train(workdir)
     assert (result.step, result.heldout, read(workdir)) == (12, expected.heldout, before)
+    assert result.seconds["setup"] > expected.seconds["setup"]  # that of the restart is added
     assert caught[0].step.jitted._cache_size() == 0
 
 
@@ -260,6 +261,23 @@ def test_first_step_that_is_not_finite_stops_a_run_that_skips_none(tmp_path, mon
     with pytest.raises(InputError, match="has not been finite for 1 steps, up to 1:"):
         train(tmp_path, optimizer__skip_nonfinite=False)
     assert saved_steps(tmp_path) == []
+
+
+def test_score_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
+    scores = iter([np.nan, 2.0, np.inf, 3.0])
+    monkeypatch.setattr(loop, "heldout_loss", lambda *args: {"loss": next(scores)})
+    train(tmp_path, train__eval_every=2, train__steps=8, train__checkpoint_every=0)
+    assert saved_steps(tmp_path) == [4, 8]
+
+
+def test_evaluation_without_a_predicted_token(tmp_path):
+    row = json.dumps({"ask": "why " * 200, "say": "so"})
+    (tmp_path / "held.jsonl").write_text(row)
+    data = {"data__heldout_path": str(tmp_path / "held.jsonl"), "data__text_field": "say", "data__prompt_field": "ask"}
+    (tmp_path / "x.jsonl").write_text("\n".join([json.dumps({"ask": "", "say": "so " * 9})] * 40))
+    data["data__path"] = str(tmp_path / "x.jsonl")
+    with pytest.raises(InputError, match="train.eval_batches=1: no token of the held-out text .* raise it, 0 for all"):
+        train(tmp_path / "run", **data)
 
 
 def test_debug_nans_stops_at_the_operation(tmp_path):
