@@ -19,7 +19,7 @@ from hpnlp.models.lm import LM
 from hpnlp.parallel import plan as planning
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
-from hpnlp.training.metrics import Clock, Display, JsonlWriter, find_writers
+from hpnlp.training.metrics import Clock, Display, JsonlWriter, find_writers, now_and_then
 from hpnlp.training.run import claimed, has_checkpoints, make_model, saved_tokenizer, write_config
 from hpnlp.training.step import Batch, Trainer, check_batch, make_trainer
 from hpnlp.types import InputError, Writer
@@ -62,7 +62,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
         with clock("setup"):
             further_writers = find_writers(config.train.writers)
             begun = (workdir / "config.json").exists() or has_checkpoints(workdir)
-            corpus = prepare(config.data, saved_tokenizer(workdir) if begun else None)
+            corpus = prepare(config.data, saved_tokenizer(workdir) if begun else None, now_and_then())
             model = make_model(config, corpus.tokenizer)
             mesh = config.plan.mesh()
             planning.check(mesh, model.config.sizes())
@@ -99,6 +99,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
         stack.callback(display.close)
         parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainer.state_shapes.params))
         display.say(_greeting(config, workdir, parameters, first))
+        display.say(corpus.summary)  # what was left out, too: nobody misses a file in silence
         if config.optimizer.warmup >= config.train.steps:
             display.say(
                 f"optimizer.warmup={config.optimizer.warmup} lasts to the end of train.steps={config.train.steps}: the "

@@ -104,11 +104,28 @@ class _Console(Console):
             super().on_broken_pipe()
 
 
+def _stdout() -> Console:
+    return _Console(file=sys.stdout, highlight=False, soft_wrap=True)
+
+
+def now_and_then(every: float = 5.0, console: Console | None = None) -> Callable[[str, int, int], None]:
+    """A function for `prepare` to call as it reads, which prints a line every so many seconds: quick reading has none."""
+    console, said = console or _stdout(), time.perf_counter()
+
+    def progress(what: str, done: int, total: int) -> None:
+        nonlocal said
+        if time.perf_counter() - said >= every:
+            said = time.perf_counter()
+            console.print(f"{what}: {done / 2**20:,.1f} of {total / 2**20:,.1f} MiB", markup=False)
+
+    return progress
+
+
 class Display:
     """A live line on a terminal, plain lines elsewhere: step, loss, tokens/s and the time that is left."""
 
     def __init__(self, first: int, last: int, tokens_a_step: int, console: Console | None = None) -> None:
-        self._console = console or _Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._console = console or _stdout()
         self._last, self._tokens_a_step = last, tokens_a_step
         self._begun: tuple[int, float, float] | None = None
         self._bar = None

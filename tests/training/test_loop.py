@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
 
 import jax
@@ -122,6 +123,17 @@ def test_signal_saves_and_the_same_command_goes_on(undisturbed, tmp_path, monkey
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert_as_undisturbed(tmp_path, train(tmp_path), undisturbed)
     assert f"going on from step {result.step}" in capsys.readouterr().out
+
+
+def test_says_what_was_left_out(tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text("a line of text\n" * 9)
+    (tmp_path / "text" / "windows.txt").write_text("a line", "utf-16")
+    train(tmp_path / "run", train__steps=1, train__eval_every=0, data__path=str(tmp_path / "text"))
+    assert re.search(
+        r"documents, .* held out; left out: 1 binary .windows.txt.$", capsys.readouterr().out, re.MULTILINE
+    )
 
 
 def test_half_a_tokenizer_of_a_run_that_had_not_begun_is_written_again(tmp_path):

@@ -157,6 +157,16 @@ def test_live_line_shows_what_takes_time_beside_steps():
         assert ("0/100 scoring held-out text" in out.getvalue()) == terminal
 
 
+def test_reading_that_takes_long_is_shown_now_and_then(monkeypatch):
+    out, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    progress = metrics.now_and_then(5.0, Console(file=out, highlight=False))
+    for second in range(12):
+        now[0] = float(second)
+        progress("tokenising", second << 20, 3 << 30)
+    assert out.getvalue() == "tokenising: 5.0 of 3,072.0 MiB\ntokenising: 10.0 of 3,072.0 MiB\n"
+
+
 PIPED = """
 import sys
 from hpnlp.training.metrics import Display
