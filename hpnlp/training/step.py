@@ -210,7 +210,8 @@ def check_batch(mesh: Mesh, batch_size: int, accumulate: int, processes: int) ->
     """Raises InputError unless the batch splits over devices, accumulation and processes."""
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch_size % (devices * accumulate) or batch_size % processes:
+        whose = "1 device's" if devices == 1 else f"{devices} devices'"
         raise InputError(
-            f"data.batch_size={batch_size} does not split into the rows of {devices} (plan.data x plan.fsdp) times "
+            f"data.batch_size={batch_size} does not split into {whose} rows (plan.data x plan.fsdp) times "
             f"optimizer.accumulate={accumulate}: make it a multiple of {devices * accumulate}"
         )
