@@ -20,8 +20,8 @@ USAGE = """
 hpnlp sweep --config=FILE --workdir=DIR [--config.section.field=value ...]
 
 FILE defines get_sweep(), a list of overrides as {"model.dim": 128}. Each member trains in a process and a directory of
-its own under DIR; a finished one is only reported again, an interrupted one goes on, a failed one does not stop the
-others. Ctrl-C saves the member that trains and ends the list.
+its own under DIR; a finished one is left as it is, an interrupted one goes on, a failed one does not stop the others.
+Ctrl-C saves the member that trains and ends the list.
 """
 
 flags.DEFINE_string("config", None, "An experiment file with get_config() and get_sweep().")
@@ -33,20 +33,27 @@ def run(argv: Sequence[str]) -> None:
     cli.parse(argv, USAGE)
     config, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))
     members = _sweep(config)
+    from hpnlp.training.config import differences, resolve
+    from hpnlp.training.run import load_config
+
     done, failed = [], []
     for index, overrides in enumerate(members):
-        member = workdir / _name(index, overrides)
-        print(f"[{index + 1}/{len(members)}] {member.name}", flush=True)
-        flags_of = [f"--config.{name}={value}" for name, value in overrides.items()]
-        # Also of members that are finished: it is quick, and refuses those that another command has made.
-        code, stopped_by = _train([f"--config={config}", f"--workdir={member}", *passed_on, *flags_of])
-        if stopped_by:
-            raise cli.InputError(f"{stopped_by}: stopped in {member.name}; the same command goes on from there")
-        if code == 0 and (member / "report.json").exists():
-            done.append(member)
-        else:
-            failed.append(member.name)
-            print(f"[{index + 1}/{len(members)}] {member.name}: not finished (exit code {code})", flush=True)
+        name = ",".join(f"{name.split('.')[-1]}={value}" for name, value in overrides.items())
+        member = workdir / f"{index:02d}-{re.sub(r'[^A-Za-z0-9=.,_-]+', '_', name)[:80]}"
+        label = f"[{index + 1}/{len(members)}] {member.name}"
+        flags_of = [*passed_on, *(f"--config.{name}={value}" for name, value in overrides.items())]
+        asked_for = lambda: resolve(experiment.read(config, flags_of))  # noqa: B023, E731
+        finished = (member / "report.json").exists() and not differences(load_config(member), asked_for())
+        print(f"{label}: finished before" if finished else label, flush=True)
+        if not finished:
+            code, stopped_by = _train([f"--config={config}", f"--workdir={member}", *flags_of])
+            if stopped_by:
+                raise cli.InputError(f"{stopped_by}: stopped in {member.name}; the same command goes on from there")
+            if code or not (member / "report.json").exists():
+                failed.append(member.name)
+                print(f"{label}: not finished (exit code {code})", flush=True)
+                continue
+        done.append(member)
 
     from hpnlp import report
 
@@ -57,9 +64,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _train(argv: Sequence[str]) -> tuple[int, str]:
-    """The exit code of `hpnlp train` in a process of its own, and the signal that came meanwhile, or "". The member gets
-    SIGTERM for each, whatever it was: it saves on the first, and ends at once on the second.
-    """
+    """`hpnlp train` in a process of its own: its exit code, and the signal that came meanwhile, passed on, or ""."""
     received, member = [], None
 
     def pass_on(number: int, frame: Any) -> None:
@@ -92,8 +97,3 @@ def _sweep(config: str) -> list[Mapping[str, Any]]:
             f'{path}: get_sweep() returned {members!r:.80}: return a list as [{{"model.dim": 64}}, ...]'
         )
     return list(members)
-
-
-def _name(index: int, overrides: Mapping[str, Any]) -> str:
-    text = ",".join(f"{name.split('.')[-1]}={value}" for name, value in overrides.items())
-    return f"{index:02d}-{re.sub(r'[^A-Za-z0-9=.,_-]+', '_', text)[:80]}"

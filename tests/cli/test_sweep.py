@@ -48,6 +48,12 @@ def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
     assert len(table) == 3 and "01-seed=1" in table[-1]
     assert (tmp_path / "runs" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
+    # The same command again: what is finished stays as it is.
+    before = (tmp_path / "runs" / "01-seed=1" / "report.json").stat().st_mtime_ns
+    outcome = run(*command)
+    assert outcome.code == 2 and "[2/2] 01-seed=1: finished before" in outcome.out
+    assert (tmp_path / "runs" / "01-seed=1" / "report.json").stat().st_mtime_ns == before
+
     # A finished member of another config is refused, and not taken for one of this command.
     finished = (tmp_path / "runs" / "01-seed=1" / "report.json").read_text()
     outcome = run(*sweep([{"model.heads": 3}, {"train.seed": 1}], argument=":3"))
