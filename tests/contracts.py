@@ -12,6 +12,7 @@ import numpy as np
 
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
+from hpnlp.ops import attention
 from hpnlp.ops.attention import Causal, Full, reference
 from hpnlp.spec import build, parse_one
 from hpnlp.types import MixerInputs
@@ -22,6 +23,31 @@ TOLERANCE = {jnp.dtype("float32"): 5e-6, jnp.dtype("float16"): 8e-3, jnp.dtype("
 ONCE = {"xla_backend_optimization_level": 0}
 
 MASKS = (Full(), Causal())
+# All patterns, with small numbers, for what is cheap to ask of every one.
+PATTERNS = (
+    *MASKS,
+    attention.Window(5, 2),
+    attention.Dilated(3, 4),
+    attention.Blockwise(7),
+    attention.Strided(5),
+    attention.Fixed(6, 2),
+    attention.Fixed(6, 0),
+    attention.Global(3),
+    attention.GlobalAt((2, 11, 30)),
+    attention.Sinks(4),
+    attention.Prefix(9),
+    attention.RandomBlocks(4, 3, seed=1),
+    attention.RandomBlocks(4, 2, seed=2, among=9),
+    attention.RandomBlocks(4, 9, among=3),
+    ~attention.Window(4),
+    attention.Strided(5).shift(2),
+    attention.sparse_transformer_strided(6),
+    attention.sparse_transformer_fixed(6, 2),
+    attention.longformer(8, 3),
+    attention.longformer(4, 2, dilation=3, causal=True),
+    attention.bigbird(4, among=9),
+    attention.bigbird(4, causal=True),
+)
 
 # Spec strings that stand for table entries; an entry without one is taken by its bare name.
 EXAMPLES: dict[str, tuple[str, ...]] = {}

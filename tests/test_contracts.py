@@ -1,5 +1,7 @@
 """Every contract over every entry of the tables, and over every mask; see contracts.py."""
 
+import copy
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.attention import Causal
 from tests import contracts
-from tests.contracts import MASKS, MIXER_SPECS, OUTPUT_SPECS, Mixing, Output, assert_close, once
+from tests.contracts import MASKS, MIXER_SPECS, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
 
 mixers = pytest.mark.parametrize("spec", MIXER_SPECS)
 outputs = pytest.mark.parametrize("spec", OUTPUT_SPECS)
@@ -33,26 +35,42 @@ def test_every_entry_has_a_case():
 # Masks.
 
 RANGES = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda start_more: (start_more[0], sum(start_more)))
+patterns = pytest.mark.parametrize("mask", PATTERNS, ids=repr)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@patterns
 @given(q=RANGES, k=RANGES)
 def test_tile_is_sound(mask, q, k):
-    """`some` False only where no pair is allowed, `every` True only where all are."""
+    """`some` False only where no pair is allowed, `every` True only where all are; asked one by one or many at once."""
     see = mask.at(np.arange(q[0], q[1] + 1)[:, None], np.arange(k[0], k[1] + 1)[None, :])
     some, every = mask.tile(*q, *k)
     assert some or not see.any()
     assert see.all() or not every
+    for found, one in zip(mask.tile(*(np.full(3, x) for x in (*q, *k))), (some, every), strict=True):
+        np.testing.assert_array_equal(np.broadcast_to(found, 3), np.full(3, bool(one)))
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@patterns
 def test_masks_are_values_in_numpy_and_jax(mask):
-    assert hash(mask) == hash(type(mask)()) and mask == type(mask)()
-    q, k = np.arange(9, dtype=np.int32)[:, None], np.arange(7, dtype=np.int32)[None, :]
+    assert hash(mask) == hash(copy.deepcopy(mask)) and mask == copy.deepcopy(mask)
+    q, k = np.arange(45, dtype=np.int32)[:, None], np.arange(-2, 41, dtype=np.int32)[None, :]
     in_numpy = mask.at(q, k)
-    assert isinstance(in_numpy, np.ndarray) and in_numpy.shape == (9, 7) and in_numpy.dtype == bool
+    assert isinstance(in_numpy, np.ndarray) and in_numpy.shape == (45, 43) and in_numpy.dtype == bool
     with jax.numpy_rank_promotion("allow"):
         np.testing.assert_array_equal(mask.at(jnp.asarray(q), jnp.asarray(k)), in_numpy)
+    np.testing.assert_array_equal(mask.to_dense(45, 41), in_numpy[:, 2:])
+    assert mask.density(45, 41) == pytest.approx(in_numpy[:, 2:].mean())
+
+
+@patterns
+def test_tile_is_sound_of_traced_bounds(mask):
+    """As plans that are made at run time ask it."""
+    q, k = np.arange(0, 44, 4), np.arange(0, 40, 5)
+    q0, q1, k0, k1 = (jnp.asarray(x, jnp.int32) for x in (q[:, None], q[:, None] + 3, k[None], k[None] + 4))
+    some, every = jax.jit(lambda *bounds: mask.tile(*bounds))(q0, q1, k0, k1)
+    tiles = mask.to_dense(44, 40).reshape(11, 4, 8, 5)
+    assert (np.broadcast_to(some, (11, 8)) | ~tiles.any(axis=(1, 3))).all()
+    assert (~np.broadcast_to(every, (11, 8)) | tiles.all(axis=(1, 3))).all()
 
 
 # Mixers.

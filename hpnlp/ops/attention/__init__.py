@@ -6,13 +6,38 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.flash import flash
-from hpnlp.ops.attention.mask import Causal, Full, Mask
+from hpnlp.ops.attention.mask import (
+    Blockwise,
+    Causal,
+    Dilated,
+    Fixed,
+    Full,
+    Global,
+    GlobalAt,
+    Prefix,
+    RandomBlocks,
+    Sinks,
+    Strided,
+    Where,
+    Window,
+)
+from hpnlp.ops.attention.patterns import (
+    bigbird,
+    longformer,
+    sparse_transformer_fixed,
+    sparse_transformer_strided,
+)
 from hpnlp.ops.attention.position import Scaling, rope
 from hpnlp.ops.attention.reference import reference
 from hpnlp.types import InputError
 
-__all__ = ["Causal", "Full", "Mask", "Scaling", "attend", "flash", "merge", "reference", "rope"]
+__all__ = [
+    "Blockwise", "Causal", "Dilated", "Fixed", "Full", "Global", "GlobalAt", "Mask", "PerHead", "Prefix", "RandomBlocks",
+    "Scaling", "Sinks", "Strided", "Where", "Window", "attend", "bigbird", "flash", "longformer", "merge", "reference",
+    "rope", "sparse_transformer_fixed", "sparse_transformer_strided",
+]  # fmt: skip
 
 IMPLS = ("auto", "xla", "cudnn", "reference")
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.attention.mask import Mask
+from hpnlp.ops.attention.algebra import Mask
 from hpnlp.ops.attention.tile import FLOOR
 
 

@@ -10,12 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-
-def _mix(x: Array) -> Array:
-    """The finalizer of MurmurHash3 (Appleby, public domain): a bijection of uint32 in which every bit moves every bit."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+from hpnlp.ops.attention.hashing import mix
 
 
 def seed_words(rng: Array) -> UInt32[Array, "words"]:
@@ -34,7 +29,7 @@ def keep_mask(
     """
     row = heads.astype(jnp.uint32)
     for i in range(seed.shape[0]):
-        row = _mix(row ^ seed[i])
-    row = _mix(row[:, :, None] + q.astype(jnp.uint32)[:, None, :] * jnp.uint32(0x9E3779B1))
-    bits = _mix(row[:, :, :, None] + k.astype(jnp.uint32)[:, None, None, :] * jnp.uint32(0x27D4EB2F))
+        row = mix(row ^ seed[i])
+    row = mix(row[:, :, None] + q.astype(jnp.uint32)[:, None, :] * jnp.uint32(0x9E3779B1))
+    bits = mix(row[:, :, :, None] + k.astype(jnp.uint32)[:, None, None, :] * jnp.uint32(0x27D4EB2F))
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))

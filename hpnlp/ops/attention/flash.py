@@ -26,8 +26,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.attention import tile
+from hpnlp.ops.attention.algebra import Mask
 from hpnlp.ops.attention.dropout import seed_words
-from hpnlp.ops.attention.mask import Full, Mask
+from hpnlp.ops.attention.mask import Full
 from hpnlp.ops.attention.tile import Given, Options, Side
 from hpnlp.ops.manual import vary_alike
 

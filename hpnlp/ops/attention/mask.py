@@ -1,51 +1,305 @@
-"""Who may attend to whom: frozen, hashable values that are fixed at trace time.
+"""The patterns from which masks are made: `Causal() & (Window(256) | Global(16))`.
 
-A mask answers for elements (`at`) and for tiles (`tile`). What is known only at run time (segments, lengths, positions)
-is an operand of the attention call, never a field here.
+Everywhere i is the query position and j the key position, from 0. A pattern of one's own is a frozen dataclass that
+derives from Mask and has `at` and `tile`; with `Where` a function is enough, at the price of finding the live blocks
+element by element.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from hpnlp.ops.attention.algebra import Mask
+from hpnlp.ops.attention.hashing import drawn_blocks
+from hpnlp.types import InputError
 
 
-@runtime_checkable
-class Mask(Protocol):
-    """A static attention pattern over query and key positions."""
-
-    def at(self, q: Any, k: Any) -> Any:
-        """Whether query position `q` may see key position `k`, elementwise with broadcasting.
-
-        numpy arrays in give numpy out without touching jax (plans are built while tracing); jax in gives jax.
-        """
-        ...
-
-    def tile(self, q0: int, q1: int, k0: int, k1: int) -> tuple[bool, bool]:
-        """(some, every) over the inclusive ranges `q0..q1` and `k0..k1`, in O(1).
-
-        `some` is False only where no pair is allowed, `every` is True only where all are.
-        """
-        ...
+def _whole(mask: Mask, **least: int) -> None:
+    """Checks fields that are whole numbers, each with its least value."""
+    Mask.__post_init__(mask)
+    for name, bound in least.items():
+        value = getattr(mask, name)
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = None
+        if number is None or isinstance(value, bool | np.bool_) or number < bound:
+            raise InputError(f"{type(mask).__name__}.{name}={value!r}: expected a whole number of at least {bound}")
+        object.__setattr__(mask, name, number)
 
 
 @dataclasses.dataclass(frozen=True)
-class Full:
+class Full(Mask):
     """Every query sees every key."""
+
+    relative = True
 
     def at(self, q: Any, k: Any) -> Any:
         return (q == q) & (k == k)
 
-    def tile(self, q0: int, q1: int, k0: int, k1: int) -> tuple[bool, bool]:
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         return True, True
 
 
 @dataclasses.dataclass(frozen=True)
-class Causal:
-    """A query sees the keys at its own position and before it."""
+class Causal(Mask):
+    """j <= i."""
+
+    relative = True
 
     def at(self, q: Any, k: Any) -> Any:
         return k <= q
 
-    def tile(self, q0: int, q1: int, k0: int, k1: int) -> tuple[bool, bool]:
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         return k0 <= q1, k1 <= q0
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Mask):
+    """i - left <= j <= i + right; right = left where it is None (Beltagy et al. 2020, "Longformer", sec. 3.1)."""
+
+    left: int
+    right: int | None = None
+    relative = True
+
+    def __post_init__(self) -> None:
+        if self.right is None:
+            object.__setattr__(self, "right", self.left)
+        _whole(self, left=0, right=0)
+
+    def at(self, q: Any, k: Any) -> Any:
+        return (k - q >= -self.left) & (k - q <= self.right)
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        low, high = k0 - q1, k1 - q0
+        return (low <= self.right) & (high >= -self.left), (high <= self.right) & (low >= -self.left)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dilated(Mask):
+    """|i - j| <= width * dilation and (i - j) % dilation == 0 ("Longformer", sec. 3.1)."""
+
+    width: int
+    dilation: int
+    relative = True
+
+    def __post_init__(self) -> None:
+        _whole(self, width=0, dilation=1)
+
+    def at(self, q: Any, k: Any) -> Any:
+        reach = self.width * self.dilation
+        return (k - q >= -reach) & (k - q <= reach) & ((k - q) % self.dilation == 0)
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        some, every = Window(self.width * self.dilation).tile(q0, q1, k0, k1)
+        residue, single = Strided(self.dilation).tile(q0, q1, k0, k1)
+        return some & residue, every & single
+
+
+@dataclasses.dataclass(frozen=True)
+class Blockwise(Mask):
+    """i // block == j // block: blocks of the sequence see themselves (Qiu et al. 2020, "BlockBERT")."""
+
+    block: int
+
+    def __post_init__(self) -> None:
+        _whole(self, block=1)
+
+    def at(self, q: Any, k: Any) -> Any:
+        return q // self.block == k // self.block
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        q0, q1, k0, k1 = (x // self.block for x in (q0, q1, k0, k1))
+        return (q0 <= k1) & (k0 <= q1), (q0 == k1) & (k0 == q1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strided(Mask):
+    """(i - j) % stride == 0 (Child et al. 2019, "Sparse Transformer", sec. 4.3)."""
+
+    stride: int
+    relative = True
+
+    def __post_init__(self) -> None:
+        _whole(self, stride=1)
+
+    def at(self, q: Any, k: Any) -> Any:
+        return (k - q) % self.stride == 0
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        low, high = k0 - q1, k1 - q0
+        return high // self.stride * self.stride >= low, (low == high) & (low % self.stride == 0) | (self.stride == 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Mask):
+    """j % block >= block - columns: the summary columns of each block ("Sparse Transformer", sec. 4.3)."""
+
+    block: int
+    columns: int
+
+    def __post_init__(self) -> None:
+        _whole(self, block=1, columns=0)
+        if self.columns > self.block:
+            raise InputError(f"Fixed.columns={self.columns}: expected at most block={self.block}")
+
+    def at(self, q: Any, k: Any) -> Any:
+        return (k % self.block >= self.block - self.columns) & (q == q)
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        first = self.block - self.columns
+        into, length = k0 % self.block, k1 - k0
+        # It reaches a summary column before its end; it never leaves the summary columns that it starts in.
+        some = (into + length >= first) & (self.columns > 0)
+        return some, (into >= first) & (into + length < self.block) | (self.columns == self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Global(Mask):
+    """i < count or j < count: the first tokens see all and are seen by all ("Longformer", sec. 3.1)."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _whole(self, count=0)
+
+    def at(self, q: Any, k: Any) -> Any:
+        return (q < self.count) | (k < self.count)
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        return (q0 < self.count) | (k0 < self.count), (q1 < self.count) | (k1 < self.count)
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalAt(Mask):
+    """As Global, for tokens at the positions `indices`."""
+
+    indices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        Mask.__post_init__(self)
+        try:
+            indices = tuple(sorted({operator.index(i) for i in self.indices}))
+        except TypeError as error:
+            raise InputError(f"GlobalAt.indices={self.indices!r}: expected whole numbers, as in (0, 7)") from error
+        if indices and indices[0] < 0:
+            raise InputError(f"GlobalAt.indices holds {indices[0]}: expected positions from 0 on")
+        object.__setattr__(self, "indices", indices)
+
+    def _among(self, x: Any) -> Any:
+        """How many of the indices are below x."""
+        if isinstance(x, jax.Array):
+            return jax.numpy.searchsorted(np.asarray(self.indices, np.int32), x.astype(np.int32))
+        return np.searchsorted(np.asarray(self.indices, np.int64), x)
+
+    def at(self, q: Any, k: Any) -> Any:
+        return (self._among(q + 1) > self._among(q)) | (self._among(k + 1) > self._among(k))
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        q, k = self._among(q1 + 1) - self._among(q0), self._among(k1 + 1) - self._among(k0)
+        return (q > 0) | (k > 0), (q == q1 - q0 + 1) | (k == k1 - k0 + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sinks(Mask):
+    """j < count: the first keys are seen by all (Xiao et al. 2023, "StreamingLLM")."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _whole(self, count=0)
+
+    def at(self, q: Any, k: Any) -> Any:
+        return (k < self.count) & (q == q)
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        return k0 < self.count, k1 < self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix(Mask):
+    """i < count and j < count: the first tokens see each other (Raffel et al. 2020, "T5", fig. 3, with `| Causal()`)."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _whole(self, count=0)
+
+    def at(self, q: Any, k: Any) -> Any:
+        return (q < self.count) & (k < self.count)
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        return (q0 < self.count) & (k0 < self.count), (q1 < self.count) & (k1 < self.count)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomBlocks(Mask):
+    """Each block of queries sees `count` distinct blocks of keys, drawn by a hash of (seed, number of the block).
+
+    From the first `among` blocks, or from the blocks 0 to i // block where `among` is None, which goes with Causal; where
+    there are fewer than `count`, all of them (Zaheer et al. 2020, "BigBird", sec. 2).
+    """
+
+    block: int
+    count: int
+    seed: int = 0
+    among: int | None = None
+
+    def __post_init__(self) -> None:
+        _whole(self, block=1, count=0, seed=0)
+        if self.among is not None:
+            _whole(self, among=0)
+
+    def at(self, q: Any, k: Any) -> Any:
+        found = (q != q) | (k != k)
+        for drawn in drawn_blocks(self.seed, q // self.block, self.count, self.among):
+            found = found | (drawn == k // self.block) & (k >= 0)
+        return found
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        q0, q1, k0, k1 = (x // self.block for x in (q0, q1, k0, k1))
+        if any(isinstance(x, jax.Array) for x in (q0, q1, k0, k1)) or np.max(q1 - q0) > 8:
+            # How many rows there are is not known, or too many to go through.
+            may = (k0 <= q1) if self.among is None else (k0 < self.among)
+            return may & (self.count > 0), may & False
+        some, every = False, True
+        for row in range(int(np.max(q1 - q0)) + 1):
+            inside = 0
+            row = np.asarray(np.minimum(q0 + row, q1))
+            for drawn in drawn_blocks(self.seed, row, self.count, self.among):
+                inside = inside + ((k0 <= drawn) & (drawn <= k1) & (drawn >= 0))
+            some, every = some | (inside > 0), every & (inside == k1 - k0 + 1)
+        return some, every
+
+
+@dataclasses.dataclass(frozen=True)
+class Where(Mask):
+    """`function(i, j) -> bool`, elementwise on index arrays of numpy or jax, with broadcasting.
+
+    Write it with operators, or with jax.numpy. The live blocks are found by asking for every pair, in slices; a class with
+    a `tile` of its own spares that. Calls with another function object compile anew, so define it once.
+    """
+
+    function: Callable[[Any, Any], Any]
+
+    def at(self, q: Any, k: Any) -> Any:
+        shape = np.broadcast_shapes(np.shape(q), np.shape(k))
+        if isinstance(q, jax.Array) or isinstance(k, jax.Array):
+            see = jax.numpy.asarray(self.function(q, k))
+            broadcast = jax.numpy.broadcast_to
+        else:
+            with jax.ensure_compile_time_eval():
+                see = np.asarray(self.function(q, k))
+            broadcast = np.broadcast_to
+        if see.dtype != bool:
+            raise InputError(f"Where's function gave {see.dtype}: expected bool, True where the query may see the key")
+        return broadcast(see, shape)
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        return True, False

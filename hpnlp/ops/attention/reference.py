@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.attention.algebra import Mask
 from hpnlp.ops.attention.dropout import keep_mask, seed_words
-from hpnlp.ops.attention.mask import Full, Mask
+from hpnlp.ops.attention.mask import Full
 
 
 def allowed(

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from hpnlp.ops.attention.algebra import Mask
 from hpnlp.ops.attention.dropout import keep_mask
-from hpnlp.ops.attention.mask import Mask
 
 # A finite stand-in for the maximum of a row that sees nothing, so that exp(-inf - FLOOR) is 0 and not NaN.
 FLOOR = -1e30

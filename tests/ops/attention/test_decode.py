@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.ops.attention.algebra import Mask
 from hpnlp.ops.attention.decode import attend_cache
 from hpnlp.ops.attention.mask import Causal, Full
 from hpnlp.ops.attention.reference import reference
 
 
 @dataclasses.dataclass(frozen=True)
-class Odd:
+class Odd(Mask):
     """Odd positions see nothing, others what is before them."""
 
     def at(self, q, k):
