@@ -1,24 +1,42 @@
-"""Rotary position embedding."""
+"""Where a token stands: rotary embedding, and relative positions as terms of the attention scores.
+
+A term that depends on head, query position and key position alone is a function of these three (`alibi`, `t5_bias`), which
+attention evaluates where it needs it. One that depends on the query too is an array [B, N, T, S] (`shaw`,
+`transformer_xl`). Both are the `bias` of the attention call: they are added to the scaled scores.
+"""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.types import InputError
 
+# (head, query position, key position) -> float32. The three are int32 and broadcast: scalars, say, or [N, 1, 1], [T, 1]
+# and [S]. Its result has the shape that they broadcast to.
+Bias = Callable[[Any, Any, Any], Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """How a model's rotary frequencies were stretched to a longer context.
+    """How a model's rotary embedding was stretched to a longer context.
 
-    kind: "none"; "linear" (Chen et al. 2023, "Position Interpolation": positions divided by `factor`); "llama3" (the
-    Llama 3.1 rule: wavelengths above original_length / low_freq_factor are divided by `factor`, those below
-    original_length / high_freq_factor are kept, those between are blended).
+    kind: "none"; "linear" (Chen et al. 2023, "Position Interpolation": positions divided by `factor`); "ntk" (Peng et al.
+    2023, "YaRN", sec. 3.1: theta grows so that the slowest pair is divided by `factor` and the fastest kept); "llama3"
+    (the Llama 3.1 rule: wavelengths above original_length / low_freq_factor are divided by `factor`, those below
+    original_length / high_freq_factor are kept, those between are blended); "yarn", which the function `yarn` makes.
+    magnitude: what turned vectors are multiplied by, so that scores grow by its square.
+
+    Dynamic NTK (Peng et al. 2023, sec. 3.3) is "ntk" with factor * length / original_length - (factor - 1) in place of
+    `factor`. It is no kind of its own, because cached keys would have to be turned anew as the length grows.
     """
 
     kind: str = "none"
@@ -26,6 +44,48 @@ class Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    magnitude: float = 1.0
+
+
+def yarn(
+    factor: int | float,
+    original_length: int,
+    *,
+    beta_fast: int | float = 32.0,
+    beta_slow: int | float = 1.0,
+    truncate: bool = True,
+    magnitude: int | float | None = None,
+) -> Scaling:
+    """Pairs that turn more than beta_fast times in original_length positions are kept, those that turn less than beta_slow
+    times are divided by `factor`, and those between are blended.
+
+    The blend is linear in the pair's number, from the pair of beta_fast to that of beta_slow, as in the authors' code and
+    the checkpoints; sec. 3.2 of the paper makes it linear in the number of turns, which is what "llama3" does.
+    truncate: both pairs are rounded outwards, as in the authors' code.
+    magnitude: sqrt(1 / t) for the paper's attention temperature t; None is its fit, 0.1 ln(factor) + 1.
+
+    Raises InputError on numbers that are not positive, and where beta_slow is not below beta_fast.
+    Source: Peng et al. 2023, "YaRN", sec. 3.4.
+    """
+    if magnitude is None:
+        magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if not (factor > 0 and original_length > 0 and magnitude > 0 and beta_fast > beta_slow > 0):
+        raise InputError(
+            f"yarn(factor={factor}, original_length={original_length}, beta_fast={beta_fast}, beta_slow={beta_slow}, "
+            f"magnitude={magnitude}): expected positive numbers, and beta_slow below beta_fast"
+        )
+    return Scaling(
+        "yarn",
+        float(factor),
+        original_length=original_length,
+        beta_fast=float(beta_fast),
+        beta_slow=float(beta_slow),
+        truncate=truncate,
+        magnitude=float(magnitude),
+    )
 
 
 def frequencies(dim: int, theta: float = 10000.0, scaling: Scaling = Scaling()) -> np.ndarray:  # noqa: B008  (frozen)
@@ -37,23 +97,44 @@ def frequencies(dim: int, theta: float = 10000.0, scaling: Scaling = Scaling()) 
         return inv
     if scaling.kind == "linear":
         return inv / scaling.factor
-    if scaling.kind == "llama3":
-        wavelength = 2 * math.pi / inv
-        blend = (scaling.original_length / wavelength - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        blend = np.clip(blend, 0.0, 1.0)
-        return inv * blend + inv / scaling.factor * (1 - blend)
-    raise InputError(f"rope scaling {scaling.kind!r}: expected none, linear or llama3")
+    if scaling.kind == "ntk":
+        if dim < 4:
+            raise InputError(
+                "head dim 2 with rope scaling 'ntk': its only pair is the fastest, choose an even one from 4"
+            )
+        return inv * scaling.factor ** -(np.arange(0, dim, 2) / (dim - 2))
+    if scaling.kind in ("llama3", "yarn"):
+        kept = _kept_by_turns(inv, scaling) if scaling.kind == "llama3" else _kept_by_pair(dim, theta, scaling)
+        return inv * kept + inv / scaling.factor * (1 - kept)
+    raise InputError(f"rope scaling {scaling.kind!r}: expected none, linear, ntk, llama3 or yarn")
+
+
+def _kept_by_turns(inv: np.ndarray, scaling: Scaling) -> np.ndarray:
+    """How much of each frequency "llama3" keeps: linear in the turns that it makes in the original length."""
+    turns = scaling.original_length * inv / (2 * math.pi)
+    return np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
+
+
+def _kept_by_pair(dim: int, theta: float, scaling: Scaling) -> np.ndarray:
+    """How much of each frequency "yarn" keeps: linear in the number of the pair."""
+    first, last = (
+        dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    last += 0.001 * (first == last)  # a step, as in the authors' code
+    return 1 - np.clip((np.arange(dim // 2) - first) / (last - first), 0.0, 1.0)
 
 
 def rope(
     x: Float[Array, "B T N H"],
-    positions: Int[Array, "B T"],
+    positions: Int[Array, "#B T"],
     theta: float = 10000.0,
     scaling: Scaling = Scaling(),  # noqa: B008  (frozen)
 ) -> Float[Array, "B T N H"]:
-    """Turns feature pairs (i, i + H/2) by an angle that grows with the position.
+    """Turns feature pairs (i, i + H/2) by an angle that grows with the position, and multiplies by scaling.magnitude.
 
     The half-split pairing of Llama checkpoints in the Hugging Face layout. positions: int32 [B, T], or [1, T] where all
     rows share them. Computed in float32, returned in x's dtype. O(B T N H). Raises InputError where H is odd.
@@ -62,6 +143,196 @@ def rope(
     half = x.shape[-1] // 2
     inv = jnp.asarray(frequencies(x.shape[-1], theta, scaling), jnp.float32)
     angle = positions.astype(jnp.float32)[:, :, None, None] * inv[None, None, None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle) * scaling.magnitude, jnp.sin(angle) * scaling.magnitude
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def sinusoids(positions: Int[Array, "..."], dim: int) -> Float[Array, "... dim"]:
+    """float32: the sines of a position at each of dim / 2 wavelengths, then the cosines.
+
+    The order of Transformer-XL's code; Vaswani et al. 2017, sec. 3.5, take the same numbers in turns. positions may be
+    negative, as relative ones are. Raises InputError where dim is odd.
+    """
+    angle = jnp.multiply.outer(positions.astype(jnp.float32), jnp.asarray(frequencies(dim), jnp.float32))
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """float64 [N]: 2 ** (-8 n / N) for n from 1 to N where N is a power of two.
+
+    Elsewhere the slopes of the power p below N, and then every second one of 2 p, as in the authors' code. Raises
+    InputError without a head.
+    """
+    if heads < 1:
+        raise InputError(f"alibi of {heads} heads: expected at least 1")
+    power = 2 ** (heads.bit_length() - 1)
+    exponents = [8 * n / power for n in range(1, power + 1)] + [4 * n / power for n in range(1, 2 * (heads - power), 2)]
+    return np.exp2(-np.asarray(exponents))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Alibi:
+    heads: int = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, head: Any, q: Any, k: Any) -> Array:
+        slopes = jnp.asarray(alibi_slopes(self.heads), jnp.float32)
+        distance = jnp.abs(_difference(q, k)).astype(jnp.float32)
+        slope, distance = jnp.broadcast_arrays(slopes[jnp.asarray(head)], distance)
+        return -slope * distance
+
+
+def alibi(heads: int) -> Bias:
+    """-slope[head] * |q - k|: attention with linear biases, as a function of (head, query position, key position).
+
+    heads: all that the queries have, N. Symmetric, so a model that also looks ahead can use it. The results of equal
+    calls are equal and hash alike. Raises InputError without a head. Source: Press et al. 2022, "Train short, test
+    long", sec. 3.
+    """
+    alibi_slopes(heads)
+    return _Alibi(heads)
+
+
+def t5_buckets(
+    distance: Int[Array, "*shape"], buckets: int = 32, max_distance: int = 128, *, bidirectional: bool = True
+) -> Int[Array, "*shape"]:
+    """int32, 0 to buckets - 1: the bucket of key position minus query position.
+
+    Half of the buckets hold one distance each and the others ranges that grow by a constant factor up to max_distance;
+    the last also holds all beyond. bidirectional: the upper half of all buckets is for keys after the query; otherwise
+    these are in bucket 0. The edges are exact: no logarithm is rounded on the device.
+    Raises InputError where there are too few buckets, or no distance is left for the ranges.
+    Cost: one comparison per range and pair. Source: Raffel et al. 2020, "T5", sec. 2.1 and its code.
+    """
+    side, single, edges = _t5_edges(buckets, max_distance, bidirectional)
+    away = jnp.abs(distance) if bidirectional else jnp.maximum(-distance, 0)
+    bucket = jnp.minimum(away, single)
+    for edge in edges:
+        bucket += (away >= edge).astype(bucket.dtype)
+    return bucket + side * (distance > 0).astype(bucket.dtype) if bidirectional else bucket
+
+
+def _t5_edges(buckets: int, max_distance: int, bidirectional: bool) -> tuple[int, int, list[int]]:
+    """The buckets of one side, how many of these hold one distance each, and where each range but the first begins."""
+    side = buckets // 2 if bidirectional else buckets
+    single = side // 2
+    if single < 1 or max_distance <= single:
+        raise InputError(
+            f"{buckets} T5 buckets up to distance {max_distance}: expected at least {4 if bidirectional else 2} buckets, "
+            f"and a max_distance above {max(single, 1)}, up to where distances have a bucket of their own"
+        )
+    ranges = side - single
+    # Range n begins at the first whole number from single * (max_distance / single) ** (n / ranges) on.
+    starts = (max_distance**n * single ** (ranges - n) for n in range(1, ranges))
+    edges = [bisect.bisect_left(range(max_distance), start, key=lambda d: d**ranges) for start in starts]
+    return side, single, edges
+
+
+# Not compared by value, because a table has no hash; like any function it equals itself.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class _T5:
+    table: Any
+    max_distance: int = dataclasses.field(metadata={"static": True})
+    bidirectional: bool = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, head: Any, q: Any, k: Any) -> Array:
+        count = self.table.shape[0]
+        bucket = t5_buckets(_difference(q, k), count, self.max_distance, bidirectional=self.bidirectional)
+        bucket, head = jnp.broadcast_arrays(bucket, head)
+        return self.table.astype(jnp.float32)[bucket, head]
+
+
+def t5_bias(table: Float[Array, "buckets N"], *, max_distance: int = 128, bidirectional: bool = True) -> Bias:
+    """table[bucket of k - q, head], as a function of (head, query position, key position).
+
+    table: a learned bias per bucket and head; may be traced, and gradients reach it. The function is a pytree with the
+    table as its leaf, so it may also cross the borders of jit. T5 itself does not scale its scores: pass scale=1.
+    Raises InputError as `t5_buckets` does. Cost: one look-up per head and pair. Source: Raffel et al. 2020, "T5", sec. 2.1.
+    """
+    _t5_edges(table.shape[0], max_distance, bidirectional)
+    return _T5(table, max_distance, bidirectional)
+
+
+def shaw(
+    q: Float[Array, "B T N H"],
+    table: Float[Array, "R H"],
+    positions: Int[Array, "#B T"],
+    kv_positions: Int[Array, "#B S"],
+    *,
+    left: int | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B N T S"]:
+    """q . a[k - q] * scale: the scores' term of relation-aware attention, float32.
+
+    table: a, the embeddings of the distances from -left to R - 1 - left, shared by the heads; farther ones are clipped to
+    these. left: half of R - 1 where None; R - 1 where all keys come before. positions: int32; [1, T] where all rows share
+    them. scale: H ** -0.5 where None, as in the attention call. The paper's relative embeddings of values (eq. 3) are no
+    score term and are not here.
+    Raises InputError where `left` is None and R is even, or is no row of the table.
+    Cost: O(B N T (R H + S)) time, B N T (R + S) floats of memory. Source: Shaw et al. 2018, eq. 4.
+    """
+    rows = table.shape[0]
+    if left is None and rows % 2 == 0:
+        raise InputError(
+            f"shaw with a table of {rows} rows: expected an odd number, or pass left, the distances before"
+        )
+    left = rows // 2 if left is None else left
+    if not 0 <= left < rows:
+        raise InputError(f"shaw(left={left}) with a table of {rows} rows: expected 0 <= left < {rows}")
+    row = jnp.clip(kv_positions[:, None, :] - positions[:, :, None], -left, rows - 1 - left) + left
+    by_row = _product("btnh,rh->bntr", q, table, scale)
+    return jnp.take_along_axis(by_row, row[:, None], axis=3)
+
+
+def relative_shift(x: Float[Array, "*lead T R"], keys: int) -> Float[Array, "*lead T {keys}"]:
+    """out[..., i, j] = x[..., i, T - 1 - i + j], and 0 where x has no such column: a column a distance becomes one a key.
+
+    Padding and reshaping alone: a copy of [..., T, T + keys], and no gather. Raises InputError where x has columns that no
+    pair reads. Source: Dai et al. 2019, "Transformer-XL", app. B.
+    """
+    t, width = x.shape[-2], x.shape[-2] + keys - 1
+    if x.shape[-1] > width:
+        raise InputError(
+            f"relative_shift of {x.shape[-1]} distances: {t} queries and {keys} keys have at most {width}, leave out the rest"
+        )
+    # Rows one longer than what is then cut from them: each starts one column earlier than the row above.
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width + 1 - x.shape[-1])])
+    flat = x.reshape(*x.shape[:-2], t * (width + 1))[..., t - 1 : t - 1 + t * width]
+    return flat.reshape(*x.shape[:-2], t, width)[..., :keys]
+
+
+def transformer_xl(
+    q: Float[Array, "B T N H"],
+    r: Float[Array, "R N H"],
+    u: Float[Array, "N H"],
+    v: Float[Array, "N H"],
+    keys: int,
+    *,
+    scale: float | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T {keys}"]]:
+    """(q + u, bias) so that attention over these has the scores ((q + u) . k + (q + v) . r) * scale.
+
+    r: the projected embeddings of the distances query minus key in falling order, from that of the last query and the
+    first key. With M keys before the first query these are M + T - 1 down to M - S + 1, R = T + S - 1 in all; where
+    queries see no later keys, the first M + T do, and the scores of the keys after are left without their term.
+    u, v: the learned content and position biases. keys: S. scale: H ** -0.5 where None, as in the attention call.
+    Keys stand at consecutive places, memory first; documents packed in one row keep their distances.
+
+    Returns q + u in q's dtype, and the bias, float32: B N T S floats, and for a while B N T (T + S). Raises InputError where
+    r has more rows than there are distances. Cost: O(B N T R H) time.
+    Source: Dai et al. 2019, "Transformer-XL", sec. 3.3, with r = W_kR R; for R see `sinusoids`.
+    """
+    toward_content, toward_place = (q + bias.astype(q.dtype)[None, None] for bias in (u, v))
+    return toward_content, relative_shift(_product("btnh,rnh->bntr", toward_place, r, scale), keys)
+
+
+def _difference(q: Any, k: Any) -> Array:
+    q, k = jnp.broadcast_arrays(q, k)
+    return k - q
+
+
+def _product(spec: str, q: Array, embeddings: Array, scale: float | None) -> Array:
+    product = jnp.einsum(spec, q, embeddings.astype(q.dtype), preferred_element_type=jnp.float32)
+    return product * (q.shape[-1] ** -0.5 if scale is None else scale)
