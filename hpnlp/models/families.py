@@ -14,7 +14,7 @@ from typing import Any
 
 from hpnlp.models.lm import LMConfig
 from hpnlp.nn.attention import ROPE_SCALINGS
-from hpnlp.ops.attention.position import Scaling
+from hpnlp.ops.attention.position import Scaling, frequencies
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.types import InputError
 
@@ -197,7 +197,22 @@ ROPE_TYPES: dict[str, tuple[str, dict[str, str]]] = {
             "original_max_position_embeddings": "original_length",
         },
     ),
+    "yarn": (
+        "yarn",
+        {
+            "factor": "factor",
+            "original_max_position_embeddings": "original_length",
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+            "truncate": "truncate",
+            "attention_factor": "magnitude",
+        },
+    ),
 }
+# Keys that may be missing, and where they are numbers null: the function that Scaling comes from has transformers' values.
+ROPE_OPTIONAL = ("beta_fast", "beta_slow", "truncate", "attention_factor")
+# Keys that change the rotary embedding in a way that Scaling has no word for.
+ROPE_REFUSED = ("mscale", "mscale_all_dim")
 
 # Fields of LMConfig that change how a model is trained or run, and not what it computes.
 FREE = ("dropout", "dtype", "remat", "unroll")
@@ -308,16 +323,30 @@ def _rope_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     if rope["partial_rotary_factor"] not in (None, 1.0):
         raise _unsupported(source, "partial_rotary_factor", rope["partial_rotary_factor"], [1.0])
     name, keys = ROPE_TYPES[kind]
-    arguments = [_checked(rope, key, type(getattr(Scaling, field)), source) for key, field in keys.items()]
+    for key in ROPE_REFUSED:
+        if key in rope and rope[key] is not None:
+            raise _unsupported(source, key, rope[key], [None])
+    arguments = []
+    for key, field in keys.items():
+        optional, wanted = key in ROPE_OPTIONAL, type(getattr(Scaling, field))
+        if not optional or (key in rope and (rope[key] is not None or wanted is bool)):
+            value = _checked(rope, key, wanted, source)
+            arguments.append(f"{field}={value!r}" if optional else repr(value))
     return {
         "rope_theta": _checked(rope, "rope_theta", float, source),
-        "rope_scaling": f"{name}({', '.join(map(repr, arguments))})" if arguments else name,
+        "rope_scaling": f"{name}({', '.join(arguments)})" if arguments else name,
     }
 
 
 def _rope_json(config: LMConfig) -> dict[str, Any]:
     """Theta and scaling in both spellings, so that every version of transformers reads them."""
-    scaling = _scaling(config.rope_scaling)
+    scaling = _scaling(config.rope_scaling if config.position == "rope" else "none")
+    if scaling.kind == "ntk":
+        theta = frequencies(config.head_size, config.rope_theta, scaling)[1] ** (-config.head_size / 2)
+        raise InputError(
+            f"config.rope_scaling {config.rope_scaling!r} is not known to transformers: what it does to this model is "
+            f"done as well by rope_theta={theta:.10g} with rope_scaling='none'"
+        )
     kind = next(kind for kind, (name, _) in ROPE_TYPES.items() if name == scaling.kind)
     values = {"rope_type": kind, **{key: getattr(scaling, field) for key, field in ROPE_TYPES[kind][1].items()}}
     return {

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from hpnlp.nn.layers import NORMS, Dense, constrain, dense_init
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.ops.attention.position import Scaling, rope
+from hpnlp.ops.attention.position import Scaling, rope, yarn
 from hpnlp.spec import build, parse, parse_one
 from hpnlp.types import Aux, InputError, MixerInputs
 
@@ -36,6 +36,8 @@ ROPE_SCALINGS: dict[str, Any] = {
     "none": lambda: Scaling(),
     "linear": lambda factor: Scaling("linear", float(factor)),
     "llama3": lambda factor, low, high, length: Scaling("llama3", float(factor), float(low), float(high), length),
+    "ntk": lambda factor: Scaling("ntk", float(factor)),
+    "yarn": yarn,
 }
 
 

@@ -21,8 +21,9 @@ class BlockConfig:
 
     dim: D. heads: N. kv_heads: K, 0 for N. head_dim: H, 0 for D / N. mlp_dim: 0 for 4 D (swiglu: 8 D / 3, rounded up to
     a multiple of 64). mlp: an entry of MLPS. norm: "rms" or "layer". position: "rope", "learned" or "none". rope_scaling:
-    "none", "linear(factor)" or "llama3(factor, low, high, length)". bias: in MLPs and on attention's output; qkv_bias: on
-    queries, keys and values. dropout: on each branch's result and on attention probabilities.
+    "none", "linear(factor)", "ntk(factor)", "llama3(factor, low, high, length)" or "yarn(factor, original_length)". bias: in
+    MLPs and on attention's output; qkv_bias: on queries, keys and values. dropout: on each branch's result and on attention
+    probabilities.
     """
 
     dim: int = 256

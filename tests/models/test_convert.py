@@ -27,6 +27,11 @@ MODELS = {
     "llama_biases": ({"qkv_bias": True, "out_bias": True, "mlp_bias": True}, "llama"),
     "llama_linear": ({"rope_scaling": "linear(2)", "head_dim": 6, "norm_eps": 1e-4}, "llama"),
     "llama_llama3": ({"rope_scaling": "llama3(8.0, 1.0, 4.0, length=8)", "rope_theta": 500.0}, "llama"),
+    "llama_yarn": ({"rope_scaling": "yarn(4, 8)"}, "llama"),
+    "llama_yarn_of_own_numbers": (
+        {"rope_scaling": "yarn(4, 8, beta_fast=3, beta_slow=0.5, truncate=False, magnitude=1.5)"},
+        "llama",
+    ),
     "qwen2": ({"qkv_bias": True}, "qwen2"),
     "qwen3": ({"qk_norm": True, "qkv_bias": True, "out_bias": True}, "qwen3"),
     "gpt2": (GPT2 | {"mlp": "gelu"}, "gpt2"),
@@ -209,6 +214,7 @@ def test_a_tied_head_may_be_stored_twice(gpt2):
 # Settings that change the function: refused, by name.
 
 ROPE = {"rope_theta": 10000.0}
+YARN = {"type": "yarn", "factor": 2.0}
 
 LLAMA_REFUSALS = {
     "hidden_act": (
@@ -218,7 +224,9 @@ LLAMA_REFUSALS = {
     "activation_of_a_wrong_type": ({"hidden_act": ["silu"]}, r'hidden_act=\["silu"\] is not supported'),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config is not supported: dequantize"),
     "own_code": ({"auto_map": {"AutoModel": "a.B"}}, "auto_map is not supported: the model runs code of its own"),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, 'rope_type="yarn" .*"default" or "linear" or "llama3"'),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 'rope_type="dynamic" .*"llama3" or "yarn"'),
+    "mscale": ({"rope_scaling": YARN | {"mscale": 1.0}}, "mscale=1.0 is not supported: .* with mscale=null"),
+    "truncate": ({"rope_scaling": YARN | {"truncate": None}}, "truncate is None: expected true or false"),
     "partial_rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
     "rope_a_layer": ({"rope_parameters": {"full_attention": ROPE}}, "expected one set of numbers"),
     "rope_a_number": ({"rope_parameters": 2.0}, "rope_parameters is 2.0: expected one set of numbers"),
@@ -376,6 +384,11 @@ def test_the_package_is_missing(llama, monkeypatch):
         ({"norm": "layer"}, "in llama, the nearest, norm is 'rms', not 'layer'"),
         ({"out_bias": True}, "no family of transformers has such a model"),
         ({"position": "none"}, "position is 'rope', not 'none'"),
+        ({"position": "none", "rope_scaling": "ntk(3)"}, "position is 'rope', not 'none'"),
+        (
+            {"rope_scaling": "ntk(3)", "rope_theta": 100.0},
+            "'ntk.3.' is not known .* rope_theta=900 with rope_scaling='none'",
+        ),
         (GPT2 | {"mlp": "swiglu"}, "in gpt2, the nearest, mlp is 'gelu', not 'swiglu'"),
         (GPT2 | {"mlp": "gelu", "kv_heads": 1}, "in gpt2, the nearest, kv_heads is 2, not 1"),
         (GPT2 | {"mlp": "gelu", "head_dim": 6}, "in gpt2, the nearest, head_dim is 4, not 6"),

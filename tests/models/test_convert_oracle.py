@@ -24,6 +24,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 90.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_OF_OWN_NUMBERS = YARN | {"beta_fast": 2.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 1.3}
 LLAMA = {
     "vocab_size": V,
     "hidden_size": 32,
@@ -48,6 +50,7 @@ CASES = {
         "llama",
     ),
     "llama_head_dim": ("llama", {"head_dim": 12, "num_key_value_heads": 1, "rope_parameters": LLAMA3}, "llama"),
+    "llama_yarn": ("llama", {"rope_parameters": YARN_OF_OWN_NUMBERS}, "llama"),
     "gpt2": ("gpt2", {}, "gpt2"),
     "gpt2_wide": (
         "gpt2",
@@ -61,10 +64,10 @@ CASES = {
         "gpt2",
     ),
     "mistral": ("mistral", {"sliding_window": None, "num_key_value_heads": 2}, "llama"),
-    "qwen2": ("qwen2", {"num_key_value_heads": 2}, "qwen2"),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2, "rope_parameters": YARN}, "qwen2"),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}, "qwen3"),
 }
-LIKE_LLAMA = ("mistral", "qwen2", "qwen3")
+LIKE_LLAMA = ("llama_yarn", "mistral", "qwen2", "qwen3")
 
 # These programs run once: LLVM's optimizations would take longer than they save.
 ONCE = {"xla_backend_optimization_level": 0}
@@ -210,7 +213,7 @@ def test_bfloat16_and_shards(case, transformers, tokens, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(jnp.bfloat16)), ours, params)
 
 
-@pytest.mark.parametrize("case", ["llama_biases", "llama_head_dim"], indirect=True)
+@pytest.mark.parametrize("case", ["llama_biases", "llama_head_dim", "llama_yarn", "qwen2"], indirect=True)
 def test_both_spellings_of_rope(case, tmp_path):
     """transformers 5 writes rope_parameters; the checkpoints before it have rope_theta and rope_scaling."""
     _, directory, _ = case
