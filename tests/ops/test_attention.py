@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hpnlp.measure import count_flops
-from hpnlp.ops.attention import Causal, Full, attend, merge, reference
+from hpnlp.ops.attention import Causal, Full, attend, merge, panels, reference
 from hpnlp.ops.attention.dropout import keep_mask
 from hpnlp.types import InputError
 from tests.contracts import assert_close
@@ -62,11 +60,11 @@ def scored(function, mask, options, seed=1):
     return jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))
 
 
-@pytest.fixture(params=["panels", "loop"])
+@pytest.fixture(params=["panels", "visits"])
 def driver(request, monkeypatch):
-    """Short sequences run as panels, long ones as a loop: here the same ones as both."""
-    if request.param == "loop":
-        monkeypatch.setattr(importlib.import_module("hpnlp.ops.attention.flash"), "PANEL_PAIRS", 0)
+    """Short sequences run as panels, long ones as the visits of a block plan: here the same ones as both."""
+    if request.param == "visits":
+        monkeypatch.setattr(panels, "PAIRS", 0)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -169,10 +167,11 @@ def test_sixteen_bits_accumulate_in_float32(driver):
 
 def test_dropout_is_independent_over_everything():
     """Rates to within four standard errors; patterns of other heads, rows, keys and words of the seed are unlike."""
-    heads, places = jnp.arange(4).reshape(2, 2), jnp.broadcast_to(jnp.arange(256), (2, 256))
+    heads, places = jnp.arange(4)[:, None, None], jnp.arange(256)[None]
 
     def pattern(words, rate=0.3):
-        return np.asarray(keep_mask(jnp.asarray(words, jnp.uint32), heads, places, places, rate)).reshape(4, 256, 256)
+        words = jnp.asarray(words, jnp.uint32)
+        return np.asarray(keep_mask(words, heads, places[..., None], places[:, None], rate))
 
     base = pattern([1, 2])
     for rate in (0.01, 0.3, 0.9):
@@ -211,8 +210,8 @@ def test_memory_of_the_loop_grows_with_the_length():
 
 
 def test_memory_of_panels_is_far_below_that_of_the_scores():
-    panels = lambda *a: attend(*a, impl="xla")  # noqa: E731
-    assert temporary_bytes(panels, 1024) < 0.5 * temporary_bytes(reference, 1024)
+    short = lambda *a: attend(*a, impl="xla")  # noqa: E731
+    assert temporary_bytes(short, 1024) < 0.5 * temporary_bytes(reference, 1024)
 
 
 def test_merge_where_parts_saw_nothing():

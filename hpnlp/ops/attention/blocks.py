@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
 from hpnlp.ops.attention.algebra import Mask
@@ -94,3 +95,124 @@ def _searched(mask: Mask, tiles: Live, length: int, keys: int, block: int, key_b
         count = see.sum(axis=(1, 2))
         some[unsure[part]], every[unsure[part]] = count > 0, count == size
     return Live(tiles.rows[some], tiles.columns[some], every[some])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """Meetings of a run of R consecutive query blocks with w key blocks each, to be computed one after the other.
+
+    first: int32 [n], the first query block of the run. keys: int32 [n, R, w], key blocks in any order, -1 for none. A query
+    block meets a key block in one visit at most. tested: bool [n], whether the mask has to be asked for each element; else
+    it allows all of the visit, which then has no -1 and nothing beyond the sequences' ends.
+    """
+
+    first: Any
+    keys: Any
+    tested: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A block plan: which blocks of `key_block` keys each block of `block` queries visits; what no visit holds is not seen.
+
+    The arrays are numpy where a mask decided, and may be made at run time, with static shapes, where data do. once: every
+    query block is in exactly one visit (a shortcut).
+    """
+
+    visits: tuple[Visits, ...]
+    block: int = dataclasses.field(metadata={"static": True})
+    key_block: int = dataclasses.field(metadata={"static": True})
+    once: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+# A tile of so many scores, in all heads together, fills the caches and keeps all cores busy.
+TILE = 1 << 20
+# What a visit costs beside its keys, in keys.
+OVERHEAD = 48
+# At most so many keys a visit.
+KEYS = 1024
+
+
+def plan(tiles: Live, length: int, block: int, key_block: int, heads: int) -> Blocks:
+    """The visits that run `tiles`; heads: how many (batch, head) run at a time, at most.
+
+    Rows of blocks with many live tiles come several times and do not widen the others' visits.
+    """
+    rows = -(-length // block)
+    counts = np.bincount(tiles.rows, minlength=rows)
+    wide, narrow = _widths(counts, max(KEYS // key_block, 1), key_block)
+    starts = np.cumsum(counts) - counts
+    place = np.arange(tiles.rows.size) - starts[tiles.rows]
+    in_wide = place < _wide(counts, wide, narrow, key_block)[tiles.rows]
+    visits: list[Visits] = []
+    for width in dict.fromkeys((wide, narrow)):
+        chosen = in_wide if width == wide else ~in_wide
+        if not chosen.any():
+            continue
+        row, at = tiles.rows[chosen], place[chosen]
+        at = at if width == wide else at - _wide(counts, wide, narrow, key_block)[row]
+        # One line for each (n-th visit of a row, row), so that runs of rows stand together.
+        lines, line = np.unique(at // width * rows + row, return_inverse=True)
+        keys = np.full((lines.size, width), -1, np.int32)
+        keys[line, at % width] = tiles.columns[chosen]
+        tested = np.zeros(lines.size, bool)
+        np.logical_or.at(tested, line, ~tiles.every[chosen])
+        most = max(TILE // max(heads * block * width * key_block, 1), 1)
+        visits += _runs(lines % rows, keys, tested | (keys < 0).any(axis=1), rows, 1 << (most.bit_length() - 1))
+    seen = [(v.first[:, None] + np.arange(v.keys.shape[1])).reshape(-1) for v in visits]
+    once = bool((np.bincount(np.concatenate([*seen, np.zeros(0, int)]), minlength=rows) == 1).all())
+    return Blocks(tuple(visits), block, key_block, once)
+
+
+def _wide(counts: np.ndarray, wide: int, narrow: int, key_block: int) -> np.ndarray:
+    """How many of each row's live tiles go to visits of `wide`: full ones, and the rest where that is cheaper."""
+    rest = counts % wide
+    in_narrow = -(-rest // narrow) * (narrow * key_block + OVERHEAD) < wide * key_block + OVERHEAD
+    return counts - np.where(in_narrow & (narrow < wide), rest, 0)
+
+
+def _keys(counts: np.ndarray, wide: int, narrow: int, key_block: int) -> np.ndarray:
+    """The keys of each row's visits, with what is beside them."""
+    first = _wide(counts, wide, narrow, key_block)
+    visits = (-(-first // wide), wide), (-(-(counts - first) // narrow), narrow)
+    return sum((n * (width * key_block + OVERHEAD) for n, width in visits), np.zeros_like(counts))
+
+
+def visit_keys(counts: np.ndarray, key_block: int) -> np.ndarray:
+    """An estimate of a plan: how many keys rows of blocks with so many live tiles each visit, with what is beside them."""
+    return _keys(counts, *_widths(counts, max(KEYS // key_block, 1), key_block), key_block)
+
+
+def _widths(counts: np.ndarray, most: int, key_block: int) -> tuple[int, int]:
+    """The widths of visits, in key blocks: one for all, or two where that saves a twentieth."""
+    values, often = np.unique(counts[counts > 0], return_counts=True)
+    if not values.size:
+        return 1, 1
+
+    def cost(wide: int, narrow: int) -> int:
+        return int((often * _keys(values, wide, narrow, key_block)).sum())
+
+    most = min(most, int(values[-1]))
+    single = min((cost(w, w), w) for w in range(1, most + 1))
+    double = min(((cost(w, n), w, n) for w in range(2, most + 1) for n in range(1, w)), default=(single[0], 1, 1))
+    return double[1:] if double[0] < 0.95 * single[0] else (single[1], single[1])
+
+
+def _runs(row: np.ndarray, keys: np.ndarray, tested: np.ndarray, rows: int, run: int) -> list[Visits]:
+    """Lines of one query block each, put together in runs of `run` consecutive ones; what is left over, one by one."""
+    run = min(run, 1 << (row.size.bit_length() - 1))
+    breaks = np.flatnonzero(np.diff(row) != 1) + 1
+    together, alone = [], []
+    for part in np.split(np.arange(row.size), breaks):
+        whole = part.size // run * run
+        together.append(part[:whole])
+        alone.append(part[whole:])
+    visits = []
+    for lines, size in ((np.concatenate(together), run), (np.concatenate(alone), 1)):
+        if lines.size:
+            first = row[lines].reshape(-1, size)[:, 0].astype(np.int32)
+            grouped = keys[lines].reshape(-1, size, keys.shape[1])
+            visits.append(Visits(first, grouped, tested[lines].reshape(-1, size).any(axis=1)))
+    return visits

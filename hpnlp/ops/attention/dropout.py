@@ -6,9 +6,11 @@ layout drops the same entries, and a backward pass makes them again instead of k
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, UInt32
 
 from hpnlp.ops.attention.hashing import mix
 
@@ -19,17 +21,15 @@ def seed_words(rng: Array) -> UInt32[Array, "words"]:
     return data.reshape(-1)
 
 
-def keep_mask(
-    seed: UInt32[Array, "words"], heads: Int[Array, "B N"], q: Int[Array, "B T"], k: Int[Array, "B S"], rate: float
-) -> Bool[Array, "B N T S"]:
+def keep_mask(seed: UInt32[Array, "words"], heads: Any, q: Any, k: Any, rate: float) -> Bool[Array, "..."]:
     """True where the attention weight survives; each is dropped with probability `rate`.
 
-    seed: `seed_words(rng)`. heads: a number that is unique to each (batch, head). q, k: positions. O(B N T S) integer
-    operations and no state.
+    seed: `seed_words(rng)`. heads: numbers that are unique to each (batch, head); q, k: positions; integer arrays that
+    broadcast to the shape of the result. O(size) integer operations and no state.
     """
     row = heads.astype(jnp.uint32)
     for i in range(seed.shape[0]):
         row = mix(row ^ seed[i])
-    row = mix(row[:, :, None] + q.astype(jnp.uint32)[:, None, :] * jnp.uint32(0x9E3779B1))
-    bits = mix(row[:, :, :, None] + k.astype(jnp.uint32)[:, None, None, :] * jnp.uint32(0x27D4EB2F))
+    row = mix(row + q.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
+    bits = mix(row + k.astype(jnp.uint32) * jnp.uint32(0x27D4EB2F))
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))

@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.attention.algebra import Mask
+from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.dropout import keep_mask, seed_words
 from hpnlp.ops.attention.mask import Full
-
-
-def allowed(
-    mask: Mask,
-    shape: tuple[int, int, int],
-    segment_ids: Int[Array, "B T"] | None,
-    kv_segment_ids: Int[Array, "B S"] | None,
-    positions: Int[Array, "B T"] | None,
-    kv_positions: Int[Array, "B S"] | None,
-    kv_lengths: Int[Array, "B"] | None,
-) -> Array:
-    """bool [B, T, S]: the static mask at the positions, and the same segment, and a key below the row's length."""
-    b, t, s = shape
-    q = jnp.broadcast_to(jnp.arange(t), (b, t)) if positions is None else positions
-    k = jnp.broadcast_to(jnp.arange(s), (b, s)) if kv_positions is None else kv_positions
-    see = mask.at(q[:, :, None], k[:, None, :])
-    if segment_ids is not None and kv_segment_ids is not None:
-        see &= segment_ids[:, :, None] == kv_segment_ids[:, None, :]
-    if kv_lengths is not None:
-        see &= jnp.arange(s)[None, None, :] < kv_lengths[:, None, None]
-    return see
 
 
 def reference(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
-    mask: Mask = Full(),  # noqa: B008  (frozen)
+    mask: Mask | PerHead = Full(),  # noqa: B008  (frozen)
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     positions: Int[Array, "B T"] | None = None,
     kv_positions: Int[Array, "B S"] | None = None,
     kv_lengths: Int[Array, "B"] | None = None,
+    dense_mask: Bool[Array, "..."] | None = None,
+    global_tokens: Array | None = None,
+    bias: Any = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
     dropout_rate: float = 0.0,
     rng: Array | None = None,
     return_lse: bool = False,
@@ -52,29 +38,64 @@ def reference(
 
     O(B N T S) memory.
     """
-    b, t, n, h = q.shape
-    s, kv_heads = k.shape[1], k.shape[2]
-    see = allowed(mask, (b, t, s), segment_ids, kv_segment_ids, positions, kv_positions, kv_lengths)
+    (b, t, n, h), s, kv_heads = q.shape, k.shape[1], k.shape[2]
+    kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
+    kv_positions = positions if kv_positions is None else kv_positions
+    rows = jnp.broadcast_to(jnp.arange(t), (b, t)) if positions is None else positions
+    columns = jnp.broadcast_to(jnp.arange(s), (b, s)) if kv_positions is None else kv_positions
+
+    masks = mask.masks if isinstance(mask, PerHead) else (mask,) * n
+    see = jnp.stack([one.at(rows[:, :, None], columns[:, None, :]) for one in masks], axis=1)
+    if global_tokens is not None:
+        everywhere = as_flags(global_tokens, t)
+        see |= everywhere[:, None, :, None] | everywhere[:, None, None, :]
+    if segment_ids is not None and kv_segment_ids is not None:
+        see &= (segment_ids[:, :, None] == kv_segment_ids[:, None, :])[:, None]
+    if kv_lengths is not None:
+        see &= jnp.arange(s)[None, None, None, :] < kv_lengths[:, None, None, None]
+    if dense_mask is not None:
+        see &= jnp.broadcast_to(dense_mask, see.shape)
+
     # What no query may see is taken out before any product, because 0 * NaN is NaN.
-    seen = see.any(axis=1)[:, :, None, None]
+    seen = see.reshape(b, kv_heads, -1, s).any(axis=2).transpose(0, 2, 1)[..., None]
     k = jnp.repeat(jnp.where(seen, k, jnp.zeros_like(k)), n // kv_heads, axis=2).astype(jnp.float32)
     v = jnp.repeat(jnp.where(seen, v, jnp.zeros_like(v)), n // kv_heads, axis=2).astype(jnp.float32)
     scores = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k) * (h**-0.5 if scale is None else scale)
-    see = see[:, None]
+    if callable(bias):
+        one = jax.vmap(jax.vmap(bias, (None, None, 0)), (None, 0, None))
+        values: Any = jax.vmap(jax.vmap(one, (0, None, None)), (None, 0, 0))(jnp.arange(n), rows, columns)
+        scores += values
+    elif bias is not None:
+        scores += jnp.broadcast_to(jnp.asarray(bias, jnp.float32), scores.shape)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+
+    if sinks is not None:  # a key of its own, which everyone sees and which has no value
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, None], (b, n, t, 1))
+        scores, see = jnp.concatenate([scores, sink], -1), jnp.concatenate([see, jnp.ones((b, n, t, 1), bool)], -1)
     some = see.any(axis=-1, keepdims=True)
     scores = jnp.where(see, scores, jnp.where(some, -jnp.inf, 0.0))
     lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    weights = jnp.where(
-        see, jax.nn.softmax(scores, axis=-1), 0.0
-    )  # not exp(scores - lse), which rounds where lse is large
+    # Not exp(scores - lse), which rounds where lse is large.
+    weights = jnp.where(see, jax.nn.softmax(scores, axis=-1), 0.0)[..., :s]
     if dropout_rate:
         assert rng is not None
-        heads = jnp.arange(b * n).reshape(b, n)
-        rows = jnp.broadcast_to(jnp.arange(t), (b, t)) if positions is None else positions
-        columns = jnp.broadcast_to(jnp.arange(s), (b, s)) if kv_positions is None else kv_positions
-        keep = keep_mask(seed_words(rng), heads, rows, columns, dropout_rate)
+        heads = jnp.arange(b * n).reshape(b, n, 1, 1)
+        keep = keep_mask(seed_words(rng), heads, rows[:, None, :, None], columns[:, None, None, :], dropout_rate)
         weights = jnp.where(keep, weights / (1.0 - dropout_rate), 0.0)
     out = jnp.einsum("bnts,bsnh->btnh", weights, v).astype(q.dtype)
     if not return_lse:
         return out
     return out, jnp.where(some, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
+
+
+def as_flags(tokens: Array, length: int) -> Bool[Array, "B T"]:
+    """Global tokens as flags: bool [B, T] as they are, int [B, G] as places, of which those below 0 stand for none."""
+    if tokens.dtype == jnp.bool_:
+        return tokens
+    places = jnp.where(tokens < 0, length, tokens)
+    return (
+        jnp.zeros((tokens.shape[0], length), bool)
+        .at[jnp.arange(tokens.shape[0])[:, None], places]
+        .set(True, mode="drop")
+    )

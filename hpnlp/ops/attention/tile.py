@@ -1,8 +1,8 @@
-"""The arithmetic of one tile: a block of queries against a span of keys, forward and backward.
+"""The arithmetic of one tile: a block of queries against some keys, forward and backward.
 
-Arrays inside a tile carry the heads in front, K key heads and the G query heads that read each: rows of queries
-`[B, K, G, r, H]` and of keys `[B, K, c, H]`; the same with the features in front of the rows are called columns,
-`[B, K, H, G, r]` and `[B, K, H, c]`.
+Arrays inside a tile carry any leading axes, then K key heads and the G query heads that read each: rows of queries
+`[..., K, G, r, H]` and of keys `[..., K, c, H]`; the same with the features in front of the rows are called columns,
+`[..., K, H, G, r]` and `[..., K, H, c]`.
 """
 
 from __future__ import annotations
@@ -21,79 +21,110 @@ from hpnlp.ops.attention.dropout import keep_mask
 # A finite stand-in for the maximum of a row that sees nothing, so that exp(-inf - FLOOR) is 0 and not NaN.
 FLOOR = -1e30
 
-Visible = Bool[np.ndarray, "b r c"] | Bool[Array, "b r c"] | None
+Visible = Bool[np.ndarray, "*a r c"] | Bool[Array, "*a r c"] | None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """What is known of some queries or keys: indices [r] (numpy where static), and positions and segments [B, r]."""
+    """What is known of some queries or keys, `[..., r]` each, numpy where static.
+
+    index: places in the sequence, -1 for padding. position: what dropout and the bias function are asked for, the index
+    where None. asked: what the mask is asked for, the position where None. segment. everywhere: sees all and is seen by
+    all.
+    """
 
     index: Any
     position: Any = None
+    asked: Any = None
     segment: Any = None
+    everywhere: Any = None
+
+    @property
+    def spot(self) -> Any:
+        return self.index if self.position is None else self.position
 
     @property
     def at(self) -> Any:
-        """The positions that the mask is asked about, [B, r] or [1, r]."""
-        return self.index[None] if self.position is None else self.position
+        return self.spot if self.asked is None else self.asked
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The static part of a call."""
+    """The static part of a call. bias: the jaxpr of a bias function."""
 
     mask: Mask
     scale: float
-    dropout_rate: float
-    block_size: int | None
+    soft_cap: float | None = None
+    dropout_rate: float = 0.0
+    block_size: int | None = None
+    bias: Any = None
 
 
-def visible(mask: Mask, rows: Side, columns: Side, lengths: Any) -> Visible:
-    """Which query of the tile may see which key; None where all see all, numpy where that is known while tracing."""
-    see = mask.at(rows.at[:, :, None], columns.at[:, None, :])
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """What decides about the pairs of a tile, each broadcasting to `[..., K, G, r, c]` or None: which query sees which
+    key, which weights dropout keeps, and what is added to the scores."""
+
+    see: Any = None
+    kept: Any = None
+    bias: Any = None
+
+
+def visible(mask: Mask, rows: Side, columns: Side, lengths: Any, dense: Any = None) -> Visible:
+    """Which query of the tile may see which key, `[..., 1, 1, r, c]`; None where all see all, numpy where that is known
+    while tracing. lengths `[...]`; dense as `see` in Around."""
+    see = mask.at(rows.at[..., :, None], columns.at[..., None, :])
+    if rows.everywhere is not None:
+        see = see | rows.everywhere[..., :, None] | columns.everywhere[..., None, :]
     if rows.segment is not None:
-        see = see & (rows.segment[:, :, None] == columns.segment[:, None, :])
+        see = see & (rows.segment[..., :, None] == columns.segment[..., None, :])
     if lengths is not None:
-        see = see & (columns.index[None, None, :] < lengths[:, None, None])
+        see = see & (columns.index[..., None, :] < lengths[..., None, None])
+    see = see[..., None, None, :, :]
+    if dense is not None:
+        see = see & dense
     return None if isinstance(see, np.ndarray) and see.all() else see
 
 
 def drop_hidden(see: Visible, keys: Array, axis: int) -> Array:
-    """Zeroes the keys (or values) that no query of the tile sees: 0 * NaN would be NaN."""
+    """Zeroes the keys (or values) that no query of the tile sees: 0 * NaN would be NaN. axis: the keys', -1 or -2."""
     if see is None:
         return keys
-    seen: Any = see.any(axis=1)
+    seen: Any = see.any(axis=(-3, -2))
     if isinstance(seen, np.ndarray) and seen.all():
         return keys
-    shape = [1] * keys.ndim
-    shape[0], shape[axis] = seen.shape[0], seen.shape[1]
-    return jnp.where(seen.reshape(shape), keys, jnp.zeros((), keys.dtype))
+    return jnp.where(seen[..., None, :] if axis == -1 else seen[..., :, None], keys, jnp.zeros((), keys.dtype))
 
 
-def keep(options: Options, seed: Array, rows: Side, columns: Side, shape: tuple[int, ...]) -> Bool[Array, "B K G r c"]:
-    """The dropout pattern of a tile of `shape`."""
-    batch, kv_heads, groups, r, c = shape
-    heads = jnp.arange(batch * kv_heads * groups).reshape(batch, kv_heads * groups)
-    q, k = jnp.broadcast_to(rows.at, (batch, r)), jnp.broadcast_to(columns.at, (batch, c))
-    return keep_mask(seed, heads, q, k, options.dropout_rate).reshape(shape)
+def keep(options: Options, seed: Array, heads: Array, rows: Side, columns: Side) -> Bool[Array, "*a r c"]:
+    """The dropout pattern of a tile. heads `[..., K, G]`: a number that is unique to each (batch, head)."""
+    q, k = rows.spot[..., None, None, :, None], columns.spot[..., None, None, None, :]
+    return keep_mask(seed, heads[..., None, None], q, k, options.dropout_rate)
 
 
-def scores(options: Options, q: Array, k_columns: Array, see: Visible) -> Float[Array, "B K G r c"]:
-    """Scaled scores in float32, -inf where hidden: the exponential then gives exact zeros in the same fused pass."""
-    s = _dot("bkgrh,bkhc->bkgrc", q, k_columns) * options.scale
-    return s if see is None else jnp.where(see[:, None, None], s, -jnp.inf)
+def _scores(options: Options, q: Array, k_columns: Array, around: Around) -> tuple[Array, Any]:
+    """Scores in float32, -inf where hidden: the exponential then gives exact zeros in the same fused pass; and the tanh of
+    the soft cap."""
+    s = _dot("...kgrh,...khc->...kgrc", q, k_columns) * options.scale
+    s = s if around.bias is None else s + around.bias.astype(jnp.float32)
+    squashed = None
+    if options.soft_cap is not None:
+        squashed = jnp.tanh(s / options.soft_cap)
+        s = options.soft_cap * squashed
+    return s if around.see is None else jnp.where(around.see, s, -jnp.inf), squashed
 
 
 def forward(
-    options: Options, q: Array, k_columns: Array, v: Array, see: Visible, kept: Array | None
-) -> tuple[Array, Array, Array]:
+    options: Options, q: Array, k_columns: Array, v: Array, around: Around
+) -> tuple[Float[Array, "*a"], Float[Array, "*a"], Float[Array, "*a Hv"]]:
     """(top, total, sum): the rows' maxima and the sums of exp(score - top), plain and weighted with the values."""
-    k_columns, v = drop_hidden(see, k_columns, 3), drop_hidden(see, v, 2)
-    s = scores(options, q, k_columns, see)
+    k_columns, v = drop_hidden(around.see, k_columns, -1), drop_hidden(around.see, v, -2)
+    s, _ = _scores(options, q, k_columns, around)
     top = jnp.maximum(s.max(axis=-1), FLOOR)
     p = jnp.exp(s - top[..., None])
-    return top, p.sum(axis=-1), _dot("bkgrc,bkch->bkgrh", _dropped(options, p, kept).astype(v.dtype), v)
+    return top, p.sum(axis=-1), _dot("...kgrc,...kch->...kgrh", _dropped(options, p, around.kept).astype(v.dtype), v)
 
 
 def finish(top: Array, total: Array, weighted: Array) -> tuple[Array, Array]:
@@ -115,8 +146,8 @@ def join(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[
 class Given:
     """What the backward pass knows of the queries of a tile, both ways round where both are needed.
 
-    q `[B, K, G, r, H]`, do `[B, K, G, r, Hv]`, and the same as columns, `[B, K, H, G, r]`. lse and delta
-    `[B, K, G, r]`: lse is +inf for rows that saw nothing, so that their probabilities are 0; delta is
+    q `[..., K, G, r, H]`, do `[..., K, G, r, Hv]`, and the same as columns, `[..., K, H, G, r]`. lse and delta
+    `[..., K, G, r]`: lse is +inf for rows that saw nothing, so that their probabilities are 0; delta is
     rowsum(do * o) - dlse, which is what the softmax's derivative subtracts.
     """
 
@@ -129,17 +160,22 @@ class Given:
 
 
 def backward(
-    options: Options, given: Given, k: Array, k_columns: Array, v_columns: Array, see: Visible, kept: Array | None
-) -> tuple[Array, Array, Array]:
-    """(dq rows, dk columns, dv columns), float32 (FlashAttention, algorithm 4)."""
-    k, k_columns, v_columns = drop_hidden(see, k, 2), drop_hidden(see, k_columns, 3), drop_hidden(see, v_columns, 3)
-    p = jnp.exp(scores(options, given.q, k_columns, see) - given.lse[..., None])
-    dp = _dropped(options, _dot("bkgrh,bkhc->bkgrc", given.do, v_columns), kept)
-    ds = (p * (dp - given.delta[..., None]) * options.scale).astype(k.dtype)
-    dq = _dot("bkgrc,bkch->bkgrh", ds, k)
-    dk = _dot("bkhgr,bkgrc->bkhc", given.q_columns, ds)
-    dv = _dot("bkhgr,bkgrc->bkhc", given.do_columns, _dropped(options, p, kept).astype(k.dtype))
-    return dq, dk, dv
+    options: Options, given: Given, k: Array, k_columns: Array, v_columns: Array, around: Around
+) -> tuple[Array, Array, Array, Array]:
+    """(dq rows, dk columns, dv columns, d bias `[..., K, G, r, c]`), float32 (FlashAttention, algorithm 4)."""
+    see = around.see
+    k, k_columns, v_columns = drop_hidden(see, k, -2), drop_hidden(see, k_columns, -1), drop_hidden(see, v_columns, -1)
+    s, squashed = _scores(options, given.q, k_columns, around)
+    p = jnp.exp(s - given.lse[..., None])
+    dp = _dropped(options, _dot("...kgrh,...khc->...kgrc", given.do, v_columns), around.kept)
+    db = p * (dp - given.delta[..., None])
+    if squashed is not None:
+        db = db * (1.0 - (squashed if see is None else jnp.where(see, squashed, 0.0)) ** 2)
+    ds = (db * options.scale).astype(k.dtype)
+    dq = _dot("...kgrc,...kch->...kgrh", ds, k)
+    dk = _dot("...khgr,...kgrc->...khc", given.q_columns, ds)
+    dv = _dot("...khgr,...kgrc->...khc", given.do_columns, _dropped(options, p, around.kept).astype(k.dtype))
+    return dq, dk, dv, db
 
 
 def _dropped(options: Options, p: Array, kept: Array | None) -> Array:

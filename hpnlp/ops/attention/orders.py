@@ -1,0 +1,255 @@
+"""In which orders of the tokens a mask runs, and in which blocks: what each pattern of it costs there decides.
+
+Strided and dilated patterns see every n-th token: with the residue classes of the positions as rows of a batch, they are
+full or windows. Patterns that see few keys, or that few queries have, run on these alone. What is left keeps its order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from hpnlp.ops.attention.algebra import And, Mask, Not, Or
+from hpnlp.ops.attention.blocks import Blocks, live, plan, visit_keys
+from hpnlp.ops.attention.mask import Blockwise, Causal, Dilated, Fixed, Full, Global, GlobalAt, Sinks, Strided, Window
+
+# Blocks of queries and of keys to choose from, and what a score costs in them.
+SIZES = {(512, 512): 1.0, (256, 256): 1.05, (128, 128): 1.15, (64, 64): 1.35}
+# How many rows of blocks an estimate looks at.
+SAMPLE = 96
+# What a token costs, in scores, where a part has to be merged, and where it has to be laid out in another order.
+MERGING, FOLDING = 30, 80
+# A pattern runs on its own keys or queries alone if it has at most so many.
+FEW = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """stride: over 1, the residue classes of the positions are rows of the batch. rows, keys: the queries and the keys that
+    a part runs on, ascending; None for all."""
+
+    stride: int = 1
+    rows: tuple[int, ...] | None = None
+    keys: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Pairs that run together. mask: what is asked, of quotients by the stride where `quotients`, else of positions."""
+
+    mask: Mask
+    order: Order
+    blocks: Blocks
+    quotients: bool
+
+
+@functools.lru_cache(maxsize=256)
+def parts(mask: Mask, length: int, keys: int, block_size: int | None, heads: int, one: bool) -> tuple[Part, ...]:
+    """The disjoint parts of a T x S mask, the cheapest way. heads: batch x heads. one: whether it must stay in one part."""
+    groups = {} if one else _groups(mask, length, keys)
+    special = [order for order in groups if order != Order()]
+    best: tuple[float, list[tuple[Mask, Order]]] = (math.inf, [])
+    for chosen in itertools.chain.from_iterable(itertools.combinations(special, n) for n in range(len(special) + 1)):
+        split = _disjoint(mask, groups, chosen)
+        cost = sum(_cost(part, order, length, keys, block_size)[0] for part, order in split)
+        best = min(best, (cost, split), key=lambda entry: entry[0])
+    return tuple(_part(part, order, length, keys, block_size, heads) for part, order in best[1])
+
+
+def _disjoint(mask: Mask, groups: dict[Order, list[Mask]], chosen: tuple[Order, ...]) -> list[tuple[Mask, Order]]:
+    """What is not in the chosen orders first, in its own; each part without what an earlier one holds."""
+    if not chosen:
+        return [(mask, Order())]
+    rest = [term for order, terms in groups.items() if order not in chosen for term in terms]
+    found, before = [], []
+    for order, terms in ((Order(), rest), *((order, groups[order]) for order in chosen)):
+        if terms:
+            part = functools.reduce(Or, terms)
+            found.append((functools.reduce(lambda a, b: And(a, Not(b)), before, part), order))
+            before += terms
+    return found
+
+
+def _groups(mask: Mask, length: int, keys: int) -> dict[Order, list[Mask]]:
+    """The mask's terms by the order that suits each."""
+    groups: dict[Order, list[Mask]] = {}
+    for term in _terms(mask):
+        groups.setdefault(_order(term, length, keys), []).append(term)
+    few = [order for order in groups if order.rows is not None or order.keys is not None]
+    for name in ("rows", "keys"):  # one part for all terms on some rows, one for all on some keys
+        same = [order for order in few if getattr(order, name) is not None]
+        if len(same) > 1:
+            union = sorted(set(itertools.chain.from_iterable(getattr(order, name) for order in same)))
+            groups[dataclasses.replace(Order(), **{name: tuple(union)})] = list(
+                itertools.chain.from_iterable(groups.pop(o) for o in same)
+            )
+    return groups
+
+
+def _terms(mask: Mask) -> list[Mask]:
+    """Masks whose union it is."""
+    if isinstance(mask, Or):
+        return _terms(mask.left) + _terms(mask.right)
+    if isinstance(mask, And):
+        products: list[Mask] = [And(a, b) for a in _terms(mask.left) for b in _terms(mask.right)]
+        return products if len(products) <= 16 else [mask]
+    if isinstance(mask, Global | GlobalAt):
+        indices = tuple(range(mask.count)) if isinstance(mask, Global) else mask.indices
+        return [_Among(indices, "rows"), _Among(indices, "keys")] if len(indices) <= FEW else [mask]
+    return [mask]
+
+
+def _order(term: Mask, length: int, keys: int) -> Order:
+    factors, period = _factors(term), 1
+    for factor in factors:
+        if isinstance(factor, _Among) and factor.side == "rows":
+            return Order(rows=tuple(i for i in factor.indices if i < length))
+    for factor in factors:
+        if isinstance(factor, Strided | Dilated):
+            period = math.lcm(period, factor.stride if isinstance(factor, Strided) else factor.dilation)
+    if period > 1:
+        return Order(stride=period) if period <= min(length, keys) else Order()
+    for factor in factors:
+        if isinstance(factor, _Among):
+            return Order(keys=tuple(i for i in factor.indices if i < keys))
+        if isinstance(factor, Sinks) and factor.count <= FEW:
+            return Order(keys=tuple(range(min(factor.count, keys))))
+        if isinstance(factor, Fixed) and factor.columns * 2 <= factor.block:
+            return Order(keys=tuple(np.flatnonzero(factor.at(np.zeros(1, int), np.arange(keys))).tolist()))
+    return Order()
+
+
+def _factors(term: Mask) -> list[Mask]:
+    return _factors(term.left) + _factors(term.right) if isinstance(term, And) else [term]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Among(Mask):
+    """The queries, or the keys, at `indices`."""
+
+    indices: tuple[int, ...]
+    side: str
+
+    def at(self, q: Any, k: Any) -> Any:
+        x, other = (q, k) if self.side == "rows" else (k, q)
+        return GlobalAt(self.indices).at(x, x * 0 - 1) & (other == other)
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        x0, x1 = (q0, q1) if self.side == "rows" else (k0, k1)
+        return GlobalAt(self.indices).tile(x0, x1, x0 * 0 - 1, x0 * 0 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stretched(Mask):
+    """A mask over quotients by `stride`, as far as it is known for all residues at once."""
+
+    mask: Mask
+    stride: int
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        more = self.stride - 1
+        return self.mask.tile(q0 * self.stride, q1 * self.stride + more, k0 * self.stride, k1 * self.stride + more)
+
+
+def folded(mask: Mask, stride: int) -> tuple[Mask, bool]:
+    """The mask over the quotients of positions of one residue, and whether it says the same of all residues."""
+    if isinstance(mask, And | Or):
+        (left, exact), (right, also) = folded(mask.left, stride), folded(mask.right, stride)
+        return type(mask)(left, right), exact and also
+    if isinstance(mask, Not):
+        inner, exact = folded(mask.mask, stride)
+        return Not(inner), exact
+    if isinstance(mask, Full | Causal):
+        return mask, True
+    if isinstance(mask, Window):
+        return Window(mask.left // stride, (mask.right or 0) // stride), True
+    if isinstance(mask, Strided):
+        return Strided(mask.stride // math.gcd(mask.stride, stride)), True
+    if isinstance(mask, Dilated):
+        near = Window(mask.width * mask.dilation // stride)
+        return near & Strided(mask.dilation // math.gcd(mask.dilation, stride)), True
+    if isinstance(mask, Blockwise) and mask.block % stride == 0:
+        return Blockwise(mask.block // stride), True
+    return _Stretched(mask, stride), False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen(Mask):
+    """A mask over the numbers of chosen queries and keys."""
+
+    mask: Mask
+    order: Order
+
+    def _places(self, x: Any, indices: tuple[int, ...] | None) -> Any:
+        return x if indices is None else _array(indices)[np.minimum(x, len(indices) - 1)]
+
+    def at(self, q: Any, k: Any) -> Any:
+        return self.mask.at(self._places(q, self.order.rows), self._places(k, self.order.keys))
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        rows, keys = self.order.rows, self.order.keys
+        q0, q1, k0, k1 = (self._places(x, of) for x, of in ((q0, rows), (q1, rows), (k0, keys), (k1, keys)))
+        return self.mask.tile(q0, q1, k0, k1)
+
+
+@functools.lru_cache(maxsize=64)
+def _array(indices: tuple[int, ...]) -> np.ndarray:
+    return np.asarray(indices, np.int64)
+
+
+def _local(mask: Mask, order: Order, length: int, keys: int) -> tuple[Mask, int, int]:
+    """The mask in its order, and how many queries and keys there are."""
+    if order.stride > 1:
+        return folded(mask, order.stride)[0], -(-length // order.stride), -(-keys // order.stride)
+    if order == Order():
+        return mask, length, keys
+    rows, columns = order.rows, order.keys
+    return _Chosen(mask, order), length if rows is None else len(rows), keys if columns is None else len(columns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cost(mask: Mask, order: Order, length: int, keys: int, block_size: int | None) -> tuple[float, tuple[int, int]]:
+    """Scores to compute a head, what is beside them counted as such, and the best blocks."""
+    local, rows, columns = _local(mask, order, length, keys)
+    if not rows or not columns:
+        return 0.0, (64, 64)
+    best = (math.inf, (64, 64))
+    for (block, key_block), price in ({(block_size,) * 2: 1.0} if block_size else SIZES).items():
+        block, key_block = (min(size, 1 << (n - 1).bit_length()) for size, n in ((block, rows), (key_block, columns)))
+        count = -(-rows // block)
+        inner = (
+            np.unique(np.linspace(1, count - 2, min(SAMPLE, count - 2)).astype(int)) if count > 2 else np.zeros(0, int)
+        )
+        sample = np.unique(np.concatenate([[0], inner, [count - 1]]))
+        found = np.bincount(live(local, rows, columns, block, key_block, sample).rows, minlength=count)
+        # The first and the last row stand for themselves: they are where the global tokens are.
+        scores = visit_keys(found, key_block)
+        each = (
+            scores[inner].sum() / max(inner.size, 1) * max(count - 2, 0) + scores[0] + (scores[-1] if count > 1 else 0)
+        )
+        best = min(best, (float(each) * block * price, (block, key_block)), key=lambda entry: entry[0])
+    cost = best[0] * order.stride
+    if order != Order():
+        cost += MERGING * (length if order.rows is None else rows) + FOLDING * (length + keys) / 2 * (order.stride > 1)
+    return cost, best[1]
+
+
+def _part(mask: Mask, order: Order, length: int, keys: int, block_size: int | None, heads: int) -> Part:
+    block, key_block = _cost(mask, order, length, keys, block_size)[1]
+    local, rows, columns = _local(mask, order, length, keys)
+    tiles = live(local, rows, columns, block, key_block)
+    # What is cut off at the end of a block of queries or keys, and of a residue class, is not there.
+    inside = ((tiles.rows + 1) * block <= rows) & ((tiles.columns + 1) * key_block <= columns)
+    if order.stride > 1:
+        inside &= ((tiles.rows + 1) * block * order.stride <= length) & (
+            (tiles.columns + 1) * key_block * order.stride <= keys
+        )
+    tiles = dataclasses.replace(tiles, every=tiles.every & inside)
+    blocks = plan(tiles, rows, block, key_block, heads * order.stride)
+    quotients = order.stride > 1 and folded(mask, order.stride)[1]
+    return Part(folded(mask, order.stride)[0] if quotients else mask, order, blocks, quotients)

@@ -1,0 +1,320 @@
+"""Every pattern and every operand through the executor, in each of its forms, against the dense twin."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.attention import (
+    Blockwise,
+    Causal,
+    Full,
+    Global,
+    PerHead,
+    RandomBlocks,
+    Strided,
+    Where,
+    Window,
+    attend,
+    bigbird,
+    flash,
+    longformer,
+    orders,
+    panels,
+    reference,
+    sparse_transformer_fixed,
+    sparse_transformer_strided,
+)  # fmt: skip
+from hpnlp.ops.attention.blocks import Blocks, Visits
+from hpnlp.types import InputError
+from tests.contracts import ONCE, PATTERNS, assert_close
+
+OPERANDS = {
+    "segments": ("segment_ids",),
+    "lengths": ("kv_lengths",),
+    "positions": ("positions",),
+    "dense_mask": ("dense_mask",),
+    "dense_mask by head": ("dense_by_head",),
+    "global_tokens": ("global_tokens",),
+    "global places": ("global_places", "segment_ids"),
+    "bias": ("bias",),
+    "bias of a row": ("bias_row",),
+    "bias function": ("function", "soft_cap"),
+    "bias function at positions": ("function", "positions"),
+    "soft_cap": ("soft_cap", "kv_lengths"),
+    "sinks": ("sinks", "kv_lengths"),
+    "dropout": ("dropout",),
+    "all": ("segment_ids", "dense_mask", "global_tokens", "bias", "soft_cap", "sinks", "dropout"),
+}
+
+
+FORMS = ("panels", "visits", "parts")
+
+
+@contextlib.contextmanager
+def form_of(form):
+    """Panels; the visits of one plan; or every part that may run in its own order doing so."""
+    forget = lambda: (orders.parts.cache_clear(), orders._cost.cache_clear())  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        if form != "panels":
+            patch.setattr(panels, "PAIRS", 0)
+        patch.setattr(orders, "MERGING", -1e9 if form == "parts" else 1e9)
+        forget()
+        yield
+    forget()
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    with form_of(request.param):
+        yield request.param
+
+
+def assert_forms_equal(run, qkv, mask, alone=False):
+    """Each form of the executor and the dense twin. alone: whether the operands keep the mask in one part."""
+    expected = run(reference)(qkv)
+    dtype = qkv[0].dtype
+    for form in FORMS:
+        with form_of(form):
+            found = orders.parts(mask, qkv[0].shape[1], qkv[1].shape[1], 8, 8, alone) if form == "parts" else None
+            if found is None or any(part.order != orders.Order() for part in found):
+                assert_close(run(ours)(qkv), expected, dtype)
+
+
+def arrays(t=37, s=None, n=4, k=2, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    s = t if s is None else s
+    return [jnp.asarray(rng.standard_normal(x), dtype) for x in ((2, t, n, 8), (2, s, k, 8), (2, s, k, 6))]
+
+
+def operands(names, t=37, n=4):
+    rng = np.random.default_rng(1)
+    ints = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    slopes = jnp.asarray(rng.standard_normal(n), jnp.float32)
+    tokens = rng.random((2, t)) < 0.1
+    table = {
+        "segment_ids": {"segment_ids": ints(np.sort(rng.integers(0, 3, (2, t)), 1))},
+        "kv_lengths": {"kv_lengths": ints([t - 9, 0])},
+        "positions": {"positions": ints(rng.permuted(np.tile(np.arange(t), (2, 1)), axis=1))},
+        "dense_mask": {"dense_mask": jnp.asarray(rng.random((2, 1, t, t)) < 0.7)},
+        "dense_by_head": {"dense_mask": jnp.asarray(rng.random((n, t, t)) < 0.7)},
+        "global_tokens": {"global_tokens": jnp.asarray(tokens)},
+        "global_places": {"global_tokens": ints([[3, -1, 30], [0, 0, 9]])},
+        "bias": {"bias": jnp.asarray(rng.standard_normal((1, n, t, t)), jnp.float32)},
+        "bias_row": {"bias": jnp.asarray(rng.standard_normal((2, 1, 1, t)), jnp.float32)},
+        "function": {"bias": slopes},
+        "soft_cap": {"soft_cap": 2.5},
+        "sinks": {"sinks": slopes},
+        "dropout": {"dropout_rate": 0.3, "rng": jax.random.key(3)},
+    }
+    return {key: value for name in names for key, value in table[name].items()}
+
+
+def slope_bias(slopes):
+    return lambda head, q, k: slopes[head] * jnp.abs(q - k).astype(jnp.float32) / 40
+
+
+def scored(function, mask, options, as_function=False):
+    """Outputs, and gradients of a random weighting of them for q, k, v and the differentiable operands."""
+    inexact = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    leaves = {name: x for name, x in options.items() if inexact(x)}
+    rest = {name: x for name, x in options.items() if name not in leaves}
+
+    def value(qkv, leaves):
+        given = dict(leaves)
+        if as_function:
+            given["bias"] = slope_bias(given["bias"])
+        o, lse = function(*qkv, mask, return_lse=True, **rest, **given)
+        rng = np.random.default_rng(2)
+        wo, wl = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in (o, lse))
+        total = jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(jnp.where(jnp.isneginf(lse), jnp.float32(0), lse) * wl)
+        return total, (o, lse)
+
+    run = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True), compiler_options=ONCE)
+    return lambda qkv: (lambda found: (found[0][1], found[1]))(run(tuple(qkv), leaves))
+
+
+def ours(q, k, v, mask, **options):
+    return attend(q, k, v, mask, impl="xla", block_size=8, **options)
+
+
+@pytest.mark.parametrize("mask", PATTERNS, ids=repr)
+def test_patterns(mask):
+    run = lambda f: jax.jit(lambda qkv: f(*qkv, mask, return_lse=True), compiler_options=ONCE)  # noqa: E731
+    assert_forms_equal(run, arrays(), mask)
+
+
+@pytest.mark.parametrize("mask", [Causal(), sparse_transformer_fixed(6, 2), longformer(4, 2, 3), bigbird(4, among=9)])
+def test_gradients_of_patterns(mask):
+    assert_forms_equal(lambda f: scored(f, mask, {}), arrays(), mask)
+
+
+@pytest.mark.parametrize("mask", [Causal(), longformer(8, 3)], ids=["causal", "longformer"])
+@pytest.mark.parametrize("names", OPERANDS.values(), ids=OPERANDS)
+def test_operands(mask, names):
+    options, as_function = operands(names), "function" in names
+    alone = not {"segment_ids", "kv_lengths", "sinks", "dropout", "soft_cap", "function"}.issuperset(names)
+    assert_forms_equal(lambda f: scored(f, mask, options, as_function), arrays(), mask, alone)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 40), (53, 37), (37, 53)], ids=str)
+@pytest.mark.parametrize("mask", [Window(5, 3) | Strided(4), Causal() & (Blockwise(5) | Global(2))], ids=repr)
+def test_lengths_that_differ(lengths, mask):
+    assert_forms_equal(lambda f: scored(f, mask, {}), arrays(*lengths), mask)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(dtype):
+    mask = sparse_transformer_strided(6)
+    assert_forms_equal(lambda f: scored(f, mask, {}), arrays(dtype=dtype), mask)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        sparse_transformer_strided(6, heads=4),
+        sparse_transformer_fixed(6, 2, heads=4) & Window(9),
+        PerHead((Causal(), Window(3), Causal(), Full())),
+    ],
+    ids=["strided", "fixed", "mixed"],
+)
+@pytest.mark.parametrize("names", [("function",), ("dense_by_head", "bias", "sinks", "dropout")], ids=str)
+def test_a_mask_for_each_head(mask, names):
+    options, as_function = operands(names), "function" in names
+    run = lambda f: scored(f, mask, options, as_function)  # noqa: E731
+    assert_forms_equal(run, arrays(), mask.masks[-1], "bias" in names)
+
+
+def test_users_own_function():
+    mask = Causal() & Where(lambda i, j: (i + j) % 3 == 0)
+    assert_forms_equal(lambda f: scored(f, mask, {}), arrays(), mask)
+
+
+@pytest.mark.parametrize("mask", [bigbird(4, causal=True), Full()], ids=["bigbird", "full"])
+def test_nan_in_blocks_that_nobody_visits(mask, form):
+    """Keys from 30 on are hidden from every query: by the mask, which has whole blocks and parts of blocks beyond it."""
+    q, k, v = arrays()
+    mask = mask & Where(lambda i, j: (j < 30) & (i == i))
+    clean, dirty = (
+        scored(ours, mask, {})((q, k.at[:, 30:].set(value), v.at[:, 30:].set(value))) for value in (0.0, jnp.nan)
+    )
+    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_visible_nan_is_not_hidden(form):
+    q, k, v = arrays()
+    o = ours(q, k.at[0, 20, 0].set(jnp.nan), v, Causal())
+    assert np.isnan(np.asarray(o)[0, 20:, :2]).all() and np.isfinite(np.asarray(o)[0, :, 2:]).all()
+    assert np.isfinite(np.asarray(o)[1]).all()
+
+
+def run_time_plan(order, width=3, block=8):
+    """A plan of arrays: each block of 5 queries visits `width` blocks of keys in an order that data decide."""
+    keys = jnp.argsort(order, axis=1)[:, :width].astype(jnp.int32)[:, None]
+    keys = keys.at[2, 0, 1].set(-1)
+    return Blocks((Visits(jnp.arange(5, dtype=jnp.int32), keys, jnp.ones(5, bool)),), block, block)
+
+
+@pytest.mark.parametrize("names", [(), ("segment_ids", "bias", "dropout")], ids=str)
+def test_plans_made_at_run_time(names):
+    qkv, options = arrays(), operands(names)
+    order = jnp.asarray(np.random.default_rng(4).standard_normal((5, 5)), jnp.float32)
+
+    def planned(q, k, v, mask, **options):
+        return flash(q, k, v, mask, blocks=run_time_plan(order), **options)
+
+    def twin(q, k, v, mask, **options):
+        plan = np.asarray(run_time_plan(order).visits[0].keys)
+        live = np.zeros((5, 5), bool)
+        for row in range(5):
+            live[row, [key for key in plan[row, 0] if key >= 0]] = True
+        return reference(q, k, v, mask, dense_mask=jnp.asarray(np.kron(live, np.ones((8, 8)))[:37, :37] > 0), **options)
+
+    options |= {"kv_segment_ids": options["segment_ids"]} if "segment_ids" in options else {}
+    assert_close(scored(planned, Causal(), options)(qkv), scored(twin, Causal(), options)(qkv))
+
+
+@pytest.mark.parametrize("form", ["visits", "parts"], indirect=True)
+def test_in_transformations(form):
+    """vmap over q alone, remat, and a shard_map over heads, as without."""
+    q, k, v = arrays()
+    mask = sparse_transformer_strided(6)
+    plain = jax.grad(lambda q: jnp.sum(jnp.square(ours(q, k, v, mask))))(q)
+    qs = jnp.stack([q, -q])
+    mapped = jax.vmap(jax.grad(lambda q: jnp.sum(jnp.square(ours(q, k, v, mask)))))(qs)
+    np.testing.assert_allclose(mapped[0], plain, atol=2e-6)
+    again = jax.grad(lambda q: jnp.sum(jnp.square(jax.checkpoint(lambda q: ours(q, k, v, mask))(q))))(q)
+    np.testing.assert_allclose(again, plain, atol=2e-6)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P(None, None, "d")
+    ids = operands(("segment_ids",))["segment_ids"]
+    apart = jax.shard_map(
+        lambda q, k, v: ours(q, k, v, mask, segment_ids=ids), mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec
+    )
+    expected = ours(q, k, v, mask, segment_ids=ids)
+    np.testing.assert_allclose(jax.jit(apart)(q, k, v), expected, atol=2e-6)
+    grad = jax.jit(jax.grad(lambda q: jnp.sum(jnp.square(apart(q, k, v)))))(q)
+    np.testing.assert_allclose(
+        grad, jax.grad(lambda q: jnp.sum(jnp.square(ours(q, k, v, mask, segment_ids=ids))))(q), atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("form", ["visits"], indirect=True)
+def test_tiles_of_some_heads_and_rows(form, monkeypatch):
+    """Batch and heads go in chunks where a tile is full: the same result."""
+    from hpnlp.ops.attention import visits
+
+    qkv, options = arrays(), operands(("segment_ids", "bias_row", "dropout", "kv_lengths"))
+    expected = scored(reference, Causal(), options)(qkv)
+    for tile in (1, 200, 600):
+        monkeypatch.setattr(visits, "TILE", tile)
+        assert_close(scored(ours, Causal(), options)(qkv), expected)
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "told"),
+    [
+        (jnp.ones((37, 37)), {}, "dense_mask"),
+        (PerHead((Causal(),) * 3), {}, "4 query heads"),
+        (Causal(), {"dense_mask": jnp.ones((37, 37))}, "bias"),
+        (Causal(), {"dense_mask": jnp.ones((36, 37), bool)}, "broadcasts"),
+        (Causal(), {"bias": jnp.ones((3, 37, 37))}, "broadcasts"),
+        (Causal(), {"bias": jnp.ones((37, 37), bool)}, "dense_mask"),
+        (Causal(), {"sinks": jnp.ones(3)}, "sinks"),
+        (Causal(), {"soft_cap": 0.0}, "soft_cap"),
+        (Causal(), {"global_tokens": jnp.ones((2, 37))}, "global_tokens"),
+        (Causal(), {"global_tokens": jnp.ones((2, 30), bool)}, "global_tokens"),
+    ],
+)
+def test_what_cannot_be_is_said(mask, options, told):
+    with pytest.raises(InputError, match=told):
+        attend(*arrays(), mask, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Window(-1), "Window.left=-1"),
+        (lambda: Blockwise(0), "Blockwise.block=0"),
+        (lambda: Window(jnp.ones(3, jnp.int32)), "operand of the call"),
+        (lambda: Window(2.5), "whole number"),
+        (lambda: Strided(True), "whole number"),
+        (lambda: RandomBlocks(4, -1), "count"),
+        (lambda: sparse_transformer_fixed(4, 5), "Fixed.columns=5"),
+        (lambda: longformer(7), "even"),
+        (lambda: bigbird(4), "among"),
+        (lambda: bigbird(4, 2), "odd"),
+        (lambda: PerHead(()), "PerHead"),
+        (lambda: PerHead((Causal(),)) & PerHead((Causal(),) * 2), "as many"),
+        (lambda: Where(lambda i, j: i * j).to_dense(4), "bool"),
+        (lambda: Global(3).shift(0.5), "shift"),
+    ],
+)
+def test_masks_that_cannot_be_are_said(make, told):
+    with pytest.raises(InputError, match=told):
+        make()
