@@ -228,12 +228,13 @@ def test_plans_made_at_run_time(names):
     def planned(q, k, v, mask, **options):
         return flash(q, k, v, mask, blocks=run_time_plan(order), **options)
 
+    live = np.zeros((5, 5), bool)
+    for row, keys in enumerate(np.asarray(run_time_plan(order).visits[0].keys)):
+        live[row, [key for key in keys[0] if key >= 0]] = True
+    dense = jnp.asarray(np.kron(live, np.ones((8, 8)))[:37, :37] > 0)
+
     def twin(q, k, v, mask, **options):
-        plan = np.asarray(run_time_plan(order).visits[0].keys)
-        live = np.zeros((5, 5), bool)
-        for row in range(5):
-            live[row, [key for key in plan[row, 0] if key >= 0]] = True
-        return reference(q, k, v, mask, dense_mask=jnp.asarray(np.kron(live, np.ones((8, 8)))[:37, :37] > 0), **options)
+        return reference(q, k, v, mask, dense_mask=dense, **options)
 
     options |= {"kv_segment_ids": options["segment_ids"]} if "segment_ids" in options else {}
     assert_close(scored(planned, Causal(), options)(qkv), scored(twin, Causal(), options)(qkv))
