@@ -1,0 +1,46 @@
+"""`hpnlp draw`. Expressions: tests/test_expression.py; pictures: tests/test_gallery.py."""
+
+import matplotlib.image
+import pytest
+
+from hpnlp.expression import MASKS
+
+EXPRESSION = "Causal() & (Window(64) | Global(8))"
+
+
+def test_one_mask(run, tmp_path):
+    outcome = run("draw", EXPRESSION, f"--out={tmp_path / 'a'}")
+    assert outcome.code == 0 and outcome.err == ""
+    assert "| 256 x 256 | 16 | 81 of 256 | 42 | 31.6 % | 24.5 % |" in outcome.out
+    assert outcome.out.endswith(f"\n{tmp_path / 'a.png'}\n")
+    assert matplotlib.image.imread(tmp_path / "a.png").size
+
+
+def test_a_gallery_and_its_sizes(run, tmp_path):
+    sizes = ("--length=30", "--keys=20", "--block=10", f"--out={tmp_path / 'a.png'}")
+    outcome = run("draw", "Full()", "sparse_transformer_fixed(8, 2, heads=2)", "~Causal()", *sizes)
+    assert outcome.code == 0
+    assert "| Full() | 30 x 20 | 10 | 6 of 6 | 6 | 100 % | 100 % |" in outcome.out
+    assert "heads=2), head 0 |" in outcome.out and "heads=2), mean of 2 heads |" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), 'no mask is given: write hpnlp draw "Causal() & (Window(64) | Global(8))"'),
+        (("Causal() & Windw(64)",), "column 12, 'Windw': unknown mask 'Windw': did you mean 'Window'?"),
+        (("Causal()", "--length=0"), "length=0: expected at least 1"),
+        (("Causal()", "--length=many"), "flag --length=many: invalid literal for int()"),
+        (("Causal()", "--out=/no/such/place/a.png"), "cannot draw /no/such/place/a.png ("),
+        (("Causal()", "--out=a.doc"), "name a file that can be written, as pattern.png"),
+    ],
+)
+def test_what_is_refused(run, argv, message):
+    outcome = run("draw", *argv)
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert outcome.err.startswith("hpnlp: ") and message in outcome.err
+
+
+def test_help_names_every_mask(run):
+    outcome = run("draw", "--help")
+    assert outcome.code == 0 and all(f"  {name}(" in outcome.out for name in MASKS)
