@@ -12,6 +12,7 @@ COMMANDS = {
     "generate": "continue prompts with a trained model",
     "sweep": "run an experiment's get_sweep(), what is not yet finished of it",
     "compare": "one table and one plot of several runs",
+    "draw": "draw attention masks, their live tiles, and what they cost beside dense attention",
     "convert": "Hugging Face checkpoints to runs, and back",
 }
 
