@@ -16,7 +16,7 @@ from hpnlp.ops.attention.blocks import SLICE, Live, live
 from hpnlp.types import InputError
 
 # Up to so many pairs a picture shows each; beyond, so many cells to a side.
-ELEMENTS, CELLS = 512 * 512, 128
+ELEMENTS, CELLS = 1024 * 1024, 128
 # How many pairs of partly allowed tiles are asked for at most; rows are drawn at random where there are more.
 ASKED = 1 << 25
 # The most tiles of T x S, live or not.
@@ -81,7 +81,7 @@ def draw(
     views = {title: look(title, mask, length, keys, block) for title, mask in masks.items()}
     figure = _figure([view for of in views.values() for view in of])
     try:
-        figure.savefig(out, dpi=150)
+        figure.savefig(out, dpi=150, bbox_inches="tight")
     except (OSError, ValueError) as error:
         raise InputError(f"cannot draw {out} ({error}): name a file that can be written, as pattern.png") from error
     return _table(views)

@@ -19,7 +19,7 @@ live, and their share of dense attention's tiles and pairs: the predicted cost, 
 with & | ~ and .shift(n); PerHead((MASK, MASK)) gives each head one.
 """
 
-flags.DEFINE_integer("length", 256, "Queries. Beyond 512 x 512 pairs, a pixel is a square of tiles.")
+flags.DEFINE_integer("length", 256, "Queries. Beyond 1024 x 1024 pairs, a pixel is a square of tiles.")
 flags.DEFINE_integer("keys", None, "Keys; as many as queries by default.")
 flags.DEFINE_integer("block", None, "Rows and keys of a tile; by default a sixteenth of the longer side, at most 128.")
 flags.DEFINE_string("out", "pattern.png", "Where the picture goes.")
