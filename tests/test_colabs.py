@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+
+from hpnlp.expression import MASKS
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "colabs").glob("*.ipynb"))
 
@@ -16,10 +20,20 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     import nbformat
 
     monkeypatch.setenv("HPNLP_NOTEBOOK_STEPS", "6")
+    monkeypatch.setenv("HPNLP_NOTEBOOK_LENGTH", "128")
     monkeypatch.setenv("MPLBACKEND", "Agg")
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not committed: clear them"
     where = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert any("image/png" in output.get("data", {}) for output in shown), "the loss curve is not drawn"
+    assert any("image/png" in output.get("data", {}) for output in shown), "nothing is drawn"
+
+
+def test_gallery_shows_every_mask() -> None:
+    notebook = json.loads((NOTEBOOKS[0].parent / "attention_patterns.ipynb").read_text("utf-8"))
+    text = {kind: "".join(line for cell in notebook["cells"] if cell["cell_type"] == kind for line in cell["source"])
+            for kind in ("code", "markdown")}  # fmt: skip
+    for name in (*MASKS, "Where"):
+        assert f"`{name}`" in text["markdown"], f"no sentence about {name}"
+        assert re.search(rf"\b{name}\(", text["code"]), f"{name} is not drawn"
