@@ -202,7 +202,7 @@ def _figure(views: Sequence[View]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    across = min(len(views), 4 if len(views) > 6 else 3)
+    across = len(views) if len(views) < 4 else min(4, math.ceil(math.sqrt(len(views))))
     down = -(-len(views) // across)
     figure = Figure(figsize=(max(3.9 * across, 5.2), 4.7 * down + 0.4), layout="compressed")
     for number, view in enumerate(views):

@@ -51,6 +51,7 @@ def test_every_mask_can_be_named_but_the_one_that_holds_a_function():
         ("Causal() & Windw(64)", "column 12, 'Windw': unknown mask 'Windw': did you mean 'Window'?"),
         ("é & Windo", "column 1, 'é': unknown mask 'é': known: Blockwise, Causal,"),
         ("GlobalAt((0,)) & Windo", "column 18, 'Windo': unknown mask 'Windo': did you mean 'Window'?"),
+        ("Window(é=Windo)", "column 10, 'Windo': unknown mask 'Windo': did you mean 'Window'?"),
         ("Causal() & (Window(64)", "column 12: '(' was never closed: expected masks"),
         ("Causal() & Window", "column 12, 'Window': no mask without its brackets: write Window(left, right=None)"),
         ("Causal().shfit(3)", "column 1, 'Causal().shfit': unknown method 'shfit': did you mean 'shift'?"),

@@ -69,6 +69,11 @@ def test_sampled_density(monkeypatch):
         assert found.exact == (mask in (Causal(), Global(9)))
 
 
+def test_no_more_pairs_are_asked_for_than_take_a_second():
+    found = view(Strided(128), 16384)
+    assert not found.exact and found.density == pytest.approx(1 / 128) and found.live == found.tiles
+
+
 def test_length_65536_never_becomes_an_array():
     mask = Blockwise(1024) & ~Sinks(7)
     tracemalloc.start()
