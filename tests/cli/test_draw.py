@@ -1,5 +1,9 @@
 """`hpnlp draw`. Expressions: tests/test_expression.py; pictures: tests/test_gallery.py."""
 
+import re
+import shlex
+from pathlib import Path
+
 import matplotlib.image
 import pytest
 
@@ -44,3 +48,13 @@ def test_what_is_refused(run, argv, message):
 def test_help_names_every_mask(run):
     outcome = run("draw", "--help")
     assert outcome.code == 0 and all(f"  {name}(" in outcome.out for name in MASKS)
+
+
+def test_what_the_readme_draws(run, tmp_path, monkeypatch):
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    commands = re.findall(r"^hpnlp (draw .*)$", readme, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    assert commands
+    for command in commands:
+        assert run(*shlex.split(command)).code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["patterns.png"]
