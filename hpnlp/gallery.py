@@ -78,7 +78,12 @@ def draw(
     Cost: that of finding the live tiles, and of at most 2 ** 25 pairs; memory grows with the live tiles, not with T x S.
     """
     keys = length if keys is None else keys
-    views = {title: look(title, mask, length, keys, block) for title, mask in masks.items()}
+    views = {}
+    for title, mask in masks.items():
+        try:
+            views[title] = look(title, mask, length, keys, block)
+        except RecursionError as error:
+            raise InputError(f"{title!r:.80} is nested too deeply to be drawn: combine fewer masks") from error
     figure = _figure([view for of in views.values() for view in of])
     try:
         figure.savefig(out, dpi=150, bbox_inches="tight")

@@ -33,6 +33,11 @@ def test_a_gallery_and_its_sizes(run, tmp_path):
     [
         ((), 'no mask is given: write hpnlp draw "Causal() & (Window(64) | Global(8))"'),
         (("Causal() & Windw(64)",), "column 12, 'Windw': unknown mask 'Windw': did you mean 'Window'?"),
+        (
+            ("bigbird(4, window=2001, random=0)",),
+            "'bigbird(4, window=2001, random=0)' is nested too deeply to be drawn",
+        ),
+        (("~" * 700 + "Causal()",), "is nested too deeply"),
         (("Causal()", "--length=0"), "length=0: expected at least 1"),
         (("Causal()", "--length=many"), "flag --length=many: invalid literal for int()"),
         (("Causal()", "--out=/no/such/place/a.png"), "cannot draw /no/such/place/a.png ("),
