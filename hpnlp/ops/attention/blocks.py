@@ -81,7 +81,9 @@ def _elements(mask: Mask, tiles: Live, length: int, keys: int, block: int, key_b
         part = slice(start, start + step)
         q = tiles.rows[part, None, None] * block + np.arange(block)[None, :, None]
         k = tiles.columns[part, None, None] * key_block + np.arange(key_block)[None, None, :]
-        yield part, mask.at(q, k) & (q < length) & (k < keys)
+        # What pads the last blocks is asked for at the last position: a function may look it up in a table of T x S.
+        see = mask.at(np.minimum(q, length - 1), np.minimum(k, keys - 1))
+        yield part, see & (q < length) & (k < keys)
 
 
 def _searched(mask: Mask, tiles: Live, length: int, keys: int, block: int, key_block: int) -> Live:

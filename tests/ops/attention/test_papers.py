@@ -224,12 +224,22 @@ def test_heads_equal_their_definitions(mask, heads, length, keys):
     assert mask.density(length, keys) == pytest.approx(expected.mean())
 
 
+TABLE = np.random.default_rng(0).random((53, 53)) < 0.3
+
+
 @shapes
-def test_a_function_equals_itself(length, keys):
-    mask = Where(lambda i, j: (i * j) % 3 == 1)
-    expected = written_out(those(lambda i, j: i * j % 3 == 1), length, keys)
-    np.testing.assert_array_equal(mask.to_dense(length, keys), expected)
-    assert mask.density(length, keys) == pytest.approx(expected.mean())
+def test_functions_equal_themselves(length, keys):
+    """Also one that looks up a table, which has no entries beyond T and S."""
+    table = TABLE[:length, :keys]
+    by_rule, by_table = Where(lambda i, j: (i * j) % 3 == 1), Where(lambda i, j: table[i, j])
+    for mask, keys_of in (
+        (by_rule, those(lambda i, j: i * j % 3 == 1)),
+        (by_table, those(lambda i, j: table[i, j])),
+        (by_table & Causal(), causal(those(lambda i, j: table[i, j]))),
+    ):
+        expected = written_out(keys_of, length, keys)
+        np.testing.assert_array_equal(mask.to_dense(length, keys), expected)
+        assert mask.density(length, keys) == pytest.approx(expected.mean())
 
 
 def blocks_seen(dense, block):
