@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention import Full, GlobalAt, Where, Window, bigbird, merge
+from hpnlp.ops.attention import Full, GlobalAt, PerHead, Where, Window, bigbird, merge
 from tests.ops.attention.oracles import assert_agree, draw, ours, theirs
 
 pytestmark = pytest.mark.oracle
@@ -121,15 +121,25 @@ def test_longformer_without_global_tokens(blockwise):
     assert_agree(ours(run, arrays), theirs(longformer_of_transformers(8, VALID, nobody, LOCAL), arrays))
 
 
-def test_longformer_with_one_set_of_projections(blockwise):
-    """Where both sets hold the same weights, and the global tokens are known, it is one mask."""
+KNOWN = (0, 1, 30)
+
+
+@pytest.mark.parametrize(
+    ("mask", "chosen", "given"),
+    [
+        (Window(4) | GlobalAt(KNOWN), np.tile(np.array(KNOWN, np.int32), (2, 1)), {}),
+        (Window(4), GLOBALS, {"global_tokens": GLOBALS}),
+    ],
+    ids=["in the mask", "of each example"],
+)
+def test_longformer_with_one_set_of_projections(mask, chosen, given, blockwise):
+    """Where both sets hold the same weights it is one call, whether the global tokens are known or an operand."""
     arrays = inputs(48, LOCAL)
-    valid, chosen = VALID, np.tile(np.array([0, 1, 30], np.int32), (2, 1))
-    module = longformer_of_transformers(8, valid, chosen)
+    module = longformer_of_transformers(8, VALID, chosen)
 
     def run(x, *arrays):
-        q, k, v = projections(x, arrays)
-        return (blockwise(q, k, v, Window(4) | GlobalAt((0, 1, 30)), **segments(valid, valid)).reshape(x.shape),)
+        operands = segments(VALID, VALID) | {name: jnp.asarray(value) for name, value in given.items()}
+        return (blockwise(*projections(x, arrays), mask, **operands).reshape(x.shape),)
 
     assert_agree(ours(run, arrays), theirs(lambda x, *a: module(x, *a, *a), arrays))
 
@@ -179,22 +189,15 @@ def big_bird_mask(length, drawn):
     )
 
 
-def by_head(function, q, k, v):
-    """function(n, q, k, v) -> [B, T, 1, Hv] of each head, put together as [B, T, D]."""
-    heads = [function(n, *(x[:, :, n : n + 1] for x in (q, k, v))) for n in range(HEADS)]
-    return jnp.concatenate(heads, axis=2).reshape(*q.shape[:2], -1)
-
-
 @pytest.mark.parametrize("length", [28, 52])  # 7 blocks are drawn from by another rule than 13
 def test_big_bird(length, blockwise):
     arrays, valid = inputs(length, LOCAL), np.arange(length) < np.array([[length], [length - 6]])
     run, plan = big_bird_of_transformers(valid, training=True)
     expected = theirs(run, arrays)
-    masks = [big_bird_mask(length, drawn) for drawn in plan]
+    mask = PerHead(tuple(big_bird_mask(length, drawn) for drawn in plan))
 
     def run(x, *arrays):
-        head = lambda n, *qkv: blockwise(*qkv, masks[n], **segments(valid, valid))  # noqa: E731
-        return (by_head(head, *projections(x, arrays)),)
+        return (blockwise(*projections(x, arrays), mask, **segments(valid, valid)).reshape(x.shape),)
 
     assert_agree(ours(run, arrays), expected)
 

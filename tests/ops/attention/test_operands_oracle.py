@@ -1,0 +1,288 @@
+"""The operands of attend against torch and transformers: dense masks, global tokens, biases, the soft cap and sinks.
+
+A bias is added inside the soft cap and masks are applied outside of it, as in tokamax. Gemma 2 and the score_mods that
+cap have no bias, so they do not tell.
+"""
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.attention import (
+    Causal,
+    Full,
+    PerHead,
+    Prefix,
+    Window,
+    sparse_transformer_fixed,
+    sparse_transformer_strided,
+)
+from tests.ops.attention.oracles import assert_agree, draw, flex, ours, qkv, theirs
+
+pytestmark = pytest.mark.oracle
+
+LENGTH, KEYS = 37, 53
+SEGMENTS = np.sort(np.random.default_rng(0).integers(0, 3, (2, LENGTH)), axis=1).astype(np.int32)
+LENGTHS = np.array([30, LENGTH], np.int32)
+CHOSEN = np.array([[3, -1, 30], [9, 9, 0]], np.int32)  # of each example, padded with -1
+FLAGS = np.array([[i in row for i in range(LENGTH)] for row in CHOSEN.tolist()])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch():
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)
+    return torch
+
+
+def causal(b, h, i, j):
+    return j <= i
+
+
+def with_sinks(o, lse, sinks):
+    """(o, lse) with one more logit for each head, which has no value."""
+    import torch
+
+    total = torch.logaddexp(lse, sinks)
+    return o * torch.exp(lse - total)[..., None], total
+
+
+BY_HEAD = PerHead((Causal(), Window(5), Full(), Prefix(0)))
+
+
+def by_head(b, h, i, j):
+    return (h == 0) & (j <= i) | (h == 1) & (i - j <= 5) & (j - i <= 5) | (h == 2)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_a_mask_for_each_head(kv_heads, blockwise):
+    """The last head sees nothing."""
+    arrays = qkv(LENGTH, KEYS, kv_heads=kv_heads)
+    found = ours(lambda q, k, v: blockwise(q, k, v, BY_HEAD, return_lse=True), arrays)
+    assert_agree(found, theirs(lambda q, k, v: flex(q, k, v, by_head), arrays))
+
+
+HALVES = {
+    "strided": (
+        sparse_transformer_strided(6, heads=4),
+        lambda b, h, i, j: (j <= i) & ((h < 2) & (i - j <= 6) | (h >= 2) & ((i - j) % 6 == 0)),
+    ),
+    "fixed": (
+        sparse_transformer_fixed(6, 2, heads=4),
+        lambda b, h, i, j: (j <= i) & ((h < 2) & (i // 6 == j // 6) | (h >= 2) & (j % 6 >= 4)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_of_the_heads_each(name, blockwise):
+    mask, mask_mod = HALVES[name]
+    arrays = qkv(LENGTH, KEYS)
+    found = ours(lambda q, k, v: blockwise(q, k, v, mask, return_lse=True), arrays)
+    assert_agree(found, theirs(lambda q, k, v: flex(q, k, v, mask_mod), arrays))
+
+
+@pytest.mark.parametrize("count", [17, 53])
+def test_whole_blocks_that_see_nothing(count, blockwise):
+    arrays = qkv(LENGTH, KEYS)
+    found = ours(lambda q, k, v: blockwise(q, k, v, Causal() & ~Window(count), return_lse=True), arrays)
+    expected = theirs(lambda q, k, v: flex(q, k, v, lambda b, h, i, j: i - j > count), arrays)
+    assert_agree(found, expected)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 4, LENGTH, KEYS), (2, 1, LENGTH, KEYS), (1, 4, LENGTH, 1), (2, 1, 1, KEYS)], ids=str
+)
+def test_dense_mask(shape, blockwise, torch):
+    """With the mask, and in part hidden by it; some rows see nothing."""
+    arrays, dense = qkv(LENGTH, KEYS), draw(*shape) > 0.3
+    given = torch.from_numpy(np.broadcast_to(dense, (2, 4, LENGTH, KEYS)).copy())
+
+    def run(q, k, v):
+        return blockwise(q, k, v, Causal(), dense_mask=jnp.asarray(dense), return_lse=True)
+
+    assert_agree(
+        ours(run, arrays), theirs(lambda *a: flex(*a, lambda b, h, i, j: (j <= i) & given[b, h, i, j]), arrays)
+    )
+
+
+@pytest.mark.parametrize("tokens", [CHOSEN, FLAGS], ids=["places", "flags"])
+@pytest.mark.parametrize("within", [(), ("segment_ids",), ("segment_ids", "kv_lengths", "dense_mask")], ids=str)
+def test_global_tokens(tokens, within, blockwise, torch):
+    """They see all and are seen by all, also what is to come, within segments, lengths and the dense mask."""
+    arrays = qkv(LENGTH, LENGTH)
+    table = {"segment_ids": SEGMENTS, "kv_lengths": LENGTHS, "dense_mask": draw(2, 1, LENGTH, LENGTH) > -1.0}
+    flags, segments, lengths, dense = (torch.from_numpy(x) for x in (FLAGS, *table.values()))
+
+    def see(b, h, i, j):
+        seen = (j <= i) & (i - j <= 4) | flags[b, i] | flags[b, j]
+        seen = seen & (segments[b, i] == segments[b, j]) if "segment_ids" in within else seen
+        seen = seen & (j < lengths[b]) if "kv_lengths" in within else seen
+        return seen & dense[b, 0, i, j] if "dense_mask" in within else seen
+
+    def run(q, k, v):
+        given = {name: jnp.asarray(table[name]) for name in within}
+        mask = Causal() & Window(4)
+        return blockwise(q, k, v, mask, global_tokens=jnp.asarray(tokens), return_lse=True, **given)
+
+    assert_agree(ours(run, arrays), theirs(lambda *a: flex(*a, see), arrays))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 4, LENGTH, KEYS), (1, 4, LENGTH, KEYS), (2, 1, 1, KEYS), (1, 4, LENGTH, 1)], ids=str
+)
+def test_bias(shape, blockwise):
+    """An array, and its gradient."""
+
+    def theirs_of(q, k, v, bias):
+        whole = bias.expand(2, 4, LENGTH, KEYS)
+        return flex(q, k, v, causal, lambda score, b, h, i, j: score + whole[b, h, i, j])
+
+    arrays = [*qkv(LENGTH, KEYS), draw(*shape)]
+    found = ours(lambda q, k, v, bias: blockwise(q, k, v, Causal(), bias=bias, return_lse=True), arrays)
+    assert_agree(found, theirs(theirs_of, arrays))
+
+
+def test_bias_that_a_function_looks_up(blockwise):
+    """As in T5: a table of what a head adds at a distance, and the gradient of the table."""
+
+    def run(q, k, v, table):
+        def bias(head, i, j):
+            return table[head, jnp.clip(j - i + 8, 0, 16)]
+
+        return blockwise(q, k, v, Window(20), bias=bias, return_lse=True)
+
+    def expected(q, k, v, table):
+        def bias(score, b, h, i, j):
+            return score + table[h, (j - i + 8).clamp(0, 16)]
+
+        return flex(q, k, v, lambda b, h, i, j: (i - j <= 20) & (j - i <= 20), bias)
+
+    arrays = [*qkv(LENGTH, KEYS), draw(4, 17)]
+    assert_agree(ours(run, arrays), theirs(expected, arrays))
+
+
+def test_linear_biases(blockwise, torch):
+    """ALiBi of transformers' Bloom, whose biases count from the first key: that changes the lse alone."""
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    arrays = qkv(LENGTH, LENGTH)
+    slopes = jnp.asarray(2.0 ** -(2.0 * np.arange(1, 5)), jnp.float32)
+    theirs_adds = build_alibi_tensor(torch.ones(2, LENGTH), 4, torch.float32).view(2, 4, LENGTH)
+
+    def run(q, k, v):
+        return (blockwise(q, k, v, Causal(), bias=lambda head, i, j: slopes[head] * (j - i).astype(jnp.float32)),)
+
+    def expected(q, k, v):
+        return flex(q, k, v, causal, lambda score, b, h, i, j: score + theirs_adds[b, h, j])[:1]
+
+    assert_agree(ours(run, arrays), theirs(expected, arrays))
+
+
+def test_bias_function_at_positions(blockwise, torch):
+    """It is asked for positions where these are given."""
+    places = {
+        "positions": np.stack([np.arange(LENGTH) + 16, np.arange(LENGTH) * 2]).astype(np.int32),
+        "kv_positions": np.tile(np.arange(KEYS, dtype=np.int32), (2, 1)),
+    }
+    rows = torch.from_numpy(places["positions"])
+    arrays = qkv(LENGTH, KEYS)
+
+    def run(q, k, v):
+        def bias(head, i, j):
+            return (j - i).astype(jnp.float32) / (head + 2).astype(jnp.float32)
+
+        given = {name: jnp.asarray(value) for name, value in places.items()}
+        return blockwise(q, k, v, Causal(), bias=bias, return_lse=True, **given)
+
+    def expected(q, k, v):
+        mask_mod = lambda b, h, i, j: j <= rows[b, i]  # noqa: E731
+        return flex(q, k, v, mask_mod, lambda score, b, h, i, j: score + (j - rows[b, i]) / (h + 2))
+
+    assert_agree(ours(run, arrays), theirs(expected, arrays))
+
+
+@pytest.mark.parametrize("cap", [0.5, 20.0])
+@pytest.mark.parametrize("biased", [False, True])
+def test_soft_cap(cap, biased, blockwise, torch):
+    """After the scale and the bias, before the mask."""
+    arrays = [*qkv(LENGTH, KEYS), draw(1, 4, LENGTH, KEYS)]
+
+    def run(q, k, v, bias):
+        given = {"bias": bias} if biased else {}
+        return blockwise(q, k, v, Causal(), soft_cap=cap, scale=0.8, return_lse=True, **given)
+
+    def expected(q, k, v, bias):
+        def score_mod(score, b, h, i, j):
+            return cap * torch.tanh((score + bias[0, h, i, j] * biased) / cap)
+
+        return flex(q, k, v, causal, score_mod, scale=0.8)
+
+    assert_agree(ours(run, arrays), theirs(expected, arrays))
+
+
+def test_sinks(blockwise):
+    """A logit for each head, in the lse too; the first rows see nothing else, so that their lse is the sink."""
+    mask, see = Causal() & ~Window(10), lambda b, h, i, j: i - j > 10
+    arrays = [*qkv(LENGTH, KEYS), draw(4)]
+    found = ours(lambda q, k, v, sinks: blockwise(q, k, v, mask, sinks=sinks, return_lse=True), arrays)
+    assert_agree(found, theirs(lambda q, k, v, sinks: with_sinks(*flex(q, k, v, see), sinks), arrays))
+    assert not np.asarray(found[0][0])[:, :11].any()
+
+
+def test_all_at_once(blockwise, torch):
+    arrays = [*qkv(LENGTH, LENGTH), draw(2, 4, 1, LENGTH), draw(4)]
+    dense = draw(1, 4, LENGTH, LENGTH) > -1.0
+    flags, segments, lengths, hidden = (torch.from_numpy(x) for x in (FLAGS, SEGMENTS, LENGTHS, dense))
+    given = {"segment_ids": SEGMENTS, "kv_lengths": LENGTHS, "dense_mask": dense, "global_tokens": CHOSEN}
+
+    def run(q, k, v, bias, sinks):
+        options = {"bias": bias, "sinks": sinks, "soft_cap": 2.0, "scale": 0.8, "return_lse": True}
+        arrays = {name: jnp.asarray(value) for name, value in given.items()}
+        return blockwise(q, k, v, BY_HEAD, **arrays, **options)
+
+    def expected(q, k, v, bias, sinks):
+        def see(b, h, i, j):
+            seen = by_head(b, h, i, j) | flags[b, i] | flags[b, j]
+            return seen & (segments[b, i] == segments[b, j]) & (j < lengths[b]) & hidden[0, h, i, j]
+
+        def score_mod(score, b, h, i, j):
+            return 2.0 * torch.tanh((score + bias[b, h, 0, j]) / 2.0)
+
+        return with_sinks(*flex(q, k, v, see, score_mod, scale=0.8), sinks)
+
+    assert_agree(ours(run, arrays), theirs(expected, arrays))
+
+
+def eager(function, mask, length, **options):
+    """(o,) of transformers' eager attention, whose masks are numbers to be added."""
+    import torch
+
+    hidden = torch.where(torch.from_numpy(mask.to_dense(length)), 0.0, torch.finfo(torch.float32).min)[None, None]
+
+    def run(q, k, v, sinks=None):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        module = types.SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], training=False, sinks=sinks)
+        return (function(module, q, k, v, hidden, **options)[0],)
+
+    return run
+
+
+def test_gpt_oss(blockwise):
+    """Its attention in a window, with sinks."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    arrays, mask = [*qkv(LENGTH, LENGTH), draw(4)], Causal() & Window(11)
+    found = ours(lambda q, k, v, sinks: (blockwise(q, k, v, mask, sinks=sinks, scale=0.3),), arrays)
+    assert_agree(found, theirs(eager(eager_attention_forward, mask, LENGTH, scaling=0.3), arrays))
+
+
+def test_gemma_2(blockwise):
+    """Its attention in a window, capped."""
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    arrays, mask = qkv(LENGTH, LENGTH), Causal() & Window(11)
+    found = ours(lambda q, k, v: (blockwise(q, k, v, mask, soft_cap=1.5, scale=0.9),), arrays)
+    assert_agree(found, theirs(eager(eager_attention_forward, mask, LENGTH, scaling=0.9, softcap=1.5), arrays))
