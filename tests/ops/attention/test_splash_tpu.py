@@ -114,6 +114,17 @@ def test_hidden_nans_change_nothing(mask, options, hidden):
         np.testing.assert_array_equal(a, b)
 
 
+def test_rows_that_see_nothing_have_no_gradient():
+    """Also where the cotangent of their lse is not finite."""
+
+    def loss(q, k, v):
+        o, lse = interpreted(q, k, v, kv_lengths=jnp.zeros(1, jnp.int32), return_lse=True)
+        return jnp.sum(o) + jnp.sum(jnp.exp(lse) * lse), lse
+
+    grads, lse = once(jax.grad(loss, (0, 1, 2), has_aux=True), *make((1, 5, 5, 1, 1, 8, 8)))
+    assert jnp.isneginf(lse).all() and not any(np.asarray(g).any() for g in grads)
+
+
 @pytest.mark.parametrize("mask", [Fixed(6, 0), PerHead((Fixed(6, 0), ~Full()))], ids=repr)
 def test_a_mask_that_allows_nothing(mask):
     arrays = make((1, 3, 5, 2, 2, 4, 4))
