@@ -10,13 +10,14 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 
 from hpnlp.ops.attention.algebra import And, Mask, PerHead, Shift
+from hpnlp.ops.attention.blocks import live
 from hpnlp.ops.attention.mask import Blockwise, Causal, Window
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(splash_masks.Mask):
-    """A mask over `length` queries and `keys` keys, padded to `size`: padded keys are hidden from all, and padded queries
-    do as the last one does, so that they split no block.
+    """A mask over `length` queries and `keys` keys, padded to whole blocks: padded keys are hidden from all, and padded
+    queries do as the last one does, so that they split no block.
 
     The kernel skips blocks that are all False, and loads the elements of blocks that are neither all False nor all True;
     equal blocks are stored once.
@@ -25,27 +26,23 @@ class Tiles(splash_masks.Mask):
     mask: Mask
     length: int
     keys: int
-    size: tuple[int, int]
+    block: tuple[int, int]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.size
+        rows, columns = self.block
+        return self.length + -self.length % rows, self.keys + -self.keys % columns
 
-    def __getitem__(self, index: Any) -> np.ndarray:
-        """bool [rows, columns] for two slices."""
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        """bool [rows, columns] of one block, or [1, 1] where all of it is alike: the planner asks for any() and all()."""
         rows, columns = index
-        q = np.minimum(np.arange(rows.start, rows.stop), self.length - 1)
-        k = np.arange(columns.start, columns.stop)
-        inside = k < self.keys
-        if not inside[0]:
-            return _uniform(False, q.size, k.size)
-        k = np.minimum(k, self.keys - 1)
-        some, every = self.mask.tile(q[0], q[-1], k[0], k[-1])
-        if not some:
-            return _uniform(False, q.size, k.size)
-        if every and inside[-1]:
-            return _uniform(True, q.size, k.size)
-        return self.mask.at(q[:, None], k[None, :]) & inside[None, :]
+        at = (rows.start // self.block[0], columns.start // self.block[1])
+        whole = _live(self.mask, self.length, self.keys, self.block).get(at)
+        if whole is None or (whole and columns.stop <= self.keys):
+            return np.array([[whole is not None]])
+        q, k = np.arange(rows.start, rows.stop), np.arange(columns.start, columns.stop)
+        see = self.mask.at(np.minimum(q, self.length - 1)[:, None], np.minimum(k, self.keys - 1)[None, :])
+        return see & (k < self.keys)[None, :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,42 +66,43 @@ class Computed(Tiles):
 
     @property
     def q_sequence(self) -> np.ndarray:
-        return np.arange(self.size[0], dtype=np.int32)
+        return np.arange(self.shape[0], dtype=np.int32)
 
     @property
     def mask_function(self) -> Elements:
-        return Elements(self.mask, self.keys if self.keys < self.size[1] else None)
+        return Elements(self.mask, self.keys if self.keys < self.shape[1] else None)
 
 
-def translated(mask: Mask | PerHead, heads: int, length: int, keys: int, size: tuple[int, int]) -> Any:
-    """The kernel's mask of `heads` query heads, padded to `size`."""
+def translated(mask: Mask | PerHead, heads: int, length: int, keys: int, block: tuple[int, int]) -> Any:
+    """The kernel's mask of `heads` query heads, padded to whole blocks."""
     masks = mask.masks if isinstance(mask, PerHead) else (mask,) * heads
     # Where heads differ, the kernel loads the elements of all.
     kind = Computed if len(set(masks)) == 1 and _cheap(masks[0]) else Tiles
-    return splash_masks.MultiHeadMask(tuple(kind(one, length, keys, size) for one in masks))
+    return splash_masks.MultiHeadMask(tuple(kind(one, length, keys, block) for one in masks))
 
 
 @functools.lru_cache(maxsize=32)
-def seen_keys(masks: Any, block: tuple[int, int]) -> np.ndarray:
+def seen_keys(masks: Any) -> np.ndarray:
     """bool [S]: a query of some head sees the key."""
-    rows, columns = (range(0, length, step) for length, step in zip(masks.shape[1:], block, strict=True))
     seen = np.zeros(masks.shape[2], bool)
     for one in set(masks.masks):
-        for start in columns:
-            part = slice(start, start + block[1])
-            for row in rows:
-                if seen[part][: one.keys - start].all():
-                    break
-                seen[part] |= one[slice(row, row + block[0]), part].any(axis=0)
+        tiles = _live(one.mask, one.length, one.keys, one.block)
+        for row, column in sorted(tiles, key=lambda at: not tiles[at]):
+            (rows, columns), stop = one.block, min((column + 1) * one.block[1], one.keys)
+            if not seen[column * columns : stop].all():
+                span = slice(column * columns, (column + 1) * columns)
+                seen[span] |= one[slice(row * rows, (row + 1) * rows), span].any(axis=0)
     return seen[: masks.masks[0].keys]
+
+
+@functools.lru_cache(maxsize=32)
+def _live(mask: Mask, length: int, keys: int, block: tuple[int, int]) -> dict[tuple[int, int], bool]:
+    """(row, column) of each block that the mask does not rule out -> whether it allows all of it."""
+    tiles = live(mask, length, keys, *block)
+    return dict(zip(zip(tiles.rows.tolist(), tiles.columns.tolist(), strict=True), tiles.every.tolist(), strict=True))
 
 
 def _cheap(mask: Mask) -> bool:
     """Whether a few comparisons tell an element, as in the kernel's own causal, local and chunked masks."""
     parts = (mask.left, mask.right) if isinstance(mask, And) else (mask,)
     return all(isinstance(x.mask if isinstance(x, Shift) else x, Causal | Window | Blockwise) for x in parts)
-
-
-@functools.lru_cache
-def _uniform(value: bool, rows: int, columns: int) -> np.ndarray:
-    return np.broadcast_to(np.bool_(value), (rows, columns))

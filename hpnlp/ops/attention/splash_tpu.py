@@ -66,8 +66,8 @@ def splash(
 ) -> Array | tuple[Array, Array]:
     """Attention by jax's splash kernels for TPU; arguments and results as `attend`.
 
-    mask: any; what is not a conjunction of Causal, Window and Blockwise is planned on the host in O(T S / block_size^2)
-      steps, and its partly allowed blocks are stored on the device, equal ones once.
+    mask: any; planned on the host in O(T S / block_size^2) steps. The partly allowed blocks of what is not a conjunction of two
+      of Causal, Window and Blockwise are stored on the device, equal ones once.
     segment_ids, kv_segment_ids: above -2**31.
     scale: rounded into q, in q's dtype.
     soft_cap: scores become soft_cap * tanh(score / soft_cap) before the mask.
@@ -93,9 +93,9 @@ def splash(
     from hpnlp.ops.attention.splash_masks import seen_keys, translated
 
     block = (_block(t, block_size), _block(s, block_size))
-    size = (t + -t % block[0], s + -s % block[1])
-    masks = translated(mask, n, t, s, size)
-    by_mask = seen_keys(masks, block)
+    masks = translated(mask, n, t, s, block)
+    size = masks.shape[1:]
+    by_mask = seen_keys(masks)
     if not by_mask.any():  # of which the kernels cannot plan a grid
         return nothing if return_lse else nothing[0]
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
