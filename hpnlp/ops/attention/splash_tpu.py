@@ -10,6 +10,7 @@ Blocks that the mask rules out are not visited, whatever the mask; what the kern
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,9 +45,14 @@ def beyond_splash(q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: 
     beyond = sorted(given - honoured - {"rng"})
     beyond += ["return_lse with soft_cap"] if {"return_lse", "soft_cap"} <= given else []
     beyond += [] if q.dtype in (jnp.bfloat16, jnp.float32) else [f"dtype {q.dtype}"]
-    heads = q.shape[2]
-    wrong = isinstance(mask, PerHead) and len(mask.masks) != heads
-    return beyond + ([f"a mask for {len(mask.masks)} heads with {heads}"] if wrong else [])  # pyright: ignore
+    if isinstance(mask, PerHead) and len(mask.masks) != q.shape[2]:
+        beyond.append(f"a mask for {len(mask.masks)} heads with {q.shape[2]}")
+    # XLA cannot partition the kernels, and they do not say over which axes their results vary.
+    mesh, manual = jax.sharding.get_abstract_mesh(), jax.sharding.AxisType.Manual
+    free = [size for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != manual]
+    beyond += ["a mesh outside of shard_map"] if math.prod(free) > 1 or (free and manual in mesh.axis_types) else []
+    varying = any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v))
+    return beyond + (["shard_map with check_vma"] if varying else [])
 
 
 def splash(
@@ -66,8 +72,8 @@ def splash(
 ) -> Array | tuple[Array, Array]:
     """Attention by jax's splash kernels for TPU; arguments and results as `attend`.
 
-    mask: any; planned on the host in O(T S / block_size^2) steps. The partly allowed blocks of what is not a conjunction of two
-      of Causal, Window and Blockwise are stored on the device, equal ones once.
+    mask: planned on the host once, in O(T S / block_size^2) steps and the elements of the blocks that it allows in part;
+      of all but Causal, Window, Blockwise and conjunctions of two, these blocks are kept on the device, equal ones once.
     segment_ids, kv_segment_ids: above -2**31.
     scale: rounded into q, in q's dtype.
     soft_cap: scores become soft_cap * tanh(score / soft_cap) before the mask.

@@ -194,6 +194,19 @@ def test_what_is_beyond_it(change, told):
     assert beyond_splash(*make((1, 8, 8, 2, 1, 4, 4), dtype), mask, change) == told
 
 
+def test_on_a_mesh():
+    """It runs where the mesh is split by hand, and says so where it is not."""
+    q, _, _ = make((2, 130, 130, 2, 2, 8, 8))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = {"mesh": mesh, "in_specs": jax.P("data"), "out_specs": jax.P("data")}
+    with jax.set_mesh(mesh):
+        assert beyond_splash(q, q, q, Full(), {}) == ["a mesh outside of shard_map"]
+        own = jax.shard_map(lambda q: interpreted(q, q, q, Causal()), **split, check_vma=False)
+        assert_close(once(own, q), reference(q, q, q, Causal()))
+        with pytest.raises(InputError, match="does not honour shard_map with check_vma"):
+            jax.shard_map(lambda q: interpreted(q, q, q, Causal()), **split)(q)
+
+
 def test_what_cannot_be_is_said():
     arrays = make((1, 8, 8, 2, 1, 4, 4))
     with pytest.raises(InputError, match="block_size 100: expected a positive multiple of 128"):
