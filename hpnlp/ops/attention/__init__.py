@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import jax
@@ -10,6 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.attention.algebra import Mask, PerHead
+from hpnlp.ops.attention.backends import asked, choose
+from hpnlp.ops.attention.backends import explain as explain_choice
+from hpnlp.ops.attention.cudnn import beyond_cudnn, cudnn
 from hpnlp.ops.attention.flash import flash
 from hpnlp.ops.attention.mask import (
     Blockwise,
@@ -33,18 +37,18 @@ from hpnlp.ops.attention.patterns import (
     sparse_transformer_fixed,
     sparse_transformer_strided,
 )
-from hpnlp.ops.attention.position import Scaling, rope
+from hpnlp.ops.attention.position import Scaling, alibi, relative_shift, rope, shaw, t5_bias, transformer_xl, yarn
 from hpnlp.ops.attention.reference import as_flags, reference
+from hpnlp.ops.attention.splash_tpu import beyond_splash, splash
 from hpnlp.ops.attention.validate import validate
 from hpnlp.types import InputError
 
 __all__ = [
     "Blockwise", "Causal", "Dilated", "Fixed", "Full", "Global", "GlobalAt", "Mask", "PerHead", "Prefix", "RandomBlocks",
-    "Scaling", "Sinks", "Strided", "Where", "Window", "attend", "bigbird", "flash", "longformer", "merge", "reference",
-    "rope", "sparse_transformer_fixed", "sparse_transformer_strided",
+    "Scaling", "Sinks", "Strided", "Where", "Window", "alibi", "attend", "bigbird", "explain", "flash", "longformer",
+    "merge", "reference", "relative_shift", "rope", "shaw", "sparse_transformer_fixed", "sparse_transformer_strided",
+    "t5_bias", "transformer_xl", "yarn",
 ]  # fmt: skip
-
-IMPLS = ("auto", "xla", "cudnn", "reference")
 
 
 def attend(
@@ -87,13 +91,13 @@ def attend(
     sinks: a logit for each head that takes part in the softmax and has no value (OpenAI 2025, "gpt-oss"); the lse counts it.
     dropout_rate, rng: drops weights as a function of (rng, batch, head, positions), the same in every impl.
     return_lse: also return the log-sum-exp of each row's scores, float32 [B, T, N], for `merge`.
-    impl: "xla" (blockwise, every device), "cudnn" (NVIDIA, dense or causal, 16 bits, self-attention in segments at the
-      price of a bias of B T T elements), "reference" (dense, slow), or "auto": cudnn on a GPU where it can do what is
-      asked, else xla.
+    impl: "xla" (blockwise, every device), "cudnn" (NVIDIA, 16 bits; dense, causal and windows), "splash" (TPU, every mask),
+      "reference" (dense, slow), or "auto": the fastest that honours all that is asked; `explain` says why.
     block_size: rows of a block of "xla"; None picks what the pattern costs least in.
 
     Returns o [B, T, N, Hv] in q's dtype (accumulated in float32), or (o, lse). A row that may see nothing gives o = 0,
-    lse = -inf and zero gradients. Keys and values that no query may see are never read into a result, NaN or not.
+    lse = -inf (its sink, where there are sinks) and zero gradients. Keys and values that no query may see are never read
+    into a result, NaN or not.
     Raises InputError on shapes that do not fit and on what the chosen impl cannot honour.
     Cost: O(B N H) times the pairs of the blocks that the mask does not rule out; O(B N (T + S) H) memory, also in the
     backward pass, except "reference"; see `flash` for short sequences, second derivatives, and dropout inside `shard_map`.
@@ -122,20 +126,20 @@ def attend(
         "soft_cap": soft_cap,
     }
     validate(q, k, v, mask, segment_ids, kv_segment_ids, positions, kv_positions, operands, dropout_rate, rng)
-    if impl not in IMPLS:
-        raise InputError(f"impl {impl!r}: expected one of {', '.join(IMPLS)}")
-    beyond_cudnn = _beyond_cudnn(q, k, v, mask, operands)
-    beyond_cudnn += ["dropout_rate"] * (dropout_rate > 0) + ["return_lse"] * return_lse
+    beyond = _beyond(q, k, v, mask, operands | {"dropout_rate": dropout_rate, "return_lse": return_lse})
     if impl == "auto":
-        impl = "cudnn" if jax.default_backend() == "gpu" and not beyond_cudnn and block_size is None else "xla"
+        impl = "xla" if block_size is not None else choose(jax.default_backend(), beyond)
+    if impl not in beyond:
+        raise InputError(f"impl {impl!r}: expected one of auto, {', '.join(beyond)}")
+    if beyond[impl]:
+        raise InputError(f"impl {impl!r} does not honour {', '.join(beyond[impl])}: leave it out, or pass impl='xla'")
     if block_size is not None and (impl != "xla" or block_size < 1):
         raise InputError(f"block_size {block_size} with impl {impl!r}: expected a positive one, with impl='xla' only")
-    if impl == "cudnn":
-        if beyond_cudnn:
-            raise InputError(
-                f"impl 'cudnn' does not honour {', '.join(beyond_cudnn)}: leave it out, or pass impl='xla'"
-            )
-        return _cudnn(q, k, v, mask, segment_ids, scale)
+    kernels: dict[str, Any] = {"cudnn": cudnn, "splash": splash}
+    if impl in kernels:
+        given = {name: operands[name] for name in asked(operands) if name != "scale"}
+        given |= {"return_lse": True} if return_lse else {}
+        return kernels[impl](q, k, v, mask, scale=scale, **given)
     options = {"scale": scale, "dropout_rate": dropout_rate, "rng": rng}
     if impl == "reference":
         return reference(q, k, v, mask, **operands, **options, return_lse=return_lse)
@@ -147,6 +151,30 @@ def attend(
     if sinks is not None:
         o, lse = _with_sinks(o, lse, sinks)
     return (o, lse) if return_lse else o
+
+
+def explain(q: Any, k: Any, v: Any, mask: Mask | PerHead = Full(), **operands: Any) -> str:  # noqa: B008  (frozen)
+    """Which impl `attend` takes by itself for this call, and why not another: a line for each.
+
+    Arguments as `attend`. Raises InputError on an argument that it does not have.
+    """
+    known = inspect.signature(attend).parameters
+    for name in operands:
+        if name not in known or name in ("impl", "block_size"):
+            raise InputError(f"explain has no argument {name!r}: expected those of attend but impl and block_size")
+    for name in ("segment_ids", "positions"):
+        operands |= (
+            {f"kv_{name}": operands[name]} if operands.get(name) is not None and f"kv_{name}" not in operands else {}
+        )
+    return explain_choice(jax.default_backend(), _beyond(q, k, v, mask, operands))
+
+
+def _beyond(q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: dict[str, Any]) -> dict[str, list[str]]:
+    """What each impl cannot honour of a call."""
+    each = {
+        name: beyond(q, k, v, mask, operands) for name, beyond in (("splash", beyond_splash), ("cudnn", beyond_cudnn))
+    }
+    return {**each, "xla": [], "reference": []}
 
 
 def _per_head(
@@ -177,23 +205,3 @@ def _with_sinks(o: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
     """The merge with a key of score `sinks` and value 0."""
     sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, None], lse.shape)
     return (o.astype(jnp.float32) * jax.nn.sigmoid(lse - sink)[..., None]).astype(o.dtype), jnp.logaddexp(lse, sink)
-
-
-def _beyond_cudnn(q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: dict[str, Any]) -> list[str]:
-    """What cuDNN's kernel cannot honour exactly, or at all."""
-    given = {name for name, value in operands.items() if value is not None}
-    # Segments reach it as an additive bias: exact where every query sees itself, as then no row is empty.
-    if operands["segment_ids"] is operands["kv_segment_ids"] and q.shape[1] % 2 == 0:
-        given -= {"segment_ids", "kv_segment_ids"}
-    beyond = sorted(given)
-    beyond += [] if isinstance(mask, Full | Causal) else [f"mask {mask}"]
-    beyond += [] if q.dtype in (jnp.bfloat16, jnp.float16) else [f"dtype {q.dtype}"]
-    sizes = {q.shape[3], v.shape[3]}
-    return beyond + [f"head dim {size}" for size in sorted(sizes) if size % 8 or size > 128 or len(sizes) > 1]
-
-
-def _cudnn(q: Array, k: Array, v: Array, mask: Any, segment_ids: Array | None, scale: float | None) -> Array:
-    see = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=see, scale=scale, is_causal=isinstance(mask, Causal), implementation="cudnn"
-    )
