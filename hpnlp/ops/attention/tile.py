@@ -107,7 +107,10 @@ def keep(options: Options, seed: Array, heads: Array, rows: Side, columns: Side)
 def _scores(options: Options, q: Array, k_columns: Array, around: Around) -> tuple[Array, Any]:
     """Scores in float32, -inf where hidden: the exponential then gives exact zeros in the same fused pass; and the tanh of
     the soft cap."""
-    s = _dot("...kgrh,...khc->...kgrc", q, k_columns) * options.scale
+    if q.dtype == jnp.float32:  # the queries, not the scores: XLA:CPU would make that a pass of its own
+        s = _by_row(q * options.scale, k_columns)
+    else:
+        s = _by_row(q, k_columns) * options.scale
     s = s if around.bias is None else s + around.bias.astype(jnp.float32)
     squashed = None
     if options.soft_cap is not None:
@@ -124,7 +127,7 @@ def forward(
     s, _ = _scores(options, q, k_columns, around)
     top = jnp.maximum(s.max(axis=-1), FLOOR)
     p = jnp.exp(s - top[..., None])
-    return top, p.sum(axis=-1), _dot("...kgrc,...kch->...kgrh", _dropped(options, p, around.kept).astype(v.dtype), v)
+    return top, p.sum(axis=-1), _by_row(_dropped(options, p, around.kept).astype(v.dtype), v)
 
 
 def finish(top: Array, total: Array, weighted: Array) -> tuple[Array, Array]:
@@ -167,14 +170,14 @@ def backward(
     k, k_columns, v_columns = drop_hidden(see, k, -2), drop_hidden(see, k_columns, -1), drop_hidden(see, v_columns, -1)
     s, squashed = _scores(options, given.q, k_columns, around)
     p = jnp.exp(s - given.lse[..., None])
-    dp = _dropped(options, _dot("...kgrh,...khc->...kgrc", given.do, v_columns), around.kept)
+    dp = _dropped(options, _by_row(given.do, v_columns), around.kept)
     db = p * (dp - given.delta[..., None])
     if squashed is not None:
         db = db * (1.0 - (squashed if see is None else jnp.where(see, squashed, 0.0)) ** 2)
     ds = (db * options.scale).astype(k.dtype)
-    dq = _dot("...kgrc,...kch->...kgrh", ds, k)
-    dk = _dot("...khgr,...kgrc->...khc", given.q_columns, ds)
-    dv = _dot("...khgr,...kgrc->...khc", given.do_columns, _dropped(options, p, around.kept).astype(k.dtype))
+    dq = _by_row(ds, k)
+    dk = _by_column(given.q_columns, ds)
+    dv = _by_column(given.do_columns, _dropped(options, p, around.kept).astype(k.dtype))
     return dq, dk, dv, db
 
 
@@ -182,5 +185,19 @@ def _dropped(options: Options, p: Array, kept: Array | None) -> Array:
     return p if kept is None else jnp.where(kept, p * (1.0 / (1.0 - options.dropout_rate)), 0.0)
 
 
-def _dot(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+def _by_row(a: Array, b: Array) -> Array:
+    """`[..., K, G, r, i]` with `[..., K, i, c]`: `[..., K, G, r, c]`."""
+    return _product(a.reshape(*a.shape[:-3], -1, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])
+
+
+def _by_column(a: Array, b: Array) -> Array:
+    """`[..., K, i, G, r]` with `[..., K, G, r, c]`: `[..., K, i, c]`."""
+    return _product(a.reshape(*a.shape[:-2], -1), b.reshape(*b.shape[:-3], -1, b.shape[-1]))
+
+
+def _product(a: Array, b: Array) -> Array:
+    """Matrix products in float32, all leading axes as one: an einsum would give axes of size 1 another layout, and XLA:CPU
+    then copies every score."""
+    flat = lambda x: x.reshape(-1, *x.shape[-2:])  # noqa: E731
+    out = jax.lax.dot_general(flat(a), flat(b), (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    return out.reshape(*a.shape[:-1], b.shape[-1])
