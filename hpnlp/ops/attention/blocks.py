@@ -159,10 +159,12 @@ def plan(tiles: Live, length: int, block: int, key_block: int, heads: int) -> Bl
         lines, line = np.unique(at // width * rows + row, return_inverse=True)
         keys = np.full((lines.size, width), -1, np.int32)
         keys[line, at % width] = tiles.columns[chosen]
-        tested = np.zeros(lines.size, bool)
-        np.logical_or.at(tested, line, ~tiles.every[chosen])
-        most = max(TILE // max(heads * block * width * key_block, 1), 1)
-        visits += _runs(lines % rows, keys, tested | (keys < 0).any(axis=1), rows, 1 << (most.bit_length() - 1))
+        tested = np.bincount(line, ~tiles.every[chosen], lines.size) + (keys < 0).sum(axis=1) > 0
+        run = 1 << max((TILE // max(heads * block * width * key_block, 1)).bit_length() - 1, 0)
+        # Where much needs no test, it is spared the pass over the scores that the test costs.
+        apart = 2 * np.count_nonzero(tested) < tested.size >= 16
+        for some in (np.flatnonzero(~tested), np.flatnonzero(tested)) if apart else (np.arange(tested.size),):
+            visits += _runs((lines % rows)[some], keys[some], tested[some], run) if some.size else []
     seen = [(v.first[:, None] + np.arange(v.keys.shape[1])).reshape(-1) for v in visits]
     once = bool((np.bincount(np.concatenate([*seen, np.zeros(0, int)]), minlength=rows) == 1).all())
     return Blocks(tuple(visits), block, key_block, once)
@@ -202,7 +204,7 @@ def _widths(counts: np.ndarray, most: int, key_block: int) -> tuple[int, int]:
     return double[1:] if double[0] < 0.95 * single[0] else (single[1], single[1])
 
 
-def _runs(row: np.ndarray, keys: np.ndarray, tested: np.ndarray, rows: int, run: int) -> list[Visits]:
+def _runs(row: np.ndarray, keys: np.ndarray, tested: np.ndarray, run: int) -> list[Visits]:
     """Lines of one query block each, put together in runs of `run` consecutive ones; what is left over, one by one."""
     run = min(run, 1 << (row.size.bit_length() - 1))
     breaks = np.flatnonzero(np.diff(row) != 1) + 1

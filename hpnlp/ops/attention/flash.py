@@ -5,9 +5,8 @@ arithmetic of a tile: short sequences run as panels, long ones as the visits of 
 patterns want different orders of the tokens.
 
 What decides the speed on a CPU, so that it is not lost again:
-- Every product has the form [rows, inner] x [inner, columns], both row-major. XLA:CPU runs the form with a transposed
-  left side, which `p^T do` and `ds^T q` would have, four times slower at these sizes. So q, k, v and do are laid out
-  both ways, which is cheap, and the gradients of k and v come out transposed.
+- No product turns the scores: XLA:CPU takes three times as long for `p^T do` and `ds^T q` as for their transposes, so the
+  gradients of k and v come out with the features in front, and are turned once at the end.
 - Hidden scores become -inf before the exponential, so that one fused pass reads scores and writes probabilities.
 - Tiles of about a million scores, in as many heads as that takes: smaller ones drown in overhead, larger ones in misses.
 """
@@ -28,7 +27,7 @@ from hpnlp.ops.attention import panels
 from hpnlp.ops.attention.algebra import Mask
 from hpnlp.ops.attention.blocks import Blocks
 from hpnlp.ops.attention.dropout import seed_words
-from hpnlp.ops.attention.layout import Facts, columns_of, from_columns, from_rows, per_row, rows_of
+from hpnlp.ops.attention.layout import Facts, from_columns, from_rows, per_row, rows_of
 from hpnlp.ops.attention.mask import Full
 from hpnlp.ops.attention.parts import backward, forward
 from hpnlp.ops.attention.tile import Given, Options, Side
@@ -129,7 +128,7 @@ def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array
     lse = jnp.where(nothing, jnp.inf, lse)
     if blocks is None and panels.fit(options, q.shape[1], k.shape[1]):
         by_row = per_row(lse, heads), per_row(delta, heads)
-        given = Given(rows_of(q, heads), columns_of(q, heads), rows_of(do, heads), columns_of(do, heads), *by_row)
+        given = Given(rows_of(q, heads), rows_of(do, heads), *by_row)
         dq, dk, dv, by_bias = panels.backward(options, given, k, v, full)
         dq, dk, dv = from_rows(dq), from_columns(dk), from_columns(dv)
     else:

@@ -38,16 +38,8 @@ def rows_of(x: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K G T 
     return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3]).transpose(0, 2, 3, 1, 4)
 
 
-def columns_of(x: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K H G T"]:
-    return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3]).transpose(0, 2, 4, 3, 1)
-
-
 def key_rows(x: Float[Array, "B S K H"]) -> Float[Array, "B K S H"]:
     return x.transpose(0, 2, 1, 3)
-
-
-def key_columns(x: Float[Array, "B S K H"]) -> Float[Array, "B K H S"]:
-    return x.transpose(0, 2, 3, 1)
 
 
 def from_rows(x: Float[Array, "B K G T H"]) -> Float[Array, "B T N H"]:

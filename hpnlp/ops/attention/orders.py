@@ -19,7 +19,7 @@ from hpnlp.ops.attention.blocks import Blocks, live, plan, visit_keys
 from hpnlp.ops.attention.mask import Blockwise, Causal, Dilated, Fixed, Full, Global, GlobalAt, Sinks, Strided, Window
 
 # Blocks of queries and of keys to choose from, and what a score costs in them.
-SIZES = {(512, 1024): 0.95, (512, 512): 1.0, (256, 256): 1.05, (128, 128): 1.15, (64, 64): 1.35}
+SIZES = {(512, 1024): 0.95, (512, 512): 1.0, (256, 256): 1.2, (128, 128): 1.25, (64, 64): 1.5}
 # How many rows of blocks an estimate looks at.
 SAMPLE = 96
 # What a token costs, in scores, where a part has to be merged, and where it has to be laid out in another order.

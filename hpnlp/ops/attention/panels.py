@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from hpnlp.ops.attention import tile
-from hpnlp.ops.attention.layout import Facts, add_bias, bias_tile, by_key_head, key_columns, key_rows, rows_of
+from hpnlp.ops.attention.layout import Facts, add_bias, bias_tile, by_key_head, key_rows, rows_of
 from hpnlp.ops.attention.tile import Around, Given, Options, Side
 
 ROWS = 128
@@ -96,9 +96,9 @@ def _after(parts: list[Any], queries: Array) -> Array:
 def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts) -> tuple[Array, Array]:
     """(o `[B, K, G, T, Hv]`, lse `[B, K, G, T]`), float32."""
     kv_heads = k.shape[2]
-    q, k, v = rows_of(q, kv_heads), key_columns(k), key_rows(v)
+    q, k, v = rows_of(q, kv_heads), key_rows(k), key_rows(v)
     parts = []
-    for panel in _panels(options, q.shape[3], k.shape[3], facts):
+    for panel in _panels(options, q.shape[3], k.shape[2], facts):
         rows, span = slice(panel.q0, panel.q1), slice(panel.k0, panel.k1)
         if panel.k0 == panel.k1:
             shape = (*q.shape[:3], panel.q1 - panel.q0)
@@ -106,36 +106,34 @@ def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts) -> tup
         else:
             around, _ = _around(options, facts, panel, kv_heads)
             queries = _after(parts, q[:, :, :, rows])
-            parts.append(tile.finish(*tile.forward(options, queries, k[..., span], v[:, :, span], around)))
+            parts.append(tile.finish(*tile.forward(options, queries, k[:, :, span], v[:, :, span], around)))
     return jnp.concatenate([o for o, _ in parts], axis=3), jnp.concatenate([lse for _, lse in parts], axis=3)
 
 
 def backward(options: Options, given: Given, k: Array, v: Array, facts: Facts) -> tuple[Array, Array, Array, Any]:
     """(dq `[B, K, G, T, H]`, dk `[B, K, H, S]`, dv `[B, K, Hv, S]`, d bias), float32."""
     kv_heads = k.shape[2]
-    k_rows, k, v = key_rows(k), key_columns(k), key_columns(v)
-    panels = _panels(options, given.q.shape[3], k.shape[3], facts)
+    k, v = key_rows(k), key_rows(v)
+    panels = _panels(options, given.q.shape[3], k.shape[2], facts)
     parts, by_bias = [], jax.tree.map(lambda x: jnp.zeros_like(x), facts.bias)
     for panel in panels:
         rows, span = slice(panel.q0, panel.q1), slice(panel.k0, panel.k1)
         part = Given(
             _after(parts, given.q[:, :, :, rows]),
-            given.q_columns[..., rows],
             given.do[:, :, :, rows],
-            given.do_columns[..., rows],
             given.lse[..., rows],
             given.delta[..., rows],
         )
         if panel.k0 == panel.k1:
-            parts.append((jnp.zeros(part.q.shape), jnp.zeros((*k.shape[:3], 0)), jnp.zeros((*v.shape[:3], 0))))
+            parts.append((jnp.zeros(part.q.shape), *(jnp.zeros((*x.shape[:2], x.shape[3], 0)) for x in (k, v))))
             continue
         around, bias = _around(options, facts, panel, kv_heads)
-        *found, db = tile.backward(options, part, k_rows[:, :, span], k[..., span], v[..., span], around)
+        *found, db = tile.backward(options, part, k[:, :, span], v[:, :, span], around)
         parts.append(tuple(found))
         if bias is not None:
             by_bias = add_bias(by_bias, bias, facts.bias, db)
     spans = [(panel.k0, panel.k1) for panel in panels]
-    dk, dv = (_add_spans([part[i] for part in parts], spans, k.shape[3]) for i in (1, 2))
+    dk, dv = (_add_spans([part[i] for part in parts], spans, k.shape[2]) for i in (1, 2))
     return jnp.concatenate([part[0] for part in parts], axis=3), dk, dv, by_bias
 
 

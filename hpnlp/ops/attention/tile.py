@@ -1,13 +1,14 @@
 """The arithmetic of one tile: a block of queries against some keys, forward and backward.
 
 Arrays inside a tile carry any leading axes, then K key heads and the G query heads that read each: rows of queries
-`[..., K, G, r, H]` and of keys `[..., K, c, H]`; the same with the features in front of the rows are called columns,
-`[..., K, H, G, r]` and `[..., K, H, c]`.
+`[..., K, G, r, H]` and of keys `[..., K, c, H]`. The gradients of keys come out with the features in front of the rows, which
+is called columns: `[..., K, H, c]`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -88,14 +89,14 @@ def visible(mask: Mask, rows: Side, columns: Side, lengths: Any, dense: Any = No
     return None if isinstance(see, np.ndarray) and see.all() else see
 
 
-def drop_hidden(see: Visible, keys: Array, axis: int) -> Array:
-    """Zeroes the keys (or values) that no query of the tile sees: 0 * NaN would be NaN. axis: the keys', -1 or -2."""
+def drop_hidden(see: Visible, keys: Array) -> Array:
+    """Zeroes the keys (or values) that no query of the tile sees: 0 * NaN would be NaN."""
     if see is None:
         return keys
     seen: Any = see.any(axis=(-3, -2))
     if isinstance(seen, np.ndarray) and seen.all():
         return keys
-    return jnp.where(seen[..., None, :] if axis == -1 else seen[..., :, None], keys, jnp.zeros((), keys.dtype))
+    return jnp.where(seen[..., None], keys, jnp.zeros((), keys.dtype))
 
 
 def keep(options: Options, seed: Array, heads: Array, rows: Side, columns: Side) -> Bool[Array, "*a r c"]:
@@ -104,13 +105,13 @@ def keep(options: Options, seed: Array, heads: Array, rows: Side, columns: Side)
     return keep_mask(seed, heads[..., None, None], q, k, options.dropout_rate)
 
 
-def _scores(options: Options, q: Array, k_columns: Array, around: Around) -> tuple[Array, Any]:
+def _scores(options: Options, q: Array, k: Array, around: Around) -> tuple[Array, Any]:
     """Scores in float32, -inf where hidden: the exponential then gives exact zeros in the same fused pass; and the tanh of
     the soft cap."""
     if q.dtype == jnp.float32:  # the queries, not the scores: XLA:CPU would make that a pass of its own
-        s = _by_row(q * options.scale, k_columns)
+        s = _with_keys(q * options.scale, k, 2)
     else:
-        s = _by_row(q, k_columns) * options.scale
+        s = _with_keys(q, k, 2) * options.scale
     s = s if around.bias is None else s + around.bias.astype(jnp.float32)
     squashed = None
     if options.soft_cap is not None:
@@ -120,14 +121,14 @@ def _scores(options: Options, q: Array, k_columns: Array, around: Around) -> tup
 
 
 def forward(
-    options: Options, q: Array, k_columns: Array, v: Array, around: Around
+    options: Options, q: Array, k: Array, v: Array, around: Around
 ) -> tuple[Float[Array, "*a"], Float[Array, "*a"], Float[Array, "*a Hv"]]:
     """(top, total, sum): the rows' maxima and the sums of exp(score - top), plain and weighted with the values."""
-    k_columns, v = drop_hidden(around.see, k_columns, -1), drop_hidden(around.see, v, -2)
-    s, _ = _scores(options, q, k_columns, around)
+    k, v = drop_hidden(around.see, k), drop_hidden(around.see, v)
+    s, _ = _scores(options, q, k, around)
     top = jnp.maximum(s.max(axis=-1), FLOOR)
     p = jnp.exp(s - top[..., None])
-    return top, p.sum(axis=-1), _by_row(_dropped(options, p, around.kept).astype(v.dtype), v)
+    return top, p.sum(axis=-1), _with_keys(_dropped(options, p, around.kept).astype(v.dtype), v, 1)
 
 
 def finish(top: Array, total: Array, weighted: Array) -> tuple[Array, Array]:
@@ -147,57 +148,52 @@ def join(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What the backward pass knows of the queries of a tile, both ways round where both are needed.
+    """What the backward pass knows of the queries of a tile.
 
-    q `[..., K, G, r, H]`, do `[..., K, G, r, Hv]`, and the same as columns, `[..., K, H, G, r]`. lse and delta
-    `[..., K, G, r]`: lse is +inf for rows that saw nothing, so that their probabilities are 0; delta is
-    rowsum(do * o) - dlse, which is what the softmax's derivative subtracts.
+    q `[..., K, G, r, H]`, do `[..., K, G, r, Hv]`, lse and delta `[..., K, G, r]`: lse is +inf for rows that saw nothing, so
+    that their probabilities are 0; delta is rowsum(do * o) - dlse, which is what the softmax's derivative subtracts.
     """
 
     q: Any
-    q_columns: Any
     do: Any
-    do_columns: Any
     lse: Any
     delta: Any
 
 
-def backward(
-    options: Options, given: Given, k: Array, k_columns: Array, v_columns: Array, around: Around
-) -> tuple[Array, Array, Array, Array]:
+def backward(options: Options, given: Given, k: Array, v: Array, around: Around) -> tuple[Array, Array, Array, Array]:
     """(dq rows, dk columns, dv columns, d bias `[..., K, G, r, c]`), float32 (FlashAttention, algorithm 4)."""
     see = around.see
-    k, k_columns, v_columns = drop_hidden(see, k, -2), drop_hidden(see, k_columns, -1), drop_hidden(see, v_columns, -1)
-    s, squashed = _scores(options, given.q, k_columns, around)
+    k, v = drop_hidden(see, k), drop_hidden(see, v)
+    s, squashed = _scores(options, given.q, k, around)
     p = jnp.exp(s - given.lse[..., None])
-    dp = _dropped(options, _by_row(given.do, v_columns), around.kept)
+    dp = _dropped(options, _with_keys(given.do, v, 2), around.kept)
     db = p * (dp - given.delta[..., None])
     if squashed is not None:
         db = db * (1.0 - (squashed if see is None else jnp.where(see, squashed, 0.0)) ** 2)
     ds = (db * options.scale).astype(k.dtype)
-    dq = _by_row(ds, k)
-    dk = _by_column(given.q_columns, ds)
-    dv = _by_column(given.do_columns, _dropped(options, p, around.kept).astype(k.dtype))
-    return dq, dk, dv, db
+    dv = _over_queries(given.do, _dropped(options, p, around.kept).astype(k.dtype))
+    return _with_keys(ds, k, 1), _over_queries(given.q, ds), dv, db
 
 
 def _dropped(options: Options, p: Array, kept: Array | None) -> Array:
     return p if kept is None else jnp.where(kept, p * (1.0 / (1.0 - options.dropout_rate)), 0.0)
 
 
-def _by_row(a: Array, b: Array) -> Array:
-    """`[..., K, G, r, i]` with `[..., K, i, c]`: `[..., K, G, r, c]`."""
-    return _product(a.reshape(*a.shape[:-3], -1, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])
+# The products take all leading axes as one: an einsum would give axes of size 1 another layout, and XLA:CPU then copies every
+# score. They have a transposed left side only where it is a block of queries: turning scores takes three times the product.
 
 
-def _by_column(a: Array, b: Array) -> Array:
-    """`[..., K, i, G, r]` with `[..., K, G, r, c]`: `[..., K, i, c]`."""
-    return _product(a.reshape(*a.shape[:-2], -1), b.reshape(*b.shape[:-3], -1, b.shape[-1]))
+def _with_keys(a: Array, keys: Array, axis: int) -> Float[Array, "*a r x"]:
+    """`[..., K, G, r, i]` with `[..., K, c, i]` (axis 2) or `[..., K, i, h]` (axis 1): `[..., K, G, r, c or h]`."""
+    left, right = a.reshape(-1, math.prod(a.shape[-3:-1]), a.shape[-1]), keys.reshape(-1, *keys.shape[-2:])
+    return _product(left, right, 2, axis).reshape(*a.shape[:-1], -1)
 
 
-def _product(a: Array, b: Array) -> Array:
-    """Matrix products in float32, all leading axes as one: an einsum would give axes of size 1 another layout, and XLA:CPU
-    then copies every score."""
-    flat = lambda x: x.reshape(-1, *x.shape[-2:])  # noqa: E731
-    out = jax.lax.dot_general(flat(a), flat(b), (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    return out.reshape(*a.shape[:-1], b.shape[-1])
+def _over_queries(rows: Array, scores: Array) -> Float[Array, "*a h c"]:
+    """`[..., K, G, r, h]` with `[..., K, G, r, c]`: `[..., K, h, c]`."""
+    left, right = (x.reshape(-1, math.prod(x.shape[-3:-1]), x.shape[-1]) for x in (rows, scores))
+    return _product(left, right, 1, 1).reshape(*rows.shape[:-3], rows.shape[-1], scores.shape[-1])
+
+
+def _product(a: Array, b: Array, of_a: int, of_b: int) -> Array:
+    return jax.lax.dot_general(a, b, (((of_a,), (of_b,)), ((0,), (0,))), preferred_element_type=jnp.float32)

@@ -19,19 +19,14 @@ from hpnlp.ops.attention.layout import (
     add_bias,
     bias_tile,
     by_key_head,
-    columns_of,
     from_columns,
     from_rows,
-    key_columns,
     key_rows,
     per_row,
     rows_of,
 )  # fmt: skip
 from hpnlp.ops.attention.tile import Around, Given, Options, Side
 from hpnlp.ops.manual import vary_alike
-
-# Gradients of so many key blocks of a visit are added one after the other; of more, by a scatter.
-UNROLLED = 4
 
 
 def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks: Blocks) -> tuple[Array, Array]:
@@ -160,13 +155,13 @@ def _add_keys(x: Array, keys: Array, new: Array) -> Array:
     """x `[blocks, ..., kb]` with the parts of new `[R, ..., w * kb]` added at the blocks `keys`; what is at -1 is 0."""
     run, width = keys.shape
     new = jnp.moveaxis(new.reshape(*new.shape[:-1], width, x.shape[-1]), -2, 1)
-    if run * width > UNROLLED:
-        return x.at[jnp.maximum(keys, 0)].add(new)
-    for r in range(run):
-        for w in range(width):
-            at = jnp.maximum(keys[r, w], 0)
-            x = lax.dynamic_update_index_in_dim(x, lax.dynamic_index_in_dim(x, at, keepdims=False) + new[r, w], at, 0)
-    return x
+    return (
+        x.at[jnp.maximum(keys, 0)].add(new) if run * width > 1 else _add_one(x, jnp.maximum(keys[0, 0], 0), new[0, 0])
+    )
+
+
+def _add_one(x: Array, at: Array, new: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, lax.dynamic_index_in_dim(x, at, keepdims=False) + new, at, 0)
 
 
 def _side(side: Side, block: int) -> Side:
@@ -305,12 +300,12 @@ def _forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, block
     length, heads = q.shape[1], k.shape[2]
     pairs = _Pairs(options, facts, blocks, heads)
     q_blocks = _blocks(rows_of(q, heads), 3, blocks.block)
-    k_blocks, v_blocks = _blocks(key_columns(k), 3, blocks.key_block), _blocks(key_rows(v), 2, blocks.key_block)
+    k_blocks, v_blocks = (_blocks(key_rows(x), 2, blocks.key_block) for x in (k, v))
 
     def visit(sums: Any, first: Array, keys: Array, around: Around, _: Any) -> Any:
         run = keys.shape[0]
         queries = _take_rows(q_blocks, first, run)
-        part = tile.forward(options, queries, _take_keys(k_blocks, keys, -1), _take_keys(v_blocks, keys, -2), around)
+        part = tile.forward(options, queries, _take_keys(k_blocks, keys, -2), _take_keys(v_blocks, keys, -2), around)
         new = tile.finish(*part)[::-1] if blocks.once else tile.join(_take_rows(sums, first, run), part)
         return _put_rows(sums, first, new)
 
@@ -334,19 +329,16 @@ def _backward(
     cut = lambda x, axis, fill=0.0: _blocks(x, axis, blocks.block, fill)  # noqa: E731
     given = Given(
         cut(rows_of(q, heads), 3),
-        cut(columns_of(q, heads), 4),
         cut(rows_of(do, heads), 3),
-        cut(columns_of(do, heads), 4),
         cut(per_row(lse, heads), 3, jnp.inf),
         cut(per_row(delta, heads), 3),
     )
-    k_columns, v_columns = (_blocks(key_columns(x), 3, blocks.key_block) for x in (k, v))
-    k_rows = _blocks(key_rows(k), 2, blocks.key_block)
+    k_blocks, v_blocks = (_blocks(key_rows(x), 2, blocks.key_block) for x in (k, v))
 
     def visit(sums: Any, first: Array, keys: Array, around: Around, bias: Any) -> Any:
         dq, dk, dv, by_bias = sums
         part = _take_rows(given, first, keys.shape[0])
-        taken = _take_keys(k_rows, keys, -2), _take_keys(k_columns, keys, -1), _take_keys(v_columns, keys, -1)
+        taken = _take_keys(k_blocks, keys, -2), _take_keys(v_blocks, keys, -2)
         new_dq, new_dk, new_dv, db = tile.backward(options, part, *taken, around)
         new_dq = new_dq if blocks.once else new_dq + _take_rows(dq, first, keys.shape[0])
         if bias is not None:
@@ -355,7 +347,7 @@ def _backward(
             by_bias = pairs.bias.add(by_bias, first, keys, db)
         return _put_rows(dq, first, new_dq), _add_keys(dk, keys, new_dk), _add_keys(dv, keys, new_dv), by_bias
 
-    sums = [jnp.zeros(x.shape) for x in (given.q, k_columns, v_columns)]
+    sums = [jnp.zeros(x.shape) for x in (given.q, k_blocks.swapaxes(-1, -2), v_blocks.swapaxes(-1, -2))]
     bias = facts.bias if pairs.bias is None else pairs.bias.blocks
     bias_sums = [jnp.zeros(x.shape) for x in jax.tree.leaves(bias)]
     *sums, _ = vary_alike(*sums, *bias_sums, q)
