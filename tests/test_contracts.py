@@ -151,7 +151,7 @@ def test_mixer_with_a_cache_equals_the_full_pass(spec):
         return mixing.inputs({name: array[rows, places] for name, array in mixing.arrays.items()}, positions=places)
 
     def start(inputs):
-        return mixing.module.apply(mixing.params, inputs, capacity, method="init_cache")
+        return mixing.module.apply(mixing.params, inputs, Causal(), capacity, method="init_cache")
 
     def extend(inputs, cache):
         return mixing.module.apply(mixing.params, inputs, Causal(), cache, method="extend")

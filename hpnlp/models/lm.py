@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.nn.attention import Context
+from hpnlp.nn.attention import Context, alternation
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.layers import NORMS, Embed, constrain, dropout, embed_init, param
 from hpnlp.nn.output import OUTPUTS
+from hpnlp.nn.stack import through
 from hpnlp.ops.attention.mask import Causal
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.types import Aux, InputError, LossOut
@@ -58,6 +59,12 @@ class LMConfig(BlockConfig):
             if not getattr(self, name) > 0:
                 raise InputError(f"model.{name}={getattr(self, name)}: expected a number over 0")
         super().__post_init__()
+        period = len(alternation(self.mixer))
+        if period > self.layers:
+            raise InputError(
+                f"model.mixer={self.mixer!r} takes {period} layers for one turn, but model.layers={self.layers}: name fewer "
+                "mixers, or add layers"
+            )
         lookup(DTYPES, self.dtype, "model.dtype")
         lookup(REMAT, self.remat, "model.remat")
 
@@ -94,7 +101,7 @@ class LM(nn.Module):
             self.positions = Embed(c.max_len, c.dim, axis="length")
         # Residual branches start small, so that the variance of the stream does not grow with depth (GPT-2, sec. 2.3).
         out_init = nn.initializers.variance_scaling(1.0 / (2 * c.layers), "fan_in", "truncated_normal")
-        self.block = Block(c, out_init, parent=None)
+        self.blocks = tuple(Block(c, out_init, mixer, parent=None) for mixer in alternation(c.mixer))
         if self.is_initializing():
             self.param("layers", self._init_layers)
         self.final_norm = lookup(NORMS, c.norm, "model.norm")(c.norm_eps)
@@ -108,15 +115,20 @@ class LM(nn.Module):
         x = jnp.zeros((1, 1, self.config.dim), jnp.float32)
         context = Context(jnp.zeros((1, 1), jnp.int32), None, Causal())
         keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(self.config.layers))
-        stacked = jax.vmap(lambda key: self.block.init(key, x, context)["params"])(keys)
+        first, *others = (lambda key, block=block: block.init(key, x, context)["params"] for block in self.blocks)
+        if any(jax.eval_shape(other, rng) != jax.eval_shape(first, rng) for other in others):
+            raise InputError(
+                f"model.mixer={self.config.mixer!r}: the mixers have different parameters, which do not stack: choose mixers "
+                "that have none"
+            )
+        stacked = jax.vmap(first)(keys)
         add_axis = lambda box: box.add_axis(0, {nn.PARTITION_NAME: "layers"})  # noqa: E731
         return jax.tree.map(add_axis, stacked, is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned))
 
     def hidden(
         self, tokens: Int[Array, "B T"], context: Context, caches: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
-        """`(normed hidden states, caches or None, aux)` of tokens; caches are stacked over layers, as the parameters are, or
-        a tuple where these are."""
+        """`(normed hidden states, caches, aux)` of tokens. Caches come as `nn.stack.through` makes them."""
         c = self.config
         x = self.embed(tokens, DTYPES[c.dtype])
         if c.position == "learned":
@@ -129,29 +141,18 @@ class LM(nn.Module):
         rng = self.make_rng("dropout") if c.dropout > 0.0 and not context.deterministic else None
         x = dropout(x, c.dropout, None if rng is None else jax.random.fold_in(rng, c.layers))
 
-        def layer(x: jax.Array, slices: tuple[Any, jax.Array, Any]) -> tuple[jax.Array, tuple[Any, Aux]]:
+        def layer(block: Block, x: jax.Array, slices: tuple[Any, jax.Array, Any]) -> tuple[jax.Array, tuple[Any, Aux]]:
             params, index, cache = slices
             rngs = {} if rng is None else {"dropout": jax.random.fold_in(rng, index)}
             x = constrain(x, "batch", "length", "hidden")
-            x, cache, aux = self.block.apply({"params": params}, x, context, cache, rngs=rngs)  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
+            x, cache, aux = block.apply({"params": params}, x, context, cache, rngs=rngs)  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
             return x, (cache, aux)
 
+        layers = [functools.partial(layer, block) for block in self.blocks]
         if c.remat != "none":
-            layer = jax.checkpoint(layer, policy=REMAT[c.remat], prevent_cse=False)
-        indices = jnp.arange(c.layers, dtype=jnp.uint32)
-        layers = nn.meta.unbox(self.get_variable("params", "layers"))
-        if isinstance(layers, tuple):
-            ends = []
-            for index, params in enumerate(layers):
-                x, end = layer(x, (params, indices[index], None if caches is None else caches[index]))
-                ends.append(end)
-            caches, aux = (
-                tuple(cache for cache, _ in ends),
-                jax.tree.map(lambda *xs: sum(xs), *(aux for _, aux in ends)),
-            )
-        else:
-            x, (caches, aux) = lax.scan(layer, x, (layers, indices, caches), unroll=c.unroll or c.layers)
-            aux = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
+            layers = [jax.checkpoint(one, policy=REMAT[c.remat], prevent_cse=False) for one in layers]
+        params = nn.meta.unbox(self.get_variable("params", "layers"))
+        x, caches, aux = through(layers, x, params, caches, c.layers, c.unroll or c.layers)
         return self.final_norm(x), caches, aux
 
     def loss(self, batch: Mapping[str, jax.Array], deterministic: bool = True) -> LossOut:

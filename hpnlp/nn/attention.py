@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from hpnlp.nn.layers import NORMS, Dense, constrain, dense_init
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention.position import Scaling, rope, yarn
-from hpnlp.spec import build, parse, parse_one
-from hpnlp.types import Aux, InputError, MixerInputs
+from hpnlp.spec import Spec, build, parse, parse_one
+from hpnlp.types import Aux, MixerInputs
 
 
 @jax.tree_util.register_dataclass
@@ -41,12 +41,11 @@ ROPE_SCALINGS: dict[str, Any] = {
 }
 
 
-def make_mixer(text: str, **extra: Any) -> Any:
-    """The mixer that a spec string names; raises InputError where its layers differ."""
-    specs = {dataclasses.replace(spec, repeat=1) for spec in parse(text)}
-    if len(specs) != 1:
-        raise InputError(f"model.mixer={text!r} names {len(specs)} mixers: expected one, the same in every layer")
-    return build(specs.pop(), MIXERS, "mixer", **extra)
+def alternation(text: str) -> tuple[Spec, ...]:
+    """The mixers that layers take in turn: the shortest period of a spec string, its repeats written out."""
+    specs = tuple(dataclasses.replace(spec, repeat=1) for spec in parse(text) for _ in range(spec.repeat))
+    lengths = (n for n in range(1, len(specs)) if specs == specs[:n] * (len(specs) // n))
+    return specs[: next(lengths, len(specs))]
 
 
 class Attention(nn.Module):
@@ -59,7 +58,7 @@ class Attention(nn.Module):
     heads: int
     kv_heads: int
     head_dim: int
-    mixer: str = "full"
+    mixer: Spec = Spec("full")  # noqa: RUF009  (frozen)
     rope_theta: float | None = None
     rope_scaling: str = "none"
     qk_norm: bool = False
@@ -73,7 +72,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
         """`(y [B, T, D], cache or None, aux)`. With a cache, x continues the tokens in it."""
-        mixer = make_mixer(self.mixer, dropout=self.dropout, name="mixer")
+        mixer = build(self.mixer, MIXERS, "mixer", dropout=self.dropout, name="mixer")
         projected = {name: self._project(x, name, context, mixer) for name in mixer.needs}
         dropping = self.dropout > 0.0 and not context.deterministic
         inputs = MixerInputs(
@@ -92,7 +91,7 @@ class Attention(nn.Module):
         else:
             out = mixer(inputs, context.mask)
             o, aux = out.o, out.aux
-            cache = None if context.capacity is None else mixer.init_cache(inputs, context.capacity)
+            cache = None if context.capacity is None else mixer.init_cache(inputs, context.mask, context.capacity)
         o = constrain(o, "batch", "length", "heads", "head_dim").reshape(*x.shape[:-1], self.heads * self.head_dim)
         y = Dense(x.shape[-1], ("heads", "embed"), self.out_bias, self.out_init, name="out")(o)
         return y, cache, aux

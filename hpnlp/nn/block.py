@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.layers import MLP, NORMS, Initializer, dropout
-from hpnlp.spec import lookup
+from hpnlp.spec import Spec, lookup
 from hpnlp.types import Aux, InputError
 
 
@@ -19,7 +19,8 @@ from hpnlp.types import Aux, InputError
 class BlockConfig:
     """The shape of a Block.
 
-    dim: D. heads: N. kv_heads: K, 0 for N. head_dim: H, 0 for D / N. mlp_dim: 0 for 4 D (swiglu: 8 D / 3, rounded up to
+    dim: D. heads: N. kv_heads: K, 0 for N. head_dim: H, 0 for D / N. mixer: an entry of MIXERS, or several that the layers
+    take in turn, as in "window(256,0)*5,full". mlp_dim: 0 for 4 D (swiglu: 8 D / 3, rounded up to
     a multiple of 64). mlp: an entry of MLPS. norm: "rms" or "layer". position: "rope", "learned" or "none". rope_scaling:
     "none", "linear(factor)", "ntk(factor)", "llama3(factor, low, high, length)" or "yarn(factor, original_length)". bias: in
     MLPs and on attention's output; qkv_bias: on queries, keys and values. dropout: on each branch's result and on attention
@@ -82,11 +83,12 @@ class BlockConfig:
 class Block(nn.Module):
     """Two pre-normed branches: `mix` (attention) and `feed` (MLP). Neither adds the residual.
 
-    out_init: initialises the projections that write to the residual stream.
+    out_init: initialises the projections that write to the residual stream. mixer: the one of the config's that it has.
     """
 
     config: BlockConfig
     out_init: Initializer
+    mixer: Spec
 
     def setup(self) -> None:
         c = self.config
@@ -96,7 +98,7 @@ class Block(nn.Module):
             heads=c.heads,
             kv_heads=c.kv_head_count,
             head_dim=c.head_size,
-            mixer=c.mixer,
+            mixer=self.mixer,
             rope_theta=c.rope_theta if c.position == "rope" else None,
             rope_scaling=c.rope_scaling,
             qk_norm=c.qk_norm,

@@ -6,17 +6,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.attention.algebra import Mask
+from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.tile import FLOOR
+from hpnlp.types import InputError
 
 
 def attend_cache(
     q: Float[Array, "B T N H"],
     k: Float[Array, "BK S H"],
     v: Float[Array, "BK S Hv"],
-    mask: Mask,
+    mask: Mask | PerHead,
     positions: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
+    kv_positions: Int[Array, "B S"],
     *,
     scale: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
@@ -24,12 +25,12 @@ def attend_cache(
 
     k, v: row-major over (batch, kv head). Three dimensions, because XLA:CPU copies a cache of four that is written and
     read in one step; a product takes this form as it is.
-    mask: over `positions` for queries and the index in the cache for keys.
-    lengths: keys at indices from lengths[b] on are hidden. The values there must be finite.
+    mask: over `positions` for queries and `kv_positions` for keys, which may stand in any order. Keys at negative
+    positions are hidden; the values there must be finite.
     scale: H ** -0.5 where None.
 
-    Returns o in q's dtype, accumulated in float32; a row that may see nothing gives 0. Cost: O(B N T S H) time and
-    O(B N T S) memory. Source: Vaswani et al. 2017, eq. 1.
+    Returns o in q's dtype, accumulated in float32; a row that may see nothing gives 0. Raises InputError where PerHead
+    has not N masks. Cost: O(B N T S H) time and O(B N T S) memory. Source: Vaswani et al. 2017, eq. 1.
     """
     (b, t, n, h), s = q.shape, k.shape[1]
     kv_heads = k.shape[0] // b
@@ -37,16 +38,23 @@ def attend_cache(
     rows = q.reshape(b, t, kv_heads, group, h).transpose(0, 2, 1, 3, 4).reshape(b * kv_heads, t * group, h)
     scores = _product(rows, k, contract=2) * jnp.float32(h**-0.5 if scale is None else scale)
 
-    keys = jnp.arange(s, dtype=jnp.int32)[None, None, :]
-    see = mask.at(positions[:, :, None], keys) & (keys < lengths[:, None, None])
-    see = jnp.broadcast_to(see[:, None, :, None, :], (b, kv_heads, t, group, s)).reshape(scores.shape)
-    scores = jnp.where(see, scores, -jnp.inf)
+    see = _visible(mask, positions[:, :, None], kv_positions[:, None, :], n)
+    see = jnp.broadcast_to(see, (b, t, n, s)).reshape(b, t, kv_heads, group, s).transpose(0, 2, 1, 3, 4)
+    scores = jnp.where(see.reshape(scores.shape), scores, -jnp.inf)
     # Finite, so that a row of which all is hidden has no infinity to subtract from itself.
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), FLOOR)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     o = _product(weights.astype(v.dtype), v, contract=1) / jnp.where(total > 0, total, 1.0)
     return o.astype(q.dtype).reshape(b, kv_heads, t, group, -1).transpose(0, 2, 1, 3, 4).reshape(b, t, n, -1)
+
+
+def _visible(mask: Mask | PerHead, queries: Array, keys: Array, heads: int) -> Array:
+    """bool `[B, T, N or 1, S]`."""
+    masks = mask.masks if isinstance(mask, PerHead) else (mask,)
+    if len(masks) not in (1, heads):
+        raise InputError(f"PerHead of {len(masks)} masks over {heads} query heads: expected one mask for each")
+    return jnp.stack([one.at(queries, keys) & (keys >= 0) for one in masks], axis=2)
 
 
 def _product(x: Array, y: Array, contract: int) -> Array:

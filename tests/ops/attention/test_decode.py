@@ -27,7 +27,8 @@ class Odd(Mask):
 
 @functools.partial(jax.jit, static_argnames="mask", compiler_options={"xla_backend_optimization_level": 0})
 def attend(q, k, v, mask, positions, lengths):
-    return attend_cache(q, k, v, mask, positions, lengths)
+    places = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+    return attend_cache(q, k, v, mask, positions, jnp.where(places < lengths[:, None], places, -1))
 
 
 @functools.partial(jax.jit, static_argnames="mask", compiler_options={"xla_backend_optimization_level": 0})

@@ -1,0 +1,74 @@
+"""A stack of layers that take a few forms in turn, over parameters that are stacked or apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hpnlp.types import Aux
+
+# (x, (parameters, number of the layer, cache or None)) -> (x, (cache or None, aux))
+Layer = Callable[[jax.Array, tuple[Any, jax.Array, Any]], tuple[jax.Array, tuple[Any, Aux]]]
+
+
+def through(
+    layers: Sequence[Layer], x: jax.Array, params: Any, caches: Any, count: int, unroll: int
+) -> tuple[jax.Array, Any, Aux]:
+    """x through `count` layers, of which the i-th is `layers[i % len(layers)]`: `(x, caches, aux)`.
+
+    params: stacked on a first axis, or a tuple of each layer's own. Stacked ones run as a loop over turns, one layer after
+    another within a turn, and what is left of a turn after it; apart, the layers run one by one. unroll: how many layers
+    one step of the loop holds, rounded up to whole turns.
+    caches: None, or as an earlier call returned them: a tuple as `params` is one; else (of each layer of a turn, its caches
+    stacked over turns; of each layer that is left, its own). None stands for those of a layer that has made none.
+    aux: summed over layers.
+    """
+    numbers = jnp.arange(count, dtype=jnp.uint32)
+    if isinstance(params, tuple):
+        x, ends = _each(layers, x, [(p, numbers[i], caches and caches[i]) for i, p in enumerate(params)])
+        return x, tuple(cache for cache, _ in ends), _total([aux for _, aux in ends])
+
+    period = len(layers)
+    turns = count // period
+    stacked, left = caches or ((None,) * period, (None,) * (count % period))
+
+    def of_turns(leaf: jax.Array) -> jax.Array:
+        return leaf if period == 1 else leaf[: turns * period].reshape(turns, period, *leaf.shape[1:])
+
+    def of_place(tree: Any, place: int) -> Any:
+        return tree if period == 1 else jax.tree.map(lambda leaf: leaf[place], tree)
+
+    def turn(x: jax.Array, slices: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+        own, caches = slices
+        return _each(layers, x, [(*of_place(own, place), cache) for place, cache in enumerate(caches)])
+
+    own = jax.tree.map(of_turns, (params, numbers))
+    x, ends = lax.scan(turn, x, (own, stacked), unroll=-(-unroll // period))
+    stacked = tuple(cache for cache, _ in ends)
+    reports = [jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux) for _, aux in ends]
+
+    rest = [jax.tree.map(lambda leaf, i=i: leaf[i], (params, numbers)) for i in range(turns * period, count)]
+    x, ends = _each(layers, x, [(*own, cache) for own, cache in zip(rest, left, strict=True)])
+    left = tuple(cache for cache, _ in ends)
+    return x, (stacked, left), _total([*reports, *(aux for _, aux in ends)])
+
+
+def _each(layers: Sequence[Layer], x: jax.Array, slices: Sequence[Any]) -> tuple[jax.Array, list[tuple[Any, Aux]]]:
+    """The first layers, one by one."""
+    ends = []
+    for i, own in enumerate(slices):
+        x, end = layers[i % len(layers)](x, own)
+        ends.append(end)
+    return x, ends
+
+
+def _total(reports: Sequence[Aux]) -> Aux:
+    """What several layers report, added up name by name; not all report the same."""
+    total: dict[str, Any] = {}
+    for name, pair in ((name, pair) for aux in reports for name, pair in aux.items()):
+        total[name] = pair if name not in total else tuple(map(jnp.add, total[name], pair))
+    return total
