@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -13,6 +14,10 @@ from typing import Any, TypeVar
 from hpnlp.types import InputError
 
 T = TypeVar("T")
+
+# Words of Python's grammar are good names too, as in "global(16)": while Python parses them, they carry a mark.
+_WORDS = re.compile(rf"\b({'|'.join(set(keyword.kwlist) - {'True', 'False', 'None'})})\b")
+_MARK = "\N{MODIFIER LETTER HALF TRIANGULAR COLON}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +43,22 @@ def parse(text: str) -> tuple[Spec, ...]:
     Arguments are Python literals or bare words, which are taken as strings. Raises InputError where `text` is no spec.
     """
     try:
-        tree = ast.parse(f"({text},)", mode="eval").body
+        marked = _WORDS.sub(lambda word: word[0] + _MARK, text)
+        tree = ast.parse(f"({marked},)", mode="eval").body
         assert isinstance(tree, ast.Tuple)
+        _unmark(tree)
         return tuple(_spec(node) for node in tree.elts)
     except (SyntaxError, ValueError, AssertionError) as error:
         raise InputError(
             f'{text!r} is not a spec: expected names with optional arguments and repeats, as in "window(256,0)*5,full"'
         ) from error
+
+
+def _unmark(tree: ast.AST) -> None:
+    for node in ast.walk(tree):
+        for field in ("id", "arg", "value"):
+            if isinstance(text := getattr(node, field, None), str):
+                setattr(node, field, text.replace(_MARK, ""))
 
 
 def _spec(node: ast.expr) -> Spec:

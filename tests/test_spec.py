@@ -19,6 +19,8 @@ from hpnlp.types import InputError
         ("sampled(1024, unigram)", (Spec("sampled", (1024, "unigram")),)),
         ("a(-1, None, True, (1, 2))", (Spec("a", (-1, None, True, (1, 2))),)),
         (" a ( ) , b ", (Spec("a"), Spec("b"))),
+        ("global(2)*3,with", (Spec("global", (2,), repeat=3), Spec("with"))),  # words of Python's own
+        ("a(is, 'not in', lambda=None)", (Spec("a", ("is", "not in"), (("lambda", None),)),)),
     ],
 )
 def test_parse(text, specs):
@@ -27,7 +29,24 @@ def test_parse(text, specs):
 
 @pytest.mark.parametrize(
     "text",
-    ["a(", "", "1", "a b", "a*0", "a*x", "a*1.5", "a(b(1))", "a(1)(2)", "a.b", "a(*x)", "a(**x)", "'a'", "a+b", "f'x'"],
+    [
+        "a(",
+        "",
+        "1",
+        "a b",
+        "a*0",
+        "a*x",
+        "a*1.5",
+        "a(b(1))",
+        "a(1)(2)",
+        "a.b",
+        "a(*x)",
+        "a(**x)",
+        "'a'",
+        "a+b",
+        "f'x'",
+        "not a",
+    ],
 )
 def test_what_is_no_spec(text):
     with pytest.raises(InputError, match="is not a spec: expected names with optional arguments"):
