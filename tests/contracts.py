@@ -49,8 +49,21 @@ PATTERNS = (
     attention.bigbird(4, causal=True),
 )
 
+# What the mixers of static patterns see, in small: blocks that documents cut, and rings that a few tokens fill.
+EXACT = {
+    "full": Full(),
+    "blockwise(5)": attention.Blockwise(5),
+    "window(2,1)": attention.Window(2, 1),
+    "dilated(2,3)": attention.Dilated(2, 3),
+    "strided(4)": attention.Window(4) | attention.Strided(4),
+    "fixed(5,2)": attention.Blockwise(5) | attention.Fixed(5, 2),
+    "random(3,2,seed=1)": attention.RandomBlocks(3, 2, 1) | attention.Window(0),
+    "global(2)": attention.Global(2) | attention.Window(0),
+    "longformer(4,1)": attention.Window(2) | attention.Global(1),
+    "bigbird(2,3,1,1,among=2)": attention.bigbird(2, 3, 1, 1, among=2),
+}
 # Spec strings that stand for table entries; an entry without one is taken by its bare name.
-EXAMPLES: dict[str, tuple[str, ...]] = {}
+EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec in EXACT}
 MIXER_SPECS = tuple(spec for name in MIXERS for spec in EXAMPLES.get(name, (name,)))
 OUTPUT_SPECS = tuple(spec for name in OUTPUTS for spec in EXAMPLES.get(name, (name,)))
 
@@ -101,13 +114,16 @@ class Mixing:
 
 
 def exact(mixing, arrays, mask, segment_ids):
-    """The twin of a mixer that is softmax attention over all that the mask allows."""
+    """The twin of a mixer that is softmax attention over all that its pattern and the mask allow within a document."""
     q, k, v = (arrays[name] for name in "qkv")
-    return reference(q, k, v, mask, segment_ids=segment_ids, kv_segment_ids=segment_ids)
+    positions = None if segment_ids is None else mixing.positions
+    operands = {"segment_ids": segment_ids, "kv_segment_ids": segment_ids}
+    operands |= {"positions": positions, "kv_positions": positions}
+    return reference(q, k, v, EXACT[mixing.spec] & mask, **operands)
 
 
 # name -> (mixing, arrays, mask, segment ids or None) -> o: what a mixer is held against.
-TWINS = {"full": exact}
+TWINS = {spec.partition("(")[0]: exact for spec in EXACT}
 
 
 def twin(mixing, arrays, mask, segment_ids=None):

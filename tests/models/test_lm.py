@@ -12,12 +12,17 @@ import pytest
 
 from hpnlp.models.lm import LM, LMConfig, axes_of, example_batch
 from hpnlp.nn.attention import Context
-from hpnlp.ops.attention.mask import Causal
+from hpnlp.ops.attention.mask import Causal, Full
 from hpnlp.types import InputError
+from tests.contracts import EXACT
 
 SMALL = {"dim": 16, "heads": 4, "layers": 2, "vocab": 24, "max_len": 16, "mlp_dim": 24, "unroll": 1}
 GPT = {"norm": "layer", "position": "learned", "mlp": "gelu", "qkv_bias": True, "out_bias": True, "mlp_bias": True}
 RICH = {"kv_heads": 2, "head_dim": 6, "qk_norm": True, "qkv_bias": True, "tied": False}
+
+# Every mixer, each in one layer.
+MIXED = {"mixer": ",".join(EXACT), "layers": len(EXACT)}
+RINGS = {"mixer": "window(2,0),longformer(4,1)"}
 
 # Most programs here run once: LLVM's optimizations would take longer than they save.
 ONCE = {"xla_backend_optimization_level": 0}
@@ -63,8 +68,8 @@ def logits_of(model, params, tokens):
 # The slow twin: one row, numpy, float64.
 
 
-def numpy_logits(config, params, tokens):
-    """Llama and GPT-2 as their papers have them, head by head."""
+def numpy_logits(config, params, tokens, patterns=(Full(),)):  # noqa: B008  (frozen)
+    """Llama and GPT-2 as their papers have them, head by head. patterns: what layers see, in turn."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     length, heads, kv_heads, size = len(tokens), config.heads, config.kv_head_count, config.head_size
 
@@ -81,7 +86,7 @@ def numpy_logits(config, params, tokens):
         turned = (x[:, : size // 2] + 1j * x[:, size // 2 :]) * np.exp(1j * np.arange(length)[:, None] * speed)
         return np.concatenate([turned.real, turned.imag], axis=-1)
 
-    def attention(p, x):
+    def attention(p, x, pattern):
         q, k, v = (dense(p[name], x).reshape(length, -1, size) for name in "qkv")
         if config.qk_norm:
             q, k = norm(p["q_norm"], q), norm(p["k_norm"], k)
@@ -89,7 +94,7 @@ def numpy_logits(config, params, tokens):
         for head in range(heads):
             group = head * kv_heads // heads
             one_q, one_k = (turn(y) if config.position == "rope" else y for y in (q[:, head], k[:, group]))
-            weights = np.exp(one_q @ one_k.T / np.sqrt(size)) * np.tri(length)
+            weights = np.exp(one_q @ one_k.T / np.sqrt(size)) * (np.tri(length) * pattern.to_dense(length))
             outs.append(weights / weights.sum(-1, keepdims=True) @ v[:, group])
         return dense(p["out"], np.concatenate(outs, axis=-1))
 
@@ -106,7 +111,7 @@ def numpy_logits(config, params, tokens):
         x = x + params["positions"]["table"][:length]
     for layer in range(config.layers):
         p = jax.tree.map(lambda leaf, i=layer: leaf[i], params["layers"])
-        x = x + attention(p["attention"], norm(p["mix_norm"], x))
+        x = x + attention(p["attention"], norm(p["mix_norm"], x), patterns[layer % len(patterns)])
         x = x + mlp(p["mlp"], norm(p["feed_norm"], x))
     return norm(params["final_norm"], x) @ (params["embed"]["table"] if config.tied else params["head"]).T
 
@@ -146,7 +151,7 @@ def test_causality_by_gradient(fields):
     np.testing.assert_array_equal(sees, np.tri(length, dtype=bool) & (segments[:, None] == segments[None]))
 
 
-@pytest.mark.parametrize("fields", [RICH, GPT], ids=["rope", "learned"])
+@pytest.mark.parametrize("fields", [RICH, GPT, MIXED], ids=["rope", "learned", "mixed"])
 def test_packed_rows_equal_separate_rows(fields):
     """The hidden states of a document, and the loss, are those of the document alone, wherever in a row it stands."""
     model, params = make(**fields)
@@ -180,7 +185,7 @@ def test_packed_rows_equal_separate_rows(fields):
             np.testing.assert_allclose(h[segments == number], alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("fields", [RICH, GPT], ids=["rope", "learned"])
+@pytest.mark.parametrize("fields", [RICH, GPT, RINGS], ids=["rope", "learned", "rings"])
 def test_prefill_and_extend_equal_the_full_pass(fields):
     """Rows of different lengths; the prompts' padding holds tokens that must not count."""
     model, params = make(**fields)

@@ -20,6 +20,7 @@ VOCAB = 264  # of bytes
 ROPE = {"kv_heads": 2, "qk_norm": True, "tied": False}
 LEARNED = {"norm": "layer", "position": "learned", "qkv_bias": True, "mlp": "gelu", "mlp_bias": True, "tied": False}
 LEARNED["max_len"] = 41  # of which PROMPTS and 20 new tokens take all
+MIXED = {"mixer": "window(3,0),longformer(4,2)*2,full", "layers": 5}
 PROMPTS = [np.arange(40, 47), np.array([256]), np.arange(100, 121)]
 
 
@@ -48,7 +49,11 @@ def logits_of(model):
     return jax.jit(lambda p, t: model.apply({"params": p}, t, method=LM.logits))
 
 
-@pytest.mark.parametrize("fields", [ROPE, LEARNED, ROPE | {"dtype": "bfloat16"}], ids=["rope", "learned", "bfloat16"])
+@pytest.mark.parametrize(
+    "fields",
+    [ROPE, LEARNED, ROPE | {"dtype": "bfloat16"}, LEARNED | MIXED],
+    ids=["rope", "learned", "bfloat16", "mixed"],
+)
 def test_greedy_ids_are_the_best_of_the_full_pass(fields):
     """Token by token, with a cache, for rows of different lengths: what the full logits say at each step."""
     model, params = make(**fields)

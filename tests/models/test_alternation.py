@@ -1,0 +1,121 @@
+"""Language models whose layers take several mixers in turn."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.models.lm import LM, LMConfig, apart, example_batch
+from hpnlp.nn.attention import alternation
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.mixers.exact import ExactMixer
+from hpnlp.ops.attention import Full, Window
+from hpnlp.spec import Spec
+from hpnlp.types import InputError
+from tests.contracts import EXACT
+from tests.models.test_lm import MIXED, ONCE, SMALL, logits_of, loss_of, make, make_batch, numpy_logits, run
+
+TURNS = {"mixer": "window(2,0),full", "layers": 5}  # two turns, and one layer beyond
+
+
+@pytest.mark.parametrize(
+    ("text", "period"),
+    [
+        ("full", (Spec("full"),)),
+        ("full*3,full", (Spec("full"),)),
+        ("window(2)*2,full", (Spec("window", (2,)), Spec("window", (2,)), Spec("full"))),
+        ("a,b,a,b", (Spec("a"), Spec("b"))),
+        ("a,b,a", (Spec("a"), Spec("b"), Spec("a"))),
+    ],
+)
+def test_alternation_is_the_shortest_period(text, period):
+    assert alternation(text) == period
+
+
+@pytest.mark.parametrize(
+    ("fields", "patterns"),
+    [(TURNS, (Window(2), Full())), (MIXED, tuple(EXACT.values()))],
+    ids=["turns", "every mixer"],
+)
+def test_logits_are_those_of_the_slow_twin(fields, patterns):
+    model, params = make(**fields)
+    tokens = make_batch(1, 13)["tokens"]
+    ours = logits_of(model, params, tokens)
+    np.testing.assert_allclose(ours[0], numpy_logits(model.config, params, tokens[0], patterns), atol=2e-5, rtol=1e-5)
+
+
+def test_two_steps_with_every_mixer():
+    model, params = make(**MIXED)
+    batch = make_batch(2, 11)
+    step = jax.jit(jax.value_and_grad(lambda p: loss_of(model, p, batch)), compiler_options=ONCE)
+    losses = []
+    for _ in range(2):
+        loss, grads = step(params)
+        losses.append(float(loss))
+        for leaf in jax.tree.leaves(grads["layers"]):
+            assert np.isfinite(leaf).all() and np.abs(leaf).reshape(len(EXACT), -1).max(axis=1).all()
+        params = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
+    assert losses[1] < losses[0]
+
+
+def test_gradients_equal_those_layer_by_layer():
+    model, params = make(**TURNS)
+    batch = make_batch(2, 9)
+    expected, by_layer = run(jax.value_and_grad(lambda p: loss_of(model, apart(p), batch)), params)
+    for fields in ({}, {"remat": "dots", "unroll": 3}):
+        other = LM(dataclasses.replace(model.config, **fields))
+        loss, grads = run(jax.value_and_grad(lambda p, other=other: loss_of(other, p, batch)), params)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), grads, by_layer)
+
+
+def test_prefill_and_extend_in_turns():
+    """Caches of different sizes go in and out of the loop over turns, and are those of the layers apart."""
+    model, params = make(**TURNS)
+    tokens, lengths = make_batch(2, 12)["tokens"], jnp.asarray([3, 9], jnp.int32)
+
+    def decode(params):
+        variables = {"params": params}
+        h, caches = model.apply(variables, tokens[:, :9], lengths, 12, method=LM.prefill)
+        states = [h]
+        for i in range(2):
+            new = jnp.take_along_axis(tokens, lengths[:, None] + i, axis=1)
+            h, caches = model.apply(variables, new, lengths[:, None] + i, caches, method=LM.extend)
+            states.append(h[:, 0])
+        return jnp.stack(states), caches
+
+    (h, caches), (expected, by_layer) = run(decode, params), run(decode, apart(params))
+    np.testing.assert_allclose(h, expected, atol=1e-5)
+    assert [cache.k.shape[1] for cache in by_layer] == [3, 12, 3, 12, 3]
+    stacked, left = caches
+    assert [cache.k.shape[:2] for cache in stacked] == [(2, 4 * 2), (2, 4 * 2)] and len(left) == 1
+
+
+def test_dropout_does_not_depend_on_the_turns():
+    """Windows over everything are full attention: the same layers drop the same."""
+    model, params = make(layers=5, dropout=0.3)
+    wide = LM(dataclasses.replace(model.config, mixer="full,window(99,0)"))
+    batch = make_batch(2, 9)
+
+    def loss(params, key, of):
+        return of.apply({"params": params}, batch, False, rngs={"dropout": key, "output": key}, method=LM.loss).sum
+
+    found, expected = (run(lambda p, of=of: loss(p, jax.random.key(1), of), params) for of in (wide, model))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+class Learned(ExactMixer):
+    """A mixer with a parameter."""
+
+    def setup(self):
+        self.param("scale", nn.initializers.ones, (3,))
+
+
+def test_mixers_whose_parameters_do_not_stack(monkeypatch):
+    monkeypatch.setitem(MIXERS, "learned", lambda **extra: Learned(Full(), **extra))
+    model = LM(LMConfig(**SMALL | {"mixer": "full,learned"}))
+    with pytest.raises(InputError, match="'full,learned': the mixers have different parameters"):
+        jax.eval_shape(lambda: model.init(jax.random.key(0), example_batch(1, 2)))

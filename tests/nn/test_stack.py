@@ -1,0 +1,64 @@
+"""Stacks of layers in turn against a plain loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.nn.stack import through
+
+COUNT = 7
+ONCE = {"xla_backend_optimization_level": 0}
+
+
+def layer(kind):
+    """x -> x * w + (kind + 1) * number, with a cache of its own size that counts calls, and its own report."""
+
+    def apply(x, slices):
+        params, number, cache = slices
+        x = x * params["w"] + (kind + 1) * number.astype(jnp.float32)
+        cache = jnp.zeros(kind + 1) if cache is None else cache + 1.0
+        return x, (cache, {"all": (x, jnp.float32(1)), f"only{kind % 2}": (2 * x, jnp.float32(kind))})
+
+    return apply
+
+
+def plain(kinds, x, w):
+    aux = {}
+    for i in range(COUNT):
+        kind = i % kinds
+        x = x * w[i] + (kind + 1) * i
+        for name, pair in {"all": (x, 1), f"only{kind % 2}": (2 * x, kind)}.items():
+            aux[name] = np.add(aux.get(name, (0, 0)), pair)
+    return x, aux
+
+
+@pytest.mark.parametrize(("kinds", "unroll"), [(1, 1), (1, COUNT), (2, 4), (3, 1), (3, COUNT), (7, 7)])
+def test_equals_a_plain_loop(kinds, unroll):
+    w = np.linspace(0.5, 1.5, COUNT, dtype=np.float32)
+    layers = [layer(kind) for kind in range(kinds)]
+    expected, reports = plain(kinds, 2.0, w)
+    stacked = {"w": jnp.asarray(w)}
+    for params in (stacked, tuple({"w": one} for one in stacked["w"])):
+        run = jax.jit(lambda *args: through(layers, *args, COUNT, unroll), compiler_options=ONCE)
+        x, caches, aux = run(jnp.float32(2), params, None)
+        np.testing.assert_allclose(x, expected, rtol=1e-6)
+        assert aux.keys() == reports.keys()
+        for name, pair in aux.items():
+            np.testing.assert_allclose(pair, reports[name], rtol=1e-6)
+
+        again, longer, _ = run(jnp.float32(2), params, caches)
+        assert again == x and jax.tree.structure(longer) == jax.tree.structure(caches)
+        sizes = [leaf.size for leaf in jax.tree.leaves(longer)]
+        assert sum(sizes) == sum(i % kinds + 1 for i in range(COUNT))
+        assert all(np.all(leaf == 1.0) for leaf in jax.tree.leaves(longer))
+        assert isinstance(params, dict) or sizes == [i % kinds + 1 for i in range(COUNT)]
+
+
+def test_one_kind_is_one_loop():
+    """No more than the scan over all layers: nothing is cut, nothing follows."""
+    run = lambda x, w: through([layer(0)], x, {"w": w}, None, COUNT, 1)[0]  # noqa: E731
+    jaxpr = jax.make_jaxpr(run)(jnp.float32(2), jnp.ones(COUNT))
+    (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    assert scan.params["length"] == COUNT
+    assert not {"slice", "reshape", "dynamic_slice", "gather"} & {eqn.primitive.name for eqn in jaxpr.eqns}
