@@ -56,7 +56,7 @@ EXACT = {
     "window(2,1)": attention.Window(2, 1),
     "dilated(2,3)": attention.Dilated(2, 3),
     "strided(4)": attention.Window(4) | attention.Strided(4),
-    "fixed(5,2)": attention.Blockwise(5) | attention.Fixed(5, 2),
+    "fixed(5,2,heads=4)": attention.PerHead((attention.Blockwise(5),) * 2 + (attention.Fixed(5, 2),) * 2),
     "random(3,2,seed=1)": attention.RandomBlocks(3, 2, 1) | attention.Window(0),
     "global(2)": attention.Global(2) | attention.Window(0),
     "longformer(4,1)": attention.Window(2) | attention.Global(1),

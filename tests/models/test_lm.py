@@ -94,8 +94,9 @@ def numpy_logits(config, params, tokens, patterns=(Full(),)):  # noqa: B008  (fr
         for head in range(heads):
             group = head * kv_heads // heads
             one_q, one_k = (turn(y) if config.position == "rope" else y for y in (q[:, head], k[:, group]))
-            weights = np.exp(one_q @ one_k.T / np.sqrt(size)) * (np.tri(length) * pattern.to_dense(length))
-            outs.append(weights / weights.sum(-1, keepdims=True) @ v[:, group])
+            see = np.tri(length) * np.broadcast_to(pattern.to_dense(length), (heads, length, length))[head]
+            weights = np.exp(one_q @ one_k.T / np.sqrt(size)) * see
+            outs.append(weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30) @ v[:, group])
         return dense(p["out"], np.concatenate(outs, axis=-1))
 
     def mlp(p, x):
