@@ -85,8 +85,8 @@ def visible(spec: Spec, machine: Machine, q0: Any, k0: Any, shape: tuple[int, ..
         return see
     q_ids, kv_ids, batch = segments
     sizes = (shape[q_axis], shape[1 - q_axis])
-    mine = machine.load(q_ids, (batch, pl.ds(q0, sizes[0])), q_axis, optimized=False)
-    theirs = machine.load(kv_ids, (batch, pl.ds(k0, sizes[1])), 1 - q_axis, optimized=False)
+    mine = machine.load(q_ids.at[batch, pl.ds(q0, sizes[0])], q_axis, optimized=False)
+    theirs = machine.load(kv_ids.at[batch, pl.ds(k0, sizes[1])], 1 - q_axis, optimized=False)
     return see & (along(mine, shape, q_axis) == along(theirs, shape, 1 - q_axis))
 
 

@@ -57,7 +57,7 @@ def queries(
             plgpu.copy_gmem_to_smem(lse_ref.at[line], lse_s.at[wg], full.at[wg])
             plgpu.copy_gmem_to_smem(delta_ref.at[line], delta_s.at[wg], full.at[wg])
             plgpu.barrier_wait(full.at[wg])
-            lse, delta = machine.load(lse_s.at[wg], (), 0), machine.load(delta_s.at[wg], (), 0)
+            lse, delta = machine.load(lse_s.at[wg], 0), machine.load(delta_s.at[wg], 0)
 
             def step(entry: Any, dq: Any, ask: bool) -> Any:
                 slot = lax.rem(entry - first, jnp.int32(STAGES))
@@ -146,11 +146,11 @@ def keys(
                         given = (*ids, b) if ids else None
                         see = visible(spec, machine, entries_ref[entry] * columns, k0, s.shape, 1, given)
                         s = jnp.where(see, s, -jnp.inf)
-                    p = jnp.exp2(s - along(machine.load(lse_s.at[slot], (), 1), s.shape, 1))
+                    p = jnp.exp2(s - along(machine.load(lse_s.at[slot], 1), s.shape, 1))
                     plgpu.barrier_wait(do_full.at[slot])
                     dv = machine.add_product(dv, p.astype(q.dtype), do_s.at[slot])
                     dp = machine.product(v_s.at[wg], do_s.at[slot])
-                    delta = along(machine.load(delta_s.at[slot], (), 1), s.shape, 1)
+                    delta = along(machine.load(delta_s.at[slot], 1), s.shape, 1)
                     plgpu.barrier_arrive(do_free.at[slot])
                     ds = _tile_gradient(spec, p, dp, delta, capped)
                     dk = machine.add_product(dk, ds.astype(q.dtype), q_s.at[slot])

@@ -8,6 +8,7 @@ loops and the work of the warpgroups are the kernel's own.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,11 +72,13 @@ class Machine:
         x = jnp.full(shape, value, jnp.float32)
         return x if self.interpret else plgpu.layout_cast(x, layout)
 
-    def load(self, ref: Any, index: Any, axis: int, *, optimized: bool = True) -> Any:
+    def load(self, ref: Any, axis: int, *, optimized: bool = True) -> Any:
         """A vector that stands along the rows (axis 0) or along the columns (axis 1) of a tile."""
         if self.interpret:
-            return ref[index]
-        return plgpu.load(ref, index, layout=_TILE.reduce(1 - axis), optimized=optimized)
+            return ref[...]
+        # jax 0.12 has the index in the reference alone.
+        index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+        return plgpu.load(ref, *index, layout=_TILE.reduce(1 - axis), optimized=optimized)
 
     def iota(self, shape: tuple[int, ...], axis: int) -> Any:
         """int32 [64, columns] that counts along an axis."""
@@ -89,7 +92,7 @@ class Machine:
             return jnp.dot(left[...], right[...].T, preferred_element_type=jnp.float32)
 
         def body(sums: Any) -> Any:
-            plgpu.wgmma(sums, left, plgpu.transpose_ref(right, (1, 0)))
+            plgpu.wgmma(sums, left, right.transpose((1, 0)))
             return sums[...]
 
         return pl.run_scoped(body, plgpu.WGMMAAccumulatorRef((left.shape[0], right.shape[0]), jnp.float32))
