@@ -69,12 +69,17 @@ def plan(spec: Spec, rows: int, columns: int, transposed: bool) -> tuple[np.ndar
     return np.stack([order, edges[:-1], asked, edges[1:]]).astype(np.int32), entries.astype(np.int32)
 
 
-def scores(spec: Spec, products: Any) -> tuple[Any, Any]:
-    """Scores in units of log 2, and what the derivative of the soft cap multiplies with (None without one)."""
-    if spec.soft_cap is None:
-        return products * (spec.scale * LOG2E), None
-    capped = jnp.tanh(products * (spec.scale / spec.soft_cap))
-    return capped * (spec.soft_cap * LOG2E), capped
+def scores(spec: Spec, products: Any) -> tuple[Any, float, Any]:
+    """(s, factor, capped): s * factor is the score in units of log 2, and capped what the soft cap's derivative needs.
+
+    The factor is positive and left to the exponential, which takes it in a fused multiply-add.
+    """
+    if spec.soft_cap is not None:
+        capped = jnp.tanh(products * (spec.scale / spec.soft_cap))
+        return capped, spec.soft_cap * LOG2E, capped
+    if spec.scale > 0.0:
+        return products, spec.scale * LOG2E, None
+    return products * spec.scale, LOG2E, None
 
 
 def visible(spec: Spec, machine: Machine, q0: Any, k0: Any, shape: tuple[int, ...], q_axis: int, segments: Any) -> Any:
@@ -142,25 +147,28 @@ def forward(
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
+            # While one warpgroup has the tensor cores, the other computes its exponentials: FlashAttention-3, sec. 3.1.
             def step(entry: Any, state: Any, ask: bool) -> Any:
                 sums, top, total = state
                 slot = lax.rem(entry - first, jnp.int32(STAGES))
                 plgpu.barrier_wait(k_full.at[slot])
-                s, _ = scores(spec, machine.product(q_s.at[wg], k_s.at[slot]))
+                products = machine.product(q_s.at[wg], k_s.at[slot], take_turns)
                 plgpu.barrier_arrive(k_free.at[slot])
-                take_turns()
+                s, factor, _ = scores(spec, products)
                 if ask:
                     given = (*ids, b) if ids else None
                     see = visible(spec, machine, q0, entries_ref[entry] * columns, s.shape, 0, given)
                     s = jnp.where(see, s, -jnp.inf)
-                higher = jnp.maximum(top, s.max(axis=1))
+                higher = jnp.maximum(top, s.max(axis=1) * factor)
                 shrink = jnp.exp2(top - higher)
-                p = jnp.exp2(s - along(higher, s.shape, 0))
+                p = jnp.exp2(s * factor - along(higher, s.shape, 0))
                 total = total * shrink + p.sum(axis=1)
                 sums = sums * along(shrink, sums.shape, 0)
-                p = p.astype(v.dtype)
-                take_turns()
+                # Without it the compiler moves some of this behind the barriers, into the other's turn.
+                sums, higher, total, p = lax.optimization_barrier((sums, higher, total, p.astype(v.dtype)))
+                plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(v_full.at[slot])
+                plgpu.barrier_wait(turn)
                 sums = machine.add_product(sums, p, v_s.at[slot])
                 plgpu.barrier_arrive(v_free.at[slot])
                 return sums, higher, total

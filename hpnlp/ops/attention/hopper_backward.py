@@ -62,12 +62,12 @@ def queries(
             def step(entry: Any, dq: Any, ask: bool) -> Any:
                 slot = lax.rem(entry - first, jnp.int32(STAGES))
                 plgpu.barrier_wait(k_full.at[slot])
-                s, capped = scores(spec, machine.product(q_s.at[wg], k_s.at[slot]))
+                s, factor, capped = scores(spec, machine.product(q_s.at[wg], k_s.at[slot]))
                 if ask:
                     given = (*ids, b) if ids else None
                     see = visible(spec, machine, q0, entries_ref[entry] * columns, s.shape, 0, given)
                     s = jnp.where(see, s, -jnp.inf)
-                p = jnp.exp2(s - along(lse, s.shape, 0))
+                p = jnp.exp2(s * factor - along(lse, s.shape, 0))
                 plgpu.barrier_wait(v_full.at[slot])
                 dp = machine.product(do_s.at[wg], v_s.at[slot])
                 plgpu.barrier_arrive(v_free.at[slot])
@@ -141,12 +141,12 @@ def keys(
                     dk, dv = state
                     slot = lax.rem(number * count + entry - first, jnp.int32(STAGES))
                     plgpu.barrier_wait(q_full.at[slot])
-                    s, capped = scores(spec, machine.product(k_s.at[wg], q_s.at[slot]))
+                    s, factor, capped = scores(spec, machine.product(k_s.at[wg], q_s.at[slot]))
                     if ask:
                         given = (*ids, b) if ids else None
                         see = visible(spec, machine, entries_ref[entry] * columns, k0, s.shape, 1, given)
                         s = jnp.where(see, s, -jnp.inf)
-                    p = jnp.exp2(s - along(machine.load(lse_s.at[slot], 1), s.shape, 1))
+                    p = jnp.exp2(s * factor - along(machine.load(lse_s.at[slot], 1), s.shape, 1))
                     plgpu.barrier_wait(do_full.at[slot])
                     dv = machine.add_product(dv, p.astype(q.dtype), do_s.at[slot])
                     dp = machine.product(v_s.at[wg], do_s.at[slot])

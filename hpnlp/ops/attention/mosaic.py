@@ -86,13 +86,15 @@ class Machine:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_TILE)
 
-    def product(self, left: Any, right: Any) -> Any:
-        """float32 left @ right^T of two matrices in shared memory."""
+    def product(self, left: Any, right: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        """float32 left @ right^T of two matrices in shared memory; `meanwhile` is done before the result is waited for."""
         if self.interpret:
+            meanwhile()
             return jnp.dot(left[...], right[...].T, preferred_element_type=jnp.float32)
 
         def body(sums: Any) -> Any:
             plgpu.wgmma(sums, left, right.transpose((1, 0)))
+            meanwhile()
             return sums[...]
 
         return pl.run_scoped(body, plgpu.WGMMAAccumulatorRef((left.shape[0], right.shape[0]), jnp.float32))

@@ -123,6 +123,8 @@ def pallas(
     beyond = beyond_pallas(q, k, v, mask, interpret=interpret)
     if beyond:
         raise InputError(f"impl 'pallas' does not honour {', '.join(beyond)}: change it, or pass impl='xla'")
+    if soft_cap is not None and soft_cap <= 0:
+        raise InputError(f"soft_cap {soft_cap}: expected a positive number, or None for none")
     (batch, length, _, dim), keys, value_dim = q.shape, k.shape[1], v.shape[3]
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
     segments, seen = _segments(batch, length, keys, segment_ids, kv_segment_ids, kv_lengths)

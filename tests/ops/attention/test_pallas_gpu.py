@@ -76,10 +76,11 @@ def test_gradients_equal_the_dense_twin(mask):
     assert_close(pulled(interpreted, *given, mask), pulled(reference, *given, mask), "bfloat16")
 
 
-def test_other_lengths_head_dims_and_float16():
+def test_other_lengths_head_dims_scales_and_float16():
     given = arrays(70, 150, heads=1, dim=72, value_dim=40, dtype="float16")
     mask = Window(60, 90)
-    assert_close(pulled(interpreted, *given, mask), pulled(reference, *given, mask), "float16")
+    facts = {"scale": -0.2}
+    assert_close(pulled(interpreted, *given, mask, **facts), pulled(reference, *given, mask, **facts), "float16")
 
 
 def test_segments_and_lengths_hide_whatever_stands_there():
@@ -180,5 +181,7 @@ def test_what_it_cannot_honour_is_named():
     assert beyond(q, q, q, Where(lambda i, j: (i * j) % 3 == 0)) == []
     with pytest.raises(InputError, match="dtype float32, head dim 160: change it, or pass impl='xla'"):
         pallas(wide, wide, wide, interpret=True)
+    with pytest.raises(InputError, match="soft_cap 0.0: expected a positive number"):
+        interpreted(q, q, q, soft_cap=0.0)
     with pytest.raises(InputError, match="platform cpu"):
         pallas(q, q, q)
