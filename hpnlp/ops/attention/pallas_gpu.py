@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.attention import hopper, hopper_backward
-from hpnlp.ops.attention.algebra import Mask
+from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.hopper import LOG2E, TILE, Spec
 from hpnlp.ops.attention.mask import Full
 from hpnlp.types import InputError
@@ -49,6 +49,8 @@ def beyond_pallas(
     beyond += [f"head dim {size}" for size in sorted({q.shape[3], v.shape[3]}) if size > max(HEAD_DIMS)]
     beyond += [] if q.shape[0] and q.shape[1] and k.shape[1] else [f"q {q.shape} and k {k.shape} without elements"]
     beyond += _beyond_mask(mask)
+    if isinstance(mask, PerHead) and len(mask.masks) != q.shape[2]:
+        beyond += [f"{len(mask.masks)} masks for {q.shape[2]} heads"]
     known = {"segment_ids", "kv_segment_ids", "kv_lengths", "scale", "soft_cap", "return_lse"}
     return beyond + sorted(
         name
@@ -72,6 +74,8 @@ def _beyond_device() -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def _beyond_mask(mask: Any) -> list[str]:
+    if isinstance(mask, PerHead):
+        return list(dict.fromkeys(word for part in mask.masks for word in _beyond_mask(part)))
     if not isinstance(mask, Mask):
         return [f"mask {mask}"]
     place = jax.ShapeDtypeStruct((64, 64), jnp.int32)
@@ -97,7 +101,7 @@ def pallas(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
-    mask: Mask = Full(),  # noqa: B008  (frozen)
+    mask: Mask | PerHead = Full(),  # noqa: B008  (frozen)
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
@@ -110,9 +114,13 @@ def pallas(
     """Attention over the blocks that a static mask leaves, in fused kernels; arguments and results as `attend`.
 
     q, k, v: bfloat16 or float16, H and Hv up to 128; sizes between 64 and 128 cost as much as 128, below 64 as much as 64,
-    lengths as much as the next multiple of 128. The mask must be made of operations on elements (no searches, no arrays).
+    lengths as much as the next multiple of 128.
+    mask: made of operations on elements (no searches, no arrays). With PerHead each distinct mask is a call of its own, for
+    which keys and values are copied to its heads.
     soft_cap: scores s become soft_cap * tanh(s / soft_cap).
     interpret: runs the kernels in Pallas' interpreter on the CPU, for tests: seconds for a row of 128.
+
+    CUDA 12.8.0 to 12.9.0: ptxas is known to miscompile causal masks; `experiments/bench/gpu_attention.py` tells.
 
     Raises InputError on what `beyond_pallas` names. The gradients of o and of the lse are exact; a second derivative is
     not defined.
@@ -125,6 +133,11 @@ def pallas(
         raise InputError(f"impl 'pallas' does not honour {', '.join(beyond)}: change it, or pass impl='xla'")
     if soft_cap is not None and soft_cap <= 0:
         raise InputError(f"soft_cap {soft_cap}: expected a positive number, or None for none")
+    if isinstance(mask, PerHead):
+        options = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "kv_lengths": kv_lengths}
+        options |= {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
+        o, lse = _per_head(q, k, v, mask, options)
+        return (o, lse) if return_lse else o
     (batch, length, _, dim), keys, value_dim = q.shape, k.shape[1], v.shape[3]
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
     segments, seen = _segments(batch, length, keys, segment_ids, kv_segment_ids, kv_lengths)
@@ -138,6 +151,20 @@ def pallas(
     o, lse = both
     o = o[:, :length, :, :value_dim]
     return (o, lse[:, :, :length].transpose(0, 2, 1)) if return_lse else o
+
+
+def _per_head(q: Array, k: Array, v: Array, mask: PerHead, options: dict[str, Any]) -> tuple[Array, Array]:
+    """(o, lse) by one call for each distinct mask, over the heads that have it."""
+    group = q.shape[2] // k.shape[2]
+    order, parts = [], []
+    for own in dict.fromkeys(mask.masks):
+        heads = np.array([head for head, other in enumerate(mask.masks) if other == own])
+        kv_heads = heads // group
+        parts.append(pallas(q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], own, return_lse=True, **options))
+        order.extend(heads)
+    back = np.argsort(order)
+    o, lse = (jnp.concatenate(part, axis=2)[:, :, back] for part in zip(*parts, strict=True))
+    return o, lse
 
 
 def _segments(

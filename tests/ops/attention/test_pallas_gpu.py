@@ -70,6 +70,14 @@ def test_forward_equals_the_dense_twin(mask):
     assert_close(found, reference(q, k, v, mask, return_lse=True), "bfloat16")
 
 
+def test_each_head_has_its_own_mask():
+    q, k, v, *_ = arrays(100, 100, heads=3)
+    masks = Causal(), Window(9), Causal()
+    expected = [reference(q[:, :, [n]], k, v, mask, return_lse=True) for n, mask in enumerate(masks)]
+    expected = tuple(jnp.concatenate(parts, axis=2) for parts in zip(*expected, strict=True))
+    assert_close(interpreted(q, k, v, PerHead(masks), return_lse=True), expected, "bfloat16")
+
+
 @pytest.mark.parametrize("mask", [Causal(), Causal().shift(70) & Window(90)], ids=str)
 def test_gradients_equal_the_dense_twin(mask):
     given = arrays(200, 200)
@@ -175,9 +183,10 @@ def test_what_it_cannot_honour_is_named():
     assert beyond(wide, wide, wide) == ["dtype float32", "head dim 160"]
     assert beyond(q, q, q, Causal(), scale=2.0, soft_cap=3.0, segment_ids=q, dropout_rate=0.0, bias=None) == []
     assert beyond(q, q, q, Causal(), dropout_rate=0.1, positions=q, bias=q) == ["bias", "dropout_rate", "positions"]
-    heads = PerHead((Causal(), Full()))
+    heads = PerHead((Causal(), GlobalAt((3,)), Full()))
     searched = Where(lambda i, j: jnp.cumsum(i + j, axis=1) > 3)
-    assert beyond(q, q, q, heads) == [f"mask {heads}"] and beyond(q, q, q, searched) == [f"mask {searched}"]
+    assert beyond(q, q, q, heads) == ["mask GlobalAt(indices=(3,))", "3 masks for 2 heads"]
+    assert beyond(q, q, q, searched) == [f"mask {searched}"]
     assert beyond(q, q, q, Where(lambda i, j: (i * j) % 3 == 0)) == []
     with pytest.raises(InputError, match="dtype float32, head dim 160: change it, or pass impl='xla'"):
         pallas(wide, wide, wide, interpret=True)
