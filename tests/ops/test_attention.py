@@ -267,6 +267,7 @@ def test_what_cudnn_is_asked_is_the_same(mask, segments, monkeypatch):
             return dense(*args, implementation="xla", **kwargs)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", elsewhere)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     ours = attend(q, k, v, mask, impl="cudnn", **options)
     assert asked == ["cudnn"]
     assert_close(ours, reference(q, k, v, mask, **options), "bfloat16")
@@ -280,7 +281,8 @@ def test_what_cudnn_is_asked_is_the_same(mask, segments, monkeypatch):
         ({"return_lse": True}, "return_lse"),
     ],
 )
-def test_what_cudnn_cannot_do_is_said(changes, told):
+def test_what_cudnn_cannot_do_is_said(changes, told, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     (q, k, v), options = make((2, 24, 24, 4, 2, 8, 8), jnp.bfloat16, segments=True)
     with pytest.raises(InputError, match=told):
         attend(q, k, v, Causal(), impl="cudnn", **options | changes)

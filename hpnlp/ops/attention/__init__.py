@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.attention.algebra import Mask, PerHead
-from hpnlp.ops.attention.backends import asked, choose
+from hpnlp.ops.attention.backends import PLATFORMS, asked, choose
 from hpnlp.ops.attention.backends import explain as explain_choice
 from hpnlp.ops.attention.cudnn import beyond_cudnn, cudnn
 from hpnlp.ops.attention.flash import flash
@@ -91,8 +91,9 @@ def attend(
     sinks: a logit for each head that takes part in the softmax and has no value (OpenAI 2025, "gpt-oss"); the lse counts it.
     dropout_rate, rng: drops weights as a function of (rng, batch, head, positions), the same in every impl.
     return_lse: also return the log-sum-exp of each row's scores, float32 [B, T, N], for `merge`.
-    impl: "xla" (blockwise, every device), "cudnn" (NVIDIA, 16 bits; dense, causal and windows), "splash" (TPU, every mask),
-      "reference" (dense, slow), or "auto": the fastest that honours all that is asked; `explain` says why.
+    impl: "xla" (blockwise, every device), "cudnn" (NVIDIA, 16 bits; dense, causal and windows), "pallas" (Hopper, 16 bits,
+      every mask; not yet measured), "splash" (TPU, every mask), "reference" (dense, slow), or "auto": the fastest that
+      honours all that is asked; `explain` says why.
     block_size: rows of a block of "xla"; None picks what the pattern costs least in.
 
     Returns o [B, T, N, Hv] in q's dtype (accumulated in float32), or (o, lse). A row that may see nothing gives o = 0,
@@ -131,15 +132,16 @@ def attend(
         impl = "xla" if block_size is not None else choose(jax.default_backend(), beyond)
     if impl not in beyond:
         raise InputError(f"impl {impl!r}: expected one of auto, {', '.join(beyond)}")
+    if PLATFORMS[impl] not in (None, jax.default_backend()):
+        raise InputError(f"impl {impl!r} runs on {PLATFORMS[impl]}, this is {jax.default_backend()}: pass impl='xla'")
     if beyond[impl]:
         raise InputError(f"impl {impl!r} does not honour {', '.join(beyond[impl])}: leave it out, or pass impl='xla'")
     if block_size is not None and (impl != "xla" or block_size < 1):
         raise InputError(f"block_size {block_size} with impl {impl!r}: expected a positive one, with impl='xla' only")
-    kernels: dict[str, Any] = {"cudnn": cudnn, "splash": splash}
-    if impl in kernels:
-        given = {name: operands[name] for name in asked(operands) if name != "scale"}
+    if impl in ("splash", "cudnn", "pallas"):
+        given = {name: operands[name] for name in asked(operands)}
         given |= {"return_lse": True} if return_lse else {}
-        return kernels[impl](q, k, v, mask, scale=scale, **given)
+        return _kernel(impl)(q, k, v, mask, scale=scale, **given)
     options = {"scale": scale, "dropout_rate": dropout_rate, "rng": rng}
     if impl == "reference":
         return reference(q, k, v, mask, **operands, **options, return_lse=return_lse)
@@ -172,9 +174,23 @@ def explain(q: Any, k: Any, v: Any, mask: Mask | PerHead = Full(), **operands: A
 def _beyond(q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: dict[str, Any]) -> dict[str, list[str]]:
     """What each impl cannot honour of a call."""
     each = {
-        name: beyond(q, k, v, mask, operands) for name, beyond in (("splash", beyond_splash), ("cudnn", beyond_cudnn))
+        "splash": beyond_splash(q, k, v, mask, operands),
+        "cudnn": beyond_cudnn(q, k, v, mask, operands),
+        "pallas": [],
     }
+    if jax.default_backend() == "gpu":
+        from hpnlp.ops.attention.pallas_gpu import beyond_pallas  # takes a while, for which others need not wait
+
+        each["pallas"] = beyond_pallas(q, k, v, mask, **operands)
     return {**each, "xla": [], "reference": []}
+
+
+def _kernel(impl: str) -> Any:
+    if impl != "pallas":
+        return {"splash": splash, "cudnn": cudnn}[impl]
+    from hpnlp.ops.attention.pallas_gpu import pallas
+
+    return pallas
 
 
 def _per_head(

@@ -10,7 +10,10 @@ from hpnlp.types import InputError
 # impl -> the platform it needs, or None, from the fastest to the slowest: "auto" takes the first that can.
 PLATFORMS: dict[str, str | None] = {"splash": "tpu", "cudnn": "gpu", "pallas": "gpu", "xla": None, "reference": None}
 # What "auto" never takes, and why.
-ON_REQUEST = {"reference": "dense, and slow: only by its name"}
+ON_REQUEST = {
+    "pallas": "not yet measured on a card: only by its name",
+    "reference": "dense, and slow: only by its name",
+}
 
 
 def asked(operands: Mapping[str, Any]) -> set[str]:

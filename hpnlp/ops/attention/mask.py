@@ -288,6 +288,9 @@ class Where(Mask):
 
     function: Callable[[Any, Any], Any]
 
+    def __repr__(self) -> str:
+        return f"Where({getattr(self.function, '__qualname__', self.function)})"
+
     def at(self, q: Any, k: Any) -> Any:
         shape = np.broadcast_shapes(np.shape(q), np.shape(k))
         if isinstance(q, jax.Array) or isinstance(k, jax.Array):

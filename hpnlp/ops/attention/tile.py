@@ -108,10 +108,10 @@ def keep(options: Options, seed: Array, heads: Array, rows: Side, columns: Side)
 def _scores(options: Options, q: Array, k: Array, around: Around) -> tuple[Array, Any]:
     """Scores in float32, -inf where hidden: the exponential then gives exact zeros in the same fused pass; and the tanh of
     the soft cap."""
-    if q.dtype == jnp.float32:  # the queries, not the scores: XLA:CPU would make that a pass of its own
-        s = _with_keys(q * options.scale, k, 2)
-    else:
-        s = _with_keys(q, k, 2) * options.scale
+    # In float32 the queries are scaled, not the scores: XLA:CPU would make that a pass of its own.
+    early = options.scale if q.dtype == jnp.float32 else 1.0
+    s = _with_keys(q * early if early != 1.0 else q, k, 2)
+    s = s if early != 1.0 else s * options.scale
     s = s if around.bias is None else s + around.bias.astype(jnp.float32)
     squashed = None
     if options.soft_cap is not None:
