@@ -1,6 +1,6 @@
 """Exact attention beside jax.nn, torch's SDPA and compiled FlexAttention, one process, interleaved.
 
-    python experiments/bench/attention.py [--only=dense,window,flex,patterns,long,short,memory,plan,decode] [--rounds=5]
+    python experiments/bench/attention.py [--only=dense,flex,patterns,short,memory,plan,decode] [--rounds=5]
 
 B 1, N 8, H 64, float32, through `attend` as anybody calls it; forward and backward unless a row says otherwise. Before a
 pattern is timed, its outputs and gradients are held against the dense reference; what differs is not reported.
@@ -9,6 +9,7 @@ FlexAttention compiles for the CPU forward only; its rows are forward.
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from hpnlp.ops.attention import (
     sparse_transformer_fixed,
 )  # fmt: skip
 from hpnlp.ops.attention.blocks import live, plan
+from hpnlp.ops.attention.cache import extend_cache, start_cache
 
 RESULTS = Path(__file__).parents[1] / "results"
 HEADS, DIM = 8, 64
@@ -226,6 +228,26 @@ def bench_plan(rounds: int) -> list[dict[str, Any]]:
     return [row(f"block plan of {mask}, T 2^20", timing, {"seconds": timing["plan"].median})]
 
 
+def bench_decode(rounds: int) -> list[dict[str, Any]]:
+    """A step of decoding with a window's cache, early and late in a sequence."""
+    mask, size = Causal() & Window(256, 0), 1 << 21
+    q, k, v, _ = arrays(1)
+    step = jax.jit(lambda q, k, v, cache: extend_cache(q, k, v, mask, cache), donate_argnums=3)
+    empty = jax.jit(lambda k, v, n: start_cache(k, v, n, mask, size))(k, v, jnp.ones(1, jnp.int32))
+    held = {}
+    for place in (10**3, 10**6):
+        held[place] = dataclasses.replace(jax.tree.map(jnp.copy, empty), lengths=jnp.full((1,), place, jnp.int32))
+
+    def at(place: int) -> Any:
+        o, held[place] = step(q, k, v, held[place])
+        return o
+
+    times = measure.timeit({f"at {p}": lambda p=p: at(p) for p in held}, rounds=max(rounds, 15), min_seconds=0.1)
+    ratio = times["at 1000000"].over(times["at 1000"])
+    megabytes = {"cache": (held[10**6].k.nbytes + held[10**6].v.nbytes) / 1e6}
+    return [row("decode step, window 256, position 10^6", times, {"over position 10^3": ratio}, megabytes=megabytes)]
+
+
 BENCHES = {
     "dense": bench_dense,
     "flex": bench_flex,
@@ -233,6 +255,7 @@ BENCHES = {
     "short": bench_short,
     "memory": bench_memory,
     "plan": bench_plan,
+    "decode": bench_decode,
 }
 
 

@@ -42,6 +42,31 @@ def train_step(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
+def attention(rows: Rows) -> list[tuple[str, str]]:
+    return [
+        (f"attention, {row['what']}: {name}", f"{ratio:.3g}") for row in rows for name, ratio in row["ratios"].items()
+    ]
+
+
+def plot_attention(rows: Rows, path: Path) -> None:
+    """Time over our own dense against the share of the pairs that a pattern keeps."""
+    figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    names = list(dict.fromkeys(row["what"].rpartition(", T ")[0] for row in rows if "density" in row))
+    for row in rows:
+        if "density" in row:
+            name, _, length = row["what"].rpartition(", T ")
+            color, marker = f"C{names.index(name)}", "o" if length == "4096" else "^"
+            label = name if length == "4096" else None
+            axes.plot(row["density"], next(iter(row["ratios"].values())), marker, color=color, label=label)
+    low = min(row["density"] for row in rows if "density" in row)
+    axes.plot([low, 1], [low, 1], ":", color="gray", label="what it keeps")
+    axes.set(xscale="log", yscale="log", xlabel="share of the pairs that the pattern keeps", ylabel="time over dense")
+    axes.set_title("forward and backward; circles T 4096, triangles T 16384", fontsize=9)
+    axes.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def loop(rows: Rows) -> list[tuple[str, str]]:
     row = rows[0]
     return [
@@ -99,6 +124,7 @@ def gpu_step(rows: Rows) -> list[tuple[str, str]]:
 TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "demo": demo,
     "train_step": train_step,
+    "attention": attention,
     "decode": decode,
     "loop": loop,
     "parity": parity,
@@ -140,7 +166,11 @@ def plot_train_step(rows: Rows, path: Path) -> None:
     plt.close(figure)
 
 
-PLOTS: dict[str, Callable[[Rows, Path], None]] = {"demo": plot_demo, "train_step": plot_train_step}
+PLOTS: dict[str, Callable[[Rows, Path], None]] = {
+    "demo": plot_demo,
+    "train_step": plot_train_step,
+    "attention": plot_attention,
+}
 
 
 def main() -> None:

@@ -127,9 +127,10 @@ def test_second_derivatives(driver):
 
 
 def test_blocks_that_the_mask_leaves_out_are_not_computed(driver):
-    (q, k, v), _ = make((1, 64, 64, 2, 2, 8, 8))
-    count = lambda mask: count_flops(lambda *a: attend(*a, mask, impl="xla", block_size=16), q, k, v)  # noqa: E731
-    assert count(Causal()) / count(Full()) == 10 / 16
+    """To the pair of blocks; the visits of a plan hold a few more than they need."""
+    (q, k, v), _ = make((1, 256, 256, 2, 2, 8, 8))
+    count = lambda mask: count_flops(lambda *a: attend(*a, mask, impl="xla", block_size=32), q, k, v)  # noqa: E731
+    assert 36 / 64 <= count(Causal()) / count(Full()) <= (36 if panels.PAIRS else 40) / 64
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 0), (1, 0, 3), (0, 3, 3)])

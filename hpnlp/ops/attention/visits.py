@@ -264,8 +264,7 @@ class _Pairs:
         bias = lambda constants: bias_tile(options, constants, self.names, rows, columns)  # noqa: E731
         return dataclasses.replace(around, bias=bias(facts.bias)), bias
 
-    @staticmethod
-    def _see(test: Callable[[], Array], state: Array, states: Any) -> Array | None:
+    def _see(self, test: Callable[[], Array], state: Array, states: Any) -> Array | None:
         """`test()`, unless the plan says that nothing needs it.
 
         A branch of its own, so that XLA does not ask the mask anew in each head and each pass over the scores, which takes a
@@ -274,7 +273,9 @@ class _Pairs:
         if isinstance(states, np.ndarray) and (states == 1).all():
             return None
         like = jax.eval_shape(test)
-        return lax.cond(lax.optimization_barrier(state) == 2, test, lambda: jnp.ones(like.shape, bool))
+        operands = jax.tree.leaves((self.rows, self.columns, self.facts.lengths, self.facts.dense))
+        every = lambda: vary_alike(jnp.ones(like.shape, bool), *operands)[0]  # noqa: E731
+        return lax.cond(lax.optimization_barrier(state) == 2, test, every)
 
 
 def _bounds(side: Side, x: Array, block: int, op: Callable[..., Array]) -> Array:

@@ -1,0 +1,167 @@
+"""Which mask goes with which feature: tries each pair, and writes the README's table.
+
+    python experiments/bench/features.py
+
+A cell is tried: `attend` (impl="xla", past its short-sequence form) against `reference`, outputs and gradients; or a cache,
+token by token, against the full pass. "yes" where they agree, "refused" where a typed error says that it cannot be. Whatever
+else happens ends the run. The kernels' columns say what they accept; their own tests hold them to it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hpnlp.ops.attention import (
+    Blockwise,
+    Causal,
+    Dilated,
+    Fixed,
+    Full,
+    Global,
+    GlobalAt,
+    Mask,
+    PerHead,
+    Prefix,
+    RandomBlocks,
+    Sinks,
+    Strided,
+    Where,
+    Window,
+    attend,
+    bigbird,
+    longformer,
+    panels,
+    reference,
+    sparse_transformer_fixed,
+    sparse_transformer_strided,
+)  # fmt: skip
+from hpnlp.ops.attention.cache import extend_cache, start_cache
+from hpnlp.ops.attention.cudnn import beyond_cudnn
+from hpnlp.ops.attention.pallas_gpu import beyond_pallas
+from hpnlp.ops.attention.splash_tpu import beyond_splash
+from hpnlp.types import InputError
+
+ROOT = Path(__file__).parents[2]
+LENGTH = 37
+
+
+def third(i: Any, j: Any) -> Any:
+    return (i + j) % 3 == 0
+
+
+MASKS: dict[str, Any] = {
+    "Full": Full(), "Causal": Causal(), "Window": Window(5, 2), "Dilated": Dilated(3, 4), "Blockwise": Blockwise(7),
+    "Strided": Strided(5), "Fixed": Fixed(6, 2), "Global": Global(3), "GlobalAt": GlobalAt((2, 11, 30)), "Sinks": Sinks(4),
+    "Prefix": Prefix(9), "RandomBlocks": RandomBlocks(4, 3), "Where": Where(third),
+    "sparse_transformer_strided": sparse_transformer_strided(6),
+    "sparse_transformer_fixed": sparse_transformer_fixed(6, 2), "longformer": longformer(8, 3),
+    "bigbird": bigbird(4, among=9), "PerHead": PerHead((Causal(), Window(3), Causal(), Full())),
+}  # fmt: skip
+
+
+def arrays(kv_heads: int = 4, dtype: Any = jnp.float32) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal((2, LENGTH, heads, 8)), dtype) for heads in (4, kv_heads, kv_heads)]
+
+
+def agree(mask: Any, qkv: list[jax.Array], tolerance: float = 1e-5, **options: Any) -> None:
+    """Raises AssertionError where outputs or gradients differ from the reference's."""
+
+    def run(function: Callable[..., Any]) -> Any:
+        def score(qkv: Any) -> Any:
+            o = function(*qkv, mask, **options).astype(jnp.float32)
+            return jnp.sum(jnp.sin(o)), o
+
+        return jax.jit(jax.grad(score, has_aux=True), compiler_options={"xla_backend_optimization_level": 0})(qkv)
+
+    mine, twin = run(lambda *a, **o: attend(*a, impl="xla", block_size=8, **o)), run(reference)
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(twin), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=tolerance, rtol=tolerance)
+
+
+def decoded(mask: Any) -> None:
+    """Prompts of 20 and 13 tokens, then four more one by one."""
+    mask, (q, k, v), lengths = mask & Causal(), arrays(), np.array([20, 13])
+    full, rows = np.asarray(reference(q, k, v, mask)), np.arange(2)
+    cache = start_cache(k[:, :20], v[:, :20], jnp.asarray(lengths, jnp.int32), mask, 30)
+    step = jax.jit(lambda q, k, v, cache: extend_cache(q, k, v, mask, cache))
+    for _ in range(4):
+        o, cache = step(*(x[rows, lengths][:, None] for x in (q, k, v)), cache)
+        np.testing.assert_allclose(o[:, 0], full[rows, lengths], atol=1e-5)
+        lengths = lengths + 1
+
+
+def features() -> dict[str, Callable[[Any], None]]:
+    rng, ints = np.random.default_rng(1), lambda x: jnp.asarray(x, jnp.int32)
+    segments = ints(np.sort(rng.integers(0, 3, (2, LENGTH)), 1))
+    positions = ints(rng.permuted(np.tile(np.arange(LENGTH), (2, 1)), axis=1))
+    bias = jnp.asarray(rng.standard_normal((4, LENGTH, LENGTH)), jnp.float32)
+    dense = jnp.asarray(rng.random((2, 1, LENGTH, LENGTH)) < 0.7)
+    with_option = lambda **options: lambda mask: agree(mask, arrays(), **options)  # noqa: E731
+    return {
+        "odd length": with_option(),
+        "causal": lambda mask: agree(mask & Causal(), arrays()),
+        "grouped heads": lambda mask: agree(mask, arrays(kv_heads=2)),
+        "segments": with_option(segment_ids=segments),
+        "lengths": with_option(kv_lengths=ints([28, 0])),
+        "positions": with_option(positions=positions),
+        "dense mask": with_option(dense_mask=dense),
+        "global tokens": with_option(global_tokens=ints([[3, -1], [0, 30]])),
+        "bias": with_option(bias=bias),
+        "soft cap": with_option(soft_cap=2.0),
+        "sinks": with_option(sinks=jnp.arange(4.0)),
+        "dropout": with_option(dropout_rate=0.3, rng=jax.random.key(0)),
+        "bf16": lambda mask: agree(mask, arrays(dtype=jnp.bfloat16), tolerance=6e-2),
+        "decode": decoded,
+    }
+
+
+def tried(feature: Callable[[Any], None], mask: Mask) -> str:
+    try:
+        feature(mask)
+    except InputError:
+        return "refused"
+    return "yes"
+
+
+def accepts(mask: Any) -> list[str]:
+    """What the kernels say of bfloat16 arrays of head dim 64."""
+    x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+    lists = beyond_cudnn(x, x, x, mask, {}), beyond_pallas(x, x, x, mask, interpret=True)
+    splash = beyond_splash(jnp.zeros(x.shape, x.dtype), x, x, mask, {}) if not isinstance(mask, PerHead) else []
+    return ["refused" if beyond else "yes" for beyond in (*lists, splash)]
+
+
+def main() -> None:
+    panels.PAIRS = 0
+    columns = features()
+    lines = [
+        "| mask | " + " | ".join((*columns, "cudnn", "pallas", "splash")) + " |",
+        "|---" * (len(columns) + 4) + "|",
+    ]
+    for name, mask in MASKS.items():
+        cells = [tried(feature, mask) for feature in columns.values()]
+        lines.append("| " + " | ".join((f"`{name}`", *cells, *accepts(mask))) + " |")
+        print(lines[-1], flush=True)
+    readme = ROOT / "README.md"
+    text, count = re.subn(
+        r"(<!-- features -->\n).*?(<!-- /features -->)",
+        lambda m: f"{m[1]}{chr(10).join(lines)}\n{m[2]}",
+        readme.read_text(),
+        flags=re.DOTALL,
+    )
+    if not count:
+        sys.exit("README.md has no place for the table: <!-- features --> and <!-- /features -->")
+    readme.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
