@@ -15,6 +15,7 @@ from hpnlp.ops.attention.reference import reference
 from hpnlp.types import InputError
 from tests.contracts import ONCE, PATTERNS, assert_close
 
+pytestmark = pytest.mark.slow  # the interpreter takes its time
 thread_map = pytest.importorskip("jax._src.pallas.mosaic.interpret.thread_map")
 
 

@@ -13,6 +13,8 @@ from hpnlp.ops.attention.splash_tpu import beyond_splash, splash
 from hpnlp.types import InputError
 from tests.contracts import ONCE, PATTERNS, assert_close, once
 
+pytestmark = pytest.mark.slow  # the interpreter takes its time
+
 
 def interpreted(*args, **options):
     return splash(*args, **options, block_size=128, interpret=True)
