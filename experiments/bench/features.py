@@ -3,8 +3,8 @@
     python experiments/bench/features.py
 
 A cell is tried: `attend` (impl="xla", past its short-sequence form) against `reference`, output and log-sum-exp; or a
-cache, token by token, against the full pass. "yes" where they agree, "refused" where a typed error says that it cannot be. Whatever
-else happens ends the run. The kernels' columns say what they accept; their own tests hold them to it.
+cache, token by token, against the full pass. "yes" where they agree, "refused" where a typed error says that it cannot be.
+Whatever else happens ends the run. The kernels' columns say what they accept; their own tests hold them to it.
 """
 
 from __future__ import annotations
