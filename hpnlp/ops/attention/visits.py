@@ -109,7 +109,8 @@ def _each(one: Callable[..., Any], sums: Any, q: Array, k: Array, blocks: Blocks
     )
     largest = lambda n, bound: max(i for i in range(1, n + 1) if n % i == 0 and i <= max(bound, 1))  # noqa: E731
     rows, some = largest(batch, most // heads), largest(heads, most)
-    if sharded or (rows, some) == (batch, heads):  # an axis that is spread over devices cannot be gone along
+    # An axis that is spread over devices cannot be gone along, and larger devices want all of it.
+    if sharded or jax.default_backend() != "cpu" or (rows, some) == (batch, heads):
         return one(_Chunk(None, None, batch, heads), sums)
 
     def step(sums: Any, i: Array) -> tuple[Any, None]:
