@@ -43,7 +43,8 @@ def models(tmp_path_factory):
         eos_token_id=None,
         attn_implementation="eager",
     )
-    with torch.random.fork_rng():  # or the weights, and with them the rounding, would depend on the tests that ran before
+    # Or the weights, and with them the rounding, would depend on the tests that ran before.
+    with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(0)
