@@ -92,7 +92,7 @@ def attend(
     dropout_rate, rng: drops weights as a function of (rng, batch, head, positions), the same in every impl.
     return_lse: also return the log-sum-exp of each row's scores, float32 [B, T, N], for `merge`.
     impl: "xla" (blockwise, every device), "cudnn" (NVIDIA, 16 bits; dense, causal and windows), "pallas" (Hopper, 16 bits,
-      every mask; not yet measured), "splash" (TPU, every mask), "reference" (dense, slow), or "auto": the fastest that
+      most masks; not yet measured), "splash" (TPU, every mask), "reference" (dense, slow), or "auto": the fastest that
       honours all that is asked; `explain` says why.
     block_size: rows of a block of "xla"; None picks what the pattern costs least in.
 

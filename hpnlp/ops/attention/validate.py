@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from hpnlp.ops.attention.algebra import Mask, PerHead
+from hpnlp.ops.attention.algebra import And, Mask, Not, Or, PerHead
+from hpnlp.ops.attention.mask import GlobalAt
 from hpnlp.types import InputError
 
 
@@ -38,6 +39,8 @@ def validate(
         raise InputError(f"dtypes of q {q.dtype}, k {k.dtype}, v {v.dtype} differ: cast them to one")
     (b, t, n), s = q.shape[:3], k.shape[1]
     _mask(mask, n)
+    if positions is None:
+        _in_range(mask, max(t, s))
     for name, value, kv_value in (("segment_ids", segment_ids, kv_segment_ids), ("positions", positions, kv_positions)):
         if value is None and kv_value is not None:
             raise InputError(f"kv_{name} without {name}: pass both")
@@ -69,6 +72,21 @@ def _mask(mask: Any, heads: int) -> None:
     if not isinstance(mask, Mask | PerHead):
         kind = f"an array of {mask.dtype}" if hasattr(mask, "dtype") else repr(mask)
         raise InputError(f"mask is {kind}: expected a Mask such as Causal(); an array of bool goes to dense_mask")
+
+
+def _in_range(mask: Any, length: int) -> None:
+    if isinstance(mask, GlobalAt) and mask.indices and mask.indices[-1] >= length:
+        raise InputError(
+            f"GlobalAt.indices holds {mask.indices[-1]}, but there are {length} tokens: leave it out, or pass positions"
+        )
+    if isinstance(mask, And | Or):
+        _in_range(mask.left, length)
+        _in_range(mask.right, length)
+    elif isinstance(mask, Not):
+        _in_range(mask.mask, length)
+    elif isinstance(mask, PerHead):
+        for one in mask.masks:
+            _in_range(one, length)
 
 
 def _square(name: str, array: Any, shape: tuple[int, ...]) -> None:

@@ -229,7 +229,7 @@ class _Pairs:
         q = lambda x, op: _bounds(rows, x, self.blocks.block, op)[runs][:, :, None]  # noqa: E731
         k = lambda x, op: _bounds(columns, x, self.blocks.key_block, op)[jnp.maximum(keys, 0)]  # noqa: E731
         some = keys[..., None] >= 0  # [n, R, w, B]
-        if rows.position is not None:
+        if rows.position is not None or rows.everywhere is not None:  # the plan is of all pairs then
             corners = q(rows.at, jnp.min), q(rows.at, jnp.max), k(columns.at, jnp.min), k(columns.at, jnp.max)
             some = some & self.options.mask.tile(*corners)[0]
         if rows.everywhere is not None:

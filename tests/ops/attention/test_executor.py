@@ -14,10 +14,13 @@ import pytest
 from hpnlp.ops.attention import (
     Blockwise,
     Causal,
+    Fixed,
     Full,
     Global,
+    GlobalAt,
     PerHead,
     RandomBlocks,
+    Sinks,
     Strided,
     Where,
     Window,
@@ -155,6 +158,15 @@ def test_gradients_of_patterns(mask):
     assert_forms_equal(lambda f: scored(f, mask, {}), arrays(), mask)
 
 
+@pytest.mark.parametrize(
+    "empty", [Global(0), GlobalAt(()), Sinks(0), Fixed(8, 0), RandomBlocks(8, 0), ~Full()], ids=repr
+)
+def test_patterns_of_nothing(empty):
+    """Alone and as a term, which may be a part without any queries or keys."""
+    for mask in (empty, Window(3) | empty):
+        assert_forms_equal(lambda f, mask=mask: scored(f, mask, {}), arrays(), mask)
+
+
 @pytest.mark.parametrize("mask", [Causal(), longformer(8, 3)], ids=["causal", "longformer"])
 @pytest.mark.parametrize("names", OPERANDS.values(), ids=OPERANDS)
 def test_operands(mask, names):
@@ -288,6 +300,8 @@ def test_tiles_of_some_heads_and_rows(form, monkeypatch):
         (Causal(), {"soft_cap": 0.0}, "soft_cap"),
         (Causal(), {"global_tokens": jnp.ones((2, 37))}, "global_tokens"),
         (Causal(), {"global_tokens": jnp.ones((2, 30), bool)}, "global_tokens"),
+        (Causal() & ~GlobalAt((3, 37)), {}, "holds 37, but there are 37 tokens"),
+        (PerHead((GlobalAt((40,)),) * 4), {}, "holds 40"),
     ],
 )
 def test_what_cannot_be_is_said(mask, options, told):
