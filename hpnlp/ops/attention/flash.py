@@ -124,7 +124,8 @@ def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array
     do, dlse = cotangents
     heads, full = k.shape[2], dataclasses.replace(facts, bias=bias)
     nothing = jnp.isneginf(lse)  # rows that see nothing, whose dlse may be anything
-    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1) - jnp.where(nothing, 0.0, dlse)
+    # A product: as a sum over the last axis, XLA:CPU took twenty times as long for it, half of a window's backward pass.
+    delta = jnp.einsum("btnh,btnh->btn", do, o, preferred_element_type=jnp.float32) - jnp.where(nothing, 0.0, dlse)
     lse = jnp.where(nothing, jnp.inf, lse)
     if blocks is None and panels.fit(options, q.shape[1], k.shape[1]):
         by_row = per_row(lse, heads), per_row(delta, heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ class Facts:
     """The run-time operands of a call.
 
     rows, columns: what is known of the queries and the keys, `[B or 1, T]` and `[B or 1, S]`. lengths `[B]`. seed: the
-    dropout key's words. heads `[B, N]`: a number for each (batch, head), for dropout; names `[1 or B, N]`: what a bias
+    dropout key's words. heads `[B, N]`: a number for each (batch, head), for dropout; names `[1, N]`: what a bias
     function is asked for. dense `[B, N, T, S]`: what may be seen, any axis 1. bias: an array `[B, N, T, S]`, any axis 1, or
     the constants of the bias function.
     """
@@ -52,6 +53,26 @@ def from_columns(x: Float[Array, "B K H S"]) -> Float[Array, "B S K H"]:
 
 def per_row(x: Float[Array, "B T N"], kv_heads: int) -> Float[Array, "B K G T"]:
     return x.reshape(*x.shape[:2], kv_heads, -1).transpose(0, 2, 3, 1)
+
+
+# Each of these is one transpose: XLA:CPU makes a pass of each step of one that takes several.
+
+
+def to_blocks(x: Array, block: int, heads: tuple[int, ...] = (), fill: Any = 0) -> Array:
+    """Cuts T into blocks, padded at the end: `[B, T, N, ...]` with N as `heads` (`[B, T]` where there are none) as
+    `[blocks, B, *heads, block, ...]`."""
+    count, n = -(-x.shape[1] // block), len(heads)
+    if count * block != x.shape[1]:
+        padding = [(0, 0), (0, count * block - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, padding, constant_values=fill)
+    x = x.reshape(x.shape[0], count, block, *heads, *x.shape[2 + (n > 0) :])
+    return x.transpose(1, 0, *range(3, 3 + n), 2, *range(3 + n, x.ndim))
+
+
+def from_blocks(x: Array, length: int) -> Array:
+    """Undoes `to_blocks` of arrays with heads and features."""
+    x = x.transpose(1, 0, x.ndim - 2, *range(2, x.ndim - 2), x.ndim - 1)
+    return x.reshape(x.shape[0], -1, math.prod(x.shape[3:-1]), x.shape[-1])[:, :length]
 
 
 def by_key_head(x: Any, kv_heads: int) -> Any:

@@ -19,11 +19,8 @@ from hpnlp.ops.attention.layout import (
     add_bias,
     bias_tile,
     by_key_head,
-    from_columns,
-    from_rows,
-    key_rows,
-    per_row,
-    rows_of,
+    from_blocks,
+    to_blocks,
 )  # fmt: skip
 from hpnlp.ops.attention.tile import Around, Given, Options, Side
 from hpnlp.ops.manual import vary_alike
@@ -166,8 +163,8 @@ def _add_one(x: Array, at: Array, new: Array) -> Array:
 
 
 def _side(side: Side, block: int) -> Side:
-    index = _blocks(side.index, 1, block, -1)
-    return dataclasses.replace(jax.tree.map(lambda x: _blocks(x, 1, block), side), index=index)
+    index = to_blocks(side.index, block, fill=-1)
+    return dataclasses.replace(jax.tree.map(lambda x: to_blocks(x, block), side), index=index)
 
 
 class _Square:
@@ -283,7 +280,7 @@ def _bounds(side: Side, x: Array, block: int, op: Callable[..., Array]) -> Array
     """`op` over each block of x `[B, r]`, padding left out: `[blocks, B]`."""
     info = jnp.iinfo(jnp.int32)
     fill = jnp.asarray({jnp.any: False, jnp.min: info.max, jnp.max: info.min}[op], x.dtype)
-    return op(_blocks(jnp.where(side.index >= 0, x, fill), 1, block, fill), axis=2)
+    return op(to_blocks(jnp.where(side.index >= 0, x, fill), block, fill=fill), axis=2)
 
 
 def _run(pairs: _Pairs, visit: Callable[..., Any], visits: Visits, sums: Any) -> Any:
@@ -299,10 +296,10 @@ def _run(pairs: _Pairs, visit: Callable[..., Any], visits: Visits, sums: Any) ->
 
 
 def _forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks: Blocks) -> tuple[Array, Array]:
-    length, heads = q.shape[1], k.shape[2]
-    pairs = _Pairs(options, facts, blocks, heads)
-    q_blocks = _blocks(rows_of(q, heads), 3, blocks.block)
-    k_blocks, v_blocks = (_blocks(key_rows(x), 2, blocks.key_block) for x in (k, v))
+    heads = k.shape[2], q.shape[2] // k.shape[2]
+    pairs = _Pairs(options, facts, blocks, heads[0])
+    q_blocks = to_blocks(q, blocks.block, heads)
+    k_blocks, v_blocks = (to_blocks(x, blocks.key_block, heads[:1]) for x in (k, v))
 
     def visit(sums: Any, first: Array, keys: Array, around: Around, _: Any) -> Any:
         run = keys.shape[0]
@@ -318,24 +315,18 @@ def _forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, block
     for visits in blocks.visits:
         sums = _run(pairs, visit, visits, tuple(sums))
     o, lse = sums[::-1] if blocks.once else tile.finish(*sums)
-    o, lse = _unblock(o, 3, length), _unblock(lse, 3, length)
-    return from_rows(o), from_rows(lse[..., None])[..., 0]
+    return from_blocks(o, q.shape[1]), from_blocks(lse[..., None], q.shape[1])[..., 0]
 
 
 def _backward(
     options: Options, rows: tuple[Array, ...], k: Array, v: Array, facts: Facts, blocks: Blocks
 ) -> tuple[Array, Array, Array, Any]:
     q, do, lse, delta = rows
-    length, keys_length, heads = q.shape[1], k.shape[1], k.shape[2]
-    pairs = _Pairs(options, facts, blocks, heads)
-    cut = lambda x, axis, fill=0.0: _blocks(x, axis, blocks.block, fill)  # noqa: E731
-    given = Given(
-        cut(rows_of(q, heads), 3),
-        cut(rows_of(do, heads), 3),
-        cut(per_row(lse, heads), 3, jnp.inf),
-        cut(per_row(delta, heads), 3),
-    )
-    k_blocks, v_blocks = (_blocks(key_rows(x), 2, blocks.key_block) for x in (k, v))
+    heads = k.shape[2], q.shape[2] // k.shape[2]
+    pairs = _Pairs(options, facts, blocks, heads[0])
+    cut = lambda x, fill=0.0: to_blocks(x, blocks.block, heads, fill)  # noqa: E731
+    given = Given(cut(q), cut(do), cut(lse, jnp.inf), cut(delta))
+    k_blocks, v_blocks = (to_blocks(x, blocks.key_block, heads[:1]) for x in (k, v))
 
     def visit(sums: Any, first: Array, keys: Array, around: Around, bias: Any) -> Any:
         dq, dk, dv, by_bias = sums
@@ -358,5 +349,6 @@ def _backward(
         sums = _run(pairs, visit, visits, sums)
     dq, dk, dv, by_bias = sums
     by_bias = by_bias if pairs.bias is None else pairs.bias.whole(by_bias).reshape(facts.bias.shape)
-    dq, dk, dv = _unblock(dq, 3, length), _unblock(dk, 3, keys_length), _unblock(dv, 3, keys_length)
-    return from_rows(dq), from_columns(dk), from_columns(dv), by_bias
+    # Turned by themselves: in one pass with the rest, every number would come from far off the last.
+    dk, dv = lax.optimization_barrier((dk.swapaxes(-1, -2), dv.swapaxes(-1, -2)))
+    return from_blocks(dq, q.shape[1]), from_blocks(dk, k.shape[1]), from_blocks(dv, k.shape[1]), by_bias
