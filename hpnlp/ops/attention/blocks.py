@@ -190,7 +190,7 @@ def visit_keys(counts: np.ndarray, key_block: int) -> np.ndarray:
 
 
 def _widths(counts: np.ndarray, most: int, key_block: int) -> tuple[int, int]:
-    """The widths of visits, in key blocks: one for all, or two where that saves a twentieth."""
+    """The widths of visits, in key blocks: one for all, or two where that saves a thirtieth."""
     values, often = np.unique(counts[counts > 0], return_counts=True)
     if not values.size:
         return 1, 1
@@ -201,7 +201,7 @@ def _widths(counts: np.ndarray, most: int, key_block: int) -> tuple[int, int]:
     most = min(most, int(values[-1]))
     single = min((cost(w, w), w) for w in range(1, most + 1))
     double = min(((cost(w, n), w, n) for w in range(2, most + 1) for n in range(1, w)), default=(single[0], 1, 1))
-    return double[1:] if double[0] < 0.95 * single[0] else (single[1], single[1])
+    return double[1:] if double[0] < 0.97 * single[0] else (single[1], single[1])
 
 
 def _runs(row: np.ndarray, keys: np.ndarray, tested: np.ndarray, run: int) -> list[Visits]:

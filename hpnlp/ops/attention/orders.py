@@ -18,8 +18,9 @@ from hpnlp.ops.attention.algebra import And, Mask, Not, Or
 from hpnlp.ops.attention.blocks import Blocks, live, plan, visit_keys
 from hpnlp.ops.attention.mask import Blockwise, Causal, Dilated, Fixed, Full, Global, GlobalAt, Sinks, Strided, Window
 
-# Blocks of queries and of keys to choose from, and what a score costs in them.
-SIZES = {(512, 1024): 0.95, (512, 512): 1.0, (256, 256): 1.2, (128, 128): 1.25, (64, 64): 1.5}
+# Blocks of queries and of keys to choose from, and what a score costs where the smaller is at least so large.
+SIZES = (512, 1024), (512, 512), (256, 256), (128, 128), (64, 64)
+PRICES = {512: 1.0, 256: 1.2, 128: 1.25, 0: 1.5}
 # How many rows of blocks an estimate looks at.
 SAMPLE = 96
 # What a token costs, in scores, where a part has to be merged, and where it has to be laid out in another order.
@@ -219,8 +220,9 @@ def _cost(mask: Mask, order: Order, length: int, keys: int, block_size: int | No
     if not rows or not columns:
         return 0.0, (64, 64)
     best = (math.inf, (64, 64))
-    for (block, key_block), price in ({(block_size,) * 2: 1.0} if block_size else SIZES).items():
+    for block, key_block in ((block_size, block_size),) if block_size else SIZES:
         block, key_block = (min(size, 1 << (n - 1).bit_length()) for size, n in ((block, rows), (key_block, columns)))
+        price = next(price for least, price in PRICES.items() if min(block, key_block) >= least)
         count = -(-rows // block)
         inner = (
             np.unique(np.linspace(1, count - 2, min(SAMPLE, count - 2)).astype(int)) if count > 2 else np.zeros(0, int)

@@ -113,7 +113,8 @@ def _each(one: Callable[..., Any], sums: Any, q: Array, k: Array, blocks: Blocks
     def step(sums: Any, i: Array) -> tuple[Any, None]:
         return one(_Chunk(i // (heads // some) * rows, i % (heads // some) * some, rows, some), sums), None
 
-    return lax.scan(step, sums, jnp.arange(batch // rows * (heads // some), dtype=jnp.int32))[0]
+    steps = jnp.arange(batch // rows * (heads // some), dtype=jnp.int32)
+    return lax.scan(step, sums, steps)[0]
 
 
 def _blocks(x: Array, axis: int, block: int, fill: Any = 0) -> Array:
@@ -292,7 +293,10 @@ def _run(pairs: _Pairs, visit: Callable[..., Any], visits: Visits, sums: Any) ->
         work = lambda sums: visit(sums, first, keys, *pairs.around(first, keys, state, states))  # noqa: E731
         return work(sums) if isinstance(states, np.ndarray) else lax.cond(state > 0, work, lambda x: x, sums), None
 
-    return lax.scan(step, sums, (jnp.asarray(visits.first), jnp.asarray(visits.keys), jnp.asarray(states)))[0]
+    # Two at a time, since XLA:CPU's products of a few rows keep one core busy only: a tenth less time.
+    unroll = 2 if jax.default_backend() == "cpu" and states.shape[0] % 2 == 0 else 1
+    lines = jnp.asarray(visits.first), jnp.asarray(visits.keys), jnp.asarray(states)
+    return lax.scan(step, sums, lines, unroll=unroll)[0]
 
 
 def _forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks: Blocks) -> tuple[Array, Array]:
