@@ -65,7 +65,7 @@ flags.DEFINE_integer("peak_of", 0, "Internal: runs one window of this length and
 def arrays(length: int, batch: int = 1) -> list[jax.Array]:
     """q, k, v and a cotangent of o."""
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal((batch, length, HEADS, DIM)), jnp.float32) for _ in range(4)]
+    return [jnp.asarray(rng.standard_normal((batch, length, HEADS, DIM), np.float32)) for _ in range(4)]
 
 
 def both(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -113,8 +113,7 @@ def _each(one: Callable[..., Any], sums: Any, q: Array, k: Array, blocks: Blocks
     def step(sums: Any, i: Array) -> tuple[Any, None]:
         return one(_Chunk(i // (heads // some) * rows, i % (heads // some) * some, rows, some), sums), None
 
-    steps = jnp.arange(batch // rows * (heads // some), dtype=jnp.int32)
-    return lax.scan(step, sums, steps)[0]
+    return lax.scan(step, sums, jnp.arange(batch // rows * (heads // some), dtype=jnp.int32))[0]
 
 
 def _blocks(x: Array, axis: int, block: int, fill: Any = 0) -> Array:
