@@ -219,5 +219,4 @@ def _per_head(
 
 def _with_sinks(o: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
     """The merge with a key of score `sinks` and value 0."""
-    sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, None], lse.shape)
-    return (o.astype(jnp.float32) * jax.nn.sigmoid(lse - sink)[..., None]).astype(o.dtype), jnp.logaddexp(lse, sink)
+    return merge((o, lse), (jnp.zeros_like(o), jnp.broadcast_to(sinks.astype(jnp.float32), lse.shape)))

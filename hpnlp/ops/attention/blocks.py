@@ -69,7 +69,9 @@ def pairs(mask: Mask, length: int, keys: int) -> int:
 
 
 def _unknown(mask: Any) -> bool:
-    """Whether there is a part of the mask that only elements tell about."""
+    """Whether there is a part of the mask that only elements tell about, and can."""
+    if type(mask).at is Mask.at:
+        return False
     parts = [getattr(mask, field.name) for field in dataclasses.fields(mask)]
     return isinstance(mask, Where) or any(_unknown(part) for part in parts if isinstance(part, Mask))
 

@@ -79,10 +79,11 @@ def flash(
     names = jnp.asarray(numbers, jnp.int32)
     q_global, k_global = (None, None) if global_tokens is None else global_tokens
     index = lambda length: jnp.arange(length, dtype=jnp.int32)[None]  # noqa: E731
+    int32 = lambda x: None if x is None else jnp.asarray(x, jnp.int32)  # noqa: E731
     facts = Facts(
-        Side(index(t), positions, None, segment_ids, q_global),
-        Side(index(s), kv_positions, None, kv_segment_ids, k_global),
-        kv_lengths,
+        Side(index(t), int32(positions), None, int32(segment_ids), q_global),
+        Side(index(s), int32(kv_positions), None, int32(kv_segment_ids), k_global),
+        int32(kv_lengths),
         seed,
         jnp.arange(b, dtype=jnp.int32)[:, None] * count + names[None] if seed is not None else None,
         names[None] if jaxpr is not None else None,
@@ -111,16 +112,16 @@ def _flash_forward(
 ) -> tuple[tuple[Array, Array], Any]:
     full = dataclasses.replace(facts, bias=bias)
     if blocks is None and panels.fit(options, q.shape[1], k.shape[1]):
-        o, lse = panels.forward(options, q, k, v, full)
-        o, lse = from_rows(o), from_rows(lse[..., None])[..., 0]
+        o, lse, rest = panels.forward(options, q, k, v, full)
+        o, lse, rest = from_rows(o), from_rows(lse[..., None])[..., 0], from_rows(rest[..., None])[..., 0]
     else:
-        o, lse = forward(options, q, k, v, full, blocks)
+        o, lse, rest = forward(options, q, k, v, full, blocks)
     o = o.astype(q.dtype)
-    return (o, lse), (q, k, v, bias, facts, blocks, o, lse)
+    return (o, lse), (q, k, v, bias, facts, blocks, o, lse, rest)
 
 
 def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
-    q, k, v, bias, facts, blocks, o, lse = saved
+    q, k, v, bias, facts, blocks, o, lse, rest = saved
     do, dlse = cotangents
     heads, full = k.shape[2], dataclasses.replace(facts, bias=bias)
     nothing = jnp.isneginf(lse)  # rows that see nothing, whose dlse may be anything
@@ -128,12 +129,12 @@ def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array
     delta = jnp.einsum("btnh,btnh->btn", do, o, preferred_element_type=jnp.float32) - jnp.where(nothing, 0.0, dlse)
     lse = jnp.where(nothing, jnp.inf, lse)
     if blocks is None and panels.fit(options, q.shape[1], k.shape[1]):
-        by_row = per_row(lse, heads), per_row(delta, heads)
+        by_row = per_row(lse, heads), per_row(rest, heads), per_row(delta, heads)
         given = Given(rows_of(q, heads), rows_of(do, heads), *by_row)
         dq, dk, dv, by_bias = panels.backward(options, given, k, v, full)
         dq, dk, dv = from_rows(dq), from_columns(dk), from_columns(dv)
     else:
-        dq, dk, dv, by_bias = backward(options, (q, do, lse, delta), k, v, full, blocks)
+        dq, dk, dv, by_bias = backward(options, (q, do, lse, rest, delta), k, v, full, blocks)
     by_bias = jax.tree.map(_cotangent, bias, by_bias)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), by_bias, None, None
 

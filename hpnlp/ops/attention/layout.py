@@ -90,7 +90,8 @@ def bias_tile(options: Options, constants: Any, names: Array, rows: Side, column
     heads = jax.vmap(jax.vmap(tile, (0, None, None)), (0, None, None))
     lead = jnp.broadcast_shapes(names.shape[:-2], rows.spot.shape[:-1], columns.spot.shape[:-1])
     flat = lambda x, keep: jnp.broadcast_to(x, lead + x.shape[-keep:]).reshape(-1, *x.shape[-keep:])  # noqa: E731
-    out = jax.vmap(heads)(flat(names, 2), flat(jnp.asarray(rows.spot), 1), flat(jnp.asarray(columns.spot), 1))
+    spot = lambda side: flat(jnp.where(side.index >= 0, side.spot, 0), 1)  # noqa: E731  (padding asks for a place that is there)
+    out = jax.vmap(heads)(flat(names, 2), spot(rows), spot(columns))
     return out.reshape(*lead, *out.shape[1:]).astype(jnp.float32)
 
 
@@ -100,4 +101,4 @@ def add_bias(sums: Any, bias: Any, operand: Any, db: Array) -> Any:
     axes = tuple(axis for axis in range(db.ndim) if shape.shape[axis] == 1 != db.shape[axis])
     db = db.sum(axis=axes, keepdims=True).astype(shape.dtype) if axes else db.astype(shape.dtype)
     (found,) = jax.vjp(bias, operand)[1](db)
-    return jax.tree.map(lambda a, b: a if b.dtype == jax.dtypes.float0 else a + b, sums, found)
+    return jax.tree.map(lambda a, b: a if b.dtype == jax.dtypes.float0 else a + b.astype(a.dtype), sums, found)

@@ -19,6 +19,9 @@ from hpnlp.ops.attention.algebra import Mask
 from hpnlp.ops.attention.hashing import drawn_blocks
 from hpnlp.types import InputError
 
+# Positions are int32, and so are their sums with what a mask holds.
+MOST = 1 << 30
+
 
 def _whole(mask: Mask, **least: int) -> None:
     """Checks fields that are whole numbers, each with its least value."""
@@ -31,6 +34,10 @@ def _whole(mask: Mask, **least: int) -> None:
             number = None
         if number is None or isinstance(value, bool | np.bool_) or number < bound:
             raise InputError(f"{type(mask).__name__}.{name}={value!r}: expected a whole number of at least {bound}")
+        if number > MOST and name != "seed":
+            raise InputError(
+                f"{type(mask).__name__}.{name}={value!r}: expected at most {MOST}, which is beyond any sequence"
+            )
         object.__setattr__(mask, name, number)
 
 

@@ -100,8 +100,10 @@ def _terms(mask: Mask) -> list[Mask]:
         products: list[Mask] = [And(a, b) for a in _terms(mask.left) for b in _terms(mask.right)]
         return products if len(products) <= 16 else [mask]
     if isinstance(mask, Global | GlobalAt):
+        if (mask.count if isinstance(mask, Global) else len(mask.indices)) > FEW:
+            return [mask]
         indices = tuple(range(mask.count)) if isinstance(mask, Global) else mask.indices
-        return [_Among(indices, "rows"), _Among(indices, "keys")] if len(indices) <= FEW else [mask]
+        return [_Among(indices, "rows"), _Among(indices, "keys")]
     return [mask]
 
 

@@ -93,8 +93,8 @@ def _after(parts: list[Any], queries: Array) -> Array:
     return jnp.where(never, jnp.zeros((), queries.dtype), queries)
 
 
-def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts) -> tuple[Array, Array]:
-    """(o `[B, K, G, T, Hv]`, lse `[B, K, G, T]`), float32."""
+def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts) -> tuple[Array, Array, Array]:
+    """(o `[B, K, G, T, Hv]`, lse and rest `[B, K, G, T]`), float32."""
     kv_heads = k.shape[2]
     q, k, v = rows_of(q, kv_heads), key_rows(k), key_rows(v)
     parts = []
@@ -102,12 +102,13 @@ def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts) -> tup
         rows, span = slice(panel.q0, panel.q1), slice(panel.k0, panel.k1)
         if panel.k0 == panel.k1:
             shape = (*q.shape[:3], panel.q1 - panel.q0)
-            parts.append((jnp.zeros((*shape, v.shape[3])), jnp.full(shape, -jnp.inf)))
+            parts.append((jnp.zeros((*shape, v.shape[3])), jnp.full(shape, -jnp.inf), jnp.zeros(shape)))
         else:
             around, _ = _around(options, facts, panel, kv_heads)
             queries = _after(parts, q[:, :, :, rows])
             parts.append(tile.finish(*tile.forward(options, queries, k[:, :, span], v[:, :, span], around)))
-    return jnp.concatenate([o for o, _ in parts], axis=3), jnp.concatenate([lse for _, lse in parts], axis=3)
+    o, lse, rest = (jnp.concatenate(found, axis=3) for found in zip(*parts, strict=True))
+    return o, lse, rest
 
 
 def backward(options: Options, given: Given, k: Array, v: Array, facts: Facts) -> tuple[Array, Array, Array, Any]:
@@ -115,13 +116,14 @@ def backward(options: Options, given: Given, k: Array, v: Array, facts: Facts) -
     kv_heads = k.shape[2]
     k, v = key_rows(k), key_rows(v)
     panels = _panels(options, given.q.shape[3], k.shape[2], facts)
-    parts, by_bias = [], jax.tree.map(lambda x: jnp.zeros_like(x), facts.bias)
+    parts, by_bias = [], jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), facts.bias)
     for panel in panels:
         rows, span = slice(panel.q0, panel.q1), slice(panel.k0, panel.k1)
         part = Given(
             _after(parts, given.q[:, :, :, rows]),
             given.do[:, :, :, rows],
             given.lse[..., rows],
+            given.rest[..., rows],
             given.delta[..., rows],
         )
         if panel.k0 == panel.k1:

@@ -15,7 +15,7 @@ from hpnlp.ops.attention.blocks import Blocks
 from hpnlp.ops.attention.layout import Facts
 from hpnlp.ops.attention.mask import Full
 from hpnlp.ops.attention.orders import Order, Part, parts
-from hpnlp.ops.attention.tile import Options, Side
+from hpnlp.ops.attention.tile import Options, Side, log_sum
 from hpnlp.types import InputError
 
 
@@ -29,45 +29,53 @@ def merge(*parts: tuple[Float[Array, "*a Hv"], Float[Array, "*a"]]) -> tuple[Arr
     """
     if not parts:
         raise InputError("merge of no parts: pass at least one (o, lse)")
-    lses = jnp.stack([lse for _, lse in parts])
+    return _merge(*((o, lse, jnp.zeros_like(lse)) for o, lse in parts))[:2]
+
+
+def _merge(*parts: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    """`merge` of (o, lse, rest)."""
+    lses = jnp.stack([lse for _, lse, _ in parts])
     top = jax.lax.stop_gradient(lses.max(axis=0))
     top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weights = jnp.exp(lses - top[None])
-    total = weights.sum(axis=0)
-    some = total > 0
-    total = jnp.where(some, total, 1.0)
+    weights = jnp.exp(lses - top[None] + jnp.stack([rest for _, _, rest in parts]))
+    sums = weights.sum(axis=0)
+    total = jnp.where(sums != 0, sums, 1.0)
     # A part that saw nothing adds nothing, whatever its o holds.
-    outs = [jnp.where(w[..., None] > 0, o.astype(jnp.float32), 0.0) for w, (o, _) in zip(weights, parts, strict=True)]
+    outs = [
+        jnp.where(w[..., None] == 0, 0.0, o.astype(jnp.float32)) for w, (o, _, _) in zip(weights, parts, strict=True)
+    ]
     out = sum((w / total)[..., None] * o for w, o in zip(weights, outs, strict=True))
-    return jnp.asarray(out).astype(parts[0][0].dtype), jnp.where(some, jnp.log(total) + top, -jnp.inf)
+    return jnp.asarray(out).astype(parts[0][0].dtype), *log_sum(top, sums)
 
 
-def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks: Blocks | None) -> tuple[Array, Array]:
-    """(o `[B, T, N, Hv]`, lse `[B, T, N]`), float32."""
+def forward(
+    options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks: Blocks | None
+) -> tuple[Array, Array, Array]:
+    """(o `[B, T, N, Hv]`, lse and rest `[B, T, N]`), float32."""
     sums: Any = ()
     for part in _parts(options, q, k, facts, blocks):
         own, rows, keys = _within(options, part, facts, q.shape[0])
         found = visits.forward(own[0], rows(q), keys(k), keys(v), own[1], part.blocks)
-        o, lse = (rows.back(x, q.shape[1]) for x in found)
+        whole = tuple(rows.back(x, q.shape[1]) for x in found)
         if part.order.rows is None:
-            sums = merge(sums, (o, lse)) if sums else (o, lse)
+            sums = _merge(sums, whole) if sums else whole
         else:
             chosen = np.asarray(part.order.rows)
-            sums = sums or (jnp.zeros(o.shape), jnp.full(lse.shape, -jnp.inf))
-            both = merge((sums[0][:, chosen], sums[1][:, chosen]), found)
-            sums = sums[0].at[:, chosen].set(both[0]), sums[1].at[:, chosen].set(both[1])
+            sums = sums or tuple(x + fill for x, fill in zip(map(jnp.zeros_like, whole), (0, -jnp.inf, 0), strict=True))
+            both = _merge(tuple(x[:, chosen] for x in sums), found)
+            sums = tuple(x.at[:, chosen].set(new) for x, new in zip(sums, both, strict=True))
     return sums
 
 
 def backward(
     options: Options, by_row: tuple[Array, ...], k: Array, v: Array, facts: Facts, blocks: Blocks | None
 ) -> tuple[Array, Array, Array, Any]:
-    """(dq, dk, dv) as q, k and v and d bias, float32. by_row: q, do `[B, T, N, .]`, lse and delta `[B, T, N]`."""
-    q, do, lse, delta = by_row
+    """(dq, dk, dv) as q, k and v and d bias, float32. by_row: q, do `[B, T, N, .]`, lse, rest and delta `[B, T, N]`."""
+    q, do, lse, rest, delta = by_row
     sums: Any = None
     for part in _parts(options, q, k, facts, blocks):
         own, rows, keys = _within(options, part, facts, q.shape[0])
-        given = rows(q), rows(do), rows(lse, jnp.inf), rows(delta)
+        given = rows(q), rows(do), rows(lse, jnp.inf), rows(rest), rows(delta)
         dq, dk, dv, by_bias = visits.backward(own[0], given, keys(k), keys(v), own[1], part.blocks)
         found = rows.back(dq, q.shape[1]), keys.back(dk, k.shape[1]), keys.back(dv, k.shape[1]), by_bias
         sums = found if sums is None else jax.tree.map(jnp.add, sums, found)

@@ -57,7 +57,7 @@ def reference(
         see &= jnp.broadcast_to(dense_mask, see.shape)
 
     # What no query may see is taken out before any product, because 0 * NaN is NaN.
-    seen = see.reshape(b, kv_heads, -1, s).any(axis=2).transpose(0, 2, 1)[..., None]
+    seen = see.reshape(b, kv_heads, n // kv_heads * t, s).any(axis=2).transpose(0, 2, 1)[..., None]
     k = jnp.repeat(jnp.where(seen, k, jnp.zeros_like(k)), n // kv_heads, axis=2).astype(jnp.float32)
     v = jnp.repeat(jnp.where(seen, v, jnp.zeros_like(v)), n // kv_heads, axis=2).astype(jnp.float32)
     scores = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k) * (h**-0.5 if scale is None else scale)
@@ -93,7 +93,7 @@ def as_flags(tokens: Array, length: int) -> Bool[Array, "B T"]:
     """Global tokens as flags: bool [B, T] as they are, int [B, G] as places, of which those below 0 stand for none."""
     if tokens.dtype == jnp.bool_:
         return tokens
-    places = jnp.where(tokens < 0, length, tokens)
+    places = jnp.where(tokens < 0, length, tokens.astype(jnp.int32))
     return (
         jnp.zeros((tokens.shape[0], length), bool)
         .at[jnp.arange(tokens.shape[0])[:, None], places]

@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float
 from hpnlp.ops.attention.algebra import Mask
 from hpnlp.ops.attention.dropout import keep_mask
 
-# A finite stand-in for the maximum of a row that sees nothing, so that exp(-inf - FLOOR) is 0 and not NaN.
-FLOOR = -1e30
+# A finite stand-in for the maximum of a row that sees nothing, so that exp(-inf - FLOOR) is 0 and not NaN; below no score.
+FLOOR = float(np.finfo(np.float32).min)
 
 Visible = Bool[np.ndarray, "*a r c"] | Bool[Array, "*a r c"] | None
 
@@ -131,11 +131,18 @@ def forward(
     return top, p.sum(axis=-1), _with_keys(_dropped(options, p, around.kept).astype(v.dtype), v, 1)
 
 
-def finish(top: Array, total: Array, weighted: Array) -> tuple[Array, Array]:
-    """(o, lse) of rows whose keys have all been summed."""
-    some = total > 0
-    total = jnp.where(some, total, 1.0)
-    return weighted / total[..., None], jnp.where(some, top + jnp.log(total), -jnp.inf)
+def finish(top: Array, total: Array, weighted: Array) -> tuple[Array, Array, Array]:
+    """(o, lse, rest) of rows whose keys have all been summed; see `log_sum`."""
+    return weighted / jnp.where(total != 0, total, 1.0)[..., None], *log_sum(top, total)
+
+
+def log_sum(top: Array, total: Array) -> tuple[Array, Array]:
+    """(lse, rest): top + log(total), rounded, and what the rounding took away. Where scores are large, as those of rows
+    that a bias of -1e9 hides, exp(score - lse) is a weight no more; exp(score - lse - rest) is."""
+    some = total != 0  # NaN is something
+    log = jnp.log(jnp.where(some, total, 1.0))
+    lse = top + log
+    return jnp.where(some, lse, -jnp.inf), jnp.where(some, (top - lse) + log, 0.0)
 
 
 def join(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -150,13 +157,14 @@ def join(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[
 class Given:
     """What the backward pass knows of the queries of a tile.
 
-    q `[..., K, G, r, H]`, do `[..., K, G, r, Hv]`, lse and delta `[..., K, G, r]`: lse is +inf for rows that saw nothing, so
-    that their probabilities are 0; delta is rowsum(do * o) - dlse, which is what the softmax's derivative subtracts.
+    q `[..., K, G, r, H]`, do `[..., K, G, r, Hv]`, lse, rest and delta `[..., K, G, r]`: lse is +inf for rows that saw
+    nothing, so that their probabilities are 0; delta is rowsum(do * o) - dlse, which the softmax's derivative subtracts.
     """
 
     q: Any
     do: Any
     lse: Any
+    rest: Any
     delta: Any
 
 
@@ -165,7 +173,7 @@ def backward(options: Options, given: Given, k: Array, v: Array, around: Around)
     see = around.see
     k, v = drop_hidden(see, k), drop_hidden(see, v)
     s, squashed = _scores(options, given.q, k, around)
-    p = jnp.exp(s - given.lse[..., None])
+    p = jnp.exp(s - given.lse[..., None] - given.rest[..., None])
     dp = _dropped(options, _with_keys(given.do, v, 2), around.kept)
     db = p * (dp - given.delta[..., None])
     if squashed is not None:

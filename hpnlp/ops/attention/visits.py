@@ -26,8 +26,8 @@ from hpnlp.ops.attention.tile import Around, Given, Options, Side
 from hpnlp.ops.manual import vary_alike
 
 
-def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks: Blocks) -> tuple[Array, Array]:
-    """(o `[B, T, N, Hv]`, lse `[B, T, N]`), float32."""
+def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks: Blocks) -> tuple[Array, Array, Array]:
+    """(o `[B, T, N, Hv]`, lse and rest `[B, T, N]`), float32."""
     group = q.shape[2] // k.shape[2]
 
     def one(chunk: _Chunk, sums: Any) -> Any:
@@ -35,19 +35,19 @@ def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks
         found = _forward(options, *part, blocks)
         return tuple(chunk.put(x, new, group) for x, new in zip(sums, found, strict=True))
 
-    blank = jnp.zeros((*q.shape[:3], v.shape[3])), jnp.zeros(q.shape[:3])
-    return _each(one, vary_alike(*blank, q)[:2], q, k, blocks)
+    blank = jnp.zeros((*q.shape[:3], v.shape[3])), jnp.zeros(q.shape[:3]), jnp.zeros(q.shape[:3])
+    return _each(one, vary_alike(*blank, q)[:3], q, k, blocks)
 
 
 def backward(
     options: Options, rows: tuple[Array, ...], k: Array, v: Array, facts: Facts, blocks: Blocks
 ) -> tuple[Array, Array, Array, Any]:
-    """(dq, dk, dv) as q, k and v and d bias, float32. rows: q, do `[B, T, N, .]`, lse and delta `[B, T, N]`."""
-    q, do, lse, delta = rows
+    """(dq, dk, dv) as q, k and v and d bias, float32. rows: q, do `[B, T, N, .]`, lse, rest and delta `[B, T, N]`."""
+    q = rows[0]
     group = q.shape[2] // k.shape[2]
 
     def one(chunk: _Chunk, sums: Any) -> Any:
-        part = tuple(chunk.cut(x, group) for x in (q, do, lse, delta))
+        part = tuple(chunk.cut(x, group) for x in rows)
         *found, by_bias = _backward(options, part, chunk.cut(k), chunk.cut(v), chunk.facts(facts, group), blocks)
         new = tuple(chunk.put(x, y, per) for x, y, per in zip(sums, found, (group, 1, 1), strict=False))
         if options.bias is not None or facts.bias is None:
@@ -298,7 +298,9 @@ def _run(pairs: _Pairs, visit: Callable[..., Any], visits: Visits, sums: Any) ->
     return lax.scan(step, sums, lines, unroll=unroll)[0]
 
 
-def _forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks: Blocks) -> tuple[Array, Array]:
+def _forward(
+    options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks: Blocks
+) -> tuple[Array, Array, Array]:
     heads = k.shape[2], q.shape[2] // k.shape[2]
     pairs = _Pairs(options, facts, blocks, heads[0])
     q_blocks = to_blocks(q, blocks.block, heads)
@@ -308,27 +310,28 @@ def _forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, block
         run = keys.shape[0]
         queries = _take_rows(q_blocks, first, run)
         part = tile.forward(options, queries, _take_keys(k_blocks, keys, -2), _take_keys(v_blocks, keys, -2), around)
-        new = tile.finish(*part)[::-1] if blocks.once else tile.join(_take_rows(sums, first, run), part)
+        new = tile.finish(*part) if blocks.once else tile.join(_take_rows(sums, first, run), part)
         return _put_rows(sums, first, new)
 
     flat = jnp.zeros(q_blocks.shape[:-1])
     weighted = jnp.zeros((*flat.shape, v.shape[3]))
-    sums = (flat - jnp.inf, weighted) if blocks.once else (flat + tile.FLOOR, flat, weighted)
+    sums = (weighted, flat - jnp.inf, flat) if blocks.once else (flat + tile.FLOOR, flat, weighted)
     *sums, _ = vary_alike(*sums, q)
     for visits in blocks.visits:
         sums = _run(pairs, visit, visits, tuple(sums))
-    o, lse = sums[::-1] if blocks.once else tile.finish(*sums)
-    return from_blocks(o, q.shape[1]), from_blocks(lse[..., None], q.shape[1])[..., 0]
+    o, *lse = sums if blocks.once else tile.finish(*sums)
+    lse, rest = (from_blocks(x[..., None], q.shape[1])[..., 0] for x in lse)
+    return from_blocks(o, q.shape[1]), lse, rest
 
 
 def _backward(
     options: Options, rows: tuple[Array, ...], k: Array, v: Array, facts: Facts, blocks: Blocks
 ) -> tuple[Array, Array, Array, Any]:
-    q, do, lse, delta = rows
+    q, do, lse, rest, delta = rows
     heads = k.shape[2], q.shape[2] // k.shape[2]
     pairs = _Pairs(options, facts, blocks, heads[0])
     cut = lambda x, fill=0.0: to_blocks(x, blocks.block, heads, fill)  # noqa: E731
-    given = Given(cut(q), cut(do), cut(lse, jnp.inf), cut(delta))
+    given = Given(cut(q), cut(do), cut(lse, jnp.inf), cut(rest), cut(delta))
     k_blocks, v_blocks = (to_blocks(x, blocks.key_block, heads[:1]) for x in (k, v))
 
     def visit(sums: Any, first: Array, keys: Array, around: Around, bias: Any) -> Any:

@@ -28,6 +28,7 @@ from hpnlp.ops.attention import (
     bigbird,
     flash,
     longformer,
+    merge,
     orders,
     panels,
     reference,
@@ -203,8 +204,9 @@ def test_a_mask_for_each_head(mask, names):
     assert_forms_equal(run, arrays(), mask.masks[-1], "bias" in names)
 
 
-def test_users_own_function():
-    mask = Causal() & Where(lambda i, j: (i + j) % 3 == 0)
+@pytest.mark.parametrize("other", [Causal(), Strided(4), ~Strided(3) & Causal()], ids=repr)
+def test_users_own_function(other):
+    mask = other & Where(lambda i, j: (i + j) % 3 == 0) | Strided(7) & Where(lambda i, j: j < 9)
     assert_forms_equal(lambda f: scored(f, mask, {}), arrays(), mask)
 
 
@@ -220,11 +222,52 @@ def test_nan_in_blocks_that_nobody_visits(mask, form):
         np.testing.assert_array_equal(a, b)
 
 
-def test_visible_nan_is_not_hidden(form):
+@pytest.mark.parametrize("mask", [Causal(), Causal() & (Window(2) | Strided(5) | Sinks(1))], ids=["one part", "parts"])
+def test_visible_nan_is_not_hidden(mask, form):
     q, k, v = arrays()
-    o = ours(q, k.at[0, 20, 0].set(jnp.nan), v, Causal())
-    assert np.isnan(np.asarray(o)[0, 20:, :2]).all() and np.isfinite(np.asarray(o)[0, :, 2:]).all()
-    assert np.isfinite(np.asarray(o)[1]).all()
+    o, lse = ours(q, k.at[0, 20, 0].set(jnp.nan), v, mask, return_lse=True)
+    sees = mask.to_dense(37)[:, 20]
+    for x in (np.asarray(o), np.asarray(lse)):
+        assert np.isnan(x[0, sees, :2]).all() and np.isfinite(x[0, ~sees]).all() and np.isfinite(x[0, :, 2:]).all()
+        assert np.isfinite(x[1]).all()
+    halves = (o, lse), ours(q, k, v, mask, return_lse=True)
+    assert all(np.isnan(np.asarray(x)[0, sees, :2]).all() for x in merge(*halves))
+
+
+@pytest.mark.parametrize(
+    ("mask", "value"),
+    [(Causal(), 1e5), (Causal(), float(np.finfo(np.float32).min)), (Causal() & (Window(3) | Strided(5)), -1e9)],
+)
+def test_rows_far_from_zero(mask, value):
+    """A whole row, as of padding, and half of one."""
+    bias = jnp.zeros((1, 1, 37, 37)).at[..., 10, :].set(value).at[..., 20, 17:].set(value)
+    assert_forms_equal(lambda f: scored(f, mask, {"bias": bias}), arrays(), mask, alone=True)
+    one = lambda row: lambda head, i, j: jnp.where(i == 10, row, 0.0)  # noqa: E731
+    run = lambda f: jax.jit(jax.grad(lambda qkv: jnp.sin(f(*qkv, mask, bias=one(value))).sum()), compiler_options=ONCE)  # noqa: E731
+    assert_forms_equal(run, arrays(), mask)
+
+
+def test_padding_asks_a_bias_for_no_place_of_its_own(form):
+    q, k, v = arrays()
+    after = lambda x: x.astype(jnp.float32) + 1  # noqa: E731
+    bias = lambda c: lambda head, i, j: c * jnp.log(after(i)) + c / after(j)  # noqa: E731
+    grads = (jax.grad(lambda c, f=f: f(q, k, v, Causal() & Strided(4), bias=bias(c)).sum()) for f in (ours, reference))
+    np.testing.assert_allclose(*(g(jnp.float32(0.3)) for g in grads), rtol=1e-5)
+
+
+def test_sink_of_no_weight_beside_a_row_that_sees_nothing(form):
+    options = {"sinks": jnp.array([0.0, -jnp.inf, 1.0, -jnp.inf]), "kv_lengths": jnp.array([0, 9])}
+    found = scored(ours, Causal(), options)(arrays())
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found[1]))
+    np.testing.assert_array_equal(found[0][0][0], 0)
+
+
+def test_integers_of_any_kind(form):
+    q, k, v = arrays()
+    ids, places = np.sort(np.arange(74).reshape(2, 37) % 3, axis=1), np.array([[3, 36, -1], [0, 1, 2]])
+    tokens = jnp.asarray(places, "int8")
+    run = lambda kind: ours(q, k, v, Causal(), segment_ids=jnp.asarray(ids, kind), global_tokens=tokens)  # noqa: E731
+    np.testing.assert_array_equal(run("int8"), run("int32"))
 
 
 def run_time_plan(order, width=3, block=8):
@@ -313,6 +356,7 @@ def test_what_cannot_be_is_said(mask, options, told):
     ("make", "told"),
     [
         (lambda: Window(-1), "Window.left=-1"),
+        (lambda: Window(2**63), "at most"),
         (lambda: Blockwise(0), "Blockwise.block=0"),
         (lambda: Strided(True), "whole number"),
         (lambda: RandomBlocks(4, -1), "count"),
