@@ -32,7 +32,7 @@ def merge(*parts: tuple[Float[Array, "*a Hv"], Float[Array, "*a"]]) -> tuple[Arr
     return _merge(*((o, lse, jnp.zeros_like(lse)) for o, lse in parts))[:2]
 
 
-def _merge(*parts: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+def _merge(*parts: tuple[Array, ...]) -> tuple[Array, Array, Array]:
     """`merge` of (o, lse, rest)."""
     lses = jnp.stack([lse for _, lse, _ in parts])
     top = jax.lax.stop_gradient(lses.max(axis=0))
