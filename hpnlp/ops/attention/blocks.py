@@ -139,6 +139,10 @@ OVERHEAD = 48
 KEYS = 1024
 
 
+# What a visit of any size costs, in scores, and what the test of a score costs beside the score.
+VISIT, TEST = 1 << 17, 0.08
+
+
 def plan(tiles: Live, length: int, block: int, key_block: int, heads: int) -> Blocks:
     """The visits that run `tiles`; heads: how many (batch, head) run at a time, at most.
 
@@ -146,7 +150,27 @@ def plan(tiles: Live, length: int, block: int, key_block: int, heads: int) -> Bl
     """
     rows = -(-length // block)
     counts = np.bincount(tiles.rows, minlength=rows)
-    wide, narrow = _widths(counts, max(KEYS // key_block, 1), key_block)
+    most = max(KEYS // key_block, 1)
+    # One width for all may leave more rows side by side, which then run together; so may visits of tested and other tiles.
+    widths = dict.fromkeys((_widths(counts, most, key_block), (max(min(most, int(counts.max(initial=1))), 1),) * 2))
+    found = [_visits(tiles, rows, block, key_block, heads, *pair, apart) for pair in widths for apart in (True, False)]
+    size = heads * block * key_block
+
+    def cost(visits: list[Visits]) -> float:
+        lines = ((v.tested.size, np.count_nonzero(v.tested), size * v.keys[0].size) for v in visits)
+        return sum(n * (VISIT + scores) + TEST * tested * scores for n, tested, scores in lines)
+
+    visits = min(found, key=cost)
+    seen = [(v.first[:, None] + np.arange(v.keys.shape[1])).reshape(-1) for v in visits]
+    once = bool((np.bincount(np.concatenate([*seen, np.zeros(0, int)]), minlength=rows) == 1).all())
+    return Blocks(tuple(visits), block, key_block, once)
+
+
+def _visits(
+    tiles: Live, rows: int, block: int, key_block: int, heads: int, wide: int, narrow: int, apart: bool
+) -> list[Visits]:
+    """Visits of up to two widths. apart: whether tiles that need no test may have visits of their own, spared its pass."""
+    counts = np.bincount(tiles.rows, minlength=rows)
     starts = np.cumsum(counts) - counts
     place = np.arange(tiles.rows.size) - starts[tiles.rows]
     in_wide = place < _wide(counts, wide, narrow, key_block)[tiles.rows]
@@ -163,13 +187,10 @@ def plan(tiles: Live, length: int, block: int, key_block: int, heads: int) -> Bl
         keys[line, at % width] = tiles.columns[chosen]
         tested = np.bincount(line, ~tiles.every[chosen], lines.size) + (keys < 0).sum(axis=1) > 0
         run = 1 << max((TILE // max(heads * block * width * key_block, 1)).bit_length() - 1, 0)
-        # Where much needs no test, it is spared the pass over the scores that the test costs.
-        apart = 2 * np.count_nonzero(tested) < tested.size >= 16
-        for some in (np.flatnonzero(~tested), np.flatnonzero(tested)) if apart else (np.arange(tested.size),):
+        split = apart and 2 * np.count_nonzero(tested) < tested.size >= 16
+        for some in (np.flatnonzero(~tested), np.flatnonzero(tested)) if split else (np.arange(tested.size),):
             visits += _runs((lines % rows)[some], keys[some], tested[some], run) if some.size else []
-    seen = [(v.first[:, None] + np.arange(v.keys.shape[1])).reshape(-1) for v in visits]
-    once = bool((np.bincount(np.concatenate([*seen, np.zeros(0, int)]), minlength=rows) == 1).all())
-    return Blocks(tuple(visits), block, key_block, once)
+    return visits
 
 
 def _wide(counts: np.ndarray, wide: int, narrow: int, key_block: int) -> np.ndarray:
