@@ -151,14 +151,17 @@ def plan(tiles: Live, length: int, block: int, key_block: int, heads: int) -> Bl
     rows = -(-length // block)
     counts = np.bincount(tiles.rows, minlength=rows)
     most = max(KEYS // key_block, 1)
-    # One width for all may leave more rows side by side, which then run together; so may visits of tested and other tiles.
+    # One width for all may leave more rows side by side, which then run together; so may visits of tested and other tiles. It
+    # may have a third more to compute.
     widths = dict.fromkeys((_widths(counts, most, key_block), (max(min(most, int(counts.max(initial=1))), 1),) * 2))
     found = [_visits(tiles, rows, block, key_block, heads, *pair, apart) for pair in widths for apart in (True, False)]
-    size = heads * block * key_block
+    least = min(sum(v.keys.size for v in visits) for visits in found)
+    found = [visits for visits in found if 3 * sum(v.keys.size for v in visits) <= 4 * least]
 
     def cost(visits: list[Visits]) -> float:
+        size = heads * block * key_block
         lines = ((v.tested.size, np.count_nonzero(v.tested), size * v.keys[0].size) for v in visits)
-        return sum(n * (VISIT + scores) + TEST * tested * scores for n, tested, scores in lines)
+        return sum((n * (VISIT + scores) + TEST * tested * scores for n, tested, scores in lines), 0.0)
 
     visits = min(found, key=cost)
     seen = [(v.first[:, None] + np.arange(v.keys.shape[1])).reshape(-1) for v in visits]
