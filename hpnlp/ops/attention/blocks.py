@@ -153,8 +153,12 @@ def plan(tiles: Live, length: int, block: int, key_block: int, heads: int) -> Bl
     most = max(KEYS // key_block, 1)
     # One width for all may leave more rows side by side, which then run together; so may visits of tested and other tiles. It
     # may have a third more to compute.
-    widths = dict.fromkeys((_widths(counts, most, key_block), (max(min(most, int(counts.max(initial=1))), 1),) * 2))
-    found = [_visits(tiles, rows, block, key_block, heads, *pair, apart) for pair in widths for apart in (True, False)]
+    widest = max(min(most, int(counts.max(initial=1))), 1)
+    found = [
+        _visits(tiles, rows, block, key_block, heads, wide, narrow, apart)
+        for wide, narrow in dict.fromkeys((_widths(counts, most, key_block), (widest, widest)))
+        for apart in (True, False)
+    ]
     least = min(sum(v.keys.size for v in visits) for visits in found)
     found = [visits for visits in found if 3 * sum(v.keys.size for v in visits) <= 4 * least]
 
