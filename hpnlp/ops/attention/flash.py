@@ -125,7 +125,7 @@ def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array
     do, dlse = cotangents
     heads, full = k.shape[2], dataclasses.replace(facts, bias=bias)
     nothing = jnp.isneginf(lse)  # rows that see nothing, whose dlse may be anything
-    # A product: as a sum over the last axis, XLA:CPU took twenty times as long for it, half of a window's backward pass.
+    # A product: as a sum over the last axis, it took XLA:CPU twenty times as long (13 ms for 0.7 at T 4096, N 8, H 64).
     delta = jnp.einsum("btnh,btnh->btn", do, o, preferred_element_type=jnp.float32) - jnp.where(nothing, 0.0, dlse)
     lse = jnp.where(nothing, jnp.inf, lse)
     if blocks is None and panels.fit(options, q.shape[1], k.shape[1]):
