@@ -150,12 +150,13 @@ def _take_keys(x: Array, keys: Array, axis: int) -> Array:
 
 
 def _add_keys(x: Array, keys: Array, new: Array) -> Array:
-    """x `[blocks, ..., kb]` with the parts of new `[R, ..., w * kb]` added at the blocks `keys`; what is at -1 is 0."""
+    """x `[blocks, ..., kb]` with the parts of new `[R, ..., w * kb]` added at the blocks `keys`; what is at -1 is 0.
+
+    Not by updating a slice, where one block would do: XLA:CPU then copies all of x at every other visit.
+    """
     run, width = keys.shape
     new = jnp.moveaxis(new.reshape(*new.shape[:-1], width, x.shape[-1]), -2, 1)
-    return (
-        x.at[jnp.maximum(keys, 0)].add(new) if run * width > 1 else _add_one(x, jnp.maximum(keys[0, 0], 0), new[0, 0])
-    )
+    return x.at[jnp.maximum(keys, 0)].add(new)
 
 
 def _add_one(x: Array, at: Array, new: Array) -> Array:
