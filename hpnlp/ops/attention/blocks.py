@@ -107,8 +107,8 @@ class Visits:
     """Meetings of a run of R consecutive query blocks with w key blocks each, to be computed one after the other.
 
     first: int32 [n], the first query block of the run. keys: int32 [n, R, w], key blocks in any order, -1 for none. A query
-    block meets a key block in one visit at most. tested: bool [n], whether the mask has to be asked for each element; else
-    it allows all of the visit, which then has no -1 and nothing beyond the sequences' ends.
+    block meets a key block in one visit at most. tested: integer or bool [n]. 1: the mask has to be asked for each element;
+    else it allows all of the visit, which then has nothing beyond the sequences' ends, and no -1 where it is 0; 2: it has.
     """
 
     first: Any
@@ -164,7 +164,7 @@ def plan(tiles: Live, length: int, block: int, key_block: int, heads: int) -> Bl
 
     def cost(visits: list[Visits]) -> float:
         size = heads * block * key_block
-        lines = ((v.tested.size, np.count_nonzero(v.tested), size * v.keys[0].size) for v in visits)
+        lines = ((v.tested.size, np.count_nonzero(v.tested == 1), size * v.keys[0].size) for v in visits)
         return sum((n * (VISIT + scores) + TEST * tested * scores for n, tested, scores in lines), 0.0)
 
     visits = min(found, key=cost)
@@ -192,10 +192,11 @@ def _visits(
         lines, line = np.unique(at // width * rows + row, return_inverse=True)
         keys = np.full((lines.size, width), -1, np.int32)
         keys[line, at % width] = tiles.columns[chosen]
-        tested = np.bincount(line, ~tiles.every[chosen], lines.size) + (keys < 0).sum(axis=1) > 0
+        asked = np.bincount(line, ~tiles.every[chosen], lines.size) > 0
+        tested = np.where(asked, 1, np.where((keys < 0).any(axis=1), 2, 0)).astype(np.int8)
         run = 1 << max((TILE // max(heads * block * width * key_block, 1)).bit_length() - 1, 0)
-        split = apart and 2 * np.count_nonzero(tested) < tested.size >= 16
-        for some in (np.flatnonzero(~tested), np.flatnonzero(tested)) if split else (np.arange(tested.size),):
+        split = apart and 2 * np.count_nonzero(asked) < asked.size >= 16
+        for some in (np.flatnonzero(~asked), np.flatnonzero(asked)) if split else (np.arange(asked.size),):
             visits += _runs((lines % rows)[some], keys[some], tested[some], run) if some.size else []
     return visits
 
@@ -248,5 +249,6 @@ def _runs(row: np.ndarray, keys: np.ndarray, tested: np.ndarray, run: int) -> li
         if lines.size:
             first = row[lines].reshape(-1, size)[:, 0].astype(np.int32)
             grouped = keys[lines].reshape(-1, size, keys.shape[1])
-            visits.append(Visits(first, grouped, tested[lines].reshape(-1, size).any(axis=1)))
+            each = tested[lines].reshape(-1, size)
+            visits.append(Visits(first, grouped, np.where((each == 1).any(axis=1), 1, each.max(axis=1)).astype(np.int8)))
     return visits

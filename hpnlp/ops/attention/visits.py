@@ -159,10 +159,6 @@ def _add_keys(x: Array, keys: Array, new: Array) -> Array:
     return x.at[jnp.maximum(keys, 0)].add(new)
 
 
-def _add_one(x: Array, at: Array, new: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(x, lax.dynamic_index_in_dim(x, at, keepdims=False) + new, at, 0)
-
-
 def _side(side: Side, block: int) -> Side:
     index = to_blocks(side.index, block, fill=-1)
     return dataclasses.replace(jax.tree.map(lambda x: to_blocks(x, block), side), index=index)
@@ -216,12 +212,12 @@ class _Pairs:
 
     def states(self, visits: Visits) -> Any:
         """int32 [n]: 0 for a visit of which run-time operands show that no pair is seen, 1 where the plan says that all
-        are, 2 for one to be tested; numpy where the plan alone decides."""
+        are, 2 for one to be tested, 3 for one that lacks keys only; numpy where the plan alone decides."""
         facts, rows, columns = self.facts, self.facts.rows, self.facts.columns
         if all(x is None for x in (facts.lengths, rows.segment, rows.position, rows.everywhere)):
-            known = isinstance(visits.tested, np.ndarray)
-            tested = visits.tested if facts.dense is None else visits.tested | True
-            return np.where(tested, 2, 1).astype(np.int32) if known else jnp.where(tested, 2, 1).astype(jnp.int32)
+            where = np.where if isinstance(visits.tested, np.ndarray) else jnp.where
+            tested = visits.tested.astype(np.int32)
+            return where((tested == 1) | (facts.dense is not None), 2, where(tested == 2, 3, 1))
         keys = jnp.asarray(visits.keys)
         runs = jnp.asarray(visits.first)[:, None] + jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
         q = lambda x, op: _bounds(rows, x, self.blocks.block, op)[runs][:, :, None]  # noqa: E731
@@ -255,7 +251,8 @@ class _Pairs:
 
         options, facts = self.options, self.facts
         kept = None if facts.seed is None else tile.keep(options, facts.seed, self.heads, rows, columns)
-        around = Around(self._see(test, state, states), kept)
+        there = (columns.index >= 0)[..., None, None, None, :]
+        around = Around(self._see(test, there, state, states), kept)
         if self.bias is not None:
             return dataclasses.replace(around, bias=self.bias.take(first, keys)), None
         if options.bias is None:
@@ -263,17 +260,19 @@ class _Pairs:
         bias = lambda constants: bias_tile(options, constants, self.names, rows, columns)  # noqa: E731
         return dataclasses.replace(around, bias=bias(facts.bias)), bias
 
-    def _see(self, test: Callable[[], Array], state: Array, states: Any) -> Array | None:
-        """`test()`, unless the plan says that nothing needs it.
+    def _see(self, test: Callable[[], Array], there: Array, state: Array, states: Any) -> Array | None:
+        """`test()`, or what keys are there if the plan says that this is enough; None where all visits see all.
 
         A branch of its own, so that XLA does not ask the mask anew in each head and each pass over the scores, which takes a
         quarter of the time of a window; behind a barrier, or XLA would see that the branch is always taken and undo it.
         """
         if isinstance(states, np.ndarray) and (states == 1).all():
             return None
+        if isinstance(states, np.ndarray) and not (states == 2).any():
+            return there
         like = jax.eval_shape(test)
         operands = jax.tree.leaves((self.rows, self.columns, self.facts.lengths, self.facts.dense))
-        every = lambda: vary_alike(jnp.ones(like.shape, bool), *operands)[0]  # noqa: E731
+        every = lambda: vary_alike(jnp.broadcast_to(there, like.shape), *operands)[0]  # noqa: E731
         return lax.cond(lax.optimization_barrier(state) == 2, test, every)
 
 
