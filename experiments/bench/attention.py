@@ -15,13 +15,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
-import torch.nn.functional as F
 from absl import app, flags
 
 from hpnlp import cli, measure
@@ -42,6 +40,9 @@ from hpnlp.ops.attention import (
 from hpnlp.ops.attention.blocks import live, plan
 from hpnlp.ops.attention.cache import extend_cache, start_cache
 from hpnlp.training.allocator import keep_freed_memory
+
+if TYPE_CHECKING:
+    import torch  # imported where it runs: the process whose memory is measured does without
 
 RESULTS = Path(__file__).parents[1] / "results"
 HEADS, DIM = 8, 64
@@ -98,11 +99,16 @@ def naive(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def torch_arrays(given: list[jax.Array]) -> list[torch.Tensor]:
+    import torch
+
     turned = [torch.from_numpy(np.array(x).transpose(0, 2, 1, 3).copy()) for x in given]
     return [x.requires_grad_(i < 3) for i, x in enumerate(turned)]
 
 
 def torch_both(given: list[jax.Array]) -> Callable[[], Any]:
+    import torch
+    import torch.nn.functional as F
+
     q, k, v, do = torch_arrays(given)
 
     def run() -> Any:
@@ -154,6 +160,7 @@ def bench_dense(rounds: int) -> list[dict[str, Any]]:
 
 def bench_flex(rounds: int) -> list[dict[str, Any]]:
     """The window's forward pass beside compiled FlexAttention."""
+    import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     rows = []
@@ -271,6 +278,8 @@ def main(_: Any) -> None:
     cli.prepare_jax()
     if FLAGS.peak_of:
         return peak_of(FLAGS.peak_of)
+    import torch
+
     torch.set_num_threads(len(jax.devices()) * measure.environment()["cores"])
     check({"dense": Full(), **{name: mask(1536) for name, mask in PATTERNS.items()}})
     rows = [row for name in FLAGS.only or BENCHES for row in BENCHES[name](FLAGS.rounds)]

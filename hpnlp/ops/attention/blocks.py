@@ -250,5 +250,7 @@ def _runs(row: np.ndarray, keys: np.ndarray, tested: np.ndarray, run: int) -> li
             first = row[lines].reshape(-1, size)[:, 0].astype(np.int32)
             grouped = keys[lines].reshape(-1, size, keys.shape[1])
             each = tested[lines].reshape(-1, size)
-            visits.append(Visits(first, grouped, np.where((each == 1).any(axis=1), 1, each.max(axis=1)).astype(np.int8)))
+            visits.append(
+                Visits(first, grouped, np.where((each == 1).any(axis=1), 1, each.max(axis=1)).astype(np.int8))
+            )
     return visits

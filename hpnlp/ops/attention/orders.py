@@ -19,8 +19,8 @@ from hpnlp.ops.attention.blocks import Blocks, live, plan, visit_keys
 from hpnlp.ops.attention.mask import Blockwise, Causal, Dilated, Fixed, Full, Global, GlobalAt, Sinks, Strided, Window
 
 # Blocks of queries and of keys to choose from, and what a score costs where the smaller is at least so large.
-SIZES = (512, 1024), (512, 512), (256, 256), (128, 128), (64, 64)
-PRICES = {512: 1.0, 256: 1.2, 128: 1.25, 0: 1.5}
+SIZES = (1024, 1024), (512, 1024), (512, 512), (256, 256), (128, 128), (64, 64)
+PRICES = {1024: 0.92, 512: 1.0, 256: 1.2, 128: 1.25, 0: 1.5}
 # How many rows of blocks an estimate looks at.
 SAMPLE = 96
 # What a token costs, in scores, where a part has to be merged, and where it has to be laid out in another order.
