@@ -133,6 +133,8 @@ class Blocks:
 
 # A tile of so many scores, in all heads together, fills the caches and keeps all cores busy.
 TILE = 1 << 20
+# So many numbers of an array are laid out in blocks at a time, as heads allow: long sequences would be held twice.
+LAID = 1 << 23
 # What a visit costs beside its keys, in keys.
 OVERHEAD = 48
 # At most so many keys a visit.

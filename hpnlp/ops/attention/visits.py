@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array
 
 from hpnlp.ops.attention import tile
-from hpnlp.ops.attention.blocks import TILE, Blocks, Visits
+from hpnlp.ops.attention.blocks import LAID, TILE, Blocks, Visits
 from hpnlp.ops.attention.layout import (
     Facts,
     add_bias,
@@ -104,6 +104,7 @@ def _each(one: Callable[..., Any], sums: Any, q: Array, k: Array, blocks: Blocks
     most = max(
         TILE // (group * max((v.keys[0].size for v in blocks.visits), default=1) * blocks.block * blocks.key_block), 1
     )
+    most = max(min(most, LAID // (group * max(q.shape[1], k.shape[1]) * max(q.shape[3], 1))), 1)
     largest = lambda n, bound: max(i for i in range(1, n + 1) if n % i == 0 and i <= max(bound, 1))  # noqa: E731
     rows, some = largest(batch, most // heads), largest(heads, most)
     # An axis that is spread over devices cannot be gone along, and larger devices want all of it.
