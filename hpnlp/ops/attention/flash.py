@@ -111,7 +111,7 @@ def _flash_forward(
     options: Options, q: Array, k: Array, v: Array, bias: Any, facts: Facts, blocks: Any
 ) -> tuple[tuple[Array, Array], Any]:
     full = dataclasses.replace(facts, bias=bias)
-    if blocks is None and panels.fit(options, q.shape[1], k.shape[1]):
+    if blocks is None and panels.fit(options, q.shape[1], k.shape[1], facts):
         o, lse, rest = panels.forward(options, q, k, v, full)
         o, lse, rest = from_rows(o), from_rows(lse[..., None])[..., 0], from_rows(rest[..., None])[..., 0]
     else:
@@ -128,7 +128,7 @@ def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array
     # A product: as a sum over the last axis, it took XLA:CPU twenty times as long (13 ms for 0.7 at T 4096, N 8, H 64).
     delta = jnp.einsum("btnh,btnh->btn", do, o, preferred_element_type=jnp.float32) - jnp.where(nothing, 0.0, dlse)
     lse = jnp.where(nothing, jnp.inf, lse)
-    if blocks is None and panels.fit(options, q.shape[1], k.shape[1]):
+    if blocks is None and panels.fit(options, q.shape[1], k.shape[1], facts):
         by_row = per_row(lse, heads), per_row(rest, heads), per_row(delta, heads)
         given = Given(rows_of(q, heads), rows_of(do, heads), *by_row)
         dq, dk, dv, by_bias = panels.backward(options, given, k, v, full)
