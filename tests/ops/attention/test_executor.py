@@ -323,13 +323,27 @@ def test_in_transformations(form):
 @pytest.mark.parametrize("form", ["visits"], indirect=True)
 def test_tiles_of_some_heads_and_rows(form, monkeypatch):
     """Batch and heads go in chunks where a tile is full: the same result."""
-    from hpnlp.ops.attention import visits
+    from hpnlp.ops.attention import parts, visits
 
     qkv, options = arrays(), operands(("segment_ids", "bias_row", "dropout", "kv_lengths"))
     expected = scored(reference, Causal(), options)(qkv)
-    for tile in (1, 200, 600):
+    for tile, laid in ((1, 1 << 23), (200, 1 << 23), (600, 1 << 23), (1 << 20, 1), (1 << 20, 700)):
         monkeypatch.setattr(visits, "TILE", tile)
+        monkeypatch.setattr(visits, "LAID", laid), monkeypatch.setattr(parts, "LAID", laid)
         assert_close(scored(ours, Causal(), options)(qkv), expected)
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "fit"),
+    [(Full(), 256, True), (Full(), 512, False), (Causal(), 1024, True), (Causal(), 1025, False), (Window(9), 512, True)],
+)
+def test_panels_are_for_what_is_short_or_skips_pairs(mask, length, fit):
+    from hpnlp.ops.attention import panels
+    from hpnlp.ops.attention.layout import Facts
+    from hpnlp.ops.attention.tile import Options, Side
+
+    side = Side(np.arange(length)[None])
+    assert panels.fit(Options(mask, 1.0), length, length, Facts(side, side)) is fit
 
 
 @pytest.mark.parametrize(
