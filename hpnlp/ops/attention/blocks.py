@@ -107,8 +107,9 @@ class Visits:
     """Meetings of a run of R consecutive query blocks with w key blocks each, to be computed one after the other.
 
     first: int32 [n], the first query block of the run. keys: int32 [n, R, w], key blocks in any order, -1 for none. A query
-    block meets a key block in one visit at most. tested: integer or bool [n]. 1: the mask has to be asked for each element;
-    else it allows all of the visit, which then has nothing beyond the sequences' ends, and no -1 where it is 0; 2: it has.
+    block meets a key block in one visit at most. tested: integer or bool [n]. 0: all of it is
+    allowed, and nothing lies beyond the sequences' ends; 1: the mask has to be asked for each element; 2: as 0, but where
+    keys are -1.
     """
 
     first: Any
@@ -133,7 +134,8 @@ class Blocks:
 
 # A tile of so many scores, in all heads together, fills the caches and keeps all cores busy.
 TILE = 1 << 20
-# So many numbers of an array are laid out in blocks at a time, as heads allow: long sequences would be held twice.
+# At most so many numbers of the queries are copied into blocks at a time, as heads allow: of long sequences, copies of all
+# heads would double the memory.
 LAID = 1 << 23
 # What a visit costs beside its keys, in keys.
 OVERHEAD = 48

@@ -1,8 +1,8 @@
 """Blockwise attention whose memory grows with the sequence, not with its square.
 
 The forward pass keeps (o, lse); the backward pass computes each block of probabilities again. Two drivers share the
-arithmetic of a tile: short sequences run as panels, long ones as the visits of a block plan, in parts where a mask's
-patterns want different orders of the tokens.
+arithmetic of a tile: short sequences run as panels where these skip pairs, others as the visits of a block plan, in parts
+where a mask's patterns want different orders of the tokens.
 
 What decides the speed on a CPU, so that it is not lost again:
 - No product turns the scores: XLA:CPU takes three times as long for `p^T do` and `ds^T q` as for their transposes, so the
@@ -68,6 +68,7 @@ def flash(
     index into `rng`.
     Source: Dao et al. 2022, "FlashAttention", algorithms 1 and 2.
     """
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
     (b, t, n), s = q.shape[:3], k.shape[1]
     if 0 in (*q.shape, *k.shape, *v.shape):  # nothing to see, or nobody to see it
         out, lse = jnp.zeros((b, t, n, v.shape[3]), q.dtype), jnp.full((b, t, n), -jnp.inf)

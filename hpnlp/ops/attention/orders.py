@@ -12,6 +12,7 @@ import itertools
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
 from hpnlp.ops.attention.algebra import And, Mask, Not, Or
@@ -215,6 +216,11 @@ def _local(mask: Mask, order: Order, length: int, keys: int) -> tuple[Mask, int,
     return _Chosen(mask, order), length if rows is None else len(rows), keys if columns is None else len(columns)
 
 
+def _sizes() -> tuple[tuple[int, int], ...]:
+    """The largest are for CPUs, which go through the heads one by one; elsewhere a tile has all of them."""
+    return SIZES if jax.default_backend() == "cpu" else SIZES[1:]
+
+
 @functools.lru_cache(maxsize=1024)
 def _cost(mask: Mask, order: Order, length: int, keys: int, block_size: int | None) -> tuple[float, tuple[int, int]]:
     """Scores to compute a head, what is beside them counted as such, and the best blocks."""
@@ -222,7 +228,7 @@ def _cost(mask: Mask, order: Order, length: int, keys: int, block_size: int | No
     if not rows or not columns:
         return 0.0, (64, 64)
     best = (math.inf, (64, 64))
-    for block, key_block in ((block_size, block_size),) if block_size else SIZES:
+    for block, key_block in ((block_size, block_size),) if block_size else _sizes():
         block, key_block = (min(size, 1 << (n - 1).bit_length()) for size, n in ((block, rows), (key_block, columns)))
         price = next(price for least, price in PRICES.items() if min(block, key_block) >= least)
         count = -(-rows // block)

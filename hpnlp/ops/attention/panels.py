@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +13,17 @@ import numpy as np
 from jaxtyping import Array
 
 from hpnlp.ops.attention import tile
+from hpnlp.ops.attention.algebra import Mask
 from hpnlp.ops.attention.layout import Facts, add_bias, bias_tile, by_key_head, key_rows, rows_of
+from hpnlp.ops.attention.mask import Full
 from hpnlp.ops.attention.tile import Around, Given, Options, Side
 
 ROWS = 128
 # Up to so many panels and query-key pairs; every panel adds to the program, and holds a gradient of the keys it reaches.
 MOST = 8
 PAIRS = 1024 * 1024
-# Of so many pairs, panels may compute such a share: below, or with less of them, they are a tenth to a fifth faster than
-# visits (causal, T = S = 512 or 1024); dense ones of that size a third slower.
+# From MANY pairs on, panels run only if they compute at most SHARE of them: causal ones of T = S = 512 and 1024 are a tenth to
+# a fifth faster than visits, dense ones a third slower; shorter ones are always faster.
 MANY, SHARE = 512 * 512, 0.75
 
 
@@ -44,17 +47,20 @@ class _Panel:
     k1: int
 
 
-def _panels(options: Options, length: int, keys: int, facts: Facts) -> list[_Panel]:
+def _panels(options: Options, length: int, keys: int, facts: Facts) -> tuple[_Panel, ...]:
     """One panel a block of queries, its keys trimmed to what the mask reaches where that is known while tracing."""
-    block = options.block_size or ROWS
+    known = facts.rows.position is None and facts.rows.everywhere is None
+    return _trimmed(options.mask if known else Full(), length, keys, options.block_size or ROWS)
+
+
+@functools.lru_cache(maxsize=64)
+def _trimmed(mask: Mask, length: int, keys: int, block: int) -> tuple[_Panel, ...]:
     panels = []
     for q0 in range(0, length, block):
-        q1, k0, k1 = min(q0 + block, length), 0, keys
-        if facts.rows.position is None and facts.rows.everywhere is None:
-            seen = options.mask.at(np.arange(q0, q1)[:, None], np.arange(k0, k1)[None, :]).any(axis=0).nonzero()[0]
-            k0, k1 = (k0 + int(seen[0]), k0 + int(seen[-1]) + 1) if seen.size else (0, 0)
-        panels.append(_Panel(q0, q1, k0, k1))
-    return panels
+        q1 = min(q0 + block, length)
+        seen = mask.at(np.arange(q0, q1)[:, None], np.arange(keys)[None, :]).any(axis=0).nonzero()[0]
+        panels.append(_Panel(q0, q1, int(seen[0]), int(seen[-1]) + 1) if seen.size else _Panel(q0, q1, 0, 0))
+    return tuple(panels)
 
 
 def _cut(side: Side, start: int, stop: int) -> Side:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from hpnlp.ops.attention import visits
-from hpnlp.ops.attention.blocks import LAID, Blocks
+from hpnlp.ops.attention.blocks import Blocks
 from hpnlp.ops.attention.layout import Facts
 from hpnlp.ops.attention.mask import Full
 from hpnlp.ops.attention.orders import Order, Part, parts
@@ -88,8 +88,8 @@ def _parts(options: Options, q: Array, k: Array, facts: Facts, blocks: Blocks | 
     # Positions and global tokens are known at run time only: every block may then meet every other.
     late = facts.rows.position is not None or facts.rows.everywhere is not None
     one = late or facts.dense is not None or isinstance(facts.bias, jax.Array)
-    heads = min(q.shape[0] * q.shape[2], max(LAID // (max(q.shape[1], k.shape[1]) * q.shape[3]), 1))
-    found = parts(Full() if late else options.mask, q.shape[1], k.shape[1], options.block_size, heads, one)
+    mask = Full() if late else options.mask
+    found = parts(mask, q.shape[1], k.shape[1], options.block_size, visits.laid(q, k), one)
     return tuple(dataclasses.replace(part, mask=options.mask) for part in found) if late else found
 
 

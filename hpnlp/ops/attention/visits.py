@@ -96,19 +96,31 @@ class _Chunk:
         return dataclasses.replace(facts, **batch, **jax.tree.map(lambda x: self.cut(x, per, 1), heads))
 
 
-def _each(one: Callable[..., Any], sums: Any, q: Array, k: Array, blocks: Blocks) -> Any:
-    """`one(chunk, sums)` for chunks of batch and heads whose tiles fit the caches, after each other."""
+def laid(q: Array, k: Array) -> int:
+    """How many (batch, query head) are laid out at a time."""
+    rows, some = _fitting(q, k, q.shape[0] * k.shape[2])
+    return rows * some * (q.shape[2] // k.shape[2])
+
+
+def _fitting(q: Array, k: Array, most: int) -> tuple[int, int]:
+    """How many rows of the batch and key heads go together: at most `most`, and no more than may be laid out."""
     batch, heads, group = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
     mesh = jax.sharding.get_abstract_mesh()
     sharded = mesh.size > 1 and not all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types)
-    most = max(
-        TILE // (group * max((v.keys[0].size for v in blocks.visits), default=1) * blocks.block * blocks.key_block), 1
-    )
-    most = max(min(most, LAID // (group * max(q.shape[1], k.shape[1]) * max(q.shape[3], 1))), 1)
-    largest = lambda n, bound: max(i for i in range(1, n + 1) if n % i == 0 and i <= max(bound, 1))  # noqa: E731
-    rows, some = largest(batch, most // heads), largest(heads, most)
     # An axis that is spread over devices cannot be gone along, and larger devices want all of it.
-    if sharded or jax.default_backend() != "cpu" or (rows, some) == (batch, heads):
+    if sharded or jax.default_backend() != "cpu":
+        return batch, heads
+    most = min(most, LAID // (group * max(q.shape[1], k.shape[1]) * q.shape[3]))
+    largest = lambda n, bound: max(i for i in range(1, n + 1) if n % i == 0 and i <= max(bound, 1))  # noqa: E731
+    return largest(batch, most // heads), largest(heads, most)
+
+
+def _each(one: Callable[..., Any], sums: Any, q: Array, k: Array, blocks: Blocks) -> Any:
+    """`one(chunk, sums)` for chunks of batch and heads whose tiles fit the caches, after each other."""
+    batch, heads, group = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
+    pairs = max((v.keys[0].size for v in blocks.visits), default=1) * blocks.block * blocks.key_block
+    rows, some = _fitting(q, k, TILE // (group * pairs))
+    if (rows, some) == (batch, heads):
         return one(_Chunk(None, None, batch, heads), sums)
 
     def step(sums: Any, i: Array) -> tuple[Any, None]:
@@ -213,12 +225,12 @@ class _Pairs:
 
     def states(self, visits: Visits) -> Any:
         """int32 [n]: 0 for a visit of which run-time operands show that no pair is seen, 1 where the plan says that all
-        are, 2 for one to be tested, 3 for one that lacks keys only; numpy where the plan alone decides."""
+        are, 2 for one to be tested, 3 for one that lacks keys only; numpy where the plan alone decides, which knows no 0."""
         facts, rows, columns = self.facts, self.facts.rows, self.facts.columns
         if all(x is None for x in (facts.lengths, rows.segment, rows.position, rows.everywhere)):
             where = np.where if isinstance(visits.tested, np.ndarray) else jnp.where
             tested = visits.tested.astype(np.int32)
-            return where((tested == 1) | (facts.dense is not None), 2, where(tested == 2, 3, 1))
+            return where((tested == 1) | (facts.dense is not None), 2, where(tested == 2, 3, 1)).astype(np.int32)
         keys = jnp.asarray(visits.keys)
         runs = jnp.asarray(visits.first)[:, None] + jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
         q = lambda x, op: _bounds(rows, x, self.blocks.block, op)[runs][:, :, None]  # noqa: E731

@@ -323,19 +323,25 @@ def test_in_transformations(form):
 @pytest.mark.parametrize("form", ["visits"], indirect=True)
 def test_tiles_of_some_heads_and_rows(form, monkeypatch):
     """Batch and heads go in chunks where a tile is full: the same result."""
-    from hpnlp.ops.attention import parts, visits
+    from hpnlp.ops.attention import visits
 
     qkv, options = arrays(), operands(("segment_ids", "bias_row", "dropout", "kv_lengths"))
     expected = scored(reference, Causal(), options)(qkv)
     for tile, laid in ((1, 1 << 23), (200, 1 << 23), (600, 1 << 23), (1 << 20, 1), (1 << 20, 700)):
         monkeypatch.setattr(visits, "TILE", tile)
-        monkeypatch.setattr(visits, "LAID", laid), monkeypatch.setattr(parts, "LAID", laid)
+        monkeypatch.setattr(visits, "LAID", laid)
         assert_close(scored(ours, Causal(), options)(qkv), expected)
 
 
 @pytest.mark.parametrize(
     ("mask", "length", "fit"),
-    [(Full(), 256, True), (Full(), 512, False), (Causal(), 1024, True), (Causal(), 1025, False), (Window(9), 512, True)],
+    [
+        (Full(), 256, True),
+        (Full(), 512, False),
+        (Causal(), 1024, True),
+        (Causal(), 1025, False),
+        (Window(9), 512, True),
+    ],
 )
 def test_panels_are_for_what_is_short_or_skips_pairs(mask, length, fit):
     from hpnlp.ops.attention import panels
@@ -388,12 +394,17 @@ def test_masks_that_cannot_be_are_said(make, told):
         make()
 
 
-def test_wrong_types_are_said_where_no_checker_runs():
-    """Beartype, which checks annotations while tests run, would speak first."""
+def test_types_where_no_checker_runs():
+    """Arrays of numpy will do, and what will not is said. Beartype, which checks annotations while tests run, would speak
+    first."""
     program = """
 import jax.numpy as jnp
+import numpy as np
 from hpnlp.ops.attention import Causal, Global, Window, attend
 from hpnlp.types import InputError
+for length in (100, 512, 2048):
+    q = np.ones((1, length, 2, 8), np.float32)
+    print(np.ptp(attend(q, q, q, Window(9))), np.ptp(attend(q, q, q)))
 q = jnp.ones((1, 4, 2, 8))
 for make in (lambda: attend(q, q, q, jnp.ones((4, 4))), lambda: attend(q, q, q, Causal(), sinks=jnp.ones(3)),
              lambda: Window(jnp.ones(3, jnp.int32)), lambda: Window(2.5), lambda: Global(3).shift(0.5)):
@@ -405,5 +416,8 @@ for make in (lambda: attend(q, q, q, jnp.ones((4, 4))), lambda: attend(q, q, q, 
     told = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    for line, words in zip(told, ("dense_mask", "sinks", "operand of the call", "whole number", "shift"), strict=True):
+    assert all(float(x) < 1e-6 for line in told[:3] for x in line.split())
+    for line, words in zip(
+        told[3:], ("dense_mask", "sinks", "operand of the call", "whole number", "shift"), strict=True
+    ):
         assert words in line
