@@ -74,7 +74,7 @@ def draw(
 
     masks: by title. length, keys: T and S; S = T where None. block: rows and keys of a tile; None takes a sixteenth of the
     longer side, at most 128. Raises InputError on sizes below 1, on more tiles than can be drawn, on a mask whose `tile`
-    contradicts its `at`, and where `out` cannot be written.
+    contradicts its `at` (looked for up to 1024 x 1024 pairs), and where `out` cannot be written.
     Cost: that of finding the live tiles, and of at most 2 ** 25 pairs; memory grows with the live tiles, not with T x S.
     """
     keys = length if keys is None else keys

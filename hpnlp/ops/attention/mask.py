@@ -295,6 +295,11 @@ class Where(Mask):
 
     function: Callable[[Any, Any], Any]
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.function):
+            raise InputError(f"Where({self.function!r}): expected a function of query and key")
+
     def __repr__(self) -> str:
         return f"Where({getattr(self.function, '__qualname__', self.function)})"
 

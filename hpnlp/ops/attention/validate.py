@@ -59,6 +59,8 @@ def validate(
     _square("dense_mask", operands["dense_mask"], (b, n, t, s))
     if not callable(operands["bias"]):
         _square("bias", operands["bias"], (b, n, t, s))
+    elif getattr(operands["bias"], "heads", n) != n:
+        raise InputError(f"a bias of {operands['bias'].heads} heads for {n} query heads: make it for {n}")
     _global(operands["global_tokens"], b, t, s)
     if not 0.0 <= dropout_rate < 1.0:
         raise InputError(f"dropout_rate {dropout_rate}: expected 0 <= rate < 1")
