@@ -291,11 +291,12 @@ def _plot_tradeoff(reports: Mapping[str, Mapping[str, Any]], quality: str, path:
     for axes, (label, of) in zip(panels, scales.items(), strict=True):
         for index, (name, report) in enumerate(reports.items()):
             score = math.nan if report[quality] is None else report[quality]
-            axes.plot(of(report), score, "o", color=f"C{index % 10}", label=Path(name).name)
+            marker = "osD^v"[index // 10 % 5]  # there are ten colours
+            axes.plot(of(report), score, marker, color=f"C{index % 10}", label=Path(name).name)
         axes.set(xlabel=label)
         axes.grid(alpha=0.3)
     panels[0].set(ylabel=quality.replace("_", " "))
-    panels[1].legend(frameon=False)
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
