@@ -63,7 +63,7 @@ class View:
 
 
 def draw(
-    masks: Mapping[str, Mask | PerHead],
+    masks: Mapping[str, Mask | PerHead] | Mask | PerHead,
     out: str | Path,
     *,
     length: int = 256,
@@ -72,13 +72,14 @@ def draw(
 ) -> str:
     """Writes a PNG with a panel for each mask, or for each different head of one, and returns a table of their costs.
 
-    masks: by title. length, keys: T and S; S = T where None. block: rows and keys of a tile; None takes a sixteenth of the
+    masks: by title, or one mask. length, keys: T and S; S = T where None. block: rows and keys of a tile; None takes a sixteenth of the
     longer side, at most 128. Raises InputError on sizes below 1, on more tiles than can be drawn, on a mask whose `tile`
-    contradicts its `at` (looked for up to 1024 x 1024 pairs), and where `out` cannot be written.
+    contradicts its `at` (looked for in all of up to 1024 x 1024 pairs, and in as many random ones of more), and where `out` cannot be written.
     Cost: that of finding the live tiles, and of at most 2 ** 25 pairs; memory grows with the live tiles, not with T x S.
     """
     keys = length if keys is None else keys
     views = {}
+    masks = {repr(masks): masks} if isinstance(masks, Mask | PerHead) else masks
     for title, mask in masks.items():
         try:
             views[title] = look(title, mask, length, keys, block)
@@ -114,6 +115,7 @@ def _look(title: str, which: str, mask: Mask, heads: int, length: int, keys: int
     tiles = live(mask, length, keys, block, block)
     rows, columns = -(-length // block), -(-keys // block)
     seen, exact = _seen(mask, tiles, length, keys, block)
+    _agree(mask, tiles, length, keys, block)
     if length * keys <= ELEMENTS:
         cell, image = 1, _elements(mask, tiles, length, keys, block)
     else:
@@ -149,19 +151,32 @@ def _seen(mask: Mask, tiles: Live, length: int, keys: int, block: int) -> tuple[
     return seen, exact
 
 
+def _agree(mask: Mask, tiles: Live, length: int, keys: int, block: int) -> None:
+    """Raises where `tile` contradicts `at`: for any pair, or for random ones where there are many."""
+    if length * keys <= ELEMENTS:
+        q, k = np.indices((length, keys)).reshape(2, -1)
+    else:
+        q, k = (np.random.default_rng(n).integers(0, size, ELEMENTS) for n, size in enumerate((length, keys)))
+    see, columns = mask.at(q, k), -(-keys // block)
+    # A tile's number; -1 stands for none where there are none.
+    tile, asked = np.append(tiles.rows * columns + tiles.columns, -1), q // block * columns + k // block
+    place = np.searchsorted(tile[:-1], asked)
+    visited = tile[place] == asked
+    wrong = np.flatnonzero(see & ~visited | ~see & visited & np.append(tiles.every, False)[place])
+    if wrong.size:
+        at, told = wrong[0], ("all of it is", "nothing of it is")
+        raise InputError(
+            f"{type(mask).__name__}: query {q[at]} and key {k[at]} are {'' if see[at] else 'not '}allowed by `at`, but `tile` "
+            f"says of their tile that {told[int(see[at])]} allowed: mend one of them"
+        )
+
+
 def _elements(mask: Mask, tiles: Live, length: int, keys: int, block: int) -> np.ndarray:
     """A pixel for each pair."""
     state = np.zeros((-(-length // block), -(-keys // block)), np.int8)
     state[tiles.rows, tiles.columns] = np.where(tiles.every, 2, 1)
     state = state.repeat(block, axis=0).repeat(block, axis=1)[:length, :keys]
     see = mask.to_dense(length, keys)
-    wrong = np.argwhere(see & (state == 0) | ~see & (state == 2))
-    if wrong.size:
-        (q, k), told = wrong[0], ("all of it is", "nothing of it is")
-        raise InputError(
-            f"{type(mask).__name__}: query {q} and key {k} are {'' if see[q, k] else 'not '}allowed by `at`, but `tile` says "
-            f"of their tile that {told[int(see[q, k])]} allowed: mend one of them"
-        )
     image = np.select([(state == 1) & see, state == 1, state == 2], [2, 1, 3], 0)
     return np.stack([_DEAD, _HIDDEN, _ALLOWED, _WHOLE])[image].astype(np.uint8)
 

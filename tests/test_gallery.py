@@ -125,6 +125,36 @@ def test_a_tile_that_contradicts_at_is_found():
         view(Wrong(False, False), 8)
     with pytest.raises(InputError, match="Wrong: query 0 and key 1 are not allowed by `at`, but .* that all of it is"):
         view(Wrong(True, True), 8, block=4)
+    for wrong in (Wrong(False, False), Wrong(True, True)):  # beyond what is drawn pair by pair
+        with pytest.raises(InputError, match="mend one of them"):
+            view(wrong, 5000, 3000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Untiled(Mask):
+    """Of which nothing is known but its elements."""
+
+    reach: int
+
+    def at(self, q, k):
+        return abs(q - k) <= self.reach
+
+
+def test_a_mask_without_tile_is_asked_for_every_pair(tmp_path):
+    found, twin = view(Untiled(9), 300, block=32), view(Window(9), 300, block=32)
+    assert (found.live, found.density) == (twin.live, twin.density)
+    assert "| Window(left=9, right=9) | 64 x 64 |" in gallery.draw(Window(9), tmp_path / "one.png", length=64)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneAtATime(Causal):
+    def tile(self, q0, q1, k0, k1):
+        return k0 <= q1 and q0 >= 0, False
+
+
+def test_a_tile_that_takes_no_arrays_is_said():
+    with pytest.raises(InputError, match="OneAtATime.*write & and"):
+        view(OneAtATime(), 64)
 
 
 @pytest.mark.parametrize(

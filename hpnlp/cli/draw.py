@@ -16,7 +16,8 @@ hpnlp draw {EXAMPLE} [MASK ...] [--length=256] [--keys=S] [--block=N] [--out=pat
 
 Draws who may see whom, and the tiles that the executor visits; several masks make a gallery. Prints how many tiles are
 live, and their share of dense attention's tiles and pairs: the predicted cost, and what it is at best. Masks combine
-with & | ~ and .shift(n); PerHead((MASK, MASK)) gives each head one.
+with & | ~ and .shift(n); PerHead((MASK, MASK)) gives each head one. In what follows i is the query, j the key, from 0.
+A mask that is a function, `Where`, is drawn from Python: hpnlp.gallery.draw({{"mine": Where(function)}}, "mine.png").
 """
 
 flags.DEFINE_integer("length", 256, "Queries. Beyond 1024 x 1024 pairs, a pixel is a square of tiles.")

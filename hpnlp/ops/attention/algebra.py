@@ -36,15 +36,16 @@ class Mask:
 
         numpy arrays in give numpy out without touching jax (plans are built while tracing); jax in gives jax.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `at`, which says who may see whom")
 
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         """(some, every) over the inclusive ranges `q0..q1` and `k0..k1`.
 
         `some` is False only where no pair is allowed, `every` is True only where all are. The bounds may be arrays of numpy
-        or jax that broadcast, so write `&` and `|`, not `and` and `or`.
+        or jax that broadcast, so write `&` and `|`, not `and` and `or`. Not sure of any tile as it stands here: the live
+        ones are then found by asking `at` for every pair.
         """
-        raise NotImplementedError
+        return True, False
 
     def __and__(self, other: Any) -> Any:
         return And(self, other) if isinstance(other, Mask) else NotImplemented

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from hpnlp.ops.attention.algebra import Mask
-from hpnlp.ops.attention.mask import Where
+from hpnlp.types import InputError
 
 # How many pairs of a query and a key are asked for at a time, where a mask has to be asked element by element.
 SLICE = 1 << 22
@@ -41,7 +41,7 @@ def live(mask: Mask, length: int, keys: int, block: int, key_block: int, rows: n
     while row.size and last:
         q0, k0 = row * block, start * key_block
         q1, k1 = np.minimum(q0 + block, length) - 1, np.minimum(k0 + size * key_block, keys) - 1
-        some, every = (np.broadcast_to(x, row.shape) for x in mask.tile(q0, q1, k0, k1))
+        some, every = _told(mask, row.shape, q0, q1, k0, k1)
         ends = some & (every | (size == 1))
         found.append((row[ends], start[ends], every[ends], size))
         split = some & ~ends
@@ -55,6 +55,20 @@ def live(mask: Mask, length: int, keys: int, block: int, key_block: int, rows: n
     order = order[columns_[order] < last]
     tiles = Live(rows_[order], columns_[order], every_[order].astype(bool))
     return _searched(mask, tiles, length, keys, block, key_block) if _unknown(mask) else tiles
+
+
+def _told(mask: Mask, shape: tuple[int, ...], *bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What `tile` says."""
+    try:
+        some, every = mask.tile(*bounds)
+        return np.broadcast_to(some, shape), np.broadcast_to(every, shape)
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{mask!r:.200}: `tile` did not answer for many tiles at once ({error}): it is asked with arrays, so write & and "
+            "|, not `and` and `or`, and abs or numpy.minimum, not `min`"
+        ) from error
 
 
 def pairs(mask: Mask, length: int, keys: int) -> int:
@@ -73,7 +87,7 @@ def _unknown(mask: Any) -> bool:
     if type(mask).at is Mask.at:
         return False
     parts = [getattr(mask, field.name) for field in dataclasses.fields(mask)]
-    return isinstance(mask, Where) or any(_unknown(part) for part in parts if isinstance(part, Mask))
+    return type(mask).tile is Mask.tile or any(_unknown(part) for part in parts if isinstance(part, Mask))
 
 
 def _elements(mask: Mask, tiles: Live, length: int, keys: int, block: int, key_block: int) -> Any:

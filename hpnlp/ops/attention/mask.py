@@ -315,6 +315,3 @@ class Where(Mask):
         if see.dtype != bool:
             raise InputError(f"Where's function gave {see.dtype}: expected bool, True where the query may see the key")
         return broadcast(see, shape)
-
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
-        return True, False

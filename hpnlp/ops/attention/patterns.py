@@ -33,8 +33,8 @@ def longformer(window: int = 512, global_tokens: int = 0, dilation: int = 1, *, 
     window: even, as in the paper, where it counts both sides. Question tokens that differ from example to example are the
     operand `global_tokens` of the call. Source: Beltagy et al. 2020, "Longformer", sec. 3.1.
     """
-    if window % 2:
-        raise InputError(f"longformer window {window}: expected an even number, half of it to each side")
+    if window % 2 or window < 0:
+        raise InputError(f"longformer window {window}: expected an even number from 0 on, half of it to each side")
     near = Window(window // 2) if dilation == 1 else Dilated(window // 2, dilation)
     mask = near | Global(global_tokens) if global_tokens else near
     return mask & Causal() if causal else mask

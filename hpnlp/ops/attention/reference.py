@@ -73,11 +73,12 @@ def reference(
     if sinks is not None:  # a key of its own, which everyone sees and which has no value
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, None], (b, n, t, 1))
         scores, see = jnp.concatenate([scores, sink], -1), jnp.concatenate([see, jnp.ones((b, n, t, 1), bool)], -1)
-    some = see.any(axis=-1, keepdims=True)
-    scores = jnp.where(see, scores, jnp.where(some, -jnp.inf, 0.0))
+    scores = jnp.where(see, scores, -jnp.inf)
+    some = ~jnp.isneginf(scores).all(axis=-1, keepdims=True)
+    scores = jnp.where(some, scores, 0.0)  # of equal weights, since those of -inf alone are NaN, and so are their gradients
     lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     # Not exp(scores - lse), which rounds where lse is large.
-    weights = jnp.where(see, jax.nn.softmax(scores, axis=-1), 0.0)[..., :s]
+    weights = jnp.where(see & some, jax.nn.softmax(scores, axis=-1), 0.0)[..., :s]
     if dropout_rate:
         assert rng is not None
         heads = jnp.arange(b * n).reshape(b, n, 1, 1)
