@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 
 from hpnlp.ops.attention import Mask, PerHead
-from hpnlp.ops.attention.blocks import SLICE, Live, live
+from hpnlp.ops.attention.algebra import check
+from hpnlp.ops.attention.blocks import SLICE, Live, ask_tile, live
+from hpnlp.ops.attention.orders import SIZES
 from hpnlp.types import InputError
 
 # Up to so many pairs a picture shows each; beyond, so many cells to a side.
 ELEMENTS, CELLS = 1024 * 1024, 128
 # How many pairs of partly allowed tiles are asked for at most; rows are drawn at random where there are more.
 ASKED = 1 << 25
+# How many pairs of a large mask are held against what it says of tiles.
+TRIED = 1 << 18
 # The most tiles of T x S, live or not.
 TILES = 1 << 20
 
@@ -72,9 +76,10 @@ def draw(
 ) -> str:
     """Writes a PNG with a panel for each mask, or for each different head of one, and returns a table of their costs.
 
-    masks: by title, or one mask. length, keys: T and S; S = T where None. block: rows and keys of a tile; None takes a sixteenth of the
-    longer side, at most 128. Raises InputError on sizes below 1, on more tiles than can be drawn, on a mask whose `tile`
-    contradicts its `at` (looked for in all of up to 1024 x 1024 pairs, and in as many random ones of more), and where `out` cannot be written.
+    masks: by title, or one mask. length, keys: T and S; S = T where None. block: rows and keys of a tile; None takes the
+    power of two up to a sixteenth of the longer side, at most 128. Raises InputError on sizes below 1, on more tiles than
+    can be drawn, on a mask whose `tile` contradicts its `at` (every pair of up to 1024 x 1024 is looked at, and 2 ** 18
+    random ones of more), and where `out` cannot be written.
     Cost: that of finding the live tiles, and of at most 2 ** 25 pairs; memory grows with the live tiles, not with T x S.
     """
     keys = length if keys is None else keys
@@ -103,6 +108,7 @@ def look(title: str, mask: Mask | PerHead, length: int, keys: int, block: int | 
     if tiles > TILES:
         larger = block * math.ceil(math.sqrt(tiles / TILES))
         raise InputError(f"{length} x {keys} in blocks of {block} are {tiles:,} tiles: pass block={larger} or more")
+    check(mask)
     if not isinstance(mask, PerHead):
         return [_look(title, "", mask, 1, length, keys, block)]
     heads: dict[Mask, list[int]] = {}
@@ -152,23 +158,31 @@ def _seen(mask: Mask, tiles: Live, length: int, keys: int, block: int) -> tuple[
 
 
 def _agree(mask: Mask, tiles: Live, length: int, keys: int, block: int) -> None:
-    """Raises where `tile` contradicts `at`: for any pair, or for random ones where there are many."""
+    """Raises where `tile` contradicts `at`, in blocks of this size and of those that `attend` may choose: for any pair, or,
+    where there are many, for random ones, half of them in live tiles."""
     if length * keys <= ELEMENTS:
         q, k = np.indices((length, keys)).reshape(2, -1)
     else:
-        q, k = (np.random.default_rng(n).integers(0, size, ELEMENTS) for n, size in enumerate((length, keys)))
-    see, columns = mask.at(q, k), -(-keys // block)
-    # A tile's number; -1 stands for none where there are none.
-    tile, asked = np.append(tiles.rows * columns + tiles.columns, -1), q // block * columns + k // block
-    place = np.searchsorted(tile[:-1], asked)
-    visited = tile[place] == asked
-    wrong = np.flatnonzero(see & ~visited | ~see & visited & np.append(tiles.every, False)[place])
-    if wrong.size:
-        at, told = wrong[0], ("all of it is", "nothing of it is")
-        raise InputError(
-            f"{type(mask).__name__}: query {q[at]} and key {k[at]} are {'' if see[at] else 'not '}allowed by `at`, but `tile` "
-            f"says of their tile that {told[int(see[at])]} allowed: mend one of them"
-        )
+        rng = np.random.default_rng(0)
+        q, k = (rng.integers(0, size, TRIED) for size in (length, keys))
+        if tiles.rows.size:
+            of = rng.integers(0, tiles.rows.size, TRIED // 2)
+            near = tiles.rows[of] * block + q[: of.size] % block, tiles.columns[of] * block + k[: of.size] % block
+            q[: of.size], k[: of.size] = np.minimum(near[0], length - 1), np.minimum(near[1], keys - 1)
+    see = mask.at(q, k)
+    for rows, columns in dict.fromkeys(((block, block), *SIZES)):
+        ids, of = np.unique(q // rows * keys + k // columns, return_inverse=True)
+        q0, k0 = ids // keys * rows, ids % keys * columns
+        ends = np.minimum(q0 + rows, length) - 1, np.minimum(k0 + columns, keys) - 1
+        some, every = ask_tile(mask, ids.shape, q0, ends[0], k0, ends[1])
+        wrong = np.flatnonzero(see & ~some[of] | ~see & every[of])
+        if wrong.size:
+            at, told = wrong[0], ("all of it is", "nothing of it is")
+            raise InputError(
+                f"{type(mask).__name__}: query {q[at]} and key {k[at]} are {'' if see[at] else 'not '}allowed by `at`, but "
+                f"`tile` says of queries {q0[of[at]]} to {ends[0][of[at]]} and keys {k0[of[at]]} to {ends[1][of[at]]} that "
+                f"{told[int(see[at])]} allowed: mend one of them"
+            )
 
 
 def _elements(mask: Mask, tiles: Live, length: int, keys: int, block: int) -> np.ndarray:

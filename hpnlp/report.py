@@ -78,7 +78,7 @@ def summarize(config: Config, result: Result) -> dict[str, Any]:
         "tokens_per_second": tokens / busy if busy else 0.0,
         "flops_per_second": result.step * result.flops_per_step / busy if busy else 0.0,
         "flops_per_step": result.flops_per_step,
-        "peak_memory_bytes": measure.peak_memory_bytes(),
+        "peak_memory_bytes": result.peak_memory_bytes,
         "steps": result.step,
         "tokens": tokens,
         "parameters": result.parameters,

@@ -147,7 +147,28 @@ def test_a_mask_without_tile_is_asked_for_every_pair(tmp_path):
 
 
 @dataclasses.dataclass(frozen=True)
-class OneAtATime(Causal):
+class Tall(Mask):
+    """Right for tiles of up to 128 queries."""
+
+    def at(self, q, k):
+        return abs(q - k) < 9
+
+    def tile(self, q0, q1, k0, k1):
+        some, every = Window(8).tile(q0, q1, k0, k1)
+        return some & (q1 - q0 < 128), every
+
+
+@pytest.mark.parametrize("length", [600, 5000])
+def test_tiles_of_other_sizes_than_those_drawn_are_tried(length):
+    with pytest.raises(InputError, match="Tall: .* nothing of it is allowed"):
+        view(Tall(), length, block=64)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneAtATime(Mask):
+    def at(self, q, k):
+        return k <= q
+
     def tile(self, q0, q1, k0, k1):
         return k0 <= q1 and q0 >= 0, False
 

@@ -42,6 +42,7 @@ def result(**changes):
         "model": None,
         "params": None,
         "seconds": {"setup": 3.0, "data": 1.0, "step": 4.0, "checkpoint": 1.0, "eval": 1.0},
+        "peak_memory_bytes": 7 << 20,
         "parameters": 1234,
         "flops_per_step": 10**9,
     }

@@ -143,9 +143,9 @@ def row(what: str, times: dict[str, measure.Timing], ratios: dict[str, float], *
 
 
 def bench_dense(rounds: int) -> list[dict[str, Any]]:
-    """Dense, causal and window at T 4096 with the peers, which run in the same rounds."""
+    """Dense and window at T 4096 with the peers, which run in the same rounds."""
     given = arrays(4096)
-    programs = {"ours": ours(Full(), given), "causal": ours(Causal(), given), "window": ours(Window(256), given)}
+    programs = {"ours": ours(Full(), given), "window": ours(Window(256), given)}
     programs |= {"jax.nn": ready(both(dense_of_jax), given, 4), "torch SDPA": torch_both(given)}
     times = measure.timeit(programs, rounds=rounds)
     window = {f"over {peer} dense": times["window"].over(times[peer]) for peer in ("jax.nn", "torch SDPA")}
@@ -153,7 +153,6 @@ def bench_dense(rounds: int) -> list[dict[str, Any]]:
     pick = lambda *names: {name: times[name] for name in names}  # noqa: E731
     return [
         row("dense, T 4096", pick("ours", "jax.nn", "torch SDPA"), dense),
-        row("causal, T 4096", pick("causal", "ours"), {"over our dense": times["causal"].over(times["ours"])}),
         row("window +-256, T 4096", pick("window", "jax.nn", "torch SDPA"), window),
     ]
 

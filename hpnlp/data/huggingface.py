@@ -180,7 +180,7 @@ def _import_tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise InputError("BPE tokenizers need the tokenizers package: pip install hpnlp[hf]") from error
+        raise InputError("BPE tokenizers need the tokenizers package: pip install tokenizers") from error
     return tokenizers
 
 

@@ -323,7 +323,7 @@ def _read_parquet(file: File, text_field: str, prompt_field: str) -> Iterator[Do
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise InputError(f"{file.path}: Parquet needs the pyarrow package: pip install hpnlp[parquet]") from error
+        raise InputError(f"{file.path}: Parquet needs the pyarrow package: pip install pyarrow") from error
     columns = [text_field, prompt_field] if prompt_field else [text_field]
     try:
         with pq.ParquetFile(file.path) as table:

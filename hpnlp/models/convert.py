@@ -277,7 +277,7 @@ def _safetensors(module: str = "") -> Any:
     try:
         return importlib.import_module(f"safetensors.{module}" if module else "safetensors")
     except ImportError as error:
-        raise InputError("Hugging Face checkpoints need the package safetensors: pip install 'hpnlp[hf]'") from error
+        raise InputError("Hugging Face checkpoints need the package safetensors: pip install safetensors") from error
 
 
 @contextlib.contextmanager

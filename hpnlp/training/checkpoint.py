@@ -267,4 +267,5 @@ def _verify(expected: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mappi
 
 
 def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["unknown error"])[0][:200]
+    line = (text.strip().splitlines() or ["unknown error"])[0]
+    return line if len(line) <= 300 else f"{line[:300]} ..."

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hpnlp import measure
 from hpnlp.data.stream import Corpus, prepare
 from hpnlp.data.tokenizers import save_whole
 from hpnlp.models.lm import LM
@@ -31,8 +32,8 @@ HOPELESS = 20  # steps in a row without a finite gradient, after which a run sto
 class Result:
     """What a run ends with. interrupted: a signal stopped it early, and the same command goes on from `step`.
 
-    heldout: `loss` in nats a token and, for tokenizers that lose nothing, `bits_per_byte`. seconds: by phase, over all
-    restarts; "setup" holds all compilation.
+    heldout: `loss` in nats a token and, for tokenizers that lose nothing, `bits_per_byte`. Over all restarts: seconds, by
+    phase, of which "setup" holds all compilation, and peak_memory_bytes.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Result:
     model: LM
     params: Any
     seconds: dict[str, float]
+    peak_memory_bytes: int
     parameters: int
     flops_per_step: int
 
@@ -75,6 +77,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             checkpoints = Checkpointer(workdir, config.train.keep)
             stack.callback(checkpoints.close)
             progress: dict[str, Any] = {"best": None, "bad_evals": 0}
+            peak = measure.peak_memory_bytes
             if checkpoints.latest() is None:
                 state, first = trainer.init(key), 0
             elif checkpoints.holds_params_only():  # a converted model: everything but the parameters begins here
@@ -85,6 +88,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
                 first = int(state.step)
                 for phase, seconds in progress["seconds"].items():
                     clock.seconds[phase] += seconds
+                before = progress.get("peak_memory_bytes", 0)  # older checkpoints do not say
+                peak = lambda: max(before, measure.peak_memory_bytes())  # noqa: E731
             if not begun or not (workdir / "tokenizer.json").exists():
                 save_whole(corpus.tokenizer, str(workdir))
             write_config(workdir, config)
@@ -138,7 +143,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             flush()
             with clock("checkpoint"):
                 jsonl.sync()
-                checkpoints.save(state, rows.get_state(), {**progress, "seconds": clock.seconds}, loss)
+                kept = {**progress, "seconds": clock.seconds, "peak_memory_bytes": peak()}
+                checkpoints.save(state, rows.get_state(), kept, loss)
 
         def evaluate(limit: int | None) -> dict[str, float]:
             flush()
@@ -203,6 +209,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             step=step,
             interrupted=interrupted,
             heldout={} if interrupted else evaluate(None),
+            peak_memory_bytes=peak(),
             corpus=corpus,
             model=model,
             params=state.best_params,
@@ -231,7 +238,12 @@ def heldout_loss(
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
-    sums = [trainer.evaluate(params, _on_devices(trainer, batch)) for batch in batches]
+    sums: list[Any] = []
+    for batch in batches:
+        rows = _on_devices(trainer, batch)
+        # One after the other: two programs on the pretended devices of one CPU can wait for each other's threads forever.
+        jax.block_until_ready(sums[-1:])
+        sums.append(trainer.evaluate(params, rows))
     total, weight = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
     if not weight:
         raise InputError(

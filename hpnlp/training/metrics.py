@@ -62,7 +62,7 @@ class TensorBoardWriter:
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
-            raise InputError("train.writers=tensorboard needs tensorboardX: pip install hpnlp[tensorboard]") from error
+            raise InputError("train.writers=tensorboard needs tensorboardX: pip install tensorboardX") from error
         self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=last_step + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -209,7 +209,7 @@ def test_bad_parquet(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="not a Parquet file"):
         read(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(InputError, match=re.escape("pip install hpnlp[parquet]")):
+    with pytest.raises(InputError, match=re.escape("pip install pyarrow")):
         read(path)
 
 

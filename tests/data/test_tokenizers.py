@@ -276,7 +276,7 @@ def test_empty_prompt_without_bos(tmp_path):
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(InputError, match=re.escape("pip install hpnlp[hf]")):
+    with pytest.raises(InputError, match=re.escape("pip install tokenizers")):
         build("bpe(320)", TEXTS)
 
 

@@ -371,8 +371,8 @@ def test_bad_index(index, tmp_path):
 def test_the_package_is_missing(llama, monkeypatch):
     for name in ("safetensors", "safetensors.numpy"):
         monkeypatch.setitem(sys.modules, name, None)
-    refused(re.escape("pip install 'hpnlp[hf]'"), convert.load, llama)
-    refused(re.escape("pip install 'hpnlp[hf]'"), convert.save, *make(), llama)
+    refused(re.escape("pip install safetensors"), convert.load, llama)
+    refused(re.escape("pip install safetensors"), convert.save, *make(), llama)
 
 
 # What cannot be saved.

@@ -11,7 +11,7 @@ from hpnlp.measure import count_flops
 from hpnlp.ops.attention import Causal, Full, attend, merge, panels, reference
 from hpnlp.ops.attention.dropout import keep_mask
 from hpnlp.types import InputError
-from tests.contracts import assert_close
+from tests.contracts import ONCE, assert_close, once
 
 SEGMENTS = ("segment_ids", "kv_segment_ids")
 # B, T, S, N, K, H, Hv
@@ -57,7 +57,7 @@ def scored(function, mask, options, seed=1):
         total = jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(jnp.where(jnp.isneginf(lse), jnp.float32(0), lse) * wl)
         return total, (o, lse)
 
-    return jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))
+    return jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True), compiler_options=ONCE)
 
 
 @pytest.fixture(params=["panels", "visits"])
@@ -112,7 +112,7 @@ def test_rows_that_see_nothing_have_no_gradient(driver):
         o, lse = attend(q, k, v, kv_lengths=jnp.zeros(1, jnp.int32), return_lse=True, impl="xla")
         return jnp.sum(o) + jnp.sum(jnp.exp(lse) * lse)
 
-    assert not any(np.asarray(g).any() for g in jax.grad(loss, (0, 1, 2))(q, k, v))
+    assert not any(np.asarray(g).any() for g in once(jax.grad(loss, (0, 1, 2)), q, k, v))
 
 
 def test_second_derivatives(driver):
@@ -120,7 +120,7 @@ def test_second_derivatives(driver):
 
     def curvature(function):
         inner = jax.grad(lambda q: jnp.sum(jnp.square(function(q, k, v, Causal()))))
-        return jax.jit(jax.grad(lambda q: jnp.sum(jnp.sin(inner(q)))))(q)
+        return once(jax.grad(lambda q: jnp.sum(jnp.sin(inner(q)))), q)
 
     ours = curvature(lambda *a: attend(*a, impl="xla", block_size=8))
     np.testing.assert_allclose(ours, curvature(reference), atol=2e-5, rtol=2e-5)
@@ -152,14 +152,16 @@ def test_in_a_shard_map_with_lengths_that_differ():
 
     each = jax.shard_map(one, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P())
     # q is the same everywhere, so that its gradient is the sum over the shards.
-    expected = sum(one(lengths[i : i + 1]) for i in range(8))
-    np.testing.assert_allclose(jax.jit(each)(lengths), expected, atol=2e-5)
+    apart = jax.jit(one, compiler_options=ONCE)
+    expected = sum(apart(lengths[i : i + 1]) for i in range(8))
+    np.testing.assert_allclose(once(each, lengths), expected, atol=2e-5)
 
 
 def test_sixteen_bits_accumulate_in_float32(driver):
     """As near to exact arithmetic on the same inputs as rounding the output once allows."""
     (q, k, v), _ = make((1, 300, 300, 1, 1, 64, 64), jnp.bfloat16)
-    o = np.asarray(attend(q, k, v, Causal(), impl="xla"), np.float64)[0, :, 0]
+    o = once(lambda *a: attend(*a, Causal(), impl="xla"), q, k, v)
+    o = np.asarray(o, np.float64)[0, :, 0]
     q, k, v = (np.asarray(x, np.float64)[0, :, 0] for x in (q, k, v))
     weights = np.exp(q @ k.T / 8) * np.tri(300)
     exact = weights / weights.sum(axis=1, keepdims=True) @ v
@@ -186,7 +188,8 @@ def test_dropout_is_independent_over_everything():
 
 def test_gradients_are_exactly_causal(driver):
     (q, k, v), _ = make((1, 21, 21, 2, 2, 8, 8))
-    jacobian = jax.jacobian(lambda v: attend(q, k, v, Causal(), impl="xla", block_size=8).sum(axis=(0, 2, 3)))(v)
+    reached = jax.jacobian(lambda v: attend(q, k, v, Causal(), impl="xla", block_size=8).sum(axis=(0, 2, 3)))
+    jacobian = once(reached, v)
     reach = np.abs(np.asarray(jacobian)).sum(axis=(1, 3, 4))
     assert (reach[np.triu_indices(21, 1)] == 0).all()
     assert (reach[np.tril_indices(21)] > 0).all()
@@ -194,8 +197,12 @@ def test_gradients_are_exactly_causal(driver):
 
 def test_merge_of_halves_is_the_whole():
     (q, k, v), _ = make((2, 9, 24, 4, 2, 8, 8))
-    halves = [attend(q, k[:, part], v[:, part], return_lse=True) for part in (slice(0, 10), slice(10, 24))]
-    for got, want in zip(merge(*halves), attend(q, k, v, return_lse=True), strict=True):
+
+    def in_halves(q, k, v):
+        halves = [attend(q, k[:, part], v[:, part], return_lse=True) for part in (slice(0, 10), slice(10, 24))]
+        return merge(*halves), attend(q, k, v, return_lse=True)
+
+    for got, want in zip(*once(in_halves, q, k, v), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-6)
 
 
@@ -224,13 +231,14 @@ def test_merge_where_parts_saw_nothing():
         o, lse = merge(nothing, part, nothing)
         return jnp.sum(jnp.square(o)) + jnp.sum(jnp.sin(lse)), (o, lse)
 
-    grad, (o, lse) = jax.grad(whole, has_aux=True)(q)
-    expected = attend(q, k, v, return_lse=True)
+    def alone(q):
+        o, lse = attend(q, k, v, return_lse=True)
+        return jnp.sum(jnp.square(o)) + jnp.sum(jnp.sin(lse)), (o, lse)
+
+    grad, (o, lse) = once(jax.grad(whole, has_aux=True), q)
+    direct, expected = once(jax.grad(alone, has_aux=True), q)
     np.testing.assert_allclose(o, expected[0], atol=1e-6)
     np.testing.assert_allclose(lse, expected[1], atol=1e-6)
-    direct = jax.grad(
-        lambda q: (lambda o, lse: jnp.sum(jnp.square(o)) + jnp.sum(jnp.sin(lse)))(*attend(q, k, v, return_lse=True))
-    )(q)
     np.testing.assert_allclose(grad, direct, atol=1e-6)
     empty = merge(nothing, nothing)
     assert not empty[0].any() and jnp.isneginf(empty[1]).all()

@@ -99,7 +99,7 @@ def test_tensorboard_writes_events(tmp_path):
 
 def test_missing_tensorboard_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(InputError, match=r"needs tensorboardX: pip install hpnlp\[tensorboard\]"):
+    with pytest.raises(InputError, match=r"needs tensorboardX: pip install tensorboardX"):
         TensorBoardWriter(tmp_path)
 
 

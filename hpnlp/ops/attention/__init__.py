@@ -65,7 +65,7 @@ def attend(
     dense_mask: Array | None = None,
     global_tokens: Array | None = None,
     bias: Any = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
     dropout_rate: float = 0.0,
@@ -86,7 +86,7 @@ def attend(
       and are seen by all, whatever the mask says (a causal one, too), within segments, lengths and dense_mask.
     bias: added to the scaled scores; an array that broadcasts to [B, N, T, S], or a function of (head, query position, key
       position), int32 scalars, that gives a scalar and may close over arrays. Gradients reach the array, or those.
-    scale: H ** -0.5 where None.
+    scale: H ** -0.5 where None; an array may be traced, and has a gradient.
     soft_cap: scores become soft_cap * tanh(score / soft_cap), after the bias (Gemma Team 2024, "Gemma 2", sec. 2).
     sinks: a logit for each head that takes part in the softmax and has no value (OpenAI 2025, "gpt-oss"); the lse counts it.
     dropout_rate, rng: drops weights as a function of (rng, batch, head, positions), the same in every impl.
@@ -138,6 +138,8 @@ def attend(
         raise InputError(f"impl {impl!r} does not honour {', '.join(beyond[impl])}: leave it out, or pass impl='xla'")
     if block_size is not None and (impl != "xla" or block_size < 1):
         raise InputError(f"block_size {block_size} with impl {impl!r}: expected a positive one, with impl='xla' only")
+    if isinstance(scale, jax.Array) and impl != "reference":
+        q, scale = (q.astype(jnp.float32) * scale.astype(jnp.float32)).astype(q.dtype), 1.0
     if impl in ("splash", "cudnn", "pallas"):
         given = {name: operands[name] for name in asked(operands)}
         given |= {"return_lse": True} if return_lse else {}

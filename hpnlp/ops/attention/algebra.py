@@ -15,12 +15,24 @@ import numpy as np
 
 from hpnlp.types import InputError
 
+_TRUTH = "a mask is neither true nor false: write & | ~ between masks, not `and`, `or`, `not`"
+_PACKAGE = __name__.rpartition(".")[0] + "."
+
 
 class Mask:
     """A static attention pattern over query and key positions."""
 
     # Whether it depends on i - j alone; then it says the same of places in a row and of positions in a document.
     relative: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        known = [base.__name__ for base in cls.__bases__ if base is not Mask and base.__module__.startswith(_PACKAGE)]
+        if known:  # plans and caches know what a pattern does by its class
+            raise InputError(
+                f"class {cls.__name__}({known[0]}): derive from Mask, and combine patterns with & | ~ or ask them in `at` and "
+                "`tile`"
+            )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
@@ -46,6 +58,9 @@ class Mask:
         ones are then found by asking `at` for every pair.
         """
         return True, False
+
+    def __bool__(self) -> bool:
+        raise InputError(_TRUTH)
 
     def __and__(self, other: Any) -> Any:
         return And(self, other) if isinstance(other, Mask) else NotImplemented
@@ -170,6 +185,9 @@ class PerHead:
     def relative(self) -> bool:
         return all(mask.relative for mask in self.masks)
 
+    def __bool__(self) -> bool:
+        raise InputError(_TRUTH)
+
     def __and__(self, other: Any) -> Any:
         return self._with(other, operator.and_)
 
@@ -201,3 +219,20 @@ class PerHead:
     def density(self, length: int, keys: int | None = None) -> float:
         """The mean over heads of the share of pairs that is allowed."""
         return sum(mask.density(length, keys) for mask in self.masks) / len(self.masks)
+
+
+def check(mask: Mask | PerHead) -> None:
+    """Raises InputError where a mask, or one that it is made of, is not a value."""
+    if isinstance(mask, PerHead):
+        for one in mask.masks:
+            check(one)
+        return
+    parameters = getattr(type(mask), "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
+        raise InputError(
+            f"{type(mask).__name__} is not a frozen dataclass: write @dataclasses.dataclass(frozen=True) above the class, so "
+            "that masks with the same fields are the same mask"
+        )
+    for field in dataclasses.fields(mask):  # pyright: ignore[reportArgumentType]
+        if isinstance(part := getattr(mask, field.name), Mask):
+            check(part)

@@ -41,7 +41,7 @@ def live(mask: Mask, length: int, keys: int, block: int, key_block: int, rows: n
     while row.size and last:
         q0, k0 = row * block, start * key_block
         q1, k1 = np.minimum(q0 + block, length) - 1, np.minimum(k0 + size * key_block, keys) - 1
-        some, every = _told(mask, row.shape, q0, q1, k0, k1)
+        some, every = ask_tile(mask, row.shape, q0, q1, k0, k1)
         ends = some & (every | (size == 1))
         found.append((row[ends], start[ends], every[ends], size))
         split = some & ~ends
@@ -57,8 +57,8 @@ def live(mask: Mask, length: int, keys: int, block: int, key_block: int, rows: n
     return _searched(mask, tiles, length, keys, block, key_block) if _unknown(mask) else tiles
 
 
-def _told(mask: Mask, shape: tuple[int, ...], *bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What `tile` says."""
+def ask_tile(mask: Mask, shape: tuple[int, ...], *bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(some, every), each of `shape`. Raises InputError where `tile` takes no arrays."""
     try:
         some, every = mask.tile(*bounds)
         return np.broadcast_to(some, shape), np.broadcast_to(every, shape)

@@ -52,7 +52,7 @@ def attend_cache(
 def _visible(mask: Mask | PerHead, queries: Array, keys: Array, heads: int) -> Array:
     """bool `[B, T, N or 1, S]`."""
     masks = mask.masks if isinstance(mask, PerHead) else (mask,)
-    if len(masks) not in (1, heads):
+    if isinstance(mask, PerHead) and len(masks) != heads:
         raise InputError(f"PerHead of {len(masks)} masks over {heads} query heads: expected one mask for each")
     return jnp.stack([one.at(queries, keys) & (keys >= 0) for one in masks], axis=2)
 

@@ -27,7 +27,7 @@ from hpnlp.ops.attention import panels
 from hpnlp.ops.attention.algebra import Mask
 from hpnlp.ops.attention.blocks import Blocks
 from hpnlp.ops.attention.dropout import seed_words
-from hpnlp.ops.attention.layout import Facts, from_columns, from_rows, per_row, rows_of
+from hpnlp.ops.attention.layout import Facts, from_columns, from_rows, per_row, rows_of, zeros
 from hpnlp.ops.attention.mask import Full
 from hpnlp.ops.attention.parts import backward, forward
 from hpnlp.ops.attention.tile import Given, Options, Side
@@ -70,8 +70,8 @@ def flash(
     """
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     (b, t, n), s = q.shape[:3], k.shape[1]
-    if 0 in (*q.shape, *k.shape, *v.shape):  # nothing to see, or nobody to see it
-        out, lse = jnp.zeros((b, t, n, v.shape[3]), q.dtype), jnp.full((b, t, n), -jnp.inf)
+    if 0 in (b, t, n, s):  # nothing to see, or nobody to see it
+        out, lse = jnp.zeros((b, t, n, v.shape[3]), q.dtype), zeros(b, t, n) - jnp.inf
         return (out, lse) if return_lse else out
     jaxpr, bias = (None, bias) if bias is None or isinstance(bias, jax.Array | np.ndarray) else _traced(bias)
     options = Options(mask, q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, dropout_rate, block_size, jaxpr)

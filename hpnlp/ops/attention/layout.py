@@ -35,6 +35,11 @@ class Facts:
     bias: Any = None
 
 
+def zeros(*shape: int) -> Float[Array, "..."]:
+    """float32, whatever the default of the process."""
+    return jnp.zeros(shape, jnp.float32)
+
+
 def rows_of(x: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K G T H"]:
     return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3]).transpose(0, 2, 3, 1, 4)
 

@@ -1,12 +1,13 @@
 """The patterns from which masks are made: `Causal() & (Window(256) | Global(16))`.
 
 Everywhere i is the query position and j the key position, from 0. A pattern of one's own is a frozen dataclass that
-derives from Mask and has `at` and `tile`; with `Where` a function is enough, at the price of finding the live blocks
-element by element.
+derives from Mask and has `at` and, so that its live blocks need not be found element by element, `tile`; with `Where` a
+function is enough.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable
@@ -305,13 +306,18 @@ class Where(Mask):
 
     def at(self, q: Any, k: Any) -> Any:
         shape = np.broadcast_shapes(np.shape(q), np.shape(k))
-        if isinstance(q, jax.Array) or isinstance(k, jax.Array):
-            see = jax.numpy.asarray(self.function(q, k))
-            broadcast = jax.numpy.broadcast_to
-        else:
-            with jax.ensure_compile_time_eval():
-                see = np.asarray(self.function(q, k))
-            broadcast = np.broadcast_to
+        traced = isinstance(q, jax.Array) or isinstance(k, jax.Array)
+        library: Any = jax.numpy if traced else np
+        with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
+            try:
+                see = library.asarray(self.function(q, k))
+                found = library.broadcast_to(see, shape)
+            except Exception as error:  # whatever a function may raise
+                reason = str(error).partition("\n")[0]
+                raise InputError(
+                    f"{self!r} failed ({reason:.200}): it is asked for arrays of queries i and keys j that broadcast, so write "
+                    "function(i, j) with & | ~, where and abs, not `and`, `or`, `if` or i < j < k"
+                ) from error
         if see.dtype != bool:
-            raise InputError(f"Where's function gave {see.dtype}: expected bool, True where the query may see the key")
-        return broadcast(see, shape)
+            raise InputError(f"{self!r} gave {see.dtype}: expected bool, True where the query may see the key")
+        return found

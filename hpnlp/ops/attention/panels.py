@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from hpnlp.ops.attention import tile
 from hpnlp.ops.attention.algebra import Mask
-from hpnlp.ops.attention.layout import Facts, add_bias, bias_tile, by_key_head, key_rows, rows_of
+from hpnlp.ops.attention.layout import Facts, add_bias, bias_tile, by_key_head, key_rows, rows_of, zeros
 from hpnlp.ops.attention.mask import Full
 from hpnlp.ops.attention.tile import Around, Given, Options, Side
 
@@ -115,7 +115,7 @@ def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts) -> tup
         rows, span = slice(panel.q0, panel.q1), slice(panel.k0, panel.k1)
         if panel.k0 == panel.k1:
             shape = (*q.shape[:3], panel.q1 - panel.q0)
-            parts.append((jnp.zeros((*shape, v.shape[3])), jnp.full(shape, -jnp.inf), jnp.zeros(shape)))
+            parts.append((zeros(*shape, v.shape[3]), zeros(*shape) - jnp.inf, zeros(*shape)))
         else:
             around, _ = _around(options, facts, panel, kv_heads)
             queries = _after(parts, q[:, :, :, rows])
@@ -140,7 +140,7 @@ def backward(options: Options, given: Given, k: Array, v: Array, facts: Facts) -
             given.delta[..., rows],
         )
         if panel.k0 == panel.k1:
-            parts.append((jnp.zeros(part.q.shape), *(jnp.zeros((*x.shape[:2], x.shape[3], 0)) for x in (k, v))))
+            parts.append((zeros(*part.q.shape), *(zeros(*x.shape[:2], x.shape[3], 0) for x in (k, v))))
             continue
         around, bias = _around(options, facts, panel, kv_heads)
         *found, db = tile.backward(options, part, k[:, :, span], v[:, :, span], around)
@@ -158,5 +158,5 @@ def _add_spans(parts: Sequence[Array], spans: Sequence[tuple[int, int]], length:
     pieces = []
     for a, b in zip(cuts, cuts[1:], strict=False):
         over = [part[..., a - k0 : b - k0] for part, (k0, k1) in zip(parts, spans, strict=True) if k0 <= a and b <= k1]
-        pieces.append(sum(over[1:], over[0]) if over else jnp.zeros((*parts[0].shape[:-1], b - a)))
+        pieces.append(sum(over[1:], over[0]) if over else zeros(*parts[0].shape[:-1], b - a))
     return jnp.concatenate(pieces, axis=-1)

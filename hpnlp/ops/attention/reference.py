@@ -27,7 +27,7 @@ def reference(
     dense_mask: Bool[Array, "..."] | None = None,
     global_tokens: Array | None = None,
     bias: Any = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
     dropout_rate: float = 0.0,
@@ -67,6 +67,7 @@ def reference(
         scores += values
     elif bias is not None:
         scores += jnp.broadcast_to(jnp.asarray(bias, jnp.float32), scores.shape)
+    scores = jnp.where(see, scores, 0.0)  # whatever stands there, also for the gradient of what follows
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
 
@@ -75,7 +76,9 @@ def reference(
         scores, see = jnp.concatenate([scores, sink], -1), jnp.concatenate([see, jnp.ones((b, n, t, 1), bool)], -1)
     scores = jnp.where(see, scores, -jnp.inf)
     some = ~jnp.isneginf(scores).all(axis=-1, keepdims=True)
-    scores = jnp.where(some, scores, 0.0)  # of equal weights, since those of -inf alone are NaN, and so are their gradients
+    scores = jnp.where(
+        some, scores, 0.0
+    )  # of equal weights, since those of -inf alone are NaN, and so are their gradients
     lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     # Not exp(scores - lse), which rounds where lse is large.
     weights = jnp.where(see & some, jax.nn.softmax(scores, axis=-1), 0.0)[..., :s]

@@ -126,7 +126,8 @@ def forward(
     """(top, total, sum): the rows' maxima and the sums of exp(score - top), plain and weighted with the values."""
     k, v = drop_hidden(around.see, k), drop_hidden(around.see, v)
     s, _ = _scores(options, q, k, around)
-    top = jnp.maximum(s.max(axis=-1), FLOOR)
+    # A constant to derivatives, since it cancels; second ones through a maximum are wrong in unoptimised XLA:CPU programs.
+    top = jax.lax.stop_gradient(jnp.maximum(s.max(axis=-1), FLOOR))
     p = jnp.exp(s - top[..., None])
     return top, p.sum(axis=-1), _with_keys(_dropped(options, p, around.kept).astype(v.dtype), v, 1)
 
@@ -178,9 +179,11 @@ def backward(options: Options, given: Given, k: Array, v: Array, around: Around)
     db = p * (dp - given.delta[..., None])
     if squashed is not None:
         db = db * (1.0 - (squashed if see is None else jnp.where(see, squashed, 0.0)) ** 2)
-    ds = (db * options.scale).astype(k.dtype)
+    # Not in float16, whose largest number is 65504: a loss that is scaled up reaches it here before it does at the inputs.
+    dtype = jnp.float32 if k.dtype == jnp.float16 else k.dtype
+    ds = (db * options.scale).astype(dtype)
     dv = _over_queries(given.do, _dropped(options, p, around.kept).astype(k.dtype))
-    return _with_keys(ds, k, 1), _over_queries(given.q, ds), dv, db
+    return _with_keys(ds, k.astype(dtype), 1), _over_queries(given.q.astype(dtype), ds), dv, db
 
 
 def _dropped(options: Options, p: Array, kept: Array | None) -> Array:
@@ -194,7 +197,8 @@ def _dropped(options: Options, p: Array, kept: Array | None) -> Array:
 def _with_keys(a: Array, keys: Array, axis: int) -> Float[Array, "*a r x"]:
     """`[..., K, G, r, i]` with `[..., K, c, i]` (axis 2) or `[..., K, i, h]` (axis 1): `[..., K, G, r, c or h]`."""
     left, right = a.reshape(-1, math.prod(a.shape[-3:-1]), a.shape[-1]), keys.reshape(-1, *keys.shape[-2:])
-    return _product(left, right, 2, axis).reshape(*a.shape[:-1], -1)
+    found = _product(left, right, 2, axis)
+    return found.reshape(*a.shape[:-1], found.shape[-1])
 
 
 def _over_queries(rows: Array, scores: Array) -> Float[Array, "*a h c"]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
-from hpnlp.ops.attention.algebra import And, Mask, Not, Or, PerHead
+from hpnlp.ops.attention.algebra import And, Mask, Not, Or, PerHead, check
 from hpnlp.ops.attention.mask import GlobalAt
 from hpnlp.types import InputError
 
@@ -33,6 +34,8 @@ def validate(
         raise InputError(
             f"q {q.shape}, k {k.shape}, v {v.shape}: expected one B, one H in q and k, one S and K in k and v"
         )
+    if 0 in (q.shape[3], v.shape[3]):
+        raise InputError(f"q {q.shape}, v {v.shape}: expected at least one feature, H and Hv")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise InputError(f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads: choose K that divides N")
     if not (q.dtype == k.dtype == v.dtype):
@@ -54,6 +57,8 @@ def validate(
         raise InputError(f"kv_lengths has shape {lengths.shape}: expected {(b,)}")
     if sinks is not None and sinks.shape != (n,):
         raise InputError(f"sinks has shape {sinks.shape}: expected {(n,)}, a logit for each query head")
+    if isinstance(soft_cap, Tracer):
+        raise InputError("soft_cap is traced: expected a number that is fixed while tracing")
     if soft_cap is not None and not soft_cap > 0:
         raise InputError(f"soft_cap {soft_cap}: expected a number over 0, or None for no cap")
     _square("dense_mask", operands["dense_mask"], (b, n, t, s))
@@ -74,6 +79,7 @@ def _mask(mask: Any, heads: int) -> None:
     if not isinstance(mask, Mask | PerHead):
         kind = f"an array of {mask.dtype}" if hasattr(mask, "dtype") else repr(mask)
         raise InputError(f"mask is {kind}: expected a Mask such as Causal(); an array of bool goes to dense_mask")
+    check(mask)
 
 
 def _in_range(mask: Any, length: int) -> None:

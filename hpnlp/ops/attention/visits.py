@@ -21,6 +21,7 @@ from hpnlp.ops.attention.layout import (
     by_key_head,
     from_blocks,
     to_blocks,
+    zeros,
 )  # fmt: skip
 from hpnlp.ops.attention.tile import Around, Given, Options, Side
 from hpnlp.ops.manual import vary_alike
@@ -35,7 +36,7 @@ def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks
         found = _forward(options, *part, blocks)
         return tuple(chunk.put(x, new, group) for x, new in zip(sums, found, strict=True))
 
-    blank = jnp.zeros((*q.shape[:3], v.shape[3])), jnp.zeros(q.shape[:3]), jnp.zeros(q.shape[:3])
+    blank = zeros(*q.shape[:3], v.shape[3]), zeros(*q.shape[:3]), zeros(*q.shape[:3])
     return _each(one, vary_alike(*blank, q)[:3], q, k, blocks)
 
 
@@ -54,8 +55,8 @@ def backward(
             return (*new, jax.tree.map(jnp.add, sums[3], by_bias))
         return (*new, chunk.put(sums[3], chunk.cut(sums[3], group, 1) + by_bias, group, 1))
 
-    blank = [jnp.zeros(x.shape) for x in (q, k, v)]
-    bias = [jnp.zeros(x.shape) for x in jax.tree.leaves(facts.bias)]
+    blank = [zeros(*x.shape) for x in (q, k, v)]
+    bias = [zeros(*x.shape) for x in jax.tree.leaves(facts.bias)]
     *blank, _ = vary_alike(*blank, *bias, q)
     return _each(one, (*blank[:3], jax.tree.unflatten(jax.tree.structure(facts.bias), blank[3:])), q, k, blocks)
 
@@ -326,8 +327,8 @@ def _forward(
         new = tile.finish(*part) if blocks.once else tile.join(_take_rows(sums, first, run), part)
         return _put_rows(sums, first, new)
 
-    flat = jnp.zeros(q_blocks.shape[:-1])
-    weighted = jnp.zeros((*flat.shape, v.shape[3]))
+    flat = zeros(*q_blocks.shape[:-1])
+    weighted = zeros(*flat.shape, v.shape[3])
     sums = (weighted, flat - jnp.inf, flat) if blocks.once else (flat + tile.FLOOR, flat, weighted)
     *sums, _ = vary_alike(*sums, q)
     for visits in blocks.visits:
@@ -359,9 +360,9 @@ def _backward(
             by_bias = pairs.bias.add(by_bias, first, keys, db)
         return _put_rows(dq, first, new_dq), _add_keys(dk, keys, new_dk), _add_keys(dv, keys, new_dv), by_bias
 
-    sums = [jnp.zeros(x.shape) for x in (given.q, k_blocks.swapaxes(-1, -2), v_blocks.swapaxes(-1, -2))]
+    sums = [zeros(*x.shape) for x in (given.q, k_blocks.swapaxes(-1, -2), v_blocks.swapaxes(-1, -2))]
     bias = facts.bias if pairs.bias is None else pairs.bias.blocks
-    bias_sums = [jnp.zeros(x.shape) for x in jax.tree.leaves(bias)]
+    bias_sums = [zeros(*x.shape) for x in jax.tree.leaves(bias)]
     *sums, _ = vary_alike(*sums, *bias_sums, q)
     sums = (*sums[:3], jax.tree.unflatten(jax.tree.structure(bias), sums[3:]))
     for visits in blocks.visits:
