@@ -83,7 +83,9 @@ def test_finished_run_is_quick_and_stays_as_it_is(undisturbed, run):
     again = json.loads((workdir / "report.json").read_text())
     assert (again["steps"], again["heldout_bits_per_byte"]) == (STEPS, report["heldout_bits_per_byte"])
     assert again["tokens_per_second"] == pytest.approx(report["tokens_per_second"], rel=1e-3)
-    assert again["peak_memory_bytes"] >= 0.95 * report["peak_memory_bytes"]  # scoring alone takes less than training did
+    assert (
+        again["peak_memory_bytes"] >= 0.95 * report["peak_memory_bytes"]
+    )  # scoring alone takes less than training did
 
 
 def test_killed_and_ended_runs_go_on_bit_for_bit(undisturbed, start, finish, tmp_path):
