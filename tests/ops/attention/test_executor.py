@@ -185,8 +185,14 @@ def test_operands(mask, names):
     assert_forms_equal(lambda f: scored(f, mask, options, as_function), arrays(), mask, alone)
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 40), (53, 37), (37, 53)], ids=str)
-@pytest.mark.parametrize("mask", [Window(5, 3) | Strided(4), Causal() & (Blockwise(5) | Global(2))], ids=repr)
+@pytest.mark.parametrize(
+    ("lengths", "mask"),
+    [
+        *((lengths, Window(5, 3) | Strided(4)) for lengths in ((1, 1), (1, 40), (53, 37))),
+        ((37, 53), Causal() & (Blockwise(5) | Global(2))),
+    ],
+    ids=str,
+)
 def test_lengths_that_differ(lengths, mask):
     assert_forms_equal(lambda f: scored(f, mask, {}), arrays(*lengths), mask)
 
@@ -485,7 +491,7 @@ import jax.numpy as jnp
 import numpy as np
 from hpnlp.ops.attention import Causal, Full, Global, Window, attend, reference
 from hpnlp.types import InputError
-for length in (100, 2048):
+for length in (100, 1100):
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, length, 2, 8)).astype(np.float32)
     print(*(np.abs(attend(q, k, v, m) - reference(q, k, v, m)).max() for m in (Window(9), Full())))
 q = jnp.ones((1, 4, 2, 8))
