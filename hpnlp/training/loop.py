@@ -122,6 +122,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             nonlocal skipped_in_a_row
             with clock("checkpoint"):
                 checkpoints.wait()
+            if not pending:
+                return
             with clock("step"):
                 values = jax.device_get([metrics for _, metrics in pending])
             for (number, _), metrics in zip(pending, values, strict=True):
@@ -134,8 +136,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
                         f"the loss or its gradient has not been finite for {skipped_in_a_row} steps, up to {number}: "
                         "lower optimizer.learning_rate, or look for the cause with train.debug_nans"
                     )
-            if pending:
-                display.step(pending[-1][0], float(values[-1]["loss"]), clock.seconds["data"] + clock.seconds["step"])
+            display.step(pending[-1][0], float(values[-1]["loss"]), clock.seconds["data"] + clock.seconds["step"])
             pending.clear()
 
         def save(loss: float | None = None) -> None:
