@@ -76,9 +76,8 @@ def reference(
         scores, see = jnp.concatenate([scores, sink], -1), jnp.concatenate([see, jnp.ones((b, n, t, 1), bool)], -1)
     scores = jnp.where(see, scores, -jnp.inf)
     some = ~jnp.isneginf(scores).all(axis=-1, keepdims=True)
-    scores = jnp.where(
-        some, scores, 0.0
-    )  # of equal weights, since those of -inf alone are NaN, and so are their gradients
+    # Rows of -inf alone become rows of equal weights: softmax and its gradient would be NaN there.
+    scores = jnp.where(some, scores, 0.0)
     lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     # Not exp(scores - lse), which rounds where lse is large.
     weights = jnp.where(see & some, jax.nn.softmax(scores, axis=-1), 0.0)[..., :s]
