@@ -83,7 +83,7 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise InputError(
-                    f"the disk of {workdir} is full: free some space and run the same command again"
+                    f"cannot write to {workdir}: the disk is full: free some space and run the same command again"
                 ) from error
             if error.errno in (errno.EPERM, errno.EACCES, errno.EROFS):
                 raise InputError(

@@ -301,7 +301,7 @@ def test_debug_nans_stops_at_the_operation(tmp_path):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (errno.ENOSPC, "the disk of .* is full: free some space and run the same command again"),
+        (errno.ENOSPC, "cannot write to .*: the disk is full: free some space and run the same command again"),
         (errno.EACCES, r"cannot write to x.json \(Permission denied\): mend its permissions and run the same command"),
         (errno.EROFS, r"cannot write to x.json \(Read-only file system\): mend"),
     ],
