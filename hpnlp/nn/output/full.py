@@ -6,15 +6,16 @@ from typing import ClassVar
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.softmax import cross_entropy, logits, nll
+from hpnlp.ops.softmax import linear_cross_entropy, logits
 from hpnlp.ops.softmax.sampling import sample
 from hpnlp.types import LossOut
 
 
 class FullOutput(nn.Module):
-    """Softmax over all rows of the table. Cost: N x V x D products a pass; memory N x V."""
+    """Softmax over all rows of the table. Cost: as `linear_cross_entropy`."""
 
     is_normalized: ClassVar[bool] = True
 
@@ -27,11 +28,12 @@ class FullOutput(nn.Module):
         rng: jax.Array | None = None,
     ) -> LossOut:
         """The weighted sum of -log p(label) in nats. `rng` is not used: nothing here is random."""
-        return LossOut(*cross_entropy(h, table, labels, weights))
+        total = linear_cross_entropy(h, table, labels, weights=weights, ignore_index=None, reduction="sum")
+        return LossOut(total, weights.astype(jnp.float32).sum())
 
     def nll(self, table: Float[Array, "V D"], h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
         """-log p(label) of each token, in nats."""
-        return nll(h, table, labels)
+        return linear_cross_entropy(h, table, labels, ignore_index=None, reduction="none")
 
     def logits(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, "N V"]:
         """Unnormalised float32 log-probabilities."""

@@ -74,7 +74,9 @@ def exact(h, w, labels, *, reduction, bias=None, weights=None, **options):
 def test_equals_the_definition(options, reduction):
     h, w, labels, extra = arrays()
     given = operands(options, extra) | {"reduction": reduction}
-    for impl, block in (("auto", None), ("vocabulary", 8), ("reference", None)):
+    for impl, block in (("auto", None), ("vocabulary", 8), ("tokens", 4), ("reference", None)):
+        if impl == "tokens" and reduction == "none":
+            continue
         loss = once(functools.partial(linear_cross_entropy, impl=impl, block_size=block, **given), h, w, labels)
         assert loss.dtype == jnp.float32
         np.testing.assert_allclose(loss, exact(h, w, labels, **given), rtol=2e-6, atol=1e-6)
@@ -101,6 +103,66 @@ def test_gradients_for_any_cotangent_equal_those_of_the_logits(n, vocab, dim, bl
     assert np.isfinite(ours[0]) and all(np.isfinite(x).all() for x in jax.tree.leaves(ours[1]))
 
 
+def summed(labels, options, **more):
+    """Something that is not linear in the loss, as a function of what has a gradient."""
+
+    def loss(h, w, extra):
+        reduction = "mean" if "weights" in options else "sum"
+        return jnp.sin(linear_cross_entropy(h, w, labels, **operands(options, extra), reduction=reduction, **more))
+
+    return loss
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize(("n", "vocab", "dim", "block"), SIZES, ids=str)
+def test_gradients_made_along_with_the_loss_equal_those_of_the_logits(monkeypatch, n, vocab, dim, block, name):
+    """In chunks that divide the tokens or do not, with blocks that divide the words or do not, and of nothing at all."""
+    monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "LOGITS", 30)
+    monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "SMALLEST", 4)
+    h, w, labels, extra = arrays(n, vocab, dim)
+    ours, twin = (
+        once(jax.value_and_grad(summed(labels, OPTIONS[name], **more), (0, 1, 2)), h, w, extra)
+        for more in ({"impl": "tokens", "block_size": block}, {"impl": "reference"})
+    )
+    assert_close(ours, twin)
+    assert np.isfinite(ours[0]) and all(np.isfinite(x).all() for x in jax.tree.leaves(ours[1]))
+
+
+def test_only_the_gradients_that_are_asked_for_are_made():
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 16), (4096, 16))]
+    labels = jnp.zeros(64, jnp.int32)
+    loss = functools.partial(linear_cross_entropy, labels=labels, impl="tokens", block_size=16)
+    products = lambda run: count_flops(jax.jit(run), *shapes) / (2 * 64 * 4096 * 16)  # noqa: E731
+    assert products(loss) == pytest.approx(1, rel=0.01)
+    assert products(jax.grad(loss)) == pytest.approx(2, rel=0.01)
+    assert products(jax.grad(loss, 1)) == pytest.approx(2, rel=0.01)
+    assert products(jax.grad(loss, (0, 1))) == pytest.approx(3, rel=0.01)
+
+
+def test_no_token():
+    h, w = jnp.ones((0, 3)), jnp.ones((5, 3))
+    for more in ({}, {"impl": "vocabulary", "block_size": 2}):
+        run = jax.value_and_grad(functools.partial(linear_cross_entropy, **more), (0, 1))
+        found = once(run, h, w, jnp.zeros(0, jnp.int32))
+        assert not any(np.asarray(x).any() for x in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_second_derivatives_of_chunks(name):
+    h, w, labels, extra = arrays(3, 11, 2)
+    along = jax.tree.map(jnp.sin, (h, w, extra))
+
+    def everything(loss):
+        slope = lambda *given: jax.jvp(loss, given, along)[1]  # noqa: E731
+        return slope(h, w, extra), jax.grad(slope, (0, 1))(h, w, extra), jax.hessian(loss)(h, w, extra)
+
+    ours, twin = (
+        once(lambda more=more: everything(summed(labels, OPTIONS[name], **more)))
+        for more in ({"impl": "tokens", "block_size": 2}, {"impl": "reference"})
+    )
+    assert_close(ours, twin)
+
+
 @pytest.mark.parametrize("name", ["plain", "soft_cap", "all"])
 def test_forward_mode_and_second_derivatives(name):
     options = OPTIONS[name]
@@ -118,12 +180,14 @@ def test_forward_mode_and_second_derivatives(name):
     assert_close(ours, twin)
 
 
-def test_vmap_over_each_argument():
+@pytest.mark.parametrize("impl", ["tokens", "vocabulary"])
+def test_vmap_over_each_argument(impl):
     h, w, labels, extra = arrays()
     given = (jnp.stack([h, -h]), w, labels, extra["bias"]), (h, jnp.stack([w, -w]), labels, extra["bias"])
     given += ((h, w, jnp.stack([labels, labels[::-1]]), extra["bias"]),)
     given += ((h, w, labels, jnp.stack([extra["bias"], -extra["bias"]])),)
-    grads = jax.grad(lambda h, w, labels, bias: linear_cross_entropy(h, w, labels, bias=bias, block_size=8), (0, 1))
+    run = functools.partial(linear_cross_entropy, impl=impl, block_size=8)
+    grads = jax.grad(lambda h, w, labels, bias: run(h, w, labels, bias=bias), (0, 1))
     for i, args in enumerate(given):
         axes = tuple(0 if i == at else None for at in range(4))
         found = once(jax.vmap(grads, axes), *args)
@@ -147,21 +211,24 @@ def test_statistics():
     assert_close(once(slope("auto"), h), once(slope("reference"), h))
 
 
-def test_a_confident_token_has_a_loss_and_a_gradient():
+@pytest.mark.parametrize("impl", ["tokens", "vocabulary"])
+def test_a_confident_token_has_a_loss_and_a_gradient(impl):
     """As float64 has them: lse - logit and softmax - 1 would be 0."""
     h, w = jnp.array([[30.0]]), jnp.array([[1.0], [0.0], [-0.5]])
-    loss, slope = once(jax.value_and_grad(lambda h: linear_cross_entropy(h, w, jnp.array([0]), block_size=2)), h)
+    run = functools.partial(linear_cross_entropy, impl=impl, block_size=2)
+    loss, slope = once(jax.value_and_grad(lambda h: run(h, w, jnp.array([0]))), h)
     rest = np.exp(-30.0) + np.exp(-45.0)
     np.testing.assert_allclose(loss, np.log1p(rest), rtol=1e-6)
     np.testing.assert_allclose(slope[0, 0], (-np.exp(-30.0) - 1.5 * np.exp(-45.0)) / (1 + rest), rtol=1e-6)
 
 
+@pytest.mark.parametrize("impl", ["tokens", "vocabulary"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits_accumulate_in_float32(dtype):
-    """Many blocks: a sum of their parts in 16 bits would be far off."""
-    h, w, labels, _ = arrays(7, 3001, 16, dtype)
+def test_sixteen_bits_accumulate_in_float32(dtype, impl):
+    """Many blocks, or chunks: a sum of their parts in 16 bits would be far off."""
+    h, w, labels, _ = arrays(*((7, 3001) if impl == "vocabulary" else (601, 11)), 16, dtype)
     loss, (dh, dw) = once(
-        jax.value_and_grad(functools.partial(linear_cross_entropy, block_size=8), (0, 1)), h, w, labels
+        jax.value_and_grad(functools.partial(linear_cross_entropy, impl=impl, block_size=8), (0, 1)), h, w, labels
     )
     assert (loss.dtype, dh.dtype, dw.dtype) == (jnp.float32, h.dtype, w.dtype)
     np.testing.assert_allclose(loss, exact(h, w, labels, reduction="mean"), rtol=1e-5)
@@ -177,14 +244,15 @@ def test_gradients_of_float32_parameters_under_sixteen_bit_activations():
     assert (grads[0].dtype, grads[1].dtype) == (jnp.bfloat16, jnp.float32)
 
 
-def test_tokens_that_do_not_count_are_nothing():
+@pytest.mark.parametrize("impl", ["tokens", "vocabulary"])
+def test_tokens_that_do_not_count_are_nothing(impl):
     """NaN there, any label there: neither the loss nor a gradient knows, and with no token left both are 0."""
     h, w, labels, extra = arrays()
     weights = extra["weights"].at[2].set(0.0)
     silent = (np.asarray(weights) == 0) | (np.asarray(labels) == -100)
     dirty = jnp.where(jnp.asarray(silent)[:, None], jnp.nan, h)
     run = jax.value_and_grad(
-        lambda h, w, labels: linear_cross_entropy(h, w, labels, weights=weights, block_size=8), (0, 1)
+        lambda h, w, labels: linear_cross_entropy(h, w, labels, weights=weights, impl=impl, block_size=8), (0, 1)
     )
     clean = once(run, h, w, labels)
     for other in (labels, jnp.where(weights == 0, 10**6, labels)):
@@ -201,6 +269,7 @@ def test_a_label_that_is_no_word_is_nan_where_it_is_not_known():
             functools.partial(linear_cross_entropy, reduction="none", block_size=8), h, w, jnp.array([1, label, 2])
         )
         np.testing.assert_array_equal(np.isnan(each), [False, True, False])
+        assert np.isnan(once(linear_cross_entropy, h, w, jnp.array([1, label, 2])))
 
 
 @pytest.mark.parametrize("cuts", [(0, 43), (0, 7, 43), (0, 1, 20, 42, 43)], ids=str)
@@ -249,23 +318,38 @@ def test_over_eight_devices(monkeypatch):
         assert_close(once(grads(linear_cross_entropy), *placed), expected)
 
 
-def sizes(tokens, vocab, dim, **options):
+def sizes(tokens, vocab, dim, compiled=True, **options):
     shapes = (tokens, dim), (vocab, dim)
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes] + [
         jax.ShapeDtypeStruct((tokens,), jnp.int32)
     ]
     run = jax.jit(jax.grad(functools.partial(linear_cross_entropy, **options), (0, 1)))
-    return run, given, run.lower(*given).compile().memory_analysis().temp_size_in_bytes
+    return run, given, run.lower(*given).compile().memory_analysis().temp_size_in_bytes if compiled else None
 
 
 def test_memory_is_that_of_two_blocks_and_not_of_the_vocabulary():
-    _, _, small = sizes(1024, 32768, 64)
-    _, _, large = sizes(1024, 131072, 64)
+    _, _, small = sizes(1024, 32768, 64, impl="vocabulary")
+    _, _, large = sizes(1024, 131072, 64, impl="vocabulary")
     assert large < 1.1 * small < 3 * 1024 * 4096 * 4 < sizes(1024, 32768, 64, impl="reference")[2] / 2
 
 
+def test_memory_is_that_of_a_chunk_and_not_of_the_tokens():
+    options = {"impl": "tokens", "block_size": 128}
+    _, _, small = sizes(256, 131072, 16, **options)
+    _, _, large = sizes(1024, 131072, 16, **options)
+    assert large - small < 4 * 768 * 16 * 4  # copies of h
+    assert small < (128 * 131072 + 4 * 2**22) * 4
+
+
+def test_auto_takes_chunks_while_they_are_worth_it():
+    """By what is left of the vocabulary's size in the memory: three products while a chunk of tokens fits, else four."""
+    for tokens, vocab, products in ((4096, 50_000, 3), (4096, 262_144, 4), (64, 262_144, 3), (64, 2**23, 4)):
+        run, given, _ = sizes(tokens, vocab, 2, compiled=False)
+        assert count_flops(run, *given) == pytest.approx(2 * products * tokens * vocab * 2, rel=0.05)
+
+
 def test_four_products():
-    run, given, _ = sizes(64, 4096, 16, block_size=256)
+    run, given, _ = sizes(64, 4096, 16, impl="vocabulary", block_size=256)
     assert count_flops(run, *given) == pytest.approx(8 * 64 * 4096 * 16, rel=0.01)
 
 
@@ -276,7 +360,8 @@ def test_four_products():
         ({"labels": jnp.full(9, 43)}, "label is 43: expected 0 to 42"),
         ({"labels": jnp.full(9, -1)}, "label is -1"),
         ({"reduction": "avg"}, "mean, sum, none"),
-        ({"impl": "fast"}, "auto, vocabulary"),
+        ({"impl": "fast"}, "auto, tokens, vocabulary"),
+        ({"impl": "tokens", "reduction": "none"}, "'none' and return_stats take 'vocabulary'"),
         ({"label_smoothing": 1.5}, "0 to 1"),
         ({"soft_cap": 0.0}, "soft_cap"),
         ({"temperature": 0.0}, "over 0"),
