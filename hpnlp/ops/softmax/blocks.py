@@ -158,7 +158,10 @@ def _(form: Form, primals: Any, tangents: Any) -> tuple[Array, Array]:
 def _gradients(
     form: Form, wanted: tuple[bool, ...], h: Array, w: Array, bias: Array | None, labels: Array, factors: Array
 ) -> tuple[Array, tuple[Any, ...]]:
-    """Each token's loss, 0 where its factor is, and the gradients of their weighted sum with respect to what is wanted of h, w and bias, float32."""
+    """Each token's loss, 0 where its factor is, and the gradients of their weighted sum, float32.
+
+    wanted: of which of h, w and bias.
+    """
     n, words = h.shape[0], w.shape[0]
     chunks, blocks = max(-(-n // form.rows), 1), -(-words // form.block)
     rows = -(-n // chunks)
