@@ -6,6 +6,7 @@ where it is no softmax over all that the mask allows, it needs a line in EXAMPLE
 
 from __future__ import annotations
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +64,16 @@ EXACT = {
     "bigbird(2,3,1,1,among=2)": attention.bigbird(2, 3, 1, 1, among=2),
 }
 # Spec strings that stand for table entries; an entry without one is taken by its bare name.
-EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec in EXACT}
+EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec in EXACT} | {
+    "sampled": (
+        "sampled(2)",
+        "sampled(2,unigram,1.0,correct_label=True)",
+        "sampled(5,uniform,per_token=True,unique=False)",
+    ),
+    "importance": ("importance(64)", "importance(64,effective=8.0,block=16)"),
+    "nce": ("nce(5)", "nce(5,partition=learned)"),
+    "negative_sampling": ("negative_sampling(5)",),
+}
 MIXER_SPECS = tuple(spec for name in MIXERS for spec in EXAMPLES.get(name, (name,)))
 OUTPUT_SPECS = tuple(spec for name in OUTPUTS for spec in EXAMPLES.get(name, (name,)))
 
@@ -134,13 +144,17 @@ class Output:
     """An output layer over a random table and states of order 1."""
 
     def __init__(self, spec, count=11, vocab=13, dim=8, dtype="float32"):
-        self.module = build(parse_one(spec, "output layer"), OUTPUTS, "output layer", name=None)
         rng = np.random.default_rng(0)
-        self.table = jnp.asarray(rng.standard_normal((vocab, dim)), jnp.float32)
+        extra = {"vocab": vocab, "dim": dim, "counts": tuple(range(vocab, 0, -1))}
+        self.module = build(parse_one(spec, "output layer"), OUTPUTS, "output layer", name=None, **extra)
+        self.table = jnp.asarray(rng.standard_normal((vocab, dim)), jnp.float32) if self.module.rows_are else None
         self.h = jnp.asarray(rng.standard_normal((count, dim)), dtype)
         self.labels = jnp.asarray(rng.integers(0, vocab, count), jnp.int32)
         self.weights = jnp.asarray(rng.integers(0, 3, count), jnp.float32)
         self.rng = jax.random.key(3)
+        given = (self.table, self.h, self.labels, self.weights)
+        boxed = jax.jit(lambda key: self.module.init(key, *given, method="loss"), compiler_options=ONCE)(self.rng)
+        self.params = nn.meta.unbox(boxed)
 
-    def call(self, method, *args, **kwargs):
-        return self.module.apply({}, *args, method=method, **kwargs)
+    def call(self, method, *args, params=None, **kwargs):
+        return self.module.apply(self.params if params is None else params, *args, method=method, **kwargs)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.attention import Causal, Full
+from hpnlp.types import InputError
 from tests import contracts
 from tests.contracts import MIXER_SPECS, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
 
@@ -173,26 +174,40 @@ def test_mixer_with_a_cache_equals_the_full_pass(spec):
 
 
 @outputs
-@pytest.mark.parametrize(("count", "vocab", "dtype"), [(11, 13, "float32"), (1, 2, "float32"), (11, 13, "bfloat16")])
-def test_output_loss_is_the_weighted_sum_of_nll(spec, count, vocab, dtype):
+@pytest.mark.parametrize(("count", "vocab", "dtype"), [(11, 13, "float32"), (1, 7, "float32"), (11, 13, "bfloat16")])
+def test_output_reports_the_weighted_sum_of_nll(spec, count, vocab, dtype):
+    """Without an rng, whatever it trains: perplexities of different layers are of one kind."""
     case = Output(spec, count, vocab, dtype=dtype)
-    loss = once(lambda h, w: case.call("loss", case.table, h, case.labels, w, case.rng), case.h, case.weights)
+    loss = once(lambda h, w: case.call("loss", case.table, h, case.labels, w), case.h, case.weights)
+    assert loss.sum.dtype == loss.weight.dtype == jnp.float32
+    assert_close(loss.weight, jnp.sum(case.weights))
+    if not case.module.is_normalized:
+        with pytest.raises(InputError, match="no probabilit"):
+            case.call("nll", case.table, case.h, case.labels)
+        return
     nll = once(lambda h: case.call("nll", case.table, h, case.labels), case.h)
-    assert loss.sum.dtype == loss.weight.dtype == nll.dtype == jnp.float32
-    assert_close((loss.sum, loss.weight), (jnp.sum(nll * case.weights), jnp.sum(case.weights)))
+    assert nll.dtype == jnp.float32
+    assert_close(loss.sum, jnp.sum(nll * case.weights))
 
 
 @outputs
 def test_output_takes_no_notice_of_tokens_without_weight(spec):
-    """Whatever stands there: NaN, or a label that is no id."""
+    """Whatever stands there: NaN, or a label that is no id. Of no gradient, and of no report."""
     case = Output(spec)
     weights = case.weights.at[::2].set(0.0).at[1].set(1.0)
     silent = np.asarray(weights) == 0
     labels, h = case.labels.at[0].set(-100), case.h.at[2].set(jnp.nan)
-    loss = lambda table, h, labels: case.call("loss", table, h, labels, weights, case.rng).sum  # noqa: E731
-    both = jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=contracts.ONCE)
-    value, (by_table, by_h) = both(case.table, h, labels)
-    assert_close((value, by_table), (lambda out: (out[0], out[1][0]))(both(case.table, case.h, case.labels)))
+
+    def loss(given, h, labels):
+        table, params = given
+        out = case.call("loss", table, h, labels, weights, case.rng, params=params)
+        return out.sum, (out.weight, out.aux)
+
+    both = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=contracts.ONCE)
+    given = case.table, case.params
+    value, (by_given, by_h) = both(given, h, labels)
+    assert_close((value, by_given), (lambda out: (out[0], out[1][0]))(both(given, case.h, case.labels)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, by_given, by_h)))
     assert not np.asarray(by_h)[silent].any() and np.asarray(by_h)[~silent].any(axis=1).all()
 
 
@@ -203,23 +218,55 @@ def test_output_predicts_by_its_own_probabilities(spec, dtype):
     case = Output(spec, dtype=dtype)
 
     def everything(h):
-        log_prob = case.call("log_prob", case.table, h)
         best = case.call("sample", case.table, h, case.rng, temperature=0.0)
-        return log_prob, case.call("nll", case.table, h, case.labels), case.call("top_k", case.table, h, 3), best
+        found = case.call("logits", case.table, h), case.call("top_k", case.table, h, 3), best
+        if not case.module.is_normalized:
+            return found
+        return *found, case.call("log_prob", case.table, h), case.call("nll", case.table, h, case.labels)
 
-    log_prob, nll, (values, ids), best = once(everything, case.h)
-    assert log_prob.dtype == jnp.float32 and log_prob.shape == (11, 13)
+    logits, (values, ids), best, *probable = once(everything, case.h)
+    scores = logits
     if case.module.is_normalized:
-        np.testing.assert_allclose(np.exp(np.asarray(log_prob, np.float64)).sum(axis=1), 1.0, rtol=1e-5)
-    assert_close(nll, -jnp.take_along_axis(log_prob, case.labels[:, None], axis=1)[:, 0])
-    np.testing.assert_array_equal(ids, np.argsort(-np.asarray(log_prob), axis=1)[:, :3])
-    assert_close(values, jnp.take_along_axis(log_prob, ids, axis=1))
+        scores, nll = probable
+        np.testing.assert_allclose(np.exp(np.asarray(scores, np.float64)).sum(axis=1), 1.0, rtol=1e-5)
+        assert_close(nll, -jnp.take_along_axis(scores, case.labels[:, None], axis=1)[:, 0])
+        assert_close(scores, jax.nn.log_softmax(logits, axis=1))
+    assert scores.dtype == jnp.float32 and scores.shape == (11, 13)
+    np.testing.assert_array_equal(ids, np.argsort(-np.asarray(scores), axis=1)[:, :3])
+    assert_close(values, jnp.take_along_axis(scores, ids, axis=1))
     np.testing.assert_array_equal(best, ids[:, 0])
 
 
 @outputs
 def test_output_is_one_trace(spec):
     case = Output(spec)
-    loss = lambda table, h, rng: case.call("loss", table, h, case.labels, case.weights, rng).sum  # noqa: E731
+
+    def loss(given, h, rng):
+        return case.call("loss", given[0], h, case.labels, case.weights, rng, params=given[1]).sum
+
     step = jax.jit(jax.grad(chex.assert_max_traces(loss, n=1)))
-    assert np.any(step(case.table, case.h, case.rng) != step(case.table, -case.h, jax.random.key(4)))
+    given = case.table, case.params
+    pairs = zip(
+        *(jax.tree.leaves(step(given, h, jax.random.key(k))) for k, h in ((3, case.h), (4, -case.h))), strict=True
+    )
+    assert any(np.any(a != b) for a, b in pairs)
+
+
+@outputs
+def test_output_learns(spec):
+    """Its loss with the rng, followed downhill, makes the labels' words the best: a gradient of the wrong sign, or of another
+    word, does not."""
+    case = Output(spec)
+    weights = jnp.ones_like(case.weights)
+
+    def loss(given, key):
+        return case.call("loss", given[0], given[1], case.labels, weights, key, params=given[2]).sum
+
+    def step(given, key):
+        return jax.tree.map(lambda x, g: x - 0.1 * g, given, jax.grad(loss)(given, key)), None
+
+    keys = jax.random.split(jax.random.key(0), 300)
+    run = lambda given: jax.lax.scan(step, given, keys)[0]  # noqa: E731
+    table, h, params = once(run, (case.table, case.h, case.params))
+    _, best = once(lambda: case.call("top_k", table, h, 1, params=params))
+    np.testing.assert_array_equal(best[:, 0], case.labels)

@@ -35,10 +35,10 @@ REMAT: dict[str, Any] = {
 class LMConfig(BlockConfig):
     """A causal language model.
 
-    layers: how many Blocks. vocab: rows of the embedding table, 0 for the tokenizer's. max_len: the longest sequence
-    that learned positions reach, 0 for data.seq_len. output: an entry of OUTPUTS. tied: the head shares the embedding
-    table. dtype: what activations are computed in; parameters stay float32. remat: an entry of REMAT. unroll: how many
-    layers one step of the loop over layers holds, 0 for all of them.
+    layers: how many Blocks. vocab: rows of the embedding table, 0 for the tokenizer's. max_len: the longest sequence that
+    learned positions reach, 0 for data.seq_len. output: an entry of OUTPUTS. tied: the head shares the embedding table,
+    where its rows are words. dtype: what activations are computed in; parameters stay float32. remat: an entry of REMAT.
+    unroll: how many layers one step of the loop over layers holds, 0 for all of them.
     """
 
     layers: int = 4
@@ -89,10 +89,11 @@ class LM(nn.Module):
     """A causal language model over `config.vocab` ids. Every method but `loss` gives activations, not losses.
 
     A batch is a mapping with tokens, labels, segment_ids, positions `[B, T]` int32 and weights `[B, T]` float32; labels
-    are the tokens that follow, segment id 0 is padding.
+    are the tokens that follow, segment id 0 is padding. counts: how often each id occurs, for output layers that ask.
     """
 
     config: LMConfig
+    counts: tuple[int, ...] | None = None
 
     def setup(self) -> None:
         c = self.config
@@ -105,10 +106,18 @@ class LM(nn.Module):
         if self.is_initializing():
             self.param("layers", self._init_layers)
         self.final_norm = lookup(NORMS, c.norm, "model.norm")(c.norm_eps)
-        self.output = build(parse_one(c.output, "model.output"), OUTPUTS, "output layer")
-        self.table = (
-            self.embed.table if c.tied else param(self, "head", embed_init, (c.vocab, c.dim), ("vocab", "embed"))
-        )
+        extra = {"vocab": c.vocab, "dim": c.dim, "counts": self.counts}
+        self.output = build(parse_one(c.output, "model.output"), OUTPUTS, "output layer", **extra)
+        if c.tied and self.output.rows_are != "words":
+            raise InputError(
+                f"model.output={c.output!r} has no vectors of words that the embedding could share: set model.tied=False"
+            )
+        if not self.output.rows_are:
+            self.table = None
+        elif c.tied:
+            self.table = self.embed.table
+        else:
+            self.table = param(self, "head", embed_init, (c.vocab, c.dim), ("vocab", "embed"))
 
     def _init_layers(self, rng: jax.Array) -> Any:
         """Parameters of all layers, stacked on a first axis that is named `layers`."""

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from hpnlp.nn.output.base import OutputLayer
 from hpnlp.nn.output.full import FullOutput
+from hpnlp.nn.output.sampled import ImportanceOutput, NCEOutput, NegativeSamplingOutput, SampledOutput
 
-OUTPUTS: dict[str, Callable[..., Any]] = {"full": FullOutput}
+OUTPUTS: dict[str, Callable[..., OutputLayer]] = {
+    "full": FullOutput,
+    "sampled": SampledOutput,
+    "importance": ImportanceOutput,
+    "nce": NCEOutput,
+    "negative_sampling": NegativeSamplingOutput,
+}

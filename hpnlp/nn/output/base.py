@@ -1,0 +1,90 @@
+"""What every output layer is: a loss over a vocabulary, and predictions from it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hpnlp.ops.softmax.sampling import sample
+from hpnlp.types import LossOut
+
+
+class OutputLayer(nn.Module, kw_only=True):
+    """Hidden states to a loss over a vocabulary, and back to words.
+
+    vocab: how many words there are. dim: features of a hidden state. counts: how often each word occurs in the training text,
+    for layers that ask for it. The model fills these in; what stands in a spec is the layer's own.
+
+    Methods take the table as an argument, because it may be the embedding's, or some of its rows. A layer has `nll` and
+    `logits`; what else follows from these by default may be had more cheaply.
+    """
+
+    vocab: int = 0
+    dim: int = 0
+    counts: tuple[int, ...] | None = None
+
+    # Whether exp(log_prob) sums to one over the vocabulary.
+    is_normalized: ClassVar[bool] = True
+    # What the table's rows are: "words", which the embedding may share, "nodes", or "" where the layer has its own parameters.
+    rows_are: ClassVar[str] = "words"
+
+    def loss(
+        self,
+        table: Any,
+        h: Float[Array, "N D"],
+        labels: Int[Array, " N"],
+        weights: Float[Array, " N"],
+        rng: jax.Array | None = None,
+    ) -> LossOut:
+        """The weighted sum of what is trained, in nats; without an rng, of what is reported: -log p(label)."""
+        h, labels = without_silent(h, labels, weights)
+        return weighted(self.nll(table, h, labels), weights)
+
+    def nll(self, table: Any, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
+        """-log p(label) of each token, in nats."""
+        raise NotImplementedError
+
+    def logits(self, table: Any, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
+        """Float32 scores, of which the softmax is the layer's distribution."""
+        raise NotImplementedError
+
+    def log_prob(self, table: Any, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
+        """log p of every word, float32."""
+        return jax.nn.log_softmax(self.logits(table, h), axis=-1)
+
+    def top_k(self, table: Any, h: Float[Array, "N D"], k: int) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        """The k most probable ids of each token, best first: `(log p, ids)`."""
+        values, ids = jax.lax.top_k(self.log_prob(table, h), k)
+        return values, ids
+
+    def sample(
+        self,
+        table: Any,
+        h: Float[Array, "N D"],
+        rng: jax.Array,
+        temperature: float | jax.Array = 1.0,
+        top_k: int = 0,
+        top_p: float | jax.Array = 1.0,
+    ) -> Int[Array, " N"]:
+        """One id a token; see `ops.softmax.sampling.sample` for the arguments."""
+        return sample(self.logits(table, h), rng, temperature=temperature, top_k=top_k, top_p=top_p)
+
+
+def without_silent(
+    h: Float[Array, "N D"], labels: Int[Array, " N"], weights: Float[Array, " N"]
+) -> tuple[Float[Array, "N D"], Int[Array, " N"]]:
+    """Zeros and word 0 for tokens of weight 0, so that what stands there, NaN or no word, has no gradient."""
+    counts = weights != 0
+    return jnp.where(counts[:, None], h, jnp.zeros((), h.dtype)), jnp.where(counts, labels, 0)
+
+
+def weighted(each: Float[Array, " N"], weights: Float[Array, " N"], aux: Any = None) -> LossOut:
+    """The record of tokens' losses. aux: name -> what each token reports, to be averaged."""
+    weights = weights.astype(jnp.float32)
+    total = weights.sum()
+    reports = {name: ((weights * value).sum(), total) for name, value in (aux or {}).items()}
+    return LossOut(jnp.where(weights == 0, 0.0, weights * each).sum(), total, reports)

@@ -1,0 +1,193 @@
+"""Output layers that train on some words of the vocabulary. What they report, without an rng, is the exact softmax's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from hpnlp.nn.output.base import weighted, without_silent
+from hpnlp.nn.output.full import FullOutput
+from hpnlp.ops.softmax import linear_cross_entropy
+from hpnlp.ops.softmax import sampled as ops
+from hpnlp.ops.softmax.samplers import LogUniform, Sampler, Samples, Uniform, sample, unigram
+from hpnlp.spec import lookup
+from hpnlp.types import InputError, LossOut
+
+# name -> (vocab, counts, power) -> sampler
+SAMPLERS: dict[str, Callable[[int, tuple[int, ...] | None, float], Sampler]] = {
+    "uniform": lambda vocab, counts, power: Uniform(vocab),
+    "log_uniform": lambda vocab, counts, power: LogUniform(vocab),
+    "unigram": lambda vocab, counts, power: unigram(_counted(counts), power),
+}
+
+
+def _counted(counts: tuple[int, ...] | None) -> np.ndarray:
+    if counts is None:
+        raise InputError(
+            "sampler 'unigram' needs the words' counts, which data.tokenizer=words(...) keeps: or take log_uniform"
+        )
+    return np.maximum(np.asarray(counts), 1)  # a word that the text has not may yet be a label
+
+
+class _Sampling(FullOutput):
+    """Trains on the labels' rows of the table and on samples'.
+
+    samples: how many, S. sampler: an entry of SAMPLERS; "log_uniform" wants ids by falling frequency, "unigram" the counts,
+    which it takes to the `power`. per_token: each token draws its own, instead of a batch sharing them, and N S D numbers are
+    read. unique: without repetition.
+    Cost of a step: 6 N S D operations, and what the optimizer does to the table.
+    """
+
+    samples: int = 1024
+    sampler: str = "log_uniform"
+    power: float = 0.75
+    per_token: bool = False
+    unique: bool = False
+
+    def loss(
+        self,
+        table: Float[Array, "V D"],
+        h: Float[Array, "N D"],
+        labels: Int[Array, " N"],
+        weights: Float[Array, " N"],
+        rng: jax.Array | None = None,
+    ) -> LossOut:
+        """The weighted sum of the sampled loss; without an rng, of the exact one."""
+        if rng is None:
+            return super().loss(table, h, labels, weights)
+        h, labels = without_silent(h, labels, weights)
+        sampler = lookup(SAMPLERS, self.sampler, "sampler")(table.shape[0], self.counts, self.power)
+        samples = sample(sampler, rng, self.samples, labels, per_token=self.per_token, unique=self.unique)
+        each, aux = self.each(h, table[labels], table[samples.ids], samples, labels)
+        return weighted(each, weights, aux)
+
+    def each(
+        self, h: Array, target: Float[Array, "N D"], noise: Array, samples: Samples, labels: Int[Array, " N"]
+    ) -> tuple[Float[Array, " N"], dict[str, Array]]:
+        """(loss, reports) of each token, from the vectors of its label and of the samples."""
+        raise NotImplementedError
+
+    def _with_repetition(self) -> None:
+        if self.unique:
+            raise InputError(
+                "unique=True: this loss is of samples that may repeat; `sampled` has one of those that may not"
+            )
+
+
+class SampledOutput(_Sampling):
+    """Sampled softmax: see `ops.softmax.sampled.sampled_softmax`. `correct_label` is TensorFlow's form of it."""
+
+    unique: bool = True
+    correct_label: bool = False
+
+    def each(
+        self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        scores = ops.scores(h, target, noise)
+        return ops.sampled_softmax(*scores, samples, labels, correct_label=self.correct_label), {}
+
+
+class ImportanceOutput(_Sampling):
+    """Importance sampling: see `ops.softmax.sampled.importance_sampling`. Reports the effective sample size.
+
+    effective: where it is not 0, samples are taken `block` by `block` until this many are in effect, `samples` at most.
+    """
+
+    effective: float = 0.0
+    block: int = 128
+
+    def each(
+        self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        self._with_repetition()
+        if not self.effective:
+            each, size = ops.importance_sampling(*ops.scores(h, target, noise), samples)
+            return each, {"effective_samples": size}
+        if self.per_token:
+            raise InputError(
+                "per_token=True with effective: a batch shares the samples whose number adapts; leave one out"
+            )
+        each, size, used = ops.adaptive_importance_sampling(
+            h, target, noise, samples, effective=self.effective, block=self.block
+        )
+        return each, {"effective_samples": size, "samples": jnp.broadcast_to(used.astype(jnp.float32), size.shape)}
+
+
+class NCEOutput(_Sampling):
+    """Noise-contrastive estimation: see `ops.softmax.sampled.noise_contrastive`. Reports an estimate of log Z, mean and spread.
+
+    Log-probabilities are scores less log V, so that a model that knows nothing begins with Z near 1. partition: "fixed" leaves
+    Z at 1, "learned" learns what is subtracted.
+    """
+
+    partition: str = "fixed"
+
+    def setup(self) -> None:
+        if self.partition not in ("fixed", "learned"):
+            raise InputError(f"partition={self.partition!r}: expected 'fixed' or 'learned'")
+        start = np.float32(np.log(max(self.vocab, 1)))
+        if self.partition == "learned":
+            self.log_z = self.param("log_z", nn.initializers.constant(start), (), jnp.float32)
+        else:
+            self.log_z = start
+
+    def each(
+        self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        self._with_repetition()
+        target, noise = (scores - self.log_z for scores in ops.scores(h, target, noise))
+        # What importance sampling makes of the same scores; for all words, see `log_partition`.
+        estimate = jax.lax.stop_gradient(ops.importance_sampling(jnp.zeros_like(target), noise, samples)[0])
+        return ops.noise_contrastive(target, noise, samples), {"log_z": estimate, "log_z_square": estimate**2}
+
+    def log_partition(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, " N"]:
+        """log Z of each token over all words: 0 where the scores are log-probabilities by themselves."""
+        labels = jnp.zeros(h.shape[0], jnp.int32)
+        return linear_cross_entropy(h, table, labels, return_stats=True)[1] - self.log_z
+
+
+class NegativeSamplingOutput(_Sampling):
+    """Negative sampling: see `ops.softmax.sampled.negative_sampling`. Its scores rank words; they are no probabilities."""
+
+    samples: int = 64
+    is_normalized: ClassVar[bool] = False
+
+    def loss(
+        self,
+        table: Float[Array, "V D"],
+        h: Float[Array, "N D"],
+        labels: Int[Array, " N"],
+        weights: Float[Array, " N"],
+        rng: jax.Array | None = None,
+    ) -> LossOut:
+        """The weighted sum of its own loss, with the same samples every time where there is no rng."""
+        return super().loss(table, h, labels, weights, jax.random.key(0) if rng is None else rng)
+
+    def each(
+        self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        self._with_repetition()
+        return ops.negative_sampling(*ops.scores(h, target, noise)), {}
+
+    def nll(self, table: Array, h: Array, labels: Array) -> Float[Array, " N"]:
+        raise InputError(NO_PROBABILITY)
+
+    def log_prob(self, table: Array, h: Array) -> Float[Array, "N V"]:
+        raise InputError(NO_PROBABILITY)
+
+    def top_k(self, table: Array, h: Array, k: int) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        """The k best scores of each token, best first: `(scores, ids)`."""
+        values, ids = jax.lax.top_k(self.logits(table, h), k)
+        return values, ids
+
+
+NO_PROBABILITY = (
+    "negative sampling gives no probabilities: its scores tend to log(p / (S q)), and what they sum to is unknown; compare "
+    "words by `top_k`, or train with `nce`, which does"
+)
