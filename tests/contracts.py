@@ -73,6 +73,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec
     "importance": ("importance(64)", "importance(64,effective=8.0,block=16)"),
     "nce": ("nce(5)", "nce(5,partition=learned)"),
     "negative_sampling": ("negative_sampling(5)",),
+    "adaptive": ("adaptive(div_value=2)", "adaptive((3,5),2)"),
+    "class": ("class", "class(3,mass)"),
+    "hierarchical": ("hierarchical", "hierarchical(balanced)"),
+    "binary": ("binary", "binary(objective=logistic)"),
+    "binary_hybrid": ("binary_hybrid(4)",),
+    "binary_ecc": ("binary_ecc", "binary_ecc(3,normalized)"),
 }
 MIXER_SPECS = tuple(spec for name in MIXERS for spec in EXAMPLES.get(name, (name,)))
 OUTPUT_SPECS = tuple(spec for name in OUTPUTS for spec in EXAMPLES.get(name, (name,)))

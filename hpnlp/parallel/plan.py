@@ -34,6 +34,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
+    "classes": (),  # outputs that are no words: of clusters, classes and bits
 }
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpnlp.nn.output.base import OutputLayer
+from hpnlp.nn.output.classes import AdaptiveOutput, ClassOutput
+from hpnlp.nn.output.codes import BinaryECCOutput, BinaryHybridOutput, BinaryOutput
 from hpnlp.nn.output.full import FullOutput
 from hpnlp.nn.output.sampled import ImportanceOutput, NCEOutput, NegativeSamplingOutput, SampledOutput
+from hpnlp.nn.output.tree import HierarchicalOutput
 
 OUTPUTS: dict[str, Callable[..., OutputLayer]] = {
     "full": FullOutput,
@@ -14,4 +17,10 @@ OUTPUTS: dict[str, Callable[..., OutputLayer]] = {
     "importance": ImportanceOutput,
     "nce": NCEOutput,
     "negative_sampling": NegativeSamplingOutput,
+    "adaptive": AdaptiveOutput,
+    "class": ClassOutput,
+    "hierarchical": HierarchicalOutput,
+    "binary": BinaryOutput,
+    "binary_hybrid": BinaryHybridOutput,
+    "binary_ecc": BinaryECCOutput,
 }

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.softmax.sampling import sample
-from hpnlp.types import LossOut
+from hpnlp.types import InputError, LossOut
 
 
 class OutputLayer(nn.Module, kw_only=True):
@@ -88,3 +89,12 @@ def weighted(each: Float[Array, " N"], weights: Float[Array, " N"], aux: Any = N
     total = weights.sum()
     reports = {name: ((weights * value).sum(), total) for name, value in (aux or {}).items()}
     return LossOut(jnp.where(weights == 0, 0.0, weights * each).sum(), total, reports)
+
+
+def required_counts(counts: tuple[int, ...] | None, what: str, instead: str) -> np.ndarray:
+    """The counts, at least 1 each: a word that the training text has not may yet be a label."""
+    if counts is None:
+        raise InputError(
+            f"{what} needs the words' counts, which data.tokenizer=words(...) keeps: choose that, or {instead}"
+        )
+    return np.maximum(np.asarray(counts), 1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hpnlp.nn.output.base import weighted, without_silent
+from hpnlp.nn.output.base import required_counts, weighted, without_silent
 from hpnlp.nn.output.full import FullOutput
 from hpnlp.ops.softmax import linear_cross_entropy
 from hpnlp.ops.softmax import sampled as ops
@@ -23,16 +23,10 @@ from hpnlp.types import InputError, LossOut
 SAMPLERS: dict[str, Callable[[int, tuple[int, ...] | None, float], Sampler]] = {
     "uniform": lambda vocab, counts, power: Uniform(vocab),
     "log_uniform": lambda vocab, counts, power: LogUniform(vocab),
-    "unigram": lambda vocab, counts, power: unigram(_counted(counts), power),
+    "unigram": lambda vocab, counts, power: unigram(
+        required_counts(counts, "sampler='unigram'", "sampler=log_uniform"), power
+    ),
 }
-
-
-def _counted(counts: tuple[int, ...] | None) -> np.ndarray:
-    if counts is None:
-        raise InputError(
-            "sampler 'unigram' needs the words' counts, which data.tokenizer=words(...) keeps: or take log_uniform"
-        )
-    return np.maximum(np.asarray(counts), 1)  # a word that the text has not may yet be a label
 
 
 class _Sampling(FullOutput):

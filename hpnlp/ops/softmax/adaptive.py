@@ -18,9 +18,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.linear import linear
-from hpnlp.ops.softmax.cross_entropy import logits
+from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
 from hpnlp.ops.softmax.grouped import best_of, check_k, grouped_nll, known_labels
-from hpnlp.ops.softmax.linear_cross_entropy import linear_cross_entropy
 from hpnlp.ops.softmax.sampling import pick, sample
 from hpnlp.types import InputError
 
@@ -31,7 +30,7 @@ BLOCK, WIDTH = 256, 4096
 
 
 def adaptive_shapes(
-    dim: int, vocab: int, cutoffs: Sequence[int], div_value: float = 4.0
+    dim: int, vocab: int, cutoffs: Sequence[int], div_value: int | float = 4
 ) -> tuple[Shape, tuple[tuple[Shape, Shape], ...]]:
     """Shapes of the head and of each tail's (projection, vectors): tail i is of width D // div_value ** (i + 1).
 

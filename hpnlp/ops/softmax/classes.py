@@ -16,9 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.softmax.cross_entropy import logits
+from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
 from hpnlp.ops.softmax.grouped import best_of, check_k, grouped_nll, known_labels
-from hpnlp.ops.softmax.linear_cross_entropy import linear_cross_entropy
 from hpnlp.ops.softmax.sampling import pick, sample
 from hpnlp.types import InputError
 
@@ -274,7 +273,9 @@ def _class_logits(
     starts, size = jnp.asarray(classes.starts), classes.widest
     at = jnp.minimum(starts[group], word_table.shape[0] - size)
     bias = None if bias is None else lax.dynamic_slice_in_dim(bias, at, size)
-    s = logits(x[None], lax.dynamic_slice_in_dim(word_table, at, size), bias=bias)[0]
+    # In float32, of numbers rounded as elsewhere: XLA:CPU has no product of one bfloat16 row with what is cut out here.
+    rows = lax.dynamic_slice_in_dim(word_table, at, size).astype(x.dtype).astype(jnp.float32)
+    s = logits(x[None].astype(jnp.float32), rows, bias=bias)[0]
     place = at + jnp.arange(size, dtype=jnp.int32)
     s = jnp.where((place >= starts[group]) & (place < starts[group + 1]), s, -jnp.inf)
     return s, lax.dynamic_slice_in_dim(jnp.asarray(classes.order), at, size)

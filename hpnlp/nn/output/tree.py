@@ -1,0 +1,57 @@
+"""Hierarchical softmax as an output layer."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from hpnlp.nn.output.base import OutputLayer, required_counts
+from hpnlp.ops.softmax import tree as ops
+from hpnlp.spec import lookup
+
+
+class HierarchicalOutput(OutputLayer):
+    """A binary tree over the words: see `ops.softmax.tree`. Row n of the table is of inner node n; the last is not used.
+
+    tree: an entry of TREES, "huffman" for the counts, "balanced" for ids as they come.
+    Cost: 6 D operations a token for each of the some log2 V nodes on its label's path, and the optimizer's for the table.
+    """
+
+    tree: str = "huffman"
+
+    rows_are: ClassVar[str] = "nodes"
+
+    def setup(self) -> None:
+        self.paths = lookup(TREES, self.tree, "tree")(self)
+
+    def nll(self, table: Float[Array, "V D"], h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
+        return ops.tree_nll(h, table, self.paths, labels)
+
+    def logits(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, "N V"]:
+        return ops.tree_log_probs(h, table, self.paths)
+
+    def top_k(
+        self, table: Float[Array, "V D"], h: Float[Array, "N D"], k: int
+    ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        return ops.tree_top_k(h, table, self.paths, k)
+
+    def sample(
+        self,
+        table: Float[Array, "V D"],
+        h: Float[Array, "N D"],
+        rng: jax.Array,
+        temperature: float | jax.Array = 1.0,
+        top_k: int = 0,
+        top_p: float | jax.Array = 1.0,
+    ) -> Int[Array, " N"]:
+        if isinstance(top_p, float | int) and top_p == 1 and not top_k:
+            return ops.tree_sample(h, table, self.paths, rng, temperature=temperature)
+        return super().sample(table, h, rng, temperature, top_k, top_p)
+
+
+TREES = {
+    "balanced": lambda layer: ops.balanced_tree(layer.vocab),
+    "huffman": lambda layer: ops.huffman_tree(required_counts(layer.counts, "tree='huffman'", "tree=balanced")),
+}
