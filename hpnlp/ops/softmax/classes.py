@@ -192,7 +192,9 @@ def class_log_probs(
     """log p(word | h) of every word, by id; float32. Arguments and errors as `class_nll`. Cost: O(N V D), memory O(N V)."""
     _check(h, class_table, word_table, classes, class_bias, word_bias)
     own = jnp.asarray(classes.class_of)[jnp.asarray(classes.order)]
-    s = logits(h, word_table, bias=word_bias).T
+    # Words by tokens at once: of bfloat16 numbers, XLA:CPU has no product that is transposed afterwards.
+    s = logits(word_table.astype(h.dtype), h)
+    s = s if word_bias is None else s + word_bias.astype(jnp.float32)[:, None]
     top = jax.ops.segment_max(lax.stop_gradient(s), own, classes.count, indices_are_sorted=True)
     sums = jax.ops.segment_sum(jnp.exp(s - top[own]), own, classes.count, indices_are_sorted=True)
     of_class = jax.nn.log_softmax(logits(h, class_table, bias=class_bias), axis=1).T
@@ -273,9 +275,7 @@ def _class_logits(
     starts, size = jnp.asarray(classes.starts), classes.widest
     at = jnp.minimum(starts[group], word_table.shape[0] - size)
     bias = None if bias is None else lax.dynamic_slice_in_dim(bias, at, size)
-    # In float32, of numbers rounded as elsewhere: XLA:CPU has no product of one bfloat16 row with what is cut out here.
-    rows = lax.dynamic_slice_in_dim(word_table, at, size).astype(x.dtype).astype(jnp.float32)
-    s = logits(x[None].astype(jnp.float32), rows, bias=bias)[0]
+    s = logits(x[None], lax.dynamic_slice_in_dim(word_table, at, size), bias=bias)[0]
     place = at + jnp.arange(size, dtype=jnp.int32)
     s = jnp.where((place >= starts[group]) & (place < starts[group + 1]), s, -jnp.inf)
     return s, lax.dynamic_slice_in_dim(jnp.asarray(classes.order), at, size)

@@ -1,0 +1,234 @@
+"""Approximate maximum inner product search in an inverted file: rows in cells of near ones, of which a query reads a few.
+
+The rows of a cell lie side by side, so a query reads a stretch of memory a cell. Cells are ordered by the best score that a
+query may expect of their rows, not by that of their mean: rows of one direction and different norms share a cell, and its
+mean says little of its longest row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from hpnlp.ops.manual import vary_alike
+from hpnlp.ops.search.exact import LOWEST, check_bias, check_search, exact_search, product, top_k
+from hpnlp.types import InputError
+
+# Of how many rows a cell k-means takes its sample, and how many rows look for a cell at a time.
+SAMPLE = 64
+ROWS = 4096
+# The largest cell over the mean one; rows beyond it go to the next nearest cell. How often they look for one with room.
+SLACK = 4
+ROUNDS = 32
+# Cells are read through windows of the capacity over 1, 2, 4, ...: small ones need not be read as if they were full.
+WINDOWS = 5
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IvfIndex:
+    """A table in cells. Memory: the table once more and `capacity` rows, C (D + 3) + V numbers.
+
+    rows: the table's rows, cell after cell, and `capacity` rows of nothing. bias: theirs, or None. ids: the words of the rows.
+    starts: the first row of each cell, and V. means: of the rows of each cell. mean_bias: likewise, -inf where a cell is empty.
+    spread: how far the best of a cell's rows is expected over their mean, for a query of length 1.
+    spilled: how many rows are not in the cell of their nearest centroid, because it was full.
+    capacity: what no cell has more rows than.
+    """
+
+    rows: Float[Array, "R D"]
+    bias: Float[Array, " R"] | None
+    ids: Int[Array, " V"]
+    starts: Int[Array, " C1"]
+    means: Float[Array, "C D"]
+    mean_bias: Float[Array, " C"]
+    spread: Float[Array, " C"]
+    spilled: Int[Array, ""]
+    capacity: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(V, D) of the table."""
+        return self.ids.shape[0], self.rows.shape[1]
+
+
+def build_ivf(
+    w: Float[Array | np.ndarray, "V D"],
+    *,
+    cells: int,
+    seed: int = 0,
+    iterations: int = 10,
+    capacity: int | None = None,
+    bias: Float[Array | np.ndarray, " V"] | None = None,
+) -> IvfIndex:
+    """The rows of w in `cells` cells by k-means; the same index for the same seed. Runs on the host.
+
+    bias: added to the scores; finite. iterations: of Lloyd's algorithm, on a sample of 64 rows a cell; a cell that runs
+    empty starts again from the row that is served worst. capacity: the most rows of a cell; None takes four times the mean.
+    Rows that find their cell full go, the farthest first, to the nearest that is not: `spilled` counts them, none is lost.
+
+    Raises InputError where the table is empty, on a bias of another size, and unless 1 <= cells <= V and cells * capacity >= V.
+    Cost: 2 C D (64 C iterations + V) operations; memory beside the index the table in float32 and 4096 x C scores.
+    Source: Sivic & Zisserman 2003, "Video Google"; Lloyd 1982.
+    """
+    vocab, dim = w.shape
+    if not vocab:
+        raise InputError(f"w {w.shape}: it is empty; expected at least one row")
+    if not 1 <= cells <= vocab:
+        raise InputError(
+            f"cells is {cells}: expected 1 to {vocab}, the rows of the table; near its square root is usual"
+        )
+    if iterations < 0:
+        raise InputError(f"iterations is {iterations}: expected 0 or more")
+    size = min(-(-SLACK * vocab // cells) if capacity is None else capacity, vocab)
+    if cells * size < vocab:
+        raise InputError(
+            f"capacity is {size}: expected at least {-(-vocab // cells)}, so that {cells} cells hold {vocab}"
+        )
+    check_bias(bias, vocab)
+    table = np.asarray(w)
+    x = table.astype(np.float32)
+    if bias is not None:
+        x = np.concatenate([x, np.asarray(bias, np.float32)[:, None]], axis=1)
+    own, spilled = _spill(x, _centroids(x, cells, seed, iterations), size)
+
+    order = np.argsort(own, kind="stable")
+    counts = np.bincount(own, minlength=cells)
+    means = _means(x, own, counts)
+    apart = np.bincount(own, ((x - means[own]) ** 2).sum(axis=1), minlength=cells)
+    # The largest of n normal numbers is expected at sigma sqrt(2 log n), at most: Boucheron, Lugosi & Massart 2013, thm 2.5.
+    sigma = np.sqrt(apart / np.maximum(counts, 1) / x.shape[1])
+    spread = sigma * np.sqrt(2 * np.log(np.maximum(counts, 1)))
+    mean_bias = np.zeros(cells, np.float32) if bias is None else means[:, dim]
+    padded = lambda a: np.concatenate([a[order], np.zeros((size, *a.shape[1:]), a.dtype)])  # noqa: E731
+    return IvfIndex(
+        rows=jnp.asarray(padded(table)),
+        bias=None if bias is None else jnp.asarray(padded(x[:, dim])),
+        ids=jnp.asarray(order, jnp.int32),
+        starts=jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32),
+        means=jnp.asarray(means[:, :dim]),
+        mean_bias=jnp.asarray(np.where(counts > 0, mean_bias, np.float32(-np.inf))),
+        spread=jnp.asarray(spread, jnp.float32),
+        spilled=jnp.asarray(spilled, jnp.int32),
+        capacity=size,
+    )
+
+
+def ivf_search(
+    index: IvfIndex, q: Float[Array, "Q D"], k: int, *, probes: int
+) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:
+    """The k best rows in `probes` cells of each query: (scores float32, ids int32), best first.
+
+    The scores are exact; rows of other cells are not found. Where these cells have fewer than k rows, the rest has score
+    -inf and id -1. With all cells probed this is exact search, up to the order of equal scores. No gradient passes.
+    Raises InputError unless q is [Q, D], 1 <= k <= V and 1 <= probes <= cells.
+    Cost: per query 2 (C + rows of the cells) D operations, and these rows once through memory, in windows of at most twice a
+    cell's size where it is not small; memory O(Q (k + probes)), a window, and the scores of some four million means.
+    """
+    check_search(q, index.shape, k)
+    cells = index.means.shape[0]
+    if not 1 <= probes <= cells:
+        raise InputError(f"probes is {probes}: expected 1 to {cells}, the cells of the index")
+    index, q = lax.stop_gradient((index, q))
+    wide = q.astype(jnp.float32)
+    length = jnp.sqrt((wide**2).sum(axis=1, keepdims=True) + (0.0 if index.bias is None else 1.0))
+    means = jnp.concatenate([index.means, index.spread[:, None]], axis=1)
+    _, near = exact_search(jnp.concatenate([wide, length], axis=1), means, probes, bias=index.mean_bias)
+    windows = sorted({-(-index.capacity >> i) for i in range(WINDOWS)})
+    none = jnp.full(k, -jnp.inf, jnp.float32), jnp.full(k, -1, jnp.int32)
+    place = jnp.arange(index.capacity, dtype=jnp.int32)
+
+    start, size = index.starts[near], index.starts[near + 1] - index.starts[near]
+    window = jnp.searchsorted(jnp.asarray(windows, jnp.int32), size).astype(jnp.int32)
+
+    def one(x: tuple[Array, Any]) -> tuple[Array, Array]:
+        query, near = x
+        readers = [functools.partial(_read, index, window, query) for window in windows]
+
+        def add(best: tuple[Array, Array], cell: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
+            start, size, window = cell
+            s = lax.switch(window, readers, start)
+            s = jnp.where(place < size, jnp.maximum(s, LOWEST), -jnp.inf)
+
+            def merge(best: tuple[Array, Array]) -> tuple[Array, Array]:
+                found, at = top_k(jnp.concatenate([best[0], s])[None], k)
+                return found[0], jnp.concatenate([best[1], start + place])[at[0]]
+
+            # Near cells come first, so most others have nothing to add.
+            return lax.cond(s.max() > best[0][-1], merge, lambda best: best, best), None
+
+        scores, rows, *_ = vary_alike(*none, query, *jax.tree.leaves(index))
+        return lax.scan(add, (scores, rows), near)[0]
+
+    scores, rows = lax.map(one, (q, (start, size, window)))
+    return jnp.where(scores == LOWEST, -jnp.inf, scores), jnp.where(rows < 0, -1, index.ids[jnp.maximum(rows, 0)])
+
+
+def _read(index: IvfIndex, window: int, query: Float[Array, " D"], start: Array) -> Float[Array, " capacity"]:
+    """Scores of the rows from `start` on, as many as the window has."""
+    part = lambda x: lax.dynamic_slice_in_dim(x, start, window)  # noqa: E731
+    s = product(query[None], part(index.rows))[0]
+    s = s if index.bias is None else s + part(index.bias)
+    return jnp.pad(s, (0, index.capacity - window))
+
+
+def _centroids(x: np.ndarray, cells: int, seed: int, iterations: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    sample = x[rng.choice(x.shape[0], min(x.shape[0], SAMPLE * cells), replace=False)]
+    centroids = sample[:cells]
+    for _ in range(iterations):
+        own, distance = _nearest(sample, centroids)
+        counts = np.bincount(own, minlength=cells)
+        empty = np.flatnonzero(counts == 0)
+        centroids = _means(sample, own, counts)
+        centroids[empty] = sample[np.argsort(-distance, kind="stable")[: empty.size]]
+    return centroids
+
+
+def _means(x: np.ndarray, own: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    means = np.zeros((counts.size, x.shape[1]), np.float32)
+    some = counts > 0
+    starts = (np.cumsum(counts) - counts)[some]
+    means[some] = np.add.reduceat(x[np.argsort(own, kind="stable")], starts) / counts[some, None].astype(np.float32)
+    return means
+
+
+def _nearest(x: np.ndarray, centroids: np.ndarray, full: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The nearest centroid of each row, of those that are not full, and the squared distance to it."""
+    offset = -0.5 * (centroids**2).sum(axis=1)
+    offset = offset if full is None else np.where(full, np.float32(-np.inf), offset)
+    own, best = np.empty(x.shape[0], np.int64), np.empty(x.shape[0], np.float32)
+    for i in range(0, x.shape[0], ROWS):
+        s = x[i : i + ROWS] @ centroids.T + offset
+        own[i : i + ROWS] = s.argmax(axis=1)
+        best[i : i + ROWS] = s.max(axis=1)
+    return own, (x**2).sum(axis=1) - 2 * best
+
+
+def _spill(x: np.ndarray, centroids: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """The cell of each row, no cell with more than `capacity` rows, and how many rows are not in the nearest."""
+    own = np.full(x.shape[0], -1)
+    room = np.full(centroids.shape[0], capacity)
+    left = np.arange(x.shape[0])
+    spilled = 0
+    for _ in range(ROUNDS):
+        cell, distance = _nearest(x[left], centroids, room == 0)
+        order = np.lexsort((distance, cell))
+        cell, rows = cell[order], left[order]
+        rank = np.arange(cell.size) - np.searchsorted(cell, cell)
+        fits = rank < room[cell]
+        own[rows[fits]] = cell[fits]
+        room -= np.bincount(cell[fits], minlength=room.size)
+        left = rows[~fits]
+        if not left.size:
+            return own, spilled
+        spilled = spilled or left.size
+    own[left] = np.repeat(np.arange(room.size), room)[: left.size]
+    return own, spilled
