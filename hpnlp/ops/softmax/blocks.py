@@ -54,6 +54,12 @@ class Form:
             s = self.soft_cap * jnp.tanh(s / self.soft_cap)
         return s if self.temperature == 1.0 else s / self.temperature
 
+    def slope(self, s: Array, ds: Array) -> Array:
+        """What the gradient of logits `s` is to the products that they come from."""
+        if self.soft_cap is not None:
+            ds = ds * (1.0 - (s * (self.temperature / self.soft_cap)) ** 2)
+        return ds if self.temperature == 1.0 else ds / self.temperature
+
     def losses(self, others: Array, target: Array, total: Array, words: int) -> Float[Array, " N"]:
         """Each token's loss, of the statistics of its logits."""
         each = jax.nn.softplus(others - target)
@@ -163,70 +169,78 @@ def _gradients(
     wanted: of which of h, w and bias.
     """
     n, words = h.shape[0], w.shape[0]
-    chunks, blocks = max(-(-n // form.rows), 1), -(-words // form.block)
+    chunks = max(-(-n // form.rows), 1)
     rows = -(-n // chunks)
+    vectors = w.astype(h.dtype)
 
     def apart(x: Array) -> Array:
         """Token i goes to chunk i modulo their number: over devices that share the tokens, every chunk does."""
         padded = jnp.pad(x, [(0, chunks * rows - n), *[(0, 0)] * (x.ndim - 1)])
         return jnp.moveaxis(padded.reshape(rows, chunks, *x.shape[1:]), 1, 0)
 
-    def slices(i: Array) -> tuple[Array, Array, Any]:
-        """First word, vectors and biases of a block. The last one reaches back where blocks do not divide the words."""
-        start = jnp.minimum(i * form.block, words - form.block)
-        take = lambda x: lax.dynamic_slice_in_dim(x, start, form.block)  # noqa: E731
-        return start, take(w), None if bias is None else take(bias)
+    def each_block(body: Callable[[Array, int, Any], Any], state: Any) -> Any:
+        """`state = body(first word, words, state)` for blocks of words, and for those that are left over."""
+        count, left = divmod(words, form.block)
+        if count:
+            state = lax.fori_loop(0, count, lambda i, state: body(i * form.block, form.block, state), state)
+        return body(jnp.int32(words - left), left, state) if left else state
 
-    def fresh(i: Array, start: Array) -> Array | None:
-        """Which words of a block were in none before."""
-        if words % form.block == 0:
-            return None
-        return (start + jnp.arange(form.block, dtype=jnp.int32) >= i * form.block)[None]
+    def own(start: Array, size: int, labels: Array) -> tuple[Array, Array]:
+        """Where the labels' logits are in a block; beyond it where they are in another."""
+        at = labels - start
+        return jnp.arange(rows, dtype=jnp.int32), jnp.where(at < 0, size, at)
 
     def chunk(sums: Any, x: Any) -> Any:
+        s, *sums = sums
         h, labels, factors = x
+        # The labels' own logits are made apart, and in their places stand such as the others do not notice.
+        target = (h.astype(jnp.float32) * vectors[labels].astype(jnp.float32)).sum(axis=1)
+        target = form.shape(target if bias is None else target + bias[labels].astype(jnp.float32))
 
-        def first(stats: Any, i: Array) -> tuple[Any, Array]:
-            start, vectors, biases = slices(i)
-            raw = product(h, vectors)
-            raw = raw if biases is None else raw + biases.astype(jnp.float32)[None]
-            return _add(form, stats, form.shape(raw), labels, start, fresh(i, start)), raw
+        def first(start: Array, size: int, state: Any) -> Any:
+            s, total, *rest = state
+            block = _dot(h, lax.dynamic_slice_in_dim(vectors, start, size), 1, 1)
+            if bias is not None:
+                block = block + lax.dynamic_slice_in_dim(bias, start, size).astype(jnp.float32)[None]
+            block = form.shape(block)
+            if form.total:
+                total = total + block.sum(axis=1)
+            block = block.at[own(start, size, labels)].set(-jnp.inf, mode="drop", unique_indices=True)
+            return lax.dynamic_update_slice_in_dim(s, block, start, axis=1), total, *_add_exp(*rest, block)
 
-        numbers = jnp.arange(blocks, dtype=jnp.int32)
-        stats, raws = lax.scan(first, _nothing(h, w, bias, labels, factors), numbers)
-        others, target, total, _ = _finish(stats)
+        none = zero((rows,))
+        s, total, top, rest = each_block(first, (s, none, none - jnp.inf, none))
+        others = _log(top, rest)
         each, pull = jax.vjp(functools.partial(form.losses, words=words), others, target, total)
         d_others, d_target, d_total = pull(factors)
-        others = _no_infinity(others)
+        others = _no_infinity(others)[:, None]
 
-        def second(i: Array, sums: Any) -> Any:
-            dh, dw, dbias = sums
-            start, vectors, _ = slices(i)
-            s, pull = jax.vjp(form.shape, lax.dynamic_index_in_dim(raws, i, keepdims=False))
-            own, rest = _apart(s, labels, start)
-            ds = jnp.where(own, d_target[:, None], d_others[:, None] * jnp.exp(rest - others[:, None]))
-            if form.total:
-                ds = ds + d_total[:, None]
-            new = fresh(i, start)
-            ds = pull(ds if new is None else jnp.where(new, ds, 0.0))[0]
-            if wanted[2]:
+        def second(start: Array, size: int, state: Any) -> Any:
+            s, dw, dbias = state
+            block = lax.dynamic_slice_in_dim(s, start, size, axis=1)
+            ds = form.slope(block, d_others[:, None] * jnp.exp(block - others) + d_total[:, None])
+            at = own(start, size, labels)
+            ds = ds.at[at].set(form.slope(target, d_target + d_total), mode="drop", unique_indices=True)
+            if dw is not None:
+                dw = _add_at(dw, start, _dot(ds.astype(h.dtype), h, 0, 0))
+            if dbias is not None:
                 dbias = _add_at(dbias, start, ds.sum(axis=0))
-            ds = ds.astype(h.dtype)
-            if wanted[0]:
-                dh = dh + _dot(ds, vectors.astype(h.dtype), 1, 0)
-            if wanted[1]:
-                dw = _add_at(dw, start, _dot(ds, h, 0, 0))
-            return dh, dw, dbias
+            return lax.dynamic_update_slice_in_dim(s, ds, start, axis=1), dw, dbias
 
-        dh = zero(h) if wanted[0] else None
-        dh, *sums = lax.fori_loop(0, blocks, second, (dh, *sums))
-        return tuple(sums), (each, dh)
+        ds, *sums = each_block(second, (s, *sums))
+        # The gradient has taken the logits' place. One long product is faster than the sum of many short ones.
+        dh = _dot(ds.astype(h.dtype), vectors, 1, 0) if wanted[0] else None
+        return (ds, *sums), (each, dh)
 
-    def zero(x: Array) -> Array:
-        return vary_alike(jnp.zeros(x.shape, jnp.float32), *jax.tree.leaves((h, w, bias, labels, factors)))[0]
+    def zero(shape: tuple[int, ...]) -> Array:
+        return vary_alike(jnp.zeros(shape, jnp.float32), *jax.tree.leaves((h, w, bias, labels, factors)))[0]
 
-    sums = zero(w) if wanted[1] else None, zero(bias) if bias is not None and wanted[2] else None
-    (dw, dbias), (each, dh) = lax.scan(chunk, sums, (apart(h), apart(labels), apart(factors)))
+    sums = (
+        zero((rows, words)),
+        zero(w.shape) if wanted[1] else None,
+        zero(bias.shape) if wanted[2] and bias is not None else None,
+    )
+    (_, dw, dbias), (each, dh) = lax.scan(chunk, sums, (apart(h), apart(labels), apart(factors)))
     together = lambda x: jnp.moveaxis(x, 0, 1).reshape(chunks * rows, *x.shape[2:])[:n]  # noqa: E731
     return jnp.where(factors == 0, 0.0, together(each)), (None if dh is None else together(dh), dw, dbias)
 
@@ -272,29 +286,36 @@ def _nothing(h: Array, *others: Any) -> Any:
     return zero - jnp.inf, zero, zero, zero, zero - jnp.inf, zero.astype(jnp.int32)
 
 
-def _add(form: Form, sums: Any, s: Array, labels: Array, start: Array, fresh: Array | None = None) -> Any:
-    """The statistics with a block of logits more, of which only the fresh words count."""
+def _add(form: Form, sums: Any, s: Array, labels: Array, start: Array) -> Any:
+    """The statistics with a block of logits more."""
     top, rest, target, total, highest, best = sums
     own, others = _apart(s, labels, start)
-    if fresh is not None:
-        own, others = own & fresh, jnp.where(fresh, others, -jnp.inf)
-    new = jnp.maximum(top, others.max(axis=1))
-    base = _no_infinity(new)
-    rest = rest * jnp.exp(top - base) + jnp.exp(others - base[:, None]).sum(axis=1)
+    top, rest = _add_exp(top, rest, others)
     target = target + jnp.where(own, s, 0.0).sum(axis=1)
     if form.total:
-        total = total + (s if fresh is None else jnp.where(fresh, s, 0.0)).sum(axis=1)
+        total = total + s.sum(axis=1)
     if form.best:
         here = s.max(axis=1)
         best = jnp.where(here > highest, start + jnp.argmax(s, axis=1).astype(jnp.int32), best)
         highest = jnp.maximum(highest, here)
-    return new, rest, target, total, highest, best
+    return top, rest, target, total, highest, best
 
 
 def _finish(sums: Any) -> tuple[Array, Array, Array, Array]:
     top, rest, target, total, _, best = sums
+    return _log(top, rest), target, total, best
+
+
+def _add_exp(top: Array, rest: Array, s: Array) -> tuple[Array, Array]:
+    """(the largest, the sum of exp(logit - largest)) with a block of logits more."""
+    new = jnp.maximum(top, s.max(axis=1))
+    base = _no_infinity(new)
+    return new, rest * jnp.exp(top - base) + jnp.exp(s - base[:, None]).sum(axis=1)
+
+
+def _log(top: Array, rest: Array) -> Array:
     some = rest != 0  # NaN is something
-    return jnp.where(some, top + jnp.log(jnp.where(some, rest, 1.0)), -jnp.inf), target, total, best
+    return jnp.where(some, top + jnp.log(jnp.where(some, rest, 1.0)), -jnp.inf)
 
 
 def _apart(s: Array, labels: Array, start: Array) -> tuple[Array, Array]:

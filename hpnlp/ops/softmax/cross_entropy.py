@@ -20,7 +20,7 @@ REDUCTIONS = ("mean", "sum", "none")
 # How many logits are made at a time, of how many words at least.
 LOGITS, SMALLEST = 1 << 22, 128
 # How many logits a chunk of tokens may keep, and how few tokens make products that are worth reading all words for.
-CHUNK, FEWEST = 1 << 25, 256
+CHUNK, FEWEST = 1 << 24, 256
 
 
 def logits(
@@ -58,9 +58,9 @@ def linear_cross_entropy(
     reduction: "mean" over the weights, 0 where there are none, "sum", or "none", [N].
     impl: "tokens" makes the gradients of one chunk of tokens after another along with their losses, for "mean" and "sum";
       "vocabulary" goes through blocks of words, and makes their logits again for the gradient; "reference" makes all logits.
-      "auto" is "tokens" where a chunk of at least 256 tokens, or all, keeps no more than 2^25 logits (128 MiB), else
+      "auto" is "tokens" where a chunk of at least 256 tokens, or all, keeps no more than 2^24 logits (64 MiB), else
       "vocabulary".
-    block_size: tokens of a chunk, or words of a block ("auto" is then "vocabulary"); None takes a chunk of at most 2^25
+    block_size: tokens of a chunk, or words of a block ("auto" is then "vocabulary"); None takes a chunk of at most 2^24
       logits, or a divisor of V, where there is one, that makes some four million logits.
     return_stats: returns (loss, lse [N], argmax [N]); the lse has a gradient.
 
@@ -94,7 +94,7 @@ def linear_cross_entropy(
             "impl='tokens' makes the gradients of a sum: reduction 'none' and return_stats take 'vocabulary'"
         )
     if impl == "tokens" or (impl == "auto" and scalar and block_size is None and rows >= min(n, FEWEST)):
-        form = dataclasses.replace(form, block=_block(rows, vocab), rows=rows)
+        form = dataclasses.replace(form, block=min(max(LOGITS // 2 // rows, SMALLEST), vocab), rows=rows)
         loss = blocks.weighted_sum(form, h, w, bias, labels, factors)
         return loss / _weight(factors) if reduction == "mean" else loss
 
