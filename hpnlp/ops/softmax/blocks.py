@@ -198,7 +198,7 @@ def _gradients(
         target = form.shape(target if bias is None else target + bias[labels].astype(jnp.float32))
 
         def first(start: Array, size: int, state: Any) -> Any:
-            s, total, *rest = state
+            s, total, top, rest = state
             block = _dot(h, lax.dynamic_slice_in_dim(vectors, start, size), 1, 1)
             if bias is not None:
                 block = block + lax.dynamic_slice_in_dim(bias, start, size).astype(jnp.float32)[None]
@@ -206,11 +206,11 @@ def _gradients(
             if form.total:
                 total = total + block.sum(axis=1)
             block = block.at[own(start, size, labels)].set(-jnp.inf, mode="drop", unique_indices=True)
-            return lax.dynamic_update_slice_in_dim(s, block, start, axis=1), total, *_add_exp(*rest, block)
+            return lax.dynamic_update_slice_in_dim(s, block, start, axis=1), total, *_add_exp(top, rest, block)
 
         none = zero((rows,))
-        s, total, top, rest = each_block(first, (s, none, none - jnp.inf, none))
-        others = _log(top, rest)
+        s, total, *sum_exp = each_block(first, (s, none, none - jnp.inf, none))
+        others = _log(*sum_exp)
         each, pull = jax.vjp(functools.partial(form.losses, words=words), others, target, total)
         d_others, d_target, d_total = pull(factors)
         others = _no_infinity(others)[:, None]
