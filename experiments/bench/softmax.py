@@ -1,0 +1,233 @@
+"""The exact loss over a large vocabulary beside naive JAX and torch, and a step of every output layer, interleaved.
+
+    python experiments/bench/softmax.py [--only=exact,large,kept,bfloat16,layers] [--rounds=5]
+
+N 4096, D 512, float32, gradients by h and w; `linear_cross_entropy` as anybody calls it, labels by Zipf's law. Losses and
+gradients are held against float64 first; what differs is not reported. A process of users' own returns freed memory to the
+system; training keeps it (`hpnlp.training.allocator`), which is worth more to programs with large temporaries, naive JAX above
+all: "kept" is the same comparison where all keep it, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+
+from hpnlp import cli, measure
+from hpnlp.nn.output import OUTPUTS
+from hpnlp.ops.softmax import linear_cross_entropy
+from hpnlp.spec import build, parse_one
+from hpnlp.training.allocator import keep_freed_memory
+
+RESULTS = Path(__file__).parents[1] / "results"
+TOKENS, DIM = 4096, 512
+LAYERS = (
+    "sampled(1024)", "importance(1024)", "nce(1024)", "negative_sampling(1024)", "adaptive", "class", "hierarchical(balanced)",
+    "hierarchical(huffman)", "binary", "binary_hybrid(2048)", "binary_ecc(2048)",
+)  # fmt: skip
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("only", [], "Which of the benchmarks; all where empty.")
+flags.DEFINE_integer("rounds", 5, "Measurements of each; the median counts.")
+flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
+flags.DEFINE_bool("keep", False, "Internal: keeps freed memory, and prints the rows instead of writing them.")
+
+
+def arrays(vocab: int, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """h, w of scores of order 1, and labels."""
+    rng = np.random.default_rng(0)
+    h, w = (rng.standard_normal((rows, DIM), np.float32) / DIM**0.25 for rows in (TOKENS, vocab))
+    labels = np.minimum(rng.zipf(1.2, TOKENS), vocab) - 1
+    return jnp.asarray(h, dtype), jnp.asarray(w, dtype), jnp.asarray(labels, jnp.int32)
+
+
+def naive(h: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(h @ w.T, labels).mean()
+
+
+def compiled(loss: Callable[..., Any], *given: jax.Array) -> tuple[Callable[[], Any], int]:
+    """A call of the loss with its gradients by h and w, and its temporary bytes."""
+    program = measure.compile(jax.value_and_grad(loss, (0, 1)), *given)
+    return lambda: program(*given), program.memory.temp
+
+
+def in_float64(h: np.ndarray, w: np.ndarray, labels: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+    """The mean loss and its gradients, some tokens at a time."""
+    h, w = (np.asarray(x, np.float64) for x in (h, w))
+    total, dh, dw = 0.0, np.zeros_like(h), np.zeros_like(w)
+    for at in np.array_split(np.arange(len(h)), max(len(h) * len(w) // 2**25, 1)):
+        s = h[at] @ w.T
+        top = s.max(axis=1, keepdims=True)
+        lse = top + np.log(np.exp(s - top).sum(axis=1, keepdims=True))
+        total += (lse[:, 0] - s[np.arange(len(at)), labels[at]]).sum()
+        ds = np.exp(s - lse)
+        ds[np.arange(len(at)), labels[at]] -= 1
+        dh[at] = ds @ w / len(h)
+        dw += ds.T @ h[at] / len(h)
+    return total / len(h), dh, dw
+
+
+def check() -> None:
+    """Exits where a form of the loss is not the exact one: at a vocabulary that takes chunks, and one that takes blocks."""
+    for vocab, impl in ((1009, "tokens"), (1009, "vocabulary"), (1009, "auto")):
+        h, w, labels = arrays(vocab)
+        loss, grads = jax.jit(jax.value_and_grad(functools.partial(linear_cross_entropy, impl=impl), (0, 1)))(
+            h, w, labels
+        )
+        expected = in_float64(h, w, np.asarray(labels))
+        for found, exact in zip((loss, *grads), expected, strict=True):
+            worst = float(np.max(np.abs(np.asarray(found) - exact)) / np.max(np.abs(exact)))
+            if not worst < 5e-6:
+                sys.exit(f"impl={impl!r} at V {vocab} differs from float64 by {worst:.1e}: nothing is reported")
+
+
+def row(what: str, times: dict[str, measure.Timing], ratios: dict[str, float], **more: Any) -> dict[str, Any]:
+    shown = ", ".join(f"{name} {timing.median:.3f} s" for name, timing in times.items())
+    print(f"{what}: {', '.join(f'{name} {x:.4g}' for name, x in ratios.items())} ({shown})", flush=True)
+    seconds = {name: list(timing.all) for name, timing in times.items()}
+    return {"what": what, "ratios": ratios, "s": {n: t.median for n, t in times.items()}, "all_s": seconds, **more}
+
+
+def compare(what: str, vocab: int, rounds: int, peers: bool) -> dict[str, Any]:
+    given = arrays(vocab)
+    programs = {"ours": compiled(linear_cross_entropy, *given), "naive": compiled(naive, *given)}
+    calls = {name: call for name, (call, _) in programs.items()}
+    if peers:
+        calls["torch"] = torch_call(*given)
+    times = measure.timeit(calls, rounds=rounds)
+    temp = {name: bytes_ for name, (_, bytes_) in programs.items()}
+    ratios = {f"time over {name}": times["ours"].over(times[name]) for name in calls if name != "ours"}
+    ratios["temporary memory over naive"] = temp["ours"] / temp["naive"]
+    return row(what, times, ratios, megabytes={name: x / 1e6 for name, x in temp.items()})
+
+
+def torch_call(h: jax.Array, w: jax.Array, labels: jax.Array) -> Callable[[], Any]:
+    """torch's own loss without logits, with its chunks, whose loss must be ours."""
+    import torch
+    import torch.nn.functional as F
+
+    torch.set_num_threads(measure.environment()["cores"])
+    states, table = (torch.from_numpy(np.array(x)).requires_grad_() for x in (h, w))
+    numbers = torch.from_numpy(np.array(labels)).long()
+    options = torch.nn.LinearCrossEntropyOptions()
+
+    def call() -> Any:
+        loss = F.linear_cross_entropy(states, table, numbers, options=options)
+        return loss, torch.autograd.grad(loss, (states, table))
+
+    found, ours = float(call()[0]), float(jax.jit(linear_cross_entropy)(h, w, labels))
+    if abs(found - ours) > 1e-4:
+        sys.exit(f"torch's loss is {found}, ours {ours}: nothing is reported")
+    return call
+
+
+def bench_exact(rounds: int) -> list[dict[str, Any]]:
+    what = "exact, V 50,000" + (", freed memory kept" if FLAGS.keep else "")
+    return [compare(what, 50_000, rounds, peers=not FLAGS.keep)]
+
+
+def bench_large(rounds: int) -> list[dict[str, Any]]:
+    return [compare("exact, V 262,144", 262_144, rounds, peers=False)]
+
+
+def bench_kept(rounds: int) -> list[dict[str, Any]]:
+    command = [sys.executable, __file__, "--only=exact", "--keep", f"--rounds={rounds}"]
+    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    for kept in rows:
+        print(f"{kept['what']}: {kept['ratios']}", flush=True)
+    return rows
+
+
+def bench_bfloat16(rounds: int) -> list[dict[str, Any]]:
+    """How far sums in float32 of products of bfloat16 numbers are from float64's of the same numbers."""
+    given = arrays(131_072, jnp.bfloat16)
+    loss, grads = jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1)))(*given)
+    exact, dh, dw = in_float64(*(np.asarray(x, np.float32) for x in given[:2]), np.asarray(given[2]))
+    off = lambda x, y: float(np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y))  # noqa: E731
+    ratios = {"absolute error of the mean loss": abs(float(loss) - exact)}
+    ratios |= {"relative error of dh": off(grads[0], dh), "relative error of dw": off(grads[1], dw)}
+    return [row("exact, bfloat16, V 131,072", {}, ratios)]
+
+
+def bench_layers(rounds: int) -> list[dict[str, Any]]:
+    """A step of each output layer with Adam for its parameters and its gradient by h, beside the full one's."""
+    rows = []
+    for vocab in (50_000, 262_144):
+        full, memory = step_of("full", vocab)
+        for spec in LAYERS:
+            call, temp = step_of(spec, vocab)
+            times = measure.timeit({spec: call, "full": full}, rounds=rounds if vocab < 2**17 else 2)
+            ratio = {"time over full": times[spec].over(times["full"])}
+            rows.append(
+                row(f"step of {spec}, V {vocab:,}", times, ratio, megabytes={spec: temp / 1e6, "full": memory / 1e6})
+            )
+    return rows
+
+
+def step_of(spec: str, vocab: int) -> tuple[Callable[[], Any], int]:
+    h, table, labels = arrays(vocab)
+    counts = tuple(int(10**8 / (i + 2.7)) for i in range(vocab))
+    layer = build(parse_one(spec, "output layer"), OUTPUTS, "output layer", vocab=vocab, dim=DIM, counts=counts)
+    weights, key = jnp.ones(TOKENS), jax.random.key(0)
+    given = None if not layer.rows_are else table
+    params = jax.jit(functools.partial(layer.init, method="loss"))(key, given, h, labels, weights)
+    params = jax.tree.map(jnp.asarray, jax.tree.leaves(params)), given
+    tree = jax.tree.structure(
+        jax.eval_shape(functools.partial(layer.init, method="loss"), key, given, h, labels, weights)
+    )
+    adam = optax.adam(1e-3)
+
+    def step(params: Any, state: Any, h: jax.Array, key: jax.Array) -> Any:
+        def loss(params: Any, h: jax.Array) -> jax.Array:
+            own = jax.tree.unflatten(tree, params[0])
+            return layer.apply(own, params[1], h, labels, weights, key, method="loss").sum / TOKENS
+
+        grads, dh = jax.grad(loss, (0, 1))(params, h)
+        updates, state = adam.update(grads, state)
+        return optax.apply_updates(params, updates), state, dh
+
+    state = jax.jit(adam.init)(params)
+    program = measure.compile(step, params, state, h, key, jit_options={"donate_argnums": (0, 1)})
+    held = [params, state]
+
+    def call() -> Any:
+        held[0], held[1], dh = program(*held, h, key)
+        return dh
+
+    return call, program.memory.temp
+
+
+BENCHES = {
+    "exact": bench_exact,
+    "large": bench_large,
+    "kept": bench_kept,
+    "bfloat16": bench_bfloat16,
+    "layers": bench_layers,
+}
+
+
+def main(_: Any) -> None:
+    if FLAGS.keep:
+        keep_freed_memory()
+    cli.prepare_jax()
+    check()
+    rows = [row for name in FLAGS.only or BENCHES for row in BENCHES[name](FLAGS.rounds)]
+    if FLAGS.keep:
+        print(json.dumps(rows))
+        return
+    print(measure.write_result("softmax", rows, FLAGS.out))
+
+
+if __name__ == "__main__":
+    app.run(main)
