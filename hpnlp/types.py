@@ -77,6 +77,8 @@ class Tokenizer(Protocol):
     bos_id: int | None
     eos_id: int | None
     pad_id: int
+    # How often each id occurs in the text that the vocabulary was made of, where that is known.
+    counts: tuple[int, ...] | None
     # decode(encode(x)) == x for every x that encode accepts, and there is a bos: without one nothing predicts the first
     # token of a document, and bits a byte would count bytes that cost nothing.
     lossless: bool

@@ -73,6 +73,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec
     "importance": ("importance(64)", "importance(64,effective=8.0,block=16)"),
     "nce": ("nce(5)", "nce(5,partition=learned)"),
     "negative_sampling": ("negative_sampling(5)",),
+    "margin": ("margin(2,40,20)", "margin(3,0,20)"),
+    "vmf": ("vmf", "vmf(0.02,0.9)"),
     "adaptive": ("adaptive(div_value=2)", "adaptive((3,5),2)"),
     "class": ("class", "class(3,mass)"),
     "hierarchical": ("hierarchical", "hierarchical(balanced)"),

@@ -49,6 +49,29 @@ def attention(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
+def softmax(rows: Rows) -> list[tuple[str, str]]:
+    return [(f"{row['what']}: {name}", f"{ratio:.3g}") for row in rows for name, ratio in row["ratios"].items()]
+
+
+def plot_softmax(rows: Rows, path: Path) -> None:
+    """What a step of each output layer takes, beside the full one's, at two sizes of the vocabulary."""
+    figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    steps = [row for row in rows if row["what"].startswith("step of ")]
+    sizes = list(dict.fromkeys(row["what"].rpartition(", V ")[2] for row in steps))
+    names = list(dict.fromkeys(row["what"].removeprefix("step of ").rpartition(", V ")[0] for row in steps))
+    for offset, size in enumerate(sizes):
+        found = {row["what"]: row["ratios"]["time over full"] for row in steps}
+        values = [found[f"step of {name}, V {size}"] for name in names]
+        axes.barh([i + 0.4 * offset for i in range(len(names))], values, 0.38, label=f"V {size}")
+    axes.set_yticks([i + 0.2 for i in range(len(names))], names)
+    axes.invert_yaxis()
+    axes.axvline(1, color="gray", linestyle=":")
+    axes.set(xscale="log", xlabel="time of a step over the full softmax's, Adam included")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def plot_attention(rows: Rows, path: Path) -> None:
     """Time over our own dense against the share of the pairs that a pattern keeps."""
     figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
@@ -126,6 +149,7 @@ TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "demo": demo,
     "train_step": train_step,
     "attention": attention,
+    "softmax": softmax,
     "decode": decode,
     "loop": loop,
     "parity": parity,
@@ -171,6 +195,7 @@ PLOTS: dict[str, Callable[[Rows, Path], None]] = {
     "demo": plot_demo,
     "train_step": plot_train_step,
     "attention": plot_attention,
+    "softmax": plot_softmax,
 }
 
 

@@ -54,6 +54,7 @@ class HFTokenizer:
         self.pad_id: int = _first(self._role_id("pad"), self.eos_id, 0)
         exact = self._is_byte_level and self._form["normalizer"] is None and not self._adds_space
         self.lossless: bool = exact and self.bos_id is not None
+        self.counts: tuple[int, ...] | None = None
 
     @classmethod
     def train(cls, size: int, texts: Iterable[bytes]) -> HFTokenizer:

@@ -33,6 +33,7 @@ class ByteTokenizer:
     eos_id: int | None = 257
     pad_id: int = 258
     lossless: bool = True
+    counts: tuple[int, ...] | None = None
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, np.uint8).astype(np.int32)
@@ -62,9 +63,18 @@ class WordTokenizer:
 
     lossless: bool = False
 
-    def __init__(self, words: Sequence[str]):
-        """words: the vocabulary without special tokens, by falling frequency, which log-uniform samplers expect."""
+    def __init__(self, words: Sequence[str], counts: Sequence[int] | None = None):
+        """words: the vocabulary without special tokens, by falling frequency, which log-uniform samplers expect.
+
+        counts: how often each id, special ones first, occurs in the text that the vocabulary was made of.
+        """
         self._words = tuple(words)
+        self.counts: tuple[int, ...] | None = None if counts is None else tuple(counts)
+        if self.counts is not None and len(self.counts) != len(self.SPECIAL) + len(self._words):
+            raise InputError(
+                f"{len(self.counts)} counts for {len(self._words)} words: expected one a word, after {len(self.SPECIAL)} of "
+                "special tokens"
+            )
         known = (*self.SPECIAL, *self._words)
         self._ids = {word: i for i, word in enumerate(known)}
         if len(self._ids) != len(known):
@@ -80,9 +90,15 @@ class WordTokenizer:
     @classmethod
     def train(cls, cap: int, texts: Iterable[bytes]) -> WordTokenizer:
         """The `cap` (special tokens included) most frequent pieces of `texts`; ties go by the alphabet."""
-        counts = collections.Counter(piece for text in texts for piece in cls._split(text))
+        counts: collections.Counter[str] = collections.Counter()
+        documents = 0
+        for text in texts:
+            counts.update(cls._split(text))
+            documents += 1
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
-        return cls(ranked[: cap - len(cls.SPECIAL)])
+        kept = ranked[: cap - len(cls.SPECIAL)]
+        unknown = sum(counts[word] for word in ranked[len(kept) :])
+        return cls(kept, (0, unknown, documents, documents, *(counts[word] for word in kept)))
 
     @classmethod
     def _split(cls, text: bytes) -> list[str]:
@@ -110,7 +126,8 @@ class WordTokenizer:
         return b"".join(parts)
 
     def save(self, path: str) -> None:
-        _write_json(path, {"type": "words", "version": _FORMAT, "words": self._words})
+        form = {"type": "words", "version": _FORMAT, "words": self._words}
+        _write_json(path, form if self.counts is None else {**form, "counts": self.counts})
 
 
 def _write_json(path: str, value: Any) -> None:
@@ -175,7 +192,10 @@ def load(path: str) -> Tokenizer:
     words = form.get("words")
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise InputError(f"{path!r} is damaged: `words` is not a list of strings: save it again")
-    return WordTokenizer(words)
+    counts = form.get("counts")
+    if counts is not None and not (isinstance(counts, list) and all(isinstance(n, int) for n in counts)):
+        raise InputError(f"{path!r} is damaged: `counts` is not a list of whole numbers: save it again")
+    return WordTokenizer(words, counts)
 
 
 def save_whole(tokenizer: Tokenizer, directory: str) -> None:

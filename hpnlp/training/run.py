@@ -35,7 +35,9 @@ def make_model(config: Config, tokenizer: Tokenizer) -> LM:
         raise InputError(
             f"data.seq_len={config.data.seq_len} is longer than model.max_len={max_len} learned positions: change one"
         )
-    return LM(dataclasses.replace(model, vocab=model.vocab or tokenizer.vocab_size, max_len=max_len))
+    vocab = model.vocab or tokenizer.vocab_size
+    counts = tokenizer.counts and tokenizer.counts + (0,) * (vocab - tokenizer.vocab_size)
+    return LM(dataclasses.replace(model, vocab=vocab, max_len=max_len), counts)
 
 
 def saved_tokenizer(workdir: Path) -> Tokenizer | None:

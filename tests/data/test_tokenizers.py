@@ -110,6 +110,17 @@ def test_words():
     assert tokenizer.decode(ids) == b"b a, <unk> b"
 
 
+def test_words_keep_how_often_each_id_occurs(tmp_path):
+    tokenizer = tokenizers.WordTokenizer.train(9, [b"a b, a b a  c d", b"a"])
+    # pad, what is left out, a bos and an eos for each document, then the words
+    assert tokenizer.counts == (0, 2, 2, 2, 4, 2, 1, 1, 1)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizers.load(str(tmp_path / "tokenizer.json")).counts == tokenizer.counts
+    older = tokenizers.WordTokenizer(["a", "b"])
+    older.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizers.load(str(tmp_path / "tokenizer.json")).counts is None
+
+
 def test_bytes_is_264():
     tokenizer = tokenizers.ByteTokenizer()
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (264, 256, 257, 258)
@@ -242,6 +253,8 @@ def test_bad_spec(spec, message):
         ('{"type": "bytes", "version": 2}', "format version 2, expected 1"),
         ('{"type": "words", "version": 1, "words": [1]}', "not a list of strings"),
         ('{"type": "words", "version": 1, "words": ["a", "a"]}', "differ"),
+        ('{"type": "words", "version": 1, "words": ["a"], "counts": [1, "x"]}', "not a list of whole numbers"),
+        ('{"type": "words", "version": 1, "words": ["a"], "counts": [1, 2]}', "2 counts for 1 words"),
         ('{"model": {"type": "Nonsense"}}', "that tokenizers"),
     ],
 )

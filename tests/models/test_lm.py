@@ -370,3 +370,60 @@ def test_count_of_matrix_parameters(fields):
 def test_bad_config(fields, message):
     with pytest.raises(InputError, match=message):
         make(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"output": "hierarchical(balanced)"}, "no vectors of words .*: set model.tied=False"),
+        (
+            {"output": "hierarchical", "tied": False},
+            "needs the words' counts, which data.tokenizer=words.*tree=balanced",
+        ),
+        ({"output": "class(by=mass)", "tied": False}, "needs the words' counts"),
+        ({"output": "class(by=weight)", "tied": False}, "unknown partition 'weight'"),
+        ({"output": "adaptive((8,30))", "tied": False}, "under the vocabulary of 24"),
+        ({"output": "adaptive((8,4))", "tied": False}, "expected rising numbers"),
+        ({"output": "binary_hybrid(24)", "tied": False}, "frequent=24: expected 0 to 23"),
+        ({"output": "sampled(25)"}, "25 unique samples of 24 words"),
+        ({"output": "sampled(4,zipf)"}, "unknown sampler 'zipf'"),
+        ({"output": "sampled(4,unigram)"}, "needs the words' counts"),
+        ({"output": "nce(4,unique=True)"}, "samples that may repeat"),
+        ({"output": "nce(4,partition=free)"}, "partition='free'"),
+        ({"output": "margin(9,8)"}, "count 9: expected 1 to 8"),
+    ],
+    ids=str,
+)
+def test_output_layers_that_cannot_be(fields, message):
+    model, batch = LM(LMConfig(**SMALL | {"layers": 1} | fields)), example_batch(1, 4)
+
+    def loss(key):
+        params = nn.meta.unbox(model.init(key, batch))
+        return model.apply(params, batch, False, rngs={"output": key, "dropout": key}, method="loss")
+
+    with pytest.raises(InputError, match=message):
+        jax.eval_shape(loss, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    "output", ["nce(4,partition=learned)", "adaptive(div_value=2)", "class(by=mass)", "hierarchical", "vmf"]
+)
+def test_output_layers_of_their_own_parameters(output):
+    """Every parameter has a name for each axis, and learns; evaluation does not depend on an rng."""
+    model = LM(LMConfig(**SMALL | {"layers": 1, "output": output, "tied": False}), tuple(range(24, 0, -1)))
+    batch = make_batch(2, 5)
+    params = nn.meta.unbox(model.init(jax.random.key(0), batch)["params"])
+    axes = axes_of(model)
+    for (path, leaf), names in zip(
+        jax.tree_util.tree_leaves_with_path(params),
+        jax.tree.leaves(axes, is_leaf=lambda x: x is None or isinstance(x, tuple)),
+        strict=True,
+    ):
+        assert len(names or ()) == leaf.ndim, jax.tree_util.keystr(path)
+
+    def total(params, key):
+        return model.apply({"params": params}, batch, False, rngs={"output": key}, method="loss").sum
+
+    grads = jax.jit(jax.grad(total), compiler_options=ONCE)(params, jax.random.key(1))
+    still = [jax.tree_util.keystr(path) for path, g in jax.tree_util.tree_leaves_with_path(grads) if not np.any(g)]
+    assert still == (["['head']"] if output == "vmf" else [])  # what it aims at does not move

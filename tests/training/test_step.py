@@ -50,10 +50,10 @@ def batch_of(seed):
 class Run:
     """A trainer with its state, stepped on host batches. It begins as one device would, on any layout."""
 
-    def __init__(self, trainer):
+    def __init__(self, trainer, model=MODEL):
         self.trainer = trainer
         shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes)
-        self.state = jax.device_put(initial_state(), shardings)
+        self.state = jax.device_put(initial_state(model), shardings)
 
     def step(self, batch):
         put = {name: jax.device_put(rows, self.trainer.batch_sharding) for name, rows in batch.items()}
@@ -71,12 +71,13 @@ class Run:
 def trainer_of(plan=ONE[0], devices=ONE[1], model=MODEL, aux_weights=(), **changes):
     optimizer = dataclasses.replace(OPTIMIZER, **changes)
     mesh = plan.mesh(jax.devices()[:devices])
-    return make_trainer(LM(model), optimizer, mesh, steps=50, aux_weights=dict(aux_weights))
+    lm = LM(model, tuple(range(model.vocab, 0, -1)))
+    return make_trainer(lm, optimizer, mesh, steps=50, aux_weights=dict(aux_weights))
 
 
 @functools.cache
-def initial_state():
-    return jax.device_get(trainer_of().init(jax.random.key(0)))
+def initial_state(model=MODEL):
+    return jax.device_get(trainer_of(model=model).init(jax.random.key(0)))
 
 
 @functools.cache
@@ -106,6 +107,20 @@ def test_layouts_agree_with_one_device(layout):
     assert expected[0] - expected[-1] > 1.0
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert_leaves_close(gradients, expected_gradients, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["sampled(16)", "adaptive(div_value=2)", "class", "hierarchical"])
+def test_layouts_agree_with_one_device_about_each_output_layer(output):
+    """The rng's samples too are the same, wherever tokens and rows are."""
+    model = dataclasses.replace(MODEL, output=output, tied=False)
+    one, many = (Run(trainer_of(*layout, model), model) for layout in (ONE, LAYOUTS["fsdp 4 x tensor 2"]))
+    for seed in range(3):
+        expected, found = one.step(batch_of(seed)), many.step(batch_of(seed))
+        assert found == pytest.approx(expected, rel=1e-5)
+        if seed == 0:
+            assert_leaves_close(many.gradients(), one.gradients(), 1e-5)
+            assert all(np.any(leaf) for leaf in jax.tree.leaves(one.gradients()))
 
 
 @pytest.mark.parametrize(("layout", "share"), [("data 8", 1.0), ("fsdp 8", 1 / 7), ("fsdp 4 x tensor 2", 1 / 7)])

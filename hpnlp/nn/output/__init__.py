@@ -8,6 +8,7 @@ from hpnlp.nn.output.base import OutputLayer
 from hpnlp.nn.output.classes import AdaptiveOutput, ClassOutput
 from hpnlp.nn.output.codes import BinaryECCOutput, BinaryHybridOutput, BinaryOutput
 from hpnlp.nn.output.full import FullOutput
+from hpnlp.nn.output.ranking import MarginOutput, VMFOutput
 from hpnlp.nn.output.sampled import ImportanceOutput, NCEOutput, NegativeSamplingOutput, SampledOutput
 from hpnlp.nn.output.tree import HierarchicalOutput
 
@@ -17,6 +18,8 @@ OUTPUTS: dict[str, Callable[..., OutputLayer]] = {
     "importance": ImportanceOutput,
     "nce": NCEOutput,
     "negative_sampling": NegativeSamplingOutput,
+    "margin": MarginOutput,
+    "vmf": VMFOutput,
     "adaptive": AdaptiveOutput,
     "class": ClassOutput,
     "hierarchical": HierarchicalOutput,

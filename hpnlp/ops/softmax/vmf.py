@@ -104,8 +104,8 @@ def vmf_loss(
     h: Float[Array, "N m"],
     targets: Float[Array, "N m"],
     *,
-    norm_penalty: float = 0.0,
-    product_scale: float = 1.0,
+    norm_penalty: int | float = 0,
+    product_scale: int | float = 1,
     weights: Float[Array, " N"] | None = None,
 ) -> Float[Array, " N"]:
     """-log C_m(|h|) + norm_penalty |h| - product_scale h.w, in nats, for each token, where w is its target's direction.
@@ -255,7 +255,7 @@ def _check_order(order: Any, least: float) -> float:
     return float(order)
 
 
-def _check_loss(h: Any, targets: Any, norm_penalty: float, product_scale: float, weights: Any) -> None:
+def _check_loss(h: Any, targets: Any, norm_penalty: int | float, product_scale: int | float, weights: Any) -> None:
     if h.ndim != 2 or h.shape[1] < 2 or targets.shape != h.shape:
         raise InputError(
             f"h {h.shape}, targets {targets.shape}: expected [N, m] twice, m at least 2; flatten tokens to one axis"
