@@ -37,7 +37,7 @@ EXTRAS = {
     # On Linux, PyPI's torch is a CUDA build that brings several GB of libraries; the tests need none of it. Where pip
     # knows PyTorch's own index as well, it takes the CPU build, whose local version "2.13.0+cpu" sorts higher:
     #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-all
-    "oracles": ["torch==2.13.0", "transformers==5.23.0"],
+    "oracles": ["faiss-cpu==1.15.1", "mpmath==1.3.0", "torch==2.13.0", "transformers==5.23.0"],
 }
 EXTRAS["test"] = [
     "beartype>=0.23",

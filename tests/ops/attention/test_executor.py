@@ -171,14 +171,20 @@ def test_patterns_of_nothing(empty):
         assert_forms_equal(lambda f, mask=mask: scored(f, mask, {}), arrays(), mask)
 
 
-@pytest.mark.parametrize(
-    ("mask", "names"),
-    [
-        *((longformer(8, 3), names) for names in OPERANDS.values()),
-        *((Causal(), OPERANDS[name]) for name in ("positions", "global places", "bias function", "all")),
-    ],
-    ids=[*(f"longformer, {name}" for name in OPERANDS), "positions", "global places", "bias function", "all"],
-)
+def together(*names):
+    """Operands with a mask in parts and with one in a single part; those that others include are left to the second tier."""
+    first = {"lengths", "segments", "bias function", "all"}
+    marks = lambda name: () if name in first else (pytest.mark.slow,)  # noqa: E731
+    cases = [(longformer(8, 3), "longformer", name) for name in OPERANDS] + [
+        (Causal(), "causal", name) for name in names
+    ]
+    return [
+        pytest.param(mask, OPERANDS[name], id=f"{word}, {name}", marks=marks(name) if word == "longformer" else ())
+        for mask, word, name in cases
+    ]
+
+
+@pytest.mark.parametrize(("mask", "names"), together("positions", "global places", "bias function", "all"))
 def test_operands(mask, names):
     options, as_function = operands(names), "function" in names
     alone = not {"segment_ids", "kv_lengths", "sinks", "dropout", "soft_cap", "function"}.issuperset(names)
