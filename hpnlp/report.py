@@ -65,10 +65,10 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
 
 def summarize(config: Config, result: Result) -> dict[str, Any]:
     """The numbers of a run, those that are not finite None, as JSON has no word for them; so are the bits a byte of a
-    tokenizer that loses text."""
+    tokenizer that loses text, and of an output layer that gives no probabilities."""
     raw = result.corpus.read_heldout()
     tokens = result.step * config.data.batch_size * config.data.seq_len
-    busy = result.seconds["data"] + result.seconds["step"]
+    busy, flops = result.seconds["data"] + result.seconds["step"], result.flops_per_step
     numbers = {
         "heldout_bits_per_byte": result.heldout.get("bits_per_byte"),
         "heldout_loss": result.heldout["loss"],
@@ -76,8 +76,8 @@ def summarize(config: Config, result: Result) -> dict[str, Any]:
         "gzip_bits_per_byte": 8 * len(gzip.compress(raw, 9)) / len(raw),
         "xz_bits_per_byte": 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw),
         "tokens_per_second": tokens / busy if busy else 0.0,
-        "flops_per_second": result.step * result.flops_per_step / busy if busy else 0.0,
-        "flops_per_step": result.flops_per_step,
+        "flops_per_second": flops if flops is None else result.step * flops / busy if busy else 0.0,
+        "flops_per_step": flops,
         "peak_memory_bytes": result.peak_memory_bytes,
         "steps": result.step,
         "tokens": tokens,
@@ -134,7 +134,7 @@ def render(workdir: Path, config: Config, report: Mapping[str, Any], sample: str
         ("parameters", f"{report['parameters']:,}"),
         ("steps, tokens", f"{report['steps']:,}, {report['tokens']:,}"),
         ("tokens/s", f"{report['tokens_per_second']:,.0f}"),
-        ("achieved GFLOP/s", f"{report['flops_per_second'] / 1e9:,.1f}"),
+        ("achieved GFLOP/s", _giga(report["flops_per_second"])),
         ("peak memory", f"{report['peak_memory_bytes'] / 2**20:,.0f} MiB"),
         ("wall time of the last process, s", f"{report['seconds']:.1f}"),
     ]
@@ -159,6 +159,10 @@ Next:
 - train longer: `hpnlp train {flags} --workdir={workdir} --config.train.steps={2 * config.train.steps} --accept_changes`
 - put runs beside each other: `hpnlp compare {workdir} runs/mine`
 """
+
+
+def _giga(value: float | None) -> str:
+    return "-" if value is None else f"{value / 1e9:,.1f}"
 
 
 def _decimals(value: float | None) -> str:

@@ -238,6 +238,20 @@ def test_output_predicts_by_its_own_probabilities(spec, dtype):
 
 
 @outputs
+def test_output_has_no_loss_for_what_is_no_word(spec):
+    """Where a token counts: NaN, with an rng and without, and not the loss of some other word."""
+    case = Output(spec)
+    weights = jnp.ones_like(case.weights)
+
+    def losses(labels):
+        return [case.call("loss", case.table, case.h, labels, weights, rng).sum for rng in (None, case.rng)]
+
+    found = once(jax.vmap(losses), jnp.stack([case.labels.at[4].set(wrong) for wrong in (0, -1, 13, -100)]))
+    for loss in found:
+        np.testing.assert_array_equal(np.isnan(loss), [False, True, True, True])
+
+
+@outputs
 def test_output_is_one_trace(spec):
     case = Output(spec)
 

@@ -95,6 +95,11 @@ class LM(nn.Module):
     config: LMConfig
     counts: tuple[int, ...] | None = None
 
+    @property
+    def is_normalized(self) -> bool:
+        """Whether the loss is -log p(label) of a distribution over the vocabulary."""
+        return lookup(OUTPUTS, parse_one(self.config.output, "model.output").name, "output layer").is_normalized
+
     def setup(self) -> None:
         c = self.config
         self.embed = Embed(c.vocab, c.dim)
@@ -110,7 +115,7 @@ class LM(nn.Module):
         self.output = build(parse_one(c.output, "model.output"), OUTPUTS, "output layer", **extra)
         if c.tied and self.output.rows_are != "words":
             raise InputError(
-                f"model.output={c.output!r} has no vectors of words that the embedding could share: set model.tied=False"
+                f"model.output={c.output!r} has no table of words by id that the embedding could share: set model.tied=False"
             )
         if not self.output.rows_are:
             self.table = None

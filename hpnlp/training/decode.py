@@ -190,6 +190,11 @@ def _validate(
         raise InputError(
             f"temperature={temperature}: expected 0 (the most probable token) or a positive number, as 0.8"
         )
+    if temperature > 0 and not model.is_normalized:
+        raise InputError(
+            f"temperature={temperature}: model.output={model.config.output!r} gives no probabilities to draw from; take 0, the "
+            "best token"
+        )
     if top_k < 0:
         raise InputError(f"top_k={top_k}: expected how many tokens to draw among, or 0 for all")
     if not 0 < top_p <= 1:
@@ -248,14 +253,16 @@ class TextStream:
 
 
 def sample_text(model: LM, params: Any, tokenizer: Tokenizer, length: int, seed: int = 0) -> str:
-    """About `length` bytes of text that the model makes up from nothing, at temperature 0.8 and top-p 0.95."""
+    """About `length` bytes of text that the model makes up from nothing, at temperature 0.8 and top-p 0.95; the best tokens
+    where there are no probabilities."""
     may = speakable(tokenizer)
     start = tokenizer.bos_id if tokenizer.bos_id is not None else int(np.flatnonzero(may)[0])
     tokens = min(length, model.config.max_len - 1) if model.config.position == "learned" else length
     if tokens < 1:
         return ""
     run = Generation(
-        model, params, [np.array([start])], tokens=tokens, temperature=0.8, top_p=0.95, seed=seed,
+        model, params, [np.array([start])], tokens=tokens, temperature=0.8 if model.is_normalized else 0.0, top_p=0.95,
+        seed=seed,
         eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, allowed=may,
     )  # fmt: skip
     ids = np.concatenate([chunk[0] for chunk in run])

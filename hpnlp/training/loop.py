@@ -32,7 +32,8 @@ HOPELESS = 20  # steps in a row without a finite gradient, after which a run sto
 class Result:
     """What a run ends with. interrupted: a signal stopped it early, and the same command goes on from `step`.
 
-    heldout: `loss` in nats a token and, for tokenizers that lose nothing, `bits_per_byte`. Over all restarts: seconds, by
+    heldout: `loss` in nats a token and, for tokenizers that lose nothing and output layers that give probabilities,
+    `bits_per_byte`. Over all restarts: seconds, by
     phase, of which "setup" holds all compilation, and peak_memory_bytes.
     """
 
@@ -45,7 +46,7 @@ class Result:
     seconds: dict[str, float]
     peak_memory_bytes: int
     parameters: int
-    flops_per_step: int
+    flops_per_step: int | None
 
 
 def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) -> Result:
@@ -228,7 +229,8 @@ def _patience_is_over(config: Config, progress: Mapping[str, Any]) -> bool:
 def heldout_loss(
     trainer: Trainer, params: Any, corpus: Corpus, config: Config, limit: int | None = None
 ) -> dict[str, float]:
-    """The loss of the held-out text in nats a token and, where all of it was scored and none was lost, bits a byte.
+    """The loss of the held-out text in nats a token and, where all of it was scored and none was lost, bits a byte, unless the
+    loss is of no probabilities.
 
     limit: at most so many batches, spread over the text.
     """
@@ -252,7 +254,7 @@ def heldout_loss(
             "predicted (prompts fill its rows): raise it, 0 for all, or hold out other text"
         )
     scores = {"loss": float(total / weight)}
-    if corpus.tokenizer.lossless and limit is None:
+    if corpus.tokenizer.lossless and limit is None and trainer.gives_probabilities:
         scores["bits_per_byte"] = float(total) / math.log(2) / corpus.heldout_bytes
     return scores
 

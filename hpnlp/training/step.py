@@ -56,6 +56,7 @@ class Trainer:
 
     init(key[, params]) -> state; step(state, batch, key) -> (state, metrics), state donated; evaluate(params, batch) -> (sum,
     weight) of the loss in nats. Batches are global arrays over batch_sharding. state_shapes carries the shardings.
+    gives_probabilities: whether that loss is -log p(label).
     """
 
     init: _OnMesh
@@ -63,12 +64,19 @@ class Trainer:
     evaluate: _OnMesh
     state_shapes: TrainState
     batch_sharding: NamedSharding
+    gives_probabilities: bool
 
-    def flops(self, rows: int, length: int) -> int:
-        """Floating-point operations of the matrix products of one step, recomputation counted."""
+    def flops(self, rows: int, length: int) -> int | None:
+        """Floating-point operations of the matrix products of one step, recomputation counted.
+
+        None where the batch decides how many there are: with output layers that group tokens by their labels.
+        """
         batch = jax.eval_shape(lambda: example_batch(rows, length))
         key = jax.eval_shape(lambda: jax.random.key(0))
-        return measure.count_flops(self.step.jitted, self.state_shapes, batch, key)
+        try:
+            return measure.count_flops(self.step.jitted, self.state_shapes, batch, key)
+        except measure.UnknownLength:
+            return None
 
 
 def make_trainer(
@@ -160,6 +168,7 @@ def make_trainer(
         evaluate=_OnMesh(mesh, jax.jit(evaluate, in_shardings=(shardings.params, rows), out_shardings=replicated)),
         state_shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
         batch_sharding=rows,
+        gives_probabilities=model.is_normalized,
     )
 
 

@@ -375,7 +375,7 @@ def test_bad_config(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"output": "hierarchical(balanced)"}, "no vectors of words .*: set model.tied=False"),
+        ({"output": "hierarchical(balanced)"}, "no table of words by id .*: set model.tied=False"),
         (
             {"output": "hierarchical", "tied": False},
             "needs the words' counts, which data.tokenizer=words.*tree=balanced",

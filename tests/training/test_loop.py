@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.report import summarize
 from hpnlp.training import config as configs
 from hpnlp.training import loop, metrics
 from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.decode import Generation, sample_text
 from hpnlp.training.run import claimed
 from hpnlp.types import InputError
 from tests import tiny
@@ -309,3 +311,36 @@ def test_debug_nans_stops_at_the_operation(tmp_path):
 def test_directory_that_takes_no_more(tmp_path, code, message):
     with pytest.raises(InputError, match=message), claimed(tmp_path, tiny.make(), False):
         raise OSError(code, os.strerror(code), "x.json")
+
+
+@pytest.mark.parametrize(
+    ("output", "probable", "counted"), [("class", True, False), ("margin(2,8)", False, True)], ids=["class", "margin"]
+)
+def test_reports_say_only_what_the_output_layer_knows(tmp_path, output, probable, counted):
+    """No bits a byte of a loss that is of no probabilities, and no operations that the batch decides the number of."""
+    result = train(tmp_path, model__output=output, model__tied=False, train__steps=2)
+    assert ("bits_per_byte" in result.heldout) == probable
+    assert (result.flops_per_step is not None) == counted
+    numbers = summarize(tiny.make(**CONFIG), result)
+    assert (numbers["flops_per_second"] is None, numbers["heldout_bits_per_byte"] is None) == (
+        not counted,
+        not probable,
+    )
+    sample_text(result.model, result.params, result.corpus.tokenizer, 5)
+    if not probable:
+        with pytest.raises(InputError, match="gives no probabilities to draw from; take 0"):
+            next(iter(Generation(result.model, result.params, [np.array([1])], tokens=2, temperature=0.5)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "output",
+    ["hierarchical", "class(by=mass)", "sampled(8,unigram)", "nce(8)", "binary_ecc", "vmf", "adaptive(div_value=2)"],
+)
+def test_words_with_their_counts(tmp_path, output):
+    """From the text to a report and a sample; and again from what the run has saved."""
+    fields = {"model__output": output, "model__tied": False, "data__tokenizer": "words(40)", "train__steps": 3}
+    result = train(tmp_path, **fields)
+    assert np.isfinite(result.heldout["loss"])
+    sample_text(result.model, result.params, result.corpus.tokenizer, 5)
+    assert train(tmp_path, **fields).heldout == result.heldout

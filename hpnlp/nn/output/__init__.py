@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hpnlp.nn.output.base import OutputLayer
 from hpnlp.nn.output.classes import AdaptiveOutput, ClassOutput
 from hpnlp.nn.output.codes import BinaryECCOutput, BinaryHybridOutput, BinaryOutput
@@ -12,7 +10,7 @@ from hpnlp.nn.output.ranking import MarginOutput, VMFOutput
 from hpnlp.nn.output.sampled import ImportanceOutput, NCEOutput, NegativeSamplingOutput, SampledOutput
 from hpnlp.nn.output.tree import HierarchicalOutput
 
-OUTPUTS: dict[str, Callable[..., OutputLayer]] = {
+OUTPUTS: dict[str, type[OutputLayer]] = {
     "full": FullOutput,
     "sampled": SampledOutput,
     "importance": ImportanceOutput,

@@ -30,7 +30,7 @@ class OutputLayer(nn.Module, kw_only=True):
 
     # Whether exp(log_prob) sums to one over the vocabulary.
     is_normalized: ClassVar[bool] = True
-    # What the table's rows are: "words", which the embedding may share, "nodes", or "" where the layer has its own parameters.
+    # What the table's rows are: "words" by id, which the embedding may share, something else, or "" where there is no table.
     rows_are: ClassVar[str] = "words"
 
     def loss(
@@ -43,7 +43,20 @@ class OutputLayer(nn.Module, kw_only=True):
     ) -> LossOut:
         """The weighted sum of what is trained, in nats; without an rng, of what is reported: -log p(label)."""
         h, labels = without_silent(h, labels, weights)
-        return weighted(self.nll(table, h, labels), weights)
+        return self.weighted(self.nll(table, h, labels), labels, weights)
+
+    def weighted(
+        self, each: Float[Array, " N"], labels: Int[Array, " N"], weights: Float[Array, " N"], aux: Any = None
+    ) -> LossOut:
+        """The record of tokens' losses, NaN where one that counts has a label that is no word.
+
+        aux: name -> what each token reports, to be averaged.
+        """
+        weights = weights.astype(jnp.float32)
+        each = jnp.where((labels >= 0) & (labels < self.vocab), each, jnp.nan)
+        total = weights.sum()
+        reports = {name: ((weights * value).sum(), total) for name, value in (aux or {}).items()}
+        return LossOut((weights * jnp.where(weights == 0, 0.0, each)).sum(), total, reports)
 
     def nll(self, table: Any, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
         """-log p(label) of each token, in nats."""
@@ -81,14 +94,6 @@ def without_silent(
     """Zeros and word 0 for tokens of weight 0, so that what stands there, NaN or no word, has no gradient."""
     counts = weights != 0
     return jnp.where(counts[:, None], h, jnp.zeros((), h.dtype)), jnp.where(counts, labels, 0)
-
-
-def weighted(each: Float[Array, " N"], weights: Float[Array, " N"], aux: Any = None) -> LossOut:
-    """The record of tokens' losses. aux: name -> what each token reports, to be averaged."""
-    weights = weights.astype(jnp.float32)
-    total = weights.sum()
-    reports = {name: ((weights * value).sum(), total) for name, value in (aux or {}).items()}
-    return LossOut(jnp.where(weights == 0, 0.0, weights * each).sum(), total, reports)
 
 
 def required_counts(counts: tuple[int, ...] | None, what: str, instead: str) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import Dense
-from hpnlp.nn.output.base import OutputLayer, weighted, without_silent
+from hpnlp.nn.output.base import OutputLayer, without_silent
 from hpnlp.ops.softmax import codes as ops
 from hpnlp.types import InputError, LossOut
 
@@ -47,7 +47,7 @@ class BinaryOutput(OutputLayer):
     ) -> LossOut:
         """The weighted sum of the objective; without an rng, of -log p(label)."""
         h, labels = without_silent(h, labels, weights)
-        return weighted(self._each(h, labels, "normalized" if rng is None else self.objective), weights)
+        return self.weighted(self._each(h, labels, "normalized" if rng is None else self.objective), labels, weights)
 
     def nll(self, table: None, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
         return self._each(h, labels, "normalized")

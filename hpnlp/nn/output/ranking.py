@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import Dense
-from hpnlp.nn.output.base import OutputLayer, weighted, without_silent
+from hpnlp.nn.output.base import OutputLayer, without_silent
 from hpnlp.ops.search import exact_search
 from hpnlp.ops.softmax import logits
 from hpnlp.ops.softmax.margin import hardest, margin_loss
@@ -43,8 +43,9 @@ class RankingOutput(OutputLayer):
 class MarginOutput(RankingOutput):
     """The margin between a label's score and those of the hardest negatives: see `ops.softmax.margin`.
 
-    hardest: how many of them. samples: from how many words, drawn evenly for each batch, they are taken; 0 for all words, by
-    exact search, at the cost of the full softmax's logits. Without an rng, the same samples every time.
+    hardest: how many of them. samples: from how many words, drawn for each batch without repetition, they are taken; 0
+    for all words, by exact search, at the cost of the full softmax's logits. Without an rng, the same samples every
+    time.
     An index that finds candidates in less is kept outside, and its ids go to `hardest` and `margin_loss` directly.
     """
 
@@ -66,7 +67,8 @@ class MarginOutput(RankingOutput):
         h, labels = without_silent(h, labels, weights)
         if self.samples:
             key = jax.random.key(0) if rng is None else rng
-            ids = sample(Uniform(table.shape[0]), key, self.samples, labels).ids
+            count = min(self.samples, table.shape[0])
+            ids = sample(Uniform(table.shape[0]), key, count, labels, unique=True).ids
             target, noise = scores(h, table[labels], table[ids])
             negatives, _ = hardest(noise, ids, labels, self.hardest)
         else:
@@ -75,7 +77,7 @@ class MarginOutput(RankingOutput):
             _, ids = hardest(found, ids, labels, most - 1)
             target, noise = scores(h, table[labels], table[jnp.maximum(ids, 0)])
             negatives = jnp.where(ids < 0, -jnp.inf, noise)
-        return weighted(margin_loss(target, negatives, margin=self.margin), weights)
+        return self.weighted(margin_loss(target, negatives, margin=self.margin), labels, weights)
 
 
 class VMFOutput(RankingOutput):
@@ -108,10 +110,12 @@ class VMFOutput(RankingOutput):
         """The weighted sum of the regularised loss; without an rng, of the negative log-density."""
         h, labels = without_silent(h, labels, weights)
         if rng is None:
-            return weighted(-self.log_density(table, h, labels), weights)
+            return self.weighted(-self.log_density(table, h, labels), labels, weights)
         place, words = self.project(h.astype(jnp.float32)), jax.lax.stop_gradient(table)[labels]
         each = vmf_loss(place, words, norm_penalty=self.norm_penalty, product_scale=self.product_scale)
-        return weighted(each, weights, {"concentration": jnp.linalg.norm(jax.lax.stop_gradient(place), axis=1)})
+        return self.weighted(
+            each, labels, weights, {"concentration": jnp.linalg.norm(jax.lax.stop_gradient(place), axis=1)}
+        )
 
     def log_density(
         self, table: Float[Array, "V D"], h: Float[Array, "N D"], labels: Int[Array, " N"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hpnlp.nn.output.base import required_counts, weighted, without_silent
+from hpnlp.nn.output.base import required_counts, without_silent
 from hpnlp.nn.output.full import FullOutput
 from hpnlp.ops.softmax import linear_cross_entropy
 from hpnlp.ops.softmax import sampled as ops
@@ -34,7 +34,7 @@ class _Sampling(FullOutput):
 
     samples: how many, S. sampler: an entry of SAMPLERS; "log_uniform" wants ids by falling frequency, "unigram" the counts,
     which it takes to the `power`. per_token: each token draws its own, instead of a batch sharing them, and N S D numbers are
-    read. unique: without repetition.
+    read. unique: without repetition; with per_token it takes V numbers for each token.
     Cost of a step: 6 N S D operations, and what the optimizer does to the table.
     """
 
@@ -58,11 +58,11 @@ class _Sampling(FullOutput):
         h, labels = without_silent(h, labels, weights)
         sampler = lookup(SAMPLERS, self.sampler, "sampler")(table.shape[0], self.counts, self.power)
         samples = sample(sampler, rng, self.samples, labels, per_token=self.per_token, unique=self.unique)
-        each, aux = self.each(h, table[labels], table[samples.ids], samples, labels)
-        return weighted(each, weights, aux)
+        each, aux = self.each(h, table[labels], table[samples.ids], samples, labels, weights)
+        return self.weighted(each, labels, weights, aux)
 
     def each(
-        self, h: Array, target: Float[Array, "N D"], noise: Array, samples: Samples, labels: Int[Array, " N"]
+        self, h: Array, target: Float[Array, "N D"], noise: Array, samples: Samples, labels: Array, weights: Array
     ) -> tuple[Float[Array, " N"], dict[str, Array]]:
         """(loss, reports) of each token, from the vectors of its label and of the samples."""
         raise NotImplementedError
@@ -81,7 +81,7 @@ class SampledOutput(_Sampling):
     correct_label: bool = False
 
     def each(
-        self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array
+        self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array, weights: Array
     ) -> tuple[Array, dict[str, Array]]:
         scores = ops.scores(h, target, noise)
         return ops.sampled_softmax(*scores, samples, labels, correct_label=self.correct_label), {}
@@ -97,7 +97,7 @@ class ImportanceOutput(_Sampling):
     block: int = 128
 
     def each(
-        self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array
+        self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array, weights: Array
     ) -> tuple[Array, dict[str, Array]]:
         self._with_repetition()
         if not self.effective:
@@ -108,13 +108,14 @@ class ImportanceOutput(_Sampling):
                 "per_token=True with effective: a batch shares the samples whose number adapts; leave one out"
             )
         each, size, used = ops.adaptive_importance_sampling(
-            h, target, noise, samples, effective=self.effective, block=self.block
+            h, target, noise, samples, effective=self.effective, block=self.block, weights=weights
         )
         return each, {"effective_samples": size, "samples": jnp.broadcast_to(used.astype(jnp.float32), size.shape)}
 
 
 class NCEOutput(_Sampling):
-    """Noise-contrastive estimation: see `ops.softmax.sampled.noise_contrastive`. Reports an estimate of log Z, mean and spread.
+    """Noise-contrastive estimation: see `ops.softmax.sampled.noise_contrastive`. Reports an estimate of log Z: the mean
+    and the mean square.
 
     Log-probabilities are scores less log V, so that a model that knows nothing begins with Z near 1. partition: "fixed" leaves
     Z at 1, "learned" learns what is subtracted.
@@ -132,7 +133,7 @@ class NCEOutput(_Sampling):
             self.log_z = start
 
     def each(
-        self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array
+        self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array, weights: Array
     ) -> tuple[Array, dict[str, Array]]:
         self._with_repetition()
         target, noise = (scores - self.log_z for scores in ops.scores(h, target, noise))
@@ -164,7 +165,7 @@ class NegativeSamplingOutput(_Sampling):
         return super().loss(table, h, labels, weights, jax.random.key(0) if rng is None else rng)
 
     def each(
-        self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array
+        self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array, weights: Array
     ) -> tuple[Array, dict[str, Array]]:
         self._with_repetition()
         return ops.negative_sampling(*ops.scores(h, target, noise)), {}

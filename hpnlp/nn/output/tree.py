@@ -16,7 +16,8 @@ class HierarchicalOutput(OutputLayer):
     """A binary tree over the words: see `ops.softmax.tree`. Row n of the table is of inner node n; the last is not used.
 
     tree: an entry of TREES, "huffman" for the counts, "balanced" for ids as they come.
-    Cost: 6 D operations a token for each of the some log2 V nodes on its label's path, and the optimizer's for the table.
+    Cost: 6 D operations a token for each of the first 63 nodes and the further ones on its label's path, and what the
+    optimizer does to the table.
     """
 
     tree: str = "huffman"

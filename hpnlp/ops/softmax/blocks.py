@@ -38,6 +38,7 @@ class Form:
 
     block: int
     rows: int = 0
+    words: int = 0
     soft_cap: float | None = None
     temperature: float = 1.0
     label_smoothing: float = 0.0
@@ -180,9 +181,9 @@ def _gradients(
 
     def each_block(body: Callable[[Array, int, Any], Any], state: Any) -> Any:
         """`state = body(first word, words, state)` for blocks of words, and for those that are left over."""
-        count, left = divmod(words, form.block)
+        count, left = divmod(words, form.words)
         if count:
-            state = lax.fori_loop(0, count, lambda i, state: body(i * form.block, form.block, state), state)
+            state = lax.fori_loop(0, count, lambda i, state: body(i * form.words, form.words, state), state)
         return body(jnp.int32(words - left), left, state) if left else state
 
     def own(start: Array, size: int, labels: Array) -> tuple[Array, Array]:

@@ -86,7 +86,15 @@ def linear_cross_entropy(
     labels = jnp.where(silent, 0, labels.astype(jnp.int32))
     factors = jnp.where((labels >= 0) & (labels < vocab), factors, jnp.nan)
 
-    form = Form(vocab, 0, soft_cap, temperature, label_smoothing, z_loss, label_smoothing != 0, return_stats)
+    form = Form(
+        _block(n, vocab),
+        soft_cap=soft_cap,
+        temperature=temperature,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        total=label_smoothing != 0,
+        best=return_stats,
+    )
     scalar = reduction != "none" and not return_stats
     rows = max(min(n, block_size or CHUNK // vocab), 1)
     if impl == "tokens" and not scalar:
@@ -94,16 +102,18 @@ def linear_cross_entropy(
             "impl='tokens' makes the gradients of a sum: reduction 'none' and return_stats take 'vocabulary'"
         )
     if impl == "tokens" or (impl == "auto" and scalar and block_size is None and rows >= min(n, FEWEST)):
-        form = dataclasses.replace(form, block=min(max(LOGITS // 2 // rows, SMALLEST), vocab), rows=rows)
+        words = min(max(LOGITS // 2 // rows, SMALLEST), vocab)
+        form = dataclasses.replace(form, rows=rows, words=words)
         loss = blocks.weighted_sum(form, h, w, bias, labels, factors)
         return loss / _weight(factors) if reduction == "mean" else loss
 
     if impl == "reference":
         others, target, total, best = blocks.reference(form, h, w, bias, labels)
     else:
-        form = dataclasses.replace(form, block=min(block_size or _block(n, vocab), vocab))
+        if block_size is not None:
+            form = dataclasses.replace(form, block=min(block_size, vocab))
         others, target, total, best = blocks.statistics(form, h, w, bias, labels)
-    each = jnp.where(silent, 0.0, factors * form.losses(others, target, total, vocab))
+    each = factors * jnp.where(silent, 0.0, form.losses(others, target, total, vocab))
     loss = each if reduction == "none" else each.sum()
     if reduction == "mean":
         loss = loss / _weight(factors)
@@ -127,9 +137,13 @@ def partial_cross_entropy(
     derivatives and cost as `linear_cross_entropy`, which masks and weighs tokens, as this does not.
     """
     n, words = h.shape[0], w_slice.shape[0]
+    if labels.shape != (n,) or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise InputError(
+            f"labels are {labels.dtype} {labels.shape}: expected integers {(n,)}, the number of each token's word"
+        )
     _check(h, w_slice, None, bias, None, None, 0.0, soft_cap, temperature, "none", "auto", None)
     labels = labels.astype(jnp.int32) - start
-    form = Form(_block(n, words), 0, soft_cap, temperature, total=True)
+    form = Form(_block(n, words), soft_cap=soft_cap, temperature=temperature, total=True)
     others, target, total, _ = blocks.statistics(form, h, w_slice, bias, labels)
     own = (labels >= 0) & (labels < words)
     return jnp.logaddexp(others, jnp.where(own, target, -jnp.inf)), target, total
@@ -189,4 +203,4 @@ def _check(
     if not temperature > 0:
         raise InputError(f"temperature {temperature}: expected a number over 0")
     if block_size is not None and block_size < 1:
-        raise InputError(f"block_size {block_size}: expected at least 1 word")
+        raise InputError(f"block_size {block_size}: expected at least 1, or None for a size that suits")

@@ -45,16 +45,20 @@ def sampled_softmax(
 ) -> Float[Array, " N"]:
     """Softmax cross-entropy among the label and the samples, each sample's score less the log of its expected count.
 
-    Samples that are the label do not count. With the label's own score left as it is, the sum is an unbiased estimate of the
-    partition function, and the loss is comparable with the exact one, which it approaches from below; `correct_label` takes the
-    log of the label's expected count from its score as well, as TensorFlow's `sampled_softmax_loss` does, whose loss is not.
-    The bias of the gradient falls as 1 / S. Source: Jean et al. 2015, "On using very large target vocabulary", eq. 11 to 13;
-    Bengio and Senecal 2008, "Adaptive importance sampling", eq. 9.
+    Samples that are the label do not count. With the label's own score left as it is, and samples that may repeat, the
+    sum is an unbiased estimate of the partition function, and the loss is comparable with the exact one, which it
+    approaches from below. Samples without repetition have a smaller error, but their expected counts rest on tries that
+    are the draw's own, and with most of the vocabulary drawn the sum is some per mille to per cent too large.
+    `correct_label` takes the log of the label's expected count from its score as well, as TensorFlow's
+    `sampled_softmax_loss` does, whose loss is not. The bias of the gradient falls as 1 / S. Source: Jean et al. 2015,
+    "On using very large target vocabulary", eq. 11 to 13; Bengio and Senecal 2008, "Adaptive importance sampling", eq.
+    9.
     """
-    noise = jnp.where(hits(samples, labels), -jnp.inf, noise - _wide(samples.log_expected))
+    hit = hits(samples, labels)
+    noise = jnp.where(hit, -jnp.inf, noise - _wide(samples.log_expected))
     if correct_label:
         target = target - samples.labels_expected
-    some = jnp.isfinite(noise).any(axis=1)  # a single sample, which is the label, leaves nothing to sum
+    some = ~hit.all(axis=1)  # samples that are all the label leave nothing to sum
     others = jax.nn.logsumexp(jnp.where(some[:, None], noise, 0.0), axis=1)
     return jnp.where(some, jax.nn.softplus(others - target), 0.0)
 
@@ -82,17 +86,20 @@ def adaptive_importance_sampling(
     *,
     effective: float,
     block: int,
+    weights: Float[Array, " N"] | None = None,
 ) -> tuple[Float[Array, " N"], Float[Array, " N"], Int[Array, ""]]:
     """(loss, effective sample size, samples used): as many of the shared samples as the batch needs, a block at a time.
 
-    No further block is taken once the effective sample size is at least `effective` in the mean over the tokens. `samples` are
-    those of `sample` for all S; their log expected counts are made those of the samples used. S is a multiple of `block`.
+    No further block is taken once the effective sample size is at least `effective` in the mean over the tokens; those
+    of weight 0 are none. `samples` are those of `sample` for all S; their log expected counts are made those of the
+    samples used. S is a multiple of `block`.
     Cost: 2 N D operations a sample used. Source: Bengio and Senecal 2003, sec. 3.3, for a batch instead of an example.
     """
     count = noise.shape[0]
     if count % block:
         raise InputError(f"{count} samples are no multiple of block={block}: draw {-(-count // block) * block}")
     target = (h.astype(jnp.float32) * labels.astype(h.dtype).astype(jnp.float32)).sum(axis=1)
+    counts = jnp.ones(h.shape[0], jnp.float32) if weights is None else (weights != 0).astype(jnp.float32)
     # log(1 / q): the samples' number comes in when it is known.
     log_q = samples.log_expected - np.float32(np.log(count))
 
@@ -104,7 +111,8 @@ def adaptive_importance_sampling(
         return total, square, used + block
 
     def step(sums: tuple[Array, ...], given: tuple[Array, Array]) -> tuple[tuple[Array, ...], None]:
-        enough = jnp.exp(2.0 * sums[0] - sums[1]).mean() >= effective
+        size = jnp.exp(2.0 * sums[0] - sums[1])
+        enough = (counts * size).sum() >= effective * counts.sum()
         return lax.cond(enough, lambda sums, _: sums, take, sums, given), None
 
     parts = noise.reshape(-1, block, noise.shape[1]), log_q.reshape(-1, block)

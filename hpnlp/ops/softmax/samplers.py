@@ -53,13 +53,22 @@ class Uniform:
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform:
-    """q(k) = log((k + 2) / (k + 1)) / log(V + 1): Zipf's law, for ids sorted by falling frequency."""
+    """q(k) = log((k + 2) / (k + 1)) / log(V + 1): Zipf's law, for ids sorted by falling frequency.
+
+    Draws have this distribution to some V / 2^23 of each word's share.
+    """
 
     vocab: int
 
     def draw(self, key: Array, shape: tuple[int, ...]) -> Int[Array, "..."]:
-        u = jax.random.uniform(key, shape, jnp.float32)
-        ids = jnp.expm1(u * np.float32(np.log1p(self.vocab))).astype(jnp.int32)
+        # 2^x for x even in [0, log2(V + 1)), whole and broken part from a number each: one float32 has too few values to reach
+        # the words of a large vocabulary evenly.
+        bits = np.log2(self.vocab + 1.0)
+        whole, broken = (jax.random.uniform(key, shape, jnp.float32) for key in jax.random.split(key))
+        whole = jnp.floor(whole * np.float32(bits))
+        last = np.floor(bits)
+        broken = broken * jnp.where(whole == last, np.float32(bits - last), np.float32(1))
+        ids = jnp.ldexp(jnp.exp2(broken), whole.astype(jnp.int32)).astype(jnp.int32) - 1
         return jnp.clip(ids, 0, self.vocab - 1)
 
     def log_prob(self, ids: Int[Array, "..."]) -> Float[Array, "..."]:
@@ -98,7 +107,8 @@ class Alias:
 class LearnedUnigram:
     """The words' frequencies as far as they have been seen; `seen` makes the next one. Begin with `LearnedUnigram.start(V)`.
 
-    counts: [V], float32, of which each began at 1. A draw costs O(V): a cumulative sum, and a bisection a word.
+    counts: [V], float32, of which each began at 1, and which stop at 2^24. A draw costs O(V): a cumulative sum, and a
+    bisection a word.
     """
 
     counts: Float[Array, " V"]
@@ -129,7 +139,7 @@ def unigram(counts: Any, power: float = 1.0) -> Alias:
     """q proportional to counts ** power; 0.75 is that of Mikolov et al. 2013, "Distributed representations", sec. 2.2.
 
     counts: [V] numbers over 0. Raises InputError where one is not, because a word that is never drawn has no correction.
-    Cost: O(V log V) on the host, once.
+    Cost: O(V log V) on the host.
     """
     counts = np.asarray(counts, np.float64)
     if counts.ndim != 1 or not counts.size:
@@ -159,7 +169,8 @@ def _alias(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         begins = np.concatenate([[0.0], np.cumsum(wants)[:-1]])
         owner = np.searchsorted(np.cumsum(excess), begins, side="right")
         served = owner < rich.size
-        if not served.any():
+        if served.sum() < 1 + len(poor) // 64:
+            _fill(keep, alias, mass, poor.tolist(), rich.tolist())
             break
         keep[poor[served]], alias[poor[served]] = mass[poor[served]], rich[owner[served]]
         np.subtract.at(mass, rich[owner[served]], wants[served])
@@ -167,6 +178,16 @@ def _alias(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         poor = np.concatenate([rich[mass[rich] < 1], left])
         rich = rich[mass[rich] >= 1]
     return keep, alias
+
+
+def _fill(keep: np.ndarray, alias: np.ndarray, mass: np.ndarray, poor: list[int], rich: list[int]) -> None:
+    """One column after another, where rounds would fill few each (Vose 1991)."""
+    while poor and rich:
+        column, giver = poor.pop(), rich[-1]
+        keep[column], alias[column] = mass[column], giver
+        mass[giver] -= 1 - mass[column]
+        if mass[giver] < 1:
+            poor.append(rich.pop())
 
 
 def sample(
@@ -177,7 +198,8 @@ def sample(
     Expected counts: count * q with repetition. Without, words are drawn until `count` different ones have been, and a word
     is among them with probability 1 - (1 - q)^tries, given the tries that it took (Jean et al. 2015; as TensorFlow has it).
     Raises InputError on a count under 1, and on more unique words than there are.
-    Cost: O(count), and unique O(V) bytes a thousand tries; words that are almost never drawn are tried for long.
+    Cost: O(count), and unique 5 V bytes, for each token where they are each token's own; words that are almost never drawn are
+    tried for long.
     """
     if count < 1:
         raise InputError(f"{count} samples: expected at least 1")

@@ -262,6 +262,16 @@ def test_tokens_that_do_not_count_are_nothing(impl):
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(nothing))
 
 
+@pytest.mark.parametrize("impl", ["tokens", "vocabulary", "reference"])
+def test_a_word_that_is_ruled_out(impl):
+    """Even that whose number stands for tokens that do not count."""
+    h, w, _, _ = arrays(3, 11)
+    bias, labels, weights = jnp.zeros(11).at[0].set(-jnp.inf), jnp.array([4, 7, 2]), jnp.array([1.0, 0.0, 2.0])
+    run = lambda h, w, bias, weights: linear_cross_entropy(h, w, labels, bias=bias, weights=weights, impl=impl)  # noqa: E731
+    loss, grads = once(jax.value_and_grad(run, (0, 1, 3)), h, w, bias, weights)
+    assert np.isfinite(loss) and all(np.isfinite(x).all() for x in grads) and not np.asarray(grads[1][0]).any()
+
+
 def test_a_label_that_is_no_word_is_nan_where_it_is_not_known():
     h, w, _, _ = arrays(3)
     for label in (43, -1):
@@ -341,6 +351,15 @@ def test_memory_is_that_of_a_chunk_and_not_of_the_tokens():
     assert small < (128 * 131072 + 4 * 2**22) * 4
 
 
+def test_without_gradients_memory_is_that_of_a_block():
+    """Of all tokens by some words, in either form."""
+    for impl in ("tokens", "vocabulary"):
+        given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 8), (32768, 8))]
+        given.append(jax.ShapeDtypeStruct((4096,), jnp.int32))
+        program = jax.jit(functools.partial(linear_cross_entropy, impl=impl)).lower(*given).compile()
+        assert program.memory_analysis().temp_size_in_bytes < 3 * 2**22 * 4
+
+
 def test_auto_takes_chunks_while_they_are_worth_it():
     """By what is left of the vocabulary's size in the memory: three products while a chunk of tokens fits, else four."""
     for tokens, vocab, products in ((4096, 50_000, 3), (4096, 262_144, 4), (64, 262_144, 3), (64, 2**23, 4)):
@@ -365,7 +384,7 @@ def test_four_products():
         ({"label_smoothing": 1.5}, "0 to 1"),
         ({"soft_cap": 0.0}, "soft_cap"),
         ({"temperature": 0.0}, "over 0"),
-        ({"block_size": 0}, "at least 1 word"),
+        ({"block_size": 0}, "at least 1, or None"),
     ],
     ids=str,
 )

@@ -164,6 +164,27 @@ def test_a_sample_that_is_the_label_leaves_nothing_to_learn():
     assert loss == 0 and not np.asarray(grads[0]).any() and not np.asarray(grads[1]).any()
 
 
+def test_nan_stays_nan():
+    samples = Samples(jnp.arange(4), jnp.zeros(4), jnp.zeros(2))
+    each = once(lambda t, n: sampled_softmax(t, n, samples, jnp.array([5, 5])), jnp.zeros(2), jnp.full((2, 4), jnp.nan))
+    assert np.isnan(each).all()
+
+
+def test_padding_does_not_change_how_many_samples_are_taken():
+    h, w, labels = problem()
+    samples = sample(LogUniform(VOCAB), jax.random.key(0), 256, labels)
+    options = {"effective": 30.0, "block": 32}
+    run = lambda h, labels, weights: adaptive_importance_sampling(  # noqa: E731
+        h, w[labels], w[samples.ids], samples, weights=weights, **options
+    )
+    each, _, used = once(run, 0.2 * h, labels, jnp.ones(TOKENS))
+    more = jnp.concatenate([0.2 * h, jnp.zeros((3 * TOKENS, DIM))])
+    weights = jnp.concatenate([jnp.ones(TOKENS), jnp.zeros(3 * TOKENS)])
+    padded, _, still = once(run, more, jnp.tile(labels, 4), weights)
+    assert still == used < 256
+    np.testing.assert_allclose(padded[:TOKENS], each, rtol=1e-6)
+
+
 def test_the_effective_sample_size():
     samples = Samples(jnp.arange(4), jnp.zeros(4), jnp.zeros(3))
     noise = jnp.log(jnp.array([[1.0, 1.0, 1.0, 1.0], [1.0, 1e-9, 1e-9, 1e-9], [3.0, 1.0, 1e-9, 1e-9]]))

@@ -68,6 +68,30 @@ def test_log_uniform_is_tensorflows():
     assert ids.min() == 0 and 200_000 < ids.max() < 455_722
 
 
+def test_log_uniform_reaches_all_words_of_a_large_vocabulary_evenly(monkeypatch):
+    """A quarter of a million ids at the end, from all the values that the broken part can have."""
+    values = jnp.arange(2**23, dtype=jnp.float32) / 2**23
+    at = lambda number, shape, dtype: values if number else jnp.full(shape, 0.95, dtype)  # noqa: E731  (2^17 to 2^18)
+    key = jax.random.key(0)
+    monkeypatch.setattr(jax.random, "split", lambda key: (0, 1))
+    monkeypatch.setattr(jax.random, "uniform", at)
+    ids = np.asarray(once(lambda: LogUniform(2**18 - 1).draw(key, (2**23,))))
+    found = np.bincount(ids, minlength=2**18)[2**17 - 1 : 2**18 - 1]
+    k = np.arange(2**17 - 1, 2**18 - 1)
+    expected = np.log2((k + 2) / (k + 1)) * 2**23
+    assert found.sum() == 2**23 and abs(found / expected - 1).max() < 0.05
+
+
+def test_one_rare_word_among_equals_is_not_slow():
+    """Each round of the table's making would fill one column: the table is as exact, and no test waits for it."""
+    counts = np.full(30_000, 100.0)
+    counts[3] = 1.0
+    keep, alias = samplers._alias(counts / counts.sum())
+    np.testing.assert_allclose(
+        (keep + np.bincount(alias, 1 - keep, minlength=30_000)) / 30_000, counts / counts.sum(), rtol=1e-9
+    )
+
+
 @pytest.mark.parametrize("unique", [False, True])
 def test_expected_counts_are_those_of_many_draws(unique):
     """With repetition by the mean; without, the probability of a word to be among those drawn, given the tries."""
