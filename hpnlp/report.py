@@ -105,7 +105,10 @@ def verdict(report: Mapping[str, Any]) -> str:
     needs = {"the model": report["heldout_bits_per_byte"]}
     needs |= {name: report[field] for name, field in _COMPRESSORS.items()}
     if needs["the model"] is None:
-        return "The tokenizer does not keep every byte, so its loss cannot be put beside a compressor's."
+        return (
+            "The tokenizer does not keep every byte, or the output layer gives no probabilities, so the loss cannot be put "
+            "beside a compressor's."
+        )
     if report["heldout_bytes"] < _FEW_BYTES:
         return (
             f"{report['heldout_bytes']:,} bytes of held-out text are too few to put the model beside compressors: raise "
