@@ -47,10 +47,6 @@ PEAK_FLOPS = {
 }
 
 
-class UnknownLength(InputError):
-    """The data decides how often a loop runs."""
-
-
 def count_flops(fn: Callable[..., Any], *args: Any, while_trips: int | None = None, **kwargs: Any) -> int:
     """FLOPs of the matrix products and convolutions of `fn(*args, **kwargs)`, two for each multiply-add.
 
@@ -96,7 +92,7 @@ def _count_equation(equation: Any, while_trips: int | None) -> int:
         return 0
     if name == "while":
         if while_trips is None:
-            raise UnknownLength(
+            raise InputError(
                 "count_flops met a while loop that multiplies matrices and whose length is known at run time only: "
                 "pass while_trips=, or give lax.fori_loop Python ints as bounds"
             )

@@ -70,7 +70,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec
         "sampled(2,unigram,1.0,correct_label=True)",
         "sampled(5,uniform,per_token=True,unique=False)",
     ),
-    "importance": ("importance(64)", "importance(64,effective=8.0,block=16)"),
+    "importance": ("importance(256)", "importance(256,effective=64.0,block=64)"),
     "nce": ("nce(5)", "nce(5,partition=learned)"),
     "negative_sampling": ("negative_sampling(5)",),
     "margin": ("margin(2,40,20)", "margin(3,0,20)"),

@@ -75,7 +75,7 @@ class Trainer:
         key = jax.eval_shape(lambda: jax.random.key(0))
         try:
             return measure.count_flops(self.step.jitted, self.state_shapes, batch, key)
-        except measure.UnknownLength:
+        except InputError:
             return None
 
 
