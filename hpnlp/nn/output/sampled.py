@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.output.base import required_counts, without_silent
 from hpnlp.nn.output.full import FullOutput
+from hpnlp.nn.output.ranking import RankingOutput
 from hpnlp.ops.softmax import linear_cross_entropy
 from hpnlp.ops.softmax import sampled as ops
 from hpnlp.ops.softmax.samplers import LogUniform, Sampler, Samples, Uniform, sample, unigram
@@ -147,11 +148,15 @@ class NCEOutput(_Sampling):
         return linear_cross_entropy(h, table, labels, return_stats=True)[1] - self.log_z
 
 
-class NegativeSamplingOutput(_Sampling):
+class NegativeSamplingOutput(RankingOutput, _Sampling):
     """Negative sampling: see `ops.softmax.sampled.negative_sampling`. Its scores rank words; they are no probabilities."""
 
     samples: int = 64
-    is_normalized: ClassVar[bool] = False
+
+    why: ClassVar[str] = (
+        "negative sampling gives no probabilities: its scores tend to log(p / (S q)), and what they sum to is unknown; compare "
+        "words by `top_k`, or train with `nce`, which does"
+    )
 
     def loss(
         self,
@@ -169,20 +174,3 @@ class NegativeSamplingOutput(_Sampling):
     ) -> tuple[Array, dict[str, Array]]:
         self._with_repetition()
         return ops.negative_sampling(*ops.scores(h, target, noise)), {}
-
-    def nll(self, table: Array, h: Array, labels: Array) -> Float[Array, " N"]:
-        raise InputError(NO_PROBABILITY)
-
-    def log_prob(self, table: Array, h: Array) -> Float[Array, "N V"]:
-        raise InputError(NO_PROBABILITY)
-
-    def top_k(self, table: Array, h: Array, k: int) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        """The k best scores of each token, best first: `(scores, ids)`."""
-        values, ids = jax.lax.top_k(self.logits(table, h), k)
-        return values, ids
-
-
-NO_PROBABILITY = (
-    "negative sampling gives no probabilities: its scores tend to log(p / (S q)), and what they sum to is unknown; compare "
-    "words by `top_k`, or train with `nce`, which does"
-)
