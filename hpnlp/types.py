@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
@@ -67,6 +68,28 @@ class LossOut:
     sum: Array
     weight: Array
     aux: Aux = dataclasses.field(default_factory=dict)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Some rows of a table, looked up by their ids as the whole table is: `rows[ids]`.
+
+    ids: int32 `[K]`, rising, each once; places left over hold numbers beyond the table. values: `[K, D]`.
+    """
+
+    ids: Array
+    values: Array
+
+    def find(self, ids: Array | np.ndarray) -> Array:
+        """Where among `values` these ids are, int32; K where they are not. Cost: log2 K steps an id."""
+        at = jnp.searchsorted(self.ids, ids).astype(jnp.int32)
+        there = self.ids.at[at].get(mode="fill", fill_value=-1) == ids
+        return jnp.where(there, at, self.ids.shape[0])
+
+    def __getitem__(self, ids: Array | np.ndarray) -> Array:
+        """The rows of these ids; NaN for one that is not here."""
+        return self.values.at[self.find(ids)].get(mode="fill", fill_value=np.nan)
 
 
 @runtime_checkable

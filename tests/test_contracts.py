@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.attention import Causal, Full
-from hpnlp.types import InputError
+from hpnlp.training.rows import distinct
+from hpnlp.types import InputError, Rows
 from tests import contracts
 from tests.contracts import MIXER_SPECS, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
 
@@ -235,6 +236,28 @@ def test_output_predicts_by_its_own_probabilities(spec, dtype):
     np.testing.assert_array_equal(ids, np.argsort(-np.asarray(scores), axis=1)[:, :3])
     assert_close(values, jnp.take_along_axis(scores, ids, axis=1))
     np.testing.assert_array_equal(best, ids[:, 0])
+
+
+@outputs
+def test_output_takes_the_rows_that_it_names(spec):
+    """With these in place of its table, the same loss with the same gradients; all others have none."""
+    case = Output(spec, 5, 61)
+    ids = case.call("rows", jnp.where(case.weights == 0, 0, case.labels), case.rng)
+    if ids is None:
+        assert spec in ("full", "margin(3,0,20)") or case.module.rows_are not in ("words", "nodes")
+        return
+    kept = distinct(ids, 61)
+
+    def loss(table, h, kept):
+        table = table if kept is None else Rows(kept, table)
+        return case.call("loss", table, h, case.labels, case.weights, case.rng).sum
+
+    slopes = jax.value_and_grad(loss, (0, 1))
+    some = case.table.at[kept].get(mode="fill", fill_value=0)
+    value, (by_rows, by_h) = once(slopes, some, case.h, kept)
+    expected, (by_table, by_h_too) = once(slopes, case.table, case.h, None)
+    assert_close((value, by_h), (expected, by_h_too))
+    assert_close(jnp.zeros_like(by_table).at[kept].set(by_rows, mode="drop"), by_table)
 
 
 @outputs

@@ -28,13 +28,18 @@ from hpnlp import cli, measure
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.softmax import linear_cross_entropy
 from hpnlp.spec import build, parse_one
+from hpnlp.training import rows as gathered
 from hpnlp.training.allocator import keep_freed_memory
 
 RESULTS = Path(__file__).parents[1] / "results"
 TOKENS, DIM = 4096, 512
 LAYERS = (
     "sampled(1024)", "importance(1024)", "nce(1024)", "negative_sampling(1024)", "adaptive", "class", "hierarchical(balanced)",
-    "hierarchical(huffman)", "binary", "binary_hybrid(2048)", "binary_ecc(2048)",
+    "hierarchical(huffman)", "binary", "binary_hybrid(2048)", "binary_ecc(2048)", "margin(8,1024)", "vmf",
+)  # fmt: skip
+BY_ROWS = (
+    "sampled(1024)", "importance(1024)", "nce(1024)", "negative_sampling(1024)", "hierarchical(huffman)", "margin(8,1024)",
+    "vmf",
 )  # fmt: skip
 
 FLAGS = flags.FLAGS
@@ -164,16 +169,17 @@ def bench_bfloat16(rounds: int) -> list[dict[str, Any]]:
 def bench_layers(rounds: int) -> list[dict[str, Any]]:
     """A step of each output layer with Adam for its parameters and its gradient by h, beside the full one's.
 
-    The full step of the larger vocabulary lasts half a minute, and is measured once before the others, which take no tenth.
+    By rows: the optimizer moves those rows of the table that the step looks up, as `optimizer.rows=True` has it. The full step
+    of the larger vocabulary lasts half a minute, and is measured once before the others, which take no tenth.
     """
-    rows = []
+    found = []
     for vocab in (50_000, 262_144):
         full, memory = step_of("full", vocab)
         alone = measure.timeit({"full": full}, rounds=2) if vocab > 2**17 else {}
         if alone:
             full = None  # its table and Adam's are 1.6 GB
-        for spec in LAYERS:
-            call, temp = step_of(spec, vocab)
+        for spec, rows in [*((spec, False) for spec in LAYERS), *((spec, True) for spec in BY_ROWS)]:
+            call, temp = step_of(spec, vocab, rows)
             if alone:
                 times = {**measure.timeit({spec: call}, rounds=rounds), **alone}
                 ratio = times[spec].median / times["full"].median
@@ -181,38 +187,43 @@ def bench_layers(rounds: int) -> list[dict[str, Any]]:
                 times = measure.timeit({spec: call, "full": full}, rounds=rounds)
                 ratio = times[spec].over(times["full"])
             megabytes = {spec: temp / 1e6, "full": memory / 1e6}
-            rows.append(row(f"step of {spec}, V {vocab:,}", times, {"time over full": ratio}, megabytes=megabytes))
-    return rows
+            what = f"step of {spec}{' by rows' * rows}, V {vocab:,}"
+            found.append(row(what, times, {"time over full": ratio}, megabytes=megabytes))
+    return found
 
 
-def step_of(spec: str, vocab: int) -> tuple[Callable[[], Any], int]:
+def step_of(spec: str, vocab: int, rows: bool = False) -> tuple[Callable[[], Any], int]:
     h, table, labels = arrays(vocab)
     counts = tuple(int(10**8 / (i + 2.7)) for i in range(vocab))
     layer = build(parse_one(spec, "output layer"), OUTPUTS, "output layer", vocab=vocab, dim=DIM, counts=counts)
     weights, key = jnp.ones(TOKENS), jax.random.key(0)
     given = None if not layer.rows_are else table
     params = jax.jit(functools.partial(layer.init, method="loss"))(key, given, h, labels, weights)
-    params = jax.tree.map(jnp.asarray, jax.tree.leaves(params)), given
+    params = {"own": jax.tree.map(jnp.asarray, jax.tree.leaves(params)), "table": given}
     tree = jax.tree.structure(
         jax.eval_shape(functools.partial(layer.init, method="loss"), key, given, h, labels, weights)
     )
     adam = optax.adam(1e-3)
+    shapes = {("table",): table.shape}
 
-    def step(params: Any, state: Any, h: jax.Array, key: jax.Array) -> Any:
+    def step(whole: Any, h: jax.Array, labels: jax.Array, key: jax.Array) -> Any:
         def loss(params: Any, h: jax.Array) -> jax.Array:
-            own = jax.tree.unflatten(tree, params[0])
-            return layer.apply(own, params[1], h, labels, weights, key, method="loss").sum / TOKENS
+            params = gathered.as_tables(params, ids)
+            own = jax.tree.unflatten(tree, params["own"])
+            return layer.apply(own, params["table"], h, labels, weights, key, method="loss").sum / TOKENS
 
+        found = layer.apply(jax.tree.unflatten(tree, whole[0]["own"]), labels, key, method="rows")
+        ids = {} if found is None or not rows else {("table",): gathered.distinct(found, vocab)}
+        params, state = gathered.gather(whole, ids, shapes)
         grads, dh = jax.grad(loss, (0, 1))(params, h)
         updates, state = adam.update(grads, state)
-        return optax.apply_updates(params, updates), state, dh
+        return gathered.scatter(whole, (optax.apply_updates(params, updates), state), ids, shapes), dh
 
-    state = jax.jit(adam.init)(params)
-    program = measure.compile(step, params, state, h, key, jit_options={"donate_argnums": (0, 1)})
-    held = [params, state]
+    held = [(params, jax.jit(adam.init)(params))]
+    program = measure.compile(step, held[0], h, labels, key, jit_options={"donate_argnums": 0})
 
     def call() -> Any:
-        held[0], held[1], dh = program(*held, h, key)
+        held[0], dh = program(held[0], h, labels, key)
         return dh
 
     return call, program.memory.temp

@@ -178,6 +178,21 @@ class LM(nn.Module):
         out = self.output.loss(self.table, h.reshape(-1, h.shape[-1]), flat("labels"), flat("weights"), rng)
         return LossOut(out.sum, out.weight, {**aux, **out.aux})
 
+    def rows(self, batch: Mapping[str, jax.Array]) -> dict[tuple[str, ...], Int[Array, " R"]]:
+        """The rows that a loss of this batch with these rngs looks up, of each table of which it does not take all.
+
+        Ids, repeated or not, by the table's path among the parameters, where `Rows` of them may stand in its place.
+        """
+        if self.config.tied:
+            raise InputError(
+                "optimizer.rows=True trains the rows that a batch looks up, and a table that is the head's too is looked up "
+                "whole: set model.tied=False"
+            )
+        found = {("embed", "table"): batch["tokens"].reshape(-1)}
+        labels = jnp.where(batch["weights"] != 0, batch["labels"], 0).reshape(-1)
+        ids = self.output.rows(labels, self.make_rng("output"))
+        return found if ids is None else {**found, ("head",): ids}
+
     def logits(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Float32 logits of every next token, for rows that hold one document each."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.linear import linear
 from hpnlp.ops.norms import layer_norm, rms_norm
 from hpnlp.spec import lookup
+from hpnlp.types import Rows
 
 Initializer = Callable[..., Any]
 
@@ -24,8 +25,11 @@ dense_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "trunc
 embed_init: Initializer = nn.initializers.normal(0.02)
 
 
-def param(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str, ...]) -> jax.Array:
-    """A float32 parameter of `module` whose axes have the logical names `axes`."""
+def param(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
+    """A float32 parameter of `module` whose axes have the logical names `axes`; or the rows of it that are given instead."""
+    given = module.get_variable("params", name)
+    if isinstance(given, Rows):
+        return given
     value: Any = module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
     return value
 
@@ -61,8 +65,11 @@ class Embed(nn.Module):
         self.table = param(self, "table", embed_init, (self.rows, self.dim), (self.axis, "embed"))
 
     def __call__(self, ids: Int[Array, "*tokens"], dtype: Any = jnp.float32) -> Float[Array, "*tokens D"]:
-        # Rows are looked up whole: where their features are spread, XLA would replicate all that was looked up.
-        return constrain(self.table, self.axis, "hidden")[ids].astype(dtype)
+        table = self.table
+        if not isinstance(table, Rows):
+            # Rows are looked up whole: where their features are spread, XLA would replicate all that was looked up.
+            table = constrain(table, self.axis, "hidden")
+        return table[ids].astype(dtype)
 
 
 class RMSNorm(nn.Module):

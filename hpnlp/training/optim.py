@@ -25,7 +25,9 @@ class OptimizerConfig:
     muon. adam_learning_rate: muon's rate for what is no matrix (norms, biases, tables), 0 for learning_rate. clip_norm:
     gradients of a larger global norm are scaled down to it, 0 never. accumulate: parts that a batch is split into, their
     gradients summed. skip_nonfinite: a step whose gradient norm is not finite changes nothing. ema: decay of an average
-    of the parameters that evaluation, generation and export use, 0 for none.
+    of the parameters that evaluation, generation and export use, 0 for none. rows: of tables of which a batch looks up some
+    rows (embeddings, sampled and tree outputs, model.tied=False), these rows alone are trained: their moments move, and
+    their weights decay, in the steps that touch them (lazy Adam).
     """
 
     name: str = "adamw"
@@ -43,6 +45,7 @@ class OptimizerConfig:
     accumulate: int = 1
     skip_nonfinite: bool = True
     ema: float = 0.0
+    rows: bool = False
 
     def __post_init__(self) -> None:
         lookup(OPTIMIZERS, self.name, "optimizer")
@@ -53,6 +56,16 @@ class OptimizerConfig:
             raise InputError(f"optimizer.warmup={self.warmup}: expected a number of steps, 0 for none")
         if not 0.0 <= self.ema < 1.0:
             raise InputError(f"optimizer.ema={self.ema}: expected a decay in [0, 1), 0 for no average")
+        if self.rows and self.name not in ROWWISE:
+            raise InputError(
+                f"optimizer.rows=True: {self.name} does not move each row of a table by itself; choose "
+                f"optimizer.name from {', '.join(ROWWISE)}"
+            )
+        if self.rows and self.ema:
+            raise InputError(
+                f"optimizer.ema={self.ema} with optimizer.rows=True: the average of a row would stand still between its steps; "
+                "leave one out"
+            )
         for name in ("b1", "b2", "momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: expected a decay in [0, 1)")
@@ -158,14 +171,24 @@ def _sgd(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformati
     return optax.chain(decay, optax.sgd(rate, momentum=c.momentum or None))
 
 
+def _adagrad(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    decay = optax.add_decayed_weights(c.weight_decay, mask=is_matrix)
+    scale = optax.scale_by_rss(initial_accumulator_value=0.0, eps=c.eps)
+    return optax.chain(scale, decay, optax.scale_by_learning_rate(rate))
+
+
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], optax.GradientTransformation]] = {
     "adamw": _adamw,
     "lion": _lion,
     "adafactor": _adafactor,
+    "adagrad": _adagrad,
     "lamb": _lamb,
     "muon": _muon,
     "sgd": _sgd,
 }
+
+# Those that move each number of a table by its own gradients.
+ROWWISE = ("adagrad", "adamw", "lion", "muon", "sgd")
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from hpnlp import measure
 from hpnlp.models.lm import LM, axes_of, example_batch
 from hpnlp.parallel.plan import flax_rules, sharding, tree_shardings
+from hpnlp.training import rows
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
 from hpnlp.types import InputError, LossOut
 
@@ -89,11 +90,13 @@ def make_trainer(
     """
     optimizer, schedule = make_optimizer(config, steps), make_schedule(config, steps)
 
-    def loss_sum(params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+    def rngs_of(key: jax.Array) -> dict[str, jax.Array]:
+        return {"dropout": key, "output": jax.random.fold_in(key, 1)}
+
+    def loss_sum(params: Any, ids: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         # The sum, not the mean: sums add up over devices and accumulated parts, whatever their shares of target tokens,
         # and in float16 they keep gradients of order 1 on the way down.
-        rngs = {} if key is None else {"dropout": key, "output": jax.random.fold_in(key, 1)}
-        out = _loss(model, params, batch, key is None, rngs)
+        out = _loss(model, rows.as_tables(params, ids), batch, False, rngs_of(key))
         total = out.sum
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):
@@ -102,23 +105,40 @@ def make_trainer(
 
     gradients = jax.grad(loss_sum, has_aux=True)
 
-    def accumulated(params: Any, batch: Batch, key: jax.Array) -> tuple[Any, tuple[jax.Array, Any]]:
-        if config.accumulate == 1:
-            return gradients(params, batch, key)
+    def parts_of(batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
+        """The parts that a batch is accumulated from, and a key for each."""
         # Interleaved, so that every device keeps its own rows in every part.
         parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, config.accumulate, *x.shape[1:]), 1, 0), batch)
+        return parts, jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(config.accumulate, dtype=jnp.uint32))
+
+    def accumulated(params: Any, ids: Any, batch: Batch, key: jax.Array) -> tuple[Any, tuple[jax.Array, Any]]:
+        if config.accumulate == 1:
+            return gradients(params, ids, batch, key)
 
         def add(carry: Any, part: Any) -> tuple[Any, None]:
-            index, rows = part
-            return jax.tree.map(jnp.add, carry, gradients(params, rows, jax.random.fold_in(key, index))), None
+            return jax.tree.map(jnp.add, carry, gradients(params, ids, *part)), None
 
+        parts = parts_of(batch, key)
         first = jax.tree.map(lambda x: x[0], parts)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients, params, first, key))
-        return jax.lax.scan(add, zeros, (jnp.arange(config.accumulate, dtype=jnp.uint32), parts))[0]
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients, params, ids, *first))
+        return jax.lax.scan(add, zeros, parts)[0]
+
+    def touched(params: Any, batch: Batch, key: jax.Array) -> dict[rows.Path, jax.Array]:
+        """The rows that a step looks up, by their table's path, where these alone are to be trained."""
+        if not config.rows:
+            return {}
+
+        def one(part: tuple[Batch, jax.Array]) -> Any:
+            return model.apply({"params": params}, part[0], rngs=rngs_of(part[1]), method="rows")
+
+        found = one((batch, key)) if config.accumulate == 1 else jax.lax.map(one, parts_of(batch, key))
+        return {path: rows.distinct(ids.reshape(-1), table_shapes[path][0]) for path, ids in found.items()}
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(key, state.step)
-        grads, (weight, sums) = accumulated(state.params, batch, key)
+        ids = touched(state.params, batch, key)
+        whole, state = state, rows.gather(state, ids, table_shapes)
+        grads, (weight, sums) = accumulated(state.params, ids, batch, key)
         grads = jax.tree.map(lambda g: _mean(g, weight), grads)
         norm = optax.tree.norm(grads)
         with jax.numpy_dtype_promotion("standard"):
@@ -138,7 +158,8 @@ def make_trainer(
         metrics = {name: _mean(total, count) for name, (total, count) in sums.items()}
         metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}
         metrics["skipped"] = 1.0 - fine.astype(jnp.float32)
-        return dataclasses.replace(new, step=state.step + 1), metrics
+        new = dataclasses.replace(new, step=state.step + 1)
+        return rows.scatter(whole, new, ids, table_shapes), metrics
 
     def init(key: jax.Array, params: Any = None) -> TrainState:
         if params is None:
@@ -151,8 +172,10 @@ def make_trainer(
         return out.sum, out.weight
 
     shapes = jax.eval_shape(init, jax.random.key(0))
+    table_shapes = {rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
+    jax.eval_shape(touched, shapes.params, example_batch(config.accumulate, 8), jax.random.key(0))  # or says why not
     shardings = _state_shardings(mesh, axes_of(model), shapes)
-    rows, replicated = sharding(mesh, "batch", "length"), NamedSharding(mesh, PartitionSpec())
+    spread, replicated = sharding(mesh, "batch", "length"), NamedSharding(mesh, PartitionSpec())
 
     return Trainer(
         init=_OnMesh(mesh, jax.jit(init, out_shardings=shardings)),
@@ -161,13 +184,13 @@ def make_trainer(
             jax.jit(
                 step,
                 donate_argnums=0,
-                in_shardings=(shardings, rows, replicated),
+                in_shardings=(shardings, spread, replicated),
                 out_shardings=(shardings, replicated),
             ),
         ),
-        evaluate=_OnMesh(mesh, jax.jit(evaluate, in_shardings=(shardings.params, rows), out_shardings=replicated)),
+        evaluate=_OnMesh(mesh, jax.jit(evaluate, in_shardings=(shardings.params, spread), out_shardings=replicated)),
         state_shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
-        batch_sharding=rows,
+        batch_sharding=spread,
         gives_probabilities=model.is_normalized,
     )
 
@@ -192,27 +215,16 @@ def _state_shardings(mesh: Mesh, axes: Any, shapes: TrainState) -> TrainState:
     """Parameters by their names; optimizer statistics as the parameter that they belong to, found by its path."""
     params = tree_shardings(mesh, axes, shapes.params)
     replicated = NamedSharding(mesh, PartitionSpec())
-    by_path = {
-        _keys(path): (leaf.shape, s)
-        for (path, leaf), s in zip(
-            jax.tree_util.tree_leaves_with_path(shapes.params), jax.tree.leaves(params), strict=True
-        )
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(shapes.params)
+    sizes = {rows.keys(path): leaf.shape for path, leaf in leaves}
+    by_path = {rows.keys(path): own for (path, _), own in zip(leaves, jax.tree.leaves(params), strict=True)}
 
     def statistic(path: Any, leaf: Any) -> NamedSharding:
-        keys = _keys(path)
-        for start in range(len(keys)):
-            shape, own = by_path.get(keys[start:], (None, None))
-            if own is not None and shape == leaf.shape:
-                return own
-        return replicated  # counters, and the factored statistics of adafactor, which are small
+        # Replicated are counters, and the factored statistics of adafactor, which are small.
+        return by_path.get(rows.owner(path, leaf.shape, sizes) or (), replicated)
 
     opt_state = jax.tree_util.tree_map_with_path(statistic, shapes.opt_state)
     return TrainState(replicated, params, opt_state, None if shapes.ema is None else params)
-
-
-def _keys(path: Any) -> tuple[str, ...]:
-    return tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def check_batch(mesh: Mesh, batch_size: int, accumulate: int, processes: int) -> None:

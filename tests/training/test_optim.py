@@ -57,7 +57,7 @@ def test_lowers_the_loss_of_a_small_problem(name):
 
     expected = predict(target)
     loss = lambda params: jnp.mean((predict(params) - expected) ** 2)  # noqa: E731
-    rate = {"sgd": 0.03, "lamb": 0.03}.get(name, 0.01)
+    rate = {"sgd": 0.03, "lamb": 0.03, "adagrad": 0.1}.get(name, 0.01)
     optimizer = make_optimizer(
         dataclasses.replace(CONSTANT, name=name, learning_rate=rate, weight_decay=1e-3), steps=60
     )

@@ -58,6 +58,13 @@ class OutputLayer(nn.Module, kw_only=True):
         reports = {name: ((weights * value).sum(), total) for name, value in (aux or {}).items()}
         return LossOut((weights * jnp.where(weights == 0, 0.0, each)).sum(), total, reports)
 
+    def rows(self, labels: Int[Array, " N"], rng: jax.Array) -> Int[Array, " R"] | None:
+        """The ids, repeated or not, of the table's rows that `loss` with this rng looks up; None where it takes them all.
+
+        Where it names some, `loss` takes `Rows` of at least these as its table. Tokens of no weight have label 0 here.
+        """
+        return None
+
     def nll(self, table: Any, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
         """-log p(label) of each token, in nats."""
         raise NotImplementedError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from hpnlp.ops.softmax.margin import hardest, margin_loss
 from hpnlp.ops.softmax.sampled import scores
 from hpnlp.ops.softmax.samplers import Uniform, sample
 from hpnlp.ops.softmax.vmf import vmf_loss
-from hpnlp.types import InputError, LossOut
+from hpnlp.types import InputError, LossOut, Rows
 
 
 class RankingOutput(OutputLayer):
@@ -57,27 +57,31 @@ class MarginOutput(RankingOutput):
 
     def loss(
         self,
-        table: Float[Array, "V D"],
+        table: Any,
         h: Float[Array, "N D"],
         labels: Int[Array, " N"],
         weights: Float[Array, " N"],
         rng: jax.Array | None = None,
     ) -> LossOut:
-        """The weighted sum of the margin losses."""
+        """The weighted sum of the margin losses, by the table or, with samples, `Rows` of it."""
         h, labels = without_silent(h, labels, weights)
         if self.samples:
-            key = jax.random.key(0) if rng is None else rng
-            count = min(self.samples, table.shape[0])
-            ids = sample(Uniform(table.shape[0]), key, count, labels, unique=True).ids
+            ids = self._samples(labels, jax.random.key(0) if rng is None else rng)
             target, noise = scores(h, table[labels], table[ids])
             negatives, _ = hardest(noise, ids, labels, self.hardest)
         else:
-            most = min(self.hardest + 1, table.shape[0])
+            most = min(self.hardest + 1, self.vocab)
             found, ids = exact_search(*jax.lax.stop_gradient((h, table)), most)
             _, ids = hardest(found, ids, labels, most - 1)
             target, noise = scores(h, table[labels], table[jnp.maximum(ids, 0)])
             negatives = jnp.where(ids < 0, -jnp.inf, noise)
         return self.weighted(margin_loss(target, negatives, margin=self.margin), labels, weights)
+
+    def rows(self, labels: Int[Array, " N"], rng: jax.Array) -> Int[Array, " R"] | None:
+        return jnp.concatenate([labels, self._samples(labels, rng)]) if self.samples else None
+
+    def _samples(self, labels: Int[Array, " N"], rng: jax.Array) -> Int[Array, " S"]:
+        return sample(Uniform(self.vocab), rng, min(self.samples, self.vocab), labels, unique=True).ids
 
 
 class VMFOutput(RankingOutput):
@@ -101,7 +105,7 @@ class VMFOutput(RankingOutput):
 
     def loss(
         self,
-        table: Float[Array, "V D"],
+        table: Float[Array, "V D"] | Rows,
         h: Float[Array, "N D"],
         labels: Int[Array, " N"],
         weights: Float[Array, " N"],
@@ -117,8 +121,11 @@ class VMFOutput(RankingOutput):
             each, labels, weights, {"concentration": jnp.linalg.norm(jax.lax.stop_gradient(place), axis=1)}
         )
 
+    def rows(self, labels: Int[Array, " N"], rng: jax.Array) -> Int[Array, " R"]:
+        return labels
+
     def log_density(
-        self, table: Float[Array, "V D"], h: Float[Array, "N D"], labels: Int[Array, " N"]
+        self, table: Float[Array, "V D"] | Rows, h: Float[Array, "N D"], labels: Int[Array, " N"]
     ) -> Float[Array, " N"]:
         """log of the density, over the unit sphere in D dimensions, at each label's direction."""
         return -vmf_loss(self.project(h.astype(jnp.float32)), jax.lax.stop_gradient(table)[labels])

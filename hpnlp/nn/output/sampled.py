@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -47,20 +47,26 @@ class _Sampling(FullOutput):
 
     def loss(
         self,
-        table: Float[Array, "V D"],
+        table: Any,
         h: Float[Array, "N D"],
         labels: Int[Array, " N"],
         weights: Float[Array, " N"],
         rng: jax.Array | None = None,
     ) -> LossOut:
-        """The weighted sum of the sampled loss; without an rng, of the exact one."""
+        """The weighted sum of the sampled loss, by the table or `Rows` of it; without an rng, of the exact one."""
         if rng is None:
             return super().loss(table, h, labels, weights)
         h, labels = without_silent(h, labels, weights)
-        sampler = lookup(SAMPLERS, self.sampler, "sampler")(table.shape[0], self.counts, self.power)
-        samples = sample(sampler, rng, self.samples, labels, per_token=self.per_token, unique=self.unique)
+        samples = self._samples(labels, rng)
         each, aux = self.each(h, table[labels], table[samples.ids], samples, labels, weights)
         return self.weighted(each, labels, weights, aux)
+
+    def rows(self, labels: Int[Array, " N"], rng: jax.Array) -> Int[Array, " R"]:
+        return jnp.concatenate([labels, self._samples(labels, rng).ids.reshape(-1)])
+
+    def _samples(self, labels: Int[Array, " N"], rng: jax.Array) -> Samples:
+        sampler = lookup(SAMPLERS, self.sampler, "sampler")(self.vocab, self.counts, self.power)
+        return sample(sampler, rng, self.samples, labels, per_token=self.per_token, unique=self.unique)
 
     def each(
         self, h: Array, target: Float[Array, "N D"], noise: Array, samples: Samples, labels: Array, weights: Array
@@ -160,7 +166,7 @@ class NegativeSamplingOutput(RankingOutput, _Sampling):
 
     def loss(
         self,
-        table: Float[Array, "V D"],
+        table: Any,
         h: Float[Array, "N D"],
         labels: Int[Array, " N"],
         weights: Float[Array, " N"],

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.nn.output.base import OutputLayer, required_counts
 from hpnlp.ops.softmax import tree as ops
 from hpnlp.spec import lookup
+from hpnlp.types import Rows
 
 
 class HierarchicalOutput(OutputLayer):
@@ -27,7 +28,12 @@ class HierarchicalOutput(OutputLayer):
     def setup(self) -> None:
         self.paths = lookup(TREES, self.tree, "tree")(self)
 
-    def nll(self, table: Float[Array, "V D"], h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
+    def rows(self, labels: Int[Array, " N"], rng: jax.Array) -> Int[Array, " R"]:
+        return ops.tree_rows(self.paths, labels)
+
+    def nll(
+        self, table: Float[Array, "V D"] | Rows, h: Float[Array, "N D"], labels: Int[Array, " N"]
+    ) -> Float[Array, " N"]:
         return ops.tree_nll(h, table, self.paths, labels)
 
     def logits(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, "N V"]:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Num
 from hpnlp.ops.manual import vary_alike
 from hpnlp.ops.softmax.sampling import sample
 from hpnlp.ops.softmax.tree_build import Tree, balanced_tree, huffman_tree, tree_from_children
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Rows
 
 # How many levels are scored by one product. More would cost a CPU more than it saves.
 DENSE_LEVELS = 6
@@ -45,7 +45,7 @@ __all__ = [
 
 def tree_nll(
     h: Float[Array, "N D"],
-    table: Float[Array, "R D"],
+    table: Float[Array, "R D"] | Rows,
     tree: Tree,
     labels: Int[Array, " N"],
     *,
@@ -54,7 +54,8 @@ def tree_nll(
 ) -> Float[Array, " N"]:
     """-log p(label) of each token in nats, float32: the sum of softplus(-sign * (h . table[n] + bias[n])) over the path.
 
-    table, bias: a row for each of the V - 1 inner nodes; what stands beyond them is not used.
+    table, bias: a row for each of the V - 1 inner nodes; what stands beyond them is not used. The table may be the rows that
+    `tree_rows` names, and then has no bias.
     ignore_index: tokens with this label have loss 0 and no gradient, NaN or not.
 
     Reverse mode, any number of times; `path_nll` has forward mode too. Rows on no label's path change nothing, NaN or not.
@@ -68,6 +69,8 @@ def tree_nll(
     if labels.shape != h.shape[:1]:
         raise InputError(f"labels has shape {labels.shape}: expected {h.shape[:1]}")
     nodes, signs = tree_paths(tree, labels, ignore_index=ignore_index)
+    if isinstance(table, Rows):
+        nodes, table = table.find(nodes), table.values
     labels = labels.astype(jnp.int32)
     ignored = labels == ignore_index
     h = jnp.where(ignored[:, None], jnp.zeros((), h.dtype), h)
@@ -121,9 +124,16 @@ def tree_paths(
     return nodes, jnp.where(word[:, None], signs, otherwise[:, None])
 
 
-def tree_rows(tree: Tree, labels: Int[Array, " N"], *, ignore_index: int = -100) -> Int[Array, " NL"]:
-    """The rows of the table that a loss of these labels touches, int32 [N * L], with repetitions: `tree_paths`' nodes."""
-    return tree_paths(tree, labels, ignore_index=ignore_index)[0].reshape(-1)
+def tree_rows(tree: Tree, labels: Int[Array, " N"], *, ignore_index: int = -100) -> Int[Array, " R"]:
+    """The rows of the table that a loss of these labels looks up, int32: the first ones, which it scores for all tokens, and
+    those of each further level of the labels' paths. Some are repeated, and there may be row 0 instead of none."""
+    nodes = tree_paths(tree, labels, ignore_index=ignore_index)[0]
+    inner = max(tree.vocab - 1, 1)
+    found = [jnp.arange(min(2**DENSE_LEVELS - 1, inner), dtype=jnp.int32)]
+    for level in range(DENSE_LEVELS, tree.depth):
+        most = min(labels.shape[0], 2**level, inner)  # a level of the tree has no more
+        found.append(jnp.unique(nodes[:, level], size=most, fill_value=0))
+    return jnp.concatenate(found)
 
 
 def tree_log_probs(
@@ -313,10 +323,13 @@ def _is_word(tree: Tree, labels: Array) -> Array:
 
 
 def _check(h: Any, table: Any, tree: Tree, bias: Any) -> None:
-    if h.ndim != 2 or table.ndim != 2 or h.shape[1] != table.shape[1]:
-        raise InputError(
-            f"h {h.shape}, table {table.shape}: expected [N, D] and [V - 1, D]; flatten tokens to one axis"
-        )
+    shape = (table.values if isinstance(table, Rows) else table).shape
+    if h.ndim != 2 or len(shape) != 2 or h.shape[1] != shape[1]:
+        raise InputError(f"h {h.shape}, table {shape}: expected [N, D] and [V - 1, D]; flatten tokens to one axis")
+    if isinstance(table, Rows):
+        if bias is not None:
+            raise InputError("bias beside rows of a table: leave it out, or pass the whole table")
+        return
     if table.shape[0] < tree.vocab - 1:
         raise InputError(
             f"table has {table.shape[0]} rows: expected at least {tree.vocab - 1}, one for each inner node of a tree over "

@@ -31,7 +31,7 @@ from hpnlp.ops.softmax.tree import (
     tree_sample,
     tree_top_k,
 )
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Rows
 from tests.contracts import ONCE, assert_close, once
 
 
@@ -266,26 +266,28 @@ def test_probabilities_sum_to_one_and_are_those_of_the_loss(tree):
     np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("levels", [1, 2, 6])
 @pytest.mark.parametrize("name", ["huffman", "one"])
-def test_rows_gathered_before_the_gradient(name):
-    """The gradients of rows, summed by node, are those of the table."""
+def test_rows_gathered_before_the_gradient(name, levels, monkeypatch):
+    """The loss, and the gradients of the rows, are those of the table, whose other rows are not looked at."""
+    monkeypatch.setattr(ops, "DENSE_LEVELS", levels)
     tree = TREES[name]
-    h, table, labels, bias = arrays(tree, 7)
+    h, table, labels, _ = arrays(tree, 7)
     labels = labels.at[3].set(-100)
+    ids = tree_rows(tree, labels)
+    assert ids.dtype == jnp.int32
+    kept = jnp.asarray(np.unique(ids))
 
-    def by_rows(h, table, bias):
-        ids, signs = tree_rows(tree, labels), tree_paths(tree, labels)[1]
-        shape = (7, tree.depth)
-        rows, bias_rows = table[ids].reshape(*shape, table.shape[1]), bias[ids].reshape(shape)
-        loss = lambda h, rows, bias_rows: path_nll(h, rows, signs, bias_rows).sum()  # noqa: E731
-        total, (dh, drows, dbias) = jax.value_and_grad(loss, (0, 1, 2))(h, rows, bias_rows)
-        dtable = jnp.zeros_like(table).at[ids].add(drows.reshape(-1, table.shape[1]))
-        return total, (dh, dtable, jnp.zeros_like(bias).at[ids].add(dbias.reshape(-1)))
+    def loss(h, rows, kept):
+        return tree_nll(h, rows if kept is None else Rows(kept, rows), tree, labels).sum()
 
-    whole = lambda h, table, bias: tree_nll(h, table, tree, labels, bias=bias).sum()  # noqa: E731
-    found, expected = once(by_rows, h, table, bias), once(jax.value_and_grad(whole, (0, 1, 2)), h, table, bias)
-    assert_close(found, expected)
-    assert tree_rows(tree, labels).dtype == jnp.int32
+    slopes = jax.value_and_grad(loss, (0, 1))
+    value, (dh, drows) = once(slopes, h, table[kept], kept)
+    expected, (dh_too, dtable) = once(slopes, h, table, None)
+    assert_close((value, dh, drows), (expected, dh_too, dtable[kept]))
+    assert not np.delete(np.asarray(dtable), kept, axis=0).any()
+    with pytest.raises(InputError, match="bias beside rows"):
+        tree_nll(h, Rows(kept, table[kept]), tree, labels, bias=jnp.zeros(len(kept)))
 
 
 def test_a_confident_token_has_a_loss():
@@ -527,7 +529,7 @@ def test_shapes_that_do_not_fit_are_said_where_no_checker_runs():
     program = """
 import jax.numpy as jnp
 from hpnlp.ops.softmax.tree import balanced_tree, tree_nll
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Rows
 h, table, labels, tree = jnp.ones((9, 5)), jnp.ones((42, 5)), jnp.ones(9, jnp.int32), balanced_tree(43)
 for changes in {"h": h[:, :4]}, {"h": h[None]}, {"labels": h[:, 0]}, {"labels": labels[1:]}, {"bias": h[:, 0]}:
     try:
