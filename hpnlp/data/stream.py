@@ -36,12 +36,12 @@ _PACKINGS = {"concat": packing.ConcatRows, "fit": packing.FitRows}
 class DataConfig:
     """What is read and how it is cut into batches.
 
-    path: "stdlib" (the source of the running Python's standard library, without tests and site-packages), a file, a
-      directory or a glob; several separated by commas, each file read once. By extension, files are JSONL, Parquet,
-      `.npy` (token ids), or text.
+    path: "stdlib" (the source of the running Python's standard library, without tests and site-packages; "stdlib+tests" with
+      tests), a file, a directory or a glob; several separated by commas, each file read once. By extension, files are JSONL,
+      Parquet, `.npy` (token ids), or text.
     weights: a source's share of the training tokens, one a source, to within one percent; () takes each source once an
       epoch.
-    tokenizer: "bytes", "words(CAP)", "bpe(SIZE)", or the path of a tokenizer.json.
+    tokenizer: "bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", or the path of a tokenizer.json.
     text_field, prompt_field: of JSONL and Parquet. A prompt stands before the text and carries no loss.
     seq_len: tokens a row. batch_size: rows of one optimizer step, over all processes.
     heldout: fraction of documents held out, chosen by a hash of their names; where that leaves nothing on one side, one
