@@ -149,9 +149,9 @@ def _digest(tokenizer: Tokenizer) -> str:
 class Corpus:
     """Tokenised text, split and memory-mapped; made by `prepare`.
 
-    tokenizer: the one it was made with. heldout_bytes: bytes of `read_heldout()`. train_tokens, heldout_tokens,
-    train_documents, heldout_documents: what there is, with bos and eos. summary: one line that says so, and what was
-    left out.
+    tokenizer: the one it was made with. heldout_bytes: bytes of `read_heldout()`. heldout_digest: of the tokens that these
+    became. train_tokens, heldout_tokens, train_documents, heldout_documents: what there is, with bos and eos. summary: one
+    line that says so, and what was left out.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, directory: str, record: Mapping[str, Any]):
@@ -161,7 +161,8 @@ class Corpus:
         self._heldout = store.Tokens(directory, "heldout", record["heldout"])
         self._bounds = record["bounds"]
         # Of the held-out text, too: losses on another cannot be put beside those that a run has seen.
-        self._digests = {"corpus": record["train"]["digest"], "held-out text": record["heldout"]["digest"]}
+        self.heldout_digest: str = record["heldout"]["digest"]
+        self._digests = {"corpus": record["train"]["digest"], "held-out text": self.heldout_digest}
         self.train_tokens: int = record["train"]["tokens"]
         self.train_documents: int = record["train"]["documents"]
         self.heldout_tokens: int = record["heldout"]["tokens"]
