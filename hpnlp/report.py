@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp import measure
+from hpnlp.nn.output import is_normalized
 from hpnlp.training import decode
 from hpnlp.training.config import Config, flat
 from hpnlp.training.loop import Result
@@ -25,11 +26,14 @@ COMPARED = (
     "heldout_bits_per_byte",
     "heldout_loss",
     "heldout_bytes",
+    "heldout_digest",
     "tokens_per_second",
     "peak_memory_bytes",
     "seconds",
 )
 COMPARED += ("phase_seconds", "parameters", "config")
+
+PERPLEXITY = "held-out perplexity"
 
 _COMPRESSORS = {"gzip -9": "gzip_bits_per_byte", "xz -9e": "xz_bits_per_byte"}
 
@@ -73,6 +77,7 @@ def summarize(config: Config, result: Result) -> dict[str, Any]:
         "heldout_bits_per_byte": result.heldout.get("bits_per_byte"),
         "heldout_loss": result.heldout["loss"],
         "heldout_bytes": len(raw),
+        "heldout_digest": result.corpus.heldout_digest,
         "gzip_bits_per_byte": 8 * len(gzip.compress(raw, 9)) / len(raw),
         "xz_bits_per_byte": 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw),
         "tokens_per_second": tokens / busy if busy else 0.0,
@@ -168,8 +173,8 @@ def _giga(value: float | None) -> str:
     return "-" if value is None else f"{value / 1e9:,.1f}"
 
 
-def _decimals(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+def _decimals(value: float | None, decimals: int = 4) -> str:
+    return "-" if value is None else f"{value:.{decimals}f}"
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
@@ -242,26 +247,32 @@ def _smooth(values: Sequence[float], decay: float = 0.9) -> list[float]:
 
 
 def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
-    """A table of runs, best first, and a plot of quality against time and memory at `out`; returns the table."""
+    """A table of runs, best first, and a plot of quality against time and memory at `out`; returns the table.
+
+    Quality is held-out bits a byte; where a tokenizer loses text it is perplexity, e to the power of the loss, of the runs that
+    were scored on the same tokens. Runs without it come last, and below the table it says why.
+    """
     reports = {str(workdir): read_report(workdir) for workdir in workdirs}
-    same = len({report["heldout_bytes"] for report in reports.values()}) == 1
-    scored = [report for report in reports.values() if report["heldout_loss"] is not None]
-    bits = all(report["heldout_bits_per_byte"] is not None for report in scored)
-    quality = "heldout_bits_per_byte" if bits else "heldout_loss"
-    order = sorted(reports, key=lambda name: math.inf if reports[name][quality] is None else reports[name][quality])
-    header = [
-        "run",
-        "held-out bits/byte" if bits else "held-out loss",
-        "tokens/s",
-        "peak MiB",
-        "training s",
-        "parameters",
-    ]
-    header += ["differs in"]
+    unscored = {name: why for name, report in reports.items() if (why := _why_unscored(report))}
+    scored = {name: report for name, report in reports.items() if name not in unscored}
+    if all(report["heldout_bits_per_byte"] is not None for report in scored.values()):
+        label, decimals = "held-out bits/byte", 4
+        scores = {name: report["heldout_bits_per_byte"] for name, report in scored.items()}
+    else:
+        label, decimals = PERPLEXITY, 2
+        texts = [report["heldout_digest"] for report in scored.values()]
+        most = max(texts, key=texts.count)
+        others = [name for name, report in scored.items() if report["heldout_digest"] != most]
+        unscored |= dict.fromkeys(
+            others, "scored on other tokens than the runs above, so that perplexities do not compare"
+        )
+        scores = {name: math.exp(min(scored[name]["heldout_loss"], 700.0)) for name in scored if name not in others}
+    order = sorted(reports, key=lambda name: scores.get(name, math.inf))
+    header = ["run", label, "tokens/s", "peak MiB", "training s", "parameters", "differs in"]
     rows = [
         [
             name,
-            _decimals(reports[name][quality]),
+            _decimals(scores.get(name), decimals),
             f"{reports[name]['tokens_per_second']:,.0f}",
             f"{reports[name]['peak_memory_bytes'] / 2**20:,.0f}",
             f"{_training_seconds(reports[name]):.1f}",
@@ -271,12 +282,25 @@ def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
         for name in order
     ]
     try:
-        _plot_tradeoff(reports, quality, Path(out))
+        _plot_tradeoff({name: (reports[name], scores[name]) for name in order if name in scores}, label, Path(out))
     except (OSError, ValueError) as error:
         raise InputError(f"cannot draw {out} ({error}): name a file that can be written, as compare.png") from error
     lines = ["| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *rows]]
-    warning = "" if same else "\nThe runs were scored on different held-out text: quality cannot be compared.\n"
-    return "\n".join(lines) + "\n" + warning
+    if unscored:
+        lines += ["", *(f"- {name}: {unscored[name]}." for name in order if name in unscored)]
+    if len({reports[name]["heldout_bytes"] for name in scores}) > 1:
+        lines += ["", "The runs were scored on different held-out text: quality cannot be compared."]
+    return "\n".join(lines) + "\n"
+
+
+def _why_unscored(report: Mapping[str, Any]) -> str:
+    """Why a run's loss cannot be put beside any other's; "" where it can."""
+    if report["heldout_loss"] is None:
+        return "its held-out loss is not finite"
+    output = report["config"]["model.output"]
+    if not is_normalized(output):
+        return f"{output} gives no probabilities, and its loss is of a kind of its own"
+    return ""
 
 
 def _training_seconds(report: Mapping[str, Any]) -> float:
@@ -288,22 +312,27 @@ def _differs(config: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     return ", ".join(changed) or "-"
 
 
-def _plot_tradeoff(reports: Mapping[str, Mapping[str, Any]], quality: str, path: Path) -> None:
+def _plot_tradeoff(scored: Mapping[str, tuple[Mapping[str, Any], float]], label: str, path: Path) -> None:
+    """scored: the runs, best first, with their quality."""
     plt = _pyplot()
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", sharey=True)
+    height = max(4.2, 0.24 * len(scored))
+    figure, panels = plt.subplots(1, 2, figsize=(11, height), layout="constrained", sharey=True)
     scales = {
         "training seconds": _training_seconds,
         "peak memory, MiB": lambda r: r["peak_memory_bytes"] / 2**20,
     }
-    for axes, (label, of) in zip(panels, scales.items(), strict=True):
-        for index, (name, report) in enumerate(reports.items()):
-            score = math.nan if report[quality] is None else report[quality]
+    for axes, (scale, of) in zip(panels, scales.items(), strict=True):
+        for index, (name, (report, score)) in enumerate(scored.items()):
             marker = "osD^v"[index // 10 % 5]  # there are ten colours
             axes.plot(of(report), score, marker, color=f"C{index % 10}", label=Path(name).name)
-        axes.set(xlabel=label)
-        axes.grid(alpha=0.3)
-    panels[0].set(ylabel=quality.replace("_", " "))
-    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside right upper", frameon=False)
+        axes.set(xlabel=scale)
+        if label == PERPLEXITY:  # in equal steps of nats
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:,.4g}")
+            axes.yaxis.set_minor_formatter("{x:,.4g}")
+        axes.grid(alpha=0.3, which="both")
+    panels[0].set(ylabel=label)
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -27,6 +27,7 @@ RAW = b"the quick brown fox jumps over the lazy dog\n" * 40
 
 class Corpus:
     tokenizer = None
+    heldout_digest = "one"
 
     def read_heldout(self):
         return RAW
@@ -166,18 +167,56 @@ def test_compare_puts_the_best_first(tmp_path):
     assert matplotlib.image.imread(tmp_path / "compare.png").shape[1] > 800
 
 
-def test_compare_by_loss_where_a_tokenizer_loses_text(tmp_path):
-    lossy = {"heldout_bits_per_byte": None, "heldout_loss": 1.25}
-    table = report.compare(runs(tmp_path, a={}, b=lossy), tmp_path / "compare.png")
-    assert "| held-out loss |" in table and table.index("| 1.2500 |") < table.index("| 1.5000 |")
+LOSSY = {"heldout_bits_per_byte": None, "config_changes": {"data.tokenizer": "words(40)"}}
+
+
+def cells(table):
+    """run -> what its row says of it, in the order of the table; then the lines below."""
+    above, _, below = table.partition("\n\n")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in above.splitlines()]
+    header, _, *rows = rows
+    return {row[0].rpartition("/")[2]: dict(zip(header, row, strict=True)) for row in rows}, below
+
+
+def test_compare_by_perplexity_where_a_tokenizer_loses_text(tmp_path):
+    numbers = {"b": LOSSY, "a": LOSSY | {"heldout_loss": 1.25}, "far": LOSSY | {"heldout_loss": 1e4}}
+    rows, below = cells(report.compare(runs(tmp_path, **numbers), tmp_path / "compare.png"))
+    assert list(rows) == ["a", "b", "far"] and below == ""
+    assert rows["a"]["held-out perplexity"] == "3.49" and rows["b"]["held-out perplexity"] == "4.48"
+
+
+def test_perplexities_of_other_tokens_are_not_compared(tmp_path):
+    """Of another tokenizer, or another text: both show in the tokens."""
+    other = LOSSY | {"heldout_loss": 0.5, "heldout_digest": "other", "config_changes": {"data.tokenizer": "words(20)"}}
+    rows, below = cells(report.compare(runs(tmp_path, other=other, a=LOSSY, b=LOSSY), tmp_path / "compare.png"))
+    assert list(rows) == ["a", "b", "other"] and rows["other"]["held-out perplexity"] == "-"
+    assert "/other: scored on other tokens than the runs above" in below and below.count("\n") == 1
+    # Bits a byte compare whatever the tokenizer, and are of bytes, not of tokens.
+    (tmp_path / "more").mkdir()
+    rows, below = cells(report.compare(runs(tmp_path / "more", a={}, b={"heldout_digest": "b"}), tmp_path / "c.png"))
+    assert rows["b"]["held-out bits/byte"] == "2.0000" and below == ""
+
+
+@pytest.mark.parametrize("output", ["negative_sampling(64)", "margin", "vmf(norm_penalty=0.1)"])
+@pytest.mark.parametrize("others", [{}, LOSSY])
+def test_a_loss_of_no_probabilities_is_listed_and_not_ranked(tmp_path, output, others):
+    own = {"heldout_bits_per_byte": None, "heldout_loss": 0.01, "config_changes": {"model.output": output}}
+    rows, below = cells(report.compare(runs(tmp_path, own=own, a=others), tmp_path / "compare.png"))
+    label = "held-out perplexity" if others else "held-out bits/byte"
+    assert list(rows) == ["a", "own"] and rows["own"][label] == "-" and rows["a"][label] != "-"
+    assert below == f"- {tmp_path}/own: {output} gives no probabilities, and its loss is of a kind of its own.\n"
+    assert f"model.output={output}" in rows["own"]["differs in"]
+    # Where no run has a score, there is a table all the same.
+    rows, below = cells(report.compare([tmp_path / "own"], tmp_path / "compare.png"))
+    assert list(rows) == ["own"] and "gives no probabilities" in below
 
 
 def test_compare_copes_with_a_loss_that_is_not_finite(tmp_path):
     bad = {"heldout_bits_per_byte": None, "heldout_loss": None}
-    table = report.compare(runs(tmp_path, bad=bad, good={}), tmp_path / "compare.png")
-    header, _, first, second = table.strip().splitlines()
-    assert "| held-out bits/byte |" in header and "| training s |" in header
-    assert "/good | 2.0000 |" in first and "| 5.0 |" in first and "/bad | - |" in second
+    rows, below = cells(report.compare(runs(tmp_path, bad=bad, good={}), tmp_path / "compare.png"))
+    assert list(rows) == ["good", "bad"] and rows["bad"]["held-out bits/byte"] == "-"
+    assert rows["good"]["held-out bits/byte"] == "2.0000" and rows["good"]["training s"] == "5.0"
+    assert "/bad: its held-out loss is not finite." in below
 
 
 def test_compare_warns_of_different_text(tmp_path):

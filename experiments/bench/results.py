@@ -54,16 +54,18 @@ def softmax(rows: Rows) -> list[tuple[str, str]]:
 
 
 def plot_softmax(rows: Rows, path: Path) -> None:
-    """What a step of each output layer takes, beside the full one's, at two sizes of the vocabulary."""
+    """What a step of each output layer takes, beside the full one's, at each size of the vocabulary."""
     figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
-    steps = [row for row in rows if row["what"].startswith("step of ")]
-    sizes = list(dict.fromkeys(row["what"].rpartition(", V ")[2] for row in steps))
-    names = list(dict.fromkeys(row["what"].removeprefix("step of ").rpartition(", V ")[0] for row in steps))
-    for offset, size in enumerate(sizes):
-        found = {row["what"]: row["ratios"]["time over full"] for row in steps}
-        values = [found[f"step of {name}, V {size}"] for name in names]
-        axes.barh([i + 0.4 * offset for i in range(len(names))], values, 0.38, label=f"V {size}")
-    axes.set_yticks([i + 0.2 for i in range(len(names))], names)
+    found: dict[str, dict[str, float]] = {}  # size -> layer -> ratio
+    for row in rows:
+        if step := re.fullmatch(r"(?:training )?step of (.*), V ([\d,]+)", row["what"]):
+            found.setdefault(step[2], {})[step[1]] = row["ratios"]["time over full"]
+    names = list(dict.fromkeys(name for ratios in found.values() for name in ratios))
+    height = 0.76 / len(found)
+    for offset, (size, ratios) in enumerate(found.items()):
+        places = [names.index(name) + (height + 0.02) * offset for name in ratios]
+        axes.barh(places, list(ratios.values()), height, label=f"V {size}")
+    axes.set_yticks([i + (height + 0.02) * (len(found) - 1) / 2 for i in range(len(names))], names)
     axes.invert_yaxis()
     axes.axvline(1, color="gray", linestyle=":")
     axes.set(xscale="log", xlabel="time of a step over the full softmax's, Adam included")
@@ -144,12 +146,15 @@ def gpu_step(rows: Rows) -> list[tuple[str, str]]:
     return [(what, f"{100 * best['mfu']:.0f} % ({best['step_ms']:.0f} ms, {best['tokens_per_second']:,.0f} tokens/s)")]
 
 
+# One file a corpus, as each takes its time to measure.
+TRAINING_STEPS = ("softmax_steps_docs", "softmax_steps_code", "softmax_steps_whitespace")
+
 # result file (before the device) -> its lines of the table: (what was measured, the figure)
 TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "demo": demo,
     "train_step": train_step,
     "attention": attention,
-    "softmax": softmax,
+    **dict.fromkeys(("softmax", *TRAINING_STEPS), softmax),
     "decode": decode,
     "loop": loop,
     "parity": parity,
@@ -195,7 +200,7 @@ PLOTS: dict[str, Callable[[Rows, Path], None]] = {
     "demo": plot_demo,
     "train_step": plot_train_step,
     "attention": plot_attention,
-    "softmax": plot_softmax,
+    **dict.fromkeys(("softmax", *TRAINING_STEPS), plot_softmax),
 }
 
 

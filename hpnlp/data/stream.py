@@ -36,12 +36,12 @@ _PACKINGS = {"concat": packing.ConcatRows, "fit": packing.FitRows}
 class DataConfig:
     """What is read and how it is cut into batches.
 
-    path: "stdlib" (the source of the running Python's standard library, without tests and site-packages), a file, a
-      directory or a glob; several separated by commas, each file read once. By extension, files are JSONL, Parquet,
-      `.npy` (token ids), or text.
+    path: "stdlib" (the source of the running Python's standard library, without tests and site-packages; "stdlib+tests" with
+      tests), a file, a directory or a glob; several separated by commas, each file read once. By extension, files are JSONL,
+      Parquet, `.npy` (token ids), or text.
     weights: a source's share of the training tokens, one a source, to within one percent; () takes each source once an
       epoch.
-    tokenizer: "bytes", "words(CAP)", "bpe(SIZE)", or the path of a tokenizer.json.
+    tokenizer: "bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", or the path of a tokenizer.json.
     text_field, prompt_field: of JSONL and Parquet. A prompt stands before the text and carries no loss.
     seq_len: tokens a row. batch_size: rows of one optimizer step, over all processes.
     heldout: fraction of documents held out, chosen by a hash of their names; where that leaves nothing on one side, one
@@ -149,9 +149,9 @@ def _digest(tokenizer: Tokenizer) -> str:
 class Corpus:
     """Tokenised text, split and memory-mapped; made by `prepare`.
 
-    tokenizer: the one it was made with. heldout_bytes: bytes of `read_heldout()`. train_tokens, heldout_tokens,
-    train_documents, heldout_documents: what there is, with bos and eos. summary: one line that says so, and what was
-    left out.
+    tokenizer: the one it was made with. heldout_bytes: bytes of `read_heldout()`. heldout_digest: of the tokens that these
+    became. train_tokens, heldout_tokens, train_documents, heldout_documents: what there is, with bos and eos. summary: one
+    line that says so, and what was left out.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, directory: str, record: Mapping[str, Any]):
@@ -161,7 +161,8 @@ class Corpus:
         self._heldout = store.Tokens(directory, "heldout", record["heldout"])
         self._bounds = record["bounds"]
         # Of the held-out text, too: losses on another cannot be put beside those that a run has seen.
-        self._digests = {"corpus": record["train"]["digest"], "held-out text": record["heldout"]["digest"]}
+        self.heldout_digest: str = record["heldout"]["digest"]
+        self._digests = {"corpus": record["train"]["digest"], "held-out text": self.heldout_digest}
         self.train_tokens: int = record["train"]["tokens"]
         self.train_documents: int = record["train"]["documents"]
         self.heldout_tokens: int = record["heldout"]["tokens"]

@@ -21,7 +21,9 @@ import numpy as np
 from hpnlp.types import InputError
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".tgz", ".npz")
-_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+# What a walk through the standard library does not enter.
+_STDLIB = {"stdlib": _PACKAGES | {"test", "tests", "idle_test"}, "stdlib+tests": _PACKAGES}
 _SNIFF = 8192
 # Longer text is cut at line ends, so that no document fills the memory.
 _LONGEST = 1 << 20
@@ -102,7 +104,7 @@ class LeftOut(dict[str, list[Any]]):
 
 
 def find(paths: str, argument: str) -> tuple[Source, ...]:
-    """The sources that `paths` names: "stdlib", a file, a directory or a glob; several separated by commas.
+    """The sources that `paths` names: "stdlib" or "stdlib+tests", a file, a directory or a glob; several separated by commas.
 
     Files are sorted by name. A file that several names lead to is read once. argument: what to call `paths` in messages.
     Raises InputError for a path that does not exist or holds no file to read.
@@ -136,9 +138,9 @@ def _find_one(path: str, argument: str) -> Source:
     left_out = LeftOut()
     full = os.path.expanduser(path)
     walked = False
-    if path == "stdlib":
+    if path in _STDLIB:
         base = sysconfig.get_path("stdlib")
-        found = [name for name in _walk(base, LeftOut(), _NOT_STDLIB) if name.endswith(".py")]
+        found = [name for name in _walk(base, LeftOut(), _STDLIB[path]) if name.endswith(".py")]
     elif os.path.isdir(full):
         base, walked = full, True
         found = _walk(base, left_out)

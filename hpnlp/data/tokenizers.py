@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -50,24 +50,32 @@ class ByteTokenizer:
 
 
 class WordTokenizer:
-    """Words, runs of whitespace and single punctuation marks; what is not in the vocabulary becomes `<unk>`.
+    """Words, by an entry of SPLITS; what is not in the vocabulary becomes `<unk>`.
 
-    A single space between two words has no token of its own: decode puts it back, because two words never touch. So
-    decode of a whole text is exact up to `<unk>`, but the pieces of a split text do not decode to pieces of it: decode
-    from the start.
+    A single space between two words has no token of its own: decode puts it back. Where words never touch (by="letters") decode
+    of a whole text is exact up to `<unk>`; by="whitespace" gives single spaces for whatever separated words. The pieces of a
+    split text do not decode to pieces of it: decode from the start.
     """
 
     SPECIAL = ("<pad>", "<unk>", "<bos>", "<eos>")
     SMALLEST = len(SPECIAL) + 1
-    _PIECES = re.compile(r"(?<=\w) (?=\w)|(\w+|\s+|[^\w\s])")
+    # How text falls into words -> (all of them, those that a space was between).
+    SPLITS: ClassVar[dict[str, tuple[re.Pattern[str], re.Pattern[str]]]] = {
+        # Runs of letters and digits, runs of whitespace, and single marks.
+        "letters": (re.compile(r"(?<=\w) (?=\w)|(\w+|\s+|[^\w\s])"), re.compile(r"\w")),
+        "whitespace": (re.compile(r"\S+"), re.compile(r"")),
+    }
 
     lossless: bool = False
 
-    def __init__(self, words: Sequence[str], counts: Sequence[int] | None = None):
+    def __init__(self, words: Sequence[str], counts: Sequence[int] | None = None, by: str = "letters"):
         """words: the vocabulary without special tokens, by falling frequency, which log-uniform samplers expect.
 
-        counts: how often each id, special ones first, occurs in the text that the vocabulary was made of.
+        counts: how often each id, special ones first, occurs in the text that the vocabulary was made of. by: an entry of
+        SPLITS.
         """
+        self._by = by
+        self._pieces, spaced = specs.lookup(self.SPLITS, by, "split of words by")
         self._words = tuple(words)
         self.counts: tuple[int, ...] | None = None if counts is None else tuple(counts)
         if self.counts is not None and len(self.counts) != len(self.SPECIAL) + len(self._words):
@@ -80,7 +88,7 @@ class WordTokenizer:
         if len(self._ids) != len(known):
             raise InputError("the words of a tokenizer must differ from each other")
         self._spoken = [b"", b"<unk>", b"", b"", *(word.encode("utf-8", "surrogateescape") for word in self._words)]
-        self._is_word = [False, True, False, False, *(re.match(r"\w", word) is not None for word in self._words)]
+        self._is_word = [False, True, False, False, *(spaced.match(word) is not None for word in self._words)]
         self.vocab_size: int = len(known)
         self.pad_id: int = 0
         self.unk_id: int = 1
@@ -88,21 +96,21 @@ class WordTokenizer:
         self.eos_id: int | None = 3
 
     @classmethod
-    def train(cls, cap: int, texts: Iterable[bytes]) -> WordTokenizer:
+    def train(cls, cap: int, texts: Iterable[bytes], by: str = "letters") -> WordTokenizer:
         """The `cap` (special tokens included) most frequent pieces of `texts`; ties go by the alphabet."""
         counts: collections.Counter[str] = collections.Counter()
         documents = 0
+        split = cls((), by=by)._split
         for text in texts:
-            counts.update(cls._split(text))
+            counts.update(split(text))
             documents += 1
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
         kept = ranked[: cap - len(cls.SPECIAL)]
         unknown = sum(counts[word] for word in ranked[len(kept) :])
-        return cls(kept, (0, unknown, documents, documents, *(counts[word] for word in kept)))
+        return cls(kept, (0, unknown, documents, documents, *(counts[word] for word in kept)), by)
 
-    @classmethod
-    def _split(cls, text: bytes) -> list[str]:
-        return [piece for piece in cls._PIECES.findall(to_text(text)) if piece]
+    def _split(self, text: bytes) -> list[str]:
+        return [piece for piece in self._pieces.findall(to_text(text)) if piece]
 
     def encode(self, text: bytes) -> np.ndarray:
         pieces = self._split(text)
@@ -127,6 +135,7 @@ class WordTokenizer:
 
     def save(self, path: str) -> None:
         form = {"type": "words", "version": _FORMAT, "words": self._words}
+        form |= {} if self._by == "letters" else {"by": self._by}  # files of before say nothing of it
         _write_json(path, form if self.counts is None else {**form, "counts": self.counts})
 
 
@@ -143,7 +152,9 @@ def _size(value: object, least: int, example: str) -> int:
 
 TOKENIZERS = {
     "bytes": lambda texts: ByteTokenizer(),
-    "words": lambda cap, texts: WordTokenizer.train(_size(cap, WordTokenizer.SMALLEST, "words(30000)"), texts),
+    "words": lambda cap, by="letters", *, texts: WordTokenizer.train(
+        _size(cap, WordTokenizer.SMALLEST, "words(30000)"), texts, str(by)
+    ),
     "bpe": lambda size, texts: HFTokenizer.train(_size(size, HFTokenizer.SMALLEST, "bpe(8192)"), texts),
 }
 
@@ -154,7 +165,8 @@ def is_trained(spec: str) -> bool:
 
 
 def build(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
-    """The tokenizer that `spec` names: "bytes", "words(30000)", "bpe(8192)", or the path of a tokenizer.json.
+    """The tokenizer that `spec` names: "bytes", "words(30000)", "words(30000, by=whitespace)", "bpe(8192)", or the
+    path of a tokenizer.json.
 
     texts: what the vocabulary is counted over; read once, and only where `is_trained(spec)`. The result depends on
     nothing but `spec` and `texts`. Raises InputError for an unknown name, a wrong argument, or text that is not UTF-8.
@@ -195,7 +207,7 @@ def load(path: str) -> Tokenizer:
     counts = form.get("counts")
     if counts is not None and not (isinstance(counts, list) and all(isinstance(n, int) for n in counts)):
         raise InputError(f"{path!r} is damaged: `counts` is not a list of whole numbers: save it again")
-    return WordTokenizer(words, counts)
+    return WordTokenizer(words, counts, str(form.get("by", "letters")))
 
 
 def save_whole(tokenizer: Tokenizer, directory: str) -> None:

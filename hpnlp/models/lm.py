@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.nn.attention import Context, alternation
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.layers import NORMS, Embed, constrain, dropout, embed_init, param
-from hpnlp.nn.output import OUTPUTS
+from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.nn.stack import through
 from hpnlp.ops.attention.mask import Causal
 from hpnlp.spec import build, lookup, parse_one
@@ -98,7 +98,7 @@ class LM(nn.Module):
     @property
     def is_normalized(self) -> bool:
         """Whether the loss is -log p(label) of a distribution over the vocabulary."""
-        return lookup(OUTPUTS, parse_one(self.config.output, "model.output").name, "output layer").is_normalized
+        return is_normalized(self.config.output)
 
     def setup(self) -> None:
         c = self.config

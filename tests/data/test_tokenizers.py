@@ -20,6 +20,7 @@ TEXTS = [
     b"the cat sat on the mat, the cat sat still\n\n    def cat(mat):\n        return mat\n",
     "naïve café — 日本語 \U0001f600 the the the".encode(),
 ]
+SPECS = ("bytes", "words(40)", "words(40, by=whitespace)", "bpe(320)")
 
 
 def make_bpe(**options) -> hf.Tokenizer:
@@ -46,10 +47,10 @@ def make_wordpiece() -> hf.Tokenizer:
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, Tokenizer]:
-    return {spec: build(spec, TEXTS) for spec in ("bytes", "words(40)", "bpe(320)")}
+    return {spec: build(spec, TEXTS) for spec in SPECS}
 
 
-@pytest.mark.parametrize("spec", ["bytes", "words(40)", "bpe(320)"])
+@pytest.mark.parametrize("spec", SPECS)
 def test_save_and_load(trained, spec, tmp_path):
     before = trained[spec]
     before.save(str(tmp_path / "tokenizer.json"))
@@ -60,7 +61,7 @@ def test_save_and_load(trained, spec, tmp_path):
             np.testing.assert_array_equal(after.encode(text), before.encode(text))
 
 
-@pytest.mark.parametrize("spec", ["bytes", "words(40)", "bpe(320)"])
+@pytest.mark.parametrize("spec", SPECS)
 def test_protocol(trained, spec):
     tokenizer = trained[spec]
     assert isinstance(tokenizer, Tokenizer)
@@ -70,7 +71,8 @@ def test_protocol(trained, spec):
     assert len(special) == 3 and not special & set(ids.tolist())
     np.testing.assert_array_equal(tokenizer.encode_prompt("the cat"), [tokenizer.bos_id, *tokenizer.encode(b"the cat")])
     np.testing.assert_array_equal(tokenizer.encode_prompt(""), [tokenizer.bos_id])
-    assert tokenizer.decode([tokenizer.bos_id, *ids.tolist(), tokenizer.eos_id, tokenizer.pad_id]) == TEXTS[0]
+    kept = b" ".join(TEXTS[0].split()) if "whitespace" in spec else TEXTS[0]
+    assert tokenizer.decode([tokenizer.bos_id, *ids.tolist(), tokenizer.eos_id, tokenizer.pad_id]) == kept
     assert tokenizer.decode([]) == b"" and len(tokenizer.encode(b"")) == 0
     assert tokenizer.decode([tokenizer.vocab_size + 5]) == b""  # a table may be padded
 
@@ -108,6 +110,19 @@ def test_words():
     ids = tokenizer.encode(b"b a, zebra b")
     assert ids.tolist() == [5, 4, 8, 6, 1, 5]
     assert tokenizer.decode(ids) == b"b a, <unk> b"
+
+
+@hypothesis.given(st.text(max_size=60) | st.text(alphabet="ab,.\n\t\x0b\u2028_é ", max_size=60))
+def test_words_by_whitespace_are_what_python_splits(text):
+    tokenizer = build("words(1000, by=whitespace)", [text.encode()])
+    assert [tokenizer.decode([i]).decode() for i in tokenizer.encode(text.encode()).tolist()] == text.split()
+    assert tokenizer.decode(tokenizer.encode(text.encode())).decode() == " ".join(text.split())
+
+
+def test_words_by_whitespace():
+    tokenizer = build("words(6, by=whitespace)", [b"x=f(a) b\n\t x=f(a) c b x=f(a)"])
+    assert tokenizer.vocab_size == 6 and tokenizer.counts == (0, 1, 1, 1, 3, 2)
+    assert tokenizer.decode(tokenizer.encode(b"b  c\nx=f(a)")) == b"b <unk> x=f(a)"
 
 
 def test_words_keep_how_often_each_id_occurs(tmp_path):
@@ -231,6 +246,7 @@ def test_bad_config_beside_it(tmp_path):
         ("byts", "unknown tokenizer 'byts': did you mean 'bytes'?"),
         ("words", "takes"),
         ("words(4)", "4: expected a number of ids, at least 5, as in words(30000)"),
+        ("words(40, by=line)", "unknown split of words by 'line': known: letters, whitespace"),
         ("words(many)", "'many': expected a number of ids"),
         ("bpe(100)", "100: expected a number of ids, at least 259, as in bpe(8192)"),
         ("bpe(size=300, x=1)", "no argument 'x'"),
@@ -253,6 +269,7 @@ def test_bad_spec(spec, message):
         ('{"type": "bytes", "version": 2}', "format version 2, expected 1"),
         ('{"type": "words", "version": 1, "words": [1]}', "not a list of strings"),
         ('{"type": "words", "version": 1, "words": ["a", "a"]}', "differ"),
+        ('{"type": "words", "version": 1, "words": ["a"], "by": ["x"]}', "unknown split of words by"),
         ('{"type": "words", "version": 1, "words": ["a"], "counts": [1, "x"]}', "not a list of whole numbers"),
         ('{"type": "words", "version": 1, "words": ["a"], "counts": [1, 2]}', "2 counts for 1 words"),
         ('{"model": {"type": "Nonsense"}}', "that tokenizers"),
@@ -265,7 +282,7 @@ def test_unreadable_tokenizer(tmp_path, content, message):
         load(str(path))
 
 
-@pytest.mark.parametrize("spec", ["words(40)", "bpe(320)"])
+@pytest.mark.parametrize("spec", SPECS[1:])
 def test_needs_text(trained, spec):
     with pytest.raises(InputError, match=r"byte 3 \(0xff\) is not UTF-8.*data.tokenizer=bytes"):
         trained[spec].encode(b"abc\xff")

@@ -9,6 +9,7 @@ from hpnlp.nn.output.full import FullOutput
 from hpnlp.nn.output.ranking import MarginOutput, VMFOutput
 from hpnlp.nn.output.sampled import ImportanceOutput, NCEOutput, NegativeSamplingOutput, SampledOutput
 from hpnlp.nn.output.tree import HierarchicalOutput
+from hpnlp.spec import lookup, parse_one
 
 OUTPUTS: dict[str, type[OutputLayer]] = {
     "full": FullOutput,
@@ -25,3 +26,8 @@ OUTPUTS: dict[str, type[OutputLayer]] = {
     "binary_hybrid": BinaryHybridOutput,
     "binary_ecc": BinaryECCOutput,
 }
+
+
+def is_normalized(spec: str) -> bool:
+    """Whether the loss that the layer of `spec` reports is -log p(label) of a distribution over the vocabulary."""
+    return lookup(OUTPUTS, parse_one(spec, "model.output").name, "output layer").is_normalized

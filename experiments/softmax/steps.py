@@ -1,0 +1,106 @@
+"""What a training step of each output layer takes, in time and memory, at the sizes of `words.py`.
+
+    python experiments/softmax/steps.py [--only=docs,code,whitespace] [--rounds=5]
+
+Through the step that the training loop makes: trunk, embedding, AdamW, clipping and metrics, on a batch of the corpus. All
+layers take turns, and the median of the ratios counts; over 131,072 words each is measured alone, because two would not fit
+into the memory of a small machine, and the full one, which takes many seconds, twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags
+
+from hpnlp import cli, measure
+from hpnlp.cli import experiment
+from hpnlp.data.stream import Corpus, prepare
+from hpnlp.training.config import resolve
+from hpnlp.training.run import make_model
+from hpnlp.training.step import make_trainer
+
+HERE = Path(__file__).parent
+WORDS = str(HERE / "words.py")
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("only", ["docs", "code", "whitespace"], "Which of the corpora.")
+flags.DEFINE_integer("rounds", 5, "Measurements of each; the median counts.")
+flags.DEFINE_string("out", str(HERE.parent / "results"), "Where the results go, a file a corpus.")
+
+
+Step = tuple[Callable[[], Any], measure.Memory, int]
+
+
+def step_of(which: str, overrides: Mapping[str, Any], corpus: Corpus) -> Step:
+    """A call of the compiled step on a batch, its memory, and how many parameters the model has."""
+    config = resolve(experiment.read(f"{WORDS}:{which}", [f"--config.{name}={v}" for name, v in overrides.items()]))
+    model = make_model(config, corpus.tokenizer)
+    trainer = make_trainer(model, config.optimizer, config.plan.mesh(), steps=config.train.steps)
+    key = jax.random.key(0)
+    held = [trainer.init(key)]
+    batch = {name: jax.device_put(rows, trainer.batch_sharding) for name, rows in next(corpus.train(seed=0)).items()}
+    compiling = dataclasses.replace(trainer.step, jitted=functools.partial(measure.compile, trainer.step.jitted))
+    program = compiling(held[0], batch, key)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(held[0].params))
+
+    def call() -> Any:
+        held[0], metrics = program(held[0], batch, key)
+        return metrics
+
+    return call, program.memory, parameters
+
+
+def bench(which: str, rounds: int) -> list[dict[str, Any]]:
+    corpus = prepare(resolve(experiment.read(f"{WORDS}:{which}")).data)
+    vocab = corpus.tokenizer.vocab_size
+    members = {own["model.output"]: own for own in experiment.load(WORDS).get_sweep(which)}
+    about: dict[str, Any] = {}  # (memory, parameters)
+    if vocab <= 2**17:
+        steps = {layer: step_of(which, own, corpus) for layer, own in members.items()}
+        times = measure.timeit({layer: call for layer, (call, *_) in steps.items()}, rounds=rounds)
+        about = {layer: rest for layer, (_, *rest) in steps.items()}
+        ratios = {layer: times[layer].over(times["full"]) for layer in members}
+    else:
+        times = {}
+        for layer, own in members.items():
+            call, *about[layer] = step_of(which, own, corpus)
+            times |= measure.timeit({layer: call}, rounds=2 if layer == "full" else rounds)
+            del call  # with its parameters and Adam's
+        ratios = {layer: times[layer].median / times["full"].median for layer in members}
+    return [row(layer, vocab, times[layer], ratios[layer], *about[layer]) for layer in members]
+
+
+def row(
+    layer: str, vocab: int, time: measure.Timing, ratio: float, memory: measure.Memory, parameters: int
+) -> dict[str, Any]:
+    megabytes = {"argument": memory.argument / 1e6, "temp": memory.temp / 1e6}
+    shown = f"{layer:22} {1e3 * time.median:8.1f} ms, {ratio:.4f} of full"
+    print(
+        f"{shown}, {megabytes['argument']:.0f} MB of arguments, {megabytes['temp']:.0f} MB of temporaries", flush=True
+    )
+    return {
+        "what": f"training step of {layer}, V {vocab:,}",
+        "output": layer,
+        "ratios": {"time over full": ratio},
+        "s": time.median,
+        "all_s": list(time.all),
+        "megabytes": megabytes,
+        "parameters": parameters,
+    }
+
+
+def main(_: Any) -> None:
+    cli.prepare_jax()
+    for which in FLAGS.only:
+        rows = bench(which, FLAGS.rounds)
+        print(measure.write_result(f"softmax_steps_{which}", rows, FLAGS.out))
+
+
+if __name__ == "__main__":
+    app.run(main)

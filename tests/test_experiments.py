@@ -1,0 +1,104 @@
+"""Experiment files: every member of every sweep is a config that holds, and those over large vocabularies train."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from hpnlp.cli import experiment
+from hpnlp.data import text as sources
+from hpnlp.data.stream import prepare
+from hpnlp.training.config import resolve
+from hpnlp.training.run import make_model
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
+from tests.tiny import quick_compiler, text, xla_cache  # noqa: F401  (fixtures)
+
+ROOT = Path(__file__).parents[1] / "experiments"
+WORDS = str(ROOT / "softmax" / "words.py")
+LAYERS = experiment.load(WORDS).LAYERS
+# As small as may be: layers with 2048 frequent words want some more.
+TINY = {
+    "data.tokenizer": "words(2100, by=whitespace)",
+    "data.seq_len": 8,
+    "data.batch_size": 8,
+    "data.heldout_bytes": 2000,
+    "model.layers": 1,
+    "model.dim": 16,
+    "model.heads": 2,
+    "train.steps": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """A standard library of twelve files, which document 2197 words of three letters."""
+    root = tmp_path_factory.mktemp("library")
+    words = ["".join(letters) for letters in itertools.product("abcdefghijklm", repeat=3)]
+    for i in range(12):
+        (root / f"m{i}.py").write_text(f'"""{" ".join(words[i % 3 :])}"""\nx{i} = {i}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources.sysconfig, "get_path", lambda name: str(root))
+        yield root
+
+
+def config_of(path, overrides):
+    return resolve(experiment.read(path, [f"--config.{name}={value}" for name, value in overrides.items()]))
+
+
+@pytest.mark.parametrize("path", ["lm/mixers.py", "lm/sizes.py"])
+def test_members_of_sweeps_resolve(path):
+    for member in experiment.load(str(ROOT / path)).get_sweep():
+        config_of(str(ROOT / path), member)
+
+
+@pytest.mark.parametrize("which", ["docs", "code", "whitespace"])
+def test_words_of_a_corpus(library, which):
+    config = config_of(f"{WORDS}:{which}", {})
+    assert config.data.batch_size * config.data.seq_len == 2048 and not config.model.tied
+    assert f"words-{which}-" in config.data.path and "by=whitespace" in config.data.tokenizer
+    members = experiment.load(WORDS).get_sweep(which)
+    assert [member["model.output"] for member in members].count("full") == 1
+    assert all(make_model(config_of(f"{WORDS}:{which}", member), prepare(config.data).tokenizer) for member in members)
+
+
+def made(layer):
+    """The corpus and the trainer of a layer on one device."""
+    config = config_of(WORDS, TINY | experiment.load(WORDS).member(layer))
+    corpus = prepare(config.data)
+    mesh = config.plan.mesh(jax.devices()[:1])
+    return corpus, make_trainer(make_model(config, corpus.tokenizer), config.optimizer, mesh, steps=2)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_layer_has_a_step(library, layer):
+    assert made(layer)[1].state_shapes.params["embed"]["table"].shape == (2100, 16)
+
+
+def test_two_steps(library):
+    corpus, trainer = made("sampled(1024)")
+    key = jax.random.key(0)
+    state, batches = trainer.init(key), corpus.train(seed=0)
+    for _ in range(2):
+        state, metrics = trainer.step(state, next(batches), key)
+        assert 0 < metrics["loss"] < 2 * math.log(2100) and metrics["skipped"] == 0
+    batches.close()
+
+
+def test_equal_time(tmp_path):
+    module = experiment.load(WORDS)
+    module.TIMES = tmp_path / "steps_{}.json"
+    with pytest.raises(InputError, match=r"steps_docs.json: run python experiments/softmax/steps.py --only=docs first"):
+        module.get_sweep("docs-time")
+    rows = [{"output": layer, "ratios": {"time over full": 1.0 if layer == "full" else 0.3}} for layer in LAYERS]
+    (tmp_path / "steps_docs.json").write_text(json.dumps({"rows": rows}))
+    steps = {member["model.output"]: member["train.steps"] for member in module.get_sweep("docs-time")}
+    assert steps["full"] == 1000 and steps["class"] == 3333 and steps.keys() == set(LAYERS)
+
+
+def test_unknown_corpus():
+    with pytest.raises(InputError, match="unknown corpus 'dogs': did you mean 'docs'?"):
+        experiment.read(f"{WORDS}:dogs")
