@@ -14,7 +14,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.training.rows import distinct
-from hpnlp.types import InputError, Rows
+from hpnlp.types import InputError, LossOut, Rows
 from tests import contracts
 from tests.contracts import MIXER_SPECS, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
 
@@ -272,6 +272,20 @@ def test_output_has_no_loss_for_what_is_no_word(spec):
     found = once(jax.vmap(losses), jnp.stack([case.labels.at[4].set(wrong) for wrong in (0, -1, 13, -100)]))
     for loss in found:
         np.testing.assert_array_equal(np.isnan(loss), [False, True, True, True])
+
+
+@outputs
+def test_output_that_merges_is_the_sum_of_its_partials(spec):
+    """Where it says so, nothing of its loss is lost when slices of the table are scored apart."""
+    case = Output(spec)
+    for rng in (None, case.rng):
+        if not case.call("merges", rng):
+            continue
+        partial = lambda start, rows: case.call("partial", rows, start, case.h, case.labels)  # noqa: E731
+        lse, logit = zip(partial(0, case.table[:5]), partial(jnp.int32(5), case.table[5:]), strict=True)
+        each = jnp.logaddexp(*lse) - sum(logit)
+        loss = case.call("loss", case.table, case.h, case.labels, case.weights, rng)
+        assert_close(loss, LossOut((each * case.weights).sum(), case.weights.sum()))
 
 
 @outputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -90,10 +90,12 @@ class LM(nn.Module):
 
     A batch is a mapping with tokens, labels, segment_ids, positions `[B, T]` int32 and weights `[B, T]` float32; labels
     are the tokens that follow, segment id 0 is padding. counts: how often each id occurs, for output layers that ask.
+    layer_loss: `(output layer, *arguments of its loss) -> LossOut`, for a loss that is laid out over devices.
     """
 
     config: LMConfig
     counts: tuple[int, ...] | None = None
+    layer_loss: Callable[..., LossOut] | None = None
 
     @property
     def is_normalized(self) -> bool:
@@ -175,7 +177,8 @@ class LM(nn.Module):
         h, _, aux = self.hidden(batch["tokens"], context)
         rng = None if deterministic else self.make_rng("output")
         flat = lambda name: batch[name].reshape(-1)  # noqa: E731
-        out = self.output.loss(self.table, h.reshape(-1, h.shape[-1]), flat("labels"), flat("weights"), rng)
+        loss = functools.partial(self.layer_loss, self.output) if self.layer_loss else self.output.loss
+        out = loss(self.table, h.reshape(-1, h.shape[-1]), flat("labels"), flat("weights"), rng)
         return LossOut(out.sum, out.weight, {**aux, **out.aux})
 
     def rows(self, batch: Mapping[str, jax.Array]) -> dict[tuple[str, ...], Int[Array, " R"]]:

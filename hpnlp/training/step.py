@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hpnlp import measure
 from hpnlp.models.lm import LM, axes_of, example_batch
+from hpnlp.parallel import vocabulary
 from hpnlp.parallel.plan import flax_rules, sharding, tree_shardings
 from hpnlp.training import rows
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
@@ -89,6 +91,7 @@ def make_trainer(
     it is not named. Nothing is allocated; shapes that do not divide over the mesh raise InputError.
     """
     optimizer, schedule = make_optimizer(config, steps), make_schedule(config, steps)
+    divided = model if mesh.size == 1 else model.clone(layer_loss=functools.partial(vocabulary.loss, mesh))
 
     def rngs_of(key: jax.Array) -> dict[str, jax.Array]:
         return {"dropout": key, "output": jax.random.fold_in(key, 1)}
@@ -96,7 +99,7 @@ def make_trainer(
     def loss_sum(params: Any, ids: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         # The sum, not the mean: sums add up over devices and accumulated parts, whatever their shares of target tokens,
         # and in float16 they keep gradients of order 1 on the way down.
-        out = _loss(model, rows.as_tables(params, ids), batch, False, rngs_of(key))
+        out = _loss(divided, rows.as_tables(params, ids), batch, False, rngs_of(key))
         total = out.sum
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):
@@ -168,7 +171,7 @@ def make_trainer(
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema)
 
     def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        out = _loss(model, params, batch, True, {})
+        out = _loss(divided, params, batch, True, {})
         return out.sum, out.weight
 
     shapes = jax.eval_shape(init, jax.random.key(0))

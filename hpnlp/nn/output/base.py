@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.softmax import without_silent
 from hpnlp.ops.softmax.sampling import sample
 from hpnlp.types import InputError, LossOut
 
@@ -65,6 +66,10 @@ class OutputLayer(nn.Module, kw_only=True):
         """
         return None
 
+    def merges(self, rng: jax.Array | None) -> bool:
+        """Whether the loss with this rng may be had from a `partial` of slices of the table: see `FullOutput`."""
+        return False
+
     def nll(self, table: Any, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
         """-log p(label) of each token, in nats."""
         raise NotImplementedError
@@ -93,14 +98,6 @@ class OutputLayer(nn.Module, kw_only=True):
     ) -> Int[Array, " N"]:
         """One id a token; see `ops.softmax.sampling.sample` for the arguments."""
         return sample(self.logits(table, h), rng, temperature=temperature, top_k=top_k, top_p=top_p)
-
-
-def without_silent(
-    h: Float[Array, "N D"], labels: Int[Array, " N"], weights: Float[Array, " N"]
-) -> tuple[Float[Array, "N D"], Int[Array, " N"]]:
-    """Zeros and word 0 for tokens of weight 0, so that what stands there, NaN or no word, has no gradient."""
-    counts = weights != 0
-    return jnp.where(counts[:, None], h, jnp.zeros((), h.dtype)), jnp.where(counts, labels, 0)
 
 
 def required_counts(counts: tuple[int, ...] | None, what: str, instead: str) -> np.ndarray:

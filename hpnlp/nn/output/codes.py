@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import Dense
-from hpnlp.nn.output.base import OutputLayer, without_silent
+from hpnlp.nn.output.base import OutputLayer
 from hpnlp.ops.softmax import codes as ops
+from hpnlp.ops.softmax import without_silent
 from hpnlp.types import InputError, LossOut
 
 

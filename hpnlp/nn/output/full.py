@@ -30,6 +30,10 @@ class FullOutput(OutputLayer):
         """-log p(label) of each token, in nats."""
         return linear_cross_entropy(h, table, labels, ignore_index=None, reduction="none")
 
+    def merges(self, rng: jax.Array | None) -> bool:
+        """Whether `loss` with this rng is the weighted sum of lse - logit, merged over what `partial` gives of slices."""
+        return True
+
     def partial(
         self, table: Float[Array, "v D"], start: int | Int[Array, ""], h: Float[Array, "N D"], labels: Int[Array, " N"]
     ) -> tuple[Float[Array, " N"], Float[Array, " N"]]:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import Dense
-from hpnlp.nn.output.base import OutputLayer, without_silent
+from hpnlp.nn.output.base import OutputLayer
 from hpnlp.ops.search import exact_search
-from hpnlp.ops.softmax import logits
+from hpnlp.ops.softmax import logits, without_silent
 from hpnlp.ops.softmax.margin import hardest, margin_loss
 from hpnlp.ops.softmax.sampled import scores
 from hpnlp.ops.softmax.samplers import Uniform, sample

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hpnlp.nn.output.base import required_counts, without_silent
+from hpnlp.nn.output.base import required_counts
 from hpnlp.nn.output.full import FullOutput
 from hpnlp.nn.output.ranking import RankingOutput
-from hpnlp.ops.softmax import linear_cross_entropy
+from hpnlp.ops.softmax import linear_cross_entropy, without_silent
 from hpnlp.ops.softmax import sampled as ops
 from hpnlp.ops.softmax.samplers import LogUniform, Sampler, Samples, Uniform, sample, unigram
 from hpnlp.spec import lookup
@@ -67,6 +67,9 @@ class _Sampling(FullOutput):
     def _samples(self, labels: Int[Array, " N"], rng: jax.Array) -> Samples:
         sampler = lookup(SAMPLERS, self.sampler, "sampler")(self.vocab, self.counts, self.power)
         return sample(sampler, rng, self.samples, labels, per_token=self.per_token, unique=self.unique)
+
+    def merges(self, rng: jax.Array | None) -> bool:
+        return rng is None
 
     def each(
         self, h: Array, target: Float[Array, "N D"], noise: Array, samples: Samples, labels: Array, weights: Array
@@ -174,6 +177,9 @@ class NegativeSamplingOutput(RankingOutput, _Sampling):
     ) -> LossOut:
         """The weighted sum of its own loss, with the same samples every time where there is no rng."""
         return super().loss(table, h, labels, weights, jax.random.key(0) if rng is None else rng)
+
+    def merges(self, rng: jax.Array | None) -> bool:
+        return False
 
     def each(
         self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array, weights: Array

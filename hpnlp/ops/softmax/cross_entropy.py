@@ -82,8 +82,7 @@ def linear_cross_entropy(
     if ignore_index is not None:
         factors = jnp.where(labels == ignore_index, 0.0, factors)
     silent = factors == 0
-    h = jnp.where(silent[:, None], jnp.zeros((), h.dtype), h)
-    labels = jnp.where(silent, 0, labels.astype(jnp.int32))
+    h, labels = without_silent(h, labels.astype(jnp.int32), factors)
     factors = jnp.where((labels >= 0) & (labels < vocab), factors, jnp.nan)
 
     form = Form(
@@ -147,6 +146,14 @@ def partial_cross_entropy(
     others, target, total, _ = blocks.statistics(form, h, w_slice, bias, labels)
     own = (labels >= 0) & (labels < words)
     return jnp.logaddexp(others, jnp.where(own, target, -jnp.inf)), target, total
+
+
+def without_silent(
+    h: Float[Array, "N D"], labels: Int[Array, " N"], weights: Float[Array, " N"]
+) -> tuple[Float[Array, "N D"], Int[Array, " N"]]:
+    """Zeros and word 0 for tokens of weight 0, so that what stands there, NaN or no word, has no gradient."""
+    counts = weights != 0
+    return jnp.where(counts[:, None], h, jnp.zeros((), h.dtype)), jnp.where(counts, labels, 0)
 
 
 def _weight(factors: Array) -> Float[Array, ""]:
