@@ -173,8 +173,8 @@ def _giga(value: float | None) -> str:
     return "-" if value is None else f"{value / 1e9:,.1f}"
 
 
-def _decimals(value: float | None, decimals: int = 4) -> str:
-    return "-" if value is None else f"{value:.{decimals}f}"
+def _decimals(value: float | None, digits: str = ".4f") -> str:
+    return "-" if value is None else f"{value:{digits}}"
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
@@ -256,23 +256,23 @@ def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
     unscored = {name: why for name, report in reports.items() if (why := _why_unscored(report))}
     scored = {name: report for name, report in reports.items() if name not in unscored}
     if all(report["heldout_bits_per_byte"] is not None for report in scored.values()):
-        label, decimals = "held-out bits/byte", 4
+        label, digits = "held-out bits/byte", ".4f"
         scores = {name: report["heldout_bits_per_byte"] for name, report in scored.items()}
     else:
-        label, decimals = PERPLEXITY, 2
+        label, digits = PERPLEXITY, ".5g"
         texts = [report["heldout_digest"] for report in scored.values()]
         most = max(texts, key=texts.count)
         others = [name for name, report in scored.items() if report["heldout_digest"] != most]
         unscored |= dict.fromkeys(
             others, "scored on other tokens than the runs above, so that perplexities do not compare"
         )
-        scores = {name: math.exp(min(scored[name]["heldout_loss"], 700.0)) for name in scored if name not in others}
+        scores = {name: math.exp(min(scored[name]["heldout_loss"], 100.0)) for name in scored if name not in others}
     order = sorted(reports, key=lambda name: scores.get(name, math.inf))
     header = ["run", label, "tokens/s", "peak MiB", "training s", "parameters", "differs in"]
     rows = [
         [
             name,
-            _decimals(scores.get(name), decimals),
+            _decimals(scores.get(name), digits),
             f"{reports[name]['tokens_per_second']:,.0f}",
             f"{reports[name]['peak_memory_bytes'] / 2**20:,.0f}",
             f"{_training_seconds(reports[name]):.1f}",
