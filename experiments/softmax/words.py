@@ -8,6 +8,9 @@ The rarest words stay out of the vocabulary, so that there is an `<unk>` to lear
 none that the training text has. docs compares all layers; the others those that have probabilities and promise something,
 and the full one, last, because a step of it takes seconds. A checkpoint of whitespace has 1.2 GB.
 
+Layers that look up some rows of their table train these alone (`optimizer.rows`); over the larger vocabularies all but full
+train the embedding so, too.
+
 What is hoped for is test perplexity over that of full: sampled 1.02, nce 1.05, adaptive 1.02, class 1.05, hierarchical 1.15,
 binary_ecc(2048), which is a softmax and a code that corrects errors, 1.10. negative_sampling, margin and vmf have none.
 
@@ -39,6 +42,7 @@ LARGE = (
 LAYERS = (
     "full", *LARGE[:-1], "importance(1024)", "binary", "binary_ecc", "negative_sampling(64)", "margin", "vmf",
 )  # fmt: skip
+BY_ROWS = ("sampled", "importance", "nce", "negative_sampling", "margin", "hierarchical")
 TIMES = Path(__file__).parents[1] / "results" / "softmax_steps_{}-cpu.json"
 
 
@@ -69,17 +73,19 @@ def get_config(which: str = "docs") -> ConfigDict:
 def get_sweep(which: str = "docs") -> list[dict[str, Any]]:
     corpus = which.removesuffix("-time")
     steps = lookup(SIZES, corpus, "corpus")[2]
-    members = [member(layer) for layer in (LAYERS if corpus == "docs" else LARGE)]
+    members = [member(layer, corpus) for layer in (LAYERS if corpus == "docs" else LARGE)]
     if corpus == which:
         return members
     ratios = times_over_full(corpus)
     return [own | {"train.steps": round(steps / ratios[own["model.output"]])} for own in members]
 
 
-def member(layer: str) -> dict[str, Any]:
+def member(layer: str, corpus: str = "docs") -> dict[str, Any]:
     """The overrides that choose a layer."""
-    # vmf leaves its table as it is: the embedding's rows say something of the words, its own would not.
-    return {"model.output": layer} | ({"model.tied": True} if layer == "vmf" else {})
+    if layer == "vmf":  # leaves its table as it is: the embedding's rows say something of the words, its own would not
+        return {"model.output": layer, "model.tied": True}
+    rows = layer.partition("(")[0] in BY_ROWS if corpus == "docs" else layer != "full"
+    return {"model.output": layer, "optimizer.rows": rows}
 
 
 def times_over_full(corpus: str) -> dict[str, float]:
