@@ -150,6 +150,7 @@ TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "train_step": train_step,
     "attention": attention,
     "softmax": softmax,
+    "search": softmax,
     "decode": decode,
     "loop": loop,
     "parity": parity,
