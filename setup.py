@@ -29,6 +29,7 @@ REQUIRES = [
 EXTRAS = {
     "cuda": ["jax[cuda12]>=0.10.2"],
     "tpu": ["jax[tpu]>=0.10.2"],
+    "faiss": ["faiss-cpu>=1.15"],
     "hf": ["safetensors>=0.8", "tokenizers>=0.23"],
     "parquet": ["pyarrow>=26"],
     "tensorboard": ["tensorboardX>=2.6.5"],

@@ -154,7 +154,7 @@ TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "demo": demo,
     "train_step": train_step,
     "attention": attention,
-    **dict.fromkeys(("softmax", *TRAINING_STEPS), softmax),
+    **dict.fromkeys(("softmax", "search", *TRAINING_STEPS), softmax),
     "decode": decode,
     "loop": loop,
     "parity": parity,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.manual import vary_alike
-from hpnlp.ops.search.exact import LOWEST, check_bias, check_search, exact_search, product, top_k
+from hpnlp.ops.search.exact import LOWEST, SCORES, best_of, check_bias, check_search, exact_search, product
 from hpnlp.types import InputError
 
 # Of how many rows a cell k-means takes its sample, and how many rows look for a cell at a time.
@@ -27,17 +27,23 @@ ROWS = 4096
 # The largest cell over the mean one; rows beyond it go to the next nearest cell. How often they look for one with room.
 SLACK = 4
 ROUNDS = 32
-# Cells are read through windows of the capacity over 1, 2, 4, ...: small ones need not be read as if they were full.
-WINDOWS = 5
+# Cells are read through windows of the capacity over powers of sqrt(2): small ones need not be read as if they were full.
+WINDOWS = 9
+# Neighbours in a cell of which only the largest score is kept at first: the best are made again.
+FOLD = 8
+# The least and most queries that read a cell together, and how many numbers are gathered at a time to make scores again.
+LANES = 4, 64
+GATHERED = 1 << 18
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IvfIndex:
-    """A table in cells. Memory: the table once more and `capacity` rows, C (D + 3) + V numbers.
+    """A table in cells. Memory: the table once more and a window of rows, C (D + 3) + V numbers.
 
-    rows: the table's rows, cell after cell, and `capacity` rows of nothing. bias: theirs, or None. ids: the words of the rows.
-    starts: the first row of each cell, and V. means: of the rows of each cell. mean_bias: likewise, -inf where a cell is empty.
+    rows: the table's rows, cell after cell, and as many rows of nothing as the widest window has. bias: theirs, or None.
+    ids: the words of the rows. starts: the first row of each cell, and V.
+    means: of the rows of each cell. mean_bias: likewise, -inf where a cell is empty.
     spread: how far the best of a cell's rows is expected over their mean, for a query of length 1.
     spilled: how many rows are not in the cell of their nearest centroid, because it was full.
     capacity: what no cell has more rows than.
@@ -107,7 +113,8 @@ def build_ivf(
     sigma = np.sqrt(apart / np.maximum(counts, 1) / x.shape[1])
     spread = sigma * np.sqrt(2 * np.log(np.maximum(counts, 1)))
     mean_bias = np.zeros(cells, np.float32) if bias is None else means[:, dim]
-    padded = lambda a: np.concatenate([a[order], np.zeros((size, *a.shape[1:]), a.dtype)])  # noqa: E731
+    beyond = _windows(size)[-1]
+    padded = lambda a: np.concatenate([a[order], np.zeros((beyond, *a.shape[1:]), a.dtype)])  # noqa: E731
     return IvfIndex(
         rows=jnp.asarray(padded(table)),
         bias=None if bias is None else jnp.asarray(padded(x[:, dim])),
@@ -129,8 +136,10 @@ def ivf_search(
     The scores are exact; rows of other cells are not found. Where these cells have fewer than k rows, the rest has score
     -inf and id -1. With all cells probed this is exact search, up to the order of equal scores. No gradient passes.
     Raises InputError unless q is [Q, D], 1 <= k <= V and 1 <= probes <= cells.
-    Cost: per query 2 (C + rows of the cells) D operations, and these rows once through memory, in windows of at most twice a
-    cell's size where it is not small; memory O(Q (k + probes)), a window, and the scores of some four million means.
+    Cost: per query 2 (C + rows of the cells) D operations, and 2 k 8 D to make the best scores again; the rows of a cell once
+    through memory for up to 64 of the queries that probe it, in windows of at most 1.5 times its size where it is not small;
+    memory O(Q (k + probes)), the scores of some four million means, and some four million maxima and room for as many.
+    Source: Johnson et al. 2017, "Billion-scale similarity search with GPUs", sec. 5 (many queries).
     """
     check_search(q, index.shape, k)
     cells = index.means.shape[0]
@@ -141,42 +150,94 @@ def ivf_search(
     length = jnp.sqrt((wide**2).sum(axis=1, keepdims=True) + (0.0 if index.bias is None else 1.0))
     means = jnp.concatenate([index.means, index.spread[:, None]], axis=1)
     _, near = exact_search(jnp.concatenate([wide, length], axis=1), means, probes, bias=index.mean_bias)
-    windows = sorted({-(-index.capacity >> i) for i in range(WINDOWS)})
-    none = jnp.full(k, -jnp.inf, jnp.float32), jnp.full(k, -1, jnp.int32)
-    place = jnp.arange(index.capacity, dtype=jnp.int32)
 
-    start, size = index.starts[near], index.starts[near + 1] - index.starts[near]
+    count = q.shape[0]
+    size = max(min(SCORES // (probes * -(-index.capacity // FOLD)), count), 1)
+    whole = count // size * size
+    parts = jax.tree.map(lambda x: x[:whole].reshape(-1, size, x.shape[1]), (q, near))
+    found = lax.map(lambda x: _search(index, x[0], x[1], k), parts)
+    found = jax.tree.map(lambda x: x.reshape(-1, k), found)
+    if whole < count:
+        rest = _search(index, q[whole:], near[whole:], k)
+        found = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), found, rest)
+    return found
+
+
+def _search(index: IvfIndex, q: Float[Array, "B D"], near: Int[Array, "B p"], k: int) -> tuple[Array, Array]:
+    """The k best rows of the cells `near` each query: first the FOLD neighbours with the best maxima, then of these."""
+    windows = _windows(index.capacity)
+    best = _maxima(index, q, near, windows).reshape(q.shape[0], -1)
+    folds = windows[-1] // FOLD
+    best, at = best_of(best, min(k, best.shape[1]))
+    cell = jnp.take_along_axis(near, at // folds, axis=1)
+    row = (index.starts[cell] + at % folds * FOLD)[:, :, None] + jnp.arange(FOLD, dtype=jnp.int32)[None, None]
+    there = (row < index.starts[cell + 1][:, :, None]) & ~jnp.isneginf(best)[:, :, None]
+    row = jnp.where(there, row, -1).reshape(q.shape[0], -1)
+
+    def again(x: tuple[Array, Array]) -> Float[Array, " n"]:
+        at = jnp.maximum(x[1], 0)
+        s = product(x[0][None], index.rows.at[at].get(mode="promise_in_bounds"))[0]
+        return s if index.bias is None else s + index.bias[at]
+
+    s = lax.map(again, (q, row), batch_size=max(GATHERED // (row.shape[1] * q.shape[1]), 1))
+    s, at = best_of(jnp.where(row < 0, -jnp.inf, jnp.maximum(s, LOWEST)), k)
+    row = jnp.take_along_axis(row, at, axis=1)
+    ids = jnp.where(jnp.isneginf(s), -1, index.ids[jnp.maximum(row, 0)])
+    return jnp.where(s == LOWEST, -jnp.inf, s), ids
+
+
+def _windows(capacity: int) -> list[int]:
+    """Multiples of FOLD, the last of at least `capacity` rows."""
+    return sorted({math.ceil(capacity / 2 ** (i / 2) / FOLD) * FOLD for i in range(WINDOWS)})
+
+
+def _maxima(
+    index: IvfIndex, q: Float[Array, "B D"], near: Int[Array, "B p"], windows: list[int]
+) -> Float[Array, "B p folds"]:
+    """The best score of each FOLD neighbours in the cells `near` each query; -inf where a cell has no row.
+
+    Pairs of a query and a cell are sorted by cell, and taken up to `lanes` of one cell at a time: a product each.
+    """
+    (count, probes), cells, folds = near.shape, index.means.shape[0], windows[-1] // FOLD
+    pairs = count * probes
+    lanes = min(max(1 << (pairs // cells).bit_length(), LANES[0]), LANES[1])
+    cell, pair = lax.sort((near.reshape(-1), jnp.arange(pairs, dtype=jnp.int32)), num_keys=1)
+    first = jnp.searchsorted(cell, jnp.arange(cells + 1, dtype=jnp.int32)).astype(jnp.int32)
+    blocks = -(-jnp.diff(first) // lanes)
+    ends = jnp.cumsum(blocks, dtype=jnp.int32)
+    bound = pairs // lanes + min(cells, pairs)  # of the blocks of all cells
+    block = jnp.arange(bound, dtype=jnp.int32)
+    owner = jnp.minimum(jnp.searchsorted(ends, block, side="right"), cells - 1).astype(jnp.int32)
+    begin = first[owner] + (block - ends[owner] + blocks[owner]) * lanes
+    start, size = index.starts[owner], index.starts[owner + 1] - index.starts[owner]
     window = jnp.searchsorted(jnp.asarray(windows, jnp.int32), size).astype(jnp.int32)
+    queries = jnp.pad(pair // probes, (0, lanes))
+    readers = [functools.partial(_read, index, rows, folds) for rows in windows]
 
-    def one(x: tuple[Array, Any]) -> tuple[Array, Array]:
-        query, near = x
-        readers = [functools.partial(_read, index, window, query) for window in windows]
+    def add(i: Array, best: Float[Array, "P folds"]) -> Float[Array, "P folds"]:
+        # Lanes behind the last pair of a cell are the next cell's, and nobody asks for what they find.
+        some = q.at[lax.dynamic_slice_in_dim(queries, begin[i], lanes)].get(mode="promise_in_bounds")
+        found = lax.switch(window[i], readers, some, start[i], size[i])
+        return lax.dynamic_update_slice_in_dim(best, found, i * lanes, axis=0)
 
-        def add(best: tuple[Array, Array], cell: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
-            start, size, window = cell
-            s = lax.switch(window, readers, start)
-            s = jnp.where(place < size, jnp.maximum(s, LOWEST), -jnp.inf)
-
-            def merge(best: tuple[Array, Array]) -> tuple[Array, Array]:
-                found, at = top_k(jnp.concatenate([best[0], s])[None], k)
-                return found[0], jnp.concatenate([best[1], start + place])[at[0]]
-
-            # Near cells come first, so most others have nothing to add.
-            return lax.cond(s.max() > best[0][-1], merge, lambda best: best, best), None
-
-        scores, rows, *_ = vary_alike(*none, query, *jax.tree.leaves(index))
-        return lax.scan(add, (scores, rows), near)[0]
-
-    scores, rows = lax.map(one, (q, (start, size, window)))
-    return jnp.where(scores == LOWEST, -jnp.inf, scores), jnp.where(rows < 0, -1, index.ids[jnp.maximum(rows, 0)])
+    empty = jnp.full((bound * lanes, folds), -jnp.inf, jnp.float32)
+    best, *_ = vary_alike(empty, *jax.tree.leaves((index, q, near)))
+    best = lax.fori_loop(0, ends[-1], add, best)
+    place = (ends[cell] - blocks[cell]) * lanes + jnp.arange(pairs, dtype=jnp.int32) - first[cell]
+    return best[jnp.zeros_like(place).at[pair].set(place, unique_indices=True)].reshape(count, probes, folds)
 
 
-def _read(index: IvfIndex, window: int, query: Float[Array, " D"], start: Array) -> Float[Array, " capacity"]:
-    """Scores of the rows from `start` on, as many as the window has."""
+def _read(
+    index: IvfIndex, window: int, folds: int, q: Float[Array, "g D"], start: Array, size: Array
+) -> Float[Array, "g folds"]:
+    """The maxima of the rows from `start` on, of which `size` count and the window has no fewer."""
     part = lambda x: lax.dynamic_slice_in_dim(x, start, window)  # noqa: E731
-    s = product(query[None], part(index.rows))[0]
-    s = s if index.bias is None else s + part(index.bias)
-    return jnp.pad(s, (0, index.capacity - window))
+    s = product(part(index.rows), q)
+    s = s if index.bias is None else s + part(index.bias)[:, None]
+    there = jnp.arange(window, dtype=jnp.int32) < size
+    s = jnp.where(there[:, None], jnp.maximum(s, LOWEST), -jnp.inf)
+    s = s.reshape(-1, FOLD, q.shape[0]).max(axis=1).T
+    return jnp.pad(s, ((0, 0), (0, folds - window // FOLD)), constant_values=-jnp.inf)
 
 
 def _centroids(x: np.ndarray, cells: int, seed: int, iterations: int) -> np.ndarray:

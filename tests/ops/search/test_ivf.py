@@ -181,7 +181,7 @@ def test_memory_does_not_grow_with_the_table():
         given = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
         return jax.jit(run, compiler_options=ONCE).lower(*given).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporary(1 << 20) == temporary(1 << 12) < 100_000
+    assert temporary(1 << 20) == temporary(1 << 12) < 1_000_000
 
 
 @pytest.mark.parametrize(
