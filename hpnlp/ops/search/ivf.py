@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.manual import vary_alike
-from hpnlp.ops.search.exact import LOWEST, SCORES, best_of, check_bias, check_search, exact_search, product
+from hpnlp.ops.search.exact import LOWEST, best_of, check_bias, check_search, exact_search, product
 from hpnlp.types import InputError
 
 # Of how many rows a cell k-means takes its sample, and how many rows look for a cell at a time.
@@ -29,8 +29,9 @@ SLACK = 4
 ROUNDS = 32
 # Cells are read through windows of the capacity over powers of sqrt(2): small ones need not be read as if they were full.
 WINDOWS = 9
-# Neighbours in a cell of which only the largest score is kept at first: the best are made again.
+# Neighbours in a cell of which only the largest score is kept at first: the best are made again. How many are kept at a time.
 FOLD = 8
+MAXIMA = 1 << 21
 # The least and most queries that read a cell together, and how many numbers are gathered at a time to make scores again.
 LANES = 4, 64
 GATHERED = 1 << 18
@@ -138,7 +139,7 @@ def ivf_search(
     Raises InputError unless q is [Q, D], 1 <= k <= V and 1 <= probes <= cells.
     Cost: per query 2 (C + rows of the cells) D operations, and 2 k 8 D to make the best scores again; the rows of a cell once
     through memory for up to 64 of the queries that probe it, in windows of at most 1.5 times its size where it is not small;
-    memory O(Q (k + probes)), the scores of some four million means, and some four million maxima and room for as many.
+    memory O(Q (k + probes)), the scores of some four million means, and some two million maxima with room for as many.
     Source: Johnson et al. 2017, "Billion-scale similarity search with GPUs", sec. 5 (many queries).
     """
     check_search(q, index.shape, k)
@@ -152,7 +153,7 @@ def ivf_search(
     _, near = exact_search(jnp.concatenate([wide, length], axis=1), means, probes, bias=index.mean_bias)
 
     count = q.shape[0]
-    size = max(min(SCORES // (probes * -(-index.capacity // FOLD)), count), 1)
+    size = max(min(MAXIMA // (probes * -(-index.capacity // FOLD)), count), 1)
     whole = count // size * size
     parts = jax.tree.map(lambda x: x[:whole].reshape(-1, size, x.shape[1]), (q, near))
     found = lax.map(lambda x: _search(index, x[0], x[1], k), parts)

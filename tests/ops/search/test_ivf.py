@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.ops.search import ivf
 from hpnlp.ops.search.exact import recall
 from hpnlp.ops.search.ivf import build_ivf, ivf_search
 from hpnlp.types import InputError
@@ -81,6 +82,18 @@ def test_equal_rows_fill_all_cells():
     index = build_ivf(w, cells=100, iterations=1, capacity=3)
     np.testing.assert_array_equal(np.diff(index.starts), 3)
     np.testing.assert_array_equal(np.sort(index.ids), np.arange(300))
+
+
+def test_queries_in_several_parts_find_what_they_find_in_one(monkeypatch):
+    """Three parts of 4 queries and a rest of 1, cells that many of them probe, more than one product reads together."""
+    q, w, bias = clustered(331, 13)
+    index = build_ivf(w, cells=7, iterations=2, capacity=64, bias=bias)
+    run = lambda: once(lambda index, q: ivf_search(index, q, 5, probes=4), index, q)  # noqa: E731
+    whole = run()
+    monkeypatch.setattr(ivf, "MAXIMA", 4 * 4 * 8)
+    monkeypatch.setattr(ivf, "LANES", (2, 2))
+    for a, b in zip(run(), whole, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 def test_few_cells_find_most():
