@@ -60,6 +60,10 @@ class Run:
         self.state, metrics = self.trainer.step(self.state, put, KEY)
         return {name: float(value) for name, value in metrics.items()}
 
+    def heldout(self, batch):
+        put = {name: jax.device_put(rows, self.trainer.batch_sharding) for name, rows in batch.items()}
+        return float(self.trainer.evaluate(self.state.params, put)[0])
+
     def gradients(self):
         """Of the first step, as clipped, from Adam's first moment."""
         return jax.device_get(
@@ -110,7 +114,7 @@ def test_layouts_agree_with_one_device(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output", ["sampled(16)", "adaptive((100,110),2)", "class", "hierarchical"])
+@pytest.mark.parametrize("output", ["sampled(16)", "nce(16)", "adaptive((100,110),2)", "class", "hierarchical"])
 def test_layouts_agree_with_one_device_about_each_output_layer(output):
     """The rng's samples too are the same, wherever tokens and rows are."""
     model = dataclasses.replace(MODEL, output=output, tied=False)
@@ -121,6 +125,7 @@ def test_layouts_agree_with_one_device_about_each_output_layer(output):
         if seed == 0:
             assert_leaves_close(many.gradients(), one.gradients(), 1e-5)
             assert all(np.any(leaf) for leaf in jax.tree.leaves(one.gradients()))
+    assert many.heldout(batch_of(3)) == pytest.approx(one.heldout(batch_of(3)), rel=1e-5)
 
 
 @pytest.mark.parametrize(("layout", "share"), [("data 8", 1.0), ("fsdp 8", 1 / 7), ("fsdp 4 x tensor 2", 1 / 7)])

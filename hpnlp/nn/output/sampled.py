@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from hpnlp.nn.layers import param
 from hpnlp.nn.output.base import required_counts
 from hpnlp.nn.output.full import FullOutput
 from hpnlp.nn.output.ranking import RankingOutput
@@ -127,8 +128,9 @@ class NCEOutput(_Sampling):
     """Noise-contrastive estimation: see `ops.softmax.sampled.noise_contrastive`. Reports an estimate of log Z: the mean
     and the mean square.
 
-    Log-probabilities are scores less log V, so that a model that knows nothing begins with Z near 1. partition: "fixed" leaves
-    Z at 1, "learned" learns what is subtracted.
+    Log-probabilities are scores with a bias for each word that begins at the log of its share of the text, where counts say it,
+    and else at -log V: a model that knows nothing begins with Z near 1. partition: "fixed" leaves Z at 1, "learned" learns
+    a number to be subtracted from all scores.
     """
 
     partition: str = "fixed"
@@ -136,17 +138,25 @@ class NCEOutput(_Sampling):
     def setup(self) -> None:
         if self.partition not in ("fixed", "learned"):
             raise InputError(f"partition={self.partition!r}: expected 'fixed' or 'learned'")
-        start = np.float32(np.log(max(self.vocab, 1)))
-        if self.partition == "learned":
-            self.log_z = self.param("log_z", nn.initializers.constant(start), (), jnp.float32)
-        else:
-            self.log_z = start
+        self.word_bias = param(self, "bias", self._first_bias, (self.vocab,), ("vocab",))
+        self.log_z = self.param("log_z", nn.initializers.zeros, (), jnp.float32) if self.partition == "learned" else 0.0
+
+    def _first_bias(self, rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> Float[Array, " V"]:
+        counts = np.ones(shape) if self.counts is None else np.maximum(self.counts, 1)
+        return jnp.asarray(np.log(counts / counts.sum()), dtype)
+
+    @property
+    def bias(self) -> Float[Array, " V"]:
+        return self.word_bias
 
     def each(
         self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array, weights: Array
     ) -> tuple[Array, dict[str, Array]]:
         self._with_repetition()
-        target, noise = (scores - self.log_z for scores in ops.scores(h, target, noise))
+        target, noise = ops.scores(h, target, noise)
+        target = target + self.bias[labels] - self.log_z
+        own = self.bias[samples.ids]
+        noise = noise + (own if own.ndim == 2 else own[None]) - self.log_z
         # What importance sampling makes of the same scores; for all words, see `log_partition`.
         estimate = jax.lax.stop_gradient(ops.importance_sampling(jnp.zeros_like(target), noise, samples)[0])
         return ops.noise_contrastive(target, noise, samples), {"log_z": estimate, "log_z_square": estimate**2}
@@ -154,7 +164,7 @@ class NCEOutput(_Sampling):
     def log_partition(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, " N"]:
         """log Z of each token over all words: 0 where the scores are log-probabilities by themselves."""
         labels = jnp.zeros(h.shape[0], jnp.int32)
-        return linear_cross_entropy(h, table, labels, return_stats=True)[1] - self.log_z
+        return linear_cross_entropy(h, table, labels, bias=self.bias, return_stats=True)[1] - self.log_z
 
 
 class NegativeSamplingOutput(RankingOutput, _Sampling):
