@@ -36,8 +36,8 @@ from hpnlp.types import InputError
 # corpus -> (ids of the tokenizer, share of the files that is held out, steps)
 SIZES = {"docs": (12_000, 0.05, 1000), "code": (110_000, 0.02, 400), "whitespace": (400_000, 0.02, 300)}
 LARGE = (
-    "sampled(1024)", "nce(1024)", "adaptive", "class(by=mass)", "hierarchical", "binary_hybrid(2048)", "binary_ecc(2048)",
-    "full",
+    "sampled(1024)", "nce(1024,unigram)", "adaptive(div_value=2)", "class(by=mass)", "hierarchical", "binary_hybrid(2048)",
+    "binary_ecc(2048)", "full",
 )  # fmt: skip
 LAYERS = (
     "full", *LARGE[:-1], "importance(1024)", "binary", "binary_ecc", "negative_sampling(64)", "margin", "vmf",
