@@ -148,13 +148,14 @@ def gpu_step(rows: Rows) -> list[tuple[str, str]]:
 
 # One file a corpus, as each takes its time to measure.
 TRAINING_STEPS = ("softmax_steps_docs", "softmax_steps_code", "softmax_steps_whitespace")
+QUALITIES = ("softmax_quality_docs", "softmax_quality_docs_time", "softmax_quality_code", "softmax_quality_whitespace")
 
 # result file (before the device) -> its lines of the table: (what was measured, the figure)
 TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "demo": demo,
     "train_step": train_step,
     "attention": attention,
-    **dict.fromkeys(("softmax", "search", *TRAINING_STEPS), softmax),
+    **dict.fromkeys(("softmax", "search", *TRAINING_STEPS, *QUALITIES), softmax),
     "decode": decode,
     "loop": loop,
     "parity": parity,
