@@ -26,7 +26,6 @@ COMPARED = (
     "heldout_bits_per_byte",
     "heldout_loss",
     "heldout_bytes",
-    "heldout_digest",
     "tokens_per_second",
     "peak_memory_bytes",
     "seconds",
@@ -260,9 +259,9 @@ def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
         scores = {name: report["heldout_bits_per_byte"] for name, report in scored.items()}
     else:
         label, digits = PERPLEXITY, ".5g"
-        texts = [report["heldout_digest"] for report in scored.values()]
+        texts = [report.get("heldout_digest") for report in scored.values()]
         most = max(texts, key=texts.count)
-        others = [name for name, report in scored.items() if report["heldout_digest"] != most]
+        others = [name for name, report in scored.items() if report.get("heldout_digest") != most]
         unscored |= dict.fromkeys(
             others, "scored on other tokens than the runs above, so that perplexities do not compare"
         )
@@ -298,7 +297,11 @@ def _why_unscored(report: Mapping[str, Any]) -> str:
     if report["heldout_loss"] is None:
         return "its held-out loss is not finite"
     output = report["config"]["model.output"]
-    if not is_normalized(output):
+    try:
+        normalized = is_normalized(output)
+    except InputError as error:
+        return str(error)
+    if not normalized:
         return f"{output} gives no probabilities, and its loss is of a kind of its own"
     return ""
 

@@ -60,6 +60,8 @@ def plot_softmax(rows: Rows, path: Path) -> None:
     for row in rows:
         if step := re.fullmatch(r"(?:training )?step of (.*), V ([\d,]+)", row["what"]):
             found.setdefault(step[2], {})[step[1]] = row["ratios"]["time over full"]
+    if not found:
+        raise SystemExit(f"{path.stem} has no step of an output layer to draw: measure them too")
     names = list(dict.fromkeys(name for ratios in found.values() for name in ratios))
     height = 0.76 / len(found)
     for offset, (size, ratios) in enumerate(found.items()):

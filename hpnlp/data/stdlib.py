@@ -68,7 +68,7 @@ def write_corpus(name: str, cache: str = "") -> WordCorpus:
     key = store.key_of([_FORMAT, name, platform.python_version(), stamps])
     write = lambda directory: _write(name, source.files, directory)  # noqa: E731
     directory, record = store.cached(store.cache_root(cache), f"words-{name}-{key}", write)
-    return WordCorpus(os.path.join(glob.escape(directory), "*.txt"), **record)
+    return WordCorpus(os.path.join(glob.escape(directory).replace(",", "?"), "*.txt"), **record)
 
 
 def _write(name: str, files: tuple[text.File, ...], directory: str) -> dict[str, Any]:

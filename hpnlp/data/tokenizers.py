@@ -84,9 +84,10 @@ class WordTokenizer:
                 "special tokens"
             )
         known = (*self.SPECIAL, *self._words)
-        self._ids = {word: i for i, word in enumerate(known)}
-        if len(self._ids) != len(known):
+        if len(set(known)) != len(known):
             raise InputError("the words of a tokenizer must differ from each other")
+        # A text that writes `<eos>` means the characters: special ids are never of text.
+        self._ids = {word: i for i, word in enumerate(known) if i >= len(self.SPECIAL)}
         self._spoken = [b"", b"<unk>", b"", b"", *(word.encode("utf-8", "surrogateescape") for word in self._words)]
         self._is_word = [False, True, False, False, *(spaced.match(word) is not None for word in self._words)]
         self.vocab_size: int = len(known)
@@ -104,9 +105,9 @@ class WordTokenizer:
         for text in texts:
             counts.update(split(text))
             documents += 1
-        ranked = sorted(counts, key=lambda word: (-counts[word], word))
+        ranked = sorted(counts.keys() - set(cls.SPECIAL), key=lambda word: (-counts[word], word))
         kept = ranked[: cap - len(cls.SPECIAL)]
-        unknown = sum(counts[word] for word in ranked[len(kept) :])
+        unknown = counts.total() - sum(counts[word] for word in kept)
         return cls(kept, (0, unknown, documents, documents, *(counts[word] for word in kept)), by)
 
     def _split(self, text: bytes) -> list[str]:

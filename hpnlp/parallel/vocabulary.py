@@ -36,7 +36,8 @@ def loss(
 
     layer: an output layer. `merges(rng)` says whether its loss with this rng is the weighted sum of lse - logit, merged over
       what `partial(rows, first word, h, labels)` gives of slices of the table: the lse of these words, and the label's logit,
-      0 where the label is another. Such a loss reads no parameters of the layer's own.
+      0 where the label is another. What it reads of the layer's own parameters, a number a word
+      at most, all devices are given whole.
     Raises InputError where V, D or N does not divide over the mesh; for V and D, checking the plan has told before.
     Cost, with the gradients: on each device that of `layer.loss` of its tokens where it has all words, else that of
       `layer.partial`; and, until the sums are made, a float32 gradient of its words with all features.
@@ -55,17 +56,6 @@ def loss(
         return jax.tree.map(lambda x: lax.psum(x, tokens), out)
 
     return _on_each(mesh, own, PartitionSpec(), table, h, labels, weights)
-
-
-def nll(mesh: Mesh, layer: Any, table: Any, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
-    """`layer.nll`, made as `loss` is; each device is left with its own tokens'."""
-    if not layer.merges(None):
-        return layer.nll(table, h, labels)
-
-    def own(table: Array, h: Array, labels: Array) -> Array:
-        return _merged(mesh, layer, table, h, labels) if _axes(mesh, "vocab") else layer.nll(table, h, labels)
-
-    return _on_each(mesh, own, PartitionSpec(_axes(mesh, "batch")), table, h, labels)
 
 
 def _axes(mesh: Mesh, name: str) -> tuple[str, ...]:

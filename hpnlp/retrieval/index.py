@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,7 @@ class Index:
             raise InputError(f"an index of kind {str(self.kind)!r} has no probes: it reads every vector")
         other = copy.copy(self)
         other.kind = dataclasses.replace(self.kind, probes=probes)
-        if self.kind.on_devices:
-            self._try(other.kind, self._state, self._dim)
+        other.kind.check(self._shapes(self._state), self._dim)
         return other
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -126,10 +126,10 @@ class Index:
         }
         plain: Any = {name: x.view(np.uint16) if x.dtype == "bfloat16" else x for name, x in arrays.items()}
         path = Path(path)
-        part = path.with_name(path.name + ".part")
+        part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")  # no other process's, and no file of the user's
         try:
             try:
-                with open(part, "wb") as file:
+                with open(part, "xb") as file:
                     np.savez(file, record=np.frombuffer(json.dumps(record).encode(), np.uint8), **plain)
                     file.flush()
                     os.fsync(file.fileno())
@@ -138,7 +138,8 @@ class Index:
                 part.unlink(missing_ok=True)
         except OSError as error:
             raise InputError(
-                f"cannot write the index {str(path)!r} ({error.strerror or error}): free some space, or choose another path"
+                f"cannot write the index {str(path)!r} ({error.strerror or error}): name a file in a directory that exists "
+                "and has space"
             ) from error
 
     @classmethod
@@ -161,17 +162,15 @@ class Index:
         parts = np.array_split(vectors, self._parts)
         states = [self.kind.build(part) for part in parts]
         state = states[0] if self._parts == 1 else jax.tree.map(_stacked, *states)
-        if self.kind.on_devices:
-            self._try(self.kind, state, vectors.shape[1])
-            state = self._placed(state)
+        self.kind.check(self._shapes(state), vectors.shape[1])
+        state = self._placed(state) if self.kind.on_devices else state
         self._state, self._sizes = state, tuple(len(part) for part in parts)
         self._dim, self._dtype = vectors.shape[1], str(vectors.dtype)
 
-    def _try(self, kind: Kind, state: Any, dim: int) -> None:
-        """Raises what a search would on settings that only a search looks at, without one."""
+    def _shapes(self, state: Any) -> Any:
+        """The shapes of one part of a state; of a kind that is not on devices, the state."""
         part = lambda x: jax.ShapeDtypeStruct(x.shape[self._parts > 1 :], x.dtype)  # noqa: E731
-        one = jax.ShapeDtypeStruct((1, dim), jnp.float32)
-        jax.eval_shape(functools.partial(kind.search, k=1), jax.tree.map(part, state), one)
+        return jax.tree.map(part, state) if self.kind.on_devices else state
 
     def _placed(self, state: Any) -> Any:
         if self.mesh is None or self._parts == 1:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -30,8 +32,13 @@ class Kind:
         types = {"int": int, "int | None": int | None, "str": str}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, types[str(field.type)]):
+            if not isinstance(value, types[str(field.type)]) or isinstance(value, bool):
                 raise InputError(f"index {type(self).__name__.lower()}: {field.name}={value!r}: expected {field.type}")
+
+        if getattr(self, "seed", 0) < 0:
+            raise InputError(
+                f"index {type(self).__name__.lower()}: seed={getattr(self, 'seed', 0)}: expected at least 0"
+            )
 
     def __str__(self) -> str:
         """The spec string that stands for it."""
@@ -45,6 +52,10 @@ class Kind:
     def search(self, state: Any, q: Any, k: int) -> tuple[Array, Array]:
         """(scores, ids) as `Index.search` gives them."""
         raise NotImplementedError
+
+    def check(self, state: Any, dim: int) -> None:
+        """Raises what a search of `state` would on settings that only a search looks at, without one."""
+        jax.eval_shape(functools.partial(self.search, k=1), state, jax.ShapeDtypeStruct((1, dim), jnp.float32))
 
     def vectors(self, state: Any, count: int) -> np.ndarray:
         """The `count` vectors of a state, in the order of their ids."""
@@ -150,17 +161,22 @@ class Faiss(Kind):
         return state
 
     def _set_probes(self, state: Any) -> None:
-        if self.probes is None:
-            return
+        """Before every search, because indexes that differ in their probes share a state."""
         try:
             cells = _faiss().extract_index_ivf(state)
         except RuntimeError as error:
+            if self.probes is None:
+                return
             raise InputError(
                 f"probes={self.probes}: faiss's {self.factory!r} has no cells; leave probes out"
             ) from error
-        if not 1 <= self.probes <= cells.nlist:
-            raise InputError(f"probes is {self.probes}: expected 1 to {cells.nlist}, the cells of the index")
-        cells.nprobe = self.probes
+        probes = 1 if self.probes is None else self.probes  # faiss's own
+        if not 1 <= probes <= cells.nlist:
+            raise InputError(f"probes is {probes}: expected 1 to {cells.nlist}, the cells of the index")
+        cells.nprobe = probes
+
+    def check(self, state: Any, dim: int) -> None:
+        self._set_probes(state)
 
     def search(self, state: Any, q: np.ndarray, k: int) -> tuple[Array, Array]:
         self._set_probes(state)

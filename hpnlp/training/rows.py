@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hpnlp.types import Rows
 
@@ -32,18 +33,25 @@ def owner(path: Any, shape: tuple[int, ...], shapes: Mapping[Path, tuple[int, ..
 
 
 def distinct(ids: jax.Array, size: int) -> jax.Array:
-    """The ids in [0, size) once each, rising, int32 [min(R, size)]; places left over hold `size`, which is no row."""
+    """The ids once each, rising, int32 [min(R, size)]; one out of range counts as the nearest in it, and is not found.
+
+    Places left over hold the largest int32, which is no row of any table.
+    """
     inside = jnp.clip(ids.astype(jnp.int32), 0, size - 1)
-    return jnp.unique(inside, size=min(ids.size, size), fill_value=size)
+    return jnp.unique(inside, size=min(ids.size, size), fill_value=np.iinfo(np.int32).max)
 
 
 def gather(state: Any, ids: Mapping[Path, jax.Array], shapes: Mapping[Path, tuple[int, ...]]) -> Any:
     """The state with the rows `ids`, as `distinct` gives them, in place of each table and each statistic of it."""
+    if not ids:
+        return state
     return _at_tables(lambda table, rows: table.at[rows].get(**_KNOWN, fill_value=0), ids, shapes, state)
 
 
 def scatter(state: Any, rows: Any, ids: Mapping[Path, jax.Array], shapes: Mapping[Path, tuple[int, ...]]) -> Any:
     """The state with what `gather` took out of it put back, as it is now in `rows`, and all else as in `rows`."""
+    if not ids:
+        return rows
     put = lambda table, at, new: table.at[at].set(new, **_KNOWN)  # noqa: E731
     return _at_tables(put, ids, shapes, state, rows, otherwise=lambda old, new: new)
 
@@ -69,4 +77,4 @@ def _at_tables(
         table = owner(path, leaf.shape, shapes)
         return function(leaf, ids[table], *rest) if table and table in ids else otherwise(leaf, *rest)
 
-    return jax.tree_util.tree_map_with_path(one, tree, *others) if ids else otherwise(tree, *others)
+    return jax.tree_util.tree_map_with_path(one, tree, *others)

@@ -119,6 +119,16 @@ def test_words_by_whitespace_are_what_python_splits(text):
     assert tokenizer.decode(tokenizer.encode(text.encode())).decode() == " ".join(text.split())
 
 
+def test_special_ids_are_never_of_text():
+    """As in corpora whose authors wrote <unk> for what they left out."""
+    text = b"the <unk> sat on <unk> <eos> mat"
+    tokenizer = build("words(20, by=whitespace)", [text])
+    ids = tokenizer.encode(text)
+    assert [ids[i] == tokenizer.unk_id for i in range(7)] == [False, True, False, False, True, True, False]
+    assert tokenizer.counts[tokenizer.unk_id] == 3 and tokenizer.vocab_size == 8
+    assert build("words(20, by=whitespace)", [b"the cat"]).encode(b"<eos> <pad> cat").tolist()[:2] == [1, 1]
+
+
 def test_words_by_whitespace():
     tokenizer = build("words(6, by=whitespace)", [b"x=f(a) b\n\t x=f(a) c b x=f(a)"])
     assert tokenizer.vocab_size == 6 and tokenizer.counts == (0, 1, 1, 1, 3, 2)

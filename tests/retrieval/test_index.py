@@ -127,9 +127,20 @@ def test_probing_more_finds_more_and_leaves_the_index_as_it_was(kind, data, tmp_
     same(Index.load(tmp_path / "index"), more, q)
     np.testing.assert_array_equal(index.search(q, 10)[1], before[1])
     with pytest.raises(InputError, match="probes is 99"):
-        index.probing(99).search(q, 1)
+        index.probing(99)
     with pytest.raises(InputError, match="has no probes"):
         Index().build(w).probing(2)
+
+
+def test_probing_faiss_leaves_the_index_as_it_was(data):
+    pytest.importorskip("faiss")
+    q, w = data
+    index = Index('faiss("IVF16,Flat")').build(w)
+    before = index.search(q, 5)[1]
+    assert recall(index.probing(16).search(q, 5)[1], by_sorting(q, w, 5)[1]) == 1
+    np.testing.assert_array_equal(index.search(q, 5)[1], before)
+    with pytest.raises(InputError, match="no cells"):
+        Index("faiss").build(w).probing(3)
 
 
 @pytest.mark.parametrize("kind", ALL[1:])
@@ -155,7 +166,7 @@ def test_a_write_that_fails_or_is_cut_off_leaves_the_old_index(data, tmp_path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez", full)
-        with pytest.raises(InputError, match="No space left.*free some space"):
+        with pytest.raises(InputError, match="No space left.*that exists and has space"):
             index.save(path)
     assert [p.name for p in tmp_path.iterdir()] == ["index"] and path.read_bytes() == before
     path.with_name("index.part").write_bytes(before[:100])  # what a kill leaves behind

@@ -88,13 +88,14 @@ def test_step_that_is_not_finite_changes_nothing():
         np.testing.assert_array_equal(old, new)
 
 
-def test_ids_that_are_no_word_spoil_no_row():
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_ids_that_are_no_word_spoil_no_row(token):
     """A batch of them has a loss of NaN, and is skipped."""
     trainer = trainer_of(name="adamw", rows=True)
 
     def wrong(seed):
         batch = batch_of(seed)
-        batch["labels"][0, 3], batch["tokens"][0, 4] = VOCAB, -1
+        batch["tokens"][0, 4] = token
         batch["weights"][:] = 1
         return batch
 
@@ -140,7 +141,7 @@ def test_lookups_are_those_of_the_table(ids, size):
     shapes, at = {("table",): table.shape}, {("table",): kept}
     taken = rows.gather(state, at, shapes)
     np.testing.assert_array_equal(Rows(kept, taken["mu"]["table"])[jnp.asarray(ids)], table[ids])
-    missing = [i for i in range(size) if i not in ids]
+    missing = [i for i in range(-1, size + 2) if i not in ids]
     assert np.isnan(Rows(kept, taken["mu"]["table"])[jnp.asarray(missing, jnp.int32)]).all()
     back = rows.scatter(state, {"mu": {"table": -taken["mu"]["table"]}, "count": jnp.asarray(4)}, at, shapes)
     expected = np.where(np.isin(np.arange(size), ids)[:, None], -table, table)

@@ -139,7 +139,8 @@ def ivf_search(
     Raises InputError unless q is [Q, D], 1 <= k <= V and 1 <= probes <= cells.
     Cost: per query 2 (C + rows of the cells) D operations, and 2 k 8 D to make the best scores again; the rows of a cell once
     through memory for up to 64 of the queries that probe it, in windows of at most 1.5 times its size where it is not small;
-    memory O(Q (k + probes)), the scores of some four million means, and some two million maxima with room for as many.
+    memory O(Q (k + probes)), the scores of some four million means, and some two million maxima with room for up to four
+    times as many.
     Source: Johnson et al. 2017, "Billion-scale similarity search with GPUs", sec. 5 (many queries).
     """
     check_search(q, index.shape, k)

@@ -87,7 +87,7 @@ def path_nll(
     signs: Num[Array, "N L"],
     bias_rows: Float[Array, "N L"] | None = None,
 ) -> Float[Array, " N"]:
-    """`tree_nll` of rows that are gathered already, so that a step can take the gradient of these rows alone.
+    """`tree_nll` of rows that are gathered already, for each token its own; forward mode too.
 
     rows, bias_rows: those of `tree_paths`' nodes. signs: theirs. Tokens whose signs are all 0 have loss 0 and no gradient.
     Cost: O(N L D) time and memory.
