@@ -91,7 +91,9 @@ def make_trainer(
     it is not named. Nothing is allocated; shapes that do not divide over the mesh raise InputError.
     """
     optimizer, schedule = make_optimizer(config, steps), make_schedule(config, steps)
-    divided = model if mesh.size == 1 else model.clone(layer_loss=functools.partial(vocabulary.loss, mesh))
+    # Who looks for a NaN has every operation run by itself, and of those inside a shard_map jax does so without end.
+    alone = mesh.size == 1 or jax.config.values["jax_debug_nans"]
+    divided = model if alone else model.clone(layer_loss=functools.partial(vocabulary.loss, mesh))
 
     def rngs_of(key: jax.Array) -> dict[str, jax.Array]:
         return {"dropout": key, "output": jax.random.fold_in(key, 1)}
