@@ -260,11 +260,12 @@ def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
     else:
         label, digits = PERPLEXITY, ".5g"
         texts = [report.get("heldout_digest") for report in scored.values()]
-        most = max(texts, key=texts.count)
-        others = [name for name, report in scored.items() if report.get("heldout_digest") != most]
-        unscored |= dict.fromkeys(
-            others, "scored on other tokens than the runs above, so that perplexities do not compare"
-        )
+        most = max(filter(None, texts), key=texts.count, default="")
+        others = {name: report.get("heldout_digest") for name, report in scored.items()}
+        others = {name: digest for name, digest in others.items() if digest != most}
+        unknown = "its report does not say on which tokens it was scored: run its training command again"
+        elsewhere = "scored on other tokens than the runs above, so that perplexities do not compare"
+        unscored |= {name: elsewhere if digest else unknown for name, digest in others.items()}
         scores = {name: math.exp(min(scored[name]["heldout_loss"], 100.0)) for name in scored if name not in others}
     order = sorted(reports, key=lambda name: scores.get(name, math.inf))
     header = ["run", label, "tokens/s", "peak MiB", "training s", "parameters", "differs in"]

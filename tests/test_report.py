@@ -191,6 +191,10 @@ def test_perplexities_of_other_tokens_are_not_compared(tmp_path):
     rows, below = cells(report.compare(runs(tmp_path, other=other, a=LOSSY, b=LOSSY), tmp_path / "compare.png"))
     assert list(rows) == ["a", "b", "other"] and rows["other"]["held-out perplexity"] == "-"
     assert "/other: scored on other tokens than the runs above" in below and below.count("\n") == 1
+    (tmp_path / "old").mkdir()
+    old = LOSSY | {"heldout_digest": None}
+    rows, below = cells(report.compare(runs(tmp_path / "old", a=old, b=old), tmp_path / "c.png"))
+    assert {row["held-out perplexity"] for row in rows.values()} == {"-"} and below.count("does not say") == 2
     # Bits a byte compare whatever the tokenizer, and are of bytes, not of tokens.
     (tmp_path / "more").mkdir()
     rows, below = cells(report.compare(runs(tmp_path / "more", a={}, b={"heldout_digest": "b"}), tmp_path / "c.png"))

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     scored = {one["config"]["model.output"]: one for one in members if is_normalized(one["config"]["model.output"])}
     if "full" not in scored:
         sys.exit(f"{argv[1]} has no finished member with model.output=full: there is nothing to put the others beside")
-    if len({one["heldout_digest"] for one in scored.values()}) != 1:
+    if len({one.get("heldout_digest") for one in scored.values()}) != 1:
         sys.exit(f"the members of {argv[1]} were scored on different text: they do not compare")
     rows = []
     for output, one in scored.items():
