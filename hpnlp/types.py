@@ -102,6 +102,8 @@ class Tokenizer(Protocol):
     pad_id: int
     # How often each id occurs in the text that the vocabulary was made of, where that is known.
     counts: tuple[int, ...] | None
+    # All ids so that words that this text uses alike stand side by side, where that is known.
+    order: tuple[int, ...] | None
     # decode(encode(x)) == x for every x that encode accepts, and there is a bos: without one nothing predicts the first
     # token of a document, and bits a byte would count bytes that cost nothing.
     lossless: bool

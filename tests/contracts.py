@@ -76,8 +76,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec
     "margin": ("margin(2,40,20)", "margin(3,0,20)"),
     "vmf": ("vmf", "vmf(0.02,0.9)"),
     "adaptive": ("adaptive(div_value=2)", "adaptive((3,5),2)"),
-    "class": ("class", "class(3,mass)"),
-    "hierarchical": ("hierarchical", "hierarchical(balanced)"),
+    "class": ("class", "class(3,mass)", "class(3,similar)"),
+    "hierarchical": ("hierarchical", "hierarchical(balanced)", "hierarchical(similar)"),
     "binary": ("binary", "binary(objective=logistic)"),
     "binary_hybrid": ("binary_hybrid(4)",),
     "binary_ecc": ("binary_ecc", "binary_ecc(3,normalized)"),
@@ -153,7 +153,8 @@ class Output:
 
     def __init__(self, spec, count=11, vocab=13, dim=8, dtype="float32"):
         rng = np.random.default_rng(0)
-        extra = {"vocab": vocab, "dim": dim, "counts": tuple(range(vocab, 0, -1))}
+        order = tuple(rng.permutation(vocab).tolist())
+        extra = {"vocab": vocab, "dim": dim, "counts": tuple(range(vocab, 0, -1)), "order": order}
         self.module = build(parse_one(spec, "output layer"), OUTPUTS, "output layer", name=None, **extra)
         self.table = jnp.asarray(rng.standard_normal((vocab, dim)), jnp.float32) if self.module.rows_are else None
         self.h = jnp.asarray(rng.standard_normal((count, dim)), dtype)

@@ -96,7 +96,7 @@ def test_equal_time(tmp_path):
     rows = [{"output": layer, "ratios": {"time over full": 1.0 if layer == "full" else 0.3}} for layer in LAYERS]
     (tmp_path / "steps_docs.json").write_text(json.dumps({"rows": rows}))
     steps = {member["model.output"]: member["train.steps"] for member in module.get_sweep("docs-time")}
-    assert steps["full"] == 1000 and steps["binary"] == 3333 and steps.keys() == set(LAYERS)
+    assert steps["full"] == 400 and steps["binary"] == 1333 and steps.keys() == set(LAYERS)
 
 
 def test_unknown_corpus():

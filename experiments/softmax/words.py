@@ -14,7 +14,7 @@ train the embedding so, too.
 What is hoped for is test perplexity over that of full: sampled 1.02, nce 1.05, adaptive 1.02, class 1.05, hierarchical 1.15,
 binary_ecc(2048), which is a softmax and a code that corrects errors, 1.10. negative_sampling, margin and vmf have none.
 
-`docs-time` gives each layer the time that full takes, and so other numbers of steps, by what this has measured before:
+`docs-time` gives each layer the time of 400 steps of full, and so other numbers of steps, by what this has measured before:
 
     python experiments/softmax/steps.py --only=docs
     hpnlp sweep --config=experiments/softmax/words.py:docs-time --workdir=runs/docs-time
@@ -33,14 +33,18 @@ from hpnlp.spec import lookup
 from hpnlp.training.config import default
 from hpnlp.types import InputError
 
+# How many steps of full every member of docs-time has the time of.
+BUDGET = 400
 # corpus -> (ids of the tokenizer, share of the files that is held out, steps)
-SIZES = {"docs": (12_000, 0.05, 1000), "code": (110_000, 0.02, 400), "whitespace": (400_000, 0.02, 300)}
-LARGE = (
-    "sampled(1024)", "nce(1024,unigram)", "adaptive(div_value=2)", "class(by=mass)", "hierarchical", "binary_hybrid(2048)",
-    "binary_ecc(2048)", "full",
-)  # fmt: skip
+SIZES = {"docs": (12_000, 0.05, 1000), "code": (110_000, 0.02, 400), "whitespace": (400_000, 0.02, 200)}
 LAYERS = (
-    "full", *LARGE[:-1], "importance(1024)", "binary", "binary_ecc", "negative_sampling(64)", "margin", "vmf",
+    "full", "sampled(1024)", "nce(1024,unigram)", "adaptive(div_value=2)", "class(by=mass)", "hierarchical",
+    "binary_hybrid(2048)", "binary_ecc(2048)", "importance(1024)", "binary", "binary_ecc", "negative_sampling(64)", "margin",
+    "vmf", "class(by=similar)", "hierarchical(similar)",
+)  # fmt: skip
+LARGE = (
+    "sampled(1024)", "nce(1024,unigram)", "adaptive(div_value=2)", "class(by=similar)", "hierarchical(similar)",
+    "binary_hybrid(2048)", "binary_ecc(2048)", "full",
 )  # fmt: skip
 BY_ROWS = ("sampled", "importance", "nce", "negative_sampling", "margin", "hierarchical")
 TIMES = Path(__file__).parents[1] / "results" / "softmax_steps_{}-cpu.json"
@@ -49,6 +53,7 @@ TIMES = Path(__file__).parents[1] / "results" / "softmax_steps_{}-cpu.json"
 def get_config(which: str = "docs") -> ConfigDict:
     corpus = which.removesuffix("-time")
     cap, heldout, steps = lookup(SIZES, corpus, "corpus")
+    steps = steps if corpus == which else BUDGET
     config = default()
     config.data.path = write_corpus(corpus).path
     config.data.tokenizer = f"words({cap}, by=whitespace)"
@@ -72,12 +77,11 @@ def get_config(which: str = "docs") -> ConfigDict:
 
 def get_sweep(which: str = "docs") -> list[dict[str, Any]]:
     corpus = which.removesuffix("-time")
-    steps = lookup(SIZES, corpus, "corpus")[2]
     members = [member(layer, corpus) for layer in (LAYERS if corpus == "docs" else LARGE)]
     if corpus == which:
         return members
     ratios = times_over_full(corpus)
-    return [own | {"train.steps": round(steps / ratios[own["model.output"]])} for own in members]
+    return [own | {"train.steps": round(BUDGET / ratios[own["model.output"]])} for own in members]
 
 
 def member(layer: str, corpus: str = "docs") -> dict[str, Any]:

@@ -55,6 +55,7 @@ class HFTokenizer:
         exact = self._is_byte_level and self._form["normalizer"] is None and not self._adds_space
         self.lossless: bool = exact and self.bos_id is not None
         self.counts: tuple[int, ...] | None = None
+        self.order: tuple[int, ...] | None = None
 
     @classmethod
     def train(cls, size: int, texts: Iterable[bytes]) -> HFTokenizer:

@@ -128,7 +128,7 @@ def _tokenizer(spec: str, ingest: Ingest, root: str, progress: Progress) -> Toke
         built.save(os.path.join(directory, "tokenizer.json"))
         return {}
 
-    directory, _ = store.cached(root, f"tokenizer-{store.key_of([spec, ingest.fingerprint()])}", write)
+    directory, _ = store.cached(root, f"tokenizer-{store.key_of([tokenizers.MADE, spec, ingest.fingerprint()])}", write)
     return tokenizers.load(directory)
 
 

@@ -19,10 +19,14 @@ import numpy as np
 from hpnlp import spec as specs
 from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
+from hpnlp.data.similar import similar_order
 from hpnlp.data.text import to_text
 from hpnlp.types import InputError, Tokenizer
 
 _FORMAT = 1
+MADE = 2  # how a vocabulary is made: part of the cache's key
+# Which words are similar is seen by so many pieces of text: more change it little, and are held in memory.
+_COMPARED = 1 << 23
 
 
 class ByteTokenizer:
@@ -34,6 +38,7 @@ class ByteTokenizer:
     pad_id: int = 258
     lossless: bool = True
     counts: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, np.uint8).astype(np.int32)
@@ -68,11 +73,17 @@ class WordTokenizer:
 
     lossless: bool = False
 
-    def __init__(self, words: Sequence[str], counts: Sequence[int] | None = None, by: str = "letters"):
+    def __init__(
+        self,
+        words: Sequence[str],
+        counts: Sequence[int] | None = None,
+        by: str = "letters",
+        order: Sequence[int] | None = None,
+    ):
         """words: the vocabulary without special tokens, by falling frequency, which log-uniform samplers expect.
 
         counts: how often each id, special ones first, occurs in the text that the vocabulary was made of. by: an entry of
-        SPLITS.
+        SPLITS. order: all ids so that words that this text uses alike stand side by side.
         """
         self._by = by
         self._pieces, spaced = specs.lookup(self.SPLITS, by, "split of words by")
@@ -83,7 +94,10 @@ class WordTokenizer:
                 f"{len(self.counts)} counts for {len(self._words)} words: expected one a word, after {len(self.SPECIAL)} of "
                 "special tokens"
             )
+        self.order: tuple[int, ...] | None = None if order is None else tuple(order)
         known = (*self.SPECIAL, *self._words)
+        if self.order is not None and sorted(self.order) != list(range(len(known))):
+            raise InputError(f"the order of {len(known)} ids does not have each of them once")
         if len(set(known)) != len(known):
             raise InputError("the words of a tokenizer must differ from each other")
         # A text that writes `<eos>` means the characters: special ids are never of text.
@@ -98,17 +112,29 @@ class WordTokenizer:
 
     @classmethod
     def train(cls, cap: int, texts: Iterable[bytes], by: str = "letters") -> WordTokenizer:
-        """The `cap` (special tokens included) most frequent pieces of `texts`; ties go by the alphabet."""
+        """The `cap` (special tokens included) most frequent pieces of `texts`; ties go by the alphabet.
+
+        Cost: beside the counting, some seconds to see which words are similar, by the first millions of pieces.
+        """
         counts: collections.Counter[str] = collections.Counter()
-        documents = 0
+        numbers: dict[str, int] = {}  # of words as they come
+        documents, numbered, size = 0, [], 0
         split = cls((), by=by)._split
         for text in texts:
-            counts.update(split(text))
+            pieces = split(text)
+            counts.update(pieces)
             documents += 1
+            if size < _COMPARED:
+                ids = (numbers.setdefault(piece, len(numbers)) for piece in pieces)
+                numbered.append(np.fromiter(ids, np.int32, len(pieces)))
+                size += len(pieces)
         ranked = sorted(counts.keys() - set(cls.SPECIAL), key=lambda word: (-counts[word], word))
         kept = ranked[: cap - len(cls.SPECIAL)]
         unknown = counts.total() - sum(counts[word] for word in kept)
-        return cls(kept, (0, unknown, documents, documents, *(counts[word] for word in kept)), by)
+        made = cls(kept, (0, unknown, documents, documents, *(counts[word] for word in kept)), by)
+        ids = np.array([made._ids.get(word, made.unk_id) for word in numbers], np.int32)
+        made.order = tuple(similar_order([ids[document] for document in numbered], made.vocab_size).tolist())
+        return made
 
     def _split(self, text: bytes) -> list[str]:
         return [piece for piece in self._pieces.findall(to_text(text)) if piece]
@@ -137,7 +163,8 @@ class WordTokenizer:
     def save(self, path: str) -> None:
         form = {"type": "words", "version": _FORMAT, "words": self._words}
         form |= {} if self._by == "letters" else {"by": self._by}  # files of before say nothing of it
-        _write_json(path, form if self.counts is None else {**form, "counts": self.counts})
+        form |= {} if self.counts is None else {"counts": self.counts}
+        _write_json(path, form if self.order is None else {**form, "order": self.order})
 
 
 def _write_json(path: str, value: Any) -> None:
@@ -205,10 +232,11 @@ def load(path: str) -> Tokenizer:
     words = form.get("words")
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise InputError(f"{path!r} is damaged: `words` is not a list of strings: save it again")
-    counts = form.get("counts")
-    if counts is not None and not (isinstance(counts, list) and all(isinstance(n, int) for n in counts)):
-        raise InputError(f"{path!r} is damaged: `counts` is not a list of whole numbers: save it again")
-    return WordTokenizer(words, counts, str(form.get("by", "letters")))
+    for name in ("counts", "order"):
+        value = form.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(n, int) for n in value)):
+            raise InputError(f"{path!r} is damaged: `{name}` is not a list of whole numbers: save it again")
+    return WordTokenizer(words, form.get("counts"), str(form.get("by", "letters")), form.get("order"))
 
 
 def save_whole(tokenizer: Tokenizer, directory: str) -> None:

@@ -89,12 +89,14 @@ class LM(nn.Module):
     """A causal language model over `config.vocab` ids. Every method but `loss` gives activations, not losses.
 
     A batch is a mapping with tokens, labels, segment_ids, positions `[B, T]` int32 and weights `[B, T]` float32; labels
-    are the tokens that follow, segment id 0 is padding. counts: how often each id occurs, for output layers that ask.
-    layer_loss: `(output layer, *arguments of its loss) -> LossOut`, for a loss that is laid out over devices.
+    are the tokens that follow, segment id 0 is padding. For output layers that ask: counts, how often each id occurs, and
+    order, the ids so that similar words stand side by side. layer_loss: `(output layer, *arguments of its loss) -> LossOut`,
+    for a loss that is laid out over devices.
     """
 
     config: LMConfig
     counts: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
     layer_loss: Callable[..., LossOut] | None = None
 
     @property
@@ -113,7 +115,7 @@ class LM(nn.Module):
         if self.is_initializing():
             self.param("layers", self._init_layers)
         self.final_norm = lookup(NORMS, c.norm, "model.norm")(c.norm_eps)
-        extra = {"vocab": c.vocab, "dim": c.dim, "counts": self.counts}
+        extra = {"vocab": c.vocab, "dim": c.dim, "counts": self.counts, "order": self.order}
         self.output = build(parse_one(c.output, "model.output"), OUTPUTS, "output layer", **extra)
         if c.tied and self.output.rows_are != "words":
             raise InputError(

@@ -36,8 +36,10 @@ def make_model(config: Config, tokenizer: Tokenizer) -> LM:
             f"data.seq_len={config.data.seq_len} is longer than model.max_len={max_len} learned positions: change one"
         )
     vocab = model.vocab or tokenizer.vocab_size
-    counts = tokenizer.counts and tokenizer.counts + (0,) * (vocab - tokenizer.vocab_size)
-    return LM(dataclasses.replace(model, vocab=vocab, max_len=max_len), counts)
+    beyond = range(tokenizer.vocab_size, vocab)
+    counts = tokenizer.counts and tokenizer.counts + (0,) * len(beyond)
+    order = tokenizer.order and (*tokenizer.order, *beyond)
+    return LM(dataclasses.replace(model, vocab=vocab, max_len=max_len), counts, order)
 
 
 def saved_tokenizer(workdir: Path) -> Tokenizer | None:

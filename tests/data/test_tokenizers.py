@@ -140,10 +140,13 @@ def test_words_keep_how_often_each_id_occurs(tmp_path):
     # pad, what is left out, a bos and an eos for each document, then the words
     assert tokenizer.counts == (0, 2, 2, 2, 4, 2, 1, 1, 1)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert tokenizers.load(str(tmp_path / "tokenizer.json")).counts == tokenizer.counts
+    again = tokenizers.load(str(tmp_path / "tokenizer.json"))
+    assert again.counts == tokenizer.counts
+    assert again.order == tokenizer.order and sorted(again.order) == list(range(9))
     older = tokenizers.WordTokenizer(["a", "b"])
     older.save(str(tmp_path / "tokenizer.json"))
-    assert tokenizers.load(str(tmp_path / "tokenizer.json")).counts is None
+    again = tokenizers.load(str(tmp_path / "tokenizer.json"))
+    assert again.counts is None and again.order is None
 
 
 def test_bytes_is_264():
@@ -282,6 +285,11 @@ def test_bad_spec(spec, message):
         ('{"type": "words", "version": 1, "words": ["a"], "by": ["x"]}', "unknown split of words by"),
         ('{"type": "words", "version": 1, "words": ["a"], "counts": [1, "x"]}', "not a list of whole numbers"),
         ('{"type": "words", "version": 1, "words": ["a"], "counts": [1, 2]}', "2 counts for 1 words"),
+        ('{"type": "words", "version": 1, "words": ["a"], "order": [0.5]}', "`order` is not a list of whole numbers"),
+        (
+            '{"type": "words", "version": 1, "words": ["a"], "order": [0, 1, 2, 3, 3]}',
+            "order of 5 ids does not have each",
+        ),
         ('{"model": {"type": "Nonsense"}}', "that tokenizers"),
     ],
 )

@@ -381,6 +381,10 @@ def test_bad_config(fields, message):
             "needs the words' counts, which data.tokenizer=words.*tree=balanced",
         ),
         ({"output": "class(by=mass)", "tied": False}, "needs the words' counts"),
+        (
+            {"output": "class(by=similar)", "tied": False},
+            "which words are similar, which data.tokenizer=words.*by=mass",
+        ),
         ({"output": "class(by=weight)", "tied": False}, "unknown partition 'weight'"),
         ({"output": "adaptive((8,30))", "tied": False}, "under the vocabulary of 24"),
         ({"output": "adaptive((8,4))", "tied": False}, "expected rising numbers"),

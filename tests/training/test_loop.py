@@ -335,7 +335,17 @@ def test_reports_say_only_what_the_output_layer_knows(tmp_path, output, probable
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "output",
-    ["hierarchical", "class(by=mass)", "sampled(8,unigram)", "nce(8)", "binary_ecc", "vmf", "adaptive(div_value=2)"],
+    [
+        "hierarchical",
+        "hierarchical(similar)",
+        "class(by=mass)",
+        "class(by=similar)",
+        "sampled(8,unigram)",
+        "nce(8)",
+        "binary_ecc",
+        "vmf",
+        "adaptive(div_value=2)",
+    ],
 )
 def test_words_with_their_counts(tmp_path, output):
     """From the text to a report and a sample; and again from what the run has saved."""

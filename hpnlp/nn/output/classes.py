@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import embed_init, param
-from hpnlp.nn.output.base import OutputLayer, required_counts
+from hpnlp.nn.output.base import OutputLayer, known_counts, known_order
 from hpnlp.ops.softmax import adaptive
 from hpnlp.ops.softmax import classes as ops
 from hpnlp.spec import lookup
@@ -65,7 +66,7 @@ class ClassOutput(OutputLayer):
     """Class-based softmax: see `ops.softmax.classes`. Row i of the table is of word `order[i]`.
 
     classes: how many, 0 for the square root of the vocabulary. by: an entry of PARTITIONS, "size" for ranges of ids of one
-    size, "mass" for ranges of frequencies of one sum of square-rooted counts.
+    size, "mass" for ranges of frequencies of one sum of square-rooted counts, "similar" for such ranges of similar words.
     Cost: the classes for all tokens, and for each token the words of its label's class.
     """
 
@@ -93,5 +94,12 @@ class ClassOutput(OutputLayer):
 
 PARTITIONS = {
     "size": lambda layer, count: ops.equal_size_classes(layer.vocab, count),
-    "mass": lambda layer, count: ops.equal_mass_classes(required_counts(layer.counts, "by='mass'", "by=size"), count),
+    "mass": lambda layer, count: _equal_mass(layer, count, "by='mass'"),
+    "similar": lambda layer, count: _equal_mass(
+        layer, count, "by='similar'", order=np.asarray(known_order(layer.order, "by='similar'", "by=mass"))
+    ),
 }
+
+
+def _equal_mass(layer: ClassOutput, count: int, what: str, **options: Any) -> ops.Classes:
+    return ops.equal_mass_classes(np.maximum(known_counts(layer.counts, what, "by=size"), 1), count, **options)

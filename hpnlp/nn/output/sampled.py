@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import param
-from hpnlp.nn.output.base import required_counts
+from hpnlp.nn.output.base import known_counts
 from hpnlp.nn.output.full import FullOutput
 from hpnlp.nn.output.ranking import RankingOutput
 from hpnlp.ops.softmax import linear_cross_entropy, without_silent
@@ -26,7 +26,7 @@ SAMPLERS: dict[str, Callable[[int, tuple[int, ...] | None, float], Sampler]] = {
     "uniform": lambda vocab, counts, power: Uniform(vocab),
     "log_uniform": lambda vocab, counts, power: LogUniform(vocab),
     "unigram": lambda vocab, counts, power: unigram(
-        required_counts(counts, "sampler='unigram'", "sampler=log_uniform"), power
+        np.maximum(known_counts(counts, "sampler='unigram'", "sampler=log_uniform"), 1), power
     ),
 }
 

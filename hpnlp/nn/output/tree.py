@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hpnlp.nn.output.base import OutputLayer, required_counts
+from hpnlp.nn.output.base import OutputLayer, known_counts, known_order
 from hpnlp.ops.softmax import tree as ops
 from hpnlp.spec import lookup
 from hpnlp.types import Rows
@@ -16,7 +18,8 @@ from hpnlp.types import Rows
 class HierarchicalOutput(OutputLayer):
     """A binary tree over the words: see `ops.softmax.tree`. Row n of the table is of inner node n; the last is not used.
 
-    tree: an entry of TREES, "huffman" for the counts, "balanced" for ids as they come.
+    tree: an entry of TREES, "huffman" for the counts, "similar" for Huffman's depths where similar words share their nodes,
+    "balanced" for ids as they come.
     Cost: 6 D operations a token for each of the first 63 nodes and the further ones on its label's path, and what the
     optimizer does to the table.
     """
@@ -58,7 +61,16 @@ class HierarchicalOutput(OutputLayer):
         return super().sample(table, h, rng, temperature, top_k, top_p)
 
 
+@functools.lru_cache(maxsize=2)  # it takes seconds for hundreds of thousands of words, at every trace
+def _huffman(counts: tuple[int, ...], order: tuple[int, ...] | None = None) -> ops.Tree:
+    return ops.huffman_tree(np.maximum(counts, 1), None if order is None else np.asarray(order))
+
+
 TREES = {
     "balanced": lambda layer: ops.balanced_tree(layer.vocab),
-    "huffman": lambda layer: ops.huffman_tree(required_counts(layer.counts, "tree='huffman'", "tree=balanced")),
+    "huffman": lambda layer: _huffman(known_counts(layer.counts, "tree='huffman'", "tree=balanced")),
+    "similar": lambda layer: _huffman(
+        known_counts(layer.counts, "tree='similar'", "tree=balanced"),
+        known_order(layer.order, "tree='similar'", "tree=huffman"),
+    ),
 }

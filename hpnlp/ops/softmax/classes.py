@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
 from hpnlp.ops.softmax.grouped import best_of, check_k, grouped_nll, known_labels
 from hpnlp.ops.softmax.sampling import pick, sample
+from hpnlp.ops.softmax.similarity import checked_order
 from hpnlp.types import InputError
 
 # Words of a class that one product takes: classes of other sizes are rounded up to a multiple.
@@ -76,13 +77,19 @@ def equal_size_classes(vocab: int, count: int) -> Classes:
     return classes_from(np.arange(vocab) * count // max(vocab, 1), count)
 
 
-def equal_mass_classes(counts: Any, count: int, *, power: float = 0.5, widest: int | None = None) -> Classes:
-    """Classes of neighbours in frequency, each with about the same sum of counts ** power.
+def equal_mass_classes(
+    counts: Any, count: int, *, power: float = 0.5, widest: int | None = None, order: Any = None
+) -> Classes:
+    """Classes of neighbours in an order, each with about the same sum of counts ** power.
 
-    counts [V]: how often each word occurs. power: 1 is frequency binning, which leaves most words to a few classes of a
-      Zipf-like vocabulary; 0.5 bounds its widest class near 2 sqrt(V) words at C = sqrt(V).
+    counts [V]: how often each word occurs.
+    power: 1 is frequency binning, which leaves most words to a few classes of a Zipf-like vocabulary; 0.5 bounds its widest
+      class near 2 sqrt(V) words at C = sqrt(V).
+    order: the ids [V], of which classes are ranges; without it, by falling counts. With the `similarity_order` of embeddings
+      classes are clusters of similar words, which are easier to tell apart from others.
     widest: no class has more words; one that a frequent word fills alone has one.
-    Raises InputError on counts that are no such numbers, and where count classes of `widest` words do not hold V.
+    Raises InputError on counts that are no such numbers, on an order that is not of every id once, and where count classes of
+    `widest` words do not hold V.
     Source: Mikolov et al. 2011, "Extensions of recurrent neural network language model" (power 1), and their RNNLM
     toolkit (0.5).
     """
@@ -94,7 +101,7 @@ def equal_mass_classes(counts: Any, count: int, *, power: float = 0.5, widest: i
     limit = vocab if widest is None else widest
     if limit * count < vocab:
         raise InputError(f"widest {widest}: {count} classes of so many words do not hold {vocab}; raise one of them")
-    words = np.argsort(-mass, kind="stable")
+    words = np.argsort(-mass, kind="stable") if order is None else checked_order(order, vocab)
     sums = np.cumsum(mass[words] ** power)
     wanted = np.searchsorted(sums, sums[-1] * np.arange(1, count) / count) + 1
     starts = [0]
@@ -104,43 +111,6 @@ def equal_mass_classes(counts: Any, count: int, *, power: float = 0.5, widest: i
         starts.append(min(max(int(start), low), high))
     assignment = np.empty(vocab, np.int64)
     assignment[words] = np.repeat(np.arange(count), np.diff([*starts, vocab]))
-    return classes_from(assignment, count)
-
-
-def clustered_classes(embeddings: Any, count: int, seed: int = 0) -> Classes:
-    """Classes of words with similar `embeddings` [V, E], of V / C words to within one: balanced bisecting 2-means.
-
-    A set of words is halved along a direction, which then becomes the difference of the halves' means, five times over; the
-    first is near the set's principal one. Raises InputError on embeddings that are no finite [V, E].
-    Cost: O(V E log C) time, on the host.
-    """
-    vectors = np.asarray(embeddings, np.float32)
-    if vectors.ndim != 2 or not np.isfinite(vectors).all():
-        raise InputError(f"embeddings {vectors.shape}: expected a finite vector for every word, [V, E]")
-    vocab = len(vectors)
-    _check_count(vocab, count)
-    rng = np.random.default_rng(seed)
-    starts = -(-np.arange(count + 1) * vocab // count)
-    assignment = np.empty(vocab, np.int64)
-    pending = [(0, count, np.arange(vocab))]
-    while pending:
-        low, high, words = pending.pop()
-        if high - low == 1:
-            assignment[words] = low
-            continue
-        middle = (low + high) // 2
-        left = starts[middle] - starts[low]
-        x = vectors[words]
-        x = x - x.mean(axis=0)
-        along = rng.standard_normal(x.shape[1]).astype(np.float32)
-        for _ in range(5):
-            along = x.T @ (x @ along)
-            along /= max(np.linalg.norm(along), np.finfo(np.float32).tiny)
-        for _ in range(5):
-            halves = np.argpartition(x @ along, left)
-            along = x[halves[left:]].mean(axis=0) - x[halves[:left]].mean(axis=0)
-        halves = np.argpartition(x @ along, left)
-        pending += [(low, middle, words[halves[:left]]), (middle, high, words[halves[left:]])]
     return classes_from(assignment, count)
 
 

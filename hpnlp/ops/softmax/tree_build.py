@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hpnlp.ops.softmax.similarity import checked_order
 from hpnlp.types import InputError
 
 
@@ -51,15 +52,19 @@ def balanced_tree(vocab: int) -> Tree:
     return _canonical(depths)
 
 
-def huffman_tree(counts: np.ndarray) -> Tree:
+def huffman_tree(counts: np.ndarray, order: np.ndarray | None = None) -> Tree:
     """The tree of least expected depth where words are as frequent as their counts [V]: less than their entropy + 1 bit.
 
+    order: the ids [V] so that words that should share their nodes stand side by side, such as `similarity_order`. Below each
+      node, words before a place in it go to one side and those after it to the other, as far as depths allow. Without it,
+      words of one depth stand side by side in the order of ids.
     Deterministic. Of words with equal counts, a lower id lies no deeper; a leaf is merged before an inner node of its weight,
-    which makes the longest path as short as it can be. Words of one depth stand side by side in the order of ids.
-    Raises InputError on counts that are not all finite and over 0.
-    Cost: O(V log V) for sorting, O(V) steps of Python, and O(V L) time and memory; L is at most 1.45 log2(sum of counts) for
-    whole counts, and for fractions may reach V - 1.
-    Source: Huffman 1952; for words, Mikolov et al. 2013, "Distributed representations of words and phrases", sec. 2.1.
+    which makes the longest path as short as it can be.
+    Raises InputError on counts that are not all finite and over 0, and on an order that is not of every id once.
+    Cost: O(V log V) for sorting, O(V) steps of Python, and O(V L) time and memory, with an order up to L^2 passes of numpy
+    over V L words in all; L is at most 1.45 log2(sum of counts) for whole counts, and for fractions may reach V - 1.
+    Source: Huffman 1952; for words, Mikolov et al. 2013, "Distributed representations of words and phrases", sec. 2.1; that
+    similar words belong together, Mnih and Hinton 2009, "A scalable hierarchical distributed language model", sec. 4.
     """
     counts = np.asarray(counts)
     if counts.ndim != 1 or not counts.size or counts.dtype.kind not in "iuf":
@@ -70,10 +75,10 @@ def huffman_tree(counts: np.ndarray) -> Tree:
             f"counts[{wrong[0]}] is {counts[wrong[0]]}: expected finite numbers over 0; add one to every count, for example"
         )
     vocab = counts.size
-    order = np.lexsort((-np.arange(vocab), counts))
+    rising = np.lexsort((-np.arange(vocab), counts))
     depths = np.empty(vocab, np.int64)
-    depths[order] = _huffman_depths(counts[order].tolist())
-    return _canonical(depths)
+    depths[rising] = _huffman_depths(counts[rising].tolist())
+    return _canonical(depths) if order is None else _arranged(depths, checked_order(order, vocab))
 
 
 def _huffman_depths(weights: list[Any]) -> np.ndarray:
@@ -111,6 +116,52 @@ def _canonical(depths: np.ndarray) -> Tree:
         places += [~words[start:end], inner + np.arange(below)]
         inner, slots = inner + below, 2 * below
     return _fill(np.concatenate(places)[1:].reshape(vocab - 1, 2), 0)
+
+
+def _arranged(depths: np.ndarray, order: np.ndarray) -> Tree:
+    """The tree of words that lie so deep, each node's halves as near as can be to the first and the last in `order`."""
+    children = np.empty((depths.size - 1, 2), np.int64)
+    words, node, first, level = order, np.zeros(depths.size, np.int64), 0, 0
+    while first < len(children):  # all nodes of a level at once; their words lie node by node, and each in order
+        below = depths[words] - level
+        second = _dealt(below, node).astype(np.int64)
+        leaf = below == 1
+        children[first + node[leaf], second[leaf]] = ~words[leaf]
+        side = 2 * node + second
+        inner = np.flatnonzero(~leaf)
+        inner = inner[np.argsort(side[inner], kind="stable")]
+        first, last = first + int(node[-1]) + 1, first
+        halves, node = np.unique(side[inner], return_inverse=True)
+        children[last + halves // 2, halves % 2] = first + np.arange(len(halves))
+        words, level = words[inner], level + 1
+    return _fill(children, 0)
+
+
+def _dealt(below: np.ndarray, node: np.ndarray) -> np.ndarray:
+    """Which words go to the second half of their node, so that the halves are as near as can be to the first and last ones.
+
+    below [W]: how far under their node words lie; one that lies d below takes 2^-d of it, and all that it has take 1.
+    node [W]: rising from 0. Words are dealt out from the shallow to the deep: those of a depth fit wherever there is room at
+    all, so the halves fill exactly. Cost: a pass over W for each depth.
+    """
+    count = int(node[-1]) + 1
+    share = 2.0**-below
+    early = np.cumsum(share) - share / 2 - node < 0.5
+    second = np.empty(len(below), bool)
+    room, unit = np.ones((2, count)), 1
+    for depth in np.unique(below):
+        room *= 2.0 ** (depth - unit)  # how many words of this depth have room in each half
+        unit, here = depth, np.flatnonzero(below == depth)
+        of = node[here]
+        wanted, there = np.bincount(of, early[here], count), np.bincount(of, minlength=count)
+        taken = np.clip(wanted, there - room[1], np.minimum(room[0], there))
+        second[here] = np.arange(len(here)) - (np.cumsum(there) - there)[of] >= taken[of]
+        room -= [taken, there - taken]
+        if not room.min(axis=0).any():  # one half of each is full: the deeper words are the other's
+            deeper = below > depth
+            second[deeper] = room[0, node[deeper]] == 0
+            break
+    return second
 
 
 def tree_from_children(children: np.ndarray) -> Tree:

@@ -16,7 +16,6 @@ from hpnlp.ops.softmax.classes import (
     class_sample,
     class_top_k,
     classes_from,
-    clustered_classes,
     equal_mass_classes,
     equal_size_classes,
 )
@@ -101,20 +100,6 @@ def test_equal_mass_leaves_no_class_empty():
             for widest in (None, -(-5 // count)):
                 classes = equal_mass_classes(occurs, count, widest=widest)
                 assert np.diff(classes.starts).min() >= 1 and classes.widest <= (widest or 5)
-
-
-def test_clusters():
-    """Well separated ones of equal size are found; others are of equal size all the same."""
-    rng = np.random.default_rng(0)
-    member = rng.permutation(np.repeat(np.arange(8), 12))
-    vectors = 5 * rng.standard_normal((8, 16))[member] + 0.3 * rng.standard_normal((96, 16))
-    classes = clustered_classes(vectors, 8, seed=3)
-    assert len({(a, b) for a, b in zip(member, classes.class_of, strict=True)}) == 8
-    np.testing.assert_array_equal(classes.order, clustered_classes(vectors, 8, seed=3).order)
-    for count in (1, 7, 96):
-        sizes = np.diff(clustered_classes(vectors, count).starts)
-        assert sizes.max() - sizes.min() <= 1
-    assert clustered_classes(np.zeros((10, 3)), 3).widest == 4, "words that do not differ"
 
 
 LABELS = {
@@ -277,8 +262,6 @@ def test_memory_is_that_of_the_classes_and_not_of_the_vocabulary(monkeypatch):
         (lambda: equal_mass_classes([1.0, -1.0], 1), "at least 0"),
         (lambda: equal_mass_classes([1.0, np.nan], 1), "finite"),
         (lambda: equal_mass_classes(np.ones(9), 2, widest=4), "do not hold 9"),
-        (lambda: clustered_classes(np.full((3, 2), np.nan), 2), "finite vector"),
-        (lambda: clustered_classes(np.ones(3), 2), "\\[V, E\\]"),
     ],
 )
 def test_what_is_no_partition_is_said(call, told):

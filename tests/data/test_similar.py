@@ -1,0 +1,69 @@
+"""Word vectors by their definition, in loops; and that words used alike stand side by side."""
+
+from __future__ import annotations
+
+import collections
+import math
+
+import numpy as np
+import pytest
+
+from hpnlp.data import similar
+from hpnlp.data.tokenizers import WordTokenizer
+
+DOCUMENTS = [np.random.default_rng(seed).zipf(1.4, 60) % 30 for seed in range(5)]
+
+
+def association(pairs):
+    """{(word, neighbour): positive pointwise mutual information}, with neighbours smoothed."""
+    count = collections.Counter(pairs)
+    of_word, of_neighbour = collections.Counter(), collections.Counter()
+    for (word, neighbour), times in count.items():
+        of_word[word] += times
+        of_neighbour[neighbour] += times
+    total = sum(times**0.75 for times in of_neighbour.values())
+    return {
+        (w, n): max(math.log(times / (of_word[w] * of_neighbour[n] ** 0.75 / total)), 0)
+        for (w, n), times in count.items()
+    }
+
+
+def by_definition(documents, vocab, contexts, dim):
+    counts = collections.Counter(int(word) for document in documents for word in document)
+    column = {w: i for i, w in enumerate(sorted(range(vocab), key=lambda w: (-counts[w], w))[:contexts])}
+    features = np.zeros((vocab, 2 * len(column)))
+    for side, (a, b) in enumerate(((1, 0), (0, 1))):
+        pairs = [
+            (int(document[i + a]), int(document[i + b])) for document in documents for i in range(len(document) - 1)
+        ]
+        for (word, neighbour), value in association([pair for pair in pairs if pair[1] in column]).items():
+            features[word, side * len(column) + column[neighbour]] = value
+    left, values, _ = np.linalg.svd(features, full_matrices=False)
+    return left[:, :dim] * values[:dim]
+
+
+@pytest.mark.parametrize(("contexts", "dim"), [(4000, 16), (12, 16), (4000, 3), (12, 3)])
+def test_vectors_are_those_of_the_definition(monkeypatch, contexts, dim):
+    """By their products, for directions may turn; small matrices are decomposed at once, larger ones step by step."""
+    monkeypatch.setattr(similar, "CONTEXTS", contexts)
+    got = similar.word_vectors(DOCUMENTS, 33, dim)
+    wanted = by_definition(DOCUMENTS, 33, contexts, dim)
+    assert got.shape == (33, dim) and got.dtype == np.float32
+    np.testing.assert_allclose(got @ got.T, wanted @ wanted.T, atol=2e-4 * np.abs(wanted @ wanted.T).max())
+    np.testing.assert_allclose(got[30:], 0, atol=1e-5)  # words that the text has not
+
+
+def test_words_used_alike_stand_side_by_side():
+    rng = np.random.default_rng(0)
+    kinds = {"the": range(2, 12), "to": range(12, 22), "of": range(22, 32)}  # which words follow which
+    text = [f"{lead} w{rng.choice(list(words))} ." for _ in range(400) for lead, words in kinds.items()]
+    tokenizer = WordTokenizer.train(100, [" ".join(text).encode()], by="whitespace")
+    words = ["", "", "", "", *(tokenizer.decode([i]).decode() for i in range(4, tokenizer.vocab_size))]
+    kind = [(int(word[1:]) - 2) // 10 for word in (words[i] for i in tokenizer.order) if word[:1] == "w"]
+    # A tree's halves fill exactly, so here and there a word stands among others.
+    assert len(kind) == 30 and (np.diff(kind) != 0).sum() <= 8
+
+
+@pytest.mark.parametrize("documents", [[], [np.zeros(0, np.int32)], [np.array([3])], [np.array([2, 2, 2])]], ids=str)
+def test_next_to_no_text(documents):
+    np.testing.assert_array_equal(np.sort(similar.similar_order(documents, 5)), np.arange(5))
