@@ -7,6 +7,7 @@ part's module to honour a contract: it takes and returns these.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -92,6 +93,34 @@ class Rows:
         return self.values.at[self.find(ids)].get(mode="fill", fill_value=np.nan)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class WordStats:
+    """How a text uses the ids of a vocabulary. Equal and hashed by what it holds, so that modules may have it for a field.
+
+    counts: int64 `[V]`, how often each id occurs. order: int64 `[V]`, every id once, so that words that the text uses alike
+    stand side by side; None where that is not known. (Tuples of so many numbers Flax would walk through at every call.)
+    """
+
+    counts: np.ndarray
+    order: np.ndarray | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WordStats) and self._held == other._held
+
+    def __hash__(self) -> int:
+        return hash(self._held)
+
+    @functools.cached_property
+    def _held(self) -> tuple[bytes, bytes]:
+        return self.counts.tobytes(), b"" if self.order is None else self.order.tobytes()
+
+    def padded(self, vocab: int) -> WordStats:
+        """Of a vocabulary with further ids, which do not occur."""
+        beyond = np.arange(len(self.counts), vocab)
+        order = None if self.order is None else np.concatenate([self.order, beyond])
+        return WordStats(np.pad(self.counts, (0, len(beyond))), order)
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """Text to ids and back. Ids are in `[0, vocab_size)`; `bos_id` and `eos_id` are None where there is none."""
@@ -100,10 +129,8 @@ class Tokenizer(Protocol):
     bos_id: int | None
     eos_id: int | None
     pad_id: int
-    # How often each id occurs in the text that the vocabulary was made of, where that is known.
-    counts: tuple[int, ...] | None
-    # All ids so that words that this text uses alike stand side by side, where that is known.
-    order: tuple[int, ...] | None
+    # Of the text that the vocabulary was made of, where that is known.
+    stats: WordStats | None
     # decode(encode(x)) == x for every x that encode accepts, and there is a bos: without one nothing predicts the first
     # token of a document, and bits a byte would count bytes that cost nothing.
     lossless: bool

@@ -16,7 +16,7 @@ from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops import attention
 from hpnlp.ops.attention import Causal, Full, reference
 from hpnlp.spec import build, parse_one
-from hpnlp.types import MixerInputs
+from hpnlp.types import MixerInputs, WordStats
 
 # How far two forms of one result may lie apart, absolutely and relatively, where the numbers are of order 1.
 TOLERANCE = {jnp.dtype("float32"): 5e-6, jnp.dtype("float16"): 8e-3, jnp.dtype("bfloat16"): 6e-2}
@@ -153,8 +153,8 @@ class Output:
 
     def __init__(self, spec, count=11, vocab=13, dim=8, dtype="float32"):
         rng = np.random.default_rng(0)
-        order = tuple(rng.permutation(vocab).tolist())
-        extra = {"vocab": vocab, "dim": dim, "counts": tuple(range(vocab, 0, -1)), "order": order}
+        stats = WordStats(np.arange(vocab, 0, -1), rng.permutation(vocab))
+        extra = {"vocab": vocab, "dim": dim, "stats": stats}
         self.module = build(parse_one(spec, "output layer"), OUTPUTS, "output layer", name=None, **extra)
         self.table = jnp.asarray(rng.standard_normal((vocab, dim)), jnp.float32) if self.module.rows_are else None
         self.h = jnp.asarray(rng.standard_normal((count, dim)), dtype)

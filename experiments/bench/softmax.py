@@ -30,6 +30,7 @@ from hpnlp.ops.softmax import linear_cross_entropy
 from hpnlp.spec import build, parse_one
 from hpnlp.training import rows as gathered
 from hpnlp.training.allocator import keep_freed_memory
+from hpnlp.types import WordStats
 
 RESULTS = Path(__file__).parents[1] / "results"
 TOKENS, DIM = 4096, 512
@@ -194,8 +195,8 @@ def bench_layers(rounds: int) -> list[dict[str, Any]]:
 
 def step_of(spec: str, vocab: int, rows: bool = False) -> tuple[Callable[[], Any], int]:
     h, table, labels = arrays(vocab)
-    counts = tuple(int(10**8 / (i + 2.7)) for i in range(vocab))
-    layer = build(parse_one(spec, "output layer"), OUTPUTS, "output layer", vocab=vocab, dim=DIM, counts=counts)
+    stats = WordStats((1e8 / (np.arange(vocab) + 2.7)).astype(np.int64))
+    layer = build(parse_one(spec, "output layer"), OUTPUTS, "output layer", vocab=vocab, dim=DIM, stats=stats)
     weights, key = jnp.ones(TOKENS), jax.random.key(0)
     given = None if not layer.rows_are else table
     params = jax.jit(functools.partial(layer.init, method="loss"))(key, given, h, labels, weights)

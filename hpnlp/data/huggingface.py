@@ -15,7 +15,7 @@ import numpy as np
 
 from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
 from hpnlp.data.text import to_text
-from hpnlp.types import InputError
+from hpnlp.types import InputError, WordStats
 
 
 class HFTokenizer:
@@ -54,8 +54,7 @@ class HFTokenizer:
         self.pad_id: int = _first(self._role_id("pad"), self.eos_id, 0)
         exact = self._is_byte_level and self._form["normalizer"] is None and not self._adds_space
         self.lossless: bool = exact and self.bos_id is not None
-        self.counts: tuple[int, ...] | None = None
-        self.order: tuple[int, ...] | None = None
+        self.stats: WordStats | None = None
 
     @classmethod
     def train(cls, size: int, texts: Iterable[bytes]) -> HFTokenizer:

@@ -21,7 +21,7 @@ from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
 from hpnlp.data.similar import similar_order
 from hpnlp.data.text import to_text
-from hpnlp.types import InputError, Tokenizer
+from hpnlp.types import InputError, Tokenizer, WordStats
 
 _FORMAT = 1
 MADE = 2  # how a vocabulary is made: part of the cache's key
@@ -37,8 +37,7 @@ class ByteTokenizer:
     eos_id: int | None = 257
     pad_id: int = 258
     lossless: bool = True
-    counts: tuple[int, ...] | None = None
-    order: tuple[int, ...] | None = None
+    stats: WordStats | None = None
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, np.uint8).astype(np.int32)
@@ -73,31 +72,24 @@ class WordTokenizer:
 
     lossless: bool = False
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        counts: Sequence[int] | None = None,
-        by: str = "letters",
-        order: Sequence[int] | None = None,
-    ):
+    def __init__(self, words: Sequence[str], stats: WordStats | None = None, by: str = "letters"):
         """words: the vocabulary without special tokens, by falling frequency, which log-uniform samplers expect.
 
-        counts: how often each id, special ones first, occurs in the text that the vocabulary was made of. by: an entry of
-        SPLITS. order: all ids so that words that this text uses alike stand side by side.
+        stats: of all ids, special ones first, in the text that the vocabulary was made of. by: an entry of SPLITS.
         """
         self._by = by
         self._pieces, spaced = specs.lookup(self.SPLITS, by, "split of words by")
         self._words = tuple(words)
-        self.counts: tuple[int, ...] | None = None if counts is None else tuple(counts)
-        if self.counts is not None and len(self.counts) != len(self.SPECIAL) + len(self._words):
+        self.stats: WordStats | None = stats
+        known = (*self.SPECIAL, *self._words)
+        if stats is not None and stats.counts.shape != (len(known),):
             raise InputError(
-                f"{len(self.counts)} counts for {len(self._words)} words: expected one a word, after {len(self.SPECIAL)} of "
+                f"{stats.counts.size} counts for {len(self._words)} words: expected one a word, after {len(self.SPECIAL)} of "
                 "special tokens"
             )
-        self.order: tuple[int, ...] | None = None if order is None else tuple(order)
-        known = (*self.SPECIAL, *self._words)
-        if self.order is not None and sorted(self.order) != list(range(len(known))):
-            raise InputError(f"the order of {len(known)} ids does not have each of them once")
+        order = None if stats is None else stats.order
+        if order is not None and not np.array_equal(np.sort(order), np.arange(len(known))):
+            raise InputError(f"the order of {len(known)} ids does not have each of them once: save the tokenizer again")
         if len(set(known)) != len(known):
             raise InputError("the words of a tokenizer must differ from each other")
         # A text that writes `<eos>` means the characters: special ids are never of text.
@@ -131,9 +123,11 @@ class WordTokenizer:
         ranked = sorted(counts.keys() - set(cls.SPECIAL), key=lambda word: (-counts[word], word))
         kept = ranked[: cap - len(cls.SPECIAL)]
         unknown = counts.total() - sum(counts[word] for word in kept)
-        made = cls(kept, (0, unknown, documents, documents, *(counts[word] for word in kept)), by)
+        made = cls(kept, by=by)
         ids = np.array([made._ids.get(word, made.unk_id) for word in numbers], np.int32)
-        made.order = tuple(similar_order([ids[document] for document in numbered], made.vocab_size).tolist())
+        order = similar_order([ids[document] for document in numbered], made.vocab_size)
+        occurs = np.array([0, unknown, documents, documents, *(counts[word] for word in kept)], np.int64)
+        made.stats = WordStats(occurs, order)
         return made
 
     def _split(self, text: bytes) -> list[str]:
@@ -163,8 +157,10 @@ class WordTokenizer:
     def save(self, path: str) -> None:
         form = {"type": "words", "version": _FORMAT, "words": self._words}
         form |= {} if self._by == "letters" else {"by": self._by}  # files of before say nothing of it
-        form |= {} if self.counts is None else {"counts": self.counts}
-        _write_json(path, form if self.order is None else {**form, "order": self.order})
+        if self.stats is not None:
+            form["counts"] = self.stats.counts.tolist()
+            form |= {} if self.stats.order is None else {"order": self.stats.order.tolist()}
+        _write_json(path, form)
 
 
 def _write_json(path: str, value: Any) -> None:
@@ -232,11 +228,17 @@ def load(path: str) -> Tokenizer:
     words = form.get("words")
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise InputError(f"{path!r} is damaged: `words` is not a list of strings: save it again")
-    for name in ("counts", "order"):
-        value = form.get(name)
-        if value is not None and not (isinstance(value, list) and all(isinstance(n, int) for n in value)):
-            raise InputError(f"{path!r} is damaged: `{name}` is not a list of whole numbers: save it again")
-    return WordTokenizer(words, form.get("counts"), str(form.get("by", "letters")), form.get("order"))
+    stats = None
+    if form.get("counts") is not None:  # files of before have none, or no order
+        order = None if form.get("order") is None else _whole(form["order"], "order", path)
+        stats = WordStats(_whole(form["counts"], "counts", path), order)
+    return WordTokenizer(words, stats, str(form.get("by", "letters")))
+
+
+def _whole(value: Any, name: str, path: str) -> np.ndarray:
+    if not (isinstance(value, list) and all(isinstance(n, int) and abs(n) < 2**63 for n in value)):
+        raise InputError(f"{path!r} is damaged: `{name}` is not a list of whole numbers: save it again")
+    return np.array(value, np.int64)
 
 
 def save_whole(tokenizer: Tokenizer, directory: str) -> None:

@@ -19,7 +19,7 @@ from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.nn.stack import through
 from hpnlp.ops.attention.mask import Causal
 from hpnlp.spec import build, lookup, parse_one
-from hpnlp.types import Aux, InputError, LossOut
+from hpnlp.types import Aux, InputError, LossOut, WordStats
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -89,14 +89,12 @@ class LM(nn.Module):
     """A causal language model over `config.vocab` ids. Every method but `loss` gives activations, not losses.
 
     A batch is a mapping with tokens, labels, segment_ids, positions `[B, T]` int32 and weights `[B, T]` float32; labels
-    are the tokens that follow, segment id 0 is padding. For output layers that ask: counts, how often each id occurs, and
-    order, the ids so that similar words stand side by side. layer_loss: `(output layer, *arguments of its loss) -> LossOut`,
-    for a loss that is laid out over devices.
+    are the tokens that follow, segment id 0 is padding. stats: how the text uses the ids, for output layers that ask.
+    layer_loss: `(output layer, *arguments of its loss) -> LossOut`, for a loss that is laid out over devices.
     """
 
     config: LMConfig
-    counts: tuple[int, ...] | None = None
-    order: tuple[int, ...] | None = None
+    stats: WordStats | None = None
     layer_loss: Callable[..., LossOut] | None = None
 
     @property
@@ -115,7 +113,7 @@ class LM(nn.Module):
         if self.is_initializing():
             self.param("layers", self._init_layers)
         self.final_norm = lookup(NORMS, c.norm, "model.norm")(c.norm_eps)
-        extra = {"vocab": c.vocab, "dim": c.dim, "counts": self.counts, "order": self.order}
+        extra = {"vocab": c.vocab, "dim": c.dim, "stats": self.stats}
         self.output = build(parse_one(c.output, "model.output"), OUTPUTS, "output layer", **extra)
         if c.tied and self.output.rows_are != "words":
             raise InputError(

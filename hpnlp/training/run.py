@@ -36,10 +36,8 @@ def make_model(config: Config, tokenizer: Tokenizer) -> LM:
             f"data.seq_len={config.data.seq_len} is longer than model.max_len={max_len} learned positions: change one"
         )
     vocab = model.vocab or tokenizer.vocab_size
-    beyond = range(tokenizer.vocab_size, vocab)
-    counts = tokenizer.counts and tokenizer.counts + (0,) * len(beyond)
-    order = tokenizer.order and (*tokenizer.order, *beyond)
-    return LM(dataclasses.replace(model, vocab=vocab, max_len=max_len), counts, order)
+    stats = tokenizer.stats and tokenizer.stats.padded(vocab)
+    return LM(dataclasses.replace(model, vocab=vocab, max_len=max_len), stats)
 
 
 def saved_tokenizer(workdir: Path) -> Tokenizer | None:

@@ -59,7 +59,7 @@ def test_words_used_alike_stand_side_by_side():
     text = [f"{lead} w{rng.choice(list(words))} ." for _ in range(400) for lead, words in kinds.items()]
     tokenizer = WordTokenizer.train(100, [" ".join(text).encode()], by="whitespace")
     words = ["", "", "", "", *(tokenizer.decode([i]).decode() for i in range(4, tokenizer.vocab_size))]
-    kind = [(int(word[1:]) - 2) // 10 for word in (words[i] for i in tokenizer.order) if word[:1] == "w"]
+    kind = [(int(word[1:]) - 2) // 10 for word in (words[i] for i in tokenizer.stats.order) if word[:1] == "w"]
     # A tree's halves fill exactly, so here and there a word stands among others.
     assert len(kind) == 30 and (np.diff(kind) != 0).sum() <= 8
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hpnlp.data import tokenizers
 from hpnlp.data.tokenizers import HFTokenizer, build, load, save_whole
-from hpnlp.types import InputError, Tokenizer
+from hpnlp.types import InputError, Tokenizer, WordStats
 
 TEXTS = [
     b"the cat sat on the mat, the cat sat still\n\n    def cat(mat):\n        return mat\n",
@@ -125,28 +125,29 @@ def test_special_ids_are_never_of_text():
     tokenizer = build("words(20, by=whitespace)", [text])
     ids = tokenizer.encode(text)
     assert [ids[i] == tokenizer.unk_id for i in range(7)] == [False, True, False, False, True, True, False]
-    assert tokenizer.counts[tokenizer.unk_id] == 3 and tokenizer.vocab_size == 8
+    assert tokenizer.stats.counts[tokenizer.unk_id] == 3 and tokenizer.vocab_size == 8
     assert build("words(20, by=whitespace)", [b"the cat"]).encode(b"<eos> <pad> cat").tolist()[:2] == [1, 1]
 
 
 def test_words_by_whitespace():
     tokenizer = build("words(6, by=whitespace)", [b"x=f(a) b\n\t x=f(a) c b x=f(a)"])
-    assert tokenizer.vocab_size == 6 and tokenizer.counts == (0, 1, 1, 1, 3, 2)
+    assert tokenizer.vocab_size == 6 and tokenizer.stats.counts.tolist() == [0, 1, 1, 1, 3, 2]
     assert tokenizer.decode(tokenizer.encode(b"b  c\nx=f(a)")) == b"b <unk> x=f(a)"
 
 
 def test_words_keep_how_often_each_id_occurs(tmp_path):
     tokenizer = tokenizers.WordTokenizer.train(9, [b"a b, a b a  c d", b"a"])
     # pad, what is left out, a bos and an eos for each document, then the words
-    assert tokenizer.counts == (0, 2, 2, 2, 4, 2, 1, 1, 1)
+    assert tokenizer.stats.counts.tolist() == [0, 2, 2, 2, 4, 2, 1, 1, 1]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    again = tokenizers.load(str(tmp_path / "tokenizer.json"))
-    assert again.counts == tokenizer.counts
-    assert again.order == tokenizer.order and sorted(again.order) == list(range(9))
-    older = tokenizers.WordTokenizer(["a", "b"])
-    older.save(str(tmp_path / "tokenizer.json"))
-    again = tokenizers.load(str(tmp_path / "tokenizer.json"))
-    assert again.counts is None and again.order is None
+    again = tokenizers.load(str(tmp_path / "tokenizer.json")).stats
+    assert again == tokenizer.stats and hash(again) == hash(tokenizer.stats)
+    assert sorted(again.order) == list(range(9)) and again != WordStats(again.counts) != WordStats(again.counts + 1)
+    wider = again.padded(11)
+    assert wider.counts.tolist() == [0, 2, 2, 2, 4, 2, 1, 1, 1, 0, 0] and sorted(wider.order) == list(range(11))
+    for older in (WordStats(np.arange(6)), None):
+        tokenizers.WordTokenizer(["a", "b"], older).save(str(tmp_path / "tokenizer.json"))
+        assert tokenizers.load(str(tmp_path / "tokenizer.json")).stats == older
 
 
 def test_bytes_is_264():
@@ -285,9 +286,12 @@ def test_bad_spec(spec, message):
         ('{"type": "words", "version": 1, "words": ["a"], "by": ["x"]}', "unknown split of words by"),
         ('{"type": "words", "version": 1, "words": ["a"], "counts": [1, "x"]}', "not a list of whole numbers"),
         ('{"type": "words", "version": 1, "words": ["a"], "counts": [1, 2]}', "2 counts for 1 words"),
-        ('{"type": "words", "version": 1, "words": ["a"], "order": [0.5]}', "`order` is not a list of whole numbers"),
         (
-            '{"type": "words", "version": 1, "words": ["a"], "order": [0, 1, 2, 3, 3]}',
+            '{"type": "words", "version": 1, "words": ["a"], "counts": [0, 0, 0, 0, 1], "order": [0.5]}',
+            "`order` is not a list of whole numbers",
+        ),
+        (
+            '{"type": "words", "version": 1, "words": ["a"], "counts": [0, 0, 0, 0, 1], "order": [0, 1, 2, 3, 3]}',
             "order of 5 ids does not have each",
         ),
         ('{"model": {"type": "Nonsense"}}', "that tokenizers"),

@@ -13,7 +13,7 @@ import pytest
 from hpnlp.models.lm import LM, LMConfig, axes_of, example_batch
 from hpnlp.nn.attention import Context
 from hpnlp.ops.attention.mask import Causal, Full
-from hpnlp.types import InputError
+from hpnlp.types import InputError, WordStats
 from tests.contracts import EXACT
 
 SMALL = {"dim": 16, "heads": 4, "layers": 2, "vocab": 24, "max_len": 16, "mlp_dim": 24, "unroll": 1}
@@ -414,7 +414,7 @@ def test_output_layers_that_cannot_be(fields, message):
 )
 def test_output_layers_of_their_own_parameters(output):
     """Every parameter has a name for each axis, and learns; evaluation does not depend on an rng."""
-    model = LM(LMConfig(**SMALL | {"layers": 1, "output": output, "tied": False}), tuple(range(24, 0, -1)))
+    model = LM(LMConfig(**SMALL | {"layers": 1, "output": output, "tied": False}), WordStats(np.arange(24, 0, -1)))
     batch = make_batch(2, 5)
     params = nn.meta.unbox(model.init(jax.random.key(0), batch)["params"])
     axes = axes_of(model)

@@ -14,7 +14,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training import rows
 from hpnlp.training.optim import OptimizerConfig, make_optimizer
 from hpnlp.training.step import make_trainer
-from hpnlp.types import InputError, Rows
+from hpnlp.types import InputError, Rows, WordStats
 from tests.training.test_step import KEY, assert_leaves_close, batch_of, host
 
 T, VOCAB = 16, 528
@@ -28,7 +28,7 @@ CASES = (("sampled(64)", 1), ("sampled(64)", 4), ("hierarchical(balanced)", 1), 
 def trainer_of(output="sampled(64)", plan=None, devices=1, **changes):
     model = LMConfig(layers=1, dim=32, heads=2, mlp_dim=32, vocab=VOCAB, max_len=T, output=output, tied=False)
     mesh = (plan or Plan()).mesh(jax.devices()[:devices])
-    lm = LM(model, tuple(range(VOCAB, 0, -1)))
+    lm = LM(model, WordStats(np.arange(VOCAB, 0, -1)))
     return make_trainer(lm, dataclasses.replace(PLAIN, **changes), mesh, steps=50)
 
 

@@ -14,7 +14,7 @@ from hpnlp.nn import output
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import check_batch, make_trainer
-from hpnlp.types import InputError, LossOut
+from hpnlp.types import InputError, LossOut, WordStats
 
 B, T = 8, 16
 KEY = jax.random.key(7)
@@ -75,7 +75,7 @@ class Run:
 def trainer_of(plan=ONE[0], devices=ONE[1], model=MODEL, aux_weights=(), **changes):
     optimizer = dataclasses.replace(OPTIMIZER, **changes)
     mesh = plan.mesh(jax.devices()[:devices])
-    lm = LM(model, tuple(range(model.vocab, 0, -1)))
+    lm = LM(model, WordStats(np.arange(model.vocab, 0, -1)))
     return make_trainer(lm, optimizer, mesh, steps=50, aux_weights=dict(aux_weights))
 
 

@@ -7,19 +7,19 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.softmax import without_silent
 from hpnlp.ops.softmax.sampling import sample
-from hpnlp.types import InputError, LossOut
+from hpnlp.types import InputError, LossOut, WordStats
 
 
 class OutputLayer(nn.Module, kw_only=True):
     """Hidden states to a loss over a vocabulary, and back to words.
 
-    vocab: how many words there are. dim: features of a hidden state. counts: how often each word occurs in the training text,
-    and order: the ids so that similar words stand side by side, for layers that ask for them. The model fills these in; what
-    stands in a spec is the layer's own.
+    vocab: how many words there are. dim: features of a hidden state. stats: how the training text uses the words, for layers
+    that ask. The model fills these in; what stands in a spec is the layer's own.
 
     Methods take the table as an argument, because it may be the embedding's, or some of its rows. A layer has `nll` and
     `logits`; what else follows from these by default may be had more cheaply.
@@ -27,8 +27,7 @@ class OutputLayer(nn.Module, kw_only=True):
 
     vocab: int = 0
     dim: int = 0
-    counts: tuple[int, ...] | None = None
-    order: tuple[int, ...] | None = None
+    stats: WordStats | None = None
 
     # Whether exp(log_prob) sums to one over the vocabulary.
     is_normalized: ClassVar[bool] = True
@@ -101,20 +100,20 @@ class OutputLayer(nn.Module, kw_only=True):
         return sample(self.logits(table, h), rng, temperature=temperature, top_k=top_k, top_p=top_p)
 
 
-def known_counts(counts: tuple[int, ...] | None, what: str, instead: str) -> tuple[int, ...]:
-    """How often each word occurs; raises InputError where that is not known. It may be 0 for what may yet be a label."""
-    if counts is None:
+def known_counts(stats: WordStats | None, what: str, instead: str) -> np.ndarray:
+    """The counts, at least 1 each: a word that the training text has not may yet be a label. Raises InputError without."""
+    if stats is None:
         raise InputError(
             f"{what} needs the words' counts, which data.tokenizer=words(...) keeps: choose that, or {instead}"
         )
-    return counts
+    return np.maximum(stats.counts, 1)
 
 
-def known_order(order: tuple[int, ...] | None, what: str, instead: str) -> tuple[int, ...]:
+def known_order(stats: WordStats | None, what: str, instead: str) -> np.ndarray:
     """The ids so that similar words stand side by side; raises InputError where that is not known."""
-    if order is None:
+    if stats is None or stats.order is None:
         raise InputError(
             f"{what} needs to know which words are similar, which data.tokenizer=words(...) finds where it is trained: choose "
             f"that, or {instead}; a tokenizer of an earlier version does not know"
         )
-    return order
+    return stats.order

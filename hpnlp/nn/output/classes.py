@@ -6,7 +6,6 @@ import math
 from typing import Any, ClassVar
 
 import flax.linen as nn
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import embed_init, param
@@ -96,10 +95,10 @@ PARTITIONS = {
     "size": lambda layer, count: ops.equal_size_classes(layer.vocab, count),
     "mass": lambda layer, count: _equal_mass(layer, count, "by='mass'"),
     "similar": lambda layer, count: _equal_mass(
-        layer, count, "by='similar'", order=np.asarray(known_order(layer.order, "by='similar'", "by=mass"))
+        layer, count, "by='similar'", order=known_order(layer.stats, "by='similar'", "by=mass")
     ),
 }
 
 
 def _equal_mass(layer: ClassOutput, count: int, what: str, **options: Any) -> ops.Classes:
-    return ops.equal_mass_classes(np.maximum(known_counts(layer.counts, what, "by=size"), 1), count, **options)
+    return ops.equal_mass_classes(known_counts(layer.stats, what, "by=size"), count, **options)

@@ -19,14 +19,14 @@ from hpnlp.ops.softmax import linear_cross_entropy, without_silent
 from hpnlp.ops.softmax import sampled as ops
 from hpnlp.ops.softmax.samplers import LogUniform, Sampler, Samples, Uniform, sample, unigram
 from hpnlp.spec import lookup
-from hpnlp.types import InputError, LossOut
+from hpnlp.types import InputError, LossOut, WordStats
 
-# name -> (vocab, counts, power) -> sampler
-SAMPLERS: dict[str, Callable[[int, tuple[int, ...] | None, float], Sampler]] = {
-    "uniform": lambda vocab, counts, power: Uniform(vocab),
-    "log_uniform": lambda vocab, counts, power: LogUniform(vocab),
-    "unigram": lambda vocab, counts, power: unigram(
-        np.maximum(known_counts(counts, "sampler='unigram'", "sampler=log_uniform"), 1), power
+# name -> (vocab, stats, power) -> sampler
+SAMPLERS: dict[str, Callable[[int, WordStats | None, float], Sampler]] = {
+    "uniform": lambda vocab, stats, power: Uniform(vocab),
+    "log_uniform": lambda vocab, stats, power: LogUniform(vocab),
+    "unigram": lambda vocab, stats, power: unigram(
+        known_counts(stats, "sampler='unigram'", "sampler=log_uniform"), power
     ),
 }
 
@@ -66,7 +66,7 @@ class _Sampling(FullOutput):
         return jnp.concatenate([labels, self._samples(labels, rng).ids.reshape(-1)])
 
     def _samples(self, labels: Int[Array, " N"], rng: jax.Array) -> Samples:
-        sampler = lookup(SAMPLERS, self.sampler, "sampler")(self.vocab, self.counts, self.power)
+        sampler = lookup(SAMPLERS, self.sampler, "sampler")(self.vocab, self.stats, self.power)
         return sample(sampler, rng, self.samples, labels, per_token=self.per_token, unique=self.unique)
 
     def merges(self, rng: jax.Array | None) -> bool:
@@ -142,7 +142,7 @@ class NCEOutput(_Sampling):
         self.log_z = self.param("log_z", nn.initializers.zeros, (), jnp.float32) if self.partition == "learned" else 0.0
 
     def _first_bias(self, rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> Float[Array, " V"]:
-        counts = np.ones(shape) if self.counts is None else np.maximum(self.counts, 1)
+        counts = np.ones(shape) if self.stats is None else np.maximum(self.stats.counts, 1)
         return jnp.asarray(np.log(counts / counts.sum()), dtype)
 
     @property

@@ -6,13 +6,12 @@ import functools
 from typing import ClassVar
 
 import jax
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.output.base import OutputLayer, known_counts, known_order
 from hpnlp.ops.softmax import tree as ops
 from hpnlp.spec import lookup
-from hpnlp.types import Rows
+from hpnlp.types import Rows, WordStats
 
 
 class HierarchicalOutput(OutputLayer):
@@ -61,16 +60,17 @@ class HierarchicalOutput(OutputLayer):
         return super().sample(table, h, rng, temperature, top_k, top_p)
 
 
-@functools.lru_cache(maxsize=2)  # it takes seconds for hundreds of thousands of words, at every trace
-def _huffman(counts: tuple[int, ...], order: tuple[int, ...] | None = None) -> ops.Tree:
-    return ops.huffman_tree(np.maximum(counts, 1), None if order is None else np.asarray(order))
+@functools.lru_cache(
+    maxsize=2
+)  # it takes seconds for hundreds of thousands of words, and a model is traced several times
+def _huffman(stats: WordStats | None, similar: bool) -> ops.Tree:
+    what = "tree='similar'" if similar else "tree='huffman'"
+    counts = known_counts(stats, what, "tree=balanced")
+    return ops.huffman_tree(counts, known_order(stats, what, "tree=huffman") if similar else None)
 
 
 TREES = {
     "balanced": lambda layer: ops.balanced_tree(layer.vocab),
-    "huffman": lambda layer: _huffman(known_counts(layer.counts, "tree='huffman'", "tree=balanced")),
-    "similar": lambda layer: _huffman(
-        known_counts(layer.counts, "tree='similar'", "tree=balanced"),
-        known_order(layer.order, "tree='similar'", "tree=huffman"),
-    ),
+    "huffman": lambda layer: _huffman(layer.stats, similar=False),
+    "similar": lambda layer: _huffman(layer.stats, similar=True),
 }
