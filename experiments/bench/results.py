@@ -15,7 +15,9 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
+import matplotlib.lines
 import matplotlib.pyplot as plt
+import matplotlib.ticker
 import numpy as np
 
 BAR = r"\|"  # in a table of Markdown, a bar that is text
@@ -51,6 +53,80 @@ def attention(rows: Rows) -> list[tuple[str, str]]:
 
 def softmax(rows: Rows) -> list[tuple[str, str]]:
     return [(f"{row['what']}: {name}", f"{ratio:.3g}") for row in rows for name, ratio in row["ratios"].items()]
+
+
+# How many words the corpora of experiments/softmax/ have.
+CORPORA = {"docs": "12,000", "code": "110,000", "whitespace": "400,000"}
+
+
+def output_layers(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table of output layers, from what a training step takes and what perplexity it comes to over each corpus.
+
+    results: by the name of their bench. Empty where nothing of it is measured.
+    """
+    columns: dict[str, dict[str, str]] = {}  # heading -> layer -> figure
+    environment: Mapping[str, Any] = {}
+    for corpus, words in CORPORA.items():
+        if found := results.get(f"softmax_steps_{corpus}"):
+            environment = found["environment"]
+            column = columns.setdefault(f"step, {words} words", {})
+            for row in found["rows"]:
+                memory = sum(row["megabytes"].values())
+                column[row["output"]] = f"{row['ratios']['time over full']:.2g} ({memory:,.0f} MB)"
+    for corpus, words in CORPORA.items():
+        for bench, what in ((corpus, "steps"), (f"{corpus}_time", "time")):
+            if found := results.get(f"softmax_quality_{bench}"):
+                column = columns.setdefault(f"perplexity, same {what}, {words}", {})
+                column.update({row["output"]: f"{row['ratios']['over full']:.3f}" for row in found["rows"]})
+    layers = list(dict.fromkeys(layer for column in columns.values() for layer in column))
+    if not layers:
+        return ""
+    lines = [["output layer", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[f"`{layer}`", *(column.get(layer, "") for column in columns.values())] for layer in layers]
+    return "\n".join([f"Over `full`, on {machine(environment)}:", "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def plot_tradeoff(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """For each corpus, perplexity against the time of a step, both over the full softmax's."""
+    found = []
+    for corpus, words in CORPORA.items():
+        if {f"softmax_steps_{corpus}", f"softmax_quality_{corpus}"} <= results.keys():
+            steps, qualities = (results[f"softmax_{what}_{corpus}"]["rows"] for what in ("steps", "quality"))
+            times = {row["output"]: row["ratios"]["time over full"] for row in steps}
+            found.append(
+                (words, [(row["output"], times[row["output"]], row["ratios"]["over full"]) for row in qualities])
+            )
+    if not found:
+        return
+    worst = 1.25
+    layers = list(dict.fromkeys(layer for _, points in found for layer, _, ratio in points if ratio <= worst))
+    styles = {layer: f"C{i % 10}{'os^'[i // 10]}" for i, layer in enumerate(layers)}
+    figure, axes = plt.subplots(
+        1, len(found), figsize=(2.2 + 3.2 * len(found), 3.8), layout="constrained", squeeze=False
+    )
+    for axis, (words, points) in zip(axes[0], found, strict=True):
+        for layer, time, ratio in points:
+            if ratio <= worst:
+                axis.plot(time, ratio, styles[layer], label=layer)
+        axis.set(xscale="log", xlabel="time of a training step over full's", title=f"{words} words")
+        axis.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        axis.grid(alpha=0.3)
+        if left := sum(ratio > worst for _, _, ratio in points):
+            axis.text(0.98, 0.98, f"{left} above {worst}", transform=axis.transAxes, ha="right", va="top", fontsize=8)
+    handles = [
+        matplotlib.lines.Line2D([], [], linestyle="", color=f[:-1], marker=f[-1], label=n) for n, f in styles.items()
+    ]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
+    axes[0, 0].set_ylabel("held-out perplexity over full's, same steps")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def machine(environment: Mapping[str, Any]) -> str:
+    cpu = f"{environment['cores']} cores of {environment['cpu']}"
+    return (cpu if environment["backend"] == "cpu" else environment["device"]) + f", jax {environment['jax']}"
 
 
 def plot_softmax(rows: Rows, path: Path) -> None:
@@ -146,16 +222,12 @@ def gpu_step(rows: Rows) -> list[tuple[str, str]]:
     return [(what, f"{100 * best['mfu']:.0f} % ({best['step_ms']:.0f} ms, {best['tokens_per_second']:,.0f} tokens/s)")]
 
 
-# One file a corpus, as each takes its time to measure.
-TRAINING_STEPS = ("softmax_steps_docs", "softmax_steps_code", "softmax_steps_whitespace")
-QUALITIES = ("softmax_quality_docs", "softmax_quality_docs_time", "softmax_quality_code", "softmax_quality_whitespace")
-
 # result file (before the device) -> its lines of the table: (what was measured, the figure)
 TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "demo": demo,
     "train_step": train_step,
     "attention": attention,
-    **dict.fromkeys(("softmax", "softmax_layers", "search", *TRAINING_STEPS, *QUALITIES), softmax),
+    **dict.fromkeys(("softmax", "softmax_layers", "search"), softmax),
     "decode": decode,
     "loop": loop,
     "parity": parity,
@@ -201,19 +273,20 @@ PLOTS: dict[str, Callable[[Rows, Path], None]] = {
     "demo": plot_demo,
     "train_step": plot_train_step,
     "attention": plot_attention,
-    **dict.fromkeys(("softmax_layers", *TRAINING_STEPS), plot_softmax),
+    "softmax_layers": plot_softmax,
 }
 
 
 def main() -> None:
     by_device: dict[str, list[tuple[str, str, str]]] = {}
     images = []
+    results = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    compared = {path.stem.removesuffix("-cpu"): result for path, result in results.items()}
     order = list(TABLE)
-    for path in sorted(RESULTS.glob("*.json"), key=lambda path: order.index(path.stem.split("-")[0])):
-        result = json.loads(path.read_text())
-        where = result["environment"]
-        cpu = f"{where['cores']} cores of {where['cpu']}"
-        device = (cpu if where["backend"] == "cpu" else where["device"]) + f", jax {where['jax']}"
+    listed = [path for path in results if path.stem.split("-")[0] in TABLE]
+    for path in sorted(listed, key=lambda path: order.index(path.stem.split("-")[0])):
+        result = results[path]
+        device = machine(result["environment"])
         lines = TABLE[result["bench"]](result["rows"])
         by_device.setdefault(device, []).extend((what, figure, path.name) for what, figure in lines)
         if result["bench"] in PLOTS:
@@ -225,14 +298,16 @@ def main() -> None:
         + "\n".join(f"| {what.replace('|', BAR)} | {figure} | `{name}` |" for what, figure, name in lines)
         for device, lines in by_device.items()
     ]
+    sections = {"results": "\n\n".join(tables + images), "outputs": output_layers(compared)}
+    tradeoff = RESULTS / "softmax_tradeoff-cpu.png"
+    plot_tradeoff(compared, tradeoff)
+    if tradeoff.exists():
+        sections["outputs"] += f"\n\n![perplexity against time](experiments/results/{tradeoff.name})"
     readme = ROOT / "README.md"
-    section = "\n\n".join(tables + images)
-    text = re.sub(
-        r"(<!-- results -->\n).*?(<!-- /results -->)",
-        lambda m: f"{m[1]}{section}\n{m[2]}",
-        readme.read_text(),
-        flags=re.DOTALL,
-    )
+    text = readme.read_text()
+    for name, section in sections.items():
+        marked = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        text = re.sub(marked, lambda m, section=section: f"{m[1]}{section}\n{m[2]}", text, flags=re.DOTALL)
     readme.write_text(text)
 
 

@@ -38,13 +38,15 @@ def main(argv: list[str]) -> None:
         rows.append(
             {
                 "what": f"held-out perplexity of {output}, {FLAGS.corpus}, {one['steps']} steps",
+                "output": output,
+                "steps": one["steps"],
                 "ratios": {"over full": ratio},
                 "perplexity": perplexity,
                 "by_rows": one["config"]["optimizer.rows"],
                 "parameters": one["parameters"],
             }
         )
-    print(measure.write_result(f"softmax_quality_{FLAGS.corpus}", rows, FLAGS.out))
+    print(measure.write_result(f"softmax_quality_{FLAGS.corpus.replace('-', '_')}", rows, FLAGS.out))
 
 
 if __name__ == "__main__":
