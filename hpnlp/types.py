@@ -104,6 +104,13 @@ class WordStats:
     counts: np.ndarray
     order: np.ndarray | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("counts", "order"):
+            if (value := getattr(self, name)) is not None:
+                held = np.array(value, np.int64)
+                held.setflags(write=False)
+                object.__setattr__(self, name, held)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WordStats) and self._held == other._held
 

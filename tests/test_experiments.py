@@ -19,7 +19,7 @@ from tests.tiny import quick_compiler, text, xla_cache  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).parents[1] / "experiments"
 WORDS = str(ROOT / "softmax" / "words.py")
-LAYERS = experiment.load(WORDS).LAYERS
+LAYERS, LARGE = experiment.load(WORDS).LAYERS, experiment.load(WORDS).LARGE
 # As small as may be: layers with 2048 frequent words want some more.
 TINY = {
     "data.tokenizer": "words(2100, by=whitespace)",
@@ -96,7 +96,7 @@ def test_equal_time(tmp_path):
     rows = [{"output": layer, "ratios": {"time over full": 1.0 if layer == "full" else 0.3}} for layer in LAYERS]
     (tmp_path / "steps_docs.json").write_text(json.dumps({"rows": rows}))
     steps = {member["model.output"]: member["train.steps"] for member in module.get_sweep("docs-time")}
-    assert steps["full"] == 400 and steps["binary"] == 1333 and steps.keys() == set(LAYERS)
+    assert steps["full"] == 400 and steps["binary_ecc(2048)"] == 1333 and steps.keys() == set(LARGE)
 
 
 def test_unknown_corpus():

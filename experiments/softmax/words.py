@@ -14,7 +14,8 @@ train the embedding so, too.
 What is hoped for is test perplexity over that of full: sampled 1.02, nce 1.05, adaptive 1.02, class 1.05, hierarchical 1.15,
 binary_ecc(2048), which is a softmax and a code that corrects errors, 1.10. negative_sampling, margin and vmf have none.
 
-`docs-time` gives each layer the time of 400 steps of full, and so other numbers of steps, by what this has measured before:
+`docs-time` gives those that the others compare the time of 400 steps of full, and so other numbers of steps, by what this has
+measured before:
 
     python experiments/softmax/steps.py --only=docs
     hpnlp sweep --config=experiments/softmax/words.py:docs-time --workdir=runs/docs-time
@@ -77,11 +78,11 @@ def get_config(which: str = "docs") -> ConfigDict:
 
 def get_sweep(which: str = "docs") -> list[dict[str, Any]]:
     corpus = which.removesuffix("-time")
-    members = [member(layer, corpus) for layer in (LAYERS if corpus == "docs" else LARGE)]
     if corpus == which:
-        return members
+        return [member(layer, corpus) for layer in (LAYERS if corpus == "docs" else LARGE)]
     ratios = times_over_full(corpus)
-    return [own | {"train.steps": round(BUDGET / ratios[own["model.output"]])} for own in members]
+    layers = [layer for layer in LAYERS if layer in LARGE]
+    return [member(layer, corpus) | {"train.steps": round(BUDGET / ratios[layer])} for layer in layers]
 
 
 def member(layer: str, corpus: str = "docs") -> dict[str, Any]:

@@ -18,8 +18,9 @@ DIM = 32
 def similar_order(documents: Sequence[np.ndarray], vocab: int) -> np.ndarray:
     """The ids [V] of a vocabulary so that words that the documents use alike stand side by side.
 
-    documents: ids, each int [length]. See `word_vectors` and `similarity_order`.
-    Cost: O(tokens + V) time and memory, and seconds more.
+    documents: ids, each int [length]. See `word_vectors` and `similarity_order`. The same for the same text on one machine;
+    on another, its linear algebra may round otherwise.
+    Cost: O(tokens + V) memory; some seconds for millions of tokens, and some 0.1 ms a word.
     """
     return similarity_order(word_vectors(documents, vocab))
 
@@ -49,7 +50,7 @@ def _association(words: np.ndarray, columns: np.ndarray, vocab: int) -> Any:
 
     there = (words >= 0) & (columns >= 0)
     shape = (vocab, min(CONTEXTS, vocab))
-    ones = np.ones(there.sum(), np.float32)
+    ones = np.ones(there.sum())
     pairs = scipy.sparse.coo_matrix((ones, (words[there], columns[there])), shape).tocsr().tocoo()  # which adds them up
     of_word = np.bincount(pairs.row, pairs.data, vocab)
     of_column = np.bincount(pairs.col, pairs.data, shape[1]) ** 0.75
@@ -59,14 +60,20 @@ def _association(words: np.ndarray, columns: np.ndarray, vocab: int) -> Any:
 
 
 def _principal(features: Any, dim: int) -> np.ndarray:
-    """U S of the largest `dim` singular values, float32 [V, dim]; of a small or empty matrix, exactly."""
+    """U S of the largest `dim` singular values, falling, float32 [V, dim]; the largest entry of a column is positive."""
     import scipy.sparse.linalg
 
+    features.eliminate_zeros()
     least = min(features.shape)
-    if least <= 4 * dim or not features.nnz:
+    if not features.nnz:
+        return np.zeros((features.shape[0], dim), np.float32)
+    if least <= 4 * dim:
         left, values, _ = np.linalg.svd(features.toarray(), full_matrices=False)
-        left, values = left[:, :dim], values[:dim]
     else:
         start = np.random.default_rng(0).standard_normal(least).astype(np.float32)
         left, values, _ = scipy.sparse.linalg.svds(features, dim, v0=start)
-    return np.pad(left * values, [(0, 0), (0, dim - len(values))]).astype(np.float32)
+        assert left is not None
+    largest = np.argsort(-values, kind="stable")[:dim]
+    vectors = left[:, largest] * values[largest]
+    vectors *= np.sign(vectors[np.abs(vectors).argmax(axis=0), np.arange(len(largest))])
+    return np.pad(vectors, [(0, 0), (0, dim - len(largest))]).astype(np.float32)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from hpnlp.data import similar
+from hpnlp.data import similar, tokenizers
 from hpnlp.data.tokenizers import WordTokenizer
 
 DOCUMENTS = [np.random.default_rng(seed).zipf(1.4, 60) % 30 for seed in range(5)]
@@ -64,6 +64,46 @@ def test_words_used_alike_stand_side_by_side():
     assert len(kind) == 30 and (np.diff(kind) != 0).sum() <= 8
 
 
-@pytest.mark.parametrize("documents", [[], [np.zeros(0, np.int32)], [np.array([3])], [np.array([2, 2, 2])]], ids=str)
-def test_next_to_no_text(documents):
-    np.testing.assert_array_equal(np.sort(similar.similar_order(documents, 5)), np.arange(5))
+def test_the_same_whatever_the_signs(monkeypatch):
+    """Singular vectors may come with either sign, by the machine."""
+    wanted = similar.similar_order(DOCUMENTS, 33)
+    svd = np.linalg.svd
+    flipped = lambda *args, **kwargs: (-(found := svd(*args, **kwargs))[0], *found[1:])  # noqa: E731
+    monkeypatch.setattr(np.linalg, "svd", flipped)
+    np.testing.assert_array_equal(similar.similar_order(DOCUMENTS, 33), wanted)
+
+
+def test_all_of_a_text_is_seen_where_some_is(monkeypatch):
+    """Of more documents than are compared, some from the end, too; of one that is too long, a part."""
+    seen = []
+    monkeypatch.setattr(tokenizers, "_COMPARED", 20)
+    monkeypatch.setattr(
+        tokenizers, "similar_order", lambda documents, vocab: seen.append(documents) or np.arange(vocab)
+    )
+    tokenizer = WordTokenizer.train(300, [f"a{i} b{i} c{i}".encode() for i in range(50)])
+    (documents,) = seen
+    assert [tokenizer.decode(document).decode() for document in documents] == [
+        f"a{i} b{i} c{i}" for i in (0, 16, 32, 48)
+    ]
+    WordTokenizer.train(300, [b"a b " * 50])
+    assert sum(map(len, seen[1])) == 20
+
+
+DEBRUIJN = [np.array([a, b]) for a in range(200) for b in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("documents", "vocab"),
+    [
+        ([], 5),
+        ([np.zeros(0, np.int32)], 5),
+        ([np.array([3])], 5),
+        ([np.array([2, 2, 2])], 5),
+        ([np.array([3, 4])], 500),
+        ([np.array([word]) for word in range(5000)], 5000),
+        (DEBRUIJN, 200),
+    ],
+    ids=["no documents", "no words", "one word", "one word again", "one pair", "words alone", "all pairs"],
+)
+def test_next_to_nothing_to_see(documents, vocab):
+    np.testing.assert_array_equal(np.sort(similar.similar_order(documents, vocab)), np.arange(vocab))

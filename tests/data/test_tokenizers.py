@@ -292,7 +292,7 @@ def test_bad_spec(spec, message):
         ),
         (
             '{"type": "words", "version": 1, "words": ["a"], "counts": [0, 0, 0, 0, 1], "order": [0, 1, 2, 3, 3]}',
-            "order of 5 ids does not have each",
+            "each of the ids 0 to 4 once",
         ),
         ('{"model": {"type": "Nonsense"}}', "that tokenizers"),
     ],

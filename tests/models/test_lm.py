@@ -383,7 +383,7 @@ def test_bad_config(fields, message):
         ({"output": "class(by=mass)", "tied": False}, "needs the words' counts"),
         (
             {"output": "class(by=similar)", "tied": False},
-            "which words are similar, which data.tokenizer=words.*by=mass",
+            "needs the words' counts.*by=size",
         ),
         ({"output": "class(by=weight)", "tied": False}, "unknown partition 'weight'"),
         ({"output": "adaptive((8,30))", "tied": False}, "under the vocabulary of 24"),

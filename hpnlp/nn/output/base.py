@@ -100,11 +100,15 @@ class OutputLayer(nn.Module, kw_only=True):
         return sample(self.logits(table, h), rng, temperature=temperature, top_k=top_k, top_p=top_p)
 
 
-def known_counts(stats: WordStats | None, what: str, instead: str) -> np.ndarray:
+def known_counts(stats: WordStats | None, vocab: int, what: str, instead: str) -> np.ndarray:
     """The counts, at least 1 each: a word that the training text has not may yet be a label. Raises InputError without."""
     if stats is None:
         raise InputError(
             f"{what} needs the words' counts, which data.tokenizer=words(...) keeps: choose that, or {instead}"
+        )
+    if stats.counts.shape != (vocab,):
+        raise InputError(
+            f"stats are of {stats.counts.size} words, the vocabulary has {vocab}: pass stats.padded({vocab})"
         )
     return np.maximum(stats.counts, 1)
 
@@ -114,6 +118,6 @@ def known_order(stats: WordStats | None, what: str, instead: str) -> np.ndarray:
     if stats is None or stats.order is None:
         raise InputError(
             f"{what} needs to know which words are similar, which data.tokenizer=words(...) finds where it is trained: choose "
-            f"that, or {instead}; a tokenizer of an earlier version does not know"
+            f"that, or {instead}; one that an earlier version trained does not know: train it again"
         )
     return stats.order

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
@@ -93,12 +93,12 @@ class ClassOutput(OutputLayer):
 
 PARTITIONS = {
     "size": lambda layer, count: ops.equal_size_classes(layer.vocab, count),
-    "mass": lambda layer, count: _equal_mass(layer, count, "by='mass'"),
-    "similar": lambda layer, count: _equal_mass(
-        layer, count, "by='similar'", order=known_order(layer.stats, "by='similar'", "by=mass")
-    ),
+    "mass": lambda layer, count: _equal_mass(layer, count, similar=False),
+    "similar": lambda layer, count: _equal_mass(layer, count, similar=True),
 }
 
 
-def _equal_mass(layer: ClassOutput, count: int, what: str, **options: Any) -> ops.Classes:
-    return ops.equal_mass_classes(known_counts(layer.stats, what, "by=size"), count, **options)
+def _equal_mass(layer: ClassOutput, count: int, similar: bool) -> ops.Classes:
+    what = "by='similar'" if similar else "by='mass'"
+    counts = known_counts(layer.stats, layer.vocab, what, "by=size")
+    return ops.equal_mass_classes(counts, count, order=known_order(layer.stats, what, "by=mass") if similar else None)

@@ -26,7 +26,7 @@ SAMPLERS: dict[str, Callable[[int, WordStats | None, float], Sampler]] = {
     "uniform": lambda vocab, stats, power: Uniform(vocab),
     "log_uniform": lambda vocab, stats, power: LogUniform(vocab),
     "unigram": lambda vocab, stats, power: unigram(
-        known_counts(stats, "sampler='unigram'", "sampler=log_uniform"), power
+        known_counts(stats, vocab, "sampler='unigram'", "sampler=log_uniform"), power
     ),
 }
 

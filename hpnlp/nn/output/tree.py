@@ -60,17 +60,16 @@ class HierarchicalOutput(OutputLayer):
         return super().sample(table, h, rng, temperature, top_k, top_p)
 
 
-@functools.lru_cache(
-    maxsize=2
-)  # it takes seconds for hundreds of thousands of words, and a model is traced several times
-def _huffman(stats: WordStats | None, similar: bool) -> ops.Tree:
+# Kept, because it takes seconds for hundreds of thousands of words, and a model is traced several times.
+@functools.lru_cache(maxsize=2)
+def _huffman(stats: WordStats | None, vocab: int, similar: bool) -> ops.Tree:
     what = "tree='similar'" if similar else "tree='huffman'"
-    counts = known_counts(stats, what, "tree=balanced")
+    counts = known_counts(stats, vocab, what, "tree=balanced")
     return ops.huffman_tree(counts, known_order(stats, what, "tree=huffman") if similar else None)
 
 
 TREES = {
     "balanced": lambda layer: ops.balanced_tree(layer.vocab),
-    "huffman": lambda layer: _huffman(layer.stats, similar=False),
-    "similar": lambda layer: _huffman(layer.stats, similar=True),
+    "huffman": lambda layer: _huffman(layer.stats, layer.vocab, similar=False),
+    "similar": lambda layer: _huffman(layer.stats, layer.vocab, similar=True),
 }

@@ -86,8 +86,8 @@ def equal_mass_classes(
     power: 1 is frequency binning, which leaves most words to a few classes of a Zipf-like vocabulary; 0.5 bounds its widest
       class near 2 sqrt(V) words at C = sqrt(V).
     order: the ids [V], of which classes are ranges; without it, by falling counts. With the `similarity_order` of embeddings
-      classes are clusters of similar words, which are easier to tell apart from others.
-    widest: no class has more words; one that a frequent word fills alone has one.
+      classes are clusters of similar words, which are easier to tell apart from others; more of them are met by a batch.
+    widest: no class has more words; one that a frequent word fills alone has one, where counts fall.
     Raises InputError on counts that are no such numbers, on an order that is not of every id once, and where count classes of
     `widest` words do not hold V.
     Source: Mikolov et al. 2011, "Extensions of recurrent neural network language model" (power 1), and their RNNLM

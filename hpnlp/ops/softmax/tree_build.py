@@ -61,8 +61,8 @@ def huffman_tree(counts: np.ndarray, order: np.ndarray | None = None) -> Tree:
     Deterministic. Of words with equal counts, a lower id lies no deeper; a leaf is merged before an inner node of its weight,
     which makes the longest path as short as it can be.
     Raises InputError on counts that are not all finite and over 0, and on an order that is not of every id once.
-    Cost: O(V log V) for sorting, O(V) steps of Python, and O(V L) time and memory, with an order up to L^2 passes of numpy
-    over V L words in all; L is at most 1.45 log2(sum of counts) for whole counts, and for fractions may reach V - 1.
+    Cost: O(V log V) for sorting, O(V) steps of Python, and O(V L) time and memory, with an order up
+    to O(V L^2) time; L is at most 1.45 log2(sum of counts) for whole counts, and for fractions may reach V - 1.
     Source: Huffman 1952; for words, Mikolov et al. 2013, "Distributed representations of words and phrases", sec. 2.1; that
     similar words belong together, Mnih and Hinton 2009, "A scalable hierarchical distributed language model", sec. 4.
     """
@@ -130,9 +130,9 @@ def _arranged(depths: np.ndarray, order: np.ndarray) -> Tree:
         side = 2 * node + second
         inner = np.flatnonzero(~leaf)
         inner = inner[np.argsort(side[inner], kind="stable")]
-        first, last = first + int(node[-1]) + 1, first
+        here, first = first, first + int(node[-1]) + 1
         halves, node = np.unique(side[inner], return_inverse=True)
-        children[last + halves // 2, halves % 2] = first + np.arange(len(halves))
+        children[here + halves // 2, halves % 2] = first + np.arange(len(halves))
         words, level = words[inner], level + 1
     return _fill(children, 0)
 

@@ -55,15 +55,45 @@ def test_classes_of_an_order_are_its_clusters():
     assert set(member[heavy.order[: heavy.starts[4]]]) == {member[order[0]]}, "classes of mass, not of words"
 
 
-@settings(max_examples=40)
-@given(st.lists(st.one_of(st.integers(1, 5), st.integers(1, 10**12)), min_size=1, max_size=60), st.randoms())
-def test_a_tree_over_an_order_is_still_huffmans(counts, random):
-    order = random.sample(range(len(counts)), len(counts))
-    tree = huffman_tree(np.array(counts), np.array(order))
-    np.testing.assert_array_equal(depths_of(tree), depths_of(huffman_tree(np.array(counts))))
-    assert sorted(leaves(tree)) == sorted(order)
-    if len(set(counts)) == 1 and len(counts) in (1, 2, 4, 8, 16, 32):
-        assert leaves(tree) == order
+def halves(words, below):
+    """Which words are in the first half of their node: at each depth the split that fits and is nearest to the middle."""
+    share = 2.0**-below
+    first, room = np.zeros(len(words), bool), np.array([0.5, 0.5])
+    early = np.cumsum(share) - share / 2 < 0.5
+    for depth in np.unique(below):
+        here, unit = np.flatnonzero(below == depth), 2.0**-depth
+        fits = [k for k in range(len(here) + 1) if k * unit <= room[0] and (len(here) - k) * unit <= room[1]]
+        taken = min(fits, key=lambda k: abs(k - early[here].sum()))  # noqa: B023
+        first[here[:taken]] = True
+        room -= [taken * unit, (len(here) - taken) * unit]
+    return first
+
+
+def dealt(words, depths, level=0):
+    """The leaves from left to right of the tree over an order, one node at a time."""
+    if len(words) == 1:
+        return words.tolist()
+    first = halves(words, (depths[words] - level).astype(float))
+    return dealt(words[first], depths, level + 1) + dealt(words[~first], depths, level + 1)
+
+
+COUNTS = st.one_of(
+    st.lists(st.one_of(st.integers(1, 5), st.integers(1, 10**12)), min_size=1, max_size=60),
+    st.sampled_from([2, 4, 8, 16, 32]).map(lambda size: [7] * size),
+)
+
+
+@settings(max_examples=60)
+@given(COUNTS, st.randoms())
+def test_a_tree_over_an_order_is_dealt_node_by_node(counts, random):
+    """Huffman's depths, and every word where the definition has it, in every node."""
+    order = np.array(random.sample(range(len(counts)), len(counts)))
+    tree = huffman_tree(np.array(counts), order)
+    depths = depths_of(huffman_tree(np.array(counts)))
+    np.testing.assert_array_equal(depths_of(tree), depths)
+    assert leaves(tree) == dealt(order, depths)
+    if set(counts) == {7}:
+        assert leaves(tree) == order.tolist()
 
 
 def out_of_place(first, depths, middle):
@@ -114,6 +144,19 @@ def test_similar_words_share_their_nodes():
 def test_bad_input(call, told):
     with pytest.raises(InputError, match=told):
         call()
+
+
+def test_one_feature_gives_its_order():
+    values = np.random.default_rng(0).standard_normal(200)
+    order = similarity_order(values[:, None])
+    steps = np.diff(values[order])
+    assert (steps > 0).all() or (steps < 0).all()
+
+
+@pytest.mark.parametrize("scale", [1e30, 1e300, 1e-30, 1e-300])
+def test_embeddings_of_any_scale(scale):
+    _, vectors = planted()
+    np.testing.assert_array_equal(similarity_order(vectors * scale), similarity_order(vectors))
 
 
 def test_words_that_do_not_differ():
