@@ -283,7 +283,7 @@ def main() -> None:
     results = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     compared = {path.stem.removesuffix("-cpu"): result for path, result in results.items()}
     order = list(TABLE)
-    listed = [path for path in results if path.stem.split("-")[0] in TABLE]
+    listed = [path for path in results if not path.stem.startswith(("softmax_steps_", "softmax_quality_"))]
     for path in sorted(listed, key=lambda path: order.index(path.stem.split("-")[0])):
         result = results[path]
         device = machine(result["environment"])

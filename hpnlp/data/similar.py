@@ -72,7 +72,7 @@ def _principal(features: Any, dim: int) -> np.ndarray:
     else:
         start = np.random.default_rng(0).standard_normal(least).astype(np.float32)
         left, values, _ = scipy.sparse.linalg.svds(features, dim, v0=start)
-        assert left is not None
+        assert left is not None  # for the type checker: it is where vectors are asked for
     largest = np.argsort(-values, kind="stable")[:dim]
     vectors = left[:, largest] * values[largest]
     vectors *= np.sign(vectors[np.abs(vectors).argmax(axis=0), np.arange(len(largest))])

@@ -68,7 +68,11 @@ def test_the_same_whatever_the_signs(monkeypatch):
     """Singular vectors may come with either sign, by the machine."""
     wanted = similar.similar_order(DOCUMENTS, 33)
     svd = np.linalg.svd
-    flipped = lambda *args, **kwargs: (-(found := svd(*args, **kwargs))[0], *found[1:])  # noqa: E731
+
+    def flipped(*args, **kwargs):
+        left, values, right = svd(*args, **kwargs)
+        return -left, values, -right
+
     monkeypatch.setattr(np.linalg, "svd", flipped)
     np.testing.assert_array_equal(similar.similar_order(DOCUMENTS, 33), wanted)
 

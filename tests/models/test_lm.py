@@ -409,6 +409,21 @@ def test_output_layers_that_cannot_be(fields, message):
         jax.eval_shape(loss, jax.random.key(0))
 
 
+@pytest.mark.parametrize("output", ["class(by=similar)", "hierarchical(similar)"])
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (24, "needs to know which words are similar.*choose that, or .*train it again"),
+        (6, r"stats are of 6 words, the vocabulary has 24: pass stats.padded\(24\)"),
+    ],
+)
+def test_stats_that_do_not_say_enough(output, counts, message):
+    """As of a tokenizer that an earlier version trained, or of fewer words."""
+    model = LM(LMConfig(**SMALL | {"output": output, "tied": False}), WordStats(np.arange(counts)))
+    with pytest.raises(InputError, match=message):
+        model.init(jax.random.key(0), make_batch(2, 5))
+
+
 @pytest.mark.parametrize(
     "output", ["nce(4,partition=learned)", "adaptive(div_value=2)", "class(by=mass)", "hierarchical", "vmf"]
 )

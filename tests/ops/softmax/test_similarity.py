@@ -63,7 +63,7 @@ def halves(words, below):
     for depth in np.unique(below):
         here, unit = np.flatnonzero(below == depth), 2.0**-depth
         fits = [k for k in range(len(here) + 1) if k * unit <= room[0] and (len(here) - k) * unit <= room[1]]
-        taken = min(fits, key=lambda k: abs(k - early[here].sum()))  # noqa: B023
+        taken = fits[np.abs(np.array(fits) - early[here].sum()).argmin()]
         first[here[:taken]] = True
         room -= [taken * unit, (len(here) - taken) * unit]
     return first
