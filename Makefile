@@ -94,6 +94,9 @@ python:
 	@test -n "$(FOUND)" || { echo "None of these runs and is Python 3.11 or later: $(CANDIDATES)."; \
 		echo "Install one, or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
 
+# What is installed has no bytecode yet (below): without it each of the processes that tests start would compile all of jax.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Targets share one environment, and pip must not run twice in it at a time.
 .NOTPARALLEL:
 .PHONY: help demo test test-all lint format types contracts constraints results clean python

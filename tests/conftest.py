@@ -1,11 +1,16 @@
 """What every test stands on: eight CPU devices, strict types where the maths is, no trace counts left over."""
 
+import importlib.metadata
 import os
 import re
 
 # Before jax is imported, and inherited by the processes that tests start.
+FLAGS = ["--xla_force_host_platform_device_count=8"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    # Compiling is most of what tests do, and these emitters, which later releases have no choice of, take three times as long.
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["JAX_PLATFORMS"] = os.environ.get("HPNLP_TEST_PLATFORM", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
 import chex  # noqa: E402  (imports jax)
 import hypothesis  # noqa: E402

@@ -139,7 +139,8 @@ def test_mixer_keeps_segments_apart(spec):
 @mixers
 def test_mixer_is_one_trace(spec):
     first, second = Mixing(spec, 9), Mixing(spec, 9, seed=1)
-    call = jax.jit(chex.assert_max_traces(lambda arrays: first(first.inputs(arrays), Causal()), n=1))
+    once_traced = chex.assert_max_traces(lambda arrays: first(first.inputs(arrays), Causal()), n=1)
+    call = jax.jit(once_traced, compiler_options=contracts.ONCE)
     assert np.any(call(first.arrays) != call(second.arrays))
 
 
@@ -242,11 +243,15 @@ def test_output_predicts_by_its_own_probabilities(spec, dtype):
 def test_output_takes_the_rows_that_it_names(spec):
     """With these in place of its table, the same loss with the same gradients; all others have none."""
     case = Output(spec, 5, 61)
-    ids = case.call("rows", jnp.where(case.weights == 0, 0, case.labels), case.rng)
-    if ids is None:
+
+    def named(key):
+        ids = case.call("rows", jnp.where(case.weights == 0, 0, case.labels), key)
+        return None if ids is None else distinct(ids, 61)
+
+    kept = once(named, case.rng)
+    if kept is None:
         assert spec in ("full", "margin(3,0,20)") or case.module.rows_are not in ("words", "nodes")
         return
-    kept = distinct(ids, 61)
 
     def loss(table, h, kept):
         table = table if kept is None else Rows(kept, table)
@@ -281,11 +286,15 @@ def test_output_that_merges_is_the_sum_of_its_partials(spec):
     for rng in (None, case.rng):
         if not case.call("merges", rng):
             continue
-        partial = lambda start, rows: case.call("partial", rows, start, case.h, case.labels)  # noqa: E731
-        lse, logit = zip(partial(0, case.table[:5]), partial(jnp.int32(5), case.table[5:]), strict=True)
-        each = jnp.logaddexp(*lse) - sum(logit)
-        loss = case.call("loss", case.table, case.h, case.labels, case.weights, rng)
-        assert_close(loss, LossOut((each * case.weights).sum(), case.weights.sum()))
+
+        def both(h, start, rng=rng):
+            partial = lambda start, rows: case.call("partial", rows, start, h, case.labels)  # noqa: E731
+            lse, logit = zip(partial(0, case.table[:5]), partial(start, case.table[5:]), strict=True)
+            each = jnp.logaddexp(*lse) - sum(logit)
+            merged = LossOut((each * case.weights).sum(), case.weights.sum())
+            return case.call("loss", case.table, h, case.labels, case.weights, rng), merged
+
+        assert_close(*once(both, case.h, jnp.int32(5)))
 
 
 @outputs
@@ -295,7 +304,7 @@ def test_output_is_one_trace(spec):
     def loss(given, h, rng):
         return case.call("loss", given[0], h, case.labels, case.weights, rng, params=given[1]).sum
 
-    step = jax.jit(jax.grad(chex.assert_max_traces(loss, n=1)))
+    step = jax.jit(jax.grad(chex.assert_max_traces(loss, n=1)), compiler_options=contracts.ONCE)
     given = case.table, case.params
     pairs = zip(
         *(jax.tree.leaves(step(given, h, jax.random.key(k))) for k, h in ((3, case.h), (4, -case.h))), strict=True

@@ -180,6 +180,7 @@ def test_read_only_workdir(mounts, start, finish, tmp_path):
     assert "cannot write to workdir" in one_line(outcome.err) and "Read-only file system" in outcome.err
 
 
+@pytest.mark.slow
 def test_full_disk_keeps_what_was_saved(mounts, start, finish, tmp_path):
     """A disk that takes some checkpoints, and then is full; once there is room, the same command goes on."""
     script = """

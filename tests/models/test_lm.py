@@ -14,7 +14,7 @@ from hpnlp.models.lm import LM, LMConfig, axes_of, example_batch
 from hpnlp.nn.attention import Context
 from hpnlp.ops.attention.mask import Causal, Full
 from hpnlp.types import InputError, WordStats
-from tests.contracts import EXACT
+from tests.contracts import EXACT, ONCE, once
 
 SMALL = {"dim": 16, "heads": 4, "layers": 2, "vocab": 24, "max_len": 16, "mlp_dim": 24, "unroll": 1}
 GPT = {"norm": "layer", "position": "learned", "mlp": "gelu", "qkv_bias": True, "out_bias": True, "mlp_bias": True}
@@ -23,9 +23,6 @@ RICH = {"kv_heads": 2, "head_dim": 6, "qk_norm": True, "qkv_bias": True, "tied":
 # Every mixer, each in one layer.
 MIXED = {"mixer": ",".join(EXACT), "layers": len(EXACT)}
 RINGS = {"mixer": "window(2,0),longformer(4,1)"}
-
-# Most programs here run once: LLVM's optimizations would take longer than they save.
-ONCE = {"xla_backend_optimization_level": 0}
 
 
 def make(**fields):
@@ -421,7 +418,7 @@ def test_stats_that_do_not_say_enough(output, counts, message):
     """As of a tokenizer that an earlier version trained, or of fewer words."""
     model = LM(LMConfig(**SMALL | {"output": output, "tied": False}), WordStats(np.arange(counts)))
     with pytest.raises(InputError, match=message):
-        model.init(jax.random.key(0), make_batch(2, 5))
+        jax.eval_shape(model.init, jax.random.key(0), make_batch(2, 5))
 
 
 @pytest.mark.parametrize(
@@ -431,7 +428,7 @@ def test_output_layers_of_their_own_parameters(output):
     """Every parameter has a name for each axis, and learns; evaluation does not depend on an rng."""
     model = LM(LMConfig(**SMALL | {"layers": 1, "output": output, "tied": False}), WordStats(np.arange(24, 0, -1)))
     batch = make_batch(2, 5)
-    params = nn.meta.unbox(model.init(jax.random.key(0), batch)["params"])
+    params = nn.meta.unbox(once(model.init, jax.random.key(0), batch)["params"])
     axes = axes_of(model)
     for (path, leaf), names in zip(
         jax.tree_util.tree_leaves_with_path(params),

@@ -169,8 +169,7 @@ def remove(path):
     path.unlink()
 
 
-@pytest.mark.parametrize("damage", [cut, flip, remove])
-@pytest.mark.parametrize("item", ["params", "rest", "data", "record"])
+@pytest.mark.parametrize(("item", "damage"), [("params", cut), ("rest", flip), ("data", remove), ("record", cut)])
 def test_damage_is_found_and_the_earlier_checkpoint_is_intact(damaged, checkpointer, capsys, item, damage):
     path = content(damaged / item)
     damage(path)

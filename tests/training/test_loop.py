@@ -227,7 +227,7 @@ def test_stops_early_and_stays_so(tmp_path, capsys):
     checkpoints.close()
 
 
-@pytest.mark.parametrize("steps", ["2:3", "3:12"])
+@pytest.mark.parametrize("steps", [pytest.param("2:3", marks=pytest.mark.slow), "3:12"])
 def test_profile_writes_a_trace(tmp_path, steps):
     train(tmp_path, train__profile=steps, train__patience=1, train__min_delta=100.0, train__eval_every=2)
     assert list(tmp_path.glob("profile/**/*.xplane.pb"))

@@ -169,7 +169,7 @@ def _alias(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         begins = np.concatenate([[0.0], np.cumsum(wants)[:-1]])
         owner = np.searchsorted(np.cumsum(excess), begins, side="right")
         served = owner < rich.size
-        if served.sum() < 1 + len(poor) // 64:
+        if 64 * served.sum() < poor.size + rich.size:
             _fill(keep, alias, mass, poor.tolist(), rich.tolist())
             break
         keep[poor[served]], alias[poor[served]] = mass[poor[served]], rich[owner[served]]

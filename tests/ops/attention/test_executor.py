@@ -173,7 +173,7 @@ def test_patterns_of_nothing(empty):
 
 def together(*names):
     """Operands with a mask in parts and with one in a single part; those that others include are left to the second tier."""
-    first = {"lengths", "segments", "bias function", "all"}
+    first = {"lengths", "bias function", "all"}
     marks = lambda name: () if name in first else (pytest.mark.slow,)  # noqa: E731
     cases = [(longformer(8, 3), "longformer", name) for name in OPERANDS] + [
         (Causal(), "causal", name) for name in names
@@ -489,6 +489,7 @@ def test_masks_that_cannot_be_are_said(make, told):
         make()
 
 
+@pytest.mark.slow
 def test_types_where_no_checker_runs():
     """Arrays of numpy will do, and what will not is said. Beartype, which checks annotations while tests run, would speak
     first."""
