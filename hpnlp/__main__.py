@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import traceback
 
@@ -32,7 +33,18 @@ def main() -> None:
         sys.exit(1)
 
 
+def spare_threads() -> None:
+    """Threads for what a CPU's pretended devices wait for; before jax is imported.
+
+    XLA keeps one a device, and a collective holds one until all devices have come. Where two collectives do not depend on each
+    other, devices may enter them in different orders, and with no thread left for the other one none ever comes.
+    """
+    if asked := re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")):
+        os.environ.setdefault("NPROC", str(max(4 * int(asked[-1]), os.cpu_count() or 1)))
+
+
 def _main() -> None:
+    spare_threads()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("--help", "-h", "help"):
         print("hpnlp COMMAND [--flag=value ...]\n\nCommands (each has --help):")

@@ -11,6 +11,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["JAX_PLATFORMS"] = os.environ.get("HPNLP_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
+os.environ["NPROC"] = "32"  # of hpnlp.__main__.spare_threads
 
 import chex  # noqa: E402  (imports jax)
 import hypothesis  # noqa: E402

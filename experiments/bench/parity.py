@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ.setdefault("NPROC", "32")  # of hpnlp.__main__.spare_threads
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

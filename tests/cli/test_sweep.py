@@ -61,6 +61,7 @@ def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
     assert (tmp_path / "runs" / "01-seed=1" / "report.json").read_text() == finished
 
 
+@pytest.mark.slow
 def test_signal_saves_the_member_and_ends_the_list(sweep, start, finish, tmp_path):
     command = [*sweep([{"train.seed": 1}, {"train.seed": 2}]), "--config.train.steps=1000000"]
     process = start(*command, start_new_session=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hpnlp
-from hpnlp.__main__ import COMMANDS
+from hpnlp.__main__ import COMMANDS, spare_threads
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +88,7 @@ def test_finished_run_is_quick_and_stays_as_it_is(undisturbed, run):
     )  # scoring alone takes less than training did
 
 
+@pytest.mark.slow
 def test_killed_and_ended_runs_go_on_bit_for_bit(undisturbed, start, finish, tmp_path):
     expected_dir, _ = undisturbed
     workdir = tmp_path / "run"
@@ -180,6 +181,17 @@ def test_help_of_train_names_every_field(run):
         "patience: stop",
     ):
         assert meaning in out
+
+
+def test_pretended_devices_get_threads_to_spare(monkeypatch):
+    """Else collectives that do not depend on each other can wait for each other's threads for ever."""
+    monkeypatch.setenv("XLA_FLAGS", "--a --xla_force_host_platform_device_count=1000 --b")
+    monkeypatch.setenv("NPROC", "7")
+    spare_threads()
+    assert os.environ["NPROC"] == "7"
+    monkeypatch.delenv("NPROC")
+    spare_threads()
+    assert os.environ["NPROC"] == "4000"
 
 
 def test_version(run):

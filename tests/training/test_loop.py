@@ -152,7 +152,7 @@ def crash():
     raise Crash
 
 
-@pytest.mark.parametrize("tail", [b"", b'{"step": 9, "lo'])
+@pytest.mark.parametrize("tail", [pytest.param(b"", marks=pytest.mark.slow), b'{"step": 9, "lo'])
 def test_what_was_written_after_the_last_checkpoint_is_written_again(undisturbed, tmp_path, monkeypatch, tail):
     with monkeypatch.context() as patch, pytest.raises(Crash):
         call_at(patch, 9, crash)
@@ -233,6 +233,7 @@ def test_profile_writes_a_trace(tmp_path, steps):
     assert list(tmp_path.glob("profile/**/*.xplane.pb"))
 
 
+@pytest.mark.slow
 def test_profile_of_steps_that_are_done_is_no_error(undisturbed, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Crash):
         call_at(patch, 9, crash)

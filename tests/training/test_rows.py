@@ -21,7 +21,12 @@ T, VOCAB = 16, 528
 PLAIN = OptimizerConfig(
     "adagrad", learning_rate=1e-2, schedule="constant", warmup=0, eps=1e-3, weight_decay=0.0, clip_norm=0.5
 )
-CASES = (("sampled(64)", 1), ("sampled(64)", 4), ("hierarchical(balanced)", 1), ("full", 1))
+CASES = (
+    ("sampled(64)", 1),
+    pytest.param("sampled(64)", 4, marks=pytest.mark.slow),
+    ("hierarchical(balanced)", 1),
+    pytest.param("full", 1, marks=pytest.mark.slow),
+)
 
 
 @functools.cache
