@@ -64,9 +64,13 @@ def _principal(features: Any, dim: int) -> np.ndarray:
     import scipy.sparse.linalg
 
     features.eliminate_zeros()
+    vectors = np.zeros((features.shape[0], dim), np.float32)
+    # What is empty stays 0 and apart: ARPACK begins again somewhere at random once it has found all that there is.
+    words, columns = (np.flatnonzero(features.getnnz(axis)) for axis in (1, 0))
+    features = features[words][:, columns]
     least = min(features.shape)
-    if not features.nnz:
-        return np.zeros((features.shape[0], dim), np.float32)
+    if not least:
+        return vectors
     if least <= 4 * dim:
         left, values, _ = np.linalg.svd(features.toarray(), full_matrices=False)
     else:
@@ -74,6 +78,7 @@ def _principal(features: Any, dim: int) -> np.ndarray:
         left, values, _ = scipy.sparse.linalg.svds(features, dim, v0=start)
         assert left is not None  # for the type checker: it is where vectors are asked for
     largest = np.argsort(-values, kind="stable")[:dim]
-    vectors = left[:, largest] * values[largest]
-    vectors *= np.sign(vectors[np.abs(vectors).argmax(axis=0), np.arange(len(largest))])
-    return np.pad(vectors, [(0, 0), (0, dim - len(largest))]).astype(np.float32)
+    found = left[:, largest] * values[largest]
+    found *= np.sign(found[np.abs(found).argmax(axis=0), np.arange(len(largest))])
+    vectors[words, : len(largest)] = found
+    return vectors

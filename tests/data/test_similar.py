@@ -111,3 +111,11 @@ DEBRUIJN = [np.array([a, b]) for a in range(200) for b in range(200)]
 )
 def test_next_to_nothing_to_see(documents, vocab):
     np.testing.assert_array_equal(np.sort(similar.similar_order(documents, vocab)), np.arange(vocab))
+
+
+@pytest.mark.parametrize("text", [[0, 1, 2] * 50, [7, 1, 300, 1, 7]], ids=["a cycle", "a few"])
+def test_few_words_of_many_have_vectors_and_always_the_same(text):
+    first, *others = (similar.word_vectors([np.array(text)], 500) for _ in range(4))
+    assert first[sorted(set(text))].any(axis=1).all() and np.count_nonzero(first.any(axis=1)) == len(set(text))
+    for other in others:
+        np.testing.assert_array_equal(other, first)

@@ -386,6 +386,7 @@ def test_bad_config(fields, message):
         ({"output": "adaptive((8,30))", "tied": False}, "under the vocabulary of 24"),
         ({"output": "adaptive((8,4))", "tied": False}, "expected rising numbers"),
         ({"output": "binary_hybrid(24)", "tied": False}, "frequent=24: expected 0 to 23"),
+        ({"output": "binary", "tied": False, "vocab": 1}, "a vocabulary of one word has no bits"),
         ({"output": "sampled(25)"}, "25 unique samples of 24 words"),
         ({"output": "sampled(4,zipf)"}, "unknown sampler 'zipf'"),
         ({"output": "sampled(4,unigram)"}, "needs the words' counts"),

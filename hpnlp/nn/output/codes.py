@@ -34,6 +34,8 @@ class BinaryOutput(OutputLayer):
             raise InputError(
                 f"frequent={self.frequent}: expected 0 to {self.vocab - 1}, which leaves words to the code"
             )
+        if self.vocab == 1:
+            raise InputError("a vocabulary of one word has no bits to predict: choose another output layer")
         self.code = (ops.convolutional_code if self.corrects else ops.binary_code)(self.vocab - self.frequent)
         self.classes = self.frequent + 1 if self.frequent else 0
         self.project = Dense(self.classes + self.code.length, ("embed", "classes"), use_bias=True)

@@ -68,7 +68,7 @@ class MarginOutput(RankingOutput):
         if self.samples:
             ids = self._samples(labels, jax.random.key(0) if rng is None else rng)
             target, noise = scores(h, table[labels], table[ids])
-            negatives, _ = hardest(noise, ids, labels, self.hardest)
+            negatives, _ = hardest(noise, ids, labels, min(self.hardest, self.vocab))
         else:
             most = min(self.hardest + 1, self.vocab)
             found, ids = exact_search(*jax.lax.stop_gradient((h, table)), most)

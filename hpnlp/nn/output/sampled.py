@@ -15,8 +15,8 @@ from hpnlp.nn.layers import param
 from hpnlp.nn.output.base import known_counts
 from hpnlp.nn.output.full import FullOutput
 from hpnlp.nn.output.ranking import RankingOutput
-from hpnlp.ops.softmax import linear_cross_entropy, without_silent
 from hpnlp.ops.softmax import sampled as ops
+from hpnlp.ops.softmax import without_silent
 from hpnlp.ops.softmax.samplers import LogUniform, Sampler, Samples, Uniform, sample, unigram
 from hpnlp.spec import lookup
 from hpnlp.types import InputError, LossOut, WordStats
@@ -157,14 +157,9 @@ class NCEOutput(_Sampling):
         target = target + self.bias[labels] - self.log_z
         own = self.bias[samples.ids]
         noise = noise + (own if own.ndim == 2 else own[None]) - self.log_z
-        # What importance sampling makes of the same scores; for all words, see `log_partition`.
+        # What importance sampling makes of the same scores.
         estimate = jax.lax.stop_gradient(ops.importance_sampling(jnp.zeros_like(target), noise, samples)[0])
         return ops.noise_contrastive(target, noise, samples), {"log_z": estimate, "log_z_square": estimate**2}
-
-    def log_partition(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, " N"]:
-        """log Z of each token over all words: 0 where the scores are log-probabilities by themselves."""
-        labels = jnp.zeros(h.shape[0], jnp.int32)
-        return linear_cross_entropy(h, table, labels, bias=self.bias, return_stats=True)[1] - self.log_z
 
 
 class NegativeSamplingOutput(RankingOutput, _Sampling):

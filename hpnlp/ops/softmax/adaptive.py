@@ -118,7 +118,7 @@ def adaptive_top_k(
     """The k most probable words of each token, best first: (log p, ids). Exact; among equals any. torch's `predict` is k = 1.
 
     A token visits a tail only where the tail's probability, which no word of it exceeds, is over that of its k-th word so far.
-    Arguments and errors as `adaptive_nll`; k is 1 to V.
+    Arguments and errors as `adaptive_nll`; biases are finite; k is 1 to V.
     Cost: D H, and of each tail visited d (words + D), a token after another; memory O(N H).
     """
     vocab = _check(h, head, tails, cutoffs, head_bias)

@@ -337,15 +337,16 @@ def _no_infinity(x: Array) -> Array:
 @jax.custom_jvp
 def product(h: Array, w: Array) -> Float[Array, "N c"]:
     """h w^T, float32. Its tangents are products of h's dtype, and so are what transposes them: float32 ones would take the slow
-    units of a GPU."""
+    units of a GPU. Those of float16 are float32 for all that: a mean over tokens divides gradients to what float16 has not."""
     return _dot(h, w.astype(h.dtype), 1, 1)
 
 
 @product.defjvp
 def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     (h, w), (dh, dw) = primals, tangents
-    along = _dot(dh, w.astype(h.dtype), 1, 1, h.dtype) + _dot(h, dw.astype(h.dtype), 1, 1, h.dtype)
-    return product(h, w), along.astype(jnp.float32)
+    dtype = jnp.float32 if h.dtype == jnp.float16 else h.dtype
+    along = [_dot(a.astype(dtype), b.astype(dtype), 1, 1, dtype) for a, b in ((dh, w), (h, dw))]
+    return product(h, w), (along[0] + along[1]).astype(jnp.float32)
 
 
 def _dot(a: Array, b: Array, axis_a: int, axis_b: int, dtype: Any = jnp.float32) -> Array:

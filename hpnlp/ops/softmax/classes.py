@@ -184,7 +184,7 @@ def class_top_k(
     """The k most probable words of each token, best first: (log p, ids). Exact; among equals any.
 
     A token visits classes from the most probable on, until its k-th word so far has the probability of the next class, which
-    no word of it exceeds. Arguments and errors as `class_nll`; k is 1 to V.
+    no word of it exceeds. Arguments and errors as `class_nll`; biases are finite; k is 1 to V.
     Cost: a token after another, C D, and of each class visited `widest` D; memory O(N C).
     """
     _check(h, class_table, word_table, classes, class_bias, word_bias)

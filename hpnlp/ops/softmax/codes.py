@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from hpnlp.ops.manual import vary_alike
+from hpnlp.ops.softmax.grouped import check_k
 from hpnlp.ops.softmax.sampling import sample
 from hpnlp.types import InputError
 
@@ -167,7 +168,7 @@ def code_top_k(logits: Float[Array, "N L"], code: Code, k: int) -> tuple[Float[A
     Source: Viterbi 1967; lists of k survivors a state as in Seshadri and Sundberg 1994, parallel list Viterbi decoding.
     """
     _check(logits, code)
-    _check_k(k, code.vocab)
+    check_k(k, code.vocab)
 
     def best(scores: Array, ids: Array, _: Any) -> tuple[Array, Array]:
         found, at = lax.top_k(jnp.moveaxis(scores, 0, -1), k)
@@ -231,7 +232,7 @@ def hybrid_top_k(
     """(log p, ids) of the k most probable of all words, best first, exact. Cost: O(N F) beside `code_top_k`'s."""
     log_p = _class_log_probs(class_logits, bit_logits)
     frequent = class_logits.shape[1] - 1
-    _check_k(k, frequent + code.vocab)
+    check_k(k, frequent + code.vocab)
     rare, ids = code_top_k(bit_logits, code, min(k, code.vocab))
     scores, at = lax.top_k(jnp.concatenate([log_p[:, :-1], log_p[:, -1:] + rare], axis=1), k)
     first = jnp.broadcast_to(jnp.arange(frequent, dtype=jnp.int32)[None], (ids.shape[0], frequent))
@@ -367,8 +368,3 @@ def _check(logits: Any, code: Code, labels: Any = None) -> None:
         raise InputError(f"logits {logits.shape}: expected [N, {code.length}], a column for each coded bit")
     if labels is not None and (labels.shape != logits.shape[:1] or not jnp.issubdtype(labels.dtype, jnp.integer)):
         raise InputError(f"labels {labels.dtype} {labels.shape}: expected integers of shape {logits.shape[:1]}")
-
-
-def _check_k(k: int, vocab: int) -> None:
-    if not 1 <= k <= vocab:
-        raise InputError(f"k {k}: expected 1 to {vocab}, the number of words")

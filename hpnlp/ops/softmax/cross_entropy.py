@@ -145,7 +145,8 @@ def partial_cross_entropy(
     form = Form(_block(n, words), soft_cap=soft_cap, temperature=temperature, total=True)
     others, target, total, _ = blocks.statistics(form, h, w_slice, bias, labels)
     own = (labels >= 0) & (labels < words)
-    return jnp.logaddexp(others, jnp.where(own, target, -jnp.inf)), target, total
+    # Not logaddexp of two infinities, where no word of the slice can be: its gradient is NaN.
+    return jnp.where(own, jnp.logaddexp(others, jnp.where(own, target, 0.0)), others), target, total
 
 
 def without_silent(

@@ -76,11 +76,13 @@ def grouped_nll(
     operations with the gradients. Memory beside inputs and gradients: a few tiles, a copy of the gradient of h, a float32 one
     of w's where w is not float32; XLA:CPU also makes a float32 copy of a bfloat16 w.
     """
+    if not h.shape[0]:
+        return jnp.zeros(0, jnp.float32)
     given = {"h": h, "w": w, "bias": bias, "projection": projection}
     numbers = {"groups": groups, "targets": targets, "starts": jnp.asarray(starts)}
     leaves, tree = jax.tree.flatten((given, jax.tree.map(lambda x: x.astype(jnp.int32), numbers)))
     given, numbers = jax.tree.unflatten(tree, vary_alike(*leaves))
-    tile = _Tile(max(min(block, h.shape[0]), 1), min(width, w.shape[0]))
+    tile = _Tile(min(block, h.shape[0]), min(width, w.shape[0]))
     plan = _plan(tile, numbers["groups"], numbers["starts"])
     return _nll(tile, given, numbers["targets"], plan)
 

@@ -107,15 +107,16 @@ class Alias:
 class LearnedUnigram:
     """The words' frequencies as far as they have been seen; `seen` makes the next one. Begin with `LearnedUnigram.start(V)`.
 
-    counts: [V], float32, of which each began at 1, and which stop at 2^24. A draw costs O(V): a cumulative sum, and a
-    bisection a word.
+    counts: int32 [V], of which each began at 1. Whole numbers, because draws by a cumulative sum of float32 would miss rare
+    words of a large vocabulary. Past a sum of 2^30 all are halved, and rounded up. A draw costs O(V): a cumulative sum, and
+    a bisection a word.
     """
 
-    counts: Float[Array, " V"]
+    counts: Int[Array, " V"]
 
     @staticmethod
     def start(vocab: int) -> LearnedUnigram:
-        return LearnedUnigram(jnp.ones(vocab, jnp.float32))
+        return LearnedUnigram(jnp.ones(vocab, jnp.int32))
 
     @property
     def vocab(self) -> int:
@@ -123,22 +124,25 @@ class LearnedUnigram:
 
     def seen(self, labels: Int[Array, " N"], weights: Float[Array, " N"] | None = None) -> LearnedUnigram:
         """With the labels of a batch counted; a token of weight 0 is none."""
-        more = jnp.ones(labels.shape, jnp.float32) if weights is None else (weights != 0).astype(jnp.float32)
-        return LearnedUnigram(self.counts.at[labels].add(more, mode="drop"))
+        more = jnp.ones(labels.shape, jnp.int32) if weights is None else (weights != 0).astype(jnp.int32)
+        counts = self.counts.at[labels].add(more, mode="drop")
+        return LearnedUnigram(jnp.where(counts.sum(dtype=jnp.int32) > 1 << 30, (counts + 1) // 2, counts))
 
     def draw(self, key: Array, shape: tuple[int, ...]) -> Int[Array, "..."]:
-        below = jnp.cumsum(self.counts)
-        u = jax.random.uniform(key, shape, jnp.float32) * below[-1]
-        return jnp.clip(jnp.searchsorted(below, u, side="right"), 0, self.vocab - 1).astype(jnp.int32)
+        below = jnp.cumsum(self.counts, dtype=jnp.int32)
+        at = jax.random.randint(key, shape, 0, below[-1], jnp.int32)
+        return jnp.searchsorted(below, at, side="right").astype(jnp.int32)
 
     def log_prob(self, ids: Int[Array, "..."]) -> Float[Array, "..."]:
-        return jnp.log(self.counts[ids]) - jnp.log(self.counts.sum())
+        total = self.counts.sum(dtype=jnp.int32)
+        return jnp.log(self.counts[ids].astype(jnp.float32)) - jnp.log(total.astype(jnp.float32))
 
 
 def unigram(counts: Any, power: float = 1.0) -> Alias:
     """q proportional to counts ** power; 0.75 is that of Mikolov et al. 2013, "Distributed representations", sec. 2.2.
 
-    counts: [V] numbers over 0. Raises InputError where one is not, because a word that is never drawn has no correction.
+    counts: [V] numbers over 0. Raises InputError where one is not, or is so far under the others that it would never be drawn:
+      such a word has no correction.
     Cost: O(V log V) on the host.
     """
     counts = np.asarray(counts, np.float64)
@@ -149,10 +153,18 @@ def unigram(counts: Any, power: float = 1.0) -> Alias:
         raise InputError(
             f"{wrong.size} counts are not numbers over 0, the first of word {wrong[0]} ({counts[wrong[0]]:g}): add one to each"
         )
-    q = counts**power
-    q = q / q.sum()
+    log_q = power * np.log(counts)
+    log_q -= log_q.max()
+    log_q -= np.log(np.exp(log_q).sum())
+    q = np.exp(log_q)
+    lost = np.flatnonzero(q * len(q) < np.finfo(np.float32).tiny)
+    if lost.size:
+        raise InputError(
+            f"{lost.size} words would never be drawn, the first of them word {lost[0]} (count {counts[lost[0]]:g}, power "
+            f"{power:g}): add to the counts, or lower the power"
+        )
     keep, alias = _alias(q)
-    return Alias(keep.astype(np.float32), alias.astype(np.int32), np.log(q).astype(np.float32))
+    return Alias(keep.astype(np.float32), alias.astype(np.int32), log_q.astype(np.float32))
 
 
 def _alias(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Num
 
 from hpnlp.ops.manual import vary_alike
+from hpnlp.ops.softmax.grouped import check_k
 from hpnlp.ops.softmax.sampling import sample
 from hpnlp.ops.softmax.tree_build import Tree, balanced_tree, huffman_tree, tree_from_children
 from hpnlp.types import InputError, Rows
@@ -172,8 +173,7 @@ def tree_top_k(
     k L nodes, flat ones up to V; tokens run side by side until the last is done. Memory O(N (D + L + k)).
     """
     _check(h, table, tree, bias)
-    if not 1 <= k <= tree.vocab:
-        raise InputError(f"k {k}: expected 1 to {tree.vocab}, the number of words")
+    check_k(k, tree.vocab)
     if not tree.depth:
         return jnp.zeros((h.shape[0], 1), jnp.float32), jnp.zeros((h.shape[0], 1), jnp.int32)
     children = jnp.asarray(tree.children)

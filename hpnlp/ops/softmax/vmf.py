@@ -111,12 +111,14 @@ def vmf_loss(
     """-log C_m(|h|) + norm_penalty |h| - product_scale h.w, in nats, for each token, where w is its target's direction.
 
     h: its direction is the mean of the density over unit vectors, its norm the concentration.
-    targets: vectors of the words; scaled to norm 1 here. One of zeros has no direction: its h.w is 0.
+    targets: vectors of the words; scaled to norm 1 here. One of zeros has no direction: its h.w is 0. So has one whose norm is
+      not between 1e-18 and 1e18.
     norm_penalty, product_scale: 0 and 1 give the negative log-likelihood, which may be negative: it is of a density. A penalty
       over 0 or a scale under 1 keeps |h| from growing.
     weights: a factor of each token's loss; tokens of weight 0 have loss 0 and no gradient, NaN or not.
 
-    Returns float32 of shape [N], or float64 where h is. First and second derivatives are finite everywhere, h = 0 included.
+    Returns float32 of shape [N], or float64 where h is. First and second derivatives are finite for |h| under 1e18, h = 0
+    included.
     Raises InputError on shapes that do not fit, on m under 2, on a negative penalty, and on a scale that is not in (0, 1].
     Cost: O(N m) in time and memory, whatever the vocabulary.
     Source: Kumar and Tsvetkov 2019, "Von Mises-Fisher loss for training sequence to sequence models with continuous

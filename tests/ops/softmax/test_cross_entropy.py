@@ -238,6 +238,18 @@ def test_sixteen_bits_accumulate_in_float32(dtype, impl):
         assert np.linalg.norm(np.asarray(found, np.float32) - twin) <= 0.01 * np.linalg.norm(twin)
 
 
+@pytest.mark.parametrize("impl", ["tokens", "vocabulary"])
+def test_means_over_many_tokens_have_gradients_in_float16(impl):
+    """Of words that are no label, p / N is under the smallest float16."""
+    h, w, _, _ = arrays(4096, 5000, 4)
+    labels = jnp.arange(4096, dtype=jnp.int32) % 7
+    slope = jax.grad(functools.partial(linear_cross_entropy, impl=impl), 1)
+    found, expected = once(slope, h.astype(jnp.float16), w, labels), once(slope, h, w, labels)
+    assert np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)
+    far = np.linalg.norm((found - expected)[7:]) / np.linalg.norm(expected[7:])
+    assert far < 0.01
+
+
 def test_gradients_of_float32_parameters_under_sixteen_bit_activations():
     h, w, labels, _ = arrays(dtype="bfloat16")
     grads = once(jax.grad(linear_cross_entropy, (0, 1)), h, w.astype(jnp.float32), labels)
@@ -280,6 +292,21 @@ def test_a_label_that_is_no_word_is_nan_where_it_is_not_known():
         )
         np.testing.assert_array_equal(np.isnan(each), [False, True, False])
         assert np.isnan(once(linear_cross_entropy, h, w, jnp.array([1, label, 2])))
+
+
+def test_a_slice_of_words_that_are_ruled_out():
+    """As padding to a multiple of the devices."""
+    h, w, _, extra = arrays()
+    bias = extra["bias"].at[20:].set(-jnp.inf)
+    labels = jnp.arange(9, dtype=jnp.int32)
+
+    def merged(h, w):
+        parts = [partial_cross_entropy(h, w[a:b], labels, a, bias=bias[a:b]) for a, b in ((0, 20), (20, 43))]
+        return (jnp.logaddexp(*(part[0] for part in parts)) - sum(part[1] for part in parts)).mean()
+
+    whole = functools.partial(linear_cross_entropy, bias=bias, impl="reference")
+    expected = once(jax.value_and_grad(lambda h, w: whole(h, w, labels), (0, 1)), h, w)
+    assert_close(once(jax.value_and_grad(merged, (0, 1)), h, w), expected)
 
 
 @pytest.mark.parametrize("cuts", [(0, 43), (0, 7, 43), (0, 1, 20, 42, 43)], ids=str)

@@ -81,6 +81,14 @@ def test_equals_all_logits_however_tokens_fall(block, width):
         assert name != "none" or not any(np.asarray(x).any() for x in jax.tree.leaves(found))
 
 
+def test_no_token():
+    h, w, bias, projection = operands()
+    none = jnp.zeros(0, jnp.int32)
+    loss = lambda h, w: grouped_nll(h, w, none, none, STARTS, bias=bias, projection=projection, block=4, width=5)  # noqa: E731
+    assert loss(h[:0], w).shape == (0,)
+    assert not np.asarray(jax.grad(lambda w: loss(h[:0], w).sum())(w)).any()
+
+
 def test_groups_without_tokens_are_not_read():
     """NaN there is nothing, and so is NaN in a token without a group, which fills up the last block."""
     h, w, bias, projection = operands()

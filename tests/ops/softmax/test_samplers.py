@@ -145,19 +145,39 @@ def test_learned_unigram_counts_what_counts():
     np.testing.assert_array_equal(counts, [1, 2, 1, 3])
 
 
+def test_counts_near_the_largest_number():
+    np.testing.assert_allclose(unigram([1e308, 1e308, 1e300]).log_q[:2], np.log(0.5), rtol=1e-6)
+
+
+def test_learned_unigram_reaches_rare_words_of_a_large_vocabulary():
+    """A float32 of 2^23 values would reach each 31st of the rare half."""
+    rare = 2**17
+    sampler = LearnedUnigram(jnp.repeat(jnp.array([2000, 1], jnp.int32), rare))
+    ids = np.asarray(jax.jit(lambda key: sampler.draw(key, (2**23,)))(jax.random.key(0)))
+    found = ids[ids >= rare]
+    assert abs(len(found) / (2**23 / 2001) - 1) < 0.1 and len(set(found)) > 0.95 * len(found)
+
+
+def test_learned_unigram_forgets_before_it_overflows():
+    counts = LearnedUnigram(jnp.array([2**30 - 3, 1, 2], jnp.int32)).seen(jnp.array([1, 0], jnp.int32)).counts
+    np.testing.assert_array_equal(counts, [2**29 - 1, 1, 1])
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [
         (lambda: unigram([1.0, 0.0, 3.0]), "1 counts .* word 1 .*: add one to each"),
         (lambda: unigram([1.0, np.nan]), "word 1"),
         (lambda: unigram([]), r"expected \[V\]"),
+        (lambda: unigram([1e-50, 1.0, 1.0]), "1 words would never be drawn, the first of them word 0"),
+        (lambda: unigram([1.0, 10.0, 100.0], power=400.0), "2 words would never be drawn"),
         (
             lambda: sample(Uniform(5), jax.random.key(0), 6, jnp.zeros(1, jnp.int32), unique=True),
             "6 unique samples of 5",
         ),
         (lambda: sample(Uniform(5), jax.random.key(0), 0, jnp.zeros(1, jnp.int32)), "expected at least 1"),
     ],
-    ids=range(5),
+    ids=range(7),
 )
 def test_what_cannot_be_is_said(call, told):
     with pytest.raises(InputError, match=told):
