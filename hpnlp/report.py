@@ -109,10 +109,9 @@ def verdict(report: Mapping[str, Any]) -> str:
     needs = {"the model": report["heldout_bits_per_byte"]}
     needs |= {name: report[field] for name, field in _COMPRESSORS.items()}
     if needs["the model"] is None:
-        return (
-            "The tokenizer does not keep every byte, or the output layer gives no probabilities, so the loss cannot be put "
-            "beside a compressor's."
-        )
+        probable = is_normalized(report["config"]["model.output"])
+        why = "The tokenizer does not keep every byte" if probable else "The output layer gives no probabilities"
+        return f"{why}, so the loss cannot be put beside a compressor's."
     if report["heldout_bytes"] < _FEW_BYTES:
         return (
             f"{report['heldout_bytes']:,} bytes of held-out text are too few to put the model beside compressors: raise "
@@ -132,12 +131,18 @@ def render(workdir: Path, config: Config, report: Mapping[str, Any], sample: str
     phases = report["phase_seconds"]
     total = sum(phases.values()) or 1.0
     where = ", ".join(f"{name} {seconds:.1f} s ({100 * seconds / total:.0f} %)" for name, seconds in phases.items())
+    probable, loss = is_normalized(config.model.output), report["heldout_loss"]
+    perplexity = None  # said of words, where bits a byte are not
+    if probable and report["heldout_bits_per_byte"] is None and loss is not None and loss < 100:
+        perplexity = f"{math.exp(loss):.5g}"
+    choice = "--temperature=0.8 --top_p=0.95" if probable else "--temperature=0"
     rows = [
         ("held-out bytes", f"{report['heldout_bytes']:,}"),
         ("held-out bits a byte", _decimals(report["heldout_bits_per_byte"])),
         ("gzip -9, the same bytes", f"{report['gzip_bits_per_byte']:.4f}"),
         ("xz -9e, the same bytes", f"{report['xz_bits_per_byte']:.4f}"),
-        ("held-out loss, nats a token", _decimals(report["heldout_loss"])),
+        ("held-out loss, nats a token" if probable else "held-out loss", _decimals(loss)),
+        *([(PERPLEXITY, perplexity)] if perplexity else []),
         ("parameters", f"{report['parameters']:,}"),
         ("steps, tokens", f"{report['steps']:,}, {report['tokens']:,}"),
         ("tokens/s", f"{report['tokens_per_second']:,.0f}"),
@@ -161,7 +166,7 @@ Where the time went, over all restarts: {where}.
 {shown}
 Next:
 
-- continue a text of yours: `hpnlp generate --workdir={workdir} --prompt="def " --tokens=200 --temperature=0.8 --top_p=0.95`
+- continue a text of yours: `hpnlp generate --workdir={workdir} --prompt="def " --tokens=200 {choice}`
 - train on it: `hpnlp train {flags} --workdir=runs/mine --config.data.path=DIR_OR_GLOB`
 - train longer: `hpnlp train {flags} --workdir={workdir} --config.train.steps={2 * config.train.steps} --accept_changes`
 - put runs beside each other: `hpnlp compare {workdir} runs/mine`

@@ -95,7 +95,7 @@ def build(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, **extra:
     signature = inspect.signature(entry)
     for name, _ in spec.kwargs:
         if name not in signature.parameters or name in extra:
-            own = [p for p in signature.parameters if p not in extra]
+            own = [p for p in signature.parameters if p not in (*extra, "parent", "name")]  # which Flax adds to modules
             raise InputError(f"{what} {spec.name!r} has no argument {name!r}: {did_you_mean(name, own)}")
     try:
         bound = signature.bind(*spec.args, **dict(spec.kwargs), **extra)

@@ -93,6 +93,8 @@ def test_equal_time(tmp_path):
     module.TIMES = tmp_path / "steps_{}.json"
     with pytest.raises(InputError, match=r"steps_docs.json: run python experiments/softmax/steps.py --only=docs first"):
         module.get_sweep("docs-time")
+    with pytest.raises(InputError, match="unknown corpus 'doc': did you mean 'docs'"):
+        module.get_sweep("doc")
     rows = [{"output": layer, "ratios": {"time over full": 1.0 if layer == "full" else 0.3}} for layer in LAYERS]
     (tmp_path / "steps_docs.json").write_text(json.dumps({"rows": rows}))
     steps = {member["model.output"]: member["train.steps"] for member in module.get_sweep("docs-time")}

@@ -88,11 +88,13 @@ def test_seconds_are_those_of_the_process():
         ),
         ((1.8, 1.7, 1.9), "gzip -9 won: 1.700"),
         ((None, 1.9, 1.5), "The tokenizer does not keep every byte"),
+        ((None, 1.9, 1.5), "The output layer gives no probabilities"),
     ],
 )
 def test_verdict_says_who_won(needs, said):
     names = ("heldout_bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte")
     numbers = {"heldout_loss": 1.0, "heldout_bytes": 10_000} | dict(zip(names, needs, strict=True))
+    numbers["config"] = {"model.output": "vmf" if said.startswith("The output") else "full"}
     assert report.verdict(numbers).startswith(said)
 
 

@@ -78,6 +78,7 @@ def get_config(which: str = "docs") -> ConfigDict:
 
 def get_sweep(which: str = "docs") -> list[dict[str, Any]]:
     corpus = which.removesuffix("-time")
+    lookup(SIZES, corpus, "corpus")
     if corpus == which:
         return [member(layer, corpus) for layer in (LAYERS if corpus == "docs" else LARGE)]
     ratios = times_over_full(corpus)

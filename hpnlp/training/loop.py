@@ -21,7 +21,7 @@ from hpnlp.parallel import plan as planning
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.metrics import Clock, Display, JsonlWriter, find_writers, now_and_then
-from hpnlp.training.run import claimed, has_checkpoints, make_model, saved_tokenizer, write_config
+from hpnlp.training.run import claimed, has_begun, make_model, saved_tokenizer, write_config
 from hpnlp.training.step import Batch, Trainer, check_batch, make_trainer
 from hpnlp.types import InputError, Writer
 
@@ -64,7 +64,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
 
         with clock("setup"):
             further_writers = find_writers(config.train.writers)
-            begun = (workdir / "config.json").exists() or has_checkpoints(workdir)
+            begun = has_begun(workdir)
             corpus = prepare(config.data, saved_tokenizer(workdir) if begun else None, now_and_then())
             model = make_model(config, corpus.tokenizer)
             mesh = config.plan.mesh()

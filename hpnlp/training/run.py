@@ -66,6 +66,12 @@ def has_checkpoints(workdir: str | Path) -> bool:
     return any((Path(workdir) / "checkpoints").glob("[0-9]*"))
 
 
+def has_begun(workdir: str | Path) -> bool:
+    """True where a run has left more than its config: a step, or a checkpoint. What stopped before may come back as another."""
+    metrics = Path(workdir) / "metrics.jsonl"
+    return has_checkpoints(workdir) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
 @contextlib.contextmanager
 def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[None]:
     """Makes the directory this run's own: one process at a time, one config."""
@@ -103,6 +109,8 @@ def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
                 f"{workdir} has checkpoints and no config.json: restore it, choose another workdir, or pass "
                 "--accept_changes to go on with this config"
             )
+        return
+    if not has_begun(workdir):
         return
     changes = configs.differences(load_config(workdir), config)
     if {path.name for path in (workdir / "checkpoints").glob("*")} == {"0"}:  # converted, not trained yet

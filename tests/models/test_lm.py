@@ -380,7 +380,7 @@ def test_bad_config(fields, message):
         ({"output": "class(by=mass)", "tied": False}, "needs the words' counts"),
         (
             {"output": "class(by=similar)", "tied": False},
-            "needs the words' counts.*by=size",
+            "needs to know which words are similar, which data.tokenizer=words.*by=mass",
         ),
         ({"output": "class(by=weight)", "tied": False}, "unknown partition 'weight'"),
         ({"output": "adaptive((8,30))", "tied": False}, "under the vocabulary of 24"),
@@ -417,7 +417,8 @@ def test_output_layers_that_cannot_be(fields, message):
 )
 def test_stats_that_do_not_say_enough(output, counts, message):
     """As of a tokenizer that an earlier version trained, or of fewer words."""
-    model = LM(LMConfig(**SMALL | {"output": output, "tied": False}), WordStats(np.arange(counts)))
+    stats = WordStats(np.arange(counts), np.arange(counts) if counts == 6 else None)
+    model = LM(LMConfig(**SMALL | {"output": output, "tied": False}), stats)
     with pytest.raises(InputError, match=message):
         jax.eval_shape(model.init, jax.random.key(0), make_batch(2, 5))
 

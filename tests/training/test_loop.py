@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.report import summarize
+from hpnlp.report import render, summarize
 from hpnlp.training import config as configs
 from hpnlp.training import loop, metrics
 from hpnlp.training.checkpoint import Checkpointer
@@ -141,6 +141,15 @@ def test_says_what_was_left_out(tmp_path, capsys):
 def test_half_a_tokenizer_of_a_run_that_had_not_begun_is_written_again(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"type": "by')
     train(tmp_path, train__steps=1, train__eval_every=0)
+    assert json.loads(read(tmp_path, "tokenizer.json"))["type"] == "bytes"
+
+
+def test_run_that_had_not_begun_may_come_back_as_another(tmp_path):
+    """As after a typing error that is only found where the model is built."""
+    with pytest.raises(InputError, match="unknown sampler 'unigrm'"):
+        train(tmp_path, model__output="sampled(8,unigrm)", data__tokenizer="words(40)", train__steps=1)
+    train(tmp_path, model__output="sampled(8)", train__steps=1, train__eval_every=0)
+    assert json.loads(read(tmp_path, "config.json"))["model"]["output"] == "sampled(8)"
     assert json.loads(read(tmp_path, "tokenizer.json"))["type"] == "bytes"
 
 
@@ -328,6 +337,8 @@ def test_reports_say_only_what_the_output_layer_knows(tmp_path, output, probable
         not probable,
     )
     sample_text(result.model, result.params, result.corpus.tokenizer, 5)
+    text = render(tmp_path, tiny.make(**CONFIG | {"model__output": output}), numbers, "")
+    assert ("--temperature=0`" in text) != probable and ("nats" in text) == probable
     if not probable:
         with pytest.raises(InputError, match="gives no probabilities to draw from; take 0"):
             next(iter(Generation(result.model, result.params, [np.array([1])], tokens=2, temperature=0.5)))

@@ -100,5 +100,5 @@ PARTITIONS = {
 
 def _equal_mass(layer: ClassOutput, count: int, similar: bool) -> ops.Classes:
     what = "by='similar'" if similar else "by='mass'"
-    counts = known_counts(layer.stats, layer.vocab, what, "by=size")
-    return ops.equal_mass_classes(counts, count, order=known_order(layer.stats, what, "by=mass") if similar else None)
+    order = known_order(layer.stats, what, "by=mass") if similar else None
+    return ops.equal_mass_classes(known_counts(layer.stats, layer.vocab, what, "by=size"), count, order=order)

@@ -64,8 +64,8 @@ class HierarchicalOutput(OutputLayer):
 @functools.lru_cache(maxsize=2)
 def _huffman(stats: WordStats | None, vocab: int, similar: bool) -> ops.Tree:
     what = "tree='similar'" if similar else "tree='huffman'"
-    counts = known_counts(stats, vocab, what, "tree=balanced")
-    return ops.huffman_tree(counts, known_order(stats, what, "tree=huffman") if similar else None)
+    order = known_order(stats, what, "tree=huffman") if similar else None
+    return ops.huffman_tree(known_counts(stats, vocab, what, "tree=balanced"), order)
 
 
 TREES = {
