@@ -109,7 +109,8 @@ def plot_tradeoff(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             if ratio <= worst:
                 axis.plot(time, ratio, styles[layer], label=layer)
         axis.set(xscale="log", xlabel="time of a training step over full's", title=f"{words} words")
-        axis.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 3, 5)))
+        decade = min(time for _, time, _ in points) > 0.1
+        axis.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 3, 5) if decade else (1, 2, 5)))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         axis.grid(alpha=0.3)
