@@ -228,7 +228,7 @@ TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "demo": demo,
     "train_step": train_step,
     "attention": attention,
-    **dict.fromkeys(("softmax", "softmax_layers", "search"), softmax),
+    **dict.fromkeys(("softmax", "softmax_layers", "gpu_softmax", "search"), softmax),
     "decode": decode,
     "loop": loop,
     "parity": parity,
