@@ -240,10 +240,10 @@ def test_sixteen_bits_accumulate_in_float32(dtype, impl):
 
 @pytest.mark.parametrize("impl", ["tokens", "vocabulary"])
 def test_means_over_many_tokens_have_gradients_in_float16(impl):
-    """Of words that are no label, p / N is under the smallest float16."""
+    """Of words that are no label, p / N is under the smallest float16, here by a factor as of 400,000 tokens."""
     h, w, _, _ = arrays(4096, 5000, 4)
     labels = jnp.arange(4096, dtype=jnp.int32) % 7
-    slope = jax.grad(functools.partial(linear_cross_entropy, impl=impl), 1)
+    slope = jax.grad(lambda h, w, labels: linear_cross_entropy(h, w, labels, impl=impl) / 100, 1)
     found, expected = once(slope, h.astype(jnp.float16), w, labels), once(slope, h, w, labels)
     assert np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)
     far = np.linalg.norm((found - expected)[7:]) / np.linalg.norm(expected[7:])
