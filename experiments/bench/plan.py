@@ -1,9 +1,9 @@
-"""How long `hpnlp plan` takes, from the command to its end, for 512 devices: by formulas, and compiled for as many pretended ones.
+"""How long `hpnlp plan` takes for 512 devices, from the command to its end: by formulas, and compiled for pretended ones.
 
     python experiments/bench/plan.py [--measurements=5] [--depths=formulas,compiled]
 
-Models of 110 M parameters (zero1) and of 7 B (zero3 over 64, tensor 8). Compiled, once each, it also says how far off the plan's
-bytes are. A few minutes on two cores.
+Models of 110 M parameters (zero1) and of 7 B (zero3 over 64, tensor 8). Compiled, once each, it also says how far off the
+plan's bytes are. A few minutes on two cores.
 """
 
 from __future__ import annotations
