@@ -175,7 +175,9 @@ class LM(nn.Module):
         if c.residual == "reversible":  # side by side, as what travels between devices is one array
             x = jnp.concatenate([x, x], axis=-1).astype(jnp.float32)
         params = nn.meta.unbox(self.get_variable("params", "layers"))
-        if placed is None:
+        if self.is_initializing():
+            aux = {}  # layers have theirs by now, and nobody asks what they would give
+        elif placed is None:
             x, caches, aux = self._layers(ALONE, params, x, context, rng, 0, caches)
         else:
             run = lambda *given: self._layers(*given)[::2]  # noqa: E731
@@ -328,9 +330,15 @@ def masks_of(model: LM) -> list[Any]:
 
 def axes_of(model: LM) -> Any:
     """A tree like the parameters' with each array's tuple of logical axis names; allocates nothing."""
-    boxed = jax.eval_shape(model.init, jax.random.key(0), example_batch(1, 8))["params"]
+    return axes_and_shapes(model)[0]
+
+
+def axes_and_shapes(model: LM) -> tuple[Any, Any]:
+    """Trees like the parameters': each array's tuple of logical axis names, and its shape; allocates nothing."""
+    boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), example_batch(1, 8)))["params"]
     names = lambda box: tuple(box.names) if isinstance(box, nn.LogicallyPartitioned) else None  # noqa: E731
-    return jax.tree.map(names, boxed, is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned))
+    axes = jax.tree.map(names, boxed, is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned))
+    return axes, nn.meta.unbox(boxed)
 
 
 def example_batch(rows: int, length: int) -> dict[str, jax.Array]:

@@ -131,11 +131,12 @@ class Layout:
         """The matrices that lie whole on every device though the plan would divide parameters or their statistics."""
         specs = self.tree(names, shapes, divided=self.zero > 0)
         leaves = jax.tree_util.tree_leaves_with_path(shapes)
+        axes = jax.tree.leaves(names, is_leaf=lambda node: node is None or isinstance(node, tuple))
         can = self.zero > 0 or self.mesh.shape["tensor"] > 1 or self.mesh.shape["pipeline"] > 1
         return [
             f"{'.'.join(str(key.key) for key in path)} {tuple(leaf.shape)}"
-            for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs, is_leaf=_is_spec), strict=True)
-            if can and len(leaf.shape) > 1 and not any(spec)
+            for (path, leaf), own, spec in zip(leaves, axes, jax.tree.leaves(specs, is_leaf=_is_spec), strict=True)
+            if can and len(leaf.shape) > 1 + ("layers" in (own or ())) and not any(spec)
         ]
 
 

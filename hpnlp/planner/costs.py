@@ -28,7 +28,8 @@ class Costs:
 
     memory: bytes by what takes them; "activations" is all that is live at the worst moment beside the state and the gradients.
     program: its operations, those of ticks that a stage of a pipeline waits through included. bubble: the share of these.
-    sent: the collectives. credited: FLOPs that count in MFU (`measure.training_flops`).
+    undivided: the matrices that no axis of the plan divides. sent: the collectives. credited: FLOPs that count in MFU
+    (`measure.training_flops`).
     """
 
     config: Config
@@ -38,6 +39,7 @@ class Costs:
     microbatches: int
     parameters: int
     memory: Mapping[str, int]
+    undivided: tuple[str, ...]
     program: Program
     bubble: float
     sent: tuple[Sent, ...]
@@ -130,6 +132,7 @@ def costs(config: Config, devices: int) -> Costs:
         microbatches=micro,
         parameters=sum(x.size for x in jax.tree.leaves(shapes.params)),
         memory={name: size for name, size in memory.items() if size},
+        undivided=trainer.undivided,
         program=program,
         bubble=(stages - 1) / (config.plan.rounds * micro + stages - 1),
         sent=tuple(step_traffic(trainer, jaxpr)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,24 @@ from hpnlp.types import InputError
 
 def table(costs: Costs, device: Device, kind: str) -> str:
     """What one device holds, computes and sends in a step, and how long that takes at least."""
-    config, seconds = costs.config, costs.seconds(device)
-    step = sum(seconds.values())
+    config, seconds = costs.config, {name: value for name, value in costs.seconds(device).items() if value}
+    step, room = sum(seconds.values()), USABLE * device.memory
+    held, taken = (
+        _waterfall([float(size) for size in costs.memory.values()], room),
+        _waterfall(list(seconds.values()), step),
+    )
     tokens = config.data.batch_size * config.data.seq_len
     lines = [
         f"{costs.parameters / 1e6:,.1f}M parameters, {tokens:,} tokens a step, {costs.devices} x {kind}: {named(costs)}",
         "",
         "Bytes on each device",
-        *(f"  {name:28}{size / 1e9:12.3f} GB" for name, size in costs.memory.items()),
-        f"  {'together':28}{costs.bytes / 1e9:12.3f} GB of {USABLE * device.memory / 1e9:.1f} that can be used: "
+        *(
+            f"  {name:28}{size / 1e9:12.3f} GB  {bar}"
+            for (name, size), bar in zip(costs.memory.items(), held, strict=True)
+        ),
+        f"  {'together':28}{costs.bytes / 1e9:12.3f} GB of {room / 1e9:.1f} that can be used: "
         f"{'it fits' if costs.fits(device) else 'IT DOES NOT FIT'}",
+        *([f"  no axis of the plan divides {', '.join(costs.undivided)}: whole on each"] if costs.undivided else []),
         "",
         "A step on each device, at least",
         f"  products, recomputed too    {costs.program.flops / 1e12:12.3f} TFLOP",
@@ -36,16 +45,24 @@ def table(costs: Costs, device: Device, kind: str) -> str:
         if one.bytes >= 1e-3 * total(costs.sent):
             where = f"{one.kind} over {' x '.join(one.axes)}"
             lines.append(f"    {where:38}{one.bytes / 1e9:10.3f} GB, {one.times} times {one.size / 1e6:.3f} MB")
-    lines += [f"  {name:28}{1e3 * value:12.3f} ms" for name, value in seconds.items() if value]
+    lines += [f"  {name:28}{1e3 * v:12.3f} ms  {bar}" for (name, v), bar in zip(seconds.items(), taken, strict=True)]
     if costs.microbatches > 1:
         lines.append(
             f"  of the pipeline's time {100 * costs.bubble:.1f} % is idle, with {costs.microbatches} microbatches"
         )
     lines += [
         f"  {'together':28}{1e3 * step:12.3f} ms, {tokens / step:,.0f} tokens/s, MFU {100 * costs.mfu(device):.1f} %",
-        f"  {'with all messages hidden':28}{1e3 * (seconds['compute'] + seconds['bubble']):12.3f} ms",
+        f"  {'with all messages hidden':28}{1e3 * (seconds['compute'] + seconds.get('bubble', 0.0)):12.3f} ms",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _waterfall(values: Sequence[float], room: float, width: int = 40) -> list[str]:
+    """Bars that begin where the one before ends, over `room`, or over all of them where they take more."""
+    ends = [width * end / (max(room, sum(values)) or 1) for end in itertools.accumulate(values)]
+    starts = [0.0, *ends[:-1]]
+    bars = [" " * int(start) + "█" * max(1, round(end) - int(start)) for start, end in zip(starts, ends, strict=True)]
+    return [f"|{bar[:width]:{width}}|" for bar in bars]
 
 
 def ranking(found: Sequence[Costs], device: Device) -> str:

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hpnlp import measure
-from hpnlp.models.lm import LM, axes_of, example_batch, masks_of
+from hpnlp.models.lm import LM, axes_and_shapes, example_batch, masks_of
 from hpnlp.parallel import offload, pipeline, sequence, vocabulary
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
@@ -112,8 +112,7 @@ def make_trainer(
     optimizer, schedule = make_optimizer(config, steps), make_schedule(config, steps)
     # Who looks for a NaN has every operation run by itself, and of those inside a shard_map jax does so without end.
     layout = plan.layout(model.config.sizes(), devices)
-    mesh, axes = layout.mesh, axes_of(model)
-    c = model.config
+    c, mesh, (axes, own) = model.config, layout.mesh, axes_and_shapes(model)
     sequence.check(layout, masks_of(model), (c.heads, c.kv_head_count), c.dropout)
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(
@@ -248,9 +247,11 @@ def make_trainer(
         out = _loss(divided, params, batch, True, {})
         return out.sum, out.weight
 
-    shapes = jax.eval_shape(init, jax.random.key(0))
+    shapes = jax.eval_shape(lambda params: init(jax.random.key(0), params), own)
     table_shapes = {rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
-    jax.eval_shape(touched, shapes.params, example_batch(config.accumulate, 8), jax.random.key(0))  # or says why not
+    jax.eval_shape(
+        lambda params: touched(params, example_batch(config.accumulate, 8), jax.random.key(0)), own
+    )  # or says why not
     shardings = _state_shardings(layout, axes, shapes)
     if plan.offload_optimizer:
         shardings = dataclasses.replace(shardings, opt_state=offload.hosted(shardings.opt_state))
