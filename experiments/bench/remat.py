@@ -48,7 +48,7 @@ def config_of(remat: str, rows: int) -> Config:
 
 def bench(remat: str, rows: int) -> dict[str, Any]:
     config = config_of(remat, rows)
-    costs, trainer = planner.costs(config, 1), trainer_of(config, 1)
+    costs, trainer = planner.costs(config, 1), trainer_of(config, jax.devices()[:1])
     batch, key = (
         jax.eval_shape(make) for make in (lambda: example_batch(rows, MODEL.max_len), lambda: jax.random.key(0))
     )
