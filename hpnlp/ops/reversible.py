@@ -39,9 +39,11 @@ def reversible(
     reports: of each pair, what f and g report, stacked over the layers that are that pair; their gradients count.
 
     `(x + a) - a` is not x: what rounding has taken, a stream carries along, so that gradients are those of a stack that keeps
-    its activations, as far as a branch repeats its bits. Branches may compute in 16 bits; the streams may not.
-    Cost: each branch runs once more than in a stack that keeps what it needs. Kept are params, operands and four arrays like
-    x1, or eight where the layers do not divide by `len(layers)`; besides, the backward pass needs the memory of one branch.
+    its activations, as far as a branch repeats its bits. Where compilers fuse it otherwise in the backward pass, streams are off
+    by some units in the last place of the gains; the first branch reads a stream that may be small beside these, an embedding,
+    and it is kept. Branches may compute in 16 bits; the streams may not.
+    Cost: each branch runs once more than in a stack that keeps what it needs. Kept are params, operands and five arrays like
+    x1, or ten where the layers do not divide by `len(layers)`; besides, the backward pass needs the memory of one branch.
     Differentiated twice, it keeps the streams of all layers; there is no forward-mode derivative.
     Raises InputError on streams of 16 bits.
     """
@@ -85,7 +87,7 @@ def _forward(
     as_asked_again = lambda branch: lambda *given: jax.vjp(branch, *given)[0]  # noqa: E731
     pairs = [(as_asked_again(f), as_asked_again(g)) for f, g in layers]
     y1, y2, reports = _through(pairs, params, x1, x2, operands)
-    return (y1[0], y2[0], reports), (params, y1, y2, operands)
+    return (y1[0], y2[0], reports), (params, x2, y1, y2, operands)
 
 
 def _through(
@@ -107,16 +109,18 @@ def _through(
 
 
 def _backward(layers: Layers, saved: Any, d: tuple[Array, Array, Any]) -> tuple[Any, ...]:
-    params, y1, y2, operands = saved
+    params, x2, y1, y2, operands = saved
     d1, d2, d_reports = d
 
     def turn(carry: Any, slices: Any) -> tuple[Any, Any]:
-        (y1, y2, d1, d2, sums), (own, d_reports) = carry, slices
+        (y1, y2, d1, d2, sums), (own, d_reports, number) = carry, slices
         found = []
         for place, (f, g) in reversed(list(enumerate(layers))):
             mine, (of_f, of_g) = of_place(own, place, len(layers)), d_reports[place]
             gain, by_y1, by_mine, by_operands = _pull(g, mine, y1[0], operands, d2, of_g)
             y2, d1, sums = _add(y2, -gain), d1 + by_y1, _sum(sums, by_operands)
+            if place == 0:
+                y2 = jnp.where(number == 0, x2, y2[0]), jnp.where(number == 0, 0.0, y2[1])
             gain, by_y2, more, by_operands = _pull(f, mine, y2[0], operands, d1, of_f)
             y1, d2, sums = _add(y1, -gain), d2 + by_y2, _sum(sums, by_operands)
             found.insert(0, _sum(by_mine, more))
@@ -124,7 +128,8 @@ def _backward(layers: Layers, saved: Any, d: tuple[Array, Array, Any]) -> tuple[
         return (y1, y2, d1, d2, sums), by_own
 
     sums = [jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in _real(operands)]
-    slices = params, jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, d_reports)
+    turns = jnp.arange(jax.tree.leaves(params)[0].shape[0], dtype=jnp.int32)
+    slices = params, jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, d_reports), turns
     (_, _, d1, d2, sums), by_params = lax.scan(turn, (y1, y2, d1, d2, sums), slices, reverse=True)
     return _gradients(params, by_params), d1, d2, _gradients(operands, sums)
 
