@@ -1,6 +1,7 @@
 """What a plan says of a step: its temporaries beside the compiler's, its operations, time and what would make it fit."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -159,13 +160,31 @@ def test_vocabulary_without_data():
         return model_of(dataclasses.replace(bare, data=DataConfig(tokenizer=text))).config.vocab
 
     assert (size("bytes"), size("words(3000)"), size("bpe(4096)")) == (tokenizers.build("bytes").vocab_size, 3000, 4096)
-    with pytest.raises(InputError, match="'words' says no size, as words.30000. does"):
-        size("words")
+    for text in ("words", "words()", "words(-5)"):
+        with pytest.raises(InputError, match=re.escape(f"{text!r} says no size, as words(30000) does")):
+            size(text)
+
+
+@pytest.mark.parametrize("output", ["class(by=mass)", "hierarchical(similar)", "sampled(64,unigram)"])
+def test_output_layers_that_ask_how_words_are_used(output):
+    model = dataclasses.replace(MODEL, layers=1, vocab=0, tied=False, output=output)
+    config = Config(model=model, data=DataConfig(tokenizer="words(500)", seq_len=16, batch_size=8))
+    assert costs(config, 8).program.flops > 0
+    with pytest.raises(InputError, match=re.escape("words(...)")):
+        costs(dataclasses.replace(config, data=DataConfig(seq_len=16, batch_size=8)), 8)
 
 
 def test_optimizers_count_by_their_state():
     two, one = (planned(Plan("single"), 1, optimizer=OptimizerConfig(name=name)).memory for name in ("adamw", "lion"))
     assert two["optimizer"] == pytest.approx(2 * one["optimizer"], rel=0.01)
+
+
+def test_learning_rates_for_a_batch_cost_nothing():
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, layers=1))
+    plain, scaled = (
+        costs(dataclasses.replace(config, optimizer=OptimizerConfig(base_batch=rows)), 1) for rows in (0, 32)
+    )
+    assert (scaled.memory, scaled.sent) == (plain.memory, plain.sent)
 
 
 def test_what_rests_on_the_host():
@@ -181,3 +200,5 @@ def test_what_rests_on_the_host():
     hidden = 6 * 16 * 128 * 2 * 192 * 4  # two products in float32, of each token and layer
     assert sent.program.hosted == pytest.approx(2 * hidden, rel=0.01)
     assert kept.memory["activations"] - sent.memory["activations"] == pytest.approx(hidden, rel=0.3)
+    shared = planned(Plan("zero3", remat="offload(hidden)"))
+    assert shared.program.hosted == pytest.approx(2 * hidden / 8, rel=0.01)
