@@ -145,6 +145,15 @@ def test_search_ranks_what_fits():
     assert told[-1] == (len(found), len(found))
 
 
+def test_search_keeps_what_it_does_not_choose():
+    plan = Plan(pipeline=2, rounds=2, exchange="heads", offload_optimizer=True)
+    config = dataclasses.replace(CONFIG, plan=plan)
+    model = dataclasses.replace(MODEL, layers=2, heads=2)
+    found = search.ranked(dataclasses.replace(config, model=model), 2, DEVICES["h100"], lambda done, of: None)
+    kept = {(one.config.plan.offload_optimizer, one.config.plan.exchange, one.config.plan.rounds) for one in found}
+    assert kept == {(True, "heads", 1)}
+
+
 def test_compiled_beside_planned():
     found = planned(Plan("data", data=2, fsdp=2, tensor=2, zero=3))
     made = compile_step(found, "compiled", "h100")
