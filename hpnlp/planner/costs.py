@@ -112,13 +112,14 @@ def costs(config: Config, devices: int) -> Costs:
     layout, shapes = trainer.layout, trainer.state_shapes
     jaxpr = trace(trainer, rows, length).jaxpr
     program = read(jaxpr, parts_of(trainer), donated=True)
-    gradients = held_bytes(trainer.part_shapes if layout.zero >= 2 else shapes.params)
+    # Of tables of which some rows are trained, there are no gradients of the whole.
+    gradients = min(program.peak, held_bytes(trainer.part_shapes if layout.zero >= 2 else shapes.params))
     memory = {
         "parameters": held_bytes(shapes.params),
         "optimizer": held_bytes(shapes.opt_state),
         "average": held_bytes(shapes.ema),
         "gradients": gradients,
-        "activations": max(0, program.peak - gradients),
+        "activations": program.peak - gradients,
     }
     stages, micro = layout.size("layers"), microbatches(layout, rows // config.optimizer.accumulate)
     credited = measure.training_flops(

@@ -13,7 +13,7 @@ from hpnlp.data import tokenizers
 from hpnlp.data.stream import DataConfig
 from hpnlp.models.lm import LMConfig, example_batch
 from hpnlp.parallel.plan import AXES, Plan
-from hpnlp.planner import DEVICES, Device, costs, search
+from hpnlp.planner import DEVICES, Device, costs, picture, search
 from hpnlp.planner.compiled import compile_step
 from hpnlp.planner.costs import model_of, parts_of, trainer_of
 from hpnlp.planner.program import read
@@ -194,6 +194,32 @@ def test_learning_rates_for_a_batch_cost_nothing():
         costs(dataclasses.replace(config, optimizer=OptimizerConfig(base_batch=rows)), 1) for rows in (0, 32)
     )
     assert (scaled.memory, scaled.sent) == (plain.memory, plain.sent)
+
+
+def test_rows_have_gradients_of_their_own():
+    model = dataclasses.replace(MODEL, layers=1, vocab=20000, tied=False, output="sampled(16)")
+    config = dataclasses.replace(CONFIG, model=model, data=DataConfig(seq_len=16, batch_size=4))
+    whole, rows = (
+        costs(dataclasses.replace(config, optimizer=OptimizerConfig(rows=some)), 1) for some in (False, True)
+    )
+    table = 20000 * 64 * 4
+    assert rows.memory["gradients"] + rows.memory.get("activations", 0) == rows.program.peak < table
+    assert whole.memory["gradients"] > 2 * table
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "told"),
+    [
+        (Plan("zero3"), OptimizerConfig("muon"), "the update of muon\n"),
+        (Plan(), OptimizerConfig("muon"), ""),
+        (Plan(), OptimizerConfig(rows=True), "optimizer.rows, the loss of nce(16)\n"),
+    ],
+)
+def test_what_is_not_counted_is_told(plan, optimizer, told):
+    fields = {"tied": False, "output": "nce(16)"} if optimizer.rows else {}
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, layers=1, **fields), optimizer=optimizer)
+    said = picture.table(costs(dataclasses.replace(config, plan=plan), 8), DEVICES["h100"], "h100")
+    assert said.partition("not counted: what the compiler sends for ")[2].partition("  ")[0] == told
 
 
 def test_what_rests_on_the_host():
