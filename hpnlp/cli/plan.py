@@ -23,14 +23,15 @@ where it does not fit, the smallest change that would make it fit. Nothing is tr
 --out=plan.png draws both as stacked bars.
 
 --depth=compiled compiles the step for so many pretended devices of this CPU as well, --depth=tpu for TPUs (with libtpu:
-pip install 'hpnlp[tpu-aot]'), and says how far off the plan was. --search ranks all plans that fit.
+pip install 'hpnlp[tpu-aot]'), and says how far off the plan was. --search ranks plans that fit: of tensor, pipeline and
+sequence the sizes that are powers of two, and each stage of ZeRO.
 """
 
 flags.DEFINE_string("config", None, "An experiment file with get_config().")
 flags.DEFINE_integer("devices", 8, "How many.", lower_bound=1)
 flags.DEFINE_string("device", "h100", "Which: a100, h100, h200, v5e, v5p, or cpu, this machine's, as measured at once.")
 flags.DEFINE_enum("depth", "formulas", ["formulas", "compiled", "tpu"], "How far the step is followed.")
-flags.DEFINE_bool("search", False, "Rank all plans for these devices that fit.")
+flags.DEFINE_bool("search", False, "Rank plans for these devices that fit.")
 flags.DEFINE_string("out", None, "Where a picture goes; none is drawn without, as that takes half a second.")
 
 

@@ -66,6 +66,23 @@ class DataConfig:
     packing: str = "concat"
     cache: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"data.{name}={getattr(self, name)}: expected at least 1")
+        if not all(weight > 0 and math.isfinite(weight) for weight in self.weights):
+            raise InputError(
+                f"data.weights={self.weights}: expected numbers over 0; leave a source out to give it none"
+            )
+        if not self.heldout_path and not 0 < self.heldout < 1:
+            raise InputError(
+                f"data.heldout={self.heldout}: expected a fraction between 0 and 1; to train on all of data.path, pass "
+                "data.heldout_path=PATH with other text"
+            )
+        if self.heldout_bytes < 0:
+            raise InputError(f"data.heldout_bytes={self.heldout_bytes}: expected a number of bytes, or 0 for all")
+        specs.lookup(_PACKINGS, self.packing, "data.packing")
+
 
 def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Progress | None = None) -> Corpus:
     """Reads, splits and tokenises the text of `config`, or finds the result in the cache.
@@ -75,7 +92,6 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
     the config or the cache. Time: one pass over the text, and one more where a vocabulary is made; memory does not grow
     with the text.
     """
-    _check(config)
     progress = progress or (lambda what, done, total: None)
     sources = text.find(config.path, "data.path")
     heldout_sources = text.find(config.heldout_path, "data.heldout_path") if config.heldout_path else ()
@@ -100,22 +116,6 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
     key = store.key_of([ingest.fingerprint(), _digest(tokenizer)])
     directory, record = store.cached(root, f"tokens-{key}", lambda path: ingest.write(path, tokenizer, progress))
     return Corpus(config, tokenizer, directory, record)
-
-
-def _check(config: DataConfig) -> None:
-    for name in ("seq_len", "batch_size"):
-        if getattr(config, name) < 1:
-            raise InputError(f"data.{name}={getattr(config, name)}: expected at least 1")
-    if not all(weight > 0 and math.isfinite(weight) for weight in config.weights):
-        raise InputError(f"data.weights={config.weights}: expected numbers over 0; leave a source out to give it none")
-    if not config.heldout_path and not 0 < config.heldout < 1:
-        raise InputError(
-            f"data.heldout={config.heldout}: expected a fraction between 0 and 1; to train on all of data.path, pass "
-            "data.heldout_path=PATH with other text"
-        )
-    if config.heldout_bytes < 0:
-        raise InputError(f"data.heldout_bytes={config.heldout_bytes}: expected a number of bytes, or 0 for all")
-    specs.lookup(_PACKINGS, config.packing, "data.packing")
 
 
 def _tokenizer(spec: str, ingest: Ingest, root: str, progress: Progress) -> Tokenizer:

@@ -120,12 +120,17 @@ class Plan:
             )
         if sizes["expert"] > 1:
             raise InputError(f"plan.expert={sizes['expert']}: no model here has experts to share out: leave it 1")
-        for field, unset in (("rounds", 1), ("recompute_stages", False)):
+        for field, unset in (("microbatches", 0), ("rounds", 1), ("recompute_stages", False)):
             if sizes["pipeline"] == 1 and (value := getattr(self, field)) != unset:
                 raise InputError(
                     f"plan.{field}={value} is of stages, and plan.pipeline=1 has none: set plan.{field}={unset}, or "
                     "plan.pipeline to at least 2"
                 )
+        if self.zero and sizes["fsdp"] == 1 and sizes["data"] > 1:
+            raise InputError(
+                f"plan.zero={self.zero} shares out the state over plan.fsdp, which is 1: set plan.fsdp=-1 and plan.data=1, or "
+                f"plan.name=zero{self.zero}"
+            )
         return sizes
 
     def mesh(self, devices: Sequence[Any] | int | None = None) -> Mesh | AbstractMesh:

@@ -56,7 +56,7 @@ def course(mask: Mask, length: int, chunks: tuple[tuple[int, int], ...]) -> Cour
     """Of a mask over rows of `length` tokens.
 
     One that depends on i - j alone is the same for all pairs of chunks that are equally far apart; of another, which is over
-    positions that are known at run time, every pair may be allowed in part.
+    positions that are known at run time, every pair may be allowed in part. Cost: asks the mask for 4 `length` pairs of tokens.
     """
     devices, total = len(chunks), 2 * len(chunks)
     size = length // total
@@ -64,14 +64,11 @@ def course(mask: Mask, length: int, chunks: tuple[tuple[int, int], ...]) -> Cour
         return Course(chunks, (mask,), ((2,) * total,) * total, 0, devices)
     masks: dict[Any, int] = {}
     kinds = np.zeros((total, total), int)
-    for i in range(total):
-        for j in range(total):
-            at = np.arange(i * size, (i + 1) * size), np.arange(j * size, (j + 1) * size)
-            some, every = mask.tile(at[0][0], at[0][-1], at[1][0], at[1][-1])
-            if some and not every and size <= 4096:  # a tile may not be sure
-                pairs = mask.at(at[0][:, None], at[1][None])
-                some, every = pairs.any(), pairs.all()
-            kinds[i, j] = SKIP if not some else WHOLE if every else masks.setdefault((i - j) * size, 2 + len(masks))
+    for apart in range(1 - total, total):
+        gaps = np.arange((apart - 1) * size + 1, (apart + 1) * size)  # query's place less key's
+        seen = mask.at(np.maximum(gaps, 0), np.maximum(-gaps, 0))
+        kind = SKIP if not seen.any() else WHOLE if seen.all() else masks.setdefault(apart * size, 2 + len(masks))
+        np.fill_diagonal(kinds[max(apart, 0) :, max(-apart, 0) :], kind)
     own = np.array(chunks)
     # How far keys have come when a device needs them.
     needed = {

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from hpnlp import measure
 from hpnlp.data import tokenizers
@@ -19,7 +20,7 @@ from hpnlp.planner.traffic import Sent, held_bytes, step_traffic, trace
 from hpnlp.spec import parse_one
 from hpnlp.training.config import Config
 from hpnlp.training.step import Trainer, check_batch, make_trainer
-from hpnlp.types import InputError
+from hpnlp.types import InputError, WordStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,19 +74,23 @@ class Costs:
 
 
 def model_of(config: Config) -> LM:
-    """The model of a config, without its data: of a vocabulary that is counted from these, the size that was asked for."""
-    c, tokenizer = config.model, config.data.tokenizer
-    if not c.vocab and tokenizers.is_trained(tokenizer):
-        spec = parse_one(tokenizer, "data.tokenizer")
+    """The model of a config, without its data: of a vocabulary that is counted from these, the size that was asked for, and
+    words as frequent as Zipf has them."""
+    c, tokenizer, stats = config.model, config.data.tokenizer, None
+    spec = parse_one(tokenizer, "data.tokenizer") if tokenizers.is_trained(tokenizer) else None
+    if not c.vocab and spec is not None:
         sizes = [*spec.args, *(value for name, value in spec.kwargs if name in ("cap", "size"))]
-        if not sizes or not isinstance(sizes[0], int):
+        if not sizes or not isinstance(sizes[0], int) or sizes[0] < 1:
             raise InputError(
                 f"data.tokenizer={tokenizer!r} says no size, as words(30000) does: add it, or set model.vocab"
             )
         c = dataclasses.replace(c, vocab=sizes[0])
     elif not c.vocab:
         c = dataclasses.replace(c, vocab=tokenizers.build(tokenizer).vocab_size)
-    return LM(dataclasses.replace(c, max_len=c.max_len or config.data.seq_len))
+    if spec is not None and spec.name == "words":
+        ids = np.arange(c.vocab)
+        stats = WordStats(10**9 // (1 + ids), ids)
+    return LM(dataclasses.replace(c, max_len=c.max_len or config.data.seq_len), stats)
 
 
 def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:
@@ -93,7 +98,8 @@ def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:
 
     Raises InputError where the model, the batch and the plan do not go together.
     """
-    trainer = make_trainer(model_of(config), config.optimizer, config.plan, steps=config.train.steps, devices=devices)
+    optimizer = config.optimizer.for_batch(config.data.batch_size)
+    trainer = make_trainer(model_of(config), optimizer, config.plan, steps=config.train.steps, devices=devices)
     check_batch(trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
     return trainer
 
@@ -108,13 +114,14 @@ def costs(config: Config, devices: int) -> Costs:
     layout, shapes = trainer.layout, trainer.state_shapes
     jaxpr = trace(trainer, rows, length).jaxpr
     program = read(jaxpr, parts_of(trainer), donated=True)
-    gradients = held_bytes(trainer.part_shapes if layout.zero >= 2 else shapes.params)
+    # Of tables of which some rows are trained, there are no gradients of the whole.
+    gradients = min(program.peak, held_bytes(trainer.part_shapes if layout.zero >= 2 else shapes.params))
     memory = {
         "parameters": held_bytes(shapes.params),
         "optimizer": held_bytes(shapes.opt_state),
         "average": held_bytes(shapes.ema),
         "gradients": gradients,
-        "activations": max(0, program.peak - gradients),
+        "activations": program.peak - gradients,
     }
     stages, micro = layout.size("layers"), microbatches(layout, rows // config.optimizer.accumulate)
     credited = measure.training_flops(

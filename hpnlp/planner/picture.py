@@ -13,6 +13,7 @@ from hpnlp.planner.costs import Costs
 from hpnlp.planner.devices import USABLE, Device
 from hpnlp.planner.search import named
 from hpnlp.planner.traffic import total
+from hpnlp.spec import parse_one
 from hpnlp.types import InputError
 
 
@@ -46,6 +47,8 @@ def table(costs: Costs, device: Device, kind: str) -> str:
             where = f"{one.kind} over {' x '.join(one.axes)}"
             lines.append(f"    {where:38}{one.bytes / 1e9:10.3f} GB, {one.times} times {one.size / 1e6:.3f} MB")
     lines += [f"  {name:28}{1e3 * v:12.3f} ms  {bar}" for (name, v), bar in zip(seconds.items(), taken, strict=True)]
+    if costs.devices > 1 and (uncounted := _uncounted(costs)):
+        lines.append(f"  not counted: what the compiler sends for {', '.join(uncounted)}")
     if costs.microbatches > 1:
         lines.append(
             f"  of the pipeline's time {100 * costs.bubble:.1f} % is idle, with {costs.microbatches} microbatches"
@@ -63,6 +66,15 @@ def _waterfall(values: Sequence[float], room: float, width: int = 40) -> list[st
     starts = [0.0, *ends[:-1]]
     bars = [" " * int(start) + "█" * max(1, round(end) - int(start)) for start, end in zip(starts, ends, strict=True)]
     return [f"|{bar[:width]:{width}}|" for bar in bars]
+
+
+def _uncounted(costs: Costs) -> list[str]:
+    """What is left to the compiler on devices that share out more than rows, or look up some rows of tables."""
+    optimizer, output = costs.config.optimizer, costs.config.model.output
+    divides = costs.zero > 0 or any(costs.sizes[axis] > 1 for axis in ("tensor", "pipeline"))
+    found = [f"the update of {optimizer.name}"] if optimizer.name == "muon" and divides else []
+    found += ["optimizer.rows"] if optimizer.rows else []
+    return found + ([f"the loss of {output}"] if parse_one(output, "model.output").name != "full" else [])
 
 
 def ranking(found: Sequence[Costs], device: Device) -> str:

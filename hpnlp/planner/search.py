@@ -65,7 +65,8 @@ def ranked(config: Config, devices: int, device: Device, said: Callable[[int, in
 
 
 def _plans(config: Config, devices: int) -> Iterator[Plan]:
-    """Every way to share out devices over data, tensor, pipeline and sequence, with each stage of ZeRO."""
+    """Devices shared out over tensor, pipeline and sequence by powers of two, the rest over data, or over fsdp with each stage
+    of ZeRO; a pipeline in one round. What else the config's plan says stays."""
     rows = config.data.batch_size // config.optimizer.accumulate
     for tensor, pipeline, sequence in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8)):
         dp, left = divmod(devices, tensor * pipeline * sequence)
@@ -74,7 +75,8 @@ def _plans(config: Config, devices: int) -> Iterator[Plan]:
         sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": 1}
         for zero in (0, 1, 2, 3) if dp > 1 else (0,):
             own: dict[str, Any] = {"data": 1, "fsdp": dp} if zero else {"data": dp, "fsdp": 1}
-            yield Plan("single", **sizes, **own, zero=zero, exchange=config.plan.exchange)
+            open_ = {"name": "single", "microbatches": 0, "rounds": 1, "recompute_stages": False}
+            yield dataclasses.replace(config.plan, **open_, **sizes, **own, zero=zero)
 
 
 def _may_fit(config: Config, plan: Plan, devices: int, device: Device) -> bool:

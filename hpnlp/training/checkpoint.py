@@ -228,6 +228,7 @@ def _words(tree: Any) -> Any:
     """
 
     def one(x: jax.Array) -> jax.Array:
+        x = jax.device_put(x, jax.memory.Space.Device)  # from the host's memory, where it rests there
         bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
         place = jnp.zeros(x.shape, jnp.uint32)
         for axis, size in enumerate(x.shape):

@@ -91,7 +91,7 @@ class Config:
     plan: Plan = Plan()
 
     def __post_init__(self) -> None:
-        if 0 < self.data.seq_len < self.train.eval_stride:  # what is under 1 has a message of its own
+        if self.data.seq_len < self.train.eval_stride:
             raise InputError(
                 f"train.eval_stride={self.train.eval_stride} is more than data.seq_len={self.data.seq_len}: choose 0 for "
                 "whole rows, or at most that"

@@ -59,6 +59,7 @@ def test_a_search_and_a_compiled_step(plan):
         (("--devices=0",), "--devices"),
         (("--depth=deep",), "--depth"),
         (("--devices=7", "--config.data.batch_size=64"), "data.batch_size=64 does not split into 7 devices' rows"),
+        (("--config.data.batch_size=0",), "data.batch_size=0: expected at least 1"),
         (("--config.plan.name=zero4",), "unknown plan 'zero4'"),
         (("--depth=tpu", "--device=h100"), "--depth=tpu compiles for --device=v5e or v5p, not for h100"),
     ],

@@ -51,6 +51,14 @@ def test_sizes(plan, devices, sizes):
             "plan.rounds=2 is of stages, and plan.pipeline=1 has none: set plan.rounds=1, or plan.pipeline to",
         ),
         (Plan(recompute_stages=True), "plan.recompute_stages=True is of stages, and plan.pipeline=1 has none: set"),
+        (
+            Plan(zero=3),
+            "plan.zero=3 shares out the state over plan.fsdp, which is 1: set plan.fsdp=-1 and plan.data=1, or plan.na",
+        ),
+        (
+            Plan(microbatches=4),
+            "plan.microbatches=4 is of stages, and plan.pipeline=1 has none: set plan.microbatches=0, or",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(plan, message):

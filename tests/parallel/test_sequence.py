@@ -67,6 +67,14 @@ def test_course_is_the_mask(name, chunks):
             assert not live or (d - other) % 4 in {-m % 4 for m in met}
 
 
+def test_few_pairs_of_tokens_are_asked_for(monkeypatch):
+    """However long the chunks are: those of each distance once, or a few times."""
+    asked, at = [], Dilated.at
+    monkeypatch.setattr(Dilated, "at", lambda mask, q, k: asked.append(np.broadcast(q, k).size) or at(mask, q, k))
+    course(Dilated(5, 3), 8192, ZIGZAG)
+    assert 2 * 8192 <= sum(asked) <= 4 * 8192
+
+
 def test_work_is_in_proportion_to_the_mask():
     """Of a window, the pairs that are computed and the hops that are made; of a causal mask, the same work in every device."""
     chunks = tuple((2 * d, 2 * d + 1) for d in range(8))

@@ -1,6 +1,7 @@
 """What a plan says of a step: its temporaries beside the compiler's, its operations, time and what would make it fit."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from hpnlp.data import tokenizers
 from hpnlp.data.stream import DataConfig
 from hpnlp.models.lm import LMConfig, example_batch
 from hpnlp.parallel.plan import AXES, Plan
-from hpnlp.planner import DEVICES, Device, costs, search
+from hpnlp.planner import DEVICES, Device, costs, picture, search
 from hpnlp.planner.compiled import compile_step
 from hpnlp.planner.costs import model_of, parts_of, trainer_of
 from hpnlp.planner.program import read
@@ -144,6 +145,15 @@ def test_search_ranks_what_fits():
     assert told[-1] == (len(found), len(found))
 
 
+def test_search_keeps_what_it_does_not_choose():
+    plan = Plan(pipeline=2, rounds=2, exchange="heads", offload_optimizer=True)
+    config = dataclasses.replace(CONFIG, plan=plan)
+    model = dataclasses.replace(MODEL, layers=2, heads=2)
+    found = search.ranked(dataclasses.replace(config, model=model), 2, DEVICES["h100"], lambda done, of: None)
+    kept = {(one.config.plan.offload_optimizer, one.config.plan.exchange, one.config.plan.rounds) for one in found}
+    assert kept == {(True, "heads", 1)}
+
+
 def test_compiled_beside_planned():
     found = planned(Plan("data", data=2, fsdp=2, tensor=2, zero=3))
     made = compile_step(found, "compiled", "h100")
@@ -159,13 +169,57 @@ def test_vocabulary_without_data():
         return model_of(dataclasses.replace(bare, data=DataConfig(tokenizer=text))).config.vocab
 
     assert (size("bytes"), size("words(3000)"), size("bpe(4096)")) == (tokenizers.build("bytes").vocab_size, 3000, 4096)
-    with pytest.raises(InputError, match="'words' says no size, as words.30000. does"):
-        size("words")
+    for text in ("words", "words()", "words(-5)"):
+        with pytest.raises(InputError, match=re.escape(f"{text!r} says no size, as words(30000) does")):
+            size(text)
+
+
+@pytest.mark.parametrize("output", ["class(by=mass)", "hierarchical(similar)", "sampled(64,unigram)"])
+def test_output_layers_that_ask_how_words_are_used(output):
+    model = dataclasses.replace(MODEL, layers=1, vocab=0, tied=False, output=output)
+    config = Config(model=model, data=DataConfig(tokenizer="words(500)", seq_len=16, batch_size=8))
+    assert costs(config, 8).program.flops > 0
+    with pytest.raises(InputError, match=re.escape("words(...)")):
+        costs(dataclasses.replace(config, data=DataConfig(seq_len=16, batch_size=8)), 8)
 
 
 def test_optimizers_count_by_their_state():
     two, one = (planned(Plan("single"), 1, optimizer=OptimizerConfig(name=name)).memory for name in ("adamw", "lion"))
     assert two["optimizer"] == pytest.approx(2 * one["optimizer"], rel=0.01)
+
+
+def test_learning_rates_for_a_batch_cost_nothing():
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, layers=1))
+    plain, scaled = (
+        costs(dataclasses.replace(config, optimizer=OptimizerConfig(base_batch=rows)), 1) for rows in (0, 32)
+    )
+    assert (scaled.memory, scaled.sent) == (plain.memory, plain.sent)
+
+
+def test_rows_have_gradients_of_their_own():
+    model = dataclasses.replace(MODEL, layers=1, vocab=20000, tied=False, output="sampled(16)")
+    config = dataclasses.replace(CONFIG, model=model, data=DataConfig(seq_len=16, batch_size=4))
+    whole, rows = (
+        costs(dataclasses.replace(config, optimizer=OptimizerConfig(rows=some)), 1) for some in (False, True)
+    )
+    table = 20000 * 64 * 4
+    assert rows.memory["gradients"] + rows.memory.get("activations", 0) == rows.program.peak < table
+    assert whole.memory["gradients"] > 2 * table
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "told"),
+    [
+        (Plan("zero3"), OptimizerConfig("muon"), "the update of muon\n"),
+        (Plan(), OptimizerConfig("muon"), ""),
+        (Plan(), OptimizerConfig(rows=True), "optimizer.rows, the loss of nce(16)\n"),
+    ],
+)
+def test_what_is_not_counted_is_told(plan, optimizer, told):
+    fields = {"tied": False, "output": "nce(16)"} if optimizer.rows else {}
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, layers=1, **fields), optimizer=optimizer)
+    said = picture.table(costs(dataclasses.replace(config, plan=plan), 8), DEVICES["h100"], "h100")
+    assert said.partition("not counted: what the compiler sends for ")[2].partition("  ")[0] == told
 
 
 def test_what_rests_on_the_host():
@@ -181,3 +235,5 @@ def test_what_rests_on_the_host():
     hidden = 6 * 16 * 128 * 2 * 192 * 4  # two products in float32, of each token and layer
     assert sent.program.hosted == pytest.approx(2 * hidden, rel=0.01)
     assert kept.memory["activations"] - sent.memory["activations"] == pytest.approx(hidden, rel=0.3)
+    shared = planned(Plan("zero3", remat="offload(hidden)"))
+    assert shared.program.hosted == pytest.approx(2 * hidden / 8, rel=0.01)

@@ -1,5 +1,6 @@
 """What a layout is said to cost is what the compiled program does, and what arrays on devices take."""
 
+import dataclasses
 import functools
 
 import jax
@@ -90,6 +91,14 @@ def test_state_is_divided_as_the_formula_says(zero, devices):
         state = trainer_of(Plan("zero3", zero=zero), None, config).init(jax.random.key(0))
         held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
         assert held == held_bytes(shapes)
+
+
+@pytest.mark.parametrize("fields", [{"output": "sampled(16)"}, {"dim": 36, "heads": 2, "vocab": 257}])
+def test_a_table_that_is_not_gathered_twice(fields):
+    """The loss is left to the compiler, or the table is not divided; else one of two gathers is taken off."""
+    whole, other = (trainer_of(Plan("zero3"), 8, dataclasses.replace(CONFIG, **more)) for more in ({}, fields))
+    least = [min(one.times for one in step_traffic(of, trace(of, B, T).jaxpr)) for of in (whole, other)]
+    assert least[0] == -1 and least[1] > 0
 
 
 def test_a_pipeline_sums_gradients_once():

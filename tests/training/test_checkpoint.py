@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from hpnlp.parallel.offload import hosted
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.checkpoint import FORMAT, Checkpointer
 from hpnlp.training.loss_scale import LossScale
@@ -101,6 +102,20 @@ def test_restores_onto_another_mesh(checkpointer, plan):
     state, _, _ = checkpointer().restore(shapes(mesh))
     assert_same_bits(state, state_at(7))
     assert state.params["layers"]["kernel"].sharding == NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
+
+
+def test_what_rests_on_the_host_is_saved_and_comes_back_there_or_not(checkpointer):
+    checkpoints, of = checkpointer(), shapes()
+    away = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=hosted(x.sharding)), of.opt_state)
+    state = state_at(1)
+    moved = jax.device_put(state.opt_state, jax.tree.map(lambda x: x.sharding, away))
+    checkpoints.save(dataclasses.replace(state, opt_state=moved), DATA, PROGRESS)
+    checkpoints.wait()
+    for kind, opt_state in (("pinned_host", away), ("device", of.opt_state)):
+        found = checkpoints.restore(dataclasses.replace(of, opt_state=opt_state))[0]
+        assert_same_bits(found, state)
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found.opt_state)} == {kind}
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found.params)} == {"device"}
 
 
 def test_parameters_for_use_are_the_averaged_ones(checkpointer):

@@ -112,7 +112,8 @@ def test_profile_range():
 
 def test_sequence_length_that_is_none_is_left_to_the_data():
     """Which names it, and not the stride that is more than it."""
-    configs.resolve({"train": {"eval_stride": 8}, "data": {"seq_len": -1}})
+    with pytest.raises(InputError, match="data.seq_len=-1: expected at least 1"):
+        configs.resolve({"train": {"eval_stride": 8}, "data": {"seq_len": -1}})
 
 
 def test_damaged_json_is_said():
