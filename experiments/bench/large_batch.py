@@ -1,4 +1,4 @@
-"""A batch 16 times as large at the same loss: what rules for the learning rate, and LAMB, keep of it.
+"""What a batch 16 times as large loses at the same number of tokens, by optimizer and by how its learning rate follows.
 
     python experiments/bench/large_batch.py [--tokens=1048576] [--seeds=2] [--optimizers=adamw,lamb]
 
