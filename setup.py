@@ -35,6 +35,7 @@ EXTRAS = {
     "hf": ["safetensors>=0.8", "tokenizers>=0.23"],
     "parquet": ["pyarrow>=26"],
     "tensorboard": ["tensorboardX>=2.6.5"],
+    "wandb": ["wandb>=0.31"],
     "notebooks": ["ipykernel>=7.4", "nbclient>=0.11", "nbformat>=5.11"],
     # Implementations that nobody here wrote, to test against; pinned, so that a red test means a change on our side.
     # On Linux, PyPI's torch is a CUDA build that brings several GB of libraries; the tests need none of it. Where pip
@@ -59,6 +60,7 @@ EXTRAS["dev"] = [
     *EXTRAS["test"],
     *EXTRAS["notebooks"],
     *EXTRAS["oracles"],
+    *EXTRAS["wandb"],
 ]
 
 setup(

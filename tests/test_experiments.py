@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -99,6 +101,21 @@ def test_equal_time(tmp_path):
     (tmp_path / "steps_docs.json").write_text(json.dumps({"rows": rows}))
     steps = {member["model.output"]: member["train.steps"] for member in module.get_sweep("docs-time")}
     assert steps["full"] == 400 and steps["binary_ecc(2048)"] == 1333 and steps.keys() == set(LARGE)
+
+
+@pytest.mark.slow
+def test_large_batch(library, tmp_path):
+    bench = [sys.executable, str(ROOT / "bench" / "large_batch.py"), "--optimizers=lamb", "--tokens=1024", "--seeds=2"]
+    command = [*bench, f"--path={library}/*.py", f"--out={tmp_path}"]
+    subprocess.run(command, cwd=ROOT.parent, check=True, capture_output=True)
+    (path,) = tmp_path.glob("large_batch-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["rule"] for row in rows] == ["small", "none", "sqrt", "linear"]
+    small, *large = rows
+    assert small["loss"] == pytest.approx(sum(small["losses"]) / 2) and small["over_small"] == 1.0
+    assert small["losses"][0] == min(loss for _, loss in small["tried"])
+    assert [row["learning_rate"] / small["learning_rate"] for row in large] == pytest.approx([1, 4, 16])
+    assert all(row["steps"] * row["batch"] == small["steps"] * small["batch"] for row in large)
 
 
 def test_unknown_corpus():

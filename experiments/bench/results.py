@@ -264,6 +264,26 @@ def reversible(rows: Rows) -> list[tuple[str, str]]:
     return [*lines, (f"gradients of {deep} reversible layers against the same ones kept: relative", error)]
 
 
+def large_batch(rows: Rows) -> list[tuple[str, str]]:
+    """What the best recipe of the small batch comes to, and what others lose against it at the same number of tokens."""
+    best = min((row for row in rows if row["rule"] == "small"), key=lambda row: row["loss"])
+    rules = {"none": "as it was"}
+    return [
+        (
+            f"{best['optimizer']}, batches of {best['batch'] * best['length']:,} bytes: held-out loss",
+            f"{best['loss']:.3f} nats a byte ({best['steps']:,} steps)",
+        )
+    ] + [
+        (
+            f"{row['optimizer']}, batches of {row['batch'] * row['length']:,} bytes, rate "
+            f"{rules.get(row['rule'], 'by ' + row['rule'])}: held-out loss over that",
+            f"{row['over_small']:.3f} ({row['steps']:,} steps)",
+        )
+        for row in rows
+        if row["rule"] != "small"
+    ]
+
+
 def suite(rows: Rows) -> list[tuple[str, str]]:
     return [("`make test`, after set-up", f"{rows[0]['seconds'] / 60:.1f} min ({rows[0]['passed']} tests)")]
 
@@ -289,6 +309,7 @@ TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "parity": parity,
     "bubble": bubble,
     "resume": resume,
+    "large_batch": large_batch,
     "suite": suite,
     "gpu_step": gpu_step,
 }

@@ -27,8 +27,8 @@ class TrainConfig:
     of each row the last eval_stride tokens, 0 all, with those before as context. checkpoint_every: steps after which a
     checkpoint is saved, 0 only at the end; `keep` of them stay, beside the best. patience: stop after that many
     evaluations without an improvement of `min_delta` nats a token, 0 never. profile: "10:15" traces steps 10 to 15.
-    debug_nans: stop at the operation that makes a NaN. writers: names of further metric writers, as in "tensorboard".
-    sample: bytes of text that the report shows, 0 for none.
+    debug_nans: stop at the operation that makes a NaN. writers: further metric writers, as in "tensorboard,wandb",
+    where wandb(PROJECT) names the project. sample: bytes of text that the report shows, 0 for none.
     """
 
     steps: int = 1000

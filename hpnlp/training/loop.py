@@ -99,7 +99,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
         jsonl = JsonlWriter(workdir, first) if lead else None
         writers: list[Writer] = [] if jsonl is None else [jsonl]
         for make in further_writers if lead else ():
-            writers.append(make(workdir, first))
+            writers.append(make(workdir=workdir, last_step=first))
         for writer in writers:
             stack.callback(writer.close)
         tokens = config.data.batch_size * config.data.seq_len

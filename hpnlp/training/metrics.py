@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from hpnlp.spec import lookup
+from hpnlp.spec import build, lookup, parse
 from hpnlp.types import InputError, Writer
 
 
@@ -73,13 +75,103 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-# name -> (workdir, last step that is kept) -> writer; train.writers names entries.
-WRITERS: dict[str, Callable[[Path, int], Writer]] = {"tensorboard": TensorBoardWriter}
+class WandbWriter:
+    """A run of Weights & Biases, online or offline as its own variable WANDB_MODE says; its files lie under WORKDIR/wandb.
+
+    What W&B holds follows metrics.jsonl. Its own process sends and writes late, and a kill takes both processes: the lines that
+    W&B lacks are logged again from metrics.jsonl when the run goes on, and steps that it has are not logged twice. Offline
+    nobody knows what it has: the newest directory holds the whole run, and is the one to sync. That takes about half a
+    millisecond a line.
+
+    Raises InputError where W&B does not start. Once it runs, its failures cost a line on stderr, and never the training.
+    """
+
+    def __init__(self, project: str = "", *, workdir: Path, last_step: int = 0) -> None:
+        try:
+            from wandb import Settings, init
+        except ImportError as error:
+            raise InputError("train.writers=wandb needs wandb: pip install 'hpnlp[wandb]'") from error
+        self._workdir = workdir
+        # console: lines of the run are the display's. finish_timeout: a network that is gone must not hold a run that is done.
+        settings = Settings(console="off", silent=True, finish_timeout=60, finish_timeout_raises=True)
+        try:
+            self._run = init(
+                project=project or os.environ.get("WANDB_PROJECT", "hpnlp"),
+                name=os.environ.get("WANDB_NAME", workdir.resolve().name),
+                id=_wandb_id(workdir),
+                resume="allow",
+                dir=str(workdir),
+                config=json.loads((workdir / "config.json").read_text("utf-8")),
+                allow_val_change=True,
+                settings=settings,
+            )
+        except Exception as error:  # of many types, not all of them W&B's own
+            raise InputError(
+                f"train.writers=wandb: W&B did not start ({_in_a_line(error)}): mend that, or set "
+                "WANDB_MODE=offline and send the run later"
+            ) from error
+        self._begin = self._run.step  # the first step that W&B has not
+        self._failed = False
+        if self._run.offline:
+            _stdout().print(
+                f"W&B: offline; to send this run: wandb sync {workdir / 'wandb' / 'latest-run'}", markup=False
+            )
+        elif not self._run.disabled:
+            _stdout().print(f"W&B: {self._run.url}", markup=False)
+        if last_step and not self._run.disabled:
+            for line in (workdir / "metrics.jsonl").read_text("utf-8").splitlines():
+                values = json.loads(line)
+                step = values.pop("step")
+                self.write(step, {name: math.nan if value is None else value for name, value in values.items()})
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if step >= self._begin and not self._failed:
+            with self._surviving():
+                self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        if not self._failed:
+            with self._surviving():
+                self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
+
+    @contextlib.contextmanager
+    def _surviving(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            print(
+                f"W&B failed ({_in_a_line(error)}) and gets no more of this run; metrics.jsonl has all, and "
+                f"{self._workdir / 'wandb'} what W&B had",
+                file=sys.stderr,
+            )
 
 
-def find_writers(names: str) -> list[Callable[[Path, int], Writer]]:
-    """The entries of WRITERS that a comma-separated list names."""
-    return [lookup(WRITERS, name.strip(), "writer") for name in names.split(",") if name.strip()]
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _wandb_id(workdir: Path) -> str:
+    """By which W&B knows the run of this directory, also when it goes on."""
+    path = workdir / "wandb_id"
+    if not path.exists():
+        fresh = path.with_suffix(".tmp")
+        fresh.write_text(secrets.token_hex(4))
+        os.replace(fresh, path)
+    return path.read_text()
+
+
+# name -> (arguments of the spec, workdir, last step that is kept) -> writer; train.writers names entries. When one is called,
+# workdir holds config.json, and metrics.jsonl up to the last step.
+WRITERS: dict[str, Callable[..., Writer]] = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter}
+
+
+def find_writers(names: str) -> list[Callable[..., Writer]]:
+    """The entries of WRITERS that a spec names, to be called with `workdir` and `last_step`."""
+    specs = parse(names) if names.strip() else ()
+    for spec in specs:
+        lookup(WRITERS, spec.name, "writer")
+    return [functools.partial(build, spec, WRITERS, "writer") for spec in specs]
 
 
 class Clock:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -118,6 +119,61 @@ def test_killed_and_ended_runs_go_on_bit_for_bit(undisturbed, start, finish, tmp
     assert metrics_of(workdir) == metrics_of(expected_dir)
     reports = [json.loads((path / "report.json").read_text()) for path in (workdir, expected_dir)]
     assert reports[0]["heldout_bits_per_byte"] == reports[1]["heldout_bits_per_byte"]
+
+
+def wandb_records(path):
+    """What a .wandb file holds: protocol buffers in the log format of LevelDB, blocks of 32 KiB, behind 7 bytes of its own."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, part = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:  # too little for a head
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        part += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last of several parts
+            yield wandb_internal_pb2.Record.FromString(part)
+            part = b""
+
+
+@pytest.mark.slow
+def test_wandb_offline_has_each_step_of_a_killed_run_once(start, finish, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    workdir, tree = tmp_path / "run", set(ROOT.iterdir())
+    command = [*COMMAND, f"--workdir={workdir}", "--config.train.writers=wandb(trials)"]
+    process = start(*command)
+    wait_for_step(process, workdir, INTERVAL + 2)
+    process.kill()
+    finish(process)
+    outcome = finish(start(*command))
+    assert (outcome.code, outcome.err) == (0, "")
+    said = [line for line in outcome.out.splitlines() if "W&B" in line or line.startswith("wandb")]
+    assert said == [f"W&B: offline; to send this run: wandb sync {workdir / 'wandb' / 'latest-run'}"]
+
+    (path,) = (workdir / "wandb" / "latest-run").glob("*.wandb")
+    assert len(list((workdir / "wandb").glob("offline-run-*"))) == 2  # of the killed run, too
+    records = list(wandb_records(path))
+    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert (run.run_id, run.project) == ((workdir / "wandb_id").read_text(), "trials")
+    assert {item.key: json.loads(item.value_json) for item in run.config.update}["train"]["steps"] == STEPS
+    expected, found = {}, {}
+    for line in map(json.loads, metrics_of(workdir).splitlines()):
+        expected.setdefault(line.pop("step"), {}).update(line)
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            row = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            assert row["_step"] not in found
+            found[row["_step"]] = {name: value for name, value in row.items() if not name.startswith("_")}
+    assert found == expected and list(found) == list(range(1, STEPS + 1))
+    assert set(ROOT.iterdir()) == tree
+    assert {one.name for one in tmp_path.iterdir()} <= {"run", "cache"}
 
 
 def test_other_config_is_refused_with_what_differs(undisturbed, run):

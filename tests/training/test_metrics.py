@@ -1,5 +1,6 @@
 """metrics.jsonl, further writers, the progress line and the clock."""
 
+import contextlib
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from hpnlp.training import metrics
-from hpnlp.training.metrics import Clock, Display, JsonlWriter, TensorBoardWriter, find_writers
+from hpnlp.training.metrics import Clock, Display, JsonlWriter, TensorBoardWriter, WandbWriter, find_writers
 from hpnlp.types import InputError
 
 
@@ -83,7 +84,7 @@ def test_going_on_from_the_last_line_changes_nothing(tmp_path):
 
 def test_writers_are_found_by_name():
     assert find_writers("") == []
-    assert find_writers(" tensorboard,tensorboard") == [TensorBoardWriter] * 2
+    assert len(find_writers(" tensorboard,tensorboard")) == 2
     with pytest.raises(InputError, match="unknown writer 'tensorbord': did you mean 'tensorboard'?"):
         find_writers("tensorbord")
 
@@ -101,6 +102,127 @@ def test_missing_tensorboard_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(InputError, match=r"needs tensorboardX: pip install tensorboardX"):
         TensorBoardWriter(tmp_path)
+
+
+class FakeWandb:
+    """The names of wandb that are used. runs: keyword arguments of init. rows: steps and values that its server has."""
+
+    def __init__(self):
+        self.runs, self.rows, self.exits, self.offline, self.disabled = [], [], [], False, False
+        self.error, self.url, self.step = None, "https://wandb.test/hpnlp/x", 0
+
+    def Settings(self, **values):  # noqa: N802
+        return values
+
+    def init(self, **arguments):
+        if self.error:
+            raise self.error
+        self.runs.append(arguments)
+        self.step = 0 if self.offline else max((step + 1 for step, _ in self.rows), default=0)
+        return self
+
+    def log(self, values, step):
+        if self.error:
+            raise self.error
+        self.rows.append((step, values))
+
+    def finish(self, exit_code):
+        self.exits.append(exit_code)
+        self.log({}, -1)
+        self.rows.pop()
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch, tmp_path):
+    for name in ("WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "config.json").write_text('{"train": {"steps": 9}}')
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def log_to_wandb(workdir, steps, last_step=0, spec="wandb"):
+    """Both writers, as the loop has them, up to a kill."""
+    with contextlib.closing(JsonlWriter(workdir, last_step)) as jsonl:
+        (make,) = find_writers(spec)
+        writer = make(workdir=workdir, last_step=last_step)
+        for step in steps:
+            for one in (jsonl, writer):
+                one.write(step, {"loss": 1.0 / step})
+    return writer
+
+
+def test_wandb_gets_config_and_metrics(fake_wandb, tmp_path, monkeypatch, capsys):
+    log_to_wandb(tmp_path, (1, 2), spec="wandb(mine)").close()
+    (run,) = fake_wandb.runs
+    assert run["config"] == {"train": {"steps": 9}} and run["dir"] == str(tmp_path)
+    assert (run["project"], run["name"]) == ("mine", tmp_path.name)
+    assert fake_wandb.rows == [(1, {"loss": 1.0}), (2, {"loss": 0.5})] and fake_wandb.exits == [0]
+    assert capsys.readouterr().out == "W&B: https://wandb.test/hpnlp/x\n"
+    monkeypatch.setenv("WANDB_PROJECT", "of the environment")
+    fake_wandb.disabled = True
+    log_to_wandb(tmp_path, (), last_step=2)
+    assert fake_wandb.runs[1]["project"] == "of the environment" and len(fake_wandb.rows) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("known", [9, 7, 4, 2, 0])
+@pytest.mark.parametrize("offline", [False, True])
+def test_wandb_has_each_step_once_after_a_kill(fake_wandb, tmp_path, capsys, known, offline):
+    """Killed at step 9 with a checkpoint of step 5, where W&B has had the steps up to `known`."""
+    fake_wandb.offline = offline
+    log_to_wandb(tmp_path, range(1, 10))
+    del fake_wandb.rows[known:]
+    before = len(fake_wandb.rows) if offline else 0  # offline, they lie in another directory
+    log_to_wandb(tmp_path, range(6, 13), last_step=5).close()
+    assert fake_wandb.rows[before:] == [(step, {"loss": 1.0 / step}) for step in range(1, 13)]
+    first, second = fake_wandb.runs
+    assert first["id"] == second["id"] and second["resume"] == "allow"
+    assert ("wandb sync" in capsys.readouterr().out) == offline
+
+
+def test_wandb_gets_what_is_not_finite_again_too(fake_wandb, tmp_path):
+    jsonl = JsonlWriter(tmp_path)
+    jsonl.write(1, {"loss": float("nan")})
+    jsonl.close()
+    log_to_wandb(tmp_path, (), last_step=1)
+    ((step, values),) = fake_wandb.rows
+    assert step == 1 and np.isnan(values["loss"])
+
+
+def test_wandb_that_does_not_start_is_said(fake_wandb, tmp_path, monkeypatch):
+    fake_wandb.error = RuntimeError("No API key configured.\nUse `wandb login`")
+    with pytest.raises(InputError, match=r"No API key configured. Use `wandb login`.*set WANDB_MODE=offline"):
+        log_to_wandb(tmp_path, ())
+    with pytest.raises(InputError, match="writer 'wandb' has no argument 'projcet': did you mean 'project'?"):
+        log_to_wandb(tmp_path, (), spec="wandb(projcet=x)")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match=r"needs wandb: pip install 'hpnlp\[wandb\]'"):
+        WandbWriter(workdir=tmp_path)
+
+
+def test_training_survives_wandb(fake_wandb, tmp_path, capsys):
+    writer = log_to_wandb(tmp_path, (1,))
+    fake_wandb.error = ConnectionResetError("Connection lost")
+    for step in (2, 3):
+        writer.write(step, {"loss": 1.0})
+    writer.close()
+    said = capsys.readouterr().err
+    assert said.startswith("W&B failed (ConnectionResetError: Connection lost)") and said.count("\n") == 1
+    assert len(fake_wandb.rows) == 1 and not fake_wandb.exits
+    fake_wandb.error = None
+    writer = log_to_wandb(tmp_path, ())
+    fake_wandb.error = TimeoutError("60 s")
+    writer.close()
+    assert capsys.readouterr().err.startswith("W&B failed (TimeoutError: 60 s)")
+
+
+def test_wandb_knows_a_run_that_failed(fake_wandb, tmp_path):
+    with pytest.raises(KeyError), contextlib.ExitStack() as stack:
+        stack.callback(log_to_wandb(tmp_path, ()).close)
+        raise KeyError
+    assert fake_wandb.exits == [1]
 
 
 def test_clock_adds_up_over_restarts():

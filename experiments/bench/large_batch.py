@@ -1,0 +1,106 @@
+"""What a batch 16 times as large loses at the same number of tokens, by optimizer and by how its learning rate follows.
+
+    python experiments/bench/large_batch.py [--tokens=1048576] [--seeds=2] [--optimizers=adamw,lamb]
+
+A byte-level language model of the standard library's source sees the same number of tokens in batches of B rows and of
+16 B, so that the large batch has a sixteenth of the steps. Learning rates are tuned for B alone: AdamW and LAMB each take
+the best of RATES, four to an optimizer, a factor of two apart, by the held-out loss of the first seed. For 16 B nothing is
+tuned: rates follow by `optimizer.scaling`, or stay ("none"). Warm-up lasts for the same share of the tokens everywhere.
+Losses are of the same held-out text, in nats a byte, and no times are taken, so that a busy machine measures the same.
+
+You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes" (LAMB, the root); Goyal et al. 2017,
+"Accurate, large minibatch SGD" (linear, warm-up); Malladi et al. 2022, "On the SDEs and scaling rules for adaptive gradient
+algorithms" (the root for Adam).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from hpnlp import cli, measure
+from hpnlp.data.stream import prepare
+from hpnlp.training.config import Config, default, resolve
+from hpnlp.training.loop import heldout_loss
+from hpnlp.training.run import make_model
+from hpnlp.training.step import make_trainer
+
+ROWS, LENGTH, FACTOR = 1, 32, 16
+WARMUP = 1 / 16  # of the tokens
+RATES = {"adamw": (5e-4, 1e-3, 2e-3, 4e-3), "lamb": (1.25e-3, 2.5e-3, 5e-3, 1e-2)}
+RULES = ("none", "sqrt", "linear")
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("optimizers", list(RATES), "Of RATES.")
+flags.DEFINE_integer("tokens", 2**20, "Tokens that every run sees.")
+flags.DEFINE_integer("seeds", 2, "Runs of each recipe, the mean of whose losses counts.")
+flags.DEFINE_string("path", "stdlib", "The text, as data.path.")
+flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Where the result goes.")
+
+
+def config_of(optimizer: str, rate: float, batch: int, rule: str, tokens: int, seed: int) -> Config:
+    """Of one run. rate: at ROWS rows. rule: how it follows the batch."""
+    steps = tokens // (batch * LENGTH)
+    values = default()
+    values.data.update(path=FLAGS.path, seq_len=LENGTH, batch_size=batch, heldout_bytes=100_000)
+    values.model.update(layers=2, dim=64, heads=2)
+    values.optimizer.update(name=optimizer, learning_rate=rate, warmup=round(WARMUP * steps), b2=0.99, final=0.0)
+    if rule != "none":
+        values.optimizer.update(base_batch=ROWS, scaling=rule)
+    values.train.update(steps=steps, seed=seed)
+    return resolve(values)
+
+
+def final_loss(config: Config) -> float:
+    """Of held-out text after training, in nats a byte."""
+    corpus = prepare(config.data)
+    optimizer = config.optimizer.for_batch(config.data.batch_size)
+    model = make_model(config, corpus.tokenizer)
+    trainer = make_trainer(model, optimizer, config.plan, steps=config.train.steps, devices=jax.devices()[:1])
+    key = jax.random.key(config.train.seed)
+    state, batches = trainer.init(key), corpus.train(seed=config.train.seed)
+    for _ in range(config.train.steps):
+        state, _ = trainer.step(state, next(batches), key)
+    batches.close()
+    return heldout_loss(trainer, state.best_params, corpus, config)["loss"]
+
+
+def row_of(rule: str, configs: list[Config], losses: list[float]) -> dict[str, Any]:
+    """Of runs that differ in their seeds."""
+    config = configs[0]
+    optimizer = config.optimizer.for_batch(config.data.batch_size)
+    row = {"optimizer": optimizer.name, "rule": rule, "batch": config.data.batch_size, "length": LENGTH}
+    row |= {"steps": config.train.steps, "learning_rate": optimizer.learning_rate, "losses": losses}
+    print(row | {"loss": float(np.mean(losses))}, flush=True)
+    return row | {"loss": float(np.mean(losses))}
+
+
+def bench(optimizers: Sequence[str], tokens: int, seeds: int) -> list[dict[str, Any]]:
+    rows = []
+    for name in optimizers:
+        tried = {rate: final_loss(config_of(name, rate, ROWS, "none", tokens, 0)) for rate in RATES[name]}
+        print(f"{name}, {ROWS} rows, loss by rate: {tried}", flush=True)
+        rate = min(tried, key=lambda rate: tried[rate] if math.isfinite(tried[rate]) else math.inf)
+        configs = [config_of(name, rate, ROWS, "none", tokens, seed) for seed in range(seeds)]
+        row = row_of("small", configs, [tried[rate], *map(final_loss, configs[1:])])
+        rows.append(row | {"tried": list(tried.items())})
+        for rule in RULES:
+            configs = [config_of(name, rate, FACTOR * ROWS, rule, tokens, seed) for seed in range(seeds)]
+            rows.append(row_of(rule, configs, [final_loss(config) for config in configs]))
+    best = min(row["loss"] for row in rows if row["rule"] == "small")
+    return [row | {"over_small": row["loss"] / best} for row in rows]
+
+
+def main(_: Any) -> None:
+    cli.prepare_jax()
+    print(measure.write_result("large_batch", bench(FLAGS.optimizers, FLAGS.tokens, FLAGS.seeds), FLAGS.out))
+
+
+if __name__ == "__main__":
+    app.run(main)
