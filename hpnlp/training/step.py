@@ -124,7 +124,9 @@ def make_trainer(
         raise InputError(
             "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave one out"
         )
-    alone = mesh.size == 1 or jax.config.values["jax_debug_nans"]
+    if plan.offload_parameters:
+        _check_streamed(model, config)
+    alone = (mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
     placement = None if alone else _placement(layout, axes["layers"], masks_of(model))
     divided = model.clone(placement=placement, remat=plan.remat)
 
@@ -184,12 +186,26 @@ def make_trainer(
             return gradients(*given, batch, key)
 
         def add(carry: Any, some: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, carry, gradients(*given, *some)), None
+            return each_layer(functools.partial(jax.tree.map, jnp.add), carry, gradients(*given, *some)), None
 
         each = parts_of(batch, key)
         first = jax.tree.map(lambda x: x[0], each)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients, *given, *first))
-        return jax.lax.scan(add, zeros, each)[0]
+        _, like = jax.eval_shape(gradients, *given, *first)
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
+        return jax.lax.scan(add, (each_layer(zeros, given[0]), zeros(like)), each)[0]
+
+    def each_layer(function: Callable[..., Any], state: Any, *given: Any) -> Any:
+        return (offload.by_layer if plan.offload_parameters else lambda f, *all_: f(*all_))(function, state, *given)
+
+    def norm_of(grads: Any, weight: jax.Array) -> jax.Array:
+        if not plan.offload_parameters:
+            return optax.tree.norm(_means(grads, weight))
+
+        def add(total: Any, some: Any) -> Any:
+            return jax.tree.map(lambda t: t + optax.tree.norm(_means(some, weight), squared=True), total)
+
+        squares = offload.by_layer(add, {"layers": jnp.zeros((c.layers,)), "others": jnp.zeros(())}, grads)
+        return jnp.sqrt(jnp.sum(squares["layers"]) + squares["others"])
 
     def touched(params: Any, batch: Batch, key: jax.Array) -> dict[rows.Path, jax.Array]:
         """The rows that a step looks up, by their table's path, where these alone are to be trained."""
@@ -208,24 +224,31 @@ def make_trainer(
         whole, state = state, rows.gather(state, ids, table_shapes)
         grads, (weight, sums) = accumulated(state, ids, batch, key)
         scaled = weight if state.scale is None else weight * state.scale.value
-        grads = jax.tree.map(lambda g: _mean(g, scaled), grads)
-        norm = optax.tree.norm(grads)
-        if plan.offload_optimizer:
-            state = dataclasses.replace(state, opt_state=offload.fetched(state.opt_state, norm))
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            learning_rate = jnp.asarray(schedule(_updates(state)), jnp.float32)
-        params = optax.apply_updates(state.params, updates)
-        ema = state.ema
-        if ema is not None:
-            # Early averages follow the parameters closely, so that the start is forgotten (as in Adam's correction).
-            count = state.step.astype(jnp.float32)
-            decay = jnp.minimum(config.ema, (1.0 + count) / (10.0 + count))
-            ema = jax.tree.map(lambda old, new: decay * old + (1.0 - decay) * new, ema, params)
+        norm = norm_of(grads, scaled)
         fine = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
+        if plan.offload_optimizer and not plan.offload_parameters:
+            state = dataclasses.replace(state, opt_state=offload.fetched(state.opt_state, norm))
+
+        def moved(old: Any, grads: Any) -> Any:
+            params, opt_state, ema = old
+            grads = _means(grads, scaled)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, opt_state = optimizer.update(grads, opt_state, params, norm=norm)
+            params = optax.apply_updates(params, updates)
+            if ema is not None:
+                # Early averages follow the parameters closely, so that the start is forgotten (as in Adam's correction).
+                count = state.step.astype(jnp.float32)
+                decay = jnp.minimum(config.ema, (1.0 + count) / (10.0 + count))
+                ema = jax.tree.map(lambda old, new: decay * old + (1.0 - decay) * new, ema, params)
+            new = params, opt_state, ema
+            if config.skip_nonfinite or state.scale is not None:
+                new = jax.tree.map(lambda old, fresh: jnp.where(fine, fresh, old), old, new)
+            return new
+
+        params, opt_state, ema = each_layer(moved, (state.params, state.opt_state, state.ema), grads)
+        with jax.numpy_dtype_promotion("standard"):
+            learning_rate = jnp.asarray(schedule(_updates(state)), jnp.float32)
         new = TrainState(state.step, params, opt_state, ema, state.scale)
-        if config.skip_nonfinite or state.scale is not None:
-            new = jax.tree.map(lambda old, fresh: jnp.where(fine, fresh, old), state, new)
         metrics = {name: _mean(total, count) for name, (total, count) in sums.items()}
         metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}
         metrics["skipped"] = 1.0 - fine.astype(jnp.float32)
@@ -254,6 +277,9 @@ def make_trainer(
     shardings = _state_shardings(layout, axes, shapes)
     if plan.offload_optimizer:
         shardings = dataclasses.replace(shardings, opt_state=offload.hosted(shardings.opt_state))
+    if plan.offload_parameters:
+        ema = shardings.ema and offload.hosted_layers(shardings.ema)
+        shardings = dataclasses.replace(shardings, params=offload.hosted_layers(shardings.params), ema=ema)
     spread, replicated = layout.sharding("batch", "length"), layout.sharding()
 
     return Trainer(
@@ -297,13 +323,34 @@ def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
     return total / jnp.where(weight == 0, 1.0, weight)
 
 
+def _means(totals: Any, weight: jax.Array) -> Any:
+    return jax.tree.map(lambda total: _mean(total, weight), totals)
+
+
 def _updates(state: TrainState) -> jax.Array:
     """How often the optimizer has moved: skipped steps do not count in its schedule."""
     counts = optax.tree.get_all_with_path(state.opt_state, "count")
     return counts[0][1] if counts else state.step
 
 
+def _check_streamed(model: LM, config: OptimizerConfig) -> None:
+    """Raises InputError where layers do not run, or are not updated, one by one."""
+    c = model.config
+    if c.residual == "reversible":
+        raise InputError(
+            "plan.offload_parameters=True fetches a layer's parameters once in a backward pass, and model.residual='reversible' "
+            "takes them by branches: set model.residual='plain' and plan.remat='full', or plan.offload_parameters=False"
+        )
+    if config.name == "adafactor":
+        raise InputError(
+            "plan.offload_parameters=True updates one layer at a time, and optimizer.name='adafactor' looks at all of them: "
+            "choose another optimizer, or plan.offload_parameters=False"
+        )
+
+
 def _loss(model: LM, params: Any, batch: Batch, deterministic: bool, rngs: Mapping[str, jax.Array]) -> LossOut:
+    if model.placement is None:
+        params = offload.here(params)
     out: Any = model.apply({"params": params}, batch, deterministic, rngs=dict(rngs), method="loss")
     return out
 
