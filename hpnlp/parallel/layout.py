@@ -22,10 +22,10 @@ from hpnlp.ops.attention import PerHead
 from hpnlp.ops.manual import vary_alike
 from hpnlp.types import InputError, Split
 
-# Primitives that take parameters from a stack, from the host or from other devices, and such that leave their numbers as they are: what
-# they make of parameters a backward pass would keep in their place.
+# Primitives that take parameters from a stack, from the host or from other devices, and such that leave their numbers as they
+# are: what they make of parameters a backward pass would keep in their place.
 TAKES = ("all_gather", "device_put", "dynamic_slice")
-MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
+MOVES = ("broadcast_in_dim", "convert_element_type", "pcast", "pvary", "reshape", "squeeze", "transpose")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

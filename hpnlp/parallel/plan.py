@@ -130,8 +130,8 @@ class Plan:
                 )
         if self.offload_parameters and sizes["pipeline"] > 1:
             raise InputError(
-                f"plan.offload_parameters=True fetches a layer's parameters for one batch, and plan.pipeline={sizes['pipeline']} "
-                "takes them for each microbatch: set plan.pipeline=1, or plan.offload_parameters=False"
+                f"plan.offload_parameters=True fetches a layer for all of a batch, and plan.pipeline={sizes['pipeline']} takes "
+                "it for each microbatch: set plan.pipeline=1, or plan.offload_parameters=False"
             )
         return sizes
 

@@ -237,7 +237,7 @@ class _Reader:
             inner, body = read(params["jaxpr"]), getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
             own = [_size(atom.aval) for atom in body.outvars]
             made = [
-                self.array(var.aval, _size(var.aval) // max(size, 1))
+                self.array(var.aval, max(1, _size(var.aval) // max(size, 1)))
                 for var, size in zip(equation.outvars, own, strict=True)
             ]
             inside = inner.peak - sum(own)

@@ -20,6 +20,7 @@ from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import loss_scale, rows
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
+from hpnlp.training.update import Update, check_by_layer, mean
 from hpnlp.types import InputError, LossOut, Placement, Split
 
 Batch = Mapping[str, jax.Array]
@@ -112,6 +113,7 @@ def make_trainer(
     optimizer, schedule = make_optimizer(config, steps), make_schedule(config, steps)
     # Who looks for a NaN has every operation run by itself, and of those inside a shard_map jax does so without end.
     layout = plan.layout(model.config.sizes(), devices)
+    update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     mesh, axes = layout.mesh, axes_of(model)
     c = model.config
     sequence.check(layout, masks_of(model), (c.heads, c.kv_head_count), c.dropout)
@@ -125,7 +127,7 @@ def make_trainer(
             "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave one out"
         )
     if plan.offload_parameters:
-        _check_streamed(model, config)
+        check_by_layer(model, config)
     alone = (mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
     placement = None if alone else _placement(layout, axes["layers"], masks_of(model))
     divided = model.clone(placement=placement, remat=plan.remat)
@@ -167,7 +169,7 @@ def make_trainer(
         total = out.sum
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):
-                total = total + (aux_weights or {}).get(name, 1.0) * _mean(value, weight) * out.weight
+                total = total + (aux_weights or {}).get(name, 1.0) * mean(value, weight) * out.weight
         if scale is not None:
             total = total * scale.value
         return total, (out.weight, {"loss": (out.sum, out.weight), **out.aux})
@@ -186,26 +188,13 @@ def make_trainer(
             return gradients(*given, batch, key)
 
         def add(carry: Any, some: Any) -> tuple[Any, None]:
-            return each_layer(functools.partial(jax.tree.map, jnp.add), carry, gradients(*given, *some)), None
+            return update.each(functools.partial(jax.tree.map, jnp.add), carry, gradients(*given, *some)), None
 
         each = parts_of(batch, key)
         first = jax.tree.map(lambda x: x[0], each)
         _, like = jax.eval_shape(gradients, *given, *first)
         zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-        return jax.lax.scan(add, (each_layer(zeros, given[0]), zeros(like)), each)[0]
-
-    def each_layer(function: Callable[..., Any], state: Any, *given: Any) -> Any:
-        return (offload.by_layer if plan.offload_parameters else lambda f, *all_: f(*all_))(function, state, *given)
-
-    def norm_of(grads: Any, weight: jax.Array) -> jax.Array:
-        if not plan.offload_parameters:
-            return optax.tree.norm(_means(grads, weight))
-
-        def add(total: Any, some: Any) -> Any:
-            return jax.tree.map(lambda t: t + optax.tree.norm(_means(some, weight), squared=True), total)
-
-        squares = offload.by_layer(add, {"layers": jnp.zeros((c.layers,)), "others": jnp.zeros(())}, grads)
-        return jnp.sqrt(jnp.sum(squares["layers"]) + squares["others"])
+        return jax.lax.scan(add, (update.each(zeros, given[0]), zeros(like)), each)[0]
 
     def touched(params: Any, batch: Batch, key: jax.Array) -> dict[rows.Path, jax.Array]:
         """The rows that a step looks up, by their table's path, where these alone are to be trained."""
@@ -224,32 +213,19 @@ def make_trainer(
         whole, state = state, rows.gather(state, ids, table_shapes)
         grads, (weight, sums) = accumulated(state, ids, batch, key)
         scaled = weight if state.scale is None else weight * state.scale.value
-        norm = norm_of(grads, scaled)
+        norm = update.norm(grads, scaled)
         fine = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
         if plan.offload_optimizer and not plan.offload_parameters:
             state = dataclasses.replace(state, opt_state=offload.fetched(state.opt_state, norm))
-
-        def moved(old: Any, grads: Any) -> Any:
-            params, opt_state, ema = old
-            grads = _means(grads, scaled)
-            with jax.numpy_dtype_promotion("standard"):
-                updates, opt_state = optimizer.update(grads, opt_state, params, norm=norm)
-            params = optax.apply_updates(params, updates)
-            if ema is not None:
-                # Early averages follow the parameters closely, so that the start is forgotten (as in Adam's correction).
-                count = state.step.astype(jnp.float32)
-                decay = jnp.minimum(config.ema, (1.0 + count) / (10.0 + count))
-                ema = jax.tree.map(lambda old, new: decay * old + (1.0 - decay) * new, ema, params)
-            new = params, opt_state, ema
-            if config.skip_nonfinite or state.scale is not None:
-                new = jax.tree.map(lambda old, fresh: jnp.where(fine, fresh, old), old, new)
-            return new
-
-        params, opt_state, ema = each_layer(moved, (state.params, state.opt_state, state.ema), grads)
+        skips = config.skip_nonfinite or state.scale is not None
+        old = state.params, state.opt_state, state.ema
+        params, opt_state, ema = update(
+            old, grads, weight=scaled, norm=norm, step=state.step, fine=fine if skips else None
+        )
         with jax.numpy_dtype_promotion("standard"):
             learning_rate = jnp.asarray(schedule(_updates(state)), jnp.float32)
         new = TrainState(state.step, params, opt_state, ema, state.scale)
-        metrics = {name: _mean(total, count) for name, (total, count) in sums.items()}
+        metrics = {name: mean(total, count) for name, (total, count) in sums.items()}
         metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}
         metrics["skipped"] = 1.0 - fine.astype(jnp.float32)
         if state.scale is not None:
@@ -311,41 +287,20 @@ def make_trainer(
             aux_weights=aux_weights,
         ),
         part_shapes=jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+            lambda x, held, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, spec, memory_kind=held.memory_kind)
+            ),
             shapes.params,
+            shardings.params,
             layout.tree(axes, shapes.params, divided=layout.zero >= 1),
         ),
     )
-
-
-def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """total / weight; 0 / 0, of a batch without a target token, is 0."""
-    return total / jnp.where(weight == 0, 1.0, weight)
-
-
-def _means(totals: Any, weight: jax.Array) -> Any:
-    return jax.tree.map(lambda total: _mean(total, weight), totals)
 
 
 def _updates(state: TrainState) -> jax.Array:
     """How often the optimizer has moved: skipped steps do not count in its schedule."""
     counts = optax.tree.get_all_with_path(state.opt_state, "count")
     return counts[0][1] if counts else state.step
-
-
-def _check_streamed(model: LM, config: OptimizerConfig) -> None:
-    """Raises InputError where layers do not run, or are not updated, one by one."""
-    c = model.config
-    if c.residual == "reversible":
-        raise InputError(
-            "plan.offload_parameters=True fetches a layer's parameters once in a backward pass, and model.residual='reversible' "
-            "takes them by branches: set model.residual='plain' and plan.remat='full', or plan.offload_parameters=False"
-        )
-    if config.name == "adafactor":
-        raise InputError(
-            "plan.offload_parameters=True updates one layer at a time, and optimizer.name='adafactor' looks at all of them: "
-            "choose another optimizer, or plan.offload_parameters=False"
-        )
 
 
 def _loss(model: LM, params: Any, batch: Batch, deterministic: bool, rngs: Mapping[str, jax.Array]) -> LossOut:
