@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,9 @@ class Update:
                 decay = jnp.minimum(self.config.ema, (1.0 + count) / (10.0 + count))
                 ema = jax.tree.map(lambda old, new: decay * old + (1.0 - decay) * new, ema, params)
             new = params, opt_state, ema
-            return new if fine is None else jax.tree.map(lambda old, fresh: jnp.where(fine, fresh, old), old, new)
+            if fine is None:
+                return new
+            return jax.tree.map(functools.partial(jnp.where, fine), new, old)
 
         return self.each(moved, old, grads)
 
