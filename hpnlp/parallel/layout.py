@@ -200,7 +200,7 @@ class Branches:
             return policy
         base = policy or jax.checkpoint_policies.everything_saveable
 
-        def saved(primitive: Any, *arrays: Any, **more: Any) -> bool:
+        def saved(primitive: Any, *arrays: Any, **more: Any) -> Any:
             moved = primitive.name in MOVES and arrays[0].size in self.again
             return primitive.name not in TAKES and not moved and base(primitive, *arrays, **more)
 
