@@ -22,16 +22,16 @@ from hpnlp.ops.attention import PerHead
 from hpnlp.ops.manual import vary_alike
 from hpnlp.types import InputError, Split
 
-# Primitives that take parameters from a stack or from other devices, and such that leave their numbers as they are: what
-# they make of parameters a backward pass would keep in their place.
-TAKES = ("all_gather", "dynamic_slice")
-MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
+# Primitives that take parameters from a stack, from the host or from other devices, and such that leave their numbers as they
+# are: what they make of parameters a backward pass would keep in their place.
+TAKES = ("all_gather", "device_put", "dynamic_slice")
+MOVES = ("broadcast_in_dim", "convert_element_type", "pcast", "pvary", "reshape", "squeeze", "transpose")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """rules: logical axis -> the mesh axes, all of more than one device, that divide it. zero: the stage that the axis `fsdp`
-    works at. microbatches, exchange, rounds, recompute_stages: as the Plan has them."""
+    works at. microbatches, exchange, rounds, recompute_stages, offload_parameters: as the Plan has them."""
 
     mesh: Mesh | AbstractMesh
     rules: Mapping[str, tuple[str, ...]]
@@ -40,6 +40,7 @@ class Layout:
     exchange: str = "ring"
     rounds: int = 1
     recompute_stages: bool = False
+    offload_parameters: bool = False
 
     def size(self, *names: str) -> int:
         """How many parts these logical axes are divided into."""

@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from hpnlp.parallel import sequence
+from hpnlp.parallel import offload, sequence
 from hpnlp.parallel.layout import Branches, Layout, total, vary, zeros_like
 from hpnlp.types import Aux, InputError, Split
 
@@ -51,7 +51,8 @@ def through(
     """
     length = context.positions.shape[1]
     given, take = layout.parameters(names, params, stacked=True)
-    branches = dataclasses.replace(layout.branches(length), take=take)
+    whole = (lambda held: take(offload.here(held))) if layout.offload_parameters else take
+    branches = dataclasses.replace(layout.branches(length), take=whole)
     if layout.size("length") > 1:
         ring = functools.partial(sequence.ring, chunks=context.order)
         branches = dataclasses.replace(branches, mixed=sequence.by_heads if layout.exchange == "heads" else ring)
@@ -61,7 +62,7 @@ def through(
     def body(params: Any, x: jax.Array, leaves: Any, rng: Any) -> tuple[jax.Array, Aux]:
         context = jax.tree.unflatten(form, leaves)
         part = branches
-        if layout.zero == 3 or layout.rounds > 1:
+        if layout.zero == 3 or layout.rounds > 1 or layout.offload_parameters:
             sizes = {math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(params)}
             whole = {size * layout.mesh.shape["fsdp"] for size in sizes}
             part = dataclasses.replace(branches, again=frozenset(sizes | whole))

@@ -70,7 +70,8 @@ class Plan:
     exchange: what devices of a sequence send each other: "ring" (keys and values) or "heads" (all tokens of some heads).
     remat: what the backward pass computes again, an entry of `parallel.offload.REMAT`: "none", "full", "dots",
     "names(mixed,hidden)" or "offload(mixed)". offload_optimizer: the optimizer's state rests in the host's memory, and is on
-    the device for the update alone.
+    the device for the update alone. offload_parameters: the layers' parameters, their gradients and averages rest there, and
+    one layer's at a time are on the device, in the forward pass, the backward pass and the update.
     """
 
     name: str = "data"
@@ -87,6 +88,7 @@ class Plan:
     exchange: str = "ring"
     remat: str = "none"
     offload_optimizer: bool = False
+    offload_parameters: bool = False
 
     def __post_init__(self) -> None:
         if self.zero not in (None, 0, 1, 2, 3):
@@ -131,6 +133,11 @@ class Plan:
                 f"plan.zero={self.zero} shares out the state over plan.fsdp, which is 1: set plan.fsdp=-1 and plan.data=1, or "
                 f"plan.name=zero{self.zero}"
             )
+        if self.offload_parameters and sizes["pipeline"] > 1:
+            raise InputError(
+                f"plan.offload_parameters=True fetches a layer for all of a batch, and plan.pipeline={sizes['pipeline']} takes "
+                "it for each microbatch: set plan.pipeline=1, or plan.offload_parameters=False"
+            )
         return sizes
 
     def mesh(self, devices: Sequence[Any] | int | None = None) -> Mesh | AbstractMesh:
@@ -173,4 +180,13 @@ class Plan:
             )
         zero = lookup(PLANS, self.name, "plan").get("zero", 3) if self.zero is None else self.zero
         zero = zero if mesh.shape["fsdp"] > 1 else 0
-        return Layout(mesh, rules, zero, self.microbatches, self.exchange, self.rounds, self.recompute_stages)
+        return Layout(
+            mesh,
+            rules,
+            zero,
+            self.microbatches,
+            self.exchange,
+            self.rounds,
+            self.recompute_stages,
+            self.offload_parameters,
+        )

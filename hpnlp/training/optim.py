@@ -311,7 +311,22 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], optax.Gradient
 ROWWISE = ("adagrad", "adamw", "adamw8bit", "lion", "muon", "sgd")
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Clipping by global norm, then the named optimizer over `steps` steps."""
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
+    """Clipping by global norm, then the named optimizer over `steps` steps. An update may be told the `norm`."""
     optimizer = OPTIMIZERS[config.name](config, make_schedule(config, steps))
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer) if config.clip_norm else optimizer
+    return (
+        optax.chain(_clip(config.clip_norm), optimizer)
+        if config.clip_norm
+        else optax.with_extra_args_support(optimizer)
+    )
+
+
+def _clip(most: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm`, which may be told the norm: of gradients of which it is given a part."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, norm: Any = None, **_: Any) -> tuple[Any, Any]:
+        norm = optax.tree.norm(updates) if norm is None else norm
+        clipped = jax.tree.map(lambda g: jax.lax.select(norm < most, g, g / norm.astype(g.dtype) * most), updates)
+        return clipped, state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

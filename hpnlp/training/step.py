@@ -20,6 +20,7 @@ from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import loss_scale, rows
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
+from hpnlp.training.update import Update, check_by_layer, mean
 from hpnlp.types import InputError, LossOut, Placement, Split
 
 Batch = Mapping[str, jax.Array]
@@ -112,6 +113,7 @@ def make_trainer(
     optimizer, schedule = make_optimizer(config, steps), make_schedule(config, steps)
     # Who looks for a NaN has every operation run by itself, and of those inside a shard_map jax does so without end.
     layout = plan.layout(model.config.sizes(), devices)
+    update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     c, mesh, (axes, own) = model.config, layout.mesh, axes_and_shapes(model)
     sequence.check(layout, masks_of(model), (c.heads, c.kv_head_count), c.dropout)
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
@@ -123,7 +125,9 @@ def make_trainer(
         raise InputError(
             "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave one out"
         )
-    alone = mesh.size == 1 or jax.config.values["jax_debug_nans"]
+    if plan.offload_parameters:
+        check_by_layer(model, config)
+    alone = (mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
     placement = None if alone else _placement(layout, axes["layers"], masks_of(model))
     divided = model.clone(placement=placement, remat=plan.remat)
 
@@ -164,7 +168,7 @@ def make_trainer(
         total = out.sum
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):
-                total = total + (aux_weights or {}).get(name, 1.0) * _mean(value, weight) * out.weight
+                total = total + (aux_weights or {}).get(name, 1.0) * mean(value, weight) * out.weight
         if scale is not None:
             total = total * scale.value
         return total, (out.weight, {"loss": (out.sum, out.weight), **out.aux})
@@ -183,12 +187,13 @@ def make_trainer(
             return gradients(*given, batch, key)
 
         def add(carry: Any, some: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, carry, gradients(*given, *some)), None
+            return update.each(functools.partial(jax.tree.map, jnp.add), carry, gradients(*given, *some)), None
 
         each = parts_of(batch, key)
         first = jax.tree.map(lambda x: x[0], each)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients, *given, *first))
-        return jax.lax.scan(add, zeros, each)[0]
+        _, like = jax.eval_shape(gradients, *given, *first)
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
+        return jax.lax.scan(add, (update.each(zeros, given[0]), zeros(like)), each)[0]
 
     def touched(params: Any, batch: Batch, key: jax.Array) -> dict[rows.Path, jax.Array]:
         """The rows that a step looks up, by their table's path, where these alone are to be trained."""
@@ -207,25 +212,19 @@ def make_trainer(
         whole, state = state, rows.gather(state, ids, table_shapes)
         grads, (weight, sums) = accumulated(state, ids, batch, key)
         scaled = weight if state.scale is None else weight * state.scale.value
-        grads = jax.tree.map(lambda g: _mean(g, scaled), grads)
-        norm = optax.tree.norm(grads)
-        if plan.offload_optimizer:
-            state = dataclasses.replace(state, opt_state=offload.fetched(state.opt_state, norm))
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            learning_rate = jnp.asarray(schedule(_updates(state)), jnp.float32)
-        params = optax.apply_updates(state.params, updates)
-        ema = state.ema
-        if ema is not None:
-            # Early averages follow the parameters closely, so that the start is forgotten (as in Adam's correction).
-            count = state.step.astype(jnp.float32)
-            decay = jnp.minimum(config.ema, (1.0 + count) / (10.0 + count))
-            ema = jax.tree.map(lambda old, new: decay * old + (1.0 - decay) * new, ema, params)
+        norm = update.norm(grads, scaled)
         fine = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
+        if plan.offload_optimizer and not plan.offload_parameters:
+            state = dataclasses.replace(state, opt_state=offload.fetched(state.opt_state, norm))
+        skips = config.skip_nonfinite or state.scale is not None
+        old = state.params, state.opt_state, state.ema
+        params, opt_state, ema = update(
+            old, grads, weight=scaled, norm=norm, step=state.step, fine=fine if skips else None
+        )
+        with jax.numpy_dtype_promotion("standard"):
+            learning_rate = jnp.asarray(schedule(_updates(state)), jnp.float32)
         new = TrainState(state.step, params, opt_state, ema, state.scale)
-        if config.skip_nonfinite or state.scale is not None:
-            new = jax.tree.map(lambda old, fresh: jnp.where(fine, fresh, old), state, new)
-        metrics = {name: _mean(total, count) for name, (total, count) in sums.items()}
+        metrics = {name: mean(total, count) for name, (total, count) in sums.items()}
         metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}
         metrics["skipped"] = 1.0 - fine.astype(jnp.float32)
         if state.scale is not None:
@@ -255,6 +254,9 @@ def make_trainer(
     shardings = _state_shardings(layout, axes, shapes)
     if plan.offload_optimizer:
         shardings = dataclasses.replace(shardings, opt_state=offload.hosted(shardings.opt_state))
+    if plan.offload_parameters:
+        ema = shardings.ema and offload.hosted_layers(shardings.ema)
+        shardings = dataclasses.replace(shardings, params=offload.hosted_layers(shardings.params), ema=ema)
     spread, replicated = layout.sharding("batch", "length"), layout.sharding()
 
     return Trainer(
@@ -286,16 +288,14 @@ def make_trainer(
             aux_weights=aux_weights,
         ),
         part_shapes=jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+            lambda x, held, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, spec, memory_kind=held.memory_kind)
+            ),
             shapes.params,
+            shardings.params,
             layout.tree(axes, shapes.params, divided=layout.zero >= 1),
         ),
     )
-
-
-def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """total / weight; 0 / 0, of a batch without a target token, is 0."""
-    return total / jnp.where(weight == 0, 1.0, weight)
 
 
 def _updates(state: TrainState) -> jax.Array:
@@ -305,6 +305,8 @@ def _updates(state: TrainState) -> jax.Array:
 
 
 def _loss(model: LM, params: Any, batch: Batch, deterministic: bool, rngs: Mapping[str, jax.Array]) -> LossOut:
+    if model.placement is None:
+        params = offload.here(params)
     out: Any = model.apply({"params": params}, batch, deterministic, rngs=dict(rngs), method="loss")
     return out
 

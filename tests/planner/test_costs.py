@@ -237,3 +237,18 @@ def test_what_rests_on_the_host():
     assert kept.memory["activations"] - sent.memory["activations"] == pytest.approx(hidden, rel=0.3)
     shared = planned(Plan("zero3", remat="offload(hidden)"))
     assert shared.program.hosted == pytest.approx(2 * hidden / 8, rel=0.01)
+
+
+@pytest.mark.parametrize(("plan", "count"), [(Plan("single"), 1), (Plan("zero1"), 4)])
+def test_layers_that_rest_on_the_host(plan, count):
+    """They come for the forward pass, the backward pass and the update, and their gradients for the norm and the update."""
+    layers = 6
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, layers=layers))
+    here, away = (
+        costs(dataclasses.replace(config, plan=dataclasses.replace(plan, offload_parameters=on)), count)
+        for on in (False, True)
+    )
+    size = 4 * model_of(config).config.non_embedding_parameters()
+    # Parameters come three times and go once, gradients go once and come twice: none is kept from the forward pass.
+    assert away.program.hosted == pytest.approx(7 * size, rel=0.01)
+    assert here.memory["parameters"] - away.memory["parameters"] == pytest.approx(size, rel=0.01)

@@ -516,3 +516,49 @@ def test_an_optimizer_that_rests_on_the_host(name):
     kinds = lambda tree: {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}  # noqa: E731
     assert kinds(away.state.opt_state) == {"pinned_host"} and kinds(away.state.params) == {"device"}
     assert_leaves_close(host(away.state.opt_state), host(here.state.opt_state), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes"),
+    [
+        (Plan("single"), {}),
+        (Plan("zero2", offload_optimizer=True), {"accumulate": 2}),
+        pytest.param(Plan("zero1", remat="offload(mixed)"), {}, marks=pytest.mark.slow),
+        pytest.param(Plan("zero3", tensor=2, fsdp=2), {}, marks=pytest.mark.slow),
+        pytest.param(Plan("sequence", remat="full"), {"loss_scale": 64.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_parameters_that_rest_on_the_host(plan, changes):
+    """Layers and their averages lie there between steps, and nothing else is changed."""
+    scale = jax.device_get(loss_scale.begin(changes.get("loss_scale"), "float32"))
+    here, away = (
+        Run(trainer_of(dataclasses.replace(plan, offload_parameters=away), 4, **changes), scale=scale)
+        for away in (False, True)
+    )
+    for seed in range(3):
+        assert away.step(batch_of(seed)) == pytest.approx(here.step(batch_of(seed)), rel=1e-5)
+        kinds = jax.tree.map(lambda leaf: leaf.sharding.memory_kind, away.state)
+        for tree in (kinds.params, kinds.ema):
+            assert set(jax.tree.leaves(tree.pop("layers"))) == {"pinned_host"} and set(jax.tree.leaves(tree)) == {
+                "device"
+            }
+        assert set(jax.tree.leaves(kinds.opt_state)) == {"pinned_host" if plan.offload_optimizer else "device"}
+    assert_leaves_close(host(away.state), host(here.state), 1e-5)
+    assert away.heldout(batch_of(3)) == pytest.approx(here.heldout(batch_of(3)), rel=1e-5)
+    scores = [run.trainer.evaluate(run.state.best_params, put(run, batch_of(3)))[0] for run in (here, away)]
+    assert float(scores[1]) == pytest.approx(float(scores[0]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "plan", "message"),
+    [
+        ({"residual": "reversible"}, {}, Plan("single"), "takes each branch by itself: set model.residual='plain'"),
+        ({"mixer": "window(3,0),full"}, {}, Plan("single"), "takes several in turn: name one mixer"),
+        ({}, {"name": "adafactor"}, Plan("single"), "measures all of them at once: choose another"),
+        ({}, {}, Plan(pipeline=2), "takes it for each microbatch: set plan.pipeline=1"),
+    ],
+)
+def test_what_does_not_run_layer_by_layer(model, changes, plan, message):
+    lm = LM(dataclasses.replace(MODEL, **model))
+    with pytest.raises(InputError, match=message):
+        make_trainer(lm, OptimizerConfig(**changes), dataclasses.replace(plan, offload_parameters=True), steps=10)
