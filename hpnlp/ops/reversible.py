@@ -39,9 +39,9 @@ def reversible(
     reports: of each pair, what f and g report, stacked over the layers that are that pair; their gradients count.
 
     `(x + a) - a` is not x: what rounding has taken, a stream carries along, so that gradients are those of a stack that keeps
-    its activations, as far as a branch repeats its bits. Where compilers fuse it otherwise in the backward pass, streams are off
-    by some units in the last place of the gains; the first branch reads a stream that may be small beside these, an embedding,
-    and it is kept. Branches may compute in 16 bits; the streams may not.
+    its activations, as far as a branch repeats its bits. Where a compiler fuses it otherwise in the backward pass, streams are
+    off by units in the last place of the gains. The first branch reads a stream that may be small beside these, an embedding,
+    and which is kept. Branches may compute in 16 bits; the streams may not.
     Cost: each branch runs once more than in a stack that keeps what it needs. Kept are params, operands and five arrays like
     x1, or ten where the layers do not divide by `len(layers)`; besides, the backward pass needs the memory of one branch.
     Differentiated twice, it keeps the streams of all layers; there is no forward-mode derivative.
