@@ -306,7 +306,8 @@ def test_a_backward_pass_asks_for_divided_parameters_again(remat):
         return lowered.compile(ONCE).memory_analysis().temp_size_in_bytes
 
     layers = 8 * (3 if MODEL.mlp == "swiglu" else 2) * 32 * 1024 * 4
-    assert temp("zero3") < temp("zero2") - layers / 8
+    # Kept whole, they would be seven eighths more; `dots` has no more of zero2's than its parameters, which are arguments.
+    assert temp("zero3") < temp("zero2") + (layers / 8 if remat == "dots" else -layers / 8)
 
 
 @pytest.mark.slow
