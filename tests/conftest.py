@@ -14,6 +14,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ["JAX_PLATFORMS"] = os.environ.get("HPNLP_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ["NPROC"] = "32"  # of hpnlp.__main__.spare_threads
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of numpy: its threads spin while they wait for a core that a worker has
 gc.set_threshold(50_000)  # at the 700 of Python, tracing spends a tenth of its time in looking for garbage
 
 import chex  # noqa: E402  (imports jax)
