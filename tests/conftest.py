@@ -1,17 +1,21 @@
 """What every test stands on: eight CPU devices, strict types where the maths is, no trace counts left over."""
 
+import gc
 import importlib.metadata
 import os
 import re
 
 # Before jax is imported, and inherited by the processes that tests start.
-FLAGS = ["--xla_force_host_platform_device_count=8"]
+# LLVM gets a program in one part: dividing it over threads costs a fifth more, and the workers fill the cores anyway.
+FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_cpu_parallel_codegen_split_count=1"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Compiling is most of what tests do, and these emitters, which later releases have no choice of, take three times as long.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["JAX_PLATFORMS"] = os.environ.get("HPNLP_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ["NPROC"] = "32"  # of hpnlp.__main__.spare_threads
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of numpy: its threads spin while they wait for a core that a worker has
+gc.set_threshold(50_000)  # at the 700 of Python, tracing spends a tenth of its time in looking for garbage
 
 import chex  # noqa: E402  (imports jax)
 import hypothesis  # noqa: E402
@@ -23,6 +27,10 @@ hypothesis.settings.register_profile("hpnlp", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("hpnlp")
 
 STRICT = re.compile(r"tests[/\\](ops|nn|models)[/\\]")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what is imported by now stays: no collection needs to walk through it
 
 
 @pytest.fixture(autouse=True)

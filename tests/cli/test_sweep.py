@@ -27,7 +27,8 @@ def sweep(tmp_path, monkeypatch):
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(tiny.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     )
-    monkeypatch.setenv("XLA_FLAGS", "")  # one device: members are processes, and start quicker
+    # One device: members are processes, and start quicker. The last flag counts.
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1")
 
     def write(members, argument=""):
         (tmp_path / "sweep.py").write_text(SWEEP.replace("{members}", repr(members)))

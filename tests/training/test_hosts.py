@@ -43,7 +43,7 @@ def start(workdir, processes, devices, *arguments, wait=120):
     """Processes of `hpnlp train` on loopback, each with so many CPU devices."""
     port, started = free_port(), []
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "NPROC": str(4 * devices),
         "JAX_PLATFORMS": "cpu",
     }
