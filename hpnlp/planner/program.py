@@ -35,6 +35,8 @@ PLACED = {
 WRITES = {"dynamic_update_slice", "scatter", "scatter-add"}
 # Those that are not computed twice where two readers want them.
 DEAR = {"cos", "div", "erf", "exp", "log", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"}
+# Those that read more than they write, and are done once.
+SUMS = {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"}
 LOOPS = {"cond", "scan", "shard_map", "while"}
 
 
@@ -81,12 +83,15 @@ class Program:
 @dataclasses.dataclass(eq=False)
 class _Array:
     """A value. size: of a device's part, in bytes. parts: how many devices share it out. roots: the placed arrays that it is
-    computed from on the way, itself where it is one. given: in a place that is not the program's."""
+    computed from on the way, itself where it is one. given: in a place that is not the program's. cut: out of a stack, by
+    a loop.
+    """
 
     size: int
     parts: int
     roots: frozenset[_Array]
     given: bool = False
+    cut: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,12 +105,15 @@ class _Step:
     over: Sequence[tuple[_Array, _Array]] = ()
 
 
-def read(jaxpr: Any, parts: Mapping[int, int] | None = None, *, donated: bool = False, carried: int = 0) -> Program:
+def read(
+    jaxpr: Any, parts: Mapping[int, int] | None = None, *, donated: bool = False, carried: int = 0, cut: int = 0
+) -> Program:
     """What a program asks of one device.
 
     jaxpr: as `jax.jit(f).trace(...).jaxpr` has it. parts: of how many devices each argument is shared out over, by its number;
     1 where it is not named. donated: what the program returns takes the place of its arguments. carried: how many of the first
-    arguments are temporaries, which it may write over.
+    arguments are temporaries, which it may write over. cut: how many of the last ones a loop cuts out of stacks: into
+    a place of their own where a product or several operations read them.
     A `cond` counts with its dearest branch, a loop of unknown length as one turn. Cost: a walk through the equations.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -113,6 +121,8 @@ def read(jaxpr: Any, parts: Mapping[int, int] | None = None, *, donated: bool = 
     arguments = [
         reader.array(var.aval, (parts or {}).get(at, 1), given=at >= carried) for at, var in enumerate(jaxpr.invars)
     ]
+    whole = len(arguments) - cut
+    arguments[whole:] = [_Array(0, one.parts, frozenset((one,)), cut=True) for one in arguments[whole:]]
     reader.steps.append(_Step((), arguments[:carried], 0))
     found = reader.run(jaxpr, arguments)
     results = [reader.placed(value, atom.aval) for value, atom in zip(found, jaxpr.outvars, strict=True)]
@@ -157,7 +167,10 @@ class _Reader:
             return value
         array = self.array(aval, value.parts)
         roots = list(value.roots)
-        self.step(roots, [array], over=[(root, array) for root in roots])
+        if value.cut:  # and read from there: accelerators make no copy, and it takes no time
+            self.steps.append(_Step(roots, [array], 0))
+        else:
+            self.step(roots, [array], over=[(root, array) for root in roots])
         return array
 
     def step(
@@ -186,6 +199,7 @@ class _Reader:
         def value(atom: Any) -> _Array:
             return self.array(atom.aval, given=True) if isinstance(atom, core.Literal) else env[atom]
 
+        env.update((var, self.placed(env[var], var.aval)) for var in jaxpr.invars if env[var].cut and uses[var] > 1)
         for equation in jaxpr.eqns:
             name, outs = equation.primitive.name, equation.outvars
             operands = [value(atom) for atom in equation.invars]
@@ -203,7 +217,7 @@ class _Reader:
                     (a, r) for a, r in zip(equation.invars, reads, strict=True) if not isinstance(a, core.Literal)
                 )
                 made = self._loop(equation, reads) if name in LOOPS else self._kernel(equation, reads, rounded)
-            elif name in DEAR and uses[outs[0]] > 1:
+            elif name in SUMS or (name in DEAR and uses[outs[0]] > 1):
                 roots = frozenset(root for operand in operands for root in operand.roots)
                 made = [self.placed(_Array(0, max(o.parts for o in operands), roots), outs[0].aval)]
             else:
@@ -243,7 +257,7 @@ class _Reader:
             inside = inner.peak - sum(own)
         else:
             body, consts, carried = _body(equation)
-            inner = read(body, carried=carried)
+            inner = read(body, carried=carried, cut=len(body.invars) - consts - carried if name == "scan" else 0)
             inside = inner.peak - sum(array.size for array in made[:carried])
             over = list(zip(reads[consts:], made[:carried], strict=False))
         self.steps.append(_Step(reads, made, max(0, inside), over))
