@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import os
 import re
@@ -24,6 +26,7 @@ def main() -> None:
 
     Where nobody reads what is printed any more, as after `| head`, it ends with 1 and says nothing.
     """
+    atexit.register(gc.freeze)  # what is left when all is done need not be looked through
     try:
         try:
             _main()
