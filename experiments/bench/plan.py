@@ -26,7 +26,7 @@ MODELS = {
     "110M": "model.layers=12 model.dim=768 model.heads=12 model.mlp=gelu model.vocab=30528 optimizer.name=adamw "
     "data.seq_len=512 data.batch_size=1024 plan.name=zero1",
     "7B": "model.layers=32 model.dim=4096 model.heads=32 model.mlp=swiglu model.mlp_dim=11008 model.vocab=32000 "
-    "model.dtype=bfloat16 optimizer.name=adamw data.seq_len=4096 data.batch_size=512 "
+    "optimizer.name=adamw data.seq_len=4096 data.batch_size=512 "
     "plan.name=zero3 plan.tensor=8 plan.remat=full",
 }
 

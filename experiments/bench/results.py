@@ -230,6 +230,57 @@ def bubble(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
+def remat(rows: Rows) -> list[tuple[str, str]]:
+    first = rows[0]
+    size = f"{first['parameters'] / 1e6:.0f}M parameters, T {first['length']}"
+    lines = [
+        (
+            f"`plan.remat={row['remat']}`, step of {size}, B {row['rows']}: temporaries; as planned",
+            f"{row['temp_bytes'] / 2**20:,.0f} MiB; {row['temp_bytes_planned'] / row['temp_bytes'] - 1:+.1%}",
+        )
+        for row in rows
+    ]
+    return lines + [
+        (
+            f"`plan.remat={row['remat']}`, step of {size}, B {row['timed_rows']}: time over that of `{first['remat']}`",
+            f"{row['time_over_first']:.2f} ({row['ms']:,.0f} ms)",
+        )
+        for row in rows
+        if "timed_rows" in row
+    ]
+
+
+def ring(rows: Rows) -> list[tuple[str, str]]:
+    lines = []
+    for row in rows:
+        what = f"`{row['mixer']}`, a row of {row['length']:,} tokens over {row['devices']} devices, {row['layout']}"
+        if "over_one" in row:
+            lines.append((f"{what}: activations over those of one device", f"1 / {1 / row['over_one']:.1f}"))
+        if "pairs_done" in row:
+            done = f"{row['pairs_done'] / row['pairs_possible']:.3f}; {row['rounds_done'] / row['rounds_possible']:.3f}"
+            lines.append(
+                (f"{what}: pairs of chunks done over all; rounds; the mask's share", f"{done}; {row['density']:.3f}")
+            )
+    return lines
+
+
+def plan(rows: Rows) -> list[tuple[str, str]]:
+    return [
+        (
+            f"`hpnlp plan` of {row['model']} parameters for {row['devices']} devices, {row['depth']}",
+            f"{row['seconds']:.1f} s",
+        )
+        for row in rows
+    ] + [
+        (
+            f"planned over compiled for {row['devices']} devices, {row['model']} parameters: state; temporaries; sent",
+            "; ".join(f"{row[f'{what} off']:+.1%}" for what in ("state", "temporaries", "all that is sent")),
+        )
+        for row in rows
+        if "state off" in row
+    ]
+
+
 def resume(rows: Rows) -> list[tuple[str, str]]:
     row = rows[0]
     lost, lines = row["steps_lost_beyond_interval"], f"of {row['lines_of_each']} in each of {row['runs_compared']} runs"
@@ -308,6 +359,9 @@ TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "loop": loop,
     "parity": parity,
     "bubble": bubble,
+    "ring": ring,
+    "remat": remat,
+    "plan": plan,
     "resume": resume,
     "large_batch": large_batch,
     "suite": suite,

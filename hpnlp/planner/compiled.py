@@ -103,6 +103,10 @@ def compare(costs: Costs, depth: str, device: str) -> str:
     for name, planned, made in rows:
         apart = f"{100 * (planned / made - 1):+.1f} %" if made else ("the same" if planned == made else "")
         lines.append(f"{name:26}{_short(planned):>14}{_short(made):>14}{apart:>14}")
+    if depth == "compiled" and costs.config.model.dtype != "float32":
+        lines.append(
+            f"CPUs widen {costs.config.model.dtype}: temporaries and messages are up to twice what others take and send."
+        )
     if found.sent is None:
         lines.append("What is sent could not be compared: the compiled program does not say how long its loops are.")
     return "\n".join(lines)

@@ -84,14 +84,14 @@ class Program:
 class _Array:
     """A value. size: of a device's part, in bytes. parts: how many devices share it out. roots: the placed arrays that it is
     computed from on the way, itself where it is one. given: in a place that is not the program's. cut: out of a stack, by
-    a loop.
-    """
+    a loop. turns: what it is a stack of, where a loop has made it turn by turn."""
 
     size: int
     parts: int
     roots: frozenset[_Array]
     given: bool = False
     cut: bool = False
+    turns: tuple[_Array, ...] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -154,6 +154,7 @@ class _Reader:
     def __init__(self) -> None:
         self.steps: list[_Step] = []
         self.operations: list[Operation] = []
+        self.slices: dict[tuple[_Array, int], _Array] = {}
         self.fused = False
 
     def array(self, aval: Any, parts: int = 1, *, given: bool = False) -> _Array:
@@ -185,9 +186,8 @@ class _Reader:
         env: dict[Any, _Array] = dict(zip(jaxpr.invars, arguments, strict=True))
         env.update((var, self.array(var.aval, given=True)) for var in jaxpr.constvars)
 
-        uses = collections.Counter(
-            atom for equation in jaxpr.eqns for atom in equation.invars if not isinstance(atom, core.Literal)
-        )
+        reads = [*(atom for equation in jaxpr.eqns for atom in equation.invars), *jaxpr.outvars]
+        uses = collections.Counter(atom for atom in reads if not isinstance(atom, core.Literal))
         # A product that is rounded at once is written as rounded.
         rounded = {
             equation.invars[0]: equation.outvars[0].aval
@@ -211,6 +211,8 @@ class _Reader:
                 made = [_constrained(equation, operand) for operand in operands]
             elif body is not None:
                 made = self.run(body, operands)
+            elif name == "scan" and equation.params.get("unroll", 1) >= equation.params["length"]:
+                made = self._unrolled(equation, operands)
             elif name in PLACED or name in LOOPS:
                 reads = [self.placed(one, atom.aval) for one, atom in zip(operands, equation.invars, strict=True)]
                 env.update(
@@ -227,6 +229,34 @@ class _Reader:
             env.update(zip(outs, made, strict=True))
         self.fused = outer
         return [value(atom) for atom in jaxpr.outvars]
+
+    def _unrolled(self, equation: Any, operands: Sequence[_Array]) -> list[_Array]:
+        """A loop whose turns all stand side by side: compilers fuse what one leaves for another, and make no stacks."""
+        body, consts, carried = _body(equation)
+        const, carry, stacks = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
+        length, made = equation.params["length"], []
+        for turn in range(length)[:: -1 if equation.params["reverse"] else 1]:
+            slices = [
+                one.turns[turn] if one.turns else self._slice(one, turn, atom.aval)
+                for one, atom in zip(stacks, body.invars[carried + consts :], strict=True)
+            ]
+            found = self.run(body, [*carry, *const, *slices])
+            carry = [self.placed(one, atom.aval) for one, atom in zip(found, body.outvars[:carried], strict=False)]
+            made.append(found[carried:])
+        made = made[:: -1 if equation.params["reverse"] else 1]
+        stacked = [
+            _Array(0, max(one.parts for one in each), frozenset().union(*(one.roots for one in each)), turns=each)
+            for each in zip(*made, strict=True)
+        ]
+        return [*carry, *stacked]
+
+    def _slice(self, stack: _Array, turn: int, aval: Any) -> _Array:
+        """A turn's part of a stack, cut out once for all loops."""
+        if stack not in stack.roots:
+            return _Array(0, stack.parts, stack.roots)
+        if (stack, turn) not in self.slices:
+            self.slices[stack, turn] = self.placed(_Array(0, stack.parts, frozenset((stack,)), cut=True), aval)
+        return self.slices[stack, turn]
 
     def _kernel(self, equation: Any, reads: Sequence[_Array], rounded: Mapping[Any, Any]) -> list[_Array]:
         name = equation.primitive.name

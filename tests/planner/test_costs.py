@@ -1,6 +1,7 @@
 """What a plan says of a step: its temporaries beside the compiler's, its operations, time and what would make it fit."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -54,6 +55,20 @@ def test_loops_keep_what_they_stack_and_carry():
     assert found.peak == pytest.approx((10 + 2) * 8 * 4 * 4, rel=0.1)
     branches = of(lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x, x), (4, 4))
     assert branches.flops == 2 * 2 * 4**3
+
+
+def test_turns_side_by_side_are_not_stacked():
+    """What a loop hands on of each turn is there once where all turns are written out, whatever is computed from it."""
+
+    def run(x, w, unroll):
+        turns, back = lax.scan(lambda x, _: (x @ w, (x, jnp.cos(x) * 2, x + 1)), x, None, length=10, unroll=unroll)
+        return lax.scan(lambda y, own: (y @ w + sum(own), None), turns, back, length=10, unroll=unroll, reverse=True)[0]
+
+    stacked, apart = (of(functools.partial(run, unroll=unroll), (64, 4), (4, 4)) for unroll in (1, 10))
+    assert apart.flops == stacked.flops
+    one = 64 * 4 * 4
+    assert stacked.peak >= 30 * one
+    assert 10 * one <= apart.peak <= 14 * one
 
 
 def test_a_roofline_is_that_of_each_operation():
