@@ -156,8 +156,13 @@ class _Reader:
         self.operations: list[Operation] = []
         self.slices: dict[tuple[_Array, int], _Array] = {}
         self.fused = False
+        self.own = False  # whether shapes are those of a device's part
+
+    def parts(self, operands: Sequence[_Array]) -> int:
+        return 1 if self.own else max((operand.parts for operand in operands), default=1)
 
     def array(self, aval: Any, parts: int = 1, *, given: bool = False) -> _Array:
+        parts = 1 if self.own else parts
         array = _Array(_size(aval) // parts, parts, frozenset(), given)
         array.roots = frozenset((array,))
         return array
@@ -211,6 +216,8 @@ class _Reader:
                 made = [_constrained(equation, operand) for operand in operands]
             elif body is not None:
                 made = self.run(body, operands)
+            elif name == "shard_map":
+                made = self._of_device(equation, operands)
             elif name == "scan" and equation.params.get("unroll", 1) >= equation.params["length"]:
                 made = self._unrolled(equation, operands)
             elif name in PLACED or name in LOOPS:
@@ -221,14 +228,26 @@ class _Reader:
                 made = self._loop(equation, reads) if name in LOOPS else self._kernel(equation, reads, rounded)
             elif name in SUMS or (name in DEAR and uses[outs[0]] > 1):
                 roots = frozenset(root for operand in operands for root in operand.roots)
-                made = [self.placed(_Array(0, max(o.parts for o in operands), roots), outs[0].aval)]
+                made = [self.placed(_Array(0, self.parts(operands), roots), outs[0].aval)]
             else:
                 roots = frozenset(root for operand in operands for root in operand.roots)
-                parts = max((operand.parts for operand in operands), default=1)
+                parts = self.parts(operands)
                 made = [_Array(0, parts if _size(var.aval) > 8 else 1, roots) for var in outs]
             env.update(zip(outs, made, strict=True))
         self.fused = outer
         return [value(atom) for atom in jaxpr.outvars]
+
+    def _of_device(self, equation: Any, operands: Sequence[_Array]) -> list[_Array]:
+        """A `shard_map`, written out as a compiler does."""
+        body, outer = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"]), self.own
+        self.own = True
+        found = self.run(body, operands)
+        self.own, made = outer, []
+        for var, atom, one in zip(equation.outvars, body.outvars, found, strict=True):
+            one = one if one in one.roots else dataclasses.replace(one)
+            one.parts = max(1, _size(var.aval) // max(_size(atom.aval), 1))  # on the host, either is 0
+            made.append(one)
+        return made
 
     def _unrolled(self, equation: Any, operands: Sequence[_Array]) -> list[_Array]:
         """A loop whose turns all stand side by side: compilers fuse what one leaves for another, and make no stacks."""
@@ -260,11 +279,11 @@ class _Reader:
 
     def _kernel(self, equation: Any, reads: Sequence[_Array], rounded: Mapping[Any, Any]) -> list[_Array]:
         name = equation.primitive.name
-        parts = 1 if name in PRODUCTS else max((array.parts for array in reads), default=1)
+        parts = 1 if name in PRODUCTS else self.parts(reads)
         made = [
             self.array(rounded.get(var, var.aval) if name in PRODUCTS else var.aval, parts) for var in equation.outvars
         ]
-        shared = max((array.parts for array in reads), default=1)
+        shared = self.parts(reads)
         over = [(reads[0], made[0])] if name in WRITES else ()
         hosted = any(_is_hosted(atom.aval) for atom in (*equation.invars, *equation.outvars))
         self.step(reads, made, PRODUCTS[name](equation) / shared if name in PRODUCTS else 0.0, over, hosted)
@@ -277,14 +296,6 @@ class _Reader:
         if name == "cond":
             inner = max((read(branch) for branch in params["branches"]), key=lambda one: one.flops)
             inside = inner.peak - sum(array.size for array in made)
-        elif name == "shard_map":
-            inner, body = read(params["jaxpr"]), getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
-            own = [_size(atom.aval) for atom in body.outvars]
-            made = [
-                self.array(var.aval, max(1, _size(var.aval) // max(size, 1)))  # on the host, either is 0
-                for var, size in zip(equation.outvars, own, strict=True)
-            ]
-            inside = inner.peak - sum(own)
         else:
             body, consts, carried = _body(equation)
             inner = read(body, carried=carried, cut=len(body.invars) - consts - carried if name == "scan" else 0)
