@@ -203,31 +203,32 @@ def decode(rows: Rows) -> list[tuple[str, str]]:
 
 
 def parity(rows: Rows) -> list[tuple[str, str]]:
+    """The worst of all layouts."""
+    layouts, names = rows[1:], "; ".join(row["layout"] for row in rows[1:])
+    worst = [max(row[name] for row in layouts) for name in ("loss_relative", "gradient_relative")]
+    apart = [
+        max(abs(row[f"{what}_bytes"] / row[f"{what}_bytes_planned"] - 1) for row in layouts)
+        for what in ("state", "sent")
+    ]
+    many = f"{len(layouts)} layouts of 8 devices"
     return [
         (
-            f"{row['layout']} against one device: loss over {row['steps']} steps; first gradients, each leaf; relative",
-            f"{row['loss_relative']:.1e}; {row['gradient_relative']:.1e}",
-        )
-        for row in rows[1:]
-    ] + [
+            f"{many} ({names}) against one device: loss over {layouts[0]['steps']} steps; first gradients, each leaf; relative",
+            f"at most {worst[0]:.1e}; {worst[1]:.1e}",
+        ),
         (
-            f"{row['layout']}: bytes of a device over those planned: state; sent in a step",
-            f"{row['state_bytes'] / row['state_bytes_planned']:.4f}; {row['sent_bytes'] / row['sent_bytes_planned']:.4f}",
-        )
-        for row in rows[1:]
+            f"{many}: bytes that a device holds; and sends in a step; off those planned",
+            f"at most {apart[0]:.2%}; {apart[1]:.2%}",
+        ),
     ]
 
 
 def bubble(rows: Rows) -> list[tuple[str, str]]:
-    return [
-        (
-            f"{row['stages']} stages, {row['rounds']} round{'s' * (row['rounds'] > 1)}, {row['microbatches']} microbatches: "
-            "idle part of the time by the formula; as counted",
-            f"{row['idle_formula']:.4f}; {row['idle_counted']:.4f}",
-        )
-        for row in rows
-        if "idle_counted" in row
-    ]
+    counted = [row for row in rows if "idle_counted" in row]
+    apart = max(abs(row["idle_counted"] - row["idle_formula"]) for row in counted)
+    idle = [row["idle_formula"] for row in counted]
+    what = f"{len(counted)} schedules of {rows[0]['stages']} stages, 1 to 4 rounds: idle part of the time, as counted"
+    return [(what, f"{max(idle):.3f} to {min(idle):.3f}, at most {apart:.1e} off the formula")]
 
 
 def remat(rows: Rows) -> list[tuple[str, str]]:
