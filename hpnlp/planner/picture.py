@@ -64,7 +64,7 @@ def _waterfall(values: Sequence[float], room: float, width: int = 40) -> list[st
     """Bars that begin where the one before ends, over `room`, or over all of them where they take more."""
     ends = [width * end / (max(room, sum(values)) or 1) for end in itertools.accumulate(values)]
     starts = [0.0, *ends[:-1]]
-    bars = [" " * int(start) + "█" * max(1, round(end) - int(start)) for start, end in zip(starts, ends, strict=True)]
+    bars = [" " * int(start) + "#" * max(1, round(end) - int(start)) for start, end in zip(starts, ends, strict=True)]
     return [f"|{bar[:width]:{width}}|" for bar in bars]
 
 

@@ -218,7 +218,7 @@ class _Reader:
                 made = self.run(body, operands)
             elif name == "shard_map":
                 made = self._of_device(equation, operands)
-            elif name == "scan" and equation.params.get("unroll", 1) >= equation.params["length"]:
+            elif name == "scan" and 0 < equation.params["length"] <= equation.params.get("unroll", 1):
                 made = self._unrolled(equation, operands)
             elif name in PLACED or name in LOOPS:
                 reads = [self.placed(one, atom.aval) for one, atom in zip(operands, equation.invars, strict=True)]
