@@ -26,7 +26,7 @@ from hpnlp.training.config import Config, default, resolve
 
 RESULTS = Path(__file__).parents[1] / "results"
 POLICIES = ["none", "dots", "names(projected,mixed,hidden)", "names(mixed,hidden)", "names", "full"]
-MODEL = LMConfig(layers=12, dim=768, heads=12, vocab=30_528, max_len=512, mlp="gelu", unroll=1)
+MODEL = LMConfig(layers=12, dim=768, heads=12, vocab=30_528, max_len=512, mlp="gelu")
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rows", 8, "Rows of the step whose bytes are counted.")

@@ -117,18 +117,32 @@ def _traced(bias: Callable[..., Any]) -> tuple[Any, Any]:
 def _flash_forward(
     options: Options, q: Array, k: Array, v: Array, bias: Any, facts: Facts, blocks: Any
 ) -> tuple[tuple[Array, Array], Any]:
+    o, lse, rest = (checkpoint_name(x, "mixed") for x in _forward(options, q, k, v, bias, facts, blocks))
+    return (o, lse), (q, k, v, bias, facts, blocks, o, lse, rest)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(
+    options: Options, q: Array, k: Array, v: Array, bias: Any, facts: Facts, blocks: Any
+) -> tuple[Array, Array, Array]:
     full = dataclasses.replace(facts, bias=bias)
     if blocks is None and panels.fit(options, q.shape[1], k.shape[1], facts):
         o, lse, rest = panels.forward(options, q, k, v, full)
         o, lse, rest = from_rows(o), from_rows(lse[..., None])[..., 0], from_rows(rest[..., None])[..., 0]
     else:
         o, lse, rest = forward(options, q, k, v, full, blocks)
-    o, lse, rest = (checkpoint_name(x, "mixed") for x in (o.astype(q.dtype), lse, rest))
-    return (o, lse), (q, k, v, bias, facts, blocks, o, lse, rest)
+    return o.astype(q.dtype), lse, rest
 
 
 @jax.named_scope(SCOPE)
 def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+    bias = saved[3]
+    *found, by_bias = _backward(options, saved, cotangents)
+    return *found, jax.tree.map(_cotangent, bias, by_bias), None, None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Array, Array, Array, Any]:
     q, k, v, bias, facts, blocks, o, lse, rest = saved
     do, dlse = cotangents
     heads, full = k.shape[2], dataclasses.replace(facts, bias=bias)
@@ -143,8 +157,7 @@ def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array
         dq, dk, dv = from_rows(dq), from_columns(dk), from_columns(dv)
     else:
         dq, dk, dv, by_bias = backward(options, (q, do, lse, rest, delta), k, v, full, blocks)
-    by_bias = jax.tree.map(_cotangent, bias, by_bias)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), by_bias, None, None
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), by_bias
 
 
 def _cotangent(x: Array, dx: Array) -> Any:

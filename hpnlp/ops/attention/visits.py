@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,11 @@ from hpnlp.ops.attention.layout import (
 )  # fmt: skip
 from hpnlp.ops.attention.tile import Around, Given, Options, Side
 from hpnlp.ops.manual import vary_alike
+
+# No index counts from the end, and the block -1, which is none, may be any: what jax adds for each index to be on the safe
+# side would be half of all operations that are traced here.
+SLICE: Any = {"allow_negative_indices": False}
+THERE: Any = {"mode": "clip", "wrap_negative_indices": False}
 
 
 def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks: Blocks) -> tuple[Array, Array, Array]:
@@ -80,11 +86,11 @@ class _Chunk:
 
     def cut(self, x: Array, per: int = 1, axis: int = 2) -> Array:
         """The chunk of an array with `per` heads a key head on `axis`; an axis of 1 stays."""
-        return x if self.row is None else lax.dynamic_slice(x, *self._at(x, per, axis))
+        return x if self.row is None else lax.dynamic_slice(x, *self._at(x, per, axis), **SLICE)
 
     def put(self, x: Array, new: Array, per: int = 1, axis: int = 2) -> Array:
         """Undoes `cut`."""
-        return new if self.row is None else lax.dynamic_update_slice(x, new, self._at(x, per, axis)[0])
+        return new if self.row is None else lax.dynamic_update_slice(x, new, self._at(x, per, axis)[0], **SLICE)
 
     def facts(self, facts: Facts, per: int) -> Facts:
         """The chunk of the operands."""
@@ -150,16 +156,24 @@ def _unblock(x: Array, axis: int, length: int) -> Array:
 
 
 def _take_rows(tree: Any, first: Array, run: int) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, run), tree)
+    start = _start(first, tree)
+    return jax.tree.map(lambda x: lax.dynamic_slice(x, start[: x.ndim], (run, *x.shape[1:]), **SLICE), tree)
 
 
 def _put_rows(tree: Any, first: Array, new: Any) -> Any:
-    return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, first, 0), tree, new)
+    start = _start(first, tree)
+    return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, start[: x.ndim], **SLICE), tree, new)
+
+
+def _start(first: Array, tree: Any) -> tuple[Array, ...]:
+    """Where slices of arrays begin that have `first` on their first axis."""
+    zero, *_ = vary_alike(jnp.int32(0), first)
+    return (first, *[zero] * (max(x.ndim for x in jax.tree.leaves(tree)) - 1))
 
 
 def _take_keys(x: Array, keys: Array, axis: int) -> Array:
     """The blocks `keys` `[R, w]` of `[blocks, ...]`, side by side on `axis` (-1 or -2): `[R, ...]`."""
-    found = jnp.moveaxis(x[jnp.maximum(keys, 0)], 1, axis - 1)
+    found = jnp.moveaxis(x.at[keys].get(**THERE), 1, axis - 1)
     return found.reshape(*found.shape[: axis - 1], -1, *([] if axis == -1 else found.shape[axis + 1 :]))
 
 
@@ -170,7 +184,7 @@ def _add_keys(x: Array, keys: Array, new: Array) -> Array:
     """
     run, width = keys.shape
     new = jnp.moveaxis(new.reshape(*new.shape[:-1], width, x.shape[-1]), -2, 1)
-    return x.at[jnp.maximum(keys, 0)].add(new)
+    return x.at[keys].add(new, **THERE)
 
 
 def _side(side: Side, block: int) -> Side:
@@ -193,7 +207,7 @@ class _Square:
 
     def take(self, first: Array, keys: Array) -> Array:
         """`[R, B, K, G, r, w * c]`, an axis of 1 for one of 1."""
-        found = jnp.moveaxis(self.blocks[self._places(first, keys)], 1, -2)
+        found = jnp.moveaxis(self.blocks.at[self._places(first, keys)].get(**THERE), 1, -2)
         return found.reshape(*found.shape[:-2], -1)
 
     def add(self, sums: Array, first: Array, keys: Array, new: Array) -> Array:
@@ -205,7 +219,7 @@ class _Square:
             if self.shape[4] > 1
             else new.sum(-1, keepdims=True)[..., None]
         )
-        return sums.at[self._places(first, keys)].add(jnp.moveaxis(new, -2, 1))
+        return sums.at[self._places(first, keys)].add(jnp.moveaxis(new, -2, 1), **THERE)
 
     def whole(self, sums: Array) -> Array:
         """Undoes the cutting: `[B, K, G, T, S]`."""
@@ -223,31 +237,39 @@ class _Pairs:
         by_head = lambda x: None if x is None else by_key_head(x, kv_heads)[None]  # noqa: E731
         self.heads: Any = by_head(facts.heads)
         self.names: Any = by_head(facts.names)
+        self.bounds = functools.cache(self._bounds)
 
     def states(self, visits: Visits) -> Any:
         """int32 [n]: 0 for a visit of which run-time operands show that no pair is seen, 1 where the plan says that all
         are, 2 for one to be tested, 3 for one that lacks keys only; numpy where the plan alone decides, which knows no 0."""
-        facts, rows, columns = self.facts, self.facts.rows, self.facts.columns
+        facts, rows = self.facts, self.facts.rows
         if all(x is None for x in (facts.lengths, rows.segment, rows.position, rows.everywhere)):
             where = np.where if isinstance(visits.tested, np.ndarray) else jnp.where
             tested = visits.tested.astype(np.int32)
             return where((tested == 1) | (facts.dense is not None), 2, where(tested == 2, 3, 1)).astype(np.int32)
         keys = jnp.asarray(visits.keys)
         runs = jnp.asarray(visits.first)[:, None] + jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
-        q = lambda x, op: _bounds(rows, x, self.blocks.block, op)[runs][:, :, None]  # noqa: E731
-        k = lambda x, op: _bounds(columns, x, self.blocks.key_block, op)[jnp.maximum(keys, 0)]  # noqa: E731
+        q = lambda name, op: self.bounds("rows", name, op).at[runs].get(**THERE)[:, :, None]  # noqa: E731
+        k = lambda name, op: self.bounds("columns", name, op).at[keys].get(**THERE)  # noqa: E731
         some = keys[..., None] >= 0  # [n, R, w, B]
         if rows.position is not None or rows.everywhere is not None:  # the plan is of all pairs then
-            corners = q(rows.at, jnp.min), q(rows.at, jnp.max), k(columns.at, jnp.min), k(columns.at, jnp.max)
+            corners = q("at", jnp.min), q("at", jnp.max), k("at", jnp.min), k("at", jnp.max)
             some = some & self.options.mask.tile(*corners)[0]
         if rows.everywhere is not None:
-            some = some | q(rows.everywhere, jnp.any) | k(columns.everywhere, jnp.any)
+            some = some | q("everywhere", jnp.any) | k("everywhere", jnp.any)
         if rows.segment is not None:
-            some = some & (q(rows.segment, jnp.min) <= k(columns.segment, jnp.max))
-            some = some & (k(columns.segment, jnp.min) <= q(rows.segment, jnp.max))
+            some = some & (q("segment", jnp.min) <= k("segment", jnp.max))
+            some = some & (k("segment", jnp.min) <= q("segment", jnp.max))
         if facts.lengths is not None:
-            some = some & (k(columns.index, jnp.min) < facts.lengths[None, None, None])
+            some = some & (k("index", jnp.min) < facts.lengths[None, None, None])
         return jnp.where(some.any(axis=(1, 2, 3)), 2, 0).astype(jnp.int32)
+
+    def _bounds(self, of: str, name: str, op: Callable[..., Array]) -> Array:
+        """`op` over each block of a property of the rows or columns, padding left out: `[blocks, B]`."""
+        side, block = getattr(self.facts, of), self.blocks.block if of == "rows" else self.blocks.key_block
+        x, info = getattr(side, name), jnp.iinfo(jnp.int32)
+        fill = jnp.asarray({jnp.any: False, jnp.min: info.max, jnp.max: info.min}[op], x.dtype)
+        return op(to_blocks(jnp.where(side.index >= 0, x, fill), block, fill=fill), axis=2)
 
     def around(self, first: Array, keys: Array, state: Array, states: Any) -> tuple[Around, Any]:
         """What decides about one visit's pairs, and the bias as a function of the bias function's constants."""
@@ -290,19 +312,13 @@ class _Pairs:
         return lax.cond(lax.optimization_barrier(state) == 2, test, every)
 
 
-def _bounds(side: Side, x: Array, block: int, op: Callable[..., Array]) -> Array:
-    """`op` over each block of x `[B, r]`, padding left out: `[blocks, B]`."""
-    info = jnp.iinfo(jnp.int32)
-    fill = jnp.asarray({jnp.any: False, jnp.min: info.max, jnp.max: info.min}[op], x.dtype)
-    return op(to_blocks(jnp.where(side.index >= 0, x, fill), block, fill=fill), axis=2)
-
-
 def _run(pairs: _Pairs, visit: Callable[..., Any], visits: Visits, sums: Any) -> Any:
     """`sums = visit(sums, first, keys, around, bias)` for each of the visits."""
     states = pairs.states(visits)
 
     def step(sums: Any, line: tuple[Array, Array, Array]) -> tuple[Any, None]:
-        first, keys, state = line
+        first, keys, *_ = vary_alike(*line[:2], *jax.tree.leaves(sums))  # here, or each of their uses would
+        state = line[2]
         work = lambda sums: visit(sums, first, keys, *pairs.around(first, keys, state, states))  # noqa: E731
         return work(sums) if isinstance(states, np.ndarray) else lax.cond(state > 0, work, lambda x: x, sums), None
 
