@@ -1,5 +1,6 @@
 """What every test stands on: eight CPU devices, strict types where the maths is, no trace counts left over."""
 
+import collections
 import gc
 import importlib.metadata
 import os
@@ -27,6 +28,23 @@ hypothesis.settings.register_profile("hpnlp", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("hpnlp")
 
 STRICT = re.compile(r"tests[/\\](ops|nn|models)[/\\]")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--thin", type=int, default=1, metavar="N", help="of each test's cases, run the first and each Nth after it"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # of what the marks have left
+def pytest_collection_modifyitems(config, items):
+    kept, left, seen = [], [], collections.Counter()
+    for item in items:
+        test = item.nodeid.split("[")[0]
+        (left if seen[test] % config.getoption("thin") else kept).append(item)
+        seen[test] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
 
 
 def pytest_collection_finish():
