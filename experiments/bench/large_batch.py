@@ -1,6 +1,6 @@
 """What a batch 16 times as large loses at the same number of tokens, by optimizer and by how its learning rate follows.
 
-    python experiments/bench/large_batch.py [--tokens=1048576] [--seeds=2] [--optimizers=adamw,lamb]
+    python experiments/bench/large_batch.py [--tokens=4194304] [--seeds=2] [--optimizers=adamw,lamb]
 
 A byte-level language model of the standard library's source sees the same number of tokens in batches of B rows and of
 16 B, so that the large batch has a sixteenth of the steps. Learning rates are tuned for B alone: AdamW and LAMB each take
@@ -33,12 +33,12 @@ from hpnlp.training.step import make_trainer
 
 ROWS, LENGTH, FACTOR = 1, 32, 16
 WARMUP = 1 / 16  # of the tokens
-RATES = {"adamw": (5e-4, 1e-3, 2e-3, 4e-3), "lamb": (1.25e-3, 2.5e-3, 5e-3, 1e-2)}
+RATES = {"adamw": (2.5e-4, 5e-4, 1e-3, 2e-3), "lamb": (1.25e-3, 2.5e-3, 5e-3, 1e-2)}
 RULES = ("none", "sqrt", "linear")
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("optimizers", list(RATES), "Of RATES.")
-flags.DEFINE_integer("tokens", 2**20, "Tokens that every run sees.")
+flags.DEFINE_integer("tokens", 2**22, "Tokens that every run sees.")
 flags.DEFINE_integer("seeds", 2, "Runs of each recipe, the mean of whose losses counts.")
 flags.DEFINE_string("path", "stdlib", "The text, as data.path.")
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Where the result goes.")
