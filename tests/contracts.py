@@ -6,17 +6,20 @@ where it is no softmax over all that the mask allows, it needs a line in EXAMPLE
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops import attention
-from hpnlp.ops.attention import Causal, Full, reference
+from hpnlp.ops.attention import Causal, Full, orders, reference
+from hpnlp.ops.attention.flash import _backward, _forward
 from hpnlp.spec import build, parse_one
 from hpnlp.types import MixerInputs, WordStats
 
@@ -97,6 +100,26 @@ def assert_close(found, expected, dtype="float32"):
         np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
         a, b = (np.nan_to_num(x, posinf=0, neginf=0) for x in (a, b))
         np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
+
+
+@contextlib.contextmanager
+def executor_with(*changes):
+    """The executor of attention with constants of its modules changed, each a (module, name, value).
+
+    What it has planned and traced with others is forgotten, before and after: a call of the same shapes would be answered
+    from there.
+    """
+    kept = (orders.parts.cache_clear, orders._cost.cache_clear, _forward.clear_cache, _backward.clear_cache)
+    with pytest.MonkeyPatch.context() as patch:
+        for change in changes:
+            patch.setattr(*change)
+        for forget in kept:
+            forget()
+        try:
+            yield
+        finally:
+            for forget in kept:
+                forget()
 
 
 def assert_float16_has_gradients(loss, h, table):

@@ -65,6 +65,10 @@ class Program:
         return sum((one.flops * one.times for one in self.operations), 0.0)
 
     @property
+    def bytes(self) -> float:
+        return sum((one.bytes * one.times for one in self.operations), 0.0)
+
+    @property
     def hosted(self) -> float:
         """Bytes from and to the host's memory."""
         return sum((one.bytes * one.times for one in self.operations if one.hosted), 0.0)
@@ -116,17 +120,22 @@ def read(
     a place of their own where a product or several operations read them.
     A `cond` counts with its dearest branch, a loop of unknown length as one turn. Cost: a walk through the equations.
     """
+    return _read(jaxpr, parts or {}, donated=donated, carried=carried, cut=cut)[0]
+
+
+def _read(
+    jaxpr: Any, parts: Mapping[int, int], own: bool = False, *, donated: bool = False, carried: int = 0, cut: int = 0
+) -> tuple[Program, list[int]]:
+    """As `read`, and of how many devices each result is shared out over. own: whether shapes are those of a device's part."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    reader = _Reader()
-    arguments = [
-        reader.array(var.aval, (parts or {}).get(at, 1), given=at >= carried) for at, var in enumerate(jaxpr.invars)
-    ]
+    reader = _Reader(own)
+    arguments = [reader.array(var.aval, parts.get(at, 1), given=at >= carried) for at, var in enumerate(jaxpr.invars)]
     whole = len(arguments) - cut
     arguments[whole:] = [_Array(0, one.parts, frozenset((one,)), cut=True) for one in arguments[whole:]]
     reader.steps.append(_Step((), arguments[:carried], 0))
     found = reader.run(jaxpr, arguments)
     results = [reader.placed(value, atom.aval) for value, atom in zip(found, jaxpr.outvars, strict=True)]
-    return Program(_peak(reader.steps, results, donated), tuple(reader.operations))
+    return Program(_peak(reader.steps, results, donated), tuple(reader.operations)), [one.parts for one in results]
 
 
 def _peak(steps: Sequence[_Step], results: Sequence[_Array], donated: bool) -> int:
@@ -151,12 +160,12 @@ def _peak(steps: Sequence[_Step], results: Sequence[_Array], donated: bool) -> i
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, own: bool) -> None:
         self.steps: list[_Step] = []
         self.operations: list[Operation] = []
         self.slices: dict[tuple[_Array, int], _Array] = {}
         self.fused = False
-        self.own = False  # whether shapes are those of a device's part
+        self.own = own
 
     def parts(self, operands: Sequence[_Array]) -> int:
         return 1 if self.own else max((operand.parts for operand in operands), default=1)
@@ -291,14 +300,17 @@ class _Reader:
 
     def _loop(self, equation: Any, reads: Sequence[_Array]) -> list[_Array]:
         name, params = equation.primitive.name, equation.params
-        made = [self.array(var.aval) for var in equation.outvars]
         over: Any = ()
         if name == "cond":
-            inner = max((read(branch) for branch in params["branches"]), key=lambda one: one.flops)
+            given = {at: one.parts for at, one in enumerate(reads[1:])}
+            branches = [_read(branch, given, self.own) for branch in params["branches"]]
+            inner, parts = max(branches, key=lambda one: (one[0].flops, one[0].bytes))
+            made = [self.array(var.aval, n) for var, n in zip(equation.outvars, parts, strict=True)]
             inside = inner.peak - sum(array.size for array in made)
         else:
             body, consts, carried = _body(equation)
-            inner = read(body, carried=carried, cut=len(body.invars) - consts - carried if name == "scan" else 0)
+            inner, parts = self._turn(equation, body, reads, consts, carried)
+            made = [self.array(var.aval, n) for var, n in zip(equation.outvars, parts, strict=True)]
             inside = inner.peak - sum(array.size for array in made[:carried])
             over = list(zip(reads[consts:], made[:carried], strict=False))
         self.steps.append(_Step(reads, made, max(0, inside), over))
@@ -307,6 +319,26 @@ class _Reader:
             dataclasses.replace(one, times=one.times * times, fused=one.fused or self.fused) for one in inner.operations
         ]
         return made
+
+    def _turn(
+        self, equation: Any, body: Any, reads: Sequence[_Array], consts: int, carried: int
+    ) -> tuple[Program, list[int]]:
+        """A turn of a loop, and of how many devices each result is shared out over.
+
+        What the loop carries is as divided as a turn leaves it: compilers lay out so what it begins with, as zeros. What is
+        given to the program counts as whole within.
+        """
+        cut = len(body.invars) - consts - carried if equation.primitive.name == "scan" else 0
+        first, rest = reads[consts : consts + carried], len(body.invars) - cut - carried
+        of_body = [*first, *reads[consts - rest : consts], *reads[len(reads) - cut :]]
+        while True:
+            given = {at: 1 if one.given else one.parts for at, one in enumerate(of_body)}
+            found, parts = _read(body, given, self.own, carried=carried, cut=cut)
+            apart = [(one, n) for one, n in zip(first, parts, strict=False) if n > one.parts and not one.given]
+            if not apart:
+                return found, parts
+            for one, n in apart:
+                one.size, one.parts = one.size * one.parts // n, n
 
 
 def _body(equation: Any) -> tuple[Any, int, int]:

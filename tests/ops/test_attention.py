@@ -11,7 +11,7 @@ from hpnlp.measure import count_flops
 from hpnlp.ops.attention import Causal, Full, attend, merge, panels, reference
 from hpnlp.ops.dropout import keep_mask
 from hpnlp.types import InputError
-from tests.contracts import ONCE, assert_close, once
+from tests.contracts import ONCE, assert_close, executor_with, once
 
 SEGMENTS = ("segment_ids", "kv_segment_ids")
 # B, T, S, N, K, H, Hv
@@ -61,10 +61,10 @@ def scored(function, mask, options, seed=1):
 
 
 @pytest.fixture(params=["panels", "visits"])
-def driver(request, monkeypatch):
+def driver(request):
     """Short sequences run as panels, long ones as the visits of a block plan: here the same ones as both."""
-    if request.param == "visits":
-        monkeypatch.setattr(panels, "PAIRS", 0)
+    with executor_with(*[(panels, "PAIRS", 0)] * (request.param == "visits")):
+        yield
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,23 @@ def test_rows_have_gradients_of_their_own():
     assert whole.memory["gradients"] > 2 * table
 
 
+def test_sums_of_accumulated_gradients_are_as_divided_as_these():
+    """A part of the batch needs no more than all of it, and the sums no more than the gradients."""
+    config = dataclasses.replace(CONFIG, plan=Plan("zero3"), data=DataConfig(seq_len=16, batch_size=16))
+    whole, parts = (
+        costs(dataclasses.replace(config, optimizer=OptimizerConfig(accumulate=count)), 8) for count in (1, 2)
+    )
+    assert parts.program.peak <= whole.program.peak + whole.memory["gradients"]
+
+
+def test_an_update_that_may_be_skipped_counts():
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, layers=1))
+    always, fine = (
+        costs(dataclasses.replace(config, optimizer=OptimizerConfig(skip_nonfinite=skip)), 1) for skip in (False, True)
+    )
+    assert fine.program.bytes == pytest.approx(always.program.bytes, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("plan", "optimizer", "told"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 
@@ -40,7 +39,7 @@ from hpnlp.ops.attention import (
 )  # fmt: skip
 from hpnlp.ops.attention.blocks import Blocks, Visits
 from hpnlp.types import InputError
-from tests.contracts import ONCE, PATTERNS, assert_close
+from tests.contracts import ONCE, PATTERNS, assert_close, executor_with
 
 OPERANDS = {
     "segments": ("segment_ids",),
@@ -64,17 +63,10 @@ OPERANDS = {
 FORMS = ("panels", "visits", "parts")
 
 
-@contextlib.contextmanager
 def form_of(form):
     """Panels; the visits of one plan; or every part that may run in its own order doing so."""
-    forget = lambda: (orders.parts.cache_clear(), orders._cost.cache_clear())  # noqa: E731
-    with pytest.MonkeyPatch.context() as patch:
-        if form != "panels":
-            patch.setattr(panels, "PAIRS", 0)
-        patch.setattr(orders, "MERGING", -1e9 if form == "parts" else 1e9)
-        forget()
-        yield
-    forget()
+    changes = [] if form == "panels" else [(panels, "PAIRS", 0)]
+    return executor_with(*changes, (orders, "MERGING", -1e9 if form == "parts" else 1e9))
 
 
 @pytest.fixture(params=FORMS)
@@ -286,11 +278,10 @@ def test_sink_of_no_weight_beside_a_row_that_sees_nothing(form):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_where_numbers_are_of_64_bits(dtype, form, monkeypatch):
+def test_where_numbers_are_of_64_bits(dtype, form):
     """What is summed is float32 whatever the default is, in chunks of heads too."""
-    monkeypatch.setattr(visits, "TILE", 200)
     mask = Causal() & (Strided(4) | Window(2))
-    with jax.enable_x64(True):
+    with executor_with((visits, "TILE", 200)), jax.enable_x64(True):
         rng = np.random.default_rng(0)
         qkv = [jnp.asarray(rng.standard_normal((2, 37, 4, 8)), dtype) for _ in range(3)]
         weights = jnp.cos(jnp.arange(37, dtype=jnp.float32))[None, :, None]
@@ -405,14 +396,13 @@ def test_in_transformations(form):
 
 
 @pytest.mark.parametrize("form", ["visits"], indirect=True)
-def test_tiles_of_some_heads_and_rows(form, monkeypatch):
+def test_tiles_of_some_heads_and_rows(form):
     """Batch and heads go in chunks where a tile is full: the same result."""
     qkv, options = arrays(), operands(("segment_ids", "bias_row", "dropout", "kv_lengths"))
     expected = scored(reference, Causal(), options)(qkv)
     for tile, laid in ((1, 1 << 23), (200, 1 << 23), (600, 1 << 23), (1 << 20, 1), (1 << 20, 700)):
-        monkeypatch.setattr(visits, "TILE", tile)
-        monkeypatch.setattr(visits, "LAID", laid)
-        assert_close(scored(ours, Causal(), options)(qkv), expected)
+        with executor_with((visits, "TILE", tile), (visits, "LAID", laid)):
+            assert_close(scored(ours, Causal(), options)(qkv), expected)
 
 
 @pytest.mark.parametrize(
