@@ -111,7 +111,6 @@ def make_trainer(
     it is not named. Nothing is allocated; a model that the plan does not divide raises InputError.
     """
     optimizer, schedule = make_optimizer(config, steps), make_schedule(config, steps)
-    # Who looks for a NaN has every operation run by itself, and of those inside a shard_map jax does so without end.
     layout = plan.layout(model.config.sizes(), devices)
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     c, mesh, (axes, own) = model.config, layout.mesh, axes_and_shapes(model)
@@ -127,6 +126,7 @@ def make_trainer(
         )
     if plan.offload_parameters:
         check_by_layer(model, config)
+    # Who looks for a NaN has every operation run by itself, and of those inside a shard_map jax does so without end.
     alone = (mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
     placement = None if alone else _placement(layout, axes["layers"], masks_of(model))
     divided = model.clone(placement=placement, remat=plan.remat)
