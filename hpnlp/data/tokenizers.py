@@ -189,7 +189,7 @@ TOKENIZERS = {
 
 def is_trained(spec: str) -> bool:
     """True where `build(spec, texts)` reads the texts."""
-    return specs.is_name(spec) and specs.parse_one(spec, "tokenizer").name in ("words", "bpe")
+    return specs.is_name(spec) and specs.parse_one(spec, "data.tokenizer").name in ("words", "bpe")
 
 
 def build(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
@@ -201,7 +201,7 @@ def build(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
     """
     if not specs.is_name(spec):
         return load(spec)
-    return specs.build(specs.parse_one(spec, "tokenizer"), TOKENIZERS, "tokenizer", texts=texts)
+    return specs.build(specs.parse_one(spec, "data.tokenizer"), TOKENIZERS, "tokenizer", texts=texts)
 
 
 def load(path: str) -> Tokenizer:
