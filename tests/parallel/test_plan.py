@@ -46,7 +46,10 @@ def test_sizes(plan, devices, sizes):
         (Plan(fsdp=3), "3 is the product of the given sizes; choose sizes whose product divides 8."),
         (Plan("tensor", tensor=16), "does not divide 8 devices: 16 is the product"),
         (Plan("single", tensor=2), "plan (tensor=2) does not divide 8 devices: 2 is the product"),
-        (Plan("single", tensor=2), "8, or set one of plan.pipeline, plan.data, plan.fsdp, plan.sequence, plan.tensor to -1"),
+        (
+            Plan("single", tensor=2),
+            "8, or set one of plan.pipeline, plan.data, plan.fsdp, plan.sequence, plan.tensor to -1",
+        ),
         (Plan(data=-1, fsdp=-1), "sizes are at least 1, and one of them may be -1"),
         (Plan(data=0), "sizes are at least 1"),
         (Plan(tensor=-2), "sizes are at least 1"),

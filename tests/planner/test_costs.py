@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import shlex
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from jax import lax
 
 from hpnlp import measure
+from hpnlp.cli import experiment
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import DataConfig
 from hpnlp.models.lm import LMConfig, example_batch
@@ -19,7 +21,7 @@ from hpnlp.planner.compiled import compile_step
 from hpnlp.planner.costs import model_of, parts_of, trainer_of
 from hpnlp.planner.program import read
 from hpnlp.planner.traffic import Sent, held_bytes, trace
-from hpnlp.training.config import Config
+from hpnlp.training.config import Config, resolve
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError
 from tests.contracts import ONCE
@@ -137,7 +139,7 @@ def test_the_smallest_change_that_fits():
     found = planned(Plan("data"), data=DataConfig(seq_len=128, batch_size=256))
     assert not found.fits(SMALL)
     flags, other = search.mended(found, SMALL)
-    assert other.fits(SMALL) and flags == "--config.plan.remat=names(mixed)"
+    assert other.fits(SMALL) and flags == "'--config.plan.remat=names(mixed)'"
     tiny = dataclasses.replace(SMALL, memory=1e5)
     assert search.mended(found, tiny) is None
 
@@ -167,6 +169,32 @@ def test_search_keeps_what_it_does_not_choose():
     found = search.ranked(dataclasses.replace(config, model=model), 2, DEVICES["h100"], lambda done, of: None)
     kept = {(one.config.plan.offload_optimizer, one.config.plan.exchange, one.config.plan.rounds) for one in found}
     assert kept == {(True, "heads", 1)}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        Plan("3d", tensor=4, fsdp=-1, zero=2, rounds=2, microbatches=4, recompute_stages=True),
+        Plan(sequence=2, exchange="heads", remat="full", offload_optimizer=True),
+    ],
+)
+def test_the_flags_of_a_ranking_make_the_first_of_the_configs_own(own):
+    model = dataclasses.replace(MODEL, layers=1)
+    first = Plan("single", 1, 1, 2, 1, 1, 1, zero=0, exchange=own.exchange, remat="names(mixed)")
+    ranked = dataclasses.replace(CONFIG, model=model, plan=first)
+    told = picture.ranking([costs(ranked, 2)], DEVICES["h100"], own).partition("the first: ")[2]
+    before = [f"--config.plan.{name}={value}" for name, value in dataclasses.asdict(own).items() if value is not None]
+    values = experiment.read("experiments/lm/bytes.py", [*before, *shlex.split(told)])
+    assert resolve(values).plan == first
+
+
+def test_search_where_no_plan_is_at_fault():
+    wrong = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, output="sampled(0)", tied=False))
+    with pytest.raises(InputError) as alone:
+        costs(wrong, 1)
+    with pytest.raises(InputError) as found:
+        search.ranked(wrong, 2, DEVICES["h100"], lambda done, of: None)
+    assert str(found.value) == str(alone.value)
 
 
 def test_compiled_beside_planned():
