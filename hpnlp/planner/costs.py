@@ -18,9 +18,10 @@ from hpnlp.planner.devices import USABLE, Device
 from hpnlp.planner.program import Program, read
 from hpnlp.planner.traffic import Sent, held_bytes, step_traffic, trace
 from hpnlp.spec import parse_one
+from hpnlp.training import config as configs
 from hpnlp.training.config import Config
 from hpnlp.training.step import Trainer, check_batch, make_trainer
-from hpnlp.types import InputError, WordStats
+from hpnlp.types import WordStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,23 +75,15 @@ class Costs:
 
 
 def model_of(config: Config) -> LM:
-    """The model of a config, without its data: of a vocabulary that is counted from these, the size that was asked for, and
-    words as frequent as Zipf has them."""
-    c, tokenizer, stats = config.model, config.data.tokenizer, None
-    spec = parse_one(tokenizer, "data.tokenizer") if tokenizers.is_trained(tokenizer) else None
-    if not c.vocab and spec is not None:
-        sizes = [*spec.args, *(value for name, value in spec.kwargs if name in ("cap", "size"))]
-        if not sizes or not isinstance(sizes[0], int) or sizes[0] < 1:
-            raise InputError(
-                f"data.tokenizer={tokenizer!r} says no size, as words(30000) does: add it, or set model.vocab"
-            )
-        c = dataclasses.replace(c, vocab=sizes[0])
-    elif not c.vocab:
-        c = dataclasses.replace(c, vocab=tokenizers.build(tokenizer).vocab_size)
-    if spec is not None and spec.name == "words":
-        ids = np.arange(c.vocab)
-        stats = WordStats(10**9 // (1 + ids), ids)
-    return LM(dataclasses.replace(c, max_len=c.max_len or config.data.seq_len), stats)
+    """The model of a config, without its data: of a tokenizer that is trained on these, as large as it may be, and words as
+    frequent as Zipf has them. Raises InputError where no such tokenizer goes with the model."""
+    tokenizer, stats = config.data.tokenizer, None
+    least, most = tokenizers.sizes(tokenizer)
+    ids = max(least, min(most, config.model.vocab or most))
+    if tokenizers.is_trained(tokenizer) and parse_one(tokenizer, "data.tokenizer").name == "words":
+        ranks = np.arange(ids)
+        stats = WordStats(10**9 // (1 + ranks), ranks)
+    return configs.model_of(config, ids, stats)
 
 
 def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:

@@ -26,7 +26,7 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 
-MODEL = LMConfig(layers=6, dim=64, heads=4, mlp_dim=192, vocab=256, unroll=1)
+MODEL = LMConfig(layers=6, dim=64, heads=4, mlp_dim=192, vocab=264, unroll=1)
 CONFIG = Config(model=MODEL, data=DataConfig(seq_len=128, batch_size=16), plan=Plan("single"))
 SMALL = Device({"float32": 1e12, "bfloat16": 2e12}, 80e6, 1e11, 4, 1e10, 1e9, 1e9)
 
@@ -212,9 +212,35 @@ def test_vocabulary_without_data():
         return model_of(dataclasses.replace(bare, data=DataConfig(tokenizer=text))).config.vocab
 
     assert (size("bytes"), size("words(3000)"), size("bpe(4096)")) == (tokenizers.build("bytes").vocab_size, 3000, 4096)
-    for text in ("words", "words()", "words(-5)"):
-        with pytest.raises(InputError, match=re.escape(f"{text!r} says no size, as words(30000) does")):
+    for text in ("words", "words()", "bpe"):
+        with pytest.raises(InputError, match=r"tokenizer '(words|bpe)' takes .* missing a required argument"):
             size(text)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "message"),
+    [
+        ({"vocab": 10}, "bytes", "model.vocab=10 is less than the tokenizer's 264: set it to 0"),
+        ({"vocab": 200}, "bpe(4096)", "model.vocab=200 is less than the tokenizer's 259"),
+        ({"max_len": 64, "position": "learned"}, "bytes", "data.seq_len=128 is longer than model.max_len=64 learned"),
+        ({}, "words(2)", "tokenizer size 2: expected a number of ids, at least 5"),
+        ({}, "words(3000, by=lines)", "unknown split of words by 'lines'"),
+    ],
+)
+def test_what_training_refuses_is_not_planned(model, tokenizer, message):
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(MODEL, **{"vocab": 0} | model),
+        data=dataclasses.replace(CONFIG.data, tokenizer=tokenizer),
+    )
+    with pytest.raises(InputError, match=re.escape(message)):
+        costs(config, 1)
+
+
+def test_a_vocabulary_smaller_than_a_tokenizer_may_become_is_planned():
+    """Which text it is trained on decides whether training refuses it."""
+    model = dataclasses.replace(MODEL, layers=1, vocab=300)
+    assert costs(Config(model, DataConfig(tokenizer="words(3000)", seq_len=16, batch_size=8)), 1).parameters > 0
 
 
 @pytest.mark.parametrize("output", ["class(by=mass)", "hierarchical(similar)", "sampled(64,unigram)"])
