@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp import measure
 from hpnlp.data import tokenizers
@@ -20,6 +21,7 @@ from hpnlp.planner.traffic import Sent, held_bytes, step_traffic, trace
 from hpnlp.spec import parse_one
 from hpnlp.training import config as configs
 from hpnlp.training.config import Config
+from hpnlp.training.rows import keys
 from hpnlp.training.step import Trainer, check_batch, make_trainer
 from hpnlp.types import WordStats
 
@@ -107,8 +109,7 @@ def costs(config: Config, devices: int) -> Costs:
     layout, shapes = trainer.layout, trainer.state_shapes
     jaxpr = trace(trainer, rows, length).jaxpr
     program = read(jaxpr, parts_of(trainer), donated=True)
-    # Of tables of which some rows are trained, there are no gradients of the whole.
-    gradients = min(program.peak, held_bytes(trainer.part_shapes if layout.zero >= 2 else shapes.params))
+    gradients = min(program.peak, gradient_bytes(trainer, rows, length))
     memory = {
         "parameters": held_bytes(shapes.params),
         "optimizer": held_bytes(shapes.opt_state),
@@ -143,8 +144,22 @@ def costs(config: Config, devices: int) -> Costs:
 def state_bytes(config: Config, devices: int) -> int:
     """Of parameters, their gradients and what the optimizer keeps of them, on each device; no trace of the step."""
     trainer = trainer_of(config, devices)
-    gradients = trainer.part_shapes if trainer.layout.zero >= 2 else trainer.state_shapes.params
-    return held_bytes(trainer.state_shapes) + held_bytes(gradients)
+    return held_bytes(trainer.state_shapes) + gradient_bytes(trainer, config.data.batch_size, config.data.seq_len)
+
+
+def gradient_bytes(trainer: Trainer, rows: int, length: int) -> int:
+    """Of the gradients of a batch, on each device: of the rows alone, where a table's rows are trained."""
+    shapes = trainer.part_shapes if trainer.layout.zero >= 2 else trainer.state_shapes.params
+    trained = trainer.rows_trained(rows, length)
+
+    def kept(path: Any, x: Any) -> Any:
+        if (count := trained.get(keys(path))) is None:
+            return x
+        # What divides words does not divide the rows that are taken out; what divides the model's dimension does.
+        sharding = NamedSharding(x.sharding.mesh, PartitionSpec(None, *x.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=sharding)
+
+    return held_bytes(jax.tree_util.tree_map_with_path(kept, shapes))
 
 
 def parts_of(trainer: Trainer) -> dict[int, int]:

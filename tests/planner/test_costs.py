@@ -18,7 +18,7 @@ from hpnlp.models.lm import LMConfig, example_batch
 from hpnlp.parallel.plan import AXES, Plan
 from hpnlp.planner import DEVICES, Device, costs, picture, search
 from hpnlp.planner.compiled import compile_step
-from hpnlp.planner.costs import model_of, parts_of, trainer_of
+from hpnlp.planner.costs import gradient_bytes, model_of, parts_of, state_bytes, trainer_of
 from hpnlp.planner.program import read
 from hpnlp.planner.traffic import Sent, held_bytes, trace
 from hpnlp.training.config import Config, resolve
@@ -271,9 +271,30 @@ def test_rows_have_gradients_of_their_own():
     whole, rows = (
         costs(dataclasses.replace(config, optimizer=OptimizerConfig(rows=some)), 1) for some in (False, True)
     )
-    table = 20000 * 64 * 4
-    assert rows.memory["gradients"] + rows.memory.get("activations", 0) == rows.program.peak < table
+    table, dense = 20000 * 64 * 4, 4 * model.non_embedding_parameters()
+    # All tokens' rows, and of the output's those of all labels and 16 samples.
+    assert rows.memory["gradients"] == pytest.approx(dense + (64 + 64 + 16) * 64 * 4, rel=0.01)
+    assert rows.memory["gradients"] + rows.memory["activations"] == rows.program.peak < table
     assert whole.memory["gradients"] > 2 * table
+    freed = state_bytes(whole.config, 1) - state_bytes(rows.config, 1)
+    assert freed == whole.memory["gradients"] - rows.memory["gradients"]
+
+
+@pytest.mark.parametrize(("plan", "width"), [(Plan("zero2"), 8), (Plan("zero3"), 8), (Plan(tensor=8), 64)])
+def test_gradients_of_rows_are_what_the_compiler_makes(plan, width):
+    """A device's part of the model's dimension, of all rows; no gradient of a table."""
+    model = LMConfig(layers=1, dim=64, heads=8, mlp_dim=192, vocab=8000, unroll=1, tied=False, output="sampled(64)")
+    config = Config(model, DataConfig(seq_len=32, batch_size=16), OptimizerConfig(rows=True), plan=plan)
+    trainer = trainer_of(config, jax.devices())
+    tables = sum(trainer.rows_trained(16, 32).values()) * width * 4
+    whole = trainer.state_shapes.params if plan.name == "data" else trainer.part_shapes
+    rest = {name: part for name, part in whole.items() if name not in ("embed", "head")}
+    assert gradient_bytes(trainer, 16, 32) == held_bytes(rest) + tables
+    with jax.set_mesh(trainer.layout.mesh):
+        text = trace(trainer, 16, 32).lower().compile(ONCE).as_text()
+    made = {(int(rows), int(columns)) for rows, columns in re.findall(r"= f32\[(\d+),(\d+)\]\S* add\(", text)}
+    assert (32 * 16, width) in made and (32 * 16 + 64, width) in made
+    assert not any(rows in (1000, 8000) for rows, _ in made)
 
 
 @pytest.mark.parametrize(
