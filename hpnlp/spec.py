@@ -39,10 +39,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
-def parse(text: str) -> tuple[Spec, ...]:
+def parse(text: str, what: str) -> tuple[Spec, ...]:
     """`"a(1, x=2)*3,b"` -> (Spec(a, (1,), (("x", 2),), 3), Spec(b)).
 
-    Arguments are Python literals or bare words, which are taken as strings. Raises InputError where `text` is no spec.
+    Arguments are Python literals or bare words, which are taken as strings. what: the config field or argument that holds
+    `text`. Raises InputError where `text` is no spec.
     """
     try:
         marked = _WORDS.sub(lambda word: word[0] + _MARK, text)
@@ -52,7 +53,8 @@ def parse(text: str) -> tuple[Spec, ...]:
         return tuple(_spec(node) for node in tree.elts)
     except (SyntaxError, ValueError, AssertionError) as error:
         raise InputError(
-            f'{text!r} is not a spec: expected names with optional arguments and repeats, as in "window(256,0)*5,full"'
+            f"{what}={text!r} is not a spec: expected names with optional arguments and repeats, as in "
+            '"window(256,0)*5,full"'
         ) from error
 
 
@@ -110,10 +112,10 @@ def build(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, **extra:
 
 
 def parse_one(text: str, what: str) -> Spec:
-    """The single entry of a spec string that must name exactly one."""
-    specs = parse(text)
+    """The single entry of a spec string that must name exactly one. what: as of `parse`."""
+    specs = parse(text, what)
     if len(specs) != 1 or specs[0].repeat != 1:
-        raise InputError(f"{what} {text!r} names {len(specs)} entries: expected exactly one, as in {specs[0].name!r}")
+        raise InputError(f"{what}={text!r} names {len(specs)} entries: expected exactly one, as in {specs[0].name!r}")
     return specs[0]
 
 

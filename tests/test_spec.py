@@ -25,7 +25,7 @@ from hpnlp.types import InputError
     ],
 )
 def test_parse(text, specs):
-    assert parse(text) == specs
+    assert parse(text, "thing") == specs
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_parse(text, specs):
     ],
 )
 def test_what_is_no_spec(text):
-    with pytest.raises(InputError, match="is not a spec: expected names with optional arguments"):
-        parse(text)
+    with pytest.raises(InputError, match="^thing=.* is not a spec: expected names with optional arguments"):
+        parse(text, "thing")
 
 
 @given(st.text(max_size=20))
 def test_any_text_is_a_spec_or_an_input_error(text):
     try:
-        specs = parse(text)
+        specs = parse(text, "thing")
     except InputError:
         return
     assert all(isinstance(spec, Spec) for spec in specs)
@@ -65,18 +65,18 @@ def test_any_text_is_a_spec_or_an_input_error(text):
 
 def test_nothing_is_run():
     with pytest.raises(InputError):
-        parse("a(__import__('os').system('true'))")
+        parse("a(__import__('os').system('true'))", "thing")
 
 
 def test_specs_are_values():
-    (spec,) = parse("a(1, x=2)")
-    assert spec == dataclasses.replace(spec) and len({spec, *parse("a(1,x=2)")}) == 1
+    (spec,) = parse("a(1, x=2)", "thing")
+    assert spec == dataclasses.replace(spec) and len({spec, *parse("a(1,x=2)", "thing")}) == 1
 
 
 def test_parse_one():
     assert parse_one("wsd(0.1)", "schedule") == Spec("wsd", (0.1,))
     for text in ("a,b", "a*2"):
-        with pytest.raises(InputError, match="schedule .* expected exactly one, as in 'a'"):
+        with pytest.raises(InputError, match="schedule=.* expected exactly one, as in 'a'"):
             parse_one(text, "schedule")
 
 

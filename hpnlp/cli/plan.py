@@ -14,6 +14,7 @@ from absl import flags
 from hpnlp import cli
 from hpnlp.cli import experiment
 from hpnlp.spec import lookup
+from hpnlp.types import InputError
 
 USAGE = """
 hpnlp plan --config=experiments/lm/bytes.py --devices=512 --device=h200 [--config.plan.name=zero3 ...]
@@ -24,7 +25,8 @@ where it does not fit, the smallest change that would make it fit. Nothing is tr
 
 --depth=compiled compiles the step for so many pretended devices of this CPU as well, --depth=tpu for TPUs (with libtpu:
 pip install 'hpnlp[tpu-aot]'), and says how far off the plan was. --search ranks plans that fit: of tensor, pipeline and
-sequence the sizes that are powers of two, and each stage of ZeRO.
+sequence the sizes that are powers of two, and each stage of ZeRO. The config's own plan need not be one that these devices
+and the model allow; then --depth and --out are of the first.
 """
 
 flags.DEFINE_string("config", None, "An experiment file with get_config().")
@@ -60,22 +62,29 @@ def _run(argv: Sequence[str]) -> None:
 
     device = devices.this_cpu(f.devices) if f.device == "cpu" else lookup(planner.DEVICES, f.device, "device")
     resolved = config.resolve(values)
-    costs = planner.costs(resolved, f.devices)
-    print(picture.table(costs, device, f.device))
+    try:
+        costs = planner.costs(resolved, f.devices)
+        print(picture.table(costs, device, f.device))
+    except InputError as error:
+        if not f.search:
+            raise
+        costs = None
+        print(f"The config's own plan is left out: {error}")
     gc.enable()  # what follows may be long
-    if not costs.fits(device):
+    if costs and not costs.fits(device):
         mend = search.mended(costs, device)
         print(
             f"It fits with {mend[0]}: {mend[1].bytes / 1e9:.1f} GB, at least {mend[1].total_seconds(device):.3g} s a step."
             if mend
             else "No change that was tried makes it fit: take more devices, a smaller batch or a smaller model."
         )
-    if f.depth != "formulas":
-        print(compiled.compare(costs, f.depth, f.device))
     if f.search:
         found = search.ranked(resolved, f.devices, device, _say)
-        print(picture.ranking(found, device))
-    if f.out:
+        print(picture.ranking(found, device, resolved.plan))
+        costs = costs or next(iter(found), None)
+    if costs and f.depth != "formulas":
+        print(compiled.compare(costs, f.depth, f.device))
+    if costs and f.out:
         out = Path(f.out)
         print(picture.draw(costs, device, f.device, out if out.suffix else out.with_suffix(".png")))
 

@@ -180,16 +180,38 @@ def _size(value: object, least: int, example: str) -> int:
 
 TOKENIZERS = {
     "bytes": lambda texts: ByteTokenizer(),
-    "words": lambda cap, by="letters", *, texts: WordTokenizer.train(
-        _size(cap, WordTokenizer.SMALLEST, "words(30000)"), texts, str(by)
-    ),
-    "bpe": lambda size, texts: HFTokenizer.train(_size(size, HFTokenizer.SMALLEST, "bpe(8192)"), texts),
+    "words": lambda cap, by="letters", *, texts: WordTokenizer.train(_words(cap, by)[1], texts, str(by)),
+    "bpe": lambda size, texts: HFTokenizer.train(_pairs(size)[1], texts),
 }
+
+
+def _words(cap: Any, by: Any = "letters") -> tuple[int, int]:
+    specs.lookup(WordTokenizer.SPLITS, str(by), "split of words by")
+    return WordTokenizer.SMALLEST, _size(cap, WordTokenizer.SMALLEST, "words(30000)")
+
+
+def _pairs(size: Any) -> tuple[int, int]:
+    return HFTokenizer.SMALLEST, _size(size, HFTokenizer.SMALLEST, "bpe(8192)")
+
+
+# Of those that are trained, how many ids they have, at least and at most, by their arguments.
+_TRAINED = {"words": _words, "bpe": _pairs}
 
 
 def is_trained(spec: str) -> bool:
     """True where `build(spec, texts)` reads the texts."""
-    return specs.is_name(spec) and specs.parse_one(spec, "tokenizer").name in ("words", "bpe")
+    return specs.is_name(spec) and specs.parse_one(spec, "data.tokenizer").name in _TRAINED
+
+
+def sizes(spec: str) -> tuple[int, int]:
+    """How many ids the tokenizer that `spec` names has, at least and at most, whatever it is trained on.
+
+    Raises InputError as `build`, but for the texts.
+    """
+    if is_trained(spec):
+        return specs.build(specs.parse_one(spec, "data.tokenizer"), _TRAINED, "tokenizer")
+    size = build(spec).vocab_size
+    return size, size
 
 
 def build(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
@@ -201,7 +223,7 @@ def build(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
     """
     if not specs.is_name(spec):
         return load(spec)
-    return specs.build(specs.parse_one(spec, "tokenizer"), TOKENIZERS, "tokenizer", texts=texts)
+    return specs.build(specs.parse_one(spec, "data.tokenizer"), TOKENIZERS, "tokenizer", texts=texts)
 
 
 def load(path: str) -> Tokenizer:

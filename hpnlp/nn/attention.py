@@ -49,7 +49,9 @@ ROPE_SCALINGS: dict[str, Any] = {
 
 def alternation(text: str) -> tuple[Spec, ...]:
     """The mixers that layers take in turn: the shortest period of a spec string, its repeats written out."""
-    specs = tuple(dataclasses.replace(spec, repeat=1) for spec in parse(text) for _ in range(spec.repeat))
+    specs = tuple(
+        dataclasses.replace(spec, repeat=1) for spec in parse(text, "model.mixer") for _ in range(spec.repeat)
+    )
     lengths = (n for n in range(1, len(specs)) if specs == specs[:n] * (len(specs) // n))
     return specs[: next(lengths, len(specs))]
 

@@ -111,14 +111,13 @@ class Plan:
         shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
         if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
             raise InputError(f"plan ({shown}): sizes are at least 1, and one of them may be -1, which takes the rest")
-        fixed = math.prod(size for size in sizes.values() if size != -1)
-        if -1 in sizes.values():
+        fixed, fills = math.prod(size for size in sizes.values() if size != -1), -1 in sizes.values()
+        if fills:
             sizes = {axis: device_count // fixed if size == -1 else size for axis, size in sizes.items()}
         if math.prod(sizes.values()) != device_count and not (self.name == "single" and fixed == 1):
             raise InputError(
                 f"plan ({shown}) does not divide {device_count} device{'s' * (device_count > 1)}: "
-                f"{fixed} is the product of the given sizes; choose sizes whose product is {device_count}, "
-                f"or set one of {', '.join(f'plan.{axis}' for axis in AXES if axis != 'expert')} to -1"
+                f"{fixed} is the product of the given sizes; {_mend(sizes, fixed, device_count, fills)}"
             )
         if sizes["expert"] > 1:
             raise InputError(f"plan.expert={sizes['expert']}: no model here has experts to share out: leave it 1")
@@ -190,3 +189,12 @@ class Plan:
             self.recompute_stages,
             self.offload_parameters,
         )
+
+
+def _mend(sizes: Mapping[str, int], fixed: int, device_count: int, fills: bool) -> str:
+    """What to do about sizes whose product, `fixed`, is not the devices'. fills: whether one of them takes the rest already."""
+    if fills:
+        return f"choose sizes whose product divides {device_count}"
+    able = [f"plan.{axis}" for axis in AXES if axis != "expert" and device_count % (fixed // sizes[axis]) == 0]
+    rest = f", or set {'one of ' * (len(able) > 1)}{', '.join(able)} to -1" if able else ""
+    return f"choose sizes whose product is {device_count}{rest}"

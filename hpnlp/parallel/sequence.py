@@ -221,27 +221,28 @@ def _kind(going: Course, hop: Array, i: Array, j: Array) -> Array:
     return jnp.asarray(going.kinds, jnp.int32)[chunks[here, i], chunks[(here - hop) % devices, j]]
 
 
-def _hops(going: Course, step: Callable[..., Any], carry: Any, moving: Any, *, all_the_way: bool) -> tuple[Any, Any]:
-    """`step(carry, moving, hop, i, j) -> (carry, moving)` for each pair of chunks at each hop, while `moving` goes round.
-
-    all_the_way: it is sent on after the last hop, too.
-    """
+def _hops(going: Course, step: Callable[..., Any], carry: Any, moving: Any) -> tuple[Any, Any]:
+    """`step(carry, moving, hop, i, j) -> (carry, moving)` for each pair of chunks at each hop, while `moving` goes round: it
+    ends where the last hop found it, `going.first + going.count - 1` devices from where it was."""
+    if not going.count:
+        return carry, moving
     moving = _sent(moving, going.first)
     pairs = jnp.asarray([(i, j) for i in range(2) for j in range(2)], jnp.int32)
 
-    def hop(state: Any, number: Array) -> tuple[Any, None]:
-        one = lambda state, pair: (step(*state, number, pair[0], pair[1]), None)  # noqa: E731
-        carry, moving = lax.scan(one, state, pairs)[0]
-        if all_the_way:
-            return (carry, _sent(moving, 1)), None
-        more = number < going.first + going.count - 1
-        return (carry, lax.cond(more, lambda: _sent(moving, 1), lambda: moving)), None
+    def hop(state: Any, number: Array) -> tuple[Any, Any]:
+        return lax.scan(lambda state, pair: (step(*state, number, pair[0], pair[1]), None), state, pairs)[0]
+
+    def hop_and_send(state: Any, number: Array) -> tuple[Any, None]:
+        carry, moving = hop(state, number)
+        return (carry, _sent(moving, 1)), None
 
     numbers = going.first + jnp.arange(going.count, dtype=jnp.int32)
     # Tied to what moves: what hangs on the hops alone, masks of tiles above all, would be made of all of them before a loop
     # over layers, and kept for its backward pass.
     numbers, _ = lax.optimization_barrier((numbers, jax.tree.leaves(moving)[0]))
-    return lax.scan(hop, (carry, moving), numbers)[0]
+    # The last hop stands apart, as nobody would use what it sent on.
+    state = lax.scan(hop_and_send, (carry, moving), numbers[:-1])[0] if going.count > 1 else (carry, moving)
+    return hop(state, numbers[-1])
 
 
 def _at(tree: Any, i: int | Array) -> Any:
@@ -270,7 +271,7 @@ def _ring_forward(
         return tuple(_put(x, new, i) for x, new in zip(carry, merged, strict=True)), moving
 
     start = jax.tree.map(lambda x: jnp.stack([x, x]), (nothing[0].astype(jnp.float32), nothing[1]))
-    (o, lse), _ = _hops(going, step, start, moving, all_the_way=False)
+    (o, lse), _ = _hops(going, step, start, moving)
     o, lse = (checkpoint_name(x, "mixed") for x in (o, lse))
     return _back(o).astype(q.dtype), (q, k, v, rows, columns, o, lse)
 
@@ -307,9 +308,10 @@ def _ring_backward(going: Course, part: Callable[..., Any], saved: Any, do: Arra
         return dq, (keys, dk, dv)
 
     zeros = [jnp.stack([x, x]) for x in nothing]
-    # The gradients set out with the keys that they are of, and come home with them.
-    dq, (_, dk, dv) = _hops(going, step, zeros[0], (moving, zeros[1], zeros[2]), all_the_way=True)
-    dk, dv = _sent((dk, dv), -(going.first + going.count))
+    # The gradients set out with the keys that they are of, and come home from where the last hop found them.
+    dq, (_, dk, dv) = _hops(going, step, zeros[0], (moving, zeros[1], zeros[2]))
+    if going.count:
+        dk, dv = _sent((dk, dv), 1 - going.first - going.count)
     return _back(dq).astype(q.dtype), _back(dk).astype(k.dtype), _back(dv).astype(v.dtype), None, None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp import measure
 from hpnlp.data import tokenizers
@@ -18,9 +19,11 @@ from hpnlp.planner.devices import USABLE, Device
 from hpnlp.planner.program import Program, read
 from hpnlp.planner.traffic import Sent, held_bytes, step_traffic, trace
 from hpnlp.spec import parse_one
+from hpnlp.training import config as configs
 from hpnlp.training.config import Config
+from hpnlp.training.rows import keys
 from hpnlp.training.step import Trainer, check_batch, make_trainer
-from hpnlp.types import InputError, WordStats
+from hpnlp.types import WordStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,23 +77,15 @@ class Costs:
 
 
 def model_of(config: Config) -> LM:
-    """The model of a config, without its data: of a vocabulary that is counted from these, the size that was asked for, and
-    words as frequent as Zipf has them."""
-    c, tokenizer, stats = config.model, config.data.tokenizer, None
-    spec = parse_one(tokenizer, "data.tokenizer") if tokenizers.is_trained(tokenizer) else None
-    if not c.vocab and spec is not None:
-        sizes = [*spec.args, *(value for name, value in spec.kwargs if name in ("cap", "size"))]
-        if not sizes or not isinstance(sizes[0], int) or sizes[0] < 1:
-            raise InputError(
-                f"data.tokenizer={tokenizer!r} says no size, as words(30000) does: add it, or set model.vocab"
-            )
-        c = dataclasses.replace(c, vocab=sizes[0])
-    elif not c.vocab:
-        c = dataclasses.replace(c, vocab=tokenizers.build(tokenizer).vocab_size)
-    if spec is not None and spec.name == "words":
-        ids = np.arange(c.vocab)
-        stats = WordStats(10**9 // (1 + ids), ids)
-    return LM(dataclasses.replace(c, max_len=c.max_len or config.data.seq_len), stats)
+    """The model of a config, without its data: of a tokenizer that is trained on these, as large as it may be, and words as
+    frequent as Zipf has them. Raises InputError where no such tokenizer goes with the model."""
+    tokenizer, stats = config.data.tokenizer, None
+    least, most = tokenizers.sizes(tokenizer)
+    ids = max(least, min(most, config.model.vocab or most))
+    if tokenizers.is_trained(tokenizer) and parse_one(tokenizer, "data.tokenizer").name == "words":
+        ranks = np.arange(ids)
+        stats = WordStats(10**9 // (1 + ranks), ranks)
+    return configs.model_of(config, ids, stats)
 
 
 def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:
@@ -114,8 +109,7 @@ def costs(config: Config, devices: int) -> Costs:
     layout, shapes = trainer.layout, trainer.state_shapes
     jaxpr = trace(trainer, rows, length).jaxpr
     program = read(jaxpr, parts_of(trainer), donated=True)
-    # Of tables of which some rows are trained, there are no gradients of the whole.
-    gradients = min(program.peak, held_bytes(trainer.part_shapes if layout.zero >= 2 else shapes.params))
+    gradients = min(program.peak, gradient_bytes(trainer, rows, length))
     memory = {
         "parameters": held_bytes(shapes.params),
         "optimizer": held_bytes(shapes.opt_state),
@@ -150,8 +144,22 @@ def costs(config: Config, devices: int) -> Costs:
 def state_bytes(config: Config, devices: int) -> int:
     """Of parameters, their gradients and what the optimizer keeps of them, on each device; no trace of the step."""
     trainer = trainer_of(config, devices)
-    gradients = trainer.part_shapes if trainer.layout.zero >= 2 else trainer.state_shapes.params
-    return held_bytes(trainer.state_shapes) + held_bytes(gradients)
+    return held_bytes(trainer.state_shapes) + gradient_bytes(trainer, config.data.batch_size, config.data.seq_len)
+
+
+def gradient_bytes(trainer: Trainer, rows: int, length: int) -> int:
+    """Of the gradients of a batch, on each device: of the rows alone, where a table's rows are trained."""
+    shapes = trainer.part_shapes if trainer.layout.zero >= 2 else trainer.state_shapes.params
+    trained = trainer.rows_trained(rows, length)
+
+    def kept(path: Any, x: Any) -> Any:
+        if (count := trained.get(keys(path))) is None:
+            return x
+        # What divides words does not divide the rows that are taken out; what divides the model's dimension does.
+        sharding = NamedSharding(x.sharding.mesh, PartitionSpec(None, *x.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=sharding)
+
+    return held_bytes(jax.tree_util.tree_map_with_path(kept, shapes))
 
 
 def parts_of(trainer: Trainer) -> dict[int, int]:

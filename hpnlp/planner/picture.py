@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpnlp.parallel.plan import AXES, Plan
+from hpnlp.parallel.plan import Plan
 from hpnlp.planner.costs import Costs
 from hpnlp.planner.devices import USABLE, Device
-from hpnlp.planner.search import named
+from hpnlp.planner.search import flags, named
 from hpnlp.planner.traffic import total
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError
@@ -77,8 +77,8 @@ def _uncounted(costs: Costs) -> list[str]:
     return found + ([f"the loss of {output}"] if parse_one(output, "model.output").name != "full" else [])
 
 
-def ranking(found: Sequence[Costs], device: Device) -> str:
-    """Plans in the order in which they were given."""
+def ranking(found: Sequence[Costs], device: Device, own: Plan) -> str:
+    """Plans in the order in which they were given, and the flags that make the first of the config's own."""
     if not found:
         return "No plan fits: take more devices, a smaller batch or a smaller model."
     head = f"{'plan':58}{'GB':>9}{'ms a step':>12}{'MFU':>8}"
@@ -86,15 +86,12 @@ def ranking(found: Sequence[Costs], device: Device) -> str:
         f"{named(one):58}{one.bytes / 1e9:9.2f}{1e3 * one.total_seconds(device):12.2f}{100 * one.mfu(device):7.1f}%"
         for one in found
     ]
-    # A size of 1 is that of the plan `single`, and without fsdp there is no stage of ZeRO.
-    flags = " ".join(
-        f"--config.plan.{field.name}={value}"
+    change = {
+        f"plan.{field.name}": value
         for field in dataclasses.fields(Plan)
-        if (value := getattr(found[0].config.plan, field.name)) != field.default
-        and not (field.name in AXES and value == 1)
-        and (field.name, value) != ("zero", 0)
-    )
-    return "\n".join([head, *lines[:20], f"the first: {flags}"])
+        if not (value := getattr(found[0].config.plan, field.name)) == getattr(own, field.name) == field.default
+    }
+    return "\n".join([head, *lines[:20], f"the first: {flags(change)}"])
 
 
 def draw(costs: Costs, device: Device, kind: str, path: Path) -> Path:

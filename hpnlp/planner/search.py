@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shlex
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from hpnlp.parallel.plan import AXES, Plan
 from hpnlp.planner.costs import Costs, costs, state_bytes
 from hpnlp.planner.devices import USABLE, Device
 from hpnlp.training.config import Config
 from hpnlp.types import InputError
+
+T = TypeVar("T")
 
 REMATS = ("none", "names(mixed)", "full")
 
@@ -38,28 +41,45 @@ def mended(found: Costs, device: Device) -> tuple[str, Costs] | None:
     for change in (*changes, *pairs):
         made = _costs_of(config, change, found.devices)
         if made is not None and made.fits(device):
-            return " ".join(f"--config.{name}={value}" for name, value in change.items()), made
+            return flags(change), made
     return None
+
+
+def flags(change: dict[str, Any]) -> str:
+    """A change to a config, "section.field" -> value, as a shell takes it."""
+    return " ".join(shlex.quote(f"--config.{name}={value}") for name, value in change.items())
 
 
 def ranked(config: Config, devices: int, device: Device, said: Callable[[int, int], None]) -> list[Costs]:
     """Plans for so many devices that fit, by the time of a step, of the batch that the config has.
 
     Each is taken with the least recomputation that fits. said: is told how many of how many are done. Cost: a trace of the
-    step, or up to three, for each plan whose state alone fits.
+    step, or up to three, for each plan whose state alone fits. Raises InputError where all plans are refused, as the first is.
     """
-    plans = [plan for plan in _plans(config, devices) if _may_fit(config, plan, devices, device)]
-    fitting = []
+    refused: list[InputError] = []
+
+    def asked(function: Callable[[Config, int], T], plan: Plan) -> T | None:
+        try:
+            return function(dataclasses.replace(config, plan=plan), devices)
+        except InputError as error:
+            refused.append(error)
+            return None
+
+    sizes = {plan: size for plan in _plans(config, devices) if (size := asked(state_bytes, plan)) is not None}
+    plans = [plan for plan, size in sizes.items() if size <= USABLE * device.memory]
+    known, fitting = len(plans) < len(sizes), []
     for done, plan in enumerate(plans):
         said(done, len(plans))
         for remat in REMATS:
-            change = {"plan": dataclasses.replace(plan, remat=remat)}
-            made = _costs_of(config, change, devices)
+            made = asked(costs, dataclasses.replace(plan, remat=remat))
             if made is None:
                 break
+            known = True
             if made.fits(device):
                 fitting.append(made)
                 break
+    if refused and not known:
+        raise refused[0]
     said(len(plans), len(plans))
     return sorted(fitting, key=lambda one: one.total_seconds(device))
 
@@ -77,13 +97,6 @@ def _plans(config: Config, devices: int) -> Iterator[Plan]:
             own: dict[str, Any] = {"data": 1, "fsdp": dp} if zero else {"data": dp, "fsdp": 1}
             open_ = {"name": "single", "microbatches": 0, "rounds": 1, "recompute_stages": False}
             yield dataclasses.replace(config.plan, **open_, **sizes, **own, zero=zero)
-
-
-def _may_fit(config: Config, plan: Plan, devices: int, device: Device) -> bool:
-    try:
-        return state_bytes(dataclasses.replace(config, plan=plan), devices) <= USABLE * device.memory
-    except InputError:
-        return False
 
 
 def _costs_of(config: Config, change: dict[str, Any], devices: int) -> Costs | None:

@@ -40,7 +40,7 @@ class Index:
 
     def __init__(self, kind: str = "exact", *, mesh: Mesh | None = None, axis: str = "data") -> None:
         self.mesh, self.axis = mesh, axis
-        self.kind: Kind = build(parse_one(kind, "index"), KINDS, "index")
+        self.kind: Kind = build(parse_one(kind, "kind"), KINDS, "index")
         self._parts: int = 1 if mesh is None else lookup(mesh.shape, axis, "mesh axis")
         if self._parts > 1 and not self.kind.on_devices:
             raise InputError(f"an index of kind {kind!r} cannot be divided over a mesh: leave mesh out")

@@ -11,11 +11,11 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from hpnlp.data.stream import DataConfig
-from hpnlp.models.lm import LMConfig
+from hpnlp.models.lm import LM, LMConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.types import InputError
+from hpnlp.types import InputError, WordStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +96,25 @@ class Config:
                 f"train.eval_stride={self.train.eval_stride} is more than data.seq_len={self.data.seq_len}: choose 0 for "
                 "whole rows, or at most that"
             )
+
+
+def model_of(config: Config, ids: int, stats: WordStats | None) -> LM:
+    """The model of a config for a tokenizer of so many ids, used as `stats` says.
+
+    Raises InputError where these are more than the model has, or rows are longer than its positions reach.
+    """
+    model = config.model
+    if model.vocab and model.vocab < ids:
+        raise InputError(
+            f"model.vocab={model.vocab} is less than the tokenizer's {ids}: set it to 0, or to at least that"
+        )
+    max_len = model.max_len or config.data.seq_len
+    if model.position == "learned" and config.data.seq_len > max_len:
+        raise InputError(
+            f"data.seq_len={config.data.seq_len} is longer than model.max_len={max_len} learned positions: change one"
+        )
+    vocab = model.vocab or ids
+    return LM(dataclasses.replace(model, vocab=vocab, max_len=max_len), stats and stats.padded(vocab))
 
 
 def default() -> ConfigDict:

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.models.lm import LM, apart
 from hpnlp.ops.softmax.sampling import pick
+from hpnlp.parallel import offload
 from hpnlp.types import InputError, Tokenizer
 
 CHUNK = 16  # tokens a call of the decoding program: the host stays out of the inner loop, and text still streams
@@ -101,6 +102,7 @@ class Generation:
         ids = {"eos": jnp.int32(self._eos), "pad": jnp.int32(pad_id)}
 
         start = time.perf_counter()
+        params = offload.here(params)
         layout, params = _replicated(params), jax.jit(apart)(params)
         self._start, self._always = (params, padded, lengths), (params, draw, ids)
         prefill, decode = _jitted(layout)

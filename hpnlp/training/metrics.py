@@ -168,7 +168,7 @@ WRITERS: dict[str, Callable[..., Writer]] = {"tensorboard": TensorBoardWriter, "
 
 def find_writers(names: str) -> list[Callable[..., Writer]]:
     """The entries of WRITERS that a spec names, to be called with `workdir` and `last_step`."""
-    specs = parse(names) if names.strip() else ()
+    specs = parse(names, "train.writers") if names.strip() else ()
     for spec in specs:
         lookup(WRITERS, spec.name, "writer")
     return [functools.partial(build, spec, WRITERS, "writer") for spec in specs]

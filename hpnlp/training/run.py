@@ -22,20 +22,8 @@ from hpnlp.types import InputError, Tokenizer
 
 
 def make_model(config: Config, tokenizer: Tokenizer) -> LM:
-    """The model of a config, with the sizes that depend on the data filled in."""
-    model = config.model
-    if model.vocab and model.vocab < tokenizer.vocab_size:
-        raise InputError(
-            f"model.vocab={model.vocab} is less than the tokenizer's {tokenizer.vocab_size}: set it to 0, or to at least that"
-        )
-    max_len = model.max_len or config.data.seq_len
-    if model.position == "learned" and config.data.seq_len > max_len:
-        raise InputError(
-            f"data.seq_len={config.data.seq_len} is longer than model.max_len={max_len} learned positions: change one"
-        )
-    vocab = model.vocab or tokenizer.vocab_size
-    stats = tokenizer.stats and tokenizer.stats.padded(vocab)
-    return LM(dataclasses.replace(model, vocab=vocab, max_len=max_len), stats)
+    """The model of a config, with the sizes that depend on the data filled in. Raises InputError as `configs.model_of`."""
+    return configs.model_of(config, tokenizer.vocab_size, tokenizer.stats)
 
 
 def saved_tokenizer(workdir: Path) -> Tokenizer | None:

@@ -65,7 +65,8 @@ class Trainer:
     init(key[, params]) -> state; step(state, batch, key) -> (state, metrics), state donated; evaluate(params, batch) -> (sum,
     weight) of the loss in nats. Batches are global arrays over batch_sharding. state_shapes carries the shardings.
     gives_probabilities: whether that loss is -log p(label). undivided: the matrices that no axis of the mesh divides.
-    part_shapes: as the parameters', laid out as their statistics are. counted: makes the
+    part_shapes: as the parameters', laid out as their statistics are. rows_trained(rows, length): how many rows of a table a
+    batch of that shape trains at most, by the table's path, where it does not train all. counted: makes the
     trainer of one device, whose products are the model's, where here some are left out or made in idle ticks.
     """
 
@@ -78,6 +79,7 @@ class Trainer:
     layout: Layout
     undivided: tuple[str, ...]
     part_shapes: Any
+    rows_trained: Callable[[int, int], Mapping[rows.Path, int]]
     counted: Callable[[], Trainer] | None
 
     def flops(self, rows: int, length: int) -> int | None:
@@ -111,7 +113,6 @@ def make_trainer(
     it is not named. Nothing is allocated; a model that the plan does not divide raises InputError.
     """
     optimizer, schedule = make_optimizer(config, steps), make_schedule(config, steps)
-    # Who looks for a NaN has every operation run by itself, and of those inside a shard_map jax does so without end.
     layout = plan.layout(model.config.sizes(), devices)
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     c, mesh, (axes, own) = model.config, layout.mesh, axes_and_shapes(model)
@@ -127,6 +128,7 @@ def make_trainer(
         )
     if plan.offload_parameters:
         check_by_layer(model, config)
+    # Who looks for a NaN has every operation run by itself, and of those inside a shard_map jax does so without end.
     alone = (mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
     placement = None if alone else _placement(layout, axes["layers"], masks_of(model))
     divided = model.clone(placement=placement, remat=plan.remat)
@@ -248,9 +250,12 @@ def make_trainer(
 
     shapes = jax.eval_shape(lambda params: init(jax.random.key(0), params), own)
     table_shapes = {rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
-    jax.eval_shape(
-        lambda params: touched(params, example_batch(config.accumulate, 8), jax.random.key(0)), own
-    )  # or says why not
+
+    def rows_trained(count: int, length: int) -> dict[rows.Path, int]:
+        found = jax.eval_shape(lambda params: touched(params, example_batch(count, length), jax.random.key(0)), own)
+        return {path: ids.size for path, ids in found.items()}
+
+    rows_trained(config.accumulate, 8)  # or says why not
     shardings = _state_shardings(layout, axes, shapes)
     if plan.offload_optimizer:
         shardings = dataclasses.replace(shardings, opt_state=offload.hosted(shardings.opt_state))
@@ -276,6 +281,7 @@ def make_trainer(
         gives_probabilities=model.is_normalized,
         layout=layout,
         undivided=tuple(layout.undivided(axes, shapes.params)),
+        rows_trained=rows_trained,
         counted=None
         if layout.size("layers", "length") == 1
         else functools.partial(

@@ -52,6 +52,16 @@ def test_a_search_and_a_compiled_step(plan):
     assert "all that is sent, bytes" in outcome.out and "Compiled in" in outcome.out
 
 
+def test_a_search_leaves_out_a_plan_that_does_not_divide_the_devices(plan):
+    call, out = plan
+    outcome = call("--devices=2", "--search", "--config.model.layers=1", "--config.plan.data=3")
+    assert outcome.code == 0
+    told, ranking = outcome.out.split("\n", 1)
+    assert told.startswith("The config's own plan is left out: plan (data=3) does not divide 2 devices")
+    assert "data 2 " in ranking and "the first: --config.plan.name=single" in ranking
+    assert matplotlib.image.imread(out).size
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

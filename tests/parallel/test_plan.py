@@ -38,10 +38,18 @@ def test_sizes(plan, devices, sizes):
     ("plan", "message"),
     [
         (Plan("zero4"), "unknown plan 'zero4': did you mean 'zero"),
-        (Plan(data=3), "plan (data=3) does not divide 8 devices: 3 is the product"),
+        (Plan(data=3), "product of the given sizes; choose sizes whose product is 8, or set plan.data to -1"),
+        (Plan(data=3, tensor=2), "(data=3, tensor=2) does not divide 8 devices: 6 is the product"),
+        (Plan(data=3, tensor=2), "choose sizes whose product is 8, or set plan.data to -1"),
+        (Plan(data=3, fsdp=3), "choose sizes whose product is 8."),
         (Plan(fsdp=3), "plan (data=-1, fsdp=3) does not divide 8 devices"),
+        (Plan(fsdp=3), "3 is the product of the given sizes; choose sizes whose product divides 8."),
         (Plan("tensor", tensor=16), "does not divide 8 devices: 16 is the product"),
         (Plan("single", tensor=2), "plan (tensor=2) does not divide 8 devices: 2 is the product"),
+        (
+            Plan("single", tensor=2),
+            "8, or set one of plan.pipeline, plan.data, plan.fsdp, plan.sequence, plan.tensor to -1",
+        ),
         (Plan(data=-1, fsdp=-1), "sizes are at least 1, and one of them may be -1"),
         (Plan(data=0), "sizes are at least 1"),
         (Plan(tensor=-2), "sizes are at least 1"),
@@ -64,7 +72,7 @@ def test_sizes(plan, devices, sizes):
 def test_sizes_that_do_not_fit(plan, message):
     with pytest.raises(InputError) as caught:
         plan.sizes(8)
-    assert message in str(caught.value)
+    assert message in f"{caught.value}."
 
 
 @pytest.mark.parametrize(

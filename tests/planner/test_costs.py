@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import shlex
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +11,22 @@ import pytest
 from jax import lax
 
 from hpnlp import measure
+from hpnlp.cli import experiment
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import DataConfig
 from hpnlp.models.lm import LMConfig, example_batch
 from hpnlp.parallel.plan import AXES, Plan
 from hpnlp.planner import DEVICES, Device, costs, picture, search
 from hpnlp.planner.compiled import compile_step
-from hpnlp.planner.costs import model_of, parts_of, trainer_of
+from hpnlp.planner.costs import gradient_bytes, model_of, parts_of, state_bytes, trainer_of
 from hpnlp.planner.program import read
 from hpnlp.planner.traffic import Sent, held_bytes, trace
-from hpnlp.training.config import Config
+from hpnlp.training.config import Config, resolve
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 
-MODEL = LMConfig(layers=6, dim=64, heads=4, mlp_dim=192, vocab=256, unroll=1)
+MODEL = LMConfig(layers=6, dim=64, heads=4, mlp_dim=192, vocab=264, unroll=1)
 CONFIG = Config(model=MODEL, data=DataConfig(seq_len=128, batch_size=16), plan=Plan("single"))
 SMALL = Device({"float32": 1e12, "bfloat16": 2e12}, 80e6, 1e11, 4, 1e10, 1e9, 1e9)
 
@@ -137,7 +139,7 @@ def test_the_smallest_change_that_fits():
     found = planned(Plan("data"), data=DataConfig(seq_len=128, batch_size=256))
     assert not found.fits(SMALL)
     flags, other = search.mended(found, SMALL)
-    assert other.fits(SMALL) and flags == "--config.plan.remat=names(mixed)"
+    assert other.fits(SMALL) and flags == "'--config.plan.remat=names(mixed)'"
     tiny = dataclasses.replace(SMALL, memory=1e5)
     assert search.mended(found, tiny) is None
 
@@ -169,6 +171,32 @@ def test_search_keeps_what_it_does_not_choose():
     assert kept == {(True, "heads", 1)}
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        Plan("3d", tensor=4, fsdp=-1, zero=2, rounds=2, microbatches=4, recompute_stages=True),
+        Plan(sequence=2, exchange="heads", remat="full", offload_optimizer=True),
+    ],
+)
+def test_the_flags_of_a_ranking_make_the_first_of_the_configs_own(own):
+    model = dataclasses.replace(MODEL, layers=1)
+    first = Plan("single", 1, 1, 2, 1, 1, 1, zero=0, exchange=own.exchange, remat="names(mixed)")
+    ranked = dataclasses.replace(CONFIG, model=model, plan=first)
+    told = picture.ranking([costs(ranked, 2)], DEVICES["h100"], own).partition("the first: ")[2]
+    before = [f"--config.plan.{name}={value}" for name, value in dataclasses.asdict(own).items() if value is not None]
+    values = experiment.read("experiments/lm/bytes.py", [*before, *shlex.split(told)])
+    assert resolve(values).plan == first
+
+
+def test_search_where_no_plan_is_at_fault():
+    wrong = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, output="sampled(0)", tied=False))
+    with pytest.raises(InputError) as alone:
+        costs(wrong, 1)
+    with pytest.raises(InputError) as found:
+        search.ranked(wrong, 2, DEVICES["h100"], lambda done, of: None)
+    assert str(found.value) == str(alone.value)
+
+
 def test_compiled_beside_planned():
     found = planned(Plan("data", data=2, fsdp=2, tensor=2, zero=3))
     made = compile_step(found, "compiled", "h100")
@@ -184,9 +212,35 @@ def test_vocabulary_without_data():
         return model_of(dataclasses.replace(bare, data=DataConfig(tokenizer=text))).config.vocab
 
     assert (size("bytes"), size("words(3000)"), size("bpe(4096)")) == (tokenizers.build("bytes").vocab_size, 3000, 4096)
-    for text in ("words", "words()", "words(-5)"):
-        with pytest.raises(InputError, match=re.escape(f"{text!r} says no size, as words(30000) does")):
+    for text in ("words", "words()", "bpe"):
+        with pytest.raises(InputError, match=r"tokenizer '(words|bpe)' takes .* missing a required argument"):
             size(text)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "message"),
+    [
+        ({"vocab": 10}, "bytes", "model.vocab=10 is less than the tokenizer's 264: set it to 0"),
+        ({"vocab": 200}, "bpe(4096)", "model.vocab=200 is less than the tokenizer's 259"),
+        ({"max_len": 64, "position": "learned"}, "bytes", "data.seq_len=128 is longer than model.max_len=64 learned"),
+        ({}, "words(2)", "tokenizer size 2: expected a number of ids, at least 5"),
+        ({}, "words(3000, by=lines)", "unknown split of words by 'lines'"),
+    ],
+)
+def test_what_training_refuses_is_not_planned(model, tokenizer, message):
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(MODEL, **{"vocab": 0} | model),
+        data=dataclasses.replace(CONFIG.data, tokenizer=tokenizer),
+    )
+    with pytest.raises(InputError, match=re.escape(message)):
+        costs(config, 1)
+
+
+def test_a_vocabulary_smaller_than_a_tokenizer_may_become_is_planned():
+    """Which text it is trained on decides whether training refuses it."""
+    model = dataclasses.replace(MODEL, layers=1, vocab=300)
+    assert costs(Config(model, DataConfig(tokenizer="words(3000)", seq_len=16, batch_size=8)), 1).parameters > 0
 
 
 @pytest.mark.parametrize("output", ["class(by=mass)", "hierarchical(similar)", "sampled(64,unigram)"])
@@ -217,9 +271,30 @@ def test_rows_have_gradients_of_their_own():
     whole, rows = (
         costs(dataclasses.replace(config, optimizer=OptimizerConfig(rows=some)), 1) for some in (False, True)
     )
-    table = 20000 * 64 * 4
-    assert rows.memory["gradients"] + rows.memory.get("activations", 0) == rows.program.peak < table
+    table, dense = 20000 * 64 * 4, 4 * model.non_embedding_parameters()
+    # All tokens' rows, and of the output's those of all labels and 16 samples.
+    assert rows.memory["gradients"] == pytest.approx(dense + (64 + 64 + 16) * 64 * 4, rel=0.01)
+    assert rows.memory["gradients"] + rows.memory["activations"] == rows.program.peak < table
     assert whole.memory["gradients"] > 2 * table
+    freed = state_bytes(whole.config, 1) - state_bytes(rows.config, 1)
+    assert freed == whole.memory["gradients"] - rows.memory["gradients"]
+
+
+@pytest.mark.parametrize(("plan", "width"), [(Plan("zero2"), 8), (Plan("zero3"), 8), (Plan(tensor=8), 64)])
+def test_gradients_of_rows_are_what_the_compiler_makes(plan, width):
+    """A device's part of the model's dimension, of all rows; no gradient of a table."""
+    model = LMConfig(layers=1, dim=64, heads=8, mlp_dim=192, vocab=8000, unroll=1, tied=False, output="sampled(64)")
+    config = Config(model, DataConfig(seq_len=32, batch_size=16), OptimizerConfig(rows=True), plan=plan)
+    trainer = trainer_of(config, jax.devices())
+    tables = sum(trainer.rows_trained(16, 32).values()) * width * 4
+    whole = trainer.state_shapes.params if plan.name == "data" else trainer.part_shapes
+    rest = {name: part for name, part in whole.items() if name not in ("embed", "head")}
+    assert gradient_bytes(trainer, 16, 32) == held_bytes(rest) + tables
+    with jax.set_mesh(trainer.layout.mesh):
+        text = trace(trainer, 16, 32).lower().compile(ONCE).as_text()
+    made = {(int(rows), int(columns)) for rows, columns in re.findall(r"= f32\[(\d+),(\d+)\]\S* add\(", text)}
+    assert (32 * 16, width) in made and (32 * 16 + 64, width) in made
+    assert not any(rows in (1000, 8000) for rows, _ in made)
 
 
 def test_sums_of_accumulated_gradients_are_as_divided_as_these():

@@ -109,6 +109,20 @@ def test_a_pipeline_sums_gradients_once():
     assert few == many > 0
 
 
+@pytest.mark.parametrize(("mixer", "hops"), [("full", 8), ("window(4,0)", 2)])
+def test_a_ring_sends_what_is_used(mixer, hops):
+    """Keys and values to the next hop, not from the last; in the backward pass their gradients too, which then go home."""
+    length = 64
+    trainer = trainer_of(Plan("sequence"), None, dataclasses.replace(CONFIG, mixer=mixer, max_len=length, unroll=1))
+    traced = trace(trainer, B, length)
+    with jax.set_mesh(trainer.layout.mesh):
+        text = traced.lower().compile(ONCE).as_text()
+    size = B * length // 8 * CONFIG.dim * 4
+    for sent in (step_traffic(trainer, traced.jaxpr), compiled_traffic(text)):
+        times = sum(one.times for one in sent if one.kind == "collective-permute" and one.size == size)
+        assert times == CONFIG.layers * ((hops - 1) * (2 + 4) + 2)
+
+
 def test_a_permutation_whose_first_device_keeps_its_own():
     text = "ENTRY %main (x: f32[4]) -> f32[4] {\n %p = f32[4]{0} collective-permute(%x), source_target_pairs={PAIRS}\n}"
     found = [compiled_traffic(text.replace("PAIRS", pairs)) for pairs in ("{0,0},{1,2},{2,1}", "{0,0},{1,1}")]

@@ -221,7 +221,7 @@ def test_files_that_are_not_for_this_version(data, tmp_path, monkeypatch):
     ("kind", "told"),
     [
         ("exakt", "unknown index 'exakt': did you mean 'exact'"),
-        ("exact,ivf(2,1)", "expected exactly one"),
+        ("exact,ivf(2,1)", "kind='exact,ivf.*expected exactly one"),
         ("ivf(cells=2)", "index 'ivf' takes .*probes"),
         ("ivf(cells=2,probe=1)", "did you mean 'probes'"),
     ],

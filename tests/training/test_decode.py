@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from hpnlp.data.tokenizers import ByteTokenizer, WordTokenizer
 from hpnlp.models.lm import LM, LMConfig, axes_of, example_batch
+from hpnlp.parallel.offload import HOST
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import decode
 from hpnlp.training.decode import Generation, TextStream, sample_text, speakable
@@ -131,13 +132,15 @@ def test_speakable_words():
     assert np.flatnonzero(speakable(tokenizer)).tolist() == [4, 5, 6]
 
 
-def test_parameters_that_lie_on_several_devices():
+def test_parameters_that_lie_on_several_devices_and_in_the_hosts_memory():
     model, params = make()
     layout = Plan(data=1, fsdp=4, tensor=2).layout(model.config.sizes())
     specs = layout.tree(axes_of(model), params, divided=True)
     spread = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
-    ids = [chunk for chunk in Generation(model, spread, PROMPTS, tokens=20, temperature=0.0)]
-    np.testing.assert_array_equal(np.concatenate(ids, axis=1), generate(PROMPTS, temperature=0.0))
+    resting = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(HOST)), spread["layers"])
+    for placed in (spread, {**spread, "layers": resting}):
+        ids = [chunk for chunk in Generation(model, placed, PROMPTS, tokens=20, temperature=0.0)]
+        np.testing.assert_array_equal(np.concatenate(ids, axis=1), generate(PROMPTS, temperature=0.0))
 
 
 @pytest.mark.parametrize(

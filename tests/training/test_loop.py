@@ -18,7 +18,7 @@ from hpnlp.training import config as configs
 from hpnlp.training import loop, metrics
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.decode import Generation, sample_text
-from hpnlp.training.run import claimed, load_config
+from hpnlp.training.run import claimed, load, load_config
 from hpnlp.types import InputError
 from tests import tiny
 
@@ -134,6 +134,39 @@ def test_signal_saves_and_the_same_command_goes_on(undisturbed, tmp_path, monkey
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert_as_undisturbed(tmp_path, train(tmp_path), undisturbed)
     assert f"going on from step {result.step}" in capsys.readouterr().out
+
+
+AWAY, HERE = {"plan__offload_parameters": True}, {"plan__offload_parameters": False}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "ema"),
+    [
+        (AWAY, AWAY, 0.0),
+        pytest.param(AWAY, AWAY, 0.9, marks=pytest.mark.slow),
+        pytest.param(AWAY, HERE, 0.9, marks=pytest.mark.slow),
+        pytest.param(HERE, AWAY, 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_whose_layers_rest_on_the_host_goes_on(tmp_path, monkeypatch, first, then, ema):
+    """Bit for bit; to rounding where they rest elsewhere from then on. What it has trained and saved makes text."""
+    whole, parted, ema = tmp_path / "whole", tmp_path / "parted", {"optimizer__ema": ema}
+    expected = train(whole, **ema, **AWAY)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(expected.params["layers"])} == {"pinned_host"}
+    with monkeypatch.context() as patch:
+        call_at(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train(parted, **ema, **first).interrupted
+    result = train(parted, accept_changes=first != then, **ema, **then)
+    if first == then:
+        assert_as_undisturbed(parted, result, (whole, expected, None))
+    for found, line in zip(metrics_of(parted), metrics_of(whole), strict=True):
+        assert found == pytest.approx(line, rel=1e-4)
+    run, greedy = load(parted), {"tokens": 5, "temperature": 0.0}
+    made = [
+        np.concatenate(list(Generation(result.model, params, [np.array([65])], **greedy)), axis=1)
+        for params in (result.params, run.params)
+    ]
+    np.testing.assert_array_equal(*made)
 
 
 def test_says_what_was_left_out(tmp_path, capsys):
