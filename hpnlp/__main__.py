@@ -22,7 +22,8 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Exits with 0 when done, with 2 and one line where the input is at fault, with 1 and a traceback otherwise.
+    """Exits with 0 when done, with 2 and one line where the input is at fault, with 130 and a line after Ctrl-C, with 1 and
+    a traceback otherwise.
 
     Where nobody reads what is printed any more, as after `| head`, it ends with 1 and says nothing.
     """
@@ -32,6 +33,9 @@ def main() -> None:
             _main()
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:  # training saves first, and does not get here
+        print("hpnlp: interrupted", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
         sys.exit(1)

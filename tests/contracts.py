@@ -19,7 +19,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops import attention
 from hpnlp.ops.attention import Causal, Full, orders, reference
-from hpnlp.ops.attention.flash import _backward, _forward
+from hpnlp.ops.attention.flash import _backward, _forward, _traced_once
 from hpnlp.spec import build, parse_one
 from hpnlp.types import MixerInputs, WordStats
 
@@ -109,7 +109,8 @@ def executor_with(*changes):
     What it has planned and traced with others is forgotten, before and after: a call of the same shapes would be answered
     from there.
     """
-    kept = (orders.parts.cache_clear, orders._cost.cache_clear, _forward.clear_cache, _backward.clear_cache)
+    traces = (_traced_once(function).clear_cache for function in (_forward, _backward))
+    kept = (orders.parts.cache_clear, orders._cost.cache_clear, *traces)
     with pytest.MonkeyPatch.context() as patch:
         for change in changes:
             patch.setattr(*change)

@@ -54,16 +54,21 @@ def join(
         raise InputError(f"--coordinator={coordinator}: expected HOST:PORT, as in 10.0.0.1:1234")
     if not 0 <= process < processes:
         raise InputError(f"--process={process} of --processes={processes}: expected 0 to {max(processes, 1) - 1}")
+    # Where not all come, JAX ends the process, and says little.
     if process:
-        _await(host, int(port), seconds)  # JAX ends the process where it finds nobody, and says little
+        _knock(host, int(port), process, seconds)
+    else:
+        _await(coordinator, int(port), processes, seconds)
     _initialize(coordinator, processes, process, heartbeat_timeout_seconds=heartbeat, initialization_timeout=seconds)
 
 
-def _await(host: str, port: int, seconds: int) -> None:
+def _knock(host: str, port: int, process: int, seconds: int) -> None:
+    """Waits for process 0, and tells it who is there."""
     until, reason = time.monotonic() + seconds, ""
     while time.monotonic() < until:
         try:
-            socket.create_connection((host, port), timeout=5).close()
+            with socket.create_connection((host, port), timeout=5) as connection:
+                connection.sendall(f"{process}\n".encode())
             return
         except OSError as error:
             reason = error.strerror or str(error)
@@ -71,6 +76,32 @@ def _await(host: str, port: int, seconds: int) -> None:
     raise InputError(
         f"no coordinator at {host}:{port} in {seconds} s ({reason}): start process 0 there, or mend --coordinator"
     )
+
+
+def _await(coordinator: str, port: int, processes: int, seconds: int) -> None:
+    """Waits until all other processes have knocked at the port where JAX will listen then."""
+    until, missing = time.monotonic() + seconds, set(range(1, processes))
+    both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+    try:
+        server = socket.create_server(("", port), **both)
+    except OSError as error:
+        raise InputError(f"--coordinator={coordinator}: port {port} cannot be had here ({error.strerror})") from error
+    with server:
+        while missing:
+            server.settimeout(max(until - time.monotonic(), 0.01))
+            try:
+                connection = server.accept()[0]
+                with connection:
+                    connection.settimeout(5)
+                    said = connection.recv(16).decode("ascii", "replace").strip()
+                    missing -= {int(said)} if said.isdecimal() else set()
+            except OSError:  # a stranger that says nothing, or nobody in time
+                if time.monotonic() >= until:
+                    names = ", ".join(map(str, sorted(missing)))
+                    raise InputError(
+                        f"of {processes} processes, {names} did not come to {coordinator} in {seconds} s: start each with the "
+                        "same --coordinator and its own --process, or mend --processes"
+                    ) from None
 
 
 def _initialize(*args: Any, **options: Any) -> None:

@@ -106,7 +106,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
         display = Display(first, config.train.steps, tokens, None if lead else QUIET)
         stack.callback(display.close)
         parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainer.state_shapes.params))
-        display.say(_greeting(config, workdir, parameters, first))
+        display.say(_greeting(config, workdir, parameters, first, trainer.layout.mesh))
         if trainer.undivided:
             display.say(f"no axis of the plan divides {', '.join(trainer.undivided)}: whole on every device")
         display.say(corpus.summary)  # what was left out, too: nobody misses a file in silence
@@ -143,6 +143,10 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
                         f"the loss or its gradient has not been finite for {skipped_in_a_row} steps, up to {number}: "
                         "lower optimizer.learning_rate, or look for the cause with train.debug_nans"
                     )
+            if skipped := round(sum(float(metrics["skipped"]) for metrics in values)):
+                display.say(
+                    f"step {pending[-1][0]}: {skipped} of the last {len(values)} steps skipped: they were not finite"
+                )
             display.step(pending[-1][0], float(values[-1]["loss"]), clock.seconds["data"] + clock.seconds["step"])
             pending.clear()
 
@@ -273,11 +277,13 @@ def _on_devices(trainer: Trainer, batch: Mapping[str, np.ndarray], config: Confi
     return {name: put(rows) for name, rows in batch.items()}
 
 
-def _greeting(config: Config, workdir: Path, parameters: int, first: int) -> str:
+def _greeting(config: Config, workdir: Path, parameters: int, first: int, mesh: Any) -> str:
     devices = jax.devices()
     begin = f"going on from step {first}" if first else "starting"
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    used = f"{mesh.size} of {len(devices)}" if mesh.size < len(devices) else len(devices)
     return (
-        f"{begin}: {parameters / 1e6:.2f}M parameters, {len(devices)} {devices[0].platform} "
-        f"device{'s' * (len(devices) > 1)}, {config.train.steps} steps of {config.data.batch_size} x "
-        f"{config.data.seq_len} tokens, in {workdir}"
+        f"{begin}: {parameters / 1e6:.2f}M parameters, {used} {devices[0].platform} "
+        f"device{'s' * (len(devices) > 1)}{f' ({axes})' * bool(axes)}, {config.train.steps} steps of "
+        f"{config.data.batch_size} x {config.data.seq_len} tokens, in {workdir}"
     )

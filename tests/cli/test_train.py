@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import hpnlp
-from hpnlp.__main__ import COMMANDS, spare_threads
+from hpnlp.__main__ import COMMANDS, main, spare_threads
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def undisturbed(start, finish, tmp_path_factory):
 def test_finishes_and_reports(undisturbed):
     workdir, outcome = undisturbed
     assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out.startswith("starting: 0.01M parameters, 8 cpu devices, 30 steps of 8 x 16 tokens, in ")
+    assert outcome.out.startswith("starting: 0.01M parameters, 8 cpu devices (data 8), 30 steps of 8 x 16 tokens, in ")
     assert re.search(r"^step 30/30: loss \d\.\d{4}, [\d,]+ tokens/s, 0:00 left$", outcome.out, re.MULTILINE)
     assert "gzip -9" in outcome.out and "xz -9e" in outcome.out and "hpnlp generate --workdir=" in outcome.out
 
@@ -290,6 +290,16 @@ def test_other_errors_end_with_a_traceback_and_1():
     outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert outcome.returncode == 1
     assert "Traceback" in outcome.stderr and "No module named 'hpnlp.cli.tain'" in outcome.stderr
+
+
+def test_ctrl_c_ends_with_a_line_and_130(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpnlp.__main__._main", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "hpnlp: interrupted\n")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])

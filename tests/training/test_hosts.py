@@ -1,5 +1,6 @@
 """Several processes on one machine: they train as one would, stop together, and one goes on with what they saved."""
 
+import concurrent.futures
 import json
 import os
 import signal
@@ -77,7 +78,7 @@ def test_two_processes_train_as_one_which_goes_on(tmp_path):
     arguments = ["--config.train.steps=4", "--config.plan.name=zero3", "--config.plan.tensor=2"]
     (said, code), (other, code_of_other) = finish(start(tmp_path / "two", 2, 4, *arguments))
     assert (code, code_of_other) == (0, 0), said + other
-    assert "8 cpu devices" in said and "step 4" in said and "held-out bits a byte" in said
+    assert "8 cpu devices (fsdp 4, tensor 2)" in said and "step 4" in said and "held-out bits a byte" in said
     assert "step 4" not in other and "held-out" not in other
     [(said, code)] = finish(start(tmp_path / "one", 1, 8, *arguments))
     assert code == 0, said
@@ -138,6 +139,25 @@ def test_a_coordinator_that_is_not_there():
     port = free_port()
     with pytest.raises(InputError, match=f"no coordinator at 127.0.0.1:{port} in 1 s .* mend --coordinator"):
         hosts.join(f"127.0.0.1:{port}", 2, 1, seconds=1)
+
+
+def test_processes_that_do_not_come():
+    """The second of three does, and somebody who has nothing to say."""
+    port = free_port()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(hosts.join, f"127.0.0.1:{port}", 3, 0, seconds=3)
+        hosts._knock("127.0.0.1", port, 1, 3)
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1")
+        with pytest.raises(InputError, match=rf"of 3 processes, 2 did not come to 127.0.0.1:{port} in 3 s: start each"):
+            first.result(timeout=30)
+
+
+def test_a_port_that_somebody_has():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(InputError, match=f"--coordinator=127.0.0.1:{port}: port {port} cannot be had here"):
+            hosts.join(f"127.0.0.1:{port}", 2, 0, seconds=3)
 
 
 @pytest.mark.parametrize(

@@ -313,13 +313,16 @@ def not_finite(state, batch, key):
     return dataclasses.replace(state, step=state.step + 1), bad | {"skipped": jnp.float32(1)}
 
 
-def test_hopeless_run_stops(tmp_path, monkeypatch):
+def test_hopeless_run_stops(tmp_path, monkeypatch, capfd):
     catch_trainer(monkeypatch, not_finite)
     monkeypatch.setattr(loop, "HOPELESS", 8)
     with pytest.raises(InputError, match="has not been finite for 8 steps, up to 8: lower optimizer.learning_rate"):
         train(tmp_path, train__eval_every=0)
     assert [(line["step"], line["loss"]) for line in metrics_of(tmp_path)] == [(step, None) for step in range(1, 9)]
     assert saved_steps(tmp_path) == [5]
+    assert re.search(
+        r"^step 5: \d of the last \d steps skipped: they were not finite$", capfd.readouterr().out, re.MULTILINE
+    )
 
 
 def test_run_is_not_hopeless_while_its_loss_scale_falls(tmp_path, monkeypatch):

@@ -77,7 +77,9 @@ def flash(
         out, lse = jnp.zeros((b, t, n, v.shape[3]), q.dtype), zeros(b, t, n) - jnp.inf
         return (out, lse) if return_lse else out
     jaxpr, bias = (None, bias) if bias is None or isinstance(bias, jax.Array | np.ndarray) else _traced(bias)
-    options = Options(mask, q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, dropout_rate, block_size, jaxpr)
+    # Plain numbers, which jax.jit can tell apart; callers have arrays of one number, too.
+    factor, cap = q.shape[-1] ** -0.5 if scale is None else float(scale), None if soft_cap is None else float(soft_cap)
+    options = Options(mask, factor, cap, float(dropout_rate), block_size, jaxpr)
     seed = seed_words(rng) if dropout_rate > 0 and rng is not None else None
     numbers, count = (tuple(range(n)), n) if heads is None else heads
     names = jnp.asarray(numbers, jnp.int32)
@@ -113,15 +115,29 @@ def _traced(bias: Callable[..., Any]) -> tuple[Any, Any]:
     return closed.jaxpr, tuple(closed.consts)
 
 
+def _once(options: Options, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass that is traced once for all layers and derivatives that are alike, with what its module's constants were then.
+
+    A bias function is like no other, and its traces would pile up.
+    """
+    return function if options.bias is not None else _traced_once(function)
+
+
+@functools.cache
+def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(function, static_argnums=0)
+
+
 @jax.named_scope(SCOPE)
 def _flash_forward(
     options: Options, q: Array, k: Array, v: Array, bias: Any, facts: Facts, blocks: Any
 ) -> tuple[tuple[Array, Array], Any]:
-    o, lse, rest = (checkpoint_name(x, "mixed") for x in _forward(options, q, k, v, bias, facts, blocks))
+    o, lse, rest = (
+        checkpoint_name(x, "mixed") for x in _once(options, _forward)(options, q, k, v, bias, facts, blocks)
+    )
     return (o, lse), (q, k, v, bias, facts, blocks, o, lse, rest)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _forward(
     options: Options, q: Array, k: Array, v: Array, bias: Any, facts: Facts, blocks: Any
 ) -> tuple[Array, Array, Array]:
@@ -137,11 +153,10 @@ def _forward(
 @jax.named_scope(SCOPE)
 def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
     bias = saved[3]
-    *found, by_bias = _backward(options, saved, cotangents)
+    *found, by_bias = _once(options, _backward)(options, saved, cotangents)
     return *found, jax.tree.map(_cotangent, bias, by_bias), None, None
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _backward(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Array, Array, Array, Any]:
     q, k, v, bias, facts, blocks, o, lse, rest = saved
     do, dlse = cotangents
