@@ -1,6 +1,8 @@
-"""What an operation with a derivative of its own needs inside `jax.shard_map`."""
+"""What an operation with a derivative of its own needs inside `jax.shard_map`, and in a loop over layers."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 from jax import lax
@@ -19,3 +21,14 @@ def vary_alike(*arrays: Array) -> tuple[Array, ...]:
         lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
         for x, own in zip(arrays, varying, strict=True)
     )
+
+
+def tied(tree: Any, x: Array) -> Any:
+    """The arrays of a tree, as if they were computed from x, of which a number is read.
+
+    What is the same for all layers, as masks of tiles are, JAX would else compute ahead of a loop over layers that is
+    differentiated, for all turns of the loops within it at once, and keep: all pairs of tokens, in float32.
+    """
+    leaves, form = jax.tree.flatten(tree)
+    *leaves, _ = lax.optimization_barrier((*leaves, lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)))
+    return jax.tree.unflatten(form, leaves)

@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from hpnlp.ops.attention import Full, Mask, PerHead, merge
+from hpnlp.ops.manual import tied
 from hpnlp.parallel.layout import Layout, zeros_like
 from hpnlp.types import InputError, MixerInputs, MixerOutput
 
@@ -237,9 +238,7 @@ def _hops(going: Course, step: Callable[..., Any], carry: Any, moving: Any) -> t
         return (carry, _sent(moving, 1)), None
 
     numbers = going.first + jnp.arange(going.count, dtype=jnp.int32)
-    # Tied to what moves: what hangs on the hops alone, masks of tiles above all, would be made of all of them before a loop
-    # over layers, and kept for its backward pass.
-    numbers, _ = lax.optimization_barrier((numbers, jax.tree.leaves(moving)[0]))
+    numbers = tied(numbers, jax.tree.leaves(moving)[0])
     # The last hop stands apart, as nobody would use what it sent on.
     state = lax.scan(hop_and_send, (carry, moving), numbers[:-1])[0] if going.count > 1 else (carry, moving)
     return hop(state, numbers[-1])

@@ -219,6 +219,21 @@ def test_memory_of_the_loop_grows_with_the_length():
     assert temporary_bytes(long, 4096) < 5 * temporary_bytes(long, 1024)  # 64 panels and 16: both are loops
 
 
+def test_a_loop_over_layers_makes_no_masks_ahead():
+    x = jnp.ones((2, 2048, 4, 8))
+
+    def layers(x, documents):
+        layer = lambda x, _: (attend(x, x, x, Causal(), segment_ids=documents, impl="xla"), None)  # noqa: E731
+        return jax.lax.scan(layer, x, None, length=3)[0].sum()
+
+    given = x, jnp.arange(2048)[None].repeat(2, 0) // 500
+    (loop,) = (
+        e for e in jax.make_jaxpr(jax.grad(layers))(*given).eqns if e.primitive.name == "scan" and len(e.outvars) > 1
+    )
+    constants = sum(var.aval.size for var in loop.invars[: loop.params["num_consts"]])
+    assert constants < 8 * x.size  # zeros to begin with; of pairs of tokens there are 256 times as many
+
+
 def test_memory_of_panels_is_far_below_that_of_the_scores():
     short = lambda *a: attend(*a, impl="xla")  # noqa: E731
     assert temporary_bytes(short, 1024) < 0.5 * temporary_bytes(reference, 1024)

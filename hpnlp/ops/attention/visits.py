@@ -25,7 +25,7 @@ from hpnlp.ops.attention.layout import (
     zeros,
 )  # fmt: skip
 from hpnlp.ops.attention.tile import Around, Given, Options, Side
-from hpnlp.ops.manual import vary_alike
+from hpnlp.ops.manual import tied, vary_alike
 
 # No index counts from the end, and the block -1, which is none, may be any: what jax adds for each index to be on the safe
 # side would be half of all operations that are traced here.
@@ -35,7 +35,7 @@ THERE: Any = {"mode": "clip", "wrap_negative_indices": False}
 
 def forward(options: Options, q: Array, k: Array, v: Array, facts: Facts, blocks: Blocks) -> tuple[Array, Array, Array]:
     """(o `[B, T, N, Hv]`, lse and rest `[B, T, N]`), float32."""
-    group = q.shape[2] // k.shape[2]
+    group, facts = q.shape[2] // k.shape[2], tied(facts, q)
 
     def one(chunk: _Chunk, sums: Any) -> Any:
         part = chunk.cut(q, group), chunk.cut(k), chunk.cut(v), chunk.facts(facts, group)
@@ -51,7 +51,7 @@ def backward(
 ) -> tuple[Array, Array, Array, Any]:
     """(dq, dk, dv) as q, k and v and d bias, float32. rows: q, do `[B, T, N, .]`, lse, rest and delta `[B, T, N]`."""
     q = rows[0]
-    group = q.shape[2] // k.shape[2]
+    group, facts = q.shape[2] // k.shape[2], tied(facts, q)
 
     def one(chunk: _Chunk, sums: Any) -> Any:
         part = tuple(chunk.cut(x, group) for x in rows)
@@ -133,7 +133,8 @@ def _each(one: Callable[..., Any], sums: Any, q: Array, k: Array, blocks: Blocks
     def step(sums: Any, i: Array) -> tuple[Any, None]:
         return one(_Chunk(i // (heads // some) * rows, i % (heads // some) * some, rows, some), sums), None
 
-    return lax.scan(step, sums, jnp.arange(batch // rows * (heads // some), dtype=jnp.int32))[0]
+    numbers = tied(jnp.arange(batch // rows * (heads // some), dtype=jnp.int32), q)
+    return lax.scan(step, sums, numbers)[0]
 
 
 def _blocks(x: Array, axis: int, block: int, fill: Any = 0) -> Array:
@@ -324,7 +325,7 @@ def _run(pairs: _Pairs, visit: Callable[..., Any], visits: Visits, sums: Any) ->
 
     # Two at a time, since XLA:CPU's products of a few rows keep one core busy only: a tenth less time.
     unroll = 2 if jax.default_backend() == "cpu" and states.shape[0] % 2 == 0 else 1
-    lines = jnp.asarray(visits.first), jnp.asarray(visits.keys), jnp.asarray(states)
+    lines = tied((jnp.asarray(visits.first), jnp.asarray(visits.keys), jnp.asarray(states)), pairs.rows.index)
     return lax.scan(step, sums, lines, unroll=unroll)[0]
 
 
