@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -448,6 +449,14 @@ def test_what_cannot_be_is_said(mask, options, told):
         attend(*arrays(), mask, **options)
 
 
+@dataclasses.dataclass(frozen=True)
+class Listed(Mask):
+    places: list
+
+    def at(self, q, k):
+        return k < self.places[0]
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -472,6 +481,7 @@ def test_what_cannot_be_is_said(mask, options, told):
             lambda: attend(*arrays(), type("Plain", (Mask,), {"at": lambda self, i, j: i >= j})()),
             "Plain is not a frozen",
         ),
+        (lambda: attend(*arrays(), Causal() & Listed([3])), r"Listed cannot be a key .*unhashable.* tuples"),
     ],
 )
 def test_masks_that_cannot_be_are_said(make, told):
