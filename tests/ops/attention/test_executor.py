@@ -475,6 +475,10 @@ class Listed(Mask):
         (lambda: Causal() and Window(3), "write & | ~"),
         (lambda: not PerHead((Causal(),)), "write & | ~"),
         (lambda: longformer(-4), "from 0 on"),
+        (
+            lambda: jax.jit(lambda n: attend(*arrays(), Where(lambda i, j: i - j < n)))(3),
+            "that is traced: .* dense_mask",
+        ),
         (lambda: attend(*arrays()[:2], jnp.ones((2, 37, 2, 0))), "at least one feature"),
         (lambda: type("Odd", (Causal,), {}), r"class Odd\(Causal\): derive from Mask"),
         (
