@@ -435,6 +435,7 @@ def test_panels_are_for_what_is_short_or_skips_pairs(mask, length, fit):
         (Causal(), {"bias": alibi(8)}, "8 heads for 4"),
         (Causal(), {"bias": jnp.ones((37, 37), bool)}, "dense_mask"),
         (Causal(), {"soft_cap": 0.0}, "soft_cap"),
+        (Causal(), {"soft_cap": float("inf")}, "soft_cap inf: expected a finite number"),
         (Where(lambda i, j: 0 <= i - j < 3), {}, "truth value.* write function"),
         (Where(lambda i: i > 3), {}, "positional argument.* write function"),
         (Where(lambda i, j: jnp.ones((3, 4), bool)), {}, "write function"),
