@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import shlex
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from hpnlp.types import InputError
 T = TypeVar("T")
 
 REMATS = ("none", "names(mixed)", "full")
+TENSOR, PIPELINE, SEQUENCE = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8)  # sizes to choose from
 
 
 def mended(found: Costs, device: Device) -> tuple[str, Costs] | None:
@@ -54,8 +56,15 @@ def ranked(config: Config, devices: int, device: Device, said: Callable[[int, in
     """Plans for so many devices that fit, by the time of a step, of the batch that the config has.
 
     Each is taken with the least recomputation that fits. said: is told how many of how many are done. Cost: a trace of the
-    step, or up to three, for each plan whose state alone fits. Raises InputError where all plans are refused, as the first is.
+    step, or up to three, for each plan whose state alone fits. Raises InputError where all plans are refused, as the first is,
+    and where no plan shares out the batch.
     """
+    if next(_plans(config, devices), None) is None:
+        least = devices // math.gcd(devices, max(TENSOR) * max(PIPELINE) * max(SEQUENCE)) * config.optimizer.accumulate
+        raise InputError(
+            f"data.batch_size={config.data.batch_size} with optimizer.accumulate={config.optimizer.accumulate} is shared out "
+            f"over {devices} devices by no plan that is searched: make it a multiple of {least}, or take other devices"
+        )
     refused: list[InputError] = []
 
     def asked(function: Callable[[Config, int], T], plan: Plan) -> T | None:
@@ -88,7 +97,7 @@ def _plans(config: Config, devices: int) -> Iterator[Plan]:
     """Devices shared out over tensor, pipeline and sequence by powers of two, the rest over data, or over fsdp with each stage
     of ZeRO; a pipeline in one round. What else the config's plan says stays."""
     rows = config.data.batch_size // config.optimizer.accumulate
-    for tensor, pipeline, sequence in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8)):
+    for tensor, pipeline, sequence in itertools.product(TENSOR, PIPELINE, SEQUENCE):
         dp, left = divmod(devices, tensor * pipeline * sequence)
         if left or not dp or rows % dp:
             continue

@@ -50,8 +50,8 @@ def join(
             _initialize(heartbeat_timeout_seconds=heartbeat, initialization_timeout=seconds)
         return
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
-        raise InputError(f"--coordinator={coordinator}: expected HOST:PORT, as in 10.0.0.1:1234")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InputError(f"--coordinator={coordinator}: expected HOST:PORT, as in 10.0.0.1:1234, PORT from 1 to 65535")
     if not 0 <= process < processes:
         raise InputError(f"--process={process} of --processes={processes}: expected 0 to {max(processes, 1) - 1}")
     # Where not all come, JAX ends the process, and says little.
@@ -67,7 +67,8 @@ def _knock(host: str, port: int, process: int, seconds: int) -> None:
     until, reason = time.monotonic() + seconds, ""
     while time.monotonic() < until:
         try:
-            with socket.create_connection((host, port), timeout=5) as connection:
+            # An IPv6 address stands in brackets before a port, and without them alone.
+            with socket.create_connection((host.strip("[]"), port), timeout=5) as connection:
                 connection.sendall(f"{process}\n".encode())
             return
         except OSError as error:

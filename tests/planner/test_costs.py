@@ -197,6 +197,12 @@ def test_search_where_no_plan_is_at_fault():
     assert str(found.value) == str(alone.value)
 
 
+def test_search_where_the_batch_divides_under_no_plan():
+    config = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, accumulate=2))
+    with pytest.raises(InputError, match=r"over 14 devices by no plan that is searched: make it a multiple of 14,"):
+        search.ranked(config, 14, DEVICES["h100"], lambda done, of: None)
+
+
 def test_compiled_beside_planned():
     found = planned(Plan("data", data=2, fsdp=2, tensor=2, zero=3))
     made = compile_step(found, "compiled", "h100")

@@ -141,6 +141,16 @@ def test_a_coordinator_that_is_not_there():
         hosts.join(f"127.0.0.1:{port}", 2, 1, seconds=1)
 
 
+def test_an_ipv6_address_stands_in_brackets(monkeypatch):
+    """Before a port, and not where it stands alone; whether the machine has such addresses is not asked."""
+    here, there = socket.socketpair()
+    asked = []
+    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: asked.append(address) or here)
+    hosts._knock("[::1]", 1234, 1, 20)
+    with there:
+        assert asked == [("::1", 1234)] and there.recv(16) == b"1\n"
+
+
 def test_processes_that_do_not_come():
     """The second of three does, and somebody who has nothing to say."""
     port = free_port()
@@ -167,6 +177,9 @@ def test_a_port_that_somebody_has():
         (("", 0, 1), "--processes and --process come with --coordinator"),
         (("here", 2, 0), "--coordinator=here: expected HOST:PORT"),
         (("here:x", 2, 0), "expected HOST:PORT"),
+        (("here:²", 2, 0), "expected HOST:PORT"),
+        (("here:0", 2, 0), "PORT from 1 to 65535"),
+        (("here:65536", 2, 0), "PORT from 1 to 65535"),
         (("here:80", 2, 2), "--process=2 of --processes=2: expected 0 to 1"),
         (("here:80", 0, 0), "--process=0 of --processes=0"),
     ],

@@ -236,3 +236,10 @@ def check(mask: Mask | PerHead) -> None:
     for field in dataclasses.fields(mask):  # pyright: ignore[reportArgumentType]
         if isinstance(part := getattr(mask, field.name), Mask):
             check(part)
+    try:
+        hash(mask)
+    except TypeError as error:
+        raise InputError(
+            f"{type(mask).__name__} cannot be a key of what is planned for it ({error}): give it fields that are hashable, as "
+            "tuples in place of lists"
+        ) from error

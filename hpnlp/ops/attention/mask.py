@@ -313,6 +313,11 @@ class Where(Mask):
                 see = library.asarray(self.function(q, k))
                 found = library.broadcast_to(see, shape)
             except Exception as error:  # whatever a function may raise
+                if isinstance(error, jax.errors.TracerArrayConversionError) and not traced:
+                    raise InputError(
+                        f"{self!r} reads an array that is traced: a mask is fixed while tracing. What is known at run time is "
+                        "an operand of the call: dense_mask, segment_ids, positions, kv_lengths or global_tokens"
+                    ) from error
                 reason = str(error).partition("\n")[0]
                 raise InputError(
                     f"{self!r} failed ({reason:.200}): it is asked for arrays of queries i and keys j that broadcast, so write "

@@ -59,8 +59,8 @@ def validate(
         raise InputError(f"sinks has shape {sinks.shape}: expected {(n,)}, a logit for each query head")
     if isinstance(soft_cap, Tracer):
         raise InputError("soft_cap is traced: expected a number that is fixed while tracing")
-    if soft_cap is not None and not soft_cap > 0:
-        raise InputError(f"soft_cap {soft_cap}: expected a number over 0, or None for no cap")
+    if soft_cap is not None and not 0 < soft_cap < float("inf"):
+        raise InputError(f"soft_cap {soft_cap}: expected a finite number over 0, or None for no cap")
     _square("dense_mask", operands["dense_mask"], (b, n, t, s))
     if not callable(operands["bias"]):
         _square("bias", operands["bias"], (b, n, t, s))

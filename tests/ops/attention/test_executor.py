@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -434,6 +435,7 @@ def test_panels_are_for_what_is_short_or_skips_pairs(mask, length, fit):
         (Causal(), {"bias": alibi(8)}, "8 heads for 4"),
         (Causal(), {"bias": jnp.ones((37, 37), bool)}, "dense_mask"),
         (Causal(), {"soft_cap": 0.0}, "soft_cap"),
+        (Causal(), {"soft_cap": float("inf")}, "soft_cap inf: expected a finite number"),
         (Where(lambda i, j: 0 <= i - j < 3), {}, "truth value.* write function"),
         (Where(lambda i: i > 3), {}, "positional argument.* write function"),
         (Where(lambda i, j: jnp.ones((3, 4), bool)), {}, "write function"),
@@ -446,6 +448,14 @@ def test_panels_are_for_what_is_short_or_skips_pairs(mask, length, fit):
 def test_what_cannot_be_is_said(mask, options, told):
     with pytest.raises(InputError, match=told):
         attend(*arrays(), mask, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed(Mask):
+    places: list
+
+    def at(self, q, k):
+        return k < self.places[0]
 
 
 @pytest.mark.parametrize(
@@ -466,12 +476,17 @@ def test_what_cannot_be_is_said(mask, options, told):
         (lambda: Causal() and Window(3), "write & | ~"),
         (lambda: not PerHead((Causal(),)), "write & | ~"),
         (lambda: longformer(-4), "from 0 on"),
+        (
+            lambda: jax.jit(lambda n: attend(*arrays(), Where(lambda i, j: i - j < n)))(3),
+            "that is traced: .* dense_mask",
+        ),
         (lambda: attend(*arrays()[:2], jnp.ones((2, 37, 2, 0))), "at least one feature"),
         (lambda: type("Odd", (Causal,), {}), r"class Odd\(Causal\): derive from Mask"),
         (
             lambda: attend(*arrays(), type("Plain", (Mask,), {"at": lambda self, i, j: i >= j})()),
             "Plain is not a frozen",
         ),
+        (lambda: attend(*arrays(), Causal() & Listed([3])), r"Listed cannot be a key .*unhashable.* tuples"),
     ],
 )
 def test_masks_that_cannot_be_are_said(make, told):
