@@ -19,11 +19,10 @@ from hpnlp.parallel import offload, pipeline, sequence, vocabulary
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import loss_scale, rows
+from hpnlp.training.gradients import Batch, Gradients, loss
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
 from hpnlp.training.update import Update, check_by_layer, mean
-from hpnlp.types import InputError, LossOut, Placement, Split
-
-Batch = Mapping[str, jax.Array]
+from hpnlp.types import InputError, Placement
 
 
 @jax.tree_util.register_dataclass
@@ -131,88 +130,12 @@ def make_trainer(
     # Who looks for a NaN has every operation run by itself, and of those inside a shard_map jax does so without end.
     alone = (mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
     placement = None if alone else _placement(layout, axes["layers"], masks_of(model))
-    divided = model.clone(placement=placement, remat=plan.remat)
-
-    def rngs_of(key: jax.Array) -> dict[str, jax.Array]:
-        return {"dropout": key, "output": jax.random.fold_in(key, 1)}
-
-    def parts(params: Any, ids: Any) -> Any:
-        """What gradients are taken by: parameters, each laid out as its gradient is to be."""
-        if layout.zero != 2 or alone:
-            return params
-
-        def one(path: Any, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-            if rows.keys(path) in ids or not _summed_apart(rows.keys(path)):
-                return leaf
-            return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
-
-        return jax.tree_util.tree_map_with_path(one, params, layout.tree(axes, params, divided=True))
-
-    def whole(part: Any, params: Any, ids: Any) -> Any:
-        """Parameters as a model over the mesh takes them, from these and the parts that gradients are taken by."""
-        if layout.zero != 2 or alone:
-            return part
-
-        def one(path: Any, part: jax.Array, leaf: jax.Array) -> Any:
-            if rows.keys(path) in ids or not _summed_apart(rows.keys(path)):
-                return part
-            return Split(jax.lax.stop_gradient(leaf), part)
-
-        return jax.tree_util.tree_map_with_path(one, part, params)
-
-    def loss_sum(
-        part: Any, params: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        # The sum, not the mean: sums add up over devices and accumulated parts, whatever their shares of target tokens,
-        # and in float16 they keep gradients of order 1 on the way down.
-        params = rows.as_tables(whole(part, params, ids), ids)
-        out = _loss(divided, params, batch, False, rngs_of(key))
-        total = out.sum
-        for name, (value, weight) in out.aux.items():
-            if name.endswith("_loss"):
-                total = total + (aux_weights or {}).get(name, 1.0) * mean(value, weight) * out.weight
-        if scale is not None:
-            total = total * scale.value
-        return total, (out.weight, {"loss": (out.sum, out.weight), **out.aux})
-
-    gradients = jax.grad(loss_sum, has_aux=True)
-
-    def parts_of(batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
-        """The parts that a batch is accumulated from, and a key for each."""
-        # Interleaved, so that every device keeps its own rows in every part.
-        parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, config.accumulate, *x.shape[1:]), 1, 0), batch)
-        return parts, jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(config.accumulate, dtype=jnp.uint32))
-
-    def accumulated(state: TrainState, ids: Any, batch: Batch, key: jax.Array) -> tuple[Any, tuple[jax.Array, Any]]:
-        given = parts(state.params, ids), state.params, ids, state.scale
-        if config.accumulate == 1:
-            return gradients(*given, batch, key)
-
-        def add(carry: Any, some: Any) -> tuple[Any, None]:
-            return update.each(functools.partial(jax.tree.map, jnp.add), carry, gradients(*given, *some)), None
-
-        each = parts_of(batch, key)
-        first = jax.tree.map(lambda x: x[0], each)
-        _, like = jax.eval_shape(gradients, *given, *first)
-        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-        return jax.lax.scan(add, (update.each(zeros, given[0]), zeros(like)), each)[0]
-
-    def touched(params: Any, batch: Batch, key: jax.Array) -> dict[rows.Path, jax.Array]:
-        """The rows that a step looks up, by their table's path, where these alone are to be trained."""
-        if not config.rows:
-            return {}
-
-        def one(part: tuple[Batch, jax.Array]) -> Any:
-            return model.apply({"params": params}, part[0], rngs=rngs_of(part[1]), method="rows")
-
-        found = one((batch, key)) if config.accumulate == 1 else jax.lax.map(one, parts_of(batch, key))
-        return {path: rows.distinct(ids.reshape(-1), table_shapes[path][0]) for path, ids in found.items()}
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(key, state.step)
-        ids = touched(state.params, batch, key)
-        whole, state = state, rows.gather(state, ids, table_shapes)
-        grads, (weight, sums) = accumulated(state, ids, batch, key)
+        ids = gradients.looked_up(state.params, batch, key)
+        whole, state = state, rows.gather(state, ids, tables)
+        grads, (weight, sums) = gradients(state.params, ids, state.scale, batch, key)
         scaled = weight if state.scale is None else weight * state.scale.value
         norm = update.norm(grads, scaled)
         fine = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
@@ -233,7 +156,7 @@ def make_trainer(
             metrics["loss_scale"] = state.scale.value
             new = dataclasses.replace(new, scale=state.scale.after(fine))
         new = dataclasses.replace(new, step=state.step + 1)
-        return rows.scatter(whole, new, ids, table_shapes), metrics
+        return rows.scatter(whole, new, ids, tables), metrics
 
     def init(key: jax.Array, params: Any = None) -> TrainState:
         if params is None:
@@ -245,14 +168,26 @@ def make_trainer(
     def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         # Averaged ones are laid out as statistics are.
         params = jax.tree.map(jax.lax.with_sharding_constraint, params, shardings.params)
-        out = _loss(divided, params, batch, True, {})
+        out = loss(gradients.model, params, batch, None)
         return out.sum, out.weight
 
     shapes = jax.eval_shape(lambda params: init(jax.random.key(0), params), own)
-    table_shapes = {rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
+    tables = {rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
+    gradients = Gradients(
+        model=model.clone(placement=placement, remat=plan.remat),
+        whole=model,
+        update=update,
+        layout=layout,
+        axes=axes,
+        tables=tables,
+        apart=layout.zero == 2 and not alone,
+        aux_weights=aux_weights or {},
+    )
 
     def rows_trained(count: int, length: int) -> dict[rows.Path, int]:
-        found = jax.eval_shape(lambda params: touched(params, example_batch(count, length), jax.random.key(0)), own)
+        found = jax.eval_shape(
+            lambda params: gradients.looked_up(params, example_batch(count, length), jax.random.key(0)), own
+        )
         return {path: ids.size for path, ids in found.items()}
 
     rows_trained(config.accumulate, 8)  # or says why not
@@ -310,13 +245,6 @@ def _updates(state: TrainState) -> jax.Array:
     return counts[0][1] if counts else state.step
 
 
-def _loss(model: LM, params: Any, batch: Batch, deterministic: bool, rngs: Mapping[str, jax.Array]) -> LossOut:
-    if model.placement is None:
-        params = offload.here(params)
-    out: Any = model.apply({"params": params}, batch, deterministic, rngs=dict(rngs), method="loss")
-    return out
-
-
 def _placement(layout: Layout, layers: Any, masks: Any) -> Placement:
     """A model's parts over a mesh. layers: the logical names of the axes of the layers' parameters. masks: the layers'."""
     return Placement(
@@ -325,11 +253,6 @@ def _placement(layout: Layout, layers: Any, masks: Any) -> Placement:
         loss=functools.partial(vocabulary.loss, layout),
         order=functools.partial(sequence.arranged, layout, masks),
     )
-
-
-def _summed_apart(path: rows.Path) -> bool:
-    """Whether a parameter's gradient is summed in parts: that of the layers and of tables."""
-    return path[0] in ("layers", "head") or path == ("embed", "table")
 
 
 def _state_shardings(layout: Layout, axes: Any, shapes: TrainState) -> TrainState:
