@@ -14,11 +14,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from hpnlp.measure import PRODUCTS
 from hpnlp.ops.attention.flash import SCOPE
+from hpnlp.planner.places import Step, Value, is_hosted, peak, size_of
 
 # Primitives whose result is another view of the same bytes.
 VIEWS = {
@@ -84,31 +84,6 @@ class Program:
         return sum(each, 0.0)
 
 
-@dataclasses.dataclass(eq=False)
-class _Array:
-    """A value. size: of a device's part, in bytes. parts: how many devices share it out. roots: the placed arrays that it is
-    computed from on the way, itself where it is one. given: in a place that is not the program's. cut: out of a stack, by
-    a loop. turns: what it is a stack of, where a loop has made it turn by turn."""
-
-    size: int
-    parts: int
-    roots: frozenset[_Array]
-    given: bool = False
-    cut: bool = False
-    turns: tuple[_Array, ...] = ()
-
-
-@dataclasses.dataclass(eq=False)
-class _Step:
-    """reads, makes: placed arrays. inside: bytes that it takes beside them. over: pairs of these of which the latter may take
-    the former's place."""
-
-    reads: Sequence[_Array]
-    makes: Sequence[_Array]
-    inside: int
-    over: Sequence[tuple[_Array, _Array]] = ()
-
-
 def read(
     jaxpr: Any, parts: Mapping[int, int] | None = None, *, donated: bool = False, carried: int = 0, cut: int = 0
 ) -> Program:
@@ -131,73 +106,52 @@ def _read(
     reader = _Reader(own)
     arguments = [reader.array(var.aval, parts.get(at, 1), given=at >= carried) for at, var in enumerate(jaxpr.invars)]
     whole = len(arguments) - cut
-    arguments[whole:] = [_Array(0, one.parts, frozenset((one,)), cut=True) for one in arguments[whole:]]
-    reader.steps.append(_Step((), arguments[:carried], 0))
+    arguments[whole:] = [Value(0, one.parts, frozenset((one,)), cut=True) for one in arguments[whole:]]
+    reader.steps.append(Step((), arguments[:carried], 0))
     found = reader.run(jaxpr, arguments)
     results = [reader.placed(value, atom.aval) for value, atom in zip(found, jaxpr.outvars, strict=True)]
-    return Program(_peak(reader.steps, results, donated), tuple(reader.operations)), [one.parts for one in results]
-
-
-def _peak(steps: Sequence[_Step], results: Sequence[_Array], donated: bool) -> int:
-    last = {array: at for at, step in enumerate(steps) for array in (*step.reads, *step.makes)}
-    apart = {array for array in last if array.given or (donated and array in results)}
-    last.update(dict.fromkeys((array for array in results if array in last), len(steps)))
-    ends: dict[int, list[_Array]] = {}
-    for array, at in last.items():
-        ends.setdefault(at, []).append(array)
-    live = most = 0
-    for at, step in enumerate(steps):
-        dead = {array for array in ends.get(at, ()) if array not in apart}
-        fresh = {array for array in step.makes if array not in apart}
-        for old, new in step.over:
-            if old in dead and new in fresh and old.size == new.size:
-                dead.remove(old)
-                fresh.remove(new)
-        live += sum(array.size for array in fresh)
-        most = max(most, live + step.inside)
-        live -= sum(array.size for array in dead)
-    return most
+    return Program(peak(reader.steps, results, donated), tuple(reader.operations)), [one.parts for one in results]
 
 
 class _Reader:
     def __init__(self, own: bool) -> None:
-        self.steps: list[_Step] = []
+        self.steps: list[Step] = []
         self.operations: list[Operation] = []
-        self.slices: dict[tuple[_Array, int], _Array] = {}
+        self.slices: dict[tuple[Value, int], Value] = {}
         self.fused = False
         self.own = own
 
-    def parts(self, operands: Sequence[_Array]) -> int:
+    def parts(self, operands: Sequence[Value]) -> int:
         return 1 if self.own else max((operand.parts for operand in operands), default=1)
 
-    def array(self, aval: Any, parts: int = 1, *, given: bool = False) -> _Array:
+    def array(self, aval: Any, parts: int = 1, *, given: bool = False) -> Value:
         parts = 1 if self.own else parts
-        array = _Array(_size(aval) // parts, parts, frozenset(), given)
+        array = Value(size_of(aval) // parts, parts, frozenset(), given)
         array.roots = frozenset((array,))
         return array
 
-    def placed(self, value: _Array, aval: Any) -> _Array:
+    def placed(self, value: Value, aval: Any) -> Value:
         """The value in a place of its own."""
         if value in value.roots:
             return value
         array = self.array(aval, value.parts)
         roots = list(value.roots)
         if value.cut:  # and read from there: accelerators make no copy, and it takes no time
-            self.steps.append(_Step(roots, [array], 0))
+            self.steps.append(Step(roots, [array], 0))
         else:
             self.step(roots, [array], over=[(root, array) for root in roots])
         return array
 
     def step(
-        self, reads: Sequence[_Array], makes: Sequence[_Array], flops: float = 0.0, over: Any = (), hosted: bool = False
+        self, reads: Sequence[Value], makes: Sequence[Value], flops: float = 0.0, over: Any = (), hosted: bool = False
     ) -> None:
-        self.steps.append(_Step(reads, makes, 0, over))
+        self.steps.append(Step(reads, makes, 0, over))
         self.operations.append(Operation(flops, float(sum(a.size for a in (*reads, *makes))), self.fused, hosted))
 
-    def run(self, jaxpr: Any, arguments: Sequence[_Array]) -> list[_Array]:
+    def run(self, jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
         """What is returned, calls written out."""
         outer = self.fused
-        env: dict[Any, _Array] = dict(zip(jaxpr.invars, arguments, strict=True))
+        env: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         env.update((var, self.array(var.aval, given=True)) for var in jaxpr.constvars)
 
         reads = [*(atom for equation in jaxpr.eqns for atom in equation.invars), *jaxpr.outvars]
@@ -210,7 +164,7 @@ class _Reader:
         }
         written: set[Any] = set()
 
-        def value(atom: Any) -> _Array:
+        def value(atom: Any) -> Value:
             return self.array(atom.aval, given=True) if isinstance(atom, core.Literal) else env[atom]
 
         env.update((var, self.placed(env[var], var.aval)) for var in jaxpr.invars if env[var].cut and uses[var] > 1)
@@ -237,16 +191,16 @@ class _Reader:
                 made = self._loop(equation, reads) if name in LOOPS else self._kernel(equation, reads, rounded)
             elif name in SUMS or (name in DEAR and uses[outs[0]] > 1):
                 roots = frozenset(root for operand in operands for root in operand.roots)
-                made = [self.placed(_Array(0, self.parts(operands), roots), outs[0].aval)]
+                made = [self.placed(Value(0, self.parts(operands), roots), outs[0].aval)]
             else:
                 roots = frozenset(root for operand in operands for root in operand.roots)
                 parts = self.parts(operands)
-                made = [_Array(0, parts if _size(var.aval) > 8 else 1, roots) for var in outs]
+                made = [Value(0, parts if size_of(var.aval) > 8 else 1, roots) for var in outs]
             env.update(zip(outs, made, strict=True))
         self.fused = outer
         return [value(atom) for atom in jaxpr.outvars]
 
-    def _of_device(self, equation: Any, operands: Sequence[_Array]) -> list[_Array]:
+    def _of_device(self, equation: Any, operands: Sequence[Value]) -> list[Value]:
         """A `shard_map`, written out as a compiler does."""
         body, outer = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"]), self.own
         self.own = True
@@ -254,11 +208,11 @@ class _Reader:
         self.own, made = outer, []
         for var, atom, one in zip(equation.outvars, body.outvars, found, strict=True):
             one = one if one in one.roots else dataclasses.replace(one)
-            one.parts = max(1, _size(var.aval) // max(_size(atom.aval), 1))  # on the host, either is 0
+            one.parts = max(1, size_of(var.aval) // max(size_of(atom.aval), 1))  # on the host, either is 0
             made.append(one)
         return made
 
-    def _unrolled(self, equation: Any, operands: Sequence[_Array]) -> list[_Array]:
+    def _unrolled(self, equation: Any, operands: Sequence[Value]) -> list[Value]:
         """A loop whose turns all stand side by side: compilers fuse what one leaves for another, and make no stacks."""
         body, consts, carried = _body(equation)
         const, carry, stacks = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
@@ -273,20 +227,20 @@ class _Reader:
             made.append(found[carried:])
         made = made[:: -1 if equation.params["reverse"] else 1]
         stacked = [
-            _Array(0, max(one.parts for one in each), frozenset().union(*(one.roots for one in each)), turns=each)
+            Value(0, max(one.parts for one in each), frozenset().union(*(one.roots for one in each)), turns=each)
             for each in zip(*made, strict=True)
         ]
         return [*carry, *stacked]
 
-    def _slice(self, stack: _Array, turn: int, aval: Any) -> _Array:
+    def _slice(self, stack: Value, turn: int, aval: Any) -> Value:
         """A turn's part of a stack, cut out once for all loops."""
         if stack not in stack.roots:
-            return _Array(0, stack.parts, stack.roots)
+            return Value(0, stack.parts, stack.roots)
         if (stack, turn) not in self.slices:
-            self.slices[stack, turn] = self.placed(_Array(0, stack.parts, frozenset((stack,)), cut=True), aval)
+            self.slices[stack, turn] = self.placed(Value(0, stack.parts, frozenset((stack,)), cut=True), aval)
         return self.slices[stack, turn]
 
-    def _kernel(self, equation: Any, reads: Sequence[_Array], rounded: Mapping[Any, Any]) -> list[_Array]:
+    def _kernel(self, equation: Any, reads: Sequence[Value], rounded: Mapping[Any, Any]) -> list[Value]:
         name = equation.primitive.name
         parts = 1 if name in PRODUCTS else self.parts(reads)
         made = [
@@ -294,11 +248,11 @@ class _Reader:
         ]
         shared = self.parts(reads)
         over = [(reads[0], made[0])] if name in WRITES else ()
-        hosted = any(_is_hosted(atom.aval) for atom in (*equation.invars, *equation.outvars))
+        hosted = any(is_hosted(atom.aval) for atom in (*equation.invars, *equation.outvars))
         self.step(reads, made, PRODUCTS[name](equation) / shared if name in PRODUCTS else 0.0, over, hosted)
         return made
 
-    def _loop(self, equation: Any, reads: Sequence[_Array]) -> list[_Array]:
+    def _loop(self, equation: Any, reads: Sequence[Value]) -> list[Value]:
         name, params = equation.primitive.name, equation.params
         over: Any = ()
         if name == "cond":
@@ -313,7 +267,7 @@ class _Reader:
             made = [self.array(var.aval, n) for var, n in zip(equation.outvars, parts, strict=True)]
             inside = inner.peak - sum(array.size for array in made[:carried])
             over = list(zip(reads[consts:], made[:carried], strict=False))
-        self.steps.append(_Step(reads, made, max(0, inside), over))
+        self.steps.append(Step(reads, made, max(0, inside), over))
         times = params["length"] if name == "scan" else 1
         self.operations += [
             dataclasses.replace(one, times=one.times * times, fused=one.fused or self.fused) for one in inner.operations
@@ -321,7 +275,7 @@ class _Reader:
         return made
 
     def _turn(
-        self, equation: Any, body: Any, reads: Sequence[_Array], consts: int, carried: int
+        self, equation: Any, body: Any, reads: Sequence[Value], consts: int, carried: int
     ) -> tuple[Program, list[int]]:
         """A turn of a loop, and of how many devices each result is shared out over.
 
@@ -369,22 +323,11 @@ def _called(equation: Any) -> Any:
     return body if len(body.invars) == len(equation.invars) and len(body.outvars) == len(equation.outvars) else None
 
 
-def _constrained(equation: Any, value: _Array) -> _Array:
+def _constrained(equation: Any, value: Value) -> Value:
     """The value, as divided as the equation says."""
     sharding, aval = equation.params.get("sharding"), equation.outvars[0].aval
     # Within a `shard_map` the mesh is taken, and a constraint says nothing.
     if not hasattr(sharding, "spec") or not any(sharding.spec):
         return value
     parts = math.prod(aval.shape) // max(1, math.prod(sharding.shard_shape(aval.shape)))
-    return value if parts == value.parts else _Array(0, parts, value.roots)
-
-
-def _is_hosted(aval: Any) -> bool:
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
-
-
-def _size(aval: Any) -> int:
-    """Bytes on the device."""
-    if _is_hosted(aval):
-        return 0
-    return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
+    return value if parts == value.parts else Value(0, parts, value.roots)
