@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
@@ -60,7 +61,11 @@ def _run(argv: Sequence[str]) -> None:
     from hpnlp.planner import compiled, devices, picture, search
     from hpnlp.training import config
 
-    device = devices.this_cpu(f.devices) if f.device == "cpu" else lookup(planner.DEVICES, f.device, "device")
+    out = picture.writable(Path(f.out)) if f.out else None
+    kinds = {**planner.DEVICES, "cpu": None}
+    device = lookup(kinds, f.device, "--device") or devices.this_cpu(f.devices)
+    if f.depth == "tpu":
+        compiled.tpus(f.device, f.devices)  # or says why not
     resolved = config.resolve(values)
     try:
         costs = planner.costs(resolved, f.devices)
@@ -72,23 +77,23 @@ def _run(argv: Sequence[str]) -> None:
         print(f"The config's own plan is left out: {error}")
     gc.enable()  # what follows may be long
     if costs and not costs.fits(device):
-        mend = search.mended(costs, device)
+        mend = search.mended(costs, device, functools.partial(_say, "changes tried"))
         print(
             f"It fits with {mend[0]}: {mend[1].bytes / 1e9:.1f} GB, at least {mend[1].total_seconds(device):.3g} s a step."
             if mend
             else "No change that was tried makes it fit: take more devices, a smaller batch or a smaller model."
         )
     if f.search:
-        found = search.ranked(resolved, f.devices, device, _say)
+        found = search.ranked(resolved, f.devices, device, functools.partial(_say, "plans looked at"))
         print(picture.ranking(found, device, resolved.plan))
         costs = costs or next(iter(found), None)
     if costs and f.depth != "formulas":
+        print(f"compiling for {f.devices} devices", file=sys.stderr)
         print(compiled.compare(costs, f.depth, f.device))
-    if costs and f.out:
-        out = Path(f.out)
-        print(picture.draw(costs, device, f.device, out if out.suffix else out.with_suffix(".png")))
+    if costs and out:
+        print(picture.draw(costs, device, f.device, out))
 
 
-def _say(done: int, of: int) -> None:
-    if done % 8 == 0 and 0 < done < of:
-        print(f"{done} of {of} plans looked at", file=sys.stderr)
+def _say(what: str, done: int, of: int) -> None:
+    if done and (done % 8 == 0 or done == of):
+        print(f"{done} of {of} {what}", file=sys.stderr)

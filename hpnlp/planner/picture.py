@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from hpnlp.planner.search import flags, named
 from hpnlp.planner.traffic import total
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError
+
+# Of the axes, over what is drawn.
+SCALE = 1.15
+SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
+# How far gradients and activations have been above their plan where they were compiled.
+OFF = 0.2
 
 
 def table(costs: Costs, device: Device, kind: str) -> str:
@@ -34,8 +41,7 @@ def table(costs: Costs, device: Device, kind: str) -> str:
             f"  {name:28}{size / 1e9:12.3f} GB  {bar}"
             for (name, size), bar in zip(costs.memory.items(), held, strict=True)
         ),
-        f"  {'together':28}{costs.bytes / 1e9:12.3f} GB of {room / 1e9:.1f} that can be used: "
-        f"{'it fits' if costs.fits(device) else 'IT DOES NOT FIT'}",
+        f"  {'together':28}{costs.bytes / 1e9:12.3f} GB of {room / 1e9:.1f} that can be used: {_fits(costs, device)}",
         *([f"  no axis of the plan divides {', '.join(costs.undivided)}: whole on each"] if costs.undivided else []),
         "",
         "A step on each device, at least",
@@ -55,9 +61,18 @@ def table(costs: Costs, device: Device, kind: str) -> str:
         )
     lines += [
         f"  {'together':28}{1e3 * step:12.3f} ms, {tokens / step:,.0f} tokens/s, MFU {100 * costs.mfu(device):.1f} %",
-        f"  {'with all messages hidden':28}{1e3 * (seconds['compute'] + seconds.get('bubble', 0.0)):12.3f} ms",
+        f"  {'with all transfers hidden':28}{1e3 * (seconds['compute'] + seconds.get('bubble', 0.0)):12.3f} ms",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _fits(costs: Costs, device: Device) -> str:
+    """Whether, and whether by more than plans are known to be off."""
+    if not costs.fits(device):
+        return "IT DOES NOT FIT"
+    unsure = OFF * (costs.memory.get("gradients", 0) + costs.memory.get("activations", 0))
+    sure = costs.bytes + unsure <= USABLE * device.memory
+    return "it fits" if sure else f"it fits, if temporaries are not {100 * OFF:.0f} % more, as they have been"
 
 
 def _waterfall(values: Sequence[float], room: float, width: int = 40) -> list[str]:
@@ -101,7 +116,8 @@ def draw(costs: Costs, device: Device, kind: str, path: Path) -> Path:
     figure = Figure(figsize=(8.5, 4.8), layout="constrained")
     memory, time = figure.subplots(1, 2)
     _bar(memory, {name: size / 1e9 for name, size in costs.memory.items()})
-    memory.axhline(device.memory / 1e9, color="black", linewidth=1, linestyle="--", label=f"{kind}'s memory")
+    label = f"{kind}'s memory: {device.memory / 1e9:.3g}" + (" (above)" if device.memory > SCALE * costs.bytes else "")
+    memory.axhline(device.memory / 1e9, color="black", linewidth=1, linestyle="--", label=label)
     memory.set(ylabel="GB", title="on each device")
     _bar(time, {name: 1e3 * value for name, value in costs.seconds(device).items() if value})
     time.set(ylabel="ms", title="a step, at least")
@@ -113,8 +129,18 @@ def draw(costs: Costs, device: Device, kind: str, path: Path) -> Path:
     figure.suptitle(f"{costs.devices} x {kind}: {named(costs)}", fontsize=10)
     try:
         figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot draw {path} ({error}): name a file that can be written, as plan.png") from error
+    except OSError as error:
+        raise InputError(f"--out={path} cannot be written ({error}): name a file that can, as plan.png") from error
+    return path
+
+
+def writable(path: Path) -> Path:
+    """Where a picture goes: path, as PNG where it says nothing else. Raises InputError where that cannot be."""
+    path = path if path.suffix else path.with_suffix(".png")
+    if path.suffix.lower() not in SUFFIXES:
+        raise InputError(f"--out={path}: no picture ends so; take {', '.join(SUFFIXES)}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"--out={path} cannot be written: name a file in a directory that is there, as plan.png")
     return path
 
 
@@ -123,4 +149,4 @@ def _bar(axes: Any, values: dict[str, float]) -> None:
     for name, value in values.items():
         axes.bar([0], [value], 0.6, bottom=base, label=f"{name}: {value:.3g}")
         base += value
-    axes.set_ylim(0, 1.15 * base or 1)
+    axes.set_ylim(0, SCALE * base or 1)

@@ -21,11 +21,11 @@ REMATS = ("none", "names(mixed)", "full")
 TENSOR, PIPELINE, SEQUENCE = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8)  # sizes to choose from
 
 
-def mended(found: Costs, device: Device) -> tuple[str, Costs] | None:
+def mended(found: Costs, device: Device, said: Callable[[int, int], None]) -> tuple[str, Costs] | None:
     """The smallest change to the config, as flags, with which a step fits; None where none of those tried does.
 
     Tried are, from what costs the least time: parts of the state shared out, parts of the activations computed again, the batch
-    in parts, layers shared out; then pairs of these. Cost: a trace each.
+    in parts, layers shared out; then pairs of these. said: is told how many of how many are tried. Cost: a trace each.
     """
     config, sizes = found.config, found.sizes
     dp = sizes["data"] * sizes["fsdp"]
@@ -40,7 +40,8 @@ def mended(found: Costs, device: Device) -> tuple[str, Costs] | None:
         if dp % tensor == 0 and sizes["tensor"] == 1 and dp > 1:
             changes.append({"plan.tensor": tensor, "plan.data": 1, "plan.fsdp": dp // tensor, "plan.zero": 3})
     pairs = [a | b for a, b in itertools.combinations(changes, 2) if not a.keys() & b.keys()]
-    for change in (*changes, *pairs):
+    for tried, change in enumerate((*changes, *pairs)):
+        said(tried, len(changes) + len(pairs))
         made = _costs_of(config, change, found.devices)
         if made is not None and made.fits(device):
             return flags(change), made

@@ -170,8 +170,8 @@ def find_writers(names: str) -> list[Callable[..., Writer]]:
     """The entries of WRITERS that a spec names, to be called with `workdir` and `last_step`."""
     specs = parse(names, "train.writers") if names.strip() else ()
     for spec in specs:
-        lookup(WRITERS, spec.name, "writer")
-    return [functools.partial(build, spec, WRITERS, "writer") for spec in specs]
+        lookup(WRITERS, spec.name, "train.writers")
+    return [functools.partial(build, spec, WRITERS, "train.writers") for spec in specs]
 
 
 class Clock:

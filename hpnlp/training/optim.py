@@ -57,8 +57,8 @@ class OptimizerConfig:
     scaling: str = "linear"
 
     def __post_init__(self) -> None:
-        lookup(OPTIMIZERS, self.name, "optimizer")
-        lookup(SCHEDULES, parse_one(self.schedule, "optimizer.schedule").name, "schedule")
+        lookup(OPTIMIZERS, self.name, "optimizer.name")
+        lookup(SCHEDULES, parse_one(self.schedule, "optimizer.schedule").name, "optimizer.schedule")
         lookup(SCALINGS, self.scaling, "optimizer.scaling")
         if self.base_batch < 0:
             raise InputError(f"optimizer.base_batch={self.base_batch}: expected a number of rows, 0 for no scaling")

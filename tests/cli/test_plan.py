@@ -40,6 +40,7 @@ def test_what_does_not_fit_is_told_with_its_mend(plan):
     outcome = call(*large, "--devices=64", "--device=h100", "--config.plan.name=data")
     assert outcome.code == 0 and "IT DOES NOT FIT" in outcome.out
     assert "It fits with --config.plan.data=1 --config.plan.fsdp=64 --config.plan.zero=" in outcome.out
+    assert outcome.err == "" or "changes tried" in outcome.err
 
 
 @pytest.mark.slow
@@ -49,6 +50,8 @@ def test_a_search_and_a_compiled_step(plan):
     assert outcome.code == 0
     assert "the first: --config.plan.name=single --config.plan." in outcome.out
     assert "False" not in outcome.out and "microbatches=0" not in outcome.out
+    counted = [line.split() for line in outcome.err.splitlines() if line.endswith("plans looked at")]
+    assert counted[-1][0] == counted[-1][2] and outcome.err.endswith("compiling for 2 devices\n")
     assert "all that is sent, bytes" in outcome.out and "Compiled in" in outcome.out
 
 
@@ -65,12 +68,17 @@ def test_a_search_leaves_out_a_plan_that_does_not_divide_the_devices(plan):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--device=h300",), "unknown device 'h300': did you mean"),
+        (("--device=h300",), "unknown --device 'h300': did you mean"),
         (("--devices=0",), "--devices"),
         (("--depth=deep",), "--depth"),
         (("--devices=7", "--config.data.batch_size=64"), "data.batch_size=64 does not split into 7 devices' rows"),
         (("--config.data.batch_size=0",), "data.batch_size=0: expected at least 1"),
-        (("--config.plan.name=zero4",), "unknown plan 'zero4'"),
+        (("--config.plan.name=zero4",), "unknown plan.name 'zero4'"),
+        (
+            ("--out=nowhere/plan.png",),
+            "--out=nowhere/plan.png cannot be written: name a file in a directory that is there",
+        ),
+        (("--out=plan.gif",), "--out=plan.gif: no picture ends so; take .png"),
         (("--depth=tpu", "--device=h100"), "--depth=tpu compiles for --device=v5e or v5p, not for h100"),
     ],
 )

@@ -19,6 +19,7 @@ from hpnlp.parallel.plan import AXES, Plan
 from hpnlp.planner import DEVICES, Device, costs, picture, search
 from hpnlp.planner.compiled import compile_step
 from hpnlp.planner.costs import gradient_bytes, model_of, parts_of, state_bytes, trainer_of
+from hpnlp.planner.devices import USABLE
 from hpnlp.planner.program import read
 from hpnlp.planner.traffic import Sent, held_bytes, trace
 from hpnlp.training.config import Config, resolve
@@ -138,10 +139,19 @@ def test_links_of_a_mesh():
 def test_the_smallest_change_that_fits():
     found = planned(Plan("data"), data=DataConfig(seq_len=128, batch_size=256))
     assert not found.fits(SMALL)
-    flags, other = search.mended(found, SMALL)
+    flags, other = search.mended(found, SMALL, lambda done, of: None)
     assert other.fits(SMALL) and flags == "'--config.plan.remat=names(mixed)'"
-    tiny = dataclasses.replace(SMALL, memory=1e5)
-    assert search.mended(found, tiny) is None
+    tiny, seen = dataclasses.replace(SMALL, memory=1e5), []
+    assert search.mended(found, tiny, lambda done, of: seen.append((done, of))) is None
+    assert [done for done, _ in seen] == list(range(seen[0][1]))
+
+
+def test_little_room_is_told():
+    found = planned(Plan("data"), data=DataConfig(seq_len=128, batch_size=256))
+    tight, wide = (dataclasses.replace(SMALL, memory=share * found.bytes / USABLE) for share in (1.01, 1.5))
+    assert "it fits, if temporaries are not 20 % more" in picture.table(found, tight, "small")
+    assert "can be used: it fits\n" in picture.table(found, wide, "small")
+    assert "IT DOES NOT FIT" in picture.table(found, SMALL, "small")
 
 
 def test_search_ranks_what_fits():

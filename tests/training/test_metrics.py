@@ -85,7 +85,7 @@ def test_going_on_from_the_last_line_changes_nothing(tmp_path):
 def test_writers_are_found_by_name():
     assert find_writers("") == []
     assert len(find_writers(" tensorboard,tensorboard")) == 2
-    with pytest.raises(InputError, match="unknown writer 'tensorbord': did you mean 'tensorboard'?"):
+    with pytest.raises(InputError, match="unknown train.writers 'tensorbord': did you mean 'tensorboard'?"):
         find_writers("tensorbord")
 
 
@@ -195,7 +195,7 @@ def test_wandb_that_does_not_start_is_said(fake_wandb, tmp_path, monkeypatch):
     fake_wandb.error = RuntimeError("No API key configured.\nUse `wandb login`")
     with pytest.raises(InputError, match=r"No API key configured. Use `wandb login`.*set WANDB_MODE=offline"):
         log_to_wandb(tmp_path, ())
-    with pytest.raises(InputError, match="writer 'wandb' has no argument 'projcet': did you mean 'project'?"):
+    with pytest.raises(InputError, match="train.writers 'wandb' has no argument 'projcet': did you mean 'project'?"):
         log_to_wandb(tmp_path, (), spec="wandb(projcet=x)")
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match=r"needs wandb: pip install 'hpnlp\[wandb\]'"):

@@ -259,8 +259,8 @@ def test_clipping_scales_to_the_norm_or_not_at_all():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "adam"}, "unknown optimizer 'adam': did you mean 'adamw'?"),
-        ({"schedule": "cosin"}, "unknown schedule 'cosin': did you mean 'cosine'?"),
+        ({"name": "adam"}, "unknown optimizer.name 'adam': did you mean 'adamw'?"),
+        ({"schedule": "cosin"}, "unknown optimizer.schedule 'cosin': did you mean 'cosine'?"),
         ({"scaling": "linaer"}, "unknown optimizer.scaling 'linaer': did you mean 'linear'?"),
         ({"base_batch": -256}, "optimizer.base_batch=-256: expected a number of rows, 0 for no scaling"),
         ({"loss_scale": 0.5}, "optimizer.loss_scale=0.5: expected a factor of at least 1, as in 1024, or 0 for none"),
