@@ -147,6 +147,6 @@ def writable(path: Path) -> Path:
 def _bar(axes: Any, values: dict[str, float]) -> None:
     base = 0.0
     for name, value in values.items():
-        axes.bar([0], [value], 0.6, bottom=base, label=f"{name}: {value:.3g}")
+        axes.bar([0], [value], 0.6, bottom=base, label=f"{name}: {value:.4g}")
         base += value
     axes.set_ylim(0, SCALE * base or 1)
