@@ -21,6 +21,7 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     monkeypatch.setenv("HPNLP_NOTEBOOK_STEPS", "6")
     monkeypatch.setenv("HPNLP_NOTEBOOK_LENGTH", "128")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # LLVM's take longer than such small programs run
     monkeypatch.setenv("MPLBACKEND", "Agg")
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not committed: clear them"

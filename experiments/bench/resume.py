@@ -1,6 +1,6 @@
 """What kill -9 costs: steps that are lost, and losses that differ from an undisturbed run's in any bit.
 
-python experiments/bench/resume.py [--kills=20] [--path=stdlib]
+python experiments/bench/resume.py [--kills=20] [--steps=150] [--path=stdlib]
 
 A small run is killed at random moments of its life, while it compiles for the first time and while it saves, and
 started again with the same command, until the kills are used up; a run that finishes between them is compared, and
@@ -36,7 +36,6 @@ SETTING = {
     "data.seq_len": 64,
     "data.batch_size": 8,
     "data.heldout_bytes": 5000,
-    "train.steps": 150,
     "train.log_every": 7,
     "train.eval_every": 25,
     "train.eval_batches": 1,
@@ -66,9 +65,9 @@ def is_saving(workdir: Path) -> bool:
 class Runs:
     """Starts the same training over and over, in directories under `root`."""
 
-    def __init__(self, root: Path, path: str) -> None:
+    def __init__(self, root: Path, path: str, steps: int) -> None:
         self.root = root
-        overrides = {**SETTING, "data.path": path, "data.cache": root / "data"}
+        overrides = {**SETTING, "train.steps": steps, "data.path": path, "data.cache": root / "data"}
         command = [sys.executable, "-m", "hpnlp", "train", "--config=experiments/lm/bytes.py"]
         self.command = command + [f"--config.{name}={value}" for name, value in overrides.items()]
         self.fresh = itertools.count()
@@ -111,7 +110,7 @@ def main(_: Any) -> None:
     draw = random.Random(FLAGS.seed)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        runs = Runs(root, FLAGS.path)
+        runs = Runs(root, FLAGS.path, FLAGS.steps)
         cold, _ = runs.finish(root / "undisturbed")
         expected = lines_of(root / "undisturbed")
         _, whole = runs.finish(root / "again")
@@ -171,6 +170,7 @@ KINDS = ("any moment", "any moment", "saving", "compiling")
 
 if __name__ == "__main__":
     flags.DEFINE_integer("kills", 20, "How many.")
+    flags.DEFINE_integer("steps", 150, "Of each run.")
     flags.DEFINE_integer("seed", 0, "Of the moments.")
     flags.DEFINE_string("path", "stdlib", "The text.")
     flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the result goes.")

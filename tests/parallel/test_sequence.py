@@ -19,7 +19,7 @@ from hpnlp.parallel.sequence import SKIP, WHOLE, Course, arranged, arrangement, 
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, MixerInputs
-from tests.contracts import once
+from tests.contracts import ONCE, once
 
 B, T, N, K, H = 2, 64, 4, 2, 8
 PLAIN = tuple((2 * d, 2 * d + 1) for d in range(4))
@@ -209,7 +209,7 @@ def test_memory_of_a_ring_in_a_stack_of_layers():
         trainer = make_trainer(LM(config), OptimizerConfig(), Plan("sequence"), steps=2, devices=jax.devices()[:4])
         batch, key = jax.eval_shape(lambda: example_batch(1, length)), jax.eval_shape(lambda: jax.random.key(0))
         with jax.set_mesh(trainer.layout.mesh):
-            compiled = trainer.step.jitted.lower(trainer.state_shapes, batch, key).compile()
+            compiled = trainer.step.jitted.lower(trainer.state_shapes, batch, key).compile(ONCE)
         return compiled.memory_analysis().temp_size_in_bytes
 
     short, long = temp(1024), temp(2048)
