@@ -22,8 +22,8 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Exits with 0 when done, with 2 and one line where the input is at fault, with 130 and a line after Ctrl-C, with 1 and
-    a traceback otherwise.
+    """Exits with 0 when done, with 2 and one line where the input is at fault, with 130 and a line after Ctrl-C (training
+    also after SIGTERM), with 1 and a traceback otherwise.
 
     Where nobody reads what is printed any more, as after `| head`, it ends with 1 and says nothing.
     """

@@ -7,6 +7,7 @@ import json
 import lzma
 import math
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
         # Those that lie on several hosts make no text here: `hpnlp generate` reads the checkpoint.
         params = params if jax.process_count() == 1 else jax.device_get(params)
         sample = decode.sample_text(result.model, params, result.corpus.tokenizer, config.train.sample)
-    report = summarize(config, result)
+    report = summarize(config, result) | {"skipped_steps": sum(line.get("skipped") or 0 for line in curve)}
     text = render(workdir, config, report, sample, flags)
     try:
         plot_curves({workdir.name: curve}, workdir / "loss.png", report)
@@ -89,6 +90,7 @@ def summarize(config: Config, result: Result) -> dict[str, Any]:
         "flops_per_second": flops if flops is None else result.step * flops / busy if busy else 0.0,
         "flops_per_step": flops,
         "peak_memory_bytes": result.peak_memory_bytes,
+        "devices": result.devices,
         "steps": result.step,
         "tokens": tokens,
         "parameters": result.parameters,
@@ -141,6 +143,7 @@ def render(workdir: Path, config: Config, report: Mapping[str, Any], sample: str
     perplexity = None  # said of words, where bits a byte are not
     if probable and report["heldout_bits_per_byte"] is None and loss is not None and loss < 100:
         perplexity = f"{math.exp(loss):.5g}"
+    others = shlex.join(flag for flag in shlex.split(flags) if not flag.startswith("--config.train.steps="))
     choice = "--temperature=0.8 --top_p=0.95" if probable else "--temperature=0"
     rows = [
         ("held-out bytes", f"{report['heldout_bytes']:,}"),
@@ -150,7 +153,9 @@ def render(workdir: Path, config: Config, report: Mapping[str, Any], sample: str
         ("held-out loss, nats a token" if probable else "held-out loss", _decimals(loss)),
         *([(PERPLEXITY, perplexity)] if perplexity else []),
         ("parameters", f"{report['parameters']:,}"),
+        ("devices", report["devices"]),
         ("steps, tokens", f"{report['steps']:,}, {report['tokens']:,}"),
+        *([("steps skipped, not finite", f"{skipped:.0f}")] if (skipped := report.get("skipped_steps")) else []),
         ("tokens/s", f"{report['tokens_per_second']:,.0f}"),
         ("achieved GFLOP/s", _giga(report["flops_per_second"])),
         ("peak memory", f"{report['peak_memory_bytes'] / 2**20:,.0f} MiB"),
@@ -174,7 +179,7 @@ Next:
 
 - continue a text of yours: `hpnlp generate --workdir={workdir} --prompt="def " --tokens=200 {choice}`
 - train on it: `hpnlp train {flags} --workdir=runs/mine --config.data.path=DIR_OR_GLOB`
-- train longer: `hpnlp train {flags} --workdir={workdir} --config.train.steps={2 * config.train.steps} --accept_changes`
+- train longer: `hpnlp train {others} --workdir={workdir} --config.train.steps={2 * config.train.steps} --accept_changes`
 - put runs beside each other: `hpnlp compare {workdir} runs/mine`
 """
 

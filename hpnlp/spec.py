@@ -8,7 +8,7 @@ import difflib
 import inspect
 import keyword
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from hpnlp.types import InputError
@@ -95,6 +95,11 @@ def lookup(table: Mapping[str, T], name: str, what: str) -> T:
 
 def build(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, **extra: Any) -> T:
     """Calls the table entry that `spec` names with its arguments and `extra`; a wrong argument is an InputError."""
+    return checked(spec, table, what, extra)(*spec.args, **dict(spec.kwargs), **extra)
+
+
+def checked(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, extra: Collection[str]) -> Callable[..., T]:
+    """The table entry that `spec` names, which takes its arguments and those named in `extra`, or an InputError."""
     entry = lookup(table, spec.name, what)
     known = inspect.signature(entry).parameters
     parameters = [p.replace(annotation=p.empty) for name, p in known.items() if name in extra or name not in _FLAX]
@@ -105,10 +110,10 @@ def build(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, **extra:
             near = did_you_mean(name, names) if names else "it takes none"
             raise InputError(f"{what} {spec.name!r} has no argument {name!r}: {near}")
     try:
-        inspect.Signature(parameters).bind(*spec.args, **dict(spec.kwargs), **extra)
+        inspect.Signature(parameters).bind(*spec.args, **dict(spec.kwargs), **dict.fromkeys(extra))
     except TypeError as error:
         raise InputError(f"{what} {spec.name!r} takes {inspect.Signature(own)}: {error}") from error
-    return entry(*spec.args, **dict(spec.kwargs), **extra)
+    return entry
 
 
 def parse_one(text: str, what: str) -> Spec:

@@ -46,6 +46,7 @@ def result(**changes):
         "peak_memory_bytes": 7 << 20,
         "parameters": 1234,
         "flops_per_step": 10**9,
+        "devices": "8 cpu devices (data 8)",
     }
     made = object.__new__(Result)  # not what a Result must hold, but what a report reads
     made.__dict__.update(fields | changes)
@@ -116,6 +117,11 @@ def test_text_of_a_report(tmp_path):
     assert "--config=FILE --workdir=runs/mine" in text
     mine = report.render(tmp_path, Config(), summary(), "", "--config=mine.py --config.train.steps=5")
     assert "`hpnlp train --config=mine.py --config.train.steps=5 --workdir=runs/mine" in mine
+    assert f"`hpnlp train --config=mine.py --workdir={tmp_path} --config.train.steps=2000 --accept" in mine
+    assert "| devices | 8 cpu devices (data 8) |" in text and "skipped" not in text
+    assert "| steps skipped, not finite | 2 |" in report.render(
+        tmp_path, Config(), summary() | {"skipped_steps": 2.0}, ""
+    )
     assert "step 4.0 s (40 %)" in text and "setup 3.0 s (30 %)" in text
     assert "```\ndef main():\n```" in text and "![loss](loss.png)" in text
     for command in ("generate", "train", "compare"):

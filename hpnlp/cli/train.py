@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import shlex
+import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -16,7 +17,8 @@ from hpnlp.cli import experiment
 USAGE = """
 hpnlp train --config=experiments/lm/bytes.py --workdir=runs/bytes [--config.section.field=value ...]
 
-Trains to config.train.steps and reports. The same command in the same workdir goes on where it stopped.
+Trains to config.train.steps and reports. The same command in the same workdir goes on where it stopped. Ctrl-C and SIGTERM
+have it saved first; then it exits with 130.
 
 Several hosts: under srun, mpirun or on a TPU pod, the same command in each process, and one workdir that all see. Without a
 launcher, add --coordinator=HOST:PORT --processes=N --process=I.
@@ -46,7 +48,9 @@ def run(argv: Sequence[str]) -> None:
     hosts.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
     result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
-    if not result.interrupted and hosts.is_lead():
+    if result.interrupted:
+        sys.exit(130)
+    if hosts.is_lead():
         report.write(workdir, resolved, result, shlex.join([f"--config={path}", *overrides]))
 
 

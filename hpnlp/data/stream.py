@@ -169,8 +169,8 @@ class Corpus:
         self.heldout_documents: int = record["heldout"]["documents"]
         self.heldout_bytes: int = record["heldout"]["raw_bytes"]
         self.summary = (
-            f"{config.path}: {self.train_documents:,} documents, {self.train_tokens:,} tokens to train on; "
-            f"{self.heldout_documents:,} documents, {self.heldout_bytes:,} bytes held out"
+            f"{config.path}: {_documents(self.train_documents)}, {self.train_tokens:,} tokens to train on; "
+            f"{_documents(self.heldout_documents)}, {self.heldout_bytes:,} bytes held out"
         )
         if record["left_out"]:
             self.summary += f"; left out: {text.LeftOut(record['left_out'])}"
@@ -323,3 +323,7 @@ class Batches:
     def close(self) -> None:
         """Ends reading ahead."""
         self._batches.close()
+
+
+def _documents(count: int) -> str:
+    return f"{count:,} document{'s' * (count != 1)}"

@@ -110,6 +110,8 @@ def _initialize(*args: Any, **options: Any) -> None:
         jax.distributed.initialize(*args, **options)
     except (RuntimeError, ValueError) as error:
         raise InputError(f"the processes did not find each other: {error}: start all of them, each once") from error
+    if not is_lead():
+        print(f"process {jax.process_index()} of {jax.process_count()}: process 0 says how the run goes", flush=True)
 
 
 def is_lead() -> bool:

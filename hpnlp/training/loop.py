@@ -30,7 +30,8 @@ HOPELESS = 20  # steps in a row without a finite gradient, after which a run sto
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run ends with. interrupted: a signal stopped it early, and the same command goes on from `step`.
+    """What a run ends with. interrupted: a signal stopped it early, and the same command goes on from `step`. devices: how
+    many, and what they are divided into.
 
     heldout: `loss` in nats a token and, for tokenizers that lose nothing and output layers that give probabilities,
     `bits_per_byte`. Over all restarts: seconds, by phase, of which "setup" holds all compilation, and peak_memory_bytes.
@@ -46,6 +47,7 @@ class Result:
     peak_memory_bytes: int
     parameters: int
     flops_per_step: int | None
+    devices: str
 
 
 def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) -> Result:
@@ -218,6 +220,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
         interrupted = stopping.signal != "" and saved < config.train.steps
         if interrupted:
             display.say(f"{stopping.signal}: saved step {saved}; the same command goes on from there")
+        else:
+            display.say("scoring all held-out text")
         result = Result(
             step=step,
             interrupted=interrupted,
@@ -229,6 +233,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             seconds=dict(clock.seconds),
             parameters=parameters,
             flops_per_step=trainer.flops(config.data.batch_size, config.data.seq_len),
+            devices=_devices(trainer.layout.mesh),
         )
         return result
 
@@ -277,13 +282,16 @@ def _on_devices(trainer: Trainer, batch: Mapping[str, np.ndarray], config: Confi
     return {name: put(rows) for name, rows in batch.items()}
 
 
-def _greeting(config: Config, workdir: Path, parameters: int, first: int, mesh: Any) -> str:
+def _devices(mesh: Any) -> str:
     devices = jax.devices()
-    begin = f"going on from step {first}" if first else "starting"
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     used = f"{mesh.size} of {len(devices)}" if mesh.size < len(devices) else len(devices)
+    return f"{used} {devices[0].platform} device{'s' * (len(devices) > 1)}{f' ({axes})' * bool(axes)}"
+
+
+def _greeting(config: Config, workdir: Path, parameters: int, first: int, mesh: Any) -> str:
+    begin = f"going on from step {first}" if first else "starting"
     return (
-        f"{begin}: {parameters / 1e6:.2f}M parameters, {used} {devices[0].platform} "
-        f"device{'s' * (len(devices) > 1)}{f' ({axes})' * bool(axes)}, {config.train.steps} steps of "
+        f"{begin}: {parameters / 1e6:.2f}M parameters, {_devices(mesh)}, {config.train.steps} steps of "
         f"{config.data.batch_size} x {config.data.seq_len} tokens, in {workdir}"
     )

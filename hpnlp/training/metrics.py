@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from hpnlp.spec import build, lookup, parse
+from hpnlp.spec import build, checked, parse
 from hpnlp.types import InputError, Writer
 
 
@@ -60,11 +61,11 @@ def _step_of(line: bytes) -> float:
 class TensorBoardWriter:
     """Event files under WORKDIR/tensorboard, through tensorboardX."""
 
-    def __init__(self, workdir: Path, last_step: int = 0) -> None:
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise InputError("train.writers=tensorboard needs tensorboardX: pip install tensorboardX") from error
+    needs = "tensorboardX", "tensorboardX"  # the package, and what installs it
+
+    def __init__(self, *, workdir: Path, last_step: int = 0) -> None:
+        from tensorboardX import SummaryWriter
+
         self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=last_step + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -86,11 +87,11 @@ class WandbWriter:
     Raises InputError where W&B does not start. Once it runs, its failures cost a line on stderr, and never the training.
     """
 
+    needs = "wandb", "'hpnlp[wandb]'"
+
     def __init__(self, project: str = "", *, workdir: Path, last_step: int = 0) -> None:
-        try:
-            from wandb import Settings, init
-        except ImportError as error:
-            raise InputError("train.writers=wandb needs wandb: pip install 'hpnlp[wandb]'") from error
+        from wandb import Settings, init
+
         self._workdir = workdir
         # console: lines of the run are the display's. finish_timeout: a network that is gone must not hold a run that is done.
         settings = Settings(console="off", silent=True, finish_timeout=60, finish_timeout_raises=True)
@@ -167,10 +168,14 @@ WRITERS: dict[str, Callable[..., Writer]] = {"tensorboard": TensorBoardWriter, "
 
 
 def find_writers(names: str) -> list[Callable[..., Writer]]:
-    """The entries of WRITERS that a spec names, to be called with `workdir` and `last_step`."""
+    """The entries of WRITERS that a spec names, to be called with `workdir` and `last_step`. Raises InputError where one does
+    not take its arguments, or its package is not there."""
     specs = parse(names, "train.writers") if names.strip() else ()
     for spec in specs:
-        lookup(WRITERS, spec.name, "train.writers")
+        entry = checked(spec, WRITERS, "train.writers", ("workdir", "last_step"))
+        package, installed_by = getattr(entry, "needs", ("sys", ""))
+        if sys.modules.get(package) is None and importlib.util.find_spec(package) is None:
+            raise InputError(f"train.writers={spec.name} needs {package}: pip install {installed_by}")
     return [functools.partial(build, spec, WRITERS, "train.writers") for spec in specs]
 
 

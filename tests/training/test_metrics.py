@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from hpnlp.training import metrics
-from hpnlp.training.metrics import Clock, Display, JsonlWriter, TensorBoardWriter, WandbWriter, find_writers
+from hpnlp.training.metrics import Clock, Display, JsonlWriter, TensorBoardWriter, find_writers
 from hpnlp.types import InputError
 
 
@@ -82,26 +82,30 @@ def test_going_on_from_the_last_line_changes_nothing(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_writers_are_found_by_name():
+def test_writers_are_found_by_name(monkeypatch):
     assert find_writers("") == []
+    monkeypatch.setitem(sys.modules, "tensorboardX", sys)  # whether it is there or not
     assert len(find_writers(" tensorboard,tensorboard")) == 2
     with pytest.raises(InputError, match="unknown train.writers 'tensorbord': did you mean 'tensorboard'?"):
         find_writers("tensorbord")
 
 
+def test_writers_that_cannot_be_made_are_told_before_one_is(monkeypatch):
+    with pytest.raises(InputError, match=r"train.writers 'tensorboard' takes \(\): too many positional arguments"):
+        find_writers("tensorboard(3)")
+    for package, installed_by in (("tensorboardX", "tensorboardX"), ("wandb", r"'hpnlp\[wandb\]'")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(InputError, match=f"needs {package}: pip install {installed_by}"):
+            find_writers(package.removesuffix("X"))
+
+
 def test_tensorboard_writes_events(tmp_path):
     pytest.importorskip("tensorboardX")
-    writer = TensorBoardWriter(tmp_path)
+    writer = TensorBoardWriter(workdir=tmp_path)
     writer.write(1, {"loss": 0.5})
     writer.close()
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"loss" in events.read_bytes()
-
-
-def test_missing_tensorboard_is_said(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(InputError, match=r"needs tensorboardX: pip install tensorboardX"):
-        TensorBoardWriter(tmp_path)
 
 
 class FakeWandb:
@@ -191,15 +195,12 @@ def test_wandb_gets_what_is_not_finite_again_too(fake_wandb, tmp_path):
     assert step == 1 and np.isnan(values["loss"])
 
 
-def test_wandb_that_does_not_start_is_said(fake_wandb, tmp_path, monkeypatch):
+def test_wandb_that_does_not_start_is_said(fake_wandb, tmp_path):
     fake_wandb.error = RuntimeError("No API key configured.\nUse `wandb login`")
     with pytest.raises(InputError, match=r"No API key configured. Use `wandb login`.*set WANDB_MODE=offline"):
         log_to_wandb(tmp_path, ())
     with pytest.raises(InputError, match="train.writers 'wandb' has no argument 'projcet': did you mean 'project'?"):
         log_to_wandb(tmp_path, (), spec="wandb(projcet=x)")
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match=r"needs wandb: pip install 'hpnlp\[wandb\]'"):
-        WandbWriter(workdir=tmp_path)
 
 
 def test_training_survives_wandb(fake_wandb, tmp_path, capsys):
