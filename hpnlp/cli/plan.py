@@ -60,7 +60,7 @@ def _run(argv: Sequence[str]) -> None:
     from hpnlp.planner import compiled, devices, picture, search
     from hpnlp.training import config
 
-    device = devices.this_cpu(f.devices) if f.device == "cpu" else lookup(planner.DEVICES, f.device, "device")
+    device = lookup({**planner.DEVICES, "cpu": None}, f.device, "--device") or devices.this_cpu(f.devices)
     resolved = config.resolve(values)
     try:
         costs = planner.costs(resolved, f.devices)

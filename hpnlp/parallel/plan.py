@@ -103,7 +103,7 @@ class Plan:
 
     def sizes(self, device_count: int) -> dict[str, int]:
         """The mesh's axis sizes over `device_count` devices. Raises InputError where they do not multiply to it."""
-        named = {axis: lookup(PLANS, self.name, "plan").get(axis, 1) for axis in AXES}
+        named = {axis: lookup(PLANS, self.name, "plan.name").get(axis, 1) for axis in AXES}
         own = {axis: getattr(self, axis) for axis in AXES}
         # An explicit -1 takes what is left, so the named plan's own -1 gives way to it.
         explicit_fill = any(size == -1 for size in own.values())
@@ -177,7 +177,7 @@ class Plan:
             raise InputError(
                 f"plan.tensor={mesh.shape['tensor']} divides none of {fields}: make one a multiple of it, or change the plan"
             )
-        zero = lookup(PLANS, self.name, "plan").get("zero", 3) if self.zero is None else self.zero
+        zero = lookup(PLANS, self.name, "plan.name").get("zero", 3) if self.zero is None else self.zero
         zero = zero if mesh.shape["fsdp"] > 1 else 0
         return Layout(
             mesh,

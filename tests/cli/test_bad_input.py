@@ -75,7 +75,7 @@ def train(refused, tmp_path):
         ("--config.plan.pipeline=8", "does not divide into plan.pipeline=8 stages: make it a multiple of 8"),
         ("--config.plan.zero=5", "plan.zero=5: expected a stage of ZeRO, 0 to 3"),
         ("--config.plan.exchange=rings", "plan.exchange='rings': did you mean 'ring'?"),
-        ("--config.plan.name=dta", "unknown plan 'dta': did you mean 'data'?"),
+        ("--config.plan.name=dta", "unknown plan.name 'dta': did you mean 'data'?"),
         ("--config.data.batch_size=12", "data.batch_size=12 does not split into 8 devices' rows"),
         ("--config.data.path=/no/such/text", "/no/such/text"),
         ("--config.data.tokenizer=byts", "did you mean 'bytes'?"),

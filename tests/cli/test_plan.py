@@ -65,12 +65,13 @@ def test_a_search_leaves_out_a_plan_that_does_not_divide_the_devices(plan):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--device=h300",), "unknown device 'h300': did you mean"),
+        (("--device=h300",), "unknown --device 'h300': did you mean"),
+        (("--device=gpu",), "unknown --device 'gpu': did you mean 'cpu'?"),
         (("--devices=0",), "--devices"),
         (("--depth=deep",), "--depth"),
         (("--devices=7", "--config.data.batch_size=64"), "data.batch_size=64 does not split into 7 devices' rows"),
         (("--config.data.batch_size=0",), "data.batch_size=0: expected at least 1"),
-        (("--config.plan.name=zero4",), "unknown plan 'zero4'"),
+        (("--config.plan.name=zero4",), "unknown plan.name 'zero4'"),
         (("--depth=tpu", "--device=h100"), "--depth=tpu compiles for --device=v5e or v5p, not for h100"),
     ],
 )

@@ -37,7 +37,7 @@ def test_sizes(plan, devices, sizes):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan("zero4"), "unknown plan 'zero4': did you mean 'zero"),
+        (Plan("zero4"), "unknown plan.name 'zero4': did you mean 'zero"),
         (Plan(data=3), "product of the given sizes; choose sizes whose product is 8, or set plan.data to -1"),
         (Plan(data=3, tensor=2), "(data=3, tensor=2) does not divide 8 devices: 6 is the product"),
         (Plan(data=3, tensor=2), "choose sizes whose product is 8, or set plan.data to -1"),
