@@ -74,7 +74,8 @@ def _run(argv: Sequence[str]) -> None:
     if costs and not costs.fits(device):
         mend = search.mended(costs, device)
         print(
-            f"It fits with {mend[0]}: {mend[1].bytes / 1e9:.1f} GB, at least {mend[1].total_seconds(device):.3g} s a step."
+            f"It fits with {mend[0]}: {mend[1].bytes / 1e9:.1f} GB, at least {mend[1].total_seconds(device):.3g} s a step"
+            f"{picture.doubt(mend[1], device)}."
             if mend
             else "No change that was tried makes it fit: take more devices, a smaller batch or a smaller model."
         )

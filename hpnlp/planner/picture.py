@@ -35,7 +35,7 @@ def table(costs: Costs, device: Device, kind: str) -> str:
             for (name, size), bar in zip(costs.memory.items(), held, strict=True)
         ),
         f"  {'together':28}{costs.bytes / 1e9:12.3f} GB of {room / 1e9:.1f} that can be used: "
-        f"{'it fits' if costs.fits(device) else 'IT DOES NOT FIT'}",
+        f"{'it fits' if costs.fits(device) else 'IT DOES NOT FIT'}{doubt(costs, device)}",
         *([f"  no axis of the plan divides {', '.join(costs.undivided)}: whole on each"] if costs.undivided else []),
         "",
         "A step on each device, at least",
@@ -58,6 +58,17 @@ def table(costs: Costs, device: Device, kind: str) -> str:
         f"  {'with all messages hidden':28}{1e3 * (seconds['compute'] + seconds.get('bubble', 0.0)):12.3f} ms",
     ]
     return "\n".join(lines) + "\n"
+
+
+def doubt(costs: Costs, device: Device) -> str:
+    """What is to be said beside "it fits" where the plan is not exact enough to know."""
+    if not costs.is_tight(device):
+        return ""
+    left = USABLE * device.memory - costs.bytes
+    return (
+        f"; {left / 1e9:.3g} GB are left, and temporaries may take {costs.unplanned / 1e9:.3g} GB more than planned: "
+        "compile it first (--depth=compiled)"
+    )
 
 
 def _waterfall(values: Sequence[float], room: float, width: int = 40) -> list[str]:
@@ -84,14 +95,19 @@ def ranking(found: Sequence[Costs], device: Device, own: Plan) -> str:
     head = f"{'plan':58}{'GB':>9}{'ms a step':>12}{'MFU':>8}"
     lines = [
         f"{named(one):58}{one.bytes / 1e9:9.2f}{1e3 * one.total_seconds(device):12.2f}{100 * one.mfu(device):7.1f}%"
-        for one in found
+        f"{'  tight' * one.is_tight(device)}"
+        for one in found[:20]
     ]
+    if any(one.is_tight(device) for one in found[:20]):
+        lines.append(
+            "tight: temporaries may take more beyond the plan than is left: compile it first (--depth=compiled)"
+        )
     change = {
         f"plan.{field.name}": value
         for field in dataclasses.fields(Plan)
         if not (value := getattr(found[0].config.plan, field.name)) == getattr(own, field.name) == field.default
     }
-    return "\n".join([head, *lines[:20], f"the first: {flags(change)}"])
+    return "\n".join([head, *lines, f"the first: {flags(change)}"])
 
 
 def draw(costs: Costs, device: Device, kind: str, path: Path) -> Path:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import re
 import shlex
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,8 @@ from hpnlp.models.lm import LMConfig, example_batch
 from hpnlp.parallel.plan import AXES, Plan
 from hpnlp.planner import DEVICES, Device, costs, picture, search
 from hpnlp.planner.compiled import compile_step
-from hpnlp.planner.costs import gradient_bytes, model_of, parts_of, state_bytes, trainer_of
+from hpnlp.planner.costs import UNPLANNED, gradient_bytes, model_of, parts_of, state_bytes, trainer_of
+from hpnlp.planner.devices import USABLE
 from hpnlp.planner.program import read
 from hpnlp.planner.traffic import Sent, held_bytes, trace
 from hpnlp.training.config import Config, resolve
@@ -142,6 +145,29 @@ def test_the_smallest_change_that_fits():
     assert other.fits(SMALL) and flags == "'--config.plan.remat=names(mixed)'"
     tiny = dataclasses.replace(SMALL, memory=1e5)
     assert search.mended(found, tiny) is None
+
+
+def test_a_fit_that_the_plan_is_not_exact_enough_for_is_told():
+    found = planned(Plan("data"))
+    temporaries = found.bytes - sum(found.memory[name] for name in ("parameters", "optimizer"))
+
+    def said(spare):
+        """Of a device that has room for so much more than the temporaries."""
+        device = dataclasses.replace(SMALL, memory=(found.bytes + spare * temporaries) / USABLE)
+        together = next(line for line in picture.table(found, device, "small").splitlines() if "can be used" in line)
+        return together.partition("can be used: ")[2], picture.ranking([found], device, found.config.plan)
+
+    assert said(-0.01)[0] == "IT DOES NOT FIT" and said(0.21)[0] == "it fits"
+    line, ranking = said(0.1)
+    assert line.startswith(f"it fits; {0.1 * temporaries / 1e9:.3g} GB are left, and temporaries may take ")
+    assert f"{0.2 * temporaries / 1e9:.3g} GB more than planned: compile it first (--depth=compiled)" in line
+    assert "%  tight\n" in ranking and "tight: " in ranking and "tight" not in said(0.21)[1]
+
+
+def test_a_plan_is_doubted_by_as_much_as_compiled_steps_were_off():
+    rows = json.loads(Path("experiments/results/plan-cpu.json").read_text("utf-8"))["rows"]
+    most = max(1 / (1 + row["temporaries off"]) - 1 for row in rows if "temporaries off" in row)
+    assert most <= UNPLANNED
 
 
 def test_search_ranks_what_fits():
