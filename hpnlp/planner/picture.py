@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpnlp.parallel.plan import Plan
+from hpnlp.parallel.plan import AXES, PLANS, Plan
 from hpnlp.planner.costs import Costs
 from hpnlp.planner.devices import USABLE, Device
 from hpnlp.planner.search import flags, named
@@ -102,10 +102,15 @@ def ranking(found: Sequence[Costs], device: Device, own: Plan) -> str:
         lines.append(
             "tight: temporaries may take more beyond the plan than is left: compile it first (--depth=compiled)"
         )
+    best = found[0].config.plan
+    # What its name says where a config leaves it open; -1 is what the other sizes leave, which is its own.
+    implied = {**dict.fromkeys(AXES, 1), "zero": 0, **PLANS[best.name]}
     change = {
-        f"plan.{field.name}": value
+        f"plan.{field.name}": getattr(best, field.name)
         for field in dataclasses.fields(Plan)
-        if not (value := getattr(found[0].config.plan, field.name)) == getattr(own, field.name) == field.default
+        if field.name == "name"
+        or getattr(own, field.name) != field.default
+        or implied.get(field.name, field.default) not in (-1, getattr(best, field.name))
     }
     return "\n".join([head, *lines, f"the first: {flags(change)}"])
 

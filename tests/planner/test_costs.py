@@ -206,12 +206,35 @@ def test_search_keeps_what_it_does_not_choose():
 )
 def test_the_flags_of_a_ranking_make_the_first_of_the_configs_own(own):
     model = dataclasses.replace(MODEL, layers=1)
-    first = Plan("single", 1, 1, 2, 1, 1, 1, zero=0, exchange=own.exchange, remat="names(mixed)")
+    first = Plan("zero1", 1, 1, 2, 1, 1, 1, zero=1, exchange=own.exchange, remat="names(mixed)")
     ranked = dataclasses.replace(CONFIG, model=model, plan=first)
     told = picture.ranking([costs(ranked, 2)], DEVICES["h100"], own).partition("the first: ")[2]
     before = [f"--config.plan.{name}={value}" for name, value in dataclasses.asdict(own).items() if value is not None]
     values = experiment.read("experiments/lm/bytes.py", [*before, *shlex.split(told)])
-    assert resolve(values).plan == first
+    made = resolve(values)
+    assert costs(made, 2).zero == 1 and made.plan.sizes(2) == first.sizes(2)
+    assert dataclasses.replace(made.plan, **first.sizes(2), zero=1) == first
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero", "told"),
+    [
+        ({"fsdp": 8}, 2, "--config.plan.name=zero2"),
+        ({"data": 8}, 0, "--config.plan.name=data"),
+        ({"fsdp": 4, "tensor": 2}, 3, "--config.plan.name=zero3 --config.plan.tensor=2"),
+        ({"tensor": 8}, 0, "--config.plan.name=tensor"),
+        ({"pipeline": 2, "sequence": 4}, 0, "--config.plan.name=pipeline --config.plan.sequence=4"),
+    ],
+)
+def test_what_a_search_finds_is_named_by_what_it_is(sizes, zero, told):
+    layers = dataclasses.replace(MODEL, layers=2, heads=8)
+    config = dataclasses.replace(CONFIG, model=layers, plan=Plan("3d"))
+    asked = dict.fromkeys(AXES, 1) | sizes
+    plan = next(p for p in search._plans(config, 8) if p.sizes(8) == asked and p.zero == zero)
+    found = costs(dataclasses.replace(config, plan=plan), 8)
+    assert picture.ranking([found], DEVICES["h100"], config.plan).partition("the first: ")[2] == told
+    made = resolve(experiment.read("experiments/lm/bytes.py", told.split())).plan
+    assert made.sizes(8) == plan.sizes(8)
 
 
 def test_search_where_no_plan_is_at_fault():
