@@ -62,8 +62,7 @@ def _run(argv: Sequence[str]) -> None:
     from hpnlp.training import config
 
     out = picture.writable(Path(f.out)) if f.out else None
-    kinds = {**planner.DEVICES, "cpu": None}
-    device = lookup(kinds, f.device, "--device") or devices.this_cpu(f.devices)
+    device = lookup({**planner.DEVICES, "cpu": None}, f.device, "--device") or devices.this_cpu(f.devices)
     if f.depth == "tpu":
         compiled.tpus(f.device, f.devices)  # or says why not
     resolved = config.resolve(values)
@@ -79,7 +78,8 @@ def _run(argv: Sequence[str]) -> None:
     if costs and not costs.fits(device):
         mend = search.mended(costs, device, functools.partial(_say, "changes tried"))
         print(
-            f"It fits with {mend[0]}: {mend[1].bytes / 1e9:.1f} GB, at least {mend[1].total_seconds(device):.3g} s a step."
+            f"It fits with {mend[0]}: {mend[1].bytes / 1e9:.1f} GB, at least {mend[1].total_seconds(device):.3g} s a step"
+            f"{picture.doubt(mend[1], device)}."
             if mend
             else "No change that was tried makes it fit: take more devices, a smaller batch or a smaller model."
         )

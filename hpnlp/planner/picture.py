@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpnlp.parallel.plan import Plan
+from hpnlp.parallel.plan import AXES, PLANS, Plan
 from hpnlp.planner.costs import Costs
 from hpnlp.planner.devices import USABLE, Device
 from hpnlp.planner.search import flags, named
@@ -20,8 +20,6 @@ from hpnlp.types import InputError
 # Of the axes, over what is drawn.
 SCALE = 1.15
 SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
-# How far gradients and activations have been above their plan where they were compiled.
-OFF = 0.2
 
 
 def table(costs: Costs, device: Device, kind: str) -> str:
@@ -41,7 +39,8 @@ def table(costs: Costs, device: Device, kind: str) -> str:
             f"  {name:28}{size / 1e9:12.3f} GB  {bar}"
             for (name, size), bar in zip(costs.memory.items(), held, strict=True)
         ),
-        f"  {'together':28}{costs.bytes / 1e9:12.3f} GB of {room / 1e9:.1f} that can be used: {_fits(costs, device)}",
+        f"  {'together':28}{costs.bytes / 1e9:12.3f} GB of {room / 1e9:.1f} that can be used: "
+        f"{'it fits' if costs.fits(device) else 'IT DOES NOT FIT'}{doubt(costs, device)}",
         *([f"  no axis of the plan divides {', '.join(costs.undivided)}: whole on each"] if costs.undivided else []),
         "",
         "A step on each device, at least",
@@ -66,13 +65,15 @@ def table(costs: Costs, device: Device, kind: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fits(costs: Costs, device: Device) -> str:
-    """Whether, and whether by more than plans are known to be off."""
-    if not costs.fits(device):
-        return "IT DOES NOT FIT"
-    unsure = OFF * (costs.memory.get("gradients", 0) + costs.memory.get("activations", 0))
-    sure = costs.bytes + unsure <= USABLE * device.memory
-    return "it fits" if sure else f"it fits, if temporaries are not {100 * OFF:.0f} % more, as they have been"
+def doubt(costs: Costs, device: Device) -> str:
+    """What is to be said beside "it fits" where the plan is not exact enough to know."""
+    if not costs.is_tight(device):
+        return ""
+    left = USABLE * device.memory - costs.bytes
+    return (
+        f"; {left / 1e9:.3g} GB are left, and temporaries may take {costs.unplanned / 1e9:.3g} GB more than planned: "
+        "compile it first (--depth=compiled)"
+    )
 
 
 def _waterfall(values: Sequence[float], room: float, width: int = 40) -> list[str]:
@@ -99,14 +100,24 @@ def ranking(found: Sequence[Costs], device: Device, own: Plan) -> str:
     head = f"{'plan':58}{'GB':>9}{'ms a step':>12}{'MFU':>8}"
     lines = [
         f"{named(one):58}{one.bytes / 1e9:9.2f}{1e3 * one.total_seconds(device):12.2f}{100 * one.mfu(device):7.1f}%"
-        for one in found
+        f"{'  tight' * one.is_tight(device)}"
+        for one in found[:20]
     ]
+    if any(one.is_tight(device) for one in found[:20]):
+        lines.append(
+            "tight: temporaries may take more beyond the plan than is left: compile it first (--depth=compiled)"
+        )
+    best = found[0].config.plan
+    # What its name says where a config leaves it open; -1 is what the other sizes leave, which is its own.
+    implied = {**dict.fromkeys(AXES, 1), "zero": 0, **PLANS[best.name]}
     change = {
-        f"plan.{field.name}": value
+        f"plan.{field.name}": getattr(best, field.name)
         for field in dataclasses.fields(Plan)
-        if not (value := getattr(found[0].config.plan, field.name)) == getattr(own, field.name) == field.default
+        if field.name == "name"
+        or getattr(own, field.name) != field.default
+        or implied.get(field.name, field.default) not in (-1, getattr(best, field.name))
     }
-    return "\n".join([head, *lines[:20], f"the first: {flags(change)}"])
+    return "\n".join([head, *lines, f"the first: {flags(change)}"])
 
 
 def draw(costs: Costs, device: Device, kind: str, path: Path) -> Path:

@@ -105,7 +105,10 @@ def _plans(config: Config, devices: int) -> Iterator[Plan]:
         sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": 1}
         for zero in (0, 1, 2, 3) if dp > 1 else (0,):
             own: dict[str, Any] = {"data": 1, "fsdp": dp} if zero else {"data": dp, "fsdp": 1}
-            open_ = {"name": "single", "microbatches": 0, "rounds": 1, "recompute_stages": False}
+            # Named after what shares out the batch, or else the layers: what is left to say of it is short.
+            sharing = (axis for axis in ("data", "tensor", "pipeline", "sequence") if (sizes | own)[axis] > 1)
+            name = f"zero{zero}" if zero else next(sharing, "single")
+            open_ = {"name": name, "microbatches": 0, "rounds": 1, "recompute_stages": False}
             yield dataclasses.replace(config.plan, **open_, **sizes, **own, zero=zero)
 
 

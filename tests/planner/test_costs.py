@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import re
 import shlex
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from hpnlp.models.lm import LMConfig, example_batch
 from hpnlp.parallel.plan import AXES, Plan
 from hpnlp.planner import DEVICES, Device, costs, picture, search
 from hpnlp.planner.compiled import compile_step
-from hpnlp.planner.costs import gradient_bytes, model_of, parts_of, state_bytes, trainer_of
+from hpnlp.planner.costs import UNPLANNED, gradient_bytes, model_of, parts_of, state_bytes, trainer_of
 from hpnlp.planner.devices import USABLE
 from hpnlp.planner.program import read
 from hpnlp.planner.traffic import Sent, held_bytes, trace
@@ -148,12 +150,27 @@ def test_the_smallest_change_that_fits(monkeypatch):
     assert [done for done, _ in seen] == list(range(seen[0][1]))
 
 
-def test_little_room_is_told():
-    found = planned(Plan("data"), data=DataConfig(seq_len=128, batch_size=256))
-    tight, wide = (dataclasses.replace(SMALL, memory=share * found.bytes / USABLE) for share in (1.01, 1.5))
-    assert "it fits, if temporaries are not 20 % more" in picture.table(found, tight, "small")
-    assert "can be used: it fits\n" in picture.table(found, wide, "small")
-    assert "IT DOES NOT FIT" in picture.table(found, SMALL, "small")
+def test_a_fit_that_the_plan_is_not_exact_enough_for_is_told():
+    found = planned(Plan("data"))
+    temporaries = found.bytes - sum(found.memory[name] for name in ("parameters", "optimizer"))
+
+    def said(spare):
+        """Of a device that has room for so much more than the temporaries."""
+        device = dataclasses.replace(SMALL, memory=(found.bytes + spare * temporaries) / USABLE)
+        together = next(line for line in picture.table(found, device, "small").splitlines() if "can be used" in line)
+        return together.partition("can be used: ")[2], picture.ranking([found], device, found.config.plan)
+
+    assert said(-0.01)[0] == "IT DOES NOT FIT" and said(0.21)[0] == "it fits"
+    line, ranking = said(0.1)
+    assert line.startswith(f"it fits; {0.1 * temporaries / 1e9:.3g} GB are left, and temporaries may take ")
+    assert f"{0.2 * temporaries / 1e9:.3g} GB more than planned: compile it first (--depth=compiled)" in line
+    assert "%  tight\n" in ranking and "tight: " in ranking and "tight" not in said(0.21)[1]
+
+
+def test_a_plan_is_doubted_by_as_much_as_compiled_steps_were_off():
+    rows = json.loads(Path("experiments/results/plan-cpu.json").read_text("utf-8"))["rows"]
+    most = max(1 / (1 + row["temporaries off"]) - 1 for row in rows if "temporaries off" in row)
+    assert most <= UNPLANNED
 
 
 def test_search_ranks_what_fits():
@@ -192,12 +209,35 @@ def test_search_keeps_what_it_does_not_choose():
 )
 def test_the_flags_of_a_ranking_make_the_first_of_the_configs_own(own):
     model = dataclasses.replace(MODEL, layers=1)
-    first = Plan("single", 1, 1, 2, 1, 1, 1, zero=0, exchange=own.exchange, remat="names(mixed)")
+    first = Plan("zero1", 1, 1, 2, 1, 1, 1, zero=1, exchange=own.exchange, remat="names(mixed)")
     ranked = dataclasses.replace(CONFIG, model=model, plan=first)
     told = picture.ranking([costs(ranked, 2)], DEVICES["h100"], own).partition("the first: ")[2]
     before = [f"--config.plan.{name}={value}" for name, value in dataclasses.asdict(own).items() if value is not None]
     values = experiment.read("experiments/lm/bytes.py", [*before, *shlex.split(told)])
-    assert resolve(values).plan == first
+    made = resolve(values)
+    assert costs(made, 2).zero == 1 and made.plan.sizes(2) == first.sizes(2)
+    assert dataclasses.replace(made.plan, **first.sizes(2), zero=1) == first
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero", "told"),
+    [
+        ({"fsdp": 8}, 2, "--config.plan.name=zero2"),
+        ({"data": 8}, 0, "--config.plan.name=data"),
+        ({"fsdp": 4, "tensor": 2}, 3, "--config.plan.name=zero3 --config.plan.tensor=2"),
+        ({"tensor": 8}, 0, "--config.plan.name=tensor"),
+        ({"pipeline": 2, "sequence": 4}, 0, "--config.plan.name=pipeline --config.plan.sequence=4"),
+    ],
+)
+def test_what_a_search_finds_is_named_by_what_it_is(sizes, zero, told):
+    layers = dataclasses.replace(MODEL, layers=2, heads=8)
+    config = dataclasses.replace(CONFIG, model=layers, plan=Plan("3d"))
+    asked = dict.fromkeys(AXES, 1) | sizes
+    plan = next(p for p in search._plans(config, 8) if p.sizes(8) == asked and p.zero == zero)
+    found = costs(dataclasses.replace(config, plan=plan), 8)
+    assert picture.ranking([found], DEVICES["h100"], config.plan).partition("the first: ")[2] == told
+    made = resolve(experiment.read("experiments/lm/bytes.py", told.split())).plan
+    assert made.sizes(8) == plan.sizes(8)
 
 
 def test_search_where_no_plan_is_at_fault():
