@@ -32,7 +32,7 @@ STRICT = re.compile(r"tests[/\\](ops|nn|models)[/\\]")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--thin", type=int, default=1, metavar="N", help="of each test's cases, run the first and each Nth after it"
+        "--thin", type=int, default=1, metavar="N", help="of each file's cases, run the first and each Nth after it"
     )
 
 
@@ -40,9 +40,8 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     kept, left, seen = [], [], collections.Counter()
     for item in items:
-        test = item.nodeid.split("[")[0]
-        (left if seen[test] % config.getoption("thin") else kept).append(item)
-        seen[test] += 1
+        (left if seen[item.path] % config.getoption("thin") else kept).append(item)
+        seen[item.path] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=left)
 
