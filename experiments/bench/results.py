@@ -316,6 +316,17 @@ def reversible(rows: Rows) -> list[tuple[str, str]]:
     return [*lines, (f"gradients of {deep} reversible layers against the same ones kept: relative", error)]
 
 
+def adamw(rows: Rows) -> list[tuple[str, str]]:
+    """Each form of one update; the MiB are temporaries."""
+    return [
+        (
+            f"AdamW of {row['parameters'] / 1e6:.0f}M parameters, {row['form']} ({row['arrays']} arrays): time over stacks'",
+            f"{row['time_over_stacks']:.2f} ({row['ms']:.0f} ms, {row['gb_per_second']:.0f} GB/s, {row['temp_bytes'] >> 20} MiB)",
+        )
+        for row in rows
+    ]
+
+
 def large_batch(rows: Rows) -> list[tuple[str, str]]:
     """What the best recipe of the small batch comes to, and what others lose against it at the same number of tokens."""
     best = min((row for row in rows if row["rule"] == "small"), key=lambda row: row["loss"])
@@ -364,6 +375,7 @@ TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "remat": remat,
     "plan": plan,
     "resume": resume,
+    "adamw": adamw,
     "large_batch": large_batch,
     "suite": suite,
     "gpu_step": gpu_step,
