@@ -112,7 +112,9 @@ def checked(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, extra:
     try:
         inspect.Signature(parameters).bind(*spec.args, **dict(spec.kwargs), **dict.fromkeys(extra))
     except TypeError as error:
-        raise InputError(f"{what} {spec.name!r} takes {inspect.Signature(own)}: {error}") from error
+        raise InputError(
+            f"{what} {spec.name!r} takes {inspect.Signature(own) if own else 'no arguments'}: {error}"
+        ) from error
     return entry
 
 

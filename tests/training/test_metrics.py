@@ -91,7 +91,9 @@ def test_writers_are_found_by_name(monkeypatch):
 
 
 def test_writers_that_cannot_be_made_are_told_before_one_is(monkeypatch):
-    with pytest.raises(InputError, match=r"train.writers 'tensorboard' takes \(\): too many positional arguments"):
+    with pytest.raises(
+        InputError, match=r"train.writers 'tensorboard' takes no arguments: too many positional arguments"
+    ):
         find_writers("tensorboard(3)")
     for package, installed_by in (("tensorboardX", "tensorboardX"), ("wandb", r"'hpnlp\[wandb\]'")):
         monkeypatch.setitem(sys.modules, package, None)
