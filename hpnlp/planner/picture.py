@@ -127,8 +127,8 @@ def draw(costs: Costs, device: Device, kind: str, path: Path) -> Path:
     figure = Figure(figsize=(8.5, 4.8), layout="constrained")
     memory, time = figure.subplots(1, 2)
     _bar(memory, {name: size / 1e9 for name, size in costs.memory.items()})
-    room = USABLE * device.memory
-    label = f"what {kind} has to use: {room / 1e9:.4g}" + (" (above)" if room > SCALE * costs.bytes else "")
+    room = USABLE * device.memory  # as the table has it: over this line, it does not fit
+    label = f"{kind} can hold: {room / 1e9:.4g}" + (" (above)" if room > SCALE * costs.bytes else "")
     memory.axhline(room / 1e9, color="black", linewidth=1, linestyle="--", label=label)
     memory.set(ylabel="GB", title="on each device")
     _bar(time, {name: 1e3 * value for name, value in costs.seconds(device).items() if value})

@@ -167,6 +167,14 @@ def test_a_fit_that_the_plan_is_not_exact_enough_for_is_told():
     assert "%  tight\n" in ranking and "tight: " in ranking and "tight" not in said(0.21)[1]
 
 
+def test_a_picture_says_where_the_memory_ends(tmp_path):
+    found = planned(Plan("data"))
+    for share, told in ((0.5, ""), (10, r" \(above\)")):
+        device = dataclasses.replace(SMALL, memory=share * found.bytes / USABLE)
+        drawn = picture.draw(found, device, "small", tmp_path / "plan.svg").read_text("utf-8")
+        assert re.search(f"<!-- small can hold: {share * found.bytes / 1e9:.4g}{told} -->", drawn)
+
+
 def test_a_plan_is_doubted_by_as_much_as_compiled_steps_were_off():
     rows = json.loads(Path("experiments/results/plan-cpu.json").read_text("utf-8"))["rows"]
     most = max(1 / (1 + row["temporaries off"]) - 1 for row in rows if "temporaries off" in row)
