@@ -16,8 +16,8 @@ from hpnlp.parallel.offload import policy
 from hpnlp.spec import did_you_mean, lookup
 from hpnlp.types import InputError
 
-# Mesh axes, those that talk least first: neighbours in the mesh are neighbours in the machine.
 EXCHANGES = ("ring", "heads")
+# Mesh axes, those that talk least first: neighbours in the mesh are neighbours in the machine.
 AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
 
 # A named plan gives what the fields of the Plan leave open: sizes, 1 where it names none and -1 for the devices that are left

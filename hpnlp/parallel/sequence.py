@@ -255,14 +255,20 @@ def _put(x: Array, new: Array, i: Array) -> Array:
 def _ring_forward(
     going: Course, part: Callable[..., Any], q: Array, k: Array, v: Array, rows: Any, columns: Any
 ) -> tuple[Array, Any]:
-    mine, moving = _in_chunks((q, rows)), _in_chunks((k, v, columns))
+    # In one array: compilers would else find what the backward pass sends again to be the same, and keep it.
+    mine, moving = _in_chunks((q, rows)), _in_chunks((jnp.concatenate((k, v), axis=-1), columns))
     masks = (Full(), *going.masks)
-    shapes = jax.eval_shape(functools.partial(part, masks[-1]), *_arguments(_at(mine, 0), _at(moving, 0)))
+
+    def arguments(mine: Any, moving: Any) -> tuple[Any, ...]:
+        kv, columns = moving
+        return _arguments(mine, (*jnp.split(kv, [k.shape[-1]], axis=-1), columns))
+
+    shapes = jax.eval_shape(functools.partial(part, masks[-1]), *arguments(_at(mine, 0), _at(moving, 0)))
     nothing = jax.tree.map(zeros_like, shapes)
     nothing = nothing[0], nothing[1] - jnp.inf
 
     def step(carry: Any, moving: Any, hop: Array, i: Array, j: Array) -> tuple[Any, Any]:
-        given = _arguments(_at(mine, i), _at(moving, j))
+        given = arguments(_at(mine, i), _at(moving, j))
         branches = [lambda *_: nothing, *(functools.partial(part, mask) for mask in masks)]
         o, lse = lax.switch(_kind(going, hop, i, j), branches, *given)
         before = _at(carry, i)

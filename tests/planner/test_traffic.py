@@ -29,6 +29,7 @@ LAYOUTS = {
     "data 2 x pipeline 4": Plan(pipeline=4),
     "3d": Plan("3d"),
     "data 2 x sequence 4": Plan(sequence=4),
+    "data 4 x sequence 2": Plan(sequence=2),
     "data 4 x sequence 2, by heads": Plan(sequence=2, exchange="heads"),
     "sequence 2 x zero3 2 x tensor 2": Plan("zero3", sequence=2, tensor=2),
     "pipeline 2 x zero2 2 x tensor 2": Plan("zero2", pipeline=2, tensor=2),
