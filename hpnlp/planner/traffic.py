@@ -149,7 +149,7 @@ _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 def compiled_traffic(text: str) -> list[Sent]:
     """The collectives of a compiled program, from its HLO text; without the names of the axes.
 
-    Raises InputError on a collective in a loop whose length the text does not tell.
+    Raises InputError on a collective in a loop whose length the text does not tell, or over devices that it does not tell.
     """
     bodies: dict[str, list[str]] = {}
     lines: list[str] = []
@@ -198,14 +198,17 @@ def _group(line: str) -> int:
     """How many devices take part; of a permutation, 2 where it sends anything to another device."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
         return 2 if any(a != b for a, b in re.findall(r"\{(\d+),(\d+)", pairs[1])) else 1
-    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\S*\))? \{(.*?)\}", line):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
         parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
         return math.prod(int(part or sizes[axis]) for axis, part in parts)
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(iota[1])
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
-    return len(listed[1].split(",")) if listed else 1
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
+        return len(listed[1].split(","))
+    if unread := re.search(r"replica_groups=(?!\{\})\S*", line):
+        raise InputError(f"which devices a collective of the compiled program is over cannot be read: {unread[0]}")
+    return 1
 
 
 def _size(dtype: str, shape: str) -> int:
