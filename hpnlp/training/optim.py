@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from optax import contrib
 
 from hpnlp.ops.dynamic_quantization import Quantized, dequantize, quantize
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.training import rows
+from hpnlp.training.muon import Whole, scale_by_muon
 from hpnlp.types import InputError
 
 
@@ -147,15 +147,6 @@ def is_matrix(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in ("kernel", "table", "head"), params)
 
 
-def _muon_axes(params: Any) -> Any:
-    """Muon's matrices are the kernels; a first axis of stacked layers is no part of the matrix."""
-
-    def one(path: Any, leaf: Any) -> Any:
-        return contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1) if _name(path) == "kernel" else None
-
-    return jax.tree_util.tree_map_with_path(one, params)
-
-
 def _name(path: Any) -> str:
     # optax maps over parameters that may still be boxed with their axis names; the box's own key is no name.
     return next(reversed(rows.keys(path)), "")
@@ -263,12 +254,14 @@ def _lars(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformat
     )
 
 
-def _muon(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+def _muon(c: OptimizerConfig, rate: optax.Schedule, whole: Whole | None = None) -> optax.GradientTransformation:
+    """Kernels by muon, a first axis of stacked layers being no part of the matrix; the rest by an Adam."""
     scale = (c.adam_learning_rate or c.learning_rate) / (c.learning_rate or 1.0)
-    matrices = contrib.muon(
-        rate, beta=c.momentum, eps=c.eps, weight_decay=c.weight_decay, muon_weight_dimension_numbers=_muon_axes
+    matrices = optax.chain(
+        scale_by_muon(c.momentum, c.eps, whole),
+        optax.add_decayed_weights(c.weight_decay),
+        optax.scale_by_learning_rate(rate),
     )
-    # optax's muon has an Adam of its own for the rest, which decays all of that or nothing.
     adam = optax.adamw(
         lambda step: scale * rate(step),
         b1=c.b1,
@@ -295,7 +288,7 @@ def _adagrad(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransfor
     return optax.chain(scale, decay, optax.scale_by_learning_rate(rate))
 
 
-OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], optax.GradientTransformation]] = {
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": _adamw,
     "adamw8bit": _adamw8bit,
     "lion": _lion,
@@ -311,9 +304,16 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], optax.Gradient
 ROWWISE = ("adagrad", "adamw", "adamw8bit", "lion", "muon", "sgd")
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
-    """Clipping by global norm, then the named optimizer over `steps` steps. An update may be told the `norm`."""
-    optimizer = OPTIMIZERS[config.name](config, make_schedule(config, steps))
+def make_optimizer(
+    config: OptimizerConfig, steps: int, whole: Whole | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Clipping by global norm, then the named optimizer over `steps` steps. An update may be told the `norm`.
+
+    whole: what an optimizer that multiplies matrices does where devices have parts of them.
+    """
+    schedule = make_schedule(config, steps)
+    given = {"whole": whole} if config.name == "muon" else {}
+    optimizer = OPTIMIZERS[config.name](config, schedule, **given)
     return (
         optax.chain(_clip(config.clip_norm), optimizer)
         if config.clip_norm

@@ -15,11 +15,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hpnlp import measure
 from hpnlp.models.lm import LM, axes_and_shapes, example_batch, masks_of
-from hpnlp.parallel import offload, pipeline, sequence, vocabulary
+from hpnlp.parallel import matrices, offload, pipeline, sequence, vocabulary
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import loss_scale, rows
 from hpnlp.training.gradients import Batch, Gradients, loss
+from hpnlp.training.muon import Whole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
 from hpnlp.training.update import Update, check_by_layer, mean
 from hpnlp.types import InputError, Placement
@@ -111,9 +112,7 @@ def make_trainer(
     aux_weights: the factor of each auxiliary loss (what the layers report under a name that ends in `_loss`); 1 where
     it is not named. Nothing is allocated; a model that the plan does not divide raises InputError.
     """
-    optimizer, schedule = make_optimizer(config, steps), make_schedule(config, steps)
     layout = plan.layout(model.config.sizes(), devices)
-    update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     c, mesh, (axes, own) = model.config, layout.mesh, axes_and_shapes(model)
     sequence.check(layout, masks_of(model), (c.heads, c.kv_head_count), c.dropout)
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
@@ -130,6 +129,9 @@ def make_trainer(
     # Who looks for a NaN has every operation run by itself, and of those inside a shard_map jax does so without end.
     alone = (mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
     placement = None if alone else _placement(layout, axes["layers"], masks_of(model))
+    schedule = make_schedule(config, steps)
+    optimizer = make_optimizer(config, steps, None if alone else _whole(layout, axes, own))
+    update = Update(config, optimizer, plan.offload_parameters, c.layers)
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(key, state.step)
@@ -253,6 +255,13 @@ def _placement(layout: Layout, layers: Any, masks: Any) -> Placement:
         loss=functools.partial(vocabulary.loss, layout),
         order=functools.partial(sequence.arranged, layout, masks),
     )
+
+
+def _whole(layout: Layout, axes: Any, shapes: Any) -> Whole:
+    """What an optimizer does that multiplies matrices of which devices have parts."""
+    specs = layout.tree(axes, shapes, divided=layout.zero >= 1)
+    by_path = {rows.keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
+    return lambda path, function, x: matrices.of_whole(function, x, layout.mesh, by_path[path])
 
 
 def _state_shardings(layout: Layout, axes: Any, shapes: TrainState) -> TrainState:
