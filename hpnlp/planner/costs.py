@@ -34,6 +34,7 @@ class Costs:
     """Of one device and one step.
 
     memory: bytes by what takes them; "activations" is all that is live at the worst moment beside the state and the gradients.
+    hosted: bytes of the state that rest in the host's memory.
     program: its operations, those of ticks that a stage of a pipeline waits through included. bubble: the share of these.
     undivided: the matrices that no axis of the plan divides. sent: the collectives. credited: FLOPs that count in MFU
     (`measure.training_flops`).
@@ -46,6 +47,7 @@ class Costs:
     microbatches: int
     parameters: int
     memory: Mapping[str, int]
+    hosted: int
     undivided: tuple[str, ...]
     program: Program
     bubble: float
@@ -145,6 +147,7 @@ def costs(config: Config, devices: int) -> Costs:
         microbatches=micro,
         parameters=sum(x.size for x in jax.tree.leaves(shapes.params)),
         memory={name: size for name, size in memory.items() if size},
+        hosted=held_bytes(shapes, hosted=True),
         undivided=trainer.undivided,
         program=program,
         bubble=(stages - 1) / (config.plan.rounds * micro + stages - 1),

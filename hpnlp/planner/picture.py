@@ -41,10 +41,11 @@ def table(costs: Costs, device: Device, kind: str) -> str:
         ),
         f"  {'together':28}{costs.bytes / 1e9:12.3f} GB of {room / 1e9:.1f} that can be used: "
         f"{'it fits' if costs.fits(device) else 'IT DOES NOT FIT'}{doubt(costs, device)}",
+        *([f"  {'on the host, for each':28}{costs.hosted / 1e9:12.3f} GB"] if costs.hosted else []),
         *([f"  no axis of the plan divides {', '.join(costs.undivided)}: whole on each"] if costs.undivided else []),
         "",
         "A step on each device, at least",
-        f"  products, recomputed too    {costs.program.flops / 1e12:12.3f} TFLOP",
+        f"  products, recomputed too    {costs.program.flops / 1e12:12.3f} TFLOP in {config.model.dtype}",
         f"  sent                        {total(costs.sent) / 1e9:12.3f} GB",
     ]
     for one in sorted(costs.sent, key=lambda one: -one.bytes)[:12]:
@@ -52,14 +53,15 @@ def table(costs: Costs, device: Device, kind: str) -> str:
             where = f"{one.kind} over {' x '.join(one.axes)}"
             lines.append(f"    {where:38}{one.bytes / 1e9:10.3f} GB, {one.times} times {one.size / 1e6:.3f} MB")
     lines += [f"  {name:28}{1e3 * v:12.3f} ms  {bar}" for (name, v), bar in zip(seconds.items(), taken, strict=True)]
-    if costs.devices > 1 and (uncounted := _uncounted(costs)):
-        lines.append(f"  not counted: what the compiler sends for {', '.join(uncounted)}")
+    if uncounted := _uncounted(costs):
+        lines.append(f"  {uncounted}")
     if costs.microbatches > 1:
         lines.append(
             f"  of the pipeline's time {100 * costs.bubble:.1f} % is idle, with {costs.microbatches} microbatches"
         )
+    mfu = f"MFU {100 * costs.mfu(device):.1f} % (of bfloat16's peak)"
     lines += [
-        f"  {'together':28}{1e3 * step:12.3f} ms, {tokens / step:,.0f} tokens/s, MFU {100 * costs.mfu(device):.1f} %",
+        f"  {'together':28}{1e3 * step:12.3f} ms, {tokens / step:,.0f} tokens/s, {mfu}",
         f"  {'with all transfers hidden':28}{1e3 * (seconds['compute'] + seconds.get('bubble', 0.0)):12.3f} ms",
     ]
     return "\n".join(lines) + "\n"
@@ -84,13 +86,12 @@ def _waterfall(values: Sequence[float], room: float, width: int = 40) -> list[st
     return [f"|{bar[:width]:{width}}|" for bar in bars]
 
 
-def _uncounted(costs: Costs) -> list[str]:
-    """What is left to the compiler on devices that share out more than rows, or look up some rows of tables."""
-    optimizer, output = costs.config.optimizer, costs.config.model.output
-    divides = costs.zero > 0 or any(costs.sizes[axis] > 1 for axis in ("tensor", "pipeline"))
-    found = [f"the update of {optimizer.name}"] if optimizer.name == "muon" and divides else []
-    found += ["optimizer.rows"] if optimizer.rows else []
-    return found + ([f"the loss of {output}"] if parse_one(output, "model.output").name != "full" else [])
+def _uncounted(costs: Costs) -> str:
+    """Says what is left to the compiler; nothing, where nothing is."""
+    output = costs.config.model.output
+    found = ["optimizer.rows"] if costs.config.optimizer.rows else []
+    found += [f"the loss of {output}"] if parse_one(output, "model.output").name != "full" else []
+    return f"not counted: what the compiler sends for {', '.join(found)}" if found and costs.devices > 1 else ""
 
 
 def ranking(found: Sequence[Costs], device: Device, own: Plan) -> str:
@@ -103,10 +104,14 @@ def ranking(found: Sequence[Costs], device: Device, own: Plan) -> str:
         f"{'  tight' * one.is_tight(device)}"
         for one in found[:20]
     ]
+    if len(found) > len(lines):
+        lines.append(f"and {len(found) - len(lines)} more that fit")
     if any(one.is_tight(device) for one in found[:20]):
         lines.append(
             "tight: temporaries may take more beyond the plan than is left: compile it first (--depth=compiled)"
         )
+    if uncounted := _uncounted(found[0]):
+        lines.append(uncounted)
     best = found[0].config.plan
     # What its name says where a config leaves it open; -1 is what the other sizes leave, which is its own.
     implied = {**dict.fromkeys(AXES, 1), "zero": 0, **PLANS[best.name]}

@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.extend import core
 
-from hpnlp.measure import PRODUCTS
+from hpnlp.measure import PRODUCTS, live
 from hpnlp.ops.attention.flash import SCOPE
 from hpnlp.planner.places import Step, Value, is_hosted, peak, size_of
 
@@ -154,12 +154,13 @@ class _Reader:
         env: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         env.update((var, self.array(var.aval, given=True)) for var in jaxpr.constvars)
 
-        reads = [*(atom for equation in jaxpr.eqns for atom in equation.invars), *jaxpr.outvars]
+        equations = live(jaxpr)
+        reads = [*(atom for equation in equations for atom in equation.invars), *jaxpr.outvars]
         uses = collections.Counter(atom for atom in reads if not isinstance(atom, core.Literal))
         # A product that is rounded at once is written as rounded.
         rounded = {
             equation.invars[0]: equation.outvars[0].aval
-            for equation in jaxpr.eqns
+            for equation in equations
             if equation.primitive.name == "convert_element_type" and uses[equation.invars[0]] == 1
         }
         written: set[Any] = set()
@@ -168,7 +169,7 @@ class _Reader:
             return self.array(atom.aval, given=True) if isinstance(atom, core.Literal) else env[atom]
 
         env.update((var, self.placed(env[var], var.aval)) for var in jaxpr.invars if env[var].cut and uses[var] > 1)
-        for equation in jaxpr.eqns:
+        for equation in equations:
             name, outs = equation.primitive.name, equation.outvars
             operands = [value(atom) for atom in equation.invars]
             self.fused = outer or SCOPE in str(equation.source_info.name_stack)

@@ -25,7 +25,9 @@ def mended(found: Costs, device: Device, said: Callable[[int, int], None]) -> tu
     """The smallest change to the config, as flags, with which a step fits; None where none of those tried does.
 
     Tried are, from what costs the least time: parts of the state shared out, parts of the activations computed again, the batch
-    in parts, layers shared out; then pairs of these. said: is told how many of how many are tried. Cost: a trace each.
+    in parts, layers shared out, the optimizer's state on the host; then pairs of these; and last all activations computed again
+    and all of the state on the host. said: is told how many of how many are tried. Cost: a trace for each
+    under which the state alone fits.
     """
     config, sizes = found.config, found.sizes
     dp = sizes["data"] * sizes["fsdp"]
@@ -39,10 +41,15 @@ def mended(found: Costs, device: Device, said: Callable[[int, int], None]) -> tu
     for tensor in (2, 4, 8):
         if dp % tensor == 0 and sizes["tensor"] == 1 and dp > 1:
             changes.append({"plan.tensor": tensor, "plan.data": 1, "plan.fsdp": dp // tensor, "plan.zero": 3})
+    away = {} if config.plan.offload_optimizer else {"plan.offload_optimizer": True}
+    changes += [away] if away else []
     pairs = [a | b for a, b in itertools.combinations(changes, 2) if not a.keys() & b.keys()]
-    for tried, change in enumerate((*changes, *pairs)):
-        said(tried, len(changes) + len(pairs))
-        made = _costs_of(config, change, found.devices)
+    last = {} if config.plan.remat == "full" else {"plan.remat": "full"}
+    last |= {"plan.data": 1, "plan.fsdp": dp, "plan.zero": 3} if dp > 1 and found.zero < 3 else {}
+    options = [*changes, *pairs, last | away, last | away | {"plan.offload_parameters": True}]
+    for tried, change in enumerate(options):
+        said(tried, len(options))
+        made = _costs_of(config, change, found.devices, device)
         if made is not None and made.fits(device):
             return flags(change), made
     return None
@@ -112,10 +119,11 @@ def _plans(config: Config, devices: int) -> Iterator[Plan]:
             yield dataclasses.replace(config.plan, **open_, **sizes, **own, zero=zero)
 
 
-def _costs_of(config: Config, change: dict[str, Any], devices: int) -> Costs | None:
-    """None where the plan does not go together with the model or the batch."""
+def _costs_of(config: Config, change: dict[str, Any], devices: int, device: Device) -> Costs | None:
+    """None where the plan does not go together with the model or the batch, or the state alone does not fit."""
     try:
-        return costs(changed(config, change), devices)
+        config = changed(config, change)
+        return costs(config, devices) if state_bytes(config, devices) <= USABLE * device.memory else None
     except InputError:
         return None
 

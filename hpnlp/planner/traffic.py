@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from hpnlp.measure import live
 from hpnlp.models.lm import example_batch
 from hpnlp.parallel.offload import HOST
 from hpnlp.training.step import Trainer
@@ -70,7 +71,7 @@ def traffic(jaxpr: Any, sizes: Mapping[str, int]) -> list[Sent]:
 
 
 def _collectives(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterable[Sent]:
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in live(getattr(jaxpr, "jaxpr", jaxpr)):
         name, params = equation.primitive.name, equation.params
         if name in PRIMITIVES:
             kind, part = PRIMITIVES[name]
@@ -136,9 +137,9 @@ def step_traffic(trainer: Trainer, jaxpr: Any) -> list[Sent]:
     return sent
 
 
-def held_bytes(shapes: Any) -> int:
-    """Bytes of arrays in each device's own memory, from shapes that carry their shardings."""
-    own = (x for x in jax.tree.leaves(shapes) if x.sharding.memory_kind != HOST)
+def held_bytes(shapes: Any, *, hosted: bool = False) -> int:
+    """Bytes of arrays in each device's memory, or of what rests in its host's, from shapes that carry their shardings."""
+    own = (x for x in jax.tree.leaves(shapes) if (x.sharding.memory_kind == HOST) == hosted)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in own)
 
 

@@ -58,6 +58,17 @@ def test_what_is_sent_is_what_was_said(name):
         assert pair[0] == pytest.approx(pair[1], rel=0.02)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan("zero3"), Plan("zero1", tensor=2)], ids=["zero3", "zero1 4 x tensor 2"])
+@pytest.mark.parametrize(("fields", "optimizer"), [({"residual": "reversible"}, "adamw"), ({"unroll": 1}, "muon")])
+def test_what_other_steps_send_is_what_was_said(fields, optimizer, plan):
+    """Branches by themselves, of which each takes its own parameters; and an update that wants whole matrices."""
+    model = LM(dataclasses.replace(CONFIG, **fields))
+    trainer = make_trainer(model, OptimizerConfig(optimizer), plan, steps=10)
+    said, found = step_traffic(trainer, trace(trainer, B, T).jaxpr), compiled_traffic(compiled_step(trainer))
+    assert total(said) == pytest.approx(total(found), rel=0.02)
+
+
 @pytest.mark.parametrize("name", ["data", "zero1", "zero2", "zero3", "3d"])
 def test_zero_sends_what_its_paper_says(name):
     """Of P bytes of parameters over N devices, data parallelism sends 2 P (N - 1) / N; stages 1, 2 and 3 as follows."""
@@ -180,6 +191,20 @@ def test_bytes_of_each_kind():
         kind: Sent(kind, ("tensor",), 4, 1000).bytes for kind in ("all-reduce", "all-gather", "collective-permute")
     }
     assert sizes == {"all-reduce": 1500.0, "all-gather": 750.0, "collective-permute": 1000.0}
+
+
+def test_what_nobody_reads_is_not_sent():
+    """Compilers drop it, whether it stands by itself or in a loop."""
+
+    def body(x):
+        def turn(x, _):
+            unread = jax.lax.all_gather(x, "tensor")
+            return x + 0 * jax.lax.psum(x, "data") if unread.ndim else x, None
+
+        jax.lax.all_gather(x, "data")
+        return jax.lax.scan(turn, x, None, length=2)[0]
+
+    assert over(body, (4, 8)) == [Sent("all-reduce", ("data",), 2, 2 * 2 * 4, 2)]
 
 
 def test_a_loop_of_unknown_length_is_refused():
