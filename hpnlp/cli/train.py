@@ -47,7 +47,8 @@ def run(argv: Sequence[str]) -> None:
     f = cli.FLAGS
     hosts.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
-    result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
+    with hosts.others_may_die():
+        result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
     if result.interrupted:
         sys.exit(130)
     if hosts.is_lead():

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,6 +24,8 @@ from hpnlp.types import InputError
 
 # Where a launcher says how many processes it has started: SLURM's srun, Open MPI's mpirun, and TPU pods (a list of hosts).
 LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES")
+# What errors speak of where another process has gone.
+LOST = re.compile("gloo|nccl|peer|heartbeat|barrier|unavailable|deadline", re.IGNORECASE)
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> bool:
@@ -52,8 +56,12 @@ def join(
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InputError(f"--coordinator={coordinator}: expected HOST:PORT, as in 10.0.0.1:1234, PORT from 1 to 65535")
-    if not 0 <= process < processes:
-        raise InputError(f"--process={process} of --processes={processes}: expected 0 to {max(processes, 1) - 1}")
+    if processes < 1 or process < 0:
+        raise InputError(
+            "--coordinator comes with --processes=N, how many there are, and --process=I, which this is, from 0"
+        )
+    if process >= processes:
+        raise InputError(f"--process={process} of --processes={processes}: expected 0 to {processes - 1}")
     # Where not all come, JAX ends the process, and says little.
     if process:
         _knock(host, int(port), process, seconds)
@@ -112,6 +120,25 @@ def _initialize(*args: Any, **options: Any) -> None:
         raise InputError(f"the processes did not find each other: {error}: start all of them, each once") from error
     if not is_lead():
         print(f"process {jax.process_index()} of {jax.process_count()}: process 0 says how the run goes", flush=True)
+
+
+@contextlib.contextmanager
+def others_may_die() -> Iterator[None]:
+    """Ends this process with 1 and a line where it fails for want of another one; JAX would wait for it, and then abort."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if jax.process_count() == 1 or not LOST.search(reason):
+            raise
+        print(
+            f"hpnlp: process {jax.process_index()} has lost another one ({reason}): give the same commands again, and they go "
+            "on from the newest checkpoint",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def is_lead() -> bool:

@@ -136,6 +136,28 @@ def test_a_process_that_dies_ends_the_others(tmp_path):
     assert code == 0 and "going on from step" in said, said
 
 
+def test_what_is_said_where_another_process_is_lost(monkeypatch, capfd):
+    """Once, in a line; other errors are what they were, and those of a process that is alone."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    def fail(reason, processes):
+        monkeypatch.setattr(jax, "process_count", lambda: processes)
+        with hosts.others_may_die():
+            raise jax.errors.JaxRuntimeError(reason)
+
+    fail("UNKNOWN: Gloo AllGather failed: Connection reset by peer\nand a stack", 2)
+    assert ended == [1]
+    said = capfd.readouterr().err
+    assert (
+        said.count("\n") == 1
+        and "has lost another one (UNKNOWN: Gloo AllGather failed: Connection reset by peer)" in said
+    )
+    for reason, processes in (("RESOURCE_EXHAUSTED: Out of memory", 2), ("UNKNOWN: Gloo", 1)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
+            fail(reason, processes)
+
+
 def test_a_coordinator_that_is_not_there():
     port = free_port()
     with pytest.raises(InputError, match=f"no coordinator at 127.0.0.1:{port} in 1 s .* mend --coordinator"):
@@ -182,7 +204,8 @@ def test_a_port_that_somebody_has():
         (("here:0", 2, 0), "PORT from 1 to 65535"),
         (("here:65536", 2, 0), "PORT from 1 to 65535"),
         (("here:80", 2, 2), "--process=2 of --processes=2: expected 0 to 1"),
-        (("here:80", 0, 0), "--process=0 of --processes=0"),
+        (("here:80", 0, 0), "--coordinator comes with --processes=N"),
+        (("here:80", 2, -1), "--coordinator comes with --processes=N"),
     ],
 )
 def test_arguments_that_do_not_go_together(arguments, message):
