@@ -37,6 +37,17 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
     return False
 
 
+def takes_all_gpus(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether all GPUs that this process sees are its own: it is alone on its node, or is shown no more than one.
+
+    JAX gives a launcher's process one of them, the one of its place on the node.
+    """
+    if "JAX_LOCAL_DEVICE_IDS" in environment:
+        return False
+    beside = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") or environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    return beside.partition("(")[0] == "1" or environment.get("CUDA_VISIBLE_DEVICES", "").isdigit()
+
+
 def join(
     coordinator: str = "", processes: int = 0, process: int = -1, *, seconds: int = 300, heartbeat: int = 100
 ) -> None:
@@ -118,6 +129,9 @@ def _initialize(*args: Any, **options: Any) -> None:
         jax.distributed.initialize(*args, **options)
     except (RuntimeError, ValueError) as error:
         raise InputError(f"the processes did not find each other: {error}: start all of them, each once") from error
+    if takes_all_gpus():
+        jax.config.update("jax_cuda_visible_devices", "all")
+        jax.config.update("jax_rocm_visible_devices", "all")
     if not is_lead():
         print(f"process {jax.process_index()} of {jax.process_count()}: process 0 says how the run goes", flush=True)
 

@@ -239,6 +239,35 @@ class Held:
         return {i: (slice(*rows), slice(None)) for i, rows in enumerate(self.rows)}
 
 
+@pytest.mark.parametrize(
+    ("environment", "all_of_them"),
+    [
+        ({}, False),  # no launcher: JAX takes all by itself
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x16)"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, False),
+        ({"SLURM_STEP_TASKS_PER_NODE": "10"}, False),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}, True),  # --gpus-per-task=1 shows each its own
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, False),  # mpirun, started by SLURM
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "JAX_LOCAL_DEVICE_IDS": "2,3"}, False),
+    ],
+)
+def test_whose_gpus_those_are(environment, all_of_them):
+    assert hosts.takes_all_gpus(environment) == all_of_them
+
+
+@pytest.mark.parametrize(("tasks", "visible"), [("1(x2)", "all"), ("8(x2)", "3")])
+def test_a_process_alone_on_its_node_takes_its_gpus(monkeypatch, tasks, visible):
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: jax.config.update("jax_cuda_visible_devices", "3"))
+    try:
+        hosts._initialize()
+        assert jax.config.values["jax_cuda_visible_devices"] == visible
+    finally:
+        jax.config.update("jax_cuda_visible_devices", "all")
+
+
 def test_what_a_process_reads():
     mesh = Plan(data=4, tensor=2).mesh()
     assert hosts.share(NamedSharding(mesh, PartitionSpec("data")), (16, 8)) == (0, 1)
