@@ -7,13 +7,16 @@ workdir. Who loses a peer is ended by JAX within its heartbeat; the same command
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import signal
 import socket
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -22,8 +25,11 @@ from jax.experimental import multihost_utils
 
 from hpnlp.types import InputError
 
-# Where a launcher says how many processes it has started: SLURM's srun, Open MPI's mpirun, and TPU pods (a list of hosts).
-LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES")
+# Where a launcher says how many processes it has started: SLURM's srun, Open MPI's mpirun, TPU pods of GKE (a list of hosts),
+# and slices of TPUs that are joined.
+LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES", "MEGASCALE_NUM_SLICES")
+# Where a TPU VM of Google's Compute Engine asks who the hosts of its slice are, with commas between them.
+METADATA = "http://{}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
 # What errors speak of where another process has gone.
 LOST = re.compile("gloo|nccl|peer|heartbeat|barrier|unavailable|deadline", re.IGNORECASE)
 
@@ -34,7 +40,23 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
         value = environment.get(name, "")
         if ("," in value) if name == "TPU_WORKER_HOSTNAMES" else value.isdigit() and int(value) > 1:
             return True
-    return False
+    return _tpu_hosts(environment) > 1
+
+
+def _tpu_hosts(environment: Mapping[str, str]) -> int:
+    """How many hosts there are to the TPU whose chips this one has; 0 where it has none, or nobody says."""
+    chips = glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*")
+    platforms = environment.get("JAX_PLATFORMS") or "tpu"
+    if not chips or "tpu" not in platforms or find_spec("libtpu") is None or "TPU_SKIP_MDS_QUERY" in environment:
+        return 0
+    url = METADATA.format(environment.get("GCE_METADATA_IP", "metadata.google.internal"))
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}), timeout=5
+        ) as answer:
+            return len(answer.read().split(b","))
+    except OSError:
+        return 0
 
 
 def takes_all_gpus(environment: Mapping[str, str] = os.environ) -> bool:

@@ -1,12 +1,14 @@
 """Several processes on one machine: they train as one would, stop together, and one goes on with what they saved."""
 
 import concurrent.futures
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -223,10 +225,45 @@ def test_arguments_that_do_not_go_together(arguments, message):
         ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "2"}, True),
     ],
 )
 def test_launchers_are_seen(environment, several):
     assert hosts.launched(environment) == several
+
+
+@pytest.mark.parametrize(
+    ("hosts_of_it", "chips", "installed", "several"),
+    [
+        (b"a:b:10.0.0.1,a:c:10.0.0.2", ["/dev/accel0"], True, True),
+        (b"10.0.0.1", ["/dev/accel0"], True, False),
+        (b"a,b", [], True, False),
+        (b"a,b", ["/dev/accel0"], False, False),
+        (None, ["/dev/accel0"], True, False),  # no such server
+    ],
+)
+def test_hosts_of_a_pod_are_asked_for(monkeypatch, hosts_of_it, chips, installed, several):
+    asked = []
+
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path.rpartition("/")[2], self.headers["Metadata-Flavor"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(hosts_of_it)
+
+        def log_message(self, *arguments):
+            pass
+
+    monkeypatch.setattr(hosts.glob, "glob", lambda pattern: chips if "accel" in pattern else [])
+    monkeypatch.setattr(hosts, "find_spec", lambda name: installed or None)
+    with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_port if hosts_of_it else free_port()
+        assert hosts.launched({"GCE_METADATA_IP": f"127.0.0.1:{port}"}) == several
+        assert not hosts.launched({"GCE_METADATA_IP": f"127.0.0.1:{port}", "JAX_PLATFORMS": "cpu"})
+        server.shutdown()
+    assert asked == [("worker-network-endpoints", "Google")] * bool(chips and installed and hosts_of_it)
 
 
 class Held:
