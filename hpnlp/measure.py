@@ -100,18 +100,6 @@ def _count_equation(equation: Any, while_trips: int | None) -> int:
     return inner * _repeats(name, params)
 
 
-def live(jaxpr: Any) -> list[Any]:
-    """The equations that what a jaxpr returns depends on, or that do more than return, in order; compilers drop others."""
-    needed, found = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}, []
-    for equation in reversed(jaxpr.eqns):
-        # That a collective is over an axis counts as an effect, which keeps nothing alive.
-        acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
-        if acts or not needed.isdisjoint(equation.outvars):
-            found.append(equation)
-            needed.update(atom for atom in equation.invars if not isinstance(atom, core.Literal))
-    return found[::-1]
-
-
 def _repeats(name: str, params: Mapping[str, Any]) -> int:
     """How often the jaxprs among an equation's parameters run."""
     if name == "scan":

@@ -16,9 +16,10 @@ from typing import Any
 
 from jax.extend import core
 
-from hpnlp.measure import PRODUCTS, live
+from hpnlp.measure import PRODUCTS
 from hpnlp.ops.attention.flash import SCOPE
 from hpnlp.planner.places import Step, Value, is_hosted, peak, size_of
+from hpnlp.planner.traffic import live
 
 # Primitives whose result is another view of the same bytes.
 VIEWS = {

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from hpnlp.measure import live
 from hpnlp.models.lm import example_batch
 from hpnlp.parallel.offload import HOST
 from hpnlp.training.step import Trainer
@@ -68,6 +67,18 @@ def traffic(jaxpr: Any, sizes: Mapping[str, int]) -> list[Sent]:
     for one in _collectives(jaxpr, sizes, 1):
         found[dataclasses.replace(one, times=1)] += one.times
     return [dataclasses.replace(one, times=times) for one, times in found.items()]
+
+
+def live(jaxpr: Any) -> list[Any]:
+    """The equations that what a jaxpr returns depends on, or that do more than return, in order; compilers drop others."""
+    needed, found = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}, []
+    for equation in reversed(jaxpr.eqns):
+        # That a collective is over an axis counts as an effect, which keeps nothing alive.
+        acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+        if acts or not needed.isdisjoint(equation.outvars):
+            found.append(equation)
+            needed.update(atom for atom in equation.invars if not isinstance(atom, core.Literal))
+    return found[::-1]
 
 
 def _collectives(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterable[Sent]:
