@@ -1,11 +1,12 @@
-"""The training step of a model of 350 M parameters on one accelerator: time, MFU and memory, by batch and recomputation.
+"""The training step of a model on one accelerator: time, MFU and memory, as planned and as measured, by batch and plan.
 
-    python experiments/bench/gpu_step.py [--batches=4,8,16] [--remats=none,dots] [--rounds=7]
+    python experiments/bench/gpu_step.py [--size=1B] [--batches=4,8,16] [--settings="none full full+optimizer"] [--rounds=7]
 
 bfloat16 activations, float32 parameters, T 2048, AdamW, clipping, packed rows of several documents: what the training
 loop calls. Attention is cuDNN's on NVIDIA cards. It must agree with the dense twin, forward and gradients, or nothing
-is reported. MFU counts 6 x non-embedding parameters x tokens and half of attention's products over the data sheet's
-dense bf16 peak. A batch that does not fit is reported as such.
+is reported. A setting is an entry of plan.remat; `+optimizer` and `+parameters` let these rest in the host's memory, and
+are held against the same setting without. MFU counts 6 x non-embedding parameters x tokens and half of attention's
+products over the data sheet's dense bf16 peak. What does not fit is reported as such.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from hpnlp import cli, measure
-from hpnlp.models.lm import LM, LMConfig
+from hpnlp import cli, measure, planner
+from hpnlp.models.lm import LMConfig
 from hpnlp.ops.attention import Causal, attend, reference
 from hpnlp.parallel.plan import Plan
-from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.planner.costs import trainer_of
+from hpnlp.planner.devices import Device, this_cpu
+from hpnlp.planner.search import changed
+from hpnlp.training.config import Config, default, resolve
 
 RESULTS = Path(__file__).parents[1] / "results"
+# (layers, dimension, heads)
+SIZES = {"350M": (24, 1024, 16), "1B": (20, 2048, 16), "tiny": (2, 64, 2)}
+SETTINGS = "none names(mixed,hidden) names(mixed) full full+optimizer full+optimizer+parameters"
 
 FLAGS = flags.FLAGS
+flags.DEFINE_enum("size", "1B", list(SIZES), "The model; tiny only tries this script.")
 flags.DEFINE_list("batches", ["4", "8", "16"], "Rows of a step.")
-flags.DEFINE_list("remats", ["none", "dots"], "What the backward pass computes again.")
-flags.DEFINE_integer("layers", 24, "Layers.")
-flags.DEFINE_integer("dim", 1024, "Model dimension.")
-flags.DEFINE_integer("heads", 16, "Heads.")
+flags.DEFINE_spaceseplist("settings", SETTINGS, "What the backward pass computes again, and what rests on the host.")
 flags.DEFINE_integer("vocab", 50304, "Vocabulary.")
 flags.DEFINE_integer("length", 2048, "Tokens of a row.")
 flags.DEFINE_integer("rounds", 7, "Measurements of each; the median counts.")
@@ -76,20 +80,52 @@ def packed_rows(batch: int) -> dict[str, np.ndarray]:
     }
 
 
-def bench(batch: int, remat: str) -> dict[str, Any]:
-    config = LMConfig(
-        layers=FLAGS.layers, dim=FLAGS.dim, heads=FLAGS.heads, vocab=FLAGS.vocab, max_len=FLAGS.length,
-        mlp="gelu", dtype="bfloat16", unroll=1,
+def config_of(batch: int, setting: str) -> Config:
+    layers, dim, heads = SIZES[FLAGS.size]
+    remat, *hosted = setting.split("+")
+    model = LMConfig(
+        layers=layers, dim=dim, heads=heads, vocab=FLAGS.vocab, max_len=FLAGS.length, mlp="gelu", dtype="bfloat16", unroll=1
     )  # fmt: skip
-    row: dict[str, Any] = {"batch": batch, "remat": remat, "length": FLAGS.length, "layers": FLAGS.layers}
-    trainer = make_trainer(LM(config), OptimizerConfig(), Plan("single", remat=remat), steps=1000)
+    plan = Plan("single", remat=remat, **{f"offload_{what}": True for what in hosted})
+    given = {
+        "model": model,
+        "plan": plan,
+        "optimizer.name": "adamw",
+        "data.seq_len": FLAGS.length,
+        "data.batch_size": batch,
+    }
+    return changed(resolve(default()), given)
+
+
+def data_sheet() -> Device:
+    """Of the device at hand, by its name; a CPU is measured."""
+    kind = jax.devices()[0].device_kind.lower().replace("v5 lite", "v5e")
+    if jax.default_backend() == "cpu":
+        return this_cpu(1)
+    for name, device in planner.DEVICES.items():
+        if name in kind:
+            return device
+    sys.exit(f"no data sheet of {kind!r} in hpnlp/planner/devices.py: known are {', '.join(planner.DEVICES)}")
+
+
+def bench(batch: int, setting: str, device: Device) -> dict[str, Any]:
+    config = config_of(batch, setting)
+    planned, trainer = planner.costs(config, 1), trainer_of(config, jax.devices()[:1])
+    layers, width = config.model.layers, config.model.heads * config.model.head_size
+    row: dict[str, Any] = {
+        "size": FLAGS.size, "batch": batch, "setting": setting, "length": FLAGS.length, "layers": layers,
+        "parameters": planned.parameters, "planned_ms": 1e3 * planned.total_seconds(device), "planned_bytes": planned.bytes,
+    }  # fmt: skip
     key = jax.random.key(0)
     try:
-        held = [trainer.init(key)]
         rows = jax.device_put(packed_rows(batch), trainer.batch_sharding)
+        with jax.set_mesh(trainer.layout.mesh):
+            program = measure.compile(trainer.step.jitted, trainer.state_shapes, rows, key)
+        row["device_bytes"] = program.memory.peak
+        held = [trainer.init(key)]
 
         def step() -> Any:
-            held[0], metrics = trainer.step(held[0], rows, key)
+            held[0], metrics = program(held[0], rows, key)
             return metrics
 
         seconds = measure.timeit({"step": step}, rounds=FLAGS.rounds, warmup=2)["step"]
@@ -97,26 +133,38 @@ def bench(batch: int, remat: str) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        print(f"batch {batch}, remat {remat}: out of memory", flush=True)
+        print(f"batch {batch}, {setting}: out of memory", flush=True)
         return {**row, "out_of_memory": True}
     tokens = batch * FLAGS.length
     flops = measure.training_flops(
-        config.non_embedding_parameters(), tokens,
-        layers=FLAGS.layers, width=FLAGS.heads * config.head_size, length=FLAGS.length,
-    )  # fmt: skip
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(held[0].params))
+        config.model.non_embedding_parameters(), tokens, layers=layers, width=width, length=FLAGS.length
+    )
     row |= {
-        "parameters": parameters,
         "step_ms": 1e3 * seconds.median,
         "tokens_per_second": tokens / seconds.median,
+        "planned_over_measured": row["planned_ms"] / (1e3 * seconds.median),
         "mfu": measure.mfu(flops, seconds.median),
-        "peak_memory_bytes": measure.peak_memory_bytes(),  # of all settings so far
         "loss": loss,
         "all_ms": [1e3 * s for s in seconds.all],
     }
     told = "unknown peak" if row["mfu"] is None else f"MFU {100 * row['mfu']:.1f} %"
-    print(f"batch {batch}, remat {remat}: {row['step_ms']:.1f} ms, {row['tokens_per_second']:,.0f} tokens/s, {told}")
+    print(
+        f"batch {batch}, {setting}: {row['step_ms']:.1f} ms (planned {row['planned_ms']:.1f}), "
+        f"{row['device_bytes'] / 1e9:.2f} GB (planned {row['planned_bytes'] / 1e9:.2f}), "
+        f"{row['tokens_per_second']:,.0f} tokens/s, {told}",
+        flush=True,
+    )
     return row
+
+
+def add_hosts_price(rows: list[dict[str, Any]]) -> None:
+    """To each row with something on the host: what it frees, and its time over that of the same row without."""
+    timed = {(row["batch"], row["setting"]): row for row in rows if "step_ms" in row}
+    for (batch, setting), row in timed.items():
+        without = timed.get((batch, setting.partition("+")[0]))
+        if "+" in setting and without:
+            row["freed_bytes"] = without["device_bytes"] - row["device_bytes"]
+            row["time_over_without"] = row["step_ms"] / without["step_ms"]
 
 
 def main(_: Any) -> None:
@@ -125,7 +173,9 @@ def main(_: Any) -> None:
     if apart > 0.1:
         sys.exit(f"attention differs from the dense twin by {apart:.2g}: nothing is reported")
     print(f"attention agrees with the dense twin to {apart:.2g}", flush=True)
-    rows = [bench(int(batch), remat) for remat in FLAGS.remats for batch in FLAGS.batches]
+    device = data_sheet()
+    rows = [bench(int(batch), setting, device) for setting in FLAGS.settings for batch in FLAGS.batches]
+    add_hosts_price(rows)
     print(measure.write_result("gpu_step", [{"attention_apart": apart, **row} for row in rows], FLAGS.out))
 
 

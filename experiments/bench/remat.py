@@ -32,7 +32,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("rows", 8, "Rows of the step whose bytes are counted.")
 flags.DEFINE_integer("timed_rows", 2, "Rows of the step that is timed; 0 for none.")
 flags.DEFINE_integer("measurements", 3, "Measurements of each; the median counts.")
-flags.DEFINE_list("policies", POLICIES, "Entries of plan.remat.")
+flags.DEFINE_spaceseplist("policies", POLICIES, "Entries of plan.remat.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 

@@ -351,11 +351,23 @@ def suite(rows: Rows) -> list[tuple[str, str]]:
 
 
 def gpu_step(rows: Rows) -> list[tuple[str, str]]:
-    best = max((row for row in rows if row.get("mfu")), key=lambda row: row["mfu"], default=None)
-    if best is None:
-        return []
-    what = f"step of {best['parameters'] / 1e6:.0f}M parameters, bfloat16, T {best['length']}, B {best['batch']}: MFU"
-    return [(what, f"{100 * best['mfu']:.0f} % ({best['step_ms']:.0f} ms, {best['tokens_per_second']:,.0f} tokens/s)")]
+    timed = [row for row in rows if "step_ms" in row]
+    lines = []
+    if best := max((row for row in timed if row["mfu"]), key=lambda row: row["mfu"], default=None):
+        what = f"step of {best['parameters'] / 1e6:.0f}M parameters, bfloat16, T {best['length']}, B {best['batch']}"
+        figure = f"{100 * best['mfu']:.0f} % ({best['step_ms']:.0f} ms, {best['tokens_per_second']:,.0f} tokens/s)"
+        lines.append((f"{what}, `{best['setting']}`: MFU", figure))
+    if ratios := [row["planned_over_measured"] for row in timed]:
+        what = f"{len(ratios)} of these by batch and recomputation: planned time over measured"
+        lines.append((what, f"{min(ratios):.2f} to {max(ratios):.2f}"))
+    return lines + [
+        (
+            f"the same with `{row['setting']}`, B {row['batch']}: memory freed; time over that without",
+            f"{row['freed_bytes'] / 1e9:.2f} GB; {row['time_over_without']:.2f}",
+        )
+        for row in timed
+        if "freed_bytes" in row
+    ]
 
 
 # result file (before the device) -> its lines of the table: (what was measured, the figure)
