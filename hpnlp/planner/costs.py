@@ -73,7 +73,7 @@ class Costs:
     def seconds(self, device: Device) -> dict[str, float]:
         """By what takes them, at the least that the data sheet allows: products and memory, of which the share that a pipeline
         idles stands apart, and what is sent along each axis, nothing of it hidden behind the rest."""
-        working = self.program.seconds(device.flops[self.config.model.dtype], device.rate, device.fuses)
+        working = self.program.seconds(device.flops, device.rate, device.fuses)
         found = {"compute": working * (1 - self.bubble), "bubble": working * self.bubble}
         if self.program.hosted:
             found["host"] = self.program.hosted / device.host

@@ -41,11 +41,14 @@ def table(costs: Costs, device: Device, kind: str) -> str:
         ),
         f"  {'together':28}{costs.bytes / 1e9:12.3f} GB of {room / 1e9:.1f} that can be used: "
         f"{'it fits' if costs.fits(device) else 'IT DOES NOT FIT'}{doubt(costs, device)}",
-        *([f"  {'on the host, for each':28}{costs.hosted / 1e9:12.3f} GB"] if costs.hosted else []),
+        *([f"  {'of the state, on the host':28}{costs.hosted / 1e9:12.3f} GB"] if costs.hosted else []),
         *([f"  no axis of the plan divides {', '.join(costs.undivided)}: whole on each"] if costs.undivided else []),
         "",
         "A step on each device, at least",
-        f"  products, recomputed too    {costs.program.flops / 1e12:12.3f} TFLOP in {config.model.dtype}",
+        *(
+            f"  {'products, recomputed too':28}{flops / 1e12:12.3f} TFLOP in {dtype}"
+            for dtype, flops in costs.program.flops_by_dtype.items()
+        ),
         f"  sent                        {total(costs.sent) / 1e9:12.3f} GB",
     ]
     for one in sorted(costs.sent, key=lambda one: -one.bytes)[:12]:

@@ -43,8 +43,10 @@ LOOPS = {"cond", "scan", "shard_map", "while"}
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """A kernel. flops: of its products. bytes: read and written. times: how often it runs. fused: part of attention, of which
-    accelerators make one kernel that reads and writes no scores. hosted: its bytes come from the host's memory, or go there.
+    """A kernel. flops: of its products, of operands of this dtype. bytes: read and written. times: how often it runs.
+
+    fused: part of attention, of which accelerators make one kernel that reads and writes no scores. hosted: its bytes come from
+    the host's memory, or go there.
     """
 
     flops: float
@@ -52,6 +54,7 @@ class Operation:
     fused: bool = False
     hosted: bool = False
     times: int = 1
+    dtype: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,14 @@ class Program:
         return sum((one.flops * one.times for one in self.operations), 0.0)
 
     @property
+    def flops_by_dtype(self) -> dict[str, float]:
+        """From the most."""
+        found: dict[str, float] = {}
+        for one in self.operations:
+            found[one.dtype] = found.get(one.dtype, 0.0) + one.flops * one.times
+        return {dtype: found[dtype] for dtype in sorted(found, key=lambda dtype: -found[dtype]) if found[dtype]}
+
+    @property
     def bytes(self) -> float:
         return sum((one.bytes * one.times for one in self.operations), 0.0)
 
@@ -74,11 +85,12 @@ class Program:
         """Bytes from and to the host's memory."""
         return sum((one.bytes * one.times for one in self.operations if one.hosted), 0.0)
 
-    def seconds(self, flops: float, rate: float, fuses: bool) -> float:
-        """At least what it takes, with so many FLOP/s, and bytes a second to and from memory (Williams et al. 2009). fuses:
-        whether attention is one kernel."""
+    def seconds(self, flops: Mapping[str, float], rate: float, fuses: bool) -> float:
+        """At least what it takes, with so many FLOP/s by dtype (float32's for one that is not named), and bytes a second to and
+        from memory (Williams et al. 2009). fuses: whether attention is one kernel."""
         each = (
-            one.times * max(one.flops / flops, 0.0 if fuses and one.fused else one.bytes / rate)
+            one.times
+            * max(one.flops / flops.get(one.dtype, flops["float32"]), 0.0 if fuses and one.fused else one.bytes / rate)
             for one in self.operations
             if not one.hosted
         )
@@ -144,10 +156,10 @@ class _Reader:
         return array
 
     def step(
-        self, reads: Sequence[Value], makes: Sequence[Value], flops: float = 0.0, over: Any = (), hosted: bool = False
+        self, reads: Sequence[Value], makes: Sequence[Value], flops: float = 0.0, over: Any = (), **of_it: Any
     ) -> None:
         self.steps.append(Step(reads, makes, 0, over))
-        self.operations.append(Operation(flops, float(sum(a.size for a in (*reads, *makes))), self.fused, hosted))
+        self.operations.append(Operation(flops, float(sum(a.size for a in (*reads, *makes))), self.fused, **of_it))
 
     def run(self, jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
         """What is returned, calls written out."""
@@ -251,7 +263,10 @@ class _Reader:
         shared = self.parts(reads)
         over = [(reads[0], made[0])] if name in WRITES else ()
         hosted = any(is_hosted(atom.aval) for atom in (*equation.invars, *equation.outvars))
-        self.step(reads, made, PRODUCTS[name](equation) / shared if name in PRODUCTS else 0.0, over, hosted)
+        flops = PRODUCTS[name](equation) / shared if name in PRODUCTS else 0.0
+        self.step(
+            reads, made, flops, over, hosted=hosted, dtype=equation.invars[0].aval.dtype.name if flops else "float32"
+        )
         return made
 
     def _loop(self, equation: Any, reads: Sequence[Value]) -> list[Value]:

@@ -47,6 +47,7 @@ def mended(found: Costs, device: Device, said: Callable[[int, int], None]) -> tu
     last = {} if config.plan.remat == "full" else {"plan.remat": "full"}
     last |= {"plan.data": 1, "plan.fsdp": dp, "plan.zero": 3} if dp > 1 and found.zero < 3 else {}
     options = [*changes, *pairs, last | away, last | away | {"plan.offload_parameters": True}]
+    options = [change for at, change in enumerate(options) if change and change not in options[:at]]
     for tried, change in enumerate(options):
         said(tried, len(options))
         made = _costs_of(config, change, found.devices, device)

@@ -170,11 +170,13 @@ def compiled_traffic(text: str) -> list[Sent]:
             lines = bodies["ENTRY" if head[1] else head[2]] = []
         lines.append(line)
     found: collections.Counter[Sent] = collections.Counter()
+    partitions = re.search(r"\bnum_partitions=(\d+)", text)
+    everyone = int(partitions[1]) if partitions else 1
 
     def walk(name: str, times: int) -> None:
         for line in bodies[name][1:]:
             if sent := re.search(rf" = (.*?) ({_KINDS})(-start)?\(", line):
-                kind, devices = sent[2], _group(line)
+                kind, devices = sent[2], _group(line, everyone)
                 sizes = [_size(*shape) for shape in re.findall(r"(\w+)\[([\d,]*)\]", sent[1])]
                 if sent[3] and kind in ("all-gather", "collective-permute"):  # a pair of operand and result
                     sizes = sizes[len(sizes) // 2 :]
@@ -206,8 +208,8 @@ def _calls(line: str) -> list[tuple[str, int | None]]:
     return [(called[1], 1)] if called else []
 
 
-def _group(line: str) -> int:
-    """How many devices take part; of a permutation, 2 where it sends anything to another device."""
+def _group(line: str, everyone: int) -> int:
+    """How many devices take part, of so many; of a permutation, 2 where it sends anything to another device."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
         return 2 if any(a != b for a, b in re.findall(r"\{(\d+),(\d+)", pairs[1])) else 1
     if mesh := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\S*\))? \{(.*?)\}", line):
@@ -220,7 +222,7 @@ def _group(line: str) -> int:
         return len(listed[1].split(","))
     if unread := re.search(r"replica_groups=(?!\{\})\S*", line):
         raise InputError(f"which devices a collective of the compiled program is over cannot be read: {unread[0]}")
-    return 1
+    return everyone  # where no groups are named, or none is in them
 
 
 def _size(dtype: str, shape: str) -> int:

@@ -166,7 +166,7 @@ class Checkpointer:
                     raise InputError(
                         f"checkpoint {step} in {self.directory} does not fit this config: {item}{name} was saved as "
                         f"{saved.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}: give the run its old "
-                        "config back, or choose another workdir"
+                        "config back, or the version of hpnlp that began it, or choose another workdir"
                     )
 
     @contextlib.contextmanager

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 import urllib.request
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -25,22 +26,26 @@ from jax.experimental import multihost_utils
 
 from hpnlp.types import InputError
 
-# Where a launcher says how many processes it has started: SLURM's srun, Open MPI's mpirun, TPU pods of GKE (a list of hosts),
-# and slices of TPUs that are joined.
-LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES", "MEGASCALE_NUM_SLICES")
-# Where a TPU VM of Google's Compute Engine asks who the hosts of its slice are, with commas between them.
-METADATA = "http://{}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
-# What errors speak of where another process has gone.
-LOST = re.compile("gloo|nccl|peer|heartbeat|barrier|unavailable|deadline", re.IGNORECASE)
+# Where a launcher says how many processes it has started: Open MPI's mpirun and SLURM's srun.
+LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+# Where a VM of Google's Compute Engine asks about the TPU that it has a part of.
+METADATA = "http://{}/computeMetadata/v1/instance/attributes/{}"
+# What errors say where another process has gone.
+LOST = re.compile(
+    "connection (closed|reset|refused)|(closed|reset) by peer|broken pipe|remote (process|error)|"
+    "heartbeat|unavailable|deadline",
+    re.IGNORECASE,
+)
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher that JAX knows has started more than this process."""
+def launched(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes a launcher that JAX knows has started, this among them, or how many hosts a TPU has; 0: none says."""
     for name in LAUNCHERS:
-        value = environment.get(name, "")
-        if ("," in value) if name == "TPU_WORKER_HOSTNAMES" else value.isdigit() and int(value) > 1:
-            return True
-    return _tpu_hosts(environment) > 1
+        if environment.get(name, "").isdigit():
+            return int(environment[name])
+    if "TPU_WORKER_HOSTNAMES" in environment:  # on GKE
+        return len(environment["TPU_WORKER_HOSTNAMES"].split(",")) * int(environment.get("MEGASCALE_NUM_SLICES", 1))
+    return _tpu_hosts(environment)
 
 
 def _tpu_hosts(environment: Mapping[str, str]) -> int:
@@ -49,14 +54,25 @@ def _tpu_hosts(environment: Mapping[str, str]) -> int:
     platforms = environment.get("JAX_PLATFORMS") or "tpu"
     if not chips or "tpu" not in platforms or find_spec("libtpu") is None or "TPU_SKIP_MDS_QUERY" in environment:
         return 0
-    url = METADATA.format(environment.get("GCE_METADATA_IP", "metadata.google.internal"))
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}), timeout=5
-        ) as answer:
-            return len(answer.read().split(b","))
-    except OSError:
+    server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
+    if not (hosts := _ask(METADATA.format(server, "worker-network-endpoints"))):
         return 0
+    slices = re.search(r"MEGASCALE_NUM_SLICES: *'?(\d+)", _ask(METADATA.format(server, "tpu-env")))
+    return len(hosts.split(",")) * (int(slices[1]) if slices else 1)
+
+
+def _ask(url: str, times: int = 4) -> str:
+    """What a server answers that may be busy; "" where it knows nothing, or is not there."""
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    for _ in range(times):
+        try:
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                return answer.read().decode("utf-8", "replace")
+        except OSError as error:
+            if getattr(error, "code", 0) == 404:
+                break
+            time.sleep(0.5)
+    return ""
 
 
 def takes_all_gpus(environment: Mapping[str, str] = os.environ) -> bool:
@@ -66,8 +82,13 @@ def takes_all_gpus(environment: Mapping[str, str] = os.environ) -> bool:
     """
     if "JAX_LOCAL_DEVICE_IDS" in environment:
         return False
-    beside = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") or environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    return beside.partition("(")[0] == "1" or environment.get("CUDA_VISIBLE_DEVICES", "").isdigit()
+    # As in "8(x2),3": of each node in turn.
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = [int(count) for count, nodes in groups for _ in range(int(nodes or 1))]
+    node = int(environment.get("SLURM_NODEID", 0))
+    beside = int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", tasks[node] if node < len(tasks) else 0))
+    shown = environment.get("CUDA_VISIBLE_DEVICES", "")
+    return beside == 1 or (shown != "" and "," not in shown)
 
 
 def join(
@@ -83,8 +104,13 @@ def join(
     if not coordinator:
         if processes or process >= 0:
             raise InputError("--processes and --process come with --coordinator=HOST:PORT, the address of process 0")
-        if launched():
+        if (started := launched()) > 1:
             _initialize(heartbeat_timeout_seconds=heartbeat, initialization_timeout=seconds)
+            if jax.process_count() != started:
+                raise InputError(
+                    f"a launcher has started {started} processes, and JAX found {jax.process_count()}: say who they are, by "
+                    "--coordinator, --processes and --process"
+                )
         return
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -150,7 +176,10 @@ def _initialize(*args: Any, **options: Any) -> None:
     try:
         jax.distributed.initialize(*args, **options)
     except (RuntimeError, ValueError) as error:
-        raise InputError(f"the processes did not find each other: {error}: start all of them, each once") from error
+        raise InputError(
+            f"the processes did not find each other: {error}: start all of them, each once, and where no launcher that JAX "
+            "knows starts them, say who they are, by --coordinator, --processes and --process"
+        ) from error
     if takes_all_gpus():
         jax.config.update("jax_cuda_visible_devices", "all")
         jax.config.update("jax_rocm_visible_devices", "all")
@@ -167,9 +196,11 @@ def others_may_die() -> Iterator[None]:
         reason = str(error).partition("\n")[0]
         if jax.process_count() == 1 or not LOST.search(reason):
             raise
+        if "--debug" in sys.argv:
+            traceback.print_exc()
         print(
-            f"hpnlp: process {jax.process_index()} has lost another one ({reason}): give the same commands again, and they go "
-            "on from the newest checkpoint",
+            f"hpnlp: process {jax.process_index()} has lost another one, it seems ({reason}): give the same commands "
+            "again, and they go on from the newest checkpoint",
             file=sys.stderr,
         )
         sys.stdout.flush()

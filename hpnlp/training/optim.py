@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name, all of them optax's."""
+"""Optimizers and learning-rate schedules by name, most of them optax's."""
 
 from __future__ import annotations
 

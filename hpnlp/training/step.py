@@ -129,8 +129,8 @@ def make_trainer(
     # Who looks for a NaN has every operation run by itself, and of those inside a shard_map jax does so without end.
     alone = (mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
     placement = None if alone else _placement(layout, axes["layers"], masks_of(model))
-    schedule = make_schedule(config, steps)
-    optimizer = make_optimizer(config, steps, None if alone else _whole(layout, axes, own))
+    schedule, parts = make_schedule(config, steps), layout.tree(axes, own, divided=layout.zero >= 1)
+    optimizer = make_optimizer(config, steps, None if alone else _whole(mesh, parts))
     update = Update(config, optimizer, plan.offload_parameters, c.layers)
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -193,7 +193,7 @@ def make_trainer(
         return {path: ids.size for path, ids in found.items()}
 
     rows_trained(config.accumulate, 8)  # or says why not
-    shardings = _state_shardings(layout, axes, shapes)
+    shardings = _state_shardings(layout, axes, parts, shapes)
     if plan.offload_optimizer:
         shardings = dataclasses.replace(shardings, opt_state=offload.hosted(shardings.opt_state))
     if plan.offload_parameters:
@@ -236,7 +236,7 @@ def make_trainer(
             ),
             shapes.params,
             shardings.params,
-            layout.tree(axes, shapes.params, divided=layout.zero >= 1),
+            parts,
         ),
     )
 
@@ -257,21 +257,19 @@ def _placement(layout: Layout, layers: Any, masks: Any) -> Placement:
     )
 
 
-def _whole(layout: Layout, axes: Any, shapes: Any) -> Whole:
+def _whole(mesh: Any, parts: Any) -> Whole:
     """What an optimizer does that multiplies matrices of which devices have parts."""
-    specs = layout.tree(axes, shapes, divided=layout.zero >= 1)
-    by_path = {rows.keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
-    return lambda path, function, x: matrices.of_whole(function, x, layout.mesh, by_path[path])
+    by_path = {rows.keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(parts)}
+    return lambda path, function, x: matrices.of_whole(function, x, mesh, by_path[path])
 
 
-def _state_shardings(layout: Layout, axes: Any, shapes: TrainState) -> TrainState:
+def _state_shardings(layout: Layout, axes: Any, parts: Any, shapes: TrainState) -> TrainState:
     """Parameters by their names; optimizer statistics as the parameter that they belong to, found by its path."""
 
-    def at(divided: bool) -> Any:
-        specs = layout.tree(axes, shapes.params, divided=divided)
+    def at(specs: Any) -> Any:
         return jax.tree.map(lambda x, spec: NamedSharding(layout.mesh, spec), shapes.params, specs)
 
-    params, parts = at(layout.zero == 3), at(layout.zero >= 1)
+    params, parts = at(layout.tree(axes, shapes.params, divided=layout.zero == 3)), at(parts)
     leaves = jax.tree_util.tree_leaves_with_path(shapes.params)
     sizes = {rows.keys(path): leaf.shape for path, leaf in leaves}
     by_path = {rows.keys(path): own for (path, _), own in zip(leaves, jax.tree.leaves(parts), strict=True)}

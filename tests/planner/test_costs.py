@@ -79,8 +79,15 @@ def test_turns_side_by_side_are_not_stacked():
 def test_a_roofline_is_that_of_each_operation():
     found = of(lambda x, w: x @ w, (8, 4), (4, 4))
     moved = (8 * 4 + 4 * 4 + 8 * 4) * 4
-    assert found.seconds(1.0, 1e9, False) == 2 * 8 * 4 * 4
-    assert found.seconds(1e9, 1.0, False) == moved
+    assert found.seconds({"float32": 1.0}, 1e9, False) == 2 * 8 * 4 * 4
+    assert found.seconds({"float32": 1e9}, 1.0, False) == moved
+
+
+def test_products_take_the_time_of_their_operands():
+    half, whole = jax.ShapeDtypeStruct((4, 4), "bfloat16"), jax.ShapeDtypeStruct((4, 4), "float32")
+    found = read(jax.jit(lambda x, y: (x @ x, y @ y @ y)).trace(half, whole).jaxpr)
+    assert found.flops_by_dtype == {"float32": 2 * 2 * 4**3, "bfloat16": 2 * 4**3}
+    assert found.seconds({"float32": 1.0, "bfloat16": 2.0}, 1e9, False) == 2 * 2 * 4**3 + 4**3
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "names(mixed)", "dots"])
@@ -163,7 +170,8 @@ def test_what_fits_with_the_state_on_the_host_alone():
     layers = sum(x.size * 4 for x in jax.tree.leaves(trainer_of(config, 1).state_shapes.params["layers"]))
     assert found.hosted == 0 and least.hosted == pytest.approx(layers + found.memory["optimizer"], rel=0.01)
     said = [
-        picture.table(one, SMALL, "small").partition("on the host, for each")[2].split()[:1] for one in (found, least)
+        picture.table(one, SMALL, "small").partition("of the state, on the host")[2].split()[:1]
+        for one in (found, least)
     ]
     assert said == [[], [f"{least.hosted / 1e9:.3f}"]]
 

@@ -149,10 +149,14 @@ def test_a_permutation_whose_first_device_keeps_its_own():
         ("mesh['data'=4,'tensor'=2] {'tensor'}", 2),
         ("mesh['a'=1,'b'=2,'c'=4], device_ids=([4,2]T(1,0)) {'a','c'}", 4),
         ("mesh['data'=8] {'data':(2)4}", 4),
+        ("{}", 8),
     ],
 )
 def test_groups_as_programs_write_them(groups, devices):
-    text = "ENTRY %main (x: f32[4]) -> f32[4] {\n %s = f32[4]{0} all-reduce(%x), channel_id=1, replica_groups=GROUPS, x=y\n}"
+    text = (
+        "HloModule jit_f, is_scheduled=true, replica_count=1, num_partitions=8\n\nENTRY %main (x: f32[4]) -> f32[4] {\n"
+    )
+    text += " %s = f32[4]{0} all-reduce(%x), channel_id=1, replica_groups=GROUPS, x=y\n}"
     assert compiled_traffic(text.replace("GROUPS", groups)) == [Sent("all-reduce", (), devices, 16)]
 
 

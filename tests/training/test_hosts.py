@@ -1,6 +1,7 @@
 """Several processes on one machine: they train as one would, stop together, and one goes on with what they saved."""
 
 import concurrent.futures
+import contextlib
 import http.server
 import json
 import os
@@ -151,11 +152,13 @@ def test_what_is_said_where_another_process_is_lost(monkeypatch, capfd):
     fail("UNKNOWN: Gloo AllGather failed: Connection reset by peer\nand a stack", 2)
     assert ended == [1]
     said = capfd.readouterr().err
-    assert (
-        said.count("\n") == 1
-        and "has lost another one (UNKNOWN: Gloo AllGather failed: Connection reset by peer)" in said
-    )
-    for reason, processes in (("RESOURCE_EXHAUSTED: Out of memory", 2), ("UNKNOWN: Gloo", 1)):
+    assert said.count("\n") == 1 and "has lost another one, it seems (UNKNOWN: Gloo AllGather failed: Conn" in said
+    for reason, processes in (
+        ("RESOURCE_EXHAUSTED: Out of memory", 2),
+        ("INTERNAL: NCCL operation ncclCommInitRankConfig failed: unhandled cuda error", 2),
+        ("INVALID_ARGUMENT: optimization-barrier operand shape mismatch", 2),
+        ("UNKNOWN: Gloo AllGather failed: Connection reset by peer", 1),
+    ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
             fail(reason, processes)
 
@@ -216,64 +219,94 @@ def test_arguments_that_do_not_go_together(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("environment", "several"),
+    ("environment", "processes"),
     [
-        ({}, False),
-        ({"SLURM_STEP_NUM_TASKS": "1"}, False),
-        ({"SLURM_NTASKS": "8"}, False),  # a batch script by itself is one process
-        ({"SLURM_STEP_NUM_TASKS": "8"}, True),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
-        ({"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "2"}, True),
+        ({}, 0),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, 1),
+        ({"SLURM_NTASKS": "8"}, 0),  # a batch script by itself is one process
+        ({"SLURM_STEP_NUM_TASKS": "8"}, 8),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, 2),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"},
+            8,
+        ),  # mpirun starts a task on each node, and by it its own
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, 2),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "2"}, 4),
     ],
 )
-def test_launchers_are_seen(environment, several):
-    assert hosts.launched(environment) == several
+def test_launchers_are_seen(environment, processes):
+    assert hosts.launched(environment) == processes
 
 
-@pytest.mark.parametrize(
-    ("hosts_of_it", "chips", "installed", "several"),
-    [
-        (b"a:b:10.0.0.1,a:c:10.0.0.2", ["/dev/accel0"], True, True),
-        (b"10.0.0.1", ["/dev/accel0"], True, False),
-        (b"a,b", [], True, False),
-        (b"a,b", ["/dev/accel0"], False, False),
-        (None, ["/dev/accel0"], True, False),  # no such server
-    ],
-)
-def test_hosts_of_a_pod_are_asked_for(monkeypatch, hosts_of_it, chips, installed, several):
+def test_a_launcher_that_jax_does_not_know(monkeypatch):
+    """Or whose processes it takes for others'."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
+    with pytest.raises(InputError, match="started 2 processes, and JAX found 1: say who they are, by --coordinator"):
+        hosts.join()
+
+    def unknown(**_):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", unknown)
+    with pytest.raises(InputError, match="say who they are, by --coordinator"):
+        hosts.join()
+
+
+@contextlib.contextmanager
+def metadata(answers):
+    """A server that answers what a TPU's VM asks for, after a first refusal; where it is, and what it was asked."""
     asked = []
 
     class Metadata(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append((self.path.rpartition("/")[2], self.headers["Metadata-Flavor"]))
-            self.send_response(200)
+            found = answers.get(asked[-1][0])
+            self.send_response(503 if len(asked) == 1 else 200 if found else 404)
             self.end_headers()
-            self.wfile.write(hosts_of_it)
+            self.wfile.write((found or "nothing").encode())
 
         def log_message(self, *arguments):
             pass
 
-    monkeypatch.setattr(hosts.glob, "glob", lambda pattern: chips if "accel" in pattern else [])
-    monkeypatch.setattr(hosts, "find_spec", lambda name: installed or None)
     with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        port = server.server_port if hosts_of_it else free_port()
-        assert hosts.launched({"GCE_METADATA_IP": f"127.0.0.1:{port}"}) == several
-        assert not hosts.launched({"GCE_METADATA_IP": f"127.0.0.1:{port}", "JAX_PLATFORMS": "cpu"})
+        yield f"127.0.0.1:{server.server_port}", asked
         server.shutdown()
-    assert asked == [("worker-network-endpoints", "Google")] * bool(chips and installed and hosts_of_it)
 
 
-class Held:
-    """A sharding, as a process sees it whose devices hold these rows."""
+@pytest.mark.parametrize(
+    ("answers", "chips", "installed", "platform", "processes"),
+    [
+        ({"worker-network-endpoints": "a:b:10.0.0.1,a:c:10.0.0.2"}, ["/dev/accel0"], True, "", 2),
+        ({"worker-network-endpoints": "10.0.0.1"}, ["/dev/vfio/0"], True, "", 1),
+        (
+            {"worker-network-endpoints": "a,b", "tpu-env": "X: '1'\nMEGASCALE_NUM_SLICES: '3'\n"},
+            ["/dev/accel0"],
+            True,
+            "",
+            6,
+        ),
+        ({}, ["/dev/accel0"], True, "", 0),
+        ({"worker-network-endpoints": "a,b"}, [], True, "", 0),
+        ({"worker-network-endpoints": "a,b"}, ["/dev/accel0"], False, "", 0),
+        ({"worker-network-endpoints": "a,b"}, ["/dev/accel0"], True, "cpu", 0),
+    ],
+)
+def test_hosts_of_a_pod_are_asked_for(monkeypatch, answers, chips, installed, platform, processes):
+    monkeypatch.setattr(hosts.glob, "glob", lambda pattern: [chip for chip in chips if chip[:9] == pattern[:9]])
+    monkeypatch.setattr(hosts, "find_spec", lambda name: installed or None)
+    with metadata(answers) as (where, asked):
+        assert hosts.launched({"GCE_METADATA_IP": where, "JAX_PLATFORMS": platform}) == processes
+    assert bool(asked) == bool(chips and installed and not platform)
+    assert {flavor for _, flavor in asked} <= {"Google"}
 
-    def __init__(self, *rows):
-        self.rows = rows
 
-    def addressable_devices_indices_map(self, shape):
-        return {i: (slice(*rows), slice(None)) for i, rows in enumerate(self.rows)}
+def test_a_metadata_server_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(hosts.glob, "glob", lambda pattern: ["/dev/accel0"])
+    monkeypatch.setattr(hosts, "find_spec", lambda name: True)
+    assert hosts.launched({"GCE_METADATA_IP": f"127.0.0.1:{free_port()}"}) == 0
 
 
 @pytest.mark.parametrize(
@@ -284,6 +317,10 @@ class Held:
         ({"SLURM_STEP_TASKS_PER_NODE": "1"}, True),
         ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, False),
         ({"SLURM_STEP_TASKS_PER_NODE": "10"}, False),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2),3", "SLURM_NODEID": "1"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2),3", "SLURM_NODEID": "2"}, False),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_NODEID": "1"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4", "CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c"}, True),
         ({"SLURM_STEP_TASKS_PER_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}, True),  # --gpus-per-task=1 shows each its own
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, False),  # mpirun, started by SLURM
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True),
@@ -303,6 +340,16 @@ def test_a_process_alone_on_its_node_takes_its_gpus(monkeypatch, tasks, visible)
         assert jax.config.values["jax_cuda_visible_devices"] == visible
     finally:
         jax.config.update("jax_cuda_visible_devices", "all")
+
+
+class Held:
+    """A sharding, as a process sees it whose devices hold these rows."""
+
+    def __init__(self, *rows):
+        self.rows = rows
+
+    def addressable_devices_indices_map(self, shape):
+        return {i: (slice(*rows), slice(None)) for i, rows in enumerate(self.rows)}
 
 
 def test_what_a_process_reads():
