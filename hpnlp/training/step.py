@@ -113,7 +113,7 @@ def make_trainer(
     it is not named. Nothing is allocated; a model that the plan does not divide raises InputError.
     """
     layout = plan.layout(model.config.sizes(), devices)
-    c, mesh, (axes, own) = model.config, layout.mesh, axes_and_shapes(model)
+    c, mesh, (axes, own) = model.config, layout.mesh, axes_and_shapes(model.clone(remat=plan.remat))
     sequence.check(layout, masks_of(model), (c.heads, c.kv_head_count), c.dropout)
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(

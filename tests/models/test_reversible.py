@@ -12,6 +12,9 @@ from hpnlp.models.lm import LM, apart, example_batch
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, MixerOutput
 from tests.models.test_lm import REVERSIBLE, loss_of, make, make_batch, run
 
@@ -67,6 +70,8 @@ def test_nothing_is_left_to_compute_again():
     model, params = make(**REVERSIBLE)
     with pytest.raises(InputError, match="plan.remat='full': reversible layers keep nothing .*: set plan.remat='none'"):
         loss_of(LM(model.config, remat="full"), params, make_batch(2, 9))
+    with pytest.raises(InputError, match="plan.remat='full': reversible layers"):
+        make_trainer(model, OptimizerConfig(), Plan("single", remat="full"), steps=10)
 
 
 @pytest.mark.parametrize("mixer", ["full", pytest.param("window(8,0),full", marks=pytest.mark.slow)])
