@@ -189,9 +189,17 @@ def _initialize(*args: Any, **options: Any) -> None:
 
 @contextlib.contextmanager
 def others_may_die() -> Iterator[None]:
-    """Ends this process with 1 and a line where it fails for want of another one; JAX would wait for it, and then abort."""
+    """Ends this process with 1 and a line where it fails for want of another one; JAX would wait for it, and then abort.
+
+    With 130, where it is interrupted: JAX would wait for the others, which wait for it.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        if jax.process_count() == 1:
+            raise
+        print("hpnlp: interrupted", file=sys.stderr)
+        _leave(130)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition("\n")[0]
         if jax.process_count() == 1 or not LOST.search(reason):
@@ -203,9 +211,13 @@ def others_may_die() -> Iterator[None]:
             "again, and they go on from the newest checkpoint",
             file=sys.stderr,
         )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _leave(1)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def is_lead() -> bool:
@@ -234,11 +246,15 @@ class Stopping:
 def stop_on_signal() -> Iterator[Stopping]:
     """Yields what notes the signal that asked the run to stop; a second one kills as usual."""
     stopping = Stopping()
-    signals = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else ()
+    alone = jax.process_count() == 1
+    signals = (signal.SIGTERM, signal.SIGINT) if alone else (signal.SIGINT,)
 
     def note(number: int, frame: Any) -> None:
-        stopping.signal = signal.Signals(number).name
         signal.signal(number, previous[signal.Signals(number)])
+        if alone:
+            stopping.signal = signal.Signals(number).name
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)  # which JAX tells the others of
 
     previous = {number: signal.getsignal(number) for number in signals}
     try:

@@ -110,13 +110,14 @@ def test_two_processes_train_as_one_which_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_stops_both(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_stops_both(tmp_path, number):
     started = start(tmp_path, 2, 2, "--config.train.steps=1000000")
     deadline = time.monotonic() + 200
     while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").stat().st_size:
         assert time.monotonic() < deadline and started[0].poll() is None
         time.sleep(0.2)
-    started[1].send_signal(signal.SIGTERM)
+    started[1].send_signal(number)
     (said, code), (_, code_of_other) = finish(started, timeout=120)
     assert (code, code_of_other) == (130, 130), said
     saved = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
@@ -153,6 +154,9 @@ def test_what_is_said_where_another_process_is_lost(monkeypatch, capfd):
     assert ended == [1]
     said = capfd.readouterr().err
     assert said.count("\n") == 1 and "has lost another one, it seems (UNKNOWN: Gloo AllGather failed: Conn" in said
+    with hosts.others_may_die():
+        raise KeyboardInterrupt
+    assert ended == [1, 130] and capfd.readouterr().err == "hpnlp: interrupted\n"
     for reason, processes in (
         ("RESOURCE_EXHAUSTED: Out of memory", 2),
         ("INTERNAL: NCCL operation ncclCommInitRankConfig failed: unhandled cuda error", 2),
@@ -161,6 +165,8 @@ def test_what_is_said_where_another_process_is_lost(monkeypatch, capfd):
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
             fail(reason, processes)
+    with pytest.raises(KeyboardInterrupt), hosts.others_may_die():
+        raise KeyboardInterrupt
 
 
 def test_a_coordinator_that_is_not_there():
