@@ -47,6 +47,7 @@ def run(argv: Sequence[str]) -> None:
     f = cli.FLAGS
     hosts.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
+    hosts.check_alike(config.to_json(resolved))
     with hosts.others_may_die():
         result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
     if result.interrupted:

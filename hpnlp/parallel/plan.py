@@ -115,9 +115,10 @@ class Plan:
         if fills:
             sizes = {axis: device_count // fixed if size == -1 else size for axis, size in sizes.items()}
         if math.prod(sizes.values()) != device_count and not (self.name == "single" and fixed == 1):
+            more = ", more than there are" if fixed > device_count else ""
             raise InputError(
                 f"plan ({shown}) does not divide {device_count} device{'s' * (device_count > 1)}: "
-                f"{fixed} is the product of the given sizes; {_mend(sizes, fixed, device_count, fills)}"
+                f"{fixed} is the product of the given sizes{more}; {_mend(sizes, fixed, device_count, fills)}"
             )
         if sizes["expert"] > 1:
             raise InputError(f"plan.expert={sizes['expert']}: no model here has experts to share out: leave it 1")

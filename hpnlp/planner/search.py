@@ -25,9 +25,9 @@ def mended(found: Costs, device: Device, said: Callable[[int, int], None]) -> tu
     """The smallest change to the config, as flags, with which a step fits; None where none of those tried does.
 
     Tried are, from what costs the least time: parts of the state shared out, parts of the activations computed again, the batch
-    in parts, layers shared out, the optimizer's state on the host; then pairs of these; and last all activations computed again
-    and all of the state on the host. said: is told how many of how many are tried. Cost: a trace for each
-    under which the state alone fits.
+    in parts, layers shared out, the optimizer's state on the host, the layers' parameters there; then pairs of these but the
+    last; and in the end all activations computed again, with some or all of the state on the host. said: is told how many of
+    how many are tried. Cost: a trace for each under which the state alone fits.
     """
     config, sizes = found.config, found.sizes
     dp = sizes["data"] * sizes["fsdp"]
@@ -43,10 +43,11 @@ def mended(found: Costs, device: Device, said: Callable[[int, int], None]) -> tu
             changes.append({"plan.tensor": tensor, "plan.data": 1, "plan.fsdp": dp // tensor, "plan.zero": 3})
     away = {} if config.plan.offload_optimizer else {"plan.offload_optimizer": True}
     changes += [away] if away else []
+    host = {} if config.plan.offload_parameters else {"plan.offload_parameters": True}
     pairs = [a | b for a, b in itertools.combinations(changes, 2) if not a.keys() & b.keys()]
     last = {} if config.plan.remat == "full" else {"plan.remat": "full"}
     last |= {"plan.data": 1, "plan.fsdp": dp, "plan.zero": 3} if dp > 1 and found.zero < 3 else {}
-    options = [*changes, *pairs, last | away, last | away | {"plan.offload_parameters": True}]
+    options = [*changes, host, *pairs, last | away, last | host, last | host | away]
     options = [change for at, change in enumerate(options) if change and change not in options[:at]]
     for tried, change in enumerate(options):
         said(tried, len(options))

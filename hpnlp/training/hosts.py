@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import os
 import re
 import signal
@@ -228,6 +229,19 @@ def is_lead() -> bool:
 def agreed(value: bool) -> bool:
     """Process 0's value, in all of them."""
     return value if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.array(value)))
+
+
+def check_alike(text: str) -> None:
+    """Raises InputError, in all processes, where one of them was given another config than process 0."""
+    if jax.process_count() == 1:
+        return
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+    alike = (multihost_utils.process_allgather(digest) == multihost_utils.broadcast_one_to_all(digest)).all(axis=1)
+    if not alike.all():
+        others = ", ".join(map(str, np.flatnonzero(~alike)))
+        raise InputError(
+            f"process {others} was given another config than process 0: start all of them with the same one"
+        )
 
 
 class Stopping:

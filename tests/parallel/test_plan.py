@@ -44,7 +44,10 @@ def test_sizes(plan, devices, sizes):
         (Plan(data=3, fsdp=3), "choose sizes whose product is 8."),
         (Plan(fsdp=3), "plan (data=-1, fsdp=3) does not divide 8 devices"),
         (Plan(fsdp=3), "3 is the product of the given sizes; choose sizes whose product divides 8."),
-        (Plan("tensor", tensor=16), "does not divide 8 devices: 16 is the product"),
+        (
+            Plan("tensor", tensor=16),
+            "does not divide 8 devices: 16 is the product of the given sizes, more than there are;",
+        ),
         (Plan("single", tensor=2), "plan (tensor=2) does not divide 8 devices: 2 is the product"),
         (
             Plan("single", tensor=2),

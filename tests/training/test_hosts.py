@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import hashlib
 import http.server
 import json
 import os
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -258,6 +260,20 @@ def test_a_launcher_that_jax_does_not_know(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", unknown)
     with pytest.raises(InputError, match="say who they are, by --coordinator"):
         hosts.join()
+
+
+def test_processes_of_different_configs(monkeypatch):
+    gathered = []
+    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", lambda own: np.stack([own, *gathered]))
+    monkeypatch.setattr(hosts.multihost_utils, "broadcast_one_to_all", lambda own: own)
+    hosts.check_alike("one")  # alone
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    own = np.frombuffer(hashlib.sha256(b"one").digest(), np.uint8)
+    gathered[:] = [own, own]
+    hosts.check_alike("one")
+    gathered[:] = [own, own[::-1]]
+    with pytest.raises(InputError, match="process 2 was given another config than process 0"):
+        hosts.check_alike("one")
 
 
 @contextlib.contextmanager
