@@ -29,8 +29,8 @@ REQUIRES = [
 EXTRAS = {
     "cuda": ["jax[cuda12]>=0.10.2"],
     "tpu": ["jax[tpu]>=0.10.2"],
-    # TPU programs are compiled by it without a TPU, for `hpnlp plan --depth=tpu`.
-    "tpu-aot": ["libtpu>=0.0.42"],
+    # libtpu compiles without a TPU, for `hpnlp plan --depth=tpu`; jax knows which one goes with it.
+    "tpu-aot": ["jax[tpu]>=0.10.2"],
     "faiss": ["faiss-cpu>=1.15"],
     "hf": ["safetensors>=0.8", "tokenizers>=0.23"],
     "parquet": ["pyarrow>=26"],

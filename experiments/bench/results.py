@@ -282,6 +282,12 @@ def plan(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
+def plan_tpu(rows: Rows) -> list[tuple[str, str]]:
+    found = [row["temporaries off"] for row in rows]
+    what = f"{len(rows)} steps of 110M and 7B parameters on 1 to 512 TPUs: planned over compiled temporaries"
+    return [(what, f"{min(found):+.0%} to {max(found):+.0%}")]
+
+
 def resume(rows: Rows) -> list[tuple[str, str]]:
     row = rows[0]
     lost, lines = row["steps_lost_beyond_interval"], f"of {row['lines_of_each']} in each of {row['runs_compared']} runs"
@@ -385,6 +391,7 @@ TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "ring": ring,
     "remat": remat,
     "plan": plan,
+    "plan_tpu": plan_tpu,
     "resume": resume,
     "adamw": adamw,
     "large_batch": large_batch,

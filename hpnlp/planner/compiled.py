@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from typing import Any
 
@@ -16,12 +17,14 @@ from hpnlp.types import InputError
 
 # No faster code is asked for than is needed to know its bytes.
 HASTY = {"xla_backend_optimization_level": 0}
+# Else libtpu looks for a TPU of this host, and for servers that know of it, and says at length that there are none.
+DESCRIBED = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """seconds: of tracing and compiling. arguments, temporaries: bytes on each device. sent: without the names of axes; None
-    where the program does not say how long its loops are, as for TPUs."""
+    where the program's text does not tell, as for TPUs."""
 
     seconds: float
     arguments: int
@@ -45,7 +48,7 @@ def compile_step(costs: Costs, depth: str, device: str) -> Compiled:
     stats = executable.memory_analysis()
     try:
         sent = tuple(compiled_traffic(executable.as_text()))
-    except InputError:
+    except (InputError, jax.errors.JaxRuntimeError):  # the latter from jaxlib and libtpu of different months
         sent = None
     return Compiled(
         time.perf_counter() - start,
@@ -63,8 +66,12 @@ def tpus(device: str, count: int) -> list[Any]:
         raise InputError(f"--depth=tpu compiles for --device=v5e or v5p, not for {device}")
     sides = _sides(count, 2 if device == "v5e" else 3)
     name = f"{device}:{'x'.join(map(str, sides))}"
+    host = (*(2 if side % 2 == 0 else 1 for side in sides[:2]), 1)  # of its chips, as many along each side
+    for variable, said in DESCRIBED.items():
+        os.environ.setdefault(variable, said)
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+        chips = topologies.get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=host)
+        return list(chips.devices)
     except Exception as error:  # whatever a plugin that is not there, or knows no such slice, raises
         raise InputError(
             f"no TPU slice {name} ({' '.join(str(error).split())[:200]}): pip install 'hpnlp[tpu-aot]', or choose other "
@@ -108,7 +115,7 @@ def compare(costs: Costs, depth: str, device: str) -> str:
             f"CPUs widen {costs.config.model.dtype}: temporaries and messages are up to twice what others take and send."
         )
     if found.sent is None:
-        lines.append("What is sent could not be compared: the compiled program does not say how long its loops are.")
+        lines.append("What is sent could not be compared: the compiled program's text does not tell it.")
     return "\n".join(lines)
 
 

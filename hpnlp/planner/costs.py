@@ -25,9 +25,6 @@ from hpnlp.training.rows import keys
 from hpnlp.training.step import Trainer, check_batch, make_trainer
 from hpnlp.types import WordStats
 
-# Of the temporaries that are planned, so many more were found in compiled steps, at most (experiments/results/plan-cpu.json).
-UNPLANNED = 0.2
-
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
@@ -61,14 +58,13 @@ class Costs:
     def fits(self, device: Device) -> bool:
         return self.bytes <= USABLE * device.memory
 
-    @property
-    def unplanned(self) -> float:
+    def unplanned(self, device: Device) -> float:
         """Bytes of temporaries that may come on top of those planned."""
-        return UNPLANNED * (self.memory.get("gradients", 0) + self.memory.get("activations", 0))
+        return device.unplanned * (self.memory.get("gradients", 0) + self.memory.get("activations", 0))
 
     def is_tight(self, device: Device) -> bool:
         """Whether it fits with less to spare than may come on top."""
-        return self.fits(device) and self.bytes + self.unplanned > USABLE * device.memory
+        return self.fits(device) and self.bytes + self.unplanned(device) > USABLE * device.memory
 
     def seconds(self, device: Device) -> dict[str, float]:
         """By what takes them, at the least that the data sheet allows: products and memory, of which the share that a pipeline

@@ -20,7 +20,9 @@ class Device:
     """flops: FLOP/s of dense products by dtype, float32 as XLA multiplies it unless it is told otherwise. memory: bytes.
     rate: bytes a second to and from memory. near: devices that fast links join. link: bytes a second that a device sends to its
     neighbour in a ring of these; network: to devices beyond. host: from and to the host's memory. fuses: whether attention is
-    one kernel.
+    one kernel. depth: of `hpnlp plan`, that compiles for it, or for what comes nearest. unplanned: so many more temporaries
+    than planned, in parts of these, were found in steps compiled so, at most (experiments/results/plan-cpu.json,
+    plan_tpu-cpu.json).
     """
 
     flops: Mapping[str, float]
@@ -31,6 +33,8 @@ class Device:
     network: float
     host: float
     fuses: bool = True
+    depth: str = "compiled"
+    unplanned: float = 0.2
 
     def seconds(self, sent: Sent, sizes: Mapping[str, int]) -> float:
         """What a collective of a mesh of these sizes takes at least, its messages taking turns."""
@@ -57,7 +61,8 @@ def _gpu(bf16: float, memory: float, rate: float, link: float, network: float, h
 
 def _tpu(bf16: float, memory: float, rate: float, near: int, link: float, network: float) -> Device:
     # XLA rounds float32 operands to bfloat16 on these.
-    return Device(dict.fromkeys(("bfloat16", "float16", "float32"), bf16), memory, rate, near, link, network, host=16e9)
+    flops: dict[str, float] = dict.fromkeys(("bfloat16", "float16", "float32"), bf16)
+    return Device(flops, memory, rate, near, link, network, host=16e9, depth="tpu", unplanned=0.65)
 
 
 # NVIDIA's data sheets (SXM boards, dense products; NVLink one way), with a 400 or, A100, a 200 Gbit/s network card a GPU as in

@@ -76,8 +76,8 @@ def doubt(costs: Costs, device: Device) -> str:
         return ""
     left = USABLE * device.memory - costs.bytes
     return (
-        f"; {left / 1e9:.3g} GB are left, and temporaries may take {costs.unplanned / 1e9:.3g} GB more than planned: "
-        "compile it first (--depth=compiled)"
+        f"; {left / 1e9:.3g} GB are left, and temporaries may take {costs.unplanned(device) / 1e9:.3g} GB more than planned: "
+        f"compile it first (--depth={device.depth})"
     )
 
 
@@ -111,7 +111,7 @@ def ranking(found: Sequence[Costs], device: Device, own: Plan) -> str:
         lines.append(f"and {len(found) - len(lines)} more that fit")
     if any(one.is_tight(device) for one in found[:20]):
         lines.append(
-            "tight: temporaries may take more beyond the plan than is left: compile it first (--depth=compiled)"
+            f"tight: temporaries may take more beyond the plan than is left: compile it first (--depth={device.depth})"
         )
     if uncounted := _uncounted(found[0]):
         lines.append(uncounted)
