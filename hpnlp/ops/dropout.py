@@ -12,15 +12,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.hashing import mix
 
 
+@accepts_numpy
 def seed_words(rng: Array) -> UInt32[Array, "words"]:
     """The raw uint32 words of a PRNG key, typed or not."""
     data = jax.random.key_data(rng) if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else rng
     return data.reshape(-1)
 
 
+@accepts_numpy
 def keep_mask(seed: UInt32[Array, "words"], heads: Any, q: Any, k: Any, rate: float) -> Bool[Array, "..."]:
     """True where the attention weight survives; each is dropped with probability `rate`.
 

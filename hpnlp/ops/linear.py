@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.manual import vary_alike
 
 
+@accepts_numpy
 def linear(
     x: Float[Array, "*tokens D"], w: Float[Array, "D F"], b: Float[Array, " F"] | None = None
 ) -> Float[Array, "*tokens F"]:
@@ -28,11 +30,13 @@ def linear(
     return out.astype(x.dtype).reshape(*x.shape[:-1], w.shape[-1])
 
 
+@accepts_numpy
 def product(x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F"]:
     """`x w` in float32, for what must not be rounded to x's dtype (logits); otherwise as `linear`."""
     return _product(*vary_alike(x, w))
 
 
+@accepts_numpy
 def widened(h: Float[Array, "N D"], *tables: Any) -> tuple[Any, ...]:
     """(h, *tables) as a loss takes them: float32 for h of float16, which has no numbers for the gradients of a mean.
 
@@ -53,6 +57,7 @@ def _rounded(x: Array) -> Array:
 
 
 @_rounded.defjvp
+@accepts_numpy
 def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _rounded(*primals), tangents[0].astype(jnp.float32)
 
@@ -63,6 +68,7 @@ def _product(x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M 
     return _dot(x, w.astype(x.dtype), 1, 0)
 
 
+@accepts_numpy
 def _product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
     return _dot(x, w.astype(x.dtype), 1, 0), (x, w)  # not `_product`, in which policies of remat would see no product
 

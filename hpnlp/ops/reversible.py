@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.manual import vary_alike
 from hpnlp.ops.turns import in_turns, of_place
 from hpnlp.types import InputError
@@ -27,6 +28,7 @@ Layers = Sequence[tuple[Branch, Branch]]
 Stream = tuple[Array, Array]  # what branches read, and what rounding has taken from it
 
 
+@accepts_numpy
 def reversible(
     layers: Layers, params: Any, x1: Float[Array, "*x"], x2: Float[Array, "*x"], *operands: Any
 ) -> tuple[Float[Array, "*x"], Float[Array, "*x"], list[tuple[Any, Any]]]:
@@ -80,6 +82,7 @@ def _run(layers: Layers, params: list[Any], x1: Array, x2: Array, operands: list
     return y1, y2, reports
 
 
+@accepts_numpy
 def _forward(
     layers: Layers, params: list[Any], x1: Array, x2: Array, operands: list[Any]
 ) -> tuple[tuple[Array, Array, Any], Any]:

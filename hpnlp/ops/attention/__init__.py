@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.backends import PLATFORMS, asked, choose
 from hpnlp.ops.attention.backends import explain as explain_choice
@@ -51,6 +52,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@accepts_numpy
 def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.tile import FLOOR
 from hpnlp.types import InputError
 
 
+@accepts_numpy
 def attend_cache(
     q: Float[Array, "B T N H"],
     k: Float[Array, "BK S H"],

@@ -24,6 +24,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention import panels
 from hpnlp.ops.attention.algebra import Mask
 from hpnlp.ops.attention.blocks import Blocks
@@ -37,6 +38,7 @@ from hpnlp.ops.manual import vary_alike
 SCOPE = "flash"  # what profiles and plans know these operations by; on accelerators one kernel does them all
 
 
+@accepts_numpy
 def flash(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -129,6 +131,7 @@ def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @jax.named_scope(SCOPE)
+@accepts_numpy
 def _flash_forward(
     options: Options, q: Array, k: Array, v: Array, bias: Any, facts: Facts, blocks: Any
 ) -> tuple[tuple[Array, Array], Any]:

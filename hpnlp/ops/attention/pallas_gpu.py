@@ -11,6 +11,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention import hopper, hopper_backward
 from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.hopper import LOG2E, TILE, Spec
@@ -198,6 +199,7 @@ def _attend(spec: Spec, q: Array, k: Array, v: Array, segments: tuple[Array, ...
     return hopper.forward(spec, q, k, v, segments)
 
 
+@accepts_numpy
 def _attend_forward(spec: Spec, q: Array, k: Array, v: Array, segments: tuple[Array, ...]) -> Any:
     o, lse = (checkpoint_name(x, "mixed") for x in hopper.forward(spec, q, k, v, segments))
     return (o, lse), (q, k, v, o, lse, segments)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention import visits
 from hpnlp.ops.attention.blocks import Blocks
 from hpnlp.ops.attention.layout import Facts
@@ -19,6 +20,7 @@ from hpnlp.ops.attention.tile import Options, Side, log_sum
 from hpnlp.types import InputError
 
 
+@accepts_numpy
 def merge(*parts: tuple[Float[Array, "*a Hv"], Float[Array, "*a"]]) -> tuple[Array, Array]:
     """The attention over the union of disjoint key sets, from the (o, lse) of each; exact and differentiable.
 

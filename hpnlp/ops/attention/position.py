@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.types import InputError
 
 # (head, query position, key position) -> float32. The three are int32 and broadcast: scalars, say, or [N, 1, 1], [T, 1]
@@ -128,6 +129,7 @@ def _kept_by_pair(dim: int, theta: float, scaling: Scaling) -> np.ndarray:
     return 1 - np.clip((np.arange(dim // 2) - first) / (last - first), 0.0, 1.0)
 
 
+@accepts_numpy
 def rope(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "#B T"],
@@ -148,6 +150,7 @@ def rope(
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+@accepts_numpy
 def sinusoids(positions: Int[Array, "..."], dim: int) -> Float[Array, "... dim"]:
     """float32: the sines of a position at each of dim / 2 wavelengths, then the cosines.
 
@@ -194,6 +197,7 @@ def alibi(heads: int) -> Bias:
     return _Alibi(heads)
 
 
+@accepts_numpy
 def t5_buckets(
     distance: Int[Array, "*shape"], buckets: int = 32, max_distance: int = 128, *, bidirectional: bool = True
 ) -> Int[Array, "*shape"]:
@@ -244,6 +248,7 @@ class _T5:
         return self.table.astype(jnp.float32)[bucket, head]
 
 
+@accepts_numpy
 def t5_bias(table: Float[Array, "buckets N"], *, max_distance: int = 128, bidirectional: bool = True) -> Bias:
     """table[bucket of k - q, head], as a function of (head, query position, key position).
 
@@ -255,6 +260,7 @@ def t5_bias(table: Float[Array, "buckets N"], *, max_distance: int = 128, bidire
     return _T5(table, max_distance, bidirectional)
 
 
+@accepts_numpy
 def shaw(
     q: Float[Array, "B T N H"],
     table: Float[Array, "R H"],
@@ -286,6 +292,7 @@ def shaw(
     return jnp.take_along_axis(by_row, row[:, None], axis=3)
 
 
+@accepts_numpy
 def relative_shift(x: Float[Array, "*lead T R"], keys: int) -> Float[Array, "*lead T {keys}"]:
     """out[..., i, j] = x[..., i, T - 1 - i + j], and 0 where x has no such column: a column a distance becomes one a key.
 
@@ -303,6 +310,7 @@ def relative_shift(x: Float[Array, "*lead T R"], keys: int) -> Float[Array, "*le
     return flat.reshape(*x.shape[:-2], t, width)[..., :keys]
 
 
+@accepts_numpy
 def transformer_xl(
     q: Float[Array, "B T N H"],
     r: Float[Array, "R N H"],

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.mask import Full
 from hpnlp.ops.dropout import keep_mask, seed_words
 
 
+@accepts_numpy
 def reference(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -93,6 +95,7 @@ def reference(
     return out, jnp.where(some, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
 
 
+@accepts_numpy
 def as_flags(tokens: Array, length: int) -> Bool[Array, "B T"]:
     """Global tokens as flags: bool [B, T] as they are, int [B, G] as places, of which those below 0 stand for none."""
     if tokens.dtype == jnp.bool_:

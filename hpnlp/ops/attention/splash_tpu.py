@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.backends import asked
 from hpnlp.ops.attention.mask import Full
@@ -156,6 +157,7 @@ def _with_lse(
     return o, jnp.where(lse <= FLOOR / 2, -jnp.inf, lse)
 
 
+@accepts_numpy
 def _with_lse_forward(plain: Any, residual: Any, *arrays: Any) -> tuple[tuple[Array, Array], Any]:
     o, lse = _with_lse(plain, residual, *arrays)
     return (o, lse), (plain, arrays, lse)

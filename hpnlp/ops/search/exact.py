@@ -12,6 +12,7 @@ from jax import lax
 from jax.custom_derivatives import zero_from_primal
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.manual import vary_alike
 from hpnlp.types import InputError
 
@@ -24,6 +25,7 @@ GROUP = 32
 LOWEST = float(np.finfo(np.float32).min)
 
 
+@accepts_numpy
 def exact_search(
     q: Float[Array, "Q D"],
     w: Float[Array, "V D"],
@@ -151,6 +153,7 @@ def _search(k: int, block: int, q: Array, w: Array, bias: Array | None) -> tuple
 
 
 @_search.defjvp
+@accepts_numpy
 def _(k: int, block: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
     out = _search(k, block, *primals)
     ids = out[1]

@@ -27,6 +27,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jaxtyping import Array, Float
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.manual import vary_alike
 
 
@@ -100,6 +101,7 @@ def statistics(form: Form, h: Array, w: Array, bias: Array | None, labels: Array
 
 
 @statistics.defjvp
+@accepts_numpy
 def _(form: Form, primals: Any, tangents: Any) -> tuple[Any, Any]:
     h, w, bias, labels = primals
     dh, dw, dbias, _ = tangents
@@ -151,6 +153,7 @@ def weighted_sum(
 
 
 @functools.partial(weighted_sum.defjvp, symbolic_zeros=True)
+@accepts_numpy
 def _(form: Form, primals: Any, tangents: Any) -> tuple[Array, Array]:
     known = [x is not None and not isinstance(x, SymbolicZero) for x in tangents]
     wanted = tuple(known[:3])
@@ -249,6 +252,7 @@ def _gradients(
 
 
 @_gradients.defjvp
+@accepts_numpy
 def _(form: Form, wanted: tuple[bool, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
     """Second derivatives are those of the other form, which JAX knows to differentiate."""
 
@@ -344,6 +348,7 @@ def product(h: Array, w: Array) -> Float[Array, "N c"]:
 
 
 @product.defjvp
+@accepts_numpy
 def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     (h, w), (dh, dw) = primals, tangents
     along = [_dot(a, b.astype(h.dtype), 1, 1, h.dtype) for a, b in ((dh, w), (h, dw))]

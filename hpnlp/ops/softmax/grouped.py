@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Bool, Float, Int
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.linear import widened
 from hpnlp.ops.manual import vary_alike
 from hpnlp.types import InputError
@@ -50,6 +51,7 @@ class _Plan(NamedTuple):
     starts: Array
 
 
+@accepts_numpy
 def grouped_nll(
     h: Float[Array, "N D"],
     w: Float[Array, "R d"],
@@ -90,6 +92,7 @@ def grouped_nll(
     return _nll(tile, given, numbers["targets"], plan)
 
 
+@accepts_numpy
 def known_labels(labels: Int[Array, " N"], tokens: int, vocab: int) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
     """int32 labels, 0 where one is no word, and where they are words. Raises InputError where a wrong one is known."""
     if labels.shape != (tokens,) or not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -103,6 +106,7 @@ def known_labels(labels: Int[Array, " N"], tokens: int, vocab: int) -> tuple[Int
     return jnp.where(known, labels, 0).astype(jnp.int32), known
 
 
+@accepts_numpy
 def best_of(
     best: Float[Array, " k"], ids: Int[Array, " k"], others: Float[Array, " m"], their_ids: Int[Array, " m"]
 ) -> tuple[Float[Array, " k"], Int[Array, " k"]]:
@@ -133,6 +137,7 @@ def _nll(tile: _Tile, given: dict[str, Any], targets: Array, plan: _Plan) -> Arr
     return _nll_forward(tile, given, targets, plan)[0]
 
 
+@accepts_numpy
 def _nll_forward(tile: _Tile, given: dict[str, Any], targets: Array, plan: _Plan) -> tuple[Array, Any]:
     losses, lses = sequential_vmap(functools.partial(_losses, tile))(given, targets, plan)
     own = plan.rank < plan.first[-1]

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.types import InputError
 
 
+@accepts_numpy
 def hardest(
     scores: Float[Array, "N C"], ids: Int[Array, "..."], labels: Int[Array, " N"], count: int
 ) -> tuple[Float[Array, "N n"], Int[Array, "N n"]]:
@@ -26,6 +28,7 @@ def hardest(
     return values, jnp.where(jnp.isneginf(values), -1, jnp.take_along_axis(each, at, axis=1))
 
 
+@accepts_numpy
 def margin_loss(
     target: Float[Array, " N"], negatives: Float[Array, "N n"], *, margin: int | float = 1
 ) -> Float[Array, " N"]:
@@ -36,6 +39,7 @@ def margin_loss(
     return _mean(margin + negatives.astype(jnp.float32) - target.astype(jnp.float32)[:, None])
 
 
+@accepts_numpy
 def triplet_loss(
     h: Float[Array, "N D"], label: Float[Array, "N D"], negatives: Float[Array, "N n D"], *, margin: int | float = 1
 ) -> Float[Array, " N"]:

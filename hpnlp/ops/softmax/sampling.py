@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from hpnlp.ops.arrays import accepts_numpy
+
 Number = float | Float[Array, ""]
 
 
+@accepts_numpy
 def sample(
     logits: Float[Array, "N V"],
     rng: Array,
@@ -24,6 +27,7 @@ def sample(
     return pick(logits, points, temperature=temperature, top_k=top_k, top_p=top_p, allowed=allowed)
 
 
+@accepts_numpy
 def pick(
     logits: Float[Array, "N V"],
     points: Float[Array, " N"],
@@ -57,6 +61,7 @@ def pick(
     return jnp.where((heat > 0) & jnp.any(reached, axis=-1), jnp.argmax(reached, axis=-1), best)
 
 
+@accepts_numpy
 def restrict(
     logits: Float[Array, "N V"], *, top_k: int | Int[Array, ""] = 0, top_p: Number = 1.0
 ) -> Float[Array, "N V"]:

@@ -20,6 +20,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Num
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.linear import widened
 from hpnlp.ops.manual import vary_alike
 from hpnlp.ops.softmax.grouped import check_k
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 
+@accepts_numpy
 def tree_nll(
     h: Float[Array, "N D"],
     table: Float[Array, "R D"] | Rows,
@@ -83,6 +85,7 @@ def tree_nll(
     return jnp.where(ignored | _is_word(tree, labels), nll, jnp.nan)
 
 
+@accepts_numpy
 def path_nll(
     h: Float[Array, "N D"],
     rows: Float[Array, "N L D"],
@@ -103,6 +106,7 @@ def path_nll(
     return _path_sum(scores, signs.astype(jnp.float32))
 
 
+@accepts_numpy
 def tree_paths(
     tree: Tree, labels: Int[Array, " N"], *, ignore_index: int = -100
 ) -> tuple[Int[Array, "N L"], Float[Array, "N L"]]:
@@ -127,6 +131,7 @@ def tree_paths(
     return nodes, jnp.where(word[:, None], signs, otherwise[:, None])
 
 
+@accepts_numpy
 def tree_rows(tree: Tree, labels: Int[Array, " N"], *, ignore_index: int = -100) -> Int[Array, " R"]:
     """The rows of the table that a loss of these labels looks up, int32: the first ones, which it scores for all tokens, and
     those of each further level of the labels' paths. Some are repeated, and there may be row 0 instead of none."""
@@ -139,6 +144,7 @@ def tree_rows(tree: Tree, labels: Int[Array, " N"], *, ignore_index: int = -100)
     return jnp.concatenate(found)
 
 
+@accepts_numpy
 def tree_log_probs(
     h: Float[Array, "N D"], table: Float[Array, "R D"], tree: Tree, *, bias: Float[Array, " R"] | None = None
 ) -> Float[Array, "N V"]:
@@ -163,6 +169,7 @@ def tree_log_probs(
     return total[:, inner:]
 
 
+@accepts_numpy
 def tree_top_k(
     h: Float[Array, "N D"], table: Float[Array, "R D"], tree: Tree, k: int, *, bias: Float[Array, " R"] | None = None
 ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
@@ -209,6 +216,7 @@ def tree_top_k(
     return jax.vmap(search)(h)
 
 
+@accepts_numpy
 def tree_sample(
     h: Float[Array, "N D"],
     table: Float[Array, "R D"],
@@ -270,6 +278,7 @@ def _scores(dense: int, h: Array, table: Array, nodes: Array) -> Float[Array, "N
     return jnp.concatenate([each, lax.scan(level, None, nodes[:, dense:].T)[1].T], axis=1)
 
 
+@accepts_numpy
 def _scores_forward(dense: int, h: Array, table: Array, nodes: Array) -> tuple[Array, Any]:
     return _scores(dense, h, table, nodes), (h, table, nodes)
 

@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from numpy.polynomial import Polynomial
 
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.types import InputError
 
 # From this order on, this many terms leave out less than 1e-13, for every kappa.
@@ -35,6 +36,7 @@ ZERO = 0.6627434193491816
 TINY = 1e-24
 
 
+@accepts_numpy
 def log_iv(order: int | float, kappa: Float[Array, "..."]) -> Float[Array, "..."]:
     """log I_order(kappa), the logarithm of the modified Bessel function of the first kind.
 
@@ -59,6 +61,7 @@ def log_iv(order: int | float, kappa: Float[Array, "..."]) -> Float[Array, "..."
     return _growth(order, anchor, kappa) + powers + _log_iv_on_host(order, anchor)
 
 
+@accepts_numpy
 def bessel_ratio(order: int | float, kappa: Float[Array, "..."]) -> Float[Array, "..."]:
     """r = I_order(kappa) / I_{order-1}(kappa): the mean cosine to the mean direction, in 2 order dimensions.
 
@@ -74,6 +77,7 @@ def bessel_ratio(order: int | float, kappa: Float[Array, "..."]) -> Float[Array,
     return _ratio(_check_order(order, 1.0) - 1.0, _wide(kappa, "kappa"))
 
 
+@accepts_numpy
 def log_normalizer(dim: int, kappa: Float[Array, "..."]) -> Float[Array, "..."]:
     """log C_dim(kappa), where C_dim(kappa) exp(kappa mu.x) is a density over unit vectors x of `dim` numbers, |mu| = 1.
 
@@ -100,6 +104,7 @@ def log_normalizer(dim: int, kappa: Float[Array, "..."]) -> Float[Array, "..."]:
     return at_anchor - _growth(order, anchor, kappa)
 
 
+@accepts_numpy
 def vmf_loss(
     h: Float[Array, "N m"],
     targets: Float[Array, "N m"],
@@ -158,6 +163,7 @@ def _growth(order: float, anchor: float, kappa: Array) -> Array:
 
 
 @_growth.defjvp
+@accepts_numpy
 def _(order: float, anchor: float, primals: Any, tangents: Any) -> tuple[Array, Array]:
     (kappa,), (dkappa,) = primals, tangents
     return _growth(order, anchor, kappa), _ratio(order, kappa) * dkappa
@@ -170,6 +176,7 @@ def _ratio(order: float, kappa: Array) -> Array:
 
 
 @_ratio.defjvp
+@accepts_numpy
 def _(order: float, primals: Any, tangents: Any) -> tuple[Array, Array]:
     (kappa,), (dkappa,) = primals, tangents
     ratios = _ratios(order, kappa)
