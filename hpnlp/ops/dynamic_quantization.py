@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 
 DECADES = 7
 
@@ -62,7 +62,7 @@ def levels(signed: bool) -> np.ndarray:
     return np.concatenate([-magnitudes[-2:0:-1] if signed else [], magnitudes]).astype(np.float32)
 
 
-@accepts_numpy
+@array_op("... n | ...", x="... n")
 def quantize(x: Float[Array, "*rows n"], *, signed: bool) -> Quantized:
     """x to its nearest levels. signed: False for x of at least 0, of which no positive number becomes 0.
 
@@ -88,7 +88,7 @@ def quantize(x: Float[Array, "*rows n"], *, signed: bool) -> Quantized:
     return Quantized(code.astype(jnp.uint8), scales)
 
 
-@accepts_numpy
+@array_op("...", x="...")
 def dequantize(x: Quantized, *, signed: bool) -> Float[Array, "*rows n"]:
     """The float32 numbers that `quantize` has rounded to."""
     return jnp.asarray(levels(signed))[x.codes.astype(jnp.int32)] * x.scales

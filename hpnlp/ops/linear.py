@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.manual import vary_alike
 
 
-@accepts_numpy
+@array_op("... F", x="... D", w="_ F")
 def linear(
     x: Float[Array, "*tokens D"], w: Float[Array, "D F"], b: Float[Array, " F"] | None = None
 ) -> Float[Array, "*tokens F"]:
@@ -30,7 +31,7 @@ def linear(
     return out.astype(x.dtype).reshape(*x.shape[:-1], w.shape[-1])
 
 
-@accepts_numpy
+@array_op("M F", x="M", w="_ F")
 def product(x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F"]:
     """`x w` in float32, for what must not be rounded to x's dtype (logits); otherwise as `linear`."""
     return _product(*vary_alike(x, w))

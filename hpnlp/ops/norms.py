@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 
 
-@accepts_numpy
+@array_op("...", x="...")
 def rms_norm(x: Float[Array, "*tokens D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*tokens D"]:
     """`x / sqrt(mean(x^2) + eps) * scale` (Zhang and Sennrich 2019, eq. 4)."""
     h = x.astype(jnp.float32)
@@ -17,7 +17,7 @@ def rms_norm(x: Float[Array, "*tokens D"], scale: Float[Array, " D"], eps: float
     return (h * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
 
 
-@accepts_numpy
+@array_op("...", x="...")
 def layer_norm(
     x: Float[Array, "*tokens D"], scale: Float[Array, " D"], bias: Float[Array, " D"], eps: float
 ) -> Float[Array, "*tokens D"]:

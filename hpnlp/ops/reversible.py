@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.manual import vary_alike
 from hpnlp.ops.turns import in_turns, of_place
@@ -28,7 +29,7 @@ Layers = Sequence[tuple[Branch, Branch]]
 Stream = tuple[Array, Array]  # what branches read, and what rounding has taken from it
 
 
-@accepts_numpy
+@array_op("... | ... |", x1="...")
 def reversible(
     layers: Layers, params: Any, x1: Float[Array, "*x"], x2: Float[Array, "*x"], *operands: Any
 ) -> tuple[Float[Array, "*x"], Float[Array, "*x"], list[tuple[Any, Any]]]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.backends import PLATFORMS, asked, choose
 from hpnlp.ops.attention.backends import explain as explain_choice
@@ -52,7 +52,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@accepts_numpy
+@array_op("B T N", q="B T N")
 def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

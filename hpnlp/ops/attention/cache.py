@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.decode import attend_cache
 from hpnlp.ops.attention.horizon import horizon
@@ -50,7 +50,7 @@ class KVCache:
         return jnp.where(slots < lengths, held, -1)
 
 
-@accepts_numpy
+@array_op("B", k="B")
 def start_cache(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
@@ -81,7 +81,7 @@ def start_cache(
     return _refill(KVCache(empty(k), empty(v), jnp.zeros_like(lengths), pinned), k, v, lengths)
 
 
-@accepts_numpy
+@array_op("B T N | C S | C S | B", q="B T N", cache="C S")
 def extend_cache(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],

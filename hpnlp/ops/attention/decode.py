@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.tile import FLOOR
 from hpnlp.types import InputError
 
 
-@accepts_numpy
+@array_op("B T N", q="B T N")
 def attend_cache(
     q: Float[Array, "B T N H"],
     k: Float[Array, "BK S H"],

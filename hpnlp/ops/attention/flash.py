@@ -24,6 +24,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention import panels
 from hpnlp.ops.attention.algebra import Mask
@@ -38,7 +39,7 @@ from hpnlp.ops.manual import vary_alike
 SCOPE = "flash"  # what profiles and plans know these operations by; on accelerators one kernel does them all
 
 
-@accepts_numpy
+@array_op("B T N", q="B T N")
 def flash(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

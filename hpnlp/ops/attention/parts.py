@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention import visits
 from hpnlp.ops.attention.blocks import Blocks
 from hpnlp.ops.attention.layout import Facts
@@ -20,7 +20,7 @@ from hpnlp.ops.attention.tile import Options, Side, log_sum
 from hpnlp.types import InputError
 
 
-@accepts_numpy
+@array_op("...", parts="...")
 def merge(*parts: tuple[Float[Array, "*a Hv"], Float[Array, "*a"]]) -> tuple[Array, Array]:
     """The attention over the union of disjoint key sets, from the (o, lse) of each; exact and differentiable.
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.types import InputError
 
@@ -129,7 +130,7 @@ def _kept_by_pair(dim: int, theta: float, scaling: Scaling) -> np.ndarray:
     return 1 - np.clip((np.arange(dim // 2) - first) / (last - first), 0.0, 1.0)
 
 
-@accepts_numpy
+@array_op("...", x="...")
 def rope(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "#B T"],
@@ -150,7 +151,7 @@ def rope(
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-@accepts_numpy
+@array_op("...", positions="...")
 def sinusoids(positions: Int[Array, "..."], dim: int) -> Float[Array, "... dim"]:
     """float32: the sines of a position at each of dim / 2 wavelengths, then the cosines.
 
@@ -197,7 +198,7 @@ def alibi(heads: int) -> Bias:
     return _Alibi(heads)
 
 
-@accepts_numpy
+@array_op("...", distance="...")
 def t5_buckets(
     distance: Int[Array, "*shape"], buckets: int = 32, max_distance: int = 128, *, bidirectional: bool = True
 ) -> Int[Array, "*shape"]:
@@ -260,7 +261,7 @@ def t5_bias(table: Float[Array, "buckets N"], *, max_distance: int = 128, bidire
     return _T5(table, max_distance, bidirectional)
 
 
-@accepts_numpy
+@array_op("B N T S", q="B T N", kv_positions="_ S")
 def shaw(
     q: Float[Array, "B T N H"],
     table: Float[Array, "R H"],
@@ -292,7 +293,7 @@ def shaw(
     return jnp.take_along_axis(by_row, row[:, None], axis=3)
 
 
-@accepts_numpy
+@array_op("... T", x="... T R")
 def relative_shift(x: Float[Array, "*lead T R"], keys: int) -> Float[Array, "*lead T {keys}"]:
     """out[..., i, j] = x[..., i, T - 1 - i + j], and 0 where x has no such column: a column a distance becomes one a key.
 
@@ -310,7 +311,7 @@ def relative_shift(x: Float[Array, "*lead T R"], keys: int) -> Float[Array, "*le
     return flat.reshape(*x.shape[:-2], t, width)[..., :keys]
 
 
-@accepts_numpy
+@array_op("B T N | B N T", q="B T N")
 def transformer_xl(
     q: Float[Array, "B T N H"],
     r: Float[Array, "R N H"],

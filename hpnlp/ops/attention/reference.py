@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.mask import Full
 from hpnlp.ops.dropout import keep_mask, seed_words
 
 
-@accepts_numpy
+@array_op("B T N", q="B T N")
 def reference(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

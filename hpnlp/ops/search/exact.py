@@ -12,6 +12,7 @@ from jax import lax
 from jax.custom_derivatives import zero_from_primal
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.manual import vary_alike
 from hpnlp.types import InputError
@@ -25,7 +26,7 @@ GROUP = 32
 LOWEST = float(np.finfo(np.float32).min)
 
 
-@accepts_numpy
+@array_op("Q", q="Q")
 def exact_search(
     q: Float[Array, "Q D"],
     w: Float[Array, "V D"],

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.manual import vary_alike
 from hpnlp.ops.search.exact import LOWEST, best_of, check_bias, check_search, exact_search, product
 from hpnlp.types import InputError
@@ -130,7 +130,7 @@ def build_ivf(
     )
 
 
-@accepts_numpy
+@array_op("Q", q="Q")
 def ivf_search(
     index: IvfIndex, q: Float[Array, "Q D"], k: int, *, probes: int
 ) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:

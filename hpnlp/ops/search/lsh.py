@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.search.exact import LOWEST, SCORES, best_of, check_bias, check_search, product
 from hpnlp.types import InputError
 
@@ -109,7 +109,7 @@ def build_lsh(
     )
 
 
-@accepts_numpy
+@array_op("Q", q="Q")
 def lsh_search(
     index: LshIndex, q: Float[Array, "Q D"], k: int, *, probes: int, candidates: int | None = None
 ) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:
@@ -153,7 +153,7 @@ def lsh_search(
     return scores.reshape(-1, k)[:count], ids.reshape(-1, k)[:count]
 
 
-@accepts_numpy
+@array_op("Q", q="Q")
 def lsh_candidates(
     index: LshIndex, q: Float[Array, "Q D"], *, probes: int, candidates: int | None = None
 ) -> tuple[Int[Array, "Q n"], Int[Array, " Q"]]:

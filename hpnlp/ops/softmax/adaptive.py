@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.linear import linear
 from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
 from hpnlp.ops.softmax.grouped import best_of, check_k, grouped_nll, known_labels
@@ -52,7 +52,7 @@ def adaptive_shapes(
     return (cutoffs[0] + len(cutoffs), dim), tails
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def adaptive_nll(
     h: Float[Array, "N D"],
     head: Float[Array, "H D"],
@@ -91,7 +91,7 @@ def adaptive_nll(
     return jnp.where(known, each, jnp.nan)
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def adaptive_log_probs(
     h: Float[Array, "N D"],
     head: Float[Array, "H D"],
@@ -109,7 +109,7 @@ def adaptive_log_probs(
     return jnp.concatenate(parts, axis=1)
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def adaptive_top_k(
     h: Float[Array, "N D"],
     head: Float[Array, "H D"],
@@ -148,7 +148,7 @@ def adaptive_top_k(
     return lax.map(token, (h, _entries(h, head, head_bias)))
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def adaptive_sample(
     h: Float[Array, "N D"],
     head: Float[Array, "H D"],

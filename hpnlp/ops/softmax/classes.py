@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
 from hpnlp.ops.softmax.grouped import best_of, check_k, grouped_nll, known_labels
 from hpnlp.ops.softmax.sampling import pick, sample
@@ -115,7 +115,7 @@ def equal_mass_classes(
     return classes_from(assignment, count)
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def class_nll(
     h: Float[Array, "N D"],
     class_table: Float[Array, "C D"],
@@ -152,7 +152,7 @@ def class_nll(
     return jnp.where(known, of_class + of_word, jnp.nan)
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def class_log_probs(
     h: Float[Array, "N D"],
     class_table: Float[Array, "C D"],
@@ -174,7 +174,7 @@ def class_log_probs(
     return (s + (of_class - top - jnp.log(sums))[own]).T[:, jnp.asarray(classes.position)]
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def class_top_k(
     h: Float[Array, "N D"],
     class_table: Float[Array, "C D"],
@@ -216,7 +216,7 @@ def class_top_k(
     return lax.map(token, (h, of_class))
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def class_sample(
     h: Float[Array, "N D"],
     class_table: Float[Array, "C D"],

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.manual import vary_alike
 from hpnlp.ops.softmax.grouped import check_k
 from hpnlp.ops.softmax.sampling import sample
@@ -109,7 +109,7 @@ def convolutional_code(vocab: int, bits: int | None = None, *, generators: tuple
     return Code(vocab, max(vocab - 1, 0).bit_length() if bits is None else bits, generators)
 
 
-@accepts_numpy
+@array_op("N", logits="N")
 def code_nll(
     logits: Float[Array, "N L"], labels: Int[Array, " N"], code: Code, *, loss: str = "normalized"
 ) -> Float[Array, " N"]:
@@ -140,7 +140,7 @@ def code_nll(
     return jnp.where(known, found, jnp.nan)
 
 
-@accepts_numpy
+@array_op("N", logits="N")
 def code_log_normalizer(logits: Float[Array, "N L"], code: Code) -> Float[Array, " N"]:
     """The log of the probability that the bits, drawn independently, are a word's; at most 0, float32.
 
@@ -153,7 +153,7 @@ def code_log_normalizer(logits: Float[Array, "N L"], code: Code) -> Float[Array,
     return _log_sum(logits, code) - doubt.sum(axis=1)
 
 
-@accepts_numpy
+@array_op("N", logits="N")
 def code_log_probs(logits: Float[Array, "N L"], code: Code) -> Float[Array, "N V"]:
     """log p of all words, float32: softmax of logits @ table^T. Cost: O(N L V) time, O(N V) memory."""
     _check(logits, code)
@@ -162,7 +162,7 @@ def code_log_probs(logits: Float[Array, "N L"], code: Code) -> Float[Array, "N V
     return jax.nn.log_softmax(scores, axis=1)
 
 
-@accepts_numpy
+@array_op("N", logits="N")
 def code_top_k(logits: Float[Array, "N L"], code: Code, k: int) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
     """(log p, ids) of the k most probable words, best first; exact, float32 and int32. Equally probable ones in any order.
 
@@ -183,7 +183,7 @@ def code_top_k(logits: Float[Array, "N L"], code: Code, k: int) -> tuple[Float[A
     return (scores - _log_sum(logits, code)[None]).T, ids.T
 
 
-@accepts_numpy
+@array_op("N", logits="N")
 def code_sample(
     logits: Float[Array, "N L"], code: Code, rng: Array, *, temperature: float | Float[Array, ""] = 1.0
 ) -> Int[Array, " N"]:
@@ -198,7 +198,7 @@ def code_sample(
     return _fold(code, logits.astype(jnp.float32) / temperature, 1, _draw, points)[1][0]
 
 
-@accepts_numpy
+@array_op("N", class_logits="N")
 def hybrid_nll(
     class_logits: Float[Array, "N C"],
     bit_logits: Float[Array, "N L"],
@@ -225,7 +225,7 @@ def hybrid_nll(
     return jnp.where(labels >= 0, first + jnp.where(rare, second, 0.0), jnp.nan)
 
 
-@accepts_numpy
+@array_op("N", class_logits="N")
 def hybrid_log_probs(
     class_logits: Float[Array, "N C"], bit_logits: Float[Array, "N L"], code: Code
 ) -> Float[Array, "N V"]:
@@ -234,7 +234,7 @@ def hybrid_log_probs(
     return jnp.concatenate([log_p[:, :-1], log_p[:, -1:] + code_log_probs(bit_logits, code)], axis=1)
 
 
-@accepts_numpy
+@array_op("N", class_logits="N")
 def hybrid_top_k(
     class_logits: Float[Array, "N C"], bit_logits: Float[Array, "N L"], code: Code, k: int
 ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
@@ -248,7 +248,7 @@ def hybrid_top_k(
     return scores, jnp.take_along_axis(jnp.concatenate([first, frequent + ids], axis=1), at, axis=1)
 
 
-@accepts_numpy
+@array_op("N", class_logits="N")
 def hybrid_sample(
     class_logits: Float[Array, "N C"],
     bit_logits: Float[Array, "N L"],

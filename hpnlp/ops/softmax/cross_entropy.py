@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.linear import product, widened
 from hpnlp.ops.softmax import blocks
 from hpnlp.ops.softmax.blocks import Form
@@ -25,7 +25,7 @@ LOGITS, SMALLEST = 1 << 22, 128
 CHUNK, FEWEST = 1 << 24, 256
 
 
-@accepts_numpy
+@array_op("M V", h="M", table="V")
 def logits(
     h: Float[Array, "M D"], table: Float[Array, "V D"], *, bias: Float[Array, "V"] | None = None
 ) -> Float[Array, "M V"]:
@@ -34,7 +34,7 @@ def logits(
     return out if bias is None else out + bias.astype(jnp.float32)[None, :]
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def linear_cross_entropy(
     h: Float[Array, "N D"],
     w: Float[Array, "V D"],
@@ -125,7 +125,7 @@ def linear_cross_entropy(
     return (loss, jnp.logaddexp(others, target), best) if return_stats else loss
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def partial_cross_entropy(
     h: Float[Array, "N D"],
     w_slice: Float[Array, "v D"],
@@ -156,7 +156,7 @@ def partial_cross_entropy(
     return merged_lse(others, jnp.where(own, target, -jnp.inf)), target, total
 
 
-@accepts_numpy
+@array_op("...", first="...")
 def merged_lse(first: Float[Array, "*shape"], *others: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The log-sum-exp of all slices from those of each: logaddexp, whose gradient is 0, and not NaN, where all are -inf.
 
@@ -165,7 +165,7 @@ def merged_lse(first: Float[Array, "*shape"], *others: Float[Array, "*shape"]) -
     return functools.reduce(_logaddexp, others, first)
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def without_silent(
     h: Float[Array, "N D"], labels: Int[Array, " N"], weights: Float[Array, " N"]
 ) -> tuple[Float[Array, "N D"], Int[Array, " N"]]:

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Bool, Float, Int
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.linear import widened
 from hpnlp.ops.manual import vary_alike
@@ -51,7 +52,7 @@ class _Plan(NamedTuple):
     starts: Array
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def grouped_nll(
     h: Float[Array, "N D"],
     w: Float[Array, "R d"],

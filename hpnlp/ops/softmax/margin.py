@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.types import InputError
 
 
-@accepts_numpy
+@array_op("N", scores="N")
 def hardest(
     scores: Float[Array, "N C"], ids: Int[Array, "..."], labels: Int[Array, " N"], count: int
 ) -> tuple[Float[Array, "N n"], Int[Array, "N n"]]:
@@ -28,7 +28,7 @@ def hardest(
     return values, jnp.where(jnp.isneginf(values), -1, jnp.take_along_axis(each, at, axis=1))
 
 
-@accepts_numpy
+@array_op("N", target="N")
 def margin_loss(
     target: Float[Array, " N"], negatives: Float[Array, "N n"], *, margin: int | float = 1
 ) -> Float[Array, " N"]:
@@ -39,7 +39,7 @@ def margin_loss(
     return _mean(margin + negatives.astype(jnp.float32) - target.astype(jnp.float32)[:, None])
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def triplet_loss(
     h: Float[Array, "N D"], label: Float[Array, "N D"], negatives: Float[Array, "N n D"], *, margin: int | float = 1
 ) -> Float[Array, " N"]:

@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.linear import product, widened
 from hpnlp.ops.softmax.samplers import Samples
 from hpnlp.types import InputError
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def scores(
     h: Float[Array, "N D"], labels: Float[Array, "N D"], noise: Float[Array, "S D"] | Float[Array, "N S D"]
 ) -> tuple[Float[Array, " N"], Float[Array, "N S"]]:
@@ -35,14 +35,14 @@ def scores(
     return target, own
 
 
-@accepts_numpy
+@array_op("N", labels="N")
 def hits(samples: Samples, labels: Int[Array, " N"]) -> Array:
     """Which samples are their token's label, [N, S]."""
     ids = samples.ids if samples.ids.ndim == 2 else samples.ids[None]
     return ids == labels[:, None]
 
 
-@accepts_numpy
+@array_op("N", target="N")
 def sampled_softmax(
     target: Float[Array, " N"],
     noise: Float[Array, "N S"],
@@ -71,7 +71,7 @@ def sampled_softmax(
     return jnp.where(some, jax.nn.softplus(others - target), 0.0)
 
 
-@accepts_numpy
+@array_op("N", target="N")
 def importance_sampling(
     target: Float[Array, " N"], noise: Float[Array, "N S"], samples: Samples
 ) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
@@ -87,7 +87,7 @@ def importance_sampling(
     return total - target, lax.stop_gradient(size)
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def adaptive_importance_sampling(
     h: Float[Array, "N D"],
     labels: Float[Array, "N D"],
@@ -135,7 +135,7 @@ def adaptive_importance_sampling(
     return total - jnp.log(used.astype(jnp.float32)) - target, lax.stop_gradient(size), used
 
 
-@accepts_numpy
+@array_op("N", target="N")
 def noise_contrastive(target: Float[Array, " N"], noise: Float[Array, "N S"], samples: Samples) -> Float[Array, " N"]:
     """Noise-contrastive estimation: the label is told from the samples by a logistic regression on score - log(S q).
 
@@ -146,7 +146,7 @@ def noise_contrastive(target: Float[Array, " N"], noise: Float[Array, "N S"], sa
     return _logistic(target - samples.labels_expected, noise - _wide(samples.log_expected))
 
 
-@accepts_numpy
+@array_op("N", target="N")
 def negative_sampling(target: Float[Array, " N"], noise: Float[Array, "N S"]) -> Float[Array, " N"]:
     """-log sigmoid(target) - sum of log sigmoid(-noise): the optimum of a score is log(p / (S q)), no log-probability.
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 from hpnlp.types import InputError
 
 # The least share of a column, 1 / V, that `unigram` takes: what draws have it to, 2^-55, is 1 / 30,000 of it.
@@ -220,7 +220,7 @@ def _fill(keep: np.ndarray, alias: np.ndarray, mass: np.ndarray, poor: list[int]
             poor.append(rich.pop())
 
 
-@accepts_numpy
+@array_op(" | | N", labels="N")
 def sample(
     sampler: Sampler, key: Array, count: int, labels: Int[Array, " N"], *, per_token: bool = False, unique: bool = False
 ) -> Samples:

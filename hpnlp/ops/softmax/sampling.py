@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.array_op import array_op
 
 Number = float | Float[Array, ""]
 
 
-@accepts_numpy
+@array_op("N", logits="N")
 def sample(
     logits: Float[Array, "N V"],
     rng: Array,
@@ -27,7 +27,7 @@ def sample(
     return pick(logits, points, temperature=temperature, top_k=top_k, top_p=top_p, allowed=allowed)
 
 
-@accepts_numpy
+@array_op("N", logits="N")
 def pick(
     logits: Float[Array, "N V"],
     points: Float[Array, " N"],
@@ -61,7 +61,7 @@ def pick(
     return jnp.where((heat > 0) & jnp.any(reached, axis=-1), jnp.argmax(reached, axis=-1), best)
 
 
-@accepts_numpy
+@array_op("N V", logits="N V")
 def restrict(
     logits: Float[Array, "N V"], *, top_k: int | Int[Array, ""] = 0, top_p: Number = 1.0
 ) -> Float[Array, "N V"]:

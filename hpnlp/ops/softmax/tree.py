@@ -20,6 +20,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Num
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.linear import widened
 from hpnlp.ops.manual import vary_alike
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def tree_nll(
     h: Float[Array, "N D"],
     table: Float[Array, "R D"] | Rows,
@@ -85,7 +86,7 @@ def tree_nll(
     return jnp.where(ignored | _is_word(tree, labels), nll, jnp.nan)
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def path_nll(
     h: Float[Array, "N D"],
     rows: Float[Array, "N L D"],
@@ -106,7 +107,7 @@ def path_nll(
     return _path_sum(scores, signs.astype(jnp.float32))
 
 
-@accepts_numpy
+@array_op("N", labels="N")
 def tree_paths(
     tree: Tree, labels: Int[Array, " N"], *, ignore_index: int = -100
 ) -> tuple[Int[Array, "N L"], Float[Array, "N L"]]:
@@ -131,7 +132,7 @@ def tree_paths(
     return nodes, jnp.where(word[:, None], signs, otherwise[:, None])
 
 
-@accepts_numpy
+@array_op()
 def tree_rows(tree: Tree, labels: Int[Array, " N"], *, ignore_index: int = -100) -> Int[Array, " R"]:
     """The rows of the table that a loss of these labels looks up, int32: the first ones, which it scores for all tokens, and
     those of each further level of the labels' paths. Some are repeated, and there may be row 0 instead of none."""
@@ -144,7 +145,7 @@ def tree_rows(tree: Tree, labels: Int[Array, " N"], *, ignore_index: int = -100)
     return jnp.concatenate(found)
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def tree_log_probs(
     h: Float[Array, "N D"], table: Float[Array, "R D"], tree: Tree, *, bias: Float[Array, " R"] | None = None
 ) -> Float[Array, "N V"]:
@@ -169,7 +170,7 @@ def tree_log_probs(
     return total[:, inner:]
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def tree_top_k(
     h: Float[Array, "N D"], table: Float[Array, "R D"], tree: Tree, k: int, *, bias: Float[Array, " R"] | None = None
 ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
@@ -216,7 +217,7 @@ def tree_top_k(
     return jax.vmap(search)(h)
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def tree_sample(
     h: Float[Array, "N D"],
     table: Float[Array, "R D"],

@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from numpy.polynomial import Polynomial
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.types import InputError
 
@@ -36,7 +37,7 @@ ZERO = 0.6627434193491816
 TINY = 1e-24
 
 
-@accepts_numpy
+@array_op("...", kappa="...")
 def log_iv(order: int | float, kappa: Float[Array, "..."]) -> Float[Array, "..."]:
     """log I_order(kappa), the logarithm of the modified Bessel function of the first kind.
 
@@ -61,7 +62,7 @@ def log_iv(order: int | float, kappa: Float[Array, "..."]) -> Float[Array, "..."
     return _growth(order, anchor, kappa) + powers + _log_iv_on_host(order, anchor)
 
 
-@accepts_numpy
+@array_op("...", kappa="...")
 def bessel_ratio(order: int | float, kappa: Float[Array, "..."]) -> Float[Array, "..."]:
     """r = I_order(kappa) / I_{order-1}(kappa): the mean cosine to the mean direction, in 2 order dimensions.
 
@@ -77,7 +78,7 @@ def bessel_ratio(order: int | float, kappa: Float[Array, "..."]) -> Float[Array,
     return _ratio(_check_order(order, 1.0) - 1.0, _wide(kappa, "kappa"))
 
 
-@accepts_numpy
+@array_op("...", kappa="...")
 def log_normalizer(dim: int, kappa: Float[Array, "..."]) -> Float[Array, "..."]:
     """log C_dim(kappa), where C_dim(kappa) exp(kappa mu.x) is a density over unit vectors x of `dim` numbers, |mu| = 1.
 
@@ -104,7 +105,7 @@ def log_normalizer(dim: int, kappa: Float[Array, "..."]) -> Float[Array, "..."]:
     return at_anchor - _growth(order, anchor, kappa)
 
 
-@accepts_numpy
+@array_op("N", h="N")
 def vmf_loss(
     h: Float[Array, "N m"],
     targets: Float[Array, "N m"],

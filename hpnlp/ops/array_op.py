@@ -1,0 +1,145 @@
+"""`array_op`, the decorator of every public operation: accepts numpy arrays, and works on explicit meshes.
+
+Under a mesh of `AxisType.Explicit`, the default of `jax.make_mesh`, the type of an array includes its sharding, and JAX
+refuses every reshape, gather, scatter or loop for which it cannot infer the sharding of the result. The operations of
+`hpnlp.ops` consist of these. Each public operation therefore runs as under a mesh of `AxisType.Auto`, where the compiler
+chooses; only what it receives and returns has a sharding in its type.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from hpnlp.ops.arrays import as_arrays
+from hpnlp.types import InputError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def array_op(out: str = "", /, **inputs: str) -> Callable[[Function], Function]:
+    """Decorates a function of arrays so that it accepts numpy arrays, and it and its derivatives work on explicit meshes.
+
+    Each axis of a result is sharded as the input axis of the same name, and replicated where there is none. Gradients are
+    sharded as the inputs. Where neither the inputs nor the surrounding `jax.set_mesh` have an explicit mesh axis, the
+    function is called as it is, and its jaxpr does not change; `jax.shard_map` over all axes of a mesh is such a place.
+
+    In a `jax.shard_map` over only some axes of an explicit mesh, the backward pass computes the forward pass again, because
+    JAX cannot pass the intermediate results out of such a shard_map.
+
+    Args:
+      out: names of the leading axes of a result, as in "B T N"; an array of fewer axes takes the first of them. Of
+        "B T N | B", the first part belongs to the first array that is returned, and the last part to all further ones.
+      **inputs: names of the leading axes of arguments, as in q="B T N". Of an argument that is a tree, the first array
+        counts. "..." stands for any number of leading axes, here and in `out`.
+
+    Returns:
+      The decorator. A decorated function raises InputError where a function among its arguments has closed over an array
+      of an explicit mesh.
+    """
+    patterns = [part.split() for part in out.split("|")]
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def at_edge(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = as_arrays((args, kwargs))
+            mesh = _explicit_mesh((args, kwargs))
+            if mesh is None:
+                return function(*args, **kwargs)
+            shardings = _by_name(signature.bind(*args, **kwargs).arguments, inputs)
+            leaves, form = jax.tree.flatten(_without_explicit(function, mesh)(*args, **kwargs))
+            last = len(patterns) - 1
+            leaves = [_reshard(x, mesh, _spec(patterns[min(i, last)], shardings, x)) for i, x in enumerate(leaves)]
+            return jax.tree.unflatten(form, leaves)
+
+        return cast(Function, at_edge)
+
+    return decorate
+
+
+def _explicit_mesh(tree: Any) -> AbstractMesh | None:
+    """The mesh with an explicit axis that surrounds the call, or that one of the arrays is sharded over."""
+    for mesh in (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in _arrays(tree))):
+        if AxisType.Explicit in mesh.axis_types:
+            return mesh
+    return None
+
+
+def _without_explicit(function: Callable[..., Any], mesh: AbstractMesh) -> Callable[..., Any]:
+    """The function in a context where the compiler chooses shardings over the explicit axes of the mesh."""
+    automatic = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        leaves, form = jax.tree.flatten((args, kwargs))
+        _check_closures(leaves)
+
+        def run(arrays: dict[int, jax.Array]) -> Any:
+            with jax.sharding.use_abstract_mesh(automatic):
+                arrays = {i: _reshard(x, automatic) if _is_explicit(x) else x for i, x in arrays.items()}
+                args, kwargs = jax.tree.unflatten(form, [arrays.get(i, x) for i, x in enumerate(leaves)])
+                return function(*args, **kwargs)
+
+        # Intermediate results with types of the automatic mesh would leave the shard_map with types of the explicit one,
+        # and JAX would refuse them in the backward pass ("Closing over inputs to shard_map ... is not implemented").
+        run = jax.checkpoint(run) if mesh.manual_axes else run
+        return run({i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)})
+
+    return inside
+
+
+def _check_closures(leaves: Sequence[Any]) -> None:
+    """Raises InputError on a function that has closed over an array of an explicit mesh, which cannot be resharded."""
+    for leaf in leaves:
+        cells = [cell.cell_contents for cell in getattr(leaf, "__closure__", None) or ()]
+        if any(map(_is_explicit, _arrays(cells))):
+            raise InputError(
+                f"function {leaf.__qualname__} closes over an array of an explicit mesh: pass the array as its first "
+                "argument with jax.tree_util.Partial(function, array), or make the mesh with AxisType.Auto"
+            )
+
+
+def _by_name(given: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
+    """The mesh axes of each named array axis: one entry of a PartitionSpec, and for "..." several."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for argument, pattern in inputs.items():
+        array = next(_arrays(given.get(argument)), None)
+        if array is None:
+            continue
+        spec, names = tuple(jax.typeof(array).sharding.spec), pattern.split()
+        if names[0] == "...":
+            rest = array.ndim - len(names) + 1
+            spec = (spec[:rest], *((x,) for x in spec[rest:]))
+        else:
+            spec = tuple((x,) for x in spec)
+        for name, entries in zip(names, spec, strict=False):
+            found.setdefault(name, entries)
+    return found
+
+
+def _spec(names: Sequence[str], found: Mapping[str, tuple[Any, ...]], x: jax.Array) -> PartitionSpec:
+    """The sharding of a result. A mesh axis that two of its axes would take goes to the first."""
+    spec, used = [], set()
+    for entry in [entry for name in names for entry in found.get(name, (None,))][: x.ndim]:
+        mesh_axes = set(entry) if isinstance(entry, tuple) else {entry} - {None}
+        spec.append(None if used & mesh_axes else entry)
+        used |= mesh_axes
+    return PartitionSpec(*spec)
+
+
+def _reshard(x: jax.Array, mesh: AbstractMesh, spec: PartitionSpec = PartitionSpec()) -> jax.Array:  # noqa: B008  (frozen)
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _is_explicit(x: jax.Array) -> bool:
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def _arrays(tree: Any) -> Iterator[jax.Array]:
+    return (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))

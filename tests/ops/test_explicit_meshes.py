@@ -1,0 +1,322 @@
+"""Every public operation on a mesh of explicit axes, the default of `jax.make_mesh`, equals itself on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from hpnlp.ops import attention, linear, norms, search
+from hpnlp.ops.attention import Causal, Global, PerHead, Window, attend, position
+from hpnlp.ops.attention.cache import extend_cache, start_cache
+from hpnlp.ops.dynamic_quantization import dequantize, quantize
+from hpnlp.ops.reversible import reversible
+from hpnlp.ops.softmax import adaptive, classes, codes, cross_entropy, margin, sampled, samplers, sampling, tree, vmf
+from hpnlp.types import InputError
+from tests.contracts import ONCE, assert_close
+
+B, T, N, K, H = 4, 6, 4, 2, 4
+TOKENS, D, V = 8, 4, 16
+P = PartitionSpec
+CALLS = {}
+
+
+def call(function):
+    CALLS[function.__name__] = function
+    return function
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return {
+        "q": draw(B, T, N, H),
+        "k": draw(B, T, K, H),
+        "v": draw(B, T, K, H),
+        "h": draw(TOKENS, D),
+        "table": draw(V, D),
+        "bias": draw(V),
+        "small": draw(4, D),
+        "bits": draw(TOKENS, 4),
+        "distances": draw(7, N, H),
+        "tail": draw(12, 2),
+        "labels": rng.integers(0, V, TOKENS).astype(np.int32),
+        "positions": np.arange(T, dtype=np.int32)[None].repeat(B, 0),
+        "lengths": np.asarray([1, 6, 3, 4], np.int32),
+    }
+
+
+# Batch and tokens are sharded over one axis of the mesh, heads and words over the other.
+SPECS = {
+    "q": P("data", None, "model"),
+    "k": P("data", None, "model"),
+    "v": P("data", None, "model"),
+    "h": P("data"),
+    "table": P("model"),
+    "bias": P("model"),
+    "small": P(),
+    "bits": P("data"),
+    "distances": P(None, "model"),
+    "tail": P("model"),
+    "labels": P("data"),
+    "positions": P("data"),
+    "lengths": P("data"),
+}
+
+
+@call
+def attention_and_merge(a):
+    q, k, v = a["q"], a["k"], a["v"]
+    mask = Causal() & (Window(2) | Global(1))
+    near = attend(q, k, v, Causal() & Window(2), return_lse=True)
+    far = attend(q, k, v, Causal() & ~Window(2), return_lse=True)
+    heads = PerHead((Causal(), Window(1), Causal(), Window(1)))
+    bias = position.t5_bias(a["small"], max_distance=8)
+    return {
+        "merge": attention.merge(near, far),
+        "reference": attention.reference(q, k, v, mask, positions=a["positions"], kv_lengths=a["lengths"]),
+        "per head": attend(q, k, v, heads, segment_ids=a["positions"] // 3, bias=bias),
+        "dropout": attend(q, k, v, mask, dropout_rate=0.5, rng=jax.random.key(0), sinks=a["small"][0]),
+    }
+
+
+@call
+def positions_and_caches(a):
+    q, k, v = a["q"], a["k"], a["v"]
+    u = a["small"].reshape(N, H)
+    cache = start_cache(k, v, a["lengths"], Causal(), 2 * T)
+    ring = start_cache(k, v, a["lengths"], Causal() & Window(2), 2 * T)
+    return {
+        "rope": position.rope(q, a["positions"]),
+        "sinusoids": position.sinusoids(a["positions"], 4),
+        "t5_buckets": position.t5_buckets(a["positions"]),
+        "shaw": position.shaw(q, jnp.concatenate([u, u[:3]]), a["positions"], a["positions"]),
+        "transformer_xl": position.transformer_xl(q, a["distances"], u, u, T),
+        "cache": extend_cache(q[:, :1], k[:, :1], v[:, :1], Causal(), cache)[0],
+        "ring": extend_cache(q, k, v, Causal() & Window(2), ring),
+    }
+
+
+@call
+def losses_of_whole_vocabularies(a):
+    h, table, bias, labels = a["h"], a["table"], a["bias"], a["labels"]
+    plain = cross_entropy.linear_cross_entropy
+    return {
+        "tokens": plain(h, table, labels, bias=bias, impl="tokens"),
+        "vocabulary": plain(h, table, labels, bias=bias, reduction="none", block_size=5, label_smoothing=0.1),
+        "stats": plain(h, table, labels, return_stats=True, reduction="none"),
+        "partial": cross_entropy.partial_cross_entropy(h, table, labels, 0, bias=bias),
+        "merged": cross_entropy.merged_lse(h, h + 1.0),
+        "without_silent": cross_entropy.without_silent(h, labels, (labels > 3).astype(jnp.float32)),
+        "logits": cross_entropy.logits(h, table, bias=bias),
+        "vmf": vmf.vmf_loss(h, h + 1.0, weights=(labels > 3).astype(jnp.float32)),
+        "log_normalizer": vmf.log_normalizer(4, jnp.abs(h) + 1.0),
+        "triplet": margin.triplet_loss(h, h + 1.0, jnp.stack([h, h - 1.0], 1)),
+    }
+
+
+@call
+def losses_of_sampled_words(a):
+    h, table, labels = a["h"], a["table"], a["labels"]
+    key = jax.random.key(0)
+    found = samplers.sample(samplers.LogUniform(V), key, 6, labels)
+    own = samplers.sample(samplers.unigram(np.arange(1.0, V + 1)), key, 4, labels, per_token=True)
+    target, noise = sampled.scores(h, h + 1.0, a["small"])
+    drawn = samplers.Samples(found.ids[:4], found.log_expected[:4], found.labels_expected)
+    given = {"effective": 2.0, "block": 2}
+    return {
+        "samples": (found, own),
+        "hits": sampled.hits(drawn, labels),
+        "softmax": sampled.sampled_softmax(target, noise, drawn, labels),
+        "importance": sampled.importance_sampling(target, noise, drawn),
+        "adaptive": sampled.adaptive_importance_sampling(h, h + 1.0, a["small"], drawn, **given),
+        "contrastive": sampled.noise_contrastive(target, noise, drawn),
+        "negative": sampled.negative_sampling(target, noise),
+        "hardest": margin.hardest(noise, drawn.ids, labels, 2),
+        "margin": margin.margin_loss(target, noise),
+        "restrict": sampling.restrict(a["bits"], top_k=2),
+        "sample": sampling.sample(cross_entropy.logits(h, table), key, top_p=0.9),
+    }
+
+
+@call
+def trees_and_classes(a):
+    h, table, labels, key = a["h"], a["table"], a["labels"], jax.random.key(0)
+    words, some = tree.balanced_tree(V), classes.equal_size_classes(V, 4)
+    head, tails = jnp.concatenate([a["small"], a["small"][:1]]), ((a["small"][:2], a["tail"]),)
+    return {
+        "tree": tree.tree_nll(h, table, words, labels),
+        "tree_rows": tree.tree_rows(words, labels),
+        "tree_log_probs": tree.tree_log_probs(h, table, words),
+        "tree_top_k": tree.tree_top_k(h, table, words, 2),
+        "tree_sample": tree.tree_sample(h, table, words, key),
+        "class": classes.class_nll(h, a["small"], table, some, labels),
+        "class_log_probs": classes.class_log_probs(h, a["small"], table, some),
+        "class_top_k": classes.class_top_k(*map(jax.lax.stop_gradient, (h, a["small"], table)), some, 2),
+        "adaptive": adaptive.adaptive_nll(h, head, tails, labels, (4,)),
+        "adaptive_top_k": adaptive.adaptive_top_k(jax.lax.stop_gradient(h), head, tails, (4,), 2),
+    }
+
+
+@call
+def codes_of_words(a):
+    code, some = codes.binary_code(V), codes.binary_code(12)
+    return {
+        "code": codes.code_nll(a["bits"], a["labels"], code),
+        "code_log_probs": codes.code_log_probs(a["bits"], code),
+        "code_top_k": codes.code_top_k(a["bits"], code, 2),
+        "code_sample": codes.code_sample(a["bits"], code, jax.random.key(0)),
+        "hybrid": codes.hybrid_nll(a["h"], a["bits"], a["labels"], some),
+        "hybrid_top_k": codes.hybrid_top_k(a["h"], a["bits"], some, 2),
+    }
+
+
+@call
+def linear_norms_and_quantization(a):
+    x, u = a["q"], a["small"]
+    branch = lambda params, x, shared: (linear.linear(x, params["w"]) * shared, x.sum())  # noqa: E731
+    layers = {"w": jnp.stack([u, u + 1.0])}
+    return {
+        "linear": linear.linear(x, a["table"].T, a["bias"]),
+        "rms_norm": norms.rms_norm(x, u[0], 1e-6),
+        "layer_norm": norms.layer_norm(x, u[0], u[1], 1e-6),
+        "quantized": quantize(x, signed=True),
+        "dequantized": dequantize(quantize(jax.lax.stop_gradient(x), signed=True), signed=True),
+        "reversible": reversible([(branch, branch)], layers, a["h"], a["h"], jnp.float32(0.5)),
+    }
+
+
+@call
+def searches(a):
+    table = np.asarray(arrays()["table"])
+    ivf, lsh = search.build_ivf(table, cells=2), search.build_lsh(table, bits=2, tables=1)
+    return {
+        "exact": search.exact_search(a["h"], a["table"], 3, bias=a["bias"], block_size=5),
+        "ivf": search.ivf_search(ivf, a["h"], 3, probes=2),
+        "lsh": search.lsh_search(lsh, a["h"], 3, probes=4),
+        "candidates": search.lsh_candidates(lsh, a["h"], probes=1),
+    }
+
+
+def total(function):
+    """(sum of all float results by fixed weights, the results)."""
+
+    def run(a):
+        out = function(a)
+        leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        weigh = lambda x: np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)  # noqa: E731
+        return sum(jnp.where(jnp.isfinite(x), x * weigh(x), 0.0).sum() for x in leaves), out
+
+    return run
+
+
+def with_gradients(function):
+    """(results, gradients) of all arrays of floats."""
+
+    def run(a):
+        floats = {name: x for name, x in a.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+        loss = lambda floats: total(function)({**a, **floats})  # noqa: E731
+        gradients, out = jax.grad(loss, has_aux=True)(floats)
+        return out, gradients
+
+    return jax.jit(run, compiler_options=ONCE)
+
+
+def placed(mesh, specs):
+    return {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays().items()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_and_gradients_equal_those_of_one_device(name):
+    expected = with_gradients(CALLS[name])(arrays())
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        given = placed(mesh, SPECS)
+        out, gradients = with_gradients(CALLS[name])(given)
+    assert_close((out, gradients), expected)
+    for k, gradient in gradients.items():
+        assert jax.typeof(gradient).sharding == jax.typeof(given[k]).sharding
+
+
+def main_operations(a):
+    return {
+        "attend": attend(a["q"], a["k"], a["v"], Causal()),
+        "loss": cross_entropy.linear_cross_entropy(a["h"], a["table"], a["labels"], bias=a["bias"], reduction="none"),
+        "search": search.exact_search(a["h"], a["table"], 3, bias=a["bias"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def main_results():
+    return with_gradients(main_operations)(arrays())
+
+
+BY_BATCH = {name: P("data") if spec[:1] == ("data",) else P() for name, spec in SPECS.items()}
+BY_LENGTH = {**SPECS, "q": P(None, "model"), "k": P(), "v": P(None, "model"), "h": P(None, "model"), "table": P("data")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "specs", "manual"),
+    [
+        (AxisType.Explicit, dict.fromkeys(SPECS, P()), ()),
+        (AxisType.Explicit, BY_LENGTH, ()),
+        (AxisType.Explicit, SPECS, ("data",)),
+        (AxisType.Explicit, BY_BATCH, ("data", "model")),
+        (AxisType.Auto, SPECS, ()),
+        (AxisType.Auto, SPECS, ("data",)),
+    ],
+    ids=["replicated", "length", "partly manual", "manual", "auto", "auto and manual"],
+)
+def test_main_operations_under_every_kind_of_mesh(kind, specs, manual, main_results):
+    mesh, function = mesh_of(kind), main_operations
+    if manual:
+        options = {"in_specs": (BY_BATCH,), "out_specs": P("data"), "axis_names": set(manual)}
+        function = jax.shard_map(main_operations, mesh=mesh, **options)
+    with jax.set_mesh(mesh):
+        assert_close(with_gradients(function)(placed(mesh, specs)), main_results)
+
+
+def test_results_are_sharded_as_the_inputs_they_belong_to():
+    """Shapes alone, eagerly, under vmap and remat, with and without a surrounding mesh."""
+    mesh = mesh_of(AxisType.Explicit)
+    a = placed(mesh, SPECS)
+    spec = lambda function, *args: jax.tree.map(lambda x: x.sharding.spec, jax.eval_shape(function, *args))  # noqa: E731
+    both = lambda q, k, v: attend(q, k, v, return_lse=True)  # noqa: E731
+    one = lambda q, k, v: attend(q[None], k[None], v[None])[0]  # noqa: E731
+    qkv, words = (a["q"], a["k"], a["v"]), (a["h"], a["table"], a["labels"])
+    loss = lambda *words: cross_entropy.linear_cross_entropy(*words)  # noqa: E731
+    with jax.set_mesh(mesh):
+        assert spec(both, *qkv) == (P("data", None, "model", None), P("data", None, "model"))
+        assert spec(jax.vmap(one), *qkv) == P("data", None, "model", None)
+        assert spec(jax.checkpoint(one), *(x[0] for x in map(np.asarray, qkv))) == P(None, None, None)
+        assert spec(loss, *words) == P()
+        assert spec(cross_entropy.logits, *words[:2]) == P("data", "model")
+        assert spec(jax.grad(loss, (0, 1)), *words) == (P("data", None), P("model", None))
+        assert spec(quantize_signed, a["h"]) == (P("data", None), P("data", None))
+    part = attention.merge((a["q"], a["q"][..., 0]), (a["k"].repeat(2, 2), a["q"][..., 0]))
+    assert [x.sharding.spec for x in part] == [P("data", None, "model", None), P("data", None, "model")]
+
+
+def quantize_signed(x):
+    return tuple(quantize(x, signed=True))
+
+
+def test_jaxpr_is_unchanged_without_an_explicit_mesh():
+    given = [arrays()[name] for name in ("q", "k", "v")]
+    assert str(jax.make_jaxpr(attend)(*given)) == str(jax.make_jaxpr(attend.__wrapped__)(*given))
+
+
+def test_closure_over_an_explicit_array_raises():
+    mesh = mesh_of(AxisType.Explicit)
+    a = placed(mesh, SPECS)
+    slopes = jax.device_put(np.arange(4, dtype=np.float32), NamedSharding(mesh, P()))
+    qkv = a["q"], a["k"], a["v"]
+    with jax.set_mesh(mesh):
+        with pytest.raises(InputError, match=r"closes over an array of an explicit mesh: pass .* Partial"):
+            attend(*qkv, bias=lambda head, q, k: slopes[head])
+        bias = jax.tree_util.Partial(lambda slopes, head, q, k: slopes[head], slopes)
+        assert jax.eval_shape(lambda *qkv: attend(*qkv, bias=bias), *qkv).shape == (B, T, N, H)
