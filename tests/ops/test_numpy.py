@@ -353,21 +353,3 @@ def test_numpy_arrays_are_as_good_as_jax_arrays(name):
     for function, arguments in CALLS[name]:
         found = jax.eval_shape(lambda: transformed(function, arguments, name not in NO_GRADIENT))  # noqa: B023
         assert all(leaf.dtype.itemsize <= 4 for leaf in jax.tree.leaves(found))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
-def test_results_from_numpy_arrays_are_those_from_jax_arrays(name):
-    """Executed, by themselves and under vmap, which within jit would refuse numpy arrays at any custom derivative."""
-    for function, arguments in CALLS[name]:
-        made = jax.tree.map(jnp.asarray, arguments)
-        assert_equal(function(*arguments), function(*made))
-        of_leaves, leaves, _ = split(function, arguments)
-        stacked = [leaf[None] for leaf in leaves]
-        assert_equal(jax.vmap(of_leaves)(stacked), jax.vmap(of_leaves)([jnp.asarray(leaf) for leaf in stacked]))
-
-
-def assert_equal(found, expected):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)

@@ -64,6 +64,8 @@ def reference(
     seen = see.reshape(b, kv_heads, n // kv_heads * t, s).any(axis=2).transpose(0, 2, 1)[..., None]
     k = jnp.repeat(jnp.where(seen, k, jnp.zeros_like(k)), n // kv_heads, axis=2).astype(jnp.float32)
     v = jnp.repeat(jnp.where(seen, v, jnp.zeros_like(v)), n // kv_heads, axis=2).astype(jnp.float32)
+    # Nor may a query that sees nothing reach the gradient of a key.
+    q = jnp.where(see.any(axis=-1).transpose(0, 2, 1)[..., None], q, jnp.zeros((), q.dtype))
     scores = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k) * (h**-0.5 if scale is None else scale)
     if callable(bias):
         one = jax.vmap(jax.vmap(bias, (None, None, 0)), (None, 0, None))

@@ -522,3 +522,20 @@ for make in (lambda: attend(q, q, q, jnp.ones((4, 4))), lambda: attend(q, q, q, 
         told[2:], ("dense_mask", "sinks", "operand of the call", "whole number", "shift"), strict=True
     ):
         assert words in line
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 8}, {"impl": "reference"}])
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_queries_that_see_nothing_have_no_gradient(options, value):
+    """Nor do they reach the gradients of keys and values that other queries see, whatever stands in them."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 24, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    segments = jnp.asarray(np.arange(24) >= 20, jnp.int32)[None]
+
+    def loss(q, k, v):
+        return (attend(q, k, v, Causal(), segment_ids=segments, kv_segment_ids=9 * segments, **options) ** 2).sum()
+
+    expected = jax.grad(loss, (0, 1, 2))(q, k, v)
+    found = jax.grad(loss, (0, 1, 2))(q.at[:, 20:].set(value), k, v)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
