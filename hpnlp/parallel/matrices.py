@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 
 def of_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """`function(x)`, which makes of each matrix of a stack [L, A, B], or of one [A, B], another of that shape.
+    """`function(x)`, which makes of each matrix of a stack [..., A, B], or of one [A, B], another of that shape.
 
     spec: how x, and what is made of it, lies on the mesh. The n devices that have parts of a stack exchange them, so that each
     has ceil(L / n) matrices whole, and exchange back what it made of them. A single matrix is gathered, and all devices make
@@ -27,7 +27,7 @@ def of_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, mesh: Any
     moves = [(axis, dim) for dim in (-2, -1) for axis in reversed(axes[dim])]
 
     def local(x: jax.Array) -> jax.Array:
-        stack = x if x.ndim == 3 else x[None]
+        stack = x.reshape(-1, *x.shape[-2:])  # all leading axes are axes of the stack
         made = _alone(function, stack, moves) if len(stack) == 1 else _dealt(function, stack, moves)
         return made.reshape(x.shape)
 

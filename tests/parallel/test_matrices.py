@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.parallel.matrices import of_whole
 from hpnlp.parallel.plan import Plan
+from hpnlp.training.muon import scale_by_muon
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 
@@ -28,6 +29,9 @@ MESH = Plan(pipeline=2, fsdp=2, tensor=2).mesh()
         ((4, 6), P(("tensor", "fsdp"))),
         ((4, 6), P("tensor", "fsdp")),
         ((3, 4, 6), P()),
+        ((2, 3, 4, 8), P(None, None, "fsdp", "tensor")),
+        ((2, 4, 4, 6), P("pipeline", "fsdp", None, "tensor")),
+        ((2, 1, 3, 4, 8), P("pipeline", None, None, ("fsdp", "tensor"))),
     ],
 )
 def test_each_matrix_is_made_of_the_whole_of_it(shape, spec):
@@ -73,3 +77,15 @@ def test_muon_moves_parameters_alike(plan):
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):
         assert np.linalg.norm(one) > 0
         assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(one)
+
+
+def test_every_leading_axis_is_an_axis_of_the_stack():
+    """Muon of [L, E, A, B] over devices moves each matrix as it does that matrix alone on one device."""
+    grads = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4, 8)), jnp.float32)
+    spec = P("pipeline", None, "fsdp", "tensor")
+    divided = scale_by_muon(0.9, 1e-8, lambda path, function, x: of_whole(function, x, MESH, spec))
+    alone = scale_by_muon(0.9, 1e-8)
+    tree = {"kernel": jax.device_put(grads, NamedSharding(MESH, spec))}
+    found = jax.jit(divided.update)(tree, divided.init(tree))[0]["kernel"]
+    each = [[alone.update(x, alone.init(x))[0] for x in row] for row in grads]
+    np.testing.assert_allclose(found, jnp.stack([jnp.stack(row) for row in each]), rtol=1e-4, atol=1e-5)
