@@ -147,6 +147,26 @@ def check(layout: Layout, masks: Sequence[Any], heads: Sequence[int], dropout: f
                 )
 
 
+def check_mixer(mixer: Any) -> None:
+    """Raises InputError where the `partial` of a mixer, which a ring calls, is not that of its `__call__`.
+
+    Both must come from one class: a subclass that changes `__call__` alone would be trained as another function on a ring.
+    """
+    owner = {
+        name: next((base for base in type(mixer).__mro__ if name in vars(base)), None)
+        for name in ("__call__", "partial")
+    }
+    name, fix = type(mixer).__name__, "choose plan.exchange=heads, or plan.sequence=1"
+    if owner["partial"] is None:
+        raise InputError(f"{name} has no `partial`, which a ring merges: {fix}")
+    if owner["__call__"] is not owner["partial"]:
+        called = getattr(owner["__call__"], "__name__", "none")
+        raise InputError(
+            f"{name} takes `partial` from {owner['partial'].__name__} and `__call__` from {called}, and a ring calls `partial` "
+            f"alone: define both in one class, or {fix}"
+        )
+
+
 def by_heads(mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
     """`mixer(inputs, mask)` of a device's part of the tokens, by all-to-alls. Tokens are in their order."""
     devices = lax.axis_size(AXIS)
@@ -179,10 +199,7 @@ def ring(mixer: Any, inputs: MixerInputs, mask: Any, chunks: tuple[tuple[int, in
     again; kept for it are the device's own q, k, v, o and lse.
     Raises InputError for a mixer without `partial`, for dropout in attention, and for heads with masks of their own.
     """
-    if not hasattr(mixer, "partial"):
-        raise InputError(
-            f"{type(mixer).__name__} has no `partial`, which a ring merges: choose plan.exchange=heads, or plan.sequence=1"
-        )
+    check_mixer(mixer)
     if inputs.rng is not None:
         raise InputError("model.dropout with plan.exchange=ring: choose plan.exchange=heads, or model.dropout=0")
     mask = mixer.within(mask)

@@ -1,5 +1,6 @@
 """Attention over a divided sequence: what one device gives, its gradients, and no more work than the mask asks for."""
 
+import dataclasses
 import functools
 
 import jax
@@ -248,6 +249,12 @@ def refused(mixer, exchange="ring", mask=Causal(), **fields):  # noqa: B008
     return str(caught.value)
 
 
+class Louder(ExactMixer):
+    def __call__(self, inputs, mask):
+        out = super().__call__(inputs, mask)
+        return dataclasses.replace(out, o=2 * out.o)
+
+
 def test_what_a_ring_cannot_take():
     assert "model.dropout with plan.exchange=ring: choose plan.exchange=heads" in refused(
         ExactMixer(), rng=jax.random.key(0)
@@ -256,6 +263,7 @@ def test_what_a_ring_cannot_take():
     assert "heads with masks of their own do not go round a ring" in refused(own)
     assert "are not dealt out to devices: set plan.sequence=1" in refused(own, "heads")
     assert "object has no `partial`" in refused(object())
+    assert "Louder takes `partial` from ExactMixer and `__call__` from Louder" in refused(Louder())
     assert "deals out 2 heads of k, which do not divide over plan.sequence=4" in refused(ExactMixer(), "heads")
     with pytest.raises(InputError, match="rows of 36 tokens do not divide into two chunks .* multiple of 8"):
         arranged(layout_of("ring"), [], 36)
