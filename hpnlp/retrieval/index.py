@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.sharding import supports_explicit_mesh
 from hpnlp.retrieval.kinds import KINDS, Kind
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.types import InputError
@@ -181,7 +182,8 @@ class Index:
         """All vectors, in the order of their ids."""
         if len(self._sizes) == 1:
             return self.kind.vectors(self._state, len(self))
-        part = lambda i: jax.tree.map(lambda x: np.asarray(x[i]), self._state)  # noqa: E731
+        state = jax.tree.map(np.asarray, self._state)  # on the host first: explicit meshes refuse to index a sharded axis
+        part = lambda i: jax.tree.map(lambda x: x[i], state)  # noqa: E731
         return np.concatenate([self.kind.vectors(part(i), size) for i, size in enumerate(self._sizes)])
 
     def _check_built(self) -> None:
@@ -200,15 +202,21 @@ def _search_parts(
 ) -> tuple[Array, Array]:
     """sizes: how many vectors each part has; some have a row of padding more."""
 
-    def own(state: Any, start: Array, size: Array, q: Array) -> tuple[Array, Array]:
+    def own(state: Any, q: Array) -> tuple[Array, Array]:
+        part = lax.axis_index(axis)
         # One candidate more than asked for, because one may be padding.
         scores, ids = kind.search(jax.tree.map(lambda x: x[0], state), q, min(k + 1, max(sizes)))
-        there = (ids >= 0) & (ids < size)
+        there = (ids >= 0) & (ids < jnp.asarray(sizes, jnp.int32)[part])
+        start = jnp.asarray(np.cumsum((0, *sizes[:-1])), jnp.int32)[part]
         return jnp.where(there, scores, -jnp.inf), jnp.where(there, ids + start, -1)
 
-    starts, counts = jnp.asarray(np.cumsum((0, *sizes[:-1])), jnp.int32), jnp.asarray(sizes, jnp.int32)
-    specs = {"in_specs": (*(jax.P(axis),) * 3, jax.P()), "out_specs": jax.P(None, axis)}
-    scores, ids = jax.shard_map(own, mesh=mesh, **specs)(state, starts, counts, q)
+    specs = {"in_specs": (jax.P(axis), jax.P()), "out_specs": jax.P(None, axis)}
+    return _best(*jax.shard_map(own, mesh=mesh, **specs)(state, q), k)
+
+
+@supports_explicit_mesh()
+def _best(scores: Array, ids: Array, k: int) -> tuple[Array, Array]:
+    """The k best of the candidates of all parts, replicated."""
     scores, at = lax.top_k(scores, k)
     return scores, jnp.take_along_axis(ids, at, axis=1)
 

@@ -144,34 +144,18 @@ def losses_of_sampled_words(a):
 
 
 @call
-def trees_and_classes(a):
-    h, table, labels, key = a["h"], a["table"], a["labels"], jax.random.key(0)
+def trees_classes_and_codes(a):
+    h, table, labels = a["h"], a["table"], a["labels"]
     words, some = tree.balanced_tree(V), classes.equal_size_classes(V, 4)
     head, tails = jnp.concatenate([a["small"], a["small"][:1]]), ((a["small"][:2], a["tail"]),)
     return {
         "tree": tree.tree_nll(h, table, words, labels),
         "tree_rows": tree.tree_rows(words, labels),
         "tree_log_probs": tree.tree_log_probs(h, table, words),
-        "tree_top_k": tree.tree_top_k(h, table, words, 2),
-        "tree_sample": tree.tree_sample(h, table, words, key),
         "class": classes.class_nll(h, a["small"], table, some, labels),
-        "class_log_probs": classes.class_log_probs(h, a["small"], table, some),
-        "class_top_k": classes.class_top_k(*map(jax.lax.stop_gradient, (h, a["small"], table)), some, 2),
         "adaptive": adaptive.adaptive_nll(h, head, tails, labels, (4,)),
-        "adaptive_top_k": adaptive.adaptive_top_k(jax.lax.stop_gradient(h), head, tails, (4,), 2),
-    }
-
-
-@call
-def codes_of_words(a):
-    code, some = codes.binary_code(V), codes.binary_code(12)
-    return {
-        "code": codes.code_nll(a["bits"], a["labels"], code),
-        "code_log_probs": codes.code_log_probs(a["bits"], code),
-        "code_top_k": codes.code_top_k(a["bits"], code, 2),
-        "code_sample": codes.code_sample(a["bits"], code, jax.random.key(0)),
-        "hybrid": codes.hybrid_nll(a["h"], a["bits"], a["labels"], some),
-        "hybrid_top_k": codes.hybrid_top_k(a["h"], a["bits"], some, 2),
+        "code": codes.code_nll(a["bits"], labels, codes.binary_code(V)),
+        "hybrid": codes.hybrid_nll(h, a["bits"], labels, codes.binary_code(12)),
     }
 
 
@@ -242,6 +226,31 @@ def test_results_and_gradients_equal_those_of_one_device(name):
         assert jax.typeof(gradient).sharding == jax.typeof(given[k]).sharding
 
 
+def test_predictions_are_sharded_by_tokens():
+    """Traced alone, because a step of their loops would meet over all devices."""
+    mesh, key = mesh_of(AxisType.Explicit), jax.random.key(0)
+    words, some = tree.balanced_tree(V), classes.equal_size_classes(V, 4)
+    code, others, cutoffs = codes.binary_code(V), codes.binary_code(12), (4,)
+
+    def predict(a):
+        h, table, bits = a["h"], a["table"], a["bits"]
+        head, tails = jnp.concatenate([a["small"], a["small"][:1]]), ((a["small"][:2], a["tail"]),)
+        return (
+            (tree.tree_top_k(h, table, words, 2), tree.tree_sample(h, table, words, key)),
+            (classes.class_log_probs(h, a["small"], table, some), classes.class_top_k(h, a["small"], table, some, 2)),
+            classes.class_sample(h, a["small"], table, some, key),
+            (adaptive.adaptive_log_probs(h, head, tails, cutoffs), adaptive.adaptive_top_k(h, head, tails, cutoffs, 2)),
+            adaptive.adaptive_sample(h, head, tails, cutoffs, key),
+            (codes.code_log_probs(bits, code), codes.code_top_k(bits, code, 2), codes.code_sample(bits, code, key)),
+            (codes.hybrid_log_probs(h, bits, others), codes.hybrid_top_k(h, bits, others, 2)),
+            codes.hybrid_sample(h, bits, others, key),
+        )
+
+    with jax.set_mesh(mesh):
+        found = jax.eval_shape(predict, placed(mesh, SPECS))
+    assert {x.sharding.spec[0] for x in jax.tree.leaves(found)} == {"data"}
+
+
 def main_operations(a):
     return {
         "attend": attend(a["q"], a["k"], a["v"], Causal()),
@@ -281,7 +290,7 @@ def test_main_operations_under_every_kind_of_mesh(kind, specs, manual, main_resu
 
 
 def test_results_are_sharded_as_the_inputs_they_belong_to():
-    """Shapes alone, eagerly, under vmap and remat, with and without a surrounding mesh."""
+    """Traced, under vmap and remat, and eagerly without a surrounding mesh."""
     mesh = mesh_of(AxisType.Explicit)
     a = placed(mesh, SPECS)
     spec = lambda function, *args: jax.tree.map(lambda x: x.sharding.spec, jax.eval_shape(function, *args))  # noqa: E731
@@ -297,8 +306,9 @@ def test_results_are_sharded_as_the_inputs_they_belong_to():
         assert spec(cross_entropy.logits, *words[:2]) == P("data", "model")
         assert spec(jax.grad(loss, (0, 1)), *words) == (P("data", None), P("model", None))
         assert spec(quantize_signed, a["h"]) == (P("data", None), P("data", None))
-    part = attention.merge((a["q"], a["q"][..., 0]), (a["k"].repeat(2, 2), a["q"][..., 0]))
-    assert [x.sharding.spec for x in part] == [P("data", None, "model", None), P("data", None, "model")]
+    normed = norms.rms_norm(a["q"], jnp.ones(H), 1e-6)
+    assert normed.sharding.spec == P("data", None, "model", None)
+    assert_close(normed, norms.rms_norm(jnp.asarray(arrays()["q"]), jnp.ones(H), 1e-6))
 
 
 def quantize_signed(x):
@@ -316,7 +326,7 @@ def test_closure_over_an_explicit_array_raises():
     slopes = jax.device_put(np.arange(4, dtype=np.float32), NamedSharding(mesh, P()))
     qkv = a["q"], a["k"], a["v"]
     with jax.set_mesh(mesh):
-        with pytest.raises(InputError, match=r"closes over an array of an explicit mesh: pass .* Partial"):
+        with pytest.raises(InputError, match=r"closes over an array of an explicit mesh: pass the array .*Partial"):
             attend(*qkv, bias=lambda head, q, k: slopes[head])
         bias = jax.tree_util.Partial(lambda slopes, head, q, k: slopes[head], slopes)
         assert jax.eval_shape(lambda *qkv: attend(*qkv, bias=bias), *qkv).shape == (B, T, N, H)

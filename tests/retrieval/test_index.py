@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sys
 
@@ -72,6 +73,21 @@ def test_divided_over_devices_it_finds_the_same(kind, axis, data, mesh, tmp_path
     index.save(tmp_path / "index")
     for options in ({"mesh": mesh, "axis": axis}, {"mesh": mesh, "axis": "data"}, {}):
         assert_exact(Index.load(tmp_path / "index", **options), q, w, 10)
+
+
+@pytest.mark.parametrize("surrounding", [False, True])
+@pytest.mark.parametrize("kind", [ALL[0], *ALL[2:]])
+def test_divided_over_an_explicit_mesh_it_finds_the_same(kind, surrounding, data):
+    """Of the default mesh of jax.make_mesh, which is also the surrounding one or is not; q may be divided too."""
+    q, w = data
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    whole = Index(kind).build(w)
+    with jax.set_mesh(mesh) if surrounding else contextlib.nullcontext():
+        divided = jax.device_put(q[:4], jax.NamedSharding(mesh, jax.P("data")))
+        index = Index(kind, mesh=mesh).build(w[:300]).add(w[300:])
+        assert_exact(index, divided, w, 10)
+        assert_exact(whole, divided, w, 10)
+        assert_exact(Index(kind).build(jax.device_put(w[:328], divided.sharding)), q, w[:328], 10)
 
 
 @pytest.mark.parametrize("kind", ["exact", "ivf(cells=1,probes=1)", "lsh(bits=1,tables=1,probes=2,candidates=9)"])
