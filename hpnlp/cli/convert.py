@@ -54,8 +54,9 @@ def _to_run(source: Path, target: Path) -> None:
     from hpnlp.models import convert
     from hpnlp.training import config
     from hpnlp.training import run as runs
-    from hpnlp.training.checkpoint import Checkpointer
+    from hpnlp.training.checkpoint import Checkpointer, checked_directory
 
+    checked_directory(target)
     model, params = convert.load(source)
     # Rows no longer than the model's positions reach, where these are learned.
     data = DataConfig(seq_len=min(DataConfig.seq_len, model.max_len))

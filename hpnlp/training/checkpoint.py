@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import logging
+import re
 import sys
 import time
 import zlib
@@ -23,6 +24,32 @@ from hpnlp.types import InputError
 
 FORMAT = 1  # of the composite below; a reader refuses what it does not know
 
+# Parts of a path that orbax and tensorstore do not take literally. Orbax merges what each process wrote after a glob over the
+# whole path, tensorstore reads a backslash as a slash, and etils turns the directory `gs:` into an address.
+_NOT_LITERAL = re.compile(r"[*?\[\\]|(?<=/)gs:(?=/)")
+
+
+def checked_directory(workdir: str | Path) -> Path:
+    """The absolute path of a run directory whose checkpoints can be read back.
+
+    Raises:
+        InputError: the absolute path has a character that the checkpoint libraries do not take literally, or is not UTF-8.
+    """
+    directory = Path(workdir).absolute()
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"workdir {str(workdir)!r}: the path {str(directory)!r} is not UTF-8, and checkpoints in it could not be written: "
+            "rename that directory, or choose another one"
+        ) from None
+    if found := _NOT_LITERAL.search(f"{directory}/"):
+        raise InputError(
+            f"workdir {str(workdir)!r}: checkpoints under a path with {found[0]!r} could not be read back ({directory}): "
+            "rename that directory, or choose another one"
+        )
+    return directory
+
 
 class Checkpointer:
     """The checkpoints of one run directory.
@@ -35,7 +62,7 @@ class Checkpointer:
 
     def __init__(self, workdir: str | Path, keep: int = 2, *, read_only: bool = False) -> None:
         """read_only: for a run that another process may be training, whose unfinished checkpoints are left alone."""
-        self.directory = Path(workdir).absolute() / "checkpoints"
+        self.directory = checked_directory(workdir) / "checkpoints"
         best = policies.BestN(
             get_metric_fn=lambda metrics: metrics["heldout_loss"],
             reverse=True,
@@ -103,6 +130,26 @@ class Checkpointer:
 
     def close(self) -> None:
         self._manager.close()
+
+    def check_saved(self, step: int, shapes: TrainState) -> None:
+        """Reads back a part of checkpoint `step` from the disk: its record, its step, and its smallest parameter.
+
+        Args:
+            step: of a checkpoint that `save` has written.
+            shapes: of the state, with shardings, as for `restore`.
+
+        Raises:
+            InputError: the checkpoint is not listed, or a part of it cannot be read.
+        """
+        self._manager.reload()
+        expected = self._record(self.step_of(step))["checksums"]
+        with self._readable(step), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            for item, tree in {"params": _smallest(shapes.params), "rest": {"step": shapes.step}}.items():
+                args = ocp.args.PyTreeRestore(
+                    item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True
+                )
+                sums = _checksum(reader.restore(self.directory / str(step) / item, args=args))
+                _verify({item: {name: expected[item].get(name) for name in sums}}, {item: sums})
 
     def restore(self, shapes: TrainState, step: int | None = None) -> tuple[TrainState, Any, dict[str, Any]]:
         """`(state, data iterator's state, progress)` of `step` (default: the newest), laid out as `shapes` says."""
@@ -177,9 +224,10 @@ class Checkpointer:
             text = str(error)
             full = "No space left" in text or "RESOURCE_EXHAUSTED" in text or "Disk quota" in text
             mend = "free some space" if full else "check the path and its permissions"
+            intact = "; earlier checkpoints are intact" if _finished(self.directory) else ""
             raise InputError(
-                f"cannot {verb} {self.directory}: {'the disk is full' if full else _first_line(text)}; earlier checkpoints "
-                f"are intact: {mend} and run the same command again"
+                f"cannot {verb} {self.directory}: {'the disk is full' if full else _first_line(text)}{intact}: {mend} and run "
+                "the same command again"
             ) from error
 
     @contextlib.contextmanager
@@ -213,6 +261,22 @@ def _quiet_when_it_fails() -> Iterator[None]:
     finally:
         sys.excepthook, sys.unraisablehook = hooks
         log.setLevel(level)
+
+
+def _finished(directory: Path) -> bool:
+    """True where a complete checkpoint lies in `directory`: orbax gives the directory of one its number as a name last."""
+    try:
+        return any(path.name.isdecimal() for path in directory.iterdir())
+    except OSError:
+        return False
+
+
+def _smallest(tree: Any) -> dict[str, Any]:
+    """The smallest leaf of nested dicts, in the dicts that lead to it."""
+    path, part = min(jax.tree_util.tree_leaves_with_path(tree), key=lambda leaf: leaf[1].size)
+    for key in reversed(path):
+        part = {key.key: part}
+    return part
 
 
 def _rest(state: TrainState) -> dict[str, Any]:

@@ -217,6 +217,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
 
         with clock("checkpoint"):
             checkpoints.wait()
+            checkpoints.check_saved(saved, trainer.state_shapes)
         interrupted = stopping.signal != "" and saved < config.train.steps
         if interrupted:
             display.say(f"{stopping.signal}: saved step {saved}; the same command goes on from there")

@@ -15,7 +15,7 @@ from hpnlp.data import tokenizers
 from hpnlp.models.lm import LM
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import config as configs
-from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.checkpoint import Checkpointer, checked_directory
 from hpnlp.training.config import Config
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, Tokenizer
@@ -61,6 +61,7 @@ def has_begun(workdir: str | Path) -> bool:
 @contextlib.contextmanager
 def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[None]:
     """Makes the directory this run's own: one process at a time, one config."""
+    checked_directory(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = open(workdir / ".lock", "w")  # noqa: SIM115  (held until the run ends)

@@ -90,6 +90,8 @@ def test_what_is_refused(checkpoint, converted, tmp_path):
     refused("--to=.* holds config.json already: name an empty directory", from_=checkpoint, to=converted)
     refused("nowhere is not a directory: download the checkpoint", from_=tmp_path / "nowhere", to=new)
     refused(r"no checkpoint 7 in .* \(there: 0\)", from_=converted, to=new, step=7)
+    refused(r"workdir '.*/\[proj\]/x': .* choose another one", from_=checkpoint, to=tmp_path / "[proj]" / "x")
+    assert not (tmp_path / "[proj]").exists()
     refused("unknown model.dtype 'bf16': did you mean 'bfloat16'", from_=checkpoint, to=new, dtype="bf16")
     (tmp_path / "file").write_text("")
     refused("cannot write --to=.*/file/x", from_=checkpoint, to=tmp_path / "file" / "x")

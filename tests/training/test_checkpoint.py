@@ -287,6 +287,39 @@ def test_other_shapes_and_dtypes_are_refused(two, damaged, checkpointer):
         checkpointer().restore(narrower)
 
 
+@pytest.mark.parametrize("name", ["[proj]", "a[b", "a*", "a?", "back\\slash", "gs:", "\udcff"])
+def test_paths_that_libraries_do_not_take_literally_are_refused(tmp_path, name):
+    for workdir in (tmp_path / name / "run", tmp_path / name):
+        for options in ({}, {"read_only": True}):
+            with pytest.raises(InputError, match=r"rename that directory, or choose another one") as caught:
+                Checkpointer(workdir, **options)
+            assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_odd_paths_that_are_taken_literally_are_fine(tmp_path):
+    directory = tmp_path / "a b]é%2F{x}~$HOME#'\"&;" / "gs:x"
+    checkpoints = Checkpointer(directory)
+    save(checkpoints, 7)
+    checkpoints.check_saved(7, shapes())
+    assert_same_bits(checkpoints.restore(shapes())[0], state_at(7))
+    checkpoints.close()
+
+
+@pytest.mark.parametrize(("item", "damage"), [("params", remove), ("rest", cut), ("record", cut)])
+def test_saved_checkpoint_that_cannot_be_read_back_is_an_error(damaged, checkpointer, item, damage):
+    checkpoints = checkpointer()
+    checkpoints.check_saved(9, shapes())
+    files = [damaged / item / "manifest.ocdbt"] if item != "record" else [content(damaged / item)]
+    for path in files:
+        damage(path)
+    with pytest.raises(InputError, match="checkpoint 9 cannot be read"):
+        checkpoints.check_saved(9, shapes())
+    shutil.rmtree(damaged)
+    with pytest.raises(InputError, match=r"no checkpoint 9 .*there: 5"):
+        checkpoints.check_saved(9, shapes())
+
+
 def test_reader_makes_nothing(tmp_path):
     checkpoints = Checkpointer(tmp_path / "run", read_only=True)
     assert checkpoints.latest() is None and checkpoints.best() is None
@@ -297,5 +330,15 @@ def test_reader_makes_nothing(tmp_path):
 def test_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file")
-    with pytest.raises(InputError, match="cannot open .*checkpoints.*: check the path"):
+    with pytest.raises(InputError, match="cannot open .*checkpoints.*: check the path") as caught:
         Checkpointer(tmp_path / "run")
+    assert "intact" not in str(caught.value)  # there are none
+
+
+def test_earlier_checkpoints_are_called_intact_where_there_are_any(checkpointer):
+    checkpoints = checkpointer()
+    for intact in (False, True):
+        with pytest.raises(InputError) as caught, checkpoints._disk("save to"):
+            raise OSError("No space left on device")
+        assert ("; earlier checkpoints are intact: free some space" in str(caught.value)) == intact
+        save(checkpoints, 3 + intact)

@@ -251,6 +251,25 @@ def test_workdir_that_cannot_be_written(tmp_path):
             train(workdir)
 
 
+def test_workdir_whose_checkpoints_could_not_be_read_back(tmp_path):
+    for name in ("[proj]", "\udcff"):
+        with pytest.raises(InputError, match="choose another one"):
+            train(tmp_path / name / "run")
+    assert not list(tmp_path.iterdir())
+
+
+def test_last_checkpoint_is_read_back_before_the_run_is_called_done(tmp_path, monkeypatch):
+    class Losing(Checkpointer):
+        def wait(self):
+            super().wait()
+            for path in self.directory.glob("12/params/manifest.ocdbt"):
+                path.unlink()
+
+    monkeypatch.setattr(loop, "Checkpointer", Losing)
+    with pytest.raises(InputError, match="checkpoint 12 cannot be read"):
+        train(tmp_path)
+
+
 def test_run_that_does_not_fit_leaves_no_trace_in_the_next(tmp_path):
     with pytest.raises(InputError, match="does not divide 8 devices"):
         train(tmp_path, plan__data=3)
