@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import keyword
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
@@ -51,9 +52,9 @@ def parse(text: str, what: str) -> tuple[Spec, ...]:
         assert isinstance(tree, ast.Tuple)
         _unmark(tree)
         return tuple(_spec(node) for node in tree.elts)
-    except (SyntaxError, ValueError, AssertionError) as error:
+    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError) as error:
         raise InputError(
-            f"{what}={text!r} is not a spec: expected names with optional arguments and repeats, as in "
+            f"{what}={shortened(text)} is not a spec: expected names with optional arguments and repeats, as in "
             '"window(256,0)*5,full"'
         ) from error
 
@@ -83,7 +84,16 @@ def _spec(node: ast.expr) -> Spec:
 
 
 def _literal(node: ast.expr) -> Any:
-    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+    value = node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number too large for a float")
+    return value
+
+
+def shortened(value: Any, length: int = 200) -> str:
+    """The repr of `value`, cut off after `length` characters."""
+    text = repr(value)
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def lookup(table: Mapping[str, T], name: str, what: str) -> T:

@@ -47,6 +47,10 @@ def test_parse(text, specs):
         "a+b",
         "f'x'",
         "not a",
+        "a(1e999)",
+        "a(x=-1e999)",
+        "(" * 300,
+        "a(" + "-" * 5000 + "1)",
     ],
 )
 def test_what_is_no_spec(text):

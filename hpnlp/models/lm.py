@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.nn.stack import coupled, through, through_reversibly
 from hpnlp.ops.attention.mask import Causal
 from hpnlp.parallel import offload
-from hpnlp.spec import build, did_you_mean, lookup, parse_one
+from hpnlp.spec import build, did_you_mean, lookup, parse, parse_one, shortened
 from hpnlp.types import ALONE, Aux, Branches, InputError, LossOut, Placement, WordStats
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -29,12 +30,25 @@ DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "flo
 # How a layer's branches add up: one after the other to one stream, or each to the stream that the other reads.
 RESIDUALS = ("plain", "reversible")
 
+# The largest sizes: some times what any published model has, and little enough that nothing overflows on the way to a plan.
+LIMITS = {
+    "layers": 4096,
+    "dim": 2**18,
+    "heads": 2**14,
+    "kv_heads": 2**14,
+    "head_dim": 2**16,
+    "mlp_dim": 2**20,
+    "vocab": 2**27,
+    "max_len": 2**28,
+    "unroll": 4096,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class LMConfig(BlockConfig):
     """A causal language model.
 
-    layers: how many Blocks. vocab: rows of the embedding table, 0 for the tokenizer's. max_len: the longest sequence that
+    LIMITS holds the largest sizes. layers: how many Blocks. vocab: rows of the embedding table, 0 for the tokenizer's. max_len: the longest sequence that
     learned positions reach, 0 for data.seq_len. output: an entry of OUTPUTS. tied: the head shares the embedding table,
     where its rows are words. dtype: what activations are computed in; parameters stay float32. unroll:
     how many layers one step of the loop over layers holds, 0 for all; one turn where anything is computed again.
@@ -57,9 +71,18 @@ class LMConfig(BlockConfig):
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise InputError(f"model.{name}={getattr(self, name)}: expected at least {bound}")
+        for name, limit in LIMITS.items():
+            if getattr(self, name) > limit:
+                raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected at most {limit}")
         for name in ("norm_eps", "rope_theta"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"model.{name}={getattr(self, name)}: expected a number over 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"model.{name}={getattr(self, name)}: expected a finite number over 0")
+        named = sum(spec.repeat for spec in parse(self.mixer, "model.mixer"))
+        if named > LIMITS["layers"]:  # before repeats are written out
+            raise InputError(
+                f"model.mixer={shortened(self.mixer, 80)} names {named} layers: expected at most {LIMITS['layers']}; a period is enough, "
+                "as layers take it in turn"
+            )
         super().__post_init__()
         period = len(alternation(self.mixer))
         if period > self.layers:

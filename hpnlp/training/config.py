@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -13,16 +14,32 @@ from ml_collections import ConfigDict, config_dict
 from hpnlp.data.stream import DataConfig
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.parallel.plan import Plan
-from hpnlp.spec import did_you_mean
+from hpnlp.spec import did_you_mean, shortened
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError, WordStats
+
+# The largest value of whole-number fields outside `model`, which has its own; other fields may be up to LARGEST. Random keys
+# hold 32 bits of a seed, and steps, positions and token ids are counted in int32.
+LARGEST = 2**31 - 1
+LIMITS = {
+    "train.steps": 10**9,
+    "train.seed": 2**32 - 1,
+    "train.sample": 100_000,
+    "data.seq_len": 2**28,
+    "data.heldout_bytes": 2**63 - 1,
+}
+# The key of config.json that holds how many fields were written: a file that lacks some of them was damaged, while fields that
+# a later version has added are not counted and take their defaults.
+COUNT = "fields"
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """How long a run lasts, and what it writes on the way.
 
-    steps: optimizer steps. seed: of parameters, data order and dropout. log_every: steps after which metrics are fetched
+    steps: optimizer steps, up to 10^9. seed: of parameters, data order and dropout, up to 2^32 - 1. init_from: a run's workdir
+    (its best checkpoint is taken) or a directory in the Hugging Face layout, whose parameters and tokenizer training begins
+    with, "" for none; the optimizer and the data begin anew, and a run that has saved a checkpoint goes on from that. log_every: steps after which metrics are fetched
     and written. eval_every: steps after which held-out text is scored, 0 only at the end: eval_batches of it, 0 all;
     of each row the last eval_stride tokens, 0 all, with those before as context. checkpoint_every: steps after which a
     checkpoint is saved, 0 only at the end; `keep` of them stay, beside the best. patience: stop after that many
@@ -33,6 +50,7 @@ class TrainConfig:
 
     steps: int = 1000
     seed: int = 0
+    init_from: str = ""
     log_every: int = 20
     eval_every: int = 0
     eval_batches: int = 16
@@ -95,6 +113,19 @@ class Config:
             raise InputError(
                 f"train.eval_stride={self.train.eval_stride} is more than data.seq_len={self.data.seq_len}: choose 0 for "
                 "whole rows, or at most that"
+            )
+        for name, value in flat(self).items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                raise InputError(f"{name}={value}: expected a finite number")
+            limit = LIMITS.get(name, LARGEST)
+            if any(isinstance(number, int) and number > limit for number in numbers):
+                raise InputError(f"{name}={shortened(value, 40)}: expected at most {limit}")
+        tokens = self.data.batch_size * self.data.seq_len
+        if tokens > LARGEST:
+            raise InputError(
+                f"data.batch_size={self.data.batch_size} rows of data.seq_len={self.data.seq_len} are {tokens:,} tokens: expected "
+                f"at most {LARGEST:,} in a batch, so lower one of them"
             )
 
 
@@ -163,7 +194,8 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
         if typing.get_origin(one) is tuple and isinstance(value, list | tuple):
             return tuple(_typed(typing.get_args(one)[0], item, name) for item in value)
         if one is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            # A whole number over the largest float is as little of use as infinity, which the Config refuses by the field's name.
+            return float(value) if abs(value) < 2**1023 else math.inf
         if isinstance(one, type) and type(value) is one:
             return value
     expected = " or ".join(getattr(one, "__name__", str(one)) for one in allowed)
@@ -171,19 +203,35 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
 
 
 def to_json(config: Config) -> str:
-    """The text of config.json."""
-    return json.dumps(dataclasses.asdict(config), indent=1) + "\n"
+    """The text of config.json: every section, and how many fields there are."""
+    return json.dumps(dataclasses.asdict(config) | {COUNT: len(flat(config))}, indent=1) + "\n"
 
 
 def from_json(text: str) -> Config:
-    """The Config of a config.json; raises InputError where it is no such text."""
+    """The Config of a config.json.
+
+    Fields that a version after the file's own has added take their defaults, and so do those of files that do not say how many
+    fields they were written with.
+
+    Raises:
+        InputError: the text is not JSON, holds a field that does not fit, or lacks one that was written.
+    """
     try:
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"it holds a {type(values).__name__}, not an object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"config.json is not valid JSON ({error}): restore it, or choose another workdir") from error
-    return resolve(values)
+    written = values.pop(COUNT, 0)
+    config = resolve(values)
+    present = {f"{section}.{name}" for section, fields in values.items() for name in fields}
+    if not isinstance(written, int) or len(present) < written:
+        missing = ", ".join(name for name in flat(config) if name not in present)
+        raise InputError(
+            f"config.json was written with {written} fields and holds {len(present)}: restore {missing or COUNT}, or choose "
+            "another workdir"
+        )
+    return config
 
 
 def differences(old: Config, new: Config) -> list[str]:

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ def saved_tokenizer(workdir: Path) -> Tokenizer | None:
 
 
 def load_config(workdir: str | Path) -> Config:
-    """The config of a run; raises InputError where `workdir` holds none."""
+    """The config of a run; raises InputError where `workdir` holds none, or one that cannot be read."""
     path = Path(workdir) / "config.json"
     try:
-        return configs.from_json(path.read_text())
-    except FileNotFoundError:
+        text = path.read_text("utf-8")
+    except (FileNotFoundError, NotADirectoryError):
         if has_checkpoints(workdir):
             raise InputError(
                 f"{workdir} has checkpoints and no config.json: restore it, for only with it can they be read"
@@ -45,6 +46,13 @@ def load_config(workdir: str | Path) -> Config:
         raise InputError(
             f"{workdir} holds no run (there is no config.json): train one first, or name another"
         ) from None
+    except (OSError, ValueError) as error:  # a ValueError: of bytes that are not UTF-8, or a null in the path
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InputError(f"cannot read {path} ({reason}): restore it, or name another workdir") from error
+    try:
+        return configs.from_json(text)
+    except InputError as error:
+        raise InputError(f"{workdir}: {error}") from None
 
 
 def has_checkpoints(workdir: str | Path) -> bool:
@@ -76,6 +84,8 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
         try:
             yield
         except OSError as error:
+            if _stdout_fails():
+                raise
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise InputError(
                     f"cannot write to {workdir}: the disk is full: free some space and run the same command again"
@@ -85,12 +95,30 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
                     f"cannot write to {error.filename or workdir} ({error.strerror}): mend its permissions and run the "
                     "same command again"
                 ) from error
+            if str(error.filename or "").startswith(str(workdir)):
+                raise InputError(
+                    f"cannot use {error.filename} ({error.strerror}): move it away, or choose another workdir"
+                ) from error
             raise
+
+
+def _stdout_fails() -> bool:
+    """True where standard output takes nothing: its errors, as of a full disk, say nothing about the workdir.
+
+    What could not be written stays in its buffer, so that another flush fails again.
+    """
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        return True
+    return False
 
 
 def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
     """Raises InputError where the run in `workdir` was begun with another config, and may not go on with this one."""
-    if not (workdir / "config.json").exists():
+    if (workdir / "config.json").is_dir():
+        raise InputError(f"{workdir / 'config.json'} is a directory: move it away, or choose another workdir")
+    if not os.path.lexists(workdir / "config.json"):
         if has_begun(workdir) and not accept_changes:
             raise InputError(
                 f"{workdir} has {'checkpoints' if has_checkpoints(workdir) else 'metrics.jsonl'} and no config.json: restore "

@@ -49,7 +49,28 @@ def test_config_of_an_older_version_takes_defaults():
     older = json.loads(configs.to_json(Config()))
     del older["train"]["sample"]
     del older["plan"]
+    del older["fields"]  # which those that count them have
     assert configs.from_json(json.dumps(older)) == Config()
+
+
+def test_fields_of_later_versions_take_defaults(monkeypatch):
+    """The file of a version without `train.sample` holds all that it was written with."""
+    older = json.loads(configs.to_json(Config()))
+    del older["train"]["sample"]
+    older["fields"] -= 1
+    assert configs.from_json(json.dumps(older)) == Config()
+
+
+@pytest.mark.parametrize("lost", ["model.residual", "optimizer.learning_rate", "train.init_from"])
+def test_fields_that_a_file_has_lost_are_named(lost):
+    values = json.loads(configs.to_json(Config()))
+    section, field = lost.split(".")
+    del values[section][field]
+    with pytest.raises(InputError, match=rf"config.json was written with \d+ fields and holds \d+: restore {lost}, or"):
+        configs.from_json(json.dumps(values))
+    del values["data"]
+    with pytest.raises(InputError, match=rf"restore .*data.path.*{lost}|restore .*{lost}.*data.path"):
+        configs.from_json(json.dumps(values))
 
 
 def test_differences_name_both_values():
@@ -87,6 +108,30 @@ def test_whole_numbers_are_floats_where_floats_are_asked_for():
         ({"train": {"patience": 2}}, "train.patience=2 counts evaluations: set train.eval_every as well"),
         ({"train": {"eval_stride": 300}}, "train.eval_stride=300 is more than data.seq_len=256: choose 0"),
         ({"train": {"profile": "5:11", "steps": 10}}, "train.profile='5:11' goes beyond train.steps=10"),
+        ({"optimizer": {"learning_rate": float("inf")}}, "optimizer.learning_rate=inf: expected a finite number"),
+        ({"optimizer": {"learning_rate": 10**400}}, "optimizer.learning_rate=inf: expected a finite number"),
+        ({"optimizer": {"clip_norm": float("inf")}}, "optimizer.clip_norm=inf: expected a finite number"),
+        ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate=nan: expected"),
+        ({"optimizer": {"schedule": "wsd(decay=1e999)"}}, "optimizer.schedule='wsd(decay=1e999)' is not a spec"),
+        ({"optimizer": {"weight_decay": float("inf")}}, "optimizer.weight_decay=inf: expected a finite number"),
+        ({"optimizer": {"warmup": 10**12}}, "optimizer.warmup=1000000000000: expected at most 2147483647"),
+        ({"train": {"min_delta": float("inf")}}, "train.min_delta=inf: expected a finite number"),
+        ({"train": {"seed": 2**64}}, "train.seed=18446744073709551616: expected at most 4294967295"),
+        ({"train": {"seed": -(2**64)}}, "train.seed=-18446744073709551616: expected at least 0"),
+        ({"train": {"steps": 10**10}}, "train.steps=10000000000: expected at most 1000000000"),
+        ({"train": {"steps": 10**400}}, "0...: expected at most 1000000000"),
+        ({"train": {"sample": 10**9}}, "train.sample=1000000000: expected at most 100000"),
+        ({"data": {"weights": [1.0, float("inf")]}}, "data.weights=(1.0, inf): expected numbers over 0"),
+        ({"data": {"seq_len": 10**9}}, "data.seq_len=1000000000: expected at most 268435456"),
+        ({"data": {"batch_size": 10**8, "seq_len": 100}}, "are 10,000,000,000 tokens: expected at most 2,147,483,647"),
+        ({"plan": {"microbatches": 10**10}}, "plan.microbatches=10000000000: expected at most 2147483647"),
+        ({"model": {"layers": 10**6}}, "model.layers=1000000: expected at most 4096"),
+        ({"model": {"dim": 10**400}}, "0...: expected at most 262144"),
+        ({"model": {"mixer": "full*1000000000"}}, "model.mixer='full*1000000000' names 1000000000 layers: expected at"),
+        ({"model": {"mixer": "full*999,window(8)*9999999"}}, "names 10000998 layers: expected at most 4096"),
+        ({"model": {"rope_theta": float("inf")}}, "model.rope_theta=inf: expected a finite number over 0"),
+        ({"model": {"rope_theta": float("nan")}}, "model.rope_theta=nan: expected a finite number over 0"),
+        ({"model": {"dropout": float("nan")}}, "model.dropout=nan: expected a probability"),
         ({"model": {"layers": 0}}, "model.layers=0: expected at least 1"),
         ({"model": {"dim": 100, "heads": 3}}, "model.dim=100 is not a multiple of model.heads=3"),
         ({"model": {"dtype": "fp16"}}, "unknown model.dtype 'fp16': did you mean 'float16'?"),

@@ -1,5 +1,6 @@
 """The loop: whatever interrupts a run, what it leaves in its directory is what an undisturbed run leaves."""
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -396,6 +397,52 @@ def test_debug_nans_stops_at_the_operation(tmp_path):
 def test_directory_that_takes_no_more(tmp_path, code, message):
     with pytest.raises(InputError, match=message), claimed(tmp_path, tiny.make(), False):
         raise OSError(code, os.strerror(code), "x.json")
+
+
+def test_errors_of_standard_output_are_not_the_workdirs(tmp_path, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        full.write("what nobody takes")
+        with pytest.raises(OSError, match="No space left"), claimed(tmp_path, tiny.make(), False):
+            full.flush()
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+
+def config_as(kind, path):
+    """Makes a config.json at `path` that is none."""
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path)
+    else:
+        path.write_bytes({"binary": b"\xff\x00\xfe", "field": b'{"fields": 3, "train": {"steps": 3}}'}[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("directory", r"cannot read .*config.json \(Is a directory\): restore it, or name another workdir"),
+        ("loop", r"cannot read .*config.json \(Too many levels of symbolic links\): restore it"),
+        ("binary", r"cannot read .*config.json \(it is not UTF-8 text\): restore it"),
+        ("field", r".*: config.json was written with 3 fields and holds 1: restore model.dim, "),
+    ],
+)
+def test_config_that_cannot_be_read(tmp_path, kind, message):
+    config_as(kind, tmp_path / "config.json")
+    with pytest.raises(InputError, match=message):
+        load(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    message = "config.json is a directory: move it away" if kind == "directory" else message
+    with pytest.raises(InputError, match=message), claimed(tmp_path, tiny.make(), True):
+        pass
+
+
+def test_workdir_that_is_a_file_holds_no_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="file holds no run"):
+        load(tmp_path / "file")
 
 
 @pytest.mark.parametrize(
