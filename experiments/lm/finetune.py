@@ -1,7 +1,6 @@
-"""Trains a converted model on, with its own sizes and tokenizer.
+"""Trains a model on: a run, or a model in the Hugging Face layout, with its own sizes and tokenizer, on other data.
 
-hpnlp convert --from=DIR --to=runs/x
-hpnlp train --config=experiments/lm/finetune.py:runs/x --workdir=runs/x --config.data.path=DIR_OR_GLOB
+hpnlp train --config=experiments/lm/finetune.py:runs/a --workdir=runs/b --config.data.path=DIR_OR_GLOB
 """
 
 from __future__ import annotations
@@ -10,13 +9,17 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
+from hpnlp.training import warm_start
 from hpnlp.training.config import default
-from hpnlp.training.run import load_config
 
 
-def get_config(run: str = "runs/x") -> ConfigDict:
+def get_config(source: str = "runs/x") -> ConfigDict:
+    """The config of a run that starts from `source`: a run's workdir, or a directory in the Hugging Face layout."""
+    found = warm_start.find(source)
     config = default()
-    config.model.update(dataclasses.asdict(load_config(run).model))
+    config.train.init_from = source
+    config.data.tokenizer = found.tokenizer_field
+    config.model.update(dataclasses.asdict(found.model))
     config.data.seq_len = min(512, config.model.max_len)  # learned positions reach no further
     config.data.batch_size = 8
     config.optimizer.learning_rate = 1e-5

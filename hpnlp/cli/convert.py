@@ -59,7 +59,7 @@ def _to_run(source: Path, target: Path) -> None:
     checked_directory(target)
     model, params = convert.load(source)
     # Rows no longer than the model's positions reach, where these are learned.
-    data = DataConfig(seq_len=min(DataConfig.seq_len, model.max_len))
+    data = DataConfig(seq_len=min(DataConfig.seq_len, model.max_len), tokenizer=str(target / "tokenizer.json"))
     values = config.Config(model=dataclasses.replace(model, dtype=cli.FLAGS.dtype), data=data)
     runs.make_model(values, tokenizers.load(str(source)))  # raises where the tokenizer is not the model's
     target.mkdir(parents=True, exist_ok=True)

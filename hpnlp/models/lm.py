@@ -48,13 +48,14 @@ LIMITS = {
 class LMConfig(BlockConfig):
     """A causal language model.
 
-    LIMITS holds the largest sizes. layers: how many Blocks. vocab: rows of the embedding table, 0 for the tokenizer's. max_len: the longest sequence that
+    layers: how many Blocks. vocab: rows of the embedding table, 0 for the tokenizer's. max_len: the longest sequence that
     learned positions reach, 0 for data.seq_len. output: an entry of OUTPUTS. tied: the head shares the embedding table,
     where its rows are words. dtype: what activations are computed in; parameters stay float32. unroll:
     how many layers one step of the loop over layers holds, 0 for all; one turn where anything is computed again.
     residual: "plain"; or "reversible", whose backward pass computes activations again from the end, so that they take the
     memory of one layer, in about the time of plan.remat=full. It is another function of the same parameters: two streams, which
-    begin as the embedding and end as their mean, in float32 whatever the dtype (`ops.reversible`).
+    begin as the embedding and end as their mean, in float32 whatever the dtype (`ops.reversible`). No size is over its entry of
+    LIMITS: at most 4096 layers, and a width of 2^18.
     """
 
     layers: int = 4
@@ -80,8 +81,8 @@ class LMConfig(BlockConfig):
         named = sum(spec.repeat for spec in parse(self.mixer, "model.mixer"))
         if named > LIMITS["layers"]:  # before repeats are written out
             raise InputError(
-                f"model.mixer={shortened(self.mixer, 80)} names {named} layers: expected at most {LIMITS['layers']}; a period is enough, "
-                "as layers take it in turn"
+                f"model.mixer={shortened(self.mixer, 80)} names {named} layers: expected at most {LIMITS['layers']}; "
+                "a period is enough, as layers take it in turn"
             )
         super().__post_init__()
         period = len(alternation(self.mixer))

@@ -83,6 +83,11 @@ class Checkpointer:
                 self.directory.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
+    @staticmethod
+    def exist(workdir: str | Path) -> bool:
+        """True where `workdir` holds a complete checkpoint; makes nothing."""
+        return _finished(Path(workdir) / "checkpoints")
+
     def latest(self) -> int | None:
         """The newest complete checkpoint's step."""
         return self._manager.latest_step()

@@ -39,11 +39,12 @@ class TrainConfig:
 
     steps: optimizer steps, up to 10^9. seed: of parameters, data order and dropout, up to 2^32 - 1. init_from: a run's workdir
     (its best checkpoint is taken) or a directory in the Hugging Face layout, whose parameters and tokenizer training begins
-    with, "" for none; the optimizer and the data begin anew, and a run that has saved a checkpoint goes on from that. log_every: steps after which metrics are fetched
-    and written. eval_every: steps after which held-out text is scored, 0 only at the end: eval_batches of it, 0 all;
-    of each row the last eval_stride tokens, 0 all, with those before as context. checkpoint_every: steps after which a
-    checkpoint is saved, 0 only at the end; `keep` of them stay, beside the best. patience: stop after that many
-    evaluations without an improvement of `min_delta` nats a token, 0 never. profile: "10:15" traces steps 10 to 15.
+    with, "" for none; the optimizer and the data begin anew, and a run that has saved a checkpoint goes on from that.
+    log_every: steps after which metrics are fetched and written. eval_every: steps after which held-out text is scored, 0 only
+    at the end: eval_batches of it, 0 all; of each row the last eval_stride tokens, 0 all, with those before as context.
+    checkpoint_every: steps after which a checkpoint is saved, 0 only at the end; `keep` of them stay, beside the best.
+    patience: stop after that many evaluations without an improvement of `min_delta` nats a token, 0 never. profile: "10:15"
+    traces steps 10 to 15.
     debug_nans: stop at the operation that makes a NaN. writers: further metric writers, as in "tensorboard,wandb",
     where wandb(PROJECT) names the project. sample: bytes of text that the report shows, 0 for none.
     """
@@ -124,8 +125,8 @@ class Config:
         tokens = self.data.batch_size * self.data.seq_len
         if tokens > LARGEST:
             raise InputError(
-                f"data.batch_size={self.data.batch_size} rows of data.seq_len={self.data.seq_len} are {tokens:,} tokens: expected "
-                f"at most {LARGEST:,} in a batch, so lower one of them"
+                f"data.batch_size={self.data.batch_size} rows of data.seq_len={self.data.seq_len} are {tokens:,} tokens: "
+                f"expected at most {LARGEST:,} in a batch, so lower one of them"
             )
 
 
@@ -194,7 +195,7 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
         if typing.get_origin(one) is tuple and isinstance(value, list | tuple):
             return tuple(_typed(typing.get_args(one)[0], item, name) for item in value)
         if one is float and isinstance(value, int) and not isinstance(value, bool):
-            # A whole number over the largest float is as little of use as infinity, which the Config refuses by the field's name.
+            # A whole number over the largest float becomes infinity, which the Config refuses by the field's name.
             return float(value) if abs(value) < 2**1023 else math.inf
         if isinstance(one, type) and type(value) is one:
             return value

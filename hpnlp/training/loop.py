@@ -16,7 +16,7 @@ from hpnlp import measure
 from hpnlp.data.stream import Corpus, prepare
 from hpnlp.data.tokenizers import save_whole
 from hpnlp.models.lm import LM
-from hpnlp.training import hosts
+from hpnlp.training import hosts, warm_start
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.loss_scale import LEAST
@@ -69,8 +69,12 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             further_writers = find_writers(config.train.writers)
             begun = hosts.agreed(has_begun(workdir))
             say_progress = now_and_then(console=None if lead else QUIET)
-            corpus = prepare(config.data, saved_tokenizer(workdir) if begun else None, say_progress)
+            source = _source(config, workdir)
+            tokenizer = saved_tokenizer(workdir) if begun else None
+            corpus = prepare(config.data, tokenizer or (source and source.tokenizer), say_progress)
             model = make_model(config, corpus.tokenizer)
+            if source is not None:
+                warm_start.check_model(model.config, source)
             optimizer = config.optimizer.for_batch(config.data.batch_size)
             trainer = make_trainer(model, optimizer, config.plan, steps=config.train.steps)
             check_batch(trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
@@ -81,14 +85,21 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             stack.callback(checkpoints.close)
             progress: dict[str, Any] = {"best": None, "bad_evals": 0}
             peak = measure.peak_memory_bytes
-            if checkpoints.latest() is None:
+            begin = "starting"
+            if source is not None:
+                params, phrase = warm_start.load_params(source, trainer, config.plan)
+                state, first, begin = trainer.init(key, params), 0, f"starting from {phrase}"
+            elif checkpoints.latest() is None:
                 state, first = trainer.init(key), 0
             elif checkpoints.holds_params_only():  # a converted model: everything but the parameters begins here
+                warm_start.check_tokenizer(config.data.tokenizer, warm_start.find(workdir))
                 state, first = trainer.init(key, checkpoints.restore_params(trainer.state_shapes)), 0
+                begin = f"starting from the converted model of {workdir}, with its tokenizer"
             else:
                 state, data_state, progress = checkpoints.restore(trainer.state_shapes)
                 rows.set_state(data_state)
                 first = int(state.step)
+                begin = f"going on from step {first}"
                 for phase, seconds in progress["seconds"].items():
                     clock.seconds[phase] += seconds
                 before = progress.get("peak_memory_bytes", 0)  # older checkpoints do not say
@@ -108,7 +119,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
         display = Display(first, config.train.steps, tokens, None if lead else QUIET)
         stack.callback(display.close)
         parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainer.state_shapes.params))
-        display.say(_greeting(config, workdir, parameters, first, trainer.layout.mesh))
+        display.say(_greeting(begin, config, workdir, parameters, trainer.layout.mesh))
         if trainer.undivided:
             display.say(f"no axis of the plan divides {', '.join(trainer.undivided)}: whole on every device")
         display.say(corpus.summary)  # what was left out, too: nobody misses a file in silence
@@ -290,8 +301,16 @@ def _devices(mesh: Any) -> str:
     return f"{used} {devices[0].platform} device{'s' * (len(devices) > 1)}{f' ({axes})' * bool(axes)}"
 
 
-def _greeting(config: Config, workdir: Path, parameters: int, first: int, mesh: Any) -> str:
-    begin = f"going on from step {first}" if first else "starting"
+def _source(config: Config, workdir: Path) -> warm_start.Source | None:
+    """The model that `train.init_from` names; None without one, or where the run goes on from a checkpoint of its own."""
+    if not config.train.init_from or hosts.agreed(Checkpointer.exist(workdir)):
+        return None
+    source = warm_start.find(config.train.init_from)
+    warm_start.check_tokenizer(config.data.tokenizer, source)
+    return source
+
+
+def _greeting(begin: str, config: Config, workdir: Path, parameters: int, mesh: Any) -> str:
     return (
         f"{begin}: {parameters / 1e6:.2f}M parameters, {_devices(mesh)}, {config.train.steps} steps of "
         f"{config.data.batch_size} x {config.data.seq_len} tokens, in {workdir}"

@@ -160,10 +160,16 @@ class Run:
     step: int
 
 
-def load(workdir: str | Path, step: int | None = None) -> Run:
-    """The model of a run on one device: from checkpoint `step`, by default the best, or the newest where none was scored.
+def load(workdir: str | Path, step: int | None = None, plan: Plan = Plan("single")) -> Run:  # noqa: B008  (frozen)
+    """The model of a run: from checkpoint `step`, by default the best, or the newest where none was scored.
 
-    Raises InputError where the directory holds no run, or lacks a part of it.
+    Args:
+        workdir: of the run.
+        step: of the checkpoint; None takes the best.
+        plan: how the parameters are laid out, by default on one device.
+
+    Raises:
+        InputError: the directory holds no run, or lacks a part of it.
     """
     workdir = Path(workdir)
     config, tokenizer = load_config(workdir), saved_tokenizer(workdir)
@@ -171,7 +177,7 @@ def load(workdir: str | Path, step: int | None = None) -> Run:
         raise InputError(f"{workdir} has no tokenizer.json: put back the one that the run was trained with")
     model = make_model(config, tokenizer)
     optimizer = config.optimizer.for_batch(config.data.batch_size)
-    shapes = make_trainer(model, optimizer, Plan("single"), steps=config.train.steps).state_shapes
+    shapes = make_trainer(model, optimizer, plan, steps=config.train.steps).state_shapes
     checkpoints = Checkpointer(workdir, read_only=True)
     try:
         step = checkpoints.best() if step is None else step

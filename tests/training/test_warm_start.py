@@ -1,0 +1,184 @@
+"""Warm start: a run begins with the parameters and the tokenizer of another run, or of a Hugging Face directory."""
+
+import dataclasses
+import json
+import shutil
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+from hpnlp.cli import experiment
+from hpnlp.data import tokenizers
+from hpnlp.models import convert
+from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.planner import costs
+from hpnlp.training import loop, warm_start
+from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.config import flat, resolve, to_json
+from hpnlp.training.run import load
+from hpnlp.types import InputError
+from tests import tiny
+
+FINETUNE = "experiments/lm/finetune.py"
+# A learning rate under which parameters stay as they were, to the last bit.
+STILL = {"optimizer__learning_rate": 0.0, "optimizer__weight_decay": 0.0, "train__steps": 1}
+
+
+def train(workdir, **overrides):
+    return loop.train(tiny.make(**{"train__eval_every": 0} | overrides), workdir)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory, quick_compiler):
+    """A run with a vocabulary of its own, averaged parameters, and a best checkpoint that is not its last."""
+    workdir = tmp_path_factory.mktemp("source") / "words"
+    fields = {"data__tokenizer": "words(40)", "optimizer__ema": 0.5, "train__eval_every": 4, "train__eval_batches": 1}
+    train(workdir, **fields, train__min_delta=0.0)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A directory in the Hugging Face layout."""
+    directory = tmp_path_factory.mktemp("source") / "hf"
+    tokenizer = tokenizers.build("bpe(270)", [b"the quick brown fox, the lazy dog\n" * 20])
+    config = LMConfig(dim=16, heads=2, layers=2, mlp_dim=32, vocab=272, max_len=32)
+    params = nn.meta.unbox(LM(config).init(jax.random.key(3), example_batch(1, 2))["params"])
+    convert.save(config, params, directory, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def finetuned(source, **overrides):
+    values = experiment.read(f"{FINETUNE}:{source}", [])
+    small = {"data.path": tiny.get_config().data.path, "data.seq_len": 16, "train.sample": 0, "train.eval_every": 0}
+    values.update_from_flattened_dict(small | {name.replace("__", "."): value for name, value in overrides.items()})
+    return resolve(values)
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("plan", [{"plan__name": "zero3"}, {"plan__tensor": 2, "plan__offload_parameters": True}])
+def test_parameters_and_tokenizer_of_a_run(words, tmp_path, capsys, plan):
+    """Under another layout than the source's, with a fresh optimizer; the first line says where they are from."""
+    source = load(words)
+    result = loop.train(finetuned(words, **STILL, **plan), tmp_path / "run")
+    assert_same(result.params, source.params)
+    assert result.corpus.tokenizer.encode(b"the lazy dog").tolist() == source.tokenizer.encode(b"the lazy dog").tolist()
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(f"starting from {words}, step {source.step}, with its tokenizer: 0.0")
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+
+
+def test_parameters_and_tokenizer_of_a_hugging_face_directory(checkpoint, tmp_path, capsys):
+    config, params = convert.load(checkpoint)
+    result = loop.train(finetuned(checkpoint, **STILL, plan__name="zero3"), tmp_path / "run")
+    assert_same(result.params, params)
+    assert dataclasses.replace(result.model.config, max_len=32) == config
+    assert capsys.readouterr().out.startswith(
+        f"starting from {checkpoint}, a Hugging Face checkpoint, with its tokenizer"
+    )
+    assert load(tmp_path / "run").tokenizer.vocab_size == result.corpus.tokenizer.vocab_size
+
+
+def test_resumed_run_keeps_its_own_parameters(words, tmp_path, capsys):
+    """Also where the source is gone by then."""
+    source = tmp_path / "source"
+    shutil.copytree(words, source)
+    config = finetuned(source, train__steps=2, train__checkpoint_every=1, optimizer__learning_rate=1e-2)
+    first = loop.train(config, tmp_path / "run")
+    shutil.rmtree(source)
+    capsys.readouterr()
+    again = loop.train(config, tmp_path / "run")
+    assert capsys.readouterr().out.startswith("going on from step 2: ")
+    assert_same(again.params, first.params)
+
+
+def test_run_that_was_stopped_before_its_first_checkpoint_starts_from_the_source_again(words, tmp_path, capsys):
+    config = finetuned(words, **STILL)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    shutil.copy(words / "tokenizer.json", run / "tokenizer.json")
+    (run / "config.json").write_text(to_json(config))
+    result = loop.train(config, run)
+    assert capsys.readouterr().out.startswith(f"starting from {words}, step ")
+    assert_same(result.params, load(words).params)
+
+
+def test_configs_without_a_source_of_sizes_start_from_runs(words, tmp_path):
+    """A native run's own experiment on new data: the same fields, and `train.init_from`."""
+    result = train(tmp_path / "run", **STILL, data__tokenizer="words(40)", train__init_from=str(words))
+    assert_same(result.params, load(words).params)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"train__init_from": "no/such"}, "train.init_from=no/such is not a directory: name a run's workdir, or a"),
+        (
+            {"data__tokenizer": "bytes"},
+            "data.tokenizer='bytes' is not the tokenizer .*: set --config.data.tokenizer=.*json",
+        ),
+        ({"data__tokenizer": "words(30)"}, r"data.tokenizer='words\(30\)' is not the tokenizer that the parameters of"),
+        (
+            {"model__layers": 1, "model__mlp": "gelu", "model__mixer": "window(4,0)", "model__dtype": "bfloat16"},
+            r"has another model \(model.mixer is 'window\(4,0\)', there 'full'; model.mlp is 'gelu', there 'swiglu'; "
+            r"model.layers is 1, there 2\): set --config.model.mixer=full --config.model.mlp=swiglu --config.model.layers=2,",
+        ),
+        ({"model__dim": 32}, r"\(model.dim is 32, there 16\)"),
+        ({"model__rope_theta": 5e5}, r"\(model.rope_theta is 500000.0, there 10000.0\)"),
+        ({"model__position": "learned"}, r"\(model.position is 'learned', there 'rope'\)"),
+        ({"model__vocab": 64}, r"\(model.vocab is 64, there 23\)"),
+    ],
+)
+def test_sources_that_do_not_fit_are_refused_with_every_difference(words, tmp_path, fields, message):
+    with pytest.raises(InputError, match=message) as caught:
+        train(tmp_path / "run", **{"data__tokenizer": "words(40)", "train__init_from": str(words)} | fields)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_directories_that_lack_a_part(words, checkpoint, tmp_path):
+    for name, source, message in (
+        ("tokenizer.json", words, "has no tokenizer.json: put back"),
+        ("config.json", words, "has checkpoints and no config.json"),
+        ("tokenizer.json", checkpoint, "cannot read the tokenizer"),
+        ("config.json", checkpoint, "holds no run"),
+    ):
+        copy = tmp_path / f"{source.name}-{name}"
+        shutil.copytree(source, copy)
+        (copy / name).unlink()
+        with pytest.raises(InputError, match=message):
+            warm_start.find(copy)
+    with pytest.raises(InputError, match="no checkpoint"):
+        shutil.copytree(words, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
+        train(tmp_path / "run", data__tokenizer="words(40)", train__init_from=str(tmp_path / "empty"))
+
+
+def test_converted_run_is_trained_with_its_own_tokenizer(checkpoint, tmp_path, capsys):
+    """A model at step 0 in the workdir itself."""
+    config, params = convert.load(checkpoint)
+    run = tmp_path / "run"
+    checkpoints = Checkpointer(run)
+    checkpoints.save_params(params)
+    checkpoints.close()
+    shutil.copy(checkpoint / "tokenizer.json", run / "tokenizer.json")
+    (run / "config.json").write_text(to_json(resolve({"model": dataclasses.asdict(config)})))
+    with pytest.raises(InputError, match="data.tokenizer='bytes' is not the tokenizer"):
+        loop.train(finetuned(run, **STILL, data__tokenizer="bytes"), run)
+    result = loop.train(finetuned(run, **STILL), run)
+    assert "starting from the converted model of" in capsys.readouterr().out
+    assert_same(result.params, params)
+
+
+def test_planner_takes_configs_with_a_source(words):
+    config = finetuned(words, plan__name="zero3")
+    assert flat(config)["train.init_from"] == str(words)
+    assert costs(config, 8).parameters == sum(leaf.size for leaf in jax.tree.leaves(load(words).params))
