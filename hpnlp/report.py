@@ -7,7 +7,6 @@ import json
 import lzma
 import math
 import os
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import jax
 
 from hpnlp import measure
 from hpnlp.nn.output import is_normalized
-from hpnlp.training import decode
+from hpnlp.training import decode, next_commands
 from hpnlp.training.config import Config, flat
 from hpnlp.training.loop import Result
 from hpnlp.types import InputError
@@ -143,8 +142,6 @@ def render(workdir: Path, config: Config, report: Mapping[str, Any], sample: str
     perplexity = None  # said of words, where bits a byte are not
     if probable and report["heldout_bits_per_byte"] is None and loss is not None and loss < 100:
         perplexity = f"{math.exp(loss):.5g}"
-    others = shlex.join(flag for flag in shlex.split(flags) if not flag.startswith("--config.train.steps="))
-    choice = "--temperature=0.8 --top_p=0.95" if probable else "--temperature=0"
     rows = [
         ("held-out bytes", f"{report['heldout_bytes']:,}"),
         ("held-out bits a byte", _decimals(report["heldout_bits_per_byte"])),
@@ -177,10 +174,7 @@ Where the time went, over all restarts: {where}.
 {shown}
 Next:
 
-- continue a text of yours: `hpnlp generate --workdir={workdir} --prompt="def " --tokens=200 {choice}`
-- train on it: `hpnlp train {flags} --workdir=runs/mine --config.data.path=DIR_OR_GLOB`
-- train longer: `hpnlp train {others} --workdir={workdir} --config.train.steps={2 * config.train.steps} --accept_changes`
-- put runs beside each other: `hpnlp compare {workdir} runs/mine`
+{next_commands.render(workdir, config, flags)}
 """
 
 

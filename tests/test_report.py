@@ -114,9 +114,11 @@ def test_text_of_a_report(tmp_path):
     assert "| held-out bits a byte | 2.0000 |" in text and "| achieved GFLOP/s | 2.0 |" in text
     assert "| held-out bytes | 1,760 |" in text and "| wall time of the last process, s |" in text
     assert "Where the time went, over all restarts: setup" in text
-    assert "--config=FILE --workdir=runs/mine" in text
+    assert (
+        f"--config=FILE --workdir={tmp_path}-tuned --config.train.init_from={tmp_path} --config.data.path=std" in text
+    )
     mine = report.render(tmp_path, Config(), summary(), "", "--config=mine.py --config.train.steps=5")
-    assert "`hpnlp train --config=mine.py --config.train.steps=5 --workdir=runs/mine" in mine
+    assert f"`hpnlp train --config=mine.py --config.train.steps=5 --workdir={tmp_path}-tuned" in mine
     assert f"`hpnlp train --config=mine.py --workdir={tmp_path} --config.train.steps=2000 --accept" in mine
     assert "| devices | 8 cpu devices (data 8) |" in text and "skipped" not in text
     assert "| steps skipped, not finite | 2 |" in report.render(
