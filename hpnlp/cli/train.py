@@ -31,7 +31,11 @@ flags.DEFINE_integer("processes", 0, "How many there are; with --coordinator.")
 flags.DEFINE_integer("process", -1, "Which one this is, from 0; with --coordinator.")
 flags.DEFINE_integer("wait", 300, "Seconds to wait for the other processes.")
 flags.DEFINE_integer("heartbeat", 100, "Seconds without a sign of life after which a process is given up.")
-flags.DEFINE_bool("accept_changes", False, "Go on in a workdir that another config made.")
+flags.DEFINE_bool(
+    "accept_changes",
+    False,
+    "Go on in a workdir that another config made, or from a train.init_from whose model differs but for its shapes.",
+)
 
 
 def run(argv: Sequence[str]) -> None:

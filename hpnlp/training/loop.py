@@ -51,7 +51,10 @@ class Result:
 
 
 def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) -> Result:
-    """Trains to `config.train.steps`, going on from the newest checkpoint in `workdir`.
+    """Trains to `config.train.steps`, going on from the newest checkpoint in `workdir`, or else from `config.train.init_from`.
+
+    accept_changes: go on though the directory was made by another config, or start though the model of `init_from` differs in
+    more than shapes tell.
 
     Raises InputError where the config, the data, the mesh or the directory is at fault; what was saved stays.
     """
@@ -73,8 +76,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             tokenizer = saved_tokenizer(workdir) if begun else None
             corpus = prepare(config.data, tokenizer or (source and source.tokenizer), say_progress)
             model = make_model(config, corpus.tokenizer)
-            if source is not None:
-                warm_start.check_model(model.config, source)
+            changed = "" if source is None else warm_start.check_model(model.config, source, accept_changes)
             optimizer = config.optimizer.for_batch(config.data.batch_size)
             trainer = make_trainer(model, optimizer, config.plan, steps=config.train.steps)
             check_batch(trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
@@ -88,7 +90,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             begin = "starting"
             if source is not None:
                 params, phrase = warm_start.load_params(source, trainer, config.plan)
-                state, first, begin = trainer.init(key, params), 0, f"starting from {phrase}"
+                state, first = trainer.init(key, params), 0
+                begin = f"starting from {phrase}{f' ({changed})' * bool(changed)}"
             elif checkpoints.latest() is None:
                 state, first = trainer.init(key), 0
             elif checkpoints.holds_params_only():  # a converted model: everything but the parameters begins here

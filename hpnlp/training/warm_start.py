@@ -66,7 +66,11 @@ def find(directory: str | Path) -> Source:
         )
     raw = _read(source)
     if "model_type" in raw:
-        model = LMConfig(**families.fields_of(raw, str(source)))
+        fields = families.fields_of(raw, str(source))
+        try:
+            model = LMConfig(**fields)
+        except InputError as error:
+            raise InputError(f"{source}: {error}") from None
         return Source(path, model, tokenizers.load(str(path)), "", is_run=False)
     config, tokenizer = runs.load_config(path), runs.saved_tokenizer(path)
     if tokenizer is None:
@@ -104,16 +108,21 @@ def check_tokenizer(field: str, source: Source) -> None:
         )
 
 
-def check_model(model: LMConfig, source: Source) -> None:
-    """Raises InputError, with every field that differs, unless `model` computes what the model of `source` does.
+def check_model(model: LMConfig, source: Source, accept_changes: bool = False) -> str:
+    """Compares what `model` computes with what the model of `source` does.
 
     Args:
         model: with sizes filled in, as `config.model_of` does.
         source: whose parameters the model is to begin with.
+        accept_changes: allow differences; `load_params` still refuses parameters of other shapes.
+
+    Returns:
+        The differences that were accepted, "" for none.
+
+    Raises:
+        InputError: the models differ; the message names every field that does.
     """
     ours, theirs = _architecture(model), _architecture(source.model)
-    if ours == theirs:
-        return
     told, fix = [], []
     for name in (field.name for field in dataclasses.fields(LMConfig)):
         here, there = getattr(model, name), getattr(source.model, name)
@@ -121,10 +130,14 @@ def check_model(model: LMConfig, source: Source) -> None:
         if name in theirs and ours.get(name) != theirs[name] and here != there:
             told.append(f"model.{name} is {here!r}, there {there!r}")
             fix.append(shlex.quote(f"--config.model.{name}={there}"))
-    raise InputError(
-        f"train.init_from={source.directory} has another model ({'; '.join(told)}): set {' '.join(fix)}, or take the model "
-        f"from there, as experiments/lm/finetune.py:{source.directory} does"
-    )
+    differences = "; ".join(told)
+    if differences and not accept_changes:
+        raise InputError(
+            f"train.init_from={source.directory} has another model ({differences}): set {' '.join(fix)}, or take the model "
+            f"from there, as experiments/lm/finetune.py:{source.directory} does; with --accept_changes, parameters of the same "
+            "shapes are taken all the same"
+        )
+    return differences
 
 
 def _architecture(config: LMConfig) -> dict[str, Any]:

@@ -145,6 +145,20 @@ def test_sources_that_do_not_fit_are_refused_with_every_difference(words, tmp_pa
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_other_models_with_parameters_of_the_same_shapes_are_accepted_on_demand(words, tmp_path, capsys):
+    fields = {"data__tokenizer": "words(40)", "train__init_from": str(words)} | STILL
+    config = tiny.make(**fields, train__eval_every=0, model__mixer="window(4,0)")
+    result = loop.train(config, tmp_path / "run", accept_changes=True)
+    assert (
+        "with its tokenizer (model.mixer is 'window(4,0)', there 'full'): " in capsys.readouterr().out.splitlines()[0]
+    )
+    assert_same(result.params, load(words).params)
+    with pytest.raises(
+        InputError, match=r"does not fit this model: the shape of params\['embed'\]\['table'\] is \(23, 16\) there"
+    ):
+        loop.train(tiny.make(**fields, model__dim=32), tmp_path / "wide", accept_changes=True)
+
+
 def test_directories_that_lack_a_part(words, checkpoint, tmp_path):
     for name, source, message in (
         ("tokenizer.json", words, "has no tokenizer.json: put back"),
