@@ -28,6 +28,8 @@ _FORMAT = 1
 MADE = 3  # how a vocabulary is made: part of the cache's key
 # Which words are similar is seen by at most so many pieces of text, which are held in memory.
 _COMPARED = 1 << 23
+# Of ids: 16 times the largest vocabulary published, and below what a trainer cannot allocate.
+_LARGEST = 1 << 24
 
 
 class ByteTokenizer:
@@ -173,8 +175,8 @@ def _write_json(path: str, value: Any) -> None:
 
 
 def _size(value: object, least: int, example: str) -> int:
-    if not isinstance(value, int) or value < least:
-        raise InputError(f"tokenizer size {value!r}: expected a number of ids, at least {least}, as in {example}")
+    if not isinstance(value, int) or not least <= value <= _LARGEST:
+        raise InputError(f"tokenizer size {value!r}: expected a number of ids, {least} to {_LARGEST}, as in {example}")
     return value
 
 
@@ -230,6 +232,8 @@ def load(path: str) -> Tokenizer:
     """Reads a `tokenizer.json` (or the one in the directory `path`) that one of ours or Hugging Face's has saved."""
     if os.path.isdir(path):
         path = os.path.join(path, "tokenizer.json")
+    if "\0" in path or (os.path.exists(path) and not os.path.isfile(path)):  # a FIFO or a device may have no end
+        raise InputError(f"the tokenizer {path!r} is not a regular file: pass the path of a tokenizer.json")
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -238,6 +242,8 @@ def load(path: str) -> Tokenizer:
         raise InputError(
             f"cannot read the tokenizer {path!r}: {error.strerror}: pass the path of a tokenizer.json"
         ) from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path!r} is no tokenizer.json: it is binary, not JSON: pass another path") from error
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{path!r} is no tokenizer.json: it is not JSON ({error}): save or download it again"

@@ -259,10 +259,15 @@ def test_bad_config_beside_it(tmp_path):
     [
         ("byts", "unknown tokenizer 'byts': did you mean 'bytes'?"),
         ("words", "takes"),
-        ("words(4)", "4: expected a number of ids, at least 5, as in words(30000)"),
+        ("words(4)", "4: expected a number of ids, 5 to 16777216, as in words(30000)"),
         ("words(40, by=line)", "unknown split of words by 'line': known: letters, whitespace"),
         ("words(many)", "'many': expected a number of ids"),
-        ("bpe(100)", "100: expected a number of ids, at least 259, as in bpe(8192)"),
+        ("bpe(100)", "100: expected a number of ids, 259 to 16777216, as in bpe(8192)"),
+        ("bpe(1000000000)", "1000000000: expected a number of ids, 259 to 16777216, as in bpe(8192)"),
+        ("words(1000000000000)", "1000000000000: expected a number of ids, 5 to 16777216, as in words(30000)"),
+        ("words(-1)", "-1: expected a number of ids, 5 to"),
+        ("words(1e4)", "10000.0: expected a number of ids, 5 to"),
+        ("bpe(True)", "True: expected a number of ids"),
         ("bpe(size=300, x=1)", "no argument 'x'"),
         ("no/such/tokenizer.json", "cannot read the tokenizer 'no/such/tokenizer.json'"),
     ],
@@ -302,6 +307,24 @@ def test_unreadable_tokenizer(tmp_path, content, message):
     path.write_text(content, "utf-8", "surrogateescape")
     with pytest.raises(InputError, match=message):
         load(str(path))
+
+
+def test_paths_that_are_no_tokenizer_file_raise(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "directory" / "tokenizer.json").mkdir(parents=True)
+    (tmp_path / "binary").write_bytes(b"\x89PNG\r\n\x1a\n\0\xff")
+    for path, message in {
+        tmp_path / "pipe": "is not a regular file: pass the path of a tokenizer.json",  # and does not wait for a writer
+        "/dev/zero": "is not a regular file",
+        "nul\0": "is not a regular file",
+        tmp_path / "directory": "is not a regular file",
+        tmp_path / "loop": "cannot read the tokenizer .*: Too many levels of symbolic links: pass the path",
+        tmp_path / "binary": "is no tokenizer.json: it is binary, not JSON: pass another path",
+        tmp_path: "cannot read the tokenizer .*tokenizer.json': No such file",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            load(str(path))
 
 
 @pytest.mark.parametrize("spec", SPECS[1:])
