@@ -18,11 +18,13 @@ from hpnlp.types import InputError, Tokenizer
 
 Progress = Callable[[str, int, int], None]  # what is done, bytes read, bytes there are
 
-_FORMAT = 2  # of what `write` writes: part of the cache's key
+_FORMAT = 3  # of what `write` writes: part of the cache's key
 _GROUP_BYTES = 1 << 20
 _GROUP_DOCUMENTS = 512
 # More text than this changes a vocabulary little, and training one holds what it counts in memory.
 _VOCABULARY_BYTES = 1 << 28
+# So many documents are split as they are, however small the fraction to be held out.
+_MANY = 50
 
 
 def place(name: str) -> float:
@@ -41,12 +43,18 @@ class Ingest:
     prompt_field: str
     heldout: float
     heldout_bytes: int
+    skip_bad_lines: bool
+
+    @property
+    def paths(self) -> list[str]:
+        """All files that are read."""
+        return [file.path for source in (*self.sources, *self.heldout_sources) for file in source.files]
 
     def fingerprint(self) -> Any:
-        """All that the result depends on except the tokenizer, JSON-able: files count by path, size and time."""
-        options = [self.text_field, self.prompt_field, self.heldout, self.heldout_bytes]
+        """All that the result depends on except the tokenizer and the content of `paths`, JSON-able."""
+        options = [self.text_field, self.prompt_field, self.heldout, self.heldout_bytes, self.skip_bad_lines]
         files = [
-            [[source.walked, [[f.path, f.name, f.size, f.mtime_ns] for f in source.files]] for source in group]
+            [[source.walked, [[file.path, file.name] for file in source.files]] for source in group]
             for group in (self.sources, self.heldout_sources)
         ]
         return [_FORMAT, options, files]
@@ -59,12 +67,12 @@ class Ingest:
                     f"{file.path} holds token ids, from which no vocabulary can be made: pass data.tokenizer=PATH of "
                     "the tokenizer.json that made them"
                 )
-        cut = self._cut(None)
+        cut, is_fine = self._split(None)
         total = _size(self.sources)
         share = min(1.0, _VOCABULARY_BYTES / total)
         done = 0
         for source in self.sources:
-            for document in self._documents(source, None, text.LeftOut()):
+            for document in self._documents(source, None, text.LeftOut(), is_fine):
                 done += len(document.text)
                 progress("counting words", min(done, total), total)
                 if place(document.name) >= cut and place(f"vocabulary/{document.name}") < share:
@@ -78,7 +86,7 @@ class Ingest:
         and of these the lowest ones are kept for evaluation until `heldout_bytes` is reached: what lies over the cap is
         neither evaluated nor trained on, so that no document changes sides when data is added.
         """
-        cut = self._cut(tokenizer.eos_id)
+        cut, is_fine = self._split(tokenizer.eos_id)
         left_out = text.LeftOut()
         bounds, places, sizes = [0], [], []
         sources = [(source, False) for source in self.sources] + [(source, True) for source in self.heldout_sources]
@@ -91,7 +99,7 @@ class Ingest:
             for source, is_heldout in sources:
                 left_out.merge(source.left_out)
                 found = 0
-                for document, ids, skip in self._encoded(source, tokenizer, left_out):
+                for document, ids, skip in self._encoded(source, tokenizer, left_out, is_fine and not is_heldout):
                     found += 1
                     if is_heldout or place(document.name) < cut:
                         raw = document.text if isinstance(document.text, bytes) else tokenizer.decode(document.text)
@@ -103,51 +111,73 @@ class Ingest:
                     done += len(document.text) if isinstance(document.text, bytes) else document.text.nbytes
                     progress("tokenising", min(done, total), total)
                 if not found:
-                    raise InputError(f"data: {source.path!r} holds no text (left out: {left_out}): pass one that does")
+                    but = f" (left out: {left_out})" if left_out else ""
+                    raise InputError(f"data: {source.path!r} holds no text{but}: pass one that does")
                 if not is_heldout:
                     bounds.append(train.tokens)
         cap = math.inf if self.heldout_sources or not self.heldout_bytes else float(self.heldout_bytes)
         kept = _lowest(np.array(places), np.array(sizes, np.int64), cap)
         heldout = _keep(directory, candidates.record(), kept, tokenizer.vocab_size)
-        return {"train": train.record(), "heldout": heldout, "bounds": bounds, "left_out": left_out}
+        aside = {name: candidates.record()[name] - heldout[name] for name in ("documents", "tokens", "raw_bytes")}
+        return {"train": train.record(), "heldout": heldout, "aside": aside, "bounds": bounds, "left_out": left_out}
 
-    def _cut(self, eos_id: int | None) -> float:
-        """The `place` under which a document is held out.
+    def _split(self, eos_id: int | None) -> tuple[float, bool]:
+        """The `place` under which a document is held out, and whether text files are cut finely.
 
-        The fraction as it is where that leaves text on both sides; else, in a small corpus, just over the lowest place,
-        so that one document is held out. Reads no further than it must to know.
+        Documents are taken whole where the fraction of them is one or more, or where there are many. Otherwise text files are
+        cut into small pieces, which count as documents. The place is the fraction where that leaves text on both sides; else it
+        is just over the lowest place, so that one document is held out. Reads no further than necessary to find out.
         """
         if self.heldout_sources:
-            return 0.0
-        lowest, highest, count = 1.0, 0.0, 0
+            return 0.0, False
+        enough = min(_MANY, 1 / self.heldout)
+        left_out = text.LeftOut()
         for source in self.sources:
-            for document in self._documents(source, eos_id, text.LeftOut()):
-                here = place(document.name)
-                lowest, highest, count = min(lowest, here), max(highest, here), count + 1
-                if lowest < self.heldout <= highest:
-                    return self.heldout
+            left_out.merge(source.left_out)
+        lowest, is_fine = 1.0, False
+        for is_fine in (False, True):
+            lowest, highest, count = 1.0, 0.0, 0
+            for source in self.sources:
+                for document in self._documents(source, eos_id, text.LeftOut() if is_fine else left_out, is_fine):
+                    here = place(document.name)
+                    lowest, highest, count = min(lowest, here), max(highest, here), count + 1
+                    if lowest < self.heldout <= highest and (is_fine or count >= enough):
+                        return self.heldout, is_fine
+            if count >= enough:
+                break
+        self._check_count(count, left_out)
+        return math.nextafter(lowest, 1.0), is_fine
+
+    def _check_count(self, count: int, left_out: text.LeftOut) -> None:
         paths = ",".join(source.path for source in self.sources)
         if count == 0:
             raise InputError(
-                f"data.path={paths!r} holds no text: all its files are empty or binary: pass one that does"
+                f"data.path={paths!r} holds no text{f' (left out: {left_out})' if left_out else ''}: pass one that does"
             )
         if count == 1:
             raise InputError(
                 f"data.path={paths!r} holds one document, which cannot be both trained on and held out: add text, or pass "
                 "data.heldout_path=PATH with other text to hold out"
             )
-        return math.nextafter(lowest, 1.0)
 
-    def _documents(self, source: text.Source, eos_id: int | None, left_out: text.LeftOut) -> Iterator[text.Document]:
+    def _documents(
+        self, source: text.Source, eos_id: int | None, left_out: text.LeftOut, is_fine: bool
+    ) -> Iterator[text.Document]:
         return text.documents(
-            source, text_field=self.text_field, prompt_field=self.prompt_field, eos_id=eos_id, left_out=left_out
+            source,
+            text_field=self.text_field,
+            prompt_field=self.prompt_field,
+            eos_id=eos_id,
+            left_out=left_out,
+            skip_bad_lines=self.skip_bad_lines,
+            cut_finely=is_fine,
         )
 
     def _encoded(
-        self, source: text.Source, tokenizer: Tokenizer, left_out: text.LeftOut
+        self, source: text.Source, tokenizer: Tokenizer, left_out: text.LeftOut, is_fine: bool
     ) -> Iterator[tuple[text.Document, np.ndarray, int]]:
         """Documents with their tokens, and how many of the first ones carry no loss."""
-        for group in _groups(self._documents(source, tokenizer.eos_id, left_out)):
+        for group in _groups(self._documents(source, tokenizer.eos_id, left_out, is_fine)):
             parts = [part for document in group for part in (document.prompt, document.text) if isinstance(part, bytes)]
             try:
                 encoded = iter(encode_all(tokenizer, parts))
@@ -167,7 +197,7 @@ class Ingest:
 
 
 def _size(sources: Sequence[text.Source]) -> int:
-    return max(1, sum(file.size for source in sources for file in source.files))
+    return max(1, sum(file.text_bytes for source in sources for file in source.files))
 
 
 def _groups(documents: Iterator[text.Document]) -> Iterator[list[text.Document]]:

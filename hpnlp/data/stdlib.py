@@ -32,10 +32,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpnlp.data import store, text
+from hpnlp.data.digest import Snapshot
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
-_FORMAT = 1  # of what is written: part of the cache's key
+_FORMAT = 2  # of what is written: part of the cache's key
 _LETTERS = re.compile(r"[a-z]+(?:'[a-z]+)?")
 _CODE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|\d+|\S")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -64,10 +65,12 @@ def write_corpus(name: str, cache: str = "") -> WordCorpus:
     """
     sources, _ = lookup(CORPORA, name, "corpus")
     (source,) = text.find(sources, "the standard library")
-    stamps = [[file.name, file.size, file.mtime_ns] for file in source.files]
-    key = store.key_of([_FORMAT, name, platform.python_version(), stamps])
+    root = store.cache_root(cache)
+    content = Snapshot([file.path for file in source.files]).digest(root, lambda what, done, total: None)
+    names = [file.name for file in source.files]
+    key = store.key_of([_FORMAT, name, platform.python_version(), names, content])
     write = lambda directory: _write(name, source.files, directory)  # noqa: E731
-    directory, record = store.cached(store.cache_root(cache), f"words-{name}-{key}", write)
+    directory, record = store.cached(root, f"words-{name}-{key}", write)
     return WordCorpus(os.path.join(glob.escape(directory).replace(",", "?"), "*.txt"), **record)
 
 

@@ -28,6 +28,8 @@ _BUFFER = 1 << 18
 
 def cache_root(configured: str) -> str:
     """Where entries are kept: `configured`, else $HPNLP_CACHE, else hpnlp under $XDG_CACHE_HOME or ~/.cache."""
+    if "\0" in configured:
+        raise InputError(f"data.cache={configured!r} has a NUL in it: pass a directory")
     xdg = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
     return os.path.abspath(
         os.path.expanduser(configured or os.environ.get("HPNLP_CACHE") or os.path.join(xdg, "hpnlp"))

@@ -23,6 +23,8 @@ import numpy as np
 
 from hpnlp import spec as specs
 from hpnlp.data import packing, store, text, tokenizers
+from hpnlp.data.digest import Snapshot
+from hpnlp.data.files import printable
 from hpnlp.data.ingest import Ingest, Progress
 from hpnlp.types import InputError, Tokenizer
 
@@ -38,16 +40,21 @@ class DataConfig:
 
     path: "stdlib" (the source of the running Python's standard library, without tests and site-packages; "stdlib+tests" with
       tests), a file, a directory or a glob; several separated by commas, each file read once. By extension, files are JSONL,
-      Parquet, `.npy` (token ids), or text.
+      `.json` (an array of records or strings; any other JSON is text), Parquet, `.npy` (token ids), or text. Text and JSON may
+      be compressed, as `.gz` or `.zst`.
     weights: a source's share of the training tokens, one a source, to within one percent; () takes each source once an
       epoch.
     tokenizer: "bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", or the path of a tokenizer.json.
-    text_field, prompt_field: of JSONL and Parquet. A prompt stands before the text and carries no loss.
+    text_field, prompt_field: of records (JSONL, JSON arrays, Parquet). A prompt stands before the text and carries no loss.
+    skip_bad_lines: leave out, and count in the summary, lines of text that are not UTF-8 and records that are not JSON or have
+      no valid text; otherwise they are errors, as far as the tokenizer needs UTF-8.
     seq_len: tokens a row. batch_size: rows of one optimizer step, over all processes.
     heldout: fraction of documents held out, chosen by a hash of their names; where that leaves nothing on one side, one
-      document. A lone text file counts as many documents: it is cut at line ends.
+      document. A lone text file counts as many documents: it is cut at line ends into pieces. Fewer than 50 documents are
+      cut in the same way where the fraction of their number is less than one, as of 2 files, or of 49 with 0.02.
     heldout_path: text to hold out instead, all of it; files that are also under `path` are not trained on.
-    heldout_bytes: evaluate on a fixed sample of the held-out documents of at most so many bytes; 0 takes all.
+    heldout_bytes: evaluate on a fixed sample of the held-out documents of at most so many bytes, but at least one document; 0
+      takes all. Documents over the limit are not trained on.
     packing: "concat" lays documents one after another and cuts rows where they fill; "fit" keeps documents whole, or in
       pieces of seq_len, and fills rows with those that fit.
     cache: where tokenised text is kept; "" is $HPNLP_CACHE, or hpnlp under $XDG_CACHE_HOME or ~/.cache.
@@ -58,6 +65,7 @@ class DataConfig:
     tokenizer: str = "bytes"
     text_field: str = "text"
     prompt_field: str = ""
+    skip_bad_lines: bool = False
     seq_len: int = 256
     batch_size: int = 16
     heldout: float = 0.02
@@ -70,9 +78,9 @@ class DataConfig:
         for name in ("seq_len", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"data.{name}={getattr(self, name)}: expected at least 1")
-        if not all(weight > 0 and math.isfinite(weight) for weight in self.weights):
+        if not all(isinstance(weight, int | float) and 1e-100 <= weight <= 1e100 for weight in self.weights):
             raise InputError(
-                f"data.weights={self.weights}: expected numbers over 0; leave a source out to give it none"
+                f"data.weights={self.weights}: expected numbers over 0, 1e-100 to 1e100; leave a source out to give it none"
             )
         if not self.heldout_path and not 0 < self.heldout < 1:
             raise InputError(
@@ -105,6 +113,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
         prompt_field=config.prompt_field,
         heldout=config.heldout,
         heldout_bytes=config.heldout_bytes,
+        skip_bad_lines=config.skip_bad_lines,
     )
     if config.weights and len(config.weights) != len(ingest.sources):
         raise InputError(
@@ -112,23 +121,36 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
             "source, or none"
         )
     root = store.cache_root(config.cache)
-    tokenizer = tokenizer or _tokenizer(config.tokenizer, ingest, root, progress)
-    key = store.key_of([ingest.fingerprint(), _digest(tokenizer)])
-    directory, record = store.cached(root, f"tokens-{key}", lambda path: ingest.write(path, tokenizer, progress))
-    return Corpus(config, tokenizer, directory, record)
+    if tokenizer is None and not tokenizers.is_trained(config.tokenizer):
+        tokenizer = tokenizers.build(config.tokenizer)  # before text is read, so that a wrong path is found at once
+    snapshot = Snapshot(ingest.paths)
+    content = [ingest.fingerprint(), snapshot.digest(root, progress)]
+    tokenizer = tokenizer or _trained_tokenizer(config.tokenizer, ingest, root, content, snapshot, progress)
+    is_cached = True
+
+    def write(path: str) -> dict[str, Any]:
+        nonlocal is_cached
+        is_cached = False
+        record = ingest.write(path, tokenizer, progress)
+        snapshot.check()
+        return record
+
+    directory, record = store.cached(root, f"tokens-{store.key_of([content, _digest(tokenizer)])}", write)
+    return Corpus(config, tokenizer, directory, record, is_cached)
 
 
-def _tokenizer(spec: str, ingest: Ingest, root: str, progress: Progress) -> Tokenizer:
-    """Builds what `spec` names; what is trained is cached as the text is."""
-    if not tokenizers.is_trained(spec):
-        return tokenizers.build(spec)
+def _trained_tokenizer(
+    spec: str, ingest: Ingest, root: str, content: Any, snapshot: Snapshot, progress: Progress
+) -> Tokenizer:
+    """Trains what `spec` names, or finds it in the cache. content: a key of all that is read."""
 
     def write(directory: str) -> dict[str, Any]:
         built = tokenizers.build(spec, ingest.training_texts(progress))
         built.save(os.path.join(directory, "tokenizer.json"))
+        snapshot.check()
         return {}
 
-    directory, _ = store.cached(root, f"tokenizer-{store.key_of([tokenizers.MADE, spec, ingest.fingerprint()])}", write)
+    directory, _ = store.cached(root, f"tokenizer-{store.key_of([tokenizers.MADE, spec, content])}", write)
     return tokenizers.load(directory)
 
 
@@ -150,11 +172,19 @@ class Corpus:
     """Tokenised text, split and memory-mapped; made by `prepare`.
 
     tokenizer: the one it was made with. heldout_bytes: bytes of `read_heldout()`. heldout_digest: of the tokens that these
-    became. train_tokens, heldout_tokens, train_documents, heldout_documents: what there is, with bos and eos. summary: one
-    line that says so, and what was left out.
+    became. train_tokens, heldout_tokens, train_documents, heldout_documents: what there is, with bos and eos. directory: the
+    cache entry. is_cached: whether the tokens were there already. summary: one line with these figures, the share that is held
+    out, the cache entry that was used, and what was left out.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, directory: str, record: Mapping[str, Any]):
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        directory: str,
+        record: Mapping[str, Any],
+        is_cached: bool = False,
+    ):
         self.config = config
         self.tokenizer = tokenizer
         self._train = store.Tokens(directory, "train", record["train"])
@@ -168,12 +198,9 @@ class Corpus:
         self.heldout_tokens: int = record["heldout"]["tokens"]
         self.heldout_documents: int = record["heldout"]["documents"]
         self.heldout_bytes: int = record["heldout"]["raw_bytes"]
-        self.summary = (
-            f"{config.path}: {_documents(self.train_documents)}, {self.train_tokens:,} tokens to train on; "
-            f"{_documents(self.heldout_documents)}, {self.heldout_bytes:,} bytes held out"
-        )
-        if record["left_out"]:
-            self.summary += f"; left out: {text.LeftOut(record['left_out'])}"
+        self.directory = directory
+        self.is_cached = is_cached
+        self.summary = "; ".join(self._facts(record))
         if self.train_tokens <= config.seq_len:
             raise InputError(
                 f"data.path={config.path!r} holds {self.train_tokens} tokens to train on, and a row of "
@@ -183,6 +210,31 @@ class Corpus:
             raise InputError(
                 "the held-out text is under two tokens: raise data.heldout, or pass data.heldout_path=PATH"
             )
+
+    def _facts(self, record: Mapping[str, Any]) -> Iterator[str]:
+        """The parts of the summary."""
+        config, aside = self.config, record["aside"]
+        total = self.train_tokens + self.heldout_tokens + aside["tokens"]
+        of_all = "" if config.heldout_path else f" ({100 * self.heldout_tokens / total:.2g} % of all)"
+        yield f"{printable(config.path)}: {_documents(self.train_documents)}, {self.train_tokens:,} tokens to train on"
+        yield f"{_documents(self.heldout_documents)}, {self.heldout_bytes:,} bytes{of_all} held out"
+        if aside["documents"]:
+            yield (
+                f"{_documents(aside['documents'])}, {aside['raw_bytes']:,} bytes over data.heldout_bytes="
+                f"{config.heldout_bytes} neither trained on nor evaluated"
+            )
+        if not config.heldout_path and 0 < config.heldout_bytes < self.heldout_bytes:
+            yield f"data.heldout_bytes={config.heldout_bytes} is less than this one document"
+        share = 1 - self.train_tokens / total
+        if not config.heldout_path and share > max(2 * config.heldout, 0.05):
+            yield (
+                f"data.heldout={config.heldout} takes {100 * share:.0f} % from training, because documents are taken whole: "
+                "add text, or pass data.heldout_path=PATH with other text"
+            )
+        if self.is_cached:
+            yield f"tokens read from the cache, {printable(self.directory)}"
+        if record["left_out"]:
+            yield f"left out: {text.LeftOut(record['left_out'])}"
 
     def read_heldout(self) -> bytes:
         """The held-out text as it was read, prompts left out, for other compressors to show what they can."""

@@ -1,8 +1,12 @@
 """Where text comes from: paths to files, files to documents, one at a time and never a whole corpus in memory.
 
 What you name is read: a file or a glob takes every file as it is. A walk through a directory leaves out what is hardly
-meant as text: hidden files and directories, `__pycache__`, links to directories, compressed files, and files with a NUL
-in their first 8 KiB. All that is left out is counted in a `LeftOut`, for the caller to say so.
+meant as text: hidden files and directories, `__pycache__`, links to directories, compressed files other than `.txt`, `.md`,
+`.json` and `.jsonl` with `.gz` or `.zst` added, and files that are UTF-16 or have a NUL in their first 8 KiB. All that is left
+out is counted in a `LeftOut`, for the caller to say so.
+
+Text, JSON lines and JSON arrays may be compressed by gzip (`.gz`) or zstd (`.zst`, which needs pyarrow); they are decompressed
+as they are read, never as a whole.
 """
 
 from __future__ import annotations
@@ -10,24 +14,28 @@ from __future__ import annotations
 import dataclasses
 import glob
 import io
-import json
 import os
 import sysconfig
+import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from hpnlp.data import files, records
+from hpnlp.data.files import printable
 from hpnlp.types import InputError
 
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".tgz", ".npz")
+_ARCHIVES = (".bz2", ".xz", ".zip", ".7z", ".tgz", ".npz", ".tar.gz", ".tar.zst")
+# Compressed files with other extensions below .gz and .zst are left out of a walk.
+_WALKED_COMPRESSED = (".txt", ".md", ".json", ".jsonl")
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 # What a walk through the standard library does not enter.
 _STDLIB = {"stdlib": _PACKAGES | {"test", "tests", "idle_test"}, "stdlib+tests": _PACKAGES}
-_SNIFF = 8192
 # Longer text is cut at line ends, so that no document fills the memory.
 _LONGEST = 1 << 20
-_KINDS = {".jsonl": "jsonl", ".parquet": "parquet", ".npy": "tokens"}
+_KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".npy": "tokens"}
+_EXPANSION = 4  # of compressed text, typically
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +45,16 @@ class File:
     path: str
     name: str
     size: int
-    mtime_ns: int
 
     @property
     def kind(self) -> str:
-        """How to read it, by its extension: text, jsonl, parquet or tokens."""
-        return _KINDS.get(os.path.splitext(self.path)[1].lower(), "text")
+        """The format by the extension: text, jsonl, json (an array of records, or else text), parquet or tokens."""
+        return _KINDS.get(os.path.splitext(files.uncompressed(self.path))[1].lower(), "text")
+
+    @property
+    def text_bytes(self) -> int:
+        """The size of the file's text; an estimate where it is compressed."""
+        return self.size * _EXPANSION if files.compression(self.path) else self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,22 +70,25 @@ class Source:
 @dataclasses.dataclass(frozen=True)
 class Document:
     """One document. name: stable where data is added after it. text: bytes, or ids for pre-tokenised data. prompt: text
-    before it that is read but not predicted. where, offset: for messages, and where in that place the text begins."""
+    before it that is read but not predicted. where, offset: for messages, and where in that place the text begins.
+    is_record: it is a whole record, and not a piece of a text file."""
 
     name: str
     text: bytes | np.ndarray
     where: str
     prompt: bytes = b""
     offset: int = 0
+    is_record: bool = False
 
 
 class NotTextError(InputError):
     """Not UTF-8, where text is needed. offset: the first byte at fault; byte: its value."""
 
-    def __init__(self, offset: int, byte: int, where: str = "the text"):
+    def __init__(self, offset: int, byte: int, where: str = ""):
+        skip = ", pass data.skip_bad_lines=True to leave such lines out," if where else ","
         super().__init__(
-            f"{where}: byte {offset} (0x{byte:02x}) is not UTF-8, which this tokenizer needs: convert it to UTF-8, or "
-            "pass data.tokenizer=bytes"
+            f"{where or 'the text'}: byte {offset} (0x{byte:02x}) is not UTF-8, which this tokenizer needs: convert it to "
+            f"UTF-8{skip} or pass data.tokenizer=bytes"
         )
         self.offset = offset
         self.byte = byte
@@ -99,7 +114,8 @@ class LeftOut(dict[str, list[Any]]):
 
     def __str__(self) -> str:
         return ", ".join(
-            f"{count} {reason} ({first}{', ...' if count > 1 else ''})" for reason, (count, first) in self.items()
+            f"{count} {reason} ({printable(first)}{', ...' if count > 1 else ''})"
+            for reason, (count, first) in self.items()
         )
 
 
@@ -129,8 +145,8 @@ def distinct(sources: Sequence[Source], argument: str, known: Iterable[str], rea
             seen.add(real)
         if not kept:
             raise InputError(f"{argument}={source.path!r} adds no file{_but(left_out)}: leave it out, or pass another")
-        files = tuple(file for file in source.files if file in kept)
-        result.append(dataclasses.replace(source, files=files, left_out=left_out))
+        remaining = tuple(file for file in source.files if file in kept)
+        result.append(dataclasses.replace(source, files=remaining, left_out=left_out))
     return tuple(result)
 
 
@@ -157,24 +173,44 @@ def _find_one(path: str, argument: str) -> Source:
             else:
                 left_out.add("directories", name)
     else:
-        what = "is not a regular file" if path and os.path.exists(full) else "does not exist"
-        raise InputError(f'{argument}={path!r} {what}: pass "stdlib", a file, a directory, or a quoted glob')
-    files = []
+        raise InputError(f'{argument}={path!r} {_fault(full)}: pass "stdlib", a file, a directory, or a quoted glob')
+    result = []
     for name in sorted(found):
         file = os.path.join(base, name)
-        if name.lower().endswith(_COMPRESSED):
+        if fault := _cannot_unpack(name):
             if not walked:
-                raise InputError(f"{argument}: {file!r} is compressed, which is not read: unpack it")
+                raise InputError(f"{argument}: {file!r} {fault}: unpack it")
             left_out.add("compressed", name)
-            continue
-        try:
-            stat = os.stat(file)
-        except OSError as error:
-            raise InputError(f"cannot read {file!r}: {error.strerror}: mend or remove it") from error
-        files.append(File(os.path.abspath(file), name.replace(os.sep, "/"), stat.st_size, stat.st_mtime_ns))
-    if not files:
+        elif walked and files.compression(name) and not files.uncompressed(name).lower().endswith(_WALKED_COMPRESSED):
+            left_out.add("compressed", name)
+        else:
+            size = files.check_regular(file).st_size
+            result.append(File(os.path.abspath(file), name.replace(os.sep, "/"), size))
+    if not result:
         raise InputError(f"{argument}={path!r} holds no file to read{_but(left_out)}: pass one that does")
-    return Source(path, tuple(files), walked, left_out)
+    return Source(path, tuple(result), walked, left_out)
+
+
+def _fault(path: str) -> str:
+    """The reason why nothing can be read at `path`."""
+    if not path or "\0" in path:
+        return "does not exist"
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return "is a link to nothing" if os.path.islink(path) else "does not exist"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return "is not a regular file"
+
+
+def _cannot_unpack(name: str) -> str:
+    """The reason why a compressed file cannot be read as a stream, or "" where it can, or is not compressed."""
+    if name.lower().endswith(_ARCHIVES):
+        return "is compressed in a form that is not read"
+    if files.compression(name) and files.uncompressed(name).lower().endswith((".parquet", ".npy")):
+        return "is compressed, and this format is not read from its start to its end"
+    return ""
 
 
 def _but(left_out: LeftOut) -> str:
@@ -188,9 +224,9 @@ def _walk(base: str, left_out: LeftOut, without: frozenset[str] = frozenset()) -
         raise InputError(f"cannot read {error.filename!r}: {error.strerror}: mend its permissions") from error
 
     found = []
-    for directory, subdirectories, files in os.walk(base, onerror=failed):
+    for directory, subdirectories, names in os.walk(base, onerror=failed):
         entered = []
-        for name in subdirectories + files:
+        for name in subdirectories + names:
             path = os.path.join(directory, name)
             relative = os.path.relpath(path, base)
             if name.startswith(".") or name == "__pycache__":
@@ -213,50 +249,126 @@ def _fixed_part(pattern: str) -> str:
 
 
 def documents(
-    source: Source, *, text_field: str, prompt_field: str, eos_id: int | None, left_out: LeftOut
+    source: Source,
+    *,
+    text_field: str,
+    prompt_field: str,
+    eos_id: int | None,
+    left_out: LeftOut,
+    skip_bad_lines: bool = False,
+    cut_finely: bool = False,
 ) -> Iterator[Document]:
     """The documents of `source`, in the order of its files. None is empty.
 
-    text_field, prompt_field: of JSONL and Parquet ("" for no prompt). eos_id: where pre-tokenised streams are split.
-    left_out: counts what holds no text. Raises InputError with file and place for what cannot be read.
+    Args:
+      source: the files.
+      text_field: the field of JSONL, JSON arrays and Parquet that holds the text.
+      prompt_field: the field that holds the prompt, "" for none.
+      eos_id: the token after which streams of ids are split.
+      left_out: counts what holds no text.
+      skip_bad_lines: leave out and count lines of text that are not UTF-8, and records without valid text.
+      cut_finely: cut text files into pieces of 1 to 64 KiB, about 1 % of the source, as a lone file always is.
+
+    Raises:
+      InputError: a file cannot be read, with the file and the place in it.
     """
-    limit = _limit_of_lone(source.files[0].size) if len(source.files) == 1 else _LONGEST
+    is_fine = cut_finely or len(source.files) == 1
+    limit = _limit_of_lone(sum(file.text_bytes for file in source.files)) if is_fine else _LONGEST
+    fields = records.Fields(text_field, prompt_field)
+
+    def bad(where: str, error: InputError) -> None:
+        if not skip_bad_lines:
+            raise error
+        left_out.add("bad lines", where)
+
     for file in source.files:
         try:
-            if file.kind == "jsonl":
-                found = _read_jsonl(file, text_field, prompt_field)
-            elif file.kind == "parquet":
-                found = _read_parquet(file, text_field, prompt_field)
-            elif file.kind == "tokens":
-                found = _read_tokens(file, eos_id)
-            else:
-                found = _read_text(file, limit, source.walked, left_out)
-            for document in found:
+            for document in _read(file, limit, source.walked, left_out, fields, eos_id, bad):
+                if skip_bad_lines and isinstance(document.text, bytes):
+                    document = _without_bad_lines(document, bad)
+                    if document is None:
+                        continue
                 if len(document.text):
                     yield document
                 else:
                     left_out.add("empty", document.where)
         except OSError as error:
-            raise InputError(f"cannot read {file.path!r}: {error.strerror or error}: mend or remove it") from error
+            raise files.unreadable(file.path, error) from error
+
+
+def _read(
+    file: File,
+    limit: int,
+    walked: bool,
+    left_out: LeftOut,
+    fields: records.Fields,
+    eos_id: int | None,
+    bad: records.Bad,
+) -> Iterator[Document]:
+    if file.kind == "tokens":
+        yield from _read_tokens(file, eos_id)
+        return
+    # A document keeps its name, and so its side of the split, when its file is compressed.
+    name = files.uncompressed(file.name)
+    if file.kind == "parquet":
+        yield from (_document(name, row) for row in records.parquet(file.path, fields))
+        return
+    with files.open_text(file.path) as stream:
+        head = stream.peek()[: files.SNIFF]
+        is_text = file.kind == "text" or (file.kind == "json" and not records.is_array(head, fields, walked))
+        encoding = files.foreign_encoding(head)
+        if encoding and not (walked and is_text):
+            raise files.not_utf8(file.path, encoding)
+        if encoding:
+            left_out.add(f"in {encoding}, to be converted by iconv -f {encoding} -t UTF-8,", file.name)
+        elif not is_text:
+            read = records.json_lines if file.kind == "jsonl" else records.json_array
+            yield from (_document(name, row) for row in read(stream, printable(file.path), fields, bad))
+        elif walked and b"\0" in head:
+            left_out.add("binary", file.name)
+        elif not head:
+            left_out.add("empty", file.name)
+        else:
+            offset = 0
+            for i, piece in enumerate(pieces(stream, limit)):
+                yield Document(f"{name}#{i}" if i else name, piece, printable(file.path), offset=offset)
+                offset += len(piece)
+
+
+def _document(name: str, row: records.Record) -> Document:
+    return Document(f"{name}#{row.number}", row.text, row.where, row.prompt, is_record=True)
+
+
+def _without_bad_lines(document: Document, bad: records.Bad) -> Document | None:
+    """`document` with the lines that are not UTF-8 left out; of a record, all. None where nothing is left."""
+    assert isinstance(document.text, bytes)
+    if _is_utf8(document.text) and _is_utf8(document.prompt):
+        return document
+    if document.is_record:
+        bad(document.where, InputError("not UTF-8"))
+        return None
+    kept, offset = [], document.offset
+    for line in document.text.splitlines(keepends=True):
+        if _is_utf8(line):
+            kept.append(line)
+        else:
+            bad(f"{document.where}, byte {offset}", InputError("not UTF-8"))
+        offset += len(line)
+    return dataclasses.replace(document, text=b"".join(kept)) if kept else None
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _limit_of_lone(size: int) -> int:
-    """The most that a document of a lone file, or of a stream of ids without ends, may hold: cut finer, so that some of
-    it can be held out. A power of 2, so that what is held out stays the same while a file grows a little."""
+    """The most that a document of a lone file, of few files, or of a stream of ids without ends, may hold: cut finer, so that
+    some of it can be held out. A power of 2, so that what is held out stays the same while a file grows a little."""
     return min(1 << 16, max(1 << 10, 1 << (size // 100).bit_length()))
-
-
-def _read_text(file: File, limit: int, walked: bool, left_out: LeftOut) -> Iterator[Document]:
-    with open(file.path, "rb") as stream:
-        offset = 0
-        for i, piece in enumerate(pieces(stream, limit)):
-            if walked and not offset and b"\0" in piece[:_SNIFF]:
-                left_out.add("binary", file.name)
-                return
-            yield Document(f"{file.name}#{i}" if i else file.name, piece, file.path, offset=offset)
-            offset += len(piece)
-        if not offset:
-            left_out.add("empty", file.name)
 
 
 def pieces(stream: io.BufferedIOBase, limit: int) -> Iterator[bytes]:
@@ -283,82 +395,12 @@ def _character_boundary(block: bytes) -> int:
     return len(block)
 
 
-def _read_jsonl(file: File, text_field: str, prompt_field: str) -> Iterator[Document]:
-    with open(file.path, "rb") as stream:
-        for i, line in enumerate(stream):
-            if not line.strip():
-                continue
-            where = f"{file.path}, line {i + 1}"
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{where}: not JSON ({error}): mend or remove the line") from error
-            if not isinstance(row, dict):
-                raise InputError(
-                    f"{where}: expected a JSON object with a field {text_field!r}: mend or remove the line"
-                )
-            prompt = _field(row, prompt_field, "prompt_field", where) if prompt_field else b""
-            yield Document(f"{file.name}#{i}", _field(row, text_field, "text_field", where), where, prompt)
-
-
-def _field(row: dict[str, Any], field: str, argument: str, where: str) -> bytes:
-    if field not in row:
-        raise _missing_field(field, argument, list(row), where)
-    value = row[field]
-    if value is None:
-        return b""
-    if not isinstance(value, str):
-        raise InputError(f"{where}: field {field!r} is a {type(value).__name__}, expected a string: mend the line")
-    # JSON may spell half a surrogate pair; as bytes it is kept, and a tokenizer that needs text says where it is.
-    return value.encode("utf-8", "surrogatepass")
-
-
-def _missing_field(field: str, argument: str, known: list[str], where: str) -> InputError:
-    there = ", ".join(map(repr, known)) or "none"
-    return InputError(
-        f"{where}: no field {field!r}, the fields are {there}: pass data.{argument}=NAME with one of them"
-    )
-
-
-def _read_parquet(file: File, text_field: str, prompt_field: str) -> Iterator[Document]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise InputError(f"{file.path}: Parquet needs the pyarrow package: pip install pyarrow") from error
-    columns = [text_field, prompt_field] if prompt_field else [text_field]
-    try:
-        with pq.ParquetFile(file.path) as table:
-            _check_columns(table.schema_arrow, columns, file.path)
-            row = 0
-            for batch in table.iter_batches(batch_size=256, columns=columns):
-                # As binary, because pyarrow stores strings that are not UTF-8 and only fails when Python asks for them.
-                values = [batch.column(column).cast(pa.large_binary()).to_pylist() for column in columns]
-                for text, *prompt in zip(*values, strict=True):
-                    where = f"{file.path}, row {row}"
-                    yield Document(f"{file.name}#{row}", text or b"", where, prompt[0] or b"" if prompt else b"")
-                    row += 1
-    except pa.ArrowException as error:
-        raise InputError(f"{file.path}: not a Parquet file that can be read ({error}): mend or remove it") from error
-
-
-def _check_columns(schema: Any, columns: list[str], path: str) -> None:
-    for argument, column in zip(("text_field", "prompt_field"), columns, strict=False):
-        if column not in schema.names:
-            raise _missing_field(column, argument, schema.names, path)
-        if schema.names.count(column) > 1:
-            raise InputError(
-                f"{path}: has more than one column {column!r}: rename one, or pass another data.{argument}"
-            )
-        kind = str(schema.field(column).type)
-        if kind not in ("string", "large_string", "binary", "large_binary"):
-            raise InputError(f"{path}: column {column!r} holds {kind}, expected strings: pass another data.{argument}")
-
-
 def _read_tokens(file: File, eos_id: int | None) -> Iterator[Document]:
     try:
         ids = np.load(file.path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        if not isinstance(ids, np.ndarray):
+            raise ValueError("it is an archive of arrays")
+    except (ValueError, EOFError, SyntaxError, OverflowError, MemoryError, tokenize.TokenError) as error:
         raise InputError(
             f"{file.path}: not an array that can be memory-mapped ({error}): save it by numpy.save"
         ) from error

@@ -335,6 +335,8 @@ def test_stdlib_is_the_same_every_time(tmp_path):
         ({"weights": (0.0,)}, "expected numbers over 0"),
         ({"weights": (-1.0,)}, "expected numbers over 0"),
         ({"weights": (float("nan"),)}, "expected numbers over 0"),
+        ({"weights": (float("inf"),)}, "expected numbers over 0"),
+        ({"weights": (1e300, 1e-300)}, "expected numbers over 0, 1e-100 to 1e100"),
         ({"tokenizer": "byts"}, "did you mean 'bytes'?"),
         ({"seq_len": 10**6}, "tokens to train on, and a row of data.seq_len=1000000 takes 1000001: add text"),
         ({"heldout_path": "nowhere"}, "data.heldout_path='nowhere' does not exist"),
@@ -459,3 +461,59 @@ def test_ids_outside_the_vocabulary(tmp_path):
         prepare(config(tmp_path))
     with pytest.raises(InputError, match="from which no vocabulary can be made: pass data.tokenizer=PATH"):
         prepare(config(tmp_path, tokenizer="words(60)"))
+
+
+@pytest.mark.parametrize(
+    ("files", "heldout", "share"),
+    [
+        ({"a.txt": 100_000, "b.txt": 60_000}, 0.02, (0.002, 0.06)),
+        ({"a.txt": 20_000, "b.txt": 0}, 0.1, (0.01, 0.2)),
+        ({f"{i}.txt": 20_000 for i in range(10)}, 0.05, (0.005, 0.15)),
+    ],
+)
+def test_few_large_files_are_split_inside(tmp_path, files, heldout, share):
+    for name, size in files.items():
+        (tmp_path / name).write_text("".join(f"{name} line {i:05}\n" for i in range(size // 17)))
+    corpus = prepare(config(tmp_path, heldout=heldout))
+    total = corpus.heldout_bytes + corpus.train_tokens
+    assert share[0] < corpus.heldout_bytes / total < share[1] and "documents are taken whole" not in corpus.summary
+    assert corpus.read_heldout().endswith(b"\n")
+
+
+def test_summary_states_the_share_that_is_held_out(stories, tmp_path):
+    assert re.search(r"11 documents, 4,396 bytes \(25 % of all\) held out", prepare(config(stories)).summary)
+    capped = prepare(config(stories, heldout=0.5, heldout_bytes=2000)).summary
+    assert re.search(r"bytes over data.heldout_bytes=2000 neither trained on nor evaluated", capped)
+    assert "data.heldout_bytes=1 is less than this one document" in prepare(config(stories, heldout_bytes=1)).summary
+    rows = "".join(json.dumps({"text": "a record " * 40}) + "\n" for _ in range(4))
+    (tmp_path / "a.jsonl").write_text(rows)
+    summary = prepare(config(tmp_path / "a.jsonl", heldout=0.02)).summary
+    assert "data.heldout=0.02 takes 25 % from training, because documents are taken whole" in summary
+    (tmp_path / "b.jsonl").write_text(rows)
+    scored = prepare(config(tmp_path / "a.jsonl", heldout_path=str(tmp_path / "b.jsonl"))).summary
+    assert "% of all" not in scored and "takes" not in scored
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "words(60)", "bpe(300)"])
+def test_bad_lines_are_skipped(stories, tmp_path, tokenizer):
+    lines = [json.dumps({"text": path.read_text("utf-8")}) for path in sorted(stories.iterdir())]
+    (tmp_path / "x.jsonl").write_text("\n".join([*lines[:20], "{cut", *lines[20:]]))
+    with pytest.raises(
+        InputError, match="x.jsonl, line 21: not JSON .*: mend or remove the line, or pass data.skip_bad_"
+    ):
+        prepare(config(tmp_path, tokenizer=tokenizer))
+    corpus = prepare(config(tmp_path, tokenizer=tokenizer, skip_bad_lines=True))
+    assert corpus.train_documents + corpus.heldout_documents == 40
+    assert f"left out: 1 bad lines ({tmp_path}/x.jsonl, line 21)" in corpus.summary
+    (tmp_path / "x.jsonl").write_text("{\n" * 9)
+    with pytest.raises(InputError, match="holds no text .left out: 9 bad lines"):
+        prepare(config(tmp_path, tokenizer=tokenizer, skip_bad_lines=True))
+    (tmp_path / "x.txt").write_bytes(b"good line\n\xff bad line\n" * 400)
+    corpus = prepare(config(tmp_path / "x.txt", tokenizer=tokenizer, skip_bad_lines=True))
+    assert "left out: 400 bad lines" in corpus.summary and b"bad" not in corpus.read_heldout()
+
+
+def test_utf16_in_a_directory_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 99, "utf-16")
+    with pytest.raises(InputError, match="holds no text .left out: 1 in UTF-16, to be converted by iconv -f UTF-16 -t"):
+        prepare(config(tmp_path))

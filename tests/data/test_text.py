@@ -255,6 +255,43 @@ def test_bad_array(tmp_path, array, message):
         read(tmp_path / "x.npy")
 
 
+def test_archive_of_arrays_raises(tmp_path):
+    np.savez(tmp_path / "x.npz", a=np.ones(3, int))
+    os.rename(tmp_path / "x.npz", tmp_path / "x.npy")
+    with pytest.raises(InputError, match="not an array that can be memory-mapped .it is an archive of arrays"):
+        read(tmp_path / "x.npy")
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ([["a"]], "column 'text' holds list<element: string>, expected strings: pass another data.text_field"),
+        ([{"a": "b"}], "column 'text' holds struct<a: string>, expected strings"),
+        (pa.array(["a"]).dictionary_encode(), "column 'text' holds dictionary<"),
+        (pa.array([], pa.string()), None),
+        (pa.array([None], pa.string()), None),
+    ],
+)
+def test_parquet_without_text(tmp_path, column, message):
+    pq.write_table(pa.table({"text": column}), tmp_path / "x.parquet")
+    if message is None:
+        assert read(tmp_path / "x.parquet")[0] == []
+    else:
+        with pytest.raises(InputError, match=re.escape(message)):
+            read(tmp_path / "x.parquet")
+
+
+def test_damaged_parquet_raises_one_line(tmp_path):
+    pq.write_table(pa.table({"text": ["some text"] * 9}), tmp_path / "x.parquet")
+    whole = (tmp_path / "x.parquet").read_bytes()
+    for at in range(4, len(whole), 29):
+        (tmp_path / "x.parquet").write_bytes(whole[:at] + b"\x85\xff" * 4 + whole[at + 8 :])
+        try:
+            read(tmp_path / "x.parquet")
+        except InputError as error:
+            assert "\n" not in str(error) and "x.parquet" in str(error)
+
+
 def test_truncated_array(tmp_path):
     np.save(tmp_path / "x.npy", np.ones(100, int))
     for size in (200, 20, 0):
@@ -271,14 +308,22 @@ def test_truncated_array(tmp_path):
         ("*.none", "data.path='*.none' holds no file to read"),
         ("only_hidden", "holds no file to read (left out: 1 hidden (.x))"),
         ("a.txt,nowhere", "'nowhere' does not exist"),
-        ("x.gz", "is compressed, which is not read: unpack it"),
+        ("x.xz", "is compressed in a form that is not read: unpack it"),
+        ("x.tar.gz", "is compressed in a form that is not read: unpack it"),
+        ("x.npy.gz", "is compressed, and this format is not read from its start to its end: unpack it"),
+        ("loop", "cannot be read (Too many levels of symbolic links)"),
+        ("dangling", "is a link to nothing"),
+        ("nul\0", "does not exist"),
+        ("/dev/zero", "is not a regular file"),
         ("pipe", "is not a regular file"),
     ],
 )
 def test_bad_path(tmp_path, monkeypatch, path, message):
     monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "only_hidden/.x", "x.gz"):
+    for name in ("a.txt", "only_hidden/.x", "x.xz", "x.tar.gz", "x.npy.gz"):
         write(tmp_path / name, "x")
+    os.symlink("loop", "loop")
+    os.symlink("nothing", "dangling")
     os.mkfifo("pipe")
     with pytest.raises(InputError, match=re.escape(message)):
         text.find(path, "data.path")

@@ -1,0 +1,233 @@
+"""Compressed text, JSON arrays, bad lines and other encodings: what is read, and which error the rest gets."""
+
+import gzip
+import io
+import json
+import os
+import re
+import sys
+import tracemalloc
+
+import hypothesis
+import pyarrow as pa
+import pytest
+from hypothesis import strategies as st
+
+from hpnlp.data import records, text
+from hpnlp.types import InputError
+
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: pa.compress(data, "zstd", asbytes=True)}
+LINES = "".join(f"line {i} as ever\n" for i in range(400)).encode()
+ROWS = [{"text": f"text {i} \u00e9\n"} for i in range(300)]
+
+
+def read(path, **options) -> tuple[list[text.Document], text.LeftOut]:
+    """All documents of one source, and all that was left out of it."""
+    (source,) = text.find(str(path), "data.path")
+    left_out = text.LeftOut(source.left_out)
+    arguments = {"text_field": "text", "prompt_field": "", "eos_id": None, **options}
+    return list(text.documents(source, left_out=left_out, **arguments)), left_out
+
+
+def texts(path, **options) -> list[bytes]:
+    return [document.text for document in read(path, **options)[0]]
+
+
+FORMS = {
+    "x.txt": LINES,
+    "x.jsonl": b"".join(json.dumps(row).encode() + b"\n" for row in ROWS),
+    "x.json": json.dumps(ROWS, indent=1, ensure_ascii=False).encode(),
+}
+
+
+@pytest.mark.parametrize("extension", COMPRESS)
+@pytest.mark.parametrize("name", FORMS)
+def test_compressed_text_is_read(tmp_path, name, extension):
+    path = tmp_path / (name + extension)
+    path.write_bytes(COMPRESS[extension](FORMS[name]))
+    documents, left_out = read(path)
+    assert not left_out and documents[0].name in (name, f"{name}#0") and documents[1].name == f"{name}#1"
+    if name == "x.txt":
+        assert b"".join(d.text for d in documents) == LINES
+    else:
+        assert [d.text for d in documents] == [row["text"].encode() for row in ROWS]
+    assert read(tmp_path)[0] == documents  # a walk takes it as well
+    path.write_bytes(COMPRESS[extension](FORMS[name]) + COMPRESS[extension](b"  \n"))  # of several members
+    assert len(read(path)[0]) == len(documents)
+    path.write_bytes(b"")
+    assert read(path) == ([], {"empty": [1, path.name if name != "x.jsonl" else path.name]}) or name == "x.jsonl"
+
+
+def test_compressed_documents_keep_their_side_of_the_split(tmp_path):
+    for folder, extension in (("a", ""), ("b", ".gz")):
+        (tmp_path / folder).mkdir()
+        for i in range(3):
+            (tmp_path / folder / f"{i}.txt{extension}").write_bytes(COMPRESS[extension](LINES))
+    assert [(d.name, d.text) for d in read(tmp_path / "a")[0]] == [(d.name, d.text) for d in read(tmp_path / "b")[0]]
+
+
+@pytest.mark.parametrize("extension", [".gz", ".zst"])
+def test_damaged_archives_raise(tmp_path, extension):
+    path = tmp_path / f"x.txt{extension}"
+    whole = COMPRESS[extension](os.urandom(2000).hex().encode())
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    contents = [whole[:3], whole[: len(whole) // 2], whole[:-2], b"no archive at all", whole + b"junk"]
+    for content in contents + [flipped] * (extension == ".gz"):  # pyarrow writes zstd without a checksum
+        path.write_bytes(content)
+        expected = f"cannot decompress '{path}' ("
+        with pytest.raises(InputError, match=re.escape(expected) + r".+\): the file is damaged or cut short: download"):
+            read(path)
+
+
+def test_zstd_without_pyarrow_raises(tmp_path, monkeypatch):
+    (tmp_path / "x.zst").write_bytes(COMPRESS[".zst"](LINES))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InputError, match="zstd needs the pyarrow package: pip install pyarrow"):
+        read(tmp_path / "x.zst")
+
+
+@pytest.mark.parametrize("name", ["x.txt.gz", "x.jsonl.gz", "x.json.zst"])
+def test_decompressed_text_is_never_whole_in_memory(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(records, "_LONGEST", 1 << 18)
+    start = b"" if "txt" in name else b'[{"text": "'
+    (tmp_path / name).write_bytes(COMPRESS["." + name.split(".")[2]](start + b"a" * (1 << 22)))
+    (source,) = text.find(str(tmp_path / name), "data.path")
+    arguments = {"text_field": "text", "prompt_field": "", "eos_id": None, "left_out": text.LeftOut()}
+    tracemalloc.start()
+    try:
+        size = sum(len(document.text) for document in text.documents(source, **arguments))
+        assert size == 1 << 22
+    except InputError as error:
+        assert re.search(r"longer than 262,144 (bytes|characters)", str(error)) and start
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 2.5e6
+
+
+@hypothesis.given(
+    st.lists(st.text(max_size=20) | st.fixed_dictionaries({"text": st.text(max_size=20), "n": st.floats(0, 1)})),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+    st.integers(1, 9),
+)
+def test_arrays_are_read_as_json_reads_them(values, indent, ascii_only, chunk):
+    content = json.dumps(values, indent=indent, ensure_ascii=ascii_only).encode()
+    expected = [value if isinstance(value, str) else value["text"] for value in values]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "_CHUNK", chunk)  # elements and characters fall apart everywhere
+
+        def bad(where: str, error: InputError) -> None:
+            raise error
+
+        stream = io.BufferedReader(io.BytesIO(content))  # type: ignore[arg-type]
+        found = list(records.json_array(stream, "x.json", records.Fields("text", ""), bad))
+    assert [row.text.decode() for row in found] == expected
+    assert [row.number for row in found] == list(range(len(values)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"text": "a"}', "record 2: not a JSON array (the array has no end)"),
+        ('[{"text": "a"}, {"text": "b', "record 2: not a JSON array (Unterminated string starting at)"),
+        ('["a", ]', "record 2: not a JSON array (Expecting value)"),
+        ('["a" "b"]', "record 2: not a JSON array (expected a comma or ])"),
+        ('["a"] and more', "record 2: not a JSON array (text follows the array)"),
+        ('["a", nothing of the kind, as there is more text]', "record 2: not a JSON array (Expecting value)"),
+        ('["a", "\udcff"]', "record 1: not a JSON array (invalid start byte near byte 7, not UTF-8): mend it, or save"),
+        ('[{"text": ' + "[" * 100_000, "record 1: not a JSON array (maximum recursion depth exceeded"),
+        ('["a", 3]', "record 2: a int, expected an object or a string: mend or remove the line, or pass data.skip_bad"),
+        ('["a", [1]]', "record 2: a list, expected an object or a string"),
+        ('[{"body": 1}]', "record 1: no field 'text', the fields are 'body': pass data.text_field=NAME"),
+        ('[{"text": 3}]', "record 1: field 'text' is a int, expected a string"),
+    ],
+)
+def test_malformed_arrays_raise(tmp_path, content, message):
+    path = tmp_path / "x.json"
+    path.write_text(content, "utf-8", "surrogateescape")
+    with pytest.raises(InputError, match=re.escape(f"x.json, {message}")) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ['{"text": "a"}', "[1, 2]", "[]", "[[1]]", '[{"body": "a"}]'])
+def test_other_json_in_a_directory_is_text(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    if content != "[]":
+        assert texts(tmp_path) == [content.encode()]
+    if "body" in content:
+        assert texts(tmp_path, text_field="body") == [b"a"]
+
+
+BAD = {
+    "x.jsonl": (
+        b'{"text": "a"}\n{"text": \n[1]\n{"text": 3}\n{"body": "c"}\n{"text": "\\ud800"}\n\xff\n{"text": "b"}',
+        6,
+    ),
+    "x.json": (b'["a", 3, {"text": null}, {"body": 4}, {"text": "\\udfff"}, "b"]', 3),
+    "x.txt": (b"a\n\xff\xfe no\n\xc3\xa9\nb \xe9\n", 2),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_lines_are_left_out_and_counted(tmp_path, name):
+    path = tmp_path / name
+    content, count = BAD[name]
+    path.write_bytes(content)
+    documents, left_out = read(path, skip_bad_lines=True)
+    assert [d.text for d in documents] == ([b"a", b"b"] if name != "x.txt" else [b"a\n\xc3\xa9\n"])
+    assert left_out["bad lines"][0] == count and str(path) in left_out["bad lines"][1]
+    if name != "x.txt":
+        assert [d.name for d in documents] == [f"{name}#0", f"{name}#{7 if name == 'x.jsonl' else 5}"]
+
+
+def test_bad_text_and_records_name_the_option(tmp_path):
+    path = tmp_path / "x.jsonl"
+    for line in ("{", "[]", '{"text": 1}', '{"body": ""}'):
+        path.write_text(line)
+        with pytest.raises(InputError, match="data.skip_bad_lines=True"):
+            read(path)
+    with pytest.raises(text.NotTextError) as caught:
+        text.to_text(b"\xff")
+    assert "skip_bad_lines" not in str(caught.value)  # of a prompt, there are none
+
+
+STORY = "It was a dark and stormy night.\n" * 5
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", ["x y.txt", "x.jsonl", "x.txt.gz"])
+def test_utf16_is_named(tmp_path, encoding, name):
+    if encoding == "utf-32" and name != "x y.txt":
+        return
+    content = STORY if "txt" in name else json.dumps({"text": STORY})
+    (tmp_path / name).write_bytes(COMPRESS[name[-3:] if "gz" in name else ""](content.encode(encoding)))
+    kind = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
+    with pytest.raises(InputError) as caught:
+        read(tmp_path / name)
+    message = str(caught.value)
+    assert f"is {kind}, not UTF-8: convert it by: " in message and f"iconv -f {kind} -t UTF-8" in message
+    assert ("gzip -dc" in message) == ("gz" in name) and ("' > NEW_FILE" in message) == (" " in name)
+    if "jsonl" not in name:
+        assert f"in {kind}, to be converted by iconv -f {kind} -t UTF-8, ({name})" in str(read(tmp_path)[1])
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe" + bytes(range(256)), b"\0\1" * 50, b"a\0\0b" * 9, b"\xff\xfe"[:1]])
+def test_binary_data_is_not_taken_for_utf16(tmp_path, content):
+    (tmp_path / "x.bin").write_bytes(content)
+    assert texts(tmp_path / "x.bin") == [content]
+
+
+def test_names_that_are_not_utf8_or_printable(tmp_path):
+    for name in (b"\xff.txt", b"two\nlines.jsonl", b"empty\x1b.txt"):
+        (tmp_path / os.fsdecode(name)).write_bytes(
+            b'{"text": 3}' if b"json" in name else b"" if b"empty" in name else b"a"
+        )
+    documents, left_out = read(tmp_path / "*.txt")
+    assert [d.text for d in documents] == [b"a"]
+    assert str(left_out) == r"1 empty (empty\x1b.txt)"
+    with pytest.raises(InputError, match="two.*lines.jsonl, line 1: field 'text' is a int") as caught:
+        read(tmp_path / "two\nlines.jsonl")
+    assert "\n" not in str(caught.value)
