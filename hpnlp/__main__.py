@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import traceback
+from typing import NoReturn
 
 COMMANDS = {
     "train": "train what an experiment file describes, or go on with it, and report",
@@ -22,23 +23,58 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Exits with 0 when done, with 2 and one line where the input is at fault, with 130 and a line after Ctrl-C (training
-    also after SIGTERM), with 1 and a traceback otherwise.
+    """Runs the command that sys.argv names.
 
-    Where nobody reads what is printed any more, as after `| head`, it ends with 1 and says nothing.
+    Exits with 0 when done; with 2 and one line where the input or the machine is at fault, also after all files are written
+    where only stdout could not be; with 130 and a line after Ctrl-C (training also after SIGTERM); with 1 and a traceback
+    otherwise. A command that only prints ends with 1 and no message where nobody reads any more, as after `| head`.
     """
     atexit.register(gc.freeze)  # what is left when all is done need not be looked through
-    try:
+    from hpnlp.cli import output
+
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    with output.guarded(command) as stdout:
+        code: object = 0
         try:
-            _main()
+            try:
+                _main(command)
+            finally:
+                sys.stdout.flush()
+        except SystemExit as stop:
+            code = stop.code or 0
+        except KeyboardInterrupt:  # training saves first, and does not get here
+            print("hpnlp: interrupted", file=sys.stderr)
+            sys.exit(130)
+        except BrokenPipeError:
+            sys.exit(1)
+        except Exception as error:
+            _refuse(error)
         finally:
-            sys.stdout.flush()
-    except KeyboardInterrupt:  # training saves first, and does not get here
-        print("hpnlp: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
-        sys.exit(1)
+            if stdout.escaped:
+                print(
+                    f"hpnlp: stdout takes {stdout.encoding} only, and other characters were written as \\uXXXX: set "
+                    "PYTHONIOENCODING=utf-8",
+                    file=sys.stderr,
+                )
+        if stdout.failure and code in (0, 130):
+            print(f"hpnlp: {stdout.message}", file=sys.stderr)
+            code = code or 2
+        if code:
+            sys.exit(code)
+
+
+def _refuse(error: Exception) -> NoReturn:
+    """Exits with 2 and one line where the input or the machine is at fault; raises `error` again otherwise."""
+    from hpnlp.cli.errors import explained
+    from hpnlp.types import InputError
+
+    line = str(error) if isinstance(error, InputError) else explained(error)
+    if not line:
+        raise error
+    if "--debug" in sys.argv:
+        traceback.print_exception(error)
+    print(f"hpnlp: {' '.join(line.split())}", file=sys.stderr)
+    sys.exit(2)
 
 
 def spare_threads() -> None:
@@ -55,9 +91,8 @@ def spare_threads() -> None:
         os.environ.setdefault("NPROC", str(max(4 * max(map(int, asked)), cores)))
 
 
-def _main() -> None:
+def _main(name: str) -> None:
     spare_threads()
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("--help", "-h", "help"):
         print("hpnlp COMMAND [--flag=value ...]\n\nCommands (each has --help):")
         print("\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items()))
@@ -69,16 +104,9 @@ def _main() -> None:
         return
 
     from hpnlp.spec import lookup
-    from hpnlp.types import InputError
 
-    try:
-        lookup(COMMANDS, name, "command")
-        importlib.import_module(f"hpnlp.cli.{name}").run(["hpnlp " + name, *sys.argv[2:]])
-    except InputError as error:
-        if "--debug" in sys.argv:
-            traceback.print_exc()
-        print(f"hpnlp: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    lookup(COMMANDS, name, "command")
+    importlib.import_module(f"hpnlp.cli.{name}").run(["hpnlp " + name, *sys.argv[2:]])
 
 
 if __name__ == "__main__":

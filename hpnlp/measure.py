@@ -279,6 +279,27 @@ def peak_memory_bytes() -> int:
     return max(peaks) if peaks else _process_peak_bytes()
 
 
+def memory_bytes() -> int:
+    """Returns the bytes that one local device can hold; on devices that do not report it (CPU), an equal part of
+    `machine_bytes`."""
+    devices = jax.local_devices()
+    limits = [s["bytes_limit"] for s in (device.memory_stats() for device in devices) if s and "bytes_limit" in s]
+    return min(limits) if limits else machine_bytes() // len(devices)
+
+
+def machine_bytes() -> int:
+    """Returns the bytes of memory that this process may use: the machine's, or the limit of its control group."""
+    groups = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    limits = [text for path in groups if path.exists() and (text := path.read_text().strip()).isdigit()]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *map(int, limits)])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or this machine could not allocate an array."""
+    exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return exhausted or isinstance(error, MemoryError)
+
+
 def _process_peak_bytes() -> int:
     status = Path("/proc/self/status")
     if status.exists():  # not ru_maxrss, which on Linux starts from what the parent process held

@@ -44,6 +44,8 @@ def required(name: str, example: str) -> str:
     value = getattr(FLAGS, name)
     if not value:
         raise InputError(f"--{name} is needed, as in --{name}={example}")
+    if name == "workdir" and Path(value).exists() and not Path(value).is_dir():
+        raise InputError(f"--workdir={value} is a file: name a directory, as --workdir={example}")
     return value
 
 

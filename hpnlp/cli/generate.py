@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import itertools
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 
 from absl import flags
 
@@ -14,17 +19,21 @@ USAGE = """
 hpnlp generate --workdir=runs/bytes --prompt="def " --tokens=200 --temperature=0.8 --top_p=0.95 --seed=0
 
 Continues a prompt, or several of any lengths as one batch (--prompt given again), with the model of a run. Text goes to
-stdout as it is made, that of several prompts at the end; what it took goes to stderr.
+stdout as it is made, that of several prompts at the end; what it took goes to stderr. --prompt_file=- reads prompts from
+stdin, as in: printf "def \nclass " | hpnlp generate --workdir=runs/bytes --prompt_file=-
 """
+
+PROMPT_BYTES = 1 << 26  # of all prompts in a file, at most
+NOTED = 4096  # tokens of a prompt, from which reading it is announced
 
 flags.DEFINE_string("workdir", None, "The run whose model writes.")
 flags.DEFINE_multi_string("prompt", [], "A text to continue; may be given again. Without one, the model begins itself.")
-flags.DEFINE_string("prompt_file", None, "A file of prompts, one a line.")
+flags.DEFINE_string("prompt_file", None, "A file of prompts, one a line; - for stdin. Empty lines are left out.")
 flags.DEFINE_integer("tokens", 200, "New tokens for each prompt.")
 flags.DEFINE_float("temperature", 0.8, "0 takes the most probable token each time; 1 draws as the model believes.")
 flags.DEFINE_integer("top_k", 0, "Draw among so many most probable tokens; 0 for all.")
 flags.DEFINE_float("top_p", 0.95, "Draw among the most probable tokens that together reach this probability.")
-flags.DEFINE_integer("seed", 0, "The same seed gives the same text.")
+flags.DEFINE_integer("seed", 0, "The same seed gives the same text; 0 to 2**32 - 1.")
 flags.DEFINE_integer("step", None, "The checkpoint to take; by default the best, or the newest where none was scored.")
 
 
@@ -41,22 +50,25 @@ def run(argv: Sequence[str]) -> None:
     loaded = runs.load(workdir, f.step)
     tokenizer, model = loaded.tokenizer, loaded.model
     encoded = [tokenizer.encode_prompt(prompt) for prompt in prompts]
-    longest = max(len(ids) for ids in encoded) + f.tokens
-    generation = decode.Generation(
-        model,
-        loaded.params,
-        encoded,
-        tokens=f.tokens,
-        temperature=f.temperature,
-        top_k=f.top_k,
-        top_p=f.top_p,
-        seed=f.seed,
-        eos_id=tokenizer.eos_id,
-        pad_id=tokenizer.pad_id,
-        allowed=decode.speakable(tokenizer),
-    )
-    if longest > model.config.max_len:
-        _note(f"{longest} tokens are more than the {model.config.max_len} that the model was trained on")
+    read = max(len(ids) for ids in encoded)
+    if read >= NOTED:
+        _note(f"reading a prompt of {read:,} tokens")
+    with _heartbeat("compiling"):
+        generation = decode.Generation(
+            model,
+            loaded.params,
+            encoded,
+            tokens=f.tokens,
+            temperature=f.temperature,
+            top_k=f.top_k,
+            top_p=f.top_p,
+            seed=f.seed,
+            eos_id=tokenizer.eos_id,
+            pad_id=tokenizer.pad_id,
+            allowed=decode.speakable(tokenizer),
+        )
+    if read + f.tokens > model.config.max_len:
+        _note(f"{read + f.tokens} tokens are more than the {model.config.max_len} that the model was trained on")
     streams = [decode.TextStream(tokenizer, ids) for ids in encoded]
     texts = [prompt_bytes(prompt).decode("utf-8", "replace") for prompt in prompts]
     alone, made = len(prompts) == 1, 0
@@ -68,7 +80,10 @@ def run(argv: Sequence[str]) -> None:
 
     if alone:
         print(texts[0], end="", flush=True)
-    for chunk in generation:
+    chunks = iter(generation)
+    with _heartbeat(f"reading a prompt of {read:,} tokens"):
+        first = next(chunks)
+    for chunk in itertools.chain([first], chunks):
         made += int((chunk != tokenizer.pad_id).sum())
         for row, ids in enumerate(chunk):
             add(row, streams[row].push(ids))
@@ -82,14 +97,57 @@ def run(argv: Sequence[str]) -> None:
 
 def _prompts() -> list[str]:
     prompts = list(cli.FLAGS.prompt)
-    if cli.FLAGS.prompt_file:
-        try:
-            with open(cli.FLAGS.prompt_file, encoding="utf-8") as file:
-                prompts += [line for line in file.read().splitlines() if line]
-        except (OSError, UnicodeDecodeError) as error:
-            what = error.strerror if isinstance(error, OSError) else f"byte {error.start} is not UTF-8"
-            raise InputError(f"--prompt_file={cli.FLAGS.prompt_file}: {what}: name a file of UTF-8 text") from error
+    if cli.FLAGS.prompt_file is not None:
+        prompts += _read_prompts(cli.FLAGS.prompt_file)
     return prompts or [""]
+
+
+def _read_prompts(name: str) -> list[str]:
+    """The lines of a file, or of stdin where it is named "-". Raises InputError unless it is UTF-8 text."""
+
+    def refused(reason: str, fix: str = "name a file of UTF-8 text, or - for stdin") -> InputError:
+        return InputError(f"--prompt_file={name}: {reason}: {fix}")
+
+    try:
+        if name == "-":
+            data = sys.stdin.buffer.read(PROMPT_BYTES + 1) if sys.stdin else b""
+        else:
+            with open(name, "rb") as file:
+                data = file.read(PROMPT_BYTES + 1)
+    except OSError as error:
+        raise refused(error.strerror or str(error)) from error
+    if len(data) > PROMPT_BYTES:
+        raise refused(f"it holds more than {PROMPT_BYTES >> 20} MiB", "give fewer or shorter prompts")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise refused("it is UTF-16", "convert it, as with iconv -f UTF-16 -t UTF-8")
+    if 0 in data:
+        raise refused(f"byte {data.index(0)} is zero, as in binary files and UTF-16")
+    try:
+        lines = data.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise refused(f"byte {error.start} is not UTF-8") from error
+    prompts = [line for line in (line.removesuffix("\r") for line in lines) if line]
+    if not prompts:
+        raise refused("it holds no prompt", "write one a line")
+    return prompts
+
+
+@contextlib.contextmanager
+def _heartbeat(doing: str, every: float = 10.0) -> Iterator[None]:
+    """Prints a line every so many seconds while the block runs."""
+    done, begun = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(every):
+            _note(f"{doing}: {time.monotonic() - begun:.0f} s so far")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _note(line: str) -> None:

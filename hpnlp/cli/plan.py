@@ -24,10 +24,10 @@ Says what each device will hold, compute and send in a step, how long that takes
 where it does not fit, the smallest change that would make it fit. Nothing is trained, and no accelerator is needed.
 --out=plan.png draws both as stacked bars.
 
---depth=compiled compiles the step for so many pretended devices of this CPU as well, --depth=tpu for TPUs (with libtpu:
-pip install 'hpnlp[tpu-aot]'), and says how far off the plan was. --search ranks plans that fit: of tensor, pipeline and
-sequence the sizes that are powers of two, and each stage of ZeRO. The config's own plan need not be one that these devices
-and the model allow; then --depth and --out are of the first.
+--depth=compiled compiles the step for so many pretended devices of this CPU as well (at most 2048), --depth=tpu for TPUs
+(with libtpu: pip install '.[tpu-aot]' in the repository of hpnlp), and says how far off the plan was. --search ranks plans
+that fit: of tensor, pipeline and sequence the sizes that are powers of two, and each stage of ZeRO. The config's own plan
+need not be one that these devices and the model allow; then --depth and --out are of the first.
 """
 
 flags.DEFINE_string("config", None, "An experiment file with get_config().")
@@ -65,6 +65,11 @@ def _run(argv: Sequence[str]) -> None:
     device = lookup({**planner.DEVICES, "cpu": None}, f.device, "--device") or devices.this_cpu(f.devices)
     if f.depth == "tpu":
         compiled.tpus(f.device, f.devices)  # or says why not
+    if f.depth == "compiled" and f.devices > compiled.MAX_PRETENDED:
+        raise InputError(
+            f"--devices={f.devices}: --depth=compiled pretends at most {compiled.MAX_PRETENDED} devices on a CPU: take fewer, "
+            "or --depth=formulas"
+        )
     resolved = config.resolve(values)
     try:
         costs = planner.costs(resolved, f.devices)

@@ -46,13 +46,14 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp import report
+    from hpnlp.planner import shortage
     from hpnlp.training import config, hosts, loop
 
     f = cli.FLAGS
     hosts.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
     hosts.check_alike(config.to_json(resolved))
-    with hosts.others_may_die():
+    with hosts.others_may_die(), shortage.explained(resolved):
         result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
     if result.interrupted:
         sys.exit(130)

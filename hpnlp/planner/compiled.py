@@ -15,6 +15,8 @@ from hpnlp.planner.costs import Costs, trainer_of
 from hpnlp.planner.traffic import Sent, compiled_traffic, total, trace
 from hpnlp.types import InputError
 
+# Devices that one CPU process can pretend to have: JAX takes further ones for those of another process.
+MAX_PRETENDED = 2048
 # No faster code is asked for than is needed to know its bytes.
 HASTY = {"xla_backend_optimization_level": 0}
 # Else libtpu looks for a TPU of this host, and for servers that know of it, and says at length that there are none.
@@ -44,7 +46,13 @@ def compile_step(costs: Costs, depth: str, device: str) -> Compiled:
     assert isinstance(mesh, Mesh)
     with jax.set_mesh(mesh):
         lowered = trace(trainer, config.data.batch_size, config.data.seq_len).lower()
-        executable = lowered.compile(HASTY if depth == "compiled" else None)
+        try:
+            executable = lowered.compile(HASTY if depth == "compiled" else None)
+        except jax.errors.JaxRuntimeError as error:
+            raise InputError(
+                f"XLA does not compile the step for {costs.devices} devices ({str(error).splitlines()[0]:.300}): take fewer "
+                "--devices, or --depth=formulas"
+            ) from error
     stats = executable.memory_analysis()
     try:
         sent = tuple(compiled_traffic(executable.as_text()))
@@ -74,8 +82,8 @@ def tpus(device: str, count: int) -> list[Any]:
         return list(chips.devices)
     except Exception as error:  # whatever a plugin that is not there, or knows no such slice, raises
         raise InputError(
-            f"no TPU slice {name} ({' '.join(str(error).split())[:200]}): pip install 'hpnlp[tpu-aot]', or choose other "
-            "--devices"
+            f"no TPU slice {name} ({' '.join(str(error).split())[:200]}): pip install '.[tpu-aot]' in the repository of "
+            "hpnlp, or choose other --devices"
         ) from error
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
+from hpnlp import measure
 from hpnlp.parallel.plan import AXES
 from hpnlp.planner.traffic import Sent
 
@@ -87,10 +87,9 @@ def this_cpu(devices: int) -> Device:
         product = _fastest(jax.jit(lambda a: a @ a), a)
         copied = _fastest(jax.jit(lambda b: b + 1.0), b)
     flops, rate = 2 * 1024**3 / product / devices, 2 * b.nbytes / copied / devices
-    pages = _memory()
     return Device(
         dict.fromkeys(("bfloat16", "float16", "float32"), flops),
-        pages / devices,
+        measure.machine_bytes() / devices,
         rate,
         1 << 20,
         rate,
@@ -108,7 +107,3 @@ def _fastest(function: Callable[..., jax.Array], x: jax.Array, times: int = 5) -
         jax.block_until_ready(function(x))
         best = min(best, time.perf_counter() - start)
     return best
-
-
-def _memory() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

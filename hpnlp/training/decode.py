@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from hpnlp import measure
 from hpnlp.models.lm import LM, apart
 from hpnlp.ops.softmax.sampling import pick
 from hpnlp.parallel import offload
 from hpnlp.types import InputError, Tokenizer
 
 CHUNK = 16  # tokens a call of the decoding program: the host stays out of the inner loop, and text still streams
+MAX_TOKENS = 1 << 30
 BUCKET = 64  # prompts are padded to a multiple of this, so that prompts of similar lengths share a program
 
 
@@ -62,8 +64,8 @@ class Generation:
         """Validates, and compiles what is not yet compiled; computes nothing.
 
         prompts: int ids, one array a row, of any lengths. tokens: new ones a row. temperature: 0 takes the most probable
-        id. top_k: draw among so many, 0 for all. top_p: draw among the most probable that reach this mass. seed: a row's
-        tokens depend on it, on the row's number and on its prompt only, not on the rows beside it. eos_id: where a row
+        id. top_k: draw among so many, 0 for all. top_p: draw among the most probable that reach this mass. seed: of 32 bits; a
+        row's tokens depend on it, on the row's number and on its prompt only, not on the rows beside it. eos_id: where a row
         ends, None for never. allowed: bool by id, what may be drawn beside eos; ids past its end may not; None for all.
 
         Raises InputError on what cannot be. Cost: one pass over the prompts, padded to a common length, then a token's
@@ -71,7 +73,7 @@ class Generation:
         """
         vocab = model.config.vocab
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
-        _validate(model, rows, tokens, temperature, top_k, top_p)
+        _validate(model, rows, tokens, temperature, top_k, top_p, seed)
         may = np.zeros(vocab, bool)
         may[: vocab if allowed is None else len(allowed)] = True if allowed is None else allowed[:vocab]
         if eos_id is not None:
@@ -108,6 +110,7 @@ class Generation:
         prefill, decode = _jitted(layout)
         fixed = {"model": model, "capacity": width + _round_up(tokens, CHUNK)}
         state = prefill.eval_shape(*self._start, **fixed)
+        _check_memory(state, len(rows), width, tokens)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), state)
         self.programs = {
             "prefill": prefill.lower(*self._start, **fixed).compile(),
@@ -184,10 +187,14 @@ def _points(key: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def _validate(
-    model: LM, prompts: Sequence[np.ndarray], tokens: int, temperature: float, top_k: int, top_p: float
+    model: LM, prompts: Sequence[np.ndarray], tokens: int, temperature: float, top_k: int, top_p: float, seed: int
 ) -> None:
     if tokens < 1:
         raise InputError(f"tokens={tokens}: expected at least 1")
+    if tokens > MAX_TOKENS:  # positions are 32 bits wide
+        raise InputError(f"tokens={tokens}: expected at most {MAX_TOKENS}")
+    if not 0 <= seed < 1 << 32:  # JAX drops further bits
+        raise InputError(f"seed={seed}: expected 0 to {(1 << 32) - 1}")
     if not (math.isfinite(temperature) and temperature >= 0):
         raise InputError(
             f"temperature={temperature}: expected 0 (the most probable token) or a positive number, as 0.8"
@@ -215,10 +222,25 @@ def _validate(
                 f"prompt {number} holds id {strange[0]}, the model has {vocab}: encode it with the model's own tokenizer"
             )
         if model.config.position == "learned" and len(prompt) + tokens > max_len:
+            left = max_len - len(prompt)
             raise InputError(
                 f"prompt {number} has {len(prompt)} tokens, and with {tokens} more it passes the {max_len} positions that "
-                f"the model has learned: ask for at most {max(max_len - len(prompt), 0)} tokens, or shorten the prompt"
+                "the model has learned: "
+                + (f"ask for at most {left} tokens, or " if left > 0 else "")
+                + f"shorten the prompt to at most {max(max_len - tokens, 1)}"
             )
+
+
+def _check_memory(state: _State, rows: int, width: int, tokens: int) -> None:
+    """Raises InputError where the keys and values of prompts of `width` tokens, and of `tokens` more, do not fit."""
+    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    if needed > (limit := measure.memory_bytes()):
+        most = int((width + tokens) * limit / needed) - width
+        raise InputError(
+            f"tokens={tokens}: the cache of {rows} prompts of up to {width} tokens and their continuations takes "
+            f"{needed / 1e9:,.1f} GB, and the device has {limit / 1e9:,.1f} GB: "
+            + (f"ask for at most {most} tokens" if most > 0 else "give fewer or shorter prompts")
+        )
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -87,7 +87,7 @@ class WandbWriter:
     Raises InputError where W&B does not start. Once it runs, its failures cost a line on stderr, and never the training.
     """
 
-    needs = "wandb", "'hpnlp[wandb]'"
+    needs = "wandb", "'.[wandb]' in the repository of hpnlp"
 
     def __init__(self, project: str = "", *, workdir: Path, last_step: int = 0) -> None:
         from wandb import Settings, init
@@ -206,7 +206,9 @@ QUIET = Console(quiet=True)
 
 
 def _stdout() -> Console:
-    return _Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    # FORCE_COLOR, as services set it whose logs are files, makes rich take any stream for a terminal.
+    live = None if sys.stdout.isatty() else False
+    return _Console(file=sys.stdout, highlight=False, soft_wrap=True, force_interactive=live)
 
 
 def now_and_then(every: float = 5.0, console: Console | None = None) -> Callable[[str, int, int], None]:
@@ -223,14 +225,14 @@ def now_and_then(every: float = 5.0, console: Console | None = None) -> Callable
 
 
 class Display:
-    """A live line on a terminal, plain lines elsewhere: step, loss, tokens/s and the time that is left."""
+    """A live line on a terminal that is not dumb, plain lines elsewhere: step, loss, tokens/s and the time that is left."""
 
     def __init__(self, first: int, last: int, tokens_a_step: int, console: Console | None = None) -> None:
         self._console = console or _stdout()
         self._last, self._tokens_a_step = last, tokens_a_step
         self._begun: tuple[int, float, float] | None = None
         self._bar = None
-        if self._console.is_terminal:
+        if self._console.is_interactive:  # not where TERM=dumb
             columns = (
                 BarColumn(bar_width=24),
                 TextColumn("{task.completed}/{task.total}"),
