@@ -296,8 +296,10 @@ def machine_bytes() -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or this machine could not allocate an array."""
-    exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-    return exhausted or isinstance(error, MemoryError)
+    exhausted = isinstance(error, jax.errors.JaxRuntimeError) and re.search(
+        "RESOURCE_EXHAUSTED|Out of memory", str(error)
+    )
+    return bool(exhausted) or isinstance(error, MemoryError)
 
 
 def _process_peak_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ class Output:
         """
         self.failure, self.escaped = "" if stream else "it is closed", False
         self._stops = stops
-        self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (held until the process ends)
+        self._stream = stream or io.StringIO()
         if hasattr(self._stream, "reconfigure"):
             self._stream.reconfigure(errors="backslashreplace")
 
@@ -66,7 +67,9 @@ class Output:
     def _discard(self) -> None:
         """Sends what is buffered, and all that follows, to the null device: Python flushes once more when it ends."""
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
 
     @property
     def message(self) -> str:

@@ -222,12 +222,12 @@ def _validate(
                 f"prompt {number} holds id {strange[0]}, the model has {vocab}: encode it with the model's own tokenizer"
             )
         if model.config.position == "learned" and len(prompt) + tokens > max_len:
-            left = max_len - len(prompt)
+            fixes = [f"ask for at most {max_len - len(prompt)} tokens"] * (len(prompt) < max_len)
+            fixes += [f"shorten the prompt to at most {max_len - tokens} tokens"] * (tokens < max_len)
+            fixes = fixes or [f"shorten the prompt to less than {max_len} tokens"]
             raise InputError(
                 f"prompt {number} has {len(prompt)} tokens, and with {tokens} more it passes the {max_len} positions that "
-                "the model has learned: "
-                + (f"ask for at most {left} tokens, or " if left > 0 else "")
-                + f"shorten the prompt to at most {max(max_len - tokens, 1)}"
+                f"the model has learned: {' or '.join(fixes)}"
             )
 
 

@@ -1,12 +1,18 @@
 """Bad input: one line that names the mend, exit code 2, no traceback unless --debug, and nothing lost."""
 
+import errno
+import io
 import json
 import os
 import shutil
 import subprocess
+import sys
 
+import jax
 import pytest
 
+from hpnlp import report
+from hpnlp.training import loop
 from tests import tiny
 
 UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--user", "--map-root-user"]
@@ -147,6 +153,172 @@ def test_what_commands_refuse(refused, argv, message):
     assert message in refused(*argv)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The directory of a run."""
+    workdir = tmp_path_factory.mktemp("trained") / "run"
+    config = tiny.make(train__steps=1)
+    report.write(workdir, config, loop.train(config, workdir), "--config=tests/tiny.py")
+    return workdir
+
+
+@pytest.fixture
+def files(tmp_path, trained):
+    """What the arguments below name: {name}."""
+    (tmp_path / "utf16").write_text("a prompt", "utf-16")
+    (tmp_path / "wide").write_text("a prompt", "utf-16-le")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    (tmp_path / "blank").write_text("\n\n")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    names = {path.name: path for path in tmp_path.iterdir()}
+    return names | {"run": trained, "dir": tmp_path, "config": tiny.EXPERIMENT, "nested": "(" * 3000 + ")" * 3000}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("generate --workdir={blank}", "blank is a file: name a directory, as --workdir=runs/bytes"),
+        ("train --config={config} --workdir={blank}", "blank is a file: name a directory"),
+        ("sweep --config={config} --workdir={blank}", "blank is a file: name a directory"),
+        ("train --config={config} --workdir={loop}/run", "loop/run (Too many levels of symbolic links)"),
+        ("generate --workdir={loop}", "(Too many levels of symbolic links): name another, or mend this one"),
+        ("generate --workdir={run}/" + "x" * 300, "(File name too long)"),
+        ("compare {blank}", "blank"),
+        ("compare {loop}", "loop"),
+        ("convert --from={blank} --to={dir}/new", "blank is not a directory"),
+        ("convert --from={run} --to={blank}/x", "blank/x"),
+        ("plan --config={config} --out={blank}/x.png", "blank/x.png"),
+        ("draw Causal() --out={blank}/x.png", "cannot draw"),
+        ("draw {nested}", "expected masks, as Causal()"),
+        ("draw Causal() --length=99999999999999999999", "pass block="),
+        ("generate --workdir={run} --tokens=-1", "tokens=-1: expected at least 1"),
+        ("generate --workdir={run} --tokens=0", "tokens=0: expected at least 1"),
+        ("generate --workdir={run} --tokens=1000000000", "tokens=1000000000: the cache of 1 prompts"),
+        ("generate --workdir={run} --tokens=1000000000000", "tokens=1000000000000: expected at most 1073741824"),
+        ("generate --workdir={run} --seed=-1", "seed=-1: expected 0 to 4294967295"),
+        ("generate --workdir={run} --seed=18446744073709551617", "seed=18446744073709551617: expected 0 to"),
+        ("generate --workdir={run} --step=99999999999999999999", "no checkpoint 99999999999999999999"),
+        ("generate --workdir={run} --prompt_file={dir}", "Is a directory: name a file of UTF-8 text, or - for stdin"),
+        ("generate --workdir={run} --prompt_file={blank}", "blank: it holds no prompt: write one a line"),
+        ("generate --workdir={run} --prompt_file=", "--prompt_file=: No such file"),
+        ("generate --workdir={run} --prompt_file=/dev/zero", "/dev/zero: it holds more than 64 MiB"),
+        ("generate --workdir={run} --prompt_file={utf16}", "utf16: it is UTF-16: convert it, as with iconv"),
+        ("generate --workdir={run} --prompt_file={wide}", "wide: byte 1 is zero, as in binary files and UTF-16"),
+        ("generate --workdir={run} --prompt_file={latin}", "latin: byte 3 is not UTF-8"),
+        (
+            "plan --config={config} --devices=4096 --depth=compiled",
+            "pretends at most 2048 devices on a CPU: take fewer",
+        ),
+        ("plan --config={config} --devices=1000000000", "does not split into 1000000000 devices"),
+        ("plan --config={config} --devices=-1", "--devices"),
+        ("plan --config={config} --config.model.mixer={nested}", "is not a spec"),
+    ],
+)
+def test_unusable_paths_and_numbers(refused, monkeypatch, files, argv, message):
+    for variable in ("JAX_PLATFORMS", "XLA_FLAGS"):  # which plan sets
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+    assert message in refused(*(argument.format(**files) for argument in argv.split()))
+
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            jax.errors.JaxRuntimeError(OUT_OF_MEMORY),
+            f"out of memory ({OUT_OF_MEMORY}): a step is planned to take 0.00 GB",
+        ),
+        (jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 8 bytes."), "GB with --config.plan."),
+        (
+            MemoryError("Unable to allocate 8 bytes"),
+            "lower data.batch_size, data.seq_len or model.dim, set plan.remat=full",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "cannot write a file (No space left on device): free some"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), "cannot read or write /x (Permission denied)"),
+        (RecursionError(), "nested too deeply"),
+    ],
+)
+def test_errors_of_the_machine_while_training(train, monkeypatch, error, message):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(loop, "train", fail)
+    assert message in train()
+
+
+def test_a_defect_shows_its_traceback(run, monkeypatch, tmp_path):
+    def fail(*args, **options):
+        raise KeyError("defect")
+
+    monkeypatch.setattr(loop, "train", fail)
+    with pytest.raises(KeyError, match="defect"):
+        run("train", f"--config={tiny.EXPERIMENT}", f"--workdir={tmp_path}")
+
+
+COMMANDS = {
+    "help": "--help",
+    "train help": "train --help",
+    "train": "train --config={config} --workdir={dir}/new --config.train.steps=1",
+    "generate": "generate --workdir={run} --prompt=a --tokens=2 --temperature=0",
+    "plan": "plan --config={config} --devices=1",
+    "compare": "compare {run} --out={dir}/compare.png",
+    "draw": "draw Causal() --length=8 --out={dir}/draw.png",
+    "convert": "convert --from={run} --to={dir}/converted",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stdout", "message"),
+    [
+        *((name, "/dev/full", "No space left on device") for name in COMMANDS),
+        *((name, None, "it is closed") for name in ("help", "generate", "draw")),
+    ],
+)
+def test_stdout_that_is_closed_or_full(run, monkeypatch, files, name, stdout, message):
+    """Files are complete, and one line says that the output is not."""
+    monkeypatch.setenv("JAX_PLATFORMS", os.environ.get("JAX_PLATFORMS", ""))
+    with open(stdout or os.devnull, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream if stdout else None)
+        outcome = run(*(argument.format(**files) for argument in COMMANDS[name].split()))
+    assert outcome.code == 2
+    assert outcome.err.count("\n") == 1 and f"hpnlp: stdout cannot be written ({message}): send it" in outcome.err
+    made = {
+        "train": "new/report.md",
+        "compare": "compare.md",
+        "draw": "draw.png",
+        "convert": "converted/tokenizer.json",
+    }
+    assert name not in made or (files["dir"] / made[name]).stat().st_size
+    if name == "train":
+        assert json.loads((files["dir"] / "new" / "report.json").read_text())
+        assert (files["dir"] / "new" / "checkpoints" / "1").is_dir()
+
+
+@pytest.mark.parametrize("name", ["train", "generate"])
+def test_stdout_without_the_characters_that_are_needed(run, monkeypatch, files, name):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    argv = COMMANDS[name].replace("--prompt=a", "--prompt=\xe9").replace("/new", "/n\xe9w")
+    outcome = run(*(argument.format(**files) for argument in argv.split()))
+    assert outcome.code == 0
+    assert b"\\xe9" in shown.buffer.getvalue()
+    assert "stdout takes ascii only" in outcome.err.splitlines()[-1]
+
+
+def test_prompts_from_stdin(run, monkeypatch, trained):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffthe fox\r\n\nthe dog".encode())))
+    outcome = run("generate", f"--workdir={trained}", "--prompt_file=-", "--tokens=2")
+    assert outcome.code == 0, outcome
+    assert "--- prompt 1\nthe fox" in outcome.out and "--- prompt 2\nthe dog" in outcome.out
+
+
+def test_reading_a_long_prompt_is_announced(run, trained):
+    outcome = run("generate", f"--workdir={trained}", f"--prompt={'the fox ' * 600}", "--tokens=2")
+    assert outcome.code == 0 and outcome.err.startswith("hpnlp: reading a prompt of 4,801 tokens\n")
+
+
 def test_debug_shows_the_traceback(run, tmp_path):
     outcome = run("train", f"--config={tmp_path}/none.py", "--workdir=x", "--debug")
     assert outcome.code == 2
@@ -183,6 +355,23 @@ def test_read_only_workdir(mounts, start, finish, tmp_path):
     outcome = finish(start("train", f"--config={tiny.EXPERIMENT}", f"--workdir={tmp_path}/run", wrapper=wrapper))
     assert outcome.code == 2, outcome
     assert "cannot write to workdir" in one_line(outcome.err) and "Read-only file system" in outcome.err
+
+
+@pytest.mark.slow
+def test_device_that_is_not_there(start, finish, monkeypatch, trained):
+    for platform in ("cuda", "nothing"):
+        monkeypatch.setenv("JAX_PLATFORMS", platform)
+        outcome = finish(start("generate", f"--workdir={trained}"))
+        assert outcome.code == 2
+        assert f"JAX_PLATFORMS={platform} names a device that is not here" in one_line(outcome.err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("redirection", "message"), [(">&-", "it is closed"), (">/dev/full", "No space left")])
+def test_stdout_of_a_process(start, finish, trained, redirection, message):
+    wrapper = ["sh", "-c", f'exec "$@" {redirection}', "sh"]
+    outcome = finish(start("generate", f"--workdir={trained}", "--prompt=a", "--tokens=2", wrapper=wrapper))
+    assert outcome.code == 2 and message in one_line(outcome.err)
 
 
 @pytest.mark.slow

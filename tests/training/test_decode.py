@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from hpnlp import measure
 from hpnlp.data.tokenizers import ByteTokenizer, WordTokenizer
 from hpnlp.models.lm import LM, LMConfig, axes_of, example_batch
 from hpnlp.parallel.offload import HOST
@@ -147,6 +148,9 @@ def test_parameters_that_lie_on_several_devices_and_in_the_hosts_memory():
     ("options", "message"),
     [
         ({"tokens": 0}, "tokens=0: expected at least 1"),
+        ({"tokens": 10**30}, "tokens=10+: expected at most 1073741824"),
+        ({"seed": -1}, "seed=-1: expected 0 to 4294967295"),
+        ({"seed": 1 << 32}, "seed=4294967296: expected 0 to"),
         ({"temperature": float("nan")}, "temperature=nan: expected 0"),
         ({"temperature": float("inf")}, "temperature=inf: expected 0"),
         ({"temperature": -0.1}, "temperature=-0.1: expected 0"),
@@ -161,15 +165,23 @@ def test_parameters_that_lie_on_several_devices_and_in_the_hosts_memory():
         ({"allowed": np.zeros(VOCAB, bool)}, "allowed: no id may be drawn"),
         (
             {"prompts": [[1], [1] * 30], "tokens": 12},
-            "prompt 1 has 30 tokens, and with 12 more .* ask for at most 11 tokens",
+            "prompt 1 has 30 tokens, and with 12 more .* at most 11 tokens or shorten the prompt to at most 29 tokens",
         ),
-        ({"prompts": [[1] * 70]}, "prompt 0 has 70 tokens, .* at most 0 tokens, or shorten the prompt"),
+        ({"prompts": [[1] * 70]}, "prompt 0 has 70 tokens, .* the model has learned: shorten the prompt to at most 37"),
     ],
 )
 def test_bad_input(options, message):
     arguments = {"prompts": [[1]], "tokens": 4} | options
     with pytest.raises(InputError, match=message):
         Generation(*make(**LEARNED), **arguments)
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr(measure, "memory_bytes", lambda: 10**6)
+    with pytest.raises(
+        InputError, match=r"tokens=200000: the cache of 1 prompts .*, and the device has 0.0 GB: ask for at"
+    ):
+        Generation(*make(**ROPE), [[1]], tokens=200_000)
 
 
 # Text.

@@ -243,10 +243,11 @@ def test_clock_counts_what_failed():
     assert clock.seconds["eval"] > 0.0
 
 
-def display(monkeypatch, terminal):
+def display(monkeypatch, terminal, kind="xterm"):
     """A display of a run of 100 steps of 1000 tokens each, 10 a second by the clock and 20 a second by `busy`."""
     out, now = io.StringIO(), [50.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setenv("TERM", kind)
     console = Console(file=out, force_terminal=terminal, width=120, highlight=False, soft_wrap=True)
     shown = Display(0, 100, 1000, console)
     for step in (10, 20, 30):
@@ -257,8 +258,9 @@ def display(monkeypatch, terminal):
     return out.getvalue()
 
 
-def test_plain_lines_without_a_terminal(monkeypatch):
-    assert display(monkeypatch, terminal=False).splitlines() == [
+@pytest.mark.parametrize("terminal", [False, True])
+def test_plain_lines_without_a_terminal_and_on_a_dumb_one(monkeypatch, terminal):
+    assert display(monkeypatch, terminal, kind="dumb").splitlines() == [
         "step 10/100: loss 2.9000",
         "step 20/100: loss 2.8000, 20,000 tokens/s, 0:08 left",
         "step 30/100: loss 2.7000, 20,000 tokens/s, 0:07 left",
@@ -273,7 +275,18 @@ def test_live_line_on_a_terminal(monkeypatch):
     assert "\x1b[" in shown  # it moves the cursor
 
 
-def test_live_line_shows_what_takes_time_beside_steps():
+def test_plain_lines_in_a_file_where_color_is_forced(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(metrics.sys, "stdout", out)
+    shown = Display(0, 100, 1000)
+    shown.step(10, 2.0, 1.0)
+    shown.close()
+    assert out.getvalue() == "step 10/100: loss 2.0000\n"
+
+
+def test_live_line_shows_what_takes_time_beside_steps(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     for terminal in (True, False):
         out = io.StringIO()
         shown = Display(0, 100, 1000, Console(file=out, force_terminal=terminal, width=120))
