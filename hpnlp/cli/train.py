@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 
 from absl import flags
 
 from hpnlp import cli
-from hpnlp.cli import experiment
+from hpnlp.cli import experiment, fields
 
 USAGE = """
 hpnlp train --config=experiments/lm/bytes.py --workdir=runs/bytes [--config.section.field=value ...]
@@ -40,7 +37,7 @@ flags.DEFINE_bool(
 
 def run(argv: Sequence[str]) -> None:
     argv, overrides = experiment.split(argv)
-    cli.parse(argv, USAGE + _fields(argv))
+    cli.parse(argv, USAGE + (fields.listed() if "--help" in argv else ""))
     path, workdir = cli.required("config", experiment.EXAMPLE), cli.required("workdir", "runs/bytes")
     values = experiment.read(path, overrides)
     cli.prepare_jax()
@@ -59,18 +56,3 @@ def run(argv: Sequence[str]) -> None:
         sys.exit(130)
     if hosts.is_lead():
         report.write(workdir, resolved, result, shlex.join([f"--config={path}", *overrides]))
-
-
-def _fields(argv: Sequence[str]) -> str:
-    """Every config field with its default, below what the fields of its section mean, for --help."""
-    if "--help" not in argv:
-        return ""
-    from hpnlp.training import config
-
-    text = "\nConfig fields and their defaults (an experiment file sets its own):\n"
-    for name, section in vars(config.Config()).items():
-        kinds = [kind for kind in type(section).__mro__ if dataclasses.is_dataclass(kind)]
-        meaning = "\n\n".join(inspect.getdoc(kind) or "" for kind in reversed(kinds))
-        lines = [f"  --config.{name}.{field}={value!r}" for field, value in dataclasses.asdict(section).items()]
-        text += f"\n{name}: {textwrap.indent(meaning, '  ').strip()}\n\n" + "\n".join(lines) + "\n"
-    return text

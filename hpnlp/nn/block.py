@@ -21,10 +21,11 @@ class BlockConfig:
 
     dim: D. heads: N. kv_heads: K, 0 for N. head_dim: H, 0 for D / N. mixer: an entry of MIXERS, or several that the layers
     take in turn, as in "window(256,0)*5,full". mlp_dim: 0 for 4 D (swiglu: 8 D / 3, rounded up to
-    a multiple of 64). mlp: an entry of MLPS. norm: "rms" or "layer". position: "rope", "learned" or "none". rope_scaling:
-    "none", "linear(factor)", "ntk(factor)", "llama3(factor, low, high, length)" or "yarn(factor, original_length)". bias: in
-    MLPs and on attention's output; qkv_bias: on queries, keys and values. dropout: on each branch's result and on attention
-    probabilities.
+    a multiple of 64). mlp: an entry of MLPS. norm: "rms" or "layer". norm_eps: added to the variance that a norm divides by.
+    position: "rope", "learned" or "none". rope_theta: the base of RoPE's wavelengths. rope_scaling:
+    "none", "linear(factor)", "ntk(factor)", "llama3(factor, low, high, length)" or "yarn(factor, original_length)". qk_norm:
+    a norm of each head's queries and keys, before RoPE. qkv_bias: biases on queries, keys and values. out_bias: a bias on
+    attention's output. mlp_bias: biases in MLPs. dropout: on each branch's result and on attention probabilities.
     """
 
     dim: int = 256

@@ -15,6 +15,8 @@ import pytest
 
 import hpnlp
 from hpnlp.__main__ import COMMANDS, main, spare_threads
+from hpnlp.cli import fields
+from hpnlp.training.config import Config
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -240,15 +242,25 @@ def test_help(run, command):
 
 def test_help_of_train_names_every_field(run):
     out = run("train", "--help").out
-    assert "--config.model.dim=256" in out and "--config.train.checkpoint_every=200" in out
     assert "--accept_changes" in out
     for meaning in (
-        "kv_heads: K, 0 for N.",
-        "layers: how many Blocks.",
-        "warmup` steps of linear rise",
-        "patience: stop",
+        "--config.model.kv_heads=0\n      K, 0 for N.",
+        "--config.model.rope_theta=10000.0\n      the base",
+        "Names: adamw, adamw8bit,",
+        "Names: constant, linear, cosine,",
+        "--config.train.keep=2\n      see checkpoint_every.",
     ):
         assert meaning in out
+
+
+@pytest.mark.parametrize("name", vars(Config()))
+def test_help_explains_every_field_and_no_other(name):
+    section = getattr(Config(), name)
+    explained = fields.help_of(section)
+    assert not [field for field, text in explained.items() if not text]
+    assert not fields.explanations(section)[1].keys() - explained.keys()
+    names = [field for field in fields.tables() if field.startswith(f"{name}.")]
+    assert not {field.partition(".")[2] for field in names} - explained.keys()
 
 
 def test_pretended_devices_get_threads_to_spare(monkeypatch):
