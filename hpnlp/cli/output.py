@@ -32,7 +32,7 @@ class Output:
         """
         self.failure, self.escaped = "" if stream else "it is closed", False
         self._stops = stops
-        self._stream = stream or io.StringIO()
+        self._stream: Any = stream or io.StringIO()
         if hasattr(self._stream, "reconfigure"):
             self._stream.reconfigure(errors="backslashreplace")
 

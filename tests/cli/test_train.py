@@ -247,7 +247,7 @@ def test_help_of_train_names_every_field(run):
         "--config.model.kv_heads=0\n      K, 0 for N.",
         "--config.model.rope_theta=10000.0\n      the base",
         "Names: adamw, adamw8bit,",
-        "Names: constant, linear, cosine,",
+        "Names: constant, linear,",
         "--config.train.keep=2\n      see checkpoint_every.",
     ):
         assert meaning in out
