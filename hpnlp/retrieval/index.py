@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.sharding import supports_explicit_mesh
+from hpnlp.ops.array_op import array_op
 from hpnlp.retrieval.kinds import KINDS, Kind
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.types import InputError
@@ -182,7 +182,9 @@ class Index:
         """All vectors, in the order of their ids."""
         if len(self._sizes) == 1:
             return self.kind.vectors(self._state, len(self))
-        state = jax.tree.map(np.asarray, self._state)  # on the host first: explicit meshes refuse to index a sharded axis
+        state = jax.tree.map(
+            np.asarray, self._state
+        )  # on the host first: explicit meshes refuse to index a sharded axis
         part = lambda i: jax.tree.map(lambda x: x[i], state)  # noqa: E731
         return np.concatenate([self.kind.vectors(part(i), size) for i, size in enumerate(self._sizes)])
 
@@ -214,7 +216,7 @@ def _search_parts(
     return _best(*jax.shard_map(own, mesh=mesh, **specs)(state, q), k)
 
 
-@supports_explicit_mesh()
+@array_op()
 def _best(scores: Array, ids: Array, k: int) -> tuple[Array, Array]:
     """The k best of the candidates of all parts, replicated."""
     scores, at = lax.top_k(scores, k)
