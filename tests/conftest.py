@@ -5,6 +5,7 @@ import gc
 import importlib.metadata
 import os
 import re
+import signal
 
 # Before jax is imported, and inherited by the processes that tests start.
 # LLVM gets a program in one part: dividing it over threads costs a fifth more, and the workers fill the cores anyway.
@@ -16,6 +17,8 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("HPNLP_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ["NPROC"] = "32"  # of hpnlp.__main__.spare_threads
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of numpy: its threads spin while they wait for a core that a worker has
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in the background so
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(50_000)  # at the 700 of Python, tracing spends a tenth of its time in looking for garbage
 
 import chex  # noqa: E402  (imports jax)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+import hpnlp
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
@@ -31,7 +34,7 @@ def load(path: str) -> ModuleType:
     if not Path(path).is_file():
         what = f"{path!r} is a directory" if Path(path).is_dir() else f"there is no file {path!r}"
         raise InputError(f"--config: {what}: name an experiment file, as {EXAMPLE}")
-    spec = importlib.util.spec_from_file_location("experiment", path)
+    spec = importlib.util.spec_from_file_location("experiment", os.path.abspath(path))
     if spec is None or spec.loader is None:
         raise InputError(f"--config={path} is not a Python file: name an experiment file, as {EXAMPLE}")
     module = importlib.util.module_from_spec(spec)
@@ -40,18 +43,70 @@ def load(path: str) -> ModuleType:
 
 
 def call(path: str, function: Any, *args: Any) -> Any:
-    """`function(*args)` of the experiment file at `path`; whatever it raises becomes an InputError with its line."""
+    """`function(*args)` of the experiment file at `path`; whatever it raises becomes an InputError with its file and line."""
     try:
-        return function(*args)
+        with _siblings(Path(os.path.abspath(path)).parent):
+            return function(*args)
     except Exception as error:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == os.path.abspath(path)]
-        line = error.lineno if isinstance(error, SyntaxError) else own[-1].lineno if own else None
         # ml_collections wraps its errors in each other, and tells all that a config holds beside a name that it lacks.
         told: Any = error
         while isinstance(told, BaseException) and told.args:
             told = told.args[0]
         text = re.sub(r' Other fields present: ".*?"(\n|$)', " ", str(told), flags=re.DOTALL)
-        raise InputError(f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {text}") from error
+        raise InputError(f"{_place(path, error)}: {type(error).__name__}: {text}") from error
+
+
+def _place(path: str, error: Exception) -> str:
+    """`file, line N` of an error in the experiment file at `path` or in a module beside it."""
+    experiment = os.path.abspath(path)
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, error.lineno))
+    beside = os.path.join(os.path.dirname(experiment), "")
+    elsewhere = os.path.join(os.path.dirname(hpnlp.__file__), "")
+    for name, line in reversed(frames):
+        name = os.path.abspath(name) if not name.startswith("<") else name
+        if name.startswith(beside) and not name.startswith(elsewhere) and "site-packages" not in name:
+            return f"{path if name == experiment else os.path.join(os.path.dirname(path), name[len(beside) :])}, line {line}"
+    return path
+
+
+@contextlib.contextmanager
+def _siblings(directory: Path) -> Iterator[None]:
+    """Lets an experiment file import the modules of its directory, as Python lets a script.
+
+    They come before installed modules of the same names, and not before those of Python itself. Afterwards they are forgotten,
+    and modules that they hid are back: another experiment may have other siblings of these names.
+    """
+    names = {file.stem for file in directory.glob("*.py")} | {
+        file.parent.name for file in directory.glob("*/__init__.py")
+    }
+    names -= sys.stdlib_module_names
+    loaded_before = {name.partition(".")[0] for name in sys.modules}
+    hidden = {
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if name.partition(".")[0] in names and not _lies_in(directory, sys.modules.get(name.partition(".")[0]))
+    }
+    kept = loaded_before - {name.partition(".")[0] for name in hidden}
+    sys.path.insert(0, str(directory))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # an experiment may take it out itself
+            sys.path.remove(str(directory))
+        fresh = {name for name in sys.modules if "." not in name and name not in kept}
+        fresh = {name for name in fresh if _lies_in(directory, sys.modules[name])}
+        for name in [name for name in sys.modules if name.partition(".")[0] in fresh]:
+            del sys.modules[name]
+        sys.modules.update(hidden)
+
+
+def _lies_in(directory: Path, module: ModuleType | None) -> bool:
+    """Whether a module is a file or a package of the directory."""
+    places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None) or ""]
+    return any(os.path.dirname(os.path.abspath(place)) == str(directory) for place in places if place)
 
 
 def read(path: str, overrides: Sequence[str] = ()) -> Any:

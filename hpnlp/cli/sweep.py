@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
 import signal
 import subprocess
@@ -15,75 +17,108 @@ from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import experiment
+from hpnlp.training import signals
 
 USAGE = """
 hpnlp sweep --config=FILE --workdir=DIR [--config.section.field=value ...]
 
-FILE defines get_sweep(), a list of overrides as {"model.dim": 128}. Each member trains in a process and a directory of
-its own under DIR; a finished one is left as it is, an interrupted one goes on, a failed one does not stop the others.
-Ctrl-C saves the member that trains and ends the list.
+FILE defines get_sweep(), a list of overrides as {"model.dim": 128}. All members are checked before the first one trains, each
+in a process and a directory of its own under DIR; a finished one is left as it is, an interrupted one goes on, a failed one
+does not stop the others. At the end DIR holds the table, compare.md, and the plot, compare.png. Ctrl-C, and what else stops
+`hpnlp train`, saves the member that trains and ends the list, with exit code 130.
 """
 
 flags.DEFINE_string("config", None, "An experiment file with get_config() and get_sweep().")
 flags.DEFINE_string("workdir", None, "Where the members' directories go.")
 
 
-def run(argv: Sequence[str]) -> None:
-    argv, passed_on = experiment.split(argv)
-    cli.parse(argv, USAGE)
-    config, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))
-    members = _sweep(config)
-    from hpnlp.training.config import differences, resolve
-    from hpnlp.training.run import load_config
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A member of a sweep. flags: the overrides of `hpnlp train` that give `config`, its Config."""
 
-    done, failed = [], []
-    for index, overrides in enumerate(members):
-        name = ",".join(f"{name.split('.')[-1]}={value}" for name, value in overrides.items())
-        member = workdir / f"{index:02d}-{re.sub(r'[^A-Za-z0-9=.,_-]+', '_', name)[:80]}"
+    name: str
+    flags: list[str]
+    config: Any
+
+
+def run(argv: Sequence[str]) -> None:
+    with signals.watched():
+        _run(argv)
+
+
+def _run(argv: Sequence[str]) -> None:
+    argv, overrides = experiment.split(argv)
+    cli.parse(argv, USAGE)
+    path, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))
+    members = _resolved(path, _sweep(path), overrides)
+
+    done, failed = [], {}
+    for index, member in enumerate(members):
+        directory = workdir / member.name
         label = f"[{index + 1}/{len(members)}] {member.name}"
-        flags_of = [*passed_on, *(f"--config.{name}={value}" for name, value in overrides.items())]
-        asked_for = lambda: resolve(experiment.read(config, flags_of))  # noqa: B023, E731
-        finished = (member / "report.json").exists() and not differences(load_config(member), asked_for())
+        finished = _is_finished(directory, member.config)
         print(f"{label}: finished before" if finished else label, flush=True)
         if not finished:
-            code, stopped_by = _train([f"--config={config}", f"--workdir={member}", *flags_of])
+            code, stopped_by = _train([f"--config={path}", f"--workdir={directory}", *member.flags])
             if stopped_by:
-                raise cli.InputError(f"{stopped_by}: stopped in {member.name}; the same command goes on from there")
-            if code or not (member / "report.json").exists():
-                failed.append(member.name)
+                signals.say(f"hpnlp: {stopped_by}: stopped in {member.name}; the same command goes on from there")
+                sys.exit(signals.INTERRUPTED)
+            if code or not (directory / "report.json").exists():
+                failed[member.name] = code
                 print(f"{label}: not finished (exit code {code})", flush=True)
                 continue
-        done.append(member)
-
-    from hpnlp import report
+        done.append(directory)
 
     if done:
-        print(report.compare(done, workdir / "compare.png"), flush=True)
+        from hpnlp import report
+
+        table = report.compare(done, workdir / "compare.png")
+        (workdir / "compare.md").write_text(table, encoding="utf-8")
+        print(table, flush=True)
     if failed:
-        raise cli.InputError(f"{len(failed)} of {len(members)} members did not finish ({', '.join(failed)}): run again")
+        raise cli.InputError(_advice(failed, len(members)))
+
+
+def _advice(failed: Mapping[str, int], members: int) -> str:
+    """failed: name -> exit code."""
+    refused = [name for name, code in failed.items() if code == 2]
+    broken = [name for name in failed if name not in refused]
+    text = f"{len(failed)} of {members} members did not finish:"
+    if refused:
+        text += f" {', '.join(refused)}, refused for what is said above: mend that first;"
+    if broken:
+        text += f" {', '.join(broken)}: the same command tries again, from the newest checkpoint;"
+    return text.rstrip(";")
+
+
+def _is_finished(directory: Path, config: Any) -> bool:
+    from hpnlp.training.config import differences
+    from hpnlp.training.run import load_config
+
+    return (directory / "report.json").exists() and not differences(load_config(directory), config)
 
 
 def _train(argv: Sequence[str]) -> tuple[int, str]:
     """`hpnlp train` in a process of its own: its exit code, and the signal that came meanwhile, passed on, or ""."""
-    received, member = [], None
+    received: list[str] = []
+    member: subprocess.Popen[bytes] | None = None
 
-    def pass_on(number: int, frame: Any) -> None:
+    def pass_on(number: int) -> None:
         received.append(signal.Signals(number).name)
         if member is not None:
             member.terminate()
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        # The member inherits what is blocked: a terminal sends Ctrl-C to both, and to the member that is once too often.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        member = subprocess.Popen([sys.executable, "-m", "hpnlp", "train", *argv])
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    environment = os.environ | {signals.PARENT: str(os.getpid())}
+    with signals.reacting(pass_on):
+        # The member inherits what is blocked: signals wait until it can react to them.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals.NUMBERS)
+        try:
+            member = subprocess.Popen([sys.executable, "-m", "hpnlp", "train", *argv], env=environment)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if received:  # while there was no member to pass it on to
             member.terminate()
         return member.wait(), "".join(received[:1])
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _sweep(config: str) -> list[Mapping[str, Any]]:
@@ -92,8 +127,53 @@ def _sweep(config: str) -> list[Mapping[str, Any]]:
     if not hasattr(module, "get_sweep"):
         raise cli.InputError(f"{path} has no get_sweep(): define one that returns a list of overrides")
     members = experiment.call(path, module.get_sweep, *(argument if signature(module.get_sweep).parameters else ()))
-    if not (isinstance(members, Sequence) and members and all(isinstance(member, Mapping) for member in members)):
+    if not (
+        isinstance(members, Sequence)
+        and members
+        and all(isinstance(member, Mapping) and all(isinstance(name, str) for name in member) for member in members)
+    ):
         raise cli.InputError(
             f'{path}: get_sweep() returned {members!r:.80}: return a list as [{{"model.dim": 64}}, ...]'
         )
     return list(members)
+
+
+def _resolved(path: str, sweep: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> list[Member]:
+    """The members, each checked as far as it can be without its data.
+
+    Raises InputError where one is at fault, where two are the same, and where a member sets what an override sets.
+    """
+    from hpnlp.training.config import resolve
+
+    members: list[Member] = []
+    for index, fields in enumerate(sweep):
+        text = ",".join(f"{name.split('.')[-1]}={value}" for name, value in fields.items())
+        name = f"{index:02d}-{re.sub(r'[^A-Za-z0-9=.,_-]+', '_', text)[:80]}"
+        for override in overrides:
+            field = override.lstrip("-").removeprefix("config.").partition("=")[0]
+            if field in fields and str(fields[field]) != override.partition("=")[2]:
+                raise cli.InputError(
+                    f"{override}: member {name} of get_sweep() sets {field}={fields[field]} itself: leave the flag out, or "
+                    f"take {field} out of get_sweep()"
+                )
+        flags_of = [*overrides, *(f"--config.{field}={value}" for field, value in fields.items())]
+        try:
+            config = resolve(experiment.read(path, flags_of))
+            _check_model(config)
+        except cli.InputError as error:
+            raise cli.InputError(f"member {name} of get_sweep(): {error}; nothing was trained") from error
+        if same := [member.name for member in members if member.config == config]:
+            raise cli.InputError(f"members {same[0]} and {name} of get_sweep() are the same config: take one out")
+        members.append(Member(name, flags_of, config))
+    return members
+
+
+def _check_model(config: Any) -> None:
+    """Raises InputError where the model cannot be built. Nothing is allocated, and accelerators are left to the members."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from hpnlp.models.lm import axes_and_shapes
+    from hpnlp.planner.costs import model_of
+
+    axes_and_shapes(model_of(config).clone(remat=config.plan.remat))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,12 +11,14 @@ from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import experiment, fields
+from hpnlp.training import signals
 
 USAGE = """
 hpnlp train --config=experiments/lm/bytes.py --workdir=runs/bytes [--config.section.field=value ...]
 
-Trains to config.train.steps and reports. The same command in the same workdir goes on where it stopped. Ctrl-C and SIGTERM
-have it saved first; then it exits with 130.
+Trains to config.train.steps and reports. The same command in the same workdir goes on where it stopped. Ctrl-C,
+SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 have it saved after the step that it is at; before the first step they end it at once. Then
+it exits with 130. Ctrl-C again, two seconds later or more, ends it unsaved.
 
 Several hosts: under srun, mpirun or on a TPU pod, the same command in each process, and one workdir that all see. Without a
 launcher, add --coordinator=HOST:PORT --processes=N --process=I.
@@ -36,6 +39,13 @@ flags.DEFINE_bool(
 
 
 def run(argv: Sequence[str]) -> None:
+    with signals.watched():
+        if parent := os.environ.pop(signals.PARENT, ""):
+            signals.follow(int(parent))
+        _run(argv)
+
+
+def _run(argv: Sequence[str]) -> None:
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE + (fields.listed() if "--help" in argv else ""))
     path, workdir = cli.required("config", experiment.EXAMPLE), cli.required("workdir", "runs/bytes")
@@ -53,6 +63,6 @@ def run(argv: Sequence[str]) -> None:
     with hosts.others_may_die(), shortage.explained(resolved):
         result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
     if result.interrupted:
-        sys.exit(130)
+        sys.exit(signals.INTERRUPTED)
     if hosts.is_lead():
         report.write(workdir, resolved, result, shlex.join([f"--config={path}", *overrides]))

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from hpnlp.training import signals
 from hpnlp.types import InputError
 
 # Where a launcher says how many processes it has started: Open MPI's mpirun and SLURM's srun.
@@ -37,6 +38,8 @@ LOST = re.compile(
     "heartbeat|unavailable|deadline",
     re.IGNORECASE,
 )
+
+_tell_jax: Callable[[int], Any] | None = None  # JAX's own handler of SIGTERM, where `signals` has taken its place
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> int:
@@ -174,6 +177,7 @@ def _await(coordinator: str, port: int, processes: int, seconds: int) -> None:
 
 
 def _initialize(*args: Any, **options: Any) -> None:
+    global _tell_jax
     try:
         jax.distributed.initialize(*args, **options)
     except (RuntimeError, ValueError) as error:
@@ -181,6 +185,7 @@ def _initialize(*args: Any, **options: Any) -> None:
             f"the processes did not find each other: {error}: start all of them, each once, and where no launcher that JAX "
             "knows starts them, say who they are, by --coordinator, --processes and --process"
         ) from error
+    _tell_jax = signals.take_over(signal.SIGTERM)
     if takes_all_gpus():
         jax.config.update("jax_cuda_visible_devices", "all")
         jax.config.update("jax_rocm_visible_devices", "all")
@@ -190,17 +195,9 @@ def _initialize(*args: Any, **options: Any) -> None:
 
 @contextlib.contextmanager
 def others_may_die() -> Iterator[None]:
-    """Ends this process with 1 and a line where it fails for want of another one; JAX would wait for it, and then abort.
-
-    With 130, where it is interrupted: JAX would wait for the others, which wait for it.
-    """
+    """Ends this process with 1 and a line where it fails for want of another one; JAX would wait for it, and then abort."""
     try:
         yield
-    except KeyboardInterrupt:
-        if jax.process_count() == 1:
-            raise
-        print("hpnlp: interrupted", file=sys.stderr)
-        _leave(130)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition("\n")[0]
         if jax.process_count() == 1 or not LOST.search(reason):
@@ -212,13 +209,9 @@ def others_may_die() -> Iterator[None]:
             "again, and they go on from the newest checkpoint",
             file=sys.stderr,
         )
-        _leave(1)
-
-
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def is_lead() -> bool:
@@ -245,43 +238,52 @@ def check_alike(text: str) -> None:
 
 
 class Stopping:
-    """To be called after every step: whether a signal has asked the run to stop. signal: its name, or "" while none has."""
+    """Between `begin` and `end`, has signals ask the run to save and stop. Called after every step: whether one has.
+
+    signal: its name, or "" while none has come. Before `begin` and after `end` there is nothing to save, and signals act as
+    before. In between, only a second Ctrl-C ends the run, and no sooner than a person would press it: a signal to a process
+    group comes twice where the parent passes it on, and batch systems send several.
+    """
 
     signal = ""
 
+    def __init__(self) -> None:
+        self._received, self._since = "", 0.0
+        self._scope = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        # Of several processes that nobody watches, JAX has SIGTERM.
+        numbers = [number for number in signals.NUMBERS if number != signal.SIGTERM or jax.process_count() == 1]
+        self._scope.enter_context(signals.reacting(self._note, numbers))
+
+    def end(self) -> None:
+        self._scope.close()
+
     def __call__(self, step: int) -> bool:
-        # Of several processes all stop after the same step; JAX has the signal.
+        # Of several processes all stop after the same step.
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
-            self.signal = "SIGTERM"
+            self.signal = self._received or signal.SIGTERM.name
         return self.signal != ""
 
+    def _note(self, number: int) -> None:
+        now = time.monotonic()
+        if not self._received:
+            self._received, self._since = signal.Signals(number).name, now
+            if jax.process_count() == 1:
+                self.signal = self._received
+            else:
+                _announce_stop()
+            signals.say(f"{self._received}: saving after this step; Ctrl-C again ends the run without")
+        elif number == signal.SIGINT and now - self._since >= signals.REPEAT_SECONDS:
+            signals.end(number)
 
-@contextlib.contextmanager
-def stop_on_signal() -> Iterator[Stopping]:
-    """Yields what notes the signal that asked the run to stop; a second one kills as usual."""
-    stopping = Stopping()
-    alone = jax.process_count() == 1
-    signals = (signal.SIGTERM, signal.SIGINT) if alone else (signal.SIGINT,)
 
-    def note(number: int, frame: Any) -> None:
-        signal.signal(number, previous[signal.Signals(number)])
-        if alone:
-            stopping.signal = signal.Signals(number).name
-        else:
-            os.kill(os.getpid(), signal.SIGTERM)  # which JAX tells the others of
-
-    previous = {number: signal.getsignal(number) for number in signals}
-    try:
-        for number in signals:
-            signal.signal(number, note)
-    except ValueError:  # signals reach the main thread only, and a notebook may train in another
-        pass
-    try:
-        yield stopping
-    finally:
-        with contextlib.suppress(ValueError):
-            for number in signals:
-                signal.signal(number, previous[number])
+def _announce_stop() -> None:
+    """Has JAX tell the other processes, by what it does at SIGTERM."""
+    if _tell_jax is None:
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        _tell_jax(signal.SIGTERM)
 
 
 def share(sharding: Any, shape: tuple[int, int]) -> tuple[int, int]:

@@ -63,7 +63,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
         lead = hosts.is_lead()
         if lead:
             stack.enter_context(claimed(workdir, config, accept_changes))
-        stopping = stack.enter_context(hosts.stop_on_signal())
+        stopping = hosts.Stopping()
+        stack.callback(stopping.end)
         clock = Clock()
         stack.enter_context(jax.debug_nans(config.train.debug_nans))
         trace = stack.enter_context(contextlib.ExitStack())  # what ends the run early ends a trace, too
@@ -196,6 +197,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
                 pending.append((step, metrics))
                 if step == first + 1:
                     jax.block_until_ready(metrics)
+                    stopping.begin()  # until here, a signal ends the process: there is nothing to save
             if step == trace_last:
                 jax.block_until_ready(metrics)
                 trace.close()
@@ -232,7 +234,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
         with clock("checkpoint"):
             checkpoints.wait()
             checkpoints.check_saved(saved, trainer.state_shapes)
-        interrupted = stopping.signal != "" and saved < config.train.steps
+        stopping.end()
+        interrupted = stopping.signal != ""
         if interrupted:
             display.say(f"{stopping.signal}: saved step {saved}; the same command goes on from there")
         else:

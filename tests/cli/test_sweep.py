@@ -40,14 +40,17 @@ def sweep(tmp_path, monkeypatch):
 def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
     (tmp_path / "runs" / "other").mkdir(parents=True)
     (tmp_path / "runs" / "other" / "report.json").write_text("{}")  # of another run, which is none of ours
-    command = sweep([{"model.heads": 3}, {"train.seed": 1}], argument=":2")
+    command = sweep([{"data.path": "/no/such"}, {"train.seed": 1}], argument=":2")
     outcome = run(*command)
     assert outcome.code == 2
-    assert "1 of 2 members did not finish (00-heads=3): run again" in outcome.err
-    assert "[1/2] 00-heads=3: not finished (exit code 2)" in outcome.out
+    assert outcome.err == (
+        "hpnlp: 1 of 2 members did not finish: 00-path=_no_such, refused for what is said above: mend that first\n"
+    )
+    assert "[1/2] 00-path=_no_such: not finished (exit code 2)" in outcome.out
     table = [line for line in outcome.out.splitlines() if line.startswith("| ")]
     assert len(table) == 3 and "01-seed=1" in table[-1]
     assert (tmp_path / "runs" / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs" / "compare.md").read_text() in outcome.out
 
     # The same command again: what is finished stays as it is.
     before = (tmp_path / "runs" / "01-seed=1" / "report.json").stat().st_mtime_ns
@@ -57,25 +60,97 @@ def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
 
     # A finished member of another config is refused, and not taken for one of this command.
     finished = (tmp_path / "runs" / "01-seed=1" / "report.json").read_text()
-    outcome = run(*sweep([{"model.heads": 3}, {"train.seed": 1}], argument=":3"))
-    assert outcome.code == 2 and "(00-heads=3, 01-seed=1): run again" in outcome.err and "| " not in outcome.out
+    outcome = run(*sweep([{"data.path": "/no/such"}, {"train.seed": 1}], argument=":3"))
+    assert outcome.code == 2 and "finish: 00-path=_no_such, 01-seed=1, refused" in outcome.err
+    assert "| " not in outcome.out
     assert (tmp_path / "runs" / "01-seed=1" / "report.json").read_text() == finished
 
 
-@pytest.mark.slow
-def test_signal_saves_the_member_and_ends_the_list(sweep, start, finish, tmp_path):
-    command = [*sweep([{"train.seed": 1}, {"train.seed": 2}]), "--config.train.steps=1000000"]
-    process = start(*command, start_new_session=True)
-    lines = tmp_path / "runs" / "00-seed=1" / "metrics.jsonl"
+@pytest.mark.parametrize(
+    ("members", "argv", "message"),
+    [
+        (
+            [{"train.seed": 1}, {"model.dims": 3}],
+            [],
+            "member 01-dims=3 of get_sweep(): unknown config field 'model.dims': did you mean 'model.dim'?; nothing was",
+        ),
+        (
+            [{"train.seed": 1}, {"train.seed": "one"}],
+            [],
+            "member 01-seed=one of get_sweep(): --config.train.seed=one: ",
+        ),
+        ([{"train.seed": 1}, {"train.steps": 0}], [], "member 01-steps=0 of get_sweep(): train.steps=0: expected at"),
+        (
+            [{"train.seed": 1}, {"model.heads": 3}],
+            [],
+            "member 01-heads=3 of get_sweep(): model.dim=16 is not a multiple",
+        ),
+        (
+            [{"train.seed": 1}, {"model.mixer": "fulll"}],
+            [],
+            "member 01-mixer=fulll of get_sweep(): unknown mixer 'fulll'",
+        ),
+        (
+            [{"train.seed": 1}, {"model.output": "binary"}],
+            ["--config.model.tied=True"],
+            "member 01-output=binary of get_sweep(): model.output='binary' has no table",
+        ),
+        (
+            [{"train.seed": 1}, {"model.dim": 16}, {"train.seed": 0}],
+            [],
+            "members 01-dim=16 and 02-seed=0 of get_sweep() are the same config: take one out",
+        ),
+        (
+            [{"train.seed": 1}],
+            ["--config.train.seed=2"],
+            "--config.train.seed=2: member 00-seed=1 of get_sweep() sets train.seed=1 itself: leave the flag out",
+        ),
+        ([{1: 2}], [], 'return a list as [{"model.dim": 64}, ...]'),
+    ],
+)
+def test_all_members_are_checked_before_the_first_trains(sweep, run, tmp_path, members, argv, message):
+    outcome = run(*sweep(members), *argv)
+    assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
+    assert message in outcome.err and not (tmp_path / "runs").exists()
+
+
+def begun(process, lines):
+    """Waits until a member has trained a step."""
     while not (lines.exists() and lines.stat().st_size):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+
+
+def saved(directory):
+    return [path.name for path in (directory / "checkpoints").iterdir() if path.name.isdigit()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_to_the_group_saves_the_member_and_ends_the_list(sweep, start, finish, tmp_path, number):
+    command = [*sweep([{"train.seed": 1}, {"train.seed": 2}]), "--config.train.steps=1000000"]
+    process = start(*command, start_new_session=True)
+    begun(process, tmp_path / "runs" / "00-seed=1" / "metrics.jsonl")
+    os.killpg(process.pid, number)  # as a terminal does; the sweep passes it on as well
     outcome = finish(process)
-    assert outcome.code == 2
-    assert outcome.err == "hpnlp: SIGINT: stopped in 00-seed=1; the same command goes on from there\n"
-    assert "SIGTERM: saved step" in outcome.out and "[2/2]" not in outcome.out
-    assert any(path.name.isdigit() for path in (lines.parent / "checkpoints").iterdir())
+    assert outcome.code == 130
+    said = outcome.err.splitlines()
+    assert len(said) == 2 and ": saving after this step; Ctrl-C again ends the run without" in said[0]
+    assert said[1] == f"hpnlp: {number.name}: stopped in 00-seed=1; the same command goes on from there"
+    assert ": saved step" in outcome.out and "[2/2]" not in outcome.out
+    assert saved(tmp_path / "runs" / "00-seed=1")
+
+
+@pytest.mark.slow
+def test_member_saves_and_stops_when_the_sweep_is_killed(sweep, start, tmp_path):
+    process = start(*sweep([{"train.seed": 1}]), "--config.train.steps=1000000")
+    member = tmp_path / "runs" / "00-seed=1"
+    begun(process, member / "metrics.jsonl")
+    process.kill()
+    out, err = process.communicate(timeout=60)  # the member holds the pipes as long as it lives
+    assert process.returncode == -signal.SIGKILL
+    assert "SIGTERM: saved step" in out and "SIGTERM: saving after this step" in err
+    assert saved(member)
 
 
 @pytest.mark.parametrize("members", [None, [], {}, "seeds", [1], [["train.seed"]]])

@@ -1,0 +1,75 @@
+"""Signals that stop a run: at once before it has anything to lose, after saving later, and never for a repetition."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpnlp.training import hosts, signals
+
+# C code that keeps the main thread for minutes, as compilation does.
+BUSY = """
+import hashlib
+from hpnlp.training import signals
+with signals.watched():
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
+
+
+@contextlib.contextmanager
+def busy(*wrapper):
+    command, pipe = [*wrapper, sys.executable, "-c", BUSY], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_signal_ends_a_process_at_once_also_in_c_code(number):
+    with busy() as process:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=10)
+    line = (
+        f"hpnlp: {number.name}: ended at once; what was saved before stays, and the same command goes on from there\n"
+    )
+    assert (process.returncode, out, err) == (130, "", line)
+
+
+def test_ignored_signals_stay_ignored():
+    with busy("nohup") as process:
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.3)
+        process.terminate()
+        assert process.wait(timeout=10) == 130
+
+
+def test_first_signal_stops_the_run_and_only_a_later_ctrl_c_ends_it(monkeypatch, capfd):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    before = {number: signal.getsignal(number) for number in signals.NUMBERS}
+    stopping = hosts.Stopping()
+    assert not stopping(1)
+    stopping.begin()
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stopping(2) and stopping.signal == "SIGHUP"
+        os.kill(os.getpid(), signal.SIGHUP)  # to the process group, and passed on
+        os.kill(os.getpid(), signal.SIGINT)
+        now += 60.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping(3) and stopping.signal == "SIGHUP"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        stopping.end()
+    assert {number: signal.getsignal(number) for number in signals.NUMBERS} == before
+    assert capfd.readouterr().err == "SIGHUP: saving after this step; Ctrl-C again ends the run without\n"
