@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from hpnlp.models import families
 from hpnlp.models.families import FAMILIES, Family, config_json, family_of, fields_of
 from hpnlp.models.lm import DTYPES, LM, LMConfig, example_batch
 from hpnlp.spec import lookup
@@ -64,13 +65,23 @@ class Tensor:
         return np.ascontiguousarray(value.T if self.transposed else value, dtype)
 
 
-def load(directory: str | Path) -> tuple[LMConfig, dict[str, Any]]:
+def load(directory: str | Path, dtype: str = "float32") -> tuple[LMConfig, dict[str, Any]]:
     """The model of a directory that transformers' `save_pretrained` wrote: `(config, float32 numpy parameters)`.
 
-    float16 and bfloat16 are widened. Raises InputError where files are missing or damaged, where tensors do not fit
-    config.json, and where config.json asks for something that LM does not compute. Memory: the parameters in float32
-    and one tensor of the checkpoint.
+    float16 and bfloat16 are widened. Memory: the parameters in float32 and one tensor of the checkpoint.
+
+    Args:
+        directory: config.json and the safetensors files.
+        dtype: an entry of DTYPES, what the model is to compute in.
+
+    Returns:
+        The config, with `dtype`, and the parameters as `LM.init` makes them.
+
+    Raises:
+        InputError: Files are missing or damaged, tensors do not fit config.json, a tensor holds NaN or infinity or would
+            in `dtype`, or config.json asks for something that LM does not compute.
     """
+    lookup(DTYPES, dtype, "dtype")
     directory = Path(directory)
     if not directory.is_dir():
         raise InputError(f"{directory} is not a directory: download the checkpoint, and name the directory it is in")
@@ -78,7 +89,7 @@ def load(directory: str | Path) -> tuple[LMConfig, dict[str, Any]]:
     raw = _read_json(directory / "config.json")
     family, fields = family_of(raw, source), fields_of(raw, source)
     try:
-        config = LMConfig(**fields)
+        config = LMConfig(**fields, dtype=dtype)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     shapes = _shapes(config)
@@ -88,7 +99,9 @@ def load(directory: str | Path) -> tuple[LMConfig, dict[str, Any]]:
         _check(expected, found, config, directory)
         params = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
         for name, tensor in expected.items():
-            tensor.read(found[name].get(), params)
+            value = found[name].get()
+            _check_finite(value, f"{directory}: {name}", dtype, "download it again, or take another checkpoint")
+            tensor.read(value, params)
         head = found.get("lm_head.weight") if config.tied else None
         if head is not None and not np.array_equal(head.get(), params["embed/table"]):
             raise InputError(
@@ -96,6 +109,11 @@ def load(directory: str | Path) -> tuple[LMConfig, dict[str, Any]]:
                 "set tie_word_embeddings to false in config.json"
             )
     return config, unflatten_dict(params, sep="/")
+
+
+def remarks(directory: str | Path) -> list[str]:
+    """Differences between the model that `load` makes of a directory and transformers', one line each."""
+    return families.remarks(_read_json(Path(directory) / "config.json"))
 
 
 def save(
@@ -112,8 +130,8 @@ def save(
 
     params: as `LM.init` makes them; numpy or jax arrays. dtype: an entry of DTYPES, what the tensors are stored in.
     bos_id, eos_id: the tokenizer's, for transformers' `generate`. shard_bytes: a larger model is split into files of
-    this size, as transformers does. Raises InputError where no family has such a model, where params are not config's,
-    where the directory already holds a checkpoint, and where writing fails. Memory: one file beside the parameters.
+    this size, as transformers does. Raises InputError where no family has such a model, where params are not config's
+    or are not finite in dtype, where the directory already holds a checkpoint, and where writing fails. Memory: one file beside the parameters.
     """
     numpy_format = _safetensors("numpy")
     directory = Path(directory)
@@ -124,7 +142,9 @@ def save(
     wrong = dict(shapes.items() ^ {path: tuple(leaf.shape) for path, leaf in flat.items()}.items())
     if wrong:
         raise InputError(f"params are not of config: {', '.join(sorted(wrong))} differ; pass the config that made them")
-    shards = _split(list(_tensors(FAMILIES[raw["model_type"]], shapes)), stored.itemsize, shard_bytes)
+    tensors = list(_tensors(FAMILIES[raw["model_type"]], shapes))
+    _check_all_finite(tensors, flat, dtype)
+    shards = _split(tensors, stored.itemsize, shard_bytes)
     with _one_line(directory, "free some space, or name a directory that can be written"):
         directory.mkdir(parents=True, exist_ok=True)
         for path in (directory / "config.json", *directory.glob("*.safetensors")):
@@ -244,6 +264,28 @@ def _check(expected: Mapping[str, Tensor], found: Mapping[str, Stored], config: 
             raise InputError(
                 f"{directory}: {name} is stored as {dtype}: expected F32, F16 or BF16; save it as one of these"
             )
+
+
+def _check_all_finite(tensors: list[Tensor], flat: Mapping[str, Any], dtype: str) -> None:
+    """Raises InputError with the first tensor that holds NaN or infinity, or would once it is stored as `dtype`."""
+    with np.errstate(over="ignore"):
+        finite = {path: np.isfinite(np.asarray(leaf).astype(DTYPES[dtype])).all() for path, leaf in flat.items()}
+    for tensor in tensors:
+        if not all(finite[path] for path in tensor.paths):
+            name = f"{tensor.name} (of params {', '.join(tensor.paths)})"
+            _check_finite(tensor.write(flat, np.float32), name, dtype, "training diverged, take an earlier checkpoint")
+
+
+def _check_finite(value: np.ndarray, name: str, dtype: str, mend: str) -> None:
+    """Raises InputError where the float32 `value` is not finite, or is not once it is narrowed to `dtype`."""
+    count = int(value.size - np.isfinite(value).sum())
+    if count:
+        raise InputError(f"{name} holds NaN or infinity, {count} of {value.size} numbers: {mend}")
+    with np.errstate(over="ignore"):
+        fits = dtype == "float32" or np.isfinite(value.astype(DTYPES[dtype])).all()
+    if not fits:
+        wider = "bfloat16 or float32" if dtype == "float16" else "float32"
+        raise InputError(f"{name} holds {np.abs(value).max():.4g}, which is infinite in {dtype}: choose dtype {wider}")
 
 
 def _split(tensors: list[Tensor], itemsize: int, limit: int) -> list[list[Tensor]]:

@@ -7,15 +7,18 @@ the tensors.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hpnlp.models.lm import LMConfig
-from hpnlp.nn.attention import ROPE_SCALINGS
+from hpnlp.nn.attention import ROPE_SCALINGS, alternation
+from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention.position import Scaling, frequencies
-from hpnlp.spec import build, lookup, parse_one
+from hpnlp.ops.attention import Window
+from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError
 
 
@@ -29,7 +32,7 @@ class Family:
     one must be there. accepted: key -> the values under which the family computes what LM computes. modules: module of
     the checkpoint, with `{}` for the layer -> modules of ours, which it holds side by side on the last axis. base: the
     first part of every name but the head's, which a checkpoint of the headless model leaves out. transposed: matrices
-    are stored [out, in].
+    are stored [out, in]. windows: an entry of WINDOWS, the layers that may have a sliding window.
     """
 
     architecture: str
@@ -42,6 +45,7 @@ class Family:
     modules: dict[str, tuple[str, ...]]
     base: str
     transposed: bool
+    windows: str = "none"
 
 
 _LLAMA = Family(
@@ -61,7 +65,13 @@ _LLAMA = Family(
         "mlp_bias": ("mlp_bias",),
     },
     activation="hidden_act",
-    activations={"silu": "swiglu", "swish": "swiglu"},
+    activations={
+        "silu": "swiglu",
+        "swish": "swiglu",
+        "gelu": "geglu_exact",
+        "gelu_pytorch_tanh": "geglu",
+        "gelu_new": "geglu",
+    },
     fixed={"norm": "rms", "position": "rope"},
     defaults={
         "num_key_value_heads": None,
@@ -98,14 +108,15 @@ _LLAMA = Family(
 )
 
 
-def _like_llama(architecture: str, *absent: str, **additions: dict[str, Any]) -> Family:
+def _like_llama(architecture: str, *absent: str, windows: str = "none", **additions: dict[str, Any]) -> Family:
     """A family with Llama's layout: without the keys `absent` of config.json, with `additions` to its tables."""
     fields = {key: ours for key, ours in _LLAMA.fields.items() if key not in absent}
     tables = {name: {**getattr(_LLAMA, name), **addition} for name, addition in additions.items()}
-    return dataclasses.replace(_LLAMA, architecture=architecture, fields=fields, **tables)
+    return dataclasses.replace(_LLAMA, architecture=architecture, fields=fields, windows=windows, **tables)
 
 
-_NO_WINDOW = {"use_sliding_window": (False,), "layer_types": (None, "full_attention")}
+# Defaults of the keys that Qwen's families have for windows.
+_SOME_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
 # model_type -> family. Of several that fit a model, the first is written.
 FAMILIES: dict[str, Family] = {
@@ -114,23 +125,23 @@ FAMILIES: dict[str, Family] = {
         "MistralForCausalLM",
         "attention_bias",
         "mlp_bias",
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        accepted={"sliding_window": (None,)},
+        windows="all",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None},
     ),
     "qwen2": _like_llama(
         "Qwen2ForCausalLM",
         "attention_bias",
         "mlp_bias",
+        windows="some",
         fixed={"qkv_bias": True},
-        defaults={"num_key_value_heads": 32, "use_sliding_window": False, "layer_types": None},
-        accepted=_NO_WINDOW,
+        defaults={"num_key_value_heads": 32, **_SOME_WINDOWS},
     ),
     "qwen3": _like_llama(
         "Qwen3ForCausalLM",
         "mlp_bias",
+        windows="some",
         fixed={"qk_norm": True},
-        defaults={"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False, "layer_types": None},
-        accepted=_NO_WINDOW,
+        defaults={"num_key_value_heads": 32, "head_dim": 128, **_SOME_WINDOWS},
     ),
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
@@ -184,9 +195,18 @@ REFUSED = {
     "auto_map": "the model runs code of its own; choose one that needs no trust_remote_code",
 }
 
+# Layers of a family that may have a sliding window: none; all of them, where config.json names its size; or those that
+# layer_types marks, or else those from max_window_layers on, where use_sliding_window is true.
+WINDOWS = ("none", "all", "some")
+
+# Output layers that are trained on samples of the words and whose distribution is the softmax over all rows of the table.
+FULL_SOFTMAX = ("full", "sampled", "importance")
+
 # rope_type -> (its name in LMConfig.rope_scaling, key -> field of Scaling, in the order of the name's arguments).
 ROPE_TYPES: dict[str, tuple[str, dict[str, str]]] = {
     "default": ("none", {}),
+    # Dynamic NTK changes nothing up to max_position_embeddings: see `remarks`.
+    "dynamic": ("none", {}),
     "linear": ("linear", {"factor": "factor"}),
     "llama3": (
         "llama3",
@@ -243,32 +263,65 @@ def fields_of(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         left_open = key in family.defaults and raw[key] is None
         value = 0 if left_open else _checked(raw, key, type(getattr(LMConfig, names[0])), source)
         fields |= dict.fromkeys(names, value)
+    if family.windows != "none":
+        fields["mixer"] = _mixer(_windows(raw, family.windows, source))
     return fields | (_rope_fields(raw, source) if fields["position"] == "rope" else {})
 
 
 def family_of(raw: Mapping[str, Any], source: str) -> Family:
-    """The family that a config.json's model_type names; raises InputError with the nearest where it names none."""
+    """The family that a config.json's model_type names; raises InputError with all of them where it names none."""
     if "model_type" not in raw or not isinstance(raw["model_type"], str):
         raise InputError(f"{source}: model_type is missing or not a string: expected one of {', '.join(FAMILIES)}")
-    return lookup(FAMILIES, raw["model_type"], f"model_type of {source}")
+    if raw["model_type"] not in FAMILIES:
+        raise InputError(
+            f"{source}: model_type={raw['model_type']!r} is not supported: choose a model of one of {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[raw["model_type"]]
+
+
+def remarks(raw: Mapping[str, Any]) -> list[str]:
+    """Differences from transformers that a user of the converted model should know of, one line each."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if given.get("rope_type", given.get("type")) != "dynamic":
+        return []
+    length = raw.get("max_position_embeddings")
+    return [
+        f"rope_type=dynamic changes nothing up to {length} tokens; beyond, transformers scales RoPE and hpnlp does not"
+    ]
+
+
+def exported(config: LMConfig) -> LMConfig:
+    """The model of `config` as checkpoints state it: with the full softmax where the output layer only samples from it."""
+    sampled = parse_one(config.output, "model.output").name in FULL_SOFTMAX
+    return dataclasses.replace(config, output="full") if sampled else config
 
 
 def config_json(config: LMConfig) -> dict[str, Any]:
     """The config.json of the first family that computes what `config` describes.
 
-    Raises InputError where there is none, with what keeps the nearest one from it.
+    Args:
+        config: the model; sampled output layers count as the full softmax that their table is of.
+
+    Returns:
+        The values of config.json. A window that reaches all of max_len positions is left out where no family has it.
+
+    Raises:
+        InputError: No family has such a model; the message names the fields that differ in the nearest family.
     """
     for field in ("vocab", "max_len"):
         if getattr(config, field) < 1:
             raise InputError(f"config.{field} is {getattr(config, field)}: set it, for a checkpoint has to state it")
-    ours = _function({**dataclasses.asdict(config), "mlp_dim": config.mlp_size})
+    config = exported(config)
     misfits: dict[str, dict[str, Any]] = {}
-    for name, family in FAMILIES.items():
-        raw = _spell(config, name, family)
-        theirs = _function({**dataclasses.asdict(LMConfig()), **fields_of(raw, name)})
-        misfits[name] = {field: theirs.get(field) for field in ours if ours[field] != theirs.get(field)}
-        if not misfits[name]:
-            return raw
+    short = dataclasses.replace(config, mixer=_canonical(config.mixer, config.layers, config.max_len))
+    for config in (config, short):
+        ours = _function({**dataclasses.asdict(config), "mlp_dim": config.mlp_size})
+        for name, family in FAMILIES.items():
+            raw = _spell(config, name, family)
+            theirs = _function({**dataclasses.asdict(LMConfig()), **fields_of(raw, name)})
+            misfits[name] = {field: theirs.get(field) for field in ours if ours[field] != theirs.get(field)}
+            if not misfits[name]:
+                return raw
     nearest = min(misfits, key=lambda name: len(misfits[name]))
     differing = ", ".join(f"{field} is {value!r}, not {ours[field]!r}" for field, value in misfits[nearest].items())
     flags = " ".join(f"--config.model.{field}={value}" for field, value in misfits[nearest].items())
@@ -288,6 +341,7 @@ def _spell(config: LMConfig, model_type: str, family: Family) -> dict[str, Any]:
         family.activation: known[config.mlp] if config.mlp in known else next(iter(family.activations)),
         **{key: values[names[0]] for key, names in family.fields.items()},
         **{key: accepted[0] for key, accepted in family.accepted.items()},
+        **_window_json(config, family.windows),
         **(_rope_json(config) if family.fixed["position"] == "rope" else {}),
     }
 
@@ -298,6 +352,7 @@ def _function(fields: dict[str, Any]) -> dict[str, Any]:
     theta, scaling = fields.pop("rope_theta"), fields.pop("rope_scaling")
     if fields["position"] == "rope":
         fields |= {"rope_theta": theta, "rope_scaling": _scaling(scaling)}
+    fields["mixer"] = _canonical(fields["mixer"], fields["layers"])
     fields["kv_heads"] = fields["kv_heads"] or fields["heads"]
     fields["head_dim"] = fields["head_dim"] or fields["dim"] // fields["heads"]
     return fields
@@ -305,6 +360,69 @@ def _function(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _scaling(text: str) -> Scaling:
     return build(parse_one(text, "model.rope_scaling"), ROPE_SCALINGS, "RoPE scaling")
+
+
+def _windows(raw: Mapping[str, Any], which: str, source: str) -> list[int | None]:
+    """The tokens that each layer sees, the query's own included; None for layers without a window."""
+    layers = _checked(raw, "num_hidden_layers", int, source)
+    slides = raw["sliding_window"] is not None and (which == "all" or _checked(raw, "use_sliding_window", bool, source))
+    size = _checked(raw, "sliding_window", int, source) if slides else None
+    first = raw["max_window_layers"] if which == "some" else 0
+    if type(first) is not int or first < 0:
+        raise InputError(f"{source}: max_window_layers is {first!r}: expected a whole number of at least 0")
+    kinds = {"full_attention": None, "sliding_attention": size}
+    default = ["sliding_attention" if slides and layer >= first else "full_attention" for layer in range(layers)]
+    given = default if raw["layer_types"] is None else raw["layer_types"]
+    known = isinstance(given, list) and len(given) == layers and all(kind in tuple(kinds) for kind in given)
+    if not known or (which == "all" and given != default) or (not slides and "sliding_attention" in given):
+        raise InputError(
+            f"{source}: layer_types={json.dumps(given)} with sliding_window={json.dumps(size)} is not supported: expected "
+            f"{layers} times full_attention or sliding_attention, the latter with a window"
+        )
+    return [kinds[kind] for kind in given]
+
+
+def _window_json(config: LMConfig, which: str) -> dict[str, Any]:
+    """The windows of `config` in the words of a family with WINDOWS entry `which`, as far as it has them."""
+    sizes = _sizes(config.mixer, config.layers) or [None]
+    found = set(sizes) - {None}
+    size = found.pop() if len(found) == 1 else None
+    if which == "all":
+        return {"sliding_window": None if None in sizes else size}
+    if which == "some" and size is None:
+        return {"use_sliding_window": False, "layer_types": None}
+    if which == "some":
+        kinds = ["full_attention" if own is None else "sliding_attention" for own in sizes]
+        first = kinds.index("sliding_attention")
+        return {"use_sliding_window": True, "sliding_window": size, "max_window_layers": first, "layer_types": kinds}
+    return {}
+
+
+def _sizes(mixer: str, layers: int) -> list[int | None] | None:
+    """The tokens that each layer sees, as in `_windows`; None where a mixer is neither full nor a window."""
+    period = []
+    for spec in alternation(mixer):
+        pattern = build(spec, MIXERS, "mixer").pattern if spec.name == "window" else None
+        if spec.name != "full" and not isinstance(pattern, Window):
+            return None
+        period.append(None if pattern is None else pattern.left + 1)
+    return [period[layer % len(period)] for layer in range(layers)]
+
+
+def _mixer(sizes: list[int | None]) -> str:
+    """The spec string of layers that see so many tokens each: the shortest period, with its runs as repeats."""
+    period = next(n for n in range(1, len(sizes) + 1) if all(own == sizes[i % n] for i, own in enumerate(sizes)))
+    runs = [(own, len(list(run))) for own, run in itertools.groupby(sizes[:period])]
+    names = ["full" if own is None else f"window({own - 1},0)" for own, _ in runs]
+    return ",".join(name if count == 1 else f"{name}*{count}" for name, (_, count) in zip(names, runs, strict=True))
+
+
+def _canonical(mixer: str, layers: int, length: int | None = None) -> str:
+    """One spelling for mixers of one meaning; windows that see `length` tokens or more become full attention."""
+    sizes = _sizes(mixer, layers)
+    if sizes is None:
+        return mixer
+    return _mixer([None if own is not None and length is not None and own >= length else own for own in sizes])
 
 
 def _rope_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:

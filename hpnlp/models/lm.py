@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.attention import Context, alternation
 from hpnlp.nn.block import Block, BlockConfig
-from hpnlp.nn.layers import NORMS, Embed, dropout, embed_init, param
+from hpnlp.nn.layers import GATED, NORMS, Embed, dropout, embed_init, param
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.nn.stack import coupled, through, through_reversibly
@@ -112,7 +112,7 @@ class LMConfig(BlockConfig):
         """Weights of the layers' matrices, the head's table not counted."""
         c = self
         attention = 2 * c.dim * c.head_size * (c.heads + c.kv_head_count)
-        return c.layers * (attention + (3 if c.mlp == "swiglu" else 2) * c.dim * c.mlp_size)
+        return c.layers * (attention + (3 if c.mlp in GATED else 2) * c.dim * c.mlp_size)
 
 
 class LM(nn.Module):

@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 from hpnlp.nn.attention import Attention, Context
-from hpnlp.nn.layers import MLP, NORMS, Initializer, dropout
+from hpnlp.nn.layers import GATED, MLP, NORMS, Initializer, dropout
 from hpnlp.spec import Spec, lookup
 from hpnlp.types import ALONE, Aux, Branches, InputError
 
@@ -20,7 +20,7 @@ class BlockConfig:
     """The shape of a Block.
 
     dim: D. heads: N. kv_heads: K, 0 for N. head_dim: H, 0 for D / N. mixer: an entry of MIXERS, or several that the layers
-    take in turn, as in "window(256,0)*5,full". mlp_dim: 0 for 4 D (swiglu: 8 D / 3, rounded up to
+    take in turn, as in "window(256,0)*5,full". mlp_dim: 0 for 4 D (gated MLPs: 8 D / 3, rounded up to
     a multiple of 64). mlp: an entry of MLPS. norm: "rms" or "layer". norm_eps: added to the variance that a norm divides by.
     position: "rope", "learned" or "none". rope_theta: the base of RoPE's wavelengths. rope_scaling:
     "none", "linear(factor)", "ntk(factor)", "llama3(factor, low, high, length)" or "yarn(factor, original_length)". qk_norm:
@@ -78,7 +78,7 @@ class BlockConfig:
     def mlp_size(self) -> int:
         if self.mlp_dim:
             return self.mlp_dim
-        return -(-8 * self.dim // (3 * 64)) * 64 if self.mlp == "swiglu" else 4 * self.dim
+        return -(-8 * self.dim // (3 * 64)) * 64 if self.mlp in GATED else 4 * self.dim
 
 
 class Block(nn.Module):

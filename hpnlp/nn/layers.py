@@ -98,17 +98,20 @@ class LayerNorm(nn.Module):
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
 
-# What each MLP does between its two products; `swiglu` has a second, gating projection (Shazeer 2020, eq. 6).
+# The activation of each MLP. Those of GATED apply it to a second projection, which gates the first (Shazeer 2020, eq. 6).
 MLPS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
     "relu": jax.nn.relu,
     "swiglu": jax.nn.silu,
+    "geglu": lambda x: jax.nn.gelu(x, approximate=True),
+    "geglu_exact": lambda x: jax.nn.gelu(x, approximate=False),
 }
+GATED = ("swiglu", "geglu", "geglu_exact")
 
 
 class MLP(nn.Module):
-    """The feed-forward branch: `down(f(up(x)))`, or `down(silu(gate(x)) * up(x))` for swiglu."""
+    """The feed-forward branch: `down(f(up(x)))`, or `down(f(gate(x)) * up(x))` for the kinds of GATED."""
 
     hidden: int
     kind: str = "gelu"
@@ -121,7 +124,7 @@ class MLP(nn.Module):
         activation = lookup(MLPS, self.kind, "model.mlp")
         x, size = self.branches.enter(x), self.branches.local("mlp", self.hidden)
         h = checkpoint_name(Dense(size, ("embed", "mlp"), self.use_bias, name="up")(x), "hidden")
-        if self.kind == "swiglu":
+        if self.kind in GATED:
             gate = checkpoint_name(Dense(size, ("embed", "mlp"), self.use_bias, name="gate")(x), "hidden")
             h = activation(gate) * h
         else:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from hpnlp.models import convert
+from hpnlp.models import convert, families
 from hpnlp.models.families import FAMILIES
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.types import InputError
@@ -34,6 +34,10 @@ MODELS = {
     ),
     "qwen2": ({"qkv_bias": True}, "qwen2"),
     "qwen3": ({"qk_norm": True, "qkv_bias": True, "out_bias": True}, "qwen3"),
+    "mistral": ({"mixer": "window(3,0)"}, "mistral"),
+    "qwen2_window": ({"mixer": "full,window(3,0)", "qkv_bias": True}, "qwen2"),
+    "llama_gelu": ({"mlp": "geglu"}, "llama"),
+    "llama_gelu_exact": ({"mlp": "geglu_exact"}, "llama"),
     "gpt2": (GPT2 | {"mlp": "gelu"}, "gpt2"),
     "gpt2_relu": (GPT2 | {"mlp": "relu", "tied": False}, "gpt2"),
 }
@@ -218,13 +222,13 @@ YARN = {"type": "yarn", "factor": 2.0}
 
 LLAMA_REFUSALS = {
     "hidden_act": (
-        {"hidden_act": "gelu"},
-        'hidden_act="gelu" is not supported: choose a model with hidden_act="silu" or "swish"',
+        {"hidden_act": "relu2"},
+        'hidden_act="relu2" is not supported: choose a model with hidden_act="silu" or "swish" or "gelu"',
     ),
     "activation_of_a_wrong_type": ({"hidden_act": ["silu"]}, r'hidden_act=\["silu"\] is not supported'),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config is not supported: dequantize"),
     "own_code": ({"auto_map": {"AutoModel": "a.B"}}, "auto_map is not supported: the model runs code of its own"),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 'rope_type="dynamic" .*"llama3" or "yarn"'),
+    "longrope": ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, 'rope_type="longrope" .*"llama3" or "yarn"'),
     "mscale": ({"rope_scaling": YARN | {"mscale": 1.0}}, "mscale=1.0 is not supported: .* with mscale=null"),
     "truncate": ({"rope_scaling": YARN | {"truncate": None}}, "truncate is None: expected true or false"),
     "partial_rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
@@ -240,15 +244,33 @@ LLAMA_REFUSALS = {
     "not_a_bool": ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no': expected true or false"),
     "not_finite": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan: expected a positive number"),
     "does_not_divide": ({"num_key_value_heads": 3}, "config.json: .* does not divide"),
-    "typo": ({"model_type": "lama"}, "config.json 'lama': did you mean 'llama'"),
-    "no_model_type": ({"model_type": None}, "model_type is missing or not a string: expected one of llama"),
-    "window": ({"model_type": "mistral", "sliding_window": 8}, "sliding_window=8 is not supported"),
-    "window_by_default": ({"model_type": "mistral"}, "sliding_window=4096 is not supported: .* sliding_window=null"),
-    "window_in_qwen": ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=true is not supported"),
-    "window_in_a_layer": (
-        {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
-        'layer_types=.* is not supported: .* layer_types="full_attention"',
+    "opt": (
+        {"model_type": "opt"},
+        "config.json: model_type='opt' is not supported: .* one of llama, mistral, qwen2, qwen3, gpt2$",
     ),
+    "no_model_type": ({"model_type": None}, "model_type is missing or not a string: expected one of llama"),
+    "window": ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0: expected a whole number"),
+    "window_of_layers": (
+        {"model_type": "mistral", "sliding_window": 4, "layer_types": ["full_attention"] * 2},
+        "layer_types=.* is not supported: expected 2 times full_attention or sliding_attention",
+    ),
+    "window_flag": (
+        {"model_type": "qwen2", "use_sliding_window": 1},
+        "use_sliding_window is 1: expected true or false",
+    ),
+    "window_first": (
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": None},
+        "max_window_layers is None: expected a whole number of at least 0",
+    ),
+    "window_without_size": (
+        {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types=.* with sliding_window=null is not supported",
+    ),
+    "window_of_another_kind": (
+        {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types=.*chunked_attention.* is not supported",
+    ),
+    "window_of_another_length": ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "expected 2 times"),
 }
 
 
@@ -433,3 +455,105 @@ def test_a_write_that_fails_leaves_no_config(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not (tmp_path / "a" / "config.json").exists()
+
+
+# Windows.
+
+WINDOWS = {  # name -> (what config.json says of four layers, model.mixer)
+    "mistral": ({"model_type": "mistral", "sliding_window": 5}, "window(4,0)"),
+    "mistral_default": ({"model_type": "mistral"}, "window(4095,0)"),
+    "mistral_without": ({"model_type": "mistral", "sliding_window": None}, "full"),
+    "qwen_unused": ({"model_type": "qwen2", "sliding_window": 5, "max_window_layers": 0}, "full"),
+    "qwen_upper": (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
+        "full*3,window(4,0)",
+    ),
+    "qwen_all": ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, "window(4095,0)"),
+    "qwen_none": ({"model_type": "qwen3", "use_sliding_window": True}, "full"),
+    "qwen_types": (
+        {
+            "model_type": "qwen3",
+            "use_sliding_window": True,
+            "sliding_window": 1,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+        "full,window(0,0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_sliding_windows_become_mixers(name):
+    changes, mixer = WINDOWS[name]
+    sizes = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+    raw = sizes | {"intermediate_size": 24, "vocab_size": 12, "max_position_embeddings": 16} | changes
+    config = LMConfig(**families.fields_of(raw, "config.json"))
+    assert config.mixer == mixer
+    back = families.fields_of(families.config_json(config), "config.json")
+    assert back.get("mixer", "full") == mixer
+
+
+def test_windows_longer_than_the_model_are_full_attention():
+    """A family without windows has such a model all the same."""
+    config, _ = make(**GPT2, mlp="gelu", mixer="window(15,0)")
+    assert families.config_json(config)["model_type"] == "gpt2"
+    config, _ = make(**GPT2, mlp="gelu", mixer="window(14,0)")
+    refused(r"mixer is 'full', not 'window\(14,0\)'", families.config_json, config)
+
+
+# Numbers that are none.
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("float32", np.nan), ("bfloat16", np.inf), ("float16", -np.inf)])
+def test_tensors_that_are_not_finite_are_refused(dtype, value, tmp_path):
+    config, params = make()
+    convert.save(config, params, tmp_path / "whole", dtype=dtype)
+    kernel = params["layers"]["mlp"]["up"]["kernel"]
+    edit_tensors(
+        tmp_path / "whole", lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].__setitem__((0, 2), value)
+    )
+    message = r"model.layers.1.mlp.up_proj.weight.* holds NaN or infinity, 1 of 192 numbers"
+    refused(message, convert.load, tmp_path / "whole")
+    kernel[1, 0, 2] = value
+    refused(message, convert.save, config, params, tmp_path / "new", dtype=dtype)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 1e5), ("bfloat16", np.finfo(np.float32).max)])
+def test_numbers_that_overflow_in_the_dtype_are_refused(dtype, value, tmp_path):
+    config, params = make()
+    params["final_norm"]["scale"][3] = value
+    message = rf"model.norm.weight.* holds {value:.4g}, which is infinite in {dtype}: choose dtype .*float32".replace(
+        "+", "[+]"
+    )
+    refused(message, convert.save, config, params, tmp_path / "new", dtype=dtype)
+    convert.save(config, params, tmp_path / "wide")
+    refused(message, convert.load, tmp_path / "wide", dtype)
+    same(params, convert.load(tmp_path / "wide")[1])
+
+
+# Output layers.
+
+
+@pytest.mark.parametrize("output", ["sampled(4)", "importance(4, sampler=uniform)"])
+def test_sampled_softmax_is_saved_as_the_full_one(output, tmp_path):
+    config, params = make(output=output, tied=False)
+    convert.save(config, params, tmp_path / "a")
+    loaded, same_params = convert.load(tmp_path / "a")
+    assert loaded.output == "full"
+    same(params, same_params)
+
+
+@pytest.mark.parametrize("output", ["nce(4)", "negative_sampling(4)", "margin", "adaptive", "hierarchical(balanced)"])
+def test_other_output_layers_are_refused(output):
+    config = LMConfig(**SMALL, output=output, tied=False)
+    refused(f"output is 'full', not {re.escape(repr(output))}", families.config_json, config)
+
+
+def test_dynamic_rope_is_plain_up_to_the_models_length(llama):
+    before = convert.load(llama)[0]
+    edit(llama, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    assert convert.load(llama)[0] == before
+    assert convert.remarks(llama) == [
+        "rope_type=dynamic changes nothing up to 16 tokens; beyond, transformers scales RoPE and hpnlp does not"
+    ]

@@ -66,8 +66,33 @@ CASES = {
     "mistral": ("mistral", {"sliding_window": None, "num_key_value_heads": 2}, "llama"),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, "rope_parameters": YARN}, "qwen2"),
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}, "qwen3"),
+    "mistral_window": ("mistral", {"sliding_window": 5, "num_key_value_heads": 2}, "mistral"),
+    "qwen2_window": (
+        "qwen2",
+        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        "qwen2",
+    ),
+    "qwen3_window": (
+        "qwen3",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "qwen3",
+    ),
+    "llama_gelu": ("llama", {"hidden_act": "gelu", "num_key_value_heads": 2}, "llama"),
+    "llama_gelu_tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2}, "llama"),
+    "llama_dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 90.0, "factor": 3.0}, "num_key_value_heads": 2},
+        "llama",
+    ),
 }
-LIKE_LLAMA = ("llama_yarn", "mistral", "qwen2", "qwen3")
+WITH_GRADIENTS = ("llama", "llama_biases", "llama_head_dim", "gpt2", "gpt2_wide")
+LIKE_LLAMA = tuple(name for name in CASES if name not in WITH_GRADIENTS)
 
 # These programs run once: LLVM's optimizations would take longer than they save.
 ONCE = {"xla_backend_optimization_level": 0}
@@ -146,7 +171,7 @@ def test_logits(case, tokens):
     np.testing.assert_allclose(logits, logits_of(model, tokens), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name not in LIKE_LLAMA], indirect=True)
+@pytest.mark.parametrize("case", WITH_GRADIENTS, indirect=True)
 def test_logits_loss_and_gradients(case, tokens, tmp_path):
     model, directory, _ = case
     config, params = convert.load(directory)
