@@ -17,13 +17,23 @@ from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
 from hpnlp.data.text import to_text
 from hpnlp.types import InputError, WordStats
 
+# For tokenizers of ours in the Hugging Face layout: read as tokenizer.json says, and special tokens are never of text.
+TOKENIZER_CONFIG: Mapping[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "split_special_tokens": True,
+    "clean_up_tokenization_spaces": False,
+}
+
 
 class HFTokenizer:
     """Any `tokenizer.json` of Hugging Face.
 
-    The strings of special tokens inside a text stand for these tokens, as in `transformers`; no other special token is
-    added by encode. Where a tokenizer has an eos but no bos, eos stands in for bos (as GPT-2 does), so that the first
-    token of a text has something to be predicted from. `lossless` is for text without the strings of special tokens.
+    The strings of special tokens inside a text stand for these tokens, as in `transformers`, unless the
+    tokenizer_config.json sets split_special_tokens; no other special token is added by encode. Prompts get the special
+    tokens that the post-processor of tokenizer.json adds, and no others: `transformers` does not read add_bos_token and
+    add_eos_token of tokenizer_config.json where there is a tokenizer.json. An empty prompt without any starts with bos.
+    Where a tokenizer has an eos but no bos, eos stands in for bos (as GPT-2 does), so that the first token of a document
+    in training has something to be predicted from. `lossless` is for text without the strings of special tokens.
     """
 
     SPECIAL = ("<pad>", "<bos>", "<eos>")  # of those trained here
@@ -36,17 +46,30 @@ class HFTokenizer:
         "pad": ("<pad>", "[PAD]", "<|pad|>"),
     }
 
-    def __init__(self, inner: Any, roles: Mapping[str, str]):
-        """inner: a `tokenizers.Tokenizer`. roles: "bos", "eos" and "pad" to their tokens; others are found by name."""
+    def __init__(self, inner: Any, config: Mapping[str, Any]):
+        """inner: a `tokenizers.Tokenizer`. config: of tokenizer_config.json; special tokens that it lacks go by name."""
         # A file may carry a maximum length, at which documents would be cut without a word.
         inner.no_truncation()
         inner.no_padding()
+        inner.encode_special_tokens = bool(config.get("split_special_tokens"))
+        form = json.loads(inner.to_str())
+        added = {token["content"] for token in form["added_tokens"]}
+        # One trained here has plain entries where others have added tokens; before it had no post-processor.
+        self.is_trained_here: bool = all(
+            inner.token_to_id(name) is not None and name not in added for name in self.SPECIAL
+        )
+        if self.is_trained_here:
+            bos = self.SPECIAL[1]
+            inner.post_processor = _import_tokenizers().processors.TemplateProcessing(
+                single=f"{bos} $A", special_tokens=[(bos, inner.token_to_id(bos))]
+            )
         self._inner = inner
-        self._form = json.loads(inner.to_str())
+        self._form = form
+        self._config = {**config, **(TOKENIZER_CONFIG if self.is_trained_here else {})}
         self._roles = {
             role: next((name for name in names if inner.token_to_id(name) is not None), "")
             for role, names in self._NAMES.items()
-        } | dict(roles)
+        } | _roles(config)
         # Ids may have gaps: the table must be as long as the largest one asks.
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_id: int | None = self._role_id("eos")
@@ -86,16 +109,19 @@ class HFTokenizer:
 
     def encode_prompt(self, text: str) -> np.ndarray:
         text = to_text(prompt_bytes(text))
-        encoded = self._inner.encode(text, add_special_tokens=False)
+        encoded = self._inner.encode(text, add_special_tokens=True)
         unk = self._form["model"].get("unk_token")
         missing = [
             text[start:end]
-            for token, (start, end) in zip(encoded.tokens, encoded.offsets, strict=True)
-            if token == unk and text[start:end] != unk
+            for token, (start, end), is_added in zip(
+                encoded.tokens, encoded.offsets, encoded.special_tokens_mask, strict=True
+            )
+            if token == unk and not is_added and text[start:end] != unk
         ]
         if missing:
             raise unknown_parts(missing, self.vocab_size)
-        return with_bos(np.array(encoded.ids, np.int32), self.bos_id)
+        ids = np.array(encoded.ids, np.int32)
+        return ids if len(ids) else with_bos(ids, self.bos_id)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
         values = np.asarray(ids, np.int64).tolist()
@@ -108,7 +134,7 @@ class HFTokenizer:
         with open(path, "w", encoding="utf-8") as file:
             file.write(self._inner.to_str(pretty=True))
         with open(_config_beside(path), "w", encoding="utf-8") as file:
-            json.dump({f"{role}_token": name for role, name in self._roles.items() if name}, file)
+            json.dump(self._config | {f"{role}_token": name for role, name in self._roles.items() if name}, file)
 
     @classmethod
     def parse(cls, text: str, path: str) -> HFTokenizer:
@@ -120,7 +146,7 @@ class HFTokenizer:
             raise InputError(
                 f"{path!r} is no tokenizer.json that tokenizers {hf.__version__} reads: {error}"
             ) from error
-        return cls(inner, _read_roles(_config_beside(path)))
+        return cls(inner, _read_config(_config_beside(path)))
 
     def _role_id(self, role: str) -> int | None:
         name = self._roles[role]
@@ -150,7 +176,7 @@ class HFTokenizer:
     @functools.cached_property
     def _spoken(self) -> dict[int, bytes]:
         """The bytes of every ordinary id of a byte-level tokenizer."""
-        values = _byte_of_character()
+        values = byte_of_character()
         added = {token.content for token in self._inner.get_added_tokens_decoder().values()}
         return {
             i: token.encode() if token in added or not values.keys() >= set(token) else bytes(values[c] for c in token)
@@ -166,7 +192,7 @@ def _parts(form: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, An
     return form[key] if form["type"] == "Sequence" else (form,)
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """The characters in which byte-level tokenizers write bytes: visible ones stand for themselves, others shift up."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [value for value in range(256) if value not in set(visible)]
@@ -189,15 +215,20 @@ def _config_beside(path: str) -> str:
     return os.path.join(os.path.dirname(path), "tokenizer_config.json")
 
 
-def _read_roles(path: str) -> dict[str, str]:
-    """The special tokens that the tokenizer_config.json at `path` names; it may be missing, and roles may be null."""
+def _read_config(path: str) -> dict[str, Any]:
+    """The tokenizer_config.json at `path`; it may be missing."""
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path!r}: {error}: mend or remove it") from error
-    tokens = {role: config.get(f"{role}_token") for role in ("bos", "eos", "pad")} if isinstance(config, dict) else {}
+    return config if isinstance(config, dict) else {}
+
+
+def _roles(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that a tokenizer_config.json names; roles may be null."""
+    tokens = {role: config.get(f"{role}_token") for role in ("bos", "eos", "pad")}
     names = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
     return {role: name for role, name in names.items() if isinstance(name, str)}

@@ -80,14 +80,14 @@ class WordTokenizer:
 
         stats: of all ids, special ones first, in the text that the vocabulary was made of. by: an entry of SPLITS.
         """
-        self._by = by
+        self.by = by
         self._pieces, spaced = specs.lookup(self.SPLITS, by, "split of words by")
-        self._words = tuple(words)
+        self.words = tuple(words)
         self.stats: WordStats | None = stats
-        known = (*self.SPECIAL, *self._words)
+        known = (*self.SPECIAL, *self.words)
         if stats is not None and stats.counts.shape != (len(known),):
             raise InputError(
-                f"{stats.counts.size} counts for {len(self._words)} words: expected one a word, after {len(self.SPECIAL)} of "
+                f"{stats.counts.size} counts for {len(self.words)} words: expected one a word, after {len(self.SPECIAL)} of "
                 "special tokens"
             )
         if stats is not None and stats.order is not None:
@@ -96,8 +96,8 @@ class WordTokenizer:
             raise InputError("the words of a tokenizer must differ from each other")
         # A text that writes `<eos>` means the characters: special ids are never of text.
         self._ids = {word: i for i, word in enumerate(known) if i >= len(self.SPECIAL)}
-        self._spoken = [b"", b"<unk>", b"", b"", *(word.encode("utf-8", "surrogateescape") for word in self._words)]
-        self._is_word = [False, True, False, False, *(spaced.match(word) is not None for word in self._words)]
+        self._spoken = [b"", b"<unk>", b"", b"", *(word.encode("utf-8", "surrogateescape") for word in self.words)]
+        self._is_word = [False, True, False, False, *(spaced.match(word) is not None for word in self.words)]
         self.vocab_size: int = len(known)
         self.pad_id: int = 0
         self.unk_id: int = 1
@@ -161,8 +161,8 @@ class WordTokenizer:
         return b"".join(parts)
 
     def save(self, path: str) -> None:
-        form = {"type": "words", "version": _FORMAT, "words": self._words}
-        form |= {} if self._by == "letters" else {"by": self._by}  # files of before say nothing of it
+        form = {"type": "words", "version": _FORMAT, "words": self.words}
+        form |= {} if self.by == "letters" else {"by": self.by}  # files of before say nothing of it
         if self.stats is not None:
             form["counts"] = self.stats.counts.tolist()
             form |= {} if self.stats.order is None else {"order": self.stats.order.tolist()}

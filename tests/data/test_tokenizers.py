@@ -162,10 +162,13 @@ def test_bpe_ids_are_those_of_the_package(trained, tmp_path):
     oracle = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert oracle.get_vocab_size() == tokenizer.vocab_size <= 320
     for text in [*TEXTS, b"", b"<eos> <|endoftext|>", b"\n\n  x = 1\t"]:
-        np.testing.assert_array_equal(tokenizer.encode(text), oracle.encode(text.decode()).ids)
+        np.testing.assert_array_equal(
+            tokenizer.encode(text), oracle.encode(text.decode(), add_special_tokens=False).ids
+        )
+        np.testing.assert_array_equal(tokenizer.encode_prompt(text.decode()), oracle.encode(text.decode()).ids)
     batch = tokenizers.encode_all(tokenizer, TEXTS)
     for ids, text in zip(batch, TEXTS, strict=True):
-        np.testing.assert_array_equal(ids, oracle.encode(text.decode()).ids)
+        np.testing.assert_array_equal(ids, oracle.encode(text.decode(), add_special_tokens=False).ids)
 
 
 def test_bpe_training_is_deterministic(tmp_path):
@@ -219,6 +222,62 @@ def test_without_bos_and_eos_none_is_lossless(tmp_path):
     tokenizer = load(str(tmp_path))
     assert (tokenizer.bos_id, tokenizer.lossless) == (None, False)
     assert tokenizer.decode(tokenizer.encode(TEXTS[0])) == TEXTS[0]
+
+
+def with_template(single: str) -> hf.Tokenizer:
+    """`make_bpe` with special tokens and a post-processor that adds them, after that of the bytes as in Llama 3."""
+    inner = make_bpe()
+    inner.add_special_tokens(["<s>", "</s>"])
+    ids = [(name, inner.token_to_id(name)) for name in ("<s>", "</s>")]
+    template = hf.processors.TemplateProcessing(single=single, special_tokens=ids)
+    inner.post_processor = hf.processors.Sequence([hf.processors.ByteLevel(trim_offsets=False), template])
+    return inner
+
+
+PROMPTS = {  # name -> (tokenizer, of tokenizer_config.json, the special tokens before, those after)
+    "no_post_processor": (make_bpe, {}, [], []),
+    "no_post_processor_adding": (make_bpe, {"add_bos_token": True, "bos_token": "<|endoftext|>"}, [], []),
+    "bos": (lambda: with_template("<s> $A"), {"bos_token": "<s>", "eos_token": "</s>"}, ["<s>"], []),
+    "bos_not_adding": (lambda: with_template("<s> $A"), {"bos_token": "<s>", "add_bos_token": False}, ["<s>"], []),
+    "both": (lambda: with_template("<s> $A </s>"), {"bos_token": "<s>", "eos_token": "</s>"}, ["<s>"], ["</s>"]),
+    "eos": (lambda: with_template("$A </s>"), {"bos_token": "<s>", "eos_token": "</s>"}, [], ["</s>"]),
+    "unknown_is_bos": (lambda: with_template("<s> $A"), {"bos_token": "<s>", "unk_token": "<s>"}, ["<s>"], []),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_get_the_special_tokens_of_the_post_processor(name, tmp_path):
+    make, config, before, after = PROMPTS[name]
+    inner = make()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    load(str(tmp_path)).save(str(tmp_path / "tokenizer.json"))  # as runs keep it
+    tokenizer = load(str(tmp_path))
+    start, end = ([inner.token_to_id(token) for token in tokens] for tokens in (before, after))
+    for text in ("the cat", "<s>the cat", "<|endoftext|>"):
+        body = tokenizer.encode(text.encode()).tolist()
+        assert tokenizer.encode_prompt(text).tolist() == [*start, *body, *end]
+    assert tokenizer.encode_prompt("").tolist() == ([*start, *end] or [tokenizer.bos_id])
+    assert tokenizer.encode(b"the cat").tolist() == make_bpe().encode("the cat").ids  # documents get none
+
+
+def test_bpe_saved_before_it_had_a_post_processor_still_begins_with_bos(trained, tmp_path):
+    tokenizer = trained["bpe(320)"]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    form = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(form | {"post_processor": None}))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
+    assert load(str(tmp_path)).encode_prompt("the cat").tolist() == tokenizer.encode_prompt("the cat").tolist()
+
+
+def test_special_tokens_in_text_are_split_where_the_config_says_so(tmp_path):
+    make_bpe().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"split_special_tokens": true, "chat_template": "x"}')
+    (tmp_path / "copy").mkdir()
+    load(str(tmp_path)).save(str(tmp_path / "copy" / "tokenizer.json"))
+    for tokenizer in (load(str(tmp_path)), load(str(tmp_path / "copy"))):
+        assert tokenizer.eos_id not in tokenizer.encode(b"a<|endoftext|>").tolist()
+    assert json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text())["chat_template"] == "x"
 
 
 def test_load_wordpiece(tmp_path):

@@ -1,0 +1,85 @@
+"""Tokenizers of ours in the Hugging Face layout, read by the `tokenizers` package and by `transformers`."""
+
+import json
+import random
+
+import pytest
+import tokenizers as hf
+
+from hpnlp.data.export import export
+from hpnlp.data.tokenizers import build, load
+
+TEXTS = [
+    b"the cat sat on the mat, twice. \n\n  the dog: x_1 = 12 + caf\xc3\xa9\n",
+    "naïve \xbd cup e\u0301 中文 \x1c tab\t end\u2028x  y <eos> <unk> <bos>\n".encode(),
+]
+# Characters on which Python, Unicode and regular expressions disagree about words and spaces.
+ODD = "\t\n\r\x1c\x1f\x85\xa0\xb2\xbd\xe9\u0301\u2028\u3000\u0661\u200d\u203f\u2160\u3007\U0001f600 .'"
+SPECS = ("bytes", "words(400)", "words(400, by=whitespace)", "bpe(300)")
+
+
+def texts():
+    draw = random.Random(0)
+    fixed = ["", "the", "the cat", "<bos>the", "<special bos> the", "zzz cat", "the  cat", *(t.decode() for t in TEXTS)]
+    return fixed + ["".join(draw.choices(ODD + "theca_1", k=20)) for _ in range(60)]
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def exported(request, tmp_path_factory):
+    """`(tokenizer, directory that it was exported to)`."""
+    directory = tmp_path_factory.mktemp("exported")
+    tokenizer = build(request.param, TEXTS)
+    export(tokenizer, str(directory))
+    return tokenizer, directory
+
+
+def text_of(tokenizer, ids):
+    return tokenizer.decode(ids).decode("utf-8", "replace")
+
+
+def test_ids_and_texts_are_ours(exported):
+    ours, directory = exported
+    theirs = hf.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    theirs.encode_special_tokens = json.loads((directory / "tokenizer_config.json").read_text())["split_special_tokens"]
+    for text in texts():
+        ids = ours.encode(text.encode()).tolist()
+        assert theirs.encode(text, add_special_tokens=False).ids == ids, repr(text)
+        assert theirs.encode(text).ids == [ours.bos_id, *ids]
+        assert theirs.decode(ids) == text_of(ours, ids)
+
+
+def test_bytes_and_special_ids_round_trip(tmp_path):
+    ours = build("bytes")
+    export(ours, str(tmp_path))
+    theirs = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert theirs.get_vocab_size() == ours.vocab_size
+    for i in range(ours.vocab_size):
+        assert theirs.decode([i]) == text_of(ours, [i])
+    everything = bytes(range(256))
+    back = load(str(tmp_path))
+    assert back.decode(back.encode(b"x" + everything[:128])) == b"x" + everything[:128]
+    assert back.decode(range(ours.vocab_size)) == everything
+
+
+def test_it_comes_back_as_the_same_tokenizer(exported):
+    ours, directory = exported
+    back = load(str(directory))
+    ids = (back.vocab_size, back.bos_id, back.eos_id, back.pad_id)
+    assert ids == (ours.vocab_size, ours.bos_id, ours.eos_id, ours.pad_id)
+    for text in ("the cat", ""):
+        assert back.encode_prompt(text).tolist() == ours.encode_prompt(text).tolist()
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gpt2"])
+def test_autotokenizer_reads_it(exported, model_type):
+    transformers = pytest.importorskip("transformers")
+    ours, directory = exported
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    ids = (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, len(theirs))
+    assert ids == (ours.bos_id, ours.eos_id, ours.pad_id, ours.vocab_size)
+    for text in texts():
+        ids = ours.encode(text.encode()).tolist()
+        assert theirs(text)["input_ids"] == [ours.bos_id, *ids], repr(text)
+        assert theirs.decode(ids, skip_special_tokens=True) == text_of(ours, ids)
