@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +16,9 @@ USAGE = """
 hpnlp convert --from=DIR --to=runs/x [--dtype=bfloat16]
 hpnlp convert --from=runs/x --to=DIR [--dtype=bfloat16] [--step=N]
 
-A directory with config.json, model.safetensors and tokenizer.json, of the Llama or GPT-2 family, becomes a run at step
-0, which generate reads and train goes on with. A run becomes such a directory, which transformers reads.
+A directory with config.json, model.safetensors and tokenizer.json, of the family llama, mistral, qwen2, qwen3 or gpt2,
+becomes a run at step 0, which generate reads and train goes on with. A run becomes such a directory, which transformers
+reads.
 """
 
 flags.DEFINE_string("from", None, "A checkpoint of Hugging Face, or a run.")
@@ -29,24 +30,62 @@ flags.DEFINE_integer(
     "step", None, "The run's checkpoint to take; by default the best, or the newest where none was scored."
 )
 
-# What belongs to the tokenizer and to transformers' generate is carried over as it is.
-COMPANIONS = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
-COMPANIONS += ["chat_template.jinja", "generation_config.json"]
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Files of the tokenizer and of transformers' generate, which are copied as they are.
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+COMPANIONS = ("special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 
 
 def run(argv: Sequence[str]) -> None:
     cli.parse(argv, USAGE)
     source, target = Path(cli.required("from", "DIR")), Path(cli.required("to", "runs/x"))
-    for name in ("config.json", "checkpoints"):
-        if (target / name).exists():
-            raise InputError(f"--to={target} holds {name} already: name an empty directory")
+    if cli.FLAGS.dtype not in DTYPES:
+        raise InputError(f"--dtype={cli.FLAGS.dtype}: expected {', '.join(DTYPES)}")
+    _check_source(source)
+    _check_target(target)
     cli.prepare_jax()
     try:
-        (_to_checkpoint if (source / "checkpoints").is_dir() else _to_run)(source, target)
-        for name in filter(lambda name: (source / name).exists(), COMPANIONS):
-            shutil.copyfile(source / name, target / name)
+        (_to_checkpoint if _is_run(source) else _to_run)(source, target)
     except OSError as error:
         raise InputError(f"cannot write --to={target} ({error.strerror}): free some space, or name another") from error
+
+
+def _is_run(source: Path) -> bool:
+    return (source / "checkpoints").is_dir()
+
+
+def _check_source(source: Path) -> None:
+    if not source.is_dir():
+        found = "is a file" if source.is_file() else "is not a directory"
+        raise InputError(
+            f"--from={source} {found}: name the directory of a run, or of a checkpoint with its config.json"
+        )
+    if cli.FLAGS.step is not None and not _is_run(source):
+        raise InputError(
+            f"--step={cli.FLAGS.step}: {source} is a Hugging Face checkpoint, which has no steps: leave --step out"
+        )
+    for name in (*TOKENIZER, *COMPANIONS):
+        path = source / name
+        if os.path.lexists(path) and not path.is_file():
+            raise InputError(f"{path} is not a file: restore it, or remove it")
+
+
+def _check_target(target: Path) -> None:
+    """Raises InputError where `target` cannot be made or already holds something, before time is spent on weights."""
+    for name in ("config.json", "checkpoints"):
+        if os.path.lexists(target / name):
+            raise InputError(f"--to={target} holds {name} already: name an empty directory")
+    parent = next(path for path in (target, *target.absolute().parents) if os.path.lexists(path))
+    if not parent.is_dir():
+        raise InputError(f"cannot write --to={target}: {parent} is not a directory: name another")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write --to={target}: {parent} is read-only: name another")
+
+
+def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
+    for name in filter(lambda name: (source / name).exists(), names):
+        shutil.copyfile(source / name, target / name)
 
 
 def _to_run(source: Path, target: Path) -> None:
@@ -57,24 +96,38 @@ def _to_run(source: Path, target: Path) -> None:
     from hpnlp.training.checkpoint import Checkpointer, checked_directory
 
     checked_directory(target)
-    model, params = convert.load(source)
+    model = convert.load_config(source, cli.FLAGS.dtype)
     # Rows no longer than the model's positions reach, where these are learned.
     data = DataConfig(seq_len=min(DataConfig.seq_len, model.max_len), tokenizer=str(target / "tokenizer.json"))
-    values = config.Config(model=dataclasses.replace(model, dtype=cli.FLAGS.dtype), data=data)
+    values = config.Config(model=model, data=data)
     runs.make_model(values, tokenizers.load(str(source)))  # raises where the tokenizer is not the model's
+    _, params = convert.load(source, cli.FLAGS.dtype)
     target.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpointer(target)
     checkpoints.save_params(params)
     checkpoints.close()
+    _copy(source, target, (*TOKENIZER, *COMPANIONS))
     (target / "config.json").write_text(config.to_json(values))
+    for remark in convert.remarks(source):
+        print(f"{target}: {remark}")
     print(f"{target}: a run at step 0. Next: hpnlp generate --workdir={target} --prompt=...")
 
 
 def _to_checkpoint(source: Path, target: Path) -> None:
+    from hpnlp.data.export import export
+    from hpnlp.data.huggingface import HFTokenizer
     from hpnlp.models import convert
     from hpnlp.training import run as runs
 
     run = runs.load(source, cli.FLAGS.step)
-    bos_id, eos_id = run.tokenizer.bos_id, run.tokenizer.eos_id
-    convert.save(run.model.config, run.params, target, dtype=cli.FLAGS.dtype, bos_id=bos_id, eos_id=eos_id)
+    tokenizer, model = run.tokenizer, run.model.config
+    bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
+    convert.save(model, run.params, target, dtype=cli.FLAGS.dtype, bos_id=bos_id, eos_id=eos_id)
+    if isinstance(tokenizer, HFTokenizer) and not tokenizer.is_trained_here:
+        _copy(source, target, TOKENIZER)
+    else:
+        export(tokenizer, str(target))
+    _copy(source, target, COMPANIONS)
+    if model.output != "full":
+        print(f"{target}: model.output={model.output!r} samples from a full softmax, which the checkpoint has")
     print(f"{target}: a checkpoint. Next, in Python: AutoModelForCausalLM.from_pretrained({str(target)!r})")

@@ -22,7 +22,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from hpnlp.models import families
-from hpnlp.models.families import FAMILIES, Family, config_json, family_of, fields_of
+from hpnlp.models.families import FAMILIES, Family, config_json, fields_of
 from hpnlp.models.lm import DTYPES, LM, LMConfig, example_batch
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
@@ -65,6 +65,20 @@ class Tensor:
         return np.ascontiguousarray(value.T if self.transposed else value, dtype)
 
 
+def load_config(directory: str | Path, dtype: str = "float32") -> LMConfig:
+    """The config of a directory's model, from config.json alone. Arguments and errors are those of `load`."""
+    directory = Path(directory)
+    lookup(DTYPES, dtype, "dtype")
+    if not directory.is_dir():
+        raise InputError(f"{directory} is not a directory: download the checkpoint, and name the directory it is in")
+    source = str(directory / "config.json")
+    fields = fields_of(_read_json(directory / "config.json"), source)
+    try:
+        return LMConfig(**fields, dtype=dtype)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from None
+
+
 def load(directory: str | Path, dtype: str = "float32") -> tuple[LMConfig, dict[str, Any]]:
     """The model of a directory that transformers' `save_pretrained` wrote: `(config, float32 numpy parameters)`.
 
@@ -81,17 +95,8 @@ def load(directory: str | Path, dtype: str = "float32") -> tuple[LMConfig, dict[
         InputError: Files are missing or damaged, tensors do not fit config.json, a tensor holds NaN or infinity or would
             in `dtype`, or config.json asks for something that LM does not compute.
     """
-    lookup(DTYPES, dtype, "dtype")
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise InputError(f"{directory} is not a directory: download the checkpoint, and name the directory it is in")
-    source = str(directory / "config.json")
-    raw = _read_json(directory / "config.json")
-    family, fields = family_of(raw, source), fields_of(raw, source)
-    try:
-        config = LMConfig(**fields, dtype=dtype)
-    except InputError as error:
-        raise InputError(f"{source}: {error}") from None
+    directory, config = Path(directory), load_config(directory, dtype)
+    family = FAMILIES[_read_json(directory / "config.json")["model_type"]]
     shapes = _shapes(config)
     expected = {tensor.name: tensor for tensor in _tensors(family, shapes)}
     with contextlib.ExitStack() as stack:
@@ -128,10 +133,19 @@ def save(
 ) -> None:
     """Writes a directory that transformers' `from_pretrained` reads: config.json and model.safetensors.
 
-    params: as `LM.init` makes them; numpy or jax arrays. dtype: an entry of DTYPES, what the tensors are stored in.
-    bos_id, eos_id: the tokenizer's, for transformers' `generate`. shard_bytes: a larger model is split into files of
-    this size, as transformers does. Raises InputError where no family has such a model, where params are not config's
-    or are not finite in dtype, where the directory already holds a checkpoint, and where writing fails. Memory: one file beside the parameters.
+    Memory: one file beside the parameters.
+
+    Args:
+        config: the model's.
+        params: as `LM.init` makes them; numpy or jax arrays.
+        directory: made where it is missing; must not hold a checkpoint.
+        dtype: an entry of DTYPES, what the tensors are stored in.
+        bos_id, eos_id: the tokenizer's, for transformers' `generate`.
+        shard_bytes: a larger model is split into files of this size, as transformers does.
+
+    Raises:
+        InputError: No family has such a model, params are not config's or are not finite in dtype, the directory already
+            holds a checkpoint, or writing fails.
     """
     numpy_format = _safetensors("numpy")
     directory = Path(directory)

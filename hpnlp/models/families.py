@@ -16,8 +16,8 @@ from typing import Any
 from hpnlp.models.lm import LMConfig
 from hpnlp.nn.attention import ROPE_SCALINGS, alternation
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.ops.attention.position import Scaling, frequencies
 from hpnlp.ops.attention import Window
+from hpnlp.ops.attention.position import Scaling, frequencies
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError
 
@@ -314,10 +314,10 @@ def config_json(config: LMConfig) -> dict[str, Any]:
     config = exported(config)
     misfits: dict[str, dict[str, Any]] = {}
     short = dataclasses.replace(config, mixer=_canonical(config.mixer, config.layers, config.max_len))
-    for config in (config, short):
-        ours = _function({**dataclasses.asdict(config), "mlp_dim": config.mlp_size})
+    for spelled in (config, short):
+        ours = _function({**dataclasses.asdict(spelled), "mlp_dim": spelled.mlp_size})
         for name, family in FAMILIES.items():
-            raw = _spell(config, name, family)
+            raw = _spell(spelled, name, family)
             theirs = _function({**dataclasses.asdict(LMConfig()), **fields_of(raw, name)})
             misfits[name] = {field: theirs.get(field) for field in ours if ours[field] != theirs.get(field)}
             if not misfits[name]:

@@ -1,6 +1,9 @@
 """`hpnlp convert`, both ways. The weights themselves: tests/models/test_convert.py."""
 
 import json
+import os
+import shutil
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -88,14 +91,93 @@ def test_what_is_refused(checkpoint, converted, tmp_path):
     new = tmp_path / "new"
     refused("--from is needed", to=new)
     refused("--to=.* holds config.json already: name an empty directory", from_=checkpoint, to=converted)
-    refused("nowhere is not a directory: download the checkpoint", from_=tmp_path / "nowhere", to=new)
+    refused("--from=.*nowhere is not a directory: name the directory", from_=tmp_path / "nowhere", to=new)
+    refused("--from=.*config.json is a file: name the directory", from_=checkpoint / "config.json", to=new)
+    refused("--step=3: .* is a Hugging Face checkpoint, which has no steps: leave", from_=checkpoint, to=new, step=3)
     refused(r"no checkpoint 7 in .* \(there: 0\)", from_=converted, to=new, step=7)
     refused(r"workdir '.*/\[proj\]/x': .* choose another one", from_=checkpoint, to=tmp_path / "[proj]" / "x")
     assert not (tmp_path / "[proj]").exists()
-    refused("unknown model.dtype 'bf16': did you mean 'bfloat16'", from_=checkpoint, to=new, dtype="bf16")
+    for dtype in ("bf16", "int8"):
+        refused(f"--dtype={dtype}: expected float32, bfloat16, float16", from_=checkpoint, to=new, dtype=dtype)
+        refused(f"--dtype={dtype}: expected float32, bfloat16, float16", from_=converted, to=new, dtype=dtype)
     (tmp_path / "file").write_text("")
-    refused("cannot write --to=.*/file/x", from_=checkpoint, to=tmp_path / "file" / "x")
+    for path in ("file", "file/x"):
+        refused("cannot write --to=.*: .*/file is not a directory", from_=checkpoint, to=tmp_path / path)
+    (tmp_path / "loop").symlink_to("loop")
+    refused("cannot write --to=.*: .*/loop is not a directory", from_=checkpoint, to=tmp_path / "loop")
+    with pytest.MonkeyPatch.context() as patch:  # root may write anywhere
+        patch.setattr(os, "access", lambda path, mode: False)
+        refused("cannot write --to=.*: .* is read-only", from_=checkpoint, to=new)
     assert not new.exists()
+
+
+def _loop(path):
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name)
+
+
+def _directory(path):
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+DAMAGES = {  # name -> (file, change, message)
+    "no_config": ("config.json", Path.unlink, "config.json does not exist"),
+    "binary_config": ("config.json", lambda path: path.write_bytes(b"\x00\xff"), "config.json: .*utf-8"),
+    "looping_config": ("config.json", _loop, "config.json: .*symbolic links"),
+    "config_directory": ("config.json", _directory, "config.json: .*[Dd]irectory"),
+    "another_family": (
+        "config.json",
+        lambda path: path.write_text('{"model_type": "opt"}'),
+        "model_type='opt' is not supported: choose a model of one of llama, ",
+    ),
+    "no_tokenizer": ("tokenizer.json", Path.unlink, "cannot read the tokenizer .*tokenizer.json"),
+    "looping_tokenizer": ("tokenizer.json", _loop, "tokenizer.json is not a file"),
+    "tokenizer_config_directory": ("tokenizer_config.json", _directory, "tokenizer_config.json is not a file"),
+    "binary_tokenizer_config": (
+        "tokenizer_config.json",
+        lambda path: path.write_bytes(b"\xff"),
+        "cannot read .*tokenizer_config.json.*: mend or remove",
+    ),
+    "generation_config_directory": ("generation_config.json", _directory, "generation_config.json is not a file"),
+    "no_weights": ("model.safetensors", Path.unlink, "holds no model.safetensors"),
+    "only_a_pickle": (
+        "model.safetensors",
+        lambda path: path.rename(path.with_name("pytorch_model.bin")),
+        "holds only pytorch_model.bin, a pickle",
+    ),
+    "truncated_weights": (
+        "model.safetensors",
+        lambda path: path.write_bytes(path.read_bytes()[:-10]),
+        "model.safetensors: .*; download it again",
+    ),
+    "looping_weights": ("model.safetensors", _loop, "model.safetensors"),
+    "weights_directory": ("model.safetensors", _directory, "model.safetensors: "),
+    "looping_index": (
+        "model.safetensors",
+        lambda path: (path.unlink(), _loop(path.with_name("model.safetensors.index.json"))),
+        "model.safetensors",
+    ),
+    "missing_shard": (
+        "model.safetensors",
+        lambda path: (
+            path.unlink(),
+            path.with_name("model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+        ),
+        "b.safetensors does not exist: download it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_checkpoints_are_refused_in_one_line(name, checkpoint, tmp_path):
+    file, change, message = DAMAGES[name]
+    source = shutil.copytree(checkpoint, tmp_path / "source")
+    change(source / file)
+    with pytest.raises(InputError, match=message) as caught:
+        run(from_=source, to=tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
 
 
 def test_tokenizer_that_is_missing_or_not_the_models(checkpoint, tmp_path):
