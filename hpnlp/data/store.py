@@ -75,6 +75,11 @@ def cached(root: str, name: str, write: Callable[[str], Mapping[str, Any]]) -> t
     return final, record
 
 
+def find(root: str, name: str) -> dict[str, Any] | None:
+    """Returns the record of the entry `root/name`, or None where there is no complete one."""
+    return _read_record(os.path.join(root, name))
+
+
 def _read_record(path: str) -> dict[str, Any] | None:
     """The record of a complete entry, or None."""
     try:

@@ -187,6 +187,7 @@ class Corpus:
     ):
         self.config = config
         self.tokenizer = tokenizer
+        self.directory = directory
         self._train = store.Tokens(directory, "train", record["train"])
         self._heldout = store.Tokens(directory, "heldout", record["heldout"])
         self._bounds = record["bounds"]
@@ -239,6 +240,25 @@ class Corpus:
     def read_heldout(self) -> bytes:
         """The held-out text as it was read, prompts left out, for other compressors to show what they can."""
         return self._heldout.raw()
+
+    def read_training_text(self, limit: int) -> tuple[bytes, float]:
+        """Reads the end of the training text, decoded from its tokens, prompts included.
+
+        Args:
+            limit: bytes to return at most.
+
+        Returns:
+            The last `limit` bytes of the training documents, laid one after another, and the share of the whole training
+            text that they are, by tokens. The text is exact where the tokenizer is lossless.
+        """
+        pieces: list[bytes] = []
+        size, index = 0, self.train_documents
+        while index and size < limit:
+            index -= 1
+            pieces.append(self.tokenizer.decode(self._train.document(index)))
+            size += len(pieces[-1])
+        read = self.train_tokens - (int(self._train.ends[index - 1]) if index else 0)
+        return b"".join(reversed(pieces))[-limit:], read / self.train_tokens * min(1.0, limit / max(1, size))
 
     def train(self, *, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
         """Endless training batches of `batch_size / process_count` rows, in another order each epoch.
