@@ -1,14 +1,15 @@
 """Reports: what a run saw in numbers, words and pictures, and several runs beside each other."""
 
-import gzip
 import json
-import lzma
+import os
 import time
+import warnings
 
 import matplotlib.image
+import numpy as np
 import pytest
 
-from hpnlp import report
+from hpnlp import plots, report
 from hpnlp.training.config import Config, flat
 from hpnlp.training.loop import Result
 from hpnlp.types import InputError
@@ -17,6 +18,7 @@ PROMISED = {
     "heldout_bits_per_byte",
     "gzip_bits_per_byte",
     "xz_bits_per_byte",
+    "xz_trained_bits_per_byte",
     "tokens_per_second",
     "peak_memory_bytes",
     "steps",
@@ -39,6 +41,12 @@ def result(**changes):
         "step": 10,
         "interrupted": False,
         "heldout": {"loss": 1.5, "bits_per_byte": 2.0},
+        "baselines": {
+            "gzip_bits_per_byte": 2.5,
+            "xz_bits_per_byte": 2.25,
+            "xz_trained_bits_per_byte": 1.75,
+            "xz_trained_share": 1.0,
+        },
         "corpus": Corpus(),
         "model": None,
         "params": None,
@@ -60,8 +68,7 @@ def summary(**changes):
 def test_numbers_of_a_run():
     numbers = summary()
     assert numbers.keys() >= PROMISED
-    assert numbers["gzip_bits_per_byte"] == 8 * len(gzip.compress(RAW, 9)) / len(RAW)
-    assert numbers["xz_bits_per_byte"] == 8 * len(lzma.compress(RAW, preset=9 | lzma.PRESET_EXTREME)) / len(RAW)
+    assert (numbers["gzip_bits_per_byte"], numbers["xz_trained_bits_per_byte"]) == (2.5, 1.75)
     assert numbers["tokens"] == 10 * 16 * 256
     assert numbers["tokens_per_second"] == numbers["tokens"] / 5.0  # of training, not of what else a run does
     assert numbers["flops_per_second"] == 10 * 10**9 / 5.0
@@ -80,23 +87,32 @@ def test_seconds_are_those_of_the_process():
     ("needs", "said"),
     [
         (
-            (1.0, 2.0, 1.6),
-            "The model won: 1.000 bits a byte of held-out text, 38 % fewer than xz -9e (1.600); gzip -9 needs",
+            (1.0, 2.0, 1.6, 1.25),
+            "The model needs the fewest bits: 1.000 a byte of held-out text, 20 % fewer than xz -9e after the training text "
+            "(gzip -9 alone 2.000, xz -9e alone 1.600, xz -9e after the training text 1.250). Neither",
+        ),
+        (  # better than compressors that have not seen the training text, which shows nothing
+            (1.5, 2.0, 1.6, 1.25),
+            "xz -9e after the training text needs the fewest bits: 1.250 a byte of held-out text; the model 1.500, 20 % more "
+            "(gzip -9 alone 2.000, xz -9e alone 1.600). Neither",
         ),
         (
-            (2.0, 1.9, 1.5),
-            "xz -9e won: 1.500 bits a byte of held-out text, 21 % fewer than gzip -9 (1.900); the model needs",
+            (1.5, 2.0, 1.6, None),
+            "The model needs 1.500 bits a byte of held-out text; gzip -9 alone 2.000, xz -9e alone",
         ),
-        ((1.8, 1.7, 1.9), "gzip -9 won: 1.700"),
-        ((None, 1.9, 1.5), "The tokenizer does not keep every byte"),
-        ((None, 1.9, 1.5), "The output layer gives no probabilities"),
+        ((1.8, 1.7, 1.9, 1.75), "gzip -9 alone needs the fewest bits: 1.700"),
+        ((None, 1.9, 1.5, 1.25), "The tokenizer does not keep every byte"),
+        ((None, 1.9, 1.5, 1.25), "The output layer gives no probabilities of tokens"),
     ],
 )
-def test_verdict_says_who_won(needs, said):
-    names = ("heldout_bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte")
+def test_verdict_compares_with_xz_that_has_seen_the_training_text(needs, said):
+    names = ("heldout_bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte", "xz_trained_bits_per_byte")
     numbers = {"heldout_loss": 1.0, "heldout_bytes": 10_000} | dict(zip(names, needs, strict=True))
     numbers["config"] = {"model.output": "vmf" if said.startswith("The output") else "full"}
     assert report.verdict(numbers).startswith(said)
+    if said.startswith("xz"):
+        name = "xz -9e after the last 64 MiB (12 %) of the training text needs the fewest"
+        assert report.verdict(numbers | {"xz_trained_share": 0.125}).startswith(name)
 
 
 def test_verdict_on_little_text_and_on_a_loss_that_is_not_finite(tmp_path):
@@ -105,7 +121,7 @@ def test_verdict_on_little_text_and_on_a_loss_that_is_not_finite(tmp_path):
     assert numbers["heldout_loss"] is numbers["heldout_bits_per_byte"] is None
     assert "not finite" in report.verdict(numbers) and "Lower optimizer.learning_rate" in report.verdict(numbers)
     assert "| held-out loss, nats a token | - |" in report.render(tmp_path, Config(), numbers, "")
-    report.plot_curves({"run": [{"step": 1, "loss": None}]}, tmp_path / "loss.png", numbers)
+    plots.plot_curves({"run": [{"step": 1, "loss": None}]}, tmp_path / "loss.png", numbers)
 
 
 def test_text_of_a_report(tmp_path):
@@ -113,6 +129,7 @@ def test_text_of_a_report(tmp_path):
     assert report.verdict(summary()) in text
     assert "| held-out bits a byte | 2.0000 |" in text and "| achieved GFLOP/s | 2.0 |" in text
     assert "| held-out bytes | 1,760 |" in text and "| wall time of the last process, s |" in text
+    assert "| xz -9e after the training text, the same bytes | 1.7500 |" in text
     assert "Where the time went, over all restarts: setup" in text
     assert (
         f"--config=FILE --workdir={tmp_path}-tuned --config.train.init_from={tmp_path} --config.data.path=std" in text
@@ -135,17 +152,35 @@ def test_text_of_a_report(tmp_path):
 def test_curve_is_drawn_also_with_gaps(tmp_path):
     lines = [{"step": step, "loss": 3.0 / step} for step in range(1, 9)]
     lines[4:6] = [{"step": 5, "loss": None}, {"step": 5, "heldout_loss": 1.0}]
-    report.plot_curves({"run": lines, "begun": [], "other": lines[:2]}, tmp_path / "loss.png")
+    plots.plot_curves({"run": lines, "begun": [], "other": lines[:2]}, tmp_path / "loss.png")
     picture = matplotlib.image.imread(tmp_path / "loss.png")
-    report.plot_curves({"run": lines}, tmp_path / "scored.png", summary())
+    plots.plot_curves({"run": lines}, tmp_path / "scored.png", summary())
     assert (matplotlib.image.imread(tmp_path / "scored.png") != picture).any()
     assert picture.shape[0] > 300 and picture.std() > 0.01
 
 
-def test_metrics_as_they_are_read(tmp_path):
-    assert report.read_metrics(tmp_path) == []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": 0.5}\n')
-    assert report.read_metrics(tmp_path) == [{"step": 1, "loss": None}, {"step": 2, "loss": 0.5}]
+def test_metrics_that_are_damaged_are_reported_and_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "loss": None}, {"step": 2, "loss": 0.5}]
+    good = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    assert "cannot be read (No such file" in report.read_metrics(tmp_path)[1]
+    cases = {
+        good: "",
+        good[:18] + b"\xff\n{\n3\n" + good: "3 of its 5 lines are damaged",
+        good[:27]: "1 of 2 steps have no line",
+        b'{"step": 1, "loss": "x"}\n[]\n\n{"loss": 1}\n' + good: "4 of its 6 lines are damaged",
+        b"": "2 of 2 steps have no line",
+    }
+    for content, fault in cases.items():
+        path.write_bytes(content)
+        found, said = report.read_metrics(tmp_path, 2)
+        assert (fault in said if fault else said == "") and "\n" not in said, content
+        assert [line for line in found if line in lines] == found
+    text = report.render(tmp_path, Config(), summary(), "", fault=said)
+    assert f"![loss](loss.png)\n\n{said}\n" in text
+    path.unlink()
+    path.mkdir()
+    assert "cannot be read (Is a directory)" in report.read_metrics(tmp_path, 2)[1]
 
 
 def test_report_that_cannot_be_written(tmp_path, monkeypatch):
@@ -218,7 +253,9 @@ def test_a_loss_of_no_probabilities_is_listed_and_not_ranked(tmp_path, output, o
     rows, below = cells(report.compare(runs(tmp_path, own=own, a=others), tmp_path / "compare.png"))
     label = "held-out perplexity" if others else "held-out bits/byte"
     assert list(rows) == ["a", "own"] and rows["own"][label] == "-" and rows["a"][label] != "-"
-    assert below == f"- {tmp_path}/own: {output} gives no probabilities, and its loss is of a kind of its own.\n"
+    assert (
+        below == f"- {tmp_path}/own: {output} gives no probabilities of tokens, and its loss is of a kind of its own.\n"
+    )
     assert f"model.output={output}" in rows["own"]["differs in"]
     # Where no run has a score, there is a table all the same.
     rows, below = cells(report.compare([tmp_path / "own"], tmp_path / "compare.png"))
@@ -236,21 +273,49 @@ def test_compare_copes_with_a_loss_that_is_not_finite(tmp_path):
 def test_compare_warns_of_different_text(tmp_path):
     table = report.compare(runs(tmp_path, a={}, b={"heldout_bytes": 7}), tmp_path / "compare.png")
     assert "scored on different held-out text: quality cannot be compared" in table
+    for digests, warns in {("x", "y"): True, ("x", "x"): False, ("x", None): False}.items():
+        for name, digest in zip("ab", digests, strict=True):
+            (tmp_path / name / "report.json").write_text(
+                json.dumps(summary() | {"config": flat(Config()), "heldout_text_digest": digest})
+            )
+        assert ("different held-out" in report.compare([tmp_path / "a", tmp_path / "b"], tmp_path / "c.png")) == warns
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "has no report.json: finish the run first, with the command that began it"),
-        ("{", "is not a report .*: run the training command again"),
-        ("{}", "is not a report .it lacks heldout_bits_per_byte, .*config.: run the training command again"),
+        (b"{", "is not a report .*: run the training command again"),
+        (b"\xff\xfe\0", "is not a report .*: run the training command again"),
+        (b"[" * 100_000, "is not a report .*: run the training command again"),
+        (b"7", "is not a report .it holds a int.: run the training command again"),
+        (b"{}", "is not a report .it lacks heldout_bits_per_byte, .*config.: run the training command again"),
+        ({"config": {}}, r"it lacks config.model.output."),
+        ({"phase_seconds": {"data": 1}}, r"it lacks phase_seconds.step."),
+        ({"seconds": "7"}, "seconds is '7'"),
+        ({"tokens_per_second": None}, "tokens_per_second is None"),
+        ({"config": {"model.output": 3}}, "is no spec"),
     ],
 )
 def test_report_that_is_missing_or_damaged(tmp_path, content, message):
+    if isinstance(content, dict):
+        content = json.dumps(summary() | {"config": flat(Config())} | content).encode()
     if content is not None:
-        (tmp_path / "report.json").write_text(content)
-    with pytest.raises(InputError, match=message):
+        (tmp_path / "report.json").write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
         report.compare([tmp_path], tmp_path / "compare.png")
+    assert "\n" not in str(caught.value)
+
+
+def test_report_that_cannot_be_read(tmp_path):
+    path = tmp_path / "report.json"
+    path.symlink_to(path)
+    with pytest.raises(InputError, match=r"cannot read .*report.json \(Too many levels of symbolic links\)"):
+        report.read_report(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(InputError, match=r"cannot read .*report.json \(Is a directory\)"):
+        report.read_report(tmp_path)
     with pytest.raises(InputError, match=r"there is no directory .*none': name the workdir of a run"):
         report.read_report(tmp_path / "none")
 
@@ -261,6 +326,74 @@ def test_plot_that_cannot_be_drawn(tmp_path, out):
         report.compare(runs(tmp_path, a={}), tmp_path / out)
 
 
-def test_smoothing_starts_at_the_first_value():
-    assert report._smooth([3.0] * 5) == pytest.approx([3.0] * 5)
-    assert report._smooth([1.0, 3.0])[1] == pytest.approx((0.9 * 0.1 * 1.0 + 0.1 * 3.0) / (1 - 0.9**2))
+def test_smoothed_loss_does_not_lag():
+    assert plots.smooth([]).size == 0
+    for count in (1, 2, 7, 40, 1000):
+        line = np.linspace(5.0, 1.0, count).tolist()
+        np.testing.assert_allclose(plots.smooth(line), line, rtol=1e-12)
+    noisy = 2.0 + np.random.default_rng(0).normal(size=1000)
+    assert plots.smooth(noisy.tolist())[50:-50].std() < 0.2
+
+
+def test_runs_that_are_named_twice_are_listed_once(tmp_path):
+    (one,) = runs(tmp_path, a={})
+    (tmp_path / "link").symlink_to(one)
+    rows, below = cells(report.compare([one, one, tmp_path / "link"], tmp_path / "c.png"))
+    assert list(rows) == ["a"] and below == "- A run that was named more than once is listed once.\n"
+
+
+def test_compare_shows_skipped_steps(tmp_path):
+    rows, _ = cells(report.compare(runs(tmp_path, a={"skipped_steps": 3}, b={}), tmp_path / "c.png"))
+    assert {name: row["skipped steps"] for name, row in rows.items()} == {"a": "3", "b": "-"}
+    assert (tmp_path / "c.md").read_text().startswith("| run |")
+
+
+def test_compare_leaves_other_tables_alone(tmp_path):
+    (tmp_path / "README.md").write_text("# mine\n")
+    with pytest.raises(InputError, match=r"README.md is there and is no table of runs: name another plot"):
+        report.compare(runs(tmp_path, a={}), tmp_path / "README.png")
+    assert (tmp_path / "README.md").read_text() == "# mine\n" and not (tmp_path / "README.png").exists()
+
+
+def test_members_of_sweeps_are_labelled_with_their_overrides(tmp_path):
+    wide, narrow = {"model.mixer": "window(128,0)"}, {"model.mixer": "full"}
+    made = {name: {} for name in ("s/00-mixer=window_128_0_", "s/01-mixer=full", "t/00-mixer=full", "alone", "t/alone")}
+    (tmp_path / "s").mkdir()
+    (tmp_path / "t").mkdir()
+    paths = runs(tmp_path, **{name: {"config_changes": narrow if "full" in name else wide} for name in made})
+    reports = {str(path): report.read_report(path) for path in paths}
+    labels, title = report._labels(reports)
+    assert list(labels.values())[:3] == ["s: mixer=window(128,0)", "s: mixer=full", "00-mixer=full"] and title == ""
+    assert list(labels.values())[3:] == [f"alone ({paths[3]})", f"alone ({paths[4]})"]
+    of_one = dict(list(reports.items())[:2])
+    assert report._labels(of_one) == (dict(zip(of_one, ["mixer=window(128,0)", "mixer=full"], strict=True)), "s")
+
+
+def test_any_name_is_drawn_without_warnings(tmp_path):
+    names = ["\U0001f9e0 \u6f22", "$x$ $\\nothing$", "_hidden", os.fsdecode(b"\xff")]
+    assert [plots.drawable(name) for name in names] == [
+        "<U+1F9E0> <U+6F22>", r"\$x\$ \$\nothing\$", " _hidden", "<U+DCFF>",
+    ]  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plots.plot_curves(dict.fromkeys(names, [{"step": 1, "loss": 1.0}]), tmp_path / "loss.png")
+        report.compare(runs(tmp_path, **{name: {} for name in names}), tmp_path / "compare.png")
+
+
+@pytest.mark.parametrize("highest", [3.4001, 3.5, 4.5, 9.0, 40.0, 900.0, 1e6, 2e43])
+def test_ticks_of_perplexity_do_not_overlap(highest):
+    figure, axes = plots._pyplot().subplots(figsize=(5, 4.2), layout="constrained")
+    scores = list(np.geomspace(3.4, highest, 5))
+    axes.plot(scores, scores, "o")
+    plots.logarithmic(axes, scores)
+    figure.canvas.draw()
+    low, high = axes.get_ylim()
+    boxes = [
+        label.get_window_extent()
+        for tick, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+        if low <= tick <= high
+    ]
+    spans = sorted((box.y0, box.y1) for box in boxes)
+    assert 2 <= len(spans) <= 13 and not any(axes.get_yminorticklabels())
+    assert all(above[0] > below[1] for below, above in zip(spans, spans[1:], strict=False))
+    plots._pyplot().close(figure)

@@ -16,7 +16,9 @@ Prints a table of finished runs (directories; one that holds a sweep stands for 
 quality against time and memory.
 """
 
-flags.DEFINE_string("out", "compare.png", "Where the plot goes; the table goes beside it, as .md.")
+flags.DEFINE_string(
+    "out", "compare.png", "File of the plot, or a directory for compare.png; the table goes beside it, as .md."
+)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -26,11 +28,16 @@ def run(argv: Sequence[str]) -> None:
     members = [member for name in runs for member in _members(Path(name))]
     if not members:
         raise cli.InputError("no run is named: hpnlp compare RUN RUN ..., each a workdir with a report.json")
-    out = Path(cli.FLAGS.out)
-    out = out if out.suffix else out.with_suffix(".png")
+    out = _plot_path(cli.FLAGS.out)
     table = report.compare(members, out)
-    out.with_suffix(".md").write_text(table, encoding="utf-8")
-    print(f"{table}\n{out}")
+    print(f"{table}\nwritten: {out}, {out.with_suffix('.md')}")
+
+
+def _plot_path(out: str) -> Path:
+    path = Path(out)
+    if path.is_dir() or out.endswith("/"):
+        return path / "compare.png"
+    return path if path.suffix else path.with_suffix(".png")
 
 
 def _members(path: Path) -> list[Path]:

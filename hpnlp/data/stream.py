@@ -199,7 +199,6 @@ class Corpus:
         self.heldout_tokens: int = record["heldout"]["tokens"]
         self.heldout_documents: int = record["heldout"]["documents"]
         self.heldout_bytes: int = record["heldout"]["raw_bytes"]
-        self.directory = directory
         self.is_cached = is_cached
         self.summary = "; ".join(self._facts(record))
         if self.train_tokens <= config.seq_len:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from hpnlp import measure
+from hpnlp.data.baselines import Baselines
 from hpnlp.data.stream import Corpus, prepare
 from hpnlp.data.tokenizers import save_whole
 from hpnlp.models.lm import LM
@@ -34,12 +35,15 @@ class Result:
     many, and what they are divided into.
 
     heldout: `loss` in nats a token and, for tokenizers that lose nothing and output layers that give probabilities,
-    `bits_per_byte`. Over all restarts: seconds, by phase, of which "setup" holds all compilation, and peak_memory_bytes.
+    `bits_per_byte`. baselines: bits per byte of compressors on the same text, see `data.baselines`; {} where the run was
+    interrupted and on processes that do not lead. Over all restarts: seconds, by phase, of which "setup" holds all
+    compilation, and peak_memory_bytes.
     """
 
     step: int
     interrupted: bool
     heldout: dict[str, float]
+    baselines: dict[str, Any]
     corpus: Corpus
     model: LM
     params: Any
@@ -76,6 +80,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             source = _source(config, workdir)
             tokenizer = saved_tokenizer(workdir) if begun else None
             corpus = prepare(config.data, tokenizer or (source and source.tokenizer), say_progress)
+            baselines = Baselines(corpus) if lead else None
             model = make_model(config, corpus.tokenizer)
             changed = "" if source is None else warm_start.check_model(model.config, source, accept_changes)
             optimizer = config.optimizer.for_batch(config.data.batch_size)
@@ -240,10 +245,12 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             display.say(f"{stopping.signal}: saved step {saved}; the same command goes on from there")
         else:
             display.say("scoring all held-out text")
+        heldout = {} if interrupted else evaluate(None)
         result = Result(
             step=step,
             interrupted=interrupted,
-            heldout={} if interrupted else evaluate(None),
+            heldout=heldout,
+            baselines={} if interrupted or baselines is None else baselines.result(display.say),
             peak_memory_bytes=peak(),
             corpus=corpus,
             model=model,
