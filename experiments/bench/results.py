@@ -20,6 +20,8 @@ import matplotlib.pyplot as plt
 import matplotlib.ticker
 import numpy as np
 
+from hpnlp.data.baselines import NAMES
+
 BAR = r"\|"  # in a table of Markdown, a bar that is text
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -28,9 +30,9 @@ Rows = Sequence[Mapping[str, Any]]
 
 def demo(rows: Rows) -> list[tuple[str, str]]:
     row = rows[0]
-    bits = f"{row['heldout_bits_per_byte']:.3f} (gzip -9 {row['gzip_bits_per_byte']:.3f}, xz -9e {row['xz_bits_per_byte']:.3f})"
+    compressors = [f"{name} {row[field]:.3f}" for field, name in NAMES.items() if row.get(field) is not None]
     return [
-        ("held-out bits per byte after `make demo`", bits),
+        ("held-out bits per byte after `make demo`", f"{row['heldout_bits_per_byte']:.3f} ({', '.join(compressors)})"),
         ("its wall time, from process start to report", f"{row['seconds']:.0f} s"),
     ]
 
@@ -409,8 +411,9 @@ def plot_demo(rows: Rows, path: Path) -> None:
     axes.plot(steps, bits, color="C0", alpha=0.25, linewidth=0.8)
     axes.plot(steps[window - 1 :], smooth, color="C0", label=f"training, mean of {window} steps")
     axes.plot(steps[-1], row["heldout_bits_per_byte"], "o", color="C3", label="held-out")
-    for name, key, style in (("gzip -9", "gzip_bits_per_byte", ":"), ("xz -9e", "xz_bits_per_byte", "--")):
-        axes.axhline(row[key], color="gray", linestyle=style, label=f"{name}, held-out")
+    for (field, name), style in zip(NAMES.items(), (":", "-.", "--"), strict=True):
+        if row.get(field) is not None:
+            axes.axhline(row[field], color="gray", linestyle=style, label=f"held-out: {name}")
     axes.set(xlabel=f"step of {row['tokens'] // row['steps']:,} bytes", ylabel="bits a byte", ylim=(1, 5))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)

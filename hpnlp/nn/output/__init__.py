@@ -29,5 +29,9 @@ OUTPUTS: dict[str, type[OutputLayer]] = {
 
 
 def is_normalized(spec: str) -> bool:
-    """Whether the loss that the layer of `spec` reports is -log p(label) of a distribution over the vocabulary."""
+    """True if the loss that the layer of `spec` reports is -log p(label) of a distribution over the vocabulary.
+
+    False for negative sampling and margin losses, which give no probabilities, and for vmf, whose density is over directions
+    and not over tokens.
+    """
     return lookup(OUTPUTS, parse_one(spec, "model.output").name, "output layer").is_normalized
