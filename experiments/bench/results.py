@@ -21,6 +21,7 @@ import matplotlib.ticker
 import numpy as np
 
 from hpnlp.data.baselines import NAMES
+from hpnlp.plots import smooth
 
 BAR = r"\|"  # in a table of Markdown, a bar that is text
 ROOT = Path(__file__).parents[2]
@@ -405,11 +406,10 @@ TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
 def plot_demo(rows: Rows, path: Path) -> None:
     row, per_bit = rows[0], math.log(2)
     bits = np.array([loss for _, loss in row["curve"]]) / per_bit
-    steps, window = np.array([step for step, _ in row["curve"]]), 20
-    smooth = np.convolve(bits, np.ones(window) / window, "valid")
+    steps = np.array([step for step, _ in row["curve"]])
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     axes.plot(steps, bits, color="C0", alpha=0.25, linewidth=0.8)
-    axes.plot(steps[window - 1 :], smooth, color="C0", label=f"training, mean of {window} steps")
+    axes.plot(steps, smooth(bits.tolist()), color="C0", label="training, centred mean of 1/20 of the steps")
     axes.plot(steps[-1], row["heldout_bits_per_byte"], "o", color="C3", label="held-out")
     for (field, name), style in zip(NAMES.items(), (":", "-.", "--"), strict=True):
         if row.get(field) is not None:
