@@ -26,7 +26,8 @@ def main() -> None:
     """Runs the command that sys.argv names.
 
     Exits with 0 when done; with 2 and one line where the input or the machine is at fault, also after all files are written
-    where only stdout could not be; with 130 and a line after Ctrl-C (training also after SIGTERM); with 1 and a traceback
+    where only stdout could not be; with 130 and a line after Ctrl-C (training and sweeps also after the
+    other signals of `hpnlp.training.signals`); with 1 and a traceback
     otherwise. A command that only prints ends with 1 and no message where nobody reads any more, as after `| head`.
     """
     atexit.register(gc.freeze)  # what is left when all is done need not be looked through

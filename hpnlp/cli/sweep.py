@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -32,15 +31,6 @@ flags.DEFINE_string("config", None, "An experiment file with get_config() and ge
 flags.DEFINE_string("workdir", None, "Where the members' directories go.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """A member of a sweep. flags: the overrides of `hpnlp train` that give `config`, its Config."""
-
-    name: str
-    flags: list[str]
-    config: Any
-
-
 def run(argv: Sequence[str]) -> None:
     with signals.watched():
         _run(argv)
@@ -53,18 +43,18 @@ def _run(argv: Sequence[str]) -> None:
     members = _resolved(path, _sweep(path), overrides)
 
     done, failed = [], {}
-    for index, member in enumerate(members):
-        directory = workdir / member.name
-        label = f"[{index + 1}/{len(members)}] {member.name}"
-        finished = _is_finished(directory, member.config)
+    for index, (name, member_flags, config) in enumerate(members):
+        directory = workdir / name
+        label = f"[{index + 1}/{len(members)}] {name}"
+        finished = _is_finished(directory, config)
         print(f"{label}: finished before" if finished else label, flush=True)
         if not finished:
-            code, stopped_by = _train([f"--config={path}", f"--workdir={directory}", *member.flags])
+            code, stopped_by = _train([f"--config={path}", f"--workdir={directory}", *member_flags])
             if stopped_by:
-                signals.say(f"hpnlp: {stopped_by}: stopped in {member.name}; the same command goes on from there")
+                signals.say(f"hpnlp: {stopped_by}: stopped in {name}; the same command goes on from there")
                 sys.exit(signals.INTERRUPTED)
             if code or not (directory / "report.json").exists():
-                failed[member.name] = code
+                failed[name] = code
                 print(f"{label}: not finished (exit code {code})", flush=True)
                 continue
         done.append(directory)
@@ -138,14 +128,16 @@ def _sweep(config: str) -> list[Mapping[str, Any]]:
     return list(members)
 
 
-def _resolved(path: str, sweep: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> list[Member]:
-    """The members, each checked as far as it can be without its data.
+def _resolved(
+    path: str, sweep: Sequence[Mapping[str, Any]], overrides: Sequence[str]
+) -> list[tuple[str, list[str], Any]]:
+    """`(name, overrides of `hpnlp train`, Config)` of each member, checked as far as it can be without its data.
 
     Raises InputError where one is at fault, where two are the same, and where a member sets what an override sets.
     """
     from hpnlp.training.config import resolve
 
-    members: list[Member] = []
+    members: list[tuple[str, list[str], Any]] = []
     for index, fields in enumerate(sweep):
         text = ",".join(f"{name.split('.')[-1]}={value}" for name, value in fields.items())
         name = f"{index:02d}-{re.sub(r'[^A-Za-z0-9=.,_-]+', '_', text)[:80]}"
@@ -162,9 +154,9 @@ def _resolved(path: str, sweep: Sequence[Mapping[str, Any]], overrides: Sequence
             _check_model(config)
         except cli.InputError as error:
             raise cli.InputError(f"member {name} of get_sweep(): {error}; nothing was trained") from error
-        if same := [member.name for member in members if member.config == config]:
+        if same := [other for other, _, resolved in members if resolved == config]:
             raise cli.InputError(f"members {same[0]} and {name} of get_sweep() are the same config: take one out")
-        members.append(Member(name, flags_of, config))
+        members.append((name, flags_of, config))
     return members
 
 
