@@ -49,6 +49,24 @@ def required(name: str, example: str) -> str:
     return value
 
 
+def plot_path(out: str, name: str) -> Path:
+    """The file that a picture goes to.
+
+    Args:
+        out: as given: a file, whose suffix is .png where it has none, or a directory.
+        name: of the file in a directory.
+
+    Raises:
+        InputError: `out` is neither a file that may be written nor a directory, as /dev/full.
+    """
+    path = Path(out)
+    if path.is_dir() or out.endswith("/"):
+        return path / name
+    if path.exists() and not path.is_file():
+        raise InputError(f"--out={out} is not a regular file: name one, as {name}")
+    return path if path.suffix else path.with_suffix(".png")
+
+
 def prepare_jax() -> None:
     """Compiled programs are kept between runs, and chatty libraries are quietened."""
     import jax

@@ -28,16 +28,9 @@ def run(argv: Sequence[str]) -> None:
     members = [member for name in runs for member in _members(Path(name))]
     if not members:
         raise cli.InputError("no run is named: hpnlp compare RUN RUN ..., each a workdir with a report.json")
-    out = _plot_path(cli.FLAGS.out)
+    out = cli.plot_path(cli.FLAGS.out, "compare.png")
     table = report.compare(members, out)
     print(f"{table}\nwritten: {out}, {out.with_suffix('.md')}")
-
-
-def _plot_path(out: str) -> Path:
-    path = Path(out)
-    if path.is_dir() or out.endswith("/"):
-        return path / "compare.png"
-    return path if path.suffix else path.with_suffix(".png")
 
 
 def _members(path: Path) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 
 from absl import flags
 
@@ -23,7 +22,7 @@ A mask that is a function, `Where`, is drawn from Python: hpnlp.gallery.draw({{"
 flags.DEFINE_integer("length", 256, "Queries. Beyond 1024 x 1024 pairs, a pixel is a square of tiles.")
 flags.DEFINE_integer("keys", None, "Keys; as many as queries by default.")
 flags.DEFINE_integer("block", None, "Rows and keys of a tile; by default a sixteenth of the longer side, at most 128.")
-flags.DEFINE_string("out", "pattern.png", "Where the picture goes.")
+flags.DEFINE_string("out", "pattern.png", "File of the picture, or a directory for pattern.png.")
 
 
 def run(argv: Sequence[str]) -> None:
@@ -33,8 +32,7 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp import gallery
     from hpnlp.expression import parse_mask
 
-    f, out = cli.FLAGS, Path(cli.FLAGS.out)
-    out = out if out.suffix else out.with_suffix(".png")
+    f, out = cli.FLAGS, cli.plot_path(cli.FLAGS.out, "pattern.png")
     masks = {text: parse_mask(text) for text in expressions}
     print(f"{gallery.draw(masks, out, length=f.length, keys=f.keys, block=f.block)}\n{out}")
 

@@ -347,9 +347,14 @@ def apart(params: Any) -> Any:
     return {**params, "layers": tuple(jax.tree.map(lambda leaf: leaf[i], stack) for i in range(count))}  # noqa: B023
 
 
+def mixers_of(model: LM) -> list[Any]:
+    """The mixers that the layers take in turn."""
+    return [build(mixer, MIXERS, "mixer") for mixer in alternation(model.config.mixer)]
+
+
 def masks_of(model: LM) -> list[Any]:
-    """Who sees whom, in layers of one turn."""
-    return [build(mixer, MIXERS, "mixer").within(Causal()) for mixer in alternation(model.config.mixer)]
+    """The masks of the mixers that the layers take in turn."""
+    return [mixer.within(Causal()) for mixer in mixers_of(model)]
 
 
 def axes_of(model: LM) -> Any:

@@ -122,10 +122,15 @@ def arranged(layout: Layout, masks: Sequence[Any], length: int) -> tuple[Any, np
     return chunks, None if (np.diff(places) == 1).all() else places
 
 
-def check(layout: Layout, masks: Sequence[Any], heads: Sequence[int], dropout: float) -> None:
-    """Raises InputError where devices that share rows or heads cannot do what a model asks for.
+def check(layout: Layout, mixers: Sequence[Any], masks: Sequence[Any], heads: Sequence[int], dropout: float) -> None:
+    """Raises InputError where devices that share sequences or heads cannot compute what a model asks for.
 
-    masks: of the layers. heads: of queries, and of keys and values. dropout: of attention.
+    Args:
+        layout: of the run.
+        mixers: of the layers.
+        masks: of the layers, as their mixers' `within` gives them.
+        heads: numbers of query heads and of key and value heads.
+        dropout: rate of dropout on attention probabilities.
     """
     shared = layout.size("length") > 1
     own = any(isinstance(mask, PerHead) for mask in masks)
@@ -134,6 +139,9 @@ def check(layout: Layout, masks: Sequence[Any], heads: Sequence[int], dropout: f
             "heads with masks of their own (model.mixer) are not alike on all devices: set plan.tensor=1 and plan.sequence=1, "
             "or choose a mixer with one mask"
         )
+    if shared and layout.exchange == "ring":
+        for mixer in mixers:
+            check_mixer(mixer)
     if shared and layout.exchange == "ring" and dropout:
         raise InputError(
             f"model.dropout={dropout} is not dropped in attention on a ring: choose plan.exchange=heads, or model.dropout=0"

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hpnlp import measure
-from hpnlp.models.lm import LM, axes_and_shapes, example_batch, masks_of
+from hpnlp.models.lm import LM, axes_and_shapes, example_batch, masks_of, mixers_of
 from hpnlp.parallel import matrices, offload, pipeline, sequence, vocabulary
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
@@ -114,7 +114,7 @@ def make_trainer(
     """
     layout = plan.layout(model.config.sizes(), devices)
     c, mesh, (axes, own) = model.config, layout.mesh, axes_and_shapes(model.clone(remat=plan.remat))
-    sequence.check(layout, masks_of(model), (c.heads, c.kv_head_count), c.dropout)
+    sequence.check(layout, mixers_of(model), masks_of(model), (c.heads, c.kv_head_count), c.dropout)
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(
             "model.residual='reversible': layers of a pipeline that take their parameters again, with ZeRO 3 or plan.rounds "

@@ -63,3 +63,8 @@ def test_what_the_readme_draws(run, tmp_path, monkeypatch):
     for command in commands:
         assert run(*shlex.split(command)).code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["patterns.png"]
+
+
+def test_a_device_is_no_place_for_a_picture(run):
+    outcome = run("draw", "Causal()", "--out=/dev/full")
+    assert (outcome.code, outcome.out) == (2, "") and "--out=/dev/full is not a regular file" in outcome.err

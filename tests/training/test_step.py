@@ -12,6 +12,8 @@ import pytest
 
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.nn import output
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import loss_scale
 from hpnlp.training.optim import OptimizerConfig
@@ -193,6 +195,21 @@ QUICK = ("fsdp 4 x tensor 2", "3d")
 
 
 TAKEN_AGAIN = ("pipeline 2 x zero3 2 x tensor 2", "sequence 2 x pipeline 2 x zero3 2")
+
+
+class Doubled(ExactMixer):
+    """Changes `__call__` alone, which a ring does not call."""
+
+    def __call__(self, inputs, mask):
+        found = super().__call__(inputs, mask)
+        return dataclasses.replace(found, o=2 * found.o)
+
+
+def test_mixers_that_a_ring_would_train_as_another_function_raise(monkeypatch):
+    monkeypatch.setitem(MIXERS, "doubled", Doubled)
+    model = LM(LMConfig(vocab=16, dim=16, heads=2, layers=1, mixer="doubled"))
+    with pytest.raises(InputError, match="Doubled takes `partial` from ExactMixer and `__call__` from Doubled"):
+        make_trainer(model, OptimizerConfig(), Plan("sequence", exchange="ring"), steps=1)
 
 
 @pytest.mark.parametrize("plan", [*(FURTHER[name] for name in TAKEN_AGAIN), (Plan("3d", rounds=2), 8)])
