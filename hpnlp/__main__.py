@@ -33,12 +33,12 @@ def main() -> None:
     atexit.register(gc.freeze)  # what is left when all is done need not be looked through
     from hpnlp.cli import output
 
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    with output.guarded(command) as stdout:
+    argv = sys.argv[1:] or ["--help"]
+    with output.guarded(argv) as stdout:
         code: object = 0
         try:
             try:
-                _main(command)
+                _main(argv[0])
             finally:
                 sys.stdout.flush()
         except SystemExit as stop:

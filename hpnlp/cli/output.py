@@ -6,13 +6,14 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hpnlp.types import InputError
 
 # Commands whose only product is their output: they stop where it cannot be written. Others make files, and finish these.
 PRINTS_ONLY = ("generate", "plan")
+HELP = ("help", "--help", "-h", "-help", "--helpfull", "--version")
 
 
 class Output:
@@ -81,18 +82,22 @@ class Output:
 
 
 @contextlib.contextmanager
-def guarded(command: str) -> Iterator[Output]:
+def guarded(argv: Sequence[str]) -> Iterator[Output]:
     """Replaces sys.stdout and sys.stderr with an `Output` each, and yields that of stdout.
 
     A command that makes files goes on where stdout fails; failures of stderr are ignored.
+
+    Args:
+        argv: The arguments of `hpnlp`: the command, and its flags.
     """
+    stops = argv[0] in PRINTS_ONLY or any(arg in HELP for arg in argv)
     for descriptor in range(3):  # the first file that is opened would take the place of one that is closed
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Output(streams[0], command in PRINTS_ONLY), Output(streams[1], False)
+    sys.stdout, sys.stderr = Output(streams[0], stops), Output(streams[1], False)
     try:
         yield sys.stdout
     finally:

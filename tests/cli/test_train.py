@@ -306,7 +306,7 @@ def test_other_errors_end_with_a_traceback_and_1():
 
 
 def test_ctrl_c_ends_with_a_line_and_130(monkeypatch, capsys):
-    def interrupted():
+    def interrupted(command):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hpnlp.__main__._main", interrupted)
