@@ -9,30 +9,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from hpnlp.ops import attention
 from hpnlp.ops.attention import Mask, PerHead
+from hpnlp.ops.attention.masks import MASKS
 from hpnlp.spec import Spec, build, did_you_mean
 from hpnlp.types import InputError
 
-# What an expression may name.
-MASKS: Mapping[str, Callable[..., Mask | PerHead]] = {
-    "Full": attention.Full,
-    "Causal": attention.Causal,
-    "Window": attention.Window,
-    "Dilated": attention.Dilated,
-    "Blockwise": attention.Blockwise,
-    "Strided": attention.Strided,
-    "Fixed": attention.Fixed,
-    "Global": attention.Global,
-    "GlobalAt": attention.GlobalAt,
-    "Sinks": attention.Sinks,
-    "Prefix": attention.Prefix,
-    "RandomBlocks": attention.RandomBlocks,
-    "PerHead": attention.PerHead,
-    "sparse_transformer_strided": attention.sparse_transformer_strided,
-    "sparse_transformer_fixed": attention.sparse_transformer_fixed,
-    "longformer": attention.longformer,
-    "bigbird": attention.bigbird,
+# Names that an expression may use; `Where` needs a function, which no text can hold.
+NAMES: Mapping[str, Callable[..., Mask | PerHead]] = {
+    name: pattern.make for name, pattern in MASKS.items() if name != "Where"
 }
 
 _OPERATORS = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_}
@@ -42,7 +26,7 @@ _EXPECTED = "expected masks, as Causal() or Window(64), with & | ~ and .shift(n)
 def parse_mask(text: str) -> Mask | PerHead:
     """The mask that an expression describes.
 
-    Names are those of MASKS; arguments are whole numbers, True, False, None, masks, and tuples of these; masks combine
+    Names are those of NAMES; arguments are whole numbers, True, False, None, masks, and tuples of these; masks combine
     with `&`, `|`, `~`, brackets and `.shift(n)`. Raises InputError, with the place and the nearest name, for all else.
     """
     text = " ".join(text.split())
@@ -59,8 +43,8 @@ def parse_mask(text: str) -> Mask | PerHead:
 
 
 def signature(name: str) -> str:
-    """`"Window(left, right=None)"`: how an entry of MASKS is written."""
-    of = inspect.signature(MASKS[name])
+    """`"Window(left, right=None)"`: how an entry of NAMES is written."""
+    of = inspect.signature(NAMES[name])
     bare = [p.replace(annotation=p.empty) for p in of.parameters.values()]
     return f"{name}{inspect.Signature(bare)}"
 
@@ -77,9 +61,9 @@ def _mask(node: ast.expr, text: str) -> Mask | PerHead:
     if isinstance(node, ast.BoolOp | ast.UnaryOp):
         _refuse(node, text, "write & for and, | for or, ~ for not")
     if isinstance(node, ast.Name):
-        if node.id in MASKS:
+        if node.id in NAMES:
             _refuse(node, text, f"no mask without its brackets: write {signature(node.id)}")
-        _refuse(node, text, f"unknown mask {node.id!r}: {did_you_mean(node.id, MASKS)}")
+        _refuse(node, text, f"unknown mask {node.id!r}: {did_you_mean(node.id, NAMES)}")
     if not isinstance(node, ast.Call):
         _refuse(node, text, _EXPECTED)
     return _call(node, text)
@@ -89,7 +73,7 @@ def _call(node: ast.Call, text: str) -> Mask | PerHead:
     if isinstance(node.func, ast.Attribute):
         name, what, table = node.func.attr, "method", {"shift": _mask(node.func.value, text).shift}
     elif isinstance(node.func, ast.Name):
-        name, what, table = node.func.id, "mask", MASKS
+        name, what, table = node.func.id, "mask", NAMES
     else:
         _refuse(node.func, text, _EXPECTED)
     if name == "Where":
@@ -103,7 +87,7 @@ def _call(node: ast.Call, text: str) -> Mask | PerHead:
     except InputError as error:
         _refuse(node, text, str(error), error)
     except TypeError as error:
-        _refuse(node, text, f"wrong kind of argument for {signature(name) if table is MASKS else 'shift(n)'}", error)
+        _refuse(node, text, f"wrong kind of argument for {signature(name) if table is NAMES else 'shift(n)'}", error)
 
 
 def _value(node: ast.expr, text: str) -> Any:

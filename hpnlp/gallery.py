@@ -84,7 +84,7 @@ def draw(
     """
     keys = length if keys is None else keys
     views = {}
-    masks = {repr(masks): masks} if isinstance(masks, Mask | PerHead) else masks
+    masks = masks if isinstance(masks, Mapping) else {repr(masks): masks}
     for title, mask in masks.items():
         try:
             views[title] = look(title, mask, length, keys, block)
@@ -109,12 +109,10 @@ def look(title: str, mask: Mask | PerHead, length: int, keys: int, block: int | 
         larger = block * math.ceil(math.sqrt(tiles / TILES))
         raise InputError(f"{length} x {keys} in blocks of {block} are {tiles:,} tiles: pass block={larger} or more")
     check(mask)
-    if not isinstance(mask, PerHead):
-        return [_look(title, "", mask, 1, length, keys, block)]
-    heads: dict[Mask, list[int]] = {}
-    for head, one in enumerate(mask.masks):
-        heads.setdefault(one, []).append(head)
-    return [_look(title, _heads(of), one, len(of), length, keys, block) for one, of in heads.items()]
+    if mask.heads is None:
+        return [_look(title, "", mask, 1, length, keys, block)]  # pyright: ignore[reportArgumentType]
+    groups = mask.by_head(mask.heads)
+    return [_look(title, _heads(of), each, len(of), length, keys, block) for each, of in groups.items()]
 
 
 def _look(title: str, which: str, mask: Mask, heads: int, length: int, keys: int, block: int) -> View:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpnlp.expression import MASKS, parse_mask, signature
+from hpnlp.expression import NAMES, parse_mask, signature
 from hpnlp.ops import attention
 from hpnlp.ops.attention import Causal, Full, Global, GlobalAt, PerHead, RandomBlocks, Sinks, Window
 from hpnlp.types import InputError
@@ -41,7 +41,7 @@ def test_every_mask_can_be_named_but_the_one_that_holds_a_function():
         name for name in attention.__all__
         if isinstance(entry := getattr(attention, name), type) and issubclass(entry, attention.Mask)
     }  # fmt: skip
-    assert exported - set(MASKS) == {"Mask", "Where"}
+    assert exported - set(NAMES) == {"Mask", "Where"}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from hpnlp import gallery
 from hpnlp.ops import attention
 from hpnlp.ops.attention import Blockwise, Causal, Full, Global, Mask, PerHead, Sinks, Strided, Where, Window
+from hpnlp.ops.attention.blocks import density
 from hpnlp.types import InputError
 from tests.contracts import PATTERNS
 
@@ -64,7 +65,7 @@ def test_sampled_density(monkeypatch):
     """Rows at random: exact where rows of a tile are alike, and near the truth elsewhere."""
     monkeypatch.setattr(gallery, "ASKED", 40_000)
     for mask, error in ((Strided(16), 1e-9), (attention.Fixed(8, 3), 1e-9), (Causal(), 0.02), (Global(9), 0.1)):
-        found, truth = view(mask, 480, block=32), mask.density(480)
+        found, truth = view(mask, 480, block=32), density(mask, 480)
         assert found.density == pytest.approx(truth, rel=error)
         assert found.exact == (mask in (Causal(), Global(9)))
 
@@ -93,7 +94,7 @@ def test_heads_with_the_same_mask_share_a_panel(tmp_path):
     assert [(v.which, v.heads) for v in views] == [("heads 0, 2-3", 3), ("head 1", 1), ("head 4", 1)]
     table = gallery.draw({"mine": heads}, tmp_path / "a.png", length=16, block=4)
     (mean,) = [line for line in table.splitlines() if "mean of 5 heads" in line]
-    assert f"{100 * heads.density(16):.3g} %" in mean
+    assert f"{100 * density(heads, 16):.3g} %" in mean
 
 
 def test_gallery(tmp_path):

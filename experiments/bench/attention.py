@@ -38,7 +38,7 @@ from hpnlp.ops.attention import (
     reference,
     sparse_transformer_fixed,
 )  # fmt: skip
-from hpnlp.ops.attention.blocks import live, plan
+from hpnlp.ops.attention.blocks import density, live, plan
 from hpnlp.ops.attention.cache import extend_cache, start_cache
 from hpnlp.training.allocator import keep_freed_memory
 
@@ -188,16 +188,16 @@ def bench_patterns(rounds: int) -> list[dict[str, Any]]:
     """Each pattern beside our own dense at T 4096; at T 16384 beside 16 times that."""
     dense, short = ours(Full(), arrays(4096)), arrays(4096)
     times = measure.timeit({"dense": dense} | {n: ours(m(4096), short) for n, m in PATTERNS.items()}, rounds=rounds)
-    density = lambda name, t: PATTERNS[name](t).density(t)  # noqa: E731
+    share = lambda name, t: density(PATTERNS[name](t), t)  # noqa: E731
     rows = [
-        row(f"{n}, T 4096", {n: times[n]}, {"over our dense": times[n].over(times["dense"])}, density=density(n, 4096))
+        row(f"{n}, T 4096", {n: times[n]}, {"over our dense": times[n].over(times["dense"])}, density=share(n, 4096))
         for n in PATTERNS
     ]
     given = arrays(16384)
     for name in list(PATTERNS)[1:]:
         pair = measure.timeit({"dense": dense, "pattern": ours(PATTERNS[name](16384), given)}, rounds=rounds)
         ratio = {"over our dense by its square law": pair["pattern"].over(pair["dense"]) / 16}
-        rows.append(row(f"{name}, T 16384", pair, ratio, density=density(name, 16384)))
+        rows.append(row(f"{name}, T 16384", pair, ratio, density=share(name, 16384)))
     return rows
 
 

@@ -20,51 +20,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp.ops.attention import (
-    Blockwise,
     Causal,
-    Dilated,
-    Fixed,
-    Full,
-    Global,
-    GlobalAt,
     Mask,
     PerHead,
-    Prefix,
-    RandomBlocks,
-    Sinks,
-    Strided,
-    Where,
-    Window,
     attend,
-    bigbird,
-    longformer,
-    panels,
+    panels,  # fmt: skip
     reference,
-    sparse_transformer_fixed,
-    sparse_transformer_strided,
-)  # fmt: skip
+)
 from hpnlp.ops.attention.cache import extend_cache, start_cache
 from hpnlp.ops.attention.cudnn import beyond_cudnn
+from hpnlp.ops.attention.masks import MASKS
 from hpnlp.ops.attention.pallas_gpu import beyond_pallas
 from hpnlp.ops.attention.splash_tpu import beyond_splash
 from hpnlp.types import InputError
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 37
-
-
-def third(i: Any, j: Any) -> Any:
-    return (i + j) % 3 == 0
-
-
-MASKS: dict[str, Any] = {
-    "Full": Full(), "Causal": Causal(), "Window": Window(5, 2), "Dilated": Dilated(3, 4), "Blockwise": Blockwise(7),
-    "Strided": Strided(5), "Fixed": Fixed(6, 2), "Global": Global(3), "GlobalAt": GlobalAt((2, 11, 30)), "Sinks": Sinks(4),
-    "Prefix": Prefix(9), "RandomBlocks": RandomBlocks(4, 3), "Where": Where(third),
-    "sparse_transformer_strided": sparse_transformer_strided(6),
-    "sparse_transformer_fixed": sparse_transformer_fixed(6, 2), "longformer": longformer(8, 3),
-    "bigbird": bigbird(4, among=9), "PerHead": PerHead((Causal(), Window(3), Causal(), Full())),
-}  # fmt: skip
 
 
 def arrays(kv_heads: int = 4, dtype: Any = jnp.float32) -> list[jax.Array]:
@@ -121,7 +92,7 @@ def features() -> dict[str, Callable[[Any], None]]:
     }
 
 
-def tried(feature: Callable[[Any], None], mask: Mask) -> str:
+def tried(feature: Callable[[Any], None], mask: Mask | PerHead) -> str:
     try:
         feature(mask)
     except InputError:
@@ -133,7 +104,7 @@ def accepts(mask: Any) -> list[str]:
     """What the kernels say of bfloat16 arrays of head dim 64."""
     x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
     lists = beyond_cudnn(x, x, x, mask, {}), beyond_pallas(x, x, x, mask, interpret=True)
-    splash = beyond_splash(jnp.zeros(x.shape, x.dtype), x, x, mask, {}) if not isinstance(mask, PerHead) else []
+    splash = beyond_splash(jnp.zeros(x.shape, x.dtype), x, x, mask, {}) if mask.heads is None else []
     return ["refused" if beyond else "yes" for beyond in (*lists, splash)]
 
 
@@ -144,7 +115,8 @@ def main() -> None:
         "| mask | " + " | ".join((*columns, "cudnn", "pallas", "splash")) + " |",
         "|---" * (len(columns) + 4) + "|",
     ]
-    for name, mask in MASKS.items():
+    for name, pattern in MASKS.items():
+        mask = pattern.examples[0]
         cells = [tried(feature, mask) for feature in columns.values()]
         lines.append("| " + " | ".join((f"`{name}`", *cells, *accepts(mask))) + " |")
         print(lines[-1], flush=True)

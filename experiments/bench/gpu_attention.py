@@ -23,7 +23,7 @@ from absl import app, flags
 
 from hpnlp import cli, measure
 from hpnlp.ops.attention import Blockwise, Causal, Mask, RandomBlocks, Window, attend, bigbird, reference
-from hpnlp.ops.attention.blocks import live
+from hpnlp.ops.attention.blocks import density, live
 from hpnlp.ops.attention.pallas_gpu import beyond_pallas, pallas
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -140,7 +140,7 @@ def flex(mask: Mask, batch: int, length: int, heads: int) -> dict[str, Callable[
 @functools.lru_cache
 def share(mask: Mask, length: int) -> float:
     """Of all pairs, those that the mask allows."""
-    return mask.density(length)
+    return density(mask, length)
 
 
 def _blockwise(mask: Mask, length: int) -> np.ndarray:

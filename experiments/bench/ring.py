@@ -23,6 +23,7 @@ from absl import app, flags  # noqa: E402
 
 from hpnlp import measure  # noqa: E402
 from hpnlp.models.lm import LM, LMConfig, example_batch, masks_of  # noqa: E402
+from hpnlp.ops.attention.blocks import density  # noqa: E402
 from hpnlp.parallel.plan import Plan  # noqa: E402
 from hpnlp.parallel.sequence import arrangement, course  # noqa: E402
 from hpnlp.planner.traffic import held_bytes  # noqa: E402
@@ -59,7 +60,7 @@ def bench(mixer: str, length: int) -> list[dict[str, Any]]:
             done, possible = going.steps
             row |= {
                 "pairs_done": done, "pairs_possible": possible, "rounds_done": going.count, "rounds_possible": DEVICES,
-                "density": mask.density(length, length),
+                "density": density(mask, length, length),
             }  # fmt: skip
         print(row, flush=True)
         rows.append(row)

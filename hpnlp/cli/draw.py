@@ -41,7 +41,7 @@ def _masks(argv: Sequence[str]) -> str:
     """Every mask that can be named, with its first line of documentation, for --help."""
     if "--help" not in argv:
         return ""
-    from hpnlp.expression import MASKS, signature
+    from hpnlp.expression import NAMES, signature
 
-    lines = [f"  {signature(name)}\n      {(inspect.getdoc(MASKS[name]) or '').splitlines()[0]}" for name in MASKS]
+    lines = [f"  {signature(name)}\n      {(inspect.getdoc(NAMES[name]) or '').splitlines()[0]}" for name in NAMES]
     return "\nMasks:\n" + "\n".join(lines)

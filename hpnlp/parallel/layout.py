@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from hpnlp.ops.attention import PerHead
 from hpnlp.ops.manual import vary_alike
 from hpnlp.types import InputError, Split
 
@@ -185,7 +184,7 @@ class Branches:
 
     def mix(self, mixer: Any, inputs: Any, mask: Any) -> Any:
         """`mixer(inputs, mask)` of the device's tokens and heads."""
-        if self.divided["heads"] and isinstance(mixer.within(mask), PerHead):
+        if self.divided["heads"] and mixer.within(mask).heads is not None:
             raise InputError(
                 "heads with masks of their own are not alike on all devices of plan.tensor: set plan.tensor=1"
             )

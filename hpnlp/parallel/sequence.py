@@ -24,7 +24,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from hpnlp.ops.attention import Full, Mask, PerHead, merge
+from hpnlp.ops.attention import Full, Mask, merge
 from hpnlp.ops.manual import tied
 from hpnlp.parallel.layout import Layout, zeros_like
 from hpnlp.types import InputError, MixerInputs, MixerOutput
@@ -116,7 +116,7 @@ def arranged(layout: Layout, masks: Sequence[Any], length: int) -> tuple[Any, np
             f"rows of {length} tokens do not divide into two chunks for each of plan.sequence={devices} devices: make "
             f"data.seq_len a multiple of {2 * devices}, or choose plan.exchange=heads"
         )
-    chunks = arrangement([mask for mask in masks if not isinstance(mask, PerHead)], length, devices)
+    chunks = arrangement([mask for mask in masks if mask.heads is None], length, devices)
     size = length // (2 * devices)
     places = np.concatenate([np.arange(chunk * size, (chunk + 1) * size) for pair in chunks for chunk in pair])
     return chunks, None if (np.diff(places) == 1).all() else places
@@ -133,7 +133,7 @@ def check(layout: Layout, mixers: Sequence[Any], masks: Sequence[Any], heads: Se
         dropout: rate of dropout on attention probabilities.
     """
     shared = layout.size("length") > 1
-    own = any(isinstance(mask, PerHead) for mask in masks)
+    own = any(mask.heads is not None for mask in masks)
     if own and (shared or layout.size("heads") > 1):
         raise InputError(
             "heads with masks of their own (model.mixer) are not alike on all devices: set plan.tensor=1 and plan.sequence=1, "
@@ -178,7 +178,7 @@ def check_mixer(mixer: Any) -> None:
 def by_heads(mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
     """`mixer(inputs, mask)` of a device's part of the tokens, by all-to-alls. Tokens are in their order."""
     devices = lax.axis_size(AXIS)
-    if isinstance(mixer.within(mask), PerHead):
+    if mixer.within(mask).heads is not None:
         raise InputError("heads with masks of their own are not dealt out to devices: set plan.sequence=1")
     for name in ("q", "k", "v"):
         if (heads := getattr(inputs, name)) is not None and heads.shape[2] % devices:
@@ -211,7 +211,7 @@ def ring(mixer: Any, inputs: MixerInputs, mask: Any, chunks: tuple[tuple[int, in
     if inputs.rng is not None:
         raise InputError("model.dropout with plan.exchange=ring: choose plan.exchange=heads, or model.dropout=0")
     mask = mixer.within(mask)
-    if isinstance(mask, PerHead):
+    if mask.heads is not None:
         raise InputError("heads with masks of their own do not go round a ring: set plan.sequence=1")
     assert inputs.q is not None and inputs.k is not None and inputs.v is not None
     going = course(mask, inputs.q.shape[1] * lax.axis_size(AXIS), chunks)

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from hpnlp.expression import MASKS
+from hpnlp.expression import NAMES
 
 EXPRESSION = "Causal() & (Window(64) | Global(8))"
 
@@ -52,7 +52,7 @@ def test_what_is_refused(run, argv, message):
 
 def test_help_names_every_mask(run):
     outcome = run("draw", "--help")
-    assert outcome.code == 0 and all(f"  {name}(" in outcome.out for name in MASKS)
+    assert outcome.code == 0 and all(f"  {name}(" in outcome.out for name in NAMES)
 
 
 def test_what_the_readme_draws(run, tmp_path, monkeypatch):

@@ -92,10 +92,8 @@ class ExactMixer(nn.Module):
         )
 
     def within(self, mask: Any) -> Any:
-        """What both allow; Full is left out, as it stands in the way of kernels that know a causal mask by its type."""
-        if isinstance(self.pattern, Full):
-            return mask
-        return self.pattern if isinstance(mask, Full) else self.pattern & mask
+        """The pairs that the pattern and `mask` both allow."""
+        return self.pattern & mask
 
 
 def exact(pattern: Callable[..., Mask | PerHead]) -> Callable[..., ExactMixer]:

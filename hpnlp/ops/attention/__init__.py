@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
-from hpnlp.ops.attention.algebra import Mask, PerHead
+from hpnlp.ops.attention.algebra import Full, Mask, PerHead
 from hpnlp.ops.attention.backends import PLATFORMS, asked, choose
 from hpnlp.ops.attention.backends import explain as explain_choice
 from hpnlp.ops.attention.cudnn import beyond_cudnn, cudnn
@@ -21,7 +21,6 @@ from hpnlp.ops.attention.mask import (
     Causal,
     Dilated,
     Fixed,
-    Full,
     Global,
     GlobalAt,
     Prefix,
@@ -32,12 +31,7 @@ from hpnlp.ops.attention.mask import (
     Window,
 )
 from hpnlp.ops.attention.parts import merge
-from hpnlp.ops.attention.patterns import (
-    bigbird,
-    longformer,
-    sparse_transformer_fixed,
-    sparse_transformer_strided,
-)
+from hpnlp.ops.attention.patterns import bigbird, longformer, sparse_transformer_fixed, sparse_transformer_strided
 from hpnlp.ops.attention.position import Scaling, alibi, relative_shift, rope, shaw, t5_bias, transformer_xl, yarn
 from hpnlp.ops.attention.reference import as_flags, reference
 from hpnlp.ops.attention.splash_tpu import beyond_splash, splash
@@ -188,7 +182,7 @@ def _beyond(q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: dict[s
         "pallas": [],
     }
     if jax.default_backend() == "gpu":
-        from hpnlp.ops.attention.pallas_gpu import beyond_pallas  # takes a while, for which others need not wait
+        from hpnlp.ops.attention.pallas_gpu import beyond_pallas
 
         each["pallas"] = beyond_pallas(q, k, v, mask, **operands)
     return {**each, "xla": [], "reference": []}
@@ -206,12 +200,12 @@ def _per_head(
     q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: dict[str, Any], options: dict[str, Any]
 ) -> tuple[Array, Array]:
     """(o, lse) by one call for each mask that some heads have."""
-    if not isinstance(mask, PerHead):
-        return cast(Any, flash(q, k, v, mask, **operands, **options, return_lse=True))
+    groups = mask.by_head(q.shape[2])
+    if len(groups) == 1:
+        return cast(Any, flash(q, k, v, next(iter(groups)), **operands, **options, return_lse=True))
     group, streams = q.shape[2] // k.shape[2], options["streams"]
     found, order = [], []
-    for one in dict.fromkeys(mask.masks):
-        heads = [i for i, other in enumerate(mask.masks) if other == one]
+    for one, heads in groups.items():
         key_heads = [i // group for i in heads]
         if key_heads == [i for i in dict.fromkeys(key_heads) for _ in range(group)]:
             key_heads = list(dict.fromkeys(key_heads))
@@ -222,7 +216,7 @@ def _per_head(
         part = q[:, :, np.array(heads)], k[:, :, np.array(key_heads)], v[:, :, np.array(key_heads)]
         if streams is not None:
             own["streams"] = streams[:, np.array(heads)]
-        found.append(flash(*part, one, **{**options, **own}, heads=(tuple(heads), q.shape[2]), return_lse=True))
+        found.append(flash(*part, one, **{**options, **own}, heads=(heads, q.shape[2]), return_lse=True))
         order += heads
     o, lse = (jnp.concatenate(parts, axis=2)[:, :, np.argsort(order)] for parts in zip(*found, strict=True))
     return o, lse

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hpnlp.ops.attention.algebra import Mask
+from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.types import InputError
 
 # How many pairs of a query and a key are asked for at a time, where a mask has to be asked element by element.
@@ -54,7 +54,7 @@ def live(mask: Mask, length: int, keys: int, block: int, key_block: int, rows: n
     order = np.lexsort((columns_, rows_))
     order = order[columns_[order] < last]
     tiles = Live(rows_[order], columns_[order], every_[order].astype(bool))
-    return _searched(mask, tiles, length, keys, block, key_block) if _unknown(mask) else tiles
+    return _searched(mask, tiles, length, keys, block, key_block) if mask.needs_search() else tiles
 
 
 def ask_tile(mask: Mask, shape: tuple[int, ...], *bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -71,6 +71,16 @@ def ask_tile(mask: Mask, shape: tuple[int, ...], *bounds: np.ndarray) -> tuple[n
         ) from error
 
 
+def density(mask: Mask | PerHead, length: int, keys: int | None = None) -> float:
+    """Share of the T x S pairs that a mask allows, with S = T where `keys` is None; the mean over heads for PerHead.
+
+    Cost: evaluates `at` for the pairs of partly allowed blocks.
+    """
+    keys, heads = length if keys is None else keys, mask.heads or 1
+    counts = [len(of) * pairs(each, length, keys) for each, of in mask.by_head(heads).items()]
+    return sum(counts) / max(heads * length * keys, 1)
+
+
 def pairs(mask: Mask, length: int, keys: int) -> int:
     """How many of the T x S pairs a mask allows; elements are asked for in partly allowed tiles only."""
     block = 64
@@ -80,14 +90,6 @@ def pairs(mask: Mask, length: int, keys: int) -> int:
     whole = int((height * width)[tiles.every].sum())
     partly = Live(*(x[~tiles.every] for x in (tiles.rows, tiles.columns, tiles.every)))
     return whole + sum(int(see.sum()) for _, see in _elements(mask, partly, length, keys, block, block))
-
-
-def _unknown(mask: Any) -> bool:
-    """Whether there is a part of the mask that only elements tell about, and can."""
-    if type(mask).at is Mask.at:
-        return False
-    parts = [getattr(mask, field.name) for field in dataclasses.fields(mask)]
-    return type(mask).tile is Mask.tile or any(_unknown(part) for part in parts if isinstance(part, Mask))
 
 
 def _elements(mask: Mask, tiles: Live, length: int, keys: int, block: int, key_block: int) -> Any:

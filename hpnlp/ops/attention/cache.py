@@ -1,6 +1,6 @@
 """Caches of keys and values that keep what later queries can see: everything, or the first keys and a ring of the last.
 
-Where a mask reaches a bounded way back (`horizon`), neither the memory of a cache nor the time of a step grows with the
+Where a mask reaches a bounded way back (`Mask.lookback`), neither the memory of a cache nor the time of a step grows with the
 sequence.
 """
 
@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.decode import attend_cache
-from hpnlp.ops.attention.horizon import horizon
 from hpnlp.types import InputError
 
 
@@ -63,7 +62,7 @@ def start_cache(
     It holds what later queries can see by `mask`: pinned + back + 1 slots a row where that is bounded and less than
     `capacity`. Raises InputError where T is over `capacity`. Cost: O(B K H (T + slots)).
     """
-    length, (pinned, back) = k.shape[1], horizon(mask)
+    length, (pinned, back) = k.shape[1], mask.lookback().slots()
     if length > capacity:
         raise InputError(f"a cache of capacity {capacity} after {length} tokens: expected room for as many or more")
     if back is None or pinned + back + 1 >= capacity:
@@ -94,7 +93,7 @@ def extend_cache(
     The caller sees to it that a cache without a ring has room. Raises InputError where `mask` reaches further back than
     what the cache keeps. Cost: O(B N T (T + S) H) time, O(B N T (T + S)) memory; no T where T = 1 or there is no ring.
     """
-    pinned, back = horizon(mask)
+    pinned, back = mask.lookback().slots()
     if cache.pinned is not None and (back is None or back >= cache.ring or pinned > cache.pinned):
         raise InputError(
             f"a cache of {cache.pinned} pinned keys and the last {cache.ring} under mask {mask}, which reaches further "

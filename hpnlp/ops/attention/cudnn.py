@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.attention.algebra import And, Mask, PerHead
+from hpnlp.ops.attention.algebra import Full, Mask, PerHead
 from hpnlp.ops.attention.backends import asked
-from hpnlp.ops.attention.mask import Causal, Full, Window
 from hpnlp.types import InputError
 
 
@@ -56,7 +55,7 @@ def cudnn(
 ) -> Array:
     """Attention by cuDNN's flash kernels; arguments and results as `attend`.
 
-    mask: Full, Causal, Window(left, 0), or Causal() & Window(left).
+    mask: Full, Causal, Window(left, 0), or another band with the same bounds, as Causal() & Window(left).
     segment_ids: those of self-attention, at the price of a bias of B T T elements.
     kv_lengths: at the price of a copy of k and v.
     bias: finite, added to the scaled scores, in q's dtype.
@@ -111,14 +110,9 @@ def _beyond_operands(q: Array, k: Array, operands: Mapping[str, Any], given: set
 
 def _order(mask: Mask | PerHead) -> tuple[bool, int | None] | None:
     """(causal, how many keys to the left) of what cuDNN can mask by itself; None for other masks."""
-    if isinstance(mask, Full):
+    band = mask.band()
+    if band == (None, None):
         return False, None
-    if isinstance(mask, Causal):
-        return True, None
-    if isinstance(mask, Window) and mask.right == 0:
-        return True, mask.left
-    if isinstance(mask, And):
-        windows = [part for part in (mask.left, mask.right) if isinstance(part, Window)]
-        if len(windows) == 1 and Causal() in (mask.left, mask.right):
-            return True, windows[0].left
-    return None
+    if band is None or band[1] != 0 or (band[0] is not None and band[0] < 0):
+        return None
+    return True, band[0]

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.tile import FLOOR
-from hpnlp.types import InputError
 
 
 @array_op("B T N", q="B T N")
@@ -53,10 +52,12 @@ def attend_cache(
 
 def _visible(mask: Mask | PerHead, queries: Array, keys: Array, heads: int) -> Array:
     """bool `[B, T, N or 1, S]`."""
-    masks = mask.masks if isinstance(mask, PerHead) else (mask,)
-    if isinstance(mask, PerHead) and len(masks) != heads:
-        raise InputError(f"PerHead of {len(masks)} masks over {heads} query heads: expected one mask for each")
-    return jnp.stack([one.at(queries, keys) & (keys >= 0) for one in masks], axis=2)
+    groups = mask.by_head(heads)
+    seen = [each.at(queries, keys) & (keys >= 0) for each in groups]
+    if len(seen) == 1:
+        return seen[0][:, :, None]
+    group_of = {head: number for number, of in enumerate(groups.values()) for head in of}
+    return jnp.stack([seen[group_of[head]] for head in range(heads)], axis=2)
 
 
 def _product(x: Array, y: Array, contract: int) -> Array:

@@ -27,10 +27,9 @@ from jaxtyping import Array, Bool, Float, Int
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention import panels
-from hpnlp.ops.attention.algebra import Mask
+from hpnlp.ops.attention.algebra import Full, Mask
 from hpnlp.ops.attention.blocks import Blocks
 from hpnlp.ops.attention.layout import Facts, from_columns, from_rows, per_row, rows_of, zeros
-from hpnlp.ops.attention.mask import Full
 from hpnlp.ops.attention.parts import backward, forward
 from hpnlp.ops.attention.tile import Given, Options, Side
 from hpnlp.ops.dropout import seed_words

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from hpnlp.ops.attention.algebra import Mask
+from hpnlp.ops.attention.algebra import NO_KEYS, Lookback, Mask
 from hpnlp.ops.hashing import drawn_blocks
 from hpnlp.types import InputError
 
@@ -43,29 +44,26 @@ def _whole(mask: Mask, **least: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Full(Mask):
-    """Every query sees every key."""
-
-    relative = True
-
-    def at(self, q: Any, k: Any) -> Any:
-        return (q == q) & (k == k)
-
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
-        return True, True
-
-
-@dataclasses.dataclass(frozen=True)
 class Causal(Mask):
     """j <= i."""
 
     relative = True
+    cheap = True
 
     def at(self, q: Any, k: Any) -> Any:
         return k <= q
 
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         return k0 <= q1, k1 <= q0
+
+    def complement_lookback(self) -> Lookback:
+        return Lookback(-math.inf, -1)
+
+    def fold(self, stride: int) -> tuple[Mask, bool]:
+        return self, True
+
+    def band(self) -> tuple[int | None, int | None]:
+        return None, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +73,7 @@ class Window(Mask):
     left: int
     right: int | None = None
     relative = True
+    cheap = True
 
     def __post_init__(self) -> None:
         if self.right is None:
@@ -87,6 +86,15 @@ class Window(Mask):
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         low, high = k0 - q1, k1 - q0
         return (low <= self.right) & (high >= -self.left), (high <= self.right) & (low >= -self.left)
+
+    def lookback(self) -> Lookback:
+        return Lookback(-math.inf, self.left)
+
+    def fold(self, stride: int) -> tuple[Mask, bool]:
+        return Window(self.left // stride, (self.right or 0) // stride), True
+
+    def band(self) -> tuple[int | None, int | None]:
+        return self.left, self.right
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +117,23 @@ class Dilated(Mask):
         residue, single = Strided(self.dilation).tile(q0, q1, k0, k1)
         return some & residue, every & single
 
+    def lookback(self) -> Lookback:
+        return Lookback(-math.inf, self.width * self.dilation)
+
+    def residue_period(self) -> int:
+        return self.dilation
+
+    def fold(self, stride: int) -> tuple[Mask, bool]:
+        near = Window(self.width * self.dilation // stride)
+        return near & Strided(self.dilation // math.gcd(self.dilation, stride)), True
+
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise(Mask):
     """i // block == j // block: blocks of the sequence see themselves (Qiu et al. 2020, "BlockBERT")."""
 
     block: int
+    cheap = True
 
     def __post_init__(self) -> None:
         _whole(self, block=1)
@@ -125,6 +144,12 @@ class Blockwise(Mask):
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         q0, q1, k0, k1 = (x // self.block for x in (q0, q1, k0, k1))
         return (q0 <= k1) & (k0 <= q1), (q0 == k1) & (k0 == q1)
+
+    def lookback(self) -> Lookback:
+        return Lookback(-math.inf, self.block - 1)
+
+    def fold(self, stride: int) -> tuple[Mask, bool]:
+        return (Blockwise(self.block // stride), True) if self.block % stride == 0 else super().fold(stride)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +168,12 @@ class Strided(Mask):
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         low, high = k0 - q1, k1 - q0
         return high // self.stride * self.stride >= low, (low == high) & (low % self.stride == 0) | (self.stride == 1)
+
+    def residue_period(self) -> int:
+        return self.stride
+
+    def fold(self, stride: int) -> tuple[Mask, bool]:
+        return Strided(self.stride // math.gcd(self.stride, stride)), True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +198,11 @@ class Fixed(Mask):
         some = (into + length >= first) & (self.columns > 0)
         return some, (into >= first) & (into + length < self.block) | (self.columns == self.block)
 
+    def key_indices(self, length: int) -> Sequence[int] | None:
+        if 2 * self.columns > self.block:
+            return None
+        return np.flatnonzero(self.at(np.zeros(1, int), np.arange(length))).tolist()
+
 
 @dataclasses.dataclass(frozen=True)
 class Global(Mask):
@@ -182,6 +218,12 @@ class Global(Mask):
 
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         return (q0 < self.count) | (k0 < self.count), (q1 < self.count) | (k1 < self.count)
+
+    def lookback(self) -> Lookback:
+        return Lookback(self.count, -1)  # the keys from `count` on that a query below `count` sees lie after it
+
+    def union_terms(self) -> tuple[Mask, ...]:
+        return _FirstQueries(self.count), Sinks(self.count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,18 +242,85 @@ class GlobalAt(Mask):
             raise InputError(f"GlobalAt.indices holds {indices[0]}: expected positions from 0 on")
         object.__setattr__(self, "indices", indices)
 
-    def _among(self, x: Any) -> Any:
-        """How many of the indices are below x."""
-        if isinstance(x, jax.Array):
-            return jax.numpy.searchsorted(np.asarray(self.indices, np.int32), x.astype(np.int32))
-        return np.searchsorted(np.asarray(self.indices, np.int64), x)
-
     def at(self, q: Any, k: Any) -> Any:
-        return (self._among(q + 1) > self._among(q)) | (self._among(k + 1) > self._among(k))
+        return (_count(self.indices, q, q) > 0) | (_count(self.indices, k, k) > 0)
 
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
-        q, k = self._among(q1 + 1) - self._among(q0), self._among(k1 + 1) - self._among(k0)
+        q, k = _count(self.indices, q0, q1), _count(self.indices, k0, k1)
         return (q > 0) | (k > 0), (q == q1 - q0 + 1) | (k == k1 - k0 + 1)
+
+    def lookback(self) -> Lookback:
+        return Lookback(self.indices[-1] + 1, -1) if self.indices else NO_KEYS
+
+    def union_terms(self) -> tuple[Mask, ...]:
+        return _Queries(self.indices), _Keys(self.indices)
+
+    def check_length(self, length: int) -> None:
+        if self.indices and self.indices[-1] >= length:
+            raise InputError(
+                f"GlobalAt.indices holds {self.indices[-1]}, but there are {length} tokens: leave it out, or pass positions"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _FirstQueries(Mask):
+    """i < count."""
+
+    count: int
+
+    def at(self, q: Any, k: Any) -> Any:
+        return (q < self.count) & (k == k)
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        return q0 < self.count, q1 < self.count
+
+    def query_indices(self, length: int) -> Sequence[int]:
+        return range(min(self.count, length))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Queries(Mask):
+    """The queries at `indices`, ascending, see every key."""
+
+    indices: tuple[int, ...]
+
+    def at(self, q: Any, k: Any) -> Any:
+        return (_count(self.indices, q, q) > 0) & (k == k)
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        count = _count(self.indices, q0, q1)
+        return count > 0, count == q1 - q0 + 1
+
+    def query_indices(self, length: int) -> Sequence[int]:
+        return [i for i in self.indices if i < length]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keys(Mask):
+    """Every query sees the keys at `indices`, ascending."""
+
+    indices: tuple[int, ...]
+
+    def at(self, q: Any, k: Any) -> Any:
+        return (_count(self.indices, k, k) > 0) & (q == q)
+
+    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+        count = _count(self.indices, k0, k1)
+        return count > 0, count == k1 - k0 + 1
+
+    def key_indices(self, length: int) -> Sequence[int]:
+        return [i for i in self.indices if i < length]
+
+
+def _count(indices: tuple[int, ...], first: Any, last: Any) -> Any:
+    """Number of `indices`, which ascend, from `first` to `last`, both included."""
+    if isinstance(first, jax.Array) or isinstance(last, jax.Array):
+        table = np.asarray(indices, np.int32)
+        return jax.numpy.searchsorted(table, last.astype(np.int32), side="right") - jax.numpy.searchsorted(
+            table, first.astype(np.int32)
+        )
+    table = np.asarray(indices, np.int64)
+    return np.searchsorted(table, last, side="right") - np.searchsorted(table, first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +338,12 @@ class Sinks(Mask):
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         return k0 < self.count, k1 < self.count
 
+    def lookback(self) -> Lookback:
+        return Lookback(self.count, -math.inf)
+
+    def key_indices(self, length: int) -> Sequence[int]:
+        return range(min(self.count, length))
+
 
 @dataclasses.dataclass(frozen=True)
 class Prefix(Mask):
@@ -244,6 +359,9 @@ class Prefix(Mask):
 
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         return (q0 < self.count) & (k0 < self.count), (q1 < self.count) & (k1 < self.count)
+
+    def lookback(self) -> Lookback:
+        return Lookback(self.count, -math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +402,11 @@ class RandomBlocks(Mask):
                 inside = inside + ((k0 <= drawn) & (drawn <= k1) & (drawn >= 0))
             some, every = some | (inside > 0), every & (inside == k1 - k0 + 1)
         return some, every
+
+    def lookback(self) -> Lookback:
+        if self.among is None and self.count:
+            return super().lookback()
+        return Lookback((self.among or 0) * self.block, -math.inf)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,6 @@ import numpy as np
 
 from hpnlp.ops.attention.algebra import And, Mask, Not, Or
 from hpnlp.ops.attention.blocks import Blocks, live, plan, visit_keys
-from hpnlp.ops.attention.mask import Blockwise, Causal, Dilated, Fixed, Full, Global, GlobalAt, Sinks, Strided, Window
 
 # Blocks of queries and of keys to choose from, and what a score costs where the smaller is at least so large.
 SIZES = (1024, 1024), (512, 1024), (512, 512), (256, 256), (128, 128), (64, 64)
@@ -80,7 +79,7 @@ def _disjoint(mask: Mask, groups: dict[Order, list[Mask]], chosen: tuple[Order, 
 def _groups(mask: Mask, length: int, keys: int) -> dict[Order, list[Mask]]:
     """The mask's terms by the order that suits each."""
     groups: dict[Order, list[Mask]] = {}
-    for term in _terms(mask):
+    for term in mask.union_terms():
         groups.setdefault(_order(term, length, keys), []).append(term)
     few = [order for order in groups if order.rows is not None or order.keys is not None]
     for name in ("rows", "keys"):  # one part for all terms on some rows, one for all on some keys
@@ -93,93 +92,21 @@ def _groups(mask: Mask, length: int, keys: int) -> dict[Order, list[Mask]]:
     return groups
 
 
-def _terms(mask: Mask) -> list[Mask]:
-    """Masks whose union it is."""
-    if isinstance(mask, Or):
-        return _terms(mask.left) + _terms(mask.right)
-    if isinstance(mask, And):
-        products: list[Mask] = [And(a, b) for a in _terms(mask.left) for b in _terms(mask.right)]
-        return products if len(products) <= 16 else [mask]
-    if isinstance(mask, Global | GlobalAt):
-        if (mask.count if isinstance(mask, Global) else len(mask.indices)) > FEW:
-            return [mask]
-        indices = tuple(range(mask.count)) if isinstance(mask, Global) else mask.indices
-        return [_Among(indices, "rows"), _Among(indices, "keys")]
-    return [mask]
-
-
 def _order(term: Mask, length: int, keys: int) -> Order:
-    factors, period = _factors(term), 1
+    factors, stride = term.factors(), 1
     for factor in factors:
-        if isinstance(factor, _Among) and factor.side == "rows":
-            return Order(rows=tuple(i for i in factor.indices if i < length))
+        indices = factor.query_indices(length)
+        if indices is not None and len(indices) <= FEW:
+            return Order(rows=tuple(indices))
     for factor in factors:
-        if isinstance(factor, Strided | Dilated):
-            period = math.lcm(period, factor.stride if isinstance(factor, Strided) else factor.dilation)
-    if period > 1:
-        return Order(stride=period) if period <= min(length, keys) else Order()
+        stride = math.lcm(stride, factor.residue_period())
+    if stride > 1:
+        return Order(stride=stride) if stride <= min(length, keys) else Order()
     for factor in factors:
-        if isinstance(factor, _Among):
-            return Order(keys=tuple(i for i in factor.indices if i < keys))
-        if isinstance(factor, Sinks) and factor.count <= FEW:
-            return Order(keys=tuple(range(min(factor.count, keys))))
-        if isinstance(factor, Fixed) and factor.columns * 2 <= factor.block:
-            return Order(keys=tuple(np.flatnonzero(factor.at(np.zeros(1, int), np.arange(keys))).tolist()))
+        indices = factor.key_indices(keys)
+        if indices is not None and len(indices) <= max(FEW, keys // 2):
+            return Order(keys=tuple(indices))
     return Order()
-
-
-def _factors(term: Mask) -> list[Mask]:
-    return _factors(term.left) + _factors(term.right) if isinstance(term, And) else [term]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Among(Mask):
-    """The queries, or the keys, at `indices`."""
-
-    indices: tuple[int, ...]
-    side: str
-
-    def at(self, q: Any, k: Any) -> Any:
-        x, other = (q, k) if self.side == "rows" else (k, q)
-        return GlobalAt(self.indices).at(x, x * 0 - 1) & (other == other)
-
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
-        x0, x1 = (q0, q1) if self.side == "rows" else (k0, k1)
-        return GlobalAt(self.indices).tile(x0, x1, x0 * 0 - 1, x0 * 0 - 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stretched(Mask):
-    """A mask over quotients by `stride`, as far as it is known for all residues at once."""
-
-    mask: Mask
-    stride: int
-
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
-        more = self.stride - 1
-        return self.mask.tile(q0 * self.stride, q1 * self.stride + more, k0 * self.stride, k1 * self.stride + more)
-
-
-def folded(mask: Mask, stride: int) -> tuple[Mask, bool]:
-    """The mask over the quotients of positions of one residue, and whether it says the same of all residues."""
-    if isinstance(mask, And | Or):
-        (left, exact), (right, also) = folded(mask.left, stride), folded(mask.right, stride)
-        return type(mask)(left, right), exact and also
-    if isinstance(mask, Not):
-        inner, exact = folded(mask.mask, stride)
-        return Not(inner), exact
-    if isinstance(mask, Full | Causal):
-        return mask, True
-    if isinstance(mask, Window):
-        return Window(mask.left // stride, (mask.right or 0) // stride), True
-    if isinstance(mask, Strided):
-        return Strided(mask.stride // math.gcd(mask.stride, stride)), True
-    if isinstance(mask, Dilated):
-        near = Window(mask.width * mask.dilation // stride)
-        return near & Strided(mask.dilation // math.gcd(mask.dilation, stride)), True
-    if isinstance(mask, Blockwise) and mask.block % stride == 0:
-        return Blockwise(mask.block // stride), True
-    return _Stretched(mask, stride), False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +136,7 @@ def _array(indices: tuple[int, ...]) -> np.ndarray:
 def _local(mask: Mask, order: Order, length: int, keys: int) -> tuple[Mask, int, int]:
     """The mask in its order, and how many queries and keys there are."""
     if order.stride > 1:
-        return folded(mask, order.stride)[0], -(-length // order.stride), -(-keys // order.stride)
+        return mask.fold(order.stride)[0], -(-length // order.stride), -(-keys // order.stride)
     if order == Order():
         return mask, length, keys
     rows, columns = order.rows, order.keys
@@ -261,5 +188,5 @@ def _part(mask: Mask, order: Order, length: int, keys: int, block_size: int | No
         )
     tiles = dataclasses.replace(tiles, every=tiles.every & inside)
     blocks = plan(tiles, rows, block, key_block, heads * order.stride)
-    quotients = order.stride > 1 and folded(mask, order.stride)[1]
-    return Part(folded(mask, order.stride)[0] if quotients else mask, order, blocks, quotients)
+    quotients = order.stride > 1 and mask.fold(order.stride)[1]
+    return Part(mask.fold(order.stride)[0] if quotients else mask, order, blocks, quotients)

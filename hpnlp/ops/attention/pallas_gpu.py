@@ -13,9 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention import hopper, hopper_backward
-from hpnlp.ops.attention.algebra import Mask, PerHead
+from hpnlp.ops.attention.algebra import Full, Mask, PerHead
 from hpnlp.ops.attention.hopper import LOG2E, TILE, Spec
-from hpnlp.ops.attention.mask import Full
 from hpnlp.types import InputError
 
 DTYPES = ("bfloat16", "float16")
@@ -51,8 +50,8 @@ def beyond_pallas(
     beyond += [f"head dim {size}" for size in sorted({q.shape[3], v.shape[3]}) if size > max(HEAD_DIMS)]
     beyond += [] if q.shape[0] and q.shape[1] and k.shape[1] else [f"q {q.shape} and k {k.shape} without elements"]
     beyond += _beyond_mask(mask)
-    if isinstance(mask, PerHead) and len(mask.masks) != q.shape[2]:
-        beyond += [f"{len(mask.masks)} masks for {q.shape[2]} heads"]
+    if mask.heads not in (None, q.shape[2]):
+        beyond += [f"{mask.heads} masks for {q.shape[2]} heads"]
     known = {"segment_ids", "kv_segment_ids", "kv_lengths", "scale", "soft_cap", "return_lse"}
     return beyond + sorted(
         name
@@ -76,16 +75,15 @@ def _beyond_device() -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def _beyond_mask(mask: Any) -> list[str]:
-    if isinstance(mask, PerHead):
-        return list(dict.fromkeys(word for part in mask.masks for word in _beyond_mask(part)))
-    if not isinstance(mask, Mask):
-        return [f"mask {mask}"]
     place = jax.ShapeDtypeStruct((64, 64), jnp.int32)
-    try:
-        traced = jax.make_jaxpr(mask.at)(place, place)
-    except Exception:  # a function of the user's own may raise anything  # noqa: BLE001
-        return [f"mask {mask}"]
-    return [] if _elementwise(traced) else [f"mask {mask}"]
+    for each in mask.by_head(mask.heads or 1):
+        try:
+            traced = jax.make_jaxpr(each.at)(place, place)
+        except Exception:  # a function of the user's own may raise anything  # noqa: BLE001
+            return [f"mask {mask}"]
+        if not _elementwise(traced):
+            return [f"mask {mask}"]
+    return []
 
 
 def _elementwise(traced: Any) -> bool:
@@ -135,11 +133,13 @@ def pallas(
         raise InputError(f"impl 'pallas' does not honour {', '.join(beyond)}: change it, or pass impl='xla'")
     if soft_cap is not None and soft_cap <= 0:
         raise InputError(f"soft_cap {soft_cap}: expected a positive number, or None for none")
-    if isinstance(mask, PerHead):
+    groups = mask.by_head(q.shape[2])
+    if len(groups) > 1:
         options = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids, "kv_lengths": kv_lengths}
         options |= {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
-        o, lse = _per_head(q, k, v, mask, options)
+        o, lse = _per_head(q, k, v, groups, options)
         return (o, lse) if return_lse else o
+    (mask,) = groups
     (batch, length, _, dim), keys, value_dim = q.shape, k.shape[1], v.shape[3]
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
     segments, seen = _segments(batch, length, keys, segment_ids, kv_segment_ids, kv_lengths)
@@ -155,12 +155,14 @@ def pallas(
     return (o, lse[:, :, :length].transpose(0, 2, 1)) if return_lse else o
 
 
-def _per_head(q: Array, k: Array, v: Array, mask: PerHead, options: dict[str, Any]) -> tuple[Array, Array]:
+def _per_head(
+    q: Array, k: Array, v: Array, groups: dict[Mask, tuple[int, ...]], options: dict[str, Any]
+) -> tuple[Array, Array]:
     """(o, lse) by one call for each distinct mask, over the heads that have it."""
     group = q.shape[2] // k.shape[2]
     order, parts = [], []
-    for own in dict.fromkeys(mask.masks):
-        heads = np.array([head for head, other in enumerate(mask.masks) if other == own])
+    for own, members in groups.items():
+        heads = np.array(members)
         kv_heads = heads // group
         parts.append(pallas(q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], own, return_lse=True, **options))
         order.extend(heads)

@@ -13,9 +13,8 @@ import numpy as np
 from jaxtyping import Array
 
 from hpnlp.ops.attention import tile
-from hpnlp.ops.attention.algebra import Mask
+from hpnlp.ops.attention.algebra import Full, Mask
 from hpnlp.ops.attention.layout import Facts, add_bias, bias_tile, by_key_head, key_rows, rows_of, zeros
-from hpnlp.ops.attention.mask import Full
 from hpnlp.ops.attention.tile import Around, Given, Options, Side
 
 ROWS = 128

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention import visits
+from hpnlp.ops.attention.algebra import Full
 from hpnlp.ops.attention.blocks import Blocks
 from hpnlp.ops.attention.layout import Facts
-from hpnlp.ops.attention.mask import Full
 from hpnlp.ops.attention.orders import Order, Part, parts
 from hpnlp.ops.attention.tile import Options, Side, log_sum
 from hpnlp.types import InputError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpnlp.ops.attention.algebra import Mask, PerHead
-from hpnlp.ops.attention.mask import Blockwise, Causal, Dilated, Fixed, Full, Global, RandomBlocks, Strided, Window
+from hpnlp.ops.attention.algebra import Full, Mask, PerHead
+from hpnlp.ops.attention.mask import Blockwise, Causal, Dilated, Fixed, Global, RandomBlocks, Strided, Window
 from hpnlp.types import InputError
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.attention.algebra import Mask, PerHead
-from hpnlp.ops.attention.mask import Full
+from hpnlp.ops.attention.algebra import Full, Mask, PerHead
 from hpnlp.ops.dropout import keep_mask, seed_words
 
 
@@ -48,8 +48,9 @@ def reference(
     rows = jnp.broadcast_to(jnp.arange(t), (b, t)) if positions is None else positions
     columns = jnp.broadcast_to(jnp.arange(s), (b, s)) if kv_positions is None else kv_positions
 
-    masks = mask.masks if isinstance(mask, PerHead) else (mask,) * n
-    see = jnp.stack([one.at(rows[:, :, None], columns[:, None, :]) for one in masks], axis=1)
+    see = jnp.zeros((b, n, t, s), bool)
+    for each, heads in mask.by_head(n).items():
+        see = see.at[:, np.array(heads)].set(jnp.asarray(each.at(rows[:, :, None], columns[:, None, :]))[:, None])
     if global_tokens is not None:
         everywhere = as_flags(global_tokens, t)
         see |= everywhere[:, None, :, None] | everywhere[:, None, None, :]

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 
-from hpnlp.ops.attention.algebra import And, Mask, PerHead, Shift
+from hpnlp.ops.attention.algebra import Mask, PerHead
 from hpnlp.ops.attention.blocks import live
-from hpnlp.ops.attention.mask import Blockwise, Causal, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +74,11 @@ class Computed(Tiles):
 
 def translated(mask: Mask | PerHead, heads: int, length: int, keys: int, block: tuple[int, int]) -> Any:
     """The kernel's mask of `heads` query heads, padded to whole blocks."""
-    masks = mask.masks if isinstance(mask, PerHead) else (mask,) * heads
+    groups = mask.by_head(heads)
     # Where heads differ, the kernel loads the elements of all.
-    kind = Computed if len(set(masks)) == 1 and _cheap(masks[0]) else Tiles
-    return splash_masks.MultiHeadMask(tuple(kind(one, length, keys, block) for one in masks))
+    kind = Computed if len(groups) == 1 and next(iter(groups)).cheap else Tiles
+    of_head = {head: kind(each, length, keys, block) for each, members in groups.items() for head in members}
+    return splash_masks.MultiHeadMask(tuple(of_head[head] for head in range(heads)))
 
 
 @functools.lru_cache(maxsize=32)
@@ -100,9 +100,3 @@ def _live(mask: Mask, length: int, keys: int, block: tuple[int, int]) -> dict[tu
     """(row, column) of each block that the mask does not rule out -> whether it allows all of it."""
     tiles = live(mask, length, keys, *block)
     return dict(zip(zip(tiles.rows.tolist(), tiles.columns.tolist(), strict=True), tiles.every.tolist(), strict=True))
-
-
-def _cheap(mask: Mask) -> bool:
-    """Whether a few comparisons tell an element, as in the kernel's own causal, local and chunked masks."""
-    parts = (mask.left, mask.right) if isinstance(mask, And) else (mask,)
-    return all(isinstance(x.mask if isinstance(x, Shift) else x, Causal | Window | Blockwise) for x in parts)

@@ -20,9 +20,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.attention.algebra import Mask, PerHead
+from hpnlp.ops.attention.algebra import Full, Mask, PerHead
 from hpnlp.ops.attention.backends import asked
-from hpnlp.ops.attention.mask import Full
 from hpnlp.types import InputError
 
 # Lengths that blocks may have, the best first, and the lanes of which they are multiples.
@@ -46,8 +45,8 @@ def beyond_splash(q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: 
     beyond = sorted(given - honoured - {"rng"})
     beyond += ["return_lse with soft_cap"] if {"return_lse", "soft_cap"} <= given else []
     beyond += [] if q.dtype in (jnp.bfloat16, jnp.float32) else [f"dtype {q.dtype}"]
-    if isinstance(mask, PerHead) and len(mask.masks) != q.shape[2]:
-        beyond.append(f"a mask for {len(mask.masks)} heads with {q.shape[2]}")
+    if mask.heads not in (None, q.shape[2]):
+        beyond.append(f"a mask for {mask.heads} heads with {q.shape[2]}")
     # XLA cannot partition the kernels, and they do not say over which axes their results vary.
     mesh, manual = jax.sharding.get_abstract_mesh(), jax.sharding.AxisType.Manual
     free = [size for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != manual]

@@ -9,8 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from hpnlp.ops.attention.algebra import And, Mask, Not, Or, PerHead, check
-from hpnlp.ops.attention.mask import GlobalAt
+from hpnlp.ops.attention.algebra import check
 from hpnlp.types import InputError
 
 
@@ -41,9 +40,10 @@ def validate(
     if not (q.dtype == k.dtype == v.dtype):
         raise InputError(f"dtypes of q {q.dtype}, k {k.dtype}, v {v.dtype} differ: cast them to one")
     (b, t, n), s = q.shape[:3], k.shape[1]
-    _mask(mask, n)
+    check(mask)
+    mask.by_head(n)  # raises for another number of masks
     if positions is None:
-        _in_range(mask, max(t, s))
+        mask.check_length(max(t, s))
     for name, value, kv_value in (("segment_ids", segment_ids, kv_segment_ids), ("positions", positions, kv_positions)):
         if value is None and kv_value is not None:
             raise InputError(f"kv_{name} without {name}: pass both")
@@ -71,30 +71,6 @@ def validate(
         raise InputError(f"dropout_rate {dropout_rate}: expected 0 <= rate < 1")
     if dropout_rate and rng is None:
         raise InputError("dropout_rate without rng: pass a jax.random key, or dropout_rate=0")
-
-
-def _mask(mask: Any, heads: int) -> None:
-    if isinstance(mask, PerHead) and len(mask.masks) != heads:
-        raise InputError(f"PerHead of {len(mask.masks)} masks for {heads} query heads: expected one a head")
-    if not isinstance(mask, Mask | PerHead):
-        kind = f"an array of {mask.dtype}" if hasattr(mask, "dtype") else repr(mask)
-        raise InputError(f"mask is {kind}: expected a Mask such as Causal(); an array of bool goes to dense_mask")
-    check(mask)
-
-
-def _in_range(mask: Any, length: int) -> None:
-    if isinstance(mask, GlobalAt) and mask.indices and mask.indices[-1] >= length:
-        raise InputError(
-            f"GlobalAt.indices holds {mask.indices[-1]}, but there are {length} tokens: leave it out, or pass positions"
-        )
-    if isinstance(mask, And | Or):
-        _in_range(mask.left, length)
-        _in_range(mask.right, length)
-    elif isinstance(mask, Not):
-        _in_range(mask.mask, length)
-    elif isinstance(mask, PerHead):
-        for one in mask.masks:
-            _in_range(one, length)
 
 
 def _square(name: str, array: Any, shape: tuple[int, ...]) -> None:

@@ -86,5 +86,5 @@ def test_bad_input():
     for mask in (Causal(), Causal() & Window(4), PINNED):
         with pytest.raises(InputError, match="0 pinned keys and the last 4 .* make the cache with the mask"):
             extend_cache(q, k, v, mask, cache)
-    with pytest.raises(InputError, match="PerHead of 3 masks over 4 query heads"):
+    with pytest.raises(InputError, match="PerHead of 3 masks for 4 query heads"):
         extend_cache(q, k, v, PerHead((NEAR,) * 3), cache)

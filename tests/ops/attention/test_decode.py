@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention.algebra import Mask
+from hpnlp.ops.attention.algebra import Full, Mask
 from hpnlp.ops.attention.decode import attend_cache
-from hpnlp.ops.attention.mask import Causal, Full
+from hpnlp.ops.attention.mask import Causal
 from hpnlp.ops.attention.reference import reference
 
 

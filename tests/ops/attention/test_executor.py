@@ -481,7 +481,6 @@ class Listed(Mask):
             "that is traced: .* dense_mask",
         ),
         (lambda: attend(*arrays()[:2], jnp.ones((2, 37, 2, 0))), "at least one feature"),
-        (lambda: type("Odd", (Causal,), {}), r"class Odd\(Causal\): derive from Mask"),
         (
             lambda: attend(*arrays(), type("Plain", (Mask,), {"at": lambda self, i, j: i >= j})()),
             "Plain is not a frozen",

@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from hpnlp.ops.attention.horizon import horizon
 
 from hpnlp.ops.attention import (
     Blockwise,
@@ -26,7 +27,6 @@ from hpnlp.ops.attention import (
     longformer,
     sparse_transformer_fixed,
 )  # fmt: skip
-from hpnlp.ops.attention.horizon import horizon
 from tests.ops.attention.test_blocks import draw_tree
 
 
