@@ -18,7 +18,7 @@ import pytest
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops import attention
-from hpnlp.ops.attention import Causal, Full, orders, reference
+from hpnlp.ops.attention import Causal, Full, masks, orders, reference
 from hpnlp.ops.attention.flash import _backward, _forward, _traced_once
 from hpnlp.spec import build, parse_one
 from hpnlp.types import MixerInputs, WordStats
@@ -31,7 +31,7 @@ ONCE = {"xla_backend_optimization_level": 0}
 MASKS = (Full(), Causal())
 # Every pattern of the table, with small numbers, and combinations.
 PATTERNS = (
-    *(mask for pattern in attention.masks.MASKS.values() for mask in pattern.examples if mask.heads is None),
+    *(mask for pattern in masks.MASKS.values() for mask in pattern.examples if mask.heads is None),
     ~attention.Window(4),
     attention.Strided(5).shift(2),
 )

@@ -13,8 +13,8 @@ from hpnlp.types import InputError, Tokenizer
 
 # Python's \w and \s in the regular expressions of the tokenizers package, whose own differ for marks and separators.
 _WORD, _SPACE = r"[\p{L}\p{N}_]", r"[\s\x1c-\x1f]"
-# Stands after each word while a text is decoded; text cannot hold it, because it is no character.
-_END = "\ufdd0"
+# Unicode's noncharacters. One that no word of the vocabulary holds stands after each word while a text is decoded.
+_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 def export(tokenizer: Tokenizer, directory: str) -> None:
@@ -70,11 +70,12 @@ def _words(tokenizer: WordTokenizer) -> dict[str, Any]:
         _split(rf"(?<={_WORD}) (?={_WORD})", "Removed"),
         _split(rf"{_WORD}+|{_SPACE}+|(?!{_WORD}|{_SPACE})(?m:.)", "Isolated"),
     ]
+    end = next(mark for mark in _NONCHARACTERS if not any(mark in word for word in tokenizer.words))
     decoders = [
-        {"type": "Replace", "pattern": {"Regex": r"\z"}, "content": _END},
+        {"type": "Replace", "pattern": {"Regex": r"\z"}, "content": end},
         {"type": "Fuse"},
-        {"type": "Replace", "pattern": {"Regex": rf"(?<={_WORD}|<unk>){_END}(?={_WORD}|<unk>)"}, "content": " "},
-        {"type": "Replace", "pattern": {"String": _END}, "content": ""},
+        {"type": "Replace", "pattern": {"Regex": rf"(?<={_WORD}|<unk>){end}(?={_WORD}|<unk>)"}, "content": " "},
+        {"type": "Replace", "pattern": {"String": end}, "content": ""},
     ]
     splits = {"type": "Sequence", "pretokenizers": split}
     return _form(model, splits, {"type": "Sequence", "decoders": decoders}, special, bos)

@@ -8,6 +8,7 @@ chooses; only what it receives and returns has a sharding in its type.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,12 +98,22 @@ def _without_explicit(function: Callable[..., Any], mesh: AbstractMesh) -> Calla
 def _check_closures(leaves: Sequence[Any]) -> None:
     """Raises InputError on a function that has closed over an array of an explicit mesh, which cannot be resharded."""
     for leaf in leaves:
-        cells = [cell.cell_contents for cell in getattr(leaf, "__closure__", None) or ()]
-        if any(map(_is_explicit, _arrays(cells))):
+        if any(map(_is_explicit, _arrays(list(_captured(leaf))))):
+            name = getattr(leaf, "__qualname__", leaf)
             raise InputError(
-                f"function {leaf.__qualname__} closes over an array of an explicit mesh: pass the array as its first "
-                "argument with jax.tree_util.Partial(function, array), or make the mesh with AxisType.Auto"
+                f"function {name} closes over an array of an explicit mesh: pass the array as its first argument with "
+                "jax.tree_util.Partial(function, array), or make the mesh with AxisType.Auto"
             )
+
+
+def _captured(function: Any) -> Iterator[Any]:
+    """Values that a function has closed over, or that functools.partial has bound."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            yield cell.cell_contents
+    if isinstance(function, functools.partial):
+        yield function.args, function.keywords
+        yield from _captured(function.func)
 
 
 def _by_name(given: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:

@@ -182,9 +182,8 @@ class Index:
         """All vectors, in the order of their ids."""
         if len(self._sizes) == 1:
             return self.kind.vectors(self._state, len(self))
-        state = jax.tree.map(
-            np.asarray, self._state
-        )  # on the host first: explicit meshes refuse to index a sharded axis
+        # Copied to the host first, because an explicit mesh refuses to index a sharded axis.
+        state = jax.tree.map(np.asarray, self._state)
         part = lambda i: jax.tree.map(lambda x: x[i], state)  # noqa: E731
         return np.concatenate([self.kind.vectors(part(i), size) for i, size in enumerate(self._sizes)])
 

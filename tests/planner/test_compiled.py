@@ -48,7 +48,7 @@ def test_a_slice_that_there_is_not_is_told(monkeypatch):
 
     monkeypatch.setattr(topologies, "get_topology_desc", described)
     monkeypatch.setattr(os, "environ", {})
-    with pytest.raises(InputError, match=r"no TPU slice v5e:1x3 \(no such layout\): pip install 'hpnlp\[tpu-aot\]'"):
+    with pytest.raises(InputError, match=r"no TPU slice v5e:1x3 \(no such layout\): pip install '.\[tpu-aot\]'"):
         compiled.tpus("v5e", 3)
 
 

@@ -329,7 +329,7 @@ def test_vocabulary_without_data():
         ({"vocab": 10}, "bytes", "model.vocab=10 is less than the tokenizer's 264: set it to 0"),
         ({"vocab": 200}, "bpe(4096)", "model.vocab=200 is less than the tokenizer's 259"),
         ({"max_len": 64, "position": "learned"}, "bytes", "data.seq_len=128 is longer than model.max_len=64 learned"),
-        ({}, "words(2)", "tokenizer size 2: expected a number of ids, at least 5"),
+        ({}, "words(2)", "tokenizer size 2: expected a number of ids, 5 to 16777216"),
         ({}, "words(3000, by=lines)", "unknown split of words by 'lines'"),
     ],
 )

@@ -170,7 +170,9 @@ def _with_lse_backward(saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any
     """
     plain, (q, k, v, segments, sinks), lse = saved
     do, dlse = cotangents
-    dlse = jnp.where(jnp.isneginf(lse), 0.0, dlse)[..., None]
+    blind = jnp.isneginf(lse)[..., None]
+    # Rows without visible keys. Their dlse and q may be NaN, and 0 * NaN is NaN, so both are zeroed.
+    q, dlse = jnp.where(blind, jnp.zeros((), q.dtype), q), jnp.where(blind, 0.0, dlse[..., None])
     dq, dk, dv = jax.vjp(lambda q, k, v: _each(plain, q, k, v, segments, sinks), q, k, v)[1](do)
     keys, pull = jax.vjp(lambda values: _each(plain, q, k, values, segments, sinks), k)
     (more,) = pull((q.astype(jnp.float32) * dlse).astype(q.dtype))
