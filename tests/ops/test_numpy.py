@@ -282,7 +282,10 @@ CALLS = {
 # Modules without public ops: the executor and kernels behind `attend`, masks, blocks of logits behind the losses, helpers.
 INTERNAL = {
     *(f"attention.{name}" for name in ("algebra", "backends", "blocks", "cudnn", "hopper", "hopper_backward")),
-    *(f"attention.{name}" for name in ("layout", "mask", "mosaic", "orders", "pallas_gpu", "panels", "patterns")),
+    *(
+        f"attention.{name}"
+        for name in ("layout", "lookback", "mask", "mosaic", "orders", "pallas_gpu", "panels", "patterns")
+    ),
     *(f"attention.{name}" for name in ("splash_masks", "splash_tpu", "tile", "validate", "visits")),
     *("array_op", "arrays", "hashing", "manual", "turns", "softmax.blocks", "softmax.similarity", "softmax.tree_build"),
 }
