@@ -230,9 +230,9 @@ def read_metrics(workdir: str | Path, steps: int = 0) -> tuple[list[dict[str, An
     faults = []
     if damaged := len(found) - len(lines):
         faults.append(f"{damaged} of its {len(found)} lines are damaged")
-    if missing := steps - len({line["step"] for line in lines if "loss" in line}):
+    if missing := max(0, steps - len({line["step"] for line in lines if "loss" in line})):
         faults.append(f"{missing} of {steps} steps have no line")
-    if not faults or missing < 0:
+    if not faults:
         return lines, ""
     return (
         lines,

@@ -61,15 +61,15 @@ def _run(argv: Sequence[str]) -> None:
     from hpnlp.planner import compiled, devices, picture, search
     from hpnlp.training import config
 
-    out = picture.writable(Path(f.out)) if f.out else None
-    device = lookup({**planner.DEVICES, "cpu": None}, f.device, "--device") or devices.this_cpu(f.devices)
-    if f.depth == "tpu":
-        compiled.tpus(f.device, f.devices)  # or says why not
     if f.depth == "compiled" and f.devices > compiled.MAX_PRETENDED:
         raise InputError(
             f"--devices={f.devices}: --depth=compiled pretends at most {compiled.MAX_PRETENDED} devices on a CPU: take fewer, "
             "or --depth=formulas"
         )
+    out = picture.writable(Path(f.out)) if f.out else None
+    device = lookup({**planner.DEVICES, "cpu": None}, f.device, "--device") or devices.this_cpu(f.devices)
+    if f.depth == "tpu":
+        compiled.tpus(f.device, f.devices)  # or says why not
     resolved = config.resolve(values)
     try:
         costs = planner.costs(resolved, f.devices)

@@ -63,7 +63,6 @@ def _run(argv: Sequence[str]) -> None:
         from hpnlp import report
 
         table = report.compare(done, workdir / "compare.png")
-        (workdir / "compare.md").write_text(table, encoding="utf-8")
         print(table, flush=True)
     if failed:
         raise cli.InputError(_advice(failed, len(members)))

@@ -24,6 +24,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpnlp.types import InputError
+
 if TYPE_CHECKING:
     from hpnlp.data.stream import Corpus
 
@@ -133,8 +135,10 @@ class Baselines:
         except ValueError:  # the process was killed, as for lack of memory
             return {**measure(None, heldout), "xz_trained_share": 0.0}
         record = {**numbers, "xz_trained_share": self._share}
-        self._known = store.cached(self._root, self._name, lambda directory: record)[1]
-        return self._known
+        self._known = record
+        with contextlib.suppress(InputError):  # where the cache cannot be written, the next run measures again
+            store.cached(self._root, self._name, lambda directory: record)
+        return record
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -53,8 +54,9 @@ class Snapshot:
                 self._digest = self._hashed(progress)
             else:
                 name = f"digest-{store.key_of([_FORMAT, self._stamps])}"
-                _, record = store.cached(root, name, lambda directory: {"digest": self._hashed(progress)})
-                self._digest = record["digest"]
+                self._digest = (store.find(root, name) or {}).get("digest") or self._hashed(progress)
+                with contextlib.suppress(InputError):  # where the cache cannot be written, the next run hashes again
+                    store.cached(root, name, lambda directory: {"digest": self._digest})
         return self._digest
 
     def check(self) -> None:

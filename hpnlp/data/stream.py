@@ -387,7 +387,8 @@ class Batches:
         if differing:
             raise InputError(
                 f"the data iterator's state is of another {' and '.join(differing)}: the text, its split or its "
-                "tokenizer has changed since: give the run its old data back, or start another one"
+                "tokenizer has changed since, or another version of hpnlp, which held out whole files, began the run: give the "
+                "run its old data back, go on with that version, or start another run (train.init_from takes this one's model)"
             )
         self._batches.set_state({"next_index": batches})
 

@@ -271,7 +271,7 @@ def _quiet_when_it_fails() -> Iterator[None]:
 def _finished(directory: Path) -> bool:
     """True where a complete checkpoint lies in `directory`: orbax gives the directory of one its number as a name last."""
     try:
-        return any(path.name.isdecimal() for path in directory.iterdir())
+        return any(path.name.isdecimal() and path.is_dir() for path in directory.iterdir())
     except OSError:
         return False
 

@@ -273,7 +273,9 @@ class Stopping:
                 self.signal = self._received
             else:
                 _announce_stop()
-            signals.say(f"{self._received}: saving after this step; Ctrl-C again ends the run without")
+            signals.say(
+                f"{self._received}: saving after this step; Ctrl-C again, after 2 s, ends the run without saving"
+            )
         elif number == signal.SIGINT and now - self._since >= signals.REPEAT_SECONDS:
             signals.end(number)
 

@@ -78,8 +78,9 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             begun = hosts.agreed(has_begun(workdir))
             say_progress = now_and_then(console=None if lead else QUIET)
             source = _source(config, workdir)
-            tokenizer = saved_tokenizer(workdir) if begun else None
-            corpus = prepare(config.data, tokenizer or (source and source.tokenizer), say_progress)
+            # A warm start takes the tokenizer that its parameters know, also where an attempt before it has saved another.
+            tokenizer = source.tokenizer if source is not None else saved_tokenizer(workdir) if begun else None
+            corpus = prepare(config.data, tokenizer, say_progress)
             baselines = Baselines(corpus) if lead else None
             model = make_model(config, corpus.tokenizer)
             changed = "" if source is None else warm_start.check_model(model.config, source, accept_changes)
@@ -99,6 +100,11 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
                 state, first = trainer.init(key, params), 0
                 begin = f"starting from {phrase}{f' ({changed})' * bool(changed)}"
             elif checkpoints.latest() is None:
+                if config.train.init_from:
+                    raise InputError(
+                        f"{checkpoints.directory} holds no complete checkpoint: remove it, and the run starts from "
+                        f"train.init_from={config.train.init_from}"
+                    )
                 state, first = trainer.init(key), 0
             elif checkpoints.holds_params_only():  # a converted model: everything but the parameters begins here
                 warm_start.check_tokenizer(config.data.tokenizer, warm_start.find(workdir))
@@ -113,7 +119,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
                     clock.seconds[phase] += seconds
                 before = progress.get("peak_memory_bytes", 0)  # older checkpoints do not say
                 peak = lambda: max(before, measure.peak_memory_bytes())  # noqa: E731
-            if lead and (not begun or not (workdir / "tokenizer.json").exists()):
+            if lead and (source is not None or not begun or not (workdir / "tokenizer.json").exists()):
                 save_whole(corpus.tokenizer, str(workdir))
             if lead:
                 write_config(workdir, config)

@@ -128,6 +128,9 @@ def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
     if not has_begun(workdir):
         return
     changes = configs.differences(load_config(workdir), config)
+    if config.train.init_from and os.path.realpath(config.train.init_from) == os.path.realpath(workdir):
+        # A run that goes on does not read train.init_from again: its own directory changes nothing.
+        changes = [change for change in changes if not change.startswith("train.init_from")]
     if {path.name for path in (workdir / "checkpoints").glob("*")} == {"0"}:  # converted, not trained yet
         changes = [change for change in changes if change.startswith("model.")]
     for change in changes:

@@ -64,7 +64,10 @@ def _watch(reader: int) -> None:
     with open(reader, "rb", buffering=0) as file:
         while number := file.read(1):
             if number[0] in NUMBERS:
-                _react(number[0])
+                try:
+                    _react(number[0])
+                except Exception:  # a reaction that fails must not leave the process deaf to signals
+                    end(number[0])
 
 
 def _receive(number: int, frame: Any) -> None:
@@ -132,9 +135,18 @@ def _flush() -> None:
 
 
 def say(line: str) -> None:
-    """Writes a line to stderr, past Python's buffers, which the main thread may hold."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode())
+    """Writes a line to stderr, past Python's buffers, which the main thread may hold; gives up after a second.
+
+    Writing blocks where stderr is a pipe that nobody reads, and the thread that reacts to signals must not wait for it.
+    """
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{line}\n".encode())
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(1.0)
 
 
 def _detach() -> None:

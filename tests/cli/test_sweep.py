@@ -135,7 +135,9 @@ def test_signal_to_the_group_saves_the_member_and_ends_the_list(sweep, start, fi
     outcome = finish(process)
     assert outcome.code == 130
     said = outcome.err.splitlines()
-    assert len(said) == 2 and ": saving after this step; Ctrl-C again ends the run without" in said[0]
+    assert (
+        len(said) == 2 and ": saving after this step; Ctrl-C again, after 2 s, ends the run without saving" in said[0]
+    )
     assert said[1] == f"hpnlp: {number.name}: stopped in 00-seed=1; the same command goes on from there"
     assert ": saved step" in outcome.out and "[2/2]" not in outcome.out
     assert saved(tmp_path / "runs" / "00-seed=1")

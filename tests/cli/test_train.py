@@ -110,7 +110,7 @@ def test_killed_and_ended_runs_go_on_bit_for_bit(undisturbed, start, finish, tmp
     wait_for_step(process, workdir, 5 * INTERVAL)
     process.terminate()
     ended = finish(process)
-    told = "SIGTERM: saving after this step; Ctrl-C again ends the run without\n"
+    told = "SIGTERM: saving after this step; Ctrl-C again, after 2 s, ends the run without saving\n"
     assert (ended.code, ended.err) == (130, told)
     assert re.search(rf"^going on from step {saved}: ", ended.out, re.MULTILINE)
     (step,) = re.findall(r"^SIGTERM: saved step (\d+); the same command goes on from there$", ended.out, re.MULTILINE)

@@ -72,4 +72,7 @@ def test_first_signal_stops_the_run_and_only_a_later_ctrl_c_ends_it(monkeypatch,
     finally:
         stopping.end()
     assert {number: signal.getsignal(number) for number in signals.NUMBERS} == before
-    assert capfd.readouterr().err == "SIGHUP: saving after this step; Ctrl-C again ends the run without\n"
+    assert (
+        capfd.readouterr().err
+        == "SIGHUP: saving after this step; Ctrl-C again, after 2 s, ends the run without saving\n"
+    )

@@ -187,7 +187,6 @@ class Full(Mask):
     """Every query sees every key."""
 
     relative = True
-    cheap = True
 
     def at(self, q: Any, k: Any) -> Any:
         return (q == q) & (k == k)
