@@ -80,9 +80,9 @@ def _beyond_mask(mask: Any) -> list[str]:
         try:
             traced = jax.make_jaxpr(each.at)(place, place)
         except Exception:  # a function of the user's own may raise anything  # noqa: BLE001
-            return [f"mask {mask}"]
+            return [f"mask {each}"]
         if not _elementwise(traced):
-            return [f"mask {mask}"]
+            return [f"mask {each}"]
     return []
 
 
