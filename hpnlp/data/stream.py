@@ -135,7 +135,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
         snapshot.check()
         return record
 
-    directory, record = store.cached(root, f"tokens-{store.key_of([content, _digest(tokenizer)])}", write)
+    directory, record = store.cached(root, f"tokens-{store.key_of([content, tokenizer_digest(tokenizer)])}", write)
     return Corpus(config, tokenizer, directory, record, is_cached)
 
 
@@ -154,7 +154,7 @@ def _trained_tokenizer(
     return tokenizers.load(directory)
 
 
-def _digest(tokenizer: Tokenizer) -> str:
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """The same for tokenizers that save the same. Through the disk, because that is what every tokenizer can do."""
     digest = hashlib.blake2b(digest_size=16)
     try:

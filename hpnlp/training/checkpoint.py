@@ -147,8 +147,12 @@ class Checkpointer:
             InputError: the checkpoint is not listed, or a part of it cannot be read.
         """
         self._manager.reload()
+        with self._read_back(step):
+            self._check_part(step, shapes)
+
+    def _check_part(self, step: int, shapes: TrainState) -> None:
         expected = self._record(self.step_of(step))["checksums"]
-        with self._readable(step), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        with _quiet_when_it_fails(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             for item, tree in {"params": _smallest(shapes.params), "rest": {"step": shapes.step}}.items():
                 args = ocp.args.PyTreeRestore(
                     item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True
@@ -233,6 +237,16 @@ class Checkpointer:
             raise InputError(
                 f"cannot {verb} {self.directory}: {'the disk is full' if full else _first_line(text)}{intact}: {mend} and run "
                 "the same command again"
+            ) from error
+
+    @contextlib.contextmanager
+    def _read_back(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise InputError(
+                f"checkpoint {step} was written to {self.directory} and cannot be read back ({_first_line(str(error))}): check "
+                "the disk; nothing was deleted, and the same command goes on from the newest checkpoint that can be read"
             ) from error
 
     @contextlib.contextmanager

@@ -224,6 +224,8 @@ def from_json(text: str) -> Config:
     except (ValueError, RecursionError) as error:
         raise InputError(f"config.json is not valid JSON ({error}): restore it, or choose another workdir") from error
     written = values.pop(COUNT, 0)
+    if isinstance(train := values.get("train"), dict) and type(seed := train.get("seed")) is int:
+        train["seed"] = seed & 0xFFFFFFFF  # earlier versions accepted longer seeds, of which JAX took the last 32 bits
     config = resolve(values)
     present = {f"{section}.{name}" for section, fields in values.items() for name in fields}
     if not isinstance(written, int) or len(present) < written:

@@ -265,6 +265,13 @@ class Stopping:
             self.signal = self._received or signal.SIGTERM.name
         return self.signal != ""
 
+    def agree(self) -> None:
+        """Tells all processes, after the last step, of a signal that one of them received since; called by all of them."""
+        if jax.process_count() > 1 and not self.signal:
+            number = signal.Signals[self._received].value if self._received else 0
+            numbers = multihost_utils.process_allgather(np.array(number)).reshape(-1)
+            self.signal = next((signal.Signals(int(number)).name for number in numbers if number), "")
+
     def _note(self, number: int) -> None:
         now = time.monotonic()
         if not self._received:

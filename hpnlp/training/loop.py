@@ -107,6 +107,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
                     )
                 state, first = trainer.init(key), 0
             elif checkpoints.holds_params_only():  # a converted model: everything but the parameters begins here
+                warm_start.check_own(config.train.init_from, workdir)
                 warm_start.check_tokenizer(config.data.tokenizer, warm_start.find(workdir))
                 state, first = trainer.init(key, checkpoints.restore_params(trainer.state_shapes)), 0
                 begin = f"starting from the converted model of {workdir}, with its tokenizer"
@@ -135,6 +136,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
         stack.callback(display.close)
         parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainer.state_shapes.params))
         display.say(_greeting(begin, config, workdir, parameters, trainer.layout.mesh))
+        for remark in [] if source is None else source.remarks:
+            display.say(f"{source.directory}: {remark}")
         if trainer.undivided:
             display.say(f"no axis of the plan divides {', '.join(trainer.undivided)}: whole on every device")
         display.say(corpus.summary)  # what was left out, too: nobody misses a file in silence
@@ -245,6 +248,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
         with clock("checkpoint"):
             checkpoints.wait()
             checkpoints.check_saved(saved, trainer.state_shapes)
+        stopping.agree()
         stopping.end()
         interrupted = stopping.signal != ""
         if interrupted:

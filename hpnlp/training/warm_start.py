@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from hpnlp.data import tokenizers
-from hpnlp.data.stream import _digest
+from hpnlp.data.stream import tokenizer_digest
 from hpnlp.models import convert, families
 from hpnlp.models.lm import LMConfig
 from hpnlp.nn.attention import alternation
@@ -43,6 +44,11 @@ class Source:
     tokenizer: Tokenizer
     spec: str
     is_run: bool
+
+    @property
+    def remarks(self) -> list[str]:
+        """Differences between this model and the one that transformers makes of a Hugging Face directory, a line each."""
+        return [] if self.is_run else convert.remarks(self.directory)
 
     @property
     def tokenizer_field(self) -> str:
@@ -100,11 +106,20 @@ def check_tokenizer(field: str, source: Source) -> None:
     if tokenizers.is_trained(field):
         is_same = field == source.spec
     else:
-        is_same = _digest(tokenizers.build(field)) == _digest(source.tokenizer)
+        is_same = tokenizer_digest(tokenizers.build(field)) == tokenizer_digest(source.tokenizer)
     if not is_same:
         raise InputError(
             f"data.tokenizer={field!r} is not the tokenizer that the parameters of {source.directory} were trained with: set "
             f"--config.data.tokenizer={source.tokenizer_field}"
+        )
+
+
+def check_own(init_from: str, workdir: Path) -> None:
+    """Raises InputError where `train.init_from` names another model than the converted one that `workdir` holds."""
+    if init_from and os.path.realpath(init_from) != os.path.realpath(workdir):
+        raise InputError(
+            f"{workdir} holds a converted model, which training begins with, and train.init_from={init_from} names another: "
+            "leave train.init_from out, or choose another workdir"
         )
 
 

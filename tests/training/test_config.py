@@ -161,6 +161,15 @@ def test_sequence_length_that_is_none_is_left_to_the_data():
         configs.resolve({"train": {"eval_stride": 8}, "data": {"seq_len": -1}})
 
 
+def test_seeds_that_earlier_versions_wrote_are_cut_to_32_bits():
+    text = configs.to_json(configs.resolve({})).replace('"seed": 0,', f'"seed": {2**40 + 7},', 1)
+    sections = json.loads(text)
+    assert sections["train"]["seed"] == 2**40 + 7
+    assert configs.from_json(text).train.seed == 7
+    with pytest.raises(InputError, match="train.seed"):
+        configs.resolve({"train": {"seed": 2**40 + 7}})
+
+
 def test_damaged_json_is_said():
     with pytest.raises(InputError, match="config.json is not valid JSON .*: restore it"):
         configs.from_json('{"model": {')

@@ -272,6 +272,22 @@ def test_processes_of_different_configs(monkeypatch):
         hosts.check_alike("one")
 
 
+def test_signals_after_the_last_step_stop_all_processes(monkeypatch):
+    stopping, others = hosts.Stopping(), [0]
+    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", lambda own: np.stack([own, *others]))
+    stopping.agree()
+    assert stopping.signal == ""  # alone
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    stopping.agree()
+    assert stopping.signal == ""
+    others[:] = [int(signal.SIGTERM)]
+    stopping.agree()
+    assert stopping.signal == "SIGTERM"
+    others[:] = [0]
+    stopping.agree()
+    assert stopping.signal == "SIGTERM"
+
+
 @contextlib.contextmanager
 def metadata(answers):
     """A server that answers what a TPU's VM asks for, after a first refusal; where it is, and what it was asked."""

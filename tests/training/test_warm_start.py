@@ -187,6 +187,8 @@ def test_converted_run_is_trained_with_its_own_tokenizer(checkpoint, tmp_path, c
     (run / "config.json").write_text(to_json(resolve({"model": dataclasses.asdict(config)})))
     with pytest.raises(InputError, match="data.tokenizer='bytes' is not the tokenizer"):
         loop.train(finetuned(run, **STILL, data__tokenizer="bytes"), run)
+    with pytest.raises(InputError, match="holds a converted model, .* and train.init_from=.* names another"):
+        loop.train(finetuned(checkpoint, **STILL, data__tokenizer=str(run / "tokenizer.json")), run)
     result = loop.train(finetuned(run, **STILL), run)
     assert "starting from the converted model of" in capsys.readouterr().out
     assert_same(result.params, params)
