@@ -64,6 +64,16 @@ def test_large_corpora_are_compressed_beside_the_training_and_once(corpus, monke
     assert again._process is None and again.result() == expected
 
 
+def test_figures_are_returned_where_the_cache_cannot_be_written(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(baselines, "_SMALL", 0)
+    expected = baselines.Baselines(corpus()).result()
+    (tmp_path / "file").write_text("")
+    running = baselines.Baselines(corpus("bpe(270)"))
+    running._root, running._known = str(tmp_path / "file" / "cache"), None
+    running._start()
+    assert running.result() == expected
+
+
 def test_a_killed_compressor_costs_one_figure(corpus, monkeypatch):
     monkeypatch.setattr(baselines, "_SMALL", 0)
     running = baselines.Baselines(corpus())

@@ -66,6 +66,16 @@ def test_digests_of_old_files_are_remembered(tmp_path, monkeypatch):
     assert digest.Snapshot([str(path), str(path)]).digest(root, lambda *args: None) != settled
 
 
+def test_files_are_hashed_where_the_cache_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(digest, "_REMEMBERED_BYTES", 0)
+    monkeypatch.setattr(digest, "_STEP_SECONDS", -1e6)
+    path = tmp_path / "x"
+    path.write_text("text")
+    quiet = lambda *args: None  # noqa: E731
+    expected = digest.Snapshot([str(path)]).digest(str(tmp_path / "cache"), quiet)
+    assert digest.Snapshot([str(path)]).digest(str(path / "cache"), quiet) == expected
+
+
 @pytest.mark.parametrize("step", [3.0, -1e6])
 def test_files_that_change_while_they_are_read_raise(tmp_path, cache, monkeypatch, step):
     monkeypatch.setattr(digest, "_STEP_SECONDS", step)

@@ -43,6 +43,25 @@ def test_signal_ends_a_process_at_once_also_in_c_code(number):
     assert (process.returncode, out, err) == (130, "", line)
 
 
+def test_signal_ends_a_process_whose_stderr_nobody_reads():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(1 << 16))  # until the pipe is full
+    os.set_blocking(writer, True)
+    command = [sys.executable, "-c", BUSY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        try:
+            assert process.wait(timeout=10) == 130
+        finally:
+            process.kill()
+    os.close(reader)
+    os.close(writer)
+
+
 def test_ignored_signals_stay_ignored():
     with busy("nohup") as process:
         process.send_signal(signal.SIGHUP)

@@ -105,9 +105,10 @@ def test_run_that_was_stopped_before_its_first_checkpoint_starts_from_the_source
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    shutil.copy(words / "tokenizer.json", run / "tokenizer.json")
+    tokenizers.build("words(30)", [b"another tokenizer of an attempt before it"]).save(str(run / "tokenizer.json"))
     (run / "config.json").write_text(to_json(config))
     result = loop.train(config, run)
+    assert (run / "tokenizer.json").read_bytes() == (words / "tokenizer.json").read_bytes()
     assert capsys.readouterr().out.startswith(f"starting from {words}, step ")
     assert_same(result.params, load(words).params)
 
