@@ -25,10 +25,11 @@ COMMANDS = {
 def main() -> None:
     """Runs the command that sys.argv names.
 
-    Exits with 0 when done; with 2 and one line where the input or the machine is at fault, also after all files are written
-    where only stdout could not be; with 130 and a line after Ctrl-C (training and sweeps also after the
-    other signals of `hpnlp.training.signals`); with 1 and a traceback
-    otherwise. A command that only prints ends with 1 and no message where nobody reads any more, as after `| head`.
+    Exit codes:
+        0: done.
+        1: a defect of hpnlp, with a traceback; or, without a message, a command that only prints into a closed pipe.
+        2: bad input or a fault of the machine, with one line; also where all files are written and stdout could not be.
+        130: Ctrl-C, with one line; training and sweeps also at the other signals of `hpnlp.training.signals`.
     """
     atexit.register(gc.freeze)  # what is left when all is done need not be looked through
     from hpnlp.cli import output

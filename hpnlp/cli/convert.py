@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,6 +49,10 @@ def run(argv: Sequence[str]) -> None:
     try:
         (_to_checkpoint if _is_run(source) else _to_run)(source, target)
     except OSError as error:
+        if str(error.filename or "").startswith(str(source)):
+            raise InputError(
+                f"cannot read {error.filename} ({error.strerror}): mend it, or name another --from"
+            ) from error
         raise InputError(f"cannot write --to={target} ({error.strerror}): free some space, or name another") from error
 
 
@@ -105,6 +110,7 @@ def _to_run(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpointer(target)
     checkpoints.save_params(params)
+    checkpoints.check_saved(0, params)
     checkpoints.close()
     _copy(source, target, (*TOKENIZER, *COMPANIONS))
     (target / "config.json").write_text(config.to_json(values))
@@ -114,6 +120,7 @@ def _to_run(source: Path, target: Path) -> None:
 
 
 def _to_checkpoint(source: Path, target: Path) -> None:
+    from hpnlp.data import tokenizers
     from hpnlp.data.export import export
     from hpnlp.data.huggingface import HFTokenizer
     from hpnlp.models import convert
@@ -122,11 +129,14 @@ def _to_checkpoint(source: Path, target: Path) -> None:
     run = runs.load(source, cli.FLAGS.step)
     tokenizer, model = run.tokenizer, run.model.config
     bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
-    convert.save(model, run.params, target, dtype=cli.FLAGS.dtype, bos_id=bos_id, eos_id=eos_id)
-    if isinstance(tokenizer, HFTokenizer) and not tokenizer.is_trained_here:
-        _copy(source, target, TOKENIZER)
-    else:
-        export(tokenizer, str(target))
+    with tempfile.TemporaryDirectory() as scratch:
+        is_copied = isinstance(tokenizer, HFTokenizer) and not tokenizer.is_trained_here
+        if not is_copied:
+            export(tokenizer, scratch)  # raises before anything is written to the target
+        convert.save(model, run.params, target, dtype=cli.FLAGS.dtype, bos_id=bos_id, eos_id=eos_id)
+        _copy(source if is_copied else Path(scratch), target, TOKENIZER)
+    convert.check_readable(target)
+    tokenizers.load(str(target))
     _copy(source, target, COMPANIONS)
     if model.output != "full":
         print(f"{target}: model.output={model.output!r} samples from a full softmax, which the checkpoint has")

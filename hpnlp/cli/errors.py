@@ -26,8 +26,6 @@ def explained(error: Exception) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"cannot write {error.filename or 'a file'} ({error.strerror}): free some space"
         return f"cannot read or write {error.filename or 'a file'} ({error.strerror}): name another, or mend this one"
-    if isinstance(error, RecursionError):
-        return "an argument or a file is nested too deeply: write it with fewer brackets"
     return ""
 
 

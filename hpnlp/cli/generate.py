@@ -137,11 +137,11 @@ def _heartbeat(doing: str, every: float = 10.0) -> Iterator[None]:
     """Prints a line every so many seconds while the block runs."""
     done, begun = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def report() -> None:
         while not done.wait(every):
             _note(f"{doing}: {time.monotonic() - begun:.0f} s so far")
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
         yield

@@ -93,9 +93,11 @@ def _train(argv: Sequence[str]) -> tuple[int, str]:
     member: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int) -> None:
+        repeated = bool(received)
         received.append(signal.Signals(number).name)
         if member is not None:
-            member.terminate()
+            # The member saves at the first signal, and ends at once at a later Ctrl-C.
+            member.send_signal(signal.SIGINT if repeated and number == signal.SIGINT else signal.SIGTERM)
 
     environment = os.environ | {signals.PARENT: str(os.getpid())}
     with signals.reacting(pass_on):

@@ -176,6 +176,18 @@ def save(
         _write_json(directory / "config.json", raw)
 
 
+def check_readable(directory: str | Path) -> None:
+    """Reads back config.json and the header of each file of weights, which states the file's size.
+
+    Raises:
+        InputError: One of them cannot be read.
+    """
+    directory = Path(directory)
+    with contextlib.ExitStack() as stack:
+        load_config(directory)
+        _open(directory, FAMILIES[_read_json(directory / "config.json")["model_type"]], stack)
+
+
 def _shapes(config: LMConfig) -> Shapes:
     """Path of each parameter of LM(config) -> its shape; allocates nothing."""
     init = lambda: LM(config).init(jax.random.key(0), example_batch(1, 1))["params"]  # noqa: E731

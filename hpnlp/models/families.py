@@ -18,7 +18,7 @@ from hpnlp.nn.attention import ROPE_SCALINGS, alternation
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Window
 from hpnlp.ops.attention.position import Scaling, frequencies
-from hpnlp.spec import build, parse_one
+from hpnlp.spec import build, parse_one, shortened
 from hpnlp.types import InputError
 
 
@@ -367,19 +367,22 @@ def _windows(raw: Mapping[str, Any], which: str, source: str) -> list[int | None
     layers = _checked(raw, "num_hidden_layers", int, source)
     slides = raw["sliding_window"] is not None and (which == "all" or _checked(raw, "use_sliding_window", bool, source))
     size = _checked(raw, "sliding_window", int, source) if slides else None
-    first = raw["max_window_layers"] if which == "some" else 0
+    first = raw["max_window_layers"] if which == "some" and slides else 0
     if type(first) is not int or first < 0:
         raise InputError(f"{source}: max_window_layers is {first!r}: expected a whole number of at least 0")
     kinds = {"full_attention": None, "sliding_attention": size}
     default = ["sliding_attention" if slides and layer >= first else "full_attention" for layer in range(layers)]
-    given = default if raw["layer_types"] is None else raw["layer_types"]
-    known = isinstance(given, list) and len(given) == layers and all(kind in tuple(kinds) for kind in given)
-    if not known or (which == "all" and given != default) or (not slides and "sliding_attention" in given):
+    types = default if raw["layer_types"] is None else raw["layer_types"]
+    known = isinstance(types, list) and len(types) == layers and all(kind in tuple(kinds) for kind in types)
+    if not known or (which == "all" and types != default) or (not slides and "sliding_attention" in types):
+        expected = "full_attention or sliding_attention, the latter with a window"
+        if which == "all":
+            expected = f"{default[0]}, as sliding_window says for all layers of this family"
         raise InputError(
-            f"{source}: layer_types={json.dumps(given)} with sliding_window={json.dumps(size)} is not supported: expected "
-            f"{layers} times full_attention or sliding_attention, the latter with a window"
+            f"{source}: layer_types={shortened(types, 80)} with sliding_window={json.dumps(size)} is not supported: expected "
+            f"{layers} times {expected}"
         )
-    return [kinds[kind] for kind in given]
+    return [kinds[kind] for kind in types]
 
 
 def _window_json(config: LMConfig, which: str) -> dict[str, Any]:

@@ -136,24 +136,27 @@ class Checkpointer:
     def close(self) -> None:
         self._manager.close()
 
-    def check_saved(self, step: int, shapes: TrainState) -> None:
-        """Reads back a part of checkpoint `step` from the disk: its record, its step, and its smallest parameter.
+    def check_saved(self, step: int, params: Any, counter: Any = None) -> None:
+        """Reads back a part of checkpoint `step` from the disk: its record, its smallest parameter, and its step counter.
 
         Args:
-            step: of a checkpoint that `save` has written.
-            shapes: of the state, with shardings, as for `restore`.
+            step: of a checkpoint that `save` or `save_params` has written.
+            params: the parameters, or their shapes with shardings.
+            counter: the shape of the state's step; None for a checkpoint of `save_params`, which has none.
 
         Raises:
             InputError: the checkpoint is not listed, or a part of it cannot be read.
         """
         self._manager.reload()
         with self._read_back(step):
-            self._check_part(step, shapes)
+            self._check_part(
+                step, {"params": _smallest(params)} | ({} if counter is None else {"rest": {"step": counter}})
+            )
 
-    def _check_part(self, step: int, shapes: TrainState) -> None:
+    def _check_part(self, step: int, items: Mapping[str, Any]) -> None:
         expected = self._record(self.step_of(step))["checksums"]
         with _quiet_when_it_fails(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            for item, tree in {"params": _smallest(shapes.params), "rest": {"step": shapes.step}}.items():
+            for item, tree in items.items():
                 args = ocp.args.PyTreeRestore(
                     item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True
                 )

@@ -247,7 +247,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
 
         with clock("checkpoint"):
             checkpoints.wait()
-            checkpoints.check_saved(saved, trainer.state_shapes)
+            checkpoints.check_saved(saved, trainer.state_shapes.params, trainer.state_shapes.step)
         stopping.agree()
         stopping.end()
         interrupted = stopping.signal != ""

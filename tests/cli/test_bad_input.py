@@ -237,7 +237,6 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."
         ),
         (OSError(errno.ENOSPC, "No space left on device"), "cannot write a file (No space left on device): free some"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "cannot read or write /x (Permission denied)"),
-        (RecursionError(), "nested too deeply"),
     ],
 )
 def test_errors_of_the_machine_while_training(train, monkeypatch, error, message):

@@ -1,5 +1,6 @@
 """`hpnlp convert`, both ways. The weights themselves: tests/models/test_convert.py."""
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from hpnlp.data import tokenizers
 from hpnlp.models import convert
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.training import run as runs
+from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.types import InputError
 
 
@@ -68,6 +70,45 @@ def test_there_and_back(checkpoint, converted, tmp_path):
     assert names == {path.name for path in (tmp_path / "back").iterdir()}
     for name in names:
         assert (tmp_path / "back" / name).read_bytes() == (checkpoint / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_written_checkpoints_are_read_back(converted, tmp_path, monkeypatch, name):
+    copy, target = command._copy, tmp_path / "back"
+
+    def damaging(*args):
+        copy(*args)
+        if (target / name).exists():
+            (target / name).write_bytes((target / name).read_bytes()[:-100])
+
+    monkeypatch.setattr(command, "_copy", damaging)
+    with pytest.raises(InputError, match=name):
+        run(from_=converted, to=target)
+
+
+def test_written_runs_are_read_back(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpointer, "save_params", lambda self, params: None)
+    with pytest.raises(InputError, match="checkpoint 0 was written to .* and cannot be read back"):
+        run(from_=checkpoint, to=tmp_path / "run")
+
+
+def test_errors_of_reading_name_the_source(checkpoint, tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.EIO, "Input/output error", str(checkpoint / "model.safetensors"))
+
+    monkeypatch.setattr(convert, "load", fail)
+    with pytest.raises(InputError, match=r"cannot read .*model.safetensors \(Input/output error\): .* another --from"):
+        run(from_=checkpoint, to=tmp_path / "run")
+
+
+def test_tokenizers_without_a_form_leave_no_checkpoint(converted, tmp_path, monkeypatch):
+    def fail(*args):
+        raise InputError("no such form")
+
+    monkeypatch.setattr("hpnlp.data.export.export", fail)
+    with pytest.raises(InputError, match="no such form"):
+        run(from_=converted, to=tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def test_dtype_of_the_tensors(converted, tmp_path):

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
 import time
 
 import pytest
 
+from hpnlp.cli import sweep as sweeps
 from tests import tiny
 
 SWEEP = """
@@ -123,6 +125,25 @@ def begun(process, lines):
 
 def saved(directory):
     return [path.name for path in (directory / "checkpoints").iterdir() if path.name.isdigit()]
+
+
+def test_signals_to_the_sweep_alone_stop_its_member_and_a_later_ctrl_c_ends_it(monkeypatch):
+    sent = []
+
+    class Member:
+        send_signal = staticmethod(sent.append)
+
+        def __init__(self, *args, **options):
+            pass
+
+        def wait(self):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            return 130
+
+    monkeypatch.setattr(subprocess, "Popen", Member)
+    assert sweeps._train([]) == (130, "SIGINT")
+    assert sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
 
 
 @pytest.mark.slow

@@ -252,7 +252,7 @@ LLAMA_REFUSALS = {
     "window": ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0: expected a whole number"),
     "window_of_layers": (
         {"model_type": "mistral", "sliding_window": 4, "layer_types": ["full_attention"] * 2},
-        "layer_types=.* is not supported: expected 2 times full_attention or sliding_attention",
+        "layer_types=.* is not supported: expected 2 times sliding_attention, as sliding_window says",
     ),
     "window_flag": (
         {"model_type": "qwen2", "use_sliding_window": 1},
@@ -467,6 +467,10 @@ WINDOWS = {  # name -> (what config.json says of four layers, model.mixer)
     "qwen_upper": (
         {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
         "full*3,window(4,0)",
+    ),
+    "qwen_null": (
+        {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": None, "max_window_layers": None},
+        "full",
     ),
     "qwen_all": ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, "window(4095,0)"),
     "qwen_none": ({"model_type": "qwen3", "use_sliding_window": True}, "full"),

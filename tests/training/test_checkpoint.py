@@ -301,7 +301,7 @@ def test_odd_paths_that_are_taken_literally_are_fine(tmp_path):
     directory = tmp_path / "a b]é%2F{x}~$HOME#'\"&;" / "gs:x"
     checkpoints = Checkpointer(directory)
     save(checkpoints, 7)
-    checkpoints.check_saved(7, shapes())
+    checkpoints.check_saved(7, shapes().params, shapes().step)
     assert_same_bits(checkpoints.restore(shapes())[0], state_at(7))
     checkpoints.close()
 
@@ -309,15 +309,17 @@ def test_odd_paths_that_are_taken_literally_are_fine(tmp_path):
 @pytest.mark.parametrize(("item", "damage"), [("params", remove), ("rest", cut), ("record", cut)])
 def test_saved_checkpoint_that_cannot_be_read_back_is_an_error(damaged, checkpointer, item, damage):
     checkpoints = checkpointer()
-    checkpoints.check_saved(9, shapes())
+    checkpoints.check_saved(9, shapes().params, shapes().step)
     files = [damaged / item / "manifest.ocdbt"] if item != "record" else [content(damaged / item)]
     for path in files:
         damage(path)
-    with pytest.raises(InputError, match="9 was written to .* cannot be read back .*check the disk; nothing was deleted"):
-        checkpoints.check_saved(9, shapes())
+    with pytest.raises(
+        InputError, match="9 was written to .* cannot be read back .*check the disk; nothing was deleted"
+    ):
+        checkpoints.check_saved(9, shapes().params, shapes().step)
     shutil.rmtree(damaged)
     with pytest.raises(InputError, match=r"cannot be read back .*no checkpoint 9 .*there: 5"):
-        checkpoints.check_saved(9, shapes())
+        checkpoints.check_saved(9, shapes().params, shapes().step)
 
 
 def test_reader_makes_nothing(tmp_path):
