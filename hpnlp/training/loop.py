@@ -136,8 +136,8 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
         stack.callback(display.close)
         parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainer.state_shapes.params))
         display.say(_greeting(begin, config, workdir, parameters, trainer.layout.mesh))
-        for remark in [] if source is None else source.remarks:
-            display.say(f"{source.directory}: {remark}")
+        for remark in source.remarks if source is not None else ():
+            display.say(f"{config.train.init_from}: {remark}")
         if trainer.undivided:
             display.say(f"no axis of the plan divides {', '.join(trainer.undivided)}: whole on every device")
         display.say(corpus.summary)  # what was left out, too: nobody misses a file in silence
