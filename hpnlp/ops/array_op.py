@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from hpnlp.ops.arrays import as_arrays
+from hpnlp.ops.arrays import as_arrays, has_numpy
 from hpnlp.types import InputError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -31,7 +31,8 @@ def array_op(out: str = "", /, **inputs: str) -> Callable[[Function], Function]:
     function is called as it is, and its jaxpr does not change; `jax.shard_map` over all axes of a mesh is such a place.
 
     In a `jax.shard_map` over only some axes of an explicit mesh, the backward pass computes the forward pass again, because
-    JAX cannot pass the intermediate results out of such a shard_map.
+    JAX cannot pass the intermediate results out of such a shard_map; names for rematerialisation policies
+    (`jax.ad_checkpoint.checkpoint_name`) inside the operation have no effect there.
 
     Args:
       out: names of the leading axes of a result, as in "B T N"; an array of fewer axes takes the first of them. Of
@@ -50,8 +51,11 @@ def array_op(out: str = "", /, **inputs: str) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def at_edge(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = as_arrays((args, kwargs))
-            mesh = _explicit_mesh((args, kwargs))
+            leaves, form = jax.tree.flatten((args, kwargs))
+            if has_numpy(leaves):
+                leaves = as_arrays(leaves)
+                args, kwargs = jax.tree.unflatten(form, leaves)
+            mesh = _explicit_mesh(leaves)
             if mesh is None:
                 return function(*args, **kwargs)
             shardings = _by_name(signature.bind(*args, **kwargs).arguments, inputs)
@@ -65,9 +69,10 @@ def array_op(out: str = "", /, **inputs: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def _explicit_mesh(tree: Any) -> AbstractMesh | None:
+def _explicit_mesh(leaves: Sequence[Any]) -> AbstractMesh | None:
     """The mesh with an explicit axis that surrounds the call, or that one of the arrays is sharded over."""
-    for mesh in (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in _arrays(tree))):
+    arrays = (x for x in leaves if isinstance(x, jax.Array))
+    for mesh in (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)):
         if AxisType.Explicit in mesh.axis_types:
             return mesh
     return None
@@ -116,11 +121,11 @@ def _captured(function: Any) -> Iterator[Any]:
         yield from _captured(function.func)
 
 
-def _by_name(given: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
+def _by_name(arguments: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
     """The mesh axes of each named array axis: one entry of a PartitionSpec, and for "..." several."""
-    found: dict[str, tuple[Any, ...]] = {}
+    mesh_axes: dict[str, tuple[Any, ...]] = {}
     for argument, pattern in inputs.items():
-        array = next(_arrays(given.get(argument)), None)
+        array = next(_arrays(arguments.get(argument)), None)
         if array is None:
             continue
         spec, names = tuple(jax.typeof(array).sharding.spec), pattern.split()
@@ -130,17 +135,17 @@ def _by_name(given: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, t
         else:
             spec = tuple((x,) for x in spec)
         for name, entries in zip(names, spec, strict=False):
-            found.setdefault(name, entries)
-    return found
+            mesh_axes.setdefault(name, entries)
+    return mesh_axes
 
 
-def _spec(names: Sequence[str], found: Mapping[str, tuple[Any, ...]], x: jax.Array) -> PartitionSpec:
+def _spec(names: Sequence[str], mesh_axes: Mapping[str, tuple[Any, ...]], x: jax.Array) -> PartitionSpec:
     """The sharding of a result. A mesh axis that two of its axes would take goes to the first."""
     spec, used = [], set()
-    for entry in [entry for name in names for entry in found.get(name, (None,))][: x.ndim]:
-        mesh_axes = set(entry) if isinstance(entry, tuple) else {entry} - {None}
-        spec.append(None if used & mesh_axes else entry)
-        used |= mesh_axes
+    for entry in [entry for name in names for entry in mesh_axes.get(name, (None,))][: x.ndim]:
+        wanted = set(entry) if isinstance(entry, tuple) else {entry} - {None}
+        spec.append(None if used & wanted else entry)
+        used |= wanted
     return PartitionSpec(*spec)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -27,7 +27,7 @@ def as_arrays(tree: Any) -> Any:
         The tree, with jax arrays for numpy arrays. The zero tangents of integers (float0) stay numpy arrays.
     """
     leaves, form = jax.tree.flatten(tree)
-    if not any(map(_is_numpy, leaves)):
+    if not has_numpy(leaves):
         return tree
     # Concrete also inside jit, so that labels that are known while tracing can still be checked.
     with jax.ensure_compile_time_eval():
@@ -47,6 +47,11 @@ def accepts_numpy(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return converted
+
+
+def has_numpy(leaves: Iterable[Any]) -> bool:
+    """Whether `as_arrays` would convert one of the leaves of a tree."""
+    return any(map(_is_numpy, leaves))
 
 
 def _is_numpy(x: Any) -> bool:

@@ -97,7 +97,8 @@ def attend(
 
     Returns o [B, T, N, Hv] in q's dtype (accumulated in float32), or (o, lse). A row that may see nothing gives o = 0,
     lse = -inf (its sink, where there are sinks) and zero gradients. Keys and values that no query may see are never read
-    into a result, NaN or not.
+    into a result, NaN or not. Queries that may see nothing may be NaN, too, but with impl="cudnn" and, without return_lse,
+    with impl="splash", whose gradients are NaN then.
     Derivatives are by reverse mode (`jax.grad`, `jax.vjp`, `jax.jacrev`); forward mode (`jax.jvp`, `jax.jacfwd`) raises jax's
     TypeError, except with impl="reference".
     Raises InputError on shapes that do not fit and on what the chosen impl cannot honour.
