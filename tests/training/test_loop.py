@@ -269,7 +269,7 @@ def test_last_checkpoint_is_read_back_before_the_run_is_called_done(tmp_path, mo
                 path.unlink()
 
     monkeypatch.setattr(loop, "Checkpointer", Losing)
-    with pytest.raises(InputError, match="checkpoint 12 cannot be read"):
+    with pytest.raises(InputError, match="checkpoint 12 was written to .* and cannot be read back"):
         train(tmp_path)
 
 
