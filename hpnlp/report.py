@@ -16,8 +16,9 @@ import jax
 
 from hpnlp import measure, plots
 from hpnlp.data import baselines
+from hpnlp.models import decode
 from hpnlp.nn.output import is_normalized
-from hpnlp.training import decode, next_commands
+from hpnlp.training import next_commands
 from hpnlp.training.config import Config, flat
 from hpnlp.training.loop import Result
 from hpnlp.types import InputError

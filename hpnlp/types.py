@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -173,86 +173,60 @@ class Tokenizer(Protocol):
         ...
 
 
-@runtime_checkable
-class Branches(Protocol):
-    """A device's part in the branches of Blocks, where several devices share a Block.
+class TensorParallel:
+    """Division of a Block's branches over the devices of a mesh: which heads and columns a device computes, and the
+    collectives around them.
 
-    divided axes are "heads" and "mlp", by their logical names; `parallel.layout.Branches` is this over a mesh.
+    Logical axis names are "heads" and "mlp". This class is the identity, for one device; `parallel.tensor_parallel` overrides
+    it for a mesh.
     """
+
+    # True if no method changes its argument.
+    is_identity: ClassVar[bool] = True
 
     @property
     def takes_again(self) -> bool:
-        """Whether the backward pass is not to keep what `whole` has made."""
-        ...
+        """Whether the backward pass gathers parameters again instead of keeping the result of `whole`."""
+        return False
 
     def local(self, name: str, size: int) -> int:
-        """How many of `size` heads or columns the device has."""
-        ...
-
-    def first(self, name: str, size: int) -> Any:
-        """The number of the first of these."""
-        ...
-
-    def enter(self, x: Array) -> Array:
-        """Hidden states of the device's tokens to those that the branch reads."""
-        ...
-
-    def leave(self, y: Array, name: str) -> Array:
-        """What the device made of the branch's result to the result, of the device's tokens."""
-        ...
-
-    def own(self, x: Array, axis: int) -> Array:
-        """Of an array over the tokens that a branch reads, the part of the device's tokens."""
-        ...
-
-    def mix(self, mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
-        """What `mixer` makes of the device's tokens and heads."""
-        ...
-
-    def policy(self, policy: Any) -> Any:
-        """A policy of `jax.checkpoint`, None for one that saves everything, but for what `whole` has made."""
-        ...
-
-    def whole(self, params: Any) -> Any:
-        """A layer's parameters as the device holds them to what the layer computes with."""
-        ...
-
-
-class Alone:
-    """`Branches` of one device: all of everything."""
-
-    takes_again = False
-
-    def local(self, name: str, size: int) -> int:
+        """Number of the device's heads or columns, of `size` in all."""
         return size
 
-    def first(self, name: str, size: int) -> int:
+    def first(self, name: str, size: int) -> Any:
+        """Index of the device's first head or column."""
         return 0
 
     def enter(self, x: Array) -> Array:
+        """Hidden states of the device's tokens to those that the branch reads."""
         return x
 
     def leave(self, y: Array, name: str) -> Array:
+        """Sum of the devices' partial results `y`, for the device's tokens."""
         return y
 
     def own(self, x: Array, axis: int) -> Array:
+        """The device's part of an array over all tokens that a branch reads."""
         return x
 
     def mix(self, mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
+        """`mixer(inputs, mask)` for the device's tokens and heads."""
         return mixer(inputs, mask)
 
     def policy(self, policy: Any) -> Any:
+        """`policy` of `jax.checkpoint` (None saves everything), except that parameters to be gathered again are not saved."""
         return policy
 
     def whole(self, params: Any) -> Any:
+        """Full parameters of a layer from the device's shards."""
         return params
 
 
-ALONE = Alone()
+NO_TENSOR_PARALLEL = TensorParallel()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Placement:
+class ModelParallel:
     """A model's three parts over a mesh, in the place of its own.
 
     lookup: (table, ids, dtype) -> x. through: (run, stacked parameters, x, context, rng) -> (x, aux), where run is

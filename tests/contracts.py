@@ -18,8 +18,10 @@ import pytest
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops import attention
-from hpnlp.ops.attention import Causal, Full, masks, orders, reference
-from hpnlp.ops.attention.flash import _backward, _forward, _traced_once
+from hpnlp.ops.attention import Causal, Full, reference
+from hpnlp.ops.attention.block_sparse import decompose
+from hpnlp.ops.attention.block_sparse.flash import _backward, _forward, _traced_once
+from hpnlp.ops.attention.masks.table import MASKS as PATTERN_TABLE
 from hpnlp.spec import build, parse_one
 from hpnlp.types import MixerInputs, WordStats
 
@@ -31,7 +33,7 @@ ONCE = {"xla_backend_optimization_level": 0}
 MASKS = (Full(), Causal())
 # Every pattern of the table, with small numbers, and combinations.
 PATTERNS = (
-    *(mask for pattern in masks.MASKS.values() for mask in pattern.examples if mask.heads is None),
+    *(mask for pattern in PATTERN_TABLE.values() for mask in pattern.examples if mask.heads is None),
     ~attention.Window(4),
     attention.Strided(5).shift(2),
 )
@@ -91,7 +93,7 @@ def executor_with(*changes):
     from there.
     """
     traces = (_traced_once(function).clear_cache for function in (_forward, _backward))
-    kept = (orders.parts.cache_clear, orders._cost.cache_clear, *traces)
+    kept = (decompose.parts.cache_clear, decompose._cost.cache_clear, *traces)
     with pytest.MonkeyPatch.context() as patch:
         for change in changes:
             patch.setattr(*change)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpnlp.ops.attention.masks import MASKS
+from hpnlp.ops.attention.masks.table import MASKS
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "colabs").glob("*.ipynb"))
 

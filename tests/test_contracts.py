@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.attention import Causal, Full
-from hpnlp.ops.attention.blocks import density
-from hpnlp.training.rows import distinct
+from hpnlp.ops.attention.block_sparse.block_mask import density
+from hpnlp.training.sparse_rows import distinct
 from hpnlp.types import InputError, LossOut, Rows
 from tests import contracts
 from tests.contracts import MIXER_SPECS, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once

@@ -14,7 +14,7 @@ from hpnlp.cli import experiment
 from hpnlp.data import text as sources
 from hpnlp.data.stream import prepare
 from hpnlp.training.config import resolve
-from hpnlp.training.run import make_model
+from hpnlp.training.run_directory import make_model
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests.tiny import quick_compiler, text, xla_cache  # noqa: F401  (fixtures)

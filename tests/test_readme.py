@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention import Causal, Where, attend, blocks, reference
+from hpnlp.ops.attention import Causal, Where, attend, reference
+from hpnlp.ops.attention.block_sparse import block_mask
 from tests.contracts import assert_close, once
 from tests.tiny import quick_compiler, xla_cache  # noqa: F401  (fixtures)
 
@@ -37,7 +38,7 @@ def test_a_mask_of_ones_own_says_the_same_in_both_forms(names):
 
 def test_its_tiles_are_sound_and_leave_most_out(names):
     mask = names["Near"](10, 1)
-    dense, tiles = mask.to_dense(203, 170), blocks.live(mask, 203, 170, 8, 16)
+    dense, tiles = mask.to_dense(203, 170), block_mask.live(mask, 203, 170, 8, 16)
     covered = np.zeros_like(dense)
     for row, column in zip(tiles.rows, tiles.columns, strict=True):
         covered[row * 8 : (row + 1) * 8, column * 16 : (column + 1) * 16] = True

@@ -38,8 +38,9 @@ from hpnlp.ops.attention import (
     reference,
     sparse_transformer_fixed,
 )  # fmt: skip
-from hpnlp.ops.attention.blocks import density, live, plan
-from hpnlp.ops.attention.cache import extend_cache, start_cache
+from hpnlp.ops.attention.block_sparse.block_mask import density, live
+from hpnlp.ops.attention.block_sparse.schedule import plan
+from hpnlp.ops.attention.decoding.kv_cache import extend_cache, start_cache
 from hpnlp.training.allocator import keep_freed_memory
 
 if TYPE_CHECKING:

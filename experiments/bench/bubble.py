@@ -23,7 +23,7 @@ from hpnlp import measure  # noqa: E402
 from hpnlp.models.lm import LM, LMConfig, example_batch  # noqa: E402
 from hpnlp.parallel import pipeline  # noqa: E402
 from hpnlp.parallel.plan import Plan  # noqa: E402
-from hpnlp.planner import traffic  # noqa: E402
+from hpnlp.planner import collectives  # noqa: E402
 from hpnlp.training.optim import OptimizerConfig  # noqa: E402
 from hpnlp.training.step import Trainer, make_trainer  # noqa: E402
 
@@ -76,9 +76,9 @@ def main(_: Any) -> None:
                 "ticks": lasting,
                 "idle_formula": (stages - 1) / (rounds * count + stages - 1),
                 "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
-                "sent_bytes": traffic.total(traffic.compiled_traffic(compiled.as_text())),
-                "sent_bytes_planned": traffic.total(
-                    traffic.step_traffic(trainer, traffic.trace(trainer, rows, LENGTH).jaxpr)
+                "sent_bytes": collectives.total(collectives.compiled_traffic(compiled.as_text())),
+                "sent_bytes_planned": collectives.total(
+                    collectives.step_traffic(trainer, collectives.trace(trainer, rows, LENGTH).jaxpr)
                 ),
             }
             if kept == "all":  # else what is computed again counts, too

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from absl import app, flags
 
 from hpnlp import measure
+from hpnlp.models.decode import Generation
 from hpnlp.models.lm import LM, LMConfig, example_batch
-from hpnlp.ops.attention.position import frequencies
-from hpnlp.training.decode import Generation
+from hpnlp.ops.attention.positions.rope import frequencies
 
 RESULTS = Path(__file__).parents[1] / "results"
 VOCAB = 264

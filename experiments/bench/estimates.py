@@ -21,8 +21,8 @@ from absl import app, flags
 
 from hpnlp import cli, measure
 from hpnlp.ops.softmax import linear_cross_entropy
-from hpnlp.ops.softmax.sampled import sampled_softmax, scores
-from hpnlp.ops.softmax.samplers import LogUniform, sample
+from hpnlp.ops.softmax.proposals import LogUniform, sample
+from hpnlp.ops.softmax.sampled_losses import sampled_softmax, scores
 from hpnlp.ops.softmax.vmf import log_iv
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -19,19 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.ops.attention import (
-    Causal,
-    Mask,
-    PerHead,
-    attend,
-    panels,  # fmt: skip
-    reference,
-)
-from hpnlp.ops.attention.cache import extend_cache, start_cache
-from hpnlp.ops.attention.cudnn import beyond_cudnn
-from hpnlp.ops.attention.masks import MASKS
-from hpnlp.ops.attention.pallas_gpu import beyond_pallas
-from hpnlp.ops.attention.splash_tpu import beyond_splash
+from hpnlp.ops.attention import Causal, Mask, PerHead, attend, reference
+from hpnlp.ops.attention.block_sparse import unrolled
+from hpnlp.ops.attention.decoding.kv_cache import extend_cache, start_cache
+from hpnlp.ops.attention.kernels.cudnn import beyond_cudnn
+from hpnlp.ops.attention.kernels.pallas_gpu import beyond_pallas
+from hpnlp.ops.attention.kernels.splash_tpu import beyond_splash
+from hpnlp.ops.attention.masks.table import MASKS
 from hpnlp.types import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +103,7 @@ def accepts(mask: Any) -> list[str]:
 
 
 def main() -> None:
-    panels.PAIRS = 0
+    unrolled.PAIRS = 0
     columns = features()
     lines = [
         "| mask | " + " | ".join((*columns, "cudnn", "pallas", "splash")) + " |",

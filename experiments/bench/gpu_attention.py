@@ -23,8 +23,8 @@ from absl import app, flags
 
 from hpnlp import cli, measure
 from hpnlp.ops.attention import Blockwise, Causal, Mask, RandomBlocks, Window, attend, bigbird, reference
-from hpnlp.ops.attention.blocks import density, live
-from hpnlp.ops.attention.pallas_gpu import beyond_pallas, pallas
+from hpnlp.ops.attention.block_sparse.block_mask import density, live
+from hpnlp.ops.attention.kernels.pallas_gpu import beyond_pallas, pallas
 
 RESULTS = Path(__file__).parents[1] / "results"
 # How far two bfloat16 forms may lie apart, where outputs and gradients are of order 1.

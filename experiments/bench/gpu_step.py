@@ -24,8 +24,8 @@ from hpnlp import cli, measure, planner
 from hpnlp.models.lm import LMConfig
 from hpnlp.ops.attention import Causal, attend, reference
 from hpnlp.parallel.plan import Plan
-from hpnlp.planner.costs import trainer_of
 from hpnlp.planner.devices import Device, this_cpu
+from hpnlp.planner.estimate import trainer_of
 from hpnlp.planner.search import changed
 from hpnlp.training.config import Config, default, resolve
 

@@ -28,7 +28,7 @@ from hpnlp import cli, measure
 from hpnlp.data.stream import prepare
 from hpnlp.training.config import Config, default, resolve
 from hpnlp.training.loop import heldout_loss
-from hpnlp.training.run import make_model
+from hpnlp.training.run_directory import make_model
 from hpnlp.training.step import make_trainer
 
 ROWS, LENGTH, FACTOR = 1, 32, 16

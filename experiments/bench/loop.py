@@ -24,7 +24,7 @@ from absl import app, flags
 from hpnlp import cli, measure
 from hpnlp.training import config as configs
 from hpnlp.training import loop
-from hpnlp.training.run import make_model
+from hpnlp.training.run_directory import make_model
 from hpnlp.training.step import make_trainer
 
 RESULTS = Path(__file__).parents[1] / "results"

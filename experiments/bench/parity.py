@@ -27,7 +27,7 @@ from hpnlp import measure  # noqa: E402
 from hpnlp.data.stream import DataConfig, prepare  # noqa: E402
 from hpnlp.models.lm import LM, LMConfig  # noqa: E402
 from hpnlp.parallel.plan import Plan  # noqa: E402
-from hpnlp.planner import traffic  # noqa: E402
+from hpnlp.planner import collectives  # noqa: E402
 from hpnlp.training.optim import OptimizerConfig  # noqa: E402
 from hpnlp.training.step import make_trainer  # noqa: E402
 
@@ -56,9 +56,9 @@ def train(plan: Plan, batches: list[Any], vocab: int) -> tuple[np.ndarray, list[
     state, losses, gradients = trainer.init(key), [], []
     costs = {
         "state_bytes": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state)),
-        "state_bytes_planned": traffic.held_bytes(trainer.state_shapes),
-        "sent_bytes_planned": traffic.total(
-            traffic.step_traffic(trainer, traffic.trace(trainer, *batches[0]["tokens"].shape).jaxpr)
+        "state_bytes_planned": collectives.held_bytes(trainer.state_shapes),
+        "sent_bytes_planned": collectives.total(
+            collectives.step_traffic(trainer, collectives.trace(trainer, *batches[0]["tokens"].shape).jaxpr)
         ),
     }
     for batch in batches:
@@ -68,7 +68,7 @@ def train(plan: Plan, batches: list[Any], vocab: int) -> tuple[np.ndarray, list[
             moments = jax.device_get(jax.tree.leaves(optax.tree.get(state.opt_state, "mu")))
             gradients = [moment / (1 - OPTIMIZER.b1) for moment in moments]
     lowered = trainer.step.jitted.lower(trainer.state_shapes, batches[0], jax.eval_shape(lambda: key))
-    costs["sent_bytes"] = traffic.total(traffic.compiled_traffic(lowered.compile().as_text()))
+    costs["sent_bytes"] = collectives.total(collectives.compiled_traffic(lowered.compile().as_text()))
     return np.array(jax.device_get(losses), np.float64), gradients, costs
 
 

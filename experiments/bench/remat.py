@@ -20,7 +20,7 @@ from absl import app, flags
 from hpnlp import cli, measure, planner
 from hpnlp.models.lm import LMConfig, example_batch
 from hpnlp.parallel.plan import Plan
-from hpnlp.planner.costs import trainer_of
+from hpnlp.planner.estimate import trainer_of
 from hpnlp.planner.search import changed
 from hpnlp.training.config import Config, default, resolve
 

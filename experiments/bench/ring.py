@@ -23,10 +23,10 @@ from absl import app, flags  # noqa: E402
 
 from hpnlp import measure  # noqa: E402
 from hpnlp.models.lm import LM, LMConfig, example_batch, masks_of  # noqa: E402
-from hpnlp.ops.attention.blocks import density  # noqa: E402
+from hpnlp.ops.attention.block_sparse.block_mask import density  # noqa: E402
+from hpnlp.parallel.context_parallel import arrangement, course  # noqa: E402
 from hpnlp.parallel.plan import Plan  # noqa: E402
-from hpnlp.parallel.sequence import arrangement, course  # noqa: E402
-from hpnlp.planner.traffic import held_bytes  # noqa: E402
+from hpnlp.planner.collectives import held_bytes  # noqa: E402
 from hpnlp.training.optim import OptimizerConfig  # noqa: E402
 from hpnlp.training.step import make_trainer  # noqa: E402
 

@@ -27,7 +27,7 @@ from hpnlp.nn.attention import Context
 from hpnlp.ops.attention import Causal
 from hpnlp.ops.search import recall
 from hpnlp.retrieval import Index
-from hpnlp.training.run import load
+from hpnlp.training.run_directory import load
 from hpnlp.types import InputError
 
 RESULTS = Path(__file__).parents[1] / "results"

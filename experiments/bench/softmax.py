@@ -28,7 +28,7 @@ from hpnlp import cli, measure
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.softmax import linear_cross_entropy
 from hpnlp.spec import build, parse_one
-from hpnlp.training import rows as gathered
+from hpnlp.training import sparse_rows as gathered
 from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.types import WordStats
 

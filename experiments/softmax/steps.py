@@ -22,7 +22,7 @@ from hpnlp import cli, measure
 from hpnlp.cli import experiment
 from hpnlp.data.stream import Corpus, prepare
 from hpnlp.training.config import resolve
-from hpnlp.training.run import make_model
+from hpnlp.training.run_directory import make_model
 from hpnlp.training.step import make_trainer
 
 HERE = Path(__file__).parent

@@ -95,9 +95,9 @@ def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
 
 def _to_run(source: Path, target: Path) -> None:
     from hpnlp.data import DataConfig, tokenizers
-    from hpnlp.models import convert
+    from hpnlp.models.huggingface import convert
     from hpnlp.training import config
-    from hpnlp.training import run as runs
+    from hpnlp.training import run_directory as runs
     from hpnlp.training.checkpoint import Checkpointer, checked_directory
 
     checked_directory(target)
@@ -123,8 +123,8 @@ def _to_checkpoint(source: Path, target: Path) -> None:
     from hpnlp.data import tokenizers
     from hpnlp.data.export import export
     from hpnlp.data.huggingface import HFTokenizer
-    from hpnlp.models import convert
-    from hpnlp.training import run as runs
+    from hpnlp.models.huggingface import convert
+    from hpnlp.training import run_directory as runs
 
     run = runs.load(source, cli.FLAGS.step)
     tokenizer, model = run.tokenizer, run.model.config

@@ -44,7 +44,7 @@ def tables() -> dict[str, Iterable[str]]:
     from hpnlp.data import tokenizers
     from hpnlp.models import lm
     from hpnlp.nn import attention, layers
-    from hpnlp.parallel import offload, plan
+    from hpnlp.parallel import plan, remat
     from hpnlp.training import metrics, optim
 
     return {
@@ -60,7 +60,7 @@ def tables() -> dict[str, Iterable[str]]:
         "optimizer.schedule": optim.SCHEDULES,
         "optimizer.scaling": optim.SCALINGS,
         "plan.name": plan.PLANS,
-        "plan.remat": offload.REMAT,
+        "plan.remat": remat.REMAT,
         "plan.exchange": plan.EXCHANGES,
         "train.writers": metrics.WRITERS,
     }

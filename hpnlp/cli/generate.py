@@ -43,8 +43,8 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp.data.prompt import prompt_bytes
-    from hpnlp.training import decode
-    from hpnlp.training import run as runs
+    from hpnlp.models import decode
+    from hpnlp.training import run_directory as runs
 
     f = cli.FLAGS
     loaded = runs.load(workdir, f.step)

@@ -58,7 +58,7 @@ def _run(argv: Sequence[str]) -> None:
         os.environ["XLA_FLAGS"] = f"{given} --xla_force_host_platform_device_count={f.devices}"
 
     from hpnlp import planner
-    from hpnlp.planner import compiled, devices, picture, search
+    from hpnlp.planner import compiled, devices, render, search
     from hpnlp.training import config
 
     if f.depth == "compiled" and f.devices > compiled.MAX_PRETENDED:
@@ -66,14 +66,14 @@ def _run(argv: Sequence[str]) -> None:
             f"--devices={f.devices}: --depth=compiled pretends at most {compiled.MAX_PRETENDED} devices on a CPU: take fewer, "
             "or --depth=formulas"
         )
-    out = picture.writable(Path(f.out)) if f.out else None
+    out = render.writable(Path(f.out)) if f.out else None
     device = lookup({**planner.DEVICES, "cpu": None}, f.device, "--device") or devices.this_cpu(f.devices)
     if f.depth == "tpu":
         compiled.tpus(f.device, f.devices)  # or says why not
     resolved = config.resolve(values)
     try:
         costs = planner.costs(resolved, f.devices)
-        print(picture.table(costs, device, f.device))
+        print(render.table(costs, device, f.device))
     except InputError as error:
         if not f.search:
             raise
@@ -84,19 +84,19 @@ def _run(argv: Sequence[str]) -> None:
         mend = search.mended(costs, device, functools.partial(_say, "changes tried"))
         print(
             f"It fits with {mend[0]}: {mend[1].bytes / 1e9:.1f} GB, at least {mend[1].total_seconds(device):.3g} s a step"
-            f"{picture.doubt(mend[1], device)}."
+            f"{render.doubt(mend[1], device)}."
             if mend
             else "No change that was tried makes it fit: take more devices, a smaller batch or a smaller model."
         )
     if f.search:
         found = search.ranked(resolved, f.devices, device, functools.partial(_say, "plans looked at"))
-        print(picture.ranking(found, device, resolved.plan))
+        print(render.ranking(found, device, resolved.plan))
         costs = costs or next(iter(found), None)
     if costs and f.depth != "formulas":
         print(f"compiling for {f.devices} devices", file=sys.stderr)
         print(compiled.compare(costs, f.depth, f.device))
     if costs and out:
-        print(picture.draw(costs, device, f.device, out))
+        print(render.draw(costs, device, f.device, out))
 
 
 def _say(what: str, done: int, of: int) -> None:

@@ -82,7 +82,7 @@ def _advice(failed: Mapping[str, int], members: int) -> str:
 
 def _is_finished(directory: Path, config: Any) -> bool:
     from hpnlp.training.config import differences
-    from hpnlp.training.run import load_config
+    from hpnlp.training.run_directory import load_config
 
     return (directory / "report.json").exists() and not differences(load_config(directory), config)
 
@@ -167,6 +167,6 @@ def _check_model(config: Any) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     from hpnlp.models.lm import axes_and_shapes
-    from hpnlp.planner.costs import model_of
+    from hpnlp.planner.estimate import model_of
 
     axes_and_shapes(model_of(config).clone(remat=config.plan.remat))

@@ -54,15 +54,15 @@ def _run(argv: Sequence[str]) -> None:
 
     from hpnlp import report
     from hpnlp.planner import shortage
-    from hpnlp.training import config, hosts, loop
+    from hpnlp.training import config, distributed, loop
 
     f = cli.FLAGS
-    hosts.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
+    distributed.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
-    hosts.check_alike(config.to_json(resolved))
-    with hosts.others_may_die(), shortage.explained(resolved):
+    distributed.check_alike(config.to_json(resolved))
+    with distributed.others_may_die(), shortage.explained(resolved):
         result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
     if result.interrupted:
         sys.exit(signals.INTERRUPTED)
-    if hosts.is_lead():
+    if distributed.is_lead():
         report.write(workdir, resolved, result, shlex.join([f"--config={path}", *overrides]))

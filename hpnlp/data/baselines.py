@@ -78,14 +78,14 @@ class Baselines:
     """
 
     def __init__(self, corpus: Corpus) -> None:
-        from hpnlp.data import store
+        from hpnlp.data import token_store
 
         self._corpus = corpus
         self._share = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._root, entry = os.path.split(corpus.directory)
         self._name = f"baselines-{_VERSION}-{entry}"
-        self._known = store.find(self._root, self._name)
+        self._known = token_store.find(self._root, self._name)
         large = corpus.train_tokens + corpus.heldout_bytes > _SMALL
         if self._known is None and large and corpus.tokenizer.lossless:
             with contextlib.suppress(OSError):  # a full disk, or no memory: `result` lacks the figure
@@ -118,7 +118,7 @@ class Baselines:
             The fields of `measure`, None where a figure could not be measured, and `xz_trained_share`, the share of the
             training text that xz was given: its last 64 MiB.
         """
-        from hpnlp.data import store
+        from hpnlp.data import token_store
 
         if self._known is not None:
             return self._known
@@ -137,7 +137,7 @@ class Baselines:
         record = {**numbers, "xz_trained_share": self._share}
         self._known = record
         with contextlib.suppress(InputError):  # where the cache cannot be written, the next run measures again
-            store.cached(self._root, self._name, lambda directory: record)
+            token_store.cached(self._root, self._name, lambda directory: record)
         return record
 
 

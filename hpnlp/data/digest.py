@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from hpnlp.data import store
+from hpnlp.data import token_store
 from hpnlp.data.files import check_regular, unreadable
 from hpnlp.types import InputError
 
@@ -53,10 +53,10 @@ class Snapshot:
             if self._bytes < _REMEMBERED_BYTES or not self._is_settled:
                 self._digest = self._hashed(progress)
             else:
-                name = f"digest-{store.key_of([_FORMAT, self._stamps])}"
-                self._digest = (store.find(root, name) or {}).get("digest") or self._hashed(progress)
+                name = f"digest-{token_store.key_of([_FORMAT, self._stamps])}"
+                self._digest = (token_store.find(root, name) or {}).get("digest") or self._hashed(progress)
                 with contextlib.suppress(InputError):  # where the cache cannot be written, the next run hashes again
-                    store.cached(root, name, lambda directory: {"digest": self._digest})
+                    token_store.cached(root, name, lambda directory: {"digest": self._digest})
         return self._digest
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data import text
-from hpnlp.data.store import Tokens, TokenWriter
+from hpnlp.data.token_store import Tokens, TokenWriter
 from hpnlp.data.tokenizers import encode_all
 from hpnlp.types import InputError, Tokenizer
 

@@ -31,7 +31,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hpnlp.data import store, text
+from hpnlp.data import text, token_store
 from hpnlp.data.digest import Snapshot
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
@@ -65,12 +65,12 @@ def write_corpus(name: str, cache: str = "") -> WordCorpus:
     """
     sources, _ = lookup(CORPORA, name, "corpus")
     (source,) = text.find(sources, "the standard library")
-    root = store.cache_root(cache)
+    root = token_store.cache_root(cache)
     content = Snapshot([file.path for file in source.files]).digest(root, lambda what, done, total: None)
     names = [file.name for file in source.files]
-    key = store.key_of([_FORMAT, name, platform.python_version(), names, content])
+    key = token_store.key_of([_FORMAT, name, platform.python_version(), names, content])
     write = lambda directory: _write(name, source.files, directory)  # noqa: E731
-    directory, record = store.cached(root, f"words-{name}-{key}", write)
+    directory, record = token_store.cached(root, f"words-{name}-{key}", write)
     return WordCorpus(os.path.join(glob.escape(directory).replace(",", "?"), "*.txt"), **record)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp import spec as specs
-from hpnlp.data import packing, store, text, tokenizers
+from hpnlp.data import packing, text, token_store, tokenizers
 from hpnlp.data.digest import Snapshot
 from hpnlp.data.files import printable
 from hpnlp.data.ingest import Ingest, Progress
@@ -120,7 +120,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
             f"data.weights has {len(config.weights)} weights and data.path {len(ingest.sources)} sources: pass one a "
             "source, or none"
         )
-    root = store.cache_root(config.cache)
+    root = token_store.cache_root(config.cache)
     if tokenizer is None and not tokenizers.is_trained(config.tokenizer):
         tokenizer = tokenizers.build(config.tokenizer)  # before text is read, so that a wrong path is found at once
     snapshot = Snapshot(ingest.paths)
@@ -135,7 +135,9 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
         snapshot.check()
         return record
 
-    directory, record = store.cached(root, f"tokens-{store.key_of([content, tokenizer_digest(tokenizer)])}", write)
+    directory, record = token_store.cached(
+        root, f"tokens-{token_store.key_of([content, tokenizer_digest(tokenizer)])}", write
+    )
     return Corpus(config, tokenizer, directory, record, is_cached)
 
 
@@ -150,7 +152,7 @@ def _trained_tokenizer(
         snapshot.check()
         return {}
 
-    directory, _ = store.cached(root, f"tokenizer-{store.key_of([tokenizers.MADE, spec, content])}", write)
+    directory, _ = token_store.cached(root, f"tokenizer-{token_store.key_of([tokenizers.MADE, spec, content])}", write)
     return tokenizers.load(directory)
 
 
@@ -188,8 +190,8 @@ class Corpus:
         self.config = config
         self.tokenizer = tokenizer
         self.directory = directory
-        self._train = store.Tokens(directory, "train", record["train"])
-        self._heldout = store.Tokens(directory, "heldout", record["heldout"])
+        self._train = token_store.Tokens(directory, "train", record["train"])
+        self._heldout = token_store.Tokens(directory, "heldout", record["heldout"])
         self._bounds = record["bounds"]
         # Of the held-out text, too: losses on another cannot be put beside those that a run has seen.
         self.heldout_digest: str = record["heldout"]["digest"]
@@ -345,7 +347,7 @@ class Corpus:
             )
         return batch_size // process_count
 
-    def _batch(self, tokens: store.Tokens, rows: Any, count: int, numbers: np.ndarray) -> packing.Batch:
+    def _batch(self, tokens: token_store.Tokens, rows: Any, count: int, numbers: np.ndarray) -> packing.Batch:
         return packing.assemble(tokens, rows.segments(numbers), count, self.config.seq_len, self.tokenizer.pad_id)
 
 

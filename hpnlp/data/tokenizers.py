@@ -19,9 +19,9 @@ import numpy as np
 from hpnlp import spec as specs
 from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
-from hpnlp.data.similar import similar_order
 from hpnlp.data.text import to_text
-from hpnlp.ops.softmax.similarity import checked_order
+from hpnlp.data.word_similarity import similar_order
+from hpnlp.ops.softmax.word_order import checked_order
 from hpnlp.types import InputError, Tokenizer, WordStats
 
 _FORMAT = 1

@@ -20,10 +20,10 @@ from hpnlp.nn.layers import GATED, NORMS, Embed, dropout, embed_init, param
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.nn.stack import coupled, through, through_reversibly
-from hpnlp.ops.attention.mask import Causal
-from hpnlp.parallel import offload
+from hpnlp.ops.attention.masks.patterns import Causal
+from hpnlp.parallel import remat
 from hpnlp.spec import build, did_you_mean, lookup, parse, parse_one, shortened
-from hpnlp.types import ALONE, Aux, Branches, InputError, LossOut, Placement, WordStats
+from hpnlp.types import NO_TENSOR_PARALLEL, Aux, InputError, LossOut, ModelParallel, TensorParallel, WordStats
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -126,7 +126,7 @@ class LM(nn.Module):
 
     config: LMConfig
     stats: WordStats | None = None
-    placement: Placement | None = None
+    placement: ModelParallel | None = None
     remat: str = "none"
 
     @property
@@ -202,7 +202,7 @@ class LM(nn.Module):
         if self.is_initializing():
             aux = {}  # layers have theirs by now, and nobody asks what they would give
         elif placed is None:
-            x, caches, aux = self._layers(ALONE, params, x, context, rng, 0, caches)
+            x, caches, aux = self._layers(NO_TENSOR_PARALLEL, params, x, context, rng, 0, caches)
         else:
             run = lambda *given: self._layers(*given)[::2]  # noqa: E731
             x, aux = placed.through(run, params, x, context, rng)
@@ -213,7 +213,14 @@ class LM(nn.Module):
         return self.final_norm(x), caches, aux
 
     def _layers(
-        self, branches: Branches, params: Any, x: jax.Array, context: Context, rng: Any, first: Any, caches: Any = None
+        self,
+        branches: TensorParallel,
+        params: Any,
+        x: jax.Array,
+        context: Context,
+        rng: Any,
+        first: Any,
+        caches: Any = None,
     ) -> tuple[jax.Array, Any, Aux]:
         """Some layers, the first of which is number `first`, with these parameters."""
         c = self.config
@@ -252,7 +259,7 @@ class LM(nn.Module):
             return x, (cache, aux)
 
         layers = [functools.partial(layer, block) for block in blocks]
-        policy = offload.policy(self.remat)
+        policy = remat.policy(self.remat)
         if policy is not None or branches.takes_again:
             policy = branches.policy(policy)
             layers = [jax.checkpoint(one, policy=policy, prevent_cse=False) for one in layers]

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 
 from hpnlp.nn.layers import NORMS, Dense, dense_init
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.ops.attention.position import Scaling, rope, yarn
+from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.spec import Spec, build, parse, parse_one
-from hpnlp.types import ALONE, Aux, Branches, MixerInputs
+from hpnlp.types import NO_TENSOR_PARALLEL, Aux, MixerInputs, TensorParallel
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +76,7 @@ class Attention(nn.Module):
     out_bias: bool = False
     out_init: Any = dense_init
     dropout: float = 0.0
-    branches: Branches = ALONE
+    branches: TensorParallel = NO_TENSOR_PARALLEL
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:

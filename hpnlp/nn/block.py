@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.layers import GATED, MLP, NORMS, Initializer, dropout
 from hpnlp.spec import Spec, lookup
-from hpnlp.types import ALONE, Aux, Branches, InputError
+from hpnlp.types import NO_TENSOR_PARALLEL, Aux, InputError, TensorParallel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Block(nn.Module):
     config: BlockConfig
     out_init: Initializer
     mixer: Spec
-    branches: Branches = ALONE
+    branches: TensorParallel = NO_TENSOR_PARALLEL
 
     def setup(self) -> None:
         c = self.config

@@ -18,7 +18,7 @@ from hpnlp.ops.dropout import keep_mask, seed_words
 from hpnlp.ops.linear import linear
 from hpnlp.ops.norms import layer_norm, rms_norm
 from hpnlp.spec import lookup
-from hpnlp.types import ALONE, Alone, Branches, Rows, Split
+from hpnlp.types import NO_TENSOR_PARALLEL, Rows, Split, TensorParallel
 
 Initializer = Callable[..., Any]
 
@@ -45,13 +45,13 @@ class Dense(nn.Module):
     axes: tuple[str, str]
     use_bias: bool = False
     init: Initializer = dense_init
-    branches: Branches = ALONE
+    branches: TensorParallel = NO_TENSOR_PARALLEL
 
     @nn.compact
     def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*own F"]:
         kernel = param(self, "kernel", self.init, (x.shape[-1], self.features), self.axes)
         bias = param(self, "bias", nn.initializers.zeros, (self.features,), self.axes[1:]) if self.use_bias else None
-        if isinstance(self.branches, Alone):
+        if self.branches.is_identity:
             return linear(x, kernel, bias)
         y = self.branches.leave(linear(x, kernel), self.axes[0])
         return y if bias is None else y + bias.astype(y.dtype)[None, None]
@@ -117,7 +117,7 @@ class MLP(nn.Module):
     kind: str = "gelu"
     use_bias: bool = False
     down_init: Initializer = dense_init
-    branches: Branches = ALONE
+    branches: TensorParallel = NO_TENSOR_PARALLEL
 
     @nn.compact
     def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hpnlp.ops.reversible import reversible
-from hpnlp.ops.turns import in_turns, of_place
+from hpnlp.ops.reversible import by_period, layer_of_period, reversible
 from hpnlp.types import Aux
 
 # (x, (parameters, number of the layer, cache or None)) -> (x, (cache or None, aux)); x is an array, or a tree of them
@@ -44,9 +43,9 @@ def through(
 
     def turn(x: Any, slices: tuple[Any, Any]) -> tuple[Any, Any]:
         own, caches = slices
-        return _each(layers, x, [(*of_place(own, place, period), cache) for place, cache in enumerate(caches)])
+        return _each(layers, x, [(*layer_of_period(own, place, period), cache) for place, cache in enumerate(caches)])
 
-    own = in_turns((params, numbers), period)
+    own = by_period((params, numbers), period)
     x, ends = lax.scan(turn, x, (own, stacked), unroll=-(-unroll // period))
     stacked = tuple(cache for cache, _ in ends)
     reports = [_summed(aux) for _, aux in ends]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
 
 from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.hashing import mix
+from hpnlp.ops.counter_rng import mix
 
 
 @accepts_numpy

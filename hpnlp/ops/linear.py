@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.manual import vary_alike
+from hpnlp.ops.custom_vjp import vary_alike
 
 
 @array_op("... F", x="... D", w="_ F")

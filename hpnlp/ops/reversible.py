@@ -19,8 +19,7 @@ from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.manual import vary_alike
-from hpnlp.ops.turns import in_turns, of_place
+from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
 # (slice of the layers' parameters, stream, *operands) -> (what the other stream gains, report)
@@ -69,7 +68,7 @@ def reversible(
     reports: list[Any] = []
     for some, start, stop in ((layers, 0, whole), (layers[: count - whole], whole, count)):
         if start < stop:
-            turns = in_turns(jax.tree.map(lambda leaf: leaf[start:stop], leaves), len(some))  # noqa: B023
+            turns = by_period(jax.tree.map(lambda leaf: leaf[start:stop], leaves), len(some))  # noqa: B023
             made: Any = _run(tuple(some), turns, x1, x2, shared)
             x1, x2 = made[:2]
             reports += made[2]
@@ -78,7 +77,7 @@ def reversible(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(layers: Layers, params: list[Any], x1: Array, x2: Array, operands: list[Any]) -> tuple[Array, Array, Any]:
-    """params: `in_turns`. Reports are stacked over turns."""
+    """params: `by_period`. Reports are stacked over turns."""
     (y1, _), (y2, _), reports = _through(layers, params, x1, x2, operands)
     return y1, y2, reports
 
@@ -100,7 +99,7 @@ def _through(
     def turn(x: tuple[Stream, Stream], own: Any) -> tuple[tuple[Stream, Stream], Any]:
         (x1, x2), reports = x, []
         for place, (f, g) in enumerate(layers):
-            mine = of_place(own, place, len(layers))
+            mine = layer_of_period(own, place, len(layers))
             gain, of_f = f(mine, x2[0], operands)
             x1 = _add(x1, gain.astype(x1[0].dtype))
             gain, of_g = g(mine, x1[0], operands)
@@ -120,7 +119,7 @@ def _backward(layers: Layers, saved: Any, d: tuple[Array, Array, Any]) -> tuple[
         (y1, y2, d1, d2, sums), (own, d_reports, number) = carry, slices
         found = []
         for place, (f, g) in reversed(list(enumerate(layers))):
-            mine, (of_f, of_g) = of_place(own, place, len(layers)), d_reports[place]
+            mine, (of_f, of_g) = layer_of_period(own, place, len(layers)), d_reports[place]
             gain, by_y1, by_mine, by_operands = _pull(g, mine, y1[0], operands, d2, of_g)
             y2, d1, sums = _add(y2, -gain), d1 + by_y1, _sum(sums, by_operands)
             if place == 0:
@@ -182,3 +181,22 @@ def _gradients(leaves: list[Any], real: Sequence[Array]) -> list[Any]:
     """Of all leaves, from those of the real ones."""
     left = iter(real)
     return [next(left).astype(leaf.dtype) if _is_real(leaf) else None for leaf in leaves]
+
+
+def by_period(tree: Any, period: int) -> Any:
+    """Stacked layers `[layers, ...]` as `[layers // period, period, ...]`, for layer forms that are taken in turn.
+
+    Layers beyond the last whole period are cut off.
+    """
+
+    def reshape(leaf: jax.Array) -> jax.Array:
+        # XLA gives an axis of size 1 another layout, and copies the stack for it.
+        periods = leaf.shape[0] // period
+        return leaf if period == 1 else leaf[: periods * period].reshape(periods, period, *leaf.shape[1:])
+
+    return jax.tree.map(reshape, tree)
+
+
+def layer_of_period(tree: Any, index: int, period: int) -> Any:
+    """The layer at `index` of one period, of a tree whose leaves are `[period, ...]` (or one layer where period is 1)."""
+    return tree if period == 1 else jax.tree.map(lambda leaf: leaf[index], tree)

@@ -29,8 +29,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from hpnlp.parallel import offload, sequence
-from hpnlp.parallel.layout import Branches, Layout, total, vary, zeros_like
+from hpnlp.parallel import context_parallel, host_offload
+from hpnlp.parallel.layout import Layout, total, vary, zeros_like
+from hpnlp.parallel.tensor_parallel import MeshTensorParallel
 from hpnlp.types import Aux, InputError, Split
 
 # (the device's part in branches, some layers' slices, stacked, of which `branches.whole` makes parameters, x, context, rng,
@@ -51,11 +52,13 @@ def through(
     """
     length = context.positions.shape[1]
     given, take = layout.parameters(names, params, stacked=True)
-    whole = (lambda held: take(offload.here(held))) if layout.offload_parameters else take
+    whole = (lambda held: take(host_offload.here(held))) if layout.offload_parameters else take
     branches = dataclasses.replace(layout.branches(length), take=whole)
     if layout.size("length") > 1:
-        ring = functools.partial(sequence.ring, chunks=context.order)
-        branches = dataclasses.replace(branches, mixed=sequence.by_heads if layout.exchange == "heads" else ring)
+        ring = functools.partial(context_parallel.ring, chunks=context.order)
+        branches = dataclasses.replace(
+            branches, mixed=context_parallel.by_heads if layout.exchange == "heads" else ring
+        )
     count = microbatches(layout, x.shape[0])
     leaves, form = jax.tree.flatten(context)
 
@@ -111,7 +114,9 @@ def ticks(stages: int, count: int, rounds: int) -> int:
     return rounds * count + stages - 1
 
 
-def _stage(branches: Branches, run: Run, params: Any, rng: Any, rounds: int) -> tuple[Callable[..., Any], Any]:
+def _stage(
+    branches: MeshTensorParallel, run: Run, params: Any, rng: Any, rounds: int
+) -> tuple[Callable[..., Any], Any]:
     """`stage(own, x, context, round) -> (x, aux)`, and the stack [rounds, c, ...] of which `own` is the round's chunk.
 
     With more than one round, a loop over ticks that took a chunk out of the stack would keep it for the backward pass, in every

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from hpnlp.parallel.layout import Layout
-from hpnlp.parallel.offload import policy
+from hpnlp.parallel.remat import policy
 from hpnlp.spec import did_you_mean, lookup
 from hpnlp.types import InputError
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from hpnlp.planner.costs import Costs, trainer_of
-from hpnlp.planner.traffic import Sent, compiled_traffic, total, trace
+from hpnlp.planner.collectives import Collective, compiled_traffic, total, trace
+from hpnlp.planner.estimate import Costs, trainer_of
 from hpnlp.types import InputError
 
 # Devices that one CPU process can pretend to have: JAX takes further ones for those of another process.
@@ -31,7 +31,7 @@ class Compiled:
     seconds: float
     arguments: int
     temporaries: int
-    sent: tuple[Sent, ...] | None
+    sent: tuple[Collective, ...] | None
 
 
 def compile_step(costs: Costs, depth: str, device: str) -> Compiled:

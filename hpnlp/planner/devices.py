@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from hpnlp import measure
 from hpnlp.parallel.plan import AXES
-from hpnlp.planner.traffic import Sent
+from hpnlp.planner.collectives import Collective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Device:
     depth: str = "compiled"
     unplanned: float = 0.2
 
-    def seconds(self, sent: Sent, sizes: Mapping[str, int]) -> float:
+    def seconds(self, sent: Collective, sizes: Mapping[str, int]) -> float:
         """What a collective of a mesh of these sizes takes at least, its messages taking turns."""
         return sent.bytes / self.bandwidth(sent.axes, sizes)
 

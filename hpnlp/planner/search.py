@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from hpnlp.parallel.plan import AXES, Plan
-from hpnlp.planner.costs import Costs, costs, state_bytes
 from hpnlp.planner.devices import USABLE, Device
+from hpnlp.planner.estimate import Costs, costs, state_bytes
 from hpnlp.training.config import Config
 from hpnlp.types import InputError
 

@@ -11,8 +11,8 @@ import jax
 
 from hpnlp import measure
 from hpnlp.planner import search
-from hpnlp.planner.costs import costs
 from hpnlp.planner.devices import DEVICES, USABLE
+from hpnlp.planner.estimate import costs
 from hpnlp.training.config import Config
 from hpnlp.types import InputError
 

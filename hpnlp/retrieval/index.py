@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
-from hpnlp.retrieval.kinds import KINDS, Kind
+from hpnlp.retrieval.index_backends import KINDS, Kind
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.types import InputError
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.models.lm import LM
-from hpnlp.parallel import offload
+from hpnlp.parallel import host_offload
 from hpnlp.parallel.layout import Layout
-from hpnlp.training import rows
-from hpnlp.training.update import Update, mean
+from hpnlp.training import sparse_rows
+from hpnlp.training.apply_updates import Update, mean
 from hpnlp.types import LossOut, Split
 
 Batch = Mapping[str, jax.Array]
@@ -33,7 +33,7 @@ class Gradients:
     update: Update
     layout: Layout
     axes: Any
-    tables: Mapping[rows.Path, tuple[int, ...]]
+    tables: Mapping[sparse_rows.Path, tuple[int, ...]]
     apart: bool
     aux_weights: Mapping[str, float]
 
@@ -57,7 +57,7 @@ class Gradients:
         zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
         return jax.lax.scan(add, (self.update.each(zeros, given[0]), zeros(like)), each)[0]
 
-    def looked_up(self, params: Any, batch: Batch, key: jax.Array) -> dict[rows.Path, jax.Array]:
+    def looked_up(self, params: Any, batch: Batch, key: jax.Array) -> dict[sparse_rows.Path, jax.Array]:
         """The rows that a step looks up, by their table's path, where these alone are to be trained."""
         if not self.update.config.rows:
             return {}
@@ -67,7 +67,7 @@ class Gradients:
 
         one_part = self.update.config.accumulate == 1
         found = one((batch, key)) if one_part else jax.lax.map(one, self._accumulated_from(batch, key))
-        return {path: rows.distinct(ids.reshape(-1), self.tables[path][0]) for path, ids in found.items()}
+        return {path: sparse_rows.distinct(ids.reshape(-1), self.tables[path][0]) for path, ids in found.items()}
 
     def _accumulated_from(self, batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
         """The parts of a batch, and a key for each."""
@@ -82,7 +82,7 @@ class Gradients:
             return params
 
         def one(path: Any, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-            if not _summed_apart(rows.keys(path), ids):
+            if not _summed_apart(sparse_rows.keys(path), ids):
                 return leaf
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.layout.mesh, spec))
 
@@ -94,7 +94,7 @@ class Gradients:
             return parts
 
         def one(path: Any, part: jax.Array, leaf: jax.Array) -> Any:
-            return Split(jax.lax.stop_gradient(leaf), part) if _summed_apart(rows.keys(path), ids) else part
+            return Split(jax.lax.stop_gradient(leaf), part) if _summed_apart(sparse_rows.keys(path), ids) else part
 
         return jax.tree_util.tree_map_with_path(one, parts, params)
 
@@ -103,7 +103,7 @@ class Gradients:
     ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         # The sum, not the mean: sums add up over devices and accumulated parts, whatever their shares of target tokens,
         # and in float16 they keep gradients of order 1 on the way down.
-        out = loss(self.model, rows.as_tables(self._joined(parts, params, ids), ids), batch, key)
+        out = loss(self.model, sparse_rows.as_tables(self._joined(parts, params, ids), ids), batch, key)
         total = out.sum
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):
@@ -116,7 +116,7 @@ class Gradients:
 def loss(model: LM, params: Any, batch: Batch, key: jax.Array | None) -> LossOut:
     """A batch's loss; key: what is drawn in training, None where nothing is."""
     if model.placement is None:
-        params = offload.here(params)
+        params = host_offload.here(params)
     rngs = {} if key is None else _rngs(key)
     out: Any = model.apply({"params": params}, batch, key is None, rngs=rngs, method="loss")
     return out
@@ -126,6 +126,6 @@ def _rngs(key: jax.Array) -> dict[str, jax.Array]:
     return {"dropout": key, "output": jax.random.fold_in(key, 1)}
 
 
-def _summed_apart(path: rows.Path, ids: Any) -> bool:
+def _summed_apart(path: sparse_rows.Path, ids: Any) -> bool:
     """Whether a parameter's gradient is summed in parts: that of the layers and of tables of which all rows are trained."""
     return path not in ids and (path[0] in ("layers", "head") or path == ("embed", "table"))

@@ -17,12 +17,12 @@ from hpnlp.data.baselines import Baselines
 from hpnlp.data.stream import Corpus, prepare
 from hpnlp.data.tokenizers import save_whole
 from hpnlp.models.lm import LM
-from hpnlp.training import hosts, warm_start
+from hpnlp.training import distributed, warm_start
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.loss_scale import LEAST
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, find_writers, now_and_then
-from hpnlp.training.run import claimed, has_begun, make_model, saved_tokenizer, write_config
+from hpnlp.training.run_directory import claimed, has_begun, make_model, saved_tokenizer, write_config
 from hpnlp.training.step import Batch, Trainer, check_batch, make_trainer
 from hpnlp.types import InputError, Writer
 
@@ -64,10 +64,10 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
     """
     workdir = Path(workdir)
     with contextlib.ExitStack() as stack:
-        lead = hosts.is_lead()
+        lead = distributed.is_lead()
         if lead:
             stack.enter_context(claimed(workdir, config, accept_changes))
-        stopping = hosts.Stopping()
+        stopping = distributed.Stopping()
         stack.callback(stopping.end)
         clock = Clock()
         stack.enter_context(jax.debug_nans(config.train.debug_nans))
@@ -75,7 +75,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
 
         with clock("setup"):
             further_writers = find_writers(config.train.writers)
-            begun = hosts.agreed(has_begun(workdir))
+            begun = distributed.agreed(has_begun(workdir))
             say_progress = now_and_then(console=None if lead else QUIET)
             source = _source(config, workdir)
             # A warm start takes the tokenizer that its parameters know, also where an attempt before it has saved another.
@@ -87,7 +87,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
             optimizer = config.optimizer.for_batch(config.data.batch_size)
             trainer = make_trainer(model, optimizer, config.plan, steps=config.train.steps)
             check_batch(trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
-            part = hosts.share(trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
+            part = distributed.share(trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
             key = jax.random.key(config.train.seed)
             rows = corpus.train(seed=config.train.seed, process_index=part[0], process_count=part[1])
             checkpoints = Checkpointer(workdir, config.train.keep)
@@ -285,7 +285,7 @@ def heldout_loss(
 
     limit: at most so many batches, spread over the text.
     """
-    part = hosts.share(trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
+    part = distributed.share(trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
     batches = corpus.heldout(
         batch_size=config.data.batch_size,
         stride=config.train.eval_stride or None,
@@ -326,7 +326,7 @@ def _devices(mesh: Any) -> str:
 
 def _source(config: Config, workdir: Path) -> warm_start.Source | None:
     """The model that `train.init_from` names; None without one, or where the run goes on from a checkpoint of its own."""
-    if not config.train.init_from or hosts.agreed(Checkpointer.exist(workdir)):
+    if not config.train.init_from or distributed.agreed(Checkpointer.exist(workdir)):
         return None
     source = warm_start.find(config.train.init_from)
     warm_start.check_tokenizer(config.data.tokenizer, source)

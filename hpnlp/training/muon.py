@@ -11,13 +11,13 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
-from hpnlp.training import rows
+from hpnlp.training import sparse_rows
 
 # Of the quintic that drives singular values towards 1, quickly rather than all the way: x, x^3, x^5.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 # (a parameter's path, a function of its whole matrices, what it is of) -> what the function makes of it
-Whole = Callable[[rows.Path, Callable[[Array], Array], Array], Array]
+Whole = Callable[[sparse_rows.Path, Callable[[Array], Array], Array], Array]
 
 
 class MuonState(NamedTuple):
@@ -43,7 +43,7 @@ def orthogonal(x: Array, eps: float, steps: int = 5) -> Array:
 def scale_by_muon(decay: float, eps: float, whole: Whole | None = None) -> optax.GradientTransformation:
     """Nesterov momentum of matrices, [..., A, B] each, made orthogonal, times sqrt(max(1, B / A)).
 
-    whole: as `hpnlp.parallel.matrices.of_whole`, where devices have parts of the matrices.
+    whole: as `hpnlp.parallel.distributed_matrices.of_whole`, where devices have parts of the matrices.
     """
 
     def init(params: Any) -> MuonState:
@@ -51,7 +51,7 @@ def scale_by_muon(decay: float, eps: float, whole: Whole | None = None) -> optax
 
     def one(path: Any, moment: Array) -> Array:
         made = lambda x: orthogonal(x, eps)  # noqa: E731
-        update = made(moment) if whole is None else whole(rows.keys(path), made, moment)
+        update = made(moment) if whole is None else whole(sparse_rows.keys(path), made, moment)
         return jnp.sqrt(jnp.maximum(1.0, moment.shape[-1] / moment.shape[-2])) * update
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpnlp.nn.output import is_normalized
 from hpnlp.training.config import LIMITS, Config
-from hpnlp.training.run import saved_tokenizer
+from hpnlp.training.run_directory import saved_tokenizer
 from hpnlp.types import InputError
 
 PROMPT = "def "

@@ -13,7 +13,7 @@ import optax
 
 from hpnlp.ops.dynamic_quantization import Quantized, dequantize, quantize
 from hpnlp.spec import build, lookup, parse_one
-from hpnlp.training import rows
+from hpnlp.training import sparse_rows
 from hpnlp.training.muon import Whole, scale_by_muon
 from hpnlp.types import InputError
 
@@ -149,7 +149,7 @@ def is_matrix(params: Any) -> Any:
 
 def _name(path: Any) -> str:
     # optax maps over parameters that may still be boxed with their axis names; the box's own key is no name.
-    return next(reversed(rows.keys(path)), "")
+    return next(reversed(sparse_rows.keys(path)), "")
 
 
 def _adamw(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -223,7 +223,7 @@ def _trust_ratio(coefficient: float = 1.0) -> optax.GradientTransformation:
         return optaxs.update(update, optax.EmptyState(), param)[0]
 
     def scaled(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
-        return (jax.vmap(one) if "layers" in rows.keys(path) else one)(update, param)
+        return (jax.vmap(one) if "layers" in sparse_rows.keys(path) else one)(update, param)
 
     def apply(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return jax.tree_util.tree_map_with_path(scaled, updates, params), state

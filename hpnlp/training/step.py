@@ -15,15 +15,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hpnlp import measure
 from hpnlp.models.lm import LM, axes_and_shapes, example_batch, masks_of, mixers_of
-from hpnlp.parallel import matrices, offload, pipeline, sequence, vocabulary
+from hpnlp.parallel import context_parallel, distributed_matrices, host_offload, pipeline, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
-from hpnlp.training import loss_scale, rows
+from hpnlp.training import loss_scale, sparse_rows
+from hpnlp.training.apply_updates import Update, check_by_layer, mean
 from hpnlp.training.gradients import Batch, Gradients, loss
 from hpnlp.training.muon import Whole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
-from hpnlp.training.update import Update, check_by_layer, mean
-from hpnlp.types import InputError, Placement
+from hpnlp.types import InputError, ModelParallel
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +79,7 @@ class Trainer:
     layout: Layout
     undivided: tuple[str, ...]
     part_shapes: Any
-    rows_trained: Callable[[int, int], Mapping[rows.Path, int]]
+    rows_trained: Callable[[int, int], Mapping[sparse_rows.Path, int]]
     counted: Callable[[], Trainer] | None
 
     def flops(self, rows: int, length: int) -> int | None:
@@ -114,7 +114,7 @@ def make_trainer(
     """
     layout = plan.layout(model.config.sizes(), devices)
     c, mesh, (axes, own) = model.config, layout.mesh, axes_and_shapes(model.clone(remat=plan.remat))
-    sequence.check(layout, mixers_of(model), masks_of(model), (c.heads, c.kv_head_count), c.dropout)
+    context_parallel.check(layout, mixers_of(model), masks_of(model), (c.heads, c.kv_head_count), c.dropout)
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(
             "model.residual='reversible': layers of a pipeline that take their parameters again, with ZeRO 3 or plan.rounds "
@@ -136,13 +136,13 @@ def make_trainer(
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(key, state.step)
         ids = gradients.looked_up(state.params, batch, key)
-        whole, state = state, rows.gather(state, ids, tables)
+        whole, state = state, sparse_rows.gather(state, ids, tables)
         grads, (weight, sums) = gradients(state.params, ids, state.scale, batch, key)
         scaled = weight if state.scale is None else weight * state.scale.value
         norm = update.norm(grads, scaled)
         fine = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
         if plan.offload_optimizer and not plan.offload_parameters:
-            state = dataclasses.replace(state, opt_state=offload.fetched(state.opt_state, norm))
+            state = dataclasses.replace(state, opt_state=host_offload.fetched(state.opt_state, norm))
         skips = config.skip_nonfinite or state.scale is not None
         old = state.params, state.opt_state, state.ema
         params, opt_state, ema = update(
@@ -158,7 +158,7 @@ def make_trainer(
             metrics["loss_scale"] = state.scale.value
             new = dataclasses.replace(new, scale=state.scale.after(fine))
         new = dataclasses.replace(new, step=state.step + 1)
-        return rows.scatter(whole, new, ids, tables), metrics
+        return sparse_rows.scatter(whole, new, ids, tables), metrics
 
     def init(key: jax.Array, params: Any = None) -> TrainState:
         if params is None:
@@ -174,7 +174,7 @@ def make_trainer(
         return out.sum, out.weight
 
     shapes = jax.eval_shape(lambda params: init(jax.random.key(0), params), own)
-    tables = {rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
+    tables = {sparse_rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
     gradients = Gradients(
         model=model.clone(placement=placement, remat=plan.remat),
         whole=model,
@@ -186,7 +186,7 @@ def make_trainer(
         aux_weights=aux_weights or {},
     )
 
-    def rows_trained(count: int, length: int) -> dict[rows.Path, int]:
+    def rows_trained(count: int, length: int) -> dict[sparse_rows.Path, int]:
         found = jax.eval_shape(
             lambda params: gradients.looked_up(params, example_batch(count, length), jax.random.key(0)), own
         )
@@ -195,10 +195,10 @@ def make_trainer(
     rows_trained(config.accumulate, 8)  # or says why not
     shardings = _state_shardings(layout, axes, parts, shapes)
     if plan.offload_optimizer:
-        shardings = dataclasses.replace(shardings, opt_state=offload.hosted(shardings.opt_state))
+        shardings = dataclasses.replace(shardings, opt_state=host_offload.hosted(shardings.opt_state))
     if plan.offload_parameters:
-        ema = shardings.ema and offload.hosted_layers(shardings.ema)
-        shardings = dataclasses.replace(shardings, params=offload.hosted_layers(shardings.params), ema=ema)
+        ema = shardings.ema and host_offload.hosted_layers(shardings.ema)
+        shardings = dataclasses.replace(shardings, params=host_offload.hosted_layers(shardings.params), ema=ema)
     spread, replicated = layout.sharding("batch", "length"), layout.sharding()
 
     return Trainer(
@@ -247,20 +247,20 @@ def _updates(state: TrainState) -> jax.Array:
     return counts[0][1] if counts else state.step
 
 
-def _placement(layout: Layout, layers: Any, masks: Any) -> Placement:
+def _placement(layout: Layout, layers: Any, masks: Any) -> ModelParallel:
     """A model's parts over a mesh. layers: the logical names of the axes of the layers' parameters. masks: the layers'."""
-    return Placement(
-        lookup=functools.partial(vocabulary.lookup, layout),
+    return ModelParallel(
+        lookup=functools.partial(vocab_parallel.lookup, layout),
         through=functools.partial(pipeline.through, layout, layers),
-        loss=functools.partial(vocabulary.loss, layout),
-        order=functools.partial(sequence.arranged, layout, masks),
+        loss=functools.partial(vocab_parallel.loss, layout),
+        order=functools.partial(context_parallel.arranged, layout, masks),
     )
 
 
 def _whole(mesh: Any, parts: Any) -> Whole:
     """What an optimizer does that multiplies matrices of which devices have parts."""
-    by_path = {rows.keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(parts)}
-    return lambda path, function, x: matrices.of_whole(function, x, mesh, by_path[path])
+    by_path = {sparse_rows.keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(parts)}
+    return lambda path, function, x: distributed_matrices.of_whole(function, x, mesh, by_path[path])
 
 
 def _state_shardings(layout: Layout, axes: Any, parts: Any, shapes: TrainState) -> TrainState:
@@ -271,12 +271,12 @@ def _state_shardings(layout: Layout, axes: Any, parts: Any, shapes: TrainState) 
 
     params, parts = at(layout.tree(axes, shapes.params, divided=layout.zero == 3)), at(parts)
     leaves = jax.tree_util.tree_leaves_with_path(shapes.params)
-    sizes = {rows.keys(path): leaf.shape for path, leaf in leaves}
-    by_path = {rows.keys(path): own for (path, _), own in zip(leaves, jax.tree.leaves(parts), strict=True)}
+    sizes = {sparse_rows.keys(path): leaf.shape for path, leaf in leaves}
+    by_path = {sparse_rows.keys(path): own for (path, _), own in zip(leaves, jax.tree.leaves(parts), strict=True)}
 
     def statistic(path: Any, leaf: Any) -> NamedSharding:
         # Replicated are counters, and the factored statistics of adafactor, which are small.
-        owner = rows.owner(path, leaf.shape, sizes)
+        owner = sparse_rows.owner(path, leaf.shape, sizes)
         if owner is None or leaf.shape == sizes[owner]:
             return by_path.get(owner or (), layout.sharding())
         return NamedSharding(layout.mesh, PartitionSpec(*by_path[owner].spec[: len(leaf.shape) - 1]))  # of rows
@@ -300,4 +300,4 @@ def check_batch(layout: Layout, batch_size: int, seq_len: int, accumulate: int) 
             f"data.seq_len={seq_len} does not divide over plan.sequence={layout.size('length')}: make it a multiple of it"
         )
     pipeline.microbatches(layout, batch_size // accumulate)
-    sequence.arranged(layout, (), seq_len)
+    context_parallel.arranged(layout, (), seq_len)

@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding
 
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import tokenizer_digest
-from hpnlp.models import convert, families
+from hpnlp.models.huggingface import convert, families
 from hpnlp.models.lm import LMConfig
 from hpnlp.nn.attention import alternation
 from hpnlp.parallel.plan import Plan
-from hpnlp.training import run as runs
+from hpnlp.training import run_directory as runs
 from hpnlp.training.step import Trainer
 from hpnlp.types import InputError, Tokenizer
 

@@ -15,9 +15,9 @@ from absl.testing import flagsaver
 from hpnlp import cli
 from hpnlp.cli import convert as command
 from hpnlp.data import tokenizers
-from hpnlp.models import convert
+from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig, example_batch
-from hpnlp.training import run as runs
+from hpnlp.training import run_directory as runs
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.types import InputError
 

@@ -1,4 +1,4 @@
-"""`hpnlp draw`. Expressions: tests/test_expression.py; pictures: tests/test_gallery.py."""
+"""`hpnlp draw`. Expressions: tests/test_mask_parser.py; pictures: tests/test_mask_plot.py."""
 
 import re
 import shlex
@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from hpnlp.expression import NAMES
+from hpnlp.mask_parser import NAMES
 
 EXPRESSION = "Causal() & (Window(64) | Global(8))"
 

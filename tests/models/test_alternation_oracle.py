@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from hpnlp.models import convert
+from hpnlp.models.decode import Generation
+from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM
-from hpnlp.training.decode import Generation
 
 pytestmark = pytest.mark.oracle
 

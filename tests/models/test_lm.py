@@ -12,8 +12,8 @@ import pytest
 
 from hpnlp.models.lm import LM, RESIDUALS, LMConfig, axes_of, example_batch
 from hpnlp.nn.attention import Context
-from hpnlp.ops.attention.algebra import Full
-from hpnlp.ops.attention.mask import Causal
+from hpnlp.ops.attention.masks.base import Full
+from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.types import InputError, WordStats
 from tests.contracts import EXACT, ONCE, once
 

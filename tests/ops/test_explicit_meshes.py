@@ -6,12 +6,24 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from hpnlp.ops import attention, linear, norms, search
-from hpnlp.ops.attention import Causal, Global, PerHead, Window, attend, position
-from hpnlp.ops.attention.cache import extend_cache, start_cache
+from hpnlp.ops import attention, linear, norms, sampling, search
+from hpnlp.ops.attention import Causal, Global, PerHead, Window, attend
+from hpnlp.ops.attention.decoding.kv_cache import extend_cache, start_cache
+from hpnlp.ops.attention.positions import bias as relative
+from hpnlp.ops.attention.positions import rope
 from hpnlp.ops.dynamic_quantization import dequantize, quantize
 from hpnlp.ops.reversible import reversible
-from hpnlp.ops.softmax import adaptive, classes, codes, cross_entropy, margin, sampled, samplers, sampling, tree, vmf
+from hpnlp.ops.softmax import (
+    adaptive,
+    binary_codes,
+    class_based,
+    cross_entropy,
+    hierarchical,
+    margin,
+    proposals,
+    sampled_losses,
+    vmf,
+)
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close
 
@@ -75,7 +87,7 @@ def attention_and_merge(a):
     near = attend(q, k, v, Causal() & Window(2), return_lse=True)
     far = attend(q, k, v, Causal() & ~Window(2), return_lse=True)
     heads = PerHead((Causal(), Window(1), Causal(), Window(1)))
-    bias = position.t5_bias(a["small"], max_distance=8)
+    bias = relative.t5_bias(a["small"], max_distance=8)
     return {
         "merge": attention.merge(near, far),
         "reference": attention.reference(q, k, v, mask, positions=a["positions"], kv_lengths=a["lengths"]),
@@ -91,11 +103,11 @@ def positions_and_caches(a):
     cache = start_cache(k, v, a["lengths"], Causal(), 2 * T)
     ring = start_cache(k, v, a["lengths"], Causal() & Window(2), 2 * T)
     return {
-        "rope": position.rope(q, a["positions"]),
-        "sinusoids": position.sinusoids(a["positions"], 4),
-        "t5_buckets": position.t5_buckets(a["positions"]),
-        "shaw": position.shaw(q, jnp.concatenate([u, u[:3]]), a["positions"], a["positions"]),
-        "transformer_xl": position.transformer_xl(q, a["distances"], u, u, T),
+        "rope": rope.rope(q, a["positions"]),
+        "sinusoids": rope.sinusoids(a["positions"], 4),
+        "t5_buckets": relative.t5_buckets(a["positions"]),
+        "shaw": relative.shaw(q, jnp.concatenate([u, u[:3]]), a["positions"], a["positions"]),
+        "transformer_xl": relative.transformer_xl(q, a["distances"], u, u, T),
         "cache": extend_cache(q[:, :1], k[:, :1], v[:, :1], Causal(), cache)[0],
         "ring": extend_cache(q, k, v, Causal() & Window(2), ring),
     }
@@ -123,19 +135,19 @@ def losses_of_whole_vocabularies(a):
 def losses_of_sampled_words(a):
     h, table, labels = a["h"], a["table"], a["labels"]
     key = jax.random.key(0)
-    found = samplers.sample(samplers.LogUniform(V), key, 6, labels)
-    own = samplers.sample(samplers.unigram(np.arange(1.0, V + 1)), key, 4, labels, per_token=True)
-    target, noise = sampled.scores(h, h + 1.0, a["small"])
-    drawn = samplers.Samples(found.ids[:4], found.log_expected[:4], found.labels_expected)
+    found = proposals.sample(proposals.LogUniform(V), key, 6, labels)
+    own = proposals.sample(proposals.unigram(np.arange(1.0, V + 1)), key, 4, labels, per_token=True)
+    target, noise = sampled_losses.scores(h, h + 1.0, a["small"])
+    drawn = proposals.Samples(found.ids[:4], found.log_expected[:4], found.labels_expected)
     given = {"effective": 2.0, "block": 2}
     return {
         "samples": (found, own),
-        "hits": sampled.hits(drawn, labels),
-        "softmax": sampled.sampled_softmax(target, noise, drawn, labels),
-        "importance": sampled.importance_sampling(target, noise, drawn),
-        "adaptive": sampled.adaptive_importance_sampling(h, h + 1.0, a["small"], drawn, **given),
-        "contrastive": sampled.noise_contrastive(target, noise, drawn),
-        "negative": sampled.negative_sampling(target, noise),
+        "hits": sampled_losses.hits(drawn, labels),
+        "softmax": sampled_losses.sampled_softmax(target, noise, drawn, labels),
+        "importance": sampled_losses.importance_sampling(target, noise, drawn),
+        "adaptive": sampled_losses.adaptive_importance_sampling(h, h + 1.0, a["small"], drawn, **given),
+        "contrastive": sampled_losses.noise_contrastive(target, noise, drawn),
+        "negative": sampled_losses.negative_sampling(target, noise),
         "hardest": margin.hardest(noise, drawn.ids, labels, 2),
         "margin": margin.margin_loss(target, noise),
         "restrict": sampling.restrict(a["bits"], top_k=2),
@@ -146,16 +158,16 @@ def losses_of_sampled_words(a):
 @call
 def trees_classes_and_codes(a):
     h, table, labels = a["h"], a["table"], a["labels"]
-    words, some = tree.balanced_tree(V), classes.equal_size_classes(V, 4)
+    words, some = hierarchical.balanced_tree(V), class_based.equal_size_classes(V, 4)
     head, tails = jnp.concatenate([a["small"], a["small"][:1]]), ((a["small"][:2], a["tail"]),)
     return {
-        "tree": tree.tree_nll(h, table, words, labels),
-        "tree_rows": tree.tree_rows(words, labels),
-        "tree_log_probs": tree.tree_log_probs(h, table, words),
-        "class": classes.class_nll(h, a["small"], table, some, labels),
+        "tree": hierarchical.tree_nll(h, table, words, labels),
+        "tree_rows": hierarchical.tree_rows(words, labels),
+        "tree_log_probs": hierarchical.tree_log_probs(h, table, words),
+        "class": class_based.class_nll(h, a["small"], table, some, labels),
         "adaptive": adaptive.adaptive_nll(h, head, tails, labels, (4,)),
-        "code": codes.code_nll(a["bits"], labels, codes.binary_code(V)),
-        "hybrid": codes.hybrid_nll(h, a["bits"], labels, codes.binary_code(12)),
+        "code": binary_codes.code_nll(a["bits"], labels, binary_codes.binary_code(V)),
+        "hybrid": binary_codes.hybrid_nll(h, a["bits"], labels, binary_codes.binary_code(12)),
     }
 
 
@@ -229,21 +241,28 @@ def test_results_and_gradients_equal_those_of_one_device(name):
 def test_predictions_are_sharded_by_tokens():
     """Traced alone, because a step of their loops would meet over all devices."""
     mesh, key = mesh_of(AxisType.Explicit), jax.random.key(0)
-    words, some = tree.balanced_tree(V), classes.equal_size_classes(V, 4)
-    code, others, cutoffs = codes.binary_code(V), codes.binary_code(12), (4,)
+    words, some = hierarchical.balanced_tree(V), class_based.equal_size_classes(V, 4)
+    code, others, cutoffs = binary_codes.binary_code(V), binary_codes.binary_code(12), (4,)
 
     def predict(a):
         h, table, bits = a["h"], a["table"], a["bits"]
         head, tails = jnp.concatenate([a["small"], a["small"][:1]]), ((a["small"][:2], a["tail"]),)
         return (
-            (tree.tree_top_k(h, table, words, 2), tree.tree_sample(h, table, words, key)),
-            (classes.class_log_probs(h, a["small"], table, some), classes.class_top_k(h, a["small"], table, some, 2)),
-            classes.class_sample(h, a["small"], table, some, key),
+            (hierarchical.tree_top_k(h, table, words, 2), hierarchical.tree_sample(h, table, words, key)),
+            (
+                class_based.class_log_probs(h, a["small"], table, some),
+                class_based.class_top_k(h, a["small"], table, some, 2),
+            ),
+            class_based.class_sample(h, a["small"], table, some, key),
             (adaptive.adaptive_log_probs(h, head, tails, cutoffs), adaptive.adaptive_top_k(h, head, tails, cutoffs, 2)),
             adaptive.adaptive_sample(h, head, tails, cutoffs, key),
-            (codes.code_log_probs(bits, code), codes.code_top_k(bits, code, 2), codes.code_sample(bits, code, key)),
-            (codes.hybrid_log_probs(h, bits, others), codes.hybrid_top_k(h, bits, others, 2)),
-            codes.hybrid_sample(h, bits, others, key),
+            (
+                binary_codes.code_log_probs(bits, code),
+                binary_codes.code_top_k(bits, code, 2),
+                binary_codes.code_sample(bits, code, key),
+            ),
+            (binary_codes.hybrid_log_probs(h, bits, others), binary_codes.hybrid_top_k(h, bits, others, 2)),
+            binary_codes.hybrid_sample(h, bits, others, key),
         )
 
     with jax.set_mesh(mesh):

@@ -10,13 +10,25 @@ import numpy as np
 import pytest
 
 import hpnlp.ops
-from hpnlp.ops import dropout, dynamic_quantization, linear, norms
+from hpnlp.ops import dropout, dynamic_quantization, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
-from hpnlp.ops.attention import Causal, Window, attend, cache, decode, flash, merge, position, reference
+from hpnlp.ops.attention import Causal, Window, attend, flash, merge, reference
+from hpnlp.ops.attention.decoding import decode, kv_cache
+from hpnlp.ops.attention.positions import bias, rope
 from hpnlp.ops.attention.reference import as_flags
 from hpnlp.ops.search import build_ivf, build_lsh, exact_search, ivf_search, lsh_candidates, lsh_search
-from hpnlp.ops.softmax import adaptive, classes, codes, cross_entropy, grouped, margin, sampled, sampling, tree, vmf
-from hpnlp.ops.softmax import samplers as proposals
+from hpnlp.ops.softmax import (
+    adaptive,
+    binary_codes,
+    class_based,
+    cross_entropy,
+    grouped_softmax,
+    hierarchical,
+    margin,
+    sampled_losses,
+    vmf,
+)
+from hpnlp.ops.softmax import proposals as proposals
 
 RNG = np.random.default_rng(0)
 N, D, V = 6, 4, 8
@@ -38,13 +50,13 @@ PLACES = np.broadcast_to(np.arange(12), (2, 12))
 SEGMENTS = PLACES // 5
 H, TABLE, LABELS, BIAS = x(N, D), x(V, D), ids(N), x(V)
 WEIGHTS = np.arange(N) / 2.0
-TREE = tree.balanced_tree(V)
-CLASSES = classes.equal_size_classes(V, 3)
-CODE = codes.binary_code(V)
+TREE = hierarchical.balanced_tree(V)
+CLASSES = class_based.equal_size_classes(V, 3)
+CODE = binary_codes.binary_code(V)
 IVF, LSH = build_ivf(x(64, D), cells=4), build_lsh(x(64, D), bits=2, tables=2)
 HEAD, TAILS = x(5, D), ((x(2, D), x(2, 2)), (x(1, D), x(3, 1)))
 SAMPLES = proposals.Samples(ids(5), x(5), x(N))
-CACHE = cache.KVCache(x(4, 16, 8), x(4, 16, 8), np.array([12, 7]))
+CACHE = kv_cache.KVCache(x(4, 16, 8), x(4, 16, 8), np.array([12, 7]))
 
 
 def operands(q, k, v, segments, positions, lengths, dense, bias, sinks, scale):
@@ -82,7 +94,7 @@ CALLS = {
         (operands, MANY),
         (dropped, (*LONG, KEY, ids(1, 2), ids(1, 3, below=40))),
     ),
-    "attention.flash.flash": ((flash, QKV),),
+    "attention.block_sparse.flash.flash": ((flash, QKV),),
     "attention.reference.reference": (
         (reference, QKV),
         (
@@ -91,36 +103,36 @@ CALLS = {
         ),
     ),
     "attention.reference.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
-    "attention.parts.merge": ((lambda *a: merge(a[:2], a[2:]), (x(3, 4), x(3), x(3, 4), x(3))),),
-    "attention.decode.attend_cache": (
+    "attention.attend.merge": ((lambda *a: merge(a[:2], a[2:]), (x(3, 4), x(3), x(3, 4), x(3))),),
+    "attention.decoding.decode.attend_cache": (
         (
             lambda q, k, v, at, held: decode.attend_cache(q, k, v, Causal(), at, held),
             (x(2, 1, 4, 8), x(4, 12, 8), x(4, 12, 8), PLACES[:, :1] + 9, PLACES),
         ),
     ),
-    "attention.cache.start_cache": (
-        (lambda k, v, n: cache.start_cache(k, v, n, Causal(), 16), (*QKV[1:], np.array([12, 7]))),
+    "attention.decoding.kv_cache.start_cache": (
+        (lambda k, v, n: kv_cache.start_cache(k, v, n, Causal(), 16), (*QKV[1:], np.array([12, 7]))),
     ),
-    "attention.cache.extend_cache": (
+    "attention.decoding.kv_cache.extend_cache": (
         (
-            lambda q, k, v, held: cache.extend_cache(q, k, v, Causal(), held),
+            lambda q, k, v, held: kv_cache.extend_cache(q, k, v, Causal(), held),
             (x(2, 1, 4, 8), x(2, 1, 2, 8), x(2, 1, 2, 8), CACHE),
         ),
     ),
-    "attention.position.rope": ((position.rope, (QKV[0], PLACES)),),
-    "attention.position.sinusoids": ((lambda at: position.sinusoids(at, 8), (PLACES,)),),
-    "attention.position.t5_buckets": ((position.t5_buckets, (PLACES,)),),
-    "attention.position.t5_bias": (
-        (lambda table, *q: attend(*q, bias=position.t5_bias(table, max_distance=20)), (x(8, 4), *QKV)),
+    "attention.positions.rope.rope": ((rope.rope, (QKV[0], PLACES)),),
+    "attention.positions.rope.sinusoids": ((lambda at: rope.sinusoids(at, 8), (PLACES,)),),
+    "attention.positions.bias.t5_buckets": ((bias.t5_buckets, (PLACES,)),),
+    "attention.positions.bias.t5_bias": (
+        (lambda table, *q: attend(*q, bias=bias.t5_bias(table, max_distance=20)), (x(8, 4), *QKV)),
         (
-            lambda table, a, b, c: position.t5_bias(table, max_distance=20)(a, b, c),
+            lambda table, a, b, c: bias.t5_bias(table, max_distance=20)(a, b, c),
             (x(8, 4), ids(3, 1, below=4), ids(1, 5), ids(1, 5)),
         ),
     ),
-    "attention.position.shaw": ((position.shaw, (QKV[0], x(5, 8), PLACES, PLACES)),),
-    "attention.position.relative_shift": ((lambda a: position.relative_shift(a, 3), (x(2, 3, 5),)),),
-    "attention.position.transformer_xl": (
-        (lambda q, r, u, v: position.transformer_xl(q, r, u, v, 12), (QKV[0], x(23, 4, 8), x(4, 8), x(4, 8))),
+    "attention.positions.bias.shaw": ((bias.shaw, (QKV[0], x(5, 8), PLACES, PLACES)),),
+    "attention.positions.bias.relative_shift": ((lambda a: bias.relative_shift(a, 3), (x(2, 3, 5),)),),
+    "attention.positions.bias.transformer_xl": (
+        (lambda q, r, u, v: bias.transformer_xl(q, r, u, v, 12), (QKV[0], x(23, 4, 8), x(4, 8), x(4, 8))),
     ),
     "dropout.seed_words": ((dropout.seed_words, (KEY,)),),
     "dropout.keep_mask": (
@@ -189,62 +201,63 @@ CALLS = {
     "softmax.adaptive.adaptive_sample": (
         (lambda h, head, tails, k: adaptive.adaptive_sample(h, head, tails, key=k, **ADAPTIVE), (H, HEAD, TAILS, KEY)),
     ),
-    "softmax.classes.class_nll": (
+    "softmax.class_based.class_nll": (
         (
-            lambda h, c, w, y, b, e: classes.class_nll(h, c, w, CLASSES, y, class_bias=b, word_bias=e),
+            lambda h, c, w, y, b, e: class_based.class_nll(h, c, w, CLASSES, y, class_bias=b, word_bias=e),
             (H, x(3, D), TABLE, LABELS, x(3), BIAS),
         ),
     ),
-    "softmax.classes.class_log_probs": (
+    "softmax.class_based.class_log_probs": (
         (
-            lambda h, c, w, b, e: classes.class_log_probs(h, c, w, CLASSES, class_bias=b, word_bias=e),
+            lambda h, c, w, b, e: class_based.class_log_probs(h, c, w, CLASSES, class_bias=b, word_bias=e),
             (H, x(3, D), TABLE, x(3), BIAS),
         ),
     ),
-    "softmax.classes.class_top_k": (
+    "softmax.class_based.class_top_k": (
         (
-            lambda h, c, w, b, e: classes.class_top_k(h, c, w, CLASSES, 2, class_bias=b, word_bias=e),
+            lambda h, c, w, b, e: class_based.class_top_k(h, c, w, CLASSES, 2, class_bias=b, word_bias=e),
             (H, x(3, D), TABLE, x(3), BIAS),
         ),
     ),
-    "softmax.classes.class_sample": (
-        (lambda h, c, w, k: classes.class_sample(h, c, w, CLASSES, k), (H, x(3, D), TABLE, KEY)),
+    "softmax.class_based.class_sample": (
+        (lambda h, c, w, k: class_based.class_sample(h, c, w, CLASSES, k), (H, x(3, D), TABLE, KEY)),
     ),
-    "softmax.codes.code_nll": tuple(
-        (lambda z, y, loss=loss: codes.code_nll(z, y, CODE, loss=loss), (x(N, 3), LABELS)) for loss in codes.LOSSES
+    "softmax.binary_codes.code_nll": tuple(
+        (lambda z, y, loss=loss: binary_codes.code_nll(z, y, CODE, loss=loss), (x(N, 3), LABELS))
+        for loss in binary_codes.LOSSES
     ),
-    "softmax.codes.code_log_normalizer": ((lambda z: codes.code_log_normalizer(z, CODE), (x(N, 3),)),),
-    "softmax.codes.code_log_probs": ((lambda z: codes.code_log_probs(z, CODE), (x(N, 3),)),),
-    "softmax.codes.code_top_k": ((lambda z: codes.code_top_k(z, CODE, 2), (x(N, 3),)),),
-    "softmax.codes.code_sample": ((lambda z, k: codes.code_sample(z, CODE, k), (x(N, 3), KEY)),),
-    "softmax.codes.hybrid_nll": ((hybrid(codes.hybrid_nll), (x(N, 4), x(N, 3), LABELS)),),
-    "softmax.codes.hybrid_log_probs": ((hybrid(codes.hybrid_log_probs), (x(N, 4), x(N, 3))),),
-    "softmax.codes.hybrid_top_k": ((hybrid(codes.hybrid_top_k, 2), (x(N, 4), x(N, 3))),),
-    "softmax.codes.hybrid_sample": (
-        (lambda c, z, k: codes.hybrid_sample(c, z, CODE, k, temperature=0.5), (x(N, 4), x(N, 3), KEY)),
+    "softmax.binary_codes.code_log_normalizer": ((lambda z: binary_codes.code_log_normalizer(z, CODE), (x(N, 3),)),),
+    "softmax.binary_codes.code_log_probs": ((lambda z: binary_codes.code_log_probs(z, CODE), (x(N, 3),)),),
+    "softmax.binary_codes.code_top_k": ((lambda z: binary_codes.code_top_k(z, CODE, 2), (x(N, 3),)),),
+    "softmax.binary_codes.code_sample": ((lambda z, k: binary_codes.code_sample(z, CODE, k), (x(N, 3), KEY)),),
+    "softmax.binary_codes.hybrid_nll": ((hybrid(binary_codes.hybrid_nll), (x(N, 4), x(N, 3), LABELS)),),
+    "softmax.binary_codes.hybrid_log_probs": ((hybrid(binary_codes.hybrid_log_probs), (x(N, 4), x(N, 3))),),
+    "softmax.binary_codes.hybrid_top_k": ((hybrid(binary_codes.hybrid_top_k, 2), (x(N, 4), x(N, 3))),),
+    "softmax.binary_codes.hybrid_sample": (
+        (lambda c, z, k: binary_codes.hybrid_sample(c, z, CODE, k, temperature=0.5), (x(N, 4), x(N, 3), KEY)),
     ),
-    "softmax.grouped.grouped_nll": ((lambda *a: grouped.grouped_nll(*a, block=2, width=2), GROUPED),),
-    "softmax.grouped.known_labels": ((lambda y: grouped.known_labels(y, N, V), (LABELS,)),),
-    "softmax.grouped.best_of": ((grouped.best_of, (x(2), ids(2), x(3), ids(3))),),
+    "softmax.grouped_softmax.grouped_nll": ((lambda *a: grouped_softmax.grouped_nll(*a, block=2, width=2), GROUPED),),
+    "softmax.grouped_softmax.known_labels": ((lambda y: grouped_softmax.known_labels(y, N, V), (LABELS,)),),
+    "softmax.grouped_softmax.best_of": ((grouped_softmax.best_of, (x(2), ids(2), x(3), ids(3))),),
     "softmax.margin.hardest": ((lambda s, i, y: margin.hardest(s, i, y, 2), (x(N, 5), ids(5), LABELS)),),
     "softmax.margin.margin_loss": ((margin.margin_loss, (x(N), x(N, 3))),),
     "softmax.margin.triplet_loss": ((margin.triplet_loss, (H, x(N, D), x(N, 3, D))),),
-    "softmax.sampled.scores": (
-        (sampled.scores, (H, x(N, D), x(5, D))),
-        (sampled.scores, (np.float16(H), x(N, D), x(N, 5, D))),
+    "softmax.sampled_losses.scores": (
+        (sampled_losses.scores, (H, x(N, D), x(5, D))),
+        (sampled_losses.scores, (np.float16(H), x(N, D), x(N, 5, D))),
     ),
-    "softmax.sampled.hits": ((sampled.hits, (SAMPLES, LABELS)),),
-    "softmax.sampled.sampled_softmax": ((sampled.sampled_softmax, (x(N), x(N, 5), SAMPLES, LABELS)),),
-    "softmax.sampled.importance_sampling": ((sampled.importance_sampling, (x(N), x(N, 5), SAMPLES)),),
-    "softmax.sampled.adaptive_importance_sampling": (
+    "softmax.sampled_losses.hits": ((sampled_losses.hits, (SAMPLES, LABELS)),),
+    "softmax.sampled_losses.sampled_softmax": ((sampled_losses.sampled_softmax, (x(N), x(N, 5), SAMPLES, LABELS)),),
+    "softmax.sampled_losses.importance_sampling": ((sampled_losses.importance_sampling, (x(N), x(N, 5), SAMPLES)),),
+    "softmax.sampled_losses.adaptive_importance_sampling": (
         (
-            lambda h, y, z, s: sampled.adaptive_importance_sampling(h, y, z, s, effective=2.0, block=5),
+            lambda h, y, z, s: sampled_losses.adaptive_importance_sampling(h, y, z, s, effective=2.0, block=5),
             (H, x(N, D), x(5, D), SAMPLES),
         ),
     ),
-    "softmax.sampled.noise_contrastive": ((sampled.noise_contrastive, (x(N), x(N, 5), SAMPLES)),),
-    "softmax.sampled.negative_sampling": ((sampled.negative_sampling, (x(N), x(N, 5))),),
-    "softmax.samplers.sample": tuple(
+    "softmax.sampled_losses.noise_contrastive": ((sampled_losses.noise_contrastive, (x(N), x(N, 5), SAMPLES)),),
+    "softmax.sampled_losses.negative_sampling": ((sampled_losses.negative_sampling, (x(N), x(N, 5))),),
+    "softmax.proposals.sample": tuple(
         (lambda k, y, s=sampler, kw=kw: proposals.sample(s, k, 3, y, **kw), (KEY, LABELS))
         for sampler in (
             proposals.Uniform(V),
@@ -254,23 +267,25 @@ CALLS = {
         )
         for kw in ({}, {"unique": True})
     ),
-    "softmax.sampling.sample": ((lambda z, k: sampling.sample(z, k, top_k=3, top_p=0.9), (x(N, V), KEY)),),
-    "softmax.sampling.pick": (
+    "sampling.sample": ((lambda z, k: sampling.sample(z, k, top_k=3, top_p=0.9), (x(N, V), KEY)),),
+    "sampling.pick": (
         (lambda z, p, a: sampling.pick(z, p, temperature=0.5, allowed=a), (x(N, V), RNG.random(N), np.arange(V) > 2)),
     ),
-    "softmax.sampling.restrict": ((lambda z: sampling.restrict(z, top_k=3, top_p=0.9), (x(N, V),)),),
-    "softmax.tree.tree_nll": (
-        (lambda h, w, y, b: tree.tree_nll(h, w, TREE, y, bias=b), (H, x(V - 1, D), LABELS, x(V - 1))),
+    "sampling.restrict": ((lambda z: sampling.restrict(z, top_k=3, top_p=0.9), (x(N, V),)),),
+    "softmax.hierarchical.tree_nll": (
+        (lambda h, w, y, b: hierarchical.tree_nll(h, w, TREE, y, bias=b), (H, x(V - 1, D), LABELS, x(V - 1))),
     ),
-    "softmax.tree.path_nll": ((tree.path_nll, (H, x(N, 3, D), np.sign(x(N, 3)), x(N, 3))),),
-    "softmax.tree.tree_paths": ((lambda y: tree.tree_paths(TREE, y), (LABELS,)),),
-    "softmax.tree.tree_rows": ((lambda y: tree.tree_rows(TREE, y), (LABELS,)),),
-    "softmax.tree.tree_log_probs": (
-        (lambda h, w, b: tree.tree_log_probs(h, w, TREE, bias=b), (H, x(V - 1, D), x(V - 1))),
+    "softmax.hierarchical.path_nll": ((hierarchical.path_nll, (H, x(N, 3, D), np.sign(x(N, 3)), x(N, 3))),),
+    "softmax.hierarchical.tree_paths": ((lambda y: hierarchical.tree_paths(TREE, y), (LABELS,)),),
+    "softmax.hierarchical.tree_rows": ((lambda y: hierarchical.tree_rows(TREE, y), (LABELS,)),),
+    "softmax.hierarchical.tree_log_probs": (
+        (lambda h, w, b: hierarchical.tree_log_probs(h, w, TREE, bias=b), (H, x(V - 1, D), x(V - 1))),
     ),
-    "softmax.tree.tree_top_k": ((lambda h, w, b: tree.tree_top_k(h, w, TREE, 2, bias=b), (H, x(V - 1, D), x(V - 1))),),
-    "softmax.tree.tree_sample": tuple(
-        (lambda h, w, k, t=t: tree.tree_sample(h, w, TREE, k, temperature=t), (H, x(V - 1, D), KEY))
+    "softmax.hierarchical.tree_top_k": (
+        (lambda h, w, b: hierarchical.tree_top_k(h, w, TREE, 2, bias=b), (H, x(V - 1, D), x(V - 1))),
+    ),
+    "softmax.hierarchical.tree_sample": tuple(
+        (lambda h, w, k, t=t: hierarchical.tree_sample(h, w, TREE, k, temperature=t), (H, x(V - 1, D), KEY))
         for t in (1.0, 0.5, 0.0)
     ),
     "softmax.vmf.log_iv": ((lambda k: vmf.log_iv(2, k), (np.abs(x(N)),)),),
@@ -281,30 +296,36 @@ CALLS = {
 
 # Modules without public ops: the executor and kernels behind `attend`, masks, blocks of logits behind the losses, helpers.
 INTERNAL = {
-    *(f"attention.{name}" for name in ("algebra", "backends", "blocks", "cudnn", "hopper", "hopper_backward")),
-    *(
-        f"attention.{name}"
-        for name in ("layout", "lookback", "mask", "mosaic", "orders", "pallas_gpu", "panels", "patterns")
-    ),
-    *(f"attention.{name}" for name in ("splash_masks", "splash_tpu", "tile", "validate", "visits")),
-    *("array_op", "arrays", "hashing", "manual", "turns", "softmax.blocks", "softmax.similarity", "softmax.tree_build"),
+    *("attention.dispatch", "attention.validate"),
+    *(f"attention.masks.{name}" for name in ("base", "lookback", "papers", "patterns", "table")),
+    *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
+    *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
+    *(f"attention.block_sparse.{name}" for name in ("block_mask", "cost_model", "decompose", "operands", "scan")),
+    *(f"attention.block_sparse.{name}" for name in ("schedule", "tile", "unrolled")),
+    *("array_op", "arrays", "counter_rng", "custom_vjp"),
+    *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),
 }
 # Functions that compute on the host, from numbers and numpy arrays, and parts of other ops.
 ON_HOST = {
-    "attention.explain",
-    "attention.parts.forward",
-    "attention.parts.backward",
-    *(f"attention.position.{name}" for name in ("yarn", "frequencies", "alibi", "alibi_slopes")),
+    "attention.attend.explain",
+    "attention.block_sparse.permuted.forward",
+    "attention.block_sparse.permuted.backward",
+    *("attention.positions.rope.yarn", "attention.positions.rope.frequencies"),
+    *("attention.positions.bias.alibi", "attention.positions.bias.alibi_slopes"),
     *(f"search.exact.{name}" for name in ("recall", "check_search", "check_bias", "product", "top_k", "best_of")),
     *("search.ivf.build_ivf", "search.lsh.build_lsh", "search.lsh.probe_sets"),
-    *("softmax.adaptive.adaptive_shapes", "softmax.codes.binary_code", "softmax.codes.convolutional_code"),
-    *(f"softmax.classes.{name}" for name in ("classes_from", "equal_size_classes", "equal_mass_classes")),
-    *("softmax.grouped.check_k", "softmax.samplers.unigram"),
+    *(
+        "softmax.adaptive.adaptive_shapes",
+        "softmax.binary_codes.binary_code",
+        "softmax.binary_codes.convolutional_code",
+    ),
+    *(f"softmax.class_based.{name}" for name in ("classes_from", "equal_size_classes", "equal_mass_classes")),
+    *("softmax.grouped_softmax.check_k", "softmax.proposals.unigram"),
 }
 
 
 # Searches in loops of unknown length.
-NO_GRADIENT = {"softmax.classes.class_top_k", "softmax.tree.tree_top_k"}
+NO_GRADIENT = {"softmax.class_based.class_top_k", "softmax.hierarchical.tree_top_k"}
 
 
 def public_functions():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hpnlp.ops.softmax.sampling import pick, restrict, sample
+from hpnlp.ops.sampling import pick, restrict, sample
 
 # Few values, so that ties are frequent.
 LOGITS = st.sampled_from([-jnp.inf, -200.0, -3.0, -1.0, -0.0, 0.0, 0.5, 2.0, 80.0])

@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec
 
 from hpnlp import measure
 from hpnlp.nn.attention import Context
-from hpnlp.ops.attention.mask import Causal
+from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.parallel import pipeline
 from hpnlp.parallel.plan import Plan
-from hpnlp.types import ALONE, InputError
+from hpnlp.types import NO_TENSOR_PARALLEL, InputError
 from tests.contracts import once
 
 LAYERS, B, T, D = 8, 16, 8, 16
@@ -71,7 +71,7 @@ def staged(plan, devices=8):
 )
 def test_stages_are_the_layers(plan):
     given = arrays()
-    alone = lambda params, x, context: run(ALONE, params, x, context, None, jnp.uint32(0))  # noqa: E731
+    alone = lambda params, x, context: run(NO_TENSOR_PARALLEL, params, x, context, None, jnp.uint32(0))  # noqa: E731
     (expected, (y, aux)), gradients = once(with_gradients(alone), *given)
     (found, (z, reports)), others = once(with_gradients(staged(plan)), *given)
     for a, b in zip(jax.tree.leaves((found, z, others)), jax.tree.leaves((expected, y, gradients)), strict=True):

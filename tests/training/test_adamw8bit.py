@@ -11,12 +11,12 @@ import pytest
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.ops.dynamic_quantization import Quantized
 from hpnlp.parallel.plan import Plan
-from hpnlp.training import rows
+from hpnlp.training import sparse_rows
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.optim import OptimizerConfig, make_optimizer
 from hpnlp.training.step import make_trainer
 from tests.contracts import ONCE
-from tests.training import test_rows
+from tests.training import test_sparse_rows
 from tests.training.test_step import KEY, LAYOUTS, ONE, B, T, batch_of, host, trainer_of
 
 
@@ -42,7 +42,7 @@ def steps(trainer, state, count, first=0):
 def resting(state):
     """The path of each moment in 8 bits."""
     found = jax.tree_util.tree_leaves_with_path(state.opt_state, is_leaf=lambda node: isinstance(node, Quantized))
-    return {rows.keys(path): leaf for path, leaf in found if isinstance(leaf, Quantized)}
+    return {sparse_rows.keys(path): leaf for path, leaf in found if isinstance(leaf, Quantized)}
 
 
 def test_moments_take_two_bytes_a_number():
@@ -120,11 +120,11 @@ def test_goes_on_from_a_checkpoint_on_another_layout(tmp_path):
 
 
 def test_rows_that_a_batch_does_not_look_up_wait():
-    trainer = test_rows.trainer_of(name="adamw8bit", rows=True)
-    first, after = (test_rows.run(trainer, count)[1] for count in (0, 2))
+    trainer = test_sparse_rows.trainer_of(name="adamw8bit", rows=True)
+    first, after = (test_sparse_rows.run(trainer, count)[1] for count in (0, 2))
     same = [(new == old).all(axis=1) for new, old in zip(resting(after)["head",], resting(first)["head",], strict=True)]
     moved = (after.params["head"] != first.params["head"]).any(axis=1)
-    assert 64 <= moved.sum() < test_rows.VOCAB
+    assert 64 <= moved.sum() < test_sparse_rows.VOCAB
     assert all(waited[~moved].all() for waited in same) and not same[1][moved].any()
 
 

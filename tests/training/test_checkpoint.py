@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hpnlp.parallel.offload import hosted
+from hpnlp.parallel.host_offload import hosted
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.checkpoint import FORMAT, Checkpointer
 from hpnlp.training.loss_scale import LossScale

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.models.decode import Generation, sample_text
 from hpnlp.report import render, summarize
 from hpnlp.training import config as configs
 from hpnlp.training import loop, metrics
 from hpnlp.training.checkpoint import Checkpointer
-from hpnlp.training.decode import Generation, sample_text
-from hpnlp.training.run import claimed, load, load_config
+from hpnlp.training.run_directory import claimed, load, load_config
 from hpnlp.types import InputError
 from tests import tiny
 

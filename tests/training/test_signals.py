@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hpnlp.training import hosts, signals
+from hpnlp.training import distributed, signals
 
 # C code that keeps the main thread for minutes, as compilation does.
 BUSY = """
@@ -75,7 +75,7 @@ def test_first_signal_stops_the_run_and_only_a_later_ctrl_c_ends_it(monkeypatch,
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     before = {number: signal.getsignal(number) for number in signals.NUMBERS}
-    stopping = hosts.Stopping()
+    stopping = distributed.Stopping()
     assert not stopping(1)
     stopping.begin()
     try:

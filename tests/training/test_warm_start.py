@@ -11,13 +11,13 @@ import pytest
 
 from hpnlp.cli import experiment
 from hpnlp.data import tokenizers
-from hpnlp.models import convert
+from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.planner import costs
 from hpnlp.training import loop, warm_start
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import flat, resolve, to_json
-from hpnlp.training.run import load
+from hpnlp.training.run_directory import load
 from hpnlp.types import InputError
 from tests import tiny
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.ops.attention import Full, Mask, PerHead, attend
-from hpnlp.ops.attention.cache import KVCache, extend_cache, start_cache
+from hpnlp.ops.attention.decoding.kv_cache import KVCache, extend_cache, start_cache
 from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.sampling import sample
 from hpnlp.ops.softmax import without_silent
-from hpnlp.ops.softmax.sampling import sample
 from hpnlp.types import InputError, LossOut, WordStats
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.nn.layers import embed_init, param
 from hpnlp.nn.output.base import OutputLayer, known_counts, known_order
 from hpnlp.ops.softmax import adaptive
-from hpnlp.ops.softmax import classes as ops
+from hpnlp.ops.softmax import class_based as ops
 from hpnlp.spec import lookup
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import Dense
 from hpnlp.nn.output.base import OutputLayer
-from hpnlp.ops.softmax import codes as ops
+from hpnlp.ops.softmax import binary_codes as ops
 from hpnlp.ops.softmax import without_silent
 from hpnlp.types import InputError, LossOut
 

@@ -13,8 +13,8 @@ from hpnlp.nn.output.base import OutputLayer
 from hpnlp.ops.search import exact_search
 from hpnlp.ops.softmax import logits, without_silent
 from hpnlp.ops.softmax.margin import hardest, margin_loss
-from hpnlp.ops.softmax.sampled import scores
-from hpnlp.ops.softmax.samplers import Uniform, sample
+from hpnlp.ops.softmax.proposals import Uniform, sample
+from hpnlp.ops.softmax.sampled_losses import scores
 from hpnlp.ops.softmax.vmf import vmf_loss
 from hpnlp.types import InputError, LossOut, Rows
 

@@ -15,9 +15,9 @@ from hpnlp.nn.layers import param
 from hpnlp.nn.output.base import known_counts
 from hpnlp.nn.output.full import FullOutput
 from hpnlp.nn.output.ranking import RankingOutput
-from hpnlp.ops.softmax import sampled as ops
+from hpnlp.ops.softmax import sampled_losses as ops
 from hpnlp.ops.softmax import without_silent
-from hpnlp.ops.softmax.samplers import LogUniform, Sampler, Samples, Uniform, sample, unigram
+from hpnlp.ops.softmax.proposals import LogUniform, Sampler, Samples, Uniform, sample, unigram
 from hpnlp.spec import lookup
 from hpnlp.types import InputError, LossOut, WordStats
 

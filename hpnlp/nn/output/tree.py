@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.output.base import OutputLayer, known_counts, known_order
-from hpnlp.ops.softmax import tree as ops
+from hpnlp.ops.softmax import hierarchical as ops
 from hpnlp.spec import lookup
 from hpnlp.types import Rows, WordStats
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.attention.algebra import Full, Mask, PerHead
+from hpnlp.ops.attention.masks.base import Full, Mask, PerHead
 from hpnlp.ops.dropout import keep_mask, seed_words
 
 

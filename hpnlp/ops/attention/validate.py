@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from hpnlp.ops.attention.algebra import check
+from hpnlp.ops.attention.masks.base import check
 from hpnlp.types import InputError
 
 

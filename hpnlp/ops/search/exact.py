@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.manual import vary_alike
+from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
 # How many scores are made at a time, and of how many rows at least: a product with fewer is slow.

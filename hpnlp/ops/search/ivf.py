@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
-from hpnlp.ops.manual import vary_alike
+from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.search.exact import LOWEST, best_of, check_bias, check_search, exact_search, product
 from hpnlp.types import InputError
 

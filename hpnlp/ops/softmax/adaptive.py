@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.linear import linear
+from hpnlp.ops.sampling import pick, sample
 from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
-from hpnlp.ops.softmax.grouped import best_of, check_k, grouped_nll, known_labels
-from hpnlp.ops.softmax.sampling import pick, sample
+from hpnlp.ops.softmax.grouped_softmax import best_of, check_k, grouped_nll, known_labels
 from hpnlp.types import InputError
 
 Tails = Sequence[tuple[Array, Array]]

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.linear import product, widened
-from hpnlp.ops.softmax import blocks
-from hpnlp.ops.softmax.blocks import Form
+from hpnlp.ops.softmax import chunked_cross_entropy
+from hpnlp.ops.softmax.chunked_cross_entropy import LogitsSpec
 from hpnlp.types import InputError
 
 IMPLS = ("auto", "tokens", "vocabulary", "reference")
@@ -91,7 +91,7 @@ def linear_cross_entropy(
     h, w = widened(h, w)
     factors = jnp.where((labels >= 0) & (labels < vocab), factors, jnp.nan)
 
-    form = Form(
+    form = LogitsSpec(
         _block(n, vocab),
         soft_cap=soft_cap,
         temperature=temperature,
@@ -109,15 +109,15 @@ def linear_cross_entropy(
     if impl == "tokens" or (impl == "auto" and scalar and block_size is None and rows >= min(n, FEWEST)):
         words = min(max(LOGITS // 2 // rows, SMALLEST), vocab)
         form = dataclasses.replace(form, rows=rows, words=words)
-        loss = blocks.weighted_sum(form, h, w, bias, labels, factors)
+        loss = chunked_cross_entropy.weighted_sum(form, h, w, bias, labels, factors)
         return loss / _weight(factors) if reduction == "mean" else loss
 
     if impl == "reference":
-        others, target, total, best = blocks.reference(form, h, w, bias, labels)
+        others, target, total, best = chunked_cross_entropy.reference(form, h, w, bias, labels)
     else:
         if block_size is not None:
             form = dataclasses.replace(form, block=min(block_size, vocab))
-        others, target, total, best = blocks.statistics(form, h, w, bias, labels)
+        others, target, total, best = chunked_cross_entropy.statistics(form, h, w, bias, labels)
     each = factors * jnp.where(silent, 0.0, form.losses(others, target, total, vocab))
     loss = each if reduction == "none" else each.sum()
     if reduction == "mean":
@@ -150,8 +150,8 @@ def partial_cross_entropy(
     _check(h, w_slice, None, bias, None, None, 0.0, soft_cap, temperature, "none", "auto", None)
     labels = labels.astype(jnp.int32) - start
     h, w_slice = widened(h, w_slice)
-    form = Form(_block(n, words), soft_cap=soft_cap, temperature=temperature, total=True)
-    others, target, total, _ = blocks.statistics(form, h, w_slice, bias, labels)
+    form = LogitsSpec(_block(n, words), soft_cap=soft_cap, temperature=temperature, total=True)
+    others, target, total, _ = chunked_cross_entropy.statistics(form, h, w_slice, bias, labels)
     own = (labels >= 0) & (labels < words)
     return merged_lse(others, jnp.where(own, target, -jnp.inf)), target, total
 

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 
-from hpnlp.ops.attention import attend, orders, panels
+from hpnlp.ops.attention import attend
+from hpnlp.ops.attention.block_sparse import cost_model, unrolled
 from tests.contracts import executor_with
 
 
@@ -14,8 +15,8 @@ def blockwise(request):
 
     Panels; the visits of one block plan; and all parts of a mask that may run in an order of their own doing so.
     """
-    changes = [] if request.param == "panels" else [(panels, "PAIRS", 0)]
+    changes = [] if request.param == "panels" else [(unrolled, "PAIRS", 0)]
     if request.param == "parts":
-        changes += [(orders, name, -1e9) for name in ("MERGING", "FOLDING")]
+        changes += [(cost_model, name, -1e9) for name in ("MERGING", "FOLDING")]
     with executor_with(*changes):
         yield functools.partial(attend, impl="xla", block_size=16)

@@ -1,0 +1,1 @@
+"""Conversion of checkpoints in the Hugging Face layout, in both directions."""

@@ -1,0 +1,1 @@
+"""The KV cache and the attention of a decoding step."""

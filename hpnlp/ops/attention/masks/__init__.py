@@ -1,0 +1,1 @@
+"""Static attention patterns: the mask algebra, the patterns, those of papers, and the table of all of them."""

@@ -1,0 +1,1 @@
+"""Positions in attention: rotary embeddings, and relative positions as biases."""

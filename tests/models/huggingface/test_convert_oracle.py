@@ -1,0 +1,251 @@
+"""Checkpoints that transformers wrote, and its logits and gradients: an implementation that nobody here wrote."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hpnlp.models.huggingface import convert
+from hpnlp.models.lm import LM
+
+pytestmark = pytest.mark.oracle
+
+B, T, V = 2, 24, 48
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 90.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_OF_OWN_NUMBERS = YARN | {"beta_fast": 2.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 1.3}
+LLAMA = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+
+# name -> (model_type, what config.json says, the family that save writes)
+CASES = {
+    "llama": ("llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-3, "rope_theta": 300.0}, "llama"),
+    "llama_biases": (
+        "llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 90.0, "factor": 3.0},
+        },
+        "llama",
+    ),
+    "llama_head_dim": ("llama", {"head_dim": 12, "num_key_value_heads": 1, "rope_parameters": LLAMA3}, "llama"),
+    "llama_yarn": ("llama", {"rope_parameters": YARN_OF_OWN_NUMBERS}, "llama"),
+    "gpt2": ("gpt2", {}, "gpt2"),
+    "gpt2_wide": (
+        "gpt2",
+        {
+            "n_inner": 72,
+            "layer_norm_epsilon": 1e-3,
+            "activation_function": "gelu",
+            "tie_word_embeddings": False,
+            "reorder_and_upcast_attn": True,
+        },
+        "gpt2",
+    ),
+    "mistral": ("mistral", {"sliding_window": None, "num_key_value_heads": 2}, "llama"),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2, "rope_parameters": YARN}, "qwen2"),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}, "qwen3"),
+    "mistral_window": ("mistral", {"sliding_window": 5, "num_key_value_heads": 2}, "mistral"),
+    "qwen2_window": (
+        "qwen2",
+        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        "qwen2",
+    ),
+    "qwen3_window": (
+        "qwen3",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "qwen3",
+    ),
+    "llama_gelu": ("llama", {"hidden_act": "gelu", "num_key_value_heads": 2}, "llama"),
+    "llama_gelu_tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2}, "llama"),
+    "llama_dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 90.0, "factor": 3.0}, "num_key_value_heads": 2},
+        "llama",
+    ),
+}
+WITH_GRADIENTS = ("llama", "llama_biases", "llama_head_dim", "gpt2", "gpt2_wide")
+LIKE_LLAMA = tuple(name for name in CASES if name not in WITH_GRADIENTS)
+
+# These programs run once: LLVM's optimizations would take longer than they save.
+ONCE = {"xla_backend_optimization_level": 0}
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    torch = pytest.importorskip("torch")
+    library = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return library
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(0, V, (B, T)).astype(np.int32)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, transformers, tmp_path_factory):
+    """`(model of transformers, all of it random, directory that it was saved to, family that save writes)`."""
+    import torch
+
+    model_type, changes, written = CASES[request.param]
+    defaults = GPT2 if model_type == "gpt2" else LLAMA
+    config = transformers.AutoConfig.for_model(
+        model_type, **defaults | changes, bos_token_id=None, eos_token_id=None, attn_implementation="eager"
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for (
+            parameter
+        ) in model.parameters():  # transformers starts biases at 0 and norms at 1, which would hide mistakes
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    directory = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(directory)
+    return model, directory, written
+
+
+def logits_of(model, tokens):
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+
+
+def gradients_of(model, tokens, like, directory):
+    """`(loss, gradients as our parameters)` of transformers.
+
+    The gradients are stored as a checkpoint of the model saved in `like`, so that the conversion carries them over.
+    """
+    import torch
+
+    model.zero_grad()
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    logits = model(ids[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, V), ids[:, 1:].reshape(-1), reduction="sum")
+    loss.backward()
+    stored = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    assert stored.keys() == load_file(like / "model.safetensors").keys()
+    save_file(stored, directory / "model.safetensors")
+    shutil.copy(like / "config.json", directory)
+    return loss.item(), convert.load(directory)[1]
+
+
+@pytest.mark.parametrize("case", LIKE_LLAMA, indirect=True)
+def test_logits(case, tokens):
+    """Families with Llama's tensors, whose gradients are therefore Llama's."""
+    model, directory, _ = case
+    config, params = convert.load(directory)
+    lm = LM(dataclasses.replace(config, unroll=1))
+    logits = jax.jit(lambda p, t: lm.apply({"params": p}, t, method=LM.logits), compiler_options=ONCE)(params, tokens)
+    np.testing.assert_allclose(logits, logits_of(model, tokens), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", WITH_GRADIENTS, indirect=True)
+def test_logits_loss_and_gradients(case, tokens, tmp_path):
+    model, directory, _ = case
+    config, params = convert.load(directory)
+    lm = LM(dataclasses.replace(config, unroll=1))
+    positions = jnp.broadcast_to(jnp.arange(T - 1, dtype=jnp.int32)[None], (B, T - 1))
+    batch = {
+        "tokens": jnp.asarray(tokens[:, :-1]),
+        "labels": jnp.asarray(tokens[:, 1:]),
+        "positions": positions,
+        "segment_ids": jnp.ones_like(positions),
+        "weights": jnp.ones(positions.shape, jnp.float32),
+    }
+
+    def loss(params):
+        logits = lm.apply({"params": params}, jnp.asarray(tokens), method=LM.logits)
+        return lm.apply({"params": params}, batch, method=LM.loss).sum, logits
+
+    (ours, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=ONCE)(params)
+    np.testing.assert_allclose(logits, logits_of(model, tokens), atol=1e-5, rtol=1e-5)
+    theirs, expected = gradients_of(model, tokens, directory, tmp_path)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    # Relative to the largest gradient: that of a key's bias is 0, and what is left of it rounding.
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, atol=1e-6 * largest, rtol=1e-5), grads, expected)
+
+
+def test_back(case, transformers, tokens, tmp_path):
+    import torch
+
+    model, directory, written = case
+    config, params = convert.load(directory)
+    convert.save(config, params, tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    assert back.config.model_type == written
+    assert back.config.eos_token_id is None
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in back.state_dict().items())
+    # Not to the bit: where a tensor begins in memory decides how torch's products round.
+    np.testing.assert_allclose(logits_of(back, tokens), logits_of(model, tokens), atol=1e-5, rtol=1e-5)
+
+    before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for name in before:
+        assert before[name].tobytes() == after[name].tobytes(), name
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2_wide"], indirect=True)
+def test_bfloat16_and_shards(case, transformers, tokens, tmp_path):
+    model, directory, _ = case
+    config, params = convert.load(directory)
+    convert.save(config, params, tmp_path / "bf16", dtype="bfloat16", shard_bytes=10_000)
+    assert len(json.loads((tmp_path / "bf16" / convert.INDEX).read_text())["weight_map"]) > 10
+    assert len(list((tmp_path / "bf16").glob("*.safetensors"))) > 2
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", attn_implementation="eager")
+    assert str(back.dtype) == "torch.bfloat16"
+
+    # And the other way: what transformers stores in shards of bfloat16 is read exactly.
+    back.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+    assert (tmp_path / "theirs" / convert.INDEX).exists()
+    _, ours = convert.load(tmp_path / "bf16")
+    same, theirs = convert.load(tmp_path / "theirs")
+    assert same == config
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(jnp.bfloat16)), ours, params)
+
+
+@pytest.mark.parametrize("case", ["llama_biases", "llama_head_dim", "llama_yarn", "qwen2"], indirect=True)
+def test_both_spellings_of_rope(case, tmp_path):
+    """transformers 5 writes rope_parameters; the checkpoints before it have rope_theta and rope_scaling."""
+    _, directory, _ = case
+    raw = json.loads((directory / "config.json").read_text())
+    scaling = raw.pop("rope_parameters")
+    raw["rope_theta"] = scaling.pop("rope_theta")
+    raw["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    assert convert.load(tmp_path)[0] == convert.load(directory)[0]

@@ -1,0 +1,167 @@
+"""Greedy continuations of converted checkpoints, token by token as transformers' `generate` gives them."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers as hf
+
+from hpnlp.data import tokenizers
+from hpnlp.models import decode
+from hpnlp.models.huggingface import convert
+from hpnlp.models.lm import LM
+
+pytestmark = pytest.mark.oracle
+
+TEXT = ["the quick brown fox jumps over the lazy dog, the end of the story\n"] * 3
+TOKENS = 12
+PROMPTS = ["the quick", "a lazy dog jumps", ""]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"intermediate_size": 56, "max_position_embeddings": 64}
+
+
+def byte_level(special, template=None, normalizer=None):
+    """A tokenizer as those of GPT-2, Llama 3 and Qwen. special: added tokens. template: of the post-processor."""
+    inner = hf.Tokenizer(hf.models.BPE())
+    inner.normalizer = normalizer
+    inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = hf.decoders.ByteLevel()
+    alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+    trainer = hf.trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator(TEXT, trainer)
+    return finished(inner, special, template, [hf.processors.ByteLevel(trim_offsets=False)])
+
+
+def metaspace(special, template):
+    """A tokenizer as Llama 2's and Mistral's: words begin with a mark, unknown characters fall back to bytes."""
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "\u2581",
+        *sorted(set("".join(TEXT)) - {" "}),
+    ]
+    model = hf.models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
+    inner = hf.Tokenizer(model)
+    inner.pre_tokenizer = hf.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    steps = [hf.decoders.Replace("\u2581", " "), hf.decoders.ByteFallback(), hf.decoders.Fuse()]
+    inner.decoder = hf.decoders.Sequence([*steps, hf.decoders.Strip(" ", 1, 0)])
+    return finished(inner, special, template, [])
+
+
+def finished(inner, special, template, processors):
+    inner.add_special_tokens(special)
+    ids = [(name, inner.token_to_id(name)) for name in special]
+    if template:
+        processors = [*processors, hf.processors.TemplateProcessing(single=template, special_tokens=ids)]
+    inner.post_processor = hf.processors.Sequence(processors)
+    return inner
+
+
+END, BEGIN = "<|endoftext|>", "<|begin_of_text|>"
+# name -> (model_type, tokenizer, of tokenizer_config.json, of config.json)
+CASES = {
+    "llama2": (
+        "llama",
+        lambda: metaspace(["<s>", "</s>", "<unk>"], "<s> $A"),
+        {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "tokenizer_class": "LlamaTokenizer"},
+        {},
+    ),
+    "llama3": (
+        "llama",
+        lambda: byte_level([BEGIN, END], f"{BEGIN} $A"),
+        {"bos_token": BEGIN, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"},
+        {},
+    ),
+    "llama_without_bos": (
+        "llama",
+        lambda: byte_level([BEGIN, END]),
+        {"bos_token": BEGIN, "eos_token": END, "add_bos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 90.0, "factor": 2.0}, "hidden_act": "gelu"},
+    ),
+    "mistral": (
+        "mistral",
+        lambda: metaspace(["<s>", "</s>", "<unk>"], "<s> $A"),
+        {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False, "tokenizer_class": "LlamaTokenizer"},
+        {"sliding_window": 4},
+    ),
+    "qwen2": (
+        "qwen2",
+        lambda: byte_level([END], normalizer=hf.normalizers.NFC()),
+        {"bos_token": None, "eos_token": END, "tokenizer_class": "Qwen2Tokenizer"},
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3": (
+        "qwen3",
+        lambda: byte_level([END], normalizer=hf.normalizers.NFC()),
+        {"bos_token": None, "eos_token": END, "tokenizer_class": "Qwen2Tokenizer"},
+        {"head_dim": 16},
+    ),
+    "gpt2": (
+        "gpt2",
+        lambda: byte_level([END]),
+        {"bos_token": END, "eos_token": END, "add_bos_token": False, "tokenizer_class": "GPT2Tokenizer"},
+        {},
+    ),
+    "gpt2_adding_bos": (
+        "gpt2",
+        lambda: byte_level([END], f"{END} $A"),
+        {"bos_token": END, "eos_token": END, "tokenizer_class": "GPT2Tokenizer"},
+        {},
+    ),
+}
+
+
+@pytest.fixture(params=CASES)
+def checkpoint(request, tmp_path):
+    """`(model of transformers, directory with it and its tokenizer)`."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model_type, make, tokenizer_config, changes = CASES[request.param]
+    inner = make()
+    vocab = max(inner.get_vocab().values()) + 1
+    special = [inner.token_to_id(token.content) for token in inner.get_added_tokens_decoder().values()]
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} if model_type == "gpt2" else SIZES
+    ids = {f"{role}_token_id": inner.token_to_id(tokenizer_config[f"{role}_token"] or END) for role in ("bos", "eos")}
+    config = transformers.AutoConfig.for_model(
+        model_type, vocab_size=vocab, **sizes | changes, **ids, tie_word_embeddings=False, attn_implementation="eager"
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape)
+        model.lm_head.weight[special] = 0.0  # `hpnlp generate` never draws special tokens but eos
+    model.save_pretrained(tmp_path)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    return model, transformers.AutoTokenizer.from_pretrained(tmp_path), tmp_path
+
+
+def test_greedy_continuations_are_those_of_transformers(checkpoint):
+    import torch
+
+    model, theirs, directory = checkpoint
+    tokenizer = tokenizers.load(str(directory))
+    config, params = convert.load(directory)
+    rows = [tokenizer.encode_prompt(prompt) for prompt in PROMPTS]
+    generation = decode.Generation(
+        LM(config), params, rows, tokens=TOKENS, temperature=0.0, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id,
+        allowed=decode.speakable(tokenizer),
+    )  # fmt: skip
+    ours = np.concatenate(list(generation), axis=1)
+    distinct = set()
+    for prompt, row, continuation in zip(PROMPTS, rows, ours, strict=True):
+        ids = theirs(prompt)["input_ids"]
+        # Without any token, transformers' generate begins with bos_token_id.
+        inputs = {"input_ids": torch.tensor([ids])} if ids else {}
+        assert row.tolist() == (ids or [model.config.bos_token_id])
+        whole = model.generate(**inputs, do_sample=False, max_new_tokens=TOKENS)[0].tolist()
+        expected = whole[len(row) :]
+        assert continuation.tolist()[: len(expected)] == expected, prompt
+        distinct |= set(expected)
+    assert len(distinct) > 5  # else a wrong prompt would go unseen

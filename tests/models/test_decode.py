@@ -1,0 +1,226 @@
+"""Decoding: the cache against the full pass, rows against rows alone, and what may come out."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from hpnlp import measure
+from hpnlp.data.tokenizers import ByteTokenizer, WordTokenizer
+from hpnlp.models import decode
+from hpnlp.models.decode import Generation, TextStream, sample_text, speakable
+from hpnlp.models.lm import LM, LMConfig, axes_of, example_batch
+from hpnlp.parallel.host_offload import HOST
+from hpnlp.parallel.plan import Plan
+from hpnlp.types import InputError
+
+VOCAB = 264  # of bytes
+ROPE = {"kv_heads": 2, "qk_norm": True, "tied": False}
+LEARNED = {"norm": "layer", "position": "learned", "qkv_bias": True, "mlp": "gelu", "mlp_bias": True, "tied": False}
+LEARNED["max_len"] = 41  # of which PROMPTS and 20 new tokens take all
+MIXED = {"mixer": "window(3,0),longformer(4,2)*2,full", "layers": 5}
+PROMPTS = [np.arange(40, 47), np.array([256]), np.arange(100, 121)]
+
+
+@functools.cache
+def make(**fields):
+    """A model whose logits differ by several nats, and its parameters."""
+    sizes = {"dim": 16, "heads": 4, "layers": 2, "vocab": VOCAB, "max_len": 64, "mlp_dim": 24}
+    model = LM(LMConfig(**sizes | fields))
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(model.init(jax.random.key(0), example_batch(1, 2))["params"]))
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        name = path[-1].key
+        return jnp.asarray(rng.normal(name == "scale", 1.0 if name == "table" else 0.3, leaf.shape), jnp.float32)
+
+    return model, jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def generate(prompts, tokens=20, fields=(), **options):
+    """All new ids, `[B, n]`."""
+    return np.concatenate(list(Generation(*make(**dict(fields)), prompts, tokens=tokens, **options)), axis=1)
+
+
+@functools.cache
+def logits_of(model):
+    return jax.jit(lambda p, t: model.apply({"params": p}, t, method=LM.logits))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [ROPE, LEARNED, ROPE | {"dtype": "bfloat16"}, LEARNED | MIXED],
+    ids=["rope", "learned", "bfloat16", "mixed"],
+)
+def test_greedy_ids_are_the_best_of_the_full_pass(fields):
+    """Token by token, with a cache, for rows of different lengths: what the full logits say at each step."""
+    model, params = make(**fields)
+    ids = generate(PROMPTS, fields=fields.items(), temperature=0.0)
+    assert ids.shape == (3, 20)
+    rows = [np.concatenate(pair) for pair in zip(PROMPTS, ids, strict=True)]
+    padded = np.stack([np.pad(row, (0, 41 - len(row))) for row in rows]).astype(np.int32)
+    logits = np.asarray(logits_of(model)(params, padded))
+    for row, prompt, new in zip(logits, PROMPTS, ids, strict=True):
+        seen = row[len(prompt) - 1 :][: len(new)]
+        if model.config.dtype == "float32":
+            np.testing.assert_array_equal(new, seen.argmax(-1))
+        else:
+            assert np.all(seen.max(-1) - seen[np.arange(len(new)), new] < 0.3)
+    assert len(set(ids.ravel().tolist())) > 10  # not one id again and again, which would hide most mistakes
+
+
+def test_a_row_depends_on_its_prompt_its_number_and_the_seed():
+    options = {"temperature": 1.0, "top_p": 0.95, "top_k": 100}
+    together = generate(PROMPTS, seed=3, **options)
+    np.testing.assert_array_equal(generate(PROMPTS[:1], seed=3, **options), together[:1])
+    others = generate([PROMPTS[2], PROMPTS[1], PROMPTS[2]], seed=3, **options)
+    np.testing.assert_array_equal(others[1:], together[1:])
+    assert np.any(others[0] != others[2])  # the same prompt again gives another text
+    assert np.all(np.any(generate(PROMPTS, seed=4, **options) != together, axis=1))
+
+
+def test_many_rows_are_as_few():
+    """From nine rows on, the cache is written by another operation."""
+    few, many = generate(PROMPTS, temperature=0.0), generate(PROMPTS * 4, temperature=0.0)
+    np.testing.assert_array_equal(many.reshape(4, 3, 20), np.broadcast_to(few, (4, 3, 20)))
+
+
+def test_one_trace(monkeypatch):
+    """Two calls whose prompts differ, and differ in length: one program for prefill and one for decoding."""
+    for name in ("_prefill", "_decode"):
+        monkeypatch.setattr(decode, name, chex.assert_max_traces(getattr(decode, name), n=1))
+    decode._jitted.cache_clear()
+    first = generate(PROMPTS, tokens=30, temperature=0.5)
+    again = generate([prompt[:1] for prompt in PROMPTS], tokens=17, temperature=0.9, seed=1, pad_id=2)
+    assert first.shape == (3, 30) and again.shape == (3, 17)
+    decode._jitted.cache_clear()
+
+
+def test_ids_come_as_they_are_made():
+    run = Generation(*make(), PROMPTS, tokens=20, temperature=0.0)
+    assert [chunk.shape for chunk in run] == [(3, 16), (3, 4)]
+    assert set(run.seconds) == {"compile", "prefill", "decode"} and min(run.seconds.values()) > 0
+
+
+def test_eos_ends_a_row():
+    """Two ids may be drawn, of which one ends the row: pads follow, and nothing more is computed once all rows have."""
+    allowed = np.arange(VOCAB) == 7
+    ids = generate(PROMPTS, tokens=32, temperature=50.0, eos_id=257, pad_id=258, allowed=allowed)
+    assert ids.shape == (3, 16)
+    ends = (ids == 257).argmax(axis=1)
+    assert len(set(ends.tolist())) > 1
+    for row, end in zip(ids, ends, strict=True):
+        assert np.all(row[:end] == 7) and row[end] == 257 and np.all(row[end + 1 :] == 258)
+
+
+def test_special_ids_are_never_drawn():
+    may = speakable(ByteTokenizer())
+    np.testing.assert_array_equal(np.flatnonzero(~may), np.arange(256, 264))
+    for known in (may, may[:150]):  # the table may have more rows than the tokenizer has ids
+        ids = generate(PROMPTS, tokens=32, temperature=100.0, eos_id=257, pad_id=260, allowed=known)
+        drawn = ids[ids != 260]
+        assert np.all((drawn < min(len(known), 256)) | (drawn == 257)) and len(set(drawn.tolist())) > 40
+    assert np.all(generate(PROMPTS, temperature=0.0, allowed=np.arange(VOCAB) == 5) == 5)
+
+
+def test_speakable_words():
+    tokenizer = WordTokenizer(["fox", "dog", "\n"])
+    assert np.flatnonzero(speakable(tokenizer)).tolist() == [4, 5, 6]
+
+
+def test_parameters_that_lie_on_several_devices_and_in_the_hosts_memory():
+    model, params = make()
+    layout = Plan(data=1, fsdp=4, tensor=2).layout(model.config.sizes())
+    specs = layout.tree(axes_of(model), params, divided=True)
+    spread = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
+    resting = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(HOST)), spread["layers"])
+    for placed in (spread, {**spread, "layers": resting}):
+        ids = [chunk for chunk in Generation(model, placed, PROMPTS, tokens=20, temperature=0.0)]
+        np.testing.assert_array_equal(np.concatenate(ids, axis=1), generate(PROMPTS, temperature=0.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 0}, "tokens=0: expected at least 1"),
+        ({"tokens": 10**30}, "tokens=10+: expected at most 1073741824"),
+        ({"seed": -1}, "seed=-1: expected 0 to 4294967295"),
+        ({"seed": 1 << 32}, "seed=4294967296: expected 0 to"),
+        ({"temperature": float("nan")}, "temperature=nan: expected 0"),
+        ({"temperature": float("inf")}, "temperature=inf: expected 0"),
+        ({"temperature": -0.1}, "temperature=-0.1: expected 0"),
+        ({"top_k": -1}, "top_k=-1: expected how many"),
+        ({"top_p": 0.0}, r"top_p=0.0: expected a probability in \(0, 1\]"),
+        ({"top_p": 1.01}, r"top_p=1.01: expected a probability in \(0, 1\]"),
+        ({"top_p": float("nan")}, r"top_p=nan: expected a probability in \(0, 1\]"),
+        ({"prompts": []}, "prompts is empty: give at least one"),
+        ({"prompts": [[1], []]}, "prompt 1 is empty: start it with some text, or with bos"),
+        ({"prompts": [[1, VOCAB]]}, f"prompt 0 holds id {VOCAB}, the model has {VOCAB}"),
+        ({"prompts": [[3, -4]]}, "prompt 0 holds id -4"),
+        ({"allowed": np.zeros(VOCAB, bool)}, "allowed: no id may be drawn"),
+        (
+            {"prompts": [[1], [1] * 30], "tokens": 12},
+            "prompt 1 has 30 tokens, and with 12 more .* at most 11 tokens or shorten the prompt to at most 29 tokens",
+        ),
+        ({"prompts": [[1] * 70]}, "prompt 0 has 70 tokens, .* the model has learned: shorten the prompt to at most 37"),
+    ],
+)
+def test_bad_input(options, message):
+    arguments = {"prompts": [[1]], "tokens": 4} | options
+    with pytest.raises(InputError, match=message):
+        Generation(*make(**LEARNED), **arguments)
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr(measure, "memory_bytes", lambda: 10**6)
+    with pytest.raises(
+        InputError, match=r"tokens=200000: the cache of 1 prompts .*, and the device has 0.0 GB: ask for at"
+    ):
+        Generation(*make(**ROPE), [[1]], tokens=200_000)
+
+
+# Text.
+
+
+class Whole(ByteTokenizer):
+    """A tokenizer that knows characters only, as those do that give U+FFFD for a part of one: id i is byte i."""
+
+    def decode(self, ids):
+        return bytes(ids).decode("utf-8", "replace").encode()
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Whole()], ids=["bytes", "characters"])
+def test_stream_waits_for_whole_characters(tokenizer):
+    text = "naïve 漢字 🦊 end"
+    stream = TextStream(tokenizer)
+    pieces = [stream.push([byte]) for byte in text.encode()] + [stream.push([], final=True)]
+    assert "".join(pieces) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Whole()], ids=["bytes", "characters"])
+def test_stream_shows_what_is_no_text(tokenizer):
+    stream = TextStream(tokenizer, prompt=b"before")
+    pieces = [stream.push([byte]) for byte in (65, 0xFF, 66, 0xF0)] + [stream.push([], final=True)]
+    assert "".join(pieces) == "A\N{REPLACEMENT CHARACTER}B\N{REPLACEMENT CHARACTER}"
+
+
+def test_stream_goes_on_from_the_prompt():
+    """A word tokenizer puts the space between two words, of which the first may stand in the prompt."""
+    tokenizer = WordTokenizer(["fox", "dog", "\n"])
+    stream = TextStream(tokenizer, prompt=[2, 4])
+    assert [stream.push([5]), stream.push([6, 4]), stream.push([], final=True)] == [" dog", "\nfox", ""]
+
+
+@pytest.mark.parametrize(("fields", "length"), [({}, 30), (LEARNED, 100)], ids=["rope", "learned"])
+def test_sample_text(fields, length):
+    model, params = make(**fields)
+    text = sample_text(model, params, ByteTokenizer(), length)
+    assert isinstance(text, str) and 10 < len(text) <= length
+    assert text == sample_text(model, params, ByteTokenizer(), length)
+    assert sample_text(model, params, ByteTokenizer(), 0) == ""

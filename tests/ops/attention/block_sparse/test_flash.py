@@ -1,0 +1,542 @@
+"""Every pattern and every operand through the executor, in each of its forms, against the dense twin."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.attention import (
+    Blockwise,
+    Causal,
+    Fixed,
+    Full,
+    Global,
+    GlobalAt,
+    Mask,
+    PerHead,
+    RandomBlocks,
+    Sinks,
+    Strided,
+    Where,
+    Window,
+    alibi,
+    attend,
+    bigbird,
+    flash,
+    longformer,
+    merge,
+    reference,
+    sparse_transformer_fixed,
+    sparse_transformer_strided,
+)
+from hpnlp.ops.attention.block_sparse import cost_model, decompose, unrolled
+from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule, TileGroup
+from hpnlp.types import InputError
+from tests.contracts import ONCE, PATTERNS, assert_close, executor_with
+
+OPERANDS = {
+    "segments": ("segment_ids",),
+    "lengths": ("kv_lengths",),
+    "positions": ("positions",),
+    "dense_mask": ("dense_mask",),
+    "dense_mask by head": ("dense_by_head",),
+    "global_tokens": ("global_tokens",),
+    "global places": ("global_places", "segment_ids"),
+    "bias": ("bias",),
+    "bias of a row": ("bias_row",),
+    "bias function": ("function", "soft_cap"),
+    "bias function at positions": ("function", "positions"),
+    "soft_cap": ("soft_cap", "kv_lengths"),
+    "sinks": ("sinks", "kv_lengths"),
+    "dropout": ("dropout",),
+    "all": ("segment_ids", "dense_mask", "global_tokens", "bias", "soft_cap", "sinks", "dropout"),
+}
+
+
+FORMS = ("panels", "visits", "parts")
+
+
+def form_of(form):
+    """Panels; the visits of one plan; or every part that may run in its own order doing so."""
+    changes = [] if form == "panels" else [(unrolled, "PAIRS", 0)]
+    return executor_with(*changes, (cost_model, "MERGING", -1e9 if form == "parts" else 1e9))
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    with form_of(request.param):
+        yield request.param
+
+
+def assert_forms_equal(run, qkv, mask, alone=False):
+    """Each form of the executor and the dense twin. alone: whether the operands keep the mask in one part."""
+    expected = run(reference)(qkv)
+    dtype = qkv[0].dtype
+    for form in FORMS:
+        with form_of(form):
+            found = decompose.parts(mask, qkv[0].shape[1], qkv[1].shape[1], 8, 8, alone) if form == "parts" else None
+            if found is None or any(part.order != decompose.Order() for part in found):
+                assert_close(run(ours)(qkv), expected, dtype)
+
+
+def arrays(t=37, s=None, n=4, k=2, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    s = t if s is None else s
+    return [jnp.asarray(rng.standard_normal(x), dtype) for x in ((2, t, n, 8), (2, s, k, 8), (2, s, k, 6))]
+
+
+def operands(names, t=37, n=4):
+    rng = np.random.default_rng(1)
+    ints = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    slopes = jnp.asarray(rng.standard_normal(n), jnp.float32)
+    tokens = rng.random((2, t)) < 0.1
+    table = {
+        "segment_ids": {"segment_ids": ints(np.sort(rng.integers(0, 3, (2, t)), 1))},
+        "kv_lengths": {"kv_lengths": ints([t - 9, 0])},
+        "positions": {"positions": ints(rng.permuted(np.tile(np.arange(t), (2, 1)), axis=1))},
+        "dense_mask": {"dense_mask": jnp.asarray(rng.random((2, 1, t, t)) < 0.7)},
+        "dense_by_head": {"dense_mask": jnp.asarray(rng.random((n, t, t)) < 0.7)},
+        "global_tokens": {"global_tokens": jnp.asarray(tokens)},
+        "global_places": {"global_tokens": ints([[3, -1, 30], [0, 0, 9]])},
+        "bias": {"bias": jnp.asarray(rng.standard_normal((1, n, t, t)), jnp.float32)},
+        "bias_row": {"bias": jnp.asarray(rng.standard_normal((2, 1, 1, t)), jnp.float32)},
+        "function": {"bias": slopes},
+        "soft_cap": {"soft_cap": 2.5},
+        "sinks": {"sinks": slopes},
+        "dropout": {"dropout_rate": 0.3, "rng": jax.random.key(3)},
+    }
+    return {key: value for name in names for key, value in table[name].items()}
+
+
+def slope_bias(slopes):
+    return lambda head, q, k: slopes[head] * jnp.abs(q - k).astype(jnp.float32) / 40
+
+
+def scored(function, mask, options, as_function=False):
+    """Outputs, and gradients of a random weighting of them for q, k, v and the differentiable operands."""
+    inexact = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    leaves = {name: x for name, x in options.items() if inexact(x)}
+    rest = {name: x for name, x in options.items() if name not in leaves}
+
+    def value(qkv, leaves):
+        given = dict(leaves)
+        if as_function:
+            given["bias"] = slope_bias(given["bias"])
+        o, lse = function(*qkv, mask, return_lse=True, **rest, **given)
+        rng = np.random.default_rng(2)
+        wo, wl = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in (o, lse))
+        total = jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(jnp.where(jnp.isneginf(lse), jnp.float32(0), lse) * wl)
+        return total, (o, lse)
+
+    run = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True), compiler_options=ONCE)
+    return lambda qkv: (lambda found: (found[0][1], found[1]))(run(tuple(qkv), leaves))
+
+
+def ours(q, k, v, mask, **options):
+    return attend(q, k, v, mask, impl="xla", block_size=8, **options)
+
+
+@pytest.mark.parametrize("mask", PATTERNS, ids=repr)
+def test_patterns(mask):
+    run = lambda f: jax.jit(lambda qkv: f(*qkv, mask, return_lse=True), compiler_options=ONCE)  # noqa: E731
+    assert_forms_equal(run, arrays(), mask)
+
+
+@pytest.mark.parametrize("mask", [Causal(), sparse_transformer_fixed(6, 2), longformer(4, 2, 3), bigbird(4, among=9)])
+def test_gradients_of_patterns(mask):
+    assert_forms_equal(lambda f: scored(f, mask, {}), arrays(), mask)
+
+
+@pytest.mark.parametrize(
+    "empty", [Global(0), GlobalAt(()), Sinks(0), Fixed(8, 0), RandomBlocks(8, 0), ~Full()], ids=repr
+)
+def test_patterns_of_nothing(empty):
+    """Alone and as a term, which may be a part without any queries or keys."""
+    for mask in (empty, Window(3) | empty):
+        assert_forms_equal(lambda f, mask=mask: scored(f, mask, {}), arrays(), mask)
+
+
+def together(*names):
+    """Operands with a mask in parts and with one in a single part; those that others include are left to the second tier."""
+    first = {"lengths", "bias function", "all"}
+    marks = lambda name: () if name in first else (pytest.mark.slow,)  # noqa: E731
+    cases = [(longformer(8, 3), "longformer", name) for name in OPERANDS] + [
+        (Causal(), "causal", name) for name in names
+    ]
+    return [
+        pytest.param(mask, OPERANDS[name], id=f"{word}, {name}", marks=marks(name) if word == "longformer" else ())
+        for mask, word, name in cases
+    ]
+
+
+@pytest.mark.parametrize(("mask", "names"), together("positions", "global places", "bias function", "all"))
+def test_operands(mask, names):
+    options, as_function = operands(names), "function" in names
+    alone = not {"segment_ids", "kv_lengths", "sinks", "dropout", "soft_cap", "function"}.issuperset(names)
+    assert_forms_equal(lambda f: scored(f, mask, options, as_function), arrays(), mask, alone)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask"),
+    [
+        *((lengths, Window(5, 3) | Strided(4)) for lengths in ((1, 1), (1, 40), (53, 37))),
+        ((37, 53), Causal() & (Blockwise(5) | Global(2))),
+    ],
+    ids=str,
+)
+def test_lengths_that_differ(lengths, mask):
+    assert_forms_equal(lambda f: scored(f, mask, {}), arrays(*lengths), mask)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(dtype):
+    mask = sparse_transformer_strided(6)
+    assert_forms_equal(lambda f: scored(f, mask, {}), arrays(dtype=dtype), mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "names"),
+    [
+        (sparse_transformer_strided(6, heads=4), ("function",)),
+        (sparse_transformer_fixed(6, 2, heads=4) & Window(9), ("sinks", "dropout")),
+        (PerHead((Causal(), Window(3), Causal(), Full())), ("dense_by_head", "bias", "sinks", "dropout")),
+    ],
+    ids=["strided", "fixed", "mixed"],
+)
+def test_a_mask_for_each_head(mask, names):
+    options, as_function = operands(names), "function" in names
+    run = lambda f: scored(f, mask, options, as_function)  # noqa: E731
+    assert_forms_equal(run, arrays(), mask.masks[-1], "bias" in names)
+
+
+@pytest.mark.parametrize("other", [Causal(), Strided(4), ~Strided(3) & Causal()], ids=repr)
+def test_users_own_function(other):
+    mask = other & Where(lambda i, j: (i + j) % 3 == 0) | Strided(7) & Where(lambda i, j: j < 9)
+    assert_forms_equal(lambda f: scored(f, mask, {}), arrays(), mask)
+
+
+@pytest.mark.parametrize("mask", [bigbird(4, causal=True), Full()], ids=["bigbird", "full"])
+def test_nan_in_blocks_that_nobody_visits(mask, form):
+    """Keys from 30 on are hidden from every query: by the mask, which has whole blocks and parts of blocks beyond it."""
+    q, k, v = arrays()
+    mask = mask & Where(lambda i, j: (j < 30) & (i == i))
+    clean, dirty = (
+        scored(ours, mask, {})((q, k.at[:, 30:].set(value), v.at[:, 30:].set(value))) for value in (0.0, jnp.nan)
+    )
+    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal() & (Window(2) | Strided(5) | Sinks(1))], ids=["one part", "parts"])
+def test_visible_nan_is_not_hidden(mask, form):
+    q, k, v = arrays()
+    run = jax.jit(lambda k: ours(q, k, v, mask, return_lse=True), compiler_options=ONCE)
+    o, lse = run(k.at[0, 20, 0].set(jnp.nan))
+    sees = mask.to_dense(37)[:, 20]
+    for x in (np.asarray(o), np.asarray(lse)):
+        assert np.isnan(x[0, sees, :2]).all() and np.isfinite(x[0, ~sees]).all() and np.isfinite(x[0, :, 2:]).all()
+        assert np.isfinite(x[1]).all()
+    halves = (o, lse), run(k)
+    assert all(np.isnan(np.asarray(x)[0, sees, :2]).all() for x in merge(*halves))
+
+
+@pytest.mark.parametrize(
+    ("mask", "value"),
+    [(Causal(), 1e5), (Causal(), float(np.finfo(np.float32).min)), (Causal() & (Window(3) | Strided(5)), -1e9)],
+)
+def test_rows_far_from_zero(mask, value):
+    """A whole row, as of padding, and half of one."""
+    bias = jnp.zeros((1, 1, 37, 37)).at[..., 10, :].set(value).at[..., 20, 17:].set(value)
+    assert_forms_equal(lambda f: scored(f, mask, {"bias": bias}), arrays(), mask, alone=True)
+    one = lambda row: lambda head, i, j: jnp.where(i == 10, row, 0.0)  # noqa: E731
+    run = lambda f: jax.jit(jax.grad(lambda qkv: jnp.sin(f(*qkv, mask, bias=one(value))).sum()), compiler_options=ONCE)  # noqa: E731
+    assert_forms_equal(run, arrays(), mask)
+
+
+def test_padding_asks_a_bias_for_no_place_of_its_own(form):
+    q, k, v = arrays()
+    after = lambda x: x.astype(jnp.float32) + 1  # noqa: E731
+    bias = lambda c: lambda head, i, j: c * jnp.log(after(i)) + c / after(j)  # noqa: E731
+    score = lambda f: lambda c: f(q, k, v, Causal() & Strided(4), bias=bias(c)).sum()  # noqa: E731
+    grads = (jax.jit(jax.grad(score(f)), compiler_options=ONCE)(jnp.float32(0.3)) for f in (ours, reference))
+    np.testing.assert_allclose(*grads, rtol=1e-5)
+
+
+def test_sink_of_no_weight_beside_a_row_that_sees_nothing(form):
+    options = {"sinks": jnp.array([0.0, -jnp.inf, 1.0, -jnp.inf]), "kv_lengths": jnp.array([0, 9])}
+    found = scored(ours, Causal(), options)(arrays())
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found[1]))
+    np.testing.assert_array_equal(found[0][0][0, :, 1], 0)
+    assert_close(found, scored(reference, Causal(), options)(arrays()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_where_numbers_are_of_64_bits(dtype, form):
+    """What is summed is float32 whatever the default is, in chunks of heads too."""
+    mask = Causal() & (Strided(4) | Window(2))
+    with executor_with((cost_model, "TILE", 200)), jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        qkv = [jnp.asarray(rng.standard_normal((2, 37, 4, 8)), dtype) for _ in range(3)]
+        weights = jnp.cos(jnp.arange(37, dtype=jnp.float32))[None, :, None]
+
+        def both(f):
+            def score(*qkv):
+                o, lse = f(*qkv, mask, return_lse=True)
+                return jnp.sum(o.astype(jnp.float32) * weights[..., None]) + jnp.sum(lse * weights), (o, lse)
+
+            return jax.jit(jax.value_and_grad(score, (0, 1, 2), has_aux=True), compiler_options=ONCE)(*qkv)
+
+        assert_close(both(ours), both(reference))
+
+
+def test_a_scale_that_is_traced(form):
+    """Also its gradient."""
+    qkv = arrays()
+    run = lambda f: lambda scale: jnp.square(f(*qkv, Causal(), scale=scale)).sum()  # noqa: E731
+    found, expected = (
+        jax.jit(jax.value_and_grad(run(f)), compiler_options=ONCE)(jnp.float32(0.3)) for f in (ours, reference)
+    )
+    assert_close(found, expected)
+
+
+def test_second_derivatives_by_a_bias(form):
+    q, k, v = arrays(9)
+    far = jnp.arange(9, dtype=jnp.float32)[:, None] - jnp.arange(9, dtype=jnp.float32)[None]
+
+    def curvature(f):
+        score = lambda c: jnp.square(f(q, k, v, Full(), bias=c * far)).sum()  # noqa: E731
+        return jax.jit(jax.grad(jax.grad(score)), compiler_options=ONCE)(jnp.float32(0.1))
+
+    np.testing.assert_allclose(curvature(ours), curvature(reference), rtol=1e-4)
+
+
+def test_float16_gradients_of_a_loss_that_is_scaled_up(form):
+    q, k, v = (x * y for x, y in zip(arrays(8), (1.0, 0.01, 40.0), strict=True))
+    qkv = [x.astype(jnp.float16) for x in (q, k, v)]
+    run = lambda f: lambda q: (f(q, *qkv[1:], Full()).astype(jnp.float32) * 3e4).sum()  # noqa: E731
+    found, expected = (jax.jit(jax.grad(run(f)), compiler_options=ONCE)(qkv[0]) for f in (ours, reference))
+    assert np.isfinite(expected).all() and np.abs(expected).max() > 1e3
+    np.testing.assert_allclose(found, expected, rtol=0.02, atol=20)
+
+
+def test_hidden_nans_in_a_bias(form):
+    bias = jnp.where(Causal().to_dense(37), operands(("bias",))["bias"], jnp.nan)
+    for options in ({}, {"soft_cap": 2.0}):
+        found, expected, clean = (
+            scored(f, Causal(), {"bias": x, **options})(arrays())
+            for f, x in ((ours, bias), (reference, bias), (reference, jnp.nan_to_num(bias)))
+        )
+        assert_close(found, clean)
+        assert_close(expected, clean)
+
+
+def test_integers_of_any_kind(form):
+    q, k, v = arrays()
+    ids, places = np.sort(np.arange(74).reshape(2, 37) % 3, axis=1), np.array([[3, 36, -1], [0, 1, 2]])
+    tokens = jnp.asarray(places, "int8")
+    run = jax.jit(lambda ids: ours(q, k, v, Causal(), segment_ids=ids, global_tokens=tokens), compiler_options=ONCE)
+    np.testing.assert_array_equal(run(jnp.asarray(ids, "int8")), run(jnp.asarray(ids, "int32")))
+
+
+def run_time_plan(order, width=3, block=8):
+    """A plan of arrays: each block of 5 queries visits `width` blocks of keys in an order that data decide."""
+    keys = jnp.argsort(order, axis=1)[:, :width].astype(jnp.int32)[:, None]
+    keys = keys.at[2, 0, 1].set(-1)
+    return BlockSchedule((TileGroup(jnp.arange(5, dtype=jnp.int32), keys, jnp.ones(5, bool)),), block, block)
+
+
+@pytest.mark.parametrize("names", [(), ("segment_ids", "bias", "dropout")], ids=str)
+def test_plans_made_at_run_time(names):
+    qkv, options = arrays(), operands(names)
+    order = jnp.asarray(np.random.default_rng(4).standard_normal((5, 5)), jnp.float32)
+
+    def planned(q, k, v, mask, **options):
+        return flash(q, k, v, mask, blocks=run_time_plan(order), **options)
+
+    live = np.zeros((5, 5), bool)
+    for row, keys in enumerate(np.asarray(run_time_plan(order).visits[0].keys)):
+        live[row, [key for key in keys[0] if key >= 0]] = True
+    dense = jnp.asarray(np.kron(live, np.ones((8, 8)))[:37, :37] > 0)
+
+    def twin(q, k, v, mask, **options):
+        return reference(q, k, v, mask, dense_mask=dense, **options)
+
+    options |= {"kv_segment_ids": options["segment_ids"]} if "segment_ids" in options else {}
+    assert_close(scored(planned, Causal(), options)(qkv), scored(twin, Causal(), options)(qkv))
+
+
+@pytest.mark.parametrize("form", ["visits", "parts"], indirect=True)
+def test_in_transformations(form):
+    """vmap over q alone, remat, and a shard_map over heads, as without."""
+    q, k, v = arrays()
+    mask = sparse_transformer_strided(6)
+    score = lambda q: jnp.sum(jnp.square(ours(q, k, v, mask)))  # noqa: E731
+    run = lambda f, q: jax.jit(f, compiler_options=ONCE)(q)  # noqa: E731
+    plain = run(jax.grad(score), q)
+    assert_close(run(jax.vmap(jax.grad(score)), jnp.stack([q, -q]))[0], plain)
+    assert_close(
+        run(jax.grad(lambda q: jnp.sum(jnp.square(jax.checkpoint(lambda q: ours(q, k, v, mask))(q)))), q), plain
+    )
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P(None, None, "d")
+    ids = operands(("segment_ids",))["segment_ids"]
+    apart = jax.shard_map(
+        lambda q, k, v: ours(q, k, v, mask, segment_ids=ids), mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec
+    )
+    whole = lambda q: jnp.sum(jnp.square(ours(q, k, v, mask, segment_ids=ids)))  # noqa: E731
+    split = lambda q: jnp.sum(jnp.square(apart(q, k, v)))  # noqa: E731
+    assert_close(run(jax.value_and_grad(split), q), run(jax.value_and_grad(whole), q))
+
+
+@pytest.mark.parametrize("form", ["visits"], indirect=True)
+def test_tiles_of_some_heads_and_rows(form):
+    """Batch and heads go in chunks where a tile is full: the same result."""
+    qkv, options = arrays(), operands(("segment_ids", "bias_row", "dropout", "kv_lengths"))
+    expected = scored(reference, Causal(), options)(qkv)
+    for tile, laid in ((1, 1 << 23), (200, 1 << 23), (600, 1 << 23), (1 << 20, 1), (1 << 20, 700)):
+        with executor_with((cost_model, "TILE", tile), (cost_model, "LAID", laid)):
+            assert_close(scored(ours, Causal(), options)(qkv), expected)
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "fit"),
+    [
+        (Full(), 256, True),
+        (Full(), 512, False),
+        (Causal(), 1024, True),
+        (Causal(), 1025, False),
+        (Window(9), 512, True),
+    ],
+)
+def test_panels_are_for_what_is_short_or_skips_pairs(mask, length, fit):
+    from hpnlp.ops.attention.block_sparse.operands import Operands
+    from hpnlp.ops.attention.block_sparse.tile import Options, TokenInfo
+
+    side = TokenInfo(np.arange(length)[None])
+    assert unrolled.fit(Options(mask, 1.0), length, length, Operands(side, side)) is fit
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "told"),
+    [
+        (PerHead((Causal(),) * 3), {}, "4 query heads"),
+        (Causal(), {"dense_mask": jnp.ones((37, 37))}, "bias"),
+        (Causal(), {"dense_mask": jnp.ones((36, 37), bool)}, "broadcasts"),
+        (Causal(), {"bias": jnp.ones((3, 37, 37))}, "broadcasts"),
+        (Causal(), {"bias": alibi(8)}, "8 heads for 4"),
+        (Causal(), {"bias": jnp.ones((37, 37), bool)}, "dense_mask"),
+        (Causal(), {"soft_cap": 0.0}, "soft_cap"),
+        (Causal(), {"soft_cap": float("inf")}, "soft_cap inf: expected a finite number"),
+        (Where(lambda i, j: 0 <= i - j < 3), {}, "truth value.* write function"),
+        (Where(lambda i: i > 3), {}, "positional argument.* write function"),
+        (Where(lambda i, j: jnp.ones((3, 4), bool)), {}, "write function"),
+        (Causal(), {"global_tokens": jnp.ones((2, 37))}, "global_tokens"),
+        (Causal(), {"global_tokens": jnp.ones((2, 30), bool)}, "global_tokens"),
+        (Causal() & ~GlobalAt((3, 37)), {}, "holds 37, but there are 37 tokens"),
+        (PerHead((GlobalAt((40,)),) * 4), {}, "holds 40"),
+    ],
+)
+def test_what_cannot_be_is_said(mask, options, told):
+    with pytest.raises(InputError, match=told):
+        attend(*arrays(), mask, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed(Mask):
+    places: list
+
+    def at(self, q, k):
+        return k < self.places[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Window(-1), "Window.left=-1"),
+        (lambda: Window(2**63), "at most"),
+        (lambda: Blockwise(0), "Blockwise.block=0"),
+        (lambda: Strided(True), "whole number"),
+        (lambda: RandomBlocks(4, -1), "count"),
+        (lambda: sparse_transformer_fixed(4, 5), "Fixed.columns=5"),
+        (lambda: longformer(7), "even"),
+        (lambda: bigbird(4), "among"),
+        (lambda: bigbird(4, 2), "odd"),
+        (lambda: PerHead(()), "PerHead"),
+        (lambda: PerHead((Causal(),)) & PerHead((Causal(),) * 2), "as many"),
+        (lambda: Where(lambda i, j: i * j).to_dense(4), "bool"),
+        (lambda: Causal() and Window(3), "write & | ~"),
+        (lambda: not PerHead((Causal(),)), "write & | ~"),
+        (lambda: longformer(-4), "from 0 on"),
+        (
+            lambda: jax.jit(lambda n: attend(*arrays(), Where(lambda i, j: i - j < n)))(3),
+            "that is traced: .* dense_mask",
+        ),
+        (lambda: attend(*arrays()[:2], jnp.ones((2, 37, 2, 0))), "at least one feature"),
+        (
+            lambda: attend(*arrays(), type("Plain", (Mask,), {"at": lambda self, i, j: i >= j})()),
+            "Plain is not a frozen",
+        ),
+        (lambda: attend(*arrays(), Causal() & Listed([3])), r"Listed cannot be a key .*unhashable.* tuples"),
+    ],
+)
+def test_masks_that_cannot_be_are_said(make, told):
+    with pytest.raises(InputError, match=told):
+        make()
+
+
+@pytest.mark.slow
+def test_types_where_no_checker_runs():
+    """Arrays of numpy will do, and what will not is said. Beartype, which checks annotations while tests run, would speak
+    first."""
+    program = """
+import jax.numpy as jnp
+import numpy as np
+from hpnlp.ops.attention import Causal, Full, Global, Window, attend, reference
+from hpnlp.types import InputError
+for length in (100, 1100):
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, length, 2, 8)).astype(np.float32)
+    print(*(np.abs(attend(q, k, v, m) - reference(q, k, v, m)).max() for m in (Window(9), Full())))
+q = jnp.ones((1, 4, 2, 8))
+for make in (lambda: attend(q, q, q, jnp.ones((4, 4))), lambda: attend(q, q, q, Causal(), sinks=jnp.ones(3)),
+             lambda: Window(jnp.ones(3, jnp.int32)), lambda: Window(2.5), lambda: Global(3).shift(0.5)):
+    try:
+        make()
+    except InputError as error:
+        print(error)
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert all(float(x) < 1e-5 for line in told[:2] for x in line.split())
+    for line, words in zip(
+        told[2:], ("dense_mask", "sinks", "operand of the call", "whole number", "shift"), strict=True
+    ):
+        assert words in line
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 8}, {"impl": "reference"}])
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_queries_that_see_nothing_have_no_gradient(options, value):
+    """Nor do they reach the gradients of keys and values that other queries see, whatever stands in them."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 24, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    segments = jnp.asarray(np.arange(24) >= 20, jnp.int32)[None]
+    cases = (
+        (slice(20, None), Causal(), {"segment_ids": segments, "kv_segment_ids": 9 * segments}),
+        (slice(0, 3), Causal().shift(-3), {}),  # as is known while tracing
+    )
+    for blind, mask, operands in cases:
+
+        def loss(q, k, v, mask=mask, operands=operands):
+            return (attend(q, k, v, mask, **operands, **options) ** 2).sum()
+
+        expected = jax.grad(loss, (0, 1, 2))(q, k, v)
+        found = jax.grad(loss, (0, 1, 2))(q.at[:, blind].set(value), k, v)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(a, b)

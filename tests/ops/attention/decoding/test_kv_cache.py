@@ -1,0 +1,90 @@
+"""Caches and their rings against the reference over the whole row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.attention import Blockwise, Causal, Global, PerHead, Sinks, Window, reference
+from hpnlp.ops.attention.decoding.kv_cache import KVCache, extend_cache, start_cache
+from hpnlp.types import InputError
+
+ONCE = {"xla_backend_optimization_level": 0}
+LENGTH = 40
+NEAR = Causal() & Window(3)
+PINNED = Causal() & (Window(4) | Global(3))
+HEADS = Causal() & PerHead((Window(2), Sinks(1) | Window(0), Blockwise(4), Window(5)))
+
+
+def arrays(batch):
+    """q, k, v of rows of LENGTH tokens."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=(batch, LENGTH, *shape)), jnp.float32)  # noqa: E731
+    return draw(4, 6), draw(2, 6), draw(2, 5)
+
+
+def twin(q, k, v, mask):
+    if not isinstance(mask, PerHead):
+        return reference(q, k, v, mask)
+    parts = [(q[:, :, n : n + 1], *(x[:, :, n // 2 : n // 2 + 1] for x in (k, v)), mask.masks[n]) for n in range(4)]
+    return jnp.concatenate([reference(*part) for part in parts], axis=2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "slots", "lengths"),
+    [
+        (NEAR, 4, (1, 17, 4)),  # fewer than the ring holds, four times as many, just as many
+        (PINNED, 8, (2, 12, 8)),
+        (PINNED, 8, tuple(range(1, 10))),  # from nine rows on, writing is another operation
+        (HEADS, 7, (3, 13, 6)),
+        (Causal(), LENGTH, (1, 17, 4)),
+        (Causal() & Window(60), LENGTH, (1, 17, 4)),
+    ],
+    ids=["window", "pinned", "rows", "heads", "full", "wide"],
+)
+def test_prompts_then_tokens_equal_the_whole_row(mask, slots, lengths):
+    """Rows of different lengths; one token at a time, a few, and more than a ring holds."""
+    batch = len(lengths)
+    q, k, v = arrays(batch)
+    whole = np.asarray(jax.jit(twin, static_argnums=3, compiler_options=ONCE)(q, k, v, mask))
+    rows, lengths = np.arange(batch)[:, None], np.array(lengths, np.int32)
+    width = int(lengths.max())
+    start = jax.jit(start_cache, static_argnums=(3, 4), compiler_options=ONCE)
+    extend = jax.jit(extend_cache, static_argnums=3, compiler_options=ONCE)
+    cache = start(k[:, :width], v[:, :width], jnp.asarray(lengths), mask, LENGTH)
+    assert cache.k.shape == (2 * batch, slots, 6) and cache.v.shape == (2 * batch, slots, 5)
+    for count in (1, 1, 3, 1, 9, 1, 1):
+        places = lengths[:, None] + np.arange(count)[None]
+        o, cache = extend(*(x[rows, places] for x in (q, k, v)), mask, cache)
+        np.testing.assert_allclose(o, whole[rows, places], atol=3e-6)
+        lengths = lengths + count
+        np.testing.assert_array_equal(cache.lengths, lengths)
+
+
+def test_positions_of_slots():
+    """Two pinned slots and a ring of three."""
+    cache = KVCache(np.zeros((4, 5, 1)), np.zeros((4, 5, 1)), jnp.arange(9, dtype=jnp.int32), pinned=2)
+    held = [[*range(n), *[-1] * (5 - n)] for n in range(6)]
+    assert cache.positions().tolist() == [*held, [0, 1, 5, 3, 4], [0, 1, 5, 6, 4], [0, 1, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(("mask", "slots"), [(NEAR, 4), (PINNED, 8), (HEADS, 7)], ids=["window", "pinned", "heads"])
+def test_memory_does_not_grow_where_the_mask_is_bounded(mask, slots):
+    row = jax.ShapeDtypeStruct((1, 30, 2, 8), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    for capacity in (100, 1_000_000):
+        cache = jax.eval_shape(lambda k, n: start_cache(k, k, n, mask, capacity), row, lengths)  # noqa: B023
+        assert cache.k.shape == cache.v.shape == (2, slots, 8) and cache.k.dtype == jnp.bfloat16
+
+
+def test_bad_input():
+    q, k, v = (x[:, :6] for x in arrays(2))
+    lengths = jnp.full((2,), 6, jnp.int32)
+    with pytest.raises(InputError, match="a cache of capacity 5 after 6 tokens"):
+        start_cache(k, v, lengths, NEAR, 5)
+    cache = start_cache(k, v, lengths, NEAR, LENGTH)
+    for mask in (Causal(), Causal() & Window(4), PINNED):
+        with pytest.raises(InputError, match="0 pinned keys and the last 4 .* make the cache with the mask"):
+            extend_cache(q, k, v, mask, cache)
+    with pytest.raises(InputError, match="PerHead of 3 masks for 4 query heads"):
+        extend_cache(q, k, v, PerHead((NEAR,) * 3), cache)

@@ -1,0 +1,333 @@
+"""attend against its dense twin, against torch, and against what no implementation may do."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.measure import count_flops
+from hpnlp.ops.attention import Causal, Full, attend, merge, reference
+from hpnlp.ops.attention.block_sparse import unrolled
+from hpnlp.ops.dropout import keep_mask
+from hpnlp.types import InputError
+from tests.contracts import ONCE, assert_close, executor_with, once
+
+SEGMENTS = ("segment_ids", "kv_segment_ids")
+# B, T, S, N, K, H, Hv
+CASES = {
+    "causal": ((2, 37, 37, 4, 2, 8, 8), Causal(), {}),
+    "packed": ((2, 67, 67, 4, 2, 8, 8), Causal(), {"segments": True}),
+    "cross": ((2, 37, 53, 4, 1, 8, 6), Full(), {"segments": True, "lengths": True}),
+    "taller": ((2, 53, 37, 4, 4, 8, 6), Causal(), {"lengths": True}),
+    "dropout": ((2, 64, 64, 4, 4, 8, 8), Causal(), {"dropout_rate": 0.3}),
+    "positions": ((2, 40, 64, 4, 4, 8, 8), Causal(), {"positions": True, "lengths": True, "dropout_rate": 0.3}),
+    "one": ((1, 1, 1, 1, 1, 8, 8), Causal(), {}),
+    "wider": ((1, 7, 300, 2, 1, 8, 8), Causal(), {}),
+}
+
+
+def make(shape, dtype=jnp.float32, *, segments=False, lengths=False, positions=False, dropout_rate=0.0):
+    rng = np.random.default_rng(0)
+    b, t, s, n, k, h, hv = shape
+    arrays = [jnp.asarray(rng.standard_normal(x), dtype) for x in ((b, t, n, h), (b, s, k, h), (b, s, k, hv))]
+    ints = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    options = {}
+    if segments:
+        options["segment_ids"] = ints(np.sort(rng.integers(0, 3, (b, t)), 1))
+        same = options["segment_ids"] if s == t else ints(np.sort(rng.integers(0, 4, (b, s)), 1))
+        options["kv_segment_ids"] = same
+    if lengths:
+        options["kv_lengths"] = ints([0, s - 3][:b])
+    if positions:
+        options["positions"] = ints(rng.integers(0, s, (b, t)))
+        options["kv_positions"] = ints(np.broadcast_to(np.arange(s), (b, s)))
+    if dropout_rate:
+        options |= {"dropout_rate": dropout_rate, "rng": jax.random.key(3)}
+    return arrays, options
+
+
+def scored(function, mask, options, seed=1):
+    """A scalar that weighs every output and every finite lse at random, and its gradients."""
+
+    def value(q, k, v):
+        o, lse = function(q, k, v, mask, return_lse=True, **options)
+        rng = np.random.default_rng(seed)
+        wo, wl = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in (o, lse))
+        total = jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(jnp.where(jnp.isneginf(lse), jnp.float32(0), lse) * wl)
+        return total, (o, lse)
+
+    return jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True), compiler_options=ONCE)
+
+
+@pytest.fixture(params=["panels", "visits"])
+def driver(request):
+    """Short sequences run as panels, long ones as the visits of a block plan: here the same ones as both."""
+    with executor_with(*[(unrolled, "PAIRS", 0)] * (request.param == "visits")):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in CASES), *((name, "bfloat16") for name in ("packed", "positions"))],
+)
+def test_equals_the_dense_twin(name, dtype, driver):
+    shape, mask, kinds = CASES[name]
+    arrays, options = make(shape, dtype, **kinds)
+    ours = scored(lambda *a, **o: attend(*a, impl="xla", block_size=16, **o), mask, options)(*arrays)
+    twin = scored(reference, mask, options)(*arrays)
+    assert_close((ours[0][1], ours[1]), (twin[0][1], twin[1]), dtype)
+
+
+def test_hidden_nans_change_nothing(driver):
+    (q, k, v), _ = make((2, 33, 33, 4, 2, 8, 8))
+    lengths = jnp.asarray([20, 33], jnp.int32)
+    hidden = (jnp.arange(33)[None] >= lengths[:, None])[:, :, None, None]
+    run = scored(lambda *a, **o: attend(*a, impl="xla", block_size=16, **o), Full(), {"kv_lengths": lengths})
+    clean = run(q, jnp.where(hidden, jnp.float32(0), k), jnp.where(hidden, jnp.float32(0), v))
+    dirty = run(q, jnp.where(hidden, jnp.float32(np.nan), k), jnp.where(hidden, jnp.float32(np.nan), v))
+    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_hidden_nans_of_a_padding_segment(driver):
+    """Segment 0 of the keys is nobody's, also not that of queries that only pad the last block."""
+    (q, k, v), _ = make((1, 37, 40, 4, 2, 8, 8))
+    ids = jnp.ones((1, 37), jnp.int32), jnp.ones((1, 40), jnp.int32).at[:, 33:].set(0)
+    run = scored(
+        lambda *a, **o: attend(*a, impl="xla", block_size=16, **o), Full(), dict(zip(SEGMENTS, ids, strict=True))
+    )
+    poison = lambda x, value: x.at[:, 33:].set(value)  # noqa: E731
+    for a, b in zip(
+        jax.tree.leaves(run(q, poison(k, 0.0), poison(v, 0.0))),
+        jax.tree.leaves(run(q, poison(k, jnp.nan), poison(v, jnp.nan))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_rows_that_see_nothing_have_no_gradient(driver):
+    """Also where the cotangent of their lse is not finite."""
+    (q, k, v), _ = make((1, 5, 5, 2, 2, 8, 8))
+
+    def loss(q, k, v):
+        o, lse = attend(q, k, v, kv_lengths=jnp.zeros(1, jnp.int32), return_lse=True, impl="xla")
+        return jnp.sum(o) + jnp.sum(jnp.exp(lse) * lse)
+
+    assert not any(np.asarray(g).any() for g in once(jax.grad(loss, (0, 1, 2)), q, k, v))
+
+
+def test_second_derivatives(driver):
+    (q, k, v), _ = make((1, 20, 20, 2, 1, 4, 4))
+
+    def curvature(function):
+        inner = jax.grad(lambda q: jnp.sum(jnp.square(function(q, k, v, Causal()))))
+        return once(jax.grad(lambda q: jnp.sum(jnp.sin(inner(q)))), q)
+
+    ours = curvature(lambda *a: attend(*a, impl="xla", block_size=8))
+    np.testing.assert_allclose(ours, curvature(reference), atol=2e-5, rtol=2e-5)
+
+
+def test_blocks_that_the_mask_leaves_out_are_not_computed(driver):
+    """To the pair of blocks; the visits of a plan hold a few more than they need."""
+    (q, k, v), _ = make((1, 256, 256, 2, 2, 8, 8))
+    count = lambda mask: count_flops(lambda *a: attend(*a, mask, impl="xla", block_size=32), q, k, v)  # noqa: E731
+    assert 36 / 64 <= count(Causal()) / count(Full()) <= (36 if unrolled.PAIRS else 40) / 64
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 0), (1, 0, 3), (0, 3, 3)])
+def test_nothing_to_see_or_nobody_to_see_it(shape):
+    b, t, s = shape
+    q, k = jnp.ones((b, t, 2, 4)), jnp.ones((b, s, 2, 4))
+    o, lse = attend(q, k, k, return_lse=True, impl="xla")
+    assert o.shape == q.shape and lse.shape == (b, t, 2) and not o.any() and jnp.isneginf(lse).all()
+    assert not any(g.any() for g in jax.grad(lambda *a: attend(*a, impl="xla").sum(), (0, 1, 2))(q, k, k))
+
+
+def test_in_a_shard_map_with_lengths_that_differ():
+    (q, k, v), _ = make((1, 12, 12, 2, 2, 4, 4))
+    lengths = jnp.arange(5, 13, dtype=jnp.int32)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def one(length):
+        return jax.grad(lambda q: jnp.sum(jnp.square(attend(q, k, v, kv_lengths=length, impl="xla"))))(q)
+
+    each = jax.shard_map(one, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P())
+    # q is the same everywhere, so that its gradient is the sum over the shards.
+    apart = jax.jit(one, compiler_options=ONCE)
+    expected = sum(apart(lengths[i : i + 1]) for i in range(8))
+    np.testing.assert_allclose(once(each, lengths), expected, atol=2e-5)
+
+
+def test_sixteen_bits_accumulate_in_float32(driver):
+    """As near to exact arithmetic on the same inputs as rounding the output once allows."""
+    (q, k, v), _ = make((1, 300, 300, 1, 1, 64, 64), jnp.bfloat16)
+    o = once(lambda *a: attend(*a, Causal(), impl="xla"), q, k, v)
+    o = np.asarray(o, np.float64)[0, :, 0]
+    q, k, v = (np.asarray(x, np.float64)[0, :, 0] for x in (q, k, v))
+    weights = np.exp(q @ k.T / 8) * np.tri(300)
+    exact = weights / weights.sum(axis=1, keepdims=True) @ v
+    assert np.linalg.norm(o - exact) <= 0.004 * np.linalg.norm(exact)
+
+
+def test_dropout_is_independent_over_everything():
+    """Rates to within four standard errors; patterns of other heads, rows, keys and words of the seed are unlike."""
+    heads, places = jnp.arange(4)[:, None, None], jnp.arange(256)[None]
+
+    def pattern(words, rate=0.3):
+        words = jnp.asarray(words, jnp.uint32)
+        return np.asarray(keep_mask(words, heads, places[..., None], places[:, None], rate))
+
+    base = pattern([1, 2])
+    for rate in (0.01, 0.3, 0.9):
+        drops = 1 - pattern([1, 2], rate).mean(axis=(1, 2))
+        assert np.all(np.abs(drops - rate) <= 4 * np.sqrt(rate * (1 - rate) / 256**2))
+    others = [base[[1, 2, 3, 0]], np.roll(base, 1, axis=1), np.roll(base, 1, axis=2), pattern([1, 3]), pattern([2, 2])]
+    alike = 0.7**2 + 0.3**2
+    for other in others:
+        assert abs((base == other).mean() - alike) <= 4 * np.sqrt(alike * (1 - alike) / base.size)
+
+
+def test_gradients_are_exactly_causal(driver):
+    (q, k, v), _ = make((1, 21, 21, 2, 2, 8, 8))
+    reached = jax.jacobian(lambda v: attend(q, k, v, Causal(), impl="xla", block_size=8).sum(axis=(0, 2, 3)))
+    jacobian = once(reached, v)
+    reach = np.abs(np.asarray(jacobian)).sum(axis=(1, 3, 4))
+    assert (reach[np.triu_indices(21, 1)] == 0).all()
+    assert (reach[np.tril_indices(21)] > 0).all()
+
+
+def test_merge_of_halves_is_the_whole():
+    (q, k, v), _ = make((2, 9, 24, 4, 2, 8, 8))
+
+    def in_halves(q, k, v):
+        halves = [attend(q, k[:, part], v[:, part], return_lse=True) for part in (slice(0, 10), slice(10, 24))]
+        return merge(*halves), attend(q, k, v, return_lse=True)
+
+    for got, want in zip(*once(in_halves, q, k, v), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def temporary_bytes(function, length):
+    x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+    grads = jax.grad(lambda q, k, v: function(q, k, v, Causal()).sum(), (0, 1, 2))
+    return jax.jit(grads, compiler_options=ONCE).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_of_the_loop_grows_with_the_length():
+    long = lambda *a: attend(*a, impl="xla", block_size=64)  # noqa: E731
+    assert temporary_bytes(long, 4096) < 5 * temporary_bytes(long, 1024)  # 64 panels and 16: both are loops
+
+
+def test_a_loop_over_layers_makes_no_masks_ahead():
+    x = jnp.ones((2, 2048, 4, 8))
+
+    def layers(x, documents):
+        layer = lambda x, _: (attend(x, x, x, Causal(), segment_ids=documents, impl="xla"), None)  # noqa: E731
+        return jax.lax.scan(layer, x, None, length=3)[0].sum()
+
+    given = x, jnp.arange(2048)[None].repeat(2, 0) // 500
+    (loop,) = (
+        e for e in jax.make_jaxpr(jax.grad(layers))(*given).eqns if e.primitive.name == "scan" and len(e.outvars) > 1
+    )
+    constants = sum(var.aval.size for var in loop.invars[: loop.params["num_consts"]])
+    assert constants < 8 * x.size  # zeros to begin with; of pairs of tokens there are 256 times as many
+
+
+def test_memory_of_panels_is_far_below_that_of_the_scores():
+    short = lambda *a: attend(*a, impl="xla")  # noqa: E731
+    assert temporary_bytes(short, 1024) < 0.5 * temporary_bytes(reference, 1024)
+
+
+def test_merge_where_parts_saw_nothing():
+    (q, k, v), _ = make((1, 6, 8, 2, 2, 4, 4))
+    nothing = jnp.full((1, 6, 2, 4), jnp.nan), jnp.full((1, 6, 2), -jnp.inf)
+
+    def whole(q):
+        part = attend(q, k, v, return_lse=True)
+        o, lse = merge(nothing, part, nothing)
+        return jnp.sum(jnp.square(o)) + jnp.sum(jnp.sin(lse)), (o, lse)
+
+    def alone(q):
+        o, lse = attend(q, k, v, return_lse=True)
+        return jnp.sum(jnp.square(o)) + jnp.sum(jnp.sin(lse)), (o, lse)
+
+    grad, (o, lse) = once(jax.grad(whole, has_aux=True), q)
+    direct, expected = once(jax.grad(alone, has_aux=True), q)
+    np.testing.assert_allclose(o, expected[0], atol=1e-6)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-6)
+    np.testing.assert_allclose(grad, direct, atol=1e-6)
+    empty = merge(nothing, nothing)
+    assert not empty[0].any() and jnp.isneginf(empty[1]).all()
+    with pytest.raises(InputError, match="at least one"):
+        merge()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"impl": "flesh"}, "impl"),
+        ({"impl": "cudnn"}, "cudnn"),
+        ({"dropout_rate": 1.0}, "dropout_rate"),
+        ({"dropout_rate": 0.1}, "rng"),
+        ({"block_size": 0}, "block_size"),
+    ],
+)
+def test_what_cannot_be_is_said(options, told):
+    (q, k, v), _ = make((1, 8, 8, 2, 2, 8, 8))
+    with pytest.raises(InputError, match=told):
+        attend(q, k, v, Causal(), **options)
+
+
+@pytest.mark.parametrize("mask", [Causal(), Full()], ids=repr)
+@pytest.mark.parametrize("segments", [False, True])
+def test_what_cudnn_is_asked_is_the_same(mask, segments, monkeypatch):
+    """Without its GPU: what it gets is given to jax.nn's other implementation instead."""
+    (q, k, v), options = make((2, 24, 24, 4, 2, 8, 8), jnp.bfloat16, segments=segments)
+    dense = jax.nn.dot_product_attention
+    asked = []
+
+    def elsewhere(*args, implementation, **kwargs):
+        asked.append(implementation)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return dense(*args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", elsewhere)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    ours = once(lambda *a: attend(*a, mask, impl="cudnn", **options), q, k, v)
+    assert asked == ["cudnn"]
+    assert_close(ours, once(lambda *a: reference(*a, mask, **options), q, k, v), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"kv_segment_ids": jnp.zeros((2, 24), jnp.int32)}, "segment_ids"),
+        ({"kv_lengths": jnp.ones(2, jnp.int32)}, "kv_lengths"),
+        ({"return_lse": True}, "return_lse"),
+    ],
+)
+def test_what_cudnn_cannot_do_is_said(changes, told, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    (q, k, v), options = make((2, 24, 24, 4, 2, 8, 8), jnp.bfloat16, segments=True)
+    with pytest.raises(InputError, match=told):
+        attend(q, k, v, Causal(), impl="cudnn", **options | changes)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("causal", [True, False])
+def test_equals_torch(causal):
+    import torch
+    import torch.nn.functional as F
+
+    (q, k, v), _ = make((2, 77, 77, 4, 4, 16, 16))
+    turned = [torch.from_numpy(np.array(x)).transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    theirs = F.scaled_dot_product_attention(*turned, is_causal=causal)
+    theirs.square().sum().backward()
+    mask = Causal() if causal else Full()
+    run = lambda q, k, v: attend(q, k, v, mask, impl="xla", block_size=32)  # noqa: E731
+    np.testing.assert_allclose(run(q, k, v), theirs.detach().transpose(1, 2).numpy(), atol=2e-6)
+    grads = jax.grad(lambda *a: jnp.sum(jnp.square(run(*a))), (0, 1, 2))(q, k, v)
+    for mine, other in zip(grads, turned, strict=True):
+        np.testing.assert_allclose(mine, other.grad.transpose(1, 2).numpy(), atol=1e-5)

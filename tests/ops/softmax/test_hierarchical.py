@@ -1,0 +1,594 @@
+"""Hierarchical softmax against the loop of its definition in float64, Huffman's algorithm as textbooks have it, and torch."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpnlp.ops.softmax import hierarchical as ops
+from hpnlp.ops.softmax.hierarchical import (
+    Tree,
+    balanced_tree,
+    huffman_tree,
+    path_nll,
+    tree_from_children,
+    tree_log_probs,
+    tree_nll,
+    tree_paths,
+    tree_rows,
+    tree_sample,
+    tree_top_k,
+)
+from hpnlp.types import InputError, Rows
+from tests.contracts import ONCE, assert_close, assert_float16_has_gradients, once
+
+
+def random_children(vocab, seed=0):
+    """Any two subtrees joined until one is left, the nodes numbered at random."""
+    rng = np.random.default_rng(seed)
+    numbers, parts = rng.permutation(vocab - 1), [~w for w in range(vocab)]
+    children = np.zeros((vocab - 1, 2), np.int64)
+    for number in numbers:
+        children[number] = [parts.pop(rng.integers(len(parts))) for _ in range(2)]
+        parts.append(number)
+    return children
+
+
+def chain(vocab):
+    """Word w is w + 1 deep."""
+    return np.array([[~w, w + 1 if w < vocab - 2 else ~(vocab - 1)] for w in range(vocab - 1)]).reshape(vocab - 1, 2)
+
+
+def zipf(vocab):
+    return 1000 // np.arange(1, vocab + 1) + 1
+
+
+TREES = {
+    "balanced": balanced_tree(43),
+    "whole": balanced_tree(16),
+    "huffman": huffman_tree(zipf(43)),
+    "random": tree_from_children(random_children(43)),
+    "chain": tree_from_children(chain(10)),
+    "two": balanced_tree(2),
+    "one": balanced_tree(1),
+}
+all_trees = pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+
+
+def arrays(tree, n=9, dim=5, dtype="float32", beyond=3, scale=1.0):
+    rng = np.random.default_rng(n + tree.vocab)
+    rows = tree.vocab - 1 + beyond
+    h, table = (jnp.asarray(scale * rng.standard_normal(shape), dtype) for shape in ((n, dim), (rows, dim)))
+    labels = jnp.asarray(rng.integers(0, tree.vocab, n), jnp.int32)
+    return h, table, labels, jnp.asarray(rng.standard_normal(rows), jnp.float32)
+
+
+def walks(children, root=0):
+    """Each word's path as pairs of a node and a side, by going everywhere."""
+    found, open_paths = {}, [(root if len(children) else -1, ())]
+    while open_paths:
+        at, path = open_paths.pop()
+        if at < 0:
+            assert ~at not in found
+            found[~at] = path
+        else:
+            open_paths += [(int(child), (*path, (int(at), side))) for side, child in enumerate(children[at])]
+    return [found[word] for word in range(len(children) + 1)]
+
+
+def exact(h, table, bias, tree, labels, cotangent):
+    """The losses, and the gradients of their sum weighted by the cotangent, node by node as word2vec's loop has them."""
+    h, table, bias = (np.asarray(x, np.float64) for x in (h, table, bias))
+    paths, losses = walks(tree.children), np.zeros(len(h))
+    slopes = [np.zeros_like(x) for x in (h, table, bias)]
+    for i, label in enumerate(np.asarray(labels)):
+        for node, side in paths[label]:
+            p = scipy.special.expit(h[i] @ table[node] + bias[node])
+            losses[i] -= np.log(1 - p if side else p)
+            slope = cotangent[i] * (p - (1 - side))
+            slopes[0][i] += slope * table[node]
+            slopes[1][node] += slope * h[i]
+            slopes[2][node] += slope
+    return losses, slopes
+
+
+def all_log_probs(h, table, bias, tree):
+    h, table, bias = (np.asarray(x, np.float64) for x in (h, table, bias))
+    step = lambda node, side: scipy.special.log_expit((1 - 2 * side) * (h @ table[node] + bias[node]))  # noqa: E731
+    return np.stack([sum([step(*turn) for turn in path], np.zeros(len(h))) for path in walks(tree.children)], axis=1)
+
+
+# Trees
+
+
+def check_form(tree):
+    """Paths are those of `children`, end in 0 and sign 0, and numbers grow from level to level, from the root's 0 on."""
+    paths = walks(tree.children)
+    assert (tree.vocab, tree.depth) == (len(paths), max(map(len, paths)))
+    assert (tree.nodes.dtype, tree.signs.dtype, tree.children.dtype) == (np.int32, np.int8, np.int32)
+    assert tree.children.shape == (tree.vocab - 1, 2)
+    levels = np.zeros(tree.vocab - 1, int)
+    for word, path in enumerate(paths):
+        padding = [0] * (tree.depth - len(path))
+        assert tree.nodes[word].tolist() == [node for node, _ in path] + padding
+        assert tree.signs[word].tolist() == [1 - 2 * side for _, side in path] + padding
+        levels[[node for node, _ in path]] = np.arange(len(path))
+    assert (np.diff(levels) >= 0).all()
+
+
+@all_trees
+def test_paths_and_numbers(tree):
+    check_form(tree)
+
+
+def test_balanced_depths_and_order():
+    for vocab in [*range(1, 18), 31, 33, 64]:
+        tree = balanced_tree(vocab)
+        check_form(tree)
+        depths = [len(path) for path in walks(tree.children)]
+        assert max(depths) == math.ceil(math.log2(vocab)) and max(depths) - min(depths) <= 1
+        assert depths == sorted(depths)
+        in_order = sorted(range(vocab), key=lambda word: [side for _, side in walks(tree.children)[word]])
+        assert in_order == list(range(vocab))
+
+
+def textbook(counts):
+    """The expected depth times the number of tokens: what all merges of the two lightest weigh."""
+    queue, total = list(counts), 0
+    heapq.heapify(queue)
+    while len(queue) > 1:
+        pair = heapq.heappop(queue) + heapq.heappop(queue)
+        heapq.heappush(queue, pair)
+        total += pair
+    return total
+
+
+@settings(max_examples=40)
+@given(st.lists(st.one_of(st.integers(1, 5), st.integers(1, 10**12)), min_size=1, max_size=40))
+def test_huffman_is_optimal_and_ties_are_settled(counts):
+    tree = huffman_tree(np.array(counts))
+    check_form(tree)
+    depths = (tree.signs != 0).sum(axis=1)
+    assert sum(n * int(d) for n, d in zip(counts, depths, strict=True)) == textbook(counts)
+    p = np.array(counts) / sum(counts)
+    entropy = -(p * np.log2(p)).sum()
+    assert entropy - 1e-9 <= (p * depths).sum() < entropy + 1 or len(counts) == 1
+    order = sorted(range(len(counts)), key=lambda word: (-counts[word], word))
+    assert (np.diff(depths[order]) >= 0).all()
+
+
+def test_huffman_of_equal_counts_is_balanced_and_of_doubling_ones_a_chain():
+    for name in ("nodes", "signs", "children"):
+        np.testing.assert_array_equal(getattr(huffman_tree(np.ones(43)), name), getattr(balanced_tree(43), name))
+    assert huffman_tree(2.0 ** np.arange(30)).depth == 29
+    # 1 1 1 1 2 merges to depth 3 either way; with leaves before inner nodes, 1 1 2 2 stays flat.
+    assert huffman_tree(np.array([2, 2, 1, 1])).depth == 2
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 8, 43])
+def test_a_given_tree_keeps_its_shape_under_its_own_numbers(vocab):
+    for seed in range(5):
+        children = random_children(vocab, seed)
+        root = next(iter(set(range(vocab - 1)) - set(children.ravel().tolist())), 0)
+        tree = tree_from_children(children)
+        check_form(tree)
+        sides = lambda paths: [[side for _, side in path] for path in paths]  # noqa: E731
+        assert sides(walks(children, root)) == sides(walks(tree.children))
+
+
+@pytest.mark.parametrize(
+    ("children", "told"),
+    [
+        ([[0, 1, 2]], r"shape \(1, 3\): expected integers \[V - 1, 2\]"),
+        ([[-1.0, -2.0]], "float64"),
+        ([[-1, 1]], "1 is no node: expected 0 to 0"),
+        ([[-1, -3]], "-3 is no node"),
+        ([[1, 1], [-1, -2]], "node 0 has one child"),
+        ([[1, -1], [-1, -2]], "word 0 stands at 2 leaves"),
+        ([[1, 0], [-1, -2]], "word 2 stands at 0 leaves"),
+        ([[1, 2], [2, -1], [-2, -3], [-4, -5]], "nodes 0, 3 are no node's child"),
+        ([[-1, -2], [2, -3], [1, -4]], "nodes 1, 2 form a cycle"),
+        ([[-1, -2], [1, -3]], "nodes 1 form a cycle"),
+    ],
+    ids=str,
+)
+def test_what_is_no_tree_is_said(children, told):
+    with pytest.raises(InputError, match=told):
+        tree_from_children(np.array(children))
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [([3, 0, 1], r"counts\[1\] is 0.*add one"), ([1.0, math.nan], "nan"), ([1.0, math.inf], "inf"), ([-1], "-1")],
+)
+def test_counts_that_cannot_be_are_said(counts, told):
+    with pytest.raises(InputError, match=told):
+        huffman_tree(np.array(counts))
+
+
+def test_a_tree_of_no_words_is_said():
+    with pytest.raises(InputError, match="at least one word"):
+        balanced_tree(0)
+    with pytest.raises(InputError, match="one number for each"):
+        huffman_tree(np.zeros(0))
+
+
+@pytest.mark.slow
+def test_large_trees():
+    assert balanced_tree(455_000).depth == 19
+    tree = huffman_tree(4_000_000 // np.arange(1, 455_001) + 1)
+    assert tree.depth < 30 and (np.sort(~tree.children[tree.children < 0]) == np.arange(455_000)).all()
+    assert (np.ldexp(1.0, -(tree.signs != 0).sum(axis=1))).sum() == 1
+
+
+# The loss
+
+
+@pytest.mark.parametrize(
+    ("name", "dense"), [*((name, 2) for name in TREES), ("huffman", 0), ("huffman", 6), ("balanced", 6)]
+)
+def test_loss_and_gradients_equal_the_definition(name, dense, monkeypatch):
+    monkeypatch.setattr(ops, "DENSE_LEVELS", dense)
+    tree = TREES[name]
+    h, table, labels, bias = arrays(tree)
+    cotangent = np.cos(np.arange(h.shape[0], dtype=np.float32))
+
+    def run(h, table, bias, tree, labels):
+        losses, pull = jax.vjp(lambda *given: tree_nll(*given[:2], tree, labels, bias=given[2]), h, table, bias)
+        return losses, pull(jnp.asarray(cotangent))
+
+    losses, slopes = once(run, h, table, bias, tree, labels)
+    expected, expected_slopes = exact(h, table, bias, tree, labels, cotangent)
+    assert losses.dtype == jnp.float32
+    np.testing.assert_allclose(losses, expected, rtol=2e-6, atol=1e-6)
+    for found, slope in zip(slopes, expected_slopes, strict=True):
+        np.testing.assert_allclose(found, slope, rtol=5e-6, atol=5e-6)
+
+
+@all_trees
+def test_probabilities_sum_to_one_and_are_those_of_the_loss(tree):
+    h, table, _, bias = arrays(tree, 4, scale=2.0)
+    found = once(functools.partial(tree_log_probs, bias=bias), h, table, tree)
+    np.testing.assert_allclose(np.exp(np.asarray(found, np.float64)).sum(axis=1), 1, rtol=1e-6)
+    expected = all_log_probs(h, table, bias, tree)
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 6])
+@pytest.mark.parametrize("name", ["huffman", "one"])
+def test_rows_gathered_before_the_gradient(name, levels, monkeypatch):
+    """The loss, and the gradients of the rows, are those of the table, whose other rows are not looked at."""
+    monkeypatch.setattr(ops, "DENSE_LEVELS", levels)
+    tree = TREES[name]
+    h, table, labels, _ = arrays(tree, 7)
+    labels = labels.at[3].set(-100)
+    ids = tree_rows(tree, labels)
+    assert ids.dtype == jnp.int32
+    kept = jnp.asarray(np.unique(ids))
+
+    def loss(h, rows, kept):
+        return tree_nll(h, rows if kept is None else Rows(kept, rows), tree, labels).sum()
+
+    slopes = jax.value_and_grad(loss, (0, 1))
+    value, (dh, drows) = once(slopes, h, table[kept], kept)
+    expected, (dh_too, dtable) = once(slopes, h, table, None)
+    assert_close((value, dh, drows), (expected, dh_too, dtable[kept]))
+    assert not np.delete(np.asarray(dtable), kept, axis=0).any()
+    with pytest.raises(InputError, match="bias beside rows"):
+        tree_nll(h, Rows(kept, table[kept]), tree, labels, bias=jnp.zeros(len(kept)))
+
+
+def test_a_confident_token_has_a_loss():
+    """log(1 - sigmoid) of a rounded sigmoid would be 0 or infinite."""
+    tree, table = balanced_tree(2), jnp.ones((1, 1))
+    found = once(tree_nll, jnp.array([[30.0], [30.0], [-90.0]]), table, tree, jnp.array([0, 1, 0]))
+    np.testing.assert_allclose(found, [np.log1p(np.exp(-30.0)), 30.0, 90.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_accumulate_in_float32(dtype):
+    """As many tokens as would lose a gradient that is summed in 16 bits."""
+    tree = TREES["huffman"]
+    h, table, labels, bias = arrays(tree, 500, 16, dtype, scale=0.5)
+
+    def run(h, table):
+        losses, pull = jax.vjp(lambda h, table: tree_nll(h, table, tree, labels, bias=bias), h, table)
+        return losses, pull(jnp.full(500, 1e-4, jnp.float32))
+
+    found, slopes = once(run, h, table)
+    assert found.dtype == jnp.float32 and all(slope.dtype == jnp.dtype(dtype) for slope in slopes)
+    expected, expected_slopes = exact(h, table, bias, tree, labels, np.full(500, 1e-4))
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+    for slope, twin in zip(slopes, expected_slopes[:2], strict=True):
+        assert np.linalg.norm(np.asarray(slope, np.float64) - twin) <= 0.004 * np.linalg.norm(twin)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_gradients_of_small_parts_in_float16(gathered):
+    rng = np.random.default_rng(0)
+    h, table = (jnp.asarray(rng.standard_normal((count, 5)), jnp.float32) for count in (9, 42))
+    labels = jnp.arange(9, dtype=jnp.int32)
+    nodes, signs = tree_paths(TREES["balanced"], labels)
+
+    def loss(h, table):
+        table = 100 * table
+        each = path_nll(h, table[nodes], signs) if gathered else tree_nll(h, table, TREES["balanced"], labels)
+        return each.sum() * 1e-7
+
+    assert_float16_has_gradients(loss, h / 100, table)
+
+
+def test_a_float32_table_under_sixteen_bit_states():
+    tree = TREES["balanced"]
+    h, table, labels, _ = arrays(tree, dtype="bfloat16")
+    run = jax.grad(lambda h, table: tree_nll(h, table, tree, labels).sum(), (0, 1))
+    assert [x.dtype for x in once(run, h, table.astype(jnp.float32))] == [jnp.bfloat16, jnp.float32]
+
+
+@pytest.mark.parametrize(("name", "dense"), [("balanced", 0), ("balanced", 3), ("chain", 6)])
+def test_rows_that_no_path_visits_and_tokens_that_are_ignored_are_nothing(name, dense, monkeypatch):
+    """NaN there: neither the losses nor a gradient knows."""
+    monkeypatch.setattr(ops, "DENSE_LEVELS", dense)
+    tree = TREES[name]
+    h, table, labels, bias = arrays(tree)
+    labels = (labels % 3).at[4].set(-100).at[0].set(0)
+    unused = np.setdiff1d(np.arange(table.shape[0]), tree.nodes[np.asarray(labels)[labels >= 0]])
+    assert unused.size > 5 and unused[0] < 2**6 - 1
+    silent = (labels == -100)[:, None]
+
+    def run(h, table, bias):
+        losses, pull = jax.vjp(lambda *x: tree_nll(*x[:2], tree, labels, bias=x[2]), h, table, bias)
+        return losses, pull(jnp.ones_like(losses))
+
+    run = jax.jit(run, compiler_options=ONCE)
+    clean = run(h, table, bias)
+    dirty = run(jnp.where(silent, jnp.nan, h), table.at[unused].set(jnp.nan), bias.at[unused].set(jnp.nan))
+    for a, b in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert clean[0][4] == 0 and not np.asarray(clean[1][0])[4].any()
+
+
+def test_all_tokens_ignored():
+    tree = TREES["balanced"]
+    h, table, labels, _ = arrays(tree)
+    run = jax.value_and_grad(
+        lambda h, table: tree_nll(h, table, tree, jnp.full_like(labels, -1), ignore_index=-1).sum()
+    )
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(once(run, jnp.full_like(h, jnp.nan), table)))
+
+
+@pytest.mark.parametrize("name", ["balanced", "one"])
+def test_a_label_that_is_no_word(name):
+    tree = TREES[name]
+    h, table, _, _ = arrays(tree, 3)
+    for label in (tree.vocab, -1):
+        labels = jnp.asarray(np.array([0, label, 0], np.int32))
+        np.testing.assert_array_equal(np.isnan(once(tree_nll, h, table, tree, labels)), [False, True, False])
+        for function in (functools.partial(tree_nll, h, table), tree_rows):
+            with pytest.raises(InputError, match=f"label is {label}: expected 0 to {tree.vocab - 1}"):
+                function(tree, labels)
+    if tree.depth:
+        nodes, signs = once(lambda labels: tree_paths(tree, labels), labels)
+        rows = table[nodes]
+        np.testing.assert_array_equal(np.isnan(once(path_nll, h, rows, signs)), [False, True, False])
+
+
+def test_transformations():
+    """vmap over states and labels or over tables, and checkpoint."""
+    tree = TREES["huffman"]
+    h, table, labels, bias = arrays(tree, 5)
+    loss = lambda h, table, labels: jnp.sin(tree_nll(h, table, tree, labels, bias=bias)).sum()  # noqa: E731
+    slopes = jax.grad(loss, (0, 1))
+    grads = jax.jit(slopes, compiler_options=ONCE)
+    assert_close(once(jax.grad(jax.checkpoint(loss), (0, 1)), h, table, labels), grads(h, table, labels))
+    both = np.stack([labels, labels[::-1]])
+    for axes, args in (
+        ((0, None, 0), (np.stack([h, -h]), table, both)),
+        ((None, 0, None), (h, np.stack([table, -table]), labels)),
+    ):
+        found = once(jax.vmap(slopes, axes), *args)
+        apart = [grads(*(x if axis is None else x[i] for x, axis in zip(args, axes, strict=True))) for i in (0, 1)]
+        assert_close(found, jax.tree.map(lambda *x: np.stack(x), *apart))
+
+
+@pytest.mark.slow
+def test_second_derivatives():
+    tree = TREES["huffman"]
+    h, table, labels, bias = arrays(tree, 5)
+    nodes, signs = tree_paths(tree, labels)
+    twin = lambda h, table: jnp.sin(path_nll(h, table[nodes], signs, bias[nodes])).sum()  # noqa: E731
+    ours = lambda h, table: jnp.sin(tree_nll(h, table, tree, labels, bias=bias)).sum()  # noqa: E731
+    curvature = [
+        jax.grad(lambda h, table, f=f: jnp.cos(jax.grad(f, 1)(h, table)).sum() + jax.grad(f)(h, table).sum(), (0, 1))
+        for f in (ours, twin)
+    ]
+    assert_close(*(once(f, h, table) for f in curvature))
+
+
+def test_over_eight_devices():
+    tree = TREES["balanced"]
+    h, table, labels, _ = arrays(tree, 16)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole, cut = jax.P(), jax.P("d")
+    run = lambda h, table, labels: jax.lax.psum(tree_nll(h, table, tree, labels).sum(), "d")  # noqa: E731
+    apart = jax.shard_map(run, mesh=mesh, in_specs=(cut, whole, cut), out_specs=whole)
+    expected = jax.value_and_grad(lambda h, table: tree_nll(h, table, tree, labels).sum(), (0, 1))
+    found = once(jax.value_and_grad(lambda h, table: apart(h, table, labels), (0, 1)), h, table)
+    assert_close(found, once(expected, h, table))
+
+
+def test_memory_is_not_that_of_all_gathered_rows():
+    """Of the order of the states, however deep the tree; and one gradient of the table, however many levels."""
+    tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), balanced_tree(4096))
+    n, dim = 512, 128
+    shapes = ((n, dim), jnp.float32), ((4096, dim), jnp.float32), ((n,), jnp.int32)
+    given = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    run = jax.grad(lambda h, table, tree, labels: tree_nll(h, table, tree, labels).sum(), (0, 1))
+    used = jax.jit(run).lower(*given[:2], tree, given[2]).compile().memory_analysis().temp_size_in_bytes
+    assert used < 6 * n * dim * 4 < n * tree.depth * dim * 4
+
+
+# Predictions
+
+
+@pytest.mark.parametrize(("name", "k"), [("balanced", 1), ("balanced", 7), ("huffman", 5), ("random", 5), ("chain", 9)])
+def test_top_k_equals_sorting(name, k):
+    """Flat, ordinary, very peaked and equal probabilities at once."""
+    tree = TREES[name]
+    h, table, _, bias = arrays(tree, 40)
+    h = h * jnp.asarray(np.repeat([0.0, 0.1, 1.0, 30.0], 10), jnp.float32)[:, None]
+    run = jax.jit(lambda h, table, bias: tree_top_k(h, table, tree, k, bias=bias), compiler_options=ONCE)
+    for offset in (bias, jnp.zeros_like(bias)):
+        found, words = run(h, table, offset)
+        expected = all_log_probs(h, table, offset, tree)
+        assert words.dtype == jnp.int32 and found.dtype == jnp.float32
+        np.testing.assert_allclose(found, -np.sort(-expected, axis=1)[:, :k], rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(np.take_along_axis(expected, np.asarray(words), 1), found, rtol=2e-6, atol=2e-6)
+        assert all(len(set(row)) == k for row in np.asarray(words).tolist())
+
+
+def test_top_k_is_not_greedy():
+    """The root prefers the side where all words are rare: nodes of that side are left only for a better word."""
+    tree = tree_from_children(np.array([[1, 6], [2, 3], [4, 5], [-1, -2], [-3, -4], [-5, -6], [-7, -8]]))
+    word = 6
+    table = jnp.zeros((7, 1)).at[0].set(0.5).at[tree.nodes[word][1]].set(9.0)
+    log_probs, words = once(functools.partial(tree_top_k, k=1), jnp.ones((1, 1)), table, tree)
+    assert words.tolist() == [[word]]
+    np.testing.assert_allclose(log_probs, [[np.log(scipy.special.expit(-0.5) * scipy.special.expit(9.0))]], rtol=1e-6)
+
+
+def test_top_k_of_nan_is_nan_for_its_token_alone():
+    tree = TREES["balanced"]
+    h, table, _, _ = arrays(tree)
+    found = once(functools.partial(tree_top_k, k=2), h.at[1].set(jnp.nan), table, tree)[0]
+    np.testing.assert_array_equal(np.isnan(found).all(axis=1), np.arange(9) == 1)
+    assert np.isnan(found).sum() == 2
+
+
+@pytest.mark.parametrize("k", [0, 44])
+def test_k_is_a_number_of_words(k):
+    h, table, _, _ = arrays(TREES["balanced"])
+    with pytest.raises(InputError, match=f"k {k}: expected 1 to 43"):
+        tree_top_k(h, table, TREES["balanced"], k)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_samples_are_distributed_as_the_words(temperature):
+    tree = tree_from_children(random_children(11, 3))
+    h, table, _, bias = arrays(tree, 2)
+    log_probs = all_log_probs(h, table, bias, tree) / temperature
+    probs = scipy.special.softmax(log_probs, axis=1)
+    many = jnp.repeat(h, 20000, axis=0)
+    run = lambda h, table: tree_sample(h, table, tree, jax.random.key(1), bias=bias, temperature=temperature)  # noqa: E731
+    found = np.asarray(once(run, many, table)).reshape(2, -1)
+    for words, p in zip(found, probs, strict=True):
+        assert scipy.stats.chisquare(np.bincount(words, minlength=11), p * words.size).pvalue > 1e-3
+        # Neighbours are independent.
+        pairs = np.bincount(words[::2] * 11 + words[1::2], minlength=121)
+        assert scipy.stats.chisquare(pairs, np.outer(p, p).ravel() * words.size / 2).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("name", ["huffman", "one"])
+def test_temperatures_that_take_the_best_word(name):
+    tree = TREES[name]
+    h, table, _, bias = arrays(tree, 6)
+    key = jax.random.key(0)
+    best = all_log_probs(h, table, bias, tree).argmax(axis=1)
+    for temperature in (0.0, jnp.float32(0), 1e-6):
+        words = once(lambda t=temperature: tree_sample(h, table, tree, key, bias=bias, temperature=t))
+        assert words.dtype == jnp.int32
+        np.testing.assert_array_equal(words, best)
+
+
+def test_one_word_is_certain():
+    tree, table = balanced_tree(1), jnp.zeros((0, 5))
+    h = jnp.ones((3, 5))
+    loss = lambda h: tree_nll(h, table, tree, jnp.zeros(3, jnp.int32)).sum()  # noqa: E731
+    assert not any(np.asarray(x).any() for x in once(jax.value_and_grad(loss), h))
+    assert once(tree_log_probs, h, table, tree).tolist() == [[0]] * 3
+    assert [x.tolist() for x in once(lambda h: tree_top_k(h, table, tree, 1), h)] == [[[0]] * 3] * 2
+    assert once(tree_sample, h, table, tree, jax.random.key(0)).tolist() == [0, 0, 0]
+
+
+# Errors
+
+
+def test_a_table_with_too_few_rows_is_said():
+    tree = TREES["balanced"]
+    h, table, labels, _ = arrays(tree, beyond=-1)
+    calls = (
+        lambda: tree_nll(h, table, tree, labels),
+        lambda: tree_log_probs(h, table, tree),
+        lambda: tree_top_k(h, table, tree, 2),
+        lambda: tree_sample(h, table, tree, jax.random.key(0)),
+    )
+    for call in calls:
+        with pytest.raises(InputError, match="table has 41 rows: expected at least 42"):
+            call()
+
+
+def test_shapes_that_do_not_fit_are_said_where_no_checker_runs():
+    """Beartype, which checks annotations while tests run, would speak first."""
+    program = """
+import jax.numpy as jnp
+from hpnlp.ops.softmax.hierarchical import balanced_tree, tree_nll
+from hpnlp.types import InputError, Rows
+h, table, labels, tree = jnp.ones((9, 5)), jnp.ones((42, 5)), jnp.ones(9, jnp.int32), balanced_tree(43)
+for changes in {"h": h[:, :4]}, {"h": h[None]}, {"labels": h[:, 0]}, {"labels": labels[1:]}, {"bias": h[:, 0]}:
+    try:
+        tree_nll(**({"h": h, "table": table, "tree": tree, "labels": labels} | changes))
+    except InputError as error:
+        print(error)
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    expected = (
+        "h (9, 4), table (42, 5)",
+        "flatten tokens",
+        "expected integers",
+        "labels has shape (8,)",
+        "shape (9,): expected",
+    )
+    for line, words in zip(told, expected, strict=True):
+        assert words in line
+
+
+@pytest.mark.oracle
+def test_equals_torch():
+    """The binary cross-entropies along the paths, and their gradients."""
+    torch = pytest.importorskip("torch")
+    tree = TREES["random"]
+    h, table, labels, bias = arrays(tree, 33, 16)
+    turned = [torch.from_numpy(np.array(x)).requires_grad_() for x in (h, table, bias)]
+    nodes, signs = (torch.from_numpy(np.array(x)) for x in (tree.nodes[labels], tree.signs[labels]))
+    scores = torch.einsum("nd,nld->nl", turned[0], turned[1][nodes]) + turned[2][nodes]
+    each = torch.nn.functional.binary_cross_entropy_with_logits(scores, (signs > 0).float(), reduction="none")
+    theirs = (each * (signs != 0)).sum(1)
+    cotangent = np.cos(np.arange(33, dtype=np.float32))
+    theirs.backward(torch.tensor(cotangent))
+
+    ours = jax.jit(lambda h, table, bias: tree_nll(h, table, tree, labels, bias=bias))
+    losses, pull = jax.vjp(ours, h, table, bias)
+    np.testing.assert_allclose(losses, theirs.detach().numpy(), rtol=2e-6, atol=2e-6)
+    for mine, other in zip(pull(jnp.asarray(cotangent)), turned, strict=True):
+        np.testing.assert_allclose(mine, other.grad.numpy(), atol=1e-5)
+
+
+def test_a_tree_is_a_pytree_of_arrays():
+    tree = TREES["huffman"]
+    placed = jax.device_put(tree)
+    assert isinstance(placed, Tree) and (placed.vocab, placed.depth) == (43, tree.depth)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(placed))

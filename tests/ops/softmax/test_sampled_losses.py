@@ -1,0 +1,276 @@
+"""Sampled losses, against TensorFlow's (frozen), the exact loss, and what their papers claim of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.softmax import linear_cross_entropy
+from hpnlp.ops.softmax.proposals import LogUniform, Samples, Uniform, sample, unigram
+from hpnlp.ops.softmax.sampled_losses import (
+    adaptive_importance_sampling,
+    hits,
+    importance_sampling,
+    negative_sampling,
+    noise_contrastive,
+    sampled_softmax,
+    scores,
+)  # fmt: skip
+from tests.contracts import assert_close, assert_float16_has_gradients, once
+
+FROZEN = dict(np.load(Path(__file__).parent / "fixtures" / "tensorflow_losses.npz"))
+
+
+def frozen(*names):
+    return [jnp.asarray(FROZEN[name], jnp.int32 if FROZEN[name].dtype == np.int64 else None) for name in names]
+
+
+@pytest.mark.parametrize("name", ["sampled_softmax", "nce"])
+def test_equals_tensorflow(name):
+    h, w, labels, ids, log_q = frozen("h", "w", "labels", "ids", "log_q")
+    log_count = np.float32(np.log(len(ids)))
+    samples = Samples(ids, log_q[ids] + log_count, log_q[labels] + log_count)
+
+    def loss(h, w):
+        target, noise = scores(h, w[labels], w[ids])
+        if name == "nce":
+            each = noise_contrastive(target, noise, samples)
+        else:
+            each = sampled_softmax(target, noise, samples, labels, correct_label=True)
+        return (each * jnp.cos(jnp.arange(len(each), dtype=jnp.float32))).sum(), each
+
+    (_, each), grads = once(jax.value_and_grad(loss, (0, 1), has_aux=True), h, w)
+    assert hits(samples, labels).sum() >= 2
+    np.testing.assert_allclose(each, FROZEN[f"{name}_loss"], rtol=2e-6, atol=2e-6)
+    for found, side in zip(grads, ("dh", "dw"), strict=True):
+        np.testing.assert_allclose(found, FROZEN[f"{name}_{side}"], rtol=1e-5, atol=2e-6)
+
+
+def test_expected_counts_of_unique_words_are_tensorflows():
+    """1 - (1 - q)^tries: given TensorFlow's tries, found from one word's count, all its counts."""
+    from hpnlp.ops.softmax.proposals import _log_inclusion
+
+    expected = FROZEN["unique_expected"].astype(np.float64)
+    log_q = once(LogUniform(len(expected)).log_prob, jnp.arange(len(expected), dtype=jnp.int32))
+    tries = np.round(np.log1p(-expected[9]) / np.log1p(-np.exp(float(log_q[9]))))
+    assert tries > len(FROZEN["unique_ids"])
+    np.testing.assert_allclose(np.exp(once(_log_inclusion, log_q, jnp.float32(tries))), expected, rtol=1e-5)
+
+
+def test_shared_and_own_samples_have_the_same_scores():
+    h, w = frozen("h", "w")
+    ids = jnp.array([[3, 1], [0, 0], [2, 39], [5, 5], [7, 8], [9, 1]])
+    target, noise = once(lambda h, w: scores(h, w[:6], w[ids]), h, w)
+    full = np.asarray(h, np.float64) @ np.asarray(w, np.float64).T
+    np.testing.assert_allclose(noise, np.take_along_axis(full, np.asarray(ids), axis=1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(target, full[np.arange(6), np.arange(6)], rtol=1e-5, atol=1e-6)
+    assert scores(h.astype(jnp.bfloat16), w[:6], w[ids])[1].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("form", ["shared", "own", "adaptive"])
+def test_gradients_of_small_parts_in_float16(form):
+    h, w, labels = problem()
+    samples = sample(LogUniform(VOCAB), jax.random.key(0), 64, labels, per_token=form == "own")
+
+    def loss(h, w):
+        target, noise = 100 * w[labels], 100 * w[samples.ids]
+        if form == "adaptive":
+            each, *_ = adaptive_importance_sampling(h, target, noise, samples, effective=64.0, block=32)
+        else:
+            each = sampled_softmax(*scores(h, target, noise), samples, labels)
+        return each.sum() * 1e-7
+
+    assert_float16_has_gradients(loss, h / 100, w)
+
+
+# Gradients of many draws against the exact one
+
+VOCAB, TOKENS, DIM = 1000, 16, 8
+
+
+def problem():
+    """Frequent words are frequent labels; scores have a standard deviation of 1.5."""
+    rng = np.random.default_rng(0)
+    q = np.log1p(1 / np.arange(1.0, VOCAB + 1)) / np.log(VOCAB + 1)
+    labels = jnp.asarray(rng.choice(VOCAB, TOKENS, p=q / q.sum()), jnp.int32)
+    h, w = (jnp.asarray(rng.standard_normal((count, DIM)), jnp.float32) for count in (TOKENS, VOCAB))
+    return 1.5 / DIM**0.5 * h, w, labels
+
+
+def mean_gradient(loss, draws):
+    """The mean gradient by h over draws of the samples, and its standard error, both as norms relative to the exact one."""
+    h, w, labels = problem()
+    exact = once(jax.grad(lambda h: linear_cross_entropy(h, w, labels, reduction="sum")), h)
+    keys = jax.random.split(jax.random.key(4), draws)
+    each = once(jax.vmap(jax.grad(lambda h, key: loss(h, w, labels, key).sum()), (None, 0)), h, keys)
+    norm = np.linalg.norm(exact)
+    error = np.sqrt(np.asarray(each).var(axis=0).sum() / draws) / norm
+    return np.linalg.norm(np.asarray(each).mean(axis=0) - exact) / norm, error
+
+
+def softmax_of(count, corrected=True, unique=False, **options):
+    def loss(h, w, labels, key):
+        samples = sample(LogUniform(VOCAB), key, count, labels, unique=unique)
+        if not corrected:
+            samples = samples._replace(log_expected=jnp.zeros(count), labels_expected=jnp.zeros(TOKENS))
+        return sampled_softmax(*scores(h, w[labels], w[samples.ids]), samples, labels, **options)
+
+    return loss
+
+
+def importance_of(count):
+    def loss(h, w, labels, key):
+        samples = sample(LogUniform(VOCAB), key, count, labels)
+        return importance_sampling(*scores(h, w[labels], w[samples.ids]), samples)[0]
+
+    return loss
+
+
+@pytest.mark.parametrize("loss", [softmax_of, importance_of])
+def test_the_bias_of_the_gradient_falls_with_the_samples(loss):
+    """Nearly as 1 / S, the claimed rate; where it is seen above the error of the mean."""
+    few, many = (mean_gradient(loss(count), draws) for count, draws in ((64, 300), (900, 300)))
+    assert few[0] > 4 * few[1] and many[0] < 0.03
+    assert many[0] < few[0] / 3
+
+
+def test_the_bias_of_a_quarter_of_the_vocabulary_without_repetition():
+    assert mean_gradient(softmax_of(VOCAB // 4, unique=True), 300)[0] < 0.04
+
+
+def test_without_the_correction_the_bias_stays():
+    """What the test above would say of an implementation that forgot it."""
+    assert mean_gradient(softmax_of(VOCAB // 4, corrected=False), 100)[0] > 0.15
+
+
+def test_the_comparable_loss_is_comparable():
+    """It comes near the exact loss from below as samples grow; TensorFlow's goes elsewhere."""
+    h, w, labels = problem()
+    exact = float(once(linear_cross_entropy, h, w, labels))
+    keys = jax.random.split(jax.random.key(1), 100)
+    loss = lambda count, **more: np.mean(  # noqa: E731
+        once(jax.vmap(lambda key: softmax_of(count, **more)(h, w, labels, key).mean()), keys)
+    )
+    found = [loss(count) for count in (8, 64, 900)]
+    assert found[0] < found[1] < found[2] < exact and exact - found[2] < 0.03
+    assert abs(loss(900, correct_label=True) - exact) > 0.3
+
+
+def test_all_words_once_each_are_the_exact_softmax():
+    """Samples that are the vocabulary, each expected once: the loss is the exact one, hits left out or not."""
+    h, w, labels = problem()
+    every = Samples(jnp.arange(VOCAB, dtype=jnp.int32), jnp.zeros(VOCAB), jnp.zeros(TOKENS))
+    exact = once(jax.value_and_grad(lambda h: linear_cross_entropy(h, w, labels, reduction="sum")), h)
+    for loss in (
+        sampled_softmax,
+        lambda target, noise, samples, labels: importance_sampling(target, noise, samples)[0],
+    ):
+        run = jax.value_and_grad(lambda h: loss(*scores(h, w[labels], w), every, labels).sum())  # noqa: B023
+        assert_close(once(run, h), exact)
+
+
+def test_a_sample_that_is_the_label_leaves_nothing_to_learn():
+    samples = Samples(jnp.array([4]), jnp.zeros(1), jnp.zeros(2))
+    run = lambda t, n: sampled_softmax(t, n, samples, jnp.array([4, 4])).sum()  # noqa: E731
+    loss, grads = once(jax.value_and_grad(run, (0, 1)), jnp.array([1.0, -2.0]), jnp.array([[1.0], [-2.0]]))
+    assert loss == 0 and not np.asarray(grads[0]).any() and not np.asarray(grads[1]).any()
+
+
+def test_nan_stays_nan():
+    samples = Samples(jnp.arange(4), jnp.zeros(4), jnp.zeros(2))
+    each = once(lambda t, n: sampled_softmax(t, n, samples, jnp.array([5, 5])), jnp.zeros(2), jnp.full((2, 4), jnp.nan))
+    assert np.isnan(each).all()
+
+
+def test_padding_does_not_change_how_many_samples_are_taken():
+    h, w, labels = problem()
+    samples = sample(LogUniform(VOCAB), jax.random.key(0), 256, labels)
+    options = {"effective": 30.0, "block": 32}
+    run = lambda h, labels, weights: adaptive_importance_sampling(  # noqa: E731
+        h, w[labels], w[samples.ids], samples, weights=weights, **options
+    )
+    each, _, used = once(run, 0.2 * h, labels, jnp.ones(TOKENS))
+    more = jnp.concatenate([0.2 * h, jnp.zeros((3 * TOKENS, DIM))])
+    weights = jnp.concatenate([jnp.ones(TOKENS), jnp.zeros(3 * TOKENS)])
+    padded, _, still = once(run, more, jnp.tile(labels, 4), weights)
+    assert still == used < 256
+    np.testing.assert_allclose(padded[:TOKENS], each, rtol=1e-6)
+
+
+def test_the_effective_sample_size():
+    samples = Samples(jnp.arange(4), jnp.zeros(4), jnp.zeros(3))
+    noise = jnp.log(jnp.array([[1.0, 1.0, 1.0, 1.0], [1.0, 1e-9, 1e-9, 1e-9], [3.0, 1.0, 1e-9, 1e-9]]))
+    _, size = once(importance_sampling, jnp.zeros(3), noise, samples)
+    np.testing.assert_allclose(size, [4, 1, 16 / 10], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("effective", "used"), [(0.0, 32), (1e9, 256), (None, None)])
+def test_samples_are_taken_until_they_suffice(effective, used):
+    """Loss and gradient are those of the samples that were used, whatever stands in the others."""
+    h, w, labels = problem()
+    h = 0.2 * h
+    samples = sample(LogUniform(VOCAB), jax.random.key(0), 256, labels)
+
+    def loss(h, w, noise, effective):
+        each, size, used = adaptive_importance_sampling(h, w[labels], noise, samples, effective=effective, block=32)
+        return each.sum(), (size, used)
+
+    def first(count):
+        return Samples(
+            samples.ids[:count], samples.log_expected[:count] + np.float32(np.log(count / 256)), samples.labels_expected
+        )
+
+    if effective is None:
+        sizes = [
+            once(importance_sampling, *scores(h, w[labels], w[first(n).ids]), first(n))[1].mean() for n in (96, 128)
+        ]
+        effective, used = float(sizes[1]) * 0.999, 128
+        assert sizes[0] < effective
+    run = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+    noise = w[samples.ids].at[used:].set(jnp.nan)
+    (total, (size, found)), grads = once(lambda *x: run(*x, effective), h, w, noise)
+    assert found == used and (size <= used).all() and (size >= 0.999).all()
+
+    def twin(h, w, noise):
+        return importance_sampling(*scores(h, w[labels], noise[:used]), first(used))[0].sum()
+
+    expected = once(jax.value_and_grad(twin, (0, 1, 2)), h, w, noise)
+    np.testing.assert_allclose(total, expected[0], rtol=2e-6)
+    assert_close(grads, expected[1])
+
+
+def optimum(loss, sampler, draws=64, steps=300):
+    """Scores of four words, fitted to labels of known frequencies by one state: what the loss makes of them."""
+    p = jnp.array([0.5, 0.3, 0.15, 0.05])
+
+    def total(z, key):
+        keys = jax.random.split(key, draws)
+
+        def one(key):
+            samples = sample(sampler, key, 8, jnp.arange(4, dtype=jnp.int32))
+            return loss(z, jnp.broadcast_to(z[samples.ids][None], (4, 8)), samples)
+
+        return (p * jax.vmap(one)(keys).mean(axis=0)).sum()
+
+    def step(state, key):
+        z, mean = state
+        z = z - 0.5 * jax.grad(total)(z, key)
+        return (z, 0.97 * mean + 0.03 * z), None
+
+    run = lambda keys: jax.lax.scan(step, (jnp.zeros(4), jnp.zeros(4)), keys)[0][1]  # noqa: E731
+    return np.asarray(p, np.float64), np.asarray(once(run, jax.random.split(jax.random.key(5), steps)), np.float64)
+
+
+def test_noise_contrastive_estimation_finds_normalised_log_probabilities():
+    p, z = optimum(noise_contrastive, unigram([1.0, 2.0, 3.0, 4.0]))
+    np.testing.assert_allclose(z, np.log(p), atol=0.08)
+
+
+def test_negative_sampling_finds_shifted_pointwise_mutual_information():
+    """log(p / (S q)): no probability, which is why nobody should report its perplexity (Levy and Goldberg 2014)."""
+    p, z = optimum(lambda t, n, samples: negative_sampling(t, n), Uniform(4))
+    np.testing.assert_allclose(z, np.log(p / (8 * 0.25)), atol=0.08)

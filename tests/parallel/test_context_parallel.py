@@ -1,0 +1,270 @@
+"""Attention over a divided sequence: what one device gives, its gradients, and no more work than the mask asks for."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.nn.mixers.exact import ExactMixer
+from hpnlp.ops.attention import Blockwise, Causal, Dilated, Full, Global, PerHead, Strided, Window, attend
+from hpnlp.parallel import context_parallel
+from hpnlp.parallel.context_parallel import SKIP, WHOLE, RingSchedule, arranged, arrangement, course
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError, MixerInputs
+from tests.contracts import ONCE, once
+
+B, T, N, K, H = 2, 64, 4, 2, 8
+PLAIN = tuple((2 * d, 2 * d + 1) for d in range(4))
+ZIGZAG = tuple((d, 7 - d) for d in range(4))
+MASKS = {
+    "causal": Causal(),
+    "full": Full(),
+    "window": Causal() & Window(9, 0),
+    "both ways": Window(3, 20),
+    "dilated": Causal() & Dilated(4, 3),
+    "shifted": Causal().shift(5),
+    "empty": Window(1, 0).shift(200),
+    "blockwise": Causal() & Blockwise(24),
+    "strided": Causal() & Strided(8),
+    "global": Causal() & (Window(6) | Global(5)),
+}
+over_masks = pytest.mark.parametrize("name", MASKS)
+
+
+def dense(mask, length=T):
+    return mask.to_dense(length)
+
+
+@over_masks
+@pytest.mark.parametrize("chunks", [PLAIN, ZIGZAG], ids=["plain", "zigzag"])
+def test_course_is_the_mask(name, chunks):
+    """Pairs that are skipped allow nothing, whole ones everything, and the others what their mask says."""
+    going = course(MASKS[name], T, chunks)
+    assert isinstance(going, RingSchedule)
+    if not MASKS[name].relative:
+        assert going.masks == (MASKS[name],) and going.count == 4
+        return
+    size, allowed = T // 8, dense(MASKS[name])
+    for i in range(8):
+        for j in range(8):
+            block, kind = allowed[i * size :][:size, j * size :][:, :size], going.kinds[i][j]
+            expected = {SKIP: np.zeros, WHOLE: np.ones}
+            found = expected[kind](block.shape) if kind in expected else dense(going.masks[kind - 2], size)
+            np.testing.assert_array_equal(block, found)
+    # Every pair that is not skipped meets in some hop.
+    met = {(d - hop) % 4 for hop in range(going.first, going.first + going.count) for d in (0,)}
+    for d in range(4):
+        for other in range(4):
+            live = any(going.kinds[i][j] for i in chunks[d] for j in chunks[other])
+            assert not live or (d - other) % 4 in {-m % 4 for m in met}
+
+
+def test_few_pairs_of_tokens_are_asked_for(monkeypatch):
+    """However long the chunks are: those of each distance once, or a few times."""
+    asked, at = [], Dilated.at
+    monkeypatch.setattr(Dilated, "at", lambda mask, q, k: asked.append(np.broadcast(q, k).size) or at(mask, q, k))
+    course(Dilated(5, 3), 8192, ZIGZAG)
+    assert 2 * 8192 <= sum(asked) <= 4 * 8192
+
+
+def test_work_is_in_proportion_to_the_mask():
+    """Of a window, the pairs that are computed and the hops that are made; of a causal mask, the same work in every device."""
+    chunks = tuple((2 * d, 2 * d + 1) for d in range(8))
+    going = course(Causal() & Window(63, 0), 1024, chunks)
+    done, possible = going.steps
+    assert (done, possible) == (16 + 15, 256) and (going.first, going.count) == (0, 2)
+    both = course(Window(64, 64), 1024, chunks)
+    assert (both.first % 8, both.count) == (7, 3)
+    assert course(MASKS["empty"], T, PLAIN).count == 0
+
+    zigzag = arrangement([Causal()], 1024, 8)
+    assert zigzag == tuple((d, 15 - d) for d in range(8))
+    kinds = np.array(course(Causal(), 1024, zigzag).kinds)
+    work = np.array(
+        [
+            [np.sum(kinds[np.ix_(own, zigzag[(d - hop) % 8])] != SKIP) for hop in range(8)]
+            for d, own in enumerate(zigzag)
+        ]
+    )
+    assert (work[:, 0] == 3).all() and (work[:, 1:] == 2).all()
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal() & Window(100, 0), Window(30, 30)])
+def test_order_is_kept_where_a_zigzag_gains_nothing(mask):
+    assert arrangement([mask], 1024, 8) == tuple((2 * d, 2 * d + 1) for d in range(8))
+
+
+@functools.cache
+def layout_of(exchange, devices=4):
+    plan = Plan("sequence", exchange=exchange)
+    return plan.layout({}, jax.devices()[:devices])
+
+
+def arrays(dtype=jnp.float32):
+    draw = np.random.default_rng(0)
+    q = draw.standard_normal((B, T, N, H))
+    k, v = (draw.standard_normal((B, T, K, H)) for _ in range(2))
+    segments = np.sort(draw.integers(0, 3, (B, T)), axis=1)
+    positions = np.concatenate([np.arange(T)[None], np.arange(T)[None] % 37])
+    return [jnp.asarray(x, dtype) for x in (q, k, v)], [jnp.asarray(x, jnp.int32) for x in (segments, positions)]
+
+
+def over_devices(exchange, mask, chunks, qkv, facts, mixer=None):
+    """o [B, T, N, H], in the order of the row."""
+    layout, mixer = layout_of(exchange), ExactMixer() if mixer is None else mixer
+    size = T // 8
+    places = np.concatenate([np.arange(c * size, (c + 1) * size) for pair in chunks for c in pair])
+
+    def body(q, k, v, segments, positions):
+        inputs = MixerInputs(None, q, k, v, positions, positions, segments, segments)
+        if exchange == "heads":
+            return context_parallel.by_heads(mixer, inputs, mask).o
+        return context_parallel.ring(mixer, inputs, mask, chunks).o
+
+    spec = PartitionSpec(None, "sequence")
+    run = jax.shard_map(body, mesh=layout.mesh, in_specs=(spec,) * 5, out_specs=spec)
+    return run(*(x[:, places] for x in (*qkv, *facts)))[:, np.argsort(places)]
+
+
+def alone(mask, qkv, facts):
+    segments, positions = facts
+    positions = None if mask.relative else positions
+    return attend(*qkv, mask, segment_ids=segments, positions=positions)
+
+
+def with_gradients(run, mask, qkv, facts):
+    weights = jnp.cos(jnp.arange(T * N * H, dtype=jnp.float32)).reshape(1, T, N, H)
+    value = lambda *qkv: ((o := run(mask, qkv, facts)).astype(jnp.float32) * weights).sum() + 0 * o.sum()  # noqa: E731
+
+    def both(*qkv):
+        return run(mask, qkv, facts), jax.grad(value, (0, 1, 2))(*qkv)
+
+    return once(both, *qkv)
+
+
+def assert_close(found, expected, tolerance):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(b), 1e-3)
+
+
+FEW = ("causal", "window", "global")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in MASKS]
+)
+def test_ring_is_attention(name):
+    qkv, facts = arrays()
+    expected = with_gradients(alone, MASKS[name], qkv, facts)
+    for chunks in (PLAIN, ZIGZAG):
+        run = lambda mask, qkv, facts: over_devices("ring", mask, chunks, qkv, facts)  # noqa: B023, E731
+        assert_close(with_gradients(run, MASKS[name], qkv, facts), expected, 2e-6)
+
+
+@pytest.mark.slow
+def test_ring_in_half_precision():
+    qkv, facts = arrays(jnp.bfloat16)
+    run = lambda mask, qkv, facts: over_devices("ring", mask, ZIGZAG, qkv, facts)  # noqa: E731
+    found = with_gradients(run, Causal(), qkv, facts)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
+    wide = [x.astype(jnp.float32) for x in qkv]
+    assert_close(found, with_gradients(alone, Causal(), wide, facts), 2e-2)
+
+
+@pytest.mark.parametrize("name", ["causal", "global"])
+def test_by_heads_is_attention(name):
+    (q, _, _), facts = arrays()
+    qkv = q, q[:, ::-1], q * 0.5
+    run = lambda mask, qkv, facts: over_devices("heads", mask, PLAIN, qkv, facts)  # noqa: E731
+    expected = with_gradients(alone, MASKS[name], qkv, facts)
+    assert_close(with_gradients(run, MASKS[name], qkv, facts), expected, 2e-6)
+
+
+def test_ring_keeps_no_key_of_others():
+    """Between forward and backward pass stay the device's own; all the keys of a row would be four times theirs."""
+    qkv, facts = arrays()
+    saved = jax.eval_shape(
+        lambda *qkv: jax.vjp(lambda *qkv: over_devices("ring", Causal(), ZIGZAG, qkv, facts), *qkv)[1], *qkv
+    )
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
+    own = sum(x.size * 4 for x in (*qkv, *facts, *facts, qkv[0])) + B * T * N * 4  # q, k, v, what is known, o and lse
+    assert held <= 1.3 * own
+
+
+@pytest.mark.slow
+def test_memory_of_a_ring_in_a_stack_of_layers():
+    """It grows with the length as what a device keeps does, and not with masks of tiles for every hop."""
+
+    def temp(length):
+        config = LMConfig(layers=2, dim=32, heads=2, mlp_dim=32, vocab=64, max_len=length, unroll=1)
+        trainer = make_trainer(LM(config), OptimizerConfig(), Plan("sequence"), steps=2, devices=jax.devices()[:4])
+        batch, key = jax.eval_shape(lambda: example_batch(1, length)), jax.eval_shape(lambda: jax.random.key(0))
+        with jax.set_mesh(trainer.layout.mesh):
+            compiled = trainer.step.jitted.lower(trainer.state_shapes, batch, key).compile(ONCE)
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = temp(1024), temp(2048)
+    assert long < 2.5 * short and long < 12e6
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(-20, 20), st.sampled_from([1, 2, 3, 5]))
+def test_any_window_keeps_every_pair(left, right, shift, devices):
+    mask, length = Window(left, right).shift(shift), 2 * devices * 5
+    for chunks in (
+        tuple((2 * d, 2 * d + 1) for d in range(devices)),
+        tuple((d, 2 * devices - 1 - d) for d in range(devices)),
+    ):
+        going, allowed = course(mask, length, chunks), mask.to_dense(length)
+        hops = {hop % devices for hop in range(going.first, going.first + going.count)}
+        for d in range(devices):
+            for other in range(devices):
+                rows, columns = (np.concatenate([np.arange(c * 5, c * 5 + 5) for c in chunks[x]]) for x in (d, other))
+                assert (d - other) % devices in hops or not allowed[np.ix_(rows, columns)].any()
+
+
+def refused(mixer, exchange="ring", mask=Causal(), **fields):  # noqa: B008
+    qkv, facts = arrays()
+    layout = layout_of(exchange)
+
+    def body(q, k, v):
+        inputs = MixerInputs(q=q, k=k, v=v, **fields)
+        if exchange == "heads":
+            return context_parallel.by_heads(mixer, inputs, mask).o
+        return context_parallel.ring(mixer, inputs, mask, PLAIN).o
+
+    spec = PartitionSpec(None, "sequence")
+    with pytest.raises(InputError) as caught:
+        jax.eval_shape(jax.shard_map(body, mesh=layout.mesh, in_specs=(spec,) * 3, out_specs=spec), *qkv)
+    return str(caught.value)
+
+
+class Louder(ExactMixer):
+    def __call__(self, inputs, mask):
+        out = super().__call__(inputs, mask)
+        return dataclasses.replace(out, o=2 * out.o)
+
+
+def test_what_a_ring_cannot_take():
+    assert "model.dropout with plan.exchange=ring: choose plan.exchange=heads" in refused(
+        ExactMixer(), rng=jax.random.key(0)
+    )
+    own = ExactMixer(PerHead((Causal(), Full()) * 2))
+    assert "heads with masks of their own do not go round a ring" in refused(own)
+    assert "are not dealt out to devices: set plan.sequence=1" in refused(own, "heads")
+    assert "object has no `partial`" in refused(object())
+    assert "Louder takes `partial` from ExactMixer and `__call__` from Louder" in refused(Louder())
+    assert "deals out 2 heads of k, which do not divide over plan.sequence=4" in refused(ExactMixer(), "heads")
+    with pytest.raises(InputError, match="rows of 36 tokens do not divide into two chunks .* multiple of 8"):
+        arranged(layout_of("ring"), [], 36)
+    assert arranged(layout_of("heads"), [], 36) == (None, None)

@@ -1,0 +1,303 @@
+"""An output layer's loss over a mesh: what one device gives, and no more between devices than its docstring says."""
+
+import collections
+import functools
+import math
+import re
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.nn.output import OUTPUTS
+from hpnlp.ops.softmax import linear_cross_entropy
+from hpnlp.parallel import vocab_parallel
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
+from tests.contracts import ONCE, once
+
+B, T, V, D = 16, 16, 2048, 8
+N = B * T
+SIZES = {"vocab": (V, "words")}
+FULL = OUTPUTS["full"](vocab=V, dim=D)
+KEY = jax.random.key(3)
+LAYOUTS = {
+    "data 8": Plan(),
+    "tensor 8": Plan("tensor"),
+    "zero1 8": Plan("zero1"),
+    "zero3 8": Plan("zero3"),
+    "data 2 x tensor 4": Plan(data=2, tensor=4),
+    "data 2 x fsdp 2 x tensor 2": Plan(data=2, fsdp=2, tensor=2),
+    "pipeline 2 x fsdp 2 x tensor 2": Plan(pipeline=2, fsdp=2, tensor=2, data=1),
+}
+over_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@pytest.fixture(autouse=True)
+def in_loops(monkeypatch):
+    """Chunks of 8 tokens and blocks of 32 words or so, so that each device goes through several."""
+    module = sys.modules[linear_cross_entropy.__module__]
+    for name, size in {"CHUNK": 8 * V, "FEWEST": 8, "LOGITS": 32 * N, "SMALLEST": 32}.items():
+        monkeypatch.setattr(module, name, size)
+
+
+def arrays(dtype=jnp.float32):
+    """(table, h, labels, weights). A third of the tokens have weight 0, and NaN and no word to show for it."""
+    draw = np.random.default_rng(0)
+    # Logits of order 1: of a logit of 16, rounding alone is 1e-6 of its exponential, in whatever order products are summed.
+    table, h = draw.normal(size=(V, D), scale=0.25), draw.normal(size=(N, D))
+    labels = draw.integers(0, V, N)
+    labels[: 2 * 8] = np.concatenate(
+        [np.arange(8) * V // 8, (np.arange(8) + 1) * V // 8 - 1]
+    )  # a slice's first and last
+    weights = np.where(np.arange(N) % 3 == 2, 0.0, draw.uniform(0.5, 1.5, N))
+    h[5::6], labels[2::6] = np.nan, -1
+    return (
+        jnp.asarray(table, jnp.float32),
+        jnp.asarray(h, dtype),
+        jnp.asarray(labels, jnp.int32),
+        jnp.asarray(weights, jnp.float32),
+    )
+
+
+@functools.cache
+def layout_of(name):
+    return LAYOUTS[name].layout(SIZES)
+
+
+def placed(layout, table, h, *of_tokens):
+    """On the mesh; tokens in rows."""
+    h, *of_tokens = (x.reshape(B, T, *x.shape[1:]) for x in (h, *of_tokens))
+    held = layout.held(("vocab", "embed"), table.shape, divided=layout.zero == 3)
+    specs = held, layout.activations(T), *[layout.spec("batch", "length")] * len(of_tokens)
+    arrays = zip((table, h, *of_tokens), specs, strict=True)
+    return [jax.device_put(x, NamedSharding(layout.mesh, spec)) for x, spec in arrays]
+
+
+def in_rows(gradients):
+    """As `placed` has the tokens, from what one device gives."""
+    by_table, by_h = gradients
+    return by_table, by_h.reshape(B, T, D)
+
+
+def mean_with_gradients(loss):
+    """(mean loss, weight) and the gradients by table and h."""
+
+    def mean(table, h, labels, weights):
+        out = loss(table, h, labels, weights)
+        return out.sum / out.weight, out.weight
+
+    return jax.value_and_grad(mean, (0, 1), has_aux=True)
+
+
+def assert_close(found, expected, tolerance=1e-6):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert a.shape == b.shape and np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+
+
+@functools.cache
+def of_one_device(dtype=jnp.float32):
+    value, gradients = jax.device_get(once(mean_with_gradients(FULL.loss), *arrays(dtype)))
+    return value, in_rows(gradients)
+
+
+@functools.cache
+def compiled(layout, dtype=jnp.float32):
+    """The program of the loss with its gradients, and what it is of."""
+    layout = layout_of(layout)
+    given = placed(layout, *arrays(dtype))
+    run = jax.jit(mean_with_gradients(functools.partial(vocab_parallel.loss, layout, FULL)), compiler_options=ONCE)
+    return run.lower(*given).compile(), given
+
+
+@over_layouts
+def test_is_the_loss_of_one_device(layout):
+    """With its gradients; NaN and what is no word have none where the weight is 0."""
+    run, given = compiled(layout)
+    found = run(*given)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+    assert_close(found, of_one_device())
+
+
+def test_in_half_precision():
+    run, given = compiled("data 2 x fsdp 2 x tensor 2", jnp.bfloat16)
+    (loss, weight), (by_table, by_h) = run(*given)
+    assert (loss.dtype, by_table.dtype, by_h.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
+    assert_close(((loss, weight), (by_table, by_h)), of_one_device(jnp.bfloat16), 1e-2)
+
+
+@pytest.mark.parametrize("layout", ["data 8", "data 2 x fsdp 2 x tensor 2"])
+def test_labels_that_are_no_words(layout):
+    """Their tokens' losses are NaN, and the others' are not; so is the sum, where they count."""
+    layout = layout_of(layout)
+    table, h, labels, _ = arrays()
+    table, h, labels = table, jnp.nan_to_num(h), jnp.abs(labels)
+    expected = np.array(once(FULL.nll, table, h, labels))
+    expected[100:102] = np.nan
+    labels = labels.at[100].set(-1).at[101].set(V)
+
+    def run(table, h, labels):
+        loss = functools.partial(vocab_parallel.loss, layout, FULL, table, h, labels)
+        ones = jnp.ones((B, T))
+        sums = [loss(ones.at[6, i].set(0.0)).sum for i in (4, 5)]
+        none = loss(ones.at[6, 4:6].set(0.0))
+        return sums, none.sum
+
+    sums, none = once(run, *placed(layout, table, h, labels))
+    assert np.isnan(sums).all()
+    assert float(none) == pytest.approx(np.nansum(expected), rel=1e-6)
+
+
+def test_sampled_softmax_is_divided_where_it_reports():
+    """Trained, it draws samples of all words, and its loss is left as it is."""
+    layout, layer = layout_of("data 2 x tensor 4"), OUTPUTS["sampled"](vocab=V, dim=D, samples=16, unique=False)
+    given = placed(layout, *arrays())
+    found = [once(functools.partial(vocab_parallel.loss, layout, layer), *given, rng) for rng in (None, KEY)]
+    assert_close(found[0].sum / found[0].weight, of_one_device()[0][0])
+    assert_close(found[1], once(layer.loss, *arrays(), KEY))
+
+
+def test_a_bias_is_sliced_as_the_table_is():
+    layout, layer = layout_of("data 2 x tensor 4"), OUTPUTS["nce"](vocab=V, dim=D, samples=16)
+    given = arrays()
+    params = nn.meta.unbox(layer.init(KEY, *given, method="loss"))
+    params["params"]["bias"] = jnp.asarray(np.random.default_rng(1).standard_normal(V), jnp.float32)
+    run = lambda *given: layer.apply(params, *given, method=functools.partial(vocab_parallel.loss, layout))  # noqa: E731
+    assert_close(once(run, *placed(layout, *given)).sum, layer.apply(params, *given, method="loss").sum)
+
+
+def collectives(text):
+    """(operation, shape, whether a loop runs it) of all that an HLO program sends between devices."""
+    bodies, body = {}, []
+    for line in text.splitlines():
+        head = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
+        if head:
+            body = bodies[head[1]] = []
+        body.append(line)
+    called = {
+        name: re.findall(r"(?:body|condition|calls|to_apply)=%?([\w.-]+)", "\n".join(bodies[name])) for name in bodies
+    }
+    reached, left = set(), re.findall(r"(?:body|condition)=%?([\w.-]+)", text)
+    while left:
+        name = left.pop()
+        if name not in reached:
+            reached.add(name)
+            left += called[name]
+    kinds = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
+    found = []
+    for name, lines in bodies.items():
+        for line in lines:
+            sent = re.search(rf" = (.*?) ({kinds})(-start)?\(", line)
+            for shape in re.findall(r"\w+\[([\d,]*)\]", sent[1]) if sent else ():
+                found.append((sent[2], tuple(map(int, shape.split(","))) if shape else (), name in reached))
+    return found
+
+
+def test_collectives_are_seen():
+    """In loops and out of them, for the tests that follow."""
+    mesh = Plan().mesh()
+
+    def body(x):
+        step = lambda carry, _: (jax.lax.pcast(jax.lax.psum(jnp.sin(carry), "data"), "data", to="varying"), None)  # noqa: E731
+        return jax.lax.psum(jax.lax.scan(step, x, None, length=3)[0][0], "data")
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()))
+    found = collectives(run.lower(jnp.ones((8, 7))).compile().as_text())
+    assert sorted(found) == [("all-reduce", (1, 7), True), ("all-reduce", (7,), False)]
+
+
+@over_layouts
+def test_what_travels(layout):
+    """Each sum once, outside of loops; no logits, neither on a device nor between devices."""
+    held, text = layout_of(layout), compiled(layout)[0].as_text()
+    shapes = re.findall(r"\w+\[([\d,]+)\]", text)
+    assert max(math.prod(map(int, shape.split(","))) for shape in shapes) < N * V // 8
+
+    sizes = held.mesh.shape
+    rows, words = B // held.size("batch"), V // held.size("vocab")
+    expected = collections.Counter()
+    if held.size("vocab") > 1:  # the largest lse, the sum of their exp and the label's logit
+        expected += {("all-reduce", (rows * T,)): 3}
+        # h and the gradient by it, of which each device of "tensor" has its tokens.
+        expected += {("all-gather", (rows, T, D)): 1, ("reduce-scatter", (rows, T // sizes["tensor"], D)): 1}
+    if sizes["pipeline"] > 1:
+        expected += {("all-reduce", (rows, T // sizes["tensor"], D)): 1}
+    if held.zero == 3:
+        expected += {("all-gather", (words, D)): 1, ("reduce-scatter", (words, D // sizes["fsdp"])): 1}
+    elif held.zero == 1:
+        expected += {("all-reduce", (words, D)): 1}
+    if sizes["data"] > 1:
+        expected += {("all-reduce", (words, D // (sizes["fsdp"] if held.zero == 3 else 1))): 1}
+    found = collectives(text)
+    assert not any(in_loop for _, _, in_loop in found)
+    assert collections.Counter((kind, shape) for kind, shape, _ in found if shape) == expected
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_trainers_use_it(devices):
+    trainer = make_trainer(
+        LM(LMConfig(layers=1, dim=16, heads=2, vocab=64, max_len=8)),
+        OptimizerConfig(),
+        Plan(),
+        steps=2,
+        devices=jax.devices()[:devices],
+    )
+    batch = jax.eval_shape(lambda: example_batch(8, 8))
+    key = jax.eval_shape(lambda: KEY)
+    step = jax.make_jaxpr(trainer.step.jitted)(trainer.state_shapes, batch, key)
+    evaluate = jax.make_jaxpr(trainer.evaluate.jitted)(trainer.state_shapes.params, batch)
+    assert ("shard_map" in str(step)) == ("shard_map" in str(evaluate)) == (devices > 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "shape", "told"),
+    [
+        (Plan(), (12, T), "12 rows do not divide over plan.data=8: make them a multiple of 8"),
+        (
+            Plan("zero3", data=2),
+            (12, T),
+            "12 rows do not divide over plan.data=2 x plan.fsdp=4: make them a multiple of 8",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_divide_is_said(plan, shape, told):
+    layout, ids = plan.layout(SIZES), jnp.zeros(shape, jnp.int32)
+    with pytest.raises(InputError, match=told):
+        vocab_parallel.loss(layout, FULL, jnp.ones((V, D)), jnp.ones((*shape, D)), ids, jnp.ones(shape))
+    with pytest.raises(InputError, match=told):
+        vocab_parallel.lookup(layout, jnp.ones((V, D)), ids, jnp.float32)
+
+
+@pytest.mark.parametrize("v", [V - 4, 263])
+def test_words_that_do_not_divide_stay_whole(v):
+    """And so do their features, where the model dimension does not divide: another axis may, or none."""
+    layer = OUTPUTS["full"](vocab=v, dim=7)
+    draw = np.random.default_rng(1)
+    table, h = (jnp.asarray(draw.standard_normal((n, 7)), jnp.float32) for n in (v, N))
+    given = table, h, jnp.asarray(draw.integers(0, v, N), jnp.int32), jnp.ones(N)
+    value, gradients = once(mean_with_gradients(layer.loss), *given)
+    for plan in (Plan("tensor"), Plan("zero3")):
+        layout = plan.layout({"vocab": (v, "words"), "mlp": (64, "mlp")})
+        assert layout.size("vocab") == 1
+        run = mean_with_gradients(functools.partial(vocab_parallel.loss, layout, layer))
+        by_h = gradients[1].reshape(B, T, 7)
+        assert_close(once(run, *placed(layout, *given)), (value, (gradients[0], by_h)))
+
+
+@over_layouts
+def test_lookups_are_those_of_one_device(layout):
+    layout, (table, *_) = layout_of(layout), arrays()
+    ids = jnp.asarray(np.random.default_rng(2).integers(0, V, (B, T)), jnp.int32).at[0, 0].set(V - 1)
+    held = NamedSharding(layout.mesh, layout.held(("vocab", "embed"), table.shape, divided=layout.zero == 3))
+    run = lambda look: jax.value_and_grad(lambda table: (look(table) ** 2).sum())  # noqa: E731
+    found = once(run(lambda table: vocab_parallel.lookup(layout, table, ids, jnp.float32)), jax.device_put(table, held))
+    assert_close(found, once(run(lambda table: table[ids]), table))

@@ -1,0 +1,102 @@
+"""Mask expressions: they mean what Python would make of them, nothing in them runs, and what is wrong is pointed at."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpnlp.mask_parser import NAMES, parse_mask, signature
+from hpnlp.ops import attention
+from hpnlp.ops.attention import Causal, Full, Global, GlobalAt, PerHead, RandomBlocks, Sinks, Window
+from hpnlp.types import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "mask"),
+    [
+        ("Causal()", Causal()),
+        ("Causal() & (Window(64) | Global(8))", Causal() & (Window(64) | Global(8))),
+        ("Causal() & Window(64) | Global(8)", (Causal() & Window(64)) | Global(8)),
+        ("~Window(4, right=2).shift(-3)", ~(Window(4, 2).shift(-3))),
+        ("(~Window(4)).shift(n=3)", (~Window(4)).shift(3)),
+        (" Causal()\n  & Sinks( 4 ) ", Causal() & Sinks(4)),
+        ("GlobalAt((0, 7)) | GlobalAt([3])", GlobalAt((0, 7)) | GlobalAt((3,))),
+        ("RandomBlocks(8, 2, among=None)", RandomBlocks(8, 2)),
+        ("PerHead((Causal(), ~Full())) & Window(3)", PerHead((Causal(), ~Full())) & Window(3)),
+        ("PerHead((Causal(),)).shift(2)", PerHead((Causal(),)).shift(2)),
+        ("sparse_transformer_strided(8)", attention.sparse_transformer_strided(8)),
+        (
+            "sparse_transformer_fixed(8, 2, heads=4, causal=False)",
+            attention.sparse_transformer_fixed(8, 2, heads=4, causal=False),
+        ),
+        ("longformer(64, 2, dilation=3, causal=True)", attention.longformer(64, 2, dilation=3, causal=True)),
+        ("bigbird(16, among=4)", attention.bigbird(16, among=4)),
+    ],
+)
+def test_means_what_python_means(text, mask):
+    assert parse_mask(text) == mask
+
+
+def test_every_mask_can_be_named_but_the_one_that_holds_a_function():
+    exported = {
+        name for name in attention.__all__
+        if isinstance(entry := getattr(attention, name), type) and issubclass(entry, attention.Mask)
+    }  # fmt: skip
+    assert exported - set(NAMES) == {"Mask", "Where"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'', column 1: invalid syntax: expected masks, as Causal()"),
+        ("Causal() & Windw(64)", "column 12, 'Windw': unknown mask 'Windw': did you mean 'Window'?"),
+        ("é & Windo", "column 1, 'é': unknown mask 'é': known: Blockwise, Causal,"),
+        ("GlobalAt((0,)) & Windo", "column 18, 'Windo': unknown mask 'Windo': did you mean 'Window'?"),
+        ("Window(é=Windo)", "column 10, 'Windo': unknown mask 'Windo': did you mean 'Window'?"),
+        ("Causal() & (Window(64)", "column 12: '(' was never closed: expected masks"),
+        ("Causal() & Window", "column 12, 'Window': no mask without its brackets: write Window(left, right=None)"),
+        ("Causal().shfit(3)", "column 1, 'Causal().shfit': unknown method 'shfit': did you mean 'shift'?"),
+        ("Causal().density(3)", "unknown method 'density'"),
+        ("Full() | Window()", "column 10, 'Window()': mask 'Window' takes (left, right=None): missing a required"),
+        ("Window(-1)", "column 1, 'Window(-1)': Window.left=-1: expected a whole number of at least 0"),
+        ("Window(3, rigth=2)", "mask 'Window' has no argument 'rigth': did you mean 'right'?"),
+        ("Window(1.5)", "column 8, '1.5': expected whole numbers below 2 ** 31"),
+        ("Window(2147483648)", "column 8, '2147483648': expected whole numbers below 2 ** 31"),
+        ("Window(2 ** 3)", "column 8, '2 ** 3': expected masks"),
+        ("Window('a')", """column 8, "'a'": expected whole numbers"""),
+        ("Causal() and Full()", "column 1, 'Causal() and Full()': write & for and, | for or, ~ for not"),
+        ("not Causal()", "write & for and, | for or, ~ for not"),
+        ("Causal() - Full()", "column 1, 'Causal() - Full()': expected masks"),
+        ("Causal() & 3", "column 12, '3': expected masks"),
+        ("Causal(), Full()", "expected masks"),
+        ("Causal(**{})", "column 10, '{}': expected masks"),
+        ("Causal(*[])", "column 8, '*[]': expected masks"),
+        ("Window(5)(3)", "column 1, 'Window(5)': expected masks"),
+        ("Where(lambda i, j: True)", "Where needs a function, which no text can hold: in Python, call"),
+        ("longformer(Causal())", "wrong kind of argument for longformer(window=512, global_tokens=0, dilation=1,"),
+        ("longformer(3)", "longformer window 3: expected an even number"),
+        ("PerHead((PerHead((Causal(),)),))", "column 1, 'PerHead((PerHead((Causal(),)),))': "),
+        ("Full() | PerHead((Causal(),)) & PerHead((Causal(), Full()))", "column 10, 'PerHead((Causal(),)) & PerHead"),
+        ("~" * 9000 + "Full()", "expected masks"),
+        ("().__class__", "column 1, '().__class__': expected masks"),
+        ("__import__('os').system('true')", "column 1, '__import__': unknown mask '__import__'"),
+    ],
+)
+def test_what_is_wrong_is_pointed_at(text, message):
+    with pytest.raises(InputError) as caught:
+        parse_mask(text)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@given(st.text(max_size=20) | st.text("CausalWindow()&|~.shift 12,=", max_size=30))
+def test_any_text_is_a_mask_or_an_input_error(text):
+    try:
+        mask = parse_mask(text)
+    except InputError:
+        return
+    assert isinstance(mask, attention.Mask | PerHead)
+
+
+def test_signature():
+    assert signature("Window") == "Window(left, right=None)"
+    assert signature("longformer") == "longformer(window=512, global_tokens=0, dilation=1, *, causal=False)"

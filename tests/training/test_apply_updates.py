@@ -1,0 +1,73 @@
+"""The end of a step, layer by layer: as for all layers at once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hpnlp.parallel.host_offload import HOST, by_layer
+from hpnlp.training.apply_updates import Update
+from hpnlp.training.optim import OPTIMIZERS, OptimizerConfig, make_optimizer
+
+LAYERS = 3
+SHAPES = {"embed": {"table": (5, 8)}, "layers": {"mlp": {"kernel": (LAYERS, 64, 64)}, "norm": {"scale": (LAYERS, 8)}}}
+
+
+def drawn(seed):
+    draw = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda s: jnp.asarray(draw.normal(size=s), jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def on_host(tree):
+    return jax.device_put(tree, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=HOST))
+
+
+@pytest.mark.parametrize("fine", [None, False])
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"adafactor"}))
+def test_layers_that_are_moved_one_by_one(name, fine):
+    """Clipped, with an average; on the host or not is where each array was. adafactor is refused, as its test says."""
+    config = OptimizerConfig(name=name, clip_norm=0.5, ema=0.9, warmup=0)
+    optimizer = make_optimizer(config, 10)
+    found = {}
+    for apart in (False, True):
+        update = Update(config, optimizer, apart, LAYERS)
+
+        @jax.jit
+        def step(old, grads, at, update=update):
+            weight = jnp.float32(7)
+            norm = update.norm(grads, weight)
+            new = update(old, grads, weight=weight, norm=norm, step=at, fine=fine if fine is None else jnp.array(fine))
+            return norm, new
+
+        params = drawn(0)
+        state = params, optimizer.init(params), params
+        for at in range(2):
+            grads = drawn(at + 1)
+            if apart:
+                ours = {**grads, "layers": on_host(grads["layers"])}
+                params = {**state[0], "layers": on_host(state[0]["layers"])}
+                norm, state = step((params, *state[1:]), ours, jnp.int32(at))
+                kinds = [
+                    {x.sharding.memory_kind for x in jax.tree.leaves(tree)} for tree in (state[0]["layers"], state[1])
+                ]
+                assert kinds == [{HOST}, {"device"}]
+            else:
+                norm, state = step(state, grads, jnp.int32(at))
+        found[apart] = jax.device_get((norm, state))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, found[True], found[False])
+    assert fine is None or optax.tree.norm(jax.tree.map(jnp.subtract, found[True][1][0], drawn(0))) == 0
+
+
+def test_what_stands_beside_layers_is_passed_as_it_was():
+    """A counter moves once, however many layers there are."""
+    state = {"layers": jnp.arange(4.0), "other": jnp.ones(2)}, jnp.int32(0)
+    double = lambda old, by: (jax.tree.map(lambda x: x * by["factor"], old[0]), old[1] + 1)  # noqa: E731
+    made, count = by_layer(double, state, {"factor": jnp.float32(2)})
+    np.testing.assert_array_equal(made["layers"], [0, 2, 4, 6])
+    assert count == 1 and made["other"].tolist() == [2, 2]

@@ -1,0 +1,402 @@
+"""Several processes on one machine: they train as one would, stop together, and one goes on with what they saved."""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import http.server
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from hpnlp.parallel.plan import Plan
+from hpnlp.training import distributed
+from hpnlp.types import InputError
+
+ROOT = Path(__file__).parents[2]
+FIELDS = [
+    "model.layers=2",
+    "model.dim=32",
+    "model.heads=2",
+    "data.seq_len=32",
+    "data.batch_size=16",
+    "data.heldout_bytes=2000",
+    "train.eval_batches=1",
+    "train.eval_stride=0",
+    "train.eval_every=0",
+    "train.log_every=1",
+    "train.sample=10",
+]
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def start(workdir, processes, devices, *arguments, wait=120):
+    """Processes of `hpnlp train` on loopback, each with so many CPU devices."""
+    port, started = free_port(), []
+    environment = os.environ | {
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+        "NPROC": str(4 * devices),
+        "JAX_PLATFORMS": "cpu",
+    }
+    for process in range(processes):
+        command = [sys.executable, "-m", "hpnlp", "train", "--config=experiments/lm/bytes.py", f"--workdir={workdir}"]
+        command += [f"--config.{field}" for field in FIELDS]
+        if processes > 1:
+            command += [f"--coordinator=127.0.0.1:{port}", f"--processes={processes}", f"--process={process}"]
+            command += ["--heartbeat=10", f"--wait={wait}"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, **pipes))
+    return started
+
+
+def finish(started, timeout=400):
+    try:
+        return [(process.communicate(timeout=timeout)[0], process.returncode) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def losses(workdir):
+    lines = [json.loads(line) for line in (Path(workdir) / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_which_goes_on(tmp_path):
+    """On another mesh, from a checkpoint of parameters that were divided over both."""
+    arguments = ["--config.train.steps=4", "--config.plan.name=zero3", "--config.plan.tensor=2"]
+    (said, code), (other, code_of_other) = finish(start(tmp_path / "two", 2, 4, *arguments))
+    assert (code, code_of_other) == (0, 0), said + other
+    assert "8 cpu devices (fsdp 4, tensor 2)" in said and "step 4" in said and "held-out bits a byte" in said
+    assert "step 4" not in other and "held-out" not in other
+    assert other.count("process 1 of 2: process 0 says how the run goes") == 1
+    [(said, code)] = finish(start(tmp_path / "one", 1, 8, *arguments))
+    assert code == 0, said
+    two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert set(two) == {1, 2, 3, 4}
+    assert two == pytest.approx(one, rel=1e-5)
+
+    longer = ["--accept_changes", "--config.train.steps=6"]
+    [(said, code)] = finish(
+        start(
+            tmp_path / "two",
+            1,
+            4,
+            *longer,
+            "--config.plan.name=pipeline",
+            "--config.plan.pipeline=2",
+            "--config.plan.data=2",
+        )
+    )
+    assert code == 0 and "going on from step 4" in said, said
+    [(said, code)] = finish(start(tmp_path / "one", 1, 1, *longer, "--config.plan.name=single"))
+    assert code == 0, said
+    two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert set(two) == set(range(1, 7)) and two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_stops_both(tmp_path, number):
+    started = start(tmp_path, 2, 2, "--config.train.steps=1000000")
+    deadline = time.monotonic() + 200
+    # The second step begins when both processes have done the first, until which a signal ends the one that gets it.
+    while not (tmp_path / "metrics.jsonl").exists() or max(losses(tmp_path), default=0) < 3:
+        assert time.monotonic() < deadline and started[0].poll() is None
+        time.sleep(0.2)
+    started[1].send_signal(number)
+    (said, code), (_, code_of_other) = finish(started, timeout=120)
+    assert (code, code_of_other) == (130, 130), said
+    saved = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
+    assert f"SIGTERM: saved step {saved}" in said and max(losses(tmp_path)) == saved
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_others(tmp_path):
+    """And what was saved stays: the run goes on."""
+    started = start(tmp_path, 2, 2, "--config.train.steps=1000000", "--config.train.checkpoint_every=1")
+    deadline = time.monotonic() + 200
+    while not any(path.name.isdigit() for path in (tmp_path / "checkpoints").glob("*")):  # others are not yet whole
+        assert time.monotonic() < deadline and started[0].poll() is None
+        time.sleep(0.2)
+    started[1].kill()
+    (_, code), _ = finish(started, timeout=120)
+    assert code != 0
+    steps = f"--config.train.steps={max(losses(tmp_path)) + 2}"
+    [(said, code)] = finish(start(tmp_path, 1, 2, "--accept_changes", steps))
+    assert code == 0 and "going on from step" in said, said
+
+
+def test_what_is_said_where_another_process_is_lost(monkeypatch, capfd):
+    """Once, in a line; other errors are what they were, and those of a process that is alone."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    def fail(reason, processes):
+        monkeypatch.setattr(jax, "process_count", lambda: processes)
+        with distributed.others_may_die():
+            raise jax.errors.JaxRuntimeError(reason)
+
+    fail("UNKNOWN: Gloo AllGather failed: Connection reset by peer\nand a stack", 2)
+    assert ended == [1]
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "has lost another one, it seems (UNKNOWN: Gloo AllGather failed: Conn" in said
+    for reason, processes in (
+        ("RESOURCE_EXHAUSTED: Out of memory", 2),
+        ("INTERNAL: NCCL operation ncclCommInitRankConfig failed: unhandled cuda error", 2),
+        ("INVALID_ARGUMENT: optimization-barrier operand shape mismatch", 2),
+        ("UNKNOWN: Gloo AllGather failed: Connection reset by peer", 1),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
+            fail(reason, processes)
+
+
+def test_a_coordinator_that_is_not_there():
+    port = free_port()
+    with pytest.raises(InputError, match=f"no coordinator at 127.0.0.1:{port} in 1 s .* mend --coordinator"):
+        distributed.join(f"127.0.0.1:{port}", 2, 1, seconds=1)
+
+
+def test_an_ipv6_address_stands_in_brackets(monkeypatch):
+    """Before a port, and not where it stands alone; whether the machine has such addresses is not asked."""
+    here, there = socket.socketpair()
+    asked = []
+    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: asked.append(address) or here)
+    distributed._knock("[::1]", 1234, 1, 20)
+    with there:
+        assert asked == [("::1", 1234)] and there.recv(16) == b"1\n"
+
+
+def test_processes_that_do_not_come():
+    """The second of three does, and somebody who has nothing to say."""
+    port = free_port()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(distributed.join, f"127.0.0.1:{port}", 3, 0, seconds=3)
+        distributed._knock("127.0.0.1", port, 1, 3)
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1")
+        with pytest.raises(InputError, match=rf"of 3 processes, 2 did not come to 127.0.0.1:{port} in 3 s: start each"):
+            first.result(timeout=30)
+
+
+def test_a_port_that_somebody_has():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(InputError, match=f"--coordinator=127.0.0.1:{port}: port {port} cannot be had here"):
+            distributed.join(f"127.0.0.1:{port}", 2, 0, seconds=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("", 2), "--processes and --process come with --coordinator"),
+        (("", 0, 1), "--processes and --process come with --coordinator"),
+        (("here", 2, 0), "--coordinator=here: expected HOST:PORT"),
+        (("here:x", 2, 0), "expected HOST:PORT"),
+        (("here:²", 2, 0), "expected HOST:PORT"),
+        (("here:0", 2, 0), "PORT from 1 to 65535"),
+        (("here:65536", 2, 0), "PORT from 1 to 65535"),
+        (("here:80", 2, 2), "--process=2 of --processes=2: expected 0 to 1"),
+        (("here:80", 0, 0), "--coordinator comes with --processes=N"),
+        (("here:80", 2, -1), "--coordinator comes with --processes=N"),
+    ],
+)
+def test_arguments_that_do_not_go_together(arguments, message):
+    with pytest.raises(InputError, match=message):
+        distributed.join(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("environment", "processes"),
+    [
+        ({}, 0),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, 1),
+        ({"SLURM_NTASKS": "8"}, 0),  # a batch script by itself is one process
+        ({"SLURM_STEP_NUM_TASKS": "8"}, 8),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, 2),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"},
+            8,
+        ),  # mpirun starts a task on each node, and by it its own
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, 2),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "2"}, 4),
+    ],
+)
+def test_launchers_are_seen(environment, processes):
+    assert distributed.launched(environment) == processes
+
+
+def test_a_launcher_that_jax_does_not_know(monkeypatch):
+    """Or whose processes it takes for others'."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
+    with pytest.raises(InputError, match="started 2 processes, and JAX found 1: say who they are, by --coordinator"):
+        distributed.join()
+
+    def unknown(**_):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", unknown)
+    with pytest.raises(InputError, match="say who they are, by --coordinator"):
+        distributed.join()
+
+
+def test_processes_of_different_configs(monkeypatch):
+    gathered = []
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own, *gathered]))
+    monkeypatch.setattr(distributed.multihost_utils, "broadcast_one_to_all", lambda own: own)
+    distributed.check_alike("one")  # alone
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    own = np.frombuffer(hashlib.sha256(b"one").digest(), np.uint8)
+    gathered[:] = [own, own]
+    distributed.check_alike("one")
+    gathered[:] = [own, own[::-1]]
+    with pytest.raises(InputError, match="process 2 was given another config than process 0"):
+        distributed.check_alike("one")
+
+
+def test_signals_after_the_last_step_stop_all_processes(monkeypatch):
+    stopping, others = distributed.Stopping(), [0]
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own, *others]))
+    stopping.agree()
+    assert stopping.signal == ""  # alone
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    stopping.agree()
+    assert stopping.signal == ""
+    others[:] = [int(signal.SIGTERM)]
+    stopping.agree()
+    assert stopping.signal == "SIGTERM"
+    others[:] = [0]
+    stopping.agree()
+    assert stopping.signal == "SIGTERM"
+
+
+@contextlib.contextmanager
+def metadata(answers):
+    """A server that answers what a TPU's VM asks for, after a first refusal; where it is, and what it was asked."""
+    asked = []
+
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path.rpartition("/")[2], self.headers["Metadata-Flavor"]))
+            found = answers.get(asked[-1][0])
+            self.send_response(503 if len(asked) == 1 else 200 if found else 404)
+            self.end_headers()
+            self.wfile.write((found or "nothing").encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("answers", "chips", "installed", "platform", "processes"),
+    [
+        ({"worker-network-endpoints": "a:b:10.0.0.1,a:c:10.0.0.2"}, ["/dev/accel0"], True, "", 2),
+        ({"worker-network-endpoints": "10.0.0.1"}, ["/dev/vfio/0"], True, "", 1),
+        (
+            {"worker-network-endpoints": "a,b", "tpu-env": "X: '1'\nMEGASCALE_NUM_SLICES: '3'\n"},
+            ["/dev/accel0"],
+            True,
+            "",
+            6,
+        ),
+        ({}, ["/dev/accel0"], True, "", 0),
+        ({"worker-network-endpoints": "a,b"}, [], True, "", 0),
+        ({"worker-network-endpoints": "a,b"}, ["/dev/accel0"], False, "", 0),
+        ({"worker-network-endpoints": "a,b"}, ["/dev/accel0"], True, "cpu", 0),
+    ],
+)
+def test_hosts_of_a_pod_are_asked_for(monkeypatch, answers, chips, installed, platform, processes):
+    monkeypatch.setattr(distributed.glob, "glob", lambda pattern: [chip for chip in chips if chip[:9] == pattern[:9]])
+    monkeypatch.setattr(distributed, "find_spec", lambda name: installed or None)
+    with metadata(answers) as (where, asked):
+        assert distributed.launched({"GCE_METADATA_IP": where, "JAX_PLATFORMS": platform}) == processes
+    assert bool(asked) == bool(chips and installed and not platform)
+    assert {flavor for _, flavor in asked} <= {"Google"}
+
+
+def test_a_metadata_server_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(distributed.glob, "glob", lambda pattern: ["/dev/accel0"])
+    monkeypatch.setattr(distributed, "find_spec", lambda name: True)
+    assert distributed.launched({"GCE_METADATA_IP": f"127.0.0.1:{free_port()}"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "all_of_them"),
+    [
+        ({}, False),  # no launcher: JAX takes all by itself
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x16)"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, False),
+        ({"SLURM_STEP_TASKS_PER_NODE": "10"}, False),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2),3", "SLURM_NODEID": "1"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2),3", "SLURM_NODEID": "2"}, False),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_NODEID": "1"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4", "CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}, True),  # --gpus-per-task=1 shows each its own
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, False),  # mpirun, started by SLURM
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "JAX_LOCAL_DEVICE_IDS": "2,3"}, False),
+    ],
+)
+def test_whose_gpus_those_are(environment, all_of_them):
+    assert distributed.takes_all_gpus(environment) == all_of_them
+
+
+@pytest.mark.parametrize(("tasks", "visible"), [("1(x2)", "all"), ("8(x2)", "3")])
+def test_a_process_alone_on_its_node_takes_its_gpus(monkeypatch, tasks, visible):
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: jax.config.update("jax_cuda_visible_devices", "3"))
+    try:
+        distributed._initialize()
+        assert jax.config.values["jax_cuda_visible_devices"] == visible
+    finally:
+        jax.config.update("jax_cuda_visible_devices", "all")
+
+
+class Held:
+    """A sharding, as a process sees it whose devices hold these rows."""
+
+    def __init__(self, *rows):
+        self.rows = rows
+
+    def addressable_devices_indices_map(self, shape):
+        return {i: (slice(*rows), slice(None)) for i, rows in enumerate(self.rows)}
+
+
+def test_what_a_process_reads():
+    mesh = Plan(data=4, tensor=2).mesh()
+    assert distributed.share(NamedSharding(mesh, PartitionSpec("data")), (16, 8)) == (0, 1)
+    assert distributed.share(Held((8, 12), (12, 16)), (16, 8)) == (1, 2)
+    assert distributed.share(Held((12, 16), (12, 16)), (16, 8)) == (3, 4)
+    assert distributed.share(Held((None, None)), (16, 8)) == (0, 1)
+    for rows in (((0, 4), (8, 12)), ((2, 6),)):
+        with pytest.raises(InputError, match="which are no part of it"):
+            distributed.share(Held(*rows), (16, 8))
+    assert (
+        distributed.agreed(True)
+        and not distributed.agreed(False)
+        and distributed.is_lead() == (jax.process_index() == 0)
+    )

@@ -1,0 +1,183 @@
+"""Training of some rows of a table: what a batch looks up moves as in the whole table, and nothing else does."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hpnlp.models.lm import LM, LMConfig
+from hpnlp.parallel.plan import Plan
+from hpnlp.training import sparse_rows
+from hpnlp.training.optim import OptimizerConfig, make_optimizer
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError, Rows, WordStats
+from tests.training.test_step import KEY, assert_leaves_close, batch_of, host
+
+T, VOCAB = 16, 528
+PLAIN = OptimizerConfig(
+    "adagrad", learning_rate=1e-2, schedule="constant", warmup=0, eps=1e-3, weight_decay=0.0, clip_norm=0.5
+)
+CASES = (
+    ("sampled(64)", 1),
+    pytest.param("sampled(64)", 4, marks=pytest.mark.slow),
+    ("hierarchical(balanced)", 1),
+    pytest.param("full", 1, marks=pytest.mark.slow),
+)
+
+
+@functools.cache
+def trainer_of(output="sampled(64)", plan=None, devices=1, **changes):
+    model = LMConfig(layers=1, dim=32, heads=2, mlp_dim=32, vocab=VOCAB, max_len=T, output=output, tied=False)
+    lm = LM(model, WordStats(np.arange(VOCAB, 0, -1)))
+    return make_trainer(
+        lm, dataclasses.replace(PLAIN, **changes), plan or Plan(), devices=jax.devices()[:devices], steps=50
+    )
+
+
+def run(trainer, steps=3, batch=batch_of):
+    """(metrics of each step, last state), from the same beginning on every layout."""
+    state, metrics = trainer.init(jax.random.key(0)), []
+    for seed in range(steps):
+        put = {name: jax.device_put(value, trainer.batch_sharding) for name, value in batch(seed).items()}
+        state, found = trainer.step(state, put, KEY)
+        metrics.append({name: float(value) for name, value in found.items()})
+    return metrics, jax.device_get(state)
+
+
+@pytest.mark.parametrize(("output", "accumulate"), CASES)
+def test_adagrad_of_rows_is_adagrad(output, accumulate):
+    """Without weight decay it leaves a row without gradient as it is: clipped by the norm of the rows, whose duplicates sum."""
+    found, expected = (run(trainer_of(output, rows=yes, accumulate=accumulate)) for yes in (True, False))
+    for a, b in zip(found[0], expected[0], strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    assert max(step["grad_norm"] for step in found[0]) > PLAIN.clip_norm
+    assert_leaves_close(found[1], expected[1], 1e-5)
+
+
+def test_layouts_agree():
+    plan = Plan(data=2, fsdp=2, tensor=2)
+    found, expected = (run(trainer_of(rows=True, plan=p, devices=n)) for p, n in ((plan, 8), (None, 1)))
+    for a, b in zip(found[0], expected[0], strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    assert_leaves_close(found[1], expected[1], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_rows_that_a_batch_does_not_look_up_wait(name):
+    """They and their statistics, weight decay and momentum included."""
+    trainer = trainer_of(name=name, rows=True, weight_decay=0.1)
+    first, after = run(trainer, 0)[1], run(trainer, 2)[1]
+    tokens = np.unique([batch_of(seed)["tokens"] for seed in range(2)])
+    waited = np.ones(VOCAB, bool)
+    waited[tokens] = False
+    tables = 0
+    for (path, new), old in zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(first), strict=True):
+        if sparse_rows.keys(path)[-2:] == ("embed", "table"):
+            tables += 1
+            np.testing.assert_array_equal(new[waited], old[waited])
+            assert (new[tokens] != old[tokens]).any(axis=1).all()
+    assert tables == 3  # itself and two moments
+    head = (after.params["head"] != first.params["head"]).any(axis=1)
+    assert 64 <= head.sum() < VOCAB
+
+
+def test_step_that_is_not_finite_changes_nothing():
+    trainer = trainer_of(name="adamw", rows=True)
+    bad = lambda seed: {**batch_of(seed), "weights": np.full((8, T), np.nan, np.float32)}  # noqa: E731
+    before, (metrics, after) = run(trainer, 0)[1], run(trainer, 1, bad)
+    assert metrics[0]["skipped"] == 1.0 and after.step == 1
+    for old, new in zip(host(before.params), host(after.params), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_ids_that_are_no_word_spoil_no_row(token):
+    """A batch of them has a loss of NaN, and is skipped."""
+    trainer = trainer_of(name="adamw", rows=True)
+
+    def wrong(seed):
+        batch = batch_of(seed)
+        batch["tokens"][0, 4] = token
+        batch["weights"][:] = 1
+        return batch
+
+    before, (metrics, after) = run(trainer, 0)[1], run(trainer, 1, wrong)
+    assert metrics[0]["skipped"] == 1.0
+    for old, new in zip(host(before.params), host(after.params), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_a_step_makes_no_array_of_the_tables_size():
+    """What it needs beside its state does not grow with the vocabulary."""
+    model = LMConfig(layers=1, dim=16, heads=2, mlp_dim=32, vocab=100_000, max_len=T, output="sampled(64)", tied=False)
+    trainer = make_trainer(LM(model), dataclasses.replace(PLAIN, name="adamw", rows=True), Plan("single"), steps=9)
+    shapes = {name: jax.ShapeDtypeStruct((8, T), x.dtype) for name, x in batch_of(0).items()}
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    with jax.set_mesh(trainer.step.mesh):
+        memory = trainer.step.jitted.lower(trainer.state_shapes, shapes, key).compile().memory_analysis()
+    table = model.vocab * model.dim * 4
+    assert memory.argument_size_in_bytes > 6 * table
+    assert memory.alias_size_in_bytes >= 6 * table
+    assert memory.temp_size_in_bytes < table / 2
+
+
+def test_what_does_not_go_with_rows():
+    with pytest.raises(InputError, match="optimizer.rows=True: adafactor does not .* choose .*adamw"):
+        OptimizerConfig("adafactor", rows=True)
+    with pytest.raises(InputError, match=r"optimizer.ema=0.9 with optimizer.rows=True.*leave one out"):
+        OptimizerConfig(rows=True, ema=0.9)
+    tied = LM(LMConfig(layers=1, dim=32, heads=2, vocab=264, max_len=T))
+    with pytest.raises(InputError, match="optimizer.rows=True.*set model.tied=False"):
+        make_trainer(tied, dataclasses.replace(PLAIN, rows=True), Plan("single"), steps=9)
+
+
+@pytest.mark.parametrize(("ids", "size"), [([3, 0, 3, 11], 12), ([2, 2, 1, 0, 2], 3), ([4] * 9, 5), ([0], 1)])
+def test_lookups_are_those_of_the_table(ids, size):
+    ids, table = np.array(ids, np.int32), np.arange(3 * size, dtype=np.float32).reshape(size, 3)
+    kept = sparse_rows.distinct(jnp.asarray(ids), size)
+    assert kept.shape == (min(len(ids), size),)
+    np.testing.assert_array_equal(np.asarray(kept)[: len(set(ids))], sorted(set(ids)))
+    state = {"mu": {"table": jnp.asarray(table)}, "count": jnp.asarray(3)}
+    shapes, at = {("table",): table.shape}, {("table",): kept}
+    taken = sparse_rows.gather(state, at, shapes)
+    np.testing.assert_array_equal(Rows(kept, taken["mu"]["table"])[jnp.asarray(ids)], table[ids])
+    missing = [i for i in range(-1, size + 2) if i not in ids]
+    assert np.isnan(Rows(kept, taken["mu"]["table"])[jnp.asarray(missing, jnp.int32)]).all()
+    back = sparse_rows.scatter(state, {"mu": {"table": -taken["mu"]["table"]}, "count": jnp.asarray(4)}, at, shapes)
+    expected = np.where(np.isin(np.arange(size), ids)[:, None], -table, table)
+    np.testing.assert_array_equal(back["mu"]["table"], expected)
+    assert back["count"] == 4
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("name", "twin"), [("adamw", "SparseAdam"), ("adagrad", "Adagrad")])
+def test_takes_the_steps_of_torch(name, twin):
+    """torch's sparse gradients of an embedding, with repeated ids."""
+    torch = pytest.importorskip("torch")
+    torch.sparse.check_sparse_tensor_invariants.enable()  # or it warns that they are not
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((9, 4)).astype(np.float32)
+    config = dataclasses.replace(PLAIN, name=name, learning_rate=0.1, clip_norm=0.0, eps=1e-10, rows=True)
+    optimizer = make_optimizer(config, 10)
+    theirs = torch.nn.Embedding(9, 4, sparse=True, _weight=torch.from_numpy(table.copy()))
+    options = {"betas": (config.b1, config.b2)} if name == "adamw" else {}
+    stepper = getattr(torch.optim, twin)(theirs.parameters(), lr=0.1, eps=1e-10, **options)
+    params = {"table": jnp.asarray(table)}
+    state, shapes = (params, optimizer.init(params)), {("table",): table.shape}
+    for step in range(5):
+        ids = rng.integers(0, 9, 5).astype(np.int32)
+        slopes = rng.standard_normal((5, 4)).astype(np.float32)
+        at = {("table",): sparse_rows.distinct(jnp.asarray(ids), 9)}
+        params, opt_state = sparse_rows.gather(state, at, shapes)
+        loss = lambda p, at=at, ids=ids, slopes=slopes: jnp.sum(sparse_rows.as_tables(p, at)["table"][ids] * slopes)  # noqa: E731
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(jax.grad(loss)(params), opt_state, params)
+        state = sparse_rows.scatter(state, (optax.apply_updates(params, updates), opt_state), at, shapes)
+        stepper.zero_grad()
+        (theirs(torch.from_numpy(ids.astype(np.int64))) * torch.from_numpy(slopes)).sum().backward()
+        stepper.step()
+        np.testing.assert_allclose(state[0]["table"], theirs.weight.detach().numpy(), atol=1e-5, err_msg=str(step))
