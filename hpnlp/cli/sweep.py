@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -132,7 +133,7 @@ def _sweep(config: str) -> list[Mapping[str, Any]]:
 def _resolved(
     path: str, sweep: Sequence[Mapping[str, Any]], overrides: Sequence[str]
 ) -> list[tuple[str, list[str], Any]]:
-    """`(name, overrides of `hpnlp train`, Config)` of each member, checked as far as it can be without its data.
+    """`(name, overrides of `hpnlp train`, Config)` of each member, checked as far as it can be without reading its data.
 
     Raises InputError where one is at fault, where two are the same, and where a member sets what an override sets.
     """
@@ -152,7 +153,7 @@ def _resolved(
         flags_of = [*overrides, *(f"--config.{field}={value}" for field, value in fields.items())]
         try:
             config = resolve(experiment.read(path, flags_of))
-            _check_model(config)
+            _check_member(config)
         except cli.InputError as error:
             raise cli.InputError(f"member {name} of get_sweep(): {error}; nothing was trained") from error
         if same := [other for other, _, resolved in members if resolved == config]:
@@ -161,12 +162,23 @@ def _resolved(
     return members
 
 
-def _check_model(config: Any) -> None:
-    """Raises InputError where the model cannot be built. Nothing is allocated, and accelerators are left to the members."""
+def _check_member(config: Any) -> None:
+    """Raises InputError where a member could not be trained on one device, or where files that it names are missing.
+
+    Nothing is allocated, and accelerators are left to the members.
+    """
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from hpnlp.models.lm import axes_and_shapes
-    from hpnlp.planner.estimate import model_of
+    from hpnlp.data import text
+    from hpnlp.parallel.plan import PLANS, Plan
+    from hpnlp.planner.estimate import trainer_of
+    from hpnlp.spec import lookup
+    from hpnlp.training.metrics import find_writers
 
-    axes_and_shapes(model_of(config).clone(remat=config.plan.remat))
+    for field in ("path", "heldout_path"):
+        if paths := getattr(config.data, field):
+            text.find(paths, f"data.{field}")
+    find_writers(config.train.writers)
+    lookup(PLANS, config.plan.name, "plan.name")
+    trainer_of(dataclasses.replace(config, plan=Plan("single", remat=config.plan.remat)), 1)

@@ -42,13 +42,13 @@ def sweep(tmp_path, monkeypatch):
 def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
     (tmp_path / "runs" / "other").mkdir(parents=True)
     (tmp_path / "runs" / "other" / "report.json").write_text("{}")  # of another run, which is none of ours
-    command = sweep([{"data.path": "/no/such"}, {"train.seed": 1}], argument=":2")
+    command = sweep([{"data.seq_len": 100000}, {"train.seed": 1}], argument=":2")
     outcome = run(*command)
     assert outcome.code == 2
     assert outcome.err == (
-        "hpnlp: 1 of 2 members did not finish: 00-path=_no_such, refused for what is said above: mend that first\n"
+        "hpnlp: 1 of 2 members did not finish: 00-seq_len=100000, refused for what is said above: mend that first\n"
     )
-    assert "[1/2] 00-path=_no_such: not finished (exit code 2)" in outcome.out
+    assert "[1/2] 00-seq_len=100000: not finished (exit code 2)" in outcome.out
     table = [line for line in outcome.out.splitlines() if line.startswith("| ")]
     assert len(table) == 3 and "01-seed=1" in table[-1]
     assert (tmp_path / "runs" / "compare.png").read_bytes().startswith(b"\x89PNG")
@@ -62,8 +62,8 @@ def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
 
     # A finished member of another config is refused, and not taken for one of this command.
     finished = (tmp_path / "runs" / "01-seed=1" / "report.json").read_text()
-    outcome = run(*sweep([{"data.path": "/no/such"}, {"train.seed": 1}], argument=":3"))
-    assert outcome.code == 2 and "finish: 00-path=_no_such, 01-seed=1, refused" in outcome.err
+    outcome = run(*sweep([{"data.seq_len": 100000}, {"train.seed": 1}], argument=":3"))
+    assert outcome.code == 2 and "finish: 00-seq_len=100000, 01-seed=1, refused" in outcome.err
     assert "| " not in outcome.out
     assert (tmp_path / "runs" / "01-seed=1" / "report.json").read_text() == finished
 
@@ -106,6 +106,36 @@ def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
             [{"train.seed": 1}],
             ["--config.train.seed=2"],
             "--config.train.seed=2: member 00-seed=1 of get_sweep() sets train.seed=1 itself: leave the flag out",
+        ),
+        (
+            [{"train.seed": 1}, {"data.path": "/no/such"}],
+            [],
+            "member 01-path=_no_such of get_sweep(): data.path='/no/such' does not exist: pass",
+        ),
+        (
+            [{"train.seed": 1}, {"data.heldout_path": "/no/such"}],
+            [],
+            "member 01-heldout_path=_no_such of get_sweep(): data.heldout_path='/no/such' does not exist: pass",
+        ),
+        (
+            [{"train.seed": 1}, {"optimizer.schedule": "wsd(tail=1)"}],
+            [],
+            "member 01-schedule=wsd_tail=1_ of get_sweep(): ",
+        ),
+        (
+            [{"train.seed": 1}, {"optimizer.accumulate": 3}],
+            [],
+            "member 01-accumulate=3 of get_sweep(): data.batch_size=8 does not split",
+        ),
+        (
+            [{"train.seed": 1}, {"plan.name": "zero4"}],
+            [],
+            "member 01-name=zero4 of get_sweep(): unknown plan.name 'zero4'",
+        ),
+        (
+            [{"train.seed": 1}, {"train.writers": "tensorbord"}],
+            [],
+            "member 01-writers=tensorbord of get_sweep(): unknown train.writers 'tensorbord'",
         ),
         ([{1: 2}], [], 'return a list as [{"model.dim": 64}, ...]'),
     ],
