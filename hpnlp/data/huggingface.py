@@ -31,7 +31,8 @@ class HFTokenizer:
     The strings of special tokens inside a text stand for these tokens, as in `transformers`, unless the
     tokenizer_config.json sets split_special_tokens; no other special token is added by encode. Prompts get the special
     tokens that the post-processor of tokenizer.json adds, and no others: `transformers` does not read add_bos_token and
-    add_eos_token of tokenizer_config.json where there is a tokenizer.json. An empty prompt without any starts with bos.
+    add_eos_token of tokenizer_config.json where there is a tokenizer.json. An empty prompt without any starts with the
+    bos_token_id of a generation_config.json beside tokenizer.json, or else with bos.
     Where a tokenizer has an eos but no bos, eos stands in for bos (as GPT-2 does), so that the first token of a document
     in training has something to be predicted from. `lossless` is for text without the strings of special tokens.
     """
@@ -46,8 +47,14 @@ class HFTokenizer:
         "pad": ("<pad>", "[PAD]", "<|pad|>"),
     }
 
-    def __init__(self, inner: Any, config: Mapping[str, Any]):
-        """inner: a `tokenizers.Tokenizer`. config: of tokenizer_config.json; special tokens that it lacks go by name."""
+    def __init__(self, inner: Any, config: Mapping[str, Any], start_id: object = None):
+        """Wraps a tokenizer of the package.
+
+        Args:
+            inner: a `tokenizers.Tokenizer`.
+            config: of tokenizer_config.json; special tokens that it lacks go by name.
+            start_id: of the token that an empty prompt without special tokens starts with; bos where it is no id.
+        """
         # A file may carry a maximum length, at which documents would be cut without a word.
         inner.no_truncation()
         inner.no_padding()
@@ -74,6 +81,8 @@ class HFTokenizer:
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_id: int | None = self._role_id("eos")
         self.bos_id: int | None = _first(self._role_id("bos"), self.eos_id)
+        is_id = type(start_id) is int and 0 <= start_id < self.vocab_size
+        self._start_id: int | None = start_id if is_id else self.bos_id  # pyright: ignore[reportAttributeAccessIssue]
         self.pad_id: int = _first(self._role_id("pad"), self.eos_id, 0)
         exact = self._is_byte_level and self._form["normalizer"] is None and not self._adds_space
         self.lossless: bool = exact and self.bos_id is not None
@@ -121,7 +130,7 @@ class HFTokenizer:
         if missing:
             raise unknown_parts(missing, self.vocab_size)
         ids = np.array(encoded.ids, np.int32)
-        return ids if len(ids) else with_bos(ids, self.bos_id)
+        return ids if len(ids) else with_bos(ids, self._start_id)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
         values = np.asarray(ids, np.int64).tolist()
@@ -133,7 +142,7 @@ class HFTokenizer:
     def save(self, path: str) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(self._inner.to_str(pretty=True))
-        with open(_config_beside(path), "w", encoding="utf-8") as file:
+        with open(_beside(path, "tokenizer_config.json"), "w", encoding="utf-8") as file:
             json.dump(self._config | {f"{role}_token": name for role, name in self._roles.items() if name}, file)
 
     @classmethod
@@ -146,7 +155,20 @@ class HFTokenizer:
             raise InputError(
                 f"{path!r} is no tokenizer.json that tokenizers {hf.__version__} reads: {error}"
             ) from error
-        return cls(inner, _read_config(_config_beside(path)))
+        config = _read_config(_beside(path, "tokenizer_config.json"))
+        if "added_tokens_decoder" not in config:  # else transformers does not read the other file
+            special = _read_config(_beside(path, "special_tokens_map.json"))
+            config |= {
+                name: token for name, token in special.items() if name in ("bos_token", "eos_token", "pad_token")
+            }
+        _add_tokens(inner, config)
+        # transformers starts an empty text with this id of the model's.
+        return cls(inner, config, _read_config(_beside(path, "generation_config.json")).get("bos_token_id"))
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids that stand for a token: a table may have gaps, and more rows."""
+        return sorted(self._inner.get_vocab(with_added_tokens=True).values())
 
     def _role_id(self, role: str) -> int | None:
         name = self._roles[role]
@@ -211,12 +233,33 @@ def _import_tokenizers() -> Any:
     return tokenizers
 
 
-def _config_beside(path: str) -> str:
-    return os.path.join(os.path.dirname(path), "tokenizer_config.json")
+def _beside(path: str, name: str) -> str:
+    return os.path.join(os.path.dirname(path), name)
+
+
+def _add_tokens(inner: Any, config: Mapping[str, Any]) -> None:
+    """Adds the tokens of a tokenizer_config.json that tokenizer.json does not list as added, as `transformers` does."""
+    listed = {token.content for token in inner.get_added_tokens_decoder().values()}
+    tokens = config.get("added_tokens_decoder")
+    # Ascending ids, which are decimal strings.
+    ordered = sorted(tokens.items(), key=lambda item: (len(item[0]), item[0])) if isinstance(tokens, dict) else []
+    for number, form in ordered:
+        try:
+            token = _import_tokenizers().AddedToken(**form)
+            if token.content in listed:
+                continue
+            inner.add_tokens([token])
+            if inner.token_to_id(token.content) != int(number):
+                raise ValueError(f"in tokenizer.json its id would be {inner.token_to_id(token.content)}")
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"tokenizer_config.json: token {number} of added_tokens_decoder, {form!r:.80}, cannot be added ({error}): load "
+                "the tokenizer with transformers and save it again"
+            ) from error
 
 
 def _read_config(path: str) -> dict[str, Any]:
-    """The tokenizer_config.json at `path`; it may be missing."""
+    """The object in the JSON file at `path`; it may be missing."""
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)

@@ -261,6 +261,18 @@ def test_prompts_get_the_special_tokens_of_the_post_processor(name, tmp_path):
     assert tokenizer.encode(b"the cat").tolist() == make_bpe().encode("the cat").ids  # documents get none
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"), [({"bos_token_id": 7}, 7), ({"bos_token_id": 10**6}, 0), ({}, 0), ([7], 0)]
+)
+def test_empty_prompts_start_with_the_id_that_generate_starts_with(settings, expected, tmp_path):
+    """Where the post-processor adds none: the model's bos, which need not be the tokenizer's, or else the tokenizer's."""
+    make_bpe().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    tokenizer = load(str(tmp_path))
+    assert tokenizer.encode_prompt("").tolist() == [expected]
+    assert tokenizer.encode_prompt("the").tolist() == tokenizer.encode(b"the").tolist()
+
+
 def test_bpe_saved_before_it_had_a_post_processor_still_begins_with_bos(trained, tmp_path):
     tokenizer = trained["bpe(320)"]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -301,6 +313,48 @@ def test_roles_come_from_the_config_and_travel(tmp_path):
     for tokenizer in (load(str(tmp_path)), load(str(tmp_path / "copy"))):
         assert tokenizer.bos_id == inner.token_to_id("<one>")
         assert tokenizer.eos_id == tokenizer.pad_id == inner.token_to_id("<two>")
+
+
+def test_tokens_that_the_config_adds(tmp_path):
+    """As transformers has it: tokenizer_config.json may list added tokens that tokenizer.json does not."""
+    inner = make_bpe()
+    size = inner.get_vocab_size()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
+    added = {str(size + i): {"content": f"<{i}>", "special": i == 1, **flags} for i in range(2)}
+    added["0"] = {"content": "<|endoftext|>", "special": True, **flags}
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": "<1>", "added_tokens_decoder": added}))
+    (tmp_path / "copy").mkdir()
+    load(str(tmp_path)).save(str(tmp_path / "copy" / "tokenizer.json"))
+    for tokenizer in (load(str(tmp_path)), load(str(tmp_path / "copy"))):
+        assert (tokenizer.vocab_size, tokenizer.eos_id) == (size + 2, size + 1)
+        ids = tokenizer.encode(b"<0><1>").tolist()
+        assert ids == [size, size + 1] and tokenizer.decode(ids) == b"<0>"
+    for wrong in ({str(size + 1): added[str(size)]}, {"x": added[str(size)]}, {str(size): {"text": "<0>"}}, {"1": 2}):
+        config.write_text(json.dumps({"added_tokens_decoder": wrong}))
+        with pytest.raises(
+            InputError, match="of added_tokens_decoder, .* cannot be added .*: load the tokenizer"
+        ) as caught:
+            load(str(tmp_path))
+        assert "\n" not in str(caught.value)
+
+
+def test_roles_come_from_special_tokens_map(tmp_path):
+    """Where tokenizer_config.json does not list all added tokens itself, as transformers has it."""
+    inner = make_bpe()
+    inner.add_special_tokens(["<one>", "<two>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<two>"}, "pad_token": "<one>"})
+    )
+    for config, eos in (({}, "<two>"), ({"added_tokens_decoder": {}}, "<|endoftext|>")):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        assert load(str(tmp_path)).eos_id == inner.token_to_id(eos)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "special_tokens_map.json").write_text("{")
+    with pytest.raises(InputError, match="special_tokens_map.json.*mend or remove"):
+        load(str(tmp_path))
 
 
 def test_bad_config_beside_it(tmp_path):
