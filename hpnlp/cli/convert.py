@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -36,6 +37,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Files of the tokenizer and of transformers' generate, which are copied as they are.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 COMPANIONS = ("special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+
+# Families for which AutoTokenizer of transformers 5 builds its own normalizer and pre-tokenizer, whatever tokenizer.json says.
+OWN_TOKENIZER = ("qwen2",)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -102,6 +106,7 @@ def _to_run(source: Path, target: Path) -> None:
 
     checked_directory(target)
     model = convert.load_config(source, cli.FLAGS.dtype)
+    convert.eos_ids(source)  # raises where it cannot be read
     # Rows no longer than the model's positions reach, where these are learned.
     data = DataConfig(seq_len=min(DataConfig.seq_len, model.max_len), tokenizer=str(target / "tokenizer.json"))
     values = config.Config(model=model, data=data)
@@ -113,8 +118,11 @@ def _to_run(source: Path, target: Path) -> None:
     checkpoints.check_saved(0, params)
     checkpoints.close()
     _copy(source, target, (*TOKENIZER, *COMPANIONS))
+    if not (target / convert.GENERATION).exists() and (settings := convert.generation_settings(source)):
+        # The config.json of a run does not say which ids end a text.
+        (target / convert.GENERATION).write_text(json.dumps(settings) + "\n")
     (target / "config.json").write_text(config.to_json(values))
-    for remark in convert.remarks(source):
+    for remark in [*convert.remarks(source), *convert.generation_remarks(source)]:
         print(f"{target}: {remark}")
     print(f"{target}: a run at step 0. Next: hpnlp generate --workdir={target} --prompt=...")
 
@@ -140,4 +148,9 @@ def _to_checkpoint(source: Path, target: Path) -> None:
     _copy(source, target, COMPANIONS)
     if model.output != "full":
         print(f"{target}: model.output={model.output!r} samples from a full softmax, which the checkpoint has")
+    if not is_copied and convert.model_type(target) in OWN_TOKENIZER:
+        print(
+            f"{target}: transformers takes every tokenizer of model_type={convert.model_type(target)} for Qwen's own: load "
+            f"this one by PreTrainedTokenizerFast.from_pretrained({str(target)!r}), not by AutoTokenizer"
+        )
     print(f"{target}: a checkpoint. Next, in Python: AutoModelForCausalLM.from_pretrained({str(target)!r})")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from absl import flags
 
 from hpnlp import cli
@@ -63,7 +64,7 @@ def run(argv: Sequence[str]) -> None:
             top_k=f.top_k,
             top_p=f.top_p,
             seed=f.seed,
-            eos_id=tokenizer.eos_id,
+            eos_id=loaded.eos_ids,
             pad_id=tokenizer.pad_id,
             allowed=decode.speakable(tokenizer),
         )
@@ -83,10 +84,15 @@ def run(argv: Sequence[str]) -> None:
     chunks = iter(generation)
     with _heartbeat(f"reading a prompt of {read:,} tokens"):
         first = next(chunks)
+    ended = np.zeros(len(prompts), bool)
     for chunk in itertools.chain([first], chunks):
-        made += int((chunk != tokenizer.pad_id).sum())
-        for row, ids in enumerate(chunk):
+        stops = np.isin(chunk, loaded.eos_ids)
+        for row in np.flatnonzero(~ended).tolist():
+            # Pads follow the end of a row, and some tokenizers have none that stands for nothing.
+            ids = chunk[row, : stops[row].argmax() + 1] if stops[row].any() else chunk[row]
+            made += len(ids)
             add(row, streams[row].push(ids))
+        ended |= stops.any(axis=1)
     for row, stream in enumerate(streams):
         add(row, stream.push([], final=True))
     print("" if alone else "\n".join(f"--- prompt {number}\n{text}" for number, text in enumerate(texts, 1)))

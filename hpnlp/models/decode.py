@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp import measure
+from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.models.lm import LM, apart
 from hpnlp.ops.sampling import pick
 from hpnlp.parallel import host_offload
@@ -57,7 +58,7 @@ class Generation:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        eos_id: int | None = None,
+        eos_id: int | Sequence[int] | None = None,
         pad_id: int = 0,
         allowed: np.ndarray | None = None,
     ) -> None:
@@ -65,8 +66,9 @@ class Generation:
 
         prompts: int ids, one array a row, of any lengths. tokens: new ones a row. temperature: 0 takes the most probable
         id. top_k: draw among so many, 0 for all. top_p: draw among the most probable that reach this mass. seed: of 32 bits; a
-        row's tokens depend on it, on the row's number and on its prompt only, not on the rows beside it. eos_id: where a row
-        ends, None for never. allowed: bool by id, what may be drawn beside eos; ids past its end may not; None for all.
+        row's tokens depend on it, on the row's number and on its prompt only, not on the rows beside it. eos_id: the id or ids
+        that end a row, None for none. allowed: bool by id, what may be drawn beside eos; ids past its end may not; None for
+        all.
 
         Raises InputError on what cannot be. Cost: one pass over the prompts, padded to a common length, then a token's
         pass and one read of the cache for each token; programs are kept for prompts of similar length.
@@ -76,12 +78,10 @@ class Generation:
         _validate(model, rows, tokens, temperature, top_k, top_p, seed)
         may = np.zeros(vocab, bool)
         may[: vocab if allowed is None else len(allowed)] = True if allowed is None else allowed[:vocab]
-        if eos_id is not None:
-            if not 0 <= eos_id < vocab:
-                raise InputError(
-                    f"eos_id={eos_id}: expected an id of the model's {vocab}, or None for rows without end"
-                )
-            may[eos_id] = True
+        eos = [] if eos_id is None else [*eos_id] if isinstance(eos_id, Sequence) else [eos_id]
+        if any(not 0 <= i < vocab for i in eos):
+            raise InputError(f"eos_id={eos_id}: expected ids of the model's {vocab}, or None for rows without end")
+        may[eos] = True
         if not may.any():
             raise InputError("allowed: no id may be drawn: allow at least one")
 
@@ -100,8 +100,8 @@ class Generation:
                 draw["top_k"] = jnp.int32(top_k)
             if top_p < 1:
                 draw["top_p"] = jnp.float32(top_p)
-        self._eos, self._tokens = -1 if eos_id is None else eos_id, tokens
-        ids = {"eos": jnp.int32(self._eos), "pad": jnp.int32(pad_id)}
+        self._eos, self._tokens = np.array(eos, np.int32), tokens
+        ids = {"eos": jnp.asarray(self._eos), "pad": jnp.int32(pad_id)}
 
         start = time.perf_counter()
         params = host_offload.here(params)
@@ -127,7 +127,7 @@ class Generation:
                 state, chunk = self.programs["decode"](state, *self._always)
                 ids = np.asarray(chunk)[:, : self._tokens - done]
             yield ids
-            ended |= (ids == self._eos).any(axis=1)
+            ended |= np.isin(ids, self._eos).any(axis=1)
             if ended.all():
                 return
 
@@ -165,7 +165,7 @@ def _decode(
     def step(state: _State, points: jax.Array) -> tuple[_State, jax.Array]:
         logits: Any = model.apply({"params": params}, state.h, method=lambda m, h: m.output.logits(m.table, h))
         token = jnp.where(state.ended, ids["pad"], pick(logits, points, **options).astype(jnp.int32))
-        ended = state.ended | (token == ids["eos"])
+        ended = state.ended | jnp.isin(token, ids["eos"])
         h, caches = model.apply(  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
             {"params": params}, token[:, None], state.positions[:, None], state.caches, method="extend"
         )
@@ -248,7 +248,13 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def speakable(tokenizer: Tokenizer) -> np.ndarray:
-    """bool by id: those that stand for text. What stands for nothing, or for an unknown part, should not be drawn."""
+    """bool by id: those that may be drawn.
+
+    Ids that stand for nothing or for an unknown part are left out. A tokenizer that others have made keeps its special tokens:
+    `transformers` draws them as well, and they are left out of the text.
+    """
+    if isinstance(tokenizer, HFTokenizer) and not tokenizer.is_trained_here:
+        return np.isin(np.arange(tokenizer.vocab_size), tokenizer.ids)
     # Doubled, because some tokenizers drop one space at the beginning, and a lone space with it.
     ids = range(tokenizer.vocab_size)
     return np.array([tokenizer.decode([i, i]) != b"" and tokenizer.decode([i]) != b"<unk>" for i in ids])
@@ -270,8 +276,10 @@ class TextStream:
         # All of them, because what a token says may depend on the ones before it.
         data = self._tokenizer.decode(self._ids)
         if not final:
-            # Tokenizers that do not speak bytes give U+FFFD for a character that is not whole yet.
-            data = data.removesuffix("\N{REPLACEMENT CHARACTER}".encode())
+            # Tokenizers that do not speak bytes give U+FFFD for a character that is not whole yet, or for each of its bytes.
+            unknown = "\N{REPLACEMENT CHARACTER}".encode()
+            while data.endswith(unknown):
+                data = data.removesuffix(unknown)
         new, self._sent = data[self._sent :], max(self._sent, len(data))
         return self._decoder.decode(new, final)
 

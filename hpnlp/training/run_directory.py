@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp.data import tokenizers
+from hpnlp.models import convert
 from hpnlp.models.lm import LM
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import config as configs
@@ -31,6 +32,15 @@ def saved_tokenizer(workdir: Path) -> Tokenizer | None:
     """The tokenizer of a run that has begun, so that going on never depends on its being trained again."""
     path = workdir / "tokenizer.json"
     return tokenizers.load(str(path)) if path.exists() else None
+
+
+def eos_ids(directory: Path, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...]:
+    """The ids that end a text: those that generation_config.json of a converted run names, else the tokenizer's eos.
+
+    Ids that the model's `vocab` rows do not have can never end a text, and are left out.
+    """
+    ids = tuple(i for i in convert.eos_ids(directory) if 0 <= i < vocab)
+    return ids or (() if tokenizer.eos_id is None else (tokenizer.eos_id,))
 
 
 def load_config(workdir: str | Path) -> Config:
@@ -154,13 +164,15 @@ def write_config(workdir: Path, config: Config) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run directory holds. params: those that generation and export use; step: of the checkpoint they are from."""
+    """What a run directory holds. params: those that generation and export use; step: of the checkpoint they are from.
+    eos_ids: see `eos_ids`."""
 
     config: Config
     tokenizer: Tokenizer
     model: LM
     params: Any
     step: int
+    eos_ids: tuple[int, ...]
 
 
 def load(workdir: str | Path, step: int | None = None, plan: Plan = Plan("single")) -> Run:  # noqa: B008  (frozen)
@@ -185,6 +197,7 @@ def load(workdir: str | Path, step: int | None = None, plan: Plan = Plan("single
     try:
         step = checkpoints.best() if step is None else step
         params = checkpoints.restore_params(shapes, step)
-        return Run(config, tokenizer, model, params, checkpoints.step_of(step))
+        eos = eos_ids(workdir, tokenizer, model.config.vocab)
+        return Run(config, tokenizer, model, params, checkpoints.step_of(step), eos)
     finally:
         checkpoints.close()

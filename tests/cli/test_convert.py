@@ -17,9 +17,12 @@ from hpnlp.cli import convert as command
 from hpnlp.data import tokenizers
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.training import config as configs
 from hpnlp.training import run_directory as runs
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.types import InputError
+
+EOS = None  # stands for the tokenizer's
 
 
 def run(**options):
@@ -72,6 +75,47 @@ def test_there_and_back(checkpoint, converted, tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (checkpoint / name).read_bytes(), name
 
 
+@pytest.mark.parametrize(
+    ("settings", "stated", "expected"),
+    [
+        ({"eos_token_id": [5, 6, 10**6, -1]}, 7, (5, 6)),  # the model has no such ids
+        ({"eos_token_id": 5}, [7], (5,)),
+        ({}, 7, (EOS,)),
+        (None, [7, 8], (7, 8)),
+        (None, None, (EOS,)),
+    ],
+)
+def test_ids_that_end_a_text(checkpoint, tmp_path, settings, stated, expected):
+    """Those of generation_config.json, or without it of config.json, or else the tokenizer's eos."""
+    source = shutil.copytree(checkpoint, tmp_path / "source")
+    raw = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(raw | {"eos_token_id": stated}))
+    (source / "generation_config.json").unlink()
+    if settings is not None:
+        (source / "generation_config.json").write_text(json.dumps(settings))
+    run(from_=source, to=tmp_path / "run")
+    loaded = runs.load(tmp_path / "run")
+    ids = loaded.eos_ids
+    assert ids == tuple(loaded.tokenizer.eos_id if i is EOS else i for i in expected)
+
+
+def test_settings_of_generate_that_are_not_applied_are_told(checkpoint, tmp_path, capsys):
+    source = shutil.copytree(checkpoint, tmp_path / "source")
+    settings = {
+        "repetition_penalty": 1.05,
+        "num_beams": 1,
+        "temperature": 0.6,
+        "suppress_tokens": [3],
+        "min_length": None,
+    }
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    run(from_=source, to=tmp_path / "run")
+    told = (
+        "generation_config.json sets repetition_penalty=1.05, suppress_tokens=[3], which hpnlp generate does not apply"
+    )
+    assert f"{tmp_path / 'run'}: {told}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_written_checkpoints_are_read_back(converted, tmp_path, monkeypatch, name):
     copy, target = command._copy, tmp_path / "back"
@@ -99,6 +143,22 @@ def test_errors_of_reading_name_the_source(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "load", fail)
     with pytest.raises(InputError, match=r"cannot read .*model.safetensors \(Input/output error\): .* another --from"):
         run(from_=checkpoint, to=tmp_path / "run")
+
+
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_tokenizers_that_autotokenizer_does_not_read_are_told(tmp_path, capsys, qkv_bias):
+    source = tmp_path / "run"
+    model = LMConfig(dim=8, heads=2, layers=1, mlp_dim=24, vocab=264, max_len=32, qkv_bias=qkv_bias)
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(LM(model).init(jax.random.key(0), example_batch(1, 2))["params"]))
+    checkpoints = Checkpointer(source)
+    checkpoints.save_params(jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes))
+    checkpoints.close()
+    tokenizers.build("bytes").save(str(source / "tokenizer.json"))
+    (source / "config.json").write_text(configs.to_json(configs.Config(model=model)))
+    capsys.readouterr()
+    run(from_=source, to=tmp_path / "to")
+    told = f"load this one by PreTrainedTokenizerFast.from_pretrained('{tmp_path / 'to'}'), not by AutoTokenizer"
+    assert (told in capsys.readouterr().out) == qkv_bias
 
 
 def test_tokenizers_without_a_form_leave_no_checkpoint(converted, tmp_path, monkeypatch):
@@ -181,6 +241,16 @@ DAMAGES = {  # name -> (file, change, message)
         "cannot read .*tokenizer_config.json.*: mend or remove",
     ),
     "generation_config_directory": ("generation_config.json", _directory, "generation_config.json is not a file"),
+    "binary_generation_config": (
+        "generation_config.json",
+        lambda path: path.write_bytes(b"\xff"),
+        "generation_config.json: .*utf-8",
+    ),
+    "eos_that_is_no_id": (
+        "generation_config.json",
+        lambda path: path.write_text('{"eos_token_id": [5, "6"]}'),
+        r"generation_config.json: eos_token_id is \[5, '6'\]: expected an id or a list of ids",
+    ),
     "no_weights": ("model.safetensors", Path.unlink, "holds no model.safetensors"),
     "only_a_pickle": (
         "model.safetensors",

@@ -83,3 +83,15 @@ def test_autotokenizer_reads_it(exported, model_type):
         ids = ours.encode(text.encode()).tolist()
         assert theirs(text)["input_ids"] == [ours.bos_id, *ids], repr(text)
         assert theirs.decode(ids, skip_special_tokens=True) == text_of(ours, ids)
+
+
+@pytest.mark.oracle
+def test_the_fast_class_reads_it_where_autotokenizer_builds_its_own(exported):
+    transformers = pytest.importorskip("transformers")
+    ours, directory = exported
+    (directory / "config.json").write_text('{"model_type": "qwen2"}')
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    for text in texts():
+        assert theirs(text)["input_ids"] == [ours.bos_id, *ours.encode(text.encode()).tolist()], repr(text)
+    auto = transformers.AutoTokenizer.from_pretrained(directory)
+    assert any(auto(text)["input_ids"] != theirs(text)["input_ids"] for text in texts())  # else no remark is needed

@@ -118,6 +118,16 @@ def test_eos_ends_a_row():
         assert np.all(row[:end] == 7) and row[end] == 257 and np.all(row[end + 1 :] == 258)
 
 
+def test_several_ids_may_end_a_row():
+    """The first of them that is drawn ends the row, and each may be drawn."""
+    allowed = np.arange(VOCAB) == 7
+    ids = generate(PROMPTS * 4, tokens=32, temperature=50.0, eos_id=(257, 9), pad_id=258, allowed=allowed)
+    ends = np.isin(ids, (257, 9)).argmax(axis=1)
+    for row, end in zip(ids, ends, strict=True):
+        assert np.all(row[:end] == 7) and row[end] in (257, 9) and np.all(row[end + 1 :] == 258)
+    assert {*ids[np.arange(12), ends].tolist()} == {257, 9}
+
+
 def test_special_ids_are_never_drawn():
     may = speakable(ByteTokenizer())
     np.testing.assert_array_equal(np.flatnonzero(~may), np.arange(256, 264))
@@ -162,6 +172,8 @@ def test_parameters_that_lie_on_several_devices_and_in_the_hosts_memory():
         ({"prompts": [[1], []]}, "prompt 1 is empty: start it with some text, or with bos"),
         ({"prompts": [[1, VOCAB]]}, f"prompt 0 holds id {VOCAB}, the model has {VOCAB}"),
         ({"prompts": [[3, -4]]}, "prompt 0 holds id -4"),
+        ({"eos_id": VOCAB}, f"eos_id={VOCAB}: expected ids of the model's {VOCAB}"),
+        ({"eos_id": (1, -1)}, r"eos_id=\(1, -1\): expected ids"),
         ({"allowed": np.zeros(VOCAB, bool)}, "allowed: no id may be drawn"),
         (
             {"prompts": [[1], [1] * 30], "tokens": 12},
@@ -194,7 +206,17 @@ class Whole(ByteTokenizer):
         return bytes(ids).decode("utf-8", "replace").encode()
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Whole()], ids=["bytes", "characters"])
+class EachByte(ByteTokenizer):
+    """A tokenizer that gives U+FFFD for each byte of a run of bytes that is not UTF-8, as those with a byte fallback do."""
+
+    def decode(self, ids):
+        try:
+            return bytes(ids).decode().encode()
+        except UnicodeDecodeError:
+            return "\N{REPLACEMENT CHARACTER}".encode() * len(ids)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Whole(), EachByte()], ids=["bytes", "characters", "each_byte"])
 def test_stream_waits_for_whole_characters(tokenizer):
     text = "naïve 漢字 🦊 end"
     stream = TextStream(tokenizer)

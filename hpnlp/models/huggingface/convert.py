@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,24 @@ from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+
+# Settings of generation_config.json that change the most probable text -> the value that changes nothing, beside null.
+GREEDY_SETTINGS: Mapping[str, Any] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "guidance_scale": 1.0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+}
 
 # Leaf of ours -> its suffix in a checkpoint. The head is a leaf itself, without a module.
 LEAVES = {"/kernel": "weight", "/scale": "weight", "/table": "weight", "": "weight", "/bias": "bias"}
@@ -116,9 +135,55 @@ def load(directory: str | Path, dtype: str = "float32") -> tuple[LMConfig, dict[
     return config, unflatten_dict(params, sep="/")
 
 
+def model_type(directory: str | Path) -> str:
+    """The model_type in the config.json of a directory that `save` wrote."""
+    return _read_json(Path(directory) / "config.json")["model_type"]
+
+
 def remarks(directory: str | Path) -> list[str]:
     """Differences between the model that `load` makes of a directory and transformers', one line each."""
     return families.remarks(_read_json(Path(directory) / "config.json"))
+
+
+def generation_settings(directory: str | Path) -> dict[str, Any]:
+    """Settings of transformers' `generate`: generation_config.json, or where there is none the ids of config.json."""
+    path = _generation_file(directory)
+    settings = _read_json(path)
+    if path.name == GENERATION:
+        return settings
+    return {name: settings[name] for name in ("bos_token_id", "eos_token_id") if settings.get(name) is not None}
+
+
+def _generation_file(directory: str | Path) -> Path:
+    path = Path(directory) / GENERATION
+    return path if os.path.lexists(path) else Path(directory) / "config.json"
+
+
+def eos_ids(directory: str | Path) -> tuple[int, ...]:
+    """The ids at which transformers' `generate` ends a text, () where a directory names none.
+
+    Raises:
+        InputError: the file is damaged, or eos_token_id is neither an id nor a list of ids.
+    """
+    value = generation_settings(directory).get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(i) is not int for i in ids):
+        raise InputError(
+            f"{_generation_file(directory)}: eos_token_id is {value!r}: expected an id or a list of ids: mend it, or take "
+            "the file from where the weights came from"
+        )
+    return tuple(ids)
+
+
+def generation_remarks(directory: str | Path) -> list[str]:
+    """Settings of generation_config.json that change the text of transformers' `generate` and not that of `hpnlp generate`."""
+    settings = generation_settings(directory)
+    ignored = [
+        f"{name}={settings[name]!r}"
+        for name, idle in GREEDY_SETTINGS.items()
+        if settings.get(name) is not None and settings[name] != idle
+    ]
+    return [f"{GENERATION} sets {', '.join(ignored)}, which hpnlp generate does not apply"] if ignored else []
 
 
 def save(

@@ -11,11 +11,19 @@ from hpnlp.models import decode
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM
 
+from hpnlp.training import run_directory as runs
+
 pytestmark = pytest.mark.oracle
 
 TEXT = ["the quick brown fox jumps over the lazy dog, the end of the story\n"] * 3
 TOKENS = 12
-PROMPTS = ["the quick", "a lazy dog jumps", ""]
+PROMPTS = [
+    "the quick",
+    "a lazy dog jumps",
+    "",
+    "  the\n\n caf\u00e9 \u6f22 \U0001f98a e\u0301\t",
+    "<|im_start|>the fox<|im_end|>\n </s>x",
+]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"intermediate_size": 56, "max_position_embeddings": 64}
 
@@ -60,6 +68,7 @@ def finished(inner, special, template, processors):
 
 
 END, BEGIN = "<|endoftext|>", "<|begin_of_text|>"
+CHAT = ["<|im_start|>", "<|im_end|>"]
 # name -> (model_type, tokenizer, of tokenizer_config.json, of config.json)
 CASES = {
     "llama2": (
@@ -91,6 +100,17 @@ CASES = {
         lambda: byte_level([END], normalizer=hf.normalizers.NFC()),
         {"bos_token": None, "eos_token": END, "tokenizer_class": "Qwen2Tokenizer"},
         {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3_chat": (
+        "qwen3",
+        lambda: byte_level([END, *CHAT], normalizer=hf.normalizers.NFC()),
+        {
+            "bos_token": None,
+            "eos_token": CHAT[1],
+            "additional_special_tokens": CHAT,
+            "tokenizer_class": "Qwen2Tokenizer",
+        },
+        {"head_dim": 16},
     ),
     "qwen3": (
         "qwen3",
@@ -124,7 +144,6 @@ def checkpoint(request, tmp_path):
     model_type, make, tokenizer_config, changes = CASES[request.param]
     inner = make()
     vocab = max(inner.get_vocab().values()) + 1
-    special = [inner.token_to_id(token.content) for token in inner.get_added_tokens_decoder().values()]
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} if model_type == "gpt2" else SIZES
     ids = {f"{role}_token_id": inner.token_to_id(tokenizer_config[f"{role}_token"] or END) for role in ("bos", "eos")}
     config = transformers.AutoConfig.for_model(
@@ -135,33 +154,59 @@ def checkpoint(request, tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape)
-        model.lm_head.weight[special] = 0.0  # `hpnlp generate` never draws special tokens but eos
     model.save_pretrained(tmp_path)
     inner.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return model, transformers.AutoTokenizer.from_pretrained(tmp_path), tmp_path
 
 
-def test_greedy_continuations_are_those_of_transformers(checkpoint):
+def compared(model, theirs, directory, prompts):
+    """The new ids that transformers gives each prompt, after they were found to be those of hpnlp."""
     import torch
 
-    model, theirs, directory = checkpoint
     tokenizer = tokenizers.load(str(directory))
     config, params = convert.load(directory)
-    rows = [tokenizer.encode_prompt(prompt) for prompt in PROMPTS]
+    rows = [tokenizer.encode_prompt(prompt) for prompt in prompts]
     generation = decode.Generation(
-        LM(config), params, rows, tokens=TOKENS, temperature=0.0, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id,
+        LM(config),
+        params,
+        rows,
+        tokens=TOKENS,
+        temperature=0.0,
+        eos_id=runs.eos_ids(directory, tokenizer, config.vocab),
+        pad_id=tokenizer.pad_id,
         allowed=decode.speakable(tokenizer),
-    )  # fmt: skip
+    )
     ours = np.concatenate(list(generation), axis=1)
-    distinct = set()
-    for prompt, row, continuation in zip(PROMPTS, rows, ours, strict=True):
+    continuations = []
+    for prompt, row, continuation in zip(prompts, rows, ours.tolist(), strict=True):
         ids = theirs(prompt)["input_ids"]
         # Without any token, transformers' generate begins with bos_token_id.
         inputs = {"input_ids": torch.tensor([ids])} if ids else {}
-        assert row.tolist() == (ids or [model.config.bos_token_id])
-        whole = model.generate(**inputs, do_sample=False, max_new_tokens=TOKENS)[0].tolist()
-        expected = whole[len(row) :]
-        assert continuation.tolist()[: len(expected)] == expected, prompt
-        distinct |= set(expected)
-    assert len(distinct) > 5  # else a wrong prompt would go unseen
+        assert row.tolist() == (ids or [model.generation_config.bos_token_id]), prompt
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=TOKENS)[0].tolist()
+        expected = output[len(row) :]
+        assert continuation[: len(expected)] == expected, prompt
+        assert set(continuation[len(expected) :]) <= {tokenizer.pad_id}
+        text = tokenizer.decode(expected).decode("utf-8", "replace")
+        assert text == theirs.decode(expected, skip_special_tokens=True)
+        continuations.append(expected)
+    return continuations
+
+
+def test_greedy_continuations_are_those_of_transformers(checkpoint):
+    continuations = compared(*checkpoint, PROMPTS)
+    assert len({i for ids in continuations for i in ids}) > 5  # else a wrong prompt would go unseen
+
+
+@pytest.mark.parametrize("checkpoint", ["llama2", "qwen3_chat", "gpt2"], indirect=True)
+def test_texts_end_at_each_eos_of_generation_config(checkpoint):
+    transformers = pytest.importorskip("transformers")
+    _, theirs, directory = checkpoint
+    whole = compared(*checkpoint, PROMPTS[:2])
+    path = directory / "generation_config.json"
+    settings = json.loads(path.read_text()) | {"eos_token_id": [whole[0][3], whole[1][5]]}
+    path.write_text(json.dumps(settings))
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    ended = compared(model, theirs, directory, PROMPTS[:2])
+    assert len(ended[0]) <= 4 and len(ended[1]) <= 6
