@@ -31,12 +31,21 @@ def parse(argv: Sequence[str], usage: str, positional: bool = False) -> list[str
         section, dot, field = error.flagname.partition(".")
         if dot and difflib.get_close_matches(section, ["config"]):
             raise InputError(f"unknown flag --{error.flagname}: did you mean --config.{field}?") from error
+        if "config" in FLAGS and (fields := _config_flags(error.flagname)):
+            raise InputError(f"unknown flag --{error.flagname}: did you mean {' or '.join(fields)}?") from error
         raise InputError(str(error)) from error
     except flags.Error as error:
         raise InputError(str(error)) from error
     if len(rest) > 1 and not positional:
         raise InputError(f"unexpected argument {rest[1]!r}: flags are written --name=value")
     return rest[1:]
+
+
+def _config_flags(name: str) -> list[str]:
+    """The flags of the config fields that are called `name`, in any section."""
+    from hpnlp.cli import experiment
+
+    return [f"--config.{field}" for field in experiment.field_types() if field.rpartition(".")[2] == name]
 
 
 def required(name: str, example: str) -> str:

@@ -47,6 +47,8 @@ def train(refused, tmp_path):
             "--config.model=3: model is a section: set one of its fields, as --config.model.dim=VALUE",
         ),
         ("--conifg.model.dim=3", "unknown flag --conifg.model.dim: did you mean --config.model.dim?"),
+        ("--skip_bad_lines", "unknown flag --skip_bad_lines: did you mean --config.data.skip_bad_lines?"),
+        ("--name=adamw", "unknown flag --name: did you mean --config.optimizer.name or --config.plan.name?"),
         ("--config.train.steps=1e3", "hpnlp: --config.train.steps=1e3: expected int\n"),
         ("--config.data.weights=(1,", "hpnlp: --config.data.weights=(1,: expected tuple, as (1,3)\n"),
         ("--config.data.tokenizer=bpe", "tokenizer 'bpe' takes (size): missing a required argument: 'size'"),
@@ -311,6 +313,18 @@ def test_prompts_from_stdin(run, monkeypatch, trained):
     outcome = run("generate", f"--workdir={trained}", "--prompt_file=-", "--tokens=2")
     assert outcome.code == 0, outcome
     assert "--- prompt 1\nthe fox" in outcome.out and "--- prompt 2\nthe dog" in outcome.out
+
+
+def test_nothing_is_written_after_the_end_of_a_text(run, trained, tmp_path):
+    """Also where the model's eos is text, as generation_config.json may have it: the rows that have ended hold pads."""
+    workdir = shutil.copytree(trained, tmp_path / "run")
+    (workdir / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(257))}))
+    outcome = run(
+        "generate", f"--workdir={workdir}", "--prompt=the fox", "--prompt=the", "--tokens=20", "--temperature=0"
+    )
+    first, second = outcome.out.removeprefix("--- prompt 1\n").rstrip("\n").split("\n--- prompt 2\n")
+    assert first.startswith("the fox") and len(first) <= len("the fox") + 1
+    assert second.startswith("the") and len(second) <= len("the") + 1
 
 
 def test_reading_a_long_prompt_is_announced(run, trained):
