@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp.data import tokenizers
-from hpnlp.models import convert
+from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import config as configs

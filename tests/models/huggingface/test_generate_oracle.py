@@ -10,7 +10,6 @@ from hpnlp.data import tokenizers
 from hpnlp.models import decode
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM
-
 from hpnlp.training import run_directory as runs
 
 pytestmark = pytest.mark.oracle
