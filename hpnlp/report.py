@@ -111,7 +111,8 @@ def _finite(value: Any) -> Any:
 def verdict(report: Mapping[str, Any]) -> str:
     """Compares in words the bits per byte of the model and of compressors, or gives the reason for no comparison.
 
-    The model is said to need the fewest only if xz, too, has seen the training text and needs more.
+    The model is said to need the fewest only if xz, too, has seen the training text and needs more, and if the model did not
+    start from another one, which has seen further text.
     """
     if report["heldout_loss"] is None:
         return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
@@ -131,12 +132,16 @@ def verdict(report: Mapping[str, Any]) -> str:
         )
     needs = {"the model": model, **{name: bits for name, bits in _compressors(report) if bits is not None}}
     first, second, *_ = sorted(needs, key=lambda name: needs[name])
-    others = ", ".join(f"{name} {bits:.3f}" for name, bits in needs.items() if name not in ("the model", first))
+    figures = {name: f"{name} {bits:.3f}" for name, bits in needs.items() if name != "the model"}
+    source, unfair = report["config"].get("train.init_from"), ""
     if report.get("xz_trained_bits_per_byte") is None:
-        return (
-            f"The model needs {model:.3f} bits a byte of held-out text; {others}. The compressors have not seen the training "
-            "text, and xz after it could not be measured: this says little of the model."
-        )
+        unfair = "The compressors have not seen the training text, and xz after it could not be measured"
+    elif source and first == "the model":
+        unfair = f"The model started from {source}, and the compressors have not seen the text that this was trained on"
+    if unfair:
+        others = ", ".join(figures.values())
+        return f"The model needs {model:.3f} bits a byte of held-out text; {others}. {unfair}: this says little of the model."
+    others = ", ".join(figure for name, figure in figures.items() if name != first)
     if first == "the model":
         lead = 100 * (1 - model / needs[second])
         said = f"The model needs the fewest bits: {model:.3f} a byte of held-out text, {lead:.0f} % fewer than {second}"

@@ -100,6 +100,10 @@ def test_seconds_are_those_of_the_process():
             (1.5, 2.0, 1.6, None),
             "The model needs 1.500 bits a byte of held-out text; gzip -9 alone 2.000, xz -9e alone",
         ),
+        (  # the compressor that needs fewest is not left out
+            (1.8, 1.7, 1.9, None),
+            "The model needs 1.800 bits a byte of held-out text; gzip -9 alone 1.700, xz -9e alone 1.900. The compressors",
+        ),
         ((1.8, 1.7, 1.9, 1.75), "gzip -9 alone needs the fewest bits: 1.700"),
         ((None, 1.9, 1.5, 1.25), "The tokenizer does not keep every byte"),
         ((None, 1.9, 1.5, 1.25), "The output layer gives no probabilities of tokens"),
@@ -113,6 +117,20 @@ def test_verdict_compares_with_xz_that_has_seen_the_training_text(needs, said):
     if said.startswith("xz"):
         name = "xz -9e after the last 64 MiB (12 %) of the training text needs the fewest"
         assert report.verdict(numbers | {"xz_trained_share": 0.125}).startswith(name)
+
+
+def test_verdict_on_a_model_that_started_from_another_claims_no_lead():
+    numbers = {"heldout_loss": 1.0, "heldout_bytes": 10_000, "heldout_bits_per_byte": 1.0}
+    numbers |= {"gzip_bits_per_byte": 2.0, "xz_bits_per_byte": 1.6, "xz_trained_bits_per_byte": 1.25}
+    numbers["config"] = {"model.output": "full", "train.init_from": "runs/a"}
+    assert report.verdict(numbers) == (
+        "The model needs 1.000 bits a byte of held-out text; gzip -9 alone 2.000, xz -9e alone 1.600, xz -9e after the "
+        "training text 1.250. The model started from runs/a, and the compressors have not seen the text that this was trained "
+        "on: this says little of the model."
+    )
+    assert report.verdict(numbers | {"heldout_bits_per_byte": 1.5}).startswith(
+        "xz -9e after the training text needs the"
+    )
 
 
 def test_verdict_on_little_text_and_on_a_loss_that_is_not_finite(tmp_path):
