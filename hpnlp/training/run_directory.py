@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from hpnlp.data import tokenizers
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM
@@ -184,7 +187,7 @@ def load(workdir: str | Path, step: int | None = None, plan: Plan = Plan("single
         plan: how the parameters are laid out, by default on one device.
 
     Raises:
-        InputError: the directory holds no run, or lacks a part of it.
+        InputError: the directory holds no run, or lacks a part of it, or a parameter holds NaN or infinity.
     """
     workdir = Path(workdir)
     config, tokenizer = load_config(workdir), saved_tokenizer(workdir)
@@ -197,7 +200,19 @@ def load(workdir: str | Path, step: int | None = None, plan: Plan = Plan("single
     try:
         step = checkpoints.best() if step is None else step
         params = checkpoints.restore_params(shapes, step)
+        _check_finite(params, f"checkpoint {checkpoints.step_of(step)} of {workdir}")
         eos = eos_ids(workdir, tokenizer, model.config.vocab)
         return Run(config, tokenizer, model, params, checkpoints.step_of(step), eos)
     finally:
         checkpoints.close()
+
+
+def _check_finite(params: Any, name: str) -> None:
+    """Raises InputError with the first parameter that holds NaN or infinity. name: what the parameters are of."""
+    finite = jax.device_get(jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params))
+    for path, is_finite in jax.tree_util.tree_leaves_with_path(finite):
+        if not is_finite:
+            raise InputError(
+                f"{name}: params{jax.tree_util.keystr(path)} holds NaN or infinity: the model is of no use; take an earlier "
+                "checkpoint or another run"
+            )

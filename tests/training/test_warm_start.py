@@ -195,6 +195,21 @@ def test_converted_run_is_trained_with_its_own_tokenizer(checkpoint, tmp_path, c
     assert_same(result.params, params)
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_runs_with_parameters_that_are_not_finite_are_refused(checkpoint, tmp_path, value):
+    config, params = convert.load(checkpoint)
+    params["layers"]["mix_norm"]["scale"][1, 3] = value
+    checkpoints = Checkpointer(tmp_path / "run")
+    checkpoints.save_params(params)
+    checkpoints.close()
+    shutil.copy(checkpoint / "tokenizer.json", tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text(to_json(resolve({"model": dataclasses.asdict(config)})))
+    with pytest.raises(
+        InputError, match=r"checkpoint 0 of .*: params\['layers'\]\['mix_norm'\]\['scale'\] holds NaN or inf"
+    ):
+        loop.train(finetuned(tmp_path / "run", **STILL), tmp_path / "tuned")
+
+
 def test_planner_takes_configs_with_a_source(words):
     config = finetuned(words, plan__name="zero3")
     assert flat(config)["train.init_from"] == str(words)
