@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -20,6 +21,7 @@ COMMANDS = {
     "draw": "draw attention masks, their live tiles, and what they cost beside dense attention",
     "convert": "Hugging Face checkpoints to runs, and back",
 }
+WATCHED = ("train", "sweep")  # commands that react to signals as `hpnlp.training.signals` describes
 
 
 def main() -> None:
@@ -32,9 +34,33 @@ def main() -> None:
         130: Ctrl-C, with one line; training and sweeps also at the other signals of `hpnlp.training.signals`.
     """
     atexit.register(gc.freeze)  # what is left when all is done need not be looked through
-    from hpnlp.cli import output
-
+    _open_standard_descriptors()
     argv = sys.argv[1:] or ["--help"]
+    try:
+        with contextlib.ExitStack() as stack:
+            if argv[0] in WATCHED:
+                from hpnlp.training import signals
+
+                stack.enter_context(signals.watched())
+            _guarded(argv)
+    except KeyboardInterrupt:  # training saves first, and does not get here
+        print("hpnlp: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _open_standard_descriptors() -> None:
+    """Opens the null device as stdin, stdout or stderr where one is closed: the next file would take its place."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _guarded(argv: list[str]) -> None:
+    """Runs a command with its errors explained in one line, and with exit codes as `main` has them."""
+    from hpnlp.cli import output  # imports JAX, which takes a second
+
     with output.guarded(argv) as stdout:
         code: object = 0
         try:
@@ -44,9 +70,6 @@ def main() -> None:
                 sys.stdout.flush()
         except SystemExit as stop:
             code = stop.code or 0
-        except KeyboardInterrupt:  # training saves first, and does not get here
-            print("hpnlp: interrupted", file=sys.stderr)
-            sys.exit(130)
         except BrokenPipeError:
             sys.exit(1)
         except Exception as error:

@@ -91,11 +91,6 @@ def guarded(argv: Sequence[str]) -> Iterator[Output]:
         argv: The arguments of `hpnlp`: the command, and its flags.
     """
     stops = argv[0] in PRINTS_ONLY or any(arg in HELP for arg in argv)
-    for descriptor in range(3):  # the first file that is opened would take the place of one that is closed
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Output(streams[0], stops), Output(streams[1], False)
     try:

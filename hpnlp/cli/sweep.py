@@ -33,11 +33,6 @@ flags.DEFINE_string("workdir", None, "Where the members' directories go.")
 
 
 def run(argv: Sequence[str]) -> None:
-    with signals.watched():
-        _run(argv)
-
-
-def _run(argv: Sequence[str]) -> None:
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE)
     path, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))

@@ -39,13 +39,8 @@ flags.DEFINE_bool(
 
 
 def run(argv: Sequence[str]) -> None:
-    with signals.watched():
-        if parent := os.environ.pop(signals.PARENT, ""):
-            signals.follow(int(parent))
-        _run(argv)
-
-
-def _run(argv: Sequence[str]) -> None:
+    if parent := os.environ.pop(signals.PARENT, ""):
+        signals.follow(int(parent))
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE + (fields.listed() if "--help" in argv else ""))
     path, workdir = cli.required("config", experiment.EXAMPLE), cli.required("workdir", "runs/bytes")

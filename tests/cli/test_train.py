@@ -315,6 +315,26 @@ def test_ctrl_c_ends_with_a_line_and_130(monkeypatch, capsys):
     assert (ended.value.code, capsys.readouterr().err) == (130, "hpnlp: interrupted\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "number", "said"),
+    [
+        ("train", signal.SIGTERM, "SIGTERM: ended at once; what was saved before stays"),
+        ("sweep", signal.SIGINT, "SIGINT: ended at once; what was saved before stays"),
+        ("generate", signal.SIGINT, "interrupted"),
+    ],
+)
+def test_signal_while_modules_are_imported_ends_with_a_line_and_130(
+    start, finish, tmp_path, monkeypatch, command, number, said
+):
+    (tmp_path / "jax.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    process = start(command)
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(number)
+    outcome = finish(process, timeout=10)
+    assert outcome.code == 130 and outcome.err.count("\n") == 1 and outcome.err.startswith(f"hpnlp: {said}")
+
+
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])
 def test_closed_pipe_ends_it_without_a_word(argv):
     reader, writer = os.pipe()
