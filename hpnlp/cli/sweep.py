@@ -37,6 +37,7 @@ def run(argv: Sequence[str]) -> None:
     cli.parse(argv, USAGE)
     path, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))
     members = _resolved(path, _sweep(path), overrides)
+    _make(workdir)
 
     done, failed = [], {}
     for index, (name, member_flags, config) in enumerate(members):
@@ -62,6 +63,17 @@ def run(argv: Sequence[str]) -> None:
         print(table, flush=True)
     if failed:
         raise cli.InputError(_advice(failed, len(members)))
+
+
+def _make(workdir: Path) -> None:
+    """Makes the directory of a sweep. Raises InputError where its members could not be saved or read back."""
+    from hpnlp.training.checkpoint import checked_directory
+
+    checked_directory(workdir)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cli.InputError(f"cannot make --workdir={workdir} ({error.strerror}): name another directory") from error
 
 
 def _advice(failed: Mapping[str, int], members: int) -> str:

@@ -146,6 +146,17 @@ def test_all_members_are_checked_before_the_first_trains(sweep, run, tmp_path, m
     assert message in outcome.err and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("workdir", "message"),
+    [("[proj]/runs", "checkpoints under a path with '['"), ("file/runs", "cannot make --workdir=")],
+)
+def test_workdirs_that_cannot_hold_runs_are_refused_before_the_first_member(sweep, run, tmp_path, workdir, message):
+    (tmp_path / "file").write_text("")
+    outcome = run(*sweep([{"train.seed": 1}])[:-1], f"--workdir={tmp_path / workdir}")
+    assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
+    assert message in outcome.err and not (tmp_path / "[proj]").exists()
+
+
 def begun(process, lines):
     """Waits until a member has trained a step."""
     while not (lines.exists() and lines.stat().st_size):
