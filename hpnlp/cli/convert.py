@@ -104,7 +104,7 @@ def _to_run(source: Path, target: Path) -> None:
     from hpnlp.training import run_directory as runs
     from hpnlp.training.checkpoint import Checkpointer, checked_directory
 
-    checked_directory(target)
+    checked_directory(target, "--to")
     model = convert.load_config(source, cli.FLAGS.dtype)
     convert.eos_ids(source)  # raises where it cannot be read
     # Rows no longer than the model's positions reach, where these are learned.

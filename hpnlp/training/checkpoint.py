@@ -29,8 +29,12 @@ FORMAT = 1  # of the composite below; a reader refuses what it does not know
 _NOT_LITERAL = re.compile(r"[*?\[\\]|(?<=/)gs:(?=/)")
 
 
-def checked_directory(workdir: str | Path) -> Path:
+def checked_directory(workdir: str | Path, argument: str = "workdir") -> Path:
     """The absolute path of a run directory whose checkpoints can be read back.
+
+    Args:
+        workdir: the directory, which need not exist.
+        argument: its name in messages.
 
     Raises:
         InputError: the absolute path has a character that the checkpoint libraries do not take literally, or is not UTF-8.
@@ -40,12 +44,12 @@ def checked_directory(workdir: str | Path) -> Path:
         str(directory).encode()
     except UnicodeEncodeError:
         raise InputError(
-            f"workdir {str(workdir)!r}: the path {str(directory)!r} is not UTF-8, and checkpoints in it could not be written: "
-            "rename that directory, or choose another one"
+            f"{argument} {str(workdir)!r}: the path {str(directory)!r} is not UTF-8, and checkpoints in it could not be "
+            "written: rename that directory, or choose another one"
         ) from None
     if found := _NOT_LITERAL.search(f"{directory}/"):
         raise InputError(
-            f"workdir {str(workdir)!r}: checkpoints under a path with {found[0]!r} could not be read back ({directory}): "
+            f"{argument} {str(workdir)!r}: checkpoints under a path with {found[0]!r} could not be read back ({directory}): "
             "rename that directory, or choose another one"
         )
     return directory

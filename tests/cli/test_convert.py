@@ -196,7 +196,7 @@ def test_what_is_refused(checkpoint, converted, tmp_path):
     refused("--from=.*config.json is a file: name the directory", from_=checkpoint / "config.json", to=new)
     refused("--step=3: .* is a Hugging Face checkpoint, which has no steps: leave", from_=checkpoint, to=new, step=3)
     refused(r"no checkpoint 7 in .* \(there: 0\)", from_=converted, to=new, step=7)
-    refused(r"workdir '.*/\[proj\]/x': .* choose another one", from_=checkpoint, to=tmp_path / "[proj]" / "x")
+    refused(r"--to '.*/\[proj\]/x': .* choose another one", from_=checkpoint, to=tmp_path / "[proj]" / "x")
     assert not (tmp_path / "[proj]").exists()
     for dtype in ("bf16", "int8"):
         refused(f"--dtype={dtype}: expected float32, bfloat16, float16", from_=checkpoint, to=new, dtype=dtype)
