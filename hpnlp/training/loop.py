@@ -1,4 +1,8 @@
-"""The training loop: everything that a run does between its config and its result, top to bottom."""
+"""The training loop: what a run does between its config and its result.
+
+`train` is the loop. `_Run` holds the state of a run and does each thing that the loop is made of: set-up, one step, writing
+metrics, evaluation, checkpoints and the end.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +27,31 @@ from hpnlp.training.config import Config
 from hpnlp.training.loss_scale import LEAST
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, find_writers, now_and_then
 from hpnlp.training.run_directory import claimed, has_begun, make_model, saved_tokenizer, write_config
-from hpnlp.training.step import Batch, Trainer, check_batch, make_trainer
-from hpnlp.types import InputError, Writer
+from hpnlp.training.step import Batch, Trainer, TrainState, check_batch, make_trainer
+from hpnlp.types import InputError, Tokenizer, Writer
 
-HOPELESS = 20  # steps in a row without a finite gradient, after which a run stops
+HOPELESS = 20  # consecutive steps without a finite gradient after which a run stops
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run ends with. interrupted: a signal stopped it early, and the same command goes on from `step`. devices: how
-    many, and what they are divided into.
+    """Result of a run.
 
-    heldout: `loss` in nats a token and, for tokenizers that lose nothing and output layers that give probabilities,
-    `bits_per_byte`. baselines: bits per byte of compressors on the same text, see `data.baselines`; {} where the run was
-    interrupted and on processes that do not lead. Over all restarts: seconds, by phase, of which "setup" holds all
-    compilation, and peak_memory_bytes.
+    Attributes:
+      step: Number of steps done.
+      interrupted: True if a signal stopped the run early; the same command continues from `step`.
+      heldout: `loss` in nats per token and, for tokenizers that lose nothing and output layers that give probabilities,
+        `bits_per_byte`.
+      baselines: Bits per byte of general compressors on the same text, see `data.baselines`; empty if the run was interrupted
+        and in processes other than process 0.
+      corpus: The data, with its tokenizer.
+      model: The model.
+      params: Its parameters, averaged ones where the run keeps an average.
+      seconds: Seconds by phase, over all restarts; "setup" holds all compilation.
+      peak_memory_bytes: Largest peak memory of any restart.
+      parameters: Number of parameters.
+      flops_per_step: Floating-point operations of the matrix products of a step, or None if the batch decides them.
+      devices: Number of devices and the mesh axes that they are divided into, as text.
     """
 
     step: int
@@ -55,250 +69,353 @@ class Result:
 
 
 def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) -> Result:
-    """Trains to `config.train.steps`, going on from the newest checkpoint in `workdir`, or else from `config.train.init_from`.
+    """Trains to `config.train.steps` from the newest checkpoint in `workdir`, or else from `config.train.init_from`.
 
-    accept_changes: go on though the directory was made by another config, or start though the model of `init_from` differs in
-    more than shapes tell.
+    Args:
+      config: The config of the run.
+      workdir: The directory that holds the run's config, tokenizer, metrics and checkpoints.
+      accept_changes: Continue although the directory was made with another config, or start although the model of
+        `init_from` differs in fields that leave the parameters' shapes as they are.
 
-    Raises InputError where the config, the data, the mesh or the directory is at fault; what was saved stays.
+    Returns:
+      The result, also where a signal stopped the run early.
+
+    Raises:
+      InputError: The config, the data, the mesh or the directory is at fault; what was saved stays.
     """
-    workdir = Path(workdir)
     with contextlib.ExitStack() as stack:
-        lead = distributed.is_lead()
-        if lead:
+        run = _Run(config, Path(workdir), accept_changes, stack)
+        run.announce()
+        while run.step < config.train.steps and not run.stopped:
+            run.train_step()
+            improved = run.evaluate_if_due()
+            if run.checkpoint_is_due(improved):
+                run.save(improved)
+            elif run.step % config.train.log_every == 0 and not run.checkpoints.saving():
+                run.flush()
+        return run.finish()
+
+
+@dataclasses.dataclass
+class _Start:
+    """State that a run starts from.
+
+    Attributes:
+      state: Parameters, optimizer state and step.
+      phrase: Origin of the state, for the first line of output.
+      progress: Best held-out loss and evaluations since, `best` and `bad_evals`.
+      peak_memory_bytes: Peak memory of earlier processes of the run.
+    """
+
+    state: TrainState
+    phrase: str
+    progress: dict[str, Any] = dataclasses.field(default_factory=lambda: {"best": None, "bad_evals": 0})
+    peak_memory_bytes: int = 0
+
+
+class _Run:
+    """A run in progress: its state, its data, its outputs, and the operations of the training loop."""
+
+    def __init__(self, config: Config, workdir: Path, accept_changes: bool, stack: contextlib.ExitStack) -> None:
+        """Sets the run up; `stack` closes what it opens."""
+        self.config, self.workdir, self.stack = config, workdir, stack
+        self.is_lead = distributed.is_lead()
+        if self.is_lead:
             stack.enter_context(claimed(workdir, config, accept_changes))
-        stopping = distributed.Stopping()
-        stack.callback(stopping.end)
-        clock = Clock()
+        self.stopping = distributed.Stopping()
+        stack.callback(self.stopping.end)
+        self.clock = Clock()
         stack.enter_context(jax.debug_nans(config.train.debug_nans))
-        trace = stack.enter_context(contextlib.ExitStack())  # what ends the run early ends a trace, too
-
-        with clock("setup"):
+        self.trace = stack.enter_context(contextlib.ExitStack())  # a run that ends early ends a profiler trace, too
+        with self.clock("setup"):
             further_writers = find_writers(config.train.writers)
-            begun = distributed.agreed(has_begun(workdir))
-            say_progress = now_and_then(console=None if lead else QUIET)
-            source = _source(config, workdir)
-            # A warm start takes the tokenizer that its parameters know, also where an attempt before it has saved another.
-            tokenizer = source.tokenizer if source is not None else saved_tokenizer(workdir) if begun else None
-            corpus = prepare(config.data, tokenizer, say_progress)
-            baselines = Baselines(corpus) if lead else None
-            model = make_model(config, corpus.tokenizer)
-            changed = "" if source is None else warm_start.check_model(model.config, source, accept_changes)
-            optimizer = config.optimizer.for_batch(config.data.batch_size)
-            trainer = make_trainer(model, optimizer, config.plan, steps=config.train.steps)
-            check_batch(trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
-            part = distributed.share(trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
-            key = jax.random.key(config.train.seed)
-            rows = corpus.train(seed=config.train.seed, process_index=part[0], process_count=part[1])
-            checkpoints = Checkpointer(workdir, config.train.keep)
-            stack.callback(checkpoints.close)
-            progress: dict[str, Any] = {"best": None, "bad_evals": 0}
-            peak = measure.peak_memory_bytes
-            begin = "starting"
-            if source is not None:
-                params, phrase = warm_start.load_params(source, trainer, config.plan)
-                state, first = trainer.init(key, params), 0
-                begin = f"starting from {phrase}{f' ({changed})' * bool(changed)}"
-            elif checkpoints.latest() is None:
-                if config.train.init_from:
-                    raise InputError(
-                        f"{checkpoints.directory} holds no complete checkpoint: remove it, and the run starts from "
-                        f"train.init_from={config.train.init_from}"
-                    )
-                state, first = trainer.init(key), 0
-            elif checkpoints.holds_params_only():  # a converted model: everything but the parameters begins here
-                warm_start.check_own(config.train.init_from, workdir)
-                warm_start.check_tokenizer(config.data.tokenizer, warm_start.find(workdir))
-                state, first = trainer.init(key, checkpoints.restore_params(trainer.state_shapes)), 0
-                begin = f"starting from the converted model of {workdir}, with its tokenizer"
-            else:
-                state, data_state, progress = checkpoints.restore(trainer.state_shapes)
-                rows.set_state(data_state)
-                first = int(state.step)
-                begin = f"going on from step {first}"
-                for phase, seconds in progress["seconds"].items():
-                    clock.seconds[phase] += seconds
-                before = progress.get("peak_memory_bytes", 0)  # older checkpoints do not say
-                peak = lambda: max(before, measure.peak_memory_bytes())  # noqa: E731
-            if lead and (source is not None or not begun or not (workdir / "tokenizer.json").exists()):
-                save_whole(corpus.tokenizer, str(workdir))
-            if lead:
-                write_config(workdir, config)
+            self._prepare(accept_changes)
+        self.first_step = self.step = self.saved_step = int(self.start.state.step)
+        self._open_outputs(further_writers)
+        self.state, self.progress = self.start.state, self.start.progress
+        self.pending: list[tuple[int, dict[str, jax.Array]]] = []  # metrics of steps, not yet fetched from the devices
+        self.consecutive_skips = 0
+        self.stopped = self._out_of_patience()  # a run that was stopped early stays so
 
-        jsonl = JsonlWriter(workdir, first) if lead else None
-        writers: list[Writer] = [] if jsonl is None else [jsonl]
-        for make in further_writers if lead else ():
-            writers.append(make(workdir=workdir, last_step=first))
-        for writer in writers:
-            stack.callback(writer.close)
+    def _prepare(self, accept_changes: bool) -> None:
+        """Makes data, model and trainer, and finds the state to start from; then writes tokenizer and config."""
+        config, workdir = self.config, self.workdir
+        begun = distributed.agreed(has_begun(workdir))
+        self.source = _warm_start_source(config, workdir)
+        self.corpus = prepare(
+            config.data, self._known_tokenizer(begun), now_and_then(console=None if self.is_lead else QUIET)
+        )
+        self.baselines = Baselines(self.corpus) if self.is_lead else None
+        self.model = make_model(config, self.corpus.tokenizer)
+        accepted = "" if self.source is None else warm_start.check_model(self.model.config, self.source, accept_changes)
+        optimizer = config.optimizer.for_batch(config.data.batch_size)
+        self.trainer = make_trainer(self.model, optimizer, config.plan, steps=config.train.steps)
+        check_batch(self.trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
+        index, count = distributed.share(self.trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
+        self.key = jax.random.key(config.train.seed)
+        self.batches = self.corpus.train(seed=config.train.seed, process_index=index, process_count=count)
+        self.checkpoints = Checkpointer(workdir, config.train.keep)
+        self.stack.callback(self.checkpoints.close)
+        self.start = self._find_start(accepted)
+        if self.is_lead:
+            if self.source is not None or not begun or not (workdir / "tokenizer.json").exists():
+                save_whole(self.corpus.tokenizer, str(workdir))
+            write_config(workdir, config)
+
+    def _known_tokenizer(self, begun: bool) -> Tokenizer | None:
+        """The tokenizer of the warm start or of the run so far; None for one that is made from the data."""
+        if self.source is not None:  # the one that its parameters know, also if an earlier attempt has saved another
+            return self.source.tokenizer
+        return saved_tokenizer(self.workdir) if begun else None
+
+    def _find_start(self, accepted: str) -> _Start:
+        """Initial parameters, those of `train.init_from` or of a converted model, or the newest checkpoint.
+
+        `accepted` lists the differences between the models that the user has accepted for a warm start.
+        """
+        config, trainer, checkpoints = self.config, self.trainer, self.checkpoints
+        if self.source is not None:
+            params, phrase = warm_start.load_params(self.source, trainer, config.plan)
+            return _Start(trainer.init(self.key, params), f"starting from {phrase}{f' ({accepted})' * bool(accepted)}")
+        if checkpoints.latest() is None:
+            if config.train.init_from:
+                raise InputError(
+                    f"{checkpoints.directory} holds no complete checkpoint: remove it, and the run starts from "
+                    f"train.init_from={config.train.init_from}"
+                )
+            return _Start(trainer.init(self.key), "starting")
+        if checkpoints.holds_params_only():  # a converted model: all but the parameters begins here
+            warm_start.check_own(config.train.init_from, self.workdir)
+            warm_start.check_tokenizer(config.data.tokenizer, warm_start.find(self.workdir))
+            params = checkpoints.restore_params(trainer.state_shapes)
+            return _Start(
+                trainer.init(self.key, params),
+                f"starting from the converted model of {self.workdir}, with its tokenizer",
+            )
+        state, data_state, progress = checkpoints.restore(trainer.state_shapes)
+        self.batches.set_state(data_state)
+        for phase, seconds in progress["seconds"].items():
+            self.clock.seconds[phase] += seconds
+        peak = progress.get("peak_memory_bytes", 0)  # absent from checkpoints of early versions
+        return _Start(state, f"going on from step {int(state.step)}", progress, peak)
+
+    def _open_outputs(self, further_writers: list[Any]) -> None:
+        """Opens metrics.jsonl, further writers and the progress display."""
+        config = self.config
+        self.jsonl = JsonlWriter(self.workdir, self.first_step) if self.is_lead else None
+        self.writers: list[Writer] = [] if self.jsonl is None else [self.jsonl]
+        for make in further_writers if self.is_lead else ():
+            self.writers.append(make(workdir=self.workdir, last_step=self.first_step))
+        for writer in self.writers:
+            self.stack.callback(writer.close)
         tokens = config.data.batch_size * config.data.seq_len
-        display = Display(first, config.train.steps, tokens, None if lead else QUIET)
-        stack.callback(display.close)
-        parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainer.state_shapes.params))
-        display.say(_greeting(begin, config, workdir, parameters, trainer.layout.mesh))
-        for remark in source.remarks if source is not None else ():
-            display.say(f"{config.train.init_from}: {remark}")
+        self.display = Display(self.first_step, config.train.steps, tokens, None if self.is_lead else QUIET)
+        self.stack.callback(self.display.close)
+        shapes = jax.tree.leaves(self.trainer.state_shapes.params)
+        self.parameters = sum(math.prod(leaf.shape) for leaf in shapes)
+
+    def announce(self) -> None:
+        """Prints what the run starts from, how it is laid out, which data it reads, and remarks on the config."""
+        config, trainer, say = self.config, self.trainer, self.display.say
+        say(
+            f"{self.start.phrase}: {self.parameters / 1e6:.2f}M parameters, {_devices(trainer.layout.mesh)}, "
+            f"{config.train.steps} steps of {config.data.batch_size} x {config.data.seq_len} tokens, in {self.workdir}"
+        )
+        for remark in self.source.remarks if self.source is not None else ():
+            say(f"{config.train.init_from}: {remark}")
         if trainer.undivided:
-            display.say(f"no axis of the plan divides {', '.join(trainer.undivided)}: whole on every device")
-        display.say(corpus.summary)  # what was left out, too: nobody misses a file in silence
+            say(f"no axis of the plan divides {', '.join(trainer.undivided)}: whole on every device")
+        say(self.corpus.summary)  # with the files that were left out, so that none is missing in silence
         if config.optimizer.warmup >= config.train.steps:
-            display.say(
+            say(
                 f"optimizer.warmup={config.optimizer.warmup} lasts to the end of train.steps={config.train.steps}: the "
                 "learning rate does not reach its peak"
             )
 
-        pending: list[tuple[int, dict[str, jax.Array]]] = []
-        skipped_in_a_row = 0
-
-        def flush() -> None:
-            """Fetches the metrics of the steps since the last flush, and writes a line for each.
-
-            Lines wait for a checkpoint in the making: what was shown is never more than an interval ahead of the disk.
-            """
-            nonlocal skipped_in_a_row
-            with clock("checkpoint"):
-                checkpoints.wait()
-            if not pending:
-                return
-            with clock("step"):
-                values = jax.device_get([metrics for _, metrics in pending])
-            for (number, _), metrics in zip(pending, values, strict=True):
-                line = {name: float(value) for name, value in metrics.items()}
-                for writer in writers:
-                    writer.write(number, line)
-                # A loss scale that can fall is the cause, and the cure.
-                lost = line["skipped"] and line.get("loss_scale", LEAST) <= LEAST
-                skipped_in_a_row = skipped_in_a_row + 1 if lost else 0
-                if skipped_in_a_row >= HOPELESS or (lost and not config.optimizer.skip_nonfinite):
-                    raise InputError(
-                        f"the loss or its gradient has not been finite for {skipped_in_a_row} steps, up to {number}: "
-                        "lower optimizer.learning_rate, or look for the cause with train.debug_nans"
-                    )
-            if skipped := round(sum(float(metrics["skipped"]) for metrics in values)):
-                display.say(
-                    f"step {pending[-1][0]}: {skipped} of the last {len(values)} steps skipped: they were not finite"
-                )
-            display.step(pending[-1][0], float(values[-1]["loss"]), clock.seconds["data"] + clock.seconds["step"])
-            pending.clear()
-
-        def save(loss: float | None = None) -> None:
-            """Starts a checkpoint; the lines of its steps are on disk before it is."""
-            flush()
-            with clock("checkpoint"):
-                if jsonl is not None:
-                    jsonl.sync()
-                kept = {**progress, "seconds": clock.seconds, "peak_memory_bytes": peak()}
-                checkpoints.save(state, rows.get_state(), kept, loss)
-
-        def evaluate(limit: int | None) -> dict[str, float]:
-            flush()
-            display.doing("scoring held-out text")
-            with clock("eval"):
-                return heldout_loss(trainer, state.best_params, corpus, config, limit)
-
-        trace_first, trace_last = config.train.profile_range()
-        step = saved = first
-        stop = _patience_is_over(config, progress)  # a run that was stopped early stays so
-
-        while step < config.train.steps and not stop:
-            step += 1
-            if step == trace_first:
-                trace.enter_context(jax.profiler.trace(str(workdir / "profile")))
-            with clock("data"):
-                batch = _on_devices(trainer, next(rows), config)
-            with clock("setup" if step == first + 1 else "step"):  # the first call traces and compiles
-                state, metrics = trainer.step(state, batch, key)
-                pending.append((step, metrics))
-                if step == first + 1:
-                    jax.block_until_ready(metrics)
-                    stopping.begin()  # until here, a signal ends the process: there is nothing to save
-            if step == trace_last:
+    def train_step(self) -> None:
+        """Does one step, and notes whether a signal has asked the run to stop."""
+        self.step += 1
+        trace_first, trace_last = self.config.train.profile_range()
+        if self.step == trace_first:
+            self.trace.enter_context(jax.profiler.trace(str(self.workdir / "profile")))
+        with self.clock("data"):
+            batch = _on_devices(self.trainer, next(self.batches), self.config)
+        is_first = self.step == self.first_step + 1
+        with self.clock("setup" if is_first else "step"):  # the first call traces and compiles
+            self.state, metrics = self.trainer.step(self.state, batch, self.key)
+            self.pending.append((self.step, metrics))
+            if is_first:
                 jax.block_until_ready(metrics)
-                trace.close()
+                self.stopping.begin()  # before, a signal ends the process at once: there is nothing to save
+        if self.step == trace_last:
+            jax.block_until_ready(metrics)
+            self.trace.close()
+        self.stopped = self.stopping(self.step)
 
-            stop = stopping(step)
-            last = step == config.train.steps or stop
-            loss = None
-            # Also when a signal has come: the run that goes on must find what an undisturbed one would.
-            if config.train.eval_every and step % config.train.eval_every == 0 and step < config.train.steps:
-                scores = evaluate(config.train.eval_batches or None)
-                for writer in writers:
-                    writer.write(step, {f"heldout_{name}": value for name, value in scores.items()})
-                display.say(f"step {step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
-                limit = math.inf if progress["best"] is None else progress["best"] - config.train.min_delta
-                better = math.isfinite(scores["loss"]) and scores["loss"] < limit
-                progress |= (
-                    {"best": scores["loss"], "bad_evals": 0} if better else {"bad_evals": progress["bad_evals"] + 1}
-                )
-                if better:
-                    loss = scores["loss"]
-                if _patience_is_over(config, progress):
-                    display.say(f"no improvement in {config.train.patience} evaluations: stopping at step {step}")
-                    last = stop = True
-            if (
-                last
-                or loss is not None
-                or (config.train.checkpoint_every and step % config.train.checkpoint_every == 0)
-            ):
-                save(loss)
-                saved = step
-            elif step % config.train.log_every == 0 and not checkpoints.saving():
-                flush()
+    def evaluate_if_due(self) -> float | None:
+        """Evaluates every `train.eval_every` steps, and stops the run when its patience is over.
 
-        with clock("checkpoint"):
-            checkpoints.wait()
-            checkpoints.check_saved(saved, trainer.state_shapes.params, trainer.state_shapes.step)
-        stopping.agree()
-        stopping.end()
-        interrupted = stopping.signal != ""
-        if interrupted:
-            display.say(f"{stopping.signal}: saved step {saved}; the same command goes on from there")
+        An evaluation also runs when a signal has come, so that the run that continues finds what an undisturbed one would.
+
+        Returns:
+          The held-out loss if it is the best so far; None otherwise, and if no evaluation is due.
+        """
+        options = self.config.train
+        if not options.eval_every or self.step % options.eval_every or self.step >= options.steps:
+            return None
+        scores = self.evaluate(options.eval_batches or None)
+        for writer in self.writers:
+            writer.write(self.step, {f"heldout_{name}": value for name, value in scores.items()})
+        self.display.say(f"step {self.step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
+        limit = math.inf if self.progress["best"] is None else self.progress["best"] - options.min_delta
+        is_better = math.isfinite(scores["loss"]) and scores["loss"] < limit
+        if is_better:
+            self.progress |= {"best": scores["loss"], "bad_evals": 0}
         else:
-            display.say("scoring all held-out text")
-        heldout = {} if interrupted else evaluate(None)
-        result = Result(
-            step=step,
+            self.progress |= {"bad_evals": self.progress["bad_evals"] + 1}
+        if self._out_of_patience():
+            self.display.say(f"no improvement in {options.patience} evaluations: stopping at step {self.step}")
+            self.stopped = True
+        return scores["loss"] if is_better else None
+
+    def evaluate(self, limit: int | None) -> dict[str, float]:
+        """`heldout_loss` of the current parameters, over at most `limit` batches."""
+        self.flush()
+        self.display.doing("scoring held-out text")
+        with self.clock("eval"):
+            return heldout_loss(self.trainer, self.state.best_params, self.corpus, self.config, limit)
+
+    def checkpoint_is_due(self, improved: float | None) -> bool:
+        """True after the last step, after the best evaluation so far, and every `train.checkpoint_every` steps."""
+        options = self.config.train
+        is_last = self.stopped or self.step == options.steps
+        periodic = bool(options.checkpoint_every) and self.step % options.checkpoint_every == 0
+        return is_last or improved is not None or periodic
+
+    def save(self, loss: float | None = None) -> None:
+        """Starts a checkpoint, after the metrics of its steps have reached the disk. `loss` ranks it among the best."""
+        self.flush()
+        with self.clock("checkpoint"):
+            if self.jsonl is not None:
+                self.jsonl.sync()
+            progress = {**self.progress, "seconds": self.clock.seconds, "peak_memory_bytes": self._peak_memory_bytes()}
+            self.checkpoints.save(self.state, self.batches.get_state(), progress, loss)
+        self.saved_step = self.step
+
+    def flush(self) -> None:
+        """Fetches the metrics of the steps since the last flush, and writes a line for each.
+
+        Waits for a checkpoint in progress first: metrics that were shown are at most one interval ahead of the disk.
+
+        Raises:
+          InputError: The gradients have not been finite for HOPELESS steps, or once without `optimizer.skip_nonfinite`.
+        """
+        with self.clock("checkpoint"):
+            self.checkpoints.wait()
+        if not self.pending:
+            return
+        with self.clock("step"):
+            values = jax.device_get([metrics for _, metrics in self.pending])
+        for (step, _), metrics in zip(self.pending, values, strict=True):
+            line = {name: float(value) for name, value in metrics.items()}
+            for writer in self.writers:
+                writer.write(step, line)
+            self._check_finite(step, line)
+        last_step = self.pending[-1][0]
+        if skipped := round(sum(float(metrics["skipped"]) for metrics in values)):
+            self.display.say(
+                f"step {last_step}: {skipped} of the last {len(values)} steps skipped: they were not finite"
+            )
+        self.display.step(last_step, float(values[-1]["loss"]), self.clock.seconds["data"] + self.clock.seconds["step"])
+        self.pending.clear()
+
+    def _check_finite(self, step: int, line: Mapping[str, float]) -> None:
+        """Raises InputError where the gradients were not finite for too many steps."""
+        # While a loss scale can still fall, it is both the cause and the cure.
+        lost = line["skipped"] and line.get("loss_scale", LEAST) <= LEAST
+        self.consecutive_skips = self.consecutive_skips + 1 if lost else 0
+        if self.consecutive_skips >= HOPELESS or (lost and not self.config.optimizer.skip_nonfinite):
+            raise InputError(
+                f"the loss or its gradient has not been finite for {self.consecutive_skips} steps, up to {step}: "
+                "lower optimizer.learning_rate, or look for the cause with train.debug_nans"
+            )
+
+    def finish(self) -> Result:
+        """Reads the last checkpoint back, scores all held-out text unless a signal came, and returns the result."""
+        with self.clock("checkpoint"):
+            self.checkpoints.wait()
+            shapes = self.trainer.state_shapes
+            self.checkpoints.check_saved(self.saved_step, shapes.params, shapes.step)
+        self.stopping.agree()
+        self.stopping.end()
+        interrupted = self.stopping.signal != ""
+        heldout: dict[str, float] = {}
+        baselines: dict[str, Any] = {}
+        if interrupted:
+            self.display.say(
+                f"{self.stopping.signal}: saved step {self.saved_step}; the same command goes on from there"
+            )
+        else:
+            self.display.say("scoring all held-out text")
+            heldout = self.evaluate(None)
+            if self.baselines is not None:
+                baselines = self.baselines.result(self.display.say)
+        return Result(
+            step=self.step,
             interrupted=interrupted,
             heldout=heldout,
-            baselines={} if interrupted or baselines is None else baselines.result(display.say),
-            peak_memory_bytes=peak(),
-            corpus=corpus,
-            model=model,
-            params=state.best_params,
-            seconds=dict(clock.seconds),
-            parameters=parameters,
-            flops_per_step=trainer.flops(config.data.batch_size, config.data.seq_len),
-            devices=_devices(trainer.layout.mesh),
+            baselines=baselines,
+            peak_memory_bytes=self._peak_memory_bytes(),
+            corpus=self.corpus,
+            model=self.model,
+            params=self.state.best_params,
+            seconds=dict(self.clock.seconds),
+            parameters=self.parameters,
+            flops_per_step=self.trainer.flops(self.config.data.batch_size, self.config.data.seq_len),
+            devices=_devices(self.trainer.layout.mesh),
         )
-        return result
 
+    def _out_of_patience(self) -> bool:
+        """True if `train.patience` evaluations in a row were no better than the best one."""
+        return 0 < self.config.train.patience <= self.progress["bad_evals"]
 
-def _patience_is_over(config: Config, progress: Mapping[str, Any]) -> bool:
-    return 0 < config.train.patience <= progress["bad_evals"]
+    def _peak_memory_bytes(self) -> int:
+        return max(self.start.peak_memory_bytes, measure.peak_memory_bytes())
 
 
 def heldout_loss(
     trainer: Trainer, params: Any, corpus: Corpus, config: Config, limit: int | None = None
 ) -> dict[str, float]:
-    """The loss of the held-out text in nats a token and, where all of it was scored and none was lost, bits a byte, unless the
-    loss is of no probabilities.
+    """Scores held-out text.
 
-    limit: at most so many batches, spread over the text.
+    Args:
+      trainer: Compiled functions of the model.
+      params: Parameters, laid out as the trainer's.
+      corpus: Data; its held-out part is read.
+      config: Sizes of batches and `train.eval_stride`.
+      limit: Largest number of batches, spread over the text; None for all.
+
+    Returns:
+      `loss` in nats per token; with it `bits_per_byte` if all of the text was scored, the tokenizer loses none of it, and the
+      output layer gives probabilities.
+
+    Raises:
+      InputError: No token of the batches has a loss.
     """
-    part = distributed.share(trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
+    index, count = distributed.share(trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
     batches = corpus.heldout(
         batch_size=config.data.batch_size,
         stride=config.train.eval_stride or None,
         limit=limit,
-        process_index=part[0],
-        process_count=part[1],
+        process_index=index,
+        process_count=count,
     )
     sums: list[Any] = []
     for batch in batches:
-        rows = _on_devices(trainer, batch, config)
-        # One after the other: two programs on the pretended devices of one CPU can wait for each other's threads forever.
+        arrays = _on_devices(trainer, batch, config)
+        # One after the other: two programs on the simulated devices of one CPU can wait for each other's threads forever.
         jax.block_until_ready(sums[-1:])
-        sums.append(trainer.evaluate(params, rows))
+        sums.append(trainer.evaluate(params, arrays))
     total, weight = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
     if not weight:
         raise InputError(
@@ -312,29 +429,23 @@ def heldout_loss(
 
 
 def _on_devices(trainer: Trainer, batch: Mapping[str, np.ndarray], config: Config) -> Batch:
-    shape = config.data.batch_size, config.data.seq_len
-    put = lambda rows: jax.make_array_from_process_local_data(trainer.batch_sharding, rows, shape)  # noqa: E731
-    return {name: put(rows) for name, rows in batch.items()}
+    """Global arrays `[B, T]` from this process's examples."""
+    shape, sharding = (config.data.batch_size, config.data.seq_len), trainer.batch_sharding
+    return {name: jax.make_array_from_process_local_data(sharding, x, shape) for name, x in batch.items()}
 
 
 def _devices(mesh: Any) -> str:
+    """The devices of a mesh as text, such as `8 cpu devices (data 4, tensor 2)`."""
     devices = jax.devices()
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     used = f"{mesh.size} of {len(devices)}" if mesh.size < len(devices) else len(devices)
     return f"{used} {devices[0].platform} device{'s' * (len(devices) > 1)}{f' ({axes})' * bool(axes)}"
 
 
-def _source(config: Config, workdir: Path) -> warm_start.Source | None:
-    """The model that `train.init_from` names; None without one, or where the run goes on from a checkpoint of its own."""
+def _warm_start_source(config: Config, workdir: Path) -> warm_start.Source | None:
+    """The model that `train.init_from` names; None without one, or if the run continues from a checkpoint of its own."""
     if not config.train.init_from or distributed.agreed(Checkpointer.exist(workdir)):
         return None
     source = warm_start.find(config.train.init_from)
     warm_start.check_tokenizer(config.data.tokenizer, source)
     return source
-
-
-def _greeting(begin: str, config: Config, workdir: Path, parameters: int, mesh: Any) -> str:
-    return (
-        f"{begin}: {parameters / 1e6:.2f}M parameters, {_devices(mesh)}, {config.train.steps} steps of "
-        f"{config.data.batch_size} x {config.data.seq_len} tokens, in {workdir}"
-    )
