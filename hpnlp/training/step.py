@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from hpnlp import measure
 from hpnlp.models.lm import LM, axes_and_shapes, example_batch, masks_of, mixers_of
@@ -23,30 +23,13 @@ from hpnlp.training.apply_updates import Update, check_by_layer, mean
 from hpnlp.training.gradients import Batch, Gradients, loss
 from hpnlp.training.muon import Whole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
+from hpnlp.training.state_shardings import TrainState, shapes_with, state_shardings
 from hpnlp.types import InputError, ModelParallel
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """All that a step changes: arrays, or their shapes or shardings. step: how many are done. ema: averaged
-    parameters, or None. scale: a `LossScale`, or None."""
-
-    step: Any
-    params: Any
-    opt_state: Any
-    ema: Any = None
-    scale: Any = None
-
-    @property
-    def best_params(self) -> Any:
-        """What evaluation, generation and export use."""
-        return self.params if self.ema is None else self.ema
 
 
 @dataclasses.dataclass(frozen=True)
 class _OnMesh:
-    """A jitted function, called where its mesh is known."""
+    """A jitted function, called with its mesh set."""
 
     mesh: Mesh | AbstractMesh
     jitted: Any
@@ -62,12 +45,20 @@ class _OnMesh:
 class Trainer:
     """The compiled functions of one model on one mesh.
 
-    init(key[, params]) -> state; step(state, batch, key) -> (state, metrics), state donated; evaluate(params, batch) -> (sum,
-    weight) of the loss in nats. Batches are global arrays over batch_sharding. state_shapes carries the shardings.
-    gives_probabilities: whether that loss is -log p(label). undivided: the matrices that no axis of the mesh divides.
-    part_shapes: as the parameters', laid out as their statistics are. rows_trained(rows, length): how many rows of a table a
-    batch of that shape trains at most, by the table's path, where it does not train all. counted: makes the
-    trainer of one device, whose products are the model's, where here some are left out or made in idle ticks.
+    Attributes:
+      init: `init(key[, params]) -> state`.
+      step: `step(state, batch, key) -> (state, metrics)`; the state is donated.
+      evaluate: `evaluate(params, batch) -> (sum, weight)` of the loss in nats.
+      state_shapes: Shapes of the state, with their shardings.
+      batch_sharding: Sharding of the arrays `[B, T]` of a batch, which are global.
+      gives_probabilities: True if the loss is -log p(label).
+      layout: The plan on its devices.
+      undivided: Names and shapes of the matrices that no axis of the mesh divides.
+      part_shapes: Shapes of the parameters, with the shardings of their gradients and statistics.
+      rows_trained: `rows_trained(examples, length)`: the largest number of rows of a table that a batch of that shape trains,
+        by the table's path, for tables that are not trained whole.
+      single_device: Makes the trainer of one device, from which FLOPs are counted, where this one leaves products out or does
+        them in idle ticks of a pipeline; None otherwise.
     """
 
     init: _OnMesh
@@ -80,18 +71,23 @@ class Trainer:
     undivided: tuple[str, ...]
     part_shapes: Any
     rows_trained: Callable[[int, int], Mapping[sparse_rows.Path, int]]
-    counted: Callable[[], Trainer] | None
+    single_device: Callable[[], Trainer] | None
 
-    def flops(self, rows: int, length: int) -> int | None:
-        """Floating-point operations of the matrix products of one step, recomputation counted.
+    def flops(self, examples: int, length: int) -> int | None:
+        """Floating-point operations of the matrix products of one step, recomputation included.
 
-        None where the batch decides how many there are: with output layers that group tokens by their labels.
+        Args:
+          examples: Sequences of a batch.
+          length: Tokens of a sequence.
+
+        Returns:
+          The number, or None where the batch decides it: for output layers that group tokens by their labels.
         """
-        batch = jax.eval_shape(lambda: example_batch(rows, length))
+        batch = jax.eval_shape(lambda: example_batch(examples, length))
         key = jax.eval_shape(lambda: jax.random.key(0))
         try:
-            counted = self if self.counted is None else self.counted()
-            return measure.count_flops(counted.step.jitted, counted.state_shapes, batch, key)
+            trainer = self if self.single_device is None else self.single_device()
+            return measure.count_flops(trainer.step.jitted, trainer.state_shapes, batch, key)
         except InputError:
             return None
 
@@ -105,189 +101,234 @@ def make_trainer(
     devices: Sequence[Any] | int | None = None,
     aux_weights: Mapping[str, float] | None = None,
 ) -> Trainer:
-    """Builds the step of `model` for a run of `steps` steps, laid out over `devices` (default: all) as `plan` says.
+    """Builds the training step of a model. Nothing is allocated.
 
-    devices: a number stands for so many that are not there: the functions may be traced, and not called.
+    Args:
+      model: The model.
+      config: The optimizer.
+      plan: The layout over devices, rematerialisation and offloading.
+      steps: Number of steps of the run, for the learning rate's schedule.
+      devices: Devices to use, all by default. A number stands for that many devices that are not present: the functions can
+        be traced, but not called.
+      aux_weights: Factor of each auxiliary loss (metrics of layers whose name ends in `_loss`); 1 by default.
 
-    aux_weights: the factor of each auxiliary loss (what the layers report under a name that ends in `_loss`); 1 where
-    it is not named. Nothing is allocated; a model that the plan does not divide raises InputError.
+    Returns:
+      The compiled functions, with the shapes and shardings of their arguments.
+
+    Raises:
+      InputError: The plan does not divide the model, or does not go with the model or the optimizer.
     """
     layout = plan.layout(model.config.sizes(), devices)
-    c, mesh, (axes, own) = model.config, layout.mesh, axes_and_shapes(model.clone(remat=plan.remat))
-    context_parallel.check(layout, mixers_of(model), masks_of(model), (c.heads, c.kv_head_count), c.dropout)
-    if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
-        raise InputError(
-            "model.residual='reversible': layers of a pipeline that take their parameters again, with ZeRO 3 or plan.rounds "
-            "over 1, are not reversible: set plan.zero=2 and plan.rounds=1, or model.residual='plain'"
-        )
-    if plan.offload_optimizer and config.rows:
-        raise InputError(
-            "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave one out"
-        )
-    if plan.offload_parameters:
-        check_by_layer(model, config)
-    # Who looks for a NaN has every operation run by itself, and of those inside a shard_map jax does so without end.
-    alone = (mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
-    placement = None if alone else _placement(layout, axes["layers"], masks_of(model))
-    schedule, parts = make_schedule(config, steps), layout.tree(axes, own, divided=layout.zero >= 1)
-    optimizer = make_optimizer(config, steps, None if alone else _whole(mesh, parts))
-    update = Update(config, optimizer, plan.offload_parameters, c.layers)
-
-    def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-        key = jax.random.fold_in(key, state.step)
-        ids = gradients.looked_up(state.params, batch, key)
-        whole, state = state, sparse_rows.gather(state, ids, tables)
-        grads, (weight, sums) = gradients(state.params, ids, state.scale, batch, key)
-        scaled = weight if state.scale is None else weight * state.scale.value
-        norm = update.norm(grads, scaled)
-        fine = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
-        if plan.offload_optimizer and not plan.offload_parameters:
-            state = dataclasses.replace(state, opt_state=host_offload.fetched(state.opt_state, norm))
-        skips = config.skip_nonfinite or state.scale is not None
-        old = state.params, state.opt_state, state.ema
-        params, opt_state, ema = update(
-            old, grads, weight=scaled, norm=norm, step=state.step, fine=fine if skips else None
-        )
-        with jax.numpy_dtype_promotion("standard"):
-            learning_rate = jnp.asarray(schedule(_updates(state)), jnp.float32)
-        new = TrainState(state.step, params, opt_state, ema, state.scale)
-        metrics = {name: mean(total, count) for name, (total, count) in sums.items()}
-        metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}
-        metrics["skipped"] = 1.0 - fine.astype(jnp.float32)
-        if state.scale is not None:
-            metrics["loss_scale"] = state.scale.value
-            new = dataclasses.replace(new, scale=state.scale.after(fine))
-        new = dataclasses.replace(new, step=state.step + 1)
-        return sparse_rows.scatter(whole, new, ids, tables), metrics
-
-    def init(key: jax.Array, params: Any = None) -> TrainState:
-        if params is None:
-            params = nn.meta.unbox(model.init(key, example_batch(1, 8)))["params"]
-        ema = jax.tree.map(jnp.copy, params) if config.ema else None
-        scale = loss_scale.begin(config.loss_scale, c.dtype)
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema, scale)
-
-    def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        # Averaged ones are laid out as statistics are.
-        params = jax.tree.map(jax.lax.with_sharding_constraint, params, shardings.params)
-        out = loss(gradients.model, params, batch, None)
-        return out.sum, out.weight
-
-    shapes = jax.eval_shape(lambda params: init(jax.random.key(0), params), own)
+    _check_compatible(model, config, plan, layout)
+    axes, param_shapes = axes_and_shapes(model.clone(remat=plan.remat))
+    statistic_specs = layout.tree(axes, param_shapes, divided=layout.zero >= 1)
+    # jax_debug_nans re-executes the program operation by operation, which does not terminate inside shard_map.
+    single = (layout.mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
+    optimizer = make_optimizer(config, steps, None if single else _whole_matrices(layout.mesh, statistic_specs))
+    make_state = functools.partial(_initial_state, model, config, optimizer)
+    shapes = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)), param_shapes)
+    shardings = state_shardings(layout, plan, axes, statistic_specs, shapes)
     tables = {sparse_rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
+    update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     gradients = Gradients(
-        model=model.clone(placement=placement, remat=plan.remat),
+        model=model.clone(placement=None if single else _placement(layout, axes, masks_of(model)), remat=plan.remat),
         whole=model,
         update=update,
         layout=layout,
         axes=axes,
         tables=tables,
-        apart=layout.zero == 2 and not alone,
+        apart=layout.zero == 2 and not single,
         aux_weights=aux_weights or {},
     )
-
-    def rows_trained(count: int, length: int) -> dict[sparse_rows.Path, int]:
-        found = jax.eval_shape(
-            lambda params: gradients.looked_up(params, example_batch(count, length), jax.random.key(0)), own
-        )
-        return {path: ids.size for path, ids in found.items()}
-
-    rows_trained(config.accumulate, 8)  # or says why not
-    shardings = _state_shardings(layout, axes, parts, shapes)
-    if plan.offload_optimizer:
-        shardings = dataclasses.replace(shardings, opt_state=host_offload.hosted(shardings.opt_state))
-    if plan.offload_parameters:
-        ema = shardings.ema and host_offload.hosted_layers(shardings.ema)
-        shardings = dataclasses.replace(shardings, params=host_offload.hosted_layers(shardings.params), ema=ema)
-    spread, replicated = layout.sharding("batch", "length"), layout.sharding()
-
+    functions = _StepFunctions(
+        gradients=gradients,
+        update=update,
+        schedule=make_schedule(config, steps),
+        tables=tables,
+        fetches_optimizer=plan.offload_optimizer and not plan.offload_parameters,
+        param_shapes=param_shapes,
+        param_shardings=shardings.params,
+    )
+    functions.rows_trained(config.accumulate, 8)  # raises InputError for models that cannot train some rows only
+    on_mesh = functools.partial(_OnMesh, layout.mesh)
+    batch_sharding, replicated = layout.sharding("batch", "length"), layout.sharding()
+    one_device = functools.partial(
+        make_trainer,
+        model,
+        config,
+        Plan("single", remat=plan.remat),
+        steps=steps,
+        devices=1,
+        aux_weights=aux_weights,
+    )
     return Trainer(
-        init=_OnMesh(mesh, jax.jit(init, out_shardings=shardings)),
-        step=_OnMesh(
-            mesh,
+        init=on_mesh(jax.jit(functions.init, out_shardings=shardings)),
+        step=on_mesh(
             jax.jit(
-                step,
+                functions.step,
                 donate_argnums=0,
-                in_shardings=(shardings, spread, replicated),
+                in_shardings=(shardings, batch_sharding, replicated),
                 out_shardings=(shardings, replicated),
-            ),
+            )
         ),
-        evaluate=_OnMesh(mesh, jax.jit(evaluate, in_shardings=(None, spread), out_shardings=replicated)),
-        state_shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
-        batch_sharding=spread,
+        evaluate=on_mesh(jax.jit(functions.evaluate, in_shardings=(None, batch_sharding), out_shardings=replicated)),
+        state_shapes=shapes_with(shapes, shardings),
+        batch_sharding=batch_sharding,
         gives_probabilities=model.is_normalized,
         layout=layout,
         undivided=tuple(layout.undivided(axes, shapes.params)),
-        rows_trained=rows_trained,
-        counted=None
-        if layout.size("layers", "length") == 1
-        else functools.partial(
-            make_trainer,
-            model,
-            config,
-            Plan("single", remat=plan.remat),
-            steps=steps,
-            devices=1,
-            aux_weights=aux_weights,
-        ),
-        part_shapes=jax.tree.map(
-            lambda x, held, spec: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(mesh, spec, memory_kind=held.memory_kind)
-            ),
-            shapes.params,
-            shardings.params,
-            parts,
-        ),
+        part_shapes=_part_shapes(layout.mesh, shapes.params, shardings.params, statistic_specs),
+        rows_trained=functions.rows_trained,
+        single_device=None if layout.size("layers", "length") == 1 else one_device,
     )
 
 
+def _check_compatible(model: LM, config: OptimizerConfig, plan: Plan, layout: Layout) -> None:
+    """Raises InputError where a plan does not go with a model's mixers and residuals, or with the optimizer."""
+    c = model.config
+    context_parallel.check(layout, mixers_of(model), masks_of(model), (c.heads, c.kv_head_count), c.dropout)
+    if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
+        raise InputError(
+            "model.residual='reversible': layers of a pipeline that gather their parameters again, with ZeRO 3 or "
+            "plan.rounds over 1, are not reversible: set plan.zero=2 and plan.rounds=1, or model.residual='plain'"
+        )
+    if plan.offload_optimizer and config.rows:
+        raise InputError(
+            "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave "
+            "out one of the two"
+        )
+    if plan.offload_parameters:
+        check_by_layer(model, config)
+
+
+def _initial_state(
+    model: LM, config: OptimizerConfig, optimizer: Any, key: jax.Array, params: Any = None
+) -> TrainState:
+    """The state before the first step; `key` draws the parameters where none are passed."""
+    if params is None:
+        params = nn.meta.unbox(model.init(key, example_batch(1, 8)))["params"]
+    ema = jax.tree.map(jnp.copy, params) if config.ema else None
+    scale = loss_scale.begin(config.loss_scale, model.config.dtype)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema, scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class _StepFunctions:
+    """The functions of a trainer before they are jitted.
+
+    Attributes:
+      gradients: Gradients of a batch.
+      update: Update of the parameters by their gradients.
+      schedule: Learning rate by number of updates.
+      tables: Shapes of the parameters by path.
+      fetches_optimizer: True if the optimizer's state rests in the host's memory, and is fetched whole.
+      param_shapes: Shapes of the parameters.
+      param_shardings: Shardings of the parameters.
+    """
+
+    gradients: Gradients
+    update: Update
+    schedule: optax.Schedule
+    tables: Mapping[sparse_rows.Path, tuple[int, ...]]
+    fetches_optimizer: bool
+    param_shapes: Any
+    param_shardings: Any
+
+    def init(self, key: jax.Array, params: Any = None) -> TrainState:
+        """The state before the first step; `key` draws the parameters where none are passed."""
+        return _initial_state(self.gradients.whole, self.update.config, self.update.optimizer, key, params)
+
+    def step(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step: gradients, update, metrics. Only the trained rows of a table take part in it."""
+        key = jax.random.fold_in(key, state.step)
+        ids = self.gradients.looked_up(state.params, batch, key)
+        full_state, state = state, sparse_rows.gather(state, ids, self.tables)
+        grads, (weight, sums) = self.gradients(state.params, ids, state.scale, batch, key)
+        scaled = weight if state.scale is None else weight * state.scale.value
+        norm = self.update.norm(grads, scaled)
+        is_finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
+        if self.fetches_optimizer:
+            state = dataclasses.replace(state, opt_state=host_offload.fetched(state.opt_state, norm))
+        skips = self.update.config.skip_nonfinite or state.scale is not None
+        params, opt_state, ema = self.update(
+            (state.params, state.opt_state, state.ema),
+            grads,
+            weight=scaled,
+            norm=norm,
+            step=state.step,
+            fine=is_finite if skips else None,
+        )
+        with jax.numpy_dtype_promotion("standard"):
+            learning_rate = jnp.asarray(self.schedule(_updates(state)), jnp.float32)
+        new_state = TrainState(state.step, params, opt_state, ema, state.scale)
+        metrics = {name: mean(total, count) for name, (total, count) in sums.items()}
+        metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}
+        metrics["skipped"] = 1.0 - is_finite.astype(jnp.float32)
+        if state.scale is not None:
+            metrics["loss_scale"] = state.scale.value
+            new_state = dataclasses.replace(new_state, scale=state.scale.after(is_finite))
+        new_state = dataclasses.replace(new_state, step=state.step + 1)
+        return sparse_rows.scatter(full_state, new_state, ids, self.tables), metrics
+
+    def evaluate(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """`(sum, weight)` of the loss without dropout; averaged parameters, sharded as statistics are, are resharded."""
+        params = jax.tree.map(jax.lax.with_sharding_constraint, params, self.param_shardings)
+        out = loss(self.gradients.model, params, batch, None)
+        return out.sum, out.weight
+
+    def rows_trained(self, examples: int, length: int) -> dict[sparse_rows.Path, int]:
+        """`Trainer.rows_trained`."""
+
+        def looked_up(params: Any) -> Any:
+            return self.gradients.looked_up(params, example_batch(examples, length), jax.random.key(0))
+
+        return {path: ids.size for path, ids in jax.eval_shape(looked_up, self.param_shapes).items()}
+
+
 def _updates(state: TrainState) -> jax.Array:
-    """How often the optimizer has moved: skipped steps do not count in its schedule."""
+    """Number of the optimizer's updates: skipped steps do not count in its schedule."""
     counts = optax.tree.get_all_with_path(state.opt_state, "count")
     return counts[0][1] if counts else state.step
 
 
-def _placement(layout: Layout, layers: Any, masks: Any) -> ModelParallel:
-    """A model's parts over a mesh. layers: the logical names of the axes of the layers' parameters. masks: the layers'."""
+def _part_shapes(mesh: Any, shapes: Any, param_shardings: Any, statistic_specs: Any) -> Any:
+    """Shapes of the parameters with their statistics' specs, in the memory in which the parameters rest."""
+
+    def part(x: Any, sharding: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        placed = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+
+    return jax.tree.map(part, shapes, param_shardings, statistic_specs)
+
+
+def _placement(layout: Layout, axes: Any, masks: Any) -> ModelParallel:
+    """The parts of a model over a mesh. `axes`: logical axis names of its parameters; `masks`: those of its layers."""
     return ModelParallel(
         lookup=functools.partial(vocab_parallel.lookup, layout),
-        through=functools.partial(pipeline.through, layout, layers),
+        through=functools.partial(pipeline.through, layout, axes["layers"]),
         loss=functools.partial(vocab_parallel.loss, layout),
         order=functools.partial(context_parallel.arranged, layout, masks),
     )
 
 
-def _whole(mesh: Any, parts: Any) -> Whole:
-    """What an optimizer does that multiplies matrices of which devices have parts."""
-    by_path = {sparse_rows.keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(parts)}
+def _whole_matrices(mesh: Any, specs: Any) -> Whole:
+    """Function by which an optimizer multiplies matrices that are divided over devices."""
+    by_path = {sparse_rows.keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
     return lambda path, function, x: distributed_matrices.of_whole(function, x, mesh, by_path[path])
 
 
-def _state_shardings(layout: Layout, axes: Any, parts: Any, shapes: TrainState) -> TrainState:
-    """Parameters by their names; optimizer statistics as the parameter that they belong to, found by its path."""
-
-    def at(specs: Any) -> Any:
-        return jax.tree.map(lambda x, spec: NamedSharding(layout.mesh, spec), shapes.params, specs)
-
-    params, parts = at(layout.tree(axes, shapes.params, divided=layout.zero == 3)), at(parts)
-    leaves = jax.tree_util.tree_leaves_with_path(shapes.params)
-    sizes = {sparse_rows.keys(path): leaf.shape for path, leaf in leaves}
-    by_path = {sparse_rows.keys(path): own for (path, _), own in zip(leaves, jax.tree.leaves(parts), strict=True)}
-
-    def statistic(path: Any, leaf: Any) -> NamedSharding:
-        # Replicated are counters, and the factored statistics of adafactor, which are small.
-        owner = sparse_rows.owner(path, leaf.shape, sizes)
-        if owner is None or leaf.shape == sizes[owner]:
-            return by_path.get(owner or (), layout.sharding())
-        return NamedSharding(layout.mesh, PartitionSpec(*by_path[owner].spec[: len(leaf.shape) - 1]))  # of rows
-
-    opt_state = jax.tree_util.tree_map_with_path(statistic, shapes.opt_state)
-    scale = jax.tree.map(lambda _: layout.sharding(), shapes.scale)
-    return TrainState(layout.sharding(), params, opt_state, None if shapes.ema is None else parts, scale)
-
-
 def check_batch(layout: Layout, batch_size: int, seq_len: int, accumulate: int) -> None:
-    """Raises InputError unless the batch splits over devices, accumulation and microbatches."""
+    """Raises InputError unless a batch splits over devices, accumulation and microbatches.
+
+    Args:
+      layout: The plan on its devices.
+      batch_size: Sequences of a batch.
+      seq_len: Tokens of a sequence.
+      accumulate: Number of parts that gradients are accumulated from.
+
+    Raises:
+      InputError: One of the sizes does not divide; the message names the field and the multiple to use.
+    """
     devices = layout.size("batch")
     if batch_size % (devices * accumulate):
         whose = "1 device's" if devices == 1 else f"{devices} devices'"

@@ -1,0 +1,105 @@
+"""Shardings of the training state: ZeRO's division of parameters, gradients, optimizer statistics and averages."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from hpnlp.parallel import host_offload
+from hpnlp.parallel.layout import Layout
+from hpnlp.parallel.plan import Plan
+from hpnlp.training import sparse_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a step changes: arrays, or their shapes or shardings.
+
+    Attributes:
+      step: Number of steps done, int32.
+      params: Parameters.
+      opt_state: State of the optimizer.
+      ema: Averaged parameters, or None.
+      scale: A `LossScale`, or None.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    ema: Any = None
+    scale: Any = None
+
+    @property
+    def best_params(self) -> Any:
+        """The parameters for evaluation, generation and export."""
+        return self.params if self.ema is None else self.ema
+
+
+def state_shardings(layout: Layout, plan: Plan, axes: Any, statistic_specs: Any, shapes: TrainState) -> TrainState:
+    """Shardings of a training state.
+
+    Args:
+      layout: The plan on its devices; its ZeRO stage decides whether parameters are divided over `fsdp`.
+      plan: The plan; states what rests in the host's memory.
+      axes: A tree like the parameters, of tuples of logical axis names.
+      statistic_specs: A tree like the parameters, of the PartitionSpec of each one's gradient and statistics.
+      shapes: Shapes of the state.
+
+    Returns:
+      Parameters by their logical axes, and each statistic of the optimizer as the parameter that it belongs to.
+    """
+    param_specs = layout.tree(axes, shapes.params, divided=layout.zero == 3)
+    params, statistics = (
+        jax.tree.map(lambda _, spec: NamedSharding(layout.mesh, spec), shapes.params, specs)
+        for specs in (param_specs, statistic_specs)
+    )
+    state = TrainState(
+        step=layout.sharding(),
+        params=params,
+        opt_state=_optimizer_shardings(layout, statistics, shapes),
+        ema=None if shapes.ema is None else statistics,
+        scale=jax.tree.map(lambda _: layout.sharding(), shapes.scale),
+    )
+    if plan.offload_optimizer:
+        state = dataclasses.replace(state, opt_state=host_offload.hosted(state.opt_state))
+    if plan.offload_parameters:
+        ema = state.ema and host_offload.hosted_layers(state.ema)
+        state = dataclasses.replace(state, params=host_offload.hosted_layers(state.params), ema=ema)
+    return state
+
+
+def _optimizer_shardings(layout: Layout, statistics: Any, shapes: TrainState) -> Any:
+    """Shardings of the optimizer's state; each statistic is found by the path of its parameter."""
+    leaves = jax.tree_util.tree_leaves_with_path(shapes.params)
+    param_shapes = {sparse_rows.keys(path): leaf.shape for path, leaf in leaves}
+    by_path = {
+        sparse_rows.keys(path): sharding
+        for (path, _), sharding in zip(leaves, jax.tree.leaves(statistics), strict=True)
+    }
+
+    def of_statistic(path: Any, leaf: Any) -> NamedSharding:
+        # Counters and the factored statistics of adafactor, which are small, are replicated.
+        owner = sparse_rows.owner(path, leaf.shape, param_shapes)
+        if owner is None or leaf.shape == param_shapes[owner]:
+            return by_path.get(owner or (), layout.sharding())
+        per_row = by_path[owner].spec[: len(leaf.shape) - 1]  # statistics of rows have 1 in place of the last axis
+        return NamedSharding(layout.mesh, PartitionSpec(*per_row))
+
+    return jax.tree_util.tree_map_with_path(of_statistic, shapes.opt_state)
+
+
+def shapes_with(shapes: Any, shardings: Any) -> Any:
+    """Shapes with shardings.
+
+    Args:
+      shapes: A tree of arrays or shapes.
+      shardings: A tree like it, of shardings.
+
+    Returns:
+      A tree of `jax.ShapeDtypeStruct`.
+    """
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
