@@ -1,4 +1,4 @@
-"""The end of a step: the norm of its gradients, and what they make of parameters, their statistics and their average."""
+"""Update of a step: the norm of its gradients, and the new parameters, optimizer state and average."""
 
 from __future__ import annotations
 
@@ -19,38 +19,78 @@ from hpnlp.types import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """by_layer: whether layers rest in the host's memory, so that one after another is moved. layers: how many there are."""
+    """Applies gradients to parameters, optimizer state and average.
+
+    Attributes:
+      config: The optimizer's config.
+      optimizer: The optax transformation.
+      by_layer: True if layers rest in the host's memory, and are fetched, updated and stored one after another.
+      layers: Number of layers.
+    """
 
     config: OptimizerConfig
     optimizer: optax.GradientTransformationExtraArgs
     by_layer: bool
     layers: int
 
-    def each(self, function: Callable[..., Any], state: Any, *given: Any) -> Any:
-        """`function(state, *given)` of arrays like the parameters, of which it treats each layer by itself."""
-        return host_offload.by_layer(function, state, *given) if self.by_layer else function(state, *given)
+    def each(self, function: Callable[..., Any], state: Any, *trees: Any) -> Any:
+        """`function(state, *trees)` of trees like the parameters, layer by layer where layers rest on the host.
+
+        Args:
+          function: Function of trees like the parameters, which treats each layer by itself.
+          state: The tree that is replaced.
+          *trees: Further arguments.
+
+        Returns:
+          The result of the function.
+        """
+        return host_offload.by_layer(function, state, *trees) if self.by_layer else function(state, *trees)
 
     def norm(self, grads: Any, weight: jax.Array) -> jax.Array:
-        """Of all gradients; weight: what these sums are to be divided by."""
+        """Global norm of all gradients.
+
+        Args:
+          grads: Sums over tokens, a tree like the parameters.
+          weight: Divisor of the sums.
+
+        Returns:
+          The norm of the means, a float32 scalar.
+        """
         if not self.by_layer:
             return optax.tree.norm(means(grads, weight))
 
-        def add(total: Any, some: Any) -> Any:
-            return jax.tree.map(lambda t: t + optax.tree.norm(means(some, weight), squared=True), total)
+        def add(totals: Any, layer_grads: Any) -> Any:
+            return jax.tree.map(lambda t: t + optax.tree.norm(means(layer_grads, weight), squared=True), totals)
 
         squares = host_offload.by_layer(add, {"layers": jnp.zeros(self.layers), "others": jnp.zeros(())}, grads)
         return jnp.sqrt(jnp.sum(squares["layers"]) + squares["others"])
 
     def __call__(
-        self, old: Any, grads: Any, *, weight: jax.Array, norm: jax.Array, step: jax.Array, fine: jax.Array | None
+        self,
+        state: Any,
+        grads: Any,
+        *,
+        weight: jax.Array,
+        norm: jax.Array,
+        step: jax.Array,
+        is_finite: jax.Array | None,
     ) -> Any:
-        """`(parameters, optimizer's state, average or None)` from the old ones.
+        """New parameters, optimizer state and average.
 
-        weight, norm: as `norm` takes and gives them. fine: where False, the old ones are the new; None means True.
+        Args:
+          state: `(parameters, optimizer state, average or None)`.
+          grads: Sums over tokens, a tree like the parameters.
+          weight: Divisor of the sums.
+          norm: Result of `norm`.
+          step: Number of steps done, int32.
+          is_finite: bool scalar; where False, the state stays as it is. None means True.
+
+        Returns:
+          The new state.
         """
 
-        def moved(old: Any, grads: Any) -> Any:
-            params, opt_state, ema = old
+        def update(state: Any, grads: Any) -> Any:
+            params, opt_state, ema = state
             with jax.numpy_dtype_promotion("standard"):
                 updates, opt_state = self.optimizer.update(means(grads, weight), opt_state, params, norm=norm)
             params = optax.apply_updates(params, updates)
@@ -61,11 +101,11 @@ class Update:
                 ema = jax.tree.map(lambda old, new: decay * old + (1.0 - decay) * new, ema, params)
             return params, opt_state, ema
 
-        def guarded(old: Any, grads: Any) -> Any:
-            # One choice of all, where one of each array would have XLA:CPU copy the optimizer's whole state.
-            return jax.lax.cond(fine, moved, lambda old, _: old, old, grads)
+        def update_if_finite(state: Any, grads: Any) -> Any:
+            # One choice for the whole state: a choice for each array makes XLA:CPU copy the optimizer's state.
+            return jax.lax.cond(is_finite, update, lambda state, _: state, state, grads)
 
-        return self.each(moved if fine is None else guarded, old, grads)
+        return self.each(update if is_finite is None else update_if_finite, state, grads)
 
 
 def check_by_layer(model: LM, config: OptimizerConfig) -> None:

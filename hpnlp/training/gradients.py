@@ -1,4 +1,4 @@
-"""The middle of a step: the gradients of a batch's loss, summed over the parts that it is accumulated from."""
+"""Gradients of a batch's loss, summed over the parts that the batch is accumulated from (gradient accumulation)."""
 
 from __future__ import annotations
 
@@ -23,87 +23,123 @@ Batch = Mapping[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """model: as laid out over the mesh; whole: the same model, as one device has it. axes: the names of its parameters' axes,
-    tables: the shapes of its parameters by their path. apart: whether ZeRO divides gradients where parameters lie whole.
-    aux_weights: the factor of each auxiliary loss, 1 where it is not named.
+    """Gradients of a model's loss.
+
+    Under ZeRO 2 a parameter is whole on every device and its gradient is not. Gradients are then taken with respect to shards
+    of the parameters (`_shards`), which `_with_shards` joins with the whole parameters for the model.
+
+    Attributes:
+      model: The model, laid out over the mesh.
+      single_model: The same model as one device has it.
+      update: The update that follows; it knows how gradients are accumulated.
+      layout: The plan on its devices.
+      axes: Logical axis names of the parameters, a tree like them.
+      tables: Shapes of the parameters by path.
+      zero2: True if gradients are divided over devices where parameters are whole.
+      aux_weights: Factor of each auxiliary loss; 1 by default.
     """
 
     model: LM
-    whole: LM
+    single_model: LM
     update: Update
     layout: Layout
     axes: Any
     tables: Mapping[sparse_rows.Path, tuple[int, ...]]
-    apart: bool
+    zero2: bool
     aux_weights: Mapping[str, float]
 
     def __call__(self, params: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array) -> tuple[Any, tuple[Any, Any]]:
-        """`(gradients, (weight, sums))` of the loss's sum over a batch; sums: `(total, weight)` of each metric.
+        """Gradients of the sum of a batch's losses.
 
-        ids: the rows of tables that are trained, by the table's path, of which params hold no others. scale: a `LossScale`, or
-        None.
+        Args:
+          params: Parameters; of tables in `ids`, the looked-up rows only.
+          ids: Trained rows of tables, by the table's path.
+          scale: A `LossScale`, or None.
+          batch: Arrays `[B, T]`.
+          key: Key of the step, for dropout and sampled losses.
+
+        Returns:
+          `(gradients, (weight, sums))`: the weight of the loss, and `(total, weight)` of each metric.
         """
-        given = self._parts(params, ids), params, ids, scale
-        of_part = jax.grad(self._sum, has_aux=True)
+        constants = self._shards(params, ids), params, ids, scale
+        gradient = jax.grad(self._sum, has_aux=True)
         if self.update.config.accumulate == 1:
-            return of_part(*given, batch, key)
+            return gradient(*constants, batch, key)
 
-        def add(carry: Any, some: Any) -> tuple[Any, None]:
-            return self.update.each(functools.partial(jax.tree.map, jnp.add), carry, of_part(*given, *some)), None
+        def add(totals: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+            new = gradient(*constants, *part)
+            return self.update.each(functools.partial(jax.tree.map, jnp.add), totals, new), None
 
-        each = self._accumulated_from(batch, key)
-        first = jax.tree.map(lambda x: x[0], each)
-        _, like = jax.eval_shape(of_part, *given, *first)
+        parts = self._accumulated_parts(batch, key)
+        first = jax.tree.map(lambda x: x[0], parts)
+        _, shapes = jax.eval_shape(gradient, *constants, *first)
         zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-        return jax.lax.scan(add, (self.update.each(zeros, given[0]), zeros(like)), each)[0]
+        return jax.lax.scan(add, (self.update.each(zeros, constants[0]), zeros(shapes)), parts)[0]
 
     def looked_up(self, params: Any, batch: Batch, key: jax.Array) -> dict[sparse_rows.Path, jax.Array]:
-        """The rows that a step looks up, by their table's path, where these alone are to be trained."""
+        """Rows that a step looks up, by their table's path; empty unless `optimizer.rows` trains these alone.
+
+        Args:
+          params: Parameters.
+          batch: Arrays `[B, T]`.
+          key: Key of the step: sampled losses look up the rows that they draw.
+
+        Returns:
+          int32 ids, ascending and distinct, padded as `sparse_rows.distinct` does.
+        """
         if not self.update.config.rows:
             return {}
 
-        def one(part: tuple[Batch, jax.Array]) -> Any:
-            return self.whole.apply({"params": params}, part[0], rngs=_rngs(part[1]), method="rows")
+        def rows_of(part: tuple[Batch, jax.Array]) -> Any:
+            return self.single_model.apply({"params": params}, part[0], rngs=_rngs(part[1]), method="rows")
 
-        one_part = self.update.config.accumulate == 1
-        found = one((batch, key)) if one_part else jax.lax.map(one, self._accumulated_from(batch, key))
-        return {path: sparse_rows.distinct(ids.reshape(-1), self.tables[path][0]) for path, ids in found.items()}
+        if self.update.config.accumulate == 1:
+            ids_by_path = rows_of((batch, key))
+        else:
+            ids_by_path = jax.lax.map(rows_of, self._accumulated_parts(batch, key))
+        return {path: sparse_rows.distinct(ids.reshape(-1), self.tables[path][0]) for path, ids in ids_by_path.items()}
 
-    def _accumulated_from(self, batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
-        """The parts of a batch, and a key for each."""
+    def _accumulated_parts(self, batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
+        """The batch as `[parts, B / parts, T]`, and a key for each part."""
         count = self.update.config.accumulate
-        # Interleaved, so that every device keeps its own rows in every part.
+        # Interleaved, so that every device keeps its own sequences in every part.
         parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
         return parts, jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count, dtype=jnp.uint32))
 
-    def _parts(self, params: Any, ids: Any) -> Any:
-        """What gradients are taken by: parameters, each laid out as its gradient is to be."""
-        if not self.apart:
+    def _shards(self, params: Any, ids: Any) -> Any:
+        """The arrays that gradients are taken with respect to: parameters, each sharded as its gradient will be."""
+        if not self.zero2:
             return params
 
-        def one(path: Any, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-            if not _summed_apart(sparse_rows.keys(path), ids):
+        def shard(path: Any, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+            if not _has_divided_gradient(sparse_rows.keys(path), ids):
                 return leaf
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.layout.mesh, spec))
 
-        return jax.tree_util.tree_map_with_path(one, params, self.layout.tree(self.axes, params, divided=True))
+        return jax.tree_util.tree_map_with_path(shard, params, self.layout.tree(self.axes, params, divided=True))
 
-    def _joined(self, parts: Any, params: Any, ids: Any) -> Any:
-        """Parameters as the model takes them, from these and the parts that gradients are taken by."""
-        if not self.apart:
-            return parts
+    def _with_shards(self, shards: Any, params: Any, ids: Any) -> Any:
+        """Parameters for the model, from the whole ones and the shards that gradients are taken with respect to."""
+        if not self.zero2:
+            return shards
 
-        def one(path: Any, part: jax.Array, leaf: jax.Array) -> Any:
-            return Split(jax.lax.stop_gradient(leaf), part) if _summed_apart(sparse_rows.keys(path), ids) else part
+        def join(path: Any, shard: jax.Array, leaf: jax.Array) -> Any:
+            if _has_divided_gradient(sparse_rows.keys(path), ids):
+                return Split(jax.lax.stop_gradient(leaf), shard)
+            return shard
 
-        return jax.tree_util.tree_map_with_path(one, parts, params)
+        return jax.tree_util.tree_map_with_path(join, shards, params)
 
     def _sum(
-        self, parts: Any, params: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array
+        self, shards: Any, params: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        # The sum, not the mean: sums add up over devices and accumulated parts, whatever their shares of target tokens,
-        # and in float16 they keep gradients of order 1 on the way down.
-        out = loss(self.model, sparse_rows.as_tables(self._joined(parts, params, ids), ids), batch, key)
+        """`(sum of the loss with auxiliary losses, (weight, metrics))`.
+
+        The sum, not the mean: sums add up over devices and accumulated parts, whatever their shares of target tokens, and in
+        float16 they keep gradients of order 1 on the way down.
+        """
+        tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
+        out = loss(self.model, tables, batch, key)
         total = out.sum
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):
@@ -114,7 +150,17 @@ class Gradients:
 
 
 def loss(model: LM, params: Any, batch: Batch, key: jax.Array | None) -> LossOut:
-    """A batch's loss; key: what is drawn in training, None where nothing is."""
+    """Loss of a batch.
+
+    Args:
+      model: The model.
+      params: Its parameters.
+      batch: Arrays `[B, T]`.
+      key: Key for dropout and sampled losses in training; None for evaluation, which draws nothing.
+
+    Returns:
+      The sum of the losses, its weight and the layers' metrics.
+    """
     if model.placement is None:
         params = host_offload.here(params)
     rngs = {} if key is None else _rngs(key)
@@ -126,6 +172,6 @@ def _rngs(key: jax.Array) -> dict[str, jax.Array]:
     return {"dropout": key, "output": jax.random.fold_in(key, 1)}
 
 
-def _summed_apart(path: sparse_rows.Path, ids: Any) -> bool:
-    """Whether a parameter's gradient is summed in parts: that of the layers and of tables of which all rows are trained."""
+def _has_divided_gradient(path: sparse_rows.Path, ids: Any) -> bool:
+    """True if ZeRO 2 divides the parameter's gradient: that of layers, and of tables that are trained whole."""
     return path not in ids and (path[0] in ("layers", "head") or path == ("embed", "table"))

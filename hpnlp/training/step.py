@@ -132,12 +132,12 @@ def make_trainer(
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     gradients = Gradients(
         model=model.clone(placement=None if single else _placement(layout, axes, masks_of(model)), remat=plan.remat),
-        whole=model,
+        single_model=model,
         update=update,
         layout=layout,
         axes=axes,
         tables=tables,
-        apart=layout.zero == 2 and not single,
+        zero2=layout.zero == 2 and not single,
         aux_weights=aux_weights or {},
     )
     functions = _StepFunctions(
@@ -236,7 +236,7 @@ class _StepFunctions:
 
     def init(self, key: jax.Array, params: Any = None) -> TrainState:
         """The state before the first step; `key` draws the parameters where none are passed."""
-        return _initial_state(self.gradients.whole, self.update.config, self.update.optimizer, key, params)
+        return _initial_state(self.gradients.single_model, self.update.config, self.update.optimizer, key, params)
 
     def step(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: gradients, update, metrics. Only the trained rows of a table take part in it."""
@@ -256,7 +256,7 @@ class _StepFunctions:
             weight=scaled,
             norm=norm,
             step=state.step,
-            fine=is_finite if skips else None,
+            is_finite=is_finite if skips else None,
         )
         with jax.numpy_dtype_promotion("standard"):
             learning_rate = jnp.asarray(self.schedule(_updates(state)), jnp.float32)
