@@ -220,7 +220,7 @@ def test_what_a_reversible_pipeline_does_not_take(plan):
 
 
 def test_rows_do_not_rest_on_the_host():
-    with pytest.raises(InputError, match="optimizer.rows=True trains some of their rows: leave one out"):
+    with pytest.raises(InputError, match="optimizer.rows=True trains some of their rows: leave out one of the two"):
         make_trainer(
             LM(dataclasses.replace(MODEL, tied=False)),
             OptimizerConfig(rows=True),
