@@ -1,4 +1,4 @@
-"""Which mask goes with which feature: tries each pair, and writes the README's table.
+"""Tries each mask with each feature, and writes the table of docs/guide/attention.md.
 
     python experiments/bench/features.py
 
@@ -9,7 +9,6 @@ Whatever else happens ends the run. The kernels' columns say what they accept; t
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,9 @@ from hpnlp.ops.attention.kernels.pallas_gpu import beyond_pallas
 from hpnlp.ops.attention.kernels.splash_tpu import beyond_splash
 from hpnlp.ops.attention.masks.table import MASKS
 from hpnlp.types import InputError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from results import replace_section  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 37
@@ -114,16 +116,7 @@ def main() -> None:
         cells = [tried(feature, mask) for feature in columns.values()]
         lines.append("| " + " | ".join((f"`{name}`", *cells, *accepts(mask))) + " |")
         print(lines[-1], flush=True)
-    readme = ROOT / "README.md"
-    text, count = re.subn(
-        r"(<!-- features -->\n).*?(<!-- /features -->)",
-        lambda m: f"{m[1]}{chr(10).join(lines)}\n{m[2]}",
-        readme.read_text(),
-        flags=re.DOTALL,
-    )
-    if not count:
-        sys.exit("README.md has no place for the table: <!-- features --> and <!-- /features -->")
-    readme.write_text(text)
+    replace_section(ROOT / "docs" / "guide" / "attention.md", "features", "\n".join(lines))
 
 
 if __name__ == "__main__":

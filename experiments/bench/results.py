@@ -1,4 +1,4 @@
-"""Draws the README's results, table and plots, from experiments/results/*.json.
+"""Generates tables and plots of the documentation and the README from experiments/results/*.json.
 
 python experiments/bench/results.py
 """
@@ -26,6 +26,7 @@ from hpnlp.plots import smooth
 BAR = r"\|"  # in a table of Markdown, a bar that is text
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
+IMAGES = ROOT / "docs" / "images"
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -443,38 +444,82 @@ PLOTS: dict[str, Callable[[Rows, Path], None]] = {
 }
 
 
+# The figures of the README: (label, bench, beginning of the figure's name in that bench's table).
+HEADLINE = [
+    ("byte-level language model after `make demo`: held-out bits per byte", "demo", "held-out bits per byte"),
+    ("training step, 4 layers, D 192, T 256, B 16: time over torch eager's", "train_step", "step, 4 layers, D 192"),
+    (
+        "dense attention, T 4096, forward and backward: time over torch SDPA's",
+        "attention",
+        "attention, dense, T 4096: over torch",
+    ),
+    (
+        "strided attention, T 16,384: time over dense",
+        "attention",
+        "attention, causal strided, window 64, stride 64, T 16384",
+    ),
+    ("exact loss, V 262,144: temporary memory over that with logits", "softmax", "exact, V 262,144: temporary memory"),
+    (
+        "`sampled(1024)` by rows, V 262,144: time of a step over full softmax's",
+        "softmax_layers",
+        "step of sampled(1024) by rows, V 262,144",
+    ),
+    ("decoding with a KV cache, 1 prompt: tokens/s over torch eager's", "decode", "decoding, 1 prompt"),
+    (
+        "16 layouts of 8 devices: loss over 100 steps; first gradients; relative difference from one device",
+        "parity",
+        "16 layouts of 8 devices (data",
+    ),
+]
+
+
+def headline(lines: Mapping[str, Sequence[tuple[str, str]]]) -> str:
+    """The table of HEADLINE. lines: by bench, the lines of its table."""
+    rows = []
+    for label, bench, beginning in HEADLINE:
+        figure = next(figure for what, figure in lines[bench] if what.startswith(beginning))
+        rows.append(f"| {label} | {figure} |")
+    return "\n".join(["| measured on two CPU cores | |", "|---|---|", *rows])
+
+
+def replace_section(path: Path, name: str, text: str) -> None:
+    """Replaces what stands between `<!-- name -->` and `<!-- /name -->`. Raises ValueError where a mark is missing."""
+    content, marks = path.read_text("utf-8"), (f"<!-- {name} -->\n", f"<!-- /{name} -->")
+    before, _, rest = content.partition(marks[0])
+    _, closing, after = rest.partition(marks[1])
+    if not closing:
+        raise ValueError(f"{path} has no section {marks[0].strip()} ... {marks[1]}")
+    path.write_text(f"{before}{marks[0]}{text}\n{closing}{after}", "utf-8")
+
+
 def main() -> None:
-    by_device: dict[str, list[tuple[str, str, str]]] = {}
-    images = []
     results = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    compared = {path.stem.removesuffix("-cpu"): result for path, result in results.items()}
-    order = list(TABLE)
+    by_bench = {path.stem.removesuffix("-cpu"): result for path, result in results.items()}
     listed = [path for path in results if not path.stem.startswith(("softmax_steps_", "softmax_quality_"))]
+    order = list(TABLE)
+    by_device: dict[str, list[tuple[str, str, str]]] = {}
+    lines: dict[str, list[tuple[str, str]]] = {}
+    plots = []
     for path in sorted(listed, key=lambda path: order.index(path.stem.split("-")[0])):
         result = results[path]
-        device = machine(result["environment"])
-        lines = TABLE[result["bench"]](result["rows"])
-        by_device.setdefault(device, []).extend((what, figure, path.name) for what, figure in lines)
-        if result["bench"] in PLOTS:
-            image = path.with_suffix(".png")
-            PLOTS[result["bench"]](result["rows"], image)
-            images.append(f"![{result['bench']}](experiments/results/{image.name})")
+        bench = result["bench"]
+        lines[bench] = TABLE[bench](result["rows"])
+        rows = by_device.setdefault(machine(result["environment"]), [])
+        rows.extend((what, figure, path.name) for what, figure in lines[bench])
+        if bench in PLOTS:
+            PLOTS[bench](result["rows"], IMAGES / f"{path.stem}.png")
+            plots.append(f"![{bench}](images/{path.stem}.png)")
     tables = [
         f"Measured on {device}:\n\n| what | measured | file |\n|---|---|---|\n"
-        + "\n".join(f"| {what.replace('|', BAR)} | {figure} | `{name}` |" for what, figure, name in lines)
-        for device, lines in by_device.items()
+        + "\n".join(f"| {what.replace('|', BAR)} | {figure} | `{name}` |" for what, figure, name in rows)
+        for device, rows in by_device.items()
     ]
-    sections = {"results": "\n\n".join(tables + images), "outputs": output_layers(compared)}
-    tradeoff = RESULTS / "softmax_tradeoff-cpu.png"
-    plot_tradeoff(compared, tradeoff)
-    if tradeoff.exists():
-        sections["outputs"] += f"\n\n![perplexity against time](experiments/results/{tradeoff.name})"
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    for name, section in sections.items():
-        marked = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        text = re.sub(marked, lambda m, section=section: f"{m[1]}{section}\n{m[2]}", text, flags=re.DOTALL)
-    readme.write_text(text)
+    tradeoff = IMAGES / "softmax_tradeoff-cpu.png"
+    plot_tradeoff(by_bench, tradeoff)
+    outputs = output_layers(by_bench) + f"\n\n![perplexity against time](../images/{tradeoff.name})"
+    replace_section(ROOT / "docs" / "results.md", "results", "\n\n".join(tables + plots))
+    replace_section(ROOT / "docs" / "guide" / "output_layers.md", "outputs", outputs)
+    replace_section(ROOT / "README.md", "headline", headline(lines))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""Generated parts of the documentation: the flags of each command, and every config field with its default and help."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+COMMANDS = ("train", "generate", "sweep", "compare", "plan", "draw", "convert")
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Replaces each `<!-- generated: NAME -->` by its text."""
+    return re.sub(r"<!-- generated: (\w+) -->", lambda match: GENERATED[match[1]](), markdown)
+
+
+def commands() -> str:
+    """`--help` of every command, without the list of config fields, which has a section of its own."""
+    sections = []
+    for name in COMMANDS:
+        shown = subprocess.run(
+            [sys.executable, "-m", "hpnlp", name, "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        usage = re.sub(r"\nConfig fields and their defaults.*?(?=\nFlags:)", "", shown, flags=re.DOTALL)
+        sections.append(f"### hpnlp {name}\n\n```text\n{usage.strip()}\n```\n")
+    return "\n".join(sections)
+
+
+def fields() -> str:
+    """A table for each section of the config."""
+    from hpnlp.cli.fields import explanations, help_of, tables
+    from hpnlp.training.config import Config
+
+    names, sections = tables(), []
+    for title, section in vars(Config()).items():
+        lines = [f"### {title}\n", f"{explanations(section)[0]}\n", "| field | default | meaning |", "|---|---|---|"]
+        for field, text in help_of(section).items():
+            entries = names.get(f"{title}.{field}")
+            meaning = f"{text}. Names: {', '.join(f'`{entry}`' for entry in entries)}." if entries else f"{text}."
+            default = repr(getattr(section, field))
+            escaped = meaning.replace("|", "\\|")
+            lines.append(f"| `{title}.{field}` | `{default}` | {escaped} |")
+        sections.append("\n".join(lines) + "\n")
+    return "\n".join(sections)
+
+
+GENERATED: dict[str, Callable[[], str]] = {"commands": commands, "fields": fields}
