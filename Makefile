@@ -27,7 +27,9 @@ help:
 	@echo 'make test-all   run the tests that `make test` leaves out: oracles (torch, transformers), slow ones, notebooks'
 	@echo 'make lint       check format and style      make format     mend what can be mended'
 	@echo 'make types      check types                 make contracts  check which part imports which'
-	@echo 'make results    draw the tables and plots of the README from experiments/results/'
+	@echo 'make docs       build the documentation into site/, strictly'
+	@echo 'make notebooks  execute the notebooks and store their outputs'
+	@echo 'make results    generate tables and plots of the documentation from experiments/results/'
 	@echo 'make constraints  pin anew what the tests run with (needs python3.11 and python3.12)'
 	@echo 'make clean      remove environments and caches; runs stay'
 	@echo
@@ -57,6 +59,12 @@ types: $(MADE)-dev
 contracts: $(MADE)-dev
 	$(BIN)/lint-imports --no-logo
 
+docs: $(MADE)-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
+
+notebooks: $(MADE)-dev
+	$(BIN)/jupyter nbconvert --to notebook --inplace --execute --ExecutePreprocessor.timeout=3600 colabs/*.ipynb
+
 results: $(MADE)-runtime
 	$(BIN)/python experiments/bench/results.py
 
@@ -64,7 +72,7 @@ constraints:
 	python3.11 .ci/constraints.py python3.11 python3.12
 
 clean:
-	rm -rf .venv .venv-* build *.egg-info .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build site .cache *.egg-info .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Stamps of what is installed, named after the interpreter and this directory; dev holds all that test holds, and so on.
@@ -99,4 +107,4 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Targets share one environment, and pip must not run twice in it at a time.
 .NOTPARALLEL:
-.PHONY: help demo test test-all lint format types contracts constraints results clean python
+.PHONY: help demo test test-all lint format types contracts constraints docs notebooks results clean python

@@ -36,6 +36,7 @@ EXTRAS = {
     "parquet": ["pyarrow>=26"],
     "tensorboard": ["tensorboardX>=2.6.5"],
     "wandb": ["wandb>=0.31"],
+    "docs": ["mkdocs>=1.6", "mkdocs-jupyter>=0.26", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
     "notebooks": ["ipykernel>=7.4", "nbclient>=0.11", "nbformat>=5.11"],
     # Implementations that nobody here wrote, to test against; pinned, so that a red test means a change on our side.
     # On Linux, PyPI's torch is a CUDA build that brings several GB of libraries; the tests need none of it. Where pip
@@ -58,6 +59,7 @@ EXTRAS["dev"] = [
     "pyright[nodejs]>=1.1.414",  # with its own node: without it, pyright fetches one from outside the package index
     "ruff>=0.17.5",
     *EXTRAS["test"],
+    *EXTRAS["docs"],
     *EXTRAS["notebooks"],
     *EXTRAS["oracles"],
     *EXTRAS["wandb"],

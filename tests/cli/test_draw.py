@@ -55,9 +55,9 @@ def test_help_names_every_mask(run):
     assert outcome.code == 0 and all(f"  {name}(" in outcome.out for name in NAMES)
 
 
-def test_what_the_readme_draws(run, tmp_path, monkeypatch):
-    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    commands = re.findall(r"^hpnlp (draw .*)$", readme, re.MULTILINE)
+def test_commands_of_the_documentation_draw(run, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/guide/attention.md").read_text("utf-8")
+    commands = re.findall(r"^hpnlp (draw .*)$", page, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     assert commands
     for command in commands:
