@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from hpnlp.ops.attention import Mask, PerHead
-from hpnlp.ops.attention.block_sparse.block_mask import SLICE, BlockMask, ask_tile, live
-from hpnlp.ops.attention.block_sparse.cost_model import SIZES
+from hpnlp.ops.attention.block_sparse import cost_model
+from hpnlp.ops.attention.block_sparse.block_mask import BlockMask, active_tiles, evaluate_tiles
 from hpnlp.ops.attention.masks.base import check
 from hpnlp.types import InputError
 
@@ -116,7 +116,7 @@ def look(title: str, mask: Mask | PerHead, length: int, keys: int, block: int | 
 
 
 def _look(title: str, which: str, mask: Mask, heads: int, length: int, keys: int, block: int) -> View:
-    tiles = live(mask, length, keys, block, block)
+    tiles = active_tiles(mask, length, keys, block, block)
     rows, columns = -(-length // block), -(-keys // block)
     seen, exact = _seen(mask, tiles, length, keys, block)
     _agree(mask, tiles, length, keys, block)
@@ -141,7 +141,7 @@ def _seen(mask: Mask, tiles: BlockMask, length: int, keys: int, block: int) -> t
     partly = np.flatnonzero(~tiles.every)
     asked = max(min(block, ASKED // max(partly.size * block, 1)), 1)
     exact, rng = asked == block, np.random.default_rng(0)
-    step = max(SLICE // (asked * block), 1)
+    step = max(cost_model.MAX_EVALUATED_PAIRS // (asked * block), 1)
     for start in range(0, partly.size, step):
         part = partly[start : start + step]
         rows = np.broadcast_to(np.arange(asked), (part.size, asked))
@@ -168,11 +168,11 @@ def _agree(mask: Mask, tiles: BlockMask, length: int, keys: int, block: int) -> 
             near = tiles.rows[of] * block + q[: of.size] % block, tiles.columns[of] * block + k[: of.size] % block
             q[: of.size], k[: of.size] = np.minimum(near[0], length - 1), np.minimum(near[1], keys - 1)
     see = mask.at(q, k)
-    for rows, columns in dict.fromkeys(((block, block), *SIZES)):
+    for rows, columns in dict.fromkeys(((block, block), *cost_model.TILE_SIZES)):
         ids, of = np.unique(q // rows * keys + k // columns, return_inverse=True)
         q0, k0 = ids // keys * rows, ids % keys * columns
         ends = np.minimum(q0 + rows, length) - 1, np.minimum(k0 + columns, keys) - 1
-        some, every = ask_tile(mask, ids.shape, q0, ends[0], k0, ends[1])
+        some, every = evaluate_tiles(mask, ids.shape, q0, ends[0], k0, ends[1])
         wrong = np.flatnonzero(see & ~some[of] | ~see & every[of])
         if wrong.size:
             at, told = wrong[0], ("all of it is", "nothing of it is")

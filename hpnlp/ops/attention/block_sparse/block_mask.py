@@ -1,116 +1,201 @@
-"""Which blocks of queries meet which blocks of keys, found by interval arithmetic and never through a T x T array."""
+"""Active tiles of a mask: pairs of a query block and a key block, found by interval arithmetic without a T x S array."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from hpnlp.ops.attention.block_sparse import cost_model
 from hpnlp.ops.attention.masks.base import Mask, PerHead
 from hpnlp.types import InputError
 
-# How many pairs of a query and a key are asked for at a time, where a mask has to be asked element by element.
-SLICE = 1 << 22
+# Queries and keys of the tiles in which the allowed pairs of a mask are counted.
+_COUNTING_BLOCK = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockMask:
-    """The pairs of a query block and a key block that a mask does not rule out, by row and then by column.
+    """The active tiles of a mask, ordered by query block and then by key block. A tile that is not listed allows no pair.
 
-    rows, columns: int64 [pairs]. every: bool [pairs], the mask allows all of the tile.
+    Attributes:
+      rows: int `[tiles]`, the number of the query block.
+      columns: int `[tiles]`, the number of the key block.
+      every: bool `[tiles]`, True only if the mask allows every pair of the tile.
     """
 
     rows: np.ndarray
     columns: np.ndarray
     every: np.ndarray
 
+    def select(self, tiles: np.ndarray) -> BlockMask:
+        """Some of the tiles.
 
-def live(mask: Mask, length: int, keys: int, block: int, key_block: int, rows: np.ndarray | None = None) -> BlockMask:
-    """The live tiles of a T x S mask, in all rows of blocks or in `rows`.
+        Args:
+          tiles: int, the indices of the tiles; or bool `[tiles]`, True for the tiles.
 
-    Every row's keys are halved until a part is ruled out, wholly allowed, or one block: O(rows x live spans x
-    log(S / key_block)) calls of `tile`, made for all rows at once.
+        Returns:
+          The block mask of these tiles.
+        """
+        return BlockMask(self.rows[tiles], self.columns[tiles], self.every[tiles])
+
+
+def active_tiles(
+    mask: Mask, length: int, keys: int, block: int, key_block: int, query_blocks: np.ndarray | None = None
+) -> BlockMask:
+    """The tiles of a T x S mask that may allow a pair.
+
+    The keys of every query block are halved until a span is ruled out, wholly allowed, or a single block. If `Mask.tile`
+    claims nothing for a part of the mask, the tiles that are left are searched pair by pair.
+
+    Args:
+      mask: The mask.
+      length: Number of queries, T.
+      keys: Number of keys, S.
+      block: Queries in a block; the last block may be shorter.
+      key_block: Keys in a block; the last block may be shorter.
+      query_blocks: int `[blocks]`, ascending: the query blocks to look at; None, the default, for all.
+
+    Returns:
+      The active tiles. Without a search, a tile that allows no pair may be listed, and a tile may lack `every` although all of
+      its pairs are allowed.
+
+    Raises:
+      InputError: `mask.tile` accepts no arrays.
+
+    Cost: O(query blocks x active spans x log(S / key_block)) evaluations of `tile`, in log2(S / key_block) calls with arrays.
     """
-    row = np.arange(-(-length // block)) if rows is None else np.asarray(rows)
-    last = -(-keys // key_block)
-    size = 1 << max(last - 1, 0).bit_length()
+    row = np.arange(-(-length // block)) if query_blocks is None else np.asarray(query_blocks)
+    count = -(-keys // key_block)
+    size = 1 << max(count - 1, 0).bit_length()
     start = np.zeros_like(row)
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray, int]] = []
-    while row.size and last:
+    spans: list[BlockMask] = []
+    while row.size and count:
         q0, k0 = row * block, start * key_block
         q1, k1 = np.minimum(q0 + block, length) - 1, np.minimum(k0 + size * key_block, keys) - 1
-        some, every = ask_tile(mask, row.shape, q0, q1, k0, k1)
-        ends = some & (every | (size == 1))
-        found.append((row[ends], start[ends], every[ends], size))
-        split = some & ~ends
+        some_pair, every_pair = evaluate_tiles(mask, row.shape, q0, q1, k0, k1)
+        decided = some_pair & (every_pair | (size == 1))
+        spans.append(_expanded(row[decided], start[decided], every_pair[decided], size))
+        undecided = some_pair & ~decided
         size //= 2
-        row, start = np.repeat(row[split], 2), (start[split][:, None] + np.array([0, size])).reshape(-1)
-        row, start = row[start < last], start[start < last]
-    spans = [np.repeat(x, size) for x, _, _, size in found], [np.repeat(x, size) for _, _, x, size in found]
-    columns = [(x[:, None] + np.arange(size)).reshape(-1) for _, x, _, size in found]
-    rows_, every_, columns_ = (np.concatenate([*x, np.zeros(0, int)]) for x in (*spans, columns))
-    order = np.lexsort((columns_, rows_))
-    order = order[columns_[order] < last]
-    tiles = BlockMask(rows_[order], columns_[order], every_[order].astype(bool))
+        row = np.repeat(row[undecided], 2)
+        start = (start[undecided][:, None] + np.array([0, size])).reshape(-1)
+        row, start = row[start < count], start[start < count]
+    none = np.zeros(0, int)
+    rows, columns, every = (
+        np.concatenate([*(getattr(span, name) for span in spans), none]) for name in ("rows", "columns", "every")
+    )
+    order = np.lexsort((columns, rows))
+    tiles = BlockMask(rows, columns, every.astype(bool)).select(order[columns[order] < count])
     return _searched(mask, tiles, length, keys, block, key_block) if mask.needs_search() else tiles
 
 
-def ask_tile(mask: Mask, shape: tuple[int, ...], *bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(some, every), each of `shape`. Raises InputError where `tile` takes no arrays."""
+def _expanded(rows: np.ndarray, starts: np.ndarray, every: np.ndarray, size: int) -> BlockMask:
+    """The tiles of spans of `size` key blocks each, which begin at `starts`."""
+    columns = (starts[:, None] + np.arange(size)).reshape(-1)
+    return BlockMask(np.repeat(rows, size), columns, np.repeat(every, size))
+
+
+def evaluate_tiles(mask: Mask, shape: tuple[int, ...], *bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Calls `Mask.tile` for many tiles at once.
+
+    Args:
+      mask: The mask.
+      shape: Shape of the result.
+      *bounds: First query, last query, first key and last key of each tile, arrays that broadcast to `shape`.
+
+    Returns:
+      `(some, every)` as `Mask.tile` defines them, bool, each of `shape`.
+
+    Raises:
+      InputError: `tile` accepts no arrays.
+    """
     try:
-        some, every = mask.tile(*bounds)
-        return np.broadcast_to(some, shape), np.broadcast_to(every, shape)
+        some_pair, every_pair = mask.tile(*bounds)
+        return np.broadcast_to(some_pair, shape), np.broadcast_to(every_pair, shape)
     except ValueError as error:
         if isinstance(error, InputError):
             raise
         raise InputError(
-            f"{mask!r:.200}: `tile` did not answer for many tiles at once ({error}): it is asked with arrays, so write & and "
-            "|, not `and` and `or`, and abs or numpy.minimum, not `min`"
+            f"{mask!r:.200}: `tile` failed for arrays of bounds ({error}): it is called for many tiles at once, so write & "
+            "and |, not `and` and `or`, and abs or numpy.minimum, not `min`"
         ) from error
 
 
 def density(mask: Mask | PerHead, length: int, keys: int | None = None) -> float:
-    """Share of the T x S pairs that a mask allows, with S = T where `keys` is None; the mean over heads for PerHead.
+    """Share of the T x S pairs that a mask allows.
 
-    Cost: evaluates `at` for the pairs of partly allowed blocks.
+    Args:
+      mask: The mask; for PerHead, the result is the mean over heads.
+      length: Number of queries, T.
+      keys: Number of keys, S; None, the default, for T.
+
+    Returns:
+      The share, from 0 to 1.
+
+    Cost: evaluates `at` for every pair of the partly allowed tiles of 64 x 64.
     """
     keys, heads = length if keys is None else keys, mask.heads or 1
-    counts = [len(of) * pairs(each, length, keys) for each, of in mask.by_head(heads).items()]
+    counts = [len(members) * count_pairs(head, length, keys) for head, members in mask.by_head(heads).items()]
     return sum(counts) / max(heads * length * keys, 1)
 
 
-def pairs(mask: Mask, length: int, keys: int) -> int:
-    """How many of the T x S pairs a mask allows; elements are asked for in partly allowed tiles only."""
-    block = 64
-    tiles = live(mask, length, keys, block, block)
-    height = np.minimum((tiles.rows + 1) * block, length) - tiles.rows * block
-    width = np.minimum((tiles.columns + 1) * block, keys) - tiles.columns * block
-    whole = int((height * width)[tiles.every].sum())
-    partly = BlockMask(*(x[~tiles.every] for x in (tiles.rows, tiles.columns, tiles.every)))
-    return whole + sum(int(see.sum()) for _, see in _elements(mask, partly, length, keys, block, block))
+def count_pairs(mask: Mask, length: int, keys: int) -> int:
+    """Number of pairs that a mask allows.
+
+    Args:
+      mask: The mask.
+      length: Number of queries, T.
+      keys: Number of keys, S.
+
+    Returns:
+      The number, from 0 to T S. `at` is evaluated in partly allowed tiles only.
+    """
+    block = _COUNTING_BLOCK
+    tiles = active_tiles(mask, length, keys, block, block)
+    area = _tile_area(tiles.select(tiles.every), length, keys, block, block)
+    partial = tiles.select(~tiles.every)
+    return int(area.sum()) + sum(
+        int(allowed.sum()) for _, allowed in _evaluated_pairs(mask, partial, length, keys, block, block)
+    )
 
 
-def _elements(mask: Mask, tiles: BlockMask, length: int, keys: int, block: int, key_block: int) -> Any:
-    """(slice, bool [tiles, block, key_block]) of some tiles after others: what the mask allows, inside T x S."""
-    step = max(SLICE // (block * key_block), 1)
+def _tile_area(tiles: BlockMask, length: int, keys: int, block: int, key_block: int) -> np.ndarray:
+    """Number of pairs in each tile, int `[tiles]`; less where blocks end early."""
+    height = np.minimum(block, length - tiles.rows * block)
+    width = np.minimum(key_block, keys - tiles.columns * key_block)
+    return height * width
+
+
+def _evaluated_pairs(
+    mask: Mask, tiles: BlockMask, length: int, keys: int, block: int, key_block: int
+) -> Iterator[tuple[slice, Any]]:
+    """Yields (slice of the tiles, bool `[tiles of the slice, block, key_block]`): the pairs that the mask allows.
+
+    Each slice has about `cost_model.MAX_EVALUATED_PAIRS` pairs. Pairs beyond T x S are False.
+    """
+    step = max(cost_model.MAX_EVALUATED_PAIRS // (block * key_block), 1)
     for start in range(0, tiles.rows.size, step):
         part = slice(start, start + step)
         q = tiles.rows[part, None, None] * block + np.arange(block)[None, :, None]
         k = tiles.columns[part, None, None] * key_block + np.arange(key_block)[None, None, :]
-        # What pads the last blocks is asked for at the last position: a function may look it up in a table of T x S.
-        see = mask.at(np.minimum(q, length - 1), np.minimum(k, keys - 1))
-        yield part, see & (q < length) & (k < keys)
+        # Positions in the padding are replaced by the last position: `at` may look positions up in a table of T x S.
+        allowed = mask.at(np.minimum(q, length - 1), np.minimum(k, keys - 1))
+        yield part, allowed & (q < length) & (k < keys)
 
 
 def _searched(mask: Mask, tiles: BlockMask, length: int, keys: int, block: int, key_block: int) -> BlockMask:
-    """The tiles that really hold a pair, asked for element by element."""
-    some, every = tiles.every.copy(), tiles.every.copy()
-    unsure = np.flatnonzero(~tiles.every)
-    asked = BlockMask(*(x[unsure] for x in (tiles.rows, tiles.columns, tiles.every)))
-    for part, see in _elements(mask, asked, length, keys, block, key_block):
-        rows, columns = asked.rows[part], asked.columns[part]
-        size = np.minimum(block, length - rows * block) * np.minimum(key_block, keys - columns * key_block)
-        count = see.sum(axis=(1, 2))
-        some[unsure[part]], every[unsure[part]] = count > 0, count == size
-    return BlockMask(tiles.rows[some], tiles.columns[some], every[some])
+    """The tiles that allow a pair, and exactly which allow every pair, by evaluating `at` for the undecided ones."""
+    some_pair, every_pair = tiles.every.copy(), tiles.every.copy()
+    undecided = np.flatnonzero(~tiles.every)
+    searched = tiles.select(undecided)
+    area = _tile_area(searched, length, keys, block, key_block)
+    for part, allowed in _evaluated_pairs(mask, searched, length, keys, block, key_block):
+        count = allowed.sum(axis=(1, 2))
+        some_pair[undecided[part]], every_pair[undecided[part]] = count > 0, count == area[part]
+    return dataclasses.replace(tiles, every=every_pair).select(some_pair)
+
+
+live = active_tiles

@@ -1,49 +1,176 @@
-"""Constants of the cost model by which a mask is decomposed into parts and cut into blocks."""
+"""Cost model of attention on CPUs: every tuning constant, and the estimates that are computed from them.
+
+The unit of cost is one score: the dot product of one query with one key in one head, its exponential, and its share of the
+product with the values, computed in tiles of 512 x 512. Costs choose among schedules that compute the same result: a constant
+that is wrong for a machine costs time, not accuracy.
+
+All constants were fitted by hand to `experiments/bench/attention.py` (B 1, N 8, H 64, float32, forward and backward, T from
+512 to 65536), first on two cores of an AMD EPYC and then on two cores of an Intel Xeon, with jax 0.10.2. To fit them to
+another machine, change one at a time and run that benchmark.
+"""
 
 from __future__ import annotations
 
+import fractions
+
 import jax
 
-# Blocks of queries and of keys to choose from, and what a score costs where the smaller is at least so large.
-SIZES = (1024, 1024), (512, 1024), (512, 512), (256, 256), (128, 128), (64, 64)
+# --- Tile sizes ------------------------------------------------------------------------------------------------------
+
+# Candidate tiles (queries, keys), largest first. Large tiles cost less per score, small tiles follow the border of a mask more
+# closely and compute fewer hidden scores.
+TILE_SIZES = (1024, 1024), (512, 1024), (512, 512), (256, 256), (128, 128), (64, 64)
+
+# Cost of a score by the smaller side of its tile: {least side: cost}, largest side first.
+_SCORE_COSTS = {1024: 0.92, 512: 1.0, 256: 1.2, 128: 1.25, 0: 1.5}
+
+# Number of query blocks, besides the first and the last, from which the number of active tiles of a mask is estimated. More
+# blocks make a better estimate and a slower choice of the tile size.
+SAMPLED_QUERY_BLOCKS = 96
 
 
-PRICES = {1024: 0.92, 512: 1.0, 256: 1.2, 128: 1.25, 0: 1.5}
+def tile_sizes() -> tuple[tuple[int, int], ...]:
+    """Candidate tiles (queries, keys) on the default backend.
+
+    Returns:
+      All of TILE_SIZES on CPUs, where the executor loops over the heads; all but the largest elsewhere, where a tile has all
+      heads at once.
+    """
+    return TILE_SIZES if jax.default_backend() == "cpu" else TILE_SIZES[1:]
 
 
-# How many rows of blocks an estimate looks at.
-SAMPLE = 96
+def score_cost(block: int, key_block: int) -> float:
+    """Cost of one score in tiles of `block` x `key_block`, relative to tiles of 512 x 512.
+
+    Args:
+      block: Queries in a tile.
+      key_block: Keys in a tile.
+
+    Returns:
+      The cost, in scores.
+    """
+    return next(cost for least, cost in _SCORE_COSTS.items() if min(block, key_block) >= least)
 
 
-# What a token costs, in scores, where a part has to be merged, and where it has to be laid out in another order.
-MERGING, FOLDING = 30, 80
+# --- Steps of the executor's loop ------------------------------------------------------------------------------------
 
-
-# A pattern runs on its own keys or queries alone if it has at most so many.
-FEW = 2048
-
-
-def block_sizes() -> tuple[tuple[int, int], ...]:
-    """The largest are for CPUs, which go through the heads one by one; elsewhere a tile has all of them."""
-    return SIZES if jax.default_backend() == "cpu" else SIZES[1:]
-
-
-# A tile of so many scores, in all heads together, fills the caches and keeps all cores busy.
+# Scores of one step, over all heads that run together: about what keeps all cores busy and still fits the caches. Smaller
+# steps lose time to overhead, larger ones to cache misses.
 TILE = 1 << 20
 
-
-# At most so many numbers of the queries are copied into blocks at a time, as heads allow: of long sequences, copies of all
-# heads would double the memory.
+# Elements of the queries (or keys) that are copied into blocks at a time, as long as at least one head is left. Copies of all
+# heads at once are faster, but double the memory of long sequences: with this limit a window at T 65536 peaked at 1.85 GB
+# instead of 2.41 GB and took 10 % longer.
 LAID = 1 << 23
 
+# Most keys that one query block reads in one step. Wider steps have less overhead; narrower ones leave room for more query
+# blocks in a step of TILE scores.
+MAX_STEP_KEYS = 1024
 
-# What a visit costs beside its keys, in keys.
-OVERHEAD = 48
+# Overhead of a step per query block, in keys, where the width of steps is chosen.
+_STEP_OVERHEAD_KEYS = 48
+
+# Fixed cost of a step of any size, in scores: slicing the operands and updating the running sums.
+_STEP_COST = 1 << 17
+
+# Additional cost of a score whose step evaluates the mask.
+_EVALUATION_COST = 0.08
+
+# Largest ratio of two candidate schedules' scores at which the one with more scores is considered, because longer runs of
+# query blocks or steps without evaluation of the mask may outweigh the padding.
+MAX_SCORES_RATIO = fractions.Fraction(4, 3)
+
+# Steps of two widths are used where they read less than this share of the keys that steps of the best single width read: a
+# second loop must save at least 3 %.
+MAX_TWO_WIDTHS_RATIO = 0.97
+
+# Steps that evaluate the mask and steps that do not get loops of their own from this number of steps on, where less than half
+# of them evaluate it. A second loop for fewer steps costs more than it saves.
+MIN_STEPS_TO_SPLIT = 16
 
 
-# At most so many keys a visit.
-KEYS = 1024
+def query_blocks_per_step(scores: int) -> int:
+    """Number of query blocks that are computed together in one step.
+
+    Args:
+      scores: Scores of one query block in one step, over all heads.
+
+    Returns:
+      The largest power of two with which a step has at most TILE scores, at least 1.
+    """
+    return 1 << max((TILE // max(scores, 1)).bit_length() - 1, 0)
 
 
-# What a visit of any size costs, in scores, and what the test of a score costs beside the score.
-VISIT, TEST = 1 << 17, 0.08
+def step_keys(width: int, key_block: int) -> int:
+    """Cost of one step for one of its query blocks, in keys read.
+
+    Args:
+      width: Key blocks that the query block reads in the step.
+      key_block: Keys in a block.
+
+    Returns:
+      The keys, padding and overhead included.
+    """
+    return width * key_block + _STEP_OVERHEAD_KEYS
+
+
+def tile_group_cost(steps: int, evaluated_steps: int, step_scores: int) -> float:
+    """Cost of a group of equally large steps, in scores.
+
+    Args:
+      steps: Number of steps.
+      evaluated_steps: Number of those steps that evaluate the mask.
+      step_scores: Scores of one step, over all heads.
+
+    Returns:
+      The cost, in scores over all heads.
+    """
+    return steps * (_STEP_COST + step_scores) + _EVALUATION_COST * evaluated_steps * step_scores
+
+
+# --- Decomposition of a mask into sub-masks --------------------------------------------------------------------------
+
+# Cost of a query whose partial results are merged, and of a token that is moved to another place of the sequence and back; in
+# scores per head.
+MERGING, FOLDING = 30, 80
+
+# A sub-mask runs on its own queries or keys alone if they are at most this many; keys also if they are at most half of all.
+# The indices are constants of the program.
+MAX_SELECTED_TOKENS = 2048
+
+
+def sub_mask_overhead(merged_queries: int, permuted_tokens: float) -> float:
+    """Cost of running a sub-mask apart from the others, per head, besides its scores.
+
+    Args:
+      merged_queries: Queries whose partial results are merged with those of other sub-masks.
+      permuted_tokens: Tokens that are moved, the mean of the numbers of queries and keys.
+
+    Returns:
+      The cost, in scores.
+    """
+    return MERGING * merged_queries + FOLDING * permuted_tokens
+
+
+# --- Short sequences: statically unrolled query blocks ---------------------------------------------------------------
+
+# Queries in a block.
+UNROLLED_BLOCK = 128
+
+# Most query blocks and most query-key pairs that are unrolled. Each block adds operations to the program and holds a gradient
+# of the keys that it reads.
+UNROLLED_MAX_BLOCKS = 8
+UNROLLED_MAX_PAIRS = 1024 * 1024
+
+# From UNROLLED_DENSE_PAIRS query-key pairs on, blocks are unrolled only where they compute at most UNROLLED_MAX_SHARE of the
+# pairs. Unrolled causal attention of T = S = 512 and 1024 took 10 % to 20 % less time than the loop, dense attention 33 % more;
+# with fewer pairs unrolled blocks were always faster.
+UNROLLED_DENSE_PAIRS = 512 * 512
+UNROLLED_MAX_SHARE = 0.75
+
+
+# --- Evaluation of masks on the host ---------------------------------------------------------------------------------
+
+# Query-key pairs for which `Mask.at` is evaluated in one call, where active tiles are searched pair by pair: bounds the memory
+# of the search (1 byte per pair for the result, 8 to 16 bytes for intermediate values).
+MAX_EVALUATED_PAIRS = 1 << 22

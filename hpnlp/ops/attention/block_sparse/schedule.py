@@ -1,8 +1,10 @@
-"""Schedules of the block-sparse executor: in which groups and in which order active tiles are computed."""
+"""Schedules of the block-sparse executor: in which steps active tiles are computed."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,15 +14,27 @@ from hpnlp.ops.attention.block_sparse import cost_model
 from hpnlp.ops.attention.block_sparse.block_mask import BlockMask
 
 
+class TileState(enum.IntEnum):
+    """Work that is needed to hide the pairs of a step that the mask does not allow. Run-time operands may hide more."""
+
+    ALL_ALLOWED = 0  # no pair is hidden: every key block is used, and every query sees every key
+    EVALUATE_MASK = 1  # the mask is evaluated for each pair
+    HIDE_PADDING = 2  # only the keys of unused places (key block -1) are hidden
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TileGroup:
-    """Meetings of a run of R consecutive query blocks with w key blocks each, to be computed one after the other.
+    """Steps of equal shape, which one loop of the executor computes one after the other.
 
-    first: int32 [n], the first query block of the run. keys: int32 [n, R, w], key blocks in any order, -1 for none. A query
-    block meets a key block in one visit at most. tested: integer or bool [n]. 0: all of it is
-    allowed, and nothing lies beyond the sequences' ends; 1: the mask has to be asked for each element; 2: as 0, but where
-    keys are -1.
+    A step computes R consecutive query blocks at once. Each query block reads w key blocks of its own, which need not be
+    consecutive. BlockSchedule has an example.
+
+    Attributes:
+      first: int32 `[steps]`, the first query block of each step; the step computes blocks first to first + R - 1.
+      keys: int32 `[steps, R, w]`, the key blocks that each query block reads, in any order; -1 marks an unused place. A query
+        block reads a key block in at most one step of a schedule.
+      tested: int8 `[steps]`, the TileState of each step; bool or another integer type in schedules made at run time.
     """
 
     first: Any
@@ -31,10 +45,36 @@ class TileGroup:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockSchedule:
-    """A block plan: which blocks of `key_block` keys each block of `block` queries visits; what no visit holds is not seen.
+    """The steps that compute the active tiles of a mask. The pairs of all other tiles are hidden.
 
-    The arrays are numpy where a mask decided, and may be made at run time, with static shapes, where data do. once: every
-    query block is in exactly one visit (a shortcut).
+    The arrays are numpy where the schedule follows from a mask. Data (hashing, routing) may also determine a schedule at run
+    time: its arrays are then jax arrays of static shapes.
+
+    Example: `Causal() & Window(3)` over 8 tokens in blocks of 2 queries and 2 keys. Query 4 sees keys 1 to 4, query 5 sees keys
+    2 to 5. Nine of the 16 tiles are active, and three of them allow every pair:
+
+        query block   key blocks   every
+        0             0            False
+        1             0, 1         True, False
+        2             0, 1, 2      False, True, False
+        3             1, 2, 3      False, True, False
+
+    With one head, the four query blocks are far less work than a step should have, so that one step computes all (R = 4,
+    w = 3). Query blocks 0 and 1 have unused places. The mask is evaluated, because some tiles are partly allowed:
+
+        TileGroup(first=[0], keys=[[[0, -1, -1], [0, 1, -1], [0, 1, 2], [1, 2, 3]]], tested=[EVALUATE_MASK])
+
+    With very many heads, every query block is a step of its own (R = 1):
+
+        TileGroup(first=[0, 1, 2, 3], keys=[[[0, -1, -1]], [[0, 1, -1]], [[0, 1, 2]], [[1, 2, 3]]],
+                  tested=[EVALUATE_MASK, EVALUATE_MASK, EVALUATE_MASK, EVALUATE_MASK])
+
+    Attributes:
+      visits: The steps, grouped by shape.
+      block: Queries in a block.
+      key_block: Keys in a block.
+      once: True only if every query block is in exactly one step. Its result is then final after the step, and no running
+        sums are kept.
     """
 
     visits: tuple[TileGroup, ...]
@@ -43,116 +83,192 @@ class BlockSchedule:
     once: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-def plan(tiles: BlockMask, length: int, block: int, key_block: int, heads: int) -> BlockSchedule:
-    """The visits that run `tiles`; heads: how many (batch, head) run at a time, at most.
+def make_schedule(tiles: BlockMask, length: int, block: int, key_block: int, heads: int) -> BlockSchedule:
+    """The cheapest of a few schedules that compute `tiles`, by the cost model.
 
-    Rows of blocks with many live tiles come several times and do not widen the others' visits.
+    Query blocks with many active tiles take part in several steps, so that they do not widen the steps of the others.
+
+    Args:
+      tiles: The active tiles.
+      length: Number of queries, T.
+      block: Queries in a block.
+      key_block: Keys in a block.
+      heads: Number of (batch, head) pairs that run together, at most.
+
+    Returns:
+      The schedule, with numpy arrays.
     """
-    rows = -(-length // block)
-    counts = np.bincount(tiles.rows, minlength=rows)
-    most = max(cost_model.KEYS // key_block, 1)
-    # One width for all may leave more rows side by side, which then run together; so may visits of tested and other tiles. It
-    # may have a third more to compute.
-    widest = max(min(most, int(counts.max(initial=1))), 1)
-    found = [
-        _visits(tiles, rows, block, key_block, heads, wide, narrow, apart)
-        for wide, narrow in dict.fromkeys((_widths(counts, most, key_block), (widest, widest)))
-        for apart in (True, False)
+    counts = np.bincount(tiles.rows, minlength=-(-length // block))
+    max_width = max(cost_model.MAX_STEP_KEYS // key_block, 1)
+    widest = max(min(max_width, int(counts.max(initial=1))), 1)
+    # Compared with the widths that read the fewest keys, a single width may leave longer runs of query blocks, which share
+    # steps. The same holds for steps of fully and partly allowed tiles that are not split.
+    candidates = [
+        _tile_groups(tiles, counts, widths, block, key_block, heads, split)
+        for widths in dict.fromkeys((_choose_widths(counts, max_width, key_block), (widest, widest)))
+        for split in (True, False)
     ]
-    least = min(sum(v.keys.size for v in visits) for visits in found)
-    found = [visits for visits in found if 3 * sum(v.keys.size for v in visits) <= 4 * least]
+    most_tiles = cost_model.MAX_SCORES_RATIO * min(map(_computed_tiles, candidates))
+    candidates = [groups for groups in candidates if _computed_tiles(groups) <= most_tiles]
+    groups = min(candidates, key=lambda groups: _cost(groups, heads * block * key_block))
+    return BlockSchedule(tuple(groups), block, key_block, _computes_each_query_block_once(groups, counts.size))
 
-    def cost(visits: list[TileGroup]) -> float:
-        size = heads * block * key_block
-        lines = ((v.tested.size, np.count_nonzero(v.tested == 1), size * v.keys[0].size) for v in visits)
-        return sum(
-            (n * (cost_model.VISIT + scores) + cost_model.TEST * tested * scores for n, tested, scores in lines), 0.0
+
+def estimate_keys_read(counts: np.ndarray, key_block: int) -> np.ndarray:
+    """Estimate of the keys that each query block of a schedule reads, including padding and overhead per step.
+
+    Args:
+      counts: int `[blocks]`, the number of active tiles of each query block.
+      key_block: Keys in a block.
+
+    Returns:
+      int `[blocks]`.
+    """
+    widths = _choose_widths(counts, max(cost_model.MAX_STEP_KEYS // key_block, 1), key_block)
+    return _keys_read(counts, widths, key_block)
+
+
+def _computed_tiles(groups: Sequence[TileGroup]) -> int:
+    """Number of tiles that the steps compute, unused places included."""
+    return sum(group.keys.size for group in groups)
+
+
+def _cost(groups: Sequence[TileGroup], tile_scores: int) -> float:
+    """Cost of all steps, where a tile has `tile_scores` scores in all heads together."""
+    costs = (
+        cost_model.tile_group_cost(
+            group.tested.size,
+            int(np.count_nonzero(group.tested == TileState.EVALUATE_MASK)),
+            tile_scores * group.keys[0].size,
         )
-
-    visits = min(found, key=cost)
-    seen = [(v.first[:, None] + np.arange(v.keys.shape[1])).reshape(-1) for v in visits]
-    once = bool((np.bincount(np.concatenate([*seen, np.zeros(0, int)]), minlength=rows) == 1).all())
-    return BlockSchedule(tuple(visits), block, key_block, once)
+        for group in groups
+    )
+    return sum(costs, 0.0)
 
 
-def _visits(
-    tiles: BlockMask, rows: int, block: int, key_block: int, heads: int, wide: int, narrow: int, apart: bool
-) -> list[TileGroup]:
-    """Visits of up to two widths. apart: whether tiles that need no test may have visits of their own, spared its pass."""
-    counts = np.bincount(tiles.rows, minlength=rows)
-    starts = np.cumsum(counts) - counts
-    place = np.arange(tiles.rows.size) - starts[tiles.rows]
-    in_wide = place < _wide(counts, wide, narrow, key_block)[tiles.rows]
-    visits: list[TileGroup] = []
-    for width in dict.fromkeys((wide, narrow)):
-        chosen = in_wide if width == wide else ~in_wide
-        if not chosen.any():
-            continue
-        row, at = tiles.rows[chosen], place[chosen]
-        at = at if width == wide else at - _wide(counts, wide, narrow, key_block)[row]
-        # One line for each (n-th visit of a row, row), so that runs of rows stand together.
-        lines, line = np.unique(at // width * rows + row, return_inverse=True)
-        keys = np.full((lines.size, width), -1, np.int32)
-        keys[line, at % width] = tiles.columns[chosen]
-        asked = np.bincount(line, ~tiles.every[chosen], lines.size) > 0
-        tested = np.where(asked, 1, np.where((keys < 0).any(axis=1), 2, 0)).astype(np.int8)
-        run = 1 << max((cost_model.TILE // max(heads * block * width * key_block, 1)).bit_length() - 1, 0)
-        split = apart and 2 * np.count_nonzero(asked) < asked.size >= 16
-        for some in (np.flatnonzero(~asked), np.flatnonzero(asked)) if split else (np.arange(asked.size),):
-            visits += _runs((lines % rows)[some], keys[some], tested[some], run) if some.size else []
-    return visits
+def _computes_each_query_block_once(groups: Sequence[TileGroup], query_blocks: int) -> bool:
+    blocks = [(group.first[:, None] + np.arange(group.keys.shape[1])).reshape(-1) for group in groups]
+    return bool((np.bincount(np.concatenate([*blocks, np.zeros(0, int)]), minlength=query_blocks) == 1).all())
 
 
-def _wide(counts: np.ndarray, wide: int, narrow: int, key_block: int) -> np.ndarray:
-    """How many of each row's live tiles go to visits of `wide`: full ones, and the rest where that is cheaper."""
-    rest = counts % wide
-    in_narrow = -(-rest // narrow) * (narrow * key_block + cost_model.OVERHEAD) < wide * key_block + cost_model.OVERHEAD
-    return counts - np.where(in_narrow & (narrow < wide), rest, 0)
+# Widths: the number of key blocks that a query block reads in one step. A schedule has steps of one width or of two, wide and
+# narrow. `counts`, int [blocks], is the number of active tiles of each query block throughout.
 
 
-def _keys(counts: np.ndarray, wide: int, narrow: int, key_block: int) -> np.ndarray:
-    """The keys of each row's visits, with what is beside them."""
-    first = _wide(counts, wide, narrow, key_block)
-    visits = (-(-first // wide), wide), (-(-(counts - first) // narrow), narrow)
-    return sum((n * (width * key_block + cost_model.OVERHEAD) for n, width in visits), np.zeros_like(counts))
-
-
-def visit_keys(counts: np.ndarray, key_block: int) -> np.ndarray:
-    """An estimate of a plan: how many keys rows of blocks with so many live tiles each visit, with what is beside them."""
-    return _keys(counts, *_widths(counts, max(cost_model.KEYS // key_block, 1), key_block), key_block)
-
-
-def _widths(counts: np.ndarray, most: int, key_block: int) -> tuple[int, int]:
-    """The widths of visits, in key blocks: one for all, or two where that saves a thirtieth."""
-    values, often = np.unique(counts[counts > 0], return_counts=True)
+def _choose_widths(counts: np.ndarray, max_width: int, key_block: int) -> tuple[int, int]:
+    """The widths (wide, narrow) with which the fewest keys are read; equal unless two widths save enough."""
+    values, repeats = np.unique(counts[counts > 0], return_counts=True)
     if not values.size:
         return 1, 1
 
-    def cost(wide: int, narrow: int) -> int:
-        return int((often * _keys(values, wide, narrow, key_block)).sum())
+    def keys_read(wide: int, narrow: int) -> int:
+        return int((repeats * _keys_read(values, (wide, narrow), key_block)).sum())
 
-    most = min(most, int(values[-1]))
-    single = min((cost(w, w), w) for w in range(1, most + 1))
-    double = min(((cost(w, n), w, n) for w in range(2, most + 1) for n in range(1, w)), default=(single[0], 1, 1))
-    return double[1:] if double[0] < 0.97 * single[0] else (single[1], single[1])
+    max_width = min(max_width, int(values[-1]))
+    single, width = min((keys_read(width, width), width) for width in range(1, max_width + 1))
+    pairs = ((wide, narrow) for wide in range(2, max_width + 1) for narrow in range(1, wide))
+    double, *widths = min(((keys_read(*pair), *pair) for pair in pairs), default=(single, 1, 1))
+    return (widths[0], widths[1]) if double < cost_model.MAX_TWO_WIDTHS_RATIO * single else (width, width)
 
 
-def _runs(row: np.ndarray, keys: np.ndarray, tested: np.ndarray, run: int) -> list[TileGroup]:
-    """Lines of one query block each, put together in runs of `run` consecutive ones; what is left over, one by one."""
-    run = min(run, 1 << (row.size.bit_length() - 1))
-    breaks = np.flatnonzero(np.diff(row) != 1) + 1
-    together, alone = [], []
-    for part in np.split(np.arange(row.size), breaks):
-        whole = part.size // run * run
-        together.append(part[:whole])
-        alone.append(part[whole:])
-    visits = []
-    for lines, size in ((np.concatenate(together), run), (np.concatenate(alone), 1)):
-        if lines.size:
-            first = row[lines].reshape(-1, size)[:, 0].astype(np.int32)
-            grouped = keys[lines].reshape(-1, size, keys.shape[1])
-            each = tested[lines].reshape(-1, size)
-            visits.append(
-                TileGroup(first, grouped, np.where((each == 1).any(axis=1), 1, each.max(axis=1)).astype(np.int8))
-            )
-    return visits
+def _tiles_in_wide_steps(counts: np.ndarray, widths: tuple[int, int], key_block: int) -> np.ndarray:
+    """Number of active tiles of each query block that go to wide steps, int `[blocks]`.
+
+    Wide steps take as many tiles as fill them, and the remainder where one more wide step costs no more than narrow ones.
+    """
+    wide, narrow = widths
+    remainder = counts % wide
+    narrow_cost = -(-remainder // narrow) * cost_model.step_keys(narrow, key_block)
+    in_narrow = narrow_cost < cost_model.step_keys(wide, key_block)
+    return counts - np.where(in_narrow & (narrow < wide), remainder, 0)
+
+
+def _keys_read(counts: np.ndarray, widths: tuple[int, int], key_block: int) -> np.ndarray:
+    """Keys that each query block reads in all of its steps, including padding and overhead, int `[blocks]`."""
+    wide, narrow = widths
+    in_wide = _tiles_in_wide_steps(counts, widths, key_block)
+    wide_steps, narrow_steps = -(-in_wide // wide), -(-(counts - in_wide) // narrow)
+    return wide_steps * cost_model.step_keys(wide, key_block) + narrow_steps * cost_model.step_keys(narrow, key_block)
+
+
+# Construction of tile groups.
+
+
+def _tile_groups(
+    tiles: BlockMask,
+    counts: np.ndarray,
+    widths: tuple[int, int],
+    block: int,
+    key_block: int,
+    heads: int,
+    split: bool,
+) -> list[TileGroup]:
+    """Groups of steps of the given widths. split: steps that do not evaluate the mask may have loops of their own."""
+    wide, narrow = widths
+    in_wide = _tiles_in_wide_steps(counts, widths, key_block)
+    rank = np.arange(tiles.rows.size) - (np.cumsum(counts) - counts)[tiles.rows]  # of a tile within its query block
+    is_wide = rank < in_wide[tiles.rows]
+    groups: list[TileGroup] = []
+    for width, chosen, start in ((wide, is_wide, None), (narrow, ~is_wide, in_wide)):
+        if not chosen.any():
+            continue
+        part = tiles.select(chosen)
+        ranks = rank[chosen] if start is None else rank[chosen] - start[part.rows]
+        steps = _single_block_steps(part, ranks, width, counts.size)
+        run = cost_model.query_blocks_per_step(heads * block * width * key_block)
+        for some_steps in _split_by_evaluation(*steps) if split else (steps,):
+            groups += _joined_into_runs(*some_steps, run)
+    return groups
+
+
+# Steps of one query block each: (query block int [n], key blocks int32 [n, w], TileState int8 [n]).
+_Steps = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def _single_block_steps(tiles: BlockMask, ranks: np.ndarray, width: int, query_blocks: int) -> _Steps:
+    """Steps of one query block with up to `width` of its tiles; `ranks` numbers the tiles of each query block.
+
+    The first steps of all query blocks come first, then the second steps, and so on, so that consecutive query blocks stand
+    together and can be joined into runs.
+    """
+    numbers, step = np.unique(ranks // width * query_blocks + tiles.rows, return_inverse=True)
+    keys = np.full((numbers.size, width), -1, np.int32)
+    keys[step, ranks % width] = tiles.columns
+    evaluate = np.bincount(step, ~tiles.every, numbers.size) > 0
+    padded = np.where((keys < 0).any(axis=1), TileState.HIDE_PADDING, TileState.ALL_ALLOWED)
+    return numbers % query_blocks, keys, np.where(evaluate, TileState.EVALUATE_MASK, padded).astype(np.int8)
+
+
+def _split_by_evaluation(rows: np.ndarray, keys: np.ndarray, states: np.ndarray) -> list[_Steps]:
+    """The steps without and with evaluation of the mask, or all steps where a loop of their own does not pay."""
+    evaluate = states == TileState.EVALUATE_MASK
+    if 2 * np.count_nonzero(evaluate) >= evaluate.size or evaluate.size < cost_model.MIN_STEPS_TO_SPLIT:
+        return [(rows, keys, states)]
+    return [(rows[part], keys[part], states[part]) for part in (~evaluate, evaluate) if part.any()]
+
+
+def _joined_into_runs(rows: np.ndarray, keys: np.ndarray, states: np.ndarray, run: int) -> list[TileGroup]:
+    """Steps of `run` consecutive query blocks each (fewer if there are not as many), and single steps for the remainder."""
+    run = min(run, 1 << (rows.size.bit_length() - 1))
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    joined, single = [], []
+    for consecutive in np.split(np.arange(rows.size), breaks):
+        full = consecutive.size // run * run
+        joined.append(consecutive[:full])
+        single.append(consecutive[full:])
+    groups = []
+    for steps, size in ((np.concatenate(joined), run), (np.concatenate(single), 1)):
+        if steps.size:
+            first = rows[steps].reshape(-1, size)[:, 0].astype(np.int32)
+            state = _joint_state(states[steps].reshape(-1, size))
+            groups.append(TileGroup(first, keys[steps].reshape(-1, size, keys.shape[1]), state))
+    return groups
+
+
+def _joint_state(states: np.ndarray) -> np.ndarray:
+    """int8 `[n]`: the TileState of steps that join steps of states `[n, R]`."""
+    evaluate = (states == TileState.EVALUATE_MASK).any(axis=1)
+    return np.where(evaluate, TileState.EVALUATE_MASK, states.max(axis=1)).astype(np.int8)
+
+
+plan = make_schedule
