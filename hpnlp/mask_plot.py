@@ -14,7 +14,7 @@ import numpy as np
 from hpnlp.ops.attention import Mask, PerHead
 from hpnlp.ops.attention.block_sparse import cost_model
 from hpnlp.ops.attention.block_sparse.block_mask import BlockMask, active_tiles, evaluate_tiles
-from hpnlp.ops.attention.masks.base import check
+from hpnlp.ops.attention.masks.per_head import check_mask
 from hpnlp.types import InputError
 
 # Up to so many pairs a picture shows each; beyond, so many cells to a side.
@@ -108,7 +108,7 @@ def look(title: str, mask: Mask | PerHead, length: int, keys: int, block: int | 
     if tiles > TILES:
         larger = block * math.ceil(math.sqrt(tiles / TILES))
         raise InputError(f"{length} x {keys} in blocks of {block} are {tiles:,} tiles: pass block={larger} or more")
-    check(mask)
+    check_mask(mask)
     if mask.heads is None:
         return [_look(title, "", mask, 1, length, keys, block)]  # pyright: ignore[reportArgumentType]
     groups = mask.by_head(mask.heads)

@@ -73,7 +73,7 @@ def test_every_mask_can_be_named_but_the_one_that_holds_a_function():
         ("Window(5)(3)", "column 1, 'Window(5)': expected masks"),
         ("Where(lambda i, j: True)", "Where needs a function, which no text can hold: in Python, call"),
         ("longformer(Causal())", "wrong kind of argument for longformer(window=512, global_tokens=0, dilation=1,"),
-        ("longformer(3)", "longformer window 3: expected an even number"),
+        ("longformer(3)", "longformer window=3: expected an even number"),
         ("PerHead((PerHead((Causal(),)),))", "column 1, 'PerHead((PerHead((Causal(),)),))': "),
         ("Full() | PerHead((Causal(),)) & PerHead((Causal(), Full()))", "column 10, 'PerHead((Causal(),)) & PerHead"),
         ("~" * 9000 + "Full()", "expected masks"),

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from hpnlp.ops.attention.block_sparse import cost_model
-from hpnlp.ops.attention.masks.base import Mask, PerHead
+from hpnlp.ops.attention.masks.base import Mask
+from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.types import InputError
 
 # Queries and keys of the tiles in which the allowed pairs of a mask are counted.

@@ -1,1 +1,1 @@
-"""Static attention patterns: the mask algebra, the patterns, those of papers, and the table of all of them."""
+"""Static attention patterns: the mask algebra, elementary patterns, patterns of papers, and the table of all patterns."""

@@ -1,8 +1,7 @@
-"""The patterns from which masks are made: `Causal() & (Window(256) | Global(16))`.
+"""The elementary patterns, from which masks are composed: `Causal() & (Window(256) | Global(16))`.
 
-Everywhere i is the query position and j the key position, from 0. A pattern of one's own is a frozen dataclass that
-derives from Mask and has `at` and, so that its live blocks need not be found element by element, `tile`; with `Where` a
-function is enough.
+i is the query position and j the key position, both from 0. A new pattern is a frozen dataclass that derives from Mask and
+defines `at` and, so that its active tiles need not be searched pair by pair, `tile`. With `Where`, a function is enough.
 """
 
 from __future__ import annotations
@@ -17,35 +16,37 @@ from typing import Any
 import jax
 import numpy as np
 
-from hpnlp.ops.attention.masks.base import NO_KEYS, Lookback, Mask
+from hpnlp.ops.attention.masks.base import Mask
+from hpnlp.ops.attention.masks.lookback import ALL_KEYS, NO_KEYS, Lookback
+from hpnlp.ops.attention.masks.selected_tokens import FirstQueries, KeysAt, QueriesAt, count_between
 from hpnlp.ops.counter_rng import drawn_blocks
 from hpnlp.types import InputError
 
-# Positions are int32, and so are their sums with what a mask holds.
-MOST = 1 << 30
+# Largest value of a field: positions are int32, and the sum of a position and a field must not overflow.
+_MAX_FIELD = 1 << 30
+# RandomBlocks.tile looks at each of up to so many query blocks per tile.
+_MAX_ROWS_PER_TILE = 8
 
 
-def _whole(mask: Mask, **least: int) -> None:
-    """Checks fields that are whole numbers, each with its least value."""
+def _check_integers(mask: Mask, **minimums: int) -> None:
+    """Raises InputError unless the named fields are whole numbers from their minimum to _MAX_FIELD; converts them to int."""
     Mask.__post_init__(mask)
-    for name, bound in least.items():
+    for name, minimum in minimums.items():
         value = getattr(mask, name)
         try:
             number = operator.index(value)
         except TypeError:
             number = None
-        if number is None or isinstance(value, bool | np.bool_) or number < bound:
-            raise InputError(f"{type(mask).__name__}.{name}={value!r}: expected a whole number of at least {bound}")
-        if number > MOST and name != "seed":
-            raise InputError(
-                f"{type(mask).__name__}.{name}={value!r}: expected at most {MOST}, which is beyond any sequence"
-            )
+        if number is None or isinstance(value, bool | np.bool_) or number < minimum:
+            raise InputError(f"{type(mask).__name__}.{name}={value!r}: expected a whole number of at least {minimum}")
+        if number > _MAX_FIELD and name != "seed":
+            raise InputError(f"{type(mask).__name__}.{name}={value!r}: expected at most {_MAX_FIELD}")
         object.__setattr__(mask, name, number)
 
 
 @dataclasses.dataclass(frozen=True)
 class Causal(Mask):
-    """j <= i."""
+    """Keys up to the query: j <= i."""
 
     relative = True
     cheap = True
@@ -68,7 +69,15 @@ class Causal(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Window(Mask):
-    """i - left <= j <= i + right; right = left where it is None (Beltagy et al. 2020, "Longformer", sec. 3.1)."""
+    """Keys near the query: i - left <= j <= i + right.
+
+    Attributes:
+      left: Number of keys before the query, at least 0.
+      right: Number of keys after the query, at least 0; None, the default, for `left`.
+
+    References:
+      Beltagy et al. 2020, "Longformer", section 3.1.
+    """
 
     left: int
     right: int | None = None
@@ -78,7 +87,7 @@ class Window(Mask):
     def __post_init__(self) -> None:
         if self.right is None:
             object.__setattr__(self, "right", self.left)
-        _whole(self, left=0, right=0)
+        _check_integers(self, left=0, right=0)
 
     def at(self, q: Any, k: Any) -> Any:
         return (k - q >= -self.left) & (k - q <= self.right)
@@ -99,23 +108,31 @@ class Window(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Dilated(Mask):
-    """|i - j| <= width * dilation and (i - j) % dilation == 0 ("Longformer", sec. 3.1)."""
+    """Every dilation-th key near the query: |i - j| <= width * dilation and (i - j) % dilation == 0.
+
+    Attributes:
+      width: Number of keys on each side of the query, at least 0.
+      dilation: Distance between the keys, at least 1.
+
+    References:
+      Beltagy et al. 2020, "Longformer", section 3.1.
+    """
 
     width: int
     dilation: int
     relative = True
 
     def __post_init__(self) -> None:
-        _whole(self, width=0, dilation=1)
+        _check_integers(self, width=0, dilation=1)
 
     def at(self, q: Any, k: Any) -> Any:
         reach = self.width * self.dilation
         return (k - q >= -reach) & (k - q <= reach) & ((k - q) % self.dilation == 0)
 
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
-        some, every = Window(self.width * self.dilation).tile(q0, q1, k0, k1)
-        residue, single = Strided(self.dilation).tile(q0, q1, k0, k1)
-        return some & residue, every & single
+        some_near, every_near = Window(self.width * self.dilation).tile(q0, q1, k0, k1)
+        some_residue, every_residue = Strided(self.dilation).tile(q0, q1, k0, k1)
+        return some_near & some_residue, every_near & every_residue
 
     def lookback(self) -> Lookback:
         return Lookback(-math.inf, self.width * self.dilation)
@@ -130,13 +147,20 @@ class Dilated(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise(Mask):
-    """i // block == j // block: blocks of the sequence see themselves (Qiu et al. 2020, "BlockBERT")."""
+    """Keys in the block of the query: i // block == j // block.
+
+    Attributes:
+      block: Tokens in a block, at least 1.
+
+    References:
+      Qiu et al. 2020, "Blockwise self-attention for long document understanding" (BlockBERT).
+    """
 
     block: int
     cheap = True
 
     def __post_init__(self) -> None:
-        _whole(self, block=1)
+        _check_integers(self, block=1)
 
     def at(self, q: Any, k: Any) -> Any:
         return q // self.block == k // self.block
@@ -154,13 +178,20 @@ class Blockwise(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Strided(Mask):
-    """(i - j) % stride == 0 (Child et al. 2019, "Sparse Transformer", sec. 4.3)."""
+    """Every stride-th key, counted from the query: (i - j) % stride == 0.
+
+    Attributes:
+      stride: Distance between the keys, at least 1.
+
+    References:
+      Child et al. 2019, "Generating long sequences with sparse transformers", section 4.3.
+    """
 
     stride: int
     relative = True
 
     def __post_init__(self) -> None:
-        _whole(self, stride=1)
+        _check_integers(self, stride=1)
 
     def at(self, q: Any, k: Any) -> Any:
         return (k - q) % self.stride == 0
@@ -178,13 +209,21 @@ class Strided(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(Mask):
-    """j % block >= block - columns: the summary columns of each block ("Sparse Transformer", sec. 4.3)."""
+    """The last keys of every block: j % block >= block - columns.
+
+    Attributes:
+      block: Tokens in a block, at least 1.
+      columns: Number of visible keys at the end of each block, 0 to `block`.
+
+    References:
+      Child et al. 2019, "Generating long sequences with sparse transformers", section 4.3.
+    """
 
     block: int
     columns: int
 
     def __post_init__(self) -> None:
-        _whole(self, block=1, columns=0)
+        _check_integers(self, block=1, columns=0)
         if self.columns > self.block:
             raise InputError(f"Fixed.columns={self.columns}: expected at most block={self.block}")
 
@@ -193,25 +232,32 @@ class Fixed(Mask):
 
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         first = self.block - self.columns
-        into, length = k0 % self.block, k1 - k0
-        # It reaches a summary column before its end; it never leaves the summary columns that it starts in.
-        some = (into + length >= first) & (self.columns > 0)
-        return some, (into >= first) & (into + length < self.block) | (self.columns == self.block)
+        start = k0 % self.block
+        end = start + (k1 - k0)
+        some_column = (end >= first) & (self.columns > 0)
+        return some_column, (start >= first) & (end < self.block) | (self.columns == self.block)
 
     def key_indices(self, length: int) -> Sequence[int] | None:
-        if 2 * self.columns > self.block:
+        if 2 * self.columns > self.block:  # not few
             return None
         return np.flatnonzero(self.at(np.zeros(1, int), np.arange(length))).tolist()
 
 
 @dataclasses.dataclass(frozen=True)
 class Global(Mask):
-    """i < count or j < count: the first tokens see all and are seen by all ("Longformer", sec. 3.1)."""
+    """Global tokens at the start, which see and are seen by all tokens: i < count or j < count.
+
+    Attributes:
+      count: Number of global tokens, at least 0.
+
+    References:
+      Beltagy et al. 2020, "Longformer", section 3.1.
+    """
 
     count: int
 
     def __post_init__(self) -> None:
-        _whole(self, count=0)
+        _check_integers(self, count=0)
 
     def at(self, q: Any, k: Any) -> Any:
         return (q < self.count) | (k < self.count)
@@ -220,15 +266,19 @@ class Global(Mask):
         return (q0 < self.count) | (k0 < self.count), (q1 < self.count) | (k1 < self.count)
 
     def lookback(self) -> Lookback:
-        return Lookback(self.count, -1)  # the keys from `count` on that a query below `count` sees lie after it
+        return Lookback(self.count, -1)  # a query below `count` also sees later keys, which lie after it
 
     def union_terms(self) -> tuple[Mask, ...]:
-        return _FirstQueries(self.count), Sinks(self.count)
+        return FirstQueries(self.count), Sinks(self.count)
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalAt(Mask):
-    """As Global, for tokens at the positions `indices`."""
+    """Global tokens at given positions, which see and are seen by all tokens: i in indices or j in indices.
+
+    Attributes:
+      indices: Positions, at least 0; stored without duplicates, ascending.
+    """
 
     indices: tuple[int, ...]
 
@@ -239,98 +289,45 @@ class GlobalAt(Mask):
         except TypeError as error:
             raise InputError(f"GlobalAt.indices={self.indices!r}: expected whole numbers, as in (0, 7)") from error
         if indices and indices[0] < 0:
-            raise InputError(f"GlobalAt.indices holds {indices[0]}: expected positions from 0 on")
+            raise InputError(f"GlobalAt.indices holds {indices[0]}: expected positions of at least 0")
         object.__setattr__(self, "indices", indices)
 
     def at(self, q: Any, k: Any) -> Any:
-        return (_count(self.indices, q, q) > 0) | (_count(self.indices, k, k) > 0)
+        return (count_between(self.indices, q, q) > 0) | (count_between(self.indices, k, k) > 0)
 
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
-        q, k = _count(self.indices, q0, q1), _count(self.indices, k0, k1)
+        q, k = count_between(self.indices, q0, q1), count_between(self.indices, k0, k1)
         return (q > 0) | (k > 0), (q == q1 - q0 + 1) | (k == k1 - k0 + 1)
 
     def lookback(self) -> Lookback:
         return Lookback(self.indices[-1] + 1, -1) if self.indices else NO_KEYS
 
     def union_terms(self) -> tuple[Mask, ...]:
-        return _Queries(self.indices), _Keys(self.indices)
+        return QueriesAt(self.indices), KeysAt(self.indices)
 
     def check_length(self, length: int) -> None:
         if self.indices and self.indices[-1] >= length:
             raise InputError(
-                f"GlobalAt.indices holds {self.indices[-1]}, but there are {length} tokens: leave it out, or pass positions"
+                f"GlobalAt.indices holds {self.indices[-1]}, but there are {length} tokens: expected positions below {length}; "
+                "remove the others, or pass `positions`"
             )
 
 
 @dataclasses.dataclass(frozen=True)
-class _FirstQueries(Mask):
-    """i < count."""
-
-    count: int
-
-    def at(self, q: Any, k: Any) -> Any:
-        return (q < self.count) & (k == k)
-
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
-        return q0 < self.count, q1 < self.count
-
-    def query_indices(self, length: int) -> Sequence[int]:
-        return range(min(self.count, length))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Queries(Mask):
-    """The queries at `indices`, ascending, see every key."""
-
-    indices: tuple[int, ...]
-
-    def at(self, q: Any, k: Any) -> Any:
-        return (_count(self.indices, q, q) > 0) & (k == k)
-
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
-        count = _count(self.indices, q0, q1)
-        return count > 0, count == q1 - q0 + 1
-
-    def query_indices(self, length: int) -> Sequence[int]:
-        return [i for i in self.indices if i < length]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Keys(Mask):
-    """Every query sees the keys at `indices`, ascending."""
-
-    indices: tuple[int, ...]
-
-    def at(self, q: Any, k: Any) -> Any:
-        return (_count(self.indices, k, k) > 0) & (q == q)
-
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
-        count = _count(self.indices, k0, k1)
-        return count > 0, count == k1 - k0 + 1
-
-    def key_indices(self, length: int) -> Sequence[int]:
-        return [i for i in self.indices if i < length]
-
-
-def _count(indices: tuple[int, ...], first: Any, last: Any) -> Any:
-    """Number of `indices`, which ascend, from `first` to `last`, both included."""
-    if isinstance(first, jax.Array) or isinstance(last, jax.Array):
-        table = np.asarray(indices, np.int32)
-        return jax.numpy.searchsorted(table, last.astype(np.int32), side="right") - jax.numpy.searchsorted(
-            table, first.astype(np.int32)
-        )
-    table = np.asarray(indices, np.int64)
-    return np.searchsorted(table, last, side="right") - np.searchsorted(table, first)
-
-
-@dataclasses.dataclass(frozen=True)
 class Sinks(Mask):
-    """j < count: the first keys are seen by all (Xiao et al. 2023, "StreamingLLM")."""
+    """Attention sinks, the first keys, which all queries see: j < count.
+
+    Attributes:
+      count: Number of keys, at least 0.
+
+    References:
+      Xiao et al. 2023, "Efficient streaming language models with attention sinks" (StreamingLLM).
+    """
 
     count: int
 
     def __post_init__(self) -> None:
-        _whole(self, count=0)
+        _check_integers(self, count=0)
 
     def at(self, q: Any, k: Any) -> Any:
         return (k < self.count) & (q == q)
@@ -347,12 +344,19 @@ class Sinks(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Prefix(Mask):
-    """i < count and j < count: the first tokens see each other (Raffel et al. 2020, "T5", fig. 3, with `| Causal()`)."""
+    """The tokens of a prefix, which see each other: i < count and j < count. A prefix LM is `Causal() | Prefix(count)`.
+
+    Attributes:
+      count: Number of tokens in the prefix, at least 0.
+
+    References:
+      Raffel et al. 2020, "Exploring the limits of transfer learning" (T5), figure 3.
+    """
 
     count: int
 
     def __post_init__(self) -> None:
-        _whole(self, count=0)
+        _check_integers(self, count=0)
 
     def at(self, q: Any, k: Any) -> Any:
         return (q < self.count) & (k < self.count)
@@ -366,10 +370,20 @@ class Prefix(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class RandomBlocks(Mask):
-    """Each block of queries sees `count` distinct blocks of keys, drawn by a hash of (seed, number of the block).
+    """Random key blocks: each query block sees `count` distinct key blocks.
 
-    From the first `among` blocks, or from the blocks 0 to i // block where `among` is None, which goes with Causal; where
-    there are fewer than `count`, all of them (Zaheer et al. 2020, "BigBird", sec. 2).
+    The blocks are a hash of (seed, number of the query block), independent of the length of the sequence. If there are fewer
+    than `count` blocks to draw from, a query block sees all of them.
+
+    Attributes:
+      block: Tokens in a block, at least 1.
+      count: Number of key blocks of each query block, at least 0.
+      seed: Seed of the hash, at least 0.
+      among: The blocks are drawn from the first `among` blocks; None, the default, draws from the blocks up to the query's,
+        for causal attention.
+
+    References:
+      Zaheer et al. 2020, "Big Bird", section 2.
     """
 
     block: int
@@ -378,43 +392,48 @@ class RandomBlocks(Mask):
     among: int | None = None
 
     def __post_init__(self) -> None:
-        _whole(self, block=1, count=0, seed=0)
+        _check_integers(self, block=1, count=0, seed=0)
         if self.among is not None:
-            _whole(self, among=0)
+            _check_integers(self, among=0)
 
     def at(self, q: Any, k: Any) -> Any:
-        found = (q != q) | (k != k)
+        allowed = (q != q) | (k != k)
         for drawn in drawn_blocks(self.seed, q // self.block, self.count, self.among):
-            found = found | (drawn == k // self.block) & (k >= 0)
-        return found
+            allowed = allowed | (drawn == k // self.block) & (k >= 0)
+        return allowed
 
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         q0, q1, k0, k1 = (x // self.block for x in (q0, q1, k0, k1))
-        if any(isinstance(x, jax.Array) for x in (q0, q1, k0, k1)) or np.max(q1 - q0) > 8:
-            # How many rows there are is not known, or too many to go through.
-            may = (k0 <= q1) if self.among is None else (k0 < self.among)
-            return may & (self.count > 0), may & False
-        some, every = False, True
-        for row in range(int(np.max(q1 - q0)) + 1):
+        traced = any(isinstance(x, jax.Array) for x in (q0, q1, k0, k1))
+        if traced or np.max(q1 - q0) > _MAX_ROWS_PER_TILE:
+            # The number of query blocks in a tile is unknown, or too large to look at each.
+            in_range = (k0 <= q1) if self.among is None else (k0 < self.among)
+            return in_range & (self.count > 0), in_range & False
+        some_pair, every_pair = False, True
+        for offset in range(int(np.max(q1 - q0)) + 1):
+            row = np.asarray(np.minimum(q0 + offset, q1))
             inside = 0
-            row = np.asarray(np.minimum(q0 + row, q1))
             for drawn in drawn_blocks(self.seed, row, self.count, self.among):
                 inside = inside + ((k0 <= drawn) & (drawn <= k1) & (drawn >= 0))
-            some, every = some | (inside > 0), every & (inside == k1 - k0 + 1)
-        return some, every
+            some_pair, every_pair = some_pair | (inside > 0), every_pair & (inside == k1 - k0 + 1)
+        return some_pair, every_pair
 
     def lookback(self) -> Lookback:
         if self.among is None and self.count:
-            return super().lookback()
+            return ALL_KEYS
         return Lookback((self.among or 0) * self.block, -math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
 class Where(Mask):
-    """`function(i, j) -> bool`, elementwise on index arrays of numpy or jax, with broadcasting.
+    """The pairs for which a function returns True.
 
-    Write it with operators, or with jax.numpy. The live blocks are found by asking for every pair, in slices; a class with
-    a `tile` of its own spares that. Calls with another function object compile anew, so define it once.
+    Active tiles are found by evaluating the function for every pair. A pattern class with a `tile` method avoids this.
+
+    Attributes:
+      function: `function(i, j) -> bool`, elementwise on index arrays of numpy or jax that broadcast, written with operators or
+        jax.numpy. Masks are equal if their functions are the same object, and another function object compiles anew: define
+        the function once.
     """
 
     function: Callable[[Any, Any], Any]
@@ -422,30 +441,33 @@ class Where(Mask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not callable(self.function):
-            raise InputError(f"Where({self.function!r}): expected a function of query and key")
+            raise InputError(f"Where.function={self.function!r}: expected a function of query and key positions")
 
     def __repr__(self) -> str:
         return f"Where({getattr(self.function, '__qualname__', self.function)})"
 
     def at(self, q: Any, k: Any) -> Any:
-        shape = np.broadcast_shapes(np.shape(q), np.shape(k))
         traced = isinstance(q, jax.Array) or isinstance(k, jax.Array)
         library: Any = jax.numpy if traced else np
         with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
             try:
-                see = library.asarray(self.function(q, k))
-                found = library.broadcast_to(see, shape)
-            except Exception as error:  # whatever a function may raise
-                if isinstance(error, jax.errors.TracerArrayConversionError) and not traced:
-                    raise InputError(
-                        f"{self!r} reads an array that is traced: a mask is fixed while tracing. What is known at run time is "
-                        "an operand of the call: dense_mask, segment_ids, positions, kv_lengths or global_tokens"
-                    ) from error
-                reason = str(error).partition("\n")[0]
-                raise InputError(
-                    f"{self!r} failed ({reason:.200}): it is asked for arrays of queries i and keys j that broadcast, so write "
-                    "function(i, j) with & | ~, where and abs, not `and`, `or`, `if` or i < j < k"
-                ) from error
-        if see.dtype != bool:
-            raise InputError(f"{self!r} gave {see.dtype}: expected bool, True where the query may see the key")
-        return found
+                values = library.asarray(self.function(q, k))
+                allowed = library.broadcast_to(values, np.broadcast_shapes(np.shape(q), np.shape(k)))
+            except Exception as error:  # a function may raise anything
+                raise self._explained(error, traced) from error
+        if values.dtype != bool:
+            raise InputError(f"{self!r} returned {values.dtype}: expected bool, True where the query may see the key")
+        return allowed
+
+    def _explained(self, error: Exception, traced: bool) -> InputError:
+        """The error to raise in place of one that the function raised."""
+        if isinstance(error, jax.errors.TracerArrayConversionError) and not traced:
+            return InputError(
+                f"{self!r} reads an array that is traced: expected values that are known while tracing. Pass arrays as an "
+                "operand of the call: dense_mask, segment_ids, positions, kv_lengths or global_tokens"
+            )
+        reason = str(error).partition("\n")[0]
+        return InputError(
+            f"{self!r} failed ({reason:.200}): it is called with arrays i and j that broadcast, so write function(i, j) with "
+            "& | ~, where and abs, not `and`, `or`, `if` or i < j < k"
+        )

@@ -1,15 +1,15 @@
-"""Static attention patterns: the mask algebra, the patterns, those of papers, and the table of all of them.
+"""The table of all attention patterns.
 
-To add a pattern, write a class in `patterns.py` (or a function in `papers.py`) and a line in MASKS: the expression parser, the
-drawing command, the notebook, the feature matrix and the contract tests read the table.
+To add a pattern, write a class in `patterns.py` (or a function in `papers.py`) and a line in MASKS. The parser of mask
+expressions, the drawing command, the feature matrix, the notebook's test and the contract tests read the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hpnlp.ops.attention.masks.base import Full, Mask, PerHead
+from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.papers import bigbird, longformer, sparse_transformer_fixed, sparse_transformer_strided
 from hpnlp.ops.attention.masks.patterns import (
     Blockwise,
@@ -25,22 +25,27 @@ from hpnlp.ops.attention.masks.patterns import (
     Where,
     Window,
 )
+from hpnlp.ops.attention.masks.per_head import PerHead
 
 __all__ = ["MASKS", "Pattern"]
 
 
 class Pattern(NamedTuple):
-    """A line of MASKS.
+    """An entry of MASKS.
 
-    make: the class, or the function of a paper's parameters. examples: instances that are small enough for every test.
+    Attributes:
+      make: The class, or the function of a paper's parameters.
+      examples: Masks that test every contract over some 40 tokens; the first one represents the pattern in the feature matrix.
+      in_text: Whether an expression in text can contain the pattern: not if an argument is a function.
     """
 
     make: Callable[..., Mask | PerHead]
     examples: tuple[Mask | PerHead, ...]
+    in_text: bool = True
 
 
-def _third(i: object, j: object) -> object:
-    return (i + j) % 3 == 0  # pyright: ignore[reportOperatorIssue]
+def _sum_divisible_by_3(i: Any, j: Any) -> Any:
+    return (i + j) % 3 == 0
 
 
 MASKS: dict[str, Pattern] = {
@@ -58,7 +63,7 @@ MASKS: dict[str, Pattern] = {
     "RandomBlocks": Pattern(
         RandomBlocks, (RandomBlocks(4, 3, seed=1), RandomBlocks(4, 2, seed=2, among=9), RandomBlocks(4, 9, among=3))
     ),
-    "Where": Pattern(Where, (Where(_third),)),
+    "Where": Pattern(Where, (Where(_sum_divisible_by_3),), in_text=False),
     "PerHead": Pattern(PerHead, (PerHead((Causal(), Window(3), Causal(), Full())),)),
     "sparse_transformer_strided": Pattern(sparse_transformer_strided, (sparse_transformer_strided(6),)),
     "sparse_transformer_fixed": Pattern(sparse_transformer_fixed, (sparse_transformer_fixed(6, 2),)),
