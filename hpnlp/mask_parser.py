@@ -1,4 +1,4 @@
-"""Mask expressions as text: `"Causal() & (Window(64) | Global(8))"`, read as Python reads it and never run."""
+"""Parser of mask expressions: `"Causal() & (Window(64) | Global(8))"`, with Python's syntax, without running any of it."""
 
 from __future__ import annotations
 
@@ -14,99 +14,119 @@ from hpnlp.ops.attention.masks.table import MASKS
 from hpnlp.spec import Spec, build, did_you_mean
 from hpnlp.types import InputError
 
-# Names that an expression may use; `Where` needs a function, which no text can hold.
+# The patterns that an expression may name.
 NAMES: Mapping[str, Callable[..., Mask | PerHead]] = {
-    name: pattern.make for name, pattern in MASKS.items() if name != "Where"
+    name: pattern.make for name, pattern in MASKS.items() if pattern.in_text
 }
 
 _OPERATORS = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_}
-_EXPECTED = "expected masks, as Causal() or Window(64), with & | ~ and .shift(n) between them"
+_EXPECTED = "expected masks, such as Causal() or Window(64), with & | ~ and .shift(n) between them"
 
 
 def parse_mask(text: str) -> Mask | PerHead:
-    """The mask that an expression describes.
+    """Parses a mask expression.
 
-    Names are those of NAMES; arguments are whole numbers, True, False, None, masks, and tuples of these; masks combine
-    with `&`, `|`, `~`, brackets and `.shift(n)`. Raises InputError, with the place and the nearest name, for all else.
+    Masks combine with `&`, `|`, `~`, parentheses and `.shift(n)`. Arguments are integers, True, False, None, masks, and tuples
+    or lists of these.
+
+    Args:
+      text: The expression. Its names are those of NAMES.
+
+    Returns:
+      The mask.
+
+    Raises:
+      InputError: The text is anything else. The message gives the column, the part in question, and the nearest known name.
     """
     text = " ".join(text.split())
     try:
-        with warnings.catch_warnings(action="ignore"):  # Python's advice on how to write what is refused here anyway
+        # Python's syntax warnings propose corrections that would be rejected here as well.
+        with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(text, mode="eval").body
-        return _mask(tree, text)
+        return _parse_mask(tree, text)
     except SyntaxError as error:
         raise InputError(f"{text!r:.80}, column {error.offset or 1}: {error.msg}: {_EXPECTED}") from error
     except (RecursionError, MemoryError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{text!r:.80} is nested too deeply, or holds what is no text: {_EXPECTED}") from error
+        raise InputError(
+            f"{text!r:.80} is nested too deeply or contains invalid characters: {_EXPECTED}, less deeply nested"
+        ) from error
 
 
 def signature(name: str) -> str:
-    """`"Window(left, right=None)"`: how an entry of NAMES is written."""
-    of = inspect.signature(NAMES[name])
-    bare = [p.replace(annotation=p.empty) for p in of.parameters.values()]
-    return f"{name}{inspect.Signature(bare)}"
+    """The call of a pattern, with its arguments and defaults.
+
+    Args:
+      name: A key of NAMES.
+
+    Returns:
+      For example `"Window(left, right=None)"`.
+    """
+    parameters = inspect.signature(NAMES[name]).parameters.values()
+    return f"{name}{inspect.Signature([p.replace(annotation=p.empty) for p in parameters])}"
 
 
-def _mask(node: ast.expr, text: str) -> Mask | PerHead:
+def _parse_mask(node: ast.expr, text: str) -> Mask | PerHead:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-        return ~_mask(node.operand, text)
+        return ~_parse_mask(node.operand, text)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _mask(node.left, text), _mask(node.right, text)
+        left, right = _parse_mask(node.left, text), _parse_mask(node.right, text)
         try:
             return _OPERATORS[type(node.op)](left, right)
         except InputError as error:
-            _refuse(node, text, str(error), error)
+            _reject(node, text, str(error), error)
     if isinstance(node, ast.BoolOp | ast.UnaryOp):
-        _refuse(node, text, "write & for and, | for or, ~ for not")
+        _reject(node, text, "expected & in place of `and`, | in place of `or`, ~ in place of `not`")
     if isinstance(node, ast.Name):
         if node.id in NAMES:
-            _refuse(node, text, f"no mask without its brackets: write {signature(node.id)}")
-        _refuse(node, text, f"unknown mask {node.id!r}: {did_you_mean(node.id, NAMES)}")
+            _reject(node, text, f"expected a call with parentheses: {signature(node.id)}")
+        _reject(node, text, f"unknown mask {node.id!r}: {did_you_mean(node.id, NAMES)}")
     if not isinstance(node, ast.Call):
-        _refuse(node, text, _EXPECTED)
-    return _call(node, text)
+        _reject(node, text, _EXPECTED)
+    return _parse_call(node, text)
 
 
-def _call(node: ast.Call, text: str) -> Mask | PerHead:
+def _parse_call(node: ast.Call, text: str) -> Mask | PerHead:
+    """A call of a pattern or of the method `shift`."""
     if isinstance(node.func, ast.Attribute):
-        name, what, table = node.func.attr, "method", {"shift": _mask(node.func.value, text).shift}
+        name, kind, table = node.func.attr, "method", {"shift": _parse_mask(node.func.value, text).shift}
     elif isinstance(node.func, ast.Name):
-        name, what, table = node.func.id, "mask", NAMES
+        name, kind, table = node.func.id, "mask", NAMES
     else:
-        _refuse(node.func, text, _EXPECTED)
-    if name == "Where":
-        _refuse(node, text, "Where needs a function, which no text can hold: in Python, call hpnlp.mask_plot.draw")
+        _reject(node.func, text, _EXPECTED)
+    if kind == "mask" and name in MASKS and name not in NAMES:
+        _reject(node, text, f"{name} takes a function, which text cannot contain: call hpnlp.mask_plot.draw in Python")
     if name not in table:
-        _refuse(node.func, text, f"unknown {what} {name!r}: {did_you_mean(name, table)}")
-    args = tuple(_value(arg, text) for arg in node.args)
-    kwargs = tuple((keyword.arg or "**", _value(keyword.value, text)) for keyword in node.keywords)
+        _reject(node.func, text, f"unknown {kind} {name!r}: {did_you_mean(name, table)}")
+    args = tuple(_parse_argument(arg, text) for arg in node.args)
+    kwargs = tuple((keyword.arg or "**", _parse_argument(keyword.value, text)) for keyword in node.keywords)
     try:
-        return build(Spec(name, args, kwargs), table, what)
+        return build(Spec(name, args, kwargs), table, kind)
     except InputError as error:
-        _refuse(node, text, str(error), error)
+        _reject(node, text, str(error), error)
     except TypeError as error:
-        _refuse(node, text, f"wrong kind of argument for {signature(name) if table is NAMES else 'shift(n)'}", error)
+        _reject(
+            node, text, f"wrong type of argument: expected {signature(name) if kind == 'mask' else 'shift(n)'}", error
+        )
 
 
-def _value(node: ast.expr, text: str) -> Any:
-    """An argument."""
+def _parse_argument(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.Tuple | ast.List):
-        return tuple(_value(item, text) for item in node.elts)
-    sign, number = 1, node
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        sign, number = -1, node.operand
-    if not isinstance(number, ast.Constant):
-        return _mask(node, text)
-    if sign > 0 and (isinstance(number.value, bool) or number.value is None):
-        return number.value
-    if type(number.value) is not int or number.value >= 2**31:  # positions are 32 bits wide
-        _refuse(node, text, "expected whole numbers below 2 ** 31, True, False, None, or masks")
-    return sign * number.value
+        return tuple(_parse_argument(item, text) for item in node.elts)
+    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+    constant = node.operand if negative else node
+    if not isinstance(constant, ast.Constant):
+        return _parse_mask(node, text)
+    if not negative and (isinstance(constant.value, bool) or constant.value is None):
+        return constant.value
+    if type(constant.value) is not int or constant.value >= 2**31:  # positions are int32
+        _reject(node, text, "expected whole numbers below 2 ** 31, True, False, None, or masks")
+    return -constant.value if negative else constant.value
 
 
-def _refuse(node: ast.expr, text: str, message: str, cause: Exception | None = None) -> NoReturn:
+def _reject(node: ast.expr, text: str, message: str, cause: Exception | None = None) -> NoReturn:
+    """Raises InputError with the column and the source of `node`."""
     column = len(text.encode()[: node.col_offset].decode()) + 1
-    place = ast.get_source_segment(text, node)
-    raise InputError(f"{text!r:.80}, column {column}, {place!r:.80}: {message}") from cause
+    source = ast.get_source_segment(text, node)
+    raise InputError(f"{text!r:.80}, column {column}, {source!r:.80}: {message}") from cause

@@ -1,11 +1,12 @@
-"""Pictures of masks: who may see whom, which tiles are live, and what that costs beside dense attention."""
+"""Pictures of masks: allowed pairs, active tiles, and the predicted cost relative to dense attention."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +18,69 @@ from hpnlp.ops.attention.block_sparse.block_mask import BlockMask, active_tiles,
 from hpnlp.ops.attention.masks.per_head import check_mask
 from hpnlp.types import InputError
 
-# Up to so many pairs a picture shows each; beyond, so many cells to a side.
-ELEMENTS, CELLS = 1024 * 1024, 128
-# How many pairs of partly allowed tiles are asked for at most; rows are drawn at random where there are more.
-ASKED = 1 << 25
-# How many pairs of a large mask are held against what it says of tiles.
-TRIED = 1 << 18
-# The most tiles of T x S, live or not.
-TILES = 1 << 20
+# A picture has a pixel for each pair if there are at most MAX_PIXEL_PAIRS, and at most MAX_CELLS pixels per side otherwise.
+MAX_PIXEL_PAIRS, MAX_CELLS = 1024 * 1024, 128
+# Pairs of partly allowed tiles that are evaluated at most; beyond, the density is estimated from random rows of the tiles.
+MAX_COUNTED_PAIRS = 1 << 25
+# Random pairs for which `at` and `tile` of a mask of more than MAX_PIXEL_PAIRS pairs are compared.
+CHECKED_PAIRS = 1 << 18
+# Tiles of T x S at most, active or not.
+MAX_TILES = 1 << 20
 
-# What a pair can be, and its colour.
-KINDS = {
-    "dead tile: never visited": (245, 245, 243),
-    "hidden, in a live tile: computed for nothing": (244, 190, 116),
-    "allowed, in a partly allowed tile": (30, 64, 124),
-    "allowed, in a whole tile: no test of elements": (38, 134, 130),
+
+class PairKind(enum.IntEnum):
+    """Treatment of a pair by the executor, which gives its color."""
+
+    SKIPPED = 0
+    HIDDEN = 1
+    EVALUATED = 2
+    FULL_TILE = 3
+
+
+LABELS = {
+    PairKind.SKIPPED: "inactive tile: skipped",
+    PairKind.HIDDEN: "hidden pair in an active tile: computed, not used",
+    PairKind.EVALUATED: "allowed pair in a partly allowed tile",
+    PairKind.FULL_TILE: "fully allowed tile: mask not evaluated",
 }
-_DEAD, _HIDDEN, _ALLOWED, _WHOLE = np.array(list(KINDS.values()), np.float64)
+COLORS = {
+    PairKind.SKIPPED: (245, 245, 243),
+    PairKind.HIDDEN: (244, 190, 116),
+    PairKind.EVALUATED: (30, 64, 124),
+    PairKind.FULL_TILE: (38, 134, 130),
+}
+_COLOR_TABLE = np.array([COLORS[kind] for kind in PairKind], np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A mask over T x S as the executor meets it in square tiles.
+    """The mask of one or more heads over T x S, cut into square tiles.
 
-    which: the heads that have it, as "heads 0-3", and heads: how many; "" and 1 where all have.
-    tiles, live, whole: numbers of tiles; whole ones are live, and all of their pairs are allowed.
-    density: the share of pairs that is allowed; estimated from random rows of the tiles where not `exact`.
-    image: uint8 [rows, columns, 3], a pixel for `cell` x `cell` pairs.
+    Attributes:
+      title: Name of the mask.
+      head_names: The heads that have this mask, such as "heads 0-3"; "" if all heads have the same mask.
+      length: Number of queries, T.
+      keys: Number of keys, S.
+      block: Queries and keys in a tile.
+      heads: Number of heads that have this mask; 1 if all heads have the same mask.
+      tiles: Number of tiles.
+      active: Number of active tiles.
+      full: Number of tiles in which every pair is known to be allowed. They are active.
+      density: Share of the pairs that is allowed.
+      exact: Whether `density` is exact, not an estimate from random rows of the tiles.
+      cell: Queries and keys per pixel of the image.
+      image: uint8 `[rows, columns, 3]`.
     """
 
     title: str
-    which: str
+    head_names: str
     length: int
     keys: int
     block: int
     heads: int
     tiles: int
-    live: int
-    whole: int
+    active: int
+    full: int
     density: float
     exact: bool
     cell: int
@@ -62,8 +88,8 @@ class View:
 
     @property
     def visited(self) -> float:
-        """Live tiles over all tiles: the predicted cost beside dense attention."""
-        return self.live / self.tiles
+        """Share of the tiles that is active: the predicted cost relative to dense attention."""
+        return self.active / self.tiles
 
 
 def draw(
@@ -74,23 +100,34 @@ def draw(
     keys: int | None = None,
     block: int | None = None,
 ) -> str:
-    """Writes a PNG with a panel for each mask, or for each different head of one, and returns a table of their costs.
+    """Writes a PNG with a panel for each mask, or for each distinct head of a mask.
 
-    masks: by title, or one mask. length, keys: T and S; S = T where None. block: rows and keys of a tile; None takes the
-    power of two up to a sixteenth of the longer side, at most 128. Raises InputError on sizes below 1, on more tiles than
-    can be drawn, on a mask whose `tile` contradicts its `at` (every pair of up to 1024 x 1024 is looked at, and 2 ** 18
-    random ones of more), and where `out` cannot be written.
-    Cost: that of finding the live tiles, and of at most 2 ** 25 pairs; memory grows with the live tiles, not with T x S.
+    Args:
+      masks: One mask, or masks by title.
+      out: Path of the file.
+      length: Number of queries, T.
+      keys: Number of keys, S; None, the default, for T.
+      block: Queries and keys in a tile; None, the default, for the largest power of two up to 1/16 of the longer side and 128.
+
+    Returns:
+      A Markdown table of the active tiles and the allowed pairs of each panel.
+
+    Raises:
+      InputError: A size is below 1, there are more than 2^20 tiles, `tile` of a mask contradicts its `at` (checked for every
+        pair of up to 1024 x 1024, and for 2^18 random pairs of more), a mask is nested too deeply, or `out` cannot be written.
+
+    Cost: finding the active tiles, and evaluating `at` for at most 2^25 pairs. Memory grows with the active tiles, not with
+      T S.
     """
     keys = length if keys is None else keys
     views = {}
     masks = masks if isinstance(masks, Mapping) else {repr(masks): masks}
     for title, mask in masks.items():
         try:
-            views[title] = look(title, mask, length, keys, block)
+            views[title] = make_views(title, mask, length, keys, block)
         except RecursionError as error:
             raise InputError(f"{title!r:.80} is nested too deeply to be drawn: combine fewer masks") from error
-    figure = _figure([view for of in views.values() for view in of])
+    figure = _figure([view for panels in views.values() for view in panels])
     try:
         figure.savefig(out, dpi=150, bbox_inches="tight")
     except (OSError, ValueError) as error:
@@ -98,127 +135,166 @@ def draw(
     return _table(views)
 
 
-def look(title: str, mask: Mask | PerHead, length: int, keys: int, block: int | None = None) -> list[View]:
-    """A view for each different head of a mask; arguments and errors as in `draw`."""
-    block = max(1, min(128, 1 << max(max(length, keys) // 16, 1).bit_length() - 1)) if block is None else block
+def make_views(title: str, mask: Mask | PerHead, length: int, keys: int, block: int | None = None) -> list[View]:
+    """A view of each distinct head of a mask.
+
+    Args:
+      title: Name of the mask.
+      mask: The mask.
+      length: Number of queries, T.
+      keys: Number of keys, S.
+      block: Queries and keys in a tile, or None, as in `draw`.
+
+    Returns:
+      The views; a single one if the mask is not a PerHead.
+
+    Raises:
+      InputError: A size is below 1, there are more than 2^20 tiles, or `tile` contradicts `at`, as in `draw`.
+    """
+    if block is None:
+        block = max(1, min(128, 1 << max(max(length, keys) // 16, 1).bit_length() - 1))
     for name, size in (("length", length), ("keys", keys), ("block", block)):
         if size < 1:
             raise InputError(f"{name}={size}: expected at least 1")
     tiles = -(-length // block) * -(-keys // block)
-    if tiles > TILES:
-        larger = block * math.ceil(math.sqrt(tiles / TILES))
+    if tiles > MAX_TILES:
+        larger = block * math.ceil(math.sqrt(tiles / MAX_TILES))
         raise InputError(f"{length} x {keys} in blocks of {block} are {tiles:,} tiles: pass block={larger} or more")
     check_mask(mask)
     if mask.heads is None:
-        return [_look(title, "", mask, 1, length, keys, block)]  # pyright: ignore[reportArgumentType]
+        return [_view(title, "", mask, 1, length, keys, block)]  # pyright: ignore[reportArgumentType]
     groups = mask.by_head(mask.heads)
-    return [_look(title, _heads(of), each, len(of), length, keys, block) for each, of in groups.items()]
+    return [
+        _view(title, _head_names(heads), head_mask, len(heads), length, keys, block)
+        for head_mask, heads in groups.items()
+    ]
 
 
-def _look(title: str, which: str, mask: Mask, heads: int, length: int, keys: int, block: int) -> View:
+def _view(title: str, head_names: str, mask: Mask, heads: int, length: int, keys: int, block: int) -> View:
     tiles = active_tiles(mask, length, keys, block, block)
-    rows, columns = -(-length // block), -(-keys // block)
-    seen, exact = _seen(mask, tiles, length, keys, block)
-    _agree(mask, tiles, length, keys, block)
-    if length * keys <= ELEMENTS:
-        cell, image = 1, _elements(mask, tiles, length, keys, block)
+    counts, exact = _allowed_pairs(mask, tiles, length, keys, block)
+    _check_tiles(mask, tiles, length, keys, block)
+    if length * keys <= MAX_PIXEL_PAIRS:
+        cell, image = 1, _image_of_pairs(mask, tiles, length, keys, block)
     else:
-        cell, image = _cells(tiles, seen, length, keys, block)
-    count, whole = tiles.rows.size, int(tiles.every.sum())
-    density = float(seen.sum() / (length * keys))
-    return View(title, which, length, keys, block, heads, rows * columns, count, whole, density, exact, cell, image)
+        cell, image = _image_of_cells(tiles, counts, length, keys, block)
+    return View(
+        title,
+        head_names,
+        length,
+        keys,
+        block,
+        heads,
+        tiles=-(-length // block) * -(-keys // block),
+        active=tiles.rows.size,
+        full=int(tiles.every.sum()),
+        density=float(counts.sum() / (length * keys)),
+        exact=exact,
+        cell=cell,
+        image=image,
+    )
 
 
-def _sides(tiles: BlockMask, length: int, keys: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and keys of each tile; the last ones may be smaller."""
+def _tile_sizes(tiles: BlockMask, length: int, keys: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Number of queries and of keys of each tile; less in the last ones."""
     return np.minimum(length - tiles.rows * block, block), np.minimum(keys - tiles.columns * block, block)
 
 
-def _seen(mask: Mask, tiles: BlockMask, length: int, keys: int, block: int) -> tuple[np.ndarray, bool]:
-    """float64 [tiles]: how many pairs of each live tile are allowed; and whether all of them were asked for."""
-    height, width = _sides(tiles, length, keys, block)
-    seen = (height * width).astype(np.float64)
-    partly = np.flatnonzero(~tiles.every)
-    asked = max(min(block, ASKED // max(partly.size * block, 1)), 1)
-    exact, rng = asked == block, np.random.default_rng(0)
-    step = max(cost_model.MAX_EVALUATED_PAIRS // (asked * block), 1)
-    for start in range(0, partly.size, step):
-        part = partly[start : start + step]
-        rows = np.broadcast_to(np.arange(asked), (part.size, asked))
+def _allowed_pairs(mask: Mask, tiles: BlockMask, length: int, keys: int, block: int) -> tuple[np.ndarray, bool]:
+    """Number of allowed pairs of each active tile, float64 `[tiles]`, and whether the numbers are exact."""
+    height, width = _tile_sizes(tiles, length, keys, block)
+    counts = (height * width).astype(np.float64)
+    partial = np.flatnonzero(~tiles.every)
+    rows_per_tile = max(min(block, MAX_COUNTED_PAIRS // max(partial.size * block, 1)), 1)
+    exact, rng = rows_per_tile == block, np.random.default_rng(0)
+    step = max(cost_model.MAX_EVALUATED_PAIRS // (rows_per_tile * block), 1)
+    for start in range(0, partial.size, step):
+        part = partial[start : start + step]
+        rows = np.broadcast_to(np.arange(rows_per_tile), (part.size, rows_per_tile))
         weight = np.ones((part.size, 1))
-        if not exact:  # one row at random out of each of `asked` equal parts of the tile
-            weight = height[part][:, None] / asked
+        if not exact:  # a random row out of each of `rows_per_tile` equal parts of the tile
+            weight = height[part][:, None] / rows_per_tile
             rows = ((rows + rng.random(rows.shape)) * weight).astype(np.int64)
         q = (tiles.rows[part][:, None] * block + rows)[:, :, None]
         k = (tiles.columns[part][:, None] * block + np.arange(block))[:, None, :]
-        seen[part] = (mask.at(q, k) & (q < length) & (k < keys)).sum(axis=(1, 2)) * weight[:, 0]
-    return seen, exact
+        counts[part] = (mask.at(q, k) & (q < length) & (k < keys)).sum(axis=(1, 2)) * weight[:, 0]
+    return counts, exact
 
 
-def _agree(mask: Mask, tiles: BlockMask, length: int, keys: int, block: int) -> None:
-    """Raises where `tile` contradicts `at`, in blocks of this size and of those that `attend` may choose: for any pair, or,
-    where there are many, for random ones, half of them in live tiles."""
-    if length * keys <= ELEMENTS:
-        q, k = np.indices((length, keys)).reshape(2, -1)
-    else:
-        rng = np.random.default_rng(0)
-        q, k = (rng.integers(0, size, TRIED) for size in (length, keys))
-        if tiles.rows.size:
-            of = rng.integers(0, tiles.rows.size, TRIED // 2)
-            near = tiles.rows[of] * block + q[: of.size] % block, tiles.columns[of] * block + k[: of.size] % block
-            q[: of.size], k[: of.size] = np.minimum(near[0], length - 1), np.minimum(near[1], keys - 1)
-    see = mask.at(q, k)
+def _check_tiles(mask: Mask, tiles: BlockMask, length: int, keys: int, block: int) -> None:
+    """Raises InputError if `tile` contradicts `at` in blocks of this size or of a size that `attend` may choose."""
+    q, k = _checked_pairs(tiles, length, keys, block)
+    allowed = mask.at(q, k)
     for rows, columns in dict.fromkeys(((block, block), *cost_model.TILE_SIZES)):
-        ids, of = np.unique(q // rows * keys + k // columns, return_inverse=True)
-        q0, k0 = ids // keys * rows, ids % keys * columns
-        ends = np.minimum(q0 + rows, length) - 1, np.minimum(k0 + columns, keys) - 1
-        some, every = evaluate_tiles(mask, ids.shape, q0, ends[0], k0, ends[1])
-        wrong = np.flatnonzero(see & ~some[of] | ~see & every[of])
+        numbers, tile = np.unique(q // rows * keys + k // columns, return_inverse=True)
+        q0, k0 = numbers // keys * rows, numbers % keys * columns
+        q1, k1 = np.minimum(q0 + rows, length) - 1, np.minimum(k0 + columns, keys) - 1
+        some_pair, every_pair = evaluate_tiles(mask, numbers.shape, q0, q1, k0, k1)
+        wrong = np.flatnonzero(allowed & ~some_pair[tile] | ~allowed & every_pair[tile])
         if wrong.size:
-            at, told = wrong[0], ("all of it is", "nothing of it is")
+            pair = wrong[0]
+            n = tile[pair]
             raise InputError(
-                f"{type(mask).__name__}: query {q[at]} and key {k[at]} are {'' if see[at] else 'not '}allowed by `at`, but "
-                f"`tile` says of queries {q0[of[at]]} to {ends[0][of[at]]} and keys {k0[of[at]]} to {ends[1][of[at]]} that "
-                f"{told[int(see[at])]} allowed: mend one of them"
+                f"{type(mask).__name__}: `at` {'allows' if allowed[pair] else 'does not allow'} query {q[pair]} and key "
+                f"{k[pair]}, but `tile` returns {'some=False' if allowed[pair] else 'every=True'} for queries {q0[n]} to "
+                f"{q1[n]} and keys {k0[n]} to {k1[n]}: correct one of them"
             )
 
 
-def _elements(mask: Mask, tiles: BlockMask, length: int, keys: int, block: int) -> np.ndarray:
-    """A pixel for each pair."""
-    state = np.zeros((-(-length // block), -(-keys // block)), np.int8)
-    state[tiles.rows, tiles.columns] = np.where(tiles.every, 2, 1)
-    state = state.repeat(block, axis=0).repeat(block, axis=1)[:length, :keys]
-    see = mask.to_dense(length, keys)
-    image = np.select([(state == 1) & see, state == 1, state == 2], [2, 1, 3], 0)
-    return np.stack([_DEAD, _HIDDEN, _ALLOWED, _WHOLE])[image].astype(np.uint8)
+def _checked_pairs(tiles: BlockMask, length: int, keys: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Queries and keys of all pairs, or of random ones if there are many, half of them in active tiles."""
+    if length * keys <= MAX_PIXEL_PAIRS:
+        q, k = np.indices((length, keys)).reshape(2, -1)
+        return q, k
+    rng = np.random.default_rng(0)
+    q, k = (rng.integers(0, size, CHECKED_PAIRS) for size in (length, keys))
+    if tiles.rows.size:
+        tile = rng.integers(0, tiles.rows.size, CHECKED_PAIRS // 2)
+        half = slice(0, tile.size)
+        q[half] = np.minimum(tiles.rows[tile] * block + q[half] % block, length - 1)
+        k[half] = np.minimum(tiles.columns[tile] * block + k[half] % block, keys - 1)
+    return q, k
 
 
-def _cells(tiles: BlockMask, seen: np.ndarray, length: int, keys: int, block: int) -> tuple[int, np.ndarray]:
-    """A pixel for a square of tiles: positions to a side, and the mean colour, with little made more so as to be seen."""
+def _image_of_pairs(mask: Mask, tiles: BlockMask, length: int, keys: int, block: int) -> np.ndarray:
+    """An image with a pixel for each pair."""
+    kinds = np.zeros((-(-length // block), -(-keys // block)), np.int8)
+    kinds[tiles.rows, tiles.columns] = np.where(tiles.every, PairKind.FULL_TILE, PairKind.HIDDEN)
+    kinds = kinds.repeat(block, axis=0).repeat(block, axis=1)[:length, :keys]
+    kinds[(kinds == PairKind.HIDDEN) & mask.to_dense(length, keys)] = PairKind.EVALUATED
+    return _COLOR_TABLE[kinds].astype(np.uint8)
+
+
+def _image_of_cells(tiles: BlockMask, counts: np.ndarray, length: int, keys: int, block: int) -> tuple[int, np.ndarray]:
+    """An image with a pixel for each square of tiles, and the number of positions per pixel.
+
+    A pixel has the mean color of its pairs. The shares of active and of allowed pairs enter by their square roots, so that
+    small shares are visible.
+    """
     rows, columns = -(-length // block), -(-keys // block)
-    side = -(-max(rows, columns) // CELLS)
+    side = -(-max(rows, columns) // MAX_CELLS)
     shape = -(-rows // side), -(-columns // side)
     cell = tiles.rows // side * shape[1] + tiles.columns // side
-    height, width = _sides(tiles, length, keys, block)
-    area = np.outer(
-        *(
-            np.diff(np.minimum(np.arange(n + 1) * side * block, size))
-            for n, size in zip(shape, (length, keys), strict=True)
-        )
+    height, width = _tile_sizes(tiles, length, keys, block)
+    heights, widths = (
+        np.diff(np.minimum(np.arange(cells + 1) * side * block, size))
+        for cells, size in zip(shape, (length, keys), strict=True)
     )
+    area = np.outer(heights, widths)
 
     def share(pairs: np.ndarray) -> np.ndarray:
         return np.bincount(cell, pairs, shape[0] * shape[1]).reshape(*shape, 1) / area[..., None]
 
-    visited, allowed, whole = share(height * width), share(seen), share(seen * tiles.every)
-    dark = (whole * _WHOLE + (allowed - whole) * _ALLOWED) / np.maximum(allowed, 1e-9)
-    tint = _HIDDEN + np.sqrt(allowed / np.maximum(visited, 1e-9)) * (dark - _HIDDEN)
-    image = _DEAD + np.sqrt(visited) * (tint - _DEAD)
+    computed, allowed, full = share(height * width), share(counts), share(counts * tiles.every)
+    skipped_color, hidden_color, evaluated_color, full_color = _COLOR_TABLE
+    allowed_color = (full * full_color + (allowed - full) * evaluated_color) / np.maximum(allowed, 1e-9)
+    active_color = hidden_color + np.sqrt(allowed / np.maximum(computed, 1e-9)) * (allowed_color - hidden_color)
+    image = skipped_color + np.sqrt(computed) * (active_color - skipped_color)
     return side * block, image.round().clip(0, 255).astype(np.uint8)
 
 
-def _heads(heads: Sequence[int]) -> str:
-    """`"heads 0-3, 6"`."""
+def _head_names(heads: Sequence[int]) -> str:
+    """Consecutive heads as ranges, such as `"heads 0-3, 6"`."""
     first = [head for head in heads if head - 1 not in heads]
     last = [head for head in heads if head + 1 not in heads]
     runs = [str(a) if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True)]
@@ -234,14 +310,16 @@ def _figure(views: Sequence[View]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    across = len(views) if len(views) < 4 else min(4, math.ceil(math.sqrt(len(views))))
-    down = -(-len(views) // across)
-    figure = Figure(figsize=(max(3.9 * across, 5.2), 4.7 * down + 0.4), layout="compressed")
+    columns = len(views) if len(views) < 4 else min(4, math.ceil(math.sqrt(len(views))))
+    rows = -(-len(views) // columns)
+    figure = Figure(figsize=(max(3.9 * columns, 5.2), 4.7 * rows + 0.4), layout="compressed")
     for number, view in enumerate(views):
-        _panel(figure.add_subplot(down, across, number + 1), view)
-    patches = [Patch(facecolor=f"#{bytes(color).hex()}", edgecolor="0.6", label=name) for name, color in KINDS.items()]
-    columns = {1: 1, 2: 2, 3: 2}.get(across, 4)
-    figure.legend(handles=patches, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+        _panel(figure.add_subplot(rows, columns, number + 1), view)
+    patches = [
+        Patch(facecolor=f"#{bytes(COLORS[kind]).hex()}", edgecolor="0.6", label=LABELS[kind]) for kind in PairKind
+    ]
+    legend_columns = {1: 1, 2: 2, 3: 2}.get(columns, 4)
+    figure.legend(handles=patches, loc="outside lower center", ncols=legend_columns, fontsize=8, frameon=False)
     return figure
 
 
@@ -251,14 +329,17 @@ def _panel(axes: Any, view: View) -> None:
     axes.imshow(view.image, extent=(0, columns, rows, 0), aspect="auto" if stretched else "equal")
     axes.set(xlim=(0, view.keys), ylim=(view.length, 0))
     title = textwrap.wrap(view.title, 44, max_lines=3, break_on_hyphens=False)
-    axes.set_title("\n".join([*title, *filter(None, [view.which])]), size=9, family="monospace", parse_math=False)
+    title += [view.head_names] if view.head_names else []
+    axes.set_title("\n".join(title), size=9, family="monospace", parse_math=False)
     axes.set_ylabel("query", size=9)
-    lines = [
-        f"tiles of {view.block} x {view.block}: {view.live:,} of {view.tiles:,} live, {view.whole:,} whole",
-        f"cost beside dense: tiles {_percent(view.visited)}, pairs {_percent(view.density, view.exact)}",
+    caption = [
+        "key",
+        f"tiles of {view.block} x {view.block}: {view.active:,} of {view.tiles:,} active, {view.full:,} fully allowed",
+        f"share of dense: tiles {_percent(view.visited)}, pairs {_percent(view.density, view.exact)}",
     ]
-    lines += [f"a pixel is {view.cell} x {view.cell} pairs; small shares are made stronger"] * (view.cell > 1)
-    axes.set_xlabel("\n".join(["key", *lines]), size=8)
+    if view.cell > 1:
+        caption.append(f"a pixel is {view.cell} x {view.cell} pairs; small shares are emphasized")
+    axes.set_xlabel("\n".join(caption), size=8)
     for axis, size in ((axes.xaxis, view.keys), (axes.yaxis, view.length)):
         axis.set_ticks(sorted({size * quarter // 4 for quarter in range(5)}))
         if view.cell == 1 and size // view.block <= 64:
@@ -270,18 +351,26 @@ def _panel(axes: Any, view: View) -> None:
 
 
 def _table(views: Mapping[str, Sequence[View]]) -> str:
-    header = ["pattern", "T x S", "block", "live tiles", "whole", "tiles / dense", "pairs / dense"]
-    lines = []
-    for title, of in views.items():
-        for view in of:
-            size, counts = f"{view.length} x {view.keys}", [f"{view.live:,} of {view.tiles:,}", f"{view.whole:,}"]
-            shares = [_percent(view.visited), _percent(view.density, view.exact)]
-            lines.append([", ".join(filter(None, [title, view.which])), size, str(view.block), *counts, *shares])
-        if len(of) > 1:
-            heads = sum(view.heads for view in of)
-            means = (sum(view.heads * share for view, share in zip(of, shares, strict=True)) / heads
-                     for shares in ([view.visited for view in of], [view.density for view in of]))  # fmt: skip
-            exact = (True, all(view.exact for view in of))
-            lines.append([f"{title}, mean of {heads} heads", "", "", "", "", *map(_percent, means, exact)])
-    rows = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in line] for line in lines)]
+    """A Markdown table with a row for each view, and a row of means for each mask that differs between heads."""
+    header = ["pattern", "T x S", "block", "active tiles", "fully allowed", "tiles / dense", "pairs / dense"]
+    rows = [header, ["---"] * len(header)]
+    rows += [[cell.replace("|", "\\|") for cell in row] for row in _table_rows(views)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows) + "\n"
+
+
+def _table_rows(views: Mapping[str, Sequence[View]]) -> Iterator[list[str]]:
+    for title, panels in views.items():
+        for view in panels:
+            name = f"{title}, {view.head_names}" if view.head_names else title
+            counts = [f"{view.active:,} of {view.tiles:,}", f"{view.full:,}"]
+            shares = [_percent(view.visited), _percent(view.density, view.exact)]
+            yield [name, f"{view.length} x {view.keys}", str(view.block), *counts, *shares]
+        if len(panels) > 1:
+            heads = sum(view.heads for view in panels)
+            visited = sum(view.heads * view.visited for view in panels) / heads
+            density = sum(view.heads * view.density for view in panels) / heads
+            shares = [_percent(visited), _percent(density, all(view.exact for view in panels))]
+            yield [f"{title}, mean of {heads} heads", "", "", "", "", *shares]
+
+
+look = make_views

@@ -1,4 +1,4 @@
-"""Mask expressions: they mean what Python would make of them, nothing in them runs, and what is wrong is pointed at."""
+"""Mask expressions equal the masks that Python evaluates them to; all other text is an error that names the place."""
 
 import pytest
 from hypothesis import given
@@ -32,11 +32,11 @@ from hpnlp.types import InputError
         ("bigbird(16, among=4)", attention.bigbird(16, among=4)),
     ],
 )
-def test_means_what_python_means(text, mask):
+def test_expression_equals_python_value(text, mask):
     assert parse_mask(text) == mask
 
 
-def test_every_mask_can_be_named_but_the_one_that_holds_a_function():
+def test_every_exported_pattern_without_a_function_can_be_named():
     exported = {
         name for name in attention.__all__
         if isinstance(entry := getattr(attention, name), type) and issubclass(entry, attention.Mask)
@@ -47,13 +47,13 @@ def test_every_mask_can_be_named_but_the_one_that_holds_a_function():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'', column 1: invalid syntax: expected masks, as Causal()"),
+        ("", "'', column 1: invalid syntax: expected masks, such as Causal()"),
         ("Causal() & Windw(64)", "column 12, 'Windw': unknown mask 'Windw': did you mean 'Window'?"),
         ("é & Windo", "column 1, 'é': unknown mask 'é': known: Blockwise, Causal,"),
         ("GlobalAt((0,)) & Windo", "column 18, 'Windo': unknown mask 'Windo': did you mean 'Window'?"),
         ("Window(é=Windo)", "column 10, 'Windo': unknown mask 'Windo': did you mean 'Window'?"),
         ("Causal() & (Window(64)", "column 12: '(' was never closed: expected masks"),
-        ("Causal() & Window", "column 12, 'Window': no mask without its brackets: write Window(left, right=None)"),
+        ("Causal() & Window", "column 12, 'Window': expected a call with parentheses: Window(left, right=None)"),
         ("Causal().shfit(3)", "column 1, 'Causal().shfit': unknown method 'shfit': did you mean 'shift'?"),
         ("Causal().density(3)", "unknown method 'density'"),
         ("Full() | Window()", "column 10, 'Window()': mask 'Window' takes (left, right=None): missing a required"),
@@ -63,25 +63,28 @@ def test_every_mask_can_be_named_but_the_one_that_holds_a_function():
         ("Window(2147483648)", "column 8, '2147483648': expected whole numbers below 2 ** 31"),
         ("Window(2 ** 3)", "column 8, '2 ** 3': expected masks"),
         ("Window('a')", """column 8, "'a'": expected whole numbers"""),
-        ("Causal() and Full()", "column 1, 'Causal() and Full()': write & for and, | for or, ~ for not"),
-        ("not Causal()", "write & for and, | for or, ~ for not"),
+        ("Causal() and Full()", "column 1, 'Causal() and Full()': expected & in place of `and`"),
+        ("not Causal()", "| in place of `or`, ~ in place of `not`"),
         ("Causal() - Full()", "column 1, 'Causal() - Full()': expected masks"),
         ("Causal() & 3", "column 12, '3': expected masks"),
         ("Causal(), Full()", "expected masks"),
         ("Causal(**{})", "column 10, '{}': expected masks"),
         ("Causal(*[])", "column 8, '*[]': expected masks"),
         ("Window(5)(3)", "column 1, 'Window(5)': expected masks"),
-        ("Where(lambda i, j: True)", "Where needs a function, which no text can hold: in Python, call"),
-        ("longformer(Causal())", "wrong kind of argument for longformer(window=512, global_tokens=0, dilation=1,"),
+        ("Where(lambda i, j: True)", "Where takes a function, which text cannot contain: call hpnlp.mask_plot.draw"),
+        (
+            "longformer(Causal())",
+            "wrong type of argument: expected longformer(window=512, global_tokens=0, dilation=1,",
+        ),
         ("longformer(3)", "longformer window=3: expected an even number"),
         ("PerHead((PerHead((Causal(),)),))", "column 1, 'PerHead((PerHead((Causal(),)),))': "),
         ("Full() | PerHead((Causal(),)) & PerHead((Causal(), Full()))", "column 10, 'PerHead((Causal(),)) & PerHead"),
-        ("~" * 9000 + "Full()", "expected masks"),
+        ("~" * 9000 + "Full()", "nested too deeply"),
         ("().__class__", "column 1, '().__class__': expected masks"),
         ("__import__('os').system('true')", "column 1, '__import__': unknown mask '__import__'"),
     ],
 )
-def test_what_is_wrong_is_pointed_at(text, message):
+def test_invalid_expressions_raise_with_their_place(text, message):
     with pytest.raises(InputError) as caught:
         parse_mask(text)
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -89,7 +92,7 @@ def test_what_is_wrong_is_pointed_at(text, message):
 
 
 @given(st.text(max_size=20) | st.text("CausalWindow()&|~.shift 12,=", max_size=30))
-def test_any_text_is_a_mask_or_an_input_error(text):
+def test_any_text_gives_a_mask_or_an_input_error(text):
     try:
         mask = parse_mask(text)
     except InputError:
@@ -97,6 +100,6 @@ def test_any_text_is_a_mask_or_an_input_error(text):
     assert isinstance(mask, attention.Mask | PerHead)
 
 
-def test_signature():
+def test_signature_has_arguments_and_defaults():
     assert signature("Window") == "Window(left, right=None)"
     assert signature("longformer") == "longformer(window=512, global_tokens=0, dilation=1, *, causal=False)"

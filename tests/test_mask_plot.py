@@ -1,4 +1,4 @@
-"""Pictures of masks: every pixel and every number against the dense mask, in little memory where that would not fit."""
+"""Pictures of masks: every pixel and every number equals that of the dense mask, also where it would not fit in memory."""
 
 import dataclasses
 import tracemalloc
@@ -14,90 +14,90 @@ from hpnlp.ops.attention.block_sparse.block_mask import density
 from hpnlp.types import InputError
 from tests.contracts import PATTERNS
 
-DEAD, HIDDEN, ALLOWED, WHOLE = mask_plot.KINDS.values()
+SKIPPED, HIDDEN, EVALUATED, FULL_TILE = mask_plot.COLORS.values()
 
 
-def view(mask, length, keys=None, block=None):
-    (found,) = mask_plot.look("", mask, length, length if keys is None else keys, block)
-    return found
+def view_of(mask, length, keys=None, block=None):
+    (view,) = mask_plot.make_views("", mask, length, length if keys is None else keys, block)
+    return view
 
 
 def tiled(dense, block):
-    """(some, every) of each tile, an element at a time."""
+    """Whether each tile of a dense mask allows some pair, and whether it allows every pair."""
     rows, columns = (range(0, size, block) for size in dense.shape)
-    parts = [[dense[i : i + block, j : j + block] for j in columns] for i in rows]
-    return tuple(np.array([[f(part) for part in row] for row in parts]) for f in (np.any, np.all))
+    tiles = [[dense[i : i + block, j : j + block] for j in columns] for i in rows]
+    return tuple(np.array([[reduce(tile) for tile in row] for row in tiles]) for reduce in (np.any, np.all))
 
 
 @pytest.mark.parametrize("mask", PATTERNS, ids=repr)
-def test_a_pixel_a_pair(mask):
+def test_pixels_of_pairs_equal_the_dense_mask(mask):
     length, keys, block = 37, 29, 5
-    found, dense = view(mask, length, keys, block), mask.to_dense(length, keys)
-    kind = {color: (found.image == color).all(axis=2) for color in mask_plot.KINDS.values()}
-    assert sum(kind.values()).min() == 1  # the colours are told apart, and there are no others
-    np.testing.assert_array_equal(kind[ALLOWED] | kind[WHOLE], dense)
-    dead, whole = (tiled(kind[color], block)[1] for color in (DEAD, WHOLE))
-    some, _ = tiled(dense, block)
-    assert not (dead & some).any()
-    assert (found.tiles, found.live, found.whole) == (dead.size, (~dead).sum(), whole.sum())
-    assert found.exact and found.density == pytest.approx(dense.mean())
-    assert found.visited == pytest.approx((~dead).mean())
+    view, dense = view_of(mask, length, keys, block), mask.to_dense(length, keys)
+    kind = {color: (view.image == color).all(axis=2) for color in mask_plot.COLORS.values()}
+    assert sum(kind.values()).min() == 1  # every pixel has exactly one of the colors
+    np.testing.assert_array_equal(kind[EVALUATED] | kind[FULL_TILE], dense)
+    inactive, full = (tiled(kind[color], block)[1] for color in (SKIPPED, FULL_TILE))
+    some_pair, _ = tiled(dense, block)
+    assert not (inactive & some_pair).any()
+    assert (view.tiles, view.active, view.full) == (inactive.size, (~inactive).sum(), full.sum())
+    assert view.exact and view.density == pytest.approx(dense.mean())
+    assert view.visited == pytest.approx((~inactive).mean())
 
 
 @pytest.mark.parametrize("mask", [Causal() & Window(40), attention.bigbird(16, causal=True), ~Full(), Strided(7)])
-def test_a_pixel_a_square_of_tiles(mask, monkeypatch):
+def test_pixels_of_cells_show_every_active_tile(mask, monkeypatch):
     length, keys, block = 300, 170, 8
     dense = mask.to_dense(length, keys)
-    monkeypatch.setattr(mask_plot, "ELEMENTS", 100)
-    monkeypatch.setattr(mask_plot, "CELLS", 10)
-    found = view(mask, length, keys, block)
-    assert found.cell == 32 and found.image.shape == (10, 6, 3)
-    assert found.exact and found.density == pytest.approx(dense.mean())
-    some, every = tiled(dense, 32)
-    drawn = (found.image != DEAD).any(axis=2)
-    assert drawn[some].all()
-    assert (found.image == WHOLE).all(axis=2)[every].all()
+    monkeypatch.setattr(mask_plot, "MAX_PIXEL_PAIRS", 100)
+    monkeypatch.setattr(mask_plot, "MAX_CELLS", 10)
+    view = view_of(mask, length, keys, block)
+    assert view.cell == 32 and view.image.shape == (10, 6, 3)
+    assert view.exact and view.density == pytest.approx(dense.mean())
+    some_pair, every_pair = tiled(dense, 32)
+    drawn = (view.image != SKIPPED).any(axis=2)
+    assert drawn[some_pair].all()
+    assert (view.image == FULL_TILE).all(axis=2)[every_pair].all()
     if mask == ~Full():
-        assert not drawn.any() and found.live == 0
+        assert not drawn.any() and view.active == 0
 
 
-def test_sampled_density(monkeypatch):
-    """Rows at random: exact where rows of a tile are alike, and near the truth elsewhere."""
-    monkeypatch.setattr(mask_plot, "ASKED", 40_000)
+def test_density_from_random_rows_is_near_the_exact_one(monkeypatch):
+    """It is exact where all rows of a tile have as many pairs."""
+    monkeypatch.setattr(mask_plot, "MAX_COUNTED_PAIRS", 40_000)
     for mask, error in ((Strided(16), 1e-9), (attention.Fixed(8, 3), 1e-9), (Causal(), 0.02), (Global(9), 0.1)):
-        found, truth = view(mask, 480, block=32), density(mask, 480)
-        assert found.density == pytest.approx(truth, rel=error)
-        assert found.exact == (mask in (Causal(), Global(9)))
+        view = view_of(mask, 480, block=32)
+        assert view.density == pytest.approx(density(mask, 480), rel=error)
+        assert view.exact == (mask in (Causal(), Global(9)))
 
 
-def test_no_more_pairs_are_asked_for_than_take_a_second():
-    found = view(Strided(128), 16384)
-    assert not found.exact and found.density == pytest.approx(1 / 128) and found.live == found.tiles
+def test_density_of_a_large_mask_is_estimated():
+    view = view_of(Strided(128), 16384)
+    assert not view.exact and view.density == pytest.approx(1 / 128) and view.active == view.tiles
 
 
 def test_length_65536_never_becomes_an_array():
     mask = Blockwise(1024) & ~Sinks(7)
     tracemalloc.start()
     try:
-        found = view(mask, 65536)
-        assert tracemalloc.get_traced_memory()[1] < 100e6  # a byte a pair would be 4.3e9
+        view = view_of(mask, 65536)
+        assert tracemalloc.get_traced_memory()[1] < 100e6  # a byte per pair would be 4.3e9
     finally:
         tracemalloc.stop()
-    assert found.block == 128 and found.tiles == 512 * 512 and found.live == 64 * 8 * 8
-    assert found.exact and found.density == pytest.approx((64 * 1024**2 - 1024 * 7) / 65536**2)
-    assert max(found.image.shape) == 128
+    assert view.block == 128 and view.tiles == 512 * 512 and view.active == 64 * 8 * 8
+    assert view.exact and view.density == pytest.approx((64 * 1024**2 - 1024 * 7) / 65536**2)
+    assert max(view.image.shape) == 128
 
 
 def test_heads_with_the_same_mask_share_a_panel(tmp_path):
     heads = PerHead((Causal(), Window(3), Causal(), Causal(), Full()))
-    views = mask_plot.look("mine", heads, 16, 16)
-    assert [(v.which, v.heads) for v in views] == [("heads 0, 2-3", 3), ("head 1", 1), ("head 4", 1)]
-    table = mask_plot.draw({"mine": heads}, tmp_path / "a.png", length=16, block=4)
+    views = mask_plot.make_views("title", heads, 16, 16)
+    assert [(view.head_names, view.heads) for view in views] == [("heads 0, 2-3", 3), ("head 1", 1), ("head 4", 1)]
+    table = mask_plot.draw({"title": heads}, tmp_path / "a.png", length=16, block=4)
     (mean,) = [line for line in table.splitlines() if "mean of 5 heads" in line]
     assert f"{100 * density(heads, 16):.3g} %" in mean
 
 
-def test_gallery(tmp_path):
+def test_several_masks_share_a_picture(tmp_path):
     masks = {"one | two": Causal() | Global(1), "cos($x$)": Where(lambda i, j: i * j % 3 == 0), "wide": Window(2)}
     table = mask_plot.draw(masks, tmp_path / "a.png", length=8, keys=90)
     assert table.count("\n") == 5 and "| one \\| two | 8 x 90 |" in table
@@ -107,7 +107,7 @@ def test_gallery(tmp_path):
 
 @dataclasses.dataclass(frozen=True)
 class Wrong(Mask):
-    """Causal, but for what `tile` says."""
+    """The pairs of Causal, with a `tile` that returns (False, False) or (True, True) for the active tiles."""
 
     some: bool
     every: bool
@@ -119,21 +119,21 @@ class Wrong(Mask):
         return (k0 <= q1) & self.some, (k0 <= q1) & self.every
 
 
-def test_a_tile_that_contradicts_at_is_found():
+def test_tile_that_contradicts_at_raises():
+    with pytest.raises(InputError, match="Wrong: `at` allows query 0 and key 0, but `tile` returns some=False for"):
+        view_of(Wrong(False, False), 8)
     with pytest.raises(
-        InputError, match="Wrong: query 0 and key 0 are allowed by `at`, but `tile` says .* nothing of it"
+        InputError, match="Wrong: `at` does not allow query 0 and key 1, but `tile` returns every=True for"
     ):
-        view(Wrong(False, False), 8)
-    with pytest.raises(InputError, match="Wrong: query 0 and key 1 are not allowed by `at`, but .* that all of it is"):
-        view(Wrong(True, True), 8, block=4)
-    for wrong in (Wrong(False, False), Wrong(True, True)):  # beyond what is drawn pair by pair
-        with pytest.raises(InputError, match="mend one of them"):
-            view(wrong, 5000, 3000)
+        view_of(Wrong(True, True), 8, block=4)
+    for wrong in (Wrong(False, False), Wrong(True, True)):  # too many pairs to check all of them
+        with pytest.raises(InputError, match="correct one of them"):
+            view_of(wrong, 5000, 3000)
 
 
 @dataclasses.dataclass(frozen=True)
 class Untiled(Mask):
-    """Of which nothing is known but its elements."""
+    """A window that defines `at` alone."""
 
     reach: int
 
@@ -141,28 +141,28 @@ class Untiled(Mask):
         return abs(q - k) <= self.reach
 
 
-def test_a_mask_without_tile_is_asked_for_every_pair(tmp_path):
-    found, twin = view(Untiled(9), 300, block=32), view(Window(9), 300, block=32)
-    assert (found.live, found.density) == (twin.live, twin.density)
+def test_mask_without_tile_has_the_active_tiles_of_its_twin(tmp_path):
+    untiled, twin = view_of(Untiled(9), 300, block=32), view_of(Window(9), 300, block=32)
+    assert (untiled.active, untiled.density) == (twin.active, twin.density)
     assert "| Window(left=9, right=9) | 64 x 64 |" in mask_plot.draw(Window(9), tmp_path / "one.png", length=64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tall(Mask):
-    """Right for tiles of up to 128 queries."""
+    """A window whose `tile` is wrong for tiles of more than 128 queries."""
 
     def at(self, q, k):
         return abs(q - k) < 9
 
     def tile(self, q0, q1, k0, k1):
-        some, every = Window(8).tile(q0, q1, k0, k1)
-        return some & (q1 - q0 < 128), every
+        some_pair, every_pair = Window(8).tile(q0, q1, k0, k1)
+        return some_pair & (q1 - q0 < 128), every_pair
 
 
 @pytest.mark.parametrize("length", [600, 5000])
-def test_tiles_of_other_sizes_than_those_drawn_are_tried(length):
-    with pytest.raises(InputError, match="Tall: .* nothing of it is allowed"):
-        view(Tall(), length, block=64)
+def test_tiles_of_all_sizes_that_attend_may_choose_are_checked(length):
+    with pytest.raises(InputError, match="Tall: .* returns some=False"):
+        view_of(Tall(), length, block=64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +174,9 @@ class OneAtATime(Mask):
         return k0 <= q1 and q0 >= 0, False
 
 
-def test_a_tile_that_takes_no_arrays_is_said():
+def test_tile_that_accepts_no_arrays_raises():
     with pytest.raises(InputError, match="OneAtATime.*write & and"):
-        view(OneAtATime(), 64)
+        view_of(OneAtATime(), 64)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_tile_that_takes_no_arrays_is_said():
         ({"length": 2**20}, "1048576 x 1048576 in blocks of 128 are 67,108,864 tiles: pass block=1024 or more"),
     ],
 )
-def test_sizes_that_cannot_be_drawn(sizes, message, tmp_path):
+def test_invalid_sizes_raise(sizes, message, tmp_path):
     with pytest.raises(InputError, match=message):
         mask_plot.draw({"": Causal()}, tmp_path / "a.png", **sizes)
     assert not list(tmp_path.iterdir())
