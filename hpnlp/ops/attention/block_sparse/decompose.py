@@ -113,7 +113,8 @@ def decompose(
     )
 
     def cost(candidate: Iterable[tuple[Mask, TokenSelection]]) -> float:
-        return sum(_best_tiles(part, selection, length, keys, block_size)[0] for part, selection in candidate)
+        costs = (_best_tiles(part, selection, length, keys, block_size)[0] for part, selection in candidate)
+        return sum(costs, 0.0)
 
     best = min((_disjoint(mask, terms, chosen) for chosen in subsets), key=cost)
     return tuple(_sub_mask(part, selection, length, keys, block_size, heads) for part, selection in best)
@@ -218,7 +219,7 @@ def _best_tiles(
     cost *= selection.stride
     if selection != ALL_TOKENS:
         merged = length if selection.rows is None else queries
-        cost += cost_model.sub_mask_overhead(merged, (length + keys) / 2 if selection.stride > 1 else 0)
+        cost += cost_model.sub_mask_overhead(merged, (length + keys) / 2 if selection.stride > 1 else 0.0)
     return cost, tile
 
 

@@ -439,7 +439,7 @@ class Where(Mask):
     function: Callable[[Any, Any], Any]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        Mask.__post_init__(self)
         if not callable(self.function):
             raise InputError(f"Where.function={self.function!r}: expected a function of query and key positions")
 

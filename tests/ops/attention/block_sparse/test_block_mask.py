@@ -1,4 +1,4 @@
-"""Live tiles against the dense mask, on random mask expressions."""
+"""Active tiles against the dense mask, on random mask expressions."""
 
 import random
 
@@ -20,11 +20,14 @@ from hpnlp.ops.attention import (
     Where,
     Window,
 )  # fmt: skip
-from hpnlp.ops.attention.block_sparse.block_mask import live
+from hpnlp.ops.attention.block_sparse.block_mask import active_tiles
+from hpnlp.ops.attention.masks.table import MASKS
+
+EXAMPLES = [mask for pattern in MASKS.values() for mask in pattern.examples if mask.heads is None]
 
 
 def draw_tree(rng, depth):
-    """A mask expression of up to `depth` combinations."""
+    """A random mask expression, `depth` combinations deep at most: of elementary patterns, and of the table's examples."""
     if depth == 0 or rng.random() < 0.2:
         leaves = (
             Full, Causal, lambda: Window(rng.randint(0, 20), rng.randint(0, 20)),
@@ -33,6 +36,7 @@ def draw_tree(rng, depth):
             lambda: GlobalAt(tuple(rng.randint(0, 80) for _ in range(3))), lambda: Sinks(rng.randint(0, 9)),
             lambda: Prefix(rng.randint(0, 30)), lambda: Where(lambda i, j: (i * j) % 3 == 0),
             lambda: RandomBlocks(rng.randint(1, 9), rng.randint(0, 4), rng.randint(0, 99), rng.choice([None, 5, 20])),
+            lambda: rng.choice(EXAMPLES),
         )  # fmt: skip
         return rng.choice(leaves)()
     kind = rng.randint(0, 4)
@@ -49,7 +53,7 @@ def check(seed, count):
     for _ in range(count):
         mask, length, keys = draw_tree(rng, 4), rng.randint(1, 90), rng.randint(1, 90)
         block, key_block = rng.randint(1, 20), rng.randint(1, 20)
-        dense, tiles = mask.to_dense(length, keys), live(mask, length, keys, block, key_block)
+        dense, tiles = mask.to_dense(length, keys), active_tiles(mask, length, keys, block, key_block)
         covered = np.zeros_like(dense)
         for row, column, every in zip(tiles.rows, tiles.columns, tiles.every, strict=True):
             tile = np.s_[row * block : (row + 1) * block, column * key_block : (column + 1) * key_block]
@@ -59,12 +63,12 @@ def check(seed, count):
         np.testing.assert_array_equal(np.lexsort((tiles.columns, tiles.rows)), np.arange(tiles.rows.size))
 
 
-def test_no_tile_is_missing():
+def test_active_tiles_cover_all_allowed_pairs():
     check(0, 250)
 
 
 @pytest.mark.slow
-def test_no_tile_is_missing_in_5000_expressions():
+def test_active_tiles_cover_all_allowed_pairs_of_5000_expressions():
     check(1, 5000)
 
 
@@ -87,18 +91,17 @@ def twice(i, j):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_number_of_live_tiles(mask, tiles):
-    assert live(mask, 4096, 4096, 256, 256).rows.size == tiles
+def test_number_of_active_tiles(mask, tiles):
+    assert active_tiles(mask, 4096, 4096, 256, 256).rows.size == tiles
 
 
-def test_a_million_tokens_make_no_square():
-    """Live tiles of a row of blocks are found without its dead ones."""
-    tiles = live(Causal() & (Window(256) | Global(16)), 2**20, 2**20, 256, 256)
+def test_active_tiles_of_a_million_tokens_are_found_without_the_others():
+    tiles = active_tiles(Causal() & (Window(256) | Global(16)), 2**20, 2**20, 256, 256)
     assert tiles.rows.size == 4096 + 4095 + 4094
 
 
 def test_drawn_blocks_are_distinct_and_uniform():
-    """`count` of the first `among`, each as often as another: chi-squared of 16 cells, 3 draws of 4096 rows."""
+    """A chi-squared test of 16 cells, with 3 draws in each of 4096 rows."""
     mask = RandomBlocks(1, 3, seed=5, among=16)
     dense = mask.to_dense(4096, 20)
     assert (dense.sum(axis=1) == 3).all() and not dense[:, 16:].any()

@@ -1,4 +1,4 @@
-"""The methods by which masks describe themselves, held against `at` on random mask expressions."""
+"""The methods by which masks describe themselves agree with `at`, on every pattern and on random mask expressions."""
 
 import dataclasses
 import math
@@ -7,29 +7,27 @@ import random
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention import Causal, Global, Mask, Strided, Where, Window
-from hpnlp.ops.attention.block_sparse.decompose import parts
+from hpnlp.ops.attention import Causal, Full, Global, Mask, Strided, Where, Window
+from hpnlp.ops.attention.block_sparse.decompose import decompose
+from tests.contracts import PATTERNS
 from tests.ops.attention.block_sparse.test_block_mask import draw_tree
 
 LENGTH = 41
 Q, K = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :]
 
 
-def masks(seed, count):
-    rng = random.Random(seed)
-    return [draw_tree(rng, 3) for _ in range(count)]
-
-
 @pytest.fixture(
     scope="module", params=[pytest.param((0, 300)), pytest.param((1, 6000), marks=pytest.mark.slow)], ids=str
 )
-def trees(request):
-    return masks(*request.param)
+def masks(request):
+    seed, count = request.param
+    rng = random.Random(seed)
+    return [*PATTERNS, *(draw_tree(rng, 3) for _ in range(count))]
 
 
-def test_union_of_terms_and_intersection_of_factors_are_the_mask(trees):
+def test_union_of_terms_and_intersection_of_factors_are_the_mask(masks):
     several = 0
-    for mask in trees:
+    for mask in masks:
         dense, terms = mask.to_dense(LENGTH), mask.union_terms()
         np.testing.assert_array_equal(np.any([term.to_dense(LENGTH) for term in terms], axis=0), dense, str(mask))
         for term in terms:
@@ -37,59 +35,51 @@ def test_union_of_terms_and_intersection_of_factors_are_the_mask(trees):
             several += len(terms) > 1 or len(factors) > 1
             expected = term.to_dense(LENGTH)
             np.testing.assert_array_equal(np.all([x.to_dense(LENGTH) for x in factors], axis=0), expected, str(term))
-    assert several > len(trees) / 4
+    assert several > len(masks) / 4
 
 
-def test_bounds_on_keys_hold_for_the_mask_and_its_complement(trees):
-    for mask in trees:
+def test_lookback_bounds_the_keys_of_the_mask_and_its_complement(masks):
+    for mask in masks:
         dense = mask.to_dense(LENGTH)
-        for seen, bound in ((dense, mask.lookback()), (~dense, mask.complement_lookback())):
-            assert not (seen & (bound.pinned <= K) & (bound.back < Q - K)).any(), mask
+        for allowed, bound in ((dense, mask.lookback()), (~dense, mask.complement_lookback())):
+            assert not (allowed & (bound.pinned <= K) & (bound.back < Q - K)).any(), mask
 
 
-def test_only_the_named_queries_keys_and_residues_are_allowed(trees):
+def test_only_named_queries_keys_and_residues_are_allowed(masks):
     named = 0
-    for mask in trees:
+    for mask in masks:
         for factor in (factor for term in mask.union_terms() for factor in term.factors()):
             dense = factor.to_dense(LENGTH)
             queries, keys, period = factor.query_indices(LENGTH), factor.key_indices(LENGTH), factor.residue_period()
             named += queries is not None or keys is not None or period > 1
-            if queries is not None:
-                assert list(queries) == sorted(set(queries)) and not np.delete(dense, list(queries), axis=0).any(), (
-                    factor
-                )
-            if keys is not None:
-                assert list(keys) == sorted(set(keys)) and not np.delete(dense, list(keys), axis=1).any(), factor
+            for axis, indices in enumerate((queries, keys)):
+                if indices is not None:
+                    indices = list(indices)
+                    assert indices == sorted(set(indices)) and not np.delete(dense, indices, axis=axis).any(), factor
             assert not dense[(Q - K) % period != 0].any(), factor
-    assert named > len(trees) / 4
+    assert named > len(masks) / 4
 
 
-def test_folded_masks_are_the_mask_within_each_residue_class(trees):
-    exact = 0
-    for number, mask in enumerate(trees):
+def test_folded_masks_are_the_mask_within_each_residue_class(masks):
+    exact_masks = 0
+    for number, mask in enumerate(masks):
         stride = 2 + number % 4
-        folded, same = mask.fold(stride)
-        exact += same
+        folded, exact = mask.fold(stride)
+        exact_masks += exact
         a, b = np.arange(LENGTH // stride)[:, None], np.arange(LENGTH // stride)[None, :]
-        some, every = folded.tile(a, a, b, b)
+        some_pair, every_pair = folded.tile(a, a, b, b)
         for residue in range(stride):
             dense = mask.at(residue + stride * a, residue + stride * b)
-            assert not (dense & ~np.asarray(some)).any() and not (~dense & np.asarray(every)).any(), mask
-            if same:
+            assert not (dense & ~np.asarray(some_pair)).any() and not (~dense & np.asarray(every_pair)).any(), mask
+            if exact:
                 np.testing.assert_array_equal(folded.at(a, b), dense, str(mask))
-    assert exact > 20
+    assert exact_masks > 20
 
 
-def test_bands_are_exact(trees):
+def test_bands_are_exact(masks):
     bands = 0
-    for mask in (
-        *trees,
-        Causal(),
-        Window(3, 1),
-        Causal() & Window(4),
-        Window(2).shift(3),
-        Causal() & Window(2).shift(-4),
-    ):
+    shifted = Window(2).shift(3), Causal() & Window(2).shift(-4)
+    for mask in (*masks, Causal(), Window(3, 1), Causal() & Window(4), *shifted):
         if (band := mask.band()) is None:
             continue
         bands += 1
@@ -98,15 +88,43 @@ def test_bands_are_exact(trees):
     assert bands > 5
 
 
-def test_relative_masks_depend_on_the_distance_alone(trees):
-    for mask in trees:
+def test_relative_masks_depend_on_the_distance_alone(masks):
+    for mask in masks:
         if mask.relative:
             np.testing.assert_array_equal(mask.at(Q + 7, K + 7), mask.at(Q, K), str(mask))
 
 
+def test_masks_that_allow_all_allow_all(masks):
+    for mask in masks:
+        assert mask.to_dense(LENGTH).all() or not mask.allows_all
+    assert (Full() & Causal()) == (Causal() & Full()) == Causal()
+
+
+def user_pattern(cls):
+    """A class with the fields, `at` and hints of a pattern of the library, but not derived from it."""
+    kept = ("__annotations__", "__post_init__", "__module__")
+    members = {name: value for name, value in vars(cls).items() if name in kept or not name.startswith("__")}
+    return dataclasses.dataclass(frozen=True)(type(f"User{cls.__name__}", (Mask,), members))
+
+
+def schedule_of(mask, length=600):
+    def arrays(part):
+        for group in part.blocks.visits:
+            yield from (group.first.tolist(), group.keys.tolist(), group.tested.tolist())
+
+    sub_masks = decompose(mask & Causal(), length, length, 16, 4, False)
+    return [(part.order, part.blocks.block, part.quotients, *arrays(part)) for part in sub_masks]
+
+
+@pytest.mark.parametrize("mask", [mask for mask in PATTERNS if type(mask).__module__.endswith(".patterns")], ids=repr)
+def test_patterns_of_users_have_the_schedules_of_those_of_the_library(mask):
+    copy = user_pattern(type(mask))(**{field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)})
+    assert not isinstance(copy, type(mask)) and schedule_of(copy) == schedule_of(mask)
+
+
 @dataclasses.dataclass(frozen=True)
 class EveryThird(Mask):
-    """A pattern of a user's own, with the hints that Strided has."""
+    """A pattern of a user, with the hints of Strided."""
 
     def at(self, q, k):
         return (q - k) % 3 == 0
@@ -121,9 +139,8 @@ class EveryThird(Mask):
         return Strided(3).fold(stride)
 
 
-def test_patterns_of_users_run_as_fast_as_those_of_the_library():
-    """The schedule of a pattern with the same hints is the same: residue classes side by side."""
-    theirs, ours = (parts(mask & Causal(), 3000, 3000, None, 4, False) for mask in (EveryThird(), Strided(3)))
+def test_hints_of_users_select_residue_classes():
+    theirs, ours = (decompose(mask & Causal(), 3000, 3000, None, 4, False) for mask in (EveryThird(), Strided(3)))
     assert [part.order for part in theirs] == [part.order for part in ours] and theirs[0].order.stride == 3
     assert [part.blocks.block for part in theirs] == [part.blocks.block for part in ours]
 
@@ -137,21 +154,33 @@ class Wider(Window):
 
 
 @dataclasses.dataclass(frozen=True)
+class EvenKeys(Full):
+    """Derives from the mask that intersections drop, and allows fewer pairs."""
+
+    def at(self, q, k):
+        return (q == q) & (k % 2 == 0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Named(Window):
     """Derives from a pattern of the library and keeps its pairs."""
 
     name: str = "near"
 
 
-def test_a_subclass_that_redefines_at_loses_the_hints_of_its_base():
+def test_subclass_that_redefines_at_loses_the_hints_of_its_base():
     wider = Wider(3)
     assert (
         wider.band() is None and wider.lookback().slots() == (0, None) and wider.needs_search() and not wider.relative
     )
     assert wider.tile(0, 5, 90, 95) == (True, False) and wider.fold(3)[1] is False
+    even = EvenKeys()
+    assert not even.allows_all and even.band() is None
+    for mask in (Causal() & even, even & Causal()):
+        np.testing.assert_array_equal(mask.to_dense(LENGTH), (K <= Q) & (K % 2 == 0))
 
 
-def test_a_subclass_that_keeps_at_keeps_the_hints_of_its_base():
+def test_subclass_that_keeps_at_keeps_the_hints_of_its_base():
     named = Named(3)
     assert named.band() == (3, 3) and named.lookback().slots() == (0, 3) and named.relative and not named.needs_search()
 

@@ -1,4 +1,4 @@
-"""How far back masks reach, against dense masks."""
+"""Bounds on the keys that queries see, against dense masks."""
 
 import dataclasses
 import random
@@ -30,8 +30,8 @@ from tests.ops.attention.block_sparse.test_block_mask import draw_tree
 
 
 @dataclasses.dataclass(frozen=True)
-class Own(Mask):
-    """A class that nobody knows."""
+class UserMask(Mask):
+    """A pattern without hints."""
 
     def at(self, q, k):
         return k == q
@@ -41,7 +41,7 @@ class Own(Mask):
 
 
 def check(seed, count, length=70):
-    """No key is seen beyond the bound; returns how many masks have one."""
+    """Asserts that random masks allow no key beyond their bounds, and returns the number of masks that have a bound."""
     rng, bounded = random.Random(seed), 0
     i, j = np.arange(length)[:, None], np.arange(length)[None]
     for _ in range(count):
@@ -52,12 +52,12 @@ def check(seed, count, length=70):
     return bounded
 
 
-def test_no_key_is_seen_beyond_the_lookback():
+def test_lookback_bounds_the_allowed_keys():
     assert check(0, 400) > 100
 
 
 @pytest.mark.slow
-def test_no_key_is_seen_beyond_the_lookback_in_20000_expressions():
+def test_lookback_bounds_the_allowed_keys_of_20000_expressions():
     assert check(1, 20000) > 5000
 
 
@@ -66,7 +66,7 @@ def test_no_key_is_seen_beyond_the_lookback_in_20000_expressions():
     [
         (Full(), (0, None)),
         (Causal(), (0, None)),
-        (Own(), (0, None)),
+        (UserMask(), (0, None)),
         (Where(lambda i, j: i == j), (0, None)),
         (Strided(4), (0, None)),
         (Causal() & Fixed(6, 2), (0, None)),
@@ -103,5 +103,5 @@ def test_no_key_is_seen_beyond_the_lookback_in_20000_expressions():
     ],
     ids=str,
 )
-def test_lookback(mask, expected):
+def test_lookback_equals_expected_slots(mask, expected):
     assert mask.lookback().slots() == expected

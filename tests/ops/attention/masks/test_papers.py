@@ -1,6 +1,6 @@
-"""Masks and named patterns against their papers' definitions, written out in plain Python.
+"""Masks and named patterns against the definitions of their papers, in plain Python.
 
-Each definition gives the set of keys of one query, as the paper writes it; positions and blocks count from 0.
+Each definition returns the set of keys of one query, in the paper's notation; positions and blocks count from 0.
 """
 
 import numpy as np
@@ -32,7 +32,7 @@ SHAPES = [(1, 1), (1, 37), (37, 1), (24, 24), (37, 37), (37, 53), (53, 37)]  # b
 
 
 def written_out(keys_of, length, keys):
-    """bool [T, S] from the set of keys that each query sees."""
+    """The dense mask, bool `[T, S]`, of a function that returns the set of keys of each query."""
     rows = []
     for i in range(length):
         seen = keys_of(i, length, keys)
@@ -41,12 +41,12 @@ def written_out(keys_of, length, keys):
 
 
 def those(condition):
-    """The set of keys j for which condition(i, j)."""
+    """The definition {j : condition(i, j)}."""
     return lambda i, length, keys: {j for j in range(keys) if condition(i, j)}
 
 
 def up_to(i, wanted):
-    """An autoregressive set: of `wanted`, what is not after i."""
+    """The members of `wanted` up to i, as in autoregressive attention."""
     return {j for j in wanted if j <= i}
 
 
@@ -114,7 +114,7 @@ def block_window(block, width):
 
 
 def big_bird(block, width, global_blocks):
-    """Its window and its global part, in the internal construction, where the first tokens are the global ones."""
+    """The window and the global part of the internal construction (ITC), where the first tokens are global."""
     return with_global(block_window(block, width), range(global_blocks * block))
 
 
@@ -126,7 +126,7 @@ def permuted(block, pi):
 
 
 def turned(block, count, by):
-    """The head that sees the block `by` to its right, of `count` blocks in a ring."""
+    """The mask of a head whose blocks see the block `by` places to the right, in a ring of `count` blocks."""
     return (Blockwise(block).shift(by * block) | Blockwise(block).shift((by - count) * block)) & Prefix(count * block)
 
 
@@ -137,7 +137,7 @@ def streaming(sinks, recent):
     return lambda i, length, keys: up_to(i, {*range(sinks), *range(i - recent + 1, i + 1)})
 
 
-# Raffel et al. 2020, "T5", fig. 3, right: within the prefix all see all; what follows is causal.
+# Raffel et al. 2020, "T5", fig. 3, right: tokens of the prefix see the whole prefix; later tokens are causal.
 
 
 def prefix_lm(count):
@@ -211,7 +211,7 @@ shapes = pytest.mark.parametrize(("length", "keys"), SHAPES)
 
 @shapes
 @pytest.mark.parametrize(("mask", "keys_of"), DEFINITIONS, ids=[repr(mask) for mask, _ in DEFINITIONS])
-def test_equals_its_definition(mask, keys_of, length, keys):
+def test_mask_equals_definition(mask, keys_of, length, keys):
     expected = written_out(keys_of, length, keys)
     np.testing.assert_array_equal(mask.to_dense(length, keys), expected)
     assert density(mask, length, keys) == pytest.approx(expected.mean())
@@ -219,7 +219,7 @@ def test_equals_its_definition(mask, keys_of, length, keys):
 
 @shapes
 @pytest.mark.parametrize(("mask", "heads"), HEADS, ids=[repr(mask) for mask, _ in HEADS])
-def test_heads_equal_their_definitions(mask, heads, length, keys):
+def test_heads_equal_definitions(mask, heads, length, keys):
     expected = np.stack([written_out(keys_of, length, keys) for keys_of in heads])
     np.testing.assert_array_equal(mask.to_dense(length, keys), expected)
     assert density(mask, length, keys) == pytest.approx(expected.mean())
@@ -229,8 +229,8 @@ TABLE = np.random.default_rng(0).random((53, 53)) < 0.3
 
 
 @shapes
-def test_functions_equal_themselves(length, keys):
-    """Also one that looks up a table, which has no entries beyond T and S."""
+def test_where_equals_its_function(length, keys):
+    """A function may look positions up in a table, which has no entries beyond T and S."""
     table = TABLE[:length, :keys]
     by_rule, by_table = Where(lambda i, j: (i * j) % 3 == 1), Where(lambda i, j: table[i, j])
     for mask, keys_of in (
@@ -244,10 +244,10 @@ def test_functions_equal_themselves(length, keys):
 
 
 def blocks_seen(dense, block):
-    """For each query the set of key blocks that it sees, each of them wholly."""
+    """The set of key blocks that each query sees, after a check that every block is seen fully or not at all."""
     rows = []
     for row in dense.tolist():
-        seen = {j // block for j, may in enumerate(row) if may}
+        seen = {j // block for j, allowed in enumerate(row) if allowed}
         assert row == [j // block in seen for j in range(len(row))]
         rows.append(seen)
     return rows
@@ -268,8 +268,8 @@ def test_random_blocks_are_distinct_and_one_choice_per_query_block(block, count,
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_random_blocks_of_the_past(count):
-    """From the blocks up to the query's own, all of them where there are fewer than r."""
+def test_random_blocks_without_among_are_blocks_up_to_the_query(count):
+    """If there are fewer than r blocks, all of them are drawn."""
     seen = blocks_seen(RandomBlocks(4, count, seed=3).to_dense(53, 53), 4)
     for i, chosen in enumerate(seen):
         assert len(chosen) == min(count, i // 4 + 1) and all(b <= i // 4 for b in chosen)
@@ -278,17 +278,17 @@ def test_random_blocks_of_the_past(count):
 
 def test_random_blocks_differ_by_row_and_by_seed():
     dense = [RandomBlocks(2, 3, seed=seed, among=20).to_dense(40, 40) for seed in range(4)]
-    rows = {tuple(row) for one in dense for row in one[::2].tolist()}
+    rows = {tuple(row) for mask in dense for row in mask[::2].tolist()}
     assert len(rows) > 70  # of 80, out of 1140 possible choices
 
 
 @pytest.mark.parametrize(("length", "keys"), [(52, 52), (37, 53), (53, 37)])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_big_bird_is_its_window_its_global_part_and_its_random_blocks(is_causal, length, keys):
+def test_big_bird_is_the_union_of_window_global_and_random_blocks(is_causal, length, keys):
     block, width, count, random, among = 4, 3, 2, 3, 9
-    found = bigbird(block, width, count, random, seed=5, among=among, causal=is_causal).to_dense(length, keys)
-    rest = written_out(big_bird(block, width, count), length, keys)
+    mask = bigbird(block, width, count, random, seed=5, among=among, causal=is_causal).to_dense(length, keys)
+    fixed = written_out(big_bird(block, width, count), length, keys)
     drawn = RandomBlocks(block, random, 5, None if is_causal else among).to_dense(length, keys)
     for i in range(length):
         for j in range(keys):
-            assert found[i, j] == ((rest[i, j] or drawn[i, j]) and (j <= i or not is_causal))
+            assert mask[i, j] == ((fixed[i, j] or drawn[i, j]) and (j <= i or not is_causal))
