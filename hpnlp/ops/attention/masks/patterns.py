@@ -232,10 +232,9 @@ class Fixed(Mask):
 
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         first = self.block - self.columns
-        start = k0 % self.block
-        end = start + (k1 - k0)
-        some_column = (end >= first) & (self.columns > 0)
-        return some_column, (start >= first) & (end < self.block) | (self.columns == self.block)
+        start, length = k0 % self.block, k1 - k0
+        some_column = (start + length >= first) & (self.columns > 0)
+        return some_column, (start >= first) & (start + length < self.block) | (self.columns == self.block)
 
     def key_indices(self, length: int) -> Sequence[int] | None:
         if 2 * self.columns > self.block:  # not few
