@@ -114,15 +114,16 @@ def _parse_call(node: ast.Call, text: str) -> Mask | PerHead:
 def _parse_argument(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.Tuple | ast.List):
         return tuple(_parse_argument(item, text) for item in node.elts)
-    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
-    constant = node.operand if negative else node
+    sign, constant = 1, node
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        sign, constant = -1, node.operand
     if not isinstance(constant, ast.Constant):
         return _parse_mask(node, text)
-    if not negative and (isinstance(constant.value, bool) or constant.value is None):
+    if sign > 0 and (isinstance(constant.value, bool) or constant.value is None):
         return constant.value
     if type(constant.value) is not int or constant.value >= 2**31:  # positions are int32
         _reject(node, text, "expected whole numbers below 2 ** 31, True, False, None, or masks")
-    return -constant.value if negative else constant.value
+    return sign * constant.value
 
 
 def _reject(node: ast.expr, text: str, message: str, cause: Exception | None = None) -> NoReturn:

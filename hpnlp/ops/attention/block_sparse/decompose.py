@@ -133,7 +133,7 @@ def _terms_by_selection(mask: Mask, length: int, keys: int) -> dict[TokenSelecti
         if len(same) > 1:
             union = sorted(set(itertools.chain.from_iterable(getattr(selection, name) for selection in same)))
             joined = [term for selection in same for term in terms.pop(selection)]
-            terms[TokenSelection(**{name: tuple(union)})] = joined
+            terms[dataclasses.replace(ALL_TOKENS, **{name: tuple(union)})] = joined
     return terms
 
 
@@ -264,4 +264,6 @@ def _sub_mask(
     return SubMask(mask, selection, schedule, quotients)
 
 
-Order, Part, parts = TokenSelection, SubMask, decompose
+Order = TokenSelection
+Part = SubMask
+parts = decompose

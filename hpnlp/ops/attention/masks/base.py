@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
@@ -455,8 +455,13 @@ def _tighter(a: int | None, b: int | None) -> int | None:
     return min((bound for bound in (a, b) if bound is not None), default=None)
 
 
+# PerHead and check_mask have moved to per_head.py. This hands them out until all imports have followed.
+if TYPE_CHECKING:
+    from hpnlp.ops.attention.masks.per_head import PerHead as PerHead
+    from hpnlp.ops.attention.masks.per_head import check_mask as check  # noqa: F401
+
+
 def __getattr__(name: str) -> Any:
-    # TODO: import PerHead and check_mask from per_head.py everywhere, and delete this function.
     if name in ("PerHead", "check"):
         from hpnlp.ops.attention.masks import per_head
 
