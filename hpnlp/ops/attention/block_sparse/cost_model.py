@@ -4,9 +4,9 @@ The unit of cost is one score: the dot product of one query with one key in one 
 product with the values, computed in tiles of 512 x 512. Costs choose among schedules that compute the same result: a constant
 that is wrong for a machine costs time, not accuracy.
 
-All constants were fitted by hand to `experiments/bench/attention.py` (B 1, N 8, H 64, float32, forward and backward, T from
-512 to 65536), first on two cores of an AMD EPYC and then on two cores of an Intel Xeon, with jax 0.10.2. To fit them to
-another machine, change one at a time and run that benchmark.
+All constants were fitted by hand to `experiments/bench/attention.py` (N 8, H 64, float32, forward and backward, T from 512 to
+65536) on two cores of an AMD EPYC and two cores of an Intel Xeon, with jax 0.10.2. To fit them to another machine, change one
+at a time and run that benchmark.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TILE_SIZES = (1024, 1024), (512, 1024), (512, 512), (256, 256), (128, 128), (64,
 # Cost of a score by the smaller side of its tile: {least side: cost}, largest side first.
 _SCORE_COSTS = {1024: 0.92, 512: 1.0, 256: 1.2, 128: 1.25, 0: 1.5}
 
-# Number of query blocks, besides the first and the last, from which the number of active tiles of a mask is estimated. More
-# blocks make a better estimate and a slower choice of the tile size.
+# Query blocks, besides the first and the last, from which the number of active tiles of a mask is estimated. More query blocks
+# make the estimate better and the choice of the tile size slower.
 SAMPLED_QUERY_BLOCKS = 96
 
 
@@ -76,16 +76,16 @@ _STEP_COST = 1 << 17
 # Additional cost of a score whose step evaluates the mask.
 _EVALUATION_COST = 0.08
 
-# Largest ratio of two candidate schedules' scores at which the one with more scores is considered, because longer runs of
-# query blocks or steps without evaluation of the mask may outweigh the padding.
+# A candidate schedule is considered if it computes at most this many times the scores of the candidate with the fewest: longer
+# runs of query blocks may outweigh more padding.
 MAX_SCORES_RATIO = fractions.Fraction(4, 3)
 
-# Steps of two widths are used where they read less than this share of the keys that steps of the best single width read: a
-# second loop must save at least 3 %.
+# Steps of two widths are used if they read less than this share of the keys that steps of the best single width read: a second
+# loop must save more than 3 %.
 MAX_TWO_WIDTHS_RATIO = 0.97
 
-# Steps that evaluate the mask and steps that do not get loops of their own from this number of steps on, where less than half
-# of them evaluate it. A second loop for fewer steps costs more than it saves.
+# Steps that evaluate the mask are separated from steps that do not, in loops of their own, if there are at least this many
+# steps and less than half of them evaluate the mask. With fewer steps, a second loop costs more than it saves.
 MIN_STEPS_TO_SPLIT = 16
 
 
@@ -130,9 +130,11 @@ def tile_group_cost(steps: int, evaluated_steps: int, step_scores: int) -> float
 
 # --- Decomposition of a mask into sub-masks --------------------------------------------------------------------------
 
-# Cost of a query whose partial results are merged, and of a token that is moved to another place of the sequence and back; in
-# scores per head.
-MERGING, FOLDING = 30, 80
+# Cost of a query whose partial results are merged with those of other sub-masks, in scores per head.
+MERGING = 30
+
+# Cost of a token that is moved to another place of the sequence and back, in scores per head.
+FOLDING = 80
 
 # A sub-mask runs on its own queries or keys alone if they are at most this many; keys also if they are at most half of all.
 # The indices are constants of the program.
@@ -172,5 +174,5 @@ UNROLLED_MAX_SHARE = 0.75
 # --- Evaluation of masks on the host ---------------------------------------------------------------------------------
 
 # Query-key pairs for which `Mask.at` is evaluated in one call, where active tiles are searched pair by pair: bounds the memory
-# of the search (1 byte per pair for the result, 8 to 16 bytes for intermediate values).
+# of the search (1 byte per pair for the result, 8 bytes for an intermediate value such as q - k).
 MAX_EVALUATED_PAIRS = 1 << 22

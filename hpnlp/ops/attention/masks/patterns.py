@@ -24,12 +24,12 @@ from hpnlp.types import InputError
 
 # Largest value of a field: positions are int32, and the sum of a position and a field must not overflow.
 _MAX_FIELD = 1 << 30
-# RandomBlocks.tile looks at each of up to so many query blocks per tile.
-_MAX_ROWS_PER_TILE = 8
+# RandomBlocks.tile draws the key blocks of every query block of a tile if the last is at most this far from the first.
+_MAX_DRAWN_SPAN = 8
 
 
 def _check_integers(mask: Mask, **minimums: int) -> None:
-    """Raises InputError unless the named fields are whole numbers from their minimum to _MAX_FIELD; converts them to int."""
+    """Converts the named fields to int, and raises InputError for one below its minimum or, except a seed, over _MAX_FIELD."""
     Mask.__post_init__(mask)
     for name, minimum in minimums.items():
         value = getattr(mask, name)
@@ -265,7 +265,8 @@ class Global(Mask):
         return (q0 < self.count) | (k0 < self.count), (q1 < self.count) | (k1 < self.count)
 
     def lookback(self) -> Lookback:
-        return Lookback(self.count, -1)  # a query below `count` also sees later keys, which lie after it
+        # Keys from `count` on are seen by queries below `count` only, which are before them.
+        return Lookback(self.count, -1)
 
     def union_terms(self) -> tuple[Mask, ...]:
         return FirstQueries(self.count), Sinks(self.count)
@@ -404,8 +405,8 @@ class RandomBlocks(Mask):
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
         q0, q1, k0, k1 = (x // self.block for x in (q0, q1, k0, k1))
         traced = any(isinstance(x, jax.Array) for x in (q0, q1, k0, k1))
-        if traced or np.max(q1 - q0) > _MAX_ROWS_PER_TILE:
-            # The number of query blocks in a tile is unknown, or too large to look at each.
+        if traced or np.max(q1 - q0) > _MAX_DRAWN_SPAN:
+            # The number of query blocks in a tile is unknown, or too large to draw the key blocks of each.
             in_range = (k0 <= q1) if self.among is None else (k0 < self.among)
             return in_range & (self.count > 0), in_range & False
         some_pair, every_pair = False, True
