@@ -101,8 +101,8 @@ def make_schedule(tiles: BlockMask, length: int, block: int, key_block: int, hea
     counts = np.bincount(tiles.rows, minlength=-(-length // block))
     max_width = max(cost_model.MAX_STEP_KEYS // key_block, 1)
     widest = max(min(max_width, int(counts.max(initial=1))), 1)
-    # Compared with the widths that read the fewest keys, a single width may leave longer runs of query blocks, which share
-    # steps. The same holds for steps of fully and partly allowed tiles that are not split.
+    # Candidates have the widths that read the fewest keys or one width for all, and loops that are split by evaluation or not.
+    # One width and loops that are not split read more, but may leave longer runs of query blocks, which share steps.
     candidates = [
         _tile_groups(tiles, counts, widths, block, key_block, heads, split)
         for widths in dict.fromkeys((_choose_widths(counts, max_width, key_block), (widest, widest)))
@@ -147,6 +147,7 @@ def _cost(groups: Sequence[TileGroup], tile_scores: int) -> float:
 
 
 def _computes_each_query_block_once(groups: Sequence[TileGroup], query_blocks: int) -> bool:
+    """Whether every query block is in exactly one step."""
     blocks = [(group.first[:, None] + np.arange(group.keys.shape[1])).reshape(-1) for group in groups]
     return bool((np.bincount(np.concatenate([*blocks, np.zeros(0, int)]), minlength=query_blocks) == 1).all())
 
@@ -206,18 +207,17 @@ def _tile_groups(
     """Groups of steps of the given widths. split: steps that do not evaluate the mask may have loops of their own."""
     wide, narrow = widths
     in_wide = _tiles_in_wide_steps(counts, widths, key_block)
-    rank = np.arange(tiles.rows.size) - (np.cumsum(counts) - counts)[tiles.rows]  # of a tile within its query block
+    # The number of each tile within its query block, and among the tiles of the same width there.
+    rank = np.arange(tiles.rows.size) - (np.cumsum(counts) - counts)[tiles.rows]
     is_wide = rank < in_wide[tiles.rows]
+    rank = np.where(is_wide, rank, rank - in_wide[tiles.rows])
     groups: list[TileGroup] = []
-    for width, chosen, start in ((wide, is_wide, None), (narrow, ~is_wide, in_wide)):
-        if not chosen.any():
-            continue
-        part = tiles.select(chosen)
-        ranks = rank[chosen] if start is None else rank[chosen] - start[part.rows]
-        steps = _single_block_steps(part, ranks, width, counts.size)
-        run = cost_model.query_blocks_per_step(heads * block * width * key_block)
-        for some_steps in _split_by_evaluation(*steps) if split else (steps,):
-            groups += _joined_into_runs(*some_steps, run)
+    for width, chosen in ((wide, is_wide), (narrow, ~is_wide)):
+        if chosen.any():
+            steps = _single_block_steps(tiles.select(chosen), rank[chosen], width, counts.size)
+            run = cost_model.query_blocks_per_step(heads * block * width * key_block)
+            for part in _split_by_evaluation(*steps) if split else [steps]:
+                groups += _joined_into_runs(*part, run)
     return groups
 
 
@@ -266,7 +266,7 @@ def _joined_into_runs(rows: np.ndarray, keys: np.ndarray, states: np.ndarray, ru
 
 
 def _joint_state(states: np.ndarray) -> np.ndarray:
-    """int8 `[n]`: the TileState of steps that join steps of states `[n, R]`."""
+    """The TileState of steps that each join R steps, int8 `[n]`, from the states `[n, R]` of these."""
     evaluate = (states == TileState.EVALUATE_MASK).any(axis=1)
     return np.where(evaluate, TileState.EVALUATE_MASK, states.max(axis=1)).astype(np.int8)
 
