@@ -297,7 +297,10 @@ CALLS = {
 # Modules without public ops: the executor and kernels behind `attend`, masks, blocks of logits behind the losses, helpers.
 INTERNAL = {
     *("attention.dispatch", "attention.validate"),
-    *(f"attention.masks.{name}" for name in ("base", "lookback", "papers", "patterns", "table")),
+    *(
+        f"attention.masks.{name}"
+        for name in ("base", "lookback", "papers", "patterns", "per_head", "selected_tokens", "table")
+    ),
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("block_mask", "cost_model", "decompose", "operands", "scan")),
