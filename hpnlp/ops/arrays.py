@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 P = ParamSpec("P")
@@ -29,9 +28,10 @@ def as_arrays(tree: Any) -> Any:
     leaves, form = jax.tree.flatten(tree)
     if not has_numpy(leaves):
         return tree
-    # Concrete also inside jit, so that labels that are known while tracing can still be checked.
+    # Concrete also inside jit, so that labels that are known while tracing can still be checked. Not by jnp.asarray: in a
+    # rule that jax.grad calls, it returns a tracer, which hands the numpy array itself to the next rule.
     with jax.ensure_compile_time_eval():
-        return jax.tree.unflatten(form, [jnp.asarray(x) if _is_numpy(x) else x for x in leaves])
+        return jax.tree.unflatten(form, [jax.device_put(x) if _is_numpy(x) else x for x in leaves])
 
 
 def accepts_numpy(function: Callable[P, R]) -> Callable[P, R]:

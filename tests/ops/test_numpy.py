@@ -29,6 +29,7 @@ from hpnlp.ops.softmax import (
     vmf,
 )
 from hpnlp.ops.softmax import proposals as proposals
+from tests.contracts import assert_close
 
 RNG = np.random.default_rng(0)
 N, D, V = 6, 4, 8
@@ -92,6 +93,7 @@ CALLS = {
         (lambda *a: attend(*a, Causal()), QKV),
         (lambda *a: attend(*a, Causal(), block_size=4), LONG),
         (operands, MANY),
+        (lambda *a: attend(*a, bias=np.float32(0.3), scale=np.float64(0.3), soft_cap=np.float64(2.0)), QKV),
         (dropped, (*LONG, KEY, ids(1, 2), ids(1, 3, below=40))),
     ),
     "attention.block_sparse.flash.flash": ((flash, QKV),),
@@ -377,3 +379,19 @@ def test_numpy_arrays_are_as_good_as_jax_arrays(name):
     for function, arguments in CALLS[name]:
         found = jax.eval_shape(lambda: transformed(function, arguments, name not in NO_GRADIENT))  # noqa: B023
         assert all(leaf.dtype.itemsize <= 4 for leaf in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("converted", [(), (0, 3), (1, 4), (0, 1, 2)])
+def test_gradients_of_numpy_arrays_outside_of_jit(converted):
+    """A rule that calls another rule would hand it the caller's numpy arrays, which no trace above has replaced."""
+    arguments = [np.float32(a) if a.dtype.kind == "f" else a for a in (H, TABLE, LABELS, BIAS, WEIGHTS)]
+
+    def loss(h, w, bias, weights, labels):
+        return cross_entropy.linear_cross_entropy(h, w, labels, bias=bias, weights=weights)
+
+    def pulled(h, w, labels, bias, weights):
+        value, pull = jax.vjp(lambda *floats: loss(*floats, labels), h, w, bias, weights)
+        return value, pull(jnp.ones_like(value))
+
+    found = pulled(*(jnp.asarray(a) if i in converted else a for i, a in enumerate(arguments)))
+    assert_close(found, pulled(*map(jnp.asarray, arguments)))

@@ -78,7 +78,7 @@ def flash(
     if 0 in (b, t, n, s):  # nothing to see, or nobody to see it
         out, lse = jnp.zeros((b, t, n, v.shape[3]), q.dtype), zeros(b, t, n) - jnp.inf
         return (out, lse) if return_lse else out
-    jaxpr, bias = (None, bias) if bias is None or isinstance(bias, jax.Array | np.ndarray) else _traced(bias)
+    jaxpr, bias = _traced(bias) if callable(bias) else (None, bias)
     # Plain numbers, which jax.jit can tell apart; callers have arrays of one number, too.
     factor, cap = q.shape[-1] ** -0.5 if scale is None else float(scale), None if soft_cap is None else float(soft_cap)
     options = Options(mask, factor, cap, float(dropout_rate), block_size, jaxpr)
