@@ -74,8 +74,8 @@ def attend(
 
     Returns o [B, T, N, Hv] in q's dtype (accumulated in float32), or (o, lse). A row that may see nothing gives o = 0,
     lse = -inf (its sink, where there are sinks) and zero gradients. Keys and values that no query may see are never read
-    into a result, NaN or not. Queries that may see nothing may be NaN, too, but with impl="cudnn" and, without return_lse,
-    with impl="splash", whose gradients are NaN then.
+    into a result, NaN or not. Queries that may see nothing may be NaN, too, but with impl="splash" without return_lse,
+    whose gradients are NaN then.
     Derivatives are by reverse mode (`jax.grad`, `jax.vjp`, `jax.jacrev`); forward mode (`jax.jvp`, `jax.jacfwd`) raises jax's
     TypeError, except with impl="reference".
     Raises InputError on shapes that do not fit and on what the chosen impl cannot honour.
@@ -118,7 +118,7 @@ def attend(
     if block_size is not None and (impl != "xla" or block_size < 1):
         raise InputError(f"block_size {block_size} with impl {impl!r}: expected a positive one, with impl='xla' only")
     if isinstance(scale, jax.Array) and impl != "reference":
-        q, scale = (q.astype(jnp.float32) * scale.astype(jnp.float32)).astype(q.dtype), 1.0
+        q, scale = _scaled(q, scale), 1.0
     if impl in ("splash", "cudnn", "pallas"):
         given = {name: operands[name] for name in asked(operands)}
         given |= {"return_lse": True} if return_lse else {}
@@ -212,6 +212,14 @@ def _per_head(
         order += heads
     o, lse = (jnp.concatenate(parts, axis=2)[:, :, np.argsort(order)] for parts in zip(*found, strict=True))
     return o, lse
+
+
+def _scaled(q: Array, scale: Array) -> Array:
+    """q * scale, where a query that sees nothing adds 0 to the gradient of scale even if it is NaN: 0 * NaN is NaN."""
+    wide = q.astype(jnp.float32)
+    finite = jnp.isfinite(wide)
+    product = jnp.where(finite, wide, 0.0) * scale.astype(jnp.float32)
+    return (product + jnp.where(finite, 0.0, wide)).astype(q.dtype)
 
 
 def _with_sinks(o: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:

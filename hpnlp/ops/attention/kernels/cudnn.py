@@ -57,7 +57,7 @@ def cudnn(
 
     mask: Full, Causal, Window(left, 0), or another band with the same bounds, as Causal() & Window(left).
     segment_ids: those of self-attention, at the price of a bias of B T T elements.
-    kv_lengths: at the price of a copy of k and v.
+    kv_lengths: at the price of a copy of q, k and v.
     bias: finite, added to the scaled scores, in q's dtype.
 
     Raises InputError on what `beyond_cudnn` lists. Cost: O(B N T S H) time, less what Causal and Window leave out;
@@ -71,9 +71,11 @@ def cudnn(
     causal, left = _order(mask) or (False, None)
     lengths = None
     if kv_lengths is not None:
-        # Of a row without keys, the first one is read; as it is zeroed, o and the gradients are 0, as they should.
+        # In an example without keys, cuDNN reads the first key. Its score and value must be 0, so that o and the gradients
+        # are 0, and therefore its queries as well, because 0 * NaN is NaN.
         inside = jnp.arange(k.shape[1])[None, :] < kv_lengths[:, None]
         k, v = (jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype)) for x in (k, v))
+        q = jnp.where((kv_lengths > 0)[:, None, None, None], q, jnp.zeros((), q.dtype))
         lengths = jnp.clip(kv_lengths.astype(jnp.int32), 1, k.shape[1])
     return jax.nn.dot_product_attention(
         q,

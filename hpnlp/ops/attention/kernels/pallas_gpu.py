@@ -209,9 +209,9 @@ def _attend_forward(spec: Spec, q: Array, k: Array, v: Array, segments: tuple[Ar
 
 def _attend_backward(spec: Spec, kept: Any, given: tuple[Array, Array]) -> Any:
     (q, k, v, o, lse, segments), (do, dlse) = kept, given
-    delta = jnp.einsum("btnh,btnh->bnt", do, o, preferred_element_type=jnp.float32) - dlse
-    # A row that saw nothing gets probabilities of 0, and its query is 0: 0 * NaN would be NaN.
+    # A row that saw nothing gets probabilities of 0, and its query and the cotangent of its lse are 0: 0 * NaN would be NaN.
     nothing = jnp.isneginf(lse)
+    delta = jnp.einsum("btnh,btnh->bnt", do, o, preferred_element_type=jnp.float32) - jnp.where(nothing, 0.0, dlse)
     q = jnp.where(nothing.transpose(0, 2, 1)[..., None], jnp.zeros((), q.dtype), q)
     lse = jnp.where(nothing, jnp.inf, lse * LOG2E)
     arrays = (q, k, v, do, lse, delta)

@@ -521,22 +521,36 @@ for make in (lambda: attend(q, q, q, jnp.ones((4, 4))), lambda: attend(q, q, q, 
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 8}, {"impl": "reference"}])
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
-def test_queries_that_see_nothing_have_no_gradient(options, value):
-    """Nor do they reach the gradients of keys and values that other queries see, whatever stands in them."""
+def test_queries_that_see_nothing_have_no_gradient(options):
+    """Nor do they reach the gradients of keys, values and a scale, whatever stands in them."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((1, 24, heads, 8)), jnp.float32) for heads in (4, 2, 2))
-    segments = jnp.asarray(np.arange(24) >= 20, jnp.int32)[None]
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 24, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    segments = jnp.asarray(np.arange(24) >= 20, jnp.int32)[None].repeat(2, axis=0)
+    example, token, head = np.arange(2)[:, None, None], np.arange(24)[None, :, None], np.arange(4)[None, None, :]
+    every_other = PerHead((Causal(), Causal().shift(-3)) * 2)
     cases = (
-        (slice(20, None), Causal(), {"segment_ids": segments, "kv_segment_ids": 9 * segments}),
-        (slice(0, 3), Causal().shift(-3), {}),  # as is known while tracing
+        (token >= 20, Causal(), {"segment_ids": segments, "kv_segment_ids": 9 * segments}),
+        (token < 3, Causal().shift(-3), {}),  # as is known while tracing
+        ((token < 3) & (head % 2 == 1), every_other, {}),
+        (example == 0, Causal(), {"kv_lengths": jnp.array([0, 24], jnp.int32)}),
+        (token == 5, Causal(), {"dense_mask": (jnp.arange(24) != 5)[None, None, :, None]}),
     )
-    for blind, mask, operands in cases:
 
-        def loss(q, k, v, mask=mask, operands=operands):
-            return (attend(q, k, v, mask, **operands, **options) ** 2).sum()
+    def gradients(value):
+        found = []
+        for blind, mask, operands in cases:
 
-        expected = jax.grad(loss, (0, 1, 2))(q, k, v)
-        found = jax.grad(loss, (0, 1, 2))(q.at[:, blind].set(value), k, v)
-        for a, b in zip(found, expected, strict=True):
+            def loss(q, k, v, scale, mask=mask, operands=operands):
+                o, lse = attend(q, k, v, mask, scale=scale, return_lse=True, **operands, **options)
+                return (o**2).sum() + jnp.exp(lse).sum()
+
+            dirty = jnp.where(jnp.asarray(blind)[..., None], value, q)
+            found.append(jax.grad(loss, (0, 1, 2, 3))(dirty, k, v, jnp.float32(0.3)))
+        return found
+
+    run = jax.jit(gradients, compiler_options=ONCE)
+    expected = run(jnp.float32(0.5))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
+    for value in (jnp.nan, jnp.inf):
+        for a, b in zip(jax.tree.leaves(run(jnp.float32(value))), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(a, b)

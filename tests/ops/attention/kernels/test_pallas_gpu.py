@@ -112,6 +112,20 @@ def test_what_stands_in_blocks_that_nobody_visits_is_not_read():
     assert_close(pulled(interpreted, q, k, v, do, dlse, mask), expected, "bfloat16")
 
 
+def test_queries_that_see_nothing_have_no_gradient():
+    """Also where the query and the cotangent of its lse are NaN."""
+    q, k, v, do, dlse = arrays(128, 128, heads=1)
+    blind = slice(0, 5)
+
+    def gradients(value):
+        return pulled(
+            interpreted, q.at[:, blind].set(value), k, v, do, dlse.at[:, blind].set(value), Causal().shift(-5)
+        )[1]
+
+    for clean, dirty in zip(gradients(0.5), gradients(jnp.nan), strict=True):
+        np.testing.assert_array_equal(clean, dirty)
+
+
 def test_soft_cap():
     q, k, v, do, dlse = arrays(128, 128, heads=1)
 
