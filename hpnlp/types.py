@@ -63,6 +63,31 @@ class MixerOutput:
     aux: Aux = dataclasses.field(default_factory=dict)
 
 
+def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:
+    """Raises InputError unless a mixer's method `name` and its `__call__` come from the same class.
+
+    A subclass that changes `__call__` alone computes another function than the method that it inherits.
+
+    Args:
+        mixer: the mixer.
+        name: of the method that is about to be called in place of `__call__`.
+        caller: what calls the method, for the message.
+        fix: another way out, for the message.
+    """
+    owner = {
+        method: next((base for base in type(mixer).__mro__ if method in vars(base)), None)
+        for method in ("__call__", name)
+    }
+    if owner[name] is None:
+        raise InputError(f"{type(mixer).__name__} has no `{name}`, which {caller} calls: {fix}")
+    if owner["__call__"] is not owner[name]:
+        called = getattr(owner["__call__"], "__name__", "none")
+        raise InputError(
+            f"{type(mixer).__name__} takes `{name}` from {owner[name].__name__} and `__call__` from {called}, and {caller} "
+            f"calls `{name}` alone: define both in one class, or {fix}"
+        )
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossOut:

@@ -15,7 +15,7 @@ from hpnlp.nn.layers import NORMS, Dense, dense_init
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.spec import Spec, build, parse, parse_one
-from hpnlp.types import NO_TENSOR_PARALLEL, Aux, MixerInputs, TensorParallel
+from hpnlp.types import NO_TENSOR_PARALLEL, Aux, MixerInputs, TensorParallel, check_method
 
 
 @jax.tree_util.register_dataclass
@@ -102,6 +102,9 @@ class Attention(nn.Module):
             deterministic=context.deterministic,
         )
         aux: Aux = {}
+        if cache is not None or context.capacity is not None:
+            for method in ("init_cache", "extend"):
+                check_method(mixer, method, "decoding", "decode with a mixer that has a cache of its own")
         if cache is not None:
             o, cache = mixer.extend(inputs, context.mask, cache)
         else:

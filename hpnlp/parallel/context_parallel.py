@@ -27,7 +27,7 @@ from jaxtyping import Array
 from hpnlp.ops.attention import Full, Mask, merge
 from hpnlp.ops.custom_vjp import tied
 from hpnlp.parallel.layout import Layout, zeros_like
-from hpnlp.types import InputError, MixerInputs, MixerOutput
+from hpnlp.types import InputError, MixerInputs, MixerOutput, check_method
 
 AXIS = "sequence"
 SKIP, WHOLE = 0, 1  # kinds of pairs of chunks; from 2 on, those that a mask allows in part
@@ -156,23 +156,8 @@ def check(layout: Layout, mixers: Sequence[Any], masks: Sequence[Any], heads: Se
 
 
 def check_mixer(mixer: Any) -> None:
-    """Raises InputError where the `partial` of a mixer, which a ring calls, is not that of its `__call__`.
-
-    Both must come from one class: a subclass that changes `__call__` alone would be trained as another function on a ring.
-    """
-    owner = {
-        name: next((base for base in type(mixer).__mro__ if name in vars(base)), None)
-        for name in ("__call__", "partial")
-    }
-    name, fix = type(mixer).__name__, "choose plan.exchange=heads, or plan.sequence=1"
-    if owner["partial"] is None:
-        raise InputError(f"{name} has no `partial`, which a ring merges: {fix}")
-    if owner["__call__"] is not owner["partial"]:
-        called = getattr(owner["__call__"], "__name__", "none")
-        raise InputError(
-            f"{name} takes `partial` from {owner['partial'].__name__} and `__call__` from {called}, and a ring calls `partial` "
-            f"alone: define both in one class, or {fix}"
-        )
+    """Raises InputError where the `partial` of a mixer, which a ring calls, is not that of its `__call__`."""
+    check_method(mixer, "partial", "a ring", "choose plan.exchange=heads, or plan.sequence=1")
 
 
 def by_heads(mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:

@@ -1,5 +1,6 @@
 """Decoding: the cache against the full pass, rows against rows alone, and what may come out."""
 
+import dataclasses
 import functools
 
 import chex
@@ -15,6 +16,8 @@ from hpnlp.data.tokenizers import ByteTokenizer, WordTokenizer
 from hpnlp.models import decode
 from hpnlp.models.decode import Generation, TextStream, sample_text, speakable
 from hpnlp.models.lm import LM, LMConfig, axes_of, example_batch
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.parallel.host_offload import HOST
 from hpnlp.parallel.plan import Plan
 from hpnlp.types import InputError
@@ -186,6 +189,21 @@ def test_bad_input(options, message):
     arguments = {"prompts": [[1]], "tokens": 4} | options
     with pytest.raises(InputError, match=message):
         Generation(*make(**LEARNED), **arguments)
+
+
+class Doubled(ExactMixer):
+    """Changes `__call__` alone, which decoding calls for the prompt and not for the tokens that follow."""
+
+    def __call__(self, inputs, mask):
+        found = super().__call__(inputs, mask)
+        return dataclasses.replace(found, o=2 * found.o)
+
+
+def test_mixers_that_decoding_would_run_as_another_function_raise(monkeypatch):
+    monkeypatch.setitem(MIXERS, "doubled", Doubled)
+    model, params = make(mixer="doubled")
+    with pytest.raises(InputError, match="Doubled takes `init_cache` from ExactMixer and `__call__` from Doubled"):
+        Generation(model, params, PROMPTS, tokens=1)
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch):
