@@ -95,7 +95,9 @@ class Index:
             return self.kind.search(self._state, queries, int(k))
         if self._parts == 1:
             return _search(self._state, jnp.asarray(queries), self.kind, int(k))
-        return _search_parts(self._state, queries, self.kind, int(k), self._sizes, self.mesh, self.axis)
+        assert self.mesh is not None
+        with jax.set_mesh(self.mesh):  # the caller may have set another mesh
+            return _search_parts(self._state, queries, self.kind, int(k), self._sizes, self.mesh, self.axis)
 
     def probing(self, probes: int) -> Index:
         """An index of the same vectors, not built anew, of which a query reads `probes` cells or buckets.

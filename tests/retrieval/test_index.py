@@ -75,14 +75,16 @@ def test_divided_over_devices_it_finds_the_same(kind, axis, data, mesh, tmp_path
         assert_exact(Index.load(tmp_path / "index", **options), q, w, 10)
 
 
-@pytest.mark.parametrize("surrounding", [False, True])
+@pytest.mark.parametrize("surrounding", ["none", "own", "other"])
 @pytest.mark.parametrize("kind", [ALL[0], *ALL[2:]])
 def test_divided_over_an_explicit_mesh_it_finds_the_same(kind, surrounding, data):
     """Of the default mesh of jax.make_mesh, which is also the surrounding one or is not; q may be divided too."""
     q, w = data
+    other = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     whole = Index(kind).build(w)
-    with jax.set_mesh(mesh) if surrounding else contextlib.nullcontext():
+    around = {"none": None, "own": mesh, "other": other}[surrounding]
+    with contextlib.nullcontext() if around is None else jax.set_mesh(around):
         divided = jax.device_put(q[:4], jax.NamedSharding(mesh, jax.P("data")))
         index = Index(kind, mesh=mesh).build(w[:300]).add(w[300:])
         assert_exact(index, divided, w, 10)
