@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.counter_rng import mix
 
@@ -23,7 +24,7 @@ def seed_words(rng: Array) -> UInt32[Array, "words"]:
     return data.reshape(-1)
 
 
-@accepts_numpy
+@array_op()
 def keep_mask(seed: UInt32[Array, "words"], heads: Any, q: Any, k: Any, rate: float) -> Bool[Array, "..."]:
     """True where the attention weight survives; each is dropped with probability `rate`.
 

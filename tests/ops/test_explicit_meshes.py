@@ -26,6 +26,7 @@ from hpnlp.ops.softmax import (
 )
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close
+from tests.ops import test_numpy
 
 B, T, N, K, H = 4, 6, 4, 2, 4
 TOKENS, D, V = 8, 4, 16
@@ -268,6 +269,23 @@ def test_predictions_are_sharded_by_tokens():
     with jax.set_mesh(mesh):
         found = jax.eval_shape(predict, placed(mesh, SPECS))
     assert {x.sharding.spec[0] for x in jax.tree.leaves(found)} == {"data"}
+
+
+@pytest.mark.parametrize("name", test_numpy.CALLS)
+def test_every_public_op_and_its_gradients_accept_explicit_arrays(name):
+    """Traced alone, with every axis of an even size divided, as long as mesh axes are left."""
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Explicit,) * 3)
+
+    def sharded(x):
+        left = iter(mesh.axis_names)
+        axes = [next(left, None) if size and size % 2 == 0 else None for size in x.shape]
+        return jax.device_put(x, NamedSharding(mesh, P(*axes)))
+
+    for function, arguments in test_numpy.CALLS[name]:
+        with jax.set_mesh(mesh):
+            given = jax.tree.map(lambda x: x if x is test_numpy.KEY else sharded(x), arguments)
+            differentiate = name not in test_numpy.NO_GRADIENT
+            jax.eval_shape(lambda *a: test_numpy.transformed(function, a, differentiate), *given)  # noqa: B023
 
 
 def main_operations(a):

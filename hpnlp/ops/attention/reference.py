@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.array_op import array_op
-from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention.masks.base import Full, Mask, PerHead
 from hpnlp.ops.dropout import keep_mask, seed_words
 
@@ -99,7 +98,7 @@ def reference(
     return out, jnp.where(some, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
 
 
-@accepts_numpy
+@array_op("B", tokens="B")
 def as_flags(tokens: Array, length: int) -> Bool[Array, "B T"]:
     """Global tokens as flags: bool [B, T] as they are, int [B, G] as places, of which those below 0 stand for none."""
     if tokens.dtype == jnp.bool_:

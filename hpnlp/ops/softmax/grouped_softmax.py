@@ -107,7 +107,7 @@ def known_labels(labels: Int[Array, " N"], tokens: int, vocab: int) -> tuple[Int
     return jnp.where(known, labels, 0).astype(jnp.int32), known
 
 
-@accepts_numpy
+@array_op()
 def best_of(
     best: Float[Array, " k"], ids: Int[Array, " k"], others: Float[Array, " m"], their_ids: Int[Array, " m"]
 ) -> tuple[Float[Array, " k"], Int[Array, " k"]]:

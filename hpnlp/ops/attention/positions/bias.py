@@ -101,6 +101,7 @@ class _T5:
     max_distance: int = dataclasses.field(metadata={"static": True})
     bidirectional: bool = dataclasses.field(metadata={"static": True})
 
+    @array_op()
     def __call__(self, head: Any, q: Any, k: Any) -> Array:
         count = self.table.shape[0]
         bucket = t5_buckets(_difference(q, k), count, self.max_distance, bidirectional=self.bidirectional)
