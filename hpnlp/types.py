@@ -74,16 +74,14 @@ def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:
         caller: what calls the method, for the message.
         fix: another way out, for the message.
     """
-    owner = {
-        method: next((base for base in type(mixer).__mro__ if method in vars(base)), None)
-        for method in ("__call__", name)
-    }
-    if owner[name] is None:
+    bases = type(mixer).__mro__
+    of_call, of_method = (next((base for base in bases if method in vars(base)), None) for method in ("__call__", name))
+    if of_method is None:
         raise InputError(f"{type(mixer).__name__} has no `{name}`, which {caller} calls: {fix}")
-    if owner["__call__"] is not owner[name]:
-        called = getattr(owner["__call__"], "__name__", "none")
+    if of_call is not of_method:
+        called = "none" if of_call is None else of_call.__name__
         raise InputError(
-            f"{type(mixer).__name__} takes `{name}` from {owner[name].__name__} and `__call__` from {called}, and {caller} "
+            f"{type(mixer).__name__} takes `{name}` from {of_method.__name__} and `__call__` from {called}, and {caller} "
             f"calls `{name}` alone: define both in one class, or {fix}"
         )
 
