@@ -19,6 +19,8 @@ T = TypeVar("T")
 # Words of Python's grammar are good names too, as in "global(16)": while Python parses them, they carry a mark.
 _WORDS = re.compile(rf"\b({'|'.join(set(keyword.kwlist) - {'True', 'False', 'None'})})\b")
 _MARK = "\N{MODIFIER LETTER HALF TRIANGULAR COLON}"
+# Types of arguments that a spec can hold, by their names in annotations.
+_PLAIN = {"int": int, "float": (int, float), "str": str, "bool": bool, "None": type(None)}
 # What Flax adds to the arguments of modules: for the caller to say, if anybody.
 _FLAX = ("parent", "name")
 
@@ -70,7 +72,7 @@ def _spec(node: ast.expr) -> Spec:
     repeat = 1
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         node, repeat = node.left, ast.literal_eval(node.right)
-        if not isinstance(repeat, int) or repeat < 1:
+        if type(repeat) is not int or repeat < 1:
             raise ValueError("a repeat is a whole number of at least 1")
     if isinstance(node, ast.Name):
         return Spec(node.id, repeat=repeat)
@@ -105,34 +107,63 @@ def lookup(table: Mapping[str, T], name: str, what: str) -> T:
 
 def build(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, **extra: Any) -> T:
     """Calls the table entry that `spec` names with its arguments and `extra`; a wrong argument is an InputError."""
-    return checked(spec, table, what, extra)(*spec.args, **dict(spec.kwargs), **extra)
+    entry, bound = _bound(spec, table, what, extra)
+    if any(p.kind is p.VAR_POSITIONAL for p in bound.signature.parameters.values()):
+        return entry(*bound.args, **bound.kwargs, **extra)
+    return entry(**bound.arguments, **extra)  # by name: what the caller fills in may come first
 
 
 def checked(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, extra: Collection[str]) -> Callable[..., T]:
     """The table entry that `spec` names, which takes its arguments and those named in `extra`, or an InputError."""
+    return _bound(spec, table, what, extra)[0]
+
+
+def _bound(
+    spec: Spec, table: Mapping[str, Callable[..., T]], what: str, extra: Collection[str]
+) -> tuple[Callable[..., T], inspect.BoundArguments]:
+    """The table entry that `spec` names, and the spec's arguments by the entry's parameters without those in `extra`."""
     entry = lookup(table, spec.name, what)
     known = inspect.signature(entry).parameters
     parameters = [p.replace(annotation=p.empty) for name, p in known.items() if name in extra or name not in _FLAX]
     own = [p for p in parameters if p.name not in extra and p.kind is not p.VAR_KEYWORD]
     names = [p.name for p in own]
     for name, _ in spec.kwargs:
+        if [given for given, _ in spec.kwargs].count(name) > 1:
+            raise InputError(f"{what} {spec.name!r} is given {name!r} more than once: leave all but one out")
         if name not in names:
             near = did_you_mean(name, names) if names else "it takes none"
             raise InputError(f"{what} {spec.name!r} has no argument {name!r}: {near}")
     try:
-        inspect.Signature(parameters).bind(*spec.args, **dict(spec.kwargs), **dict.fromkeys(extra))
+        bound = inspect.Signature(own).bind(*spec.args, **dict(spec.kwargs))
     except TypeError as error:
         raise InputError(
             f"{what} {spec.name!r} takes {inspect.Signature(own) if own else 'no arguments'}: {error}"
         ) from error
-    return entry
+    for name in (p.name for p in own if p.name in bound.arguments and p.kind is not p.VAR_POSITIONAL):
+        value, expected = bound.arguments[name], known[name].annotation
+        if not _fits(value, expected):
+            expected = expected.__name__ if isinstance(expected, type) else expected
+            raise InputError(f"{what} {spec.name!r} has {name}={shortened(value, 40)}: expected {expected}")
+    return entry, bound
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """False where the annotation of a parameter names plain types, and `value` is of none of them."""
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    if text == "tuple[int, ...]":
+        return isinstance(value, tuple) and all(_fits(item, int) for item in value)
+    names = [name.strip() for name in text.split("|")]
+    if not set(names) <= _PLAIN.keys():
+        return True
+    return any(isinstance(value, _PLAIN[name]) and isinstance(value, bool) == (name == "bool") for name in names)
 
 
 def parse_one(text: str, what: str) -> Spec:
     """The single entry of a spec string that must name exactly one. what: as of `parse`."""
     specs = parse(text, what)
     if len(specs) != 1 or specs[0].repeat != 1:
-        raise InputError(f"{what}={text!r} names {len(specs)} entries: expected exactly one, as in {specs[0].name!r}")
+        count = sum(spec.repeat for spec in specs)
+        raise InputError(f"{what}={text!r} names {count} entries: expected exactly one, as in {specs[0].name!r}")
     return specs[0]
 
 

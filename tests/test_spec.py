@@ -107,6 +107,34 @@ def test_build_says_what_is_wrong(text, message):
     assert message in str(caught.value)
 
 
+def typed(size: int, scale: float = 1.0, by: "str | None" = None, ends: tuple[int, ...] = (), *, exact: bool = False):
+    return size, scale, by, ends, exact
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("t(a)", "mixer 't' has size='a': expected int"),
+        ("t(1.5)", "mixer 't' has size=1.5: expected int"),
+        ("t(True)", "mixer 't' has size=True: expected int"),
+        ("t(1, x)", "mixer 't' has scale='x': expected float"),
+        ("t(1, by=3)", "mixer 't' has by=3: expected str | None"),
+        ("t(1, ends=(1, 2.0))", "mixer 't' has ends=(1, 2.0): expected tuple[int, ...]"),
+        ("t(1, exact=1)", "mixer 't' has exact=1: expected bool"),
+        ("t(size=1, size=2)", "mixer 't' is given 'size' more than once: leave all but one out"),
+    ],
+)
+def test_arguments_of_another_type_or_given_twice_raise(text, message):
+    with pytest.raises(InputError) as caught:
+        build(parse_one(text, "mixer"), {"t": typed}, "mixer")
+    assert message in str(caught.value)
+    assert build(parse_one("t(1, 2, by=a, ends=(1, 2), exact=True)", "mixer"), {"t": typed}, "mixer")[3] == (1, 2)
+
+
+def test_positional_arguments_skip_what_the_caller_fills_in():
+    assert build(parse_one("ring(0.5)", "mixer"), TABLE, "mixer", size=7) == ("ring", 7, 0.5)
+
+
 def test_what_the_caller_fills_in_is_not_for_the_user():
     with pytest.raises(InputError, match=r"mixer 'ring' takes \(size\): missing"):
         build(parse_one("ring", "mixer"), TABLE, "mixer", scale=7)

@@ -38,11 +38,23 @@ class Context:
     order: Any = dataclasses.field(default=None, metadata={"static": True})
 
 
+def _linear(factor: int | float) -> Scaling:
+    return Scaling("linear", float(factor))
+
+
+def _ntk(factor: int | float) -> Scaling:
+    return Scaling("ntk", float(factor))
+
+
+def _llama3(factor: int | float, low: int | float, high: int | float, length: int) -> Scaling:
+    return Scaling("llama3", float(factor), float(low), float(high), length)
+
+
 ROPE_SCALINGS: dict[str, Any] = {
     "none": lambda: Scaling(),
-    "linear": lambda factor: Scaling("linear", float(factor)),
-    "llama3": lambda factor, low, high, length: Scaling("llama3", float(factor), float(low), float(high), length),
-    "ntk": lambda factor: Scaling("ntk", float(factor)),
+    "linear": _linear,
+    "llama3": _llama3,
+    "ntk": _ntk,
     "yarn": yarn,
 }
 

@@ -200,7 +200,9 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
         if isinstance(one, type) and type(value) is one:
             return value
     expected = " or ".join(getattr(one, "__name__", str(one)) for one in allowed)
-    raise InputError(f"config field {name}={value!r} is of type {type(value).__name__}: expected {expected}")
+    raise InputError(
+        f"config field {name}={shortened(value, 40)} is of type {type(value).__name__}: expected {expected}"
+    )
 
 
 def to_json(config: Config) -> str:

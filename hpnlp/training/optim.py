@@ -58,7 +58,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         lookup(OPTIMIZERS, self.name, "optimizer.name")
-        lookup(SCHEDULES, parse_one(self.schedule, "optimizer.schedule").name, "optimizer.schedule")
+        _schedule(self, 1)
         lookup(SCALINGS, self.scaling, "optimizer.scaling")
         if self.base_batch < 0:
             raise InputError(f"optimizer.base_batch={self.base_batch}: expected a number of rows, 0 for no scaling")
@@ -104,11 +104,22 @@ class OptimizerConfig:
 SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 
 
-def _wsd(peak: float, final: float, steps: int, decay: float = 0.2) -> optax.Schedule:
+def _wsd(peak: float, final: float, steps: int, decay: int | float = 0.2) -> optax.Schedule:
     """Warm-up, stable, decay (Hu et al. 2024, sec. 4.2): constant, then linear over the last `decay` of the steps."""
+    if not 0 < decay <= 1:
+        raise InputError(
+            f"optimizer.schedule: wsd(decay={decay}): expected a fraction of the steps, over 0 and at most 1"
+        )
     decaying = max(1, round(steps * decay))
     parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, peak * final, decaying)]
     return optax.join_schedules(parts, [max(0, steps - decaying)])
+
+
+def _rsqrt(peak: float, final: float, steps: int, timescale: int | float = 1000) -> optax.Schedule:
+    """Falls with the square root of the step over `timescale`."""
+    if not timescale > 0:
+        raise InputError(f"optimizer.schedule: rsqrt(timescale={timescale}): expected a number of steps over 0")
+    return lambda step: peak * jax.lax.rsqrt(jnp.maximum(1.0, 1.0 + step / timescale))
 
 
 # name -> (peak, final fraction, steps after warm-up, arguments of the spec) -> schedule
@@ -116,11 +127,15 @@ SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
     "constant": lambda peak, final, steps: optax.constant_schedule(peak),
     "linear": lambda peak, final, steps: optax.linear_schedule(peak, peak * final, steps),
     "cosine": lambda peak, final, steps: optax.cosine_decay_schedule(peak, steps, alpha=final),
-    "rsqrt": lambda peak, final, steps, timescale=1000: (
-        lambda step: peak * jax.lax.rsqrt(jnp.maximum(1.0, 1.0 + step / timescale))
-    ),
+    "rsqrt": _rsqrt,
     "wsd": _wsd,
 }
+
+
+def _schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The named schedule over `steps` steps, without warm-up. Raises InputError where its arguments cannot be."""
+    spec = parse_one(config.schedule, "optimizer.schedule")
+    return build(spec, SCHEDULES, "optimizer.schedule", peak=config.learning_rate, final=config.final, steps=steps)
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -132,9 +147,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         raise InputError(
             f"optimizer.base_batch={config.base_batch} scales learning rates by the batch: pass config.for_batch(batch_size)"
         )
-    spec = parse_one(config.schedule, "optimizer.schedule")
-    after = max(1, steps - config.warmup)
-    body = build(spec, SCHEDULES, "schedule", peak=config.learning_rate, final=config.final, steps=after)
+    body = _schedule(config, max(1, steps - config.warmup))
     if config.warmup == 0:
         return body
     # The first step already moves: step 0 takes 1/warmup of the peak.

@@ -261,6 +261,10 @@ def test_clipping_scales_to_the_norm_or_not_at_all():
     [
         ({"name": "adam"}, "unknown optimizer.name 'adam': did you mean 'adamw'?"),
         ({"schedule": "cosin"}, "unknown optimizer.schedule 'cosin': did you mean 'cosine'?"),
+        ({"schedule": "wsd(decay=x)"}, r"optimizer.schedule 'wsd' has decay='x': expected int \| float"),
+        ({"schedule": "wsd(5)"}, r"optimizer.schedule: wsd\(decay=5\): expected a fraction of the steps, over 0"),
+        ({"schedule": "wsd(-1)"}, r"optimizer.schedule: wsd\(decay=-1\): expected a fraction"),
+        ({"schedule": "rsqrt(0)"}, r"optimizer.schedule: rsqrt\(timescale=0\): expected a number of steps over 0"),
         ({"scaling": "linaer"}, "unknown optimizer.scaling 'linaer': did you mean 'linear'?"),
         ({"base_batch": -256}, "optimizer.base_batch=-256: expected a number of rows, 0 for no scaling"),
         ({"loss_scale": 0.5}, "optimizer.loss_scale=0.5: expected a factor of at least 1, as in 1024, or 0 for none"),

@@ -42,6 +42,18 @@ class Scaling:
     truncate: bool = True
     magnitude: float = 1.0
 
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_length", "magnitude"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(
+                    f"rope scaling {self.kind!r} with {name}={getattr(self, name)}: expected a finite number over 0"
+                )
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise InputError(
+                f"rope scaling 'llama3' with low_freq_factor={self.low_freq_factor} and high_freq_factor="
+                f"{self.high_freq_factor}: expected the former below the latter"
+            )
+
 
 def yarn(
     factor: int | float,
@@ -96,6 +108,8 @@ def frequencies(dim: int, theta: float = 10000.0, scaling: Scaling = Scaling()) 
                 "head dim 2 with rope scaling 'ntk': its only pair is the fastest, choose an even one from 4"
             )
         return inv * scaling.factor ** -(np.arange(0, dim, 2) / (dim - 2))
+    if scaling.kind == "yarn" and theta <= 1:
+        raise InputError(f"rope theta {theta} with rope scaling 'yarn': expected a number over 1")
     if scaling.kind in ("llama3", "yarn"):
         kept = _kept_by_turns(inv, scaling) if scaling.kind == "llama3" else _kept_by_pair(dim, theta, scaling)
         return inv * kept + inv / scaling.factor * (1 - kept)

@@ -257,6 +257,10 @@ def test_terms_in_bfloat16_are_float32():
     [
         (lambda: frequencies(7), "head dim 7 is odd"),
         (lambda: frequencies(2, scaling=Scaling("ntk", 2.0)), "head dim 2 .*choose an even one from 4"),
+        (lambda: Scaling("linear", 0.0), "'linear' with factor=0.0: expected a finite number over 0"),
+        (lambda: Scaling("ntk", -2.0), "'ntk' with factor=-2.0: expected a finite number over 0"),
+        (lambda: Scaling("llama3", 8.0, 4.0, 4.0), "expected the former below the latter"),
+        (lambda: frequencies(8, 1.0, yarn(2.0, 64)), "rope theta 1.0 .* expected a number over 1"),
         (lambda: frequencies(8, scaling=Scaling("yarm")), "'yarm': expected none, linear, ntk, llama3 or yarn"),
         (lambda: yarn(-2.0, 64), "factor=-2.0.*expected positive"),
         (lambda: yarn(2.0, 64, beta_fast=1.0, beta_slow=2.0), "beta_slow below beta_fast"),
