@@ -7,6 +7,9 @@ from hpnlp.ops.attention.masks.patterns import Blockwise, Causal, Dilated, Fixed
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.types import InputError
 
+_MAX_WINDOW_BLOCKS = 129  # of bigbird: each block of the window is a mask of its own
+_MAX_HEADS = 1 << 14
+
 
 def sparse_transformer_strided(stride: int, *, heads: int | None = None, causal: bool = True) -> Mask | PerHead:
     """The previous `stride` tokens, and every stride-th token.
@@ -105,13 +108,16 @@ def bigbird(
       The mask.
 
     Raises:
-      InputError: `window` is even, `among` is missing, or another number is out of its range.
+      InputError: `window` is even or out of its range, `among` is missing, or another number is out of its range.
 
     References:
       Zaheer et al. 2020, "Big Bird", section 2 and appendix D.
     """
-    if window % 2 == 0:
-        raise InputError(f"bigbird window={window}: expected an odd number of blocks, the query's block in the middle")
+    if window % 2 == 0 or not 0 < window <= _MAX_WINDOW_BLOCKS:
+        raise InputError(
+            f"bigbird window={window}: expected an odd number of blocks, the query's block in the middle, at most "
+            f"{_MAX_WINDOW_BLOCKS}"
+        )
     if random and among is None and not causal:
         raise InputError(
             f"bigbird among=None: expected T // block, from which random={random} blocks are drawn, or causal=True"
@@ -131,6 +137,8 @@ def _factorized(first: Mask, second: Mask, heads: int | None, causal: bool) -> M
     order = Causal() if causal else Full()
     if heads is None:
         return order & (first | second) if causal else first | second
-    if heads % 2:
-        raise InputError(f"heads={heads}: expected an even number, one half for each of the two patterns")
+    if heads % 2 or not 0 < heads <= _MAX_HEADS:
+        raise InputError(
+            f"heads={heads}: expected an even number, one half for each of the two patterns, at most {_MAX_HEADS}"
+        )
     return PerHead((order & first,) * (heads // 2) + (order & second,) * (heads // 2))

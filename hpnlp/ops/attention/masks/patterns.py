@@ -26,6 +26,8 @@ from hpnlp.types import InputError
 _MAX_FIELD = 1 << 30
 # RandomBlocks.tile draws the key blocks of every query block of a tile if the last is at most this far from the first.
 _MAX_DRAWN_SPAN = 8
+# Largest RandomBlocks.count: drawing takes operations by its square. BigBird draws 3.
+_MAX_DRAWN_BLOCKS = 64
 
 
 def _check_integers(mask: Mask, **minimums: int) -> None:
@@ -393,6 +395,8 @@ class RandomBlocks(Mask):
 
     def __post_init__(self) -> None:
         _check_integers(self, block=1, count=0, seed=0)
+        if self.count > _MAX_DRAWN_BLOCKS:
+            raise InputError(f"RandomBlocks.count={self.count}: expected at most {_MAX_DRAWN_BLOCKS}")
         if self.among is not None:
             _check_integers(self, among=0)
 
