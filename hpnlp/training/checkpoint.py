@@ -182,7 +182,8 @@ class Checkpointer:
             rest, data = found["rest"], found["data"]["state"]
             state = TrainState(rest["step"], found["params"], rest["opt_state"], rest.get("ema"), rest.get("scale"))
             _verify(record["checksums"], _checksums(state, data))
-        return state, data, record["progress"]
+            progress = _checked_progress(record["progress"])
+        return state, data, progress
 
     def restore_params(self, shapes: TrainState, step: int | None = None) -> Any:
         """The parameters for evaluation and generation (averaged, where the run averages) of `step`."""
@@ -210,9 +211,10 @@ class Checkpointer:
     def _record(self, step: int) -> dict[str, Any]:
         with self._readable(step):
             found = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]
-        if found.get("format") != FORMAT:
+            version = found.get("format")
+        if version != FORMAT:
             raise InputError(
-                f"checkpoint {step} in {self.directory} has format {found.get('format')}, this version reads {FORMAT}: "
+                f"checkpoint {step} in {self.directory} has format {version}, this version reads {FORMAT}: "
                 "use the version of hpnlp that wrote it"
             )
         return found
@@ -355,6 +357,15 @@ def _verify(expected: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mappi
                 raise ValueError(
                     f"{item}{name} is not what was saved: {sums.get(name)}, saved {expected[item].get(name)}"
                 )
+
+
+def _checked_progress(progress: dict[str, Any]) -> dict[str, Any]:
+    """Returns the loop's progress, of which no checksum is kept; raises where it does not hold the loop's numbers."""
+    numbers = [progress["bad_evals"], progress.get("peak_memory_bytes", 0), *progress["seconds"].values()]
+    numbers += [] if progress["best"] is None else [progress["best"]]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise ValueError(f"record['progress'] holds other than numbers: {progress!r:.100}")
+    return progress
 
 
 def _first_line(text: str) -> str:

@@ -195,7 +195,7 @@ class _Run:
         state, data_state, progress = checkpoints.restore(trainer.state_shapes)
         self.batches.set_state(data_state)
         for phase, seconds in progress["seconds"].items():
-            self.clock.seconds[phase] += seconds
+            self.clock.seconds[phase] = self.clock.seconds.get(phase, 0.0) + seconds
         peak = progress.get("peak_memory_bytes", 0)  # absent from checkpoints of early versions
         return _Start(state, f"going on from step {int(state.step)}", progress, peak)
 

@@ -262,6 +262,24 @@ def test_reader_leaves_an_unfinished_checkpoint_alone(damaged):
     assert unfinished.exists()
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        [1],
+        {"progress": None},
+        {"progress": {}},
+        {"progress": PROGRESS | {"seconds": {"step": "0.1"}}},
+        {"progress": PROGRESS | {"best": "low"}},
+        {"progress": PROGRESS | {"peak_memory_bytes": []}},
+    ],
+)
+def test_records_that_hold_other_values_are_damaged(damaged, checkpointer, record):
+    path = content(damaged / "record")
+    path.write_text(json.dumps(json.loads(path.read_text()) | record if isinstance(record, dict) else record))
+    with pytest.raises(InputError, match=r"checkpoint 9 cannot be read .*, and the run goes on from step 5"):
+        checkpointer().restore(shapes())
+
+
 def test_other_format_is_refused(damaged, checkpointer):
     path = content(damaged / "record")
     record = json.loads(path.read_text())
