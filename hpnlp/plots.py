@@ -32,7 +32,9 @@ def plot_curves(
         shown = [line for line in lines if line.get("loss") is not None]
         steps, losses = [line["step"] for line in shown], [line["loss"] for line in shown]
         axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, smooth(losses), color=color, linewidth=1.6, label=drawable(f"{name}: training"))
+        marker = "o" if len(steps) == 1 else ""  # a line through one point is not seen
+        label = drawable(f"{name}: training")
+        axes.plot(steps, smooth(losses), marker=marker, color=color, linewidth=1.6, label=label)
         heldout = [(line["step"], line["heldout_loss"]) for line in lines if "heldout_loss" in line]
         if report and report["heldout_loss"] is not None:
             heldout.append((report["steps"], report["heldout_loss"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -16,6 +17,7 @@ import jax
 
 from hpnlp import measure, plots
 from hpnlp.data import baselines
+from hpnlp.data.files import is_special
 from hpnlp.models import decode
 from hpnlp.nn.output import is_normalized
 from hpnlp.training import next_commands
@@ -62,9 +64,10 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
             workdir / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n"
         )  # the last, because it says: finished
     except OSError as error:
+        fix = "move it away" if error.errno == errno.EISDIR else "free some space there"
         raise InputError(
-            f"cannot write the report to {workdir} ({error.strerror or error}): free some space there and run the same "
-            "command again"
+            f"cannot write the report to {error.filename2 or error.filename or workdir} ({error.strerror or error}): {fix} and "
+            "run the same command again"
         ) from error
     print(text)
     return report
@@ -258,6 +261,8 @@ def _metrics_line(text: bytes) -> dict[str, Any] | None:
 def read_report(workdir: str | Path) -> dict[str, Any]:
     """Reads report.json of a run. Raises InputError where there is none, or a damaged one."""
     path = Path(workdir) / "report.json"
+    if is_special(path):
+        raise InputError(f"{path} is not a regular file: move it away, and run the training command again")
     try:
         report = json.loads(path.read_text("utf-8"), parse_constant=lambda word: None)
         faults = _faults(report)
@@ -293,9 +298,18 @@ def _faults(report: Any) -> str:
     numbers |= {f"phase_seconds[{name}]": report["phase_seconds"][name] for name in ("data", "step")}
     for name, value in numbers.items():
         unscored = value is None and name in ("heldout_bits_per_byte", "heldout_loss")
-        if not unscored and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if not unscored and not _is_number(value):
             return f"{name} is {value!r:.40}"
+    for name in ("heldout_digest", "heldout_text_digest"):  # which older reports lack
+        if not isinstance(report.get(name) or "", str):
+            return f"{name} is {report[name]!r:.40}"
+    if report.get("skipped_steps") is not None and not _is_number(report["skipped_steps"]):
+        return f"skipped_steps is {report['skipped_steps']!r:.40}"
     return "" if isinstance(report["config"]["model.output"], str) else "config[model.output] is no spec"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:

@@ -204,7 +204,9 @@ def test_metrics_that_are_damaged_are_reported_and_left_out(tmp_path):
 def test_report_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(report.decode, "sample_text", lambda *args: "")
     (tmp_path / "report.md").mkdir()
-    with pytest.raises(InputError, match=r"cannot write the report to .*: free some space there and run the same"):
+    with pytest.raises(
+        InputError, match=r"cannot write the report to .*report.md \(.*\): move it away and run the same"
+    ):
         report.write(tmp_path, Config(), result())
     assert not (tmp_path / "report.json").exists()  # which would say that the run is done
 
@@ -313,6 +315,9 @@ def test_compare_warns_of_different_text(tmp_path):
         ({"seconds": "7"}, "seconds is '7'"),
         ({"tokens_per_second": None}, "tokens_per_second is None"),
         ({"config": {"model.output": 3}}, "is no spec"),
+        ({"peak_memory_bytes": 10**400}, "peak_memory_bytes is 1000"),
+        ({"skipped_steps": "x"}, "skipped_steps is 'x'"),
+        ({"heldout_text_digest": [1]}, r"heldout_text_digest is \[1\]"),
     ],
 )
 def test_report_that_is_missing_or_damaged(tmp_path, content, message):
@@ -342,6 +347,14 @@ def test_report_that_cannot_be_read(tmp_path):
 def test_plot_that_cannot_be_drawn(tmp_path, out):
     with pytest.raises(InputError, match=r"cannot draw .*: name a file that can be written, as compare.png"):
         report.compare(runs(tmp_path, a={}), tmp_path / out)
+
+
+def test_loss_of_a_single_step_is_seen(tmp_path):
+    for name, lines in {"none": [], "one": [{"step": 1, "loss": 5.0}]}.items():
+        plots.plot_curves({"run": lines}, tmp_path / f"{name}.png")
+    none, one = (matplotlib.image.imread(tmp_path / f"{name}.png")[100:, 100:] for name in ("none", "one"))
+    blue = [int(((x[..., 2] - x[..., 0]) > 0.4).sum()) for x in (none, one)]
+    assert blue[1] > blue[0] + 20
 
 
 def test_smoothed_loss_does_not_lag():

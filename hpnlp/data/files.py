@@ -42,6 +42,11 @@ def uncompressed(name: str) -> str:
     return name[: len(name) - len(compression(name))]
 
 
+def is_special(path: str | os.PathLike[str]) -> bool:
+    """True for a FIFO, a socket or a device: reading or opening one may wait forever."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
 def check_regular(path: str) -> os.stat_result:
     """The stat of `path`; raises InputError where it is not a regular file: reading a FIFO or a device may never end."""
     try:
