@@ -156,6 +156,8 @@ def make_views(title: str, mask: Mask | PerHead, length: int, keys: int, block: 
     for name, size in (("length", length), ("keys", keys), ("block", block)):
         if size < 1:
             raise InputError(f"{name}={size}: expected at least 1")
+        if size >= 2**31:  # positions are 32 bits wide
+            raise InputError(f"{name}={size}: expected at most {2**31 - 1}")
     tiles = -(-length // block) * -(-keys // block)
     if tiles > MAX_TILES:
         larger = block * math.ceil(math.sqrt(tiles / MAX_TILES))

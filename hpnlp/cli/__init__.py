@@ -16,6 +16,14 @@ from hpnlp.types import InputError
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("debug", False, "Show the traceback of an error that a bad input causes.")
 
+# Beginnings of what Python says of a value -> what was expected.
+REASONS = {
+    "invalid literal for int()": "a whole number",
+    "Exceeds the limit (4300 digits)": "a whole number",
+    "could not convert string to float": "a number",
+    "('Non-boolean argument": "true or false",
+}
+
 
 def parse(argv: Sequence[str], usage: str, positional: bool = False) -> list[str]:
     """Parses flags and returns the positional arguments, which only some commands take.
@@ -29,13 +37,18 @@ def parse(argv: Sequence[str], usage: str, positional: bool = False) -> list[str
         rest = FLAGS(list(argv))
     except flags.UnrecognizedFlagError as error:
         section, dot, field = error.flagname.partition(".")
-        if dot and difflib.get_close_matches(section, ["config"]):
+        if dot and "config" not in FLAGS and section == "config":
+            raise InputError(
+                f"unknown flag --{error.flagname}: only train, sweep and plan take config fields"
+            ) from error
+        if dot and "config" in FLAGS and difflib.get_close_matches(section, ["config"]):
             raise InputError(f"unknown flag --{error.flagname}: did you mean --config.{field}?") from error
         if "config" in FLAGS and (fields := _config_flags(error.flagname)):
             raise InputError(f"unknown flag --{error.flagname}: did you mean {' or '.join(fields)}?") from error
-        raise InputError(str(error)) from error
+        hint = "" if "Did you mean" in str(error) else f": {argv[0]} --help lists the flags"
+        raise InputError(f"{error}{hint}") from error
     except flags.Error as error:
-        raise InputError(str(error)) from error
+        raise InputError(_plain(str(error))) from error
     if len(rest) > 1 and not positional:
         raise InputError(f"unexpected argument {rest[1]!r}: flags are written --name=value")
     return rest[1:]
@@ -46,6 +59,15 @@ def _config_flags(name: str) -> list[str]:
     from hpnlp.cli import experiment
 
     return [f"--config.{field}" for field in experiment.field_types() if field.rpartition(".")[2] == name]
+
+
+def _plain(text: str) -> str:
+    """The message of absl for a flag whose value is of another type, in which Python's own reason is put in words."""
+    for reason, expected in REASONS.items():
+        flag, found, _ = text.partition(f": {reason}")
+        if found:
+            return f"{flag if len(flag) <= 200 else flag[:200] + '...'}: expected {expected}"
+    return text
 
 
 def required(name: str, example: str) -> str:
@@ -68,6 +90,8 @@ def plot_path(out: str, name: str) -> Path:
     Raises:
         InputError: `out` is neither a file that may be written nor a directory, as /dev/full.
     """
+    if not out:
+        raise InputError(f"--out is empty: name a file, as {name}, or a directory")
     path = Path(out)
     if path.is_dir() or out.endswith("/"):
         return path / name

@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _is_run(source: Path) -> bool:
-    return (source / "checkpoints").is_dir()
+    return any((source / name).exists() for name in ("checkpoints", "metrics.jsonl"))  # the latter, if none was saved
 
 
 def _check_source(source: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import traceback
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +48,9 @@ def call(path: str, function: Any, *args: Any) -> Any:
     try:
         with _siblings(Path(os.path.abspath(path)).parent):
             return function(*args)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: a command that ended there would seem to be done
         # ml_collections wraps its errors in each other, and tells all that a config holds beside a name that it lacks.
         told: Any = error
         while isinstance(told, BaseException) and told.args:
@@ -56,7 +59,7 @@ def call(path: str, function: Any, *args: Any) -> Any:
         raise InputError(f"{_place(path, error)}: {type(error).__name__}: {text}") from error
 
 
-def _place(path: str, error: Exception) -> str:
+def _place(path: str, error: BaseException) -> str:
     """`file, line N` of an error in the experiment file at `path` or in a module beside it."""
     experiment = os.path.abspath(path)
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -138,6 +141,7 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     except flags.Error as error:
         at_fault = next(o for o in overrides if o.lstrip("-") in str(error))
         expected = types[at_fault.lstrip("-").removeprefix("config.").partition("=")[0]]
+        at_fault = at_fault if len(at_fault) <= 200 else f"{at_fault[:200]}..."
         raise InputError(f"{at_fault}: expected {'tuple, as (1,3)' if expected == 'tuple' else expected}") from error
     return own["config"].value
 
@@ -146,4 +150,10 @@ def field_types() -> dict[str, str]:
     """section.field -> the name of its type, for every field of a config."""
     from hpnlp.training import config
 
-    return {name: type(v).__name__ if v is not None else "int" for name, v in config.flat(config.Config()).items()}
+    def of(section: str, field: str) -> type:
+        hint = typing.get_type_hints(type(getattr(defaults, section)))[field]
+        return typing.get_args(hint)[0]  # of a field that may be None
+
+    defaults = config.Config()
+    values = config.flat(defaults)
+    return {name: (of(*name.split(".")) if value is None else type(value)).__name__ for name, value in values.items()}

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from absl import flags
 
@@ -31,11 +30,11 @@ need not be one that these devices and the model allow; then --depth and --out a
 """
 
 flags.DEFINE_string("config", None, "An experiment file with get_config().")
-flags.DEFINE_integer("devices", 8, "How many.", lower_bound=1)
+flags.DEFINE_integer("devices", 8, "How many.", lower_bound=1, upper_bound=2**31 - 1)
 flags.DEFINE_string("device", "h100", "Which: a100, h100, h200, v5e, v5p, or cpu, this machine's, as measured at once.")
 flags.DEFINE_enum("depth", "formulas", ["formulas", "compiled", "tpu"], "How far the step is followed.")
 flags.DEFINE_bool("search", False, "Rank plans for these devices that fit.")
-flags.DEFINE_string("out", None, "Where a picture goes; none is drawn without, as that takes half a second.")
+flags.DEFINE_string("out", None, "File of a picture, or a directory for plan.png; by default none is drawn.")
 
 
 def run(argv: Sequence[str]) -> None:
@@ -66,7 +65,7 @@ def _run(argv: Sequence[str]) -> None:
             f"--devices={f.devices}: --depth=compiled pretends at most {compiled.MAX_PRETENDED} devices on a CPU: take fewer, "
             "or --depth=formulas"
         )
-    out = render.writable(Path(f.out)) if f.out else None
+    out = None if f.out is None else render.writable(cli.plot_path(f.out, "plan.png"))
     device = lookup({**planner.DEVICES, "cpu": None}, f.device, "--device") or devices.this_cpu(f.devices)
     if f.depth == "tpu":
         compiled.tpus(f.device, f.devices)  # or says why not

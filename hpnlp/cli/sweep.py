@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,9 @@ def _sweep(config: str) -> list[Mapping[str, Any]]:
     module = experiment.load(path)
     if not hasattr(module, "get_sweep"):
         raise cli.InputError(f"{path} has no get_sweep(): define one that returns a list of overrides")
-    members = experiment.call(path, module.get_sweep, *(argument if signature(module.get_sweep).parameters else ()))
+    if not callable(module.get_sweep):
+        raise cli.InputError(f"{path}: get_sweep is no function: define one that returns a list of overrides")
+    members = experiment.call(path, _members_of, module.get_sweep, argument)
     if not (
         isinstance(members, Sequence)
         and members
@@ -135,6 +137,10 @@ def _sweep(config: str) -> list[Mapping[str, Any]]:
             f'{path}: get_sweep() returned {members!r:.80}: return a list as [{{"model.dim": 64}}, ...]'
         )
     return list(members)
+
+
+def _members_of(get_sweep: Callable[..., Any], argument: Sequence[str]) -> Any:
+    return get_sweep(*(argument if signature(get_sweep).parameters else ()))
 
 
 def _resolved(

@@ -29,6 +29,7 @@ from hpnlp.training import signals
 from hpnlp.types import InputError
 
 # Where a launcher says how many processes it has started: Open MPI's mpirun and SLURM's srun.
+MOST = 1 << 20  # processes
 LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 # Where a VM of Google's Compute Engine asks about the TPU that it has a part of.
 METADATA = "http://{}/computeMetadata/v1/instance/attributes/{}"
@@ -119,6 +120,8 @@ def join(
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InputError(f"--coordinator={coordinator}: expected HOST:PORT, as in 10.0.0.1:1234, PORT from 1 to 65535")
+    if processes > MOST:
+        raise InputError(f"--processes={processes}: expected at most {MOST}")
     if processes < 1 or process < 0:
         raise InputError(
             "--coordinator comes with --processes=N, how many there are, and --process=I, which this is, from 0"
@@ -169,7 +172,9 @@ def _await(coordinator: str, port: int, processes: int, seconds: int) -> None:
                     missing -= {int(said)} if said.isdecimal() else set()
             except OSError:  # a stranger that says nothing, or nobody in time
                 if time.monotonic() >= until:
-                    names = ", ".join(map(str, sorted(missing)))
+                    names = ", ".join(map(str, sorted(missing)[:20])) + f" and {len(missing) - 20} more" * (
+                        len(missing) > 20
+                    )
                     raise InputError(
                         f"of {processes} processes, {names} did not come to {coordinator} in {seconds} s: start each with the "
                         "same --coordinator and its own --process, or mend --processes"

@@ -172,6 +172,8 @@ def find_writers(names: str) -> list[Callable[..., Writer]]:
     not take its arguments, or its package is not there."""
     specs = parse(names, "train.writers") if names.strip() else ()
     for spec in specs:
+        if spec.repeat > 1:
+            raise InputError(f"train.writers={names!r}: writers take no repeats: write {spec.name}")
         entry = checked(spec, WRITERS, "train.writers", ("workdir", "last_step"))
         package, installed_by = getattr(entry, "needs", ("sys", ""))
         if sys.modules.get(package) is None and importlib.util.find_spec(package) is None:

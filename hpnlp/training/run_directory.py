@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.data import tokenizers
+from hpnlp.data.files import is_special
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM
 from hpnlp.parallel.plan import Plan
@@ -49,6 +50,8 @@ def eos_ids(directory: Path, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...
 def load_config(workdir: str | Path) -> Config:
     """The config of a run; raises InputError where `workdir` holds none, or one that cannot be read."""
     path = Path(workdir) / "config.json"
+    if is_special(path):
+        raise InputError(f"{path} is not a regular file: restore it, or name another workdir")
     try:
         text = path.read_text("utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -65,6 +68,10 @@ def load_config(workdir: str | Path) -> Config:
     try:
         return configs.from_json(text)
     except InputError as error:
+        if '"model_type"' in text:
+            raise InputError(
+                f"{workdir} holds a Hugging Face checkpoint and no run: hpnlp convert --from={workdir} --to=runs/x makes one"
+            ) from None
         raise InputError(f"{workdir}: {error}") from None
 
 
@@ -83,6 +90,10 @@ def has_begun(workdir: str | Path) -> bool:
 def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[None]:
     """Makes the directory this run's own: one process at a time, one config."""
     checked_directory(workdir)
+    for path in (workdir / name for name in (".lock", "config.json", "metrics.jsonl")):
+        if os.path.isdir(path) or is_special(path):
+            found = "a directory" if os.path.isdir(path) else "not a regular file"
+            raise InputError(f"{path} is {found}: move it away, or choose another workdir")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = open(workdir / ".lock", "w")  # noqa: SIM115  (held until the run ends)
@@ -129,8 +140,6 @@ def _stdout_fails() -> bool:
 
 def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
     """Raises InputError where the run in `workdir` was begun with another config, and may not go on with this one."""
-    if (workdir / "config.json").is_dir():
-        raise InputError(f"{workdir / 'config.json'} is a directory: move it away, or choose another workdir")
     if not os.path.lexists(workdir / "config.json"):
         if has_begun(workdir) and not accept_changes:
             raise InputError(

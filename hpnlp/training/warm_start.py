@@ -88,6 +88,8 @@ def find(directory: str | Path) -> Source:
 
 def _read(path: Path) -> Mapping[str, Any]:
     """The object in a config.json, or {} where a run's reader has more to say about what is wrong with the file."""
+    if not path.is_file():
+        return {}
     try:
         values = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):

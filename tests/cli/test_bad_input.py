@@ -90,10 +90,34 @@ def train(refused, tmp_path):
         ("--config.data.seq_len=1000000", "add text, or lower data.seq_len"),
         ("--workdri=x", "Unknown command line flag 'workdri'. Did you mean: workdir"),
         ("more", "unexpected argument 'more': flags are written --name=value"),
+        ("--config.train.steps=" + "9" * 5000, "9...: expected int\n"),
+        ("--config.optimizer.loss_scale=x", "--config.optimizer.loss_scale=x: expected float\n"),
+        ("--config.optimizer.schedule=wsd(decay=x)", "optimizer.schedule 'wsd' has decay='x': expected int | float"),
+        ("--config.optimizer.schedule=rsqrt(0)", "rsqrt(timescale=0): expected a number of steps over 0"),
+        ("--config.model.mixer=window(a)", "mixer 'window' has left='a': expected int"),
+        ("--config.model.mixer=window(left=1,left=2)", "mixer 'window' is given 'left' more than once"),
+        ("--config.model.mixer=random(4,999)", "RandomBlocks.count=999: expected at most 64"),
+        ("--config.model.mixer=bigbird(4,-3,1,1)", "bigbird window -3: expected an odd number of blocks"),
+        ("--config.model.mixer=full*True", "hpnlp: model.mixer='full*True' is not a spec"),
+        ("--config.model.output=sampled(x)", "output layer 'sampled' has samples='x': expected int"),
+        ("--config.model.output=full*2", "model.output='full*2' names 2 entries: expected exactly one"),
+        ("--config.model.rope_scaling=linear(x)", "RoPE scaling 'linear' has factor='x': expected int | float"),
+        (
+            "--config.model.rope_scaling=linear(0)",
+            "rope scaling 'linear' with factor=0.0: expected a finite number over 0",
+        ),
+        ("--config.train.writers=tensorboard*3", "train.writers='tensorboard*3': writers take no repeats"),
+        ("--wait=-1", "flag --wait=-1"),
+        ("--debug=maybe", "flag --debug=maybe: expected true or false"),
+        ("--bogus", "Unknown command line flag 'bogus': hpnlp train --help lists the flags"),
+        (
+            "--coordinator=localhost:1 --processes=50000000 --process=0",
+            "--processes=50000000: expected at most 1048576",
+        ),
     ],
 )
 def test_what_train_refuses(train, argument, message):
-    assert message in train(argument)
+    assert message in train(*argument.split(" "))
 
 
 def test_sequence_longer_than_the_model_allows(train):
@@ -125,6 +149,8 @@ def test_text_that_cannot_be_read(train, tmp_path):
         ("c.model.qqqq = 3", "cannot be added since the config is locked.\n"),
         ("c.model.dim = 'wide'", "experiment.py, line 4: TypeError: Could not override field 'dim'"),
         ("c.train.steps = 0", "train.steps=0: expected at least 1"),
+        ("import sys\nsys.exit(0)", "experiment.py, line 2: SystemExit: 0\n"),
+        ("def get_config():\n    raise SystemExit('bye')", "experiment.py, line 2: SystemExit: bye\n"),
     ],
 )
 def test_experiment_file_that_is_at_fault(refused, tmp_path, source, message):
@@ -172,6 +198,19 @@ def files(tmp_path, trained):
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     (tmp_path / "blank").write_text("\n\n")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path, name in (
+        ("piped", "config.json"),
+        ("piped", "report.json"),
+        ("locked", ".lock"),
+        ("exported", "tokenizer.json"),
+    ):
+        (tmp_path / path).mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / path / name)
+    (tmp_path / "exported" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "begun").mkdir()
+    shutil.copy(trained / "config.json", tmp_path / "begun")
+    shutil.copy(trained / "tokenizer.json", tmp_path / "begun")
+    shutil.copy(trained / "metrics.jsonl", tmp_path / "begun")
     names = {path.name: path for path in tmp_path.iterdir()}
     return names | {"run": trained, "dir": tmp_path, "config": tiny.EXPERIMENT, "nested": "(" * 3000 + ")" * 3000}
 
@@ -185,6 +224,22 @@ def files(tmp_path, trained):
         ("train --config={config} --workdir={loop}/run", "loop/run (Too many levels of symbolic links)"),
         ("generate --workdir={loop}", "(Too many levels of symbolic links): restore it, or name another workdir"),
         ("generate --workdir={run}/" + "x" * 300, "(File name too long)"),
+        ("generate --workdir={piped}", "config.json is not a regular file: restore it, or name another workdir"),
+        ("convert --from={piped} --to={dir}/new", "config.json is not a regular file"),
+        ("train --config={config} --workdir={locked}", ".lock is not a regular file: move it away"),
+        (
+            "train --config={config} --workdir={dir}/new --config.train.init_from={piped}",
+            "config.json is not a regular file",
+        ),
+        ("compare {piped}", "report.json is not a regular file: move it away"),
+        ("generate --workdir={exported}", "exported holds a Hugging Face checkpoint and no run: hpnlp convert --from="),
+        ("convert --from={begun} --to={dir}/new", "no checkpoint in"),
+        ("generate --workdir={run} --tokens=many", "flag --tokens=many: expected a whole number"),
+        ("generate --workdir={run} --top_p=half", "flag --top_p=half: expected a number"),
+        ("generate --workdir={run} --config.model.dim=3", "only train, sweep and plan take config fields"),
+        ("compare {run} --out=", "--out is empty: name a file, as compare.png, or a directory"),
+        ("draw Causal() --block=99999999999999999999", "block=99999999999999999999: expected at most 2147483647"),
+        ("draw Window(1,right=2,right=3)", "more than once"),
         ("compare {blank}", "blank"),
         ("compare {loop}", "loop"),
         ("convert --from={blank} --to={dir}/new", "blank is a file: name the directory"),
@@ -192,7 +247,7 @@ def files(tmp_path, trained):
         ("plan --config={config} --out={blank}/x.png", "blank/x.png"),
         ("draw Causal() --out={blank}/x.png", "cannot draw"),
         ("draw {nested}", "expected masks, as Causal()"),
-        ("draw Causal() --length=99999999999999999999", "pass block="),
+        ("draw Causal() --length=99999999999999999999", "length=99999999999999999999: expected at most 2147483647"),
         ("generate --workdir={run} --tokens=-1", "tokens=-1: expected at least 1"),
         ("generate --workdir={run} --tokens=0", "tokens=0: expected at least 1"),
         ("generate --workdir={run} --tokens=1000000000", "tokens=1000000000: the cache of 1 prompts"),

@@ -45,6 +45,14 @@ def test_what_does_not_fit_is_told_with_its_mend(plan):
 
 
 @pytest.mark.slow
+def test_a_directory_gets_a_picture_of_its_own_name(plan, tmp_path):
+    call, _ = plan
+    (tmp_path / "pictures").mkdir()
+    assert call("--devices=8", f"--out={tmp_path / 'pictures'}").code == 0
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["plan.png"]
+    assert not (tmp_path / "pictures.png").exists()
+
+
 def test_a_search_and_a_compiled_step(plan):
     call, _ = plan
     outcome = call("--devices=2", "--search", "--depth=compiled")
@@ -72,6 +80,8 @@ def test_a_search_leaves_out_a_plan_that_does_not_divide_the_devices(plan):
         (("--device=h300",), "unknown --device 'h300': did you mean"),
         (("--device=gpu",), "unknown --device 'gpu': did you mean 'cpu'?"),
         (("--devices=0",), "--devices"),
+        (("--devices=999999999999999999999999",), "--devices"),
+        (("--out=",), "--out is empty: name a file, as plan.png, or a directory"),
         (("--depth=deep",), "--depth"),
         (("--devices=7", "--config.data.batch_size=64"), "data.batch_size=64 does not split into 7 devices' rows"),
         (("--config.data.batch_size=0",), "data.batch_size=0: expected at least 1"),

@@ -217,6 +217,16 @@ def test_member_saves_and_stops_when_the_sweep_is_killed(sweep, start, tmp_path)
     assert saved(member)
 
 
+def test_get_sweep_that_is_no_function(sweep, run, tmp_path):
+    command = sweep([{"train.seed": 1}])
+    (tmp_path / "sweep.py").write_text(
+        (tmp_path / "sweep.py").read_text().replace("def get_sweep", "get_sweep = 3\ndef f")
+    )
+    outcome = run(*command)
+    assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
+    assert "get_sweep is no function: define one that returns a list of overrides" in outcome.err
+
+
 @pytest.mark.parametrize("members", [None, [], {}, "seeds", [1], [["train.seed"]]])
 def test_what_is_no_sweep(sweep, run, members):
     outcome = run(*sweep(members))

@@ -95,6 +95,8 @@ def test_writers_that_cannot_be_made_are_told_before_one_is(monkeypatch):
         InputError, match=r"train.writers 'tensorboard' takes no arguments: too many positional arguments"
     ):
         find_writers("tensorboard(3)")
+    with pytest.raises(InputError, match=r"train.writers='tensorboard\*3': writers take no repeats: write tensorboard"):
+        find_writers("tensorboard*3")
     for package, installed_by in (("tensorboardX", "tensorboardX"), ("wandb", r"'\.\[wandb\]' in the rep")):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(InputError, match=f"needs {package}: pip install {installed_by}"):

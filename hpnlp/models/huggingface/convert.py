@@ -394,6 +394,8 @@ def _split(tensors: list[Tensor], itemsize: int, limit: int) -> list[list[Tensor
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if path.is_fifo():  # which may have no end
+        raise InputError(f"{path} is not a regular file: download it again")
     with _one_line(path, "download it again", ValueError, RecursionError):
         value = json.loads(path.read_text("utf-8"))
     if not isinstance(value, dict):
