@@ -267,11 +267,18 @@ def _read_config(path: str) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path!r}: {error}: mend or remove it") from error
-    return config if isinstance(config, dict) else {}
+    if not isinstance(config, dict):
+        raise InputError(f"cannot read {path!r}: it holds a {type(config).__name__}, not an object: mend or remove it")
+    return config
 
 
 def _roles(config: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens that a tokenizer_config.json names; roles may be null."""
     tokens = {role: config.get(f"{role}_token") for role in ("bos", "eos", "pad")}
     names = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
-    return {role: name for role, name in names.items() if isinstance(name, str)}
+    for role, name in names.items():
+        if not isinstance(name, str | None):
+            raise InputError(
+                f"tokenizer_config.json gives {name!r:.40} as {role}_token: expected a text or null: mend it"
+            )
+    return {role: name for role, name in names.items() if name is not None}

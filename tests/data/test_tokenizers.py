@@ -362,9 +362,14 @@ def test_bad_config_beside_it(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<nowhere>"}')
     with pytest.raises(InputError, match="'<nowhere>' as bos_token"):
         load(str(tmp_path))
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(InputError, match="tokenizer_config.json.*mend or remove"):
-        load(str(tmp_path))
+    for content in ("{", "[]"):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(InputError, match="tokenizer_config.json.*mend or remove"):
+            load(str(tmp_path))
+    for token in ("3", '{"content": [1]}'):
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {token}}}')
+        with pytest.raises(InputError, match=r"tokenizer_config.json gives .* as eos_token: expected a text or null"):
+            load(str(tmp_path))
 
 
 @pytest.mark.parametrize(
