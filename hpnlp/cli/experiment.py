@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict, FrozenConfigDict, config_flags
 
 import hpnlp
 from hpnlp.spec import lookup
@@ -36,7 +36,7 @@ def load(path: str) -> ModuleType:
         what = f"{path!r} is a directory" if Path(path).is_dir() else f"there is no file {path!r}"
         raise InputError(f"--config: {what}: name an experiment file, as {EXAMPLE}")
     spec = importlib.util.spec_from_file_location("experiment", os.path.abspath(path))
-    if spec is None or spec.loader is None:
+    if spec is None or spec.loader is None or Path(path).suffix != ".py":
         raise InputError(f"--config={path} is not a Python file: name an experiment file, as {EXAMPLE}")
     module = importlib.util.module_from_spec(spec)
     call(path, spec.loader.exec_module, module)
@@ -53,7 +53,7 @@ def call(path: str, function: Any, *args: Any) -> Any:
     except BaseException as error:  # SystemExit too: a command that ended there would seem to be done
         # ml_collections wraps its errors in each other, and tells all that a config holds beside a name that it lacks.
         told: Any = error
-        while isinstance(told, BaseException) and told.args:
+        while isinstance(told, BaseException) and (len(told.args) == 1 or isinstance(told, SyntaxError)):
             told = told.args[0]
         text = re.sub(r' Other fields present: ".*?"(\n|$)', " ", str(told), flags=re.DOTALL)
         raise InputError(f"{_place(path, error)}: {type(error).__name__}: {text}") from error
@@ -122,11 +122,17 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     if not hasattr(module, "get_config"):
         raise InputError(f"--config={path} has no get_config(): define one that returns a config, as {EXAMPLE} does")
     values = call(path, module.get_config, *argument)
-    if not isinstance(values, ConfigDict):
+    if not isinstance(values, ConfigDict) or isinstance(values, FrozenConfigDict):
         raise InputError(
             f"{path}: get_config() returned {type(values).__name__}: return the ConfigDict that it begins with"
         )
     types = field_types()
+    held = {f"{name}.{field}" for name, fields in values.items() if isinstance(fields, ConfigDict) for field in fields}
+    if lacking := [name for name in types if name not in held]:
+        raise InputError(
+            f"{path}: get_config() returned a config without {', '.join(lacking[:3])}{', ...' * (len(lacking) > 3)}: begin "
+            "with hpnlp.training.config.default()"
+        )
     for override in overrides:
         name, equals, _ = override.lstrip("-").removeprefix("config.").partition("=")
         fields = [field for field in types if field.startswith(f"{name}.")]

@@ -38,7 +38,6 @@ def run(argv: Sequence[str]) -> None:
     path, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))
     members = _resolved(path, _sweep(path), overrides)
     _make(workdir)
-
     done, failed = [], {}
     for index, (name, member_flags, config) in enumerate(members):
         directory = workdir / name
@@ -164,6 +163,8 @@ def _resolved(
                     f"take {field} out of get_sweep()"
                 )
         flags_of = [*overrides, *(f"--config.{field}={value}" for field, value in fields.items())]
+        if "\0" in "".join(flags_of):
+            raise cli.InputError(f"member {name} of get_sweep(): a value holds a NUL, which no flag can: take it out")
         try:
             config = resolve(experiment.read(path, flags_of))
             _check_member(config)

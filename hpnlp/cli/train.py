@@ -40,7 +40,7 @@ flags.DEFINE_bool(
 
 
 def run(argv: Sequence[str]) -> None:
-    if parent := os.environ.pop(signals.PARENT, ""):
+    if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
         signals.follow(int(parent))
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE + (fields.listed() if "--help" in argv else ""))

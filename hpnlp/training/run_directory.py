@@ -90,6 +90,7 @@ def has_begun(workdir: str | Path) -> bool:
 def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[None]:
     """Makes the directory this run's own: one process at a time, one config."""
     checked_directory(workdir)
+    _check_outside_data(workdir, config)
     for path in (workdir / name for name in (".lock", "config.json", "metrics.jsonl")):
         if os.path.isdir(path) or is_special(path):
             found = "a directory" if os.path.isdir(path) else "not a regular file"
@@ -126,6 +127,22 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
             raise
 
 
+def _check_outside_data(workdir: Path, config: Config) -> None:
+    """Raises InputError where the run would read its own files as text when it goes on: `workdir` is in a directory of data."""
+    for field in ("path", "heldout_path"):
+        for path in filter(None, map(str.strip, getattr(config.data, field).split(","))):
+            directory = os.path.expanduser(path)
+            if path in ("stdlib", "stdlib+tests") or not os.path.isdir(directory):
+                continue
+            within = os.path.relpath(os.path.realpath(workdir), os.path.realpath(directory))
+            # A walk leaves hidden files and directories out.
+            if within == "." or not any(part.startswith(".") for part in Path(within).parts):
+                raise InputError(
+                    f"workdir {workdir} lies in data.{field}={path}, and what the run writes would become text: choose another "
+                    "--workdir, or name the files of text by a glob"
+                )
+
+
 def _stdout_fails() -> bool:
     """True where standard output takes nothing: its errors, as of a full disk, say nothing about the workdir.
 
@@ -148,6 +165,11 @@ def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
             )
         return
     if not has_begun(workdir):
+        if b'"model_type"' in _content(workdir / "config.json"):
+            raise InputError(
+                f"{workdir} holds a Hugging Face checkpoint, which the run would overwrite: choose another workdir; "
+                f"train.init_from={workdir} begins with the checkpoint's parameters"
+            )
         return
     changes = configs.differences(load_config(workdir), config)
     if config.train.init_from and os.path.realpath(config.train.init_from) == os.path.realpath(workdir):
@@ -165,6 +187,14 @@ def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
             f"{workdir} was made by another config ({'; '.join(changes)}): choose another workdir, or pass "
             "--accept_changes to go on with the new one"
         )
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file, or none where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def write_config(workdir: Path, config: Config) -> None:

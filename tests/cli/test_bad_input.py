@@ -125,6 +125,16 @@ def test_sequence_longer_than_the_model_allows(train):
     assert "data.seq_len=16 is longer than model.max_len=8 learned positions: change one" in said
 
 
+def test_workdir_among_the_text(train, run, text, tmp_path):  # noqa: F811  (a fixture)
+    shutil.copytree(text, tmp_path / "text")
+    for directory in (tmp_path, tmp_path / "run"):
+        shutil.copytree(text, directory / "text", dirs_exist_ok=True)
+        assert "lies in data.path=" in train(f"--config.data.path={directory}")
+    hidden = f"--workdir={tmp_path / '.runs' / 'a'}"
+    argv = ("train", f"--config={tiny.EXPERIMENT}", f"--config.data.path={tmp_path}", hidden, "--config.train.steps=1")
+    assert run(*argv).code == 0
+
+
 def test_text_that_cannot_be_read(train, tmp_path):
     """One case of each kind; the others: tests/data."""
     (tmp_path / "empty").mkdir()
@@ -149,6 +159,18 @@ def test_text_that_cannot_be_read(train, tmp_path):
         ("c.model.qqqq = 3", "cannot be added since the config is locked.\n"),
         ("c.model.dim = 'wide'", "experiment.py, line 4: TypeError: Could not override field 'dim'"),
         ("c.train.steps = 0", "train.steps=0: expected at least 1"),
+        (
+            "def get_config():\n    open('/no/such')",
+            "FileNotFoundError: [Errno 2] No such file or directory: '/no/such'\n",
+        ),
+        (
+            "import ml_collections\ndef get_config():\n    return ml_collections.ConfigDict()",
+            "get_config() returned a config without model.dim, model.heads, model.kv_heads, ...: begin with",
+        ),
+        (
+            "import ml_collections\ndef get_config():\n    return ml_collections.FrozenConfigDict()",
+            "get_config() returned FrozenConfigDict: return the ConfigDict",
+        ),
         ("import sys\nsys.exit(0)", "experiment.py, line 2: SystemExit: 0\n"),
         ("def get_config():\n    raise SystemExit('bye')", "experiment.py, line 2: SystemExit: bye\n"),
     ],
@@ -207,6 +229,8 @@ def files(tmp_path, trained):
         (tmp_path / path).mkdir(exist_ok=True)
         os.mkfifo(tmp_path / path / name)
     (tmp_path / "exported" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "foreign").mkdir()
+    shutil.copy(tmp_path / "exported" / "config.json", tmp_path / "foreign")
     (tmp_path / "begun").mkdir()
     shutil.copy(trained / "config.json", tmp_path / "begun")
     shutil.copy(trained / "tokenizer.json", tmp_path / "begun")
@@ -230,6 +254,10 @@ def files(tmp_path, trained):
         (
             "train --config={config} --workdir={dir}/new --config.train.init_from={piped}",
             "config.json is not a regular file",
+        ),
+        (
+            "train --config={config} --workdir={foreign}",
+            "foreign holds a Hugging Face checkpoint, which the run would overwrite",
         ),
         ("compare {piped}", "report.json is not a regular file: move it away"),
         ("generate --workdir={exported}", "exported holds a Hugging Face checkpoint and no run: hpnlp convert --from="),

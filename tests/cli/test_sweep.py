@@ -137,6 +137,7 @@ def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
             [],
             "member 01-writers=tensorbord of get_sweep(): unknown train.writers 'tensorbord'",
         ),
+        ([{"data.path": "a\0b"}], [], "member 00-path=a_b of get_sweep(): a value holds a NUL"),
         ([{1: 2}], [], 'return a list as [{"model.dim": 64}, ...]'),
     ],
 )
@@ -215,6 +216,13 @@ def test_member_saves_and_stops_when_the_sweep_is_killed(sweep, start, tmp_path)
     assert process.returncode == -signal.SIGKILL
     assert "SIGTERM: saved step" in out and "SIGTERM: saving after this step" in err
     assert saved(member)
+
+
+def test_workdir_is_checked_before_the_first_member_trains(sweep, run, tmp_path):
+    *command, _ = sweep([{"train.seed": 1}, {"train.seed": 2}])
+    outcome = run(*command, f"--workdir={tmp_path}/[proj]")
+    assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
+    assert "checkpoints under a path with '[' could not be read back" in outcome.err
 
 
 def test_get_sweep_that_is_no_function(sweep, run, tmp_path):
