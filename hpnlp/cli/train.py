@@ -29,9 +29,15 @@ flags.DEFINE_string("workdir", None, "Where checkpoints, metrics and the report 
 flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0, for several processes that no launcher has started.")
 flags.DEFINE_integer("processes", 0, "How many there are; with --coordinator.")
 flags.DEFINE_integer("process", -1, "Which one this is, from 0; with --coordinator.")
-SECONDS = {"lower_bound": 1, "upper_bound": 10**6}
-flags.DEFINE_integer("wait", 300, "Seconds to wait for the other processes.", **SECONDS)
-flags.DEFINE_integer("heartbeat", 100, "Seconds without a sign of life after which a process is given up.", **SECONDS)
+SECONDS = 10**6  # at most
+flags.DEFINE_integer("wait", 300, "Seconds to wait for the other processes.", lower_bound=1, upper_bound=SECONDS)
+flags.DEFINE_integer(
+    "heartbeat",
+    100,
+    "Seconds without a sign of life after which a process is given up.",
+    lower_bound=1,
+    upper_bound=SECONDS,
+)
 flags.DEFINE_bool(
     "accept_changes",
     False,
