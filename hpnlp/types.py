@@ -98,7 +98,7 @@ class LossOut:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class TableRows:
     """Some rows of a table, looked up by their ids as the whole table is: `rows[ids]`.
 
     ids: int32 `[K]`, rising, each once; places left over hold numbers beyond the table. values: `[K, D]`.
@@ -120,14 +120,14 @@ class Rows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Split:
+class Zero2Parameter:
     """A parameter that every device holds whole, and of whose gradient each keeps a part (ZeRO-2).
 
     Arrays, or their layouts. whole: read, and given no gradient. part: the same array, laid out as its gradient is to be.
     """
 
-    whole: Any
-    part: Any
+    full: Any
+    shard: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -208,27 +208,27 @@ class TensorParallel:
     is_identity: ClassVar[bool] = True
 
     @property
-    def takes_again(self) -> bool:
+    def regathers(self) -> bool:
         """Whether the backward pass gathers parameters again instead of keeping the result of `whole`."""
         return False
 
-    def local(self, name: str, size: int) -> int:
+    def local_size(self, name: str, size: int) -> int:
         """Number of the device's heads or columns, of `size` in all."""
         return size
 
-    def first(self, name: str, size: int) -> Any:
+    def local_start(self, name: str, size: int) -> Any:
         """Index of the device's first head or column."""
         return 0
 
-    def enter(self, x: Array) -> Array:
+    def gather_tokens(self, x: Array) -> Array:
         """Hidden states of the device's tokens to those that the branch reads."""
         return x
 
-    def leave(self, y: Array, name: str) -> Array:
+    def reduce_output(self, y: Array, name: str) -> Array:
         """Sum of the devices' partial results `y`, for the device's tokens."""
         return y
 
-    def own(self, x: Array, axis: int) -> Array:
+    def local_tokens(self, x: Array, axis: int) -> Array:
         """The device's part of an array over all tokens that a branch reads."""
         return x
 
@@ -236,11 +236,11 @@ class TensorParallel:
         """`mixer(inputs, mask)` for the device's tokens and heads."""
         return mixer(inputs, mask)
 
-    def policy(self, policy: Any) -> Any:
+    def remat_policy(self, policy: Any) -> Any:
         """`policy` of `jax.checkpoint` (None saves everything), except that parameters to be gathered again are not saved."""
         return policy
 
-    def whole(self, params: Any) -> Any:
+    def gather_parameters(self, params: Any) -> Any:
         """Full parameters of a layer from the device's shards."""
         return params
 
@@ -258,10 +258,10 @@ class ModelParallel:
     they are to have the tokens of a row, the places in a row in that order, or None for their own).
     """
 
-    lookup: Callable[..., Array]
-    through: Callable[..., tuple[Array, Aux]]
+    embedding_lookup: Callable[..., Array]
+    run_layers: Callable[..., tuple[Array, Aux]]
     loss: Callable[..., LossOut]
-    order: Callable[..., Any]
+    token_order: Callable[..., Any]
 
 
 class Writer(Protocol):

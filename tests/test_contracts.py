@@ -15,7 +15,7 @@ from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.block_sparse.block_mask import density
 from hpnlp.training.sparse_rows import distinct
-from hpnlp.types import InputError, LossOut, Rows
+from hpnlp.types import InputError, LossOut, TableRows
 from tests import contracts
 from tests.contracts import MIXER_SPECS, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
 
@@ -258,7 +258,7 @@ def test_output_takes_the_rows_that_it_names(spec):
         return
 
     def loss(table, h, kept):
-        table = table if kept is None else Rows(kept, table)
+        table = table if kept is None else TableRows(kept, table)
         return case.call("loss", table, h, case.labels, case.weights, case.rng).sum
 
     slopes = jax.value_and_grad(loss, (0, 1))

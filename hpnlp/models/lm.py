@@ -27,7 +27,7 @@ from hpnlp.types import NO_TENSOR_PARALLEL, Aux, InputError, LossOut, ModelParal
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
-# How a layer's branches add up: one after the other to one stream, or each to the stream that the other reads.
+# How a layer's tensor_parallel add up: one after the other to one stream, or each to the stream that the other reads.
 RESIDUALS = ("plain", "reversible")
 
 # The largest sizes: some times what any published model has, and little enough that nothing overflows on the way to a plan.
@@ -120,13 +120,13 @@ class LM(nn.Module):
 
     A batch is a mapping with tokens, labels, segment_ids, positions `[B, T]` int32 and weights `[B, T]` float32; labels
     are the tokens that follow, segment id 0 is padding. stats: how the text uses the ids, for output layers that ask.
-    placement: its parts over several devices, for `loss`. remat: what its layers compute again for gradients, as
+    model_parallel: its parts over several devices, for `loss`. remat: what its layers compute again for gradients, as
     `Plan.remat` says.
     """
 
     config: LMConfig
     stats: WordStats | None = None
-    placement: ModelParallel | None = None
+    model_parallel: ModelParallel | None = None
     remat: str = "none"
 
     @property
@@ -144,7 +144,7 @@ class LM(nn.Module):
         self.embed = Embed(c.vocab, c.dim)
         if c.position == "learned":
             self.positions = Embed(c.max_len, c.dim, axis="positions")
-        # Residual branches start small, so that the variance of the stream does not grow with depth (GPT-2, sec. 2.3).
+        # Residual tensor_parallel start small, so that the variance of the stream does not grow with depth (GPT-2, sec. 2.3).
         out_init = nn.initializers.variance_scaling(1.0 / (2 * c.layers), "fan_in", "truncated_normal")
         self.block = functools.partial(Block, c, out_init, parent=None)
         self.blocks = tuple(self.block(mixer) for mixer in alternation(c.mixer))
@@ -183,9 +183,9 @@ class LM(nn.Module):
         self, tokens: Int[Array, "B T"], context: Context, caches: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
         """`(normed hidden states, caches, aux)` of tokens. Caches come as `nn.stack.through` makes them."""
-        c, placed = self.config, self.placement
+        c, placed = self.config, self.model_parallel
         dtype = DTYPES[c.dtype]
-        x = self.embed(tokens, dtype) if placed is None else placed.lookup(self.embed.table, tokens, dtype)
+        x = self.embed(tokens, dtype) if placed is None else placed.embedding_lookup(self.embed.table, tokens, dtype)
         if c.position == "learned":
             if tokens.shape[1] > c.max_len:
                 raise InputError(
@@ -205,7 +205,7 @@ class LM(nn.Module):
             x, caches, aux = self._layers(NO_TENSOR_PARALLEL, params, x, context, rng, 0, caches)
         else:
             run = lambda *given: self._layers(*given)[::2]  # noqa: E731
-            x, aux = placed.through(run, params, x, context, rng)
+            x, aux = placed.run_layers(run, params, x, context, rng)
         if c.residual == "reversible":
             # As in trax's Reformer; its ReformerLM has them side by side, for a head of twice the width.
             x1, x2 = jnp.split(x, 2, axis=-1)
@@ -214,7 +214,7 @@ class LM(nn.Module):
 
     def _layers(
         self,
-        branches: TensorParallel,
+        tensor_parallel: TensorParallel,
         params: Any,
         x: jax.Array,
         context: Context,
@@ -224,14 +224,14 @@ class LM(nn.Module):
     ) -> tuple[jax.Array, Any, Aux]:
         """Some layers, the first of which is number `first`, with these parameters."""
         c = self.config
-        blocks = [self.block(mixer, branches) for mixer in alternation(c.mixer)]
+        blocks = [self.block(mixer, tensor_parallel) for mixer in alternation(c.mixer)]
         count = len(params) if isinstance(params, tuple) else jax.tree.leaves(params)[0].shape[0]
         unroll = c.unroll or count
 
         def apply(block: Block, method: str, own: Any, rng: Any, *given: Any) -> Any:
             params, number = own
             rngs = {} if rng is None else {"dropout": jax.random.fold_in(rng, number)}
-            return block.apply({"params": branches.whole(params)}, *given, rngs=rngs, method=method)
+            return block.apply({"params": tensor_parallel.gather_parameters(params)}, *given, rngs=rngs, method=method)
 
         if c.residual == "reversible":
 
@@ -260,8 +260,8 @@ class LM(nn.Module):
 
         layers = [functools.partial(layer, block) for block in blocks]
         policy = remat.policy(self.remat)
-        if policy is not None or branches.takes_again:
-            policy = branches.policy(policy)
+        if policy is not None or tensor_parallel.regathers:
+            policy = tensor_parallel.remat_policy(policy)
             layers = [jax.checkpoint(one, policy=policy, prevent_cse=False) for one in layers]
             unroll = 1  # side by side, XLA would take what the forward pass has made for what is to be made again
         return through(layers, x, params, caches, count, unroll, first)
@@ -271,15 +271,15 @@ class LM(nn.Module):
         order = places = None
         ids = jnp.arange(batch["tokens"].size, dtype=jnp.int32).reshape(batch["tokens"].shape)
         batch = {**batch, "ids": ids}
-        if self.placement is not None:
-            order, places = self.placement.order(batch["tokens"].shape[1])
+        if self.model_parallel is not None:
+            order, places = self.model_parallel.token_order(batch["tokens"].shape[1])
             batch = batch if places is None else {name: x[:, places] for name, x in batch.items()}
         tokens, ids = batch["tokens"], None if deterministic else batch["ids"]
         context = Context(batch["positions"], batch["segment_ids"], Causal(), deterministic, ids=ids, order=order)
         h, _, aux = self.hidden(tokens, context)
         rng = None if deterministic else self.make_rng("output")
         given = h, batch["labels"], batch["weights"]
-        if self.placement is None:
+        if self.model_parallel is None:
             h, labels, weights = (x.reshape(-1, *x.shape[2:]) for x in given)
             out = self.output.loss(self.table, h, labels, weights, rng)
         else:
@@ -287,7 +287,7 @@ class LM(nn.Module):
                 given = tuple(
                     x[:, np.argsort(places)] for x in given
                 )  # samples of each token's own are drawn by its place
-            out = self.placement.loss(self.output, self.table, *given, rng)
+            out = self.model_parallel.loss(self.output, self.table, *given, rng)
         return LossOut(out.sum, out.weight, {**aux, **out.aux})
 
     def rows(self, batch: Mapping[str, jax.Array]) -> dict[tuple[str, ...], Int[Array, " R"]]:

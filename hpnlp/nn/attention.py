@@ -88,19 +88,21 @@ class Attention(nn.Module):
     out_bias: bool = False
     out_init: Any = dense_init
     dropout: float = 0.0
-    branches: TensorParallel = NO_TENSOR_PARALLEL
+    tensor_parallel: TensorParallel = NO_TENSOR_PARALLEL
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
         """`(y [B, T, D], cache or None, aux)`. With a cache, x continues the tokens in it."""
         mixer = build(self.mixer, MIXERS, "mixer", dropout=self.dropout, name="mixer")
-        x = self.branches.enter(x)
+        x = self.tensor_parallel.gather_tokens(x)
         projected = {name: checkpoint_name(self._project(x, name, context, mixer), "projected") for name in mixer.needs}
         dropping = self.dropout > 0.0 and not context.deterministic
         streams = None
         if dropping:
             assert context.ids is not None
-            numbers = self.branches.first("heads", self.heads) + jnp.arange(self.branches.local("heads", self.heads))
+            numbers = self.tensor_parallel.local_start("heads", self.heads) + jnp.arange(
+                self.tensor_parallel.local_size("heads", self.heads)
+            )
             streams = context.ids[:, :1] * self.heads + numbers[None].astype(jnp.int32)
         inputs = MixerInputs(
             x=x,
@@ -120,16 +122,16 @@ class Attention(nn.Module):
         if cache is not None:
             o, cache = mixer.extend(inputs, context.mask, cache)
         else:
-            out = self.branches.mix(mixer, inputs, context.mask)
+            out = self.tensor_parallel.mix(mixer, inputs, context.mask)
             o, aux = out.o, out.aux
             cache = None if context.capacity is None else mixer.init_cache(inputs, context.mask, context.capacity)
         o = o.reshape(*x.shape[:-1], -1)
-        y = Dense(x.shape[-1], ("heads", "embed"), self.out_bias, self.out_init, self.branches, name="out")(o)
+        y = Dense(x.shape[-1], ("heads", "embed"), self.out_bias, self.out_init, self.tensor_parallel, name="out")(o)
         return y, cache, aux
 
     def _project(self, x: jax.Array, name: str, context: Context, mixer: Any) -> jax.Array:
         heads, axis = (self.heads, "heads") if name == "q" else (self.kv_heads, "kv_heads")
-        heads = self.branches.local("heads", heads)
+        heads = self.tensor_parallel.local_size("heads", heads)
         y = Dense(heads * self.head_dim, ("embed", axis), self.use_bias, name=name)(x)
         y = y.reshape(*x.shape[:-1], heads, self.head_dim)
         if name == "v":

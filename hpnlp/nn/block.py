@@ -91,7 +91,7 @@ class Block(nn.Module):
     config: BlockConfig
     out_init: Initializer
     mixer: Spec
-    branches: TensorParallel = NO_TENSOR_PARALLEL
+    tensor_parallel: TensorParallel = NO_TENSOR_PARALLEL
 
     def setup(self) -> None:
         c = self.config
@@ -111,10 +111,10 @@ class Block(nn.Module):
             out_bias=c.out_bias,
             out_init=self.out_init,
             dropout=c.dropout,
-            branches=self.branches,
+            tensor_parallel=self.tensor_parallel,
         )
         self.feed_norm = norm(c.norm_eps)
-        self.mlp = MLP(c.mlp_size, c.mlp, c.mlp_bias, self.out_init, self.branches)
+        self.mlp = MLP(c.mlp_size, c.mlp, c.mlp_bias, self.out_init, self.tensor_parallel)
 
     def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
         """`(branch [B, T, D], cache or None, aux)`."""
@@ -137,4 +137,6 @@ class Block(nn.Module):
         if not dropping:
             return y
         assert context.ids is not None
-        return dropout(y, self.config.dropout, self.make_rng("dropout"), self.branches.own(context.ids, 1))
+        return dropout(
+            y, self.config.dropout, self.make_rng("dropout"), self.tensor_parallel.local_tokens(context.ids, 1)
+        )

@@ -18,7 +18,7 @@ from hpnlp.ops.dropout import keep_mask, seed_words
 from hpnlp.ops.linear import linear
 from hpnlp.ops.norms import layer_norm, rms_norm
 from hpnlp.spec import lookup
-from hpnlp.types import NO_TENSOR_PARALLEL, Rows, Split, TensorParallel
+from hpnlp.types import NO_TENSOR_PARALLEL, TableRows, TensorParallel, Zero2Parameter
 
 Initializer = Callable[..., Any]
 
@@ -29,7 +29,7 @@ embed_init: Initializer = nn.initializers.normal(0.02)
 def param(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
     """A float32 parameter of `module` whose axes have the logical names `axes`; or what is given instead."""
     given = module.get_variable("params", name)
-    if isinstance(given, Rows | Split):
+    if isinstance(given, TableRows | Zero2Parameter):
         return given
     value: Any = module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
     return value
@@ -45,15 +45,15 @@ class Dense(nn.Module):
     axes: tuple[str, str]
     use_bias: bool = False
     init: Initializer = dense_init
-    branches: TensorParallel = NO_TENSOR_PARALLEL
+    tensor_parallel: TensorParallel = NO_TENSOR_PARALLEL
 
     @nn.compact
     def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*own F"]:
         kernel = param(self, "kernel", self.init, (x.shape[-1], self.features), self.axes)
         bias = param(self, "bias", nn.initializers.zeros, (self.features,), self.axes[1:]) if self.use_bias else None
-        if self.branches.is_identity:
+        if self.tensor_parallel.is_identity:
             return linear(x, kernel, bias)
-        y = self.branches.leave(linear(x, kernel), self.axes[0])
+        y = self.tensor_parallel.reduce_output(linear(x, kernel), self.axes[0])
         return y if bias is None else y + bias.astype(y.dtype)[None, None]
 
 
@@ -117,19 +117,19 @@ class MLP(nn.Module):
     kind: str = "gelu"
     use_bias: bool = False
     down_init: Initializer = dense_init
-    branches: TensorParallel = NO_TENSOR_PARALLEL
+    tensor_parallel: TensorParallel = NO_TENSOR_PARALLEL
 
     @nn.compact
     def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
         activation = lookup(MLPS, self.kind, "model.mlp")
-        x, size = self.branches.enter(x), self.branches.local("mlp", self.hidden)
+        x, size = self.tensor_parallel.gather_tokens(x), self.tensor_parallel.local_size("mlp", self.hidden)
         h = checkpoint_name(Dense(size, ("embed", "mlp"), self.use_bias, name="up")(x), "hidden")
         if self.kind in GATED:
             gate = checkpoint_name(Dense(size, ("embed", "mlp"), self.use_bias, name="gate")(x), "hidden")
             h = activation(gate) * h
         else:
             h = activation(h)
-        return Dense(x.shape[-1], ("mlp", "embed"), self.use_bias, self.down_init, self.branches, name="down")(h)
+        return Dense(x.shape[-1], ("mlp", "embed"), self.use_bias, self.down_init, self.tensor_parallel, name="down")(h)
 
 
 def dropout(

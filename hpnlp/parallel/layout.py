@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.parallel.tensor_parallel import MeshTensorParallel
-from hpnlp.types import InputError, Split
+from hpnlp.types import InputError, Zero2Parameter
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,15 +76,15 @@ class Layout:
         """The mesh axes whose devices have other tokens."""
         return (*self.rules["batch"], *self.rules["length"])
 
-    def branches(self, length: int) -> MeshTensorParallel:
-        """How a device takes its part in the branches of Blocks, for rows of so many tokens."""
+    def tensor_parallel(self, length: int) -> MeshTensorParallel:
+        """How a device takes its part in the tensor_parallel of Blocks, for rows of so many tokens."""
         parts = self.mesh.shape["tensor"]
         shares = parts > 1 and length % (parts * self.size("length")) == 0
         return MeshTensorParallel({name: self.rules[name] for name in ("heads", "mlp", "vocab")}, shares)
 
     def activations(self, length: int) -> PartitionSpec:
         """Of hidden states [B, T, D] between Blocks."""
-        shared = ("tensor",) if self.branches(length).shares else ()
+        shared = ("tensor",) if self.tensor_parallel(length).shards_tokens else ()
         return _spec([self.rules["batch"], (*self.rules["length"], *shared), ()])
 
     def check_tokens(self, shape: Sequence[int]) -> None:
@@ -103,15 +103,15 @@ class Layout:
         """
 
         def specs(name: Any, leaf: Any) -> Any:
-            shape = leaf.whole.shape if isinstance(leaf, Split) else leaf.shape
+            shape = leaf.full.shape if isinstance(leaf, Zero2Parameter) else leaf.shape
             divided = self.held(name, shape, divided=True)
-            if isinstance(leaf, Split):
-                return Split(self.held(name, shape, divided=False), divided)
+            if isinstance(leaf, Zero2Parameter):
+                return Zero2Parameter(self.held(name, shape, divided=False), divided)
             return divided if self.zero == 3 else self.held(name, shape, divided=False)
 
         def dim(name: Any, leaf: Any) -> int:
-            shape = leaf.whole.shape if isinstance(leaf, Split) else leaf.shape
-            if self.zero != 3 and not isinstance(leaf, Split):
+            shape = leaf.full.shape if isinstance(leaf, Zero2Parameter) else leaf.shape
+            if self.zero != 3 and not isinstance(leaf, Zero2Parameter):
                 return -1
             spec = self.held(name, shape, divided=True)
             found = [i for i, axes in enumerate(spec) if axes == "fsdp" or (isinstance(axes, tuple) and "fsdp" in axes)]
@@ -165,14 +165,14 @@ def zeros_like(shape: Any) -> jax.Array:
 def _whole(leaf: Any, dim: int | None, along: tuple[str, ...]) -> jax.Array:
     """A parameter with all that ZeRO divides of it; its gradient is reduced and scattered.
 
-    leaf: the device's part, or a `Split`, of which the whole is there already. dim: the dimension that is divided.
+    leaf: the device's part, or a `Zero2Parameter`, of which the whole is there already. dim: the dimension that is divided.
     along: mesh axes whose devices have other tokens; over these the part of the gradient is summed, which is less than the
     whole.
     """
     if dim is None:
-        return leaf.part if isinstance(leaf, Split) else leaf
-    if isinstance(leaf, Split):
-        return _straight(leaf.whole, vary(leaf.part, along), dim)
+        return leaf.shard if isinstance(leaf, Zero2Parameter) else leaf
+    if isinstance(leaf, Zero2Parameter):
+        return _straight(leaf.full, vary(leaf.shard, along), dim)
     return lax.all_gather(vary(leaf, along), "fsdp", axis=dim, tiled=True)
 
 

@@ -32,10 +32,10 @@ from jaxtyping import Array, Float
 from hpnlp.parallel import context_parallel, host_offload
 from hpnlp.parallel.layout import Layout, total, vary, zeros_like
 from hpnlp.parallel.tensor_parallel import MeshTensorParallel
-from hpnlp.types import Aux, InputError, Split
+from hpnlp.types import Aux, InputError, Zero2Parameter
 
-# (the device's part in branches, some layers' slices, stacked, of which `branches.whole` makes parameters, x, context, rng,
-# number of the first layer) -> (x, aux)
+# Runs some layers: (tensor_parallel, stacked shards of the layers' parameters, x, context, rng, index of the first layer)
+# -> (x, aux). `tensor_parallel.gather_parameters` makes full parameters from one layer's shards.
 Run = Callable[..., tuple[jax.Array, Aux]]
 
 
@@ -53,22 +53,22 @@ def through(
     length = context.positions.shape[1]
     given, take = layout.parameters(names, params, stacked=True)
     whole = (lambda held: take(host_offload.here(held))) if layout.offload_parameters else take
-    branches = dataclasses.replace(layout.branches(length), take=whole)
+    tensor_parallel = dataclasses.replace(layout.tensor_parallel(length), gather=whole)
     if layout.size("length") > 1:
         ring = functools.partial(context_parallel.ring, chunks=context.order)
-        branches = dataclasses.replace(
-            branches, mixed=context_parallel.by_heads if layout.exchange == "heads" else ring
+        tensor_parallel = dataclasses.replace(
+            tensor_parallel, run_mixer=context_parallel.by_heads if layout.exchange == "heads" else ring
         )
     count = microbatches(layout, x.shape[0])
     leaves, form = jax.tree.flatten(context)
 
     def body(params: Any, x: jax.Array, leaves: Any, rng: Any) -> tuple[jax.Array, Aux]:
         context = jax.tree.unflatten(form, leaves)
-        part = branches
+        part = tensor_parallel
         if layout.zero == 3 or layout.rounds > 1 or layout.offload_parameters:
             sizes = {math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(params)}
             whole = {size * layout.mesh.shape["fsdp"] for size in sizes}
-            part = dataclasses.replace(branches, again=frozenset(sizes | whole))
+            part = dataclasses.replace(tensor_parallel, regathered_sizes=frozenset(sizes | whole))
         if layout.size("layers") == 1:
             x, aux = run(part, params, x, context, rng, 0)
         else:
@@ -115,7 +115,7 @@ def ticks(stages: int, count: int, rounds: int) -> int:
 
 
 def _stage(
-    branches: MeshTensorParallel, run: Run, params: Any, rng: Any, rounds: int
+    tensor_parallel: MeshTensorParallel, run: Run, params: Any, rng: Any, rounds: int
 ) -> tuple[Callable[..., Any], Any]:
     """`stage(own, x, context, round) -> (x, aux)`, and the stack [rounds, c, ...] of which `own` is the round's chunk.
 
@@ -124,25 +124,25 @@ def _stage(
     therefore takes its row of the stack itself, and takes it again; `own` is there for the gradient alone.
     """
     here = lax.axis_index("pipeline")
-    if not branches.takes_again:
+    if not tensor_parallel.regathers:
         local = jax.tree.leaves(params)[0].shape[0]
         first = (here * local).astype(jnp.uint32)
-        return lambda own, x, context, now: run(branches, params, x, context, rng, first), ()
+        return lambda own, x, context, now: run(tensor_parallel, params, x, context, rng, first), ()
 
     stack = jax.tree.map(functools.partial(_dealt, rounds=rounds), params)
     local = jax.tree.leaves(stack)[0].shape[1]
-    lent = jax.tree.map(lambda leaf: leaf.part if _is_split(leaf) else leaf, stack, is_leaf=_is_split)
+    lent = jax.tree.map(lambda leaf: leaf.shard if _is_split(leaf) else leaf, stack, is_leaf=_is_split)
     stack = lax.stop_gradient(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stack))
 
     def whole(layer: Any) -> Any:
         def one(leaf: Any, own: jax.Array) -> Any:
             if _is_split(leaf):
-                return Split(_at(leaf.whole, layer["row"]), own)
+                return Zero2Parameter(_at(leaf.full, layer["row"]), own)
             return _credited(_at(leaf, layer["row"]), own)
 
-        return branches.take(jax.tree.map(one, stack, layer["own"], is_leaf=_is_split))
+        return tensor_parallel.gather(jax.tree.map(one, stack, layer["own"], is_leaf=_is_split))
 
-    picking = dataclasses.replace(branches, take=whole)
+    picking = dataclasses.replace(tensor_parallel, gather=whole)
 
     def stage(own: Any, x: jax.Array, context: Any, now: jax.Array) -> tuple[jax.Array, Aux]:
         rows = now * local + jnp.arange(local, dtype=jnp.int32)
@@ -242,4 +242,4 @@ def _at(x: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def _is_split(node: Any) -> bool:
-    return isinstance(node, Split)
+    return isinstance(node, Zero2Parameter)

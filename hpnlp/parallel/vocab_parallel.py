@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.softmax import without_silent
 from hpnlp.parallel.layout import Layout, total
-from hpnlp.types import LossOut, Rows, Split
+from hpnlp.types import LossOut, TableRows, Zero2Parameter
 
 TABLE = ("vocab", "embed")
 
@@ -29,21 +29,21 @@ TABLE = ("vocab", "embed")
 def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
     """`table[ids]` in dtype, laid out as Blocks take it.
 
-    table: [V, D], held as the layout holds tables, or some `Rows`. Raises InputError where tokens do not divide over the mesh.
+    table: [V, D], held as the layout holds tables, or `TableRows`. Raises InputError where tokens do not divide over the mesh.
     """
     layout.check_tokens(ids.shape)
     out = layout.activations(ids.shape[1])
-    if isinstance(table, Rows):
+    if isinstance(table, TableRows):
         return lax.with_sharding_constraint(table[ids].astype(dtype), NamedSharding(layout.mesh, out))
-    branches, words = layout.branches(ids.shape[1]), layout.rules["vocab"]
+    tensor_parallel, words = layout.tensor_parallel(ids.shape[1]), layout.rules["vocab"]
 
     def body(table: Array, ids: Array) -> Array:
         if not words:
-            return branches.leave(table[ids].astype(dtype), "vocab")
+            return tensor_parallel.reduce_output(table[ids].astype(dtype), "vocab")
         at = ids - lax.axis_index(words) * table.shape[0]
         mine = (at >= 0) & (at < table.shape[0])
         found = jnp.where(mine[..., None], table.at[at].get(mode="clip"), 0.0)
-        return branches.leave(found.astype(dtype), "vocab")
+        return tensor_parallel.reduce_output(found.astype(dtype), "vocab")
 
     return _with_table(layout, body, out, table, (ids, layout.spec("batch", "length")))
 
@@ -72,19 +72,19 @@ def loss(
     layout.check_tokens(labels.shape)
     if not layer.merges(rng):
         flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
-        if isinstance(table, Split):
-            spec = layout.held(TABLE, table.whole.shape, divided=False)
-            table = lax.with_sharding_constraint(table.part, NamedSharding(layout.mesh, spec))
+        if isinstance(table, Zero2Parameter):
+            spec = layout.held(TABLE, table.full.shape, divided=False)
+            table = lax.with_sharding_constraint(table.shard, NamedSharding(layout.mesh, spec))
         return layer.loss(table, flat(h), flat(labels), flat(weights), rng)
-    branches, words = layout.branches(labels.shape[1]), layout.rules["vocab"]
+    tensor_parallel, words = layout.tensor_parallel(labels.shape[1]), layout.rules["vocab"]
 
     def body(table: Array, h: Array, labels: Array, weights: Array) -> LossOut:
         # Before any loop and what makes h larger: where an array begins to vary, its gradient is summed.
         table, h = vary_alike(table, h)
         if words:
-            h = branches.enter(h)
+            h = tensor_parallel.gather_tokens(h)
         else:  # every device has all words: its own tokens are enough
-            labels, weights = (branches.own(x, 1) for x in (labels, weights))
+            labels, weights = (tensor_parallel.local_tokens(x, 1) for x in (labels, weights))
         h = h.reshape(-1, h.shape[-1])
         labels, weights = labels.reshape(-1), weights.reshape(-1)
         if words:

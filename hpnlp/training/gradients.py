@@ -16,7 +16,7 @@ from hpnlp.parallel import host_offload
 from hpnlp.parallel.layout import Layout
 from hpnlp.training import sparse_rows
 from hpnlp.training.apply_updates import Update, mean
-from hpnlp.types import LossOut, Split
+from hpnlp.types import LossOut, Zero2Parameter
 
 Batch = Mapping[str, jax.Array]
 
@@ -125,7 +125,7 @@ class Gradients:
 
         def join(path: Any, shard: jax.Array, leaf: jax.Array) -> Any:
             if _has_divided_gradient(sparse_rows.keys(path), ids):
-                return Split(jax.lax.stop_gradient(leaf), shard)
+                return Zero2Parameter(jax.lax.stop_gradient(leaf), shard)
             return shard
 
         return jax.tree_util.tree_map_with_path(join, shards, params)
@@ -161,7 +161,7 @@ def loss(model: LM, params: Any, batch: Batch, key: jax.Array | None) -> LossOut
     Returns:
       The sum of the losses, its weight and the layers' metrics.
     """
-    if model.placement is None:
+    if model.model_parallel is None:
         params = host_offload.here(params)
     rngs = {} if key is None else _rngs(key)
     out: Any = model.apply({"params": params}, batch, key is None, rngs=rngs, method="loss")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.types import Rows
+from hpnlp.types import TableRows
 
 Path = tuple[str, ...]
 
@@ -59,8 +59,8 @@ def scatter(state: Any, rows: Any, ids: Mapping[Path, jax.Array], shapes: Mappin
 
 
 def as_tables(params: Any, ids: Mapping[Path, jax.Array]) -> Any:
-    """Gathered parameters as a model takes them: `Rows` in the place of tables."""
-    take = lambda path, leaf: Rows(ids[keys(path)], leaf) if keys(path) in ids else leaf  # noqa: E731
+    """Gathered parameters as a model takes them: `TableRows` in the place of tables."""
+    take = lambda path, leaf: TableRows(ids[keys(path)], leaf) if keys(path) in ids else leaf  # noqa: E731
     return jax.tree_util.tree_map_with_path(take, params)
 
 

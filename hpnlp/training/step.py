@@ -131,7 +131,7 @@ def make_trainer(
     tables = {sparse_rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     gradients = Gradients(
-        model=model.clone(placement=None if single else _placement(layout, axes, masks_of(model)), remat=plan.remat),
+        model=model.clone(model_parallel=None if single else _model_parallel(layout, axes, masks_of(model)), remat=plan.remat),
         single_model=model,
         update=update,
         layout=layout,
@@ -301,13 +301,13 @@ def _part_shapes(mesh: Any, shapes: Any, param_shardings: Any, statistic_specs: 
     return jax.tree.map(part, shapes, param_shardings, statistic_specs)
 
 
-def _placement(layout: Layout, axes: Any, masks: Any) -> ModelParallel:
+def _model_parallel(layout: Layout, axes: Any, masks: Any) -> ModelParallel:
     """The parts of a model over a mesh. `axes`: logical axis names of its parameters; `masks`: those of its layers."""
     return ModelParallel(
-        lookup=functools.partial(vocab_parallel.lookup, layout),
-        through=functools.partial(pipeline.through, layout, axes["layers"]),
+        embedding_lookup=functools.partial(vocab_parallel.lookup, layout),
+        run_layers=functools.partial(pipeline.through, layout, axes["layers"]),
         loss=functools.partial(vocab_parallel.loss, layout),
-        order=functools.partial(context_parallel.arranged, layout, masks),
+        token_order=functools.partial(context_parallel.arranged, layout, masks),
     )
 
 

@@ -18,16 +18,20 @@ from tests.contracts import once
 LAYERS, B, T, D = 8, 16, 8, 16
 
 
-def run(branches, params, x, context, rng, first):
+def run(tensor_parallel, params, x, context, rng, first):
     """Layers that know their number, report, and differ with the row's positions."""
 
     def layer(x, slices):
         own, number = slices
-        y = jnp.tanh(x @ branches.whole(own)["w"] + number.astype(jnp.float32) + 0.1 * context.positions[..., None])
+        y = jnp.tanh(
+            x @ tensor_parallel.gather_parameters(own)["w"]
+            + number.astype(jnp.float32)
+            + 0.1 * context.positions[..., None]
+        )
         return x + y, jnp.sum(y**2)
 
-    if branches.takes_again:
-        layer = jax.checkpoint(layer, policy=branches.policy(None), prevent_cse=False)
+    if tensor_parallel.regathers:
+        layer = jax.checkpoint(layer, policy=tensor_parallel.remat_policy(None), prevent_cse=False)
     numbers = first + jnp.arange(jax.tree.leaves(params)[0].shape[0], dtype=jnp.uint32)
     x, squares = jax.lax.scan(layer, x, (params, numbers))
     return x, {"square": (squares.sum(), jnp.float32(x.shape[0] * len(numbers)))}

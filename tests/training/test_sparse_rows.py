@@ -14,7 +14,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training import sparse_rows
 from hpnlp.training.optim import OptimizerConfig, make_optimizer
 from hpnlp.training.step import make_trainer
-from hpnlp.types import InputError, Rows, WordStats
+from hpnlp.types import InputError, TableRows, WordStats
 from tests.training.test_step import KEY, assert_leaves_close, batch_of, host
 
 T, VOCAB = 16, 528
@@ -144,9 +144,9 @@ def test_lookups_are_those_of_the_table(ids, size):
     state = {"mu": {"table": jnp.asarray(table)}, "count": jnp.asarray(3)}
     shapes, at = {("table",): table.shape}, {("table",): kept}
     taken = sparse_rows.gather(state, at, shapes)
-    np.testing.assert_array_equal(Rows(kept, taken["mu"]["table"])[jnp.asarray(ids)], table[ids])
+    np.testing.assert_array_equal(TableRows(kept, taken["mu"]["table"])[jnp.asarray(ids)], table[ids])
     missing = [i for i in range(-1, size + 2) if i not in ids]
-    assert np.isnan(Rows(kept, taken["mu"]["table"])[jnp.asarray(missing, jnp.int32)]).all()
+    assert np.isnan(TableRows(kept, taken["mu"]["table"])[jnp.asarray(missing, jnp.int32)]).all()
     back = sparse_rows.scatter(state, {"mu": {"table": -taken["mu"]["table"]}, "count": jnp.asarray(4)}, at, shapes)
     expected = np.where(np.isin(np.arange(size), ids)[:, None], -table, table)
     np.testing.assert_array_equal(back["mu"]["table"], expected)

@@ -62,7 +62,7 @@ class OutputLayer(nn.Module, kw_only=True):
     def rows(self, labels: Int[Array, " N"], rng: jax.Array) -> Int[Array, " R"] | None:
         """The ids, repeated or not, of the table's rows that `loss` with this rng looks up; None where it takes them all.
 
-        Where it names some, `loss` takes `Rows` of at least these as its table. Tokens of no weight have label 0 here.
+        Where it names some, `loss` takes `TableRows` of at least these as its table. Tokens of no weight have label 0 here.
         """
         return None
 

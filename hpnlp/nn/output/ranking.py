@@ -16,7 +16,7 @@ from hpnlp.ops.softmax.margin import hardest, margin_loss
 from hpnlp.ops.softmax.proposals import Uniform, sample
 from hpnlp.ops.softmax.sampled_losses import scores
 from hpnlp.ops.softmax.vmf import vmf_loss
-from hpnlp.types import InputError, LossOut, Rows
+from hpnlp.types import InputError, LossOut, TableRows
 
 
 class RankingOutput(OutputLayer):
@@ -75,7 +75,7 @@ class MarginOutput(RankingOutput):
         weights: Float[Array, " N"],
         rng: jax.Array | None = None,
     ) -> LossOut:
-        """The weighted sum of the margin losses, by the table or, with samples, `Rows` of it."""
+        """The weighted sum of the margin losses, by the table or, with samples, `TableRows` of it."""
         h, labels = without_silent(h, labels, weights)
         if self.samples:
             ids = self._samples(labels, jax.random.key(0) if rng is None else rng)
@@ -117,7 +117,7 @@ class VMFOutput(RankingOutput):
 
     def loss(
         self,
-        table: Float[Array, "V D"] | Rows,
+        table: Float[Array, "V D"] | TableRows,
         h: Float[Array, "N D"],
         labels: Int[Array, " N"],
         weights: Float[Array, " N"],
@@ -137,7 +137,7 @@ class VMFOutput(RankingOutput):
         return labels
 
     def log_density(
-        self, table: Float[Array, "V D"] | Rows, h: Float[Array, "N D"], labels: Int[Array, " N"]
+        self, table: Float[Array, "V D"] | TableRows, h: Float[Array, "N D"], labels: Int[Array, " N"]
     ) -> Float[Array, " N"]:
         """log of the density, over the unit sphere in D dimensions, at each label's direction."""
         return -vmf_loss(self.project(h.astype(jnp.float32)), jax.lax.stop_gradient(table)[labels])

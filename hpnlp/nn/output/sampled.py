@@ -54,7 +54,7 @@ class _Sampling(FullOutput):
         weights: Float[Array, " N"],
         rng: jax.Array | None = None,
     ) -> LossOut:
-        """The weighted sum of the sampled loss, by the table or `Rows` of it; without an rng, of the exact one."""
+        """The weighted sum of the sampled loss, by the table or `TableRows` of it; without an rng, of the exact one."""
         if rng is None:
             return super().loss(table, h, labels, weights)
         h, labels = without_silent(h, labels, weights)

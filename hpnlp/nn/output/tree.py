@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.nn.output.base import OutputLayer, known_counts, known_order
 from hpnlp.ops.softmax import hierarchical as ops
 from hpnlp.spec import lookup
-from hpnlp.types import Rows, WordStats
+from hpnlp.types import TableRows, WordStats
 
 
 class HierarchicalOutput(OutputLayer):
@@ -34,7 +34,7 @@ class HierarchicalOutput(OutputLayer):
         return ops.tree_rows(self.paths, labels)
 
     def nll(
-        self, table: Float[Array, "V D"] | Rows, h: Float[Array, "N D"], labels: Int[Array, " N"]
+        self, table: Float[Array, "V D"] | TableRows, h: Float[Array, "N D"], labels: Int[Array, " N"]
     ) -> Float[Array, " N"]:
         return ops.tree_nll(h, table, self.paths, labels)
 

@@ -27,7 +27,7 @@ from hpnlp.ops.linear import widened
 from hpnlp.ops.sampling import sample
 from hpnlp.ops.softmax.grouped_softmax import check_k
 from hpnlp.ops.softmax.trees import Tree, balanced_tree, huffman_tree, tree_from_children
-from hpnlp.types import InputError, Rows
+from hpnlp.types import InputError, TableRows
 
 # How many levels are scored by one product. More would cost a CPU more than it saves.
 DENSE_LEVELS = 6
@@ -50,7 +50,7 @@ __all__ = [
 @array_op("N", h="N")
 def tree_nll(
     h: Float[Array, "N D"],
-    table: Float[Array, "R D"] | Rows,
+    table: Float[Array, "R D"] | TableRows,
     tree: Tree,
     labels: Int[Array, " N"],
     *,
@@ -74,7 +74,7 @@ def tree_nll(
     if labels.shape != h.shape[:1]:
         raise InputError(f"labels has shape {labels.shape}: expected {h.shape[:1]}")
     nodes, signs = tree_paths(tree, labels, ignore_index=ignore_index)
-    if isinstance(table, Rows):
+    if isinstance(table, TableRows):
         nodes, table = table.find(nodes), table.values
     labels = labels.astype(jnp.int32)
     ignored = labels == ignore_index
@@ -335,10 +335,10 @@ def _is_word(tree: Tree, labels: Array) -> Array:
 
 
 def _check(h: Any, table: Any, tree: Tree, bias: Any) -> None:
-    shape = (table.values if isinstance(table, Rows) else table).shape
+    shape = (table.values if isinstance(table, TableRows) else table).shape
     if h.ndim != 2 or len(shape) != 2 or h.shape[1] != shape[1]:
         raise InputError(f"h {h.shape}, table {shape}: expected [N, D] and [V - 1, D]; flatten tokens to one axis")
-    if isinstance(table, Rows):
+    if isinstance(table, TableRows):
         if bias is not None:
             raise InputError("bias beside rows of a table: leave it out, or pass the whole table")
         return

@@ -31,7 +31,7 @@ from hpnlp.ops.softmax.hierarchical import (
     tree_sample,
     tree_top_k,
 )
-from hpnlp.types import InputError, Rows
+from hpnlp.types import InputError, TableRows
 from tests.contracts import ONCE, assert_close, assert_float16_has_gradients, once
 
 
@@ -279,7 +279,7 @@ def test_rows_gathered_before_the_gradient(name, levels, monkeypatch):
     kept = jnp.asarray(np.unique(ids))
 
     def loss(h, rows, kept):
-        return tree_nll(h, rows if kept is None else Rows(kept, rows), tree, labels).sum()
+        return tree_nll(h, rows if kept is None else TableRows(kept, rows), tree, labels).sum()
 
     slopes = jax.value_and_grad(loss, (0, 1))
     value, (dh, drows) = once(slopes, h, table[kept], kept)
@@ -287,7 +287,7 @@ def test_rows_gathered_before_the_gradient(name, levels, monkeypatch):
     assert_close((value, dh, drows), (expected, dh_too, dtable[kept]))
     assert not np.delete(np.asarray(dtable), kept, axis=0).any()
     with pytest.raises(InputError, match="bias beside rows"):
-        tree_nll(h, Rows(kept, table[kept]), tree, labels, bias=jnp.zeros(len(kept)))
+        tree_nll(h, TableRows(kept, table[kept]), tree, labels, bias=jnp.zeros(len(kept)))
 
 
 def test_a_confident_token_has_a_loss():
@@ -544,7 +544,7 @@ def test_shapes_that_do_not_fit_are_said_where_no_checker_runs():
     program = """
 import jax.numpy as jnp
 from hpnlp.ops.softmax.hierarchical import balanced_tree, tree_nll
-from hpnlp.types import InputError, Rows
+from hpnlp.types import InputError, TableRows
 h, table, labels, tree = jnp.ones((9, 5)), jnp.ones((42, 5)), jnp.ones(9, jnp.int32), balanced_tree(43)
 for changes in {"h": h[:, :4]}, {"h": h[None]}, {"labels": h[:, 0]}, {"labels": labels[1:]}, {"bias": h[:, 0]}:
     try:
