@@ -1,7 +1,9 @@
-"""Records and protocols that the parts of hpnlp exchange.
+"""Records and protocols that the packages of hpnlp exchange.
 
-Everything here is either an error, a small record of arrays (a pytree), or a protocol. No part needs to import another
-part's module to honour a contract: it takes and returns these.
+Everything here is an error, a small record of arrays (a pytree) or a protocol. A module that honours one of these
+contracts needs no import from the modules on its other side.
+
+Shape letters: B batch, T query length, S key length, N query heads, K key heads, H head size, D model size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,27 +19,36 @@ import numpy as np
 
 Array = jax.Array
 
-# What a layer reports beside its result: name -> (sum, weight). Names ending in `_loss` are added to the training loss.
+# Auxiliary results of a layer: name -> (sum, weight). Names that end in `_loss` are added to the training loss.
 Aux = Mapping[str, tuple[Array, Array]]
 
 
 class InputError(ValueError):
-    """The input is at fault, not the program: the message says what it was, what was expected, and the mend.
+    """The input is at fault, not the program. The message gives the value, what was expected, and the fix.
 
-    The command line prints it as one line and exits with 2.
+    The command line prints the message as one line and exits with status 2.
     """
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MixerInputs:
-    """What a mixer may look at. Fields that a mixer does not ask for are None.
+    """Inputs of a mixer. Fields that the mixer does not list in `needs` may be None.
 
-    x: normed hidden states `[B, T, D]`. q `[B, T, N, H]`, k and v `[B, S, K, H]`: projected, with RoPE applied where the
-    mixer wants it. positions, segment_ids `[B, T]` and their kv_ twins `[B, S]`: int32; tokens of different segments do
-    not see each other. memory: what an encoder or a retriever offers. rng: a key for dropout and random features.
-    streams `[B, N]`: a number for each row and head, by which dropout tells them apart.
-    deterministic: True switches dropout off.
+    Attributes:
+        x: normalised hidden states `[B, T, D]`.
+        q: projected queries `[B, T, N, H]`, with RoPE applied if the mixer has `wants_rope`.
+        k: projected keys `[B, S, K, H]`, with RoPE as for q.
+        v: projected values `[B, S, K, H]`.
+        positions: int32 `[B, T]`, positions of the queries within their documents.
+        kv_positions: int32 `[B, S]`, positions of the keys.
+        segment_ids: int32 `[B, T]`; tokens of different segments do not attend to each other.
+        kv_segment_ids: int32 `[B, S]`, segments of the keys.
+        memory: output of an encoder or a retriever.
+        rng: key for dropout and random features.
+        streams: int32 `[B, N]`, a number for each sequence and head; attention dropout depends on it, so that every
+            layout over devices drops the same entries.
+        deterministic: True switches dropout off.
     """
 
     x: Array | None = None
@@ -57,7 +68,12 @@ class MixerInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MixerOutput:
-    """o: `[B, T, N, H]`, the mixed values before the output projection. aux: statistics and losses of the mixer."""
+    """Result of a mixer.
+
+    Attributes:
+        o: `[B, T, N, H]`, the mixed values before the output projection.
+        aux: statistics and losses of the mixer.
+    """
 
     o: Array
     aux: Aux = dataclasses.field(default_factory=dict)
@@ -89,7 +105,13 @@ def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossOut:
-    """sum: float32 scalar, the weighted sum of the tokens' losses in nats. weight: the sum of their weights."""
+    """Loss of a batch.
+
+    Attributes:
+        sum: float32 scalar, the weighted sum of the tokens' losses in nats.
+        weight: float32 scalar, the sum of the tokens' weights.
+        aux: auxiliary losses and statistics of the layers.
+    """
 
     sum: Array
     weight: Array
@@ -99,31 +121,44 @@ class LossOut:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TableRows:
-    """Some rows of a table, looked up by their ids as the whole table is: `rows[ids]`.
+    """A subset of the rows of a table `[V, D]`, indexed by row id like the full table: `rows[ids]`.
 
-    ids: int32 `[K]`, rising, each once; places left over hold numbers beyond the table. values: `[K, D]`.
+    Attributes:
+        ids: int32 `[R]`, ascending and distinct; unused entries at the end hold numbers of at least V.
+        values: `[R, D]`, the rows of these ids.
     """
 
     ids: Array
     values: Array
 
     def find(self, ids: Array | np.ndarray) -> Array:
-        """Where among `values` these ids are, int32; K where they are not. Cost: log2 K steps an id."""
-        at = jnp.searchsorted(self.ids, ids).astype(jnp.int32)
-        there = self.ids.at[at].get(mode="fill", fill_value=-1) == ids
-        return jnp.where(there, at, self.ids.shape[0])
+        """Indices of rows in `values`.
+
+        Args:
+            ids: int32 `[...]`, ids of rows.
+
+        Returns:
+            int32 `[...]`, the index of each id in `self.ids`; R for an id that is not among them.
+
+        Cost: log2(R) steps per id.
+        """
+        index = jnp.searchsorted(self.ids, ids).astype(jnp.int32)
+        matches = self.ids.at[index].get(mode="fill", fill_value=-1) == ids
+        return jnp.where(matches, index, self.ids.shape[0])
 
     def __getitem__(self, ids: Array | np.ndarray) -> Array:
-        """The rows of these ids; NaN for one that is not here."""
+        """The rows of these ids, `[..., D]`; NaN for an id that is not among them."""
         return self.values.at[self.find(ids)].get(mode="fill", fill_value=np.nan)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Zero2Parameter:
-    """A parameter that every device holds whole, and of whose gradient each keeps a part (ZeRO-2).
+    """A parameter that every device holds in full, while each device keeps a shard of its gradient (ZeRO-2).
 
-    Arrays, or their layouts. whole: read, and given no gradient. part: the same array, laid out as its gradient is to be.
+    Attributes:
+        full: the parameter, which the forward pass reads; it receives no gradient. Or its PartitionSpec.
+        shard: the same array, laid out as its gradient is to be, which receives the gradient. Or its PartitionSpec.
     """
 
     full: Any
@@ -132,10 +167,14 @@ class Zero2Parameter:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WordStats:
-    """How a text uses the ids of a vocabulary. Equal and hashed by what it holds, so that modules may have it for a field.
+    """Frequencies and similarity of the words of a vocabulary in the text that the tokenizer was trained on.
 
-    counts: int64 `[V]`, how often each id occurs. order: int64 `[V]`, every id once, so that words that the text uses alike
-    stand side by side; None where that is not known. (Tuples of so many numbers Flax would walk through at every call.)
+    Compared and hashed by content, so that a Flax module can have it as a field. (Flax would walk through tuples of V
+    numbers at every call.)
+
+    Attributes:
+        counts: int64 `[V]`, number of occurrences of each id.
+        order: int64 `[V]`, a permutation of the ids that places words of similar use side by side; None if unknown.
     """
 
     counts: np.ndarray
@@ -144,64 +183,109 @@ class WordStats:
     def __post_init__(self) -> None:
         for name in ("counts", "order"):
             if (value := getattr(self, name)) is not None:
-                held = np.array(value, np.int64)
-                held.setflags(write=False)
-                object.__setattr__(self, name, held)
+                array = np.array(value, np.int64)
+                array.setflags(write=False)
+                object.__setattr__(self, name, array)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, WordStats) and self._held == other._held
+        return isinstance(other, WordStats) and self._content == other._content
 
     def __hash__(self) -> int:
-        return hash(self._held)
+        return hash(self._content)
 
     @functools.cached_property
-    def _held(self) -> tuple[bytes, bytes]:
+    def _content(self) -> tuple[bytes, bytes]:
         return self.counts.tobytes(), b"" if self.order is None else self.order.tobytes()
 
     def padded(self, vocab: int) -> WordStats:
-        """Of a vocabulary with further ids, which do not occur."""
-        beyond = np.arange(len(self.counts), vocab)
-        order = None if self.order is None else np.concatenate([self.order, beyond])
-        return WordStats(np.pad(self.counts, (0, len(beyond))), order)
+        """The statistics of a larger vocabulary whose further ids do not occur.
+
+        Args:
+            vocab: size of the larger vocabulary.
+
+        Returns:
+            Statistics of `vocab` ids; the further ids come last in `order`.
+        """
+        further = np.arange(len(self.counts), vocab)
+        order = None if self.order is None else np.concatenate([self.order, further])
+        return WordStats(np.pad(self.counts, (0, len(further))), order)
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to ids and back. Ids are in `[0, vocab_size)`; `bos_id` and `eos_id` are None where there is none."""
+    """Text to ids and back.
+
+    Attributes:
+        vocab_size: ids are in `[0, vocab_size)`.
+        bos_id: id that begins a document, None if the tokenizer has none.
+        eos_id: id that ends a document, None if the tokenizer has none.
+        pad_id: id of padding.
+        stats: word statistics of the text that the vocabulary was made from, if known.
+        lossless: True if `decode(encode(x)) == x` for every x that `encode` accepts, and there is a bos. Without bos nothing
+            predicts the first token of a document, and bits per byte would count bytes that cost nothing.
+    """
 
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
     pad_id: int
-    # Of the text that the vocabulary was made of, where that is known.
     stats: WordStats | None
-    # decode(encode(x)) == x for every x that encode accepts, and there is a bos: without one nothing predicts the first
-    # token of a document, and bits a byte would count bytes that cost nothing.
     lossless: bool
 
     def encode(self, text: bytes) -> np.ndarray:
-        """int32 ids of one document, without bos and eos. Raises InputError where `text` is not what it needs."""
+        """Ids of one document, without bos and eos.
+
+        Args:
+            text: the document.
+
+        Returns:
+            int32 `[tokens]`.
+
+        Raises:
+            InputError: the tokenizer cannot read `text`.
+        """
         ...
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """As encode, with bos where there is one; raises InputError naming every part that has no id of its own."""
+        """Ids of a prompt: as `encode`, preceded by bos if the tokenizer has one.
+
+        Args:
+            text: the prompt.
+
+        Returns:
+            int32 `[tokens]`.
+
+        Raises:
+            InputError: parts of `text` have no id of their own; the message names every one of them.
+        """
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
-        """The bytes that the ids stand for; special ids stand for nothing."""
+        """Text of ids.
+
+        Args:
+            ids: int `[tokens]`.
+
+        Returns:
+            The bytes that the ids stand for; special ids stand for nothing.
+        """
         ...
 
     def save(self, path: str) -> None:
-        """Writes `tokenizer.json` at `path` (a file); `hpnlp.data.tokenizers.load` reads it back."""
+        """Writes the tokenizer to a file, which `hpnlp.data.tokenizers.load` reads back.
+
+        Args:
+            path: of the file `tokenizer.json`.
+        """
         ...
 
 
 class TensorParallel:
-    """Division of a Block's branches over the devices of a mesh: which heads and columns a device computes, and the
+    """Division of a Block's branches over the devices of a mesh: the heads and columns that a device computes, and the
     collectives around them.
 
-    Logical axis names are "heads" and "mlp". This class is the identity, for one device; `parallel.tensor_parallel` overrides
-    it for a mesh.
+    Heads and columns have the logical axis names "heads" and "mlp". This class is the identity, for one device;
+    `hpnlp.parallel.tensor_parallel` overrides it for a mesh.
     """
 
     # True if no method changes its argument.
@@ -209,39 +293,101 @@ class TensorParallel:
 
     @property
     def regathers(self) -> bool:
-        """Whether the backward pass gathers parameters again instead of keeping the result of `whole`."""
+        """Whether the backward pass gathers parameters again instead of keeping the result of `gather_parameters`."""
         return False
 
     def local_size(self, name: str, size: int) -> int:
-        """Number of the device's heads or columns, of `size` in all."""
+        """Number of the device's heads or columns.
+
+        Args:
+            name: "heads" or "mlp".
+            size: number of heads or columns on all devices together.
+
+        Returns:
+            The device's share of `size`.
+        """
         return size
 
     def local_start(self, name: str, size: int) -> Any:
-        """Index of the device's first head or column."""
+        """Index of the device's first head or column.
+
+        Args:
+            name: "heads" or "mlp".
+            size: number of heads or columns on all devices together.
+
+        Returns:
+            An int, or an int32 scalar inside `shard_map`.
+        """
         return 0
 
     def gather_tokens(self, x: Array) -> Array:
-        """Hidden states of the device's tokens to those that the branch reads."""
+        """Gathers the hidden states that a branch reads.
+
+        Args:
+            x: `[B, t, D]`, for the device's tokens.
+
+        Returns:
+            `[B, T, D]`, for all tokens of the device's sequences.
+        """
         return x
 
     def reduce_output(self, y: Array, name: str) -> Array:
-        """Sum of the devices' partial results `y`, for the device's tokens."""
+        """Sums the devices' partial results of a branch.
+
+        Args:
+            y: `[B, T, D]`, the device's partial result.
+            name: logical name of the contracted axis, whose devices hold the other partial results.
+
+        Returns:
+            `[B, t, D]`, the sum for the device's tokens.
+        """
         return y
 
     def local_tokens(self, x: Array, axis: int) -> Array:
-        """The device's part of an array over all tokens that a branch reads."""
+        """Selects the device's tokens.
+
+        Args:
+            x: an array over all tokens that a branch reads.
+            axis: the axis of tokens.
+
+        Returns:
+            The slice of x for the device's tokens.
+        """
         return x
 
     def mix(self, mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
-        """`mixer(inputs, mask)` for the device's tokens and heads."""
+        """Runs a mixer on the device's tokens and heads.
+
+        Args:
+            mixer: a mixer.
+            inputs: of the device's tokens and heads.
+            mask: a static Mask over all tokens.
+
+        Returns:
+            `mixer(inputs, mask)`, for the device's tokens and heads.
+        """
         return mixer(inputs, mask)
 
     def remat_policy(self, policy: Any) -> Any:
-        """`policy` of `jax.checkpoint` (None saves everything), except that parameters to be gathered again are not saved."""
+        """Excludes parameters that the backward pass gathers again from the values that a policy saves.
+
+        Args:
+            policy: of `jax.checkpoint`; None saves everything.
+
+        Returns:
+            A policy of `jax.checkpoint`, or None.
+        """
         return policy
 
     def gather_parameters(self, params: Any) -> Any:
-        """Full parameters of a layer from the device's shards."""
+        """Gathers the parameters of one layer.
+
+        Args:
+            params: the device's shards.
+
+        Returns:
+            A tree of full parameters (of the device's heads and columns).
+        """
         return params
 
 
@@ -250,12 +396,15 @@ NO_TENSOR_PARALLEL = TensorParallel()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelParallel:
-    """A model's three parts over a mesh, in the place of its own.
+    """The embedding lookup, the layers and the loss of a model, each as a program over a mesh.
 
-    lookup: (table, ids, dtype) -> x. through: (run, stacked parameters, x, context, rng) -> (x, aux), where run is
-    (branches, parameters of some layers, x, context, rng, number of the first) -> (x, aux). loss: (output layer, *arguments
-    of its loss) -> LossOut. order: length of rows -> (what devices need to know of the order in which
-    they are to have the tokens of a row, the places in a row in that order, or None for their own).
+    Attributes:
+        embedding_lookup: `(table, ids [B, T], dtype) -> x [B, T, D]`.
+        run_layers: `(run, stacked parameters, x, context, rng) -> (x, aux)` for all layers, where
+            `run(tensor_parallel, parameters of some layers, x, context, rng, index of the first) -> (x, aux)`.
+        loss: `(output layer, *arguments of its loss) -> LossOut`.
+        token_order: `(sequence length) -> (order, indices)`. order: what `run` needs to know about the order of the tokens
+            on the devices, static. indices: int `[T]`, the tokens in that order, or None if they keep their order.
     """
 
     embedding_lookup: Callable[..., Array]
@@ -265,7 +414,7 @@ class ModelParallel:
 
 
 class Writer(Protocol):
-    """Where metrics go: one call a step with plain floats."""
+    """A destination of metrics, called once per step with plain floats."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 

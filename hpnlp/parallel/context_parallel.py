@@ -26,7 +26,8 @@ from jaxtyping import Array
 
 from hpnlp.ops.attention import Full, Mask, merge
 from hpnlp.ops.custom_vjp import tied
-from hpnlp.parallel.layout import Layout, zeros_like
+from hpnlp.parallel.layout import Layout
+from hpnlp.parallel.varying import zeros_like
 from hpnlp.types import InputError, MixerInputs, MixerOutput, check_method
 
 AXIS = "sequence"

@@ -1,4 +1,4 @@
-"""Host offloading: parameters, optimizer state and averages that rest in the host's memory.
+"""Host offloading: parameters, optimizer state and averaged parameters kept in the host's memory.
 
 The parameters of layers are fetched one layer at a time, in the forward pass, the backward pass and the update (Pudipeddi et
 al. 2020, "Training large neural networks with constant memory using a new execution algorithm", algorithm 3).
@@ -13,62 +13,110 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-HOST = "pinned_host"  # the memory that devices fetch from by themselves
+HOST = "pinned_host"  # the memory that devices copy from without the host's help
 
 
 def hosted(shardings: Any) -> Any:
-    """Shardings of arrays that rest in the host's memory."""
+    """Moves shardings to the host's memory.
+
+    Args:
+        shardings: a tree of shardings.
+
+    Returns:
+        The same shardings with memory kind HOST.
+    """
     return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), shardings)
 
 
 def hosted_layers(shardings: Any) -> Any:
-    """Shardings of parameters, of which those of layers rest in the host's memory."""
+    """Moves the shardings of the layers' parameters to the host's memory.
+
+    Args:
+        shardings: a dict like the parameters, with the key "layers".
+
+    Returns:
+        The same shardings, those under "layers" with memory kind HOST.
+    """
     return {**shardings, "layers": hosted(shardings["layers"])}
 
 
 def fetched(tree: Any, after: jax.Array) -> Any:
-    """Arrays that rest in the host's memory, on the device, not before `after` is known."""
-    held, _ = lax.optimization_barrier((tree, after))
-    return here(held)
+    """Copies arrays from the host to the device once `after` has been computed.
+
+    Args:
+        tree: a tree of arrays, in the host's or the device's memory.
+        after: the array that the copies wait for, so that the device does not hold them earlier.
+
+    Returns:
+        The tree in the device's memory.
+    """
+    tree, _ = lax.optimization_barrier((tree, after))
+    return here(tree)
 
 
 def here(tree: Any) -> Any:
-    """Arrays, on the device; those that rest in the host's memory are fetched. What they get of gradients goes back there."""
-    away = lambda x: jax.typeof(x).memory_space == jax.memory.Space.Host  # noqa: E731
-    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if away(x) else x, tree)
+    """Copies arrays from the host to the device; arrays on the device are returned as they are.
 
+    Args:
+        tree: a tree of arrays, in the host's or the device's memory.
 
-def by_layer(function: Callable[..., Any], state: Any, *given: Any) -> Any:
-    """`function(state, *given) -> state`, which treats each layer by itself, run for one layer at a time.
-
-    state, given: trees in which dicts with a key "layers" hold stacks there, [L, ...] each, and all else beside. The function
-    is called for all else, and then for every layer, as a stack of one, with what is in no such dict as it was before; in
-    calls for a layer the dicts hold "layers" alone. What a layer has is fetched for its call, and goes back to where it was.
+    Returns:
+        The tree in the device's memory. Gradients by an array from the host are copied back to the host.
     """
-    nodes, form = jax.tree.flatten((state, *given), is_leaf=_has_layers)
-    of_state = jax.tree.structure(state, is_leaf=_has_layers)
+    return jax.tree.map(_on_device, tree)
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+    on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return jax.device_put(x, jax.memory.Space.Device) if on_host else x
+
+
+def by_layer(function: Callable[..., Any], state: Any, *operands: Any) -> Any:
+    """Runs a function that treats each layer by itself for one layer at a time, fetching that layer from the host.
+
+    Dicts with a key "layers", anywhere in `state` and `operands`, hold stacks `[L, ...]` under that key and all other
+    parameters beside it. The function is called once for all other parameters, with "layers" left out of these dicts, and
+    then once per layer, with dicts that hold only "layers", a stack of one. Nodes outside such dicts are passed to every
+    call with their original values.
+
+    Args:
+        function: `function(state, *operands) -> state`.
+        state: a tree of arrays, in the host's or the device's memory.
+        operands: trees of arrays likewise.
+
+    Returns:
+        The new state; each array is in the memory that it came from.
+    """
+    nodes, treedef = jax.tree.flatten((state, *operands), is_leaf=_has_layers)
+    state_treedef = jax.tree.structure(state, is_leaf=_has_layers)
     stacks = [node["layers"] if _has_layers(node) else None for node in nodes]
-    own, others = stacks[: of_state.num_leaves], stacks[of_state.num_leaves :]
+    state_stacks, operand_stacks = stacks[: state_treedef.num_leaves], stacks[state_treedef.num_leaves :]
 
-    def run(parts: list[Any]) -> list[Any]:
-        return of_state.flatten_up_to(function(*form.unflatten(here(parts))))
+    def call(nodes: list[Any]) -> list[Any]:
+        return state_treedef.flatten_up_to(function(*treedef.unflatten(here(nodes))))
 
-    def turn(own: list[Any], i: jax.Array) -> tuple[list[Any], None]:
-        layer = jax.tree.map(lambda stack: lax.dynamic_slice_in_dim(stack, i, 1), [*own, *others])
-        found = run([node if part is None else {"layers": part} for node, part in zip(nodes, layer, strict=True)])
-        found = [None if stack is None else made["layers"] for made, stack in zip(found, own, strict=True)]
-        return jax.tree.map(lambda stack, made: _written(stack, made, i), own, found), None
+    def update_layer(stacks: list[Any], i: jax.Array) -> tuple[list[Any], None]:
+        layer = jax.tree.map(lambda stack: lax.dynamic_slice_in_dim(stack, i, 1), [*stacks, *operand_stacks])
+        results = call([node if x is None else {"layers": x} for node, x in zip(nodes, layer, strict=True)])
+        updated = [None if stack is None else node["layers"] for node, stack in zip(results, stacks, strict=True)]
+        return jax.tree.map(lambda stack, x: _write_layer(stack, x, i), stacks, updated), None
 
-    rest = run([{k: v for k, v in n.items() if k != "layers"} if _has_layers(n) else n for n in nodes])
+    others = call([_without_layers(node) for node in nodes])
     count = jax.tree.leaves(stacks)[0].shape[0]
-    own, _ = lax.scan(turn, own, jnp.arange(count, dtype=jnp.int32))
-    whole = [part if stack is None else {**part, "layers": stack} for part, stack in zip(rest, own, strict=True)]
-    return of_state.unflatten(whole)
-
-
-def _written(stack: jax.Array, made: jax.Array, i: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(stack, jax.device_put(made, jax.typeof(stack).memory_space), i, 0)
+    state_stacks, _ = lax.scan(update_layer, state_stacks, jnp.arange(count, dtype=jnp.int32))
+    return state_treedef.unflatten(
+        node if stack is None else {**node, "layers": stack} for node, stack in zip(others, state_stacks, strict=True)
+    )
 
 
 def _has_layers(node: Any) -> bool:
     return isinstance(node, dict) and "layers" in node
+
+
+def _without_layers(node: Any) -> Any:
+    return {key: value for key, value in node.items() if key != "layers"} if _has_layers(node) else node
+
+
+def _write_layer(stack: jax.Array, layer: jax.Array, i: jax.Array) -> jax.Array:
+    """Writes one layer, a stack of one, into the stack, in the memory of the stack."""
+    return lax.dynamic_update_slice_in_dim(stack, jax.device_put(layer, jax.typeof(stack).memory_space), i, 0)

@@ -30,8 +30,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from hpnlp.parallel import context_parallel, host_offload
-from hpnlp.parallel.layout import Layout, total, vary, zeros_like
+from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.tensor_parallel import MeshTensorParallel
+from hpnlp.parallel.varying import sum_over_devices, vary, zeros_like
 from hpnlp.types import Aux, InputError, Zero2Parameter
 
 # Runs some layers: (tensor_parallel, stacked shards of the layers' parameters, x, context, rng, index of the first layer)
@@ -78,7 +79,7 @@ def through(
             if layout.recompute_stages:
                 stage = jax.checkpoint(stage, prevent_cse=False)
             x, aux = _ticks(stage, lent, x, context, count, layout.rounds)
-        return x, {name: total(*pair) for name, pair in aux.items()}
+        return x, {name: sum_over_devices(*pair) for name, pair in aux.items()}
 
     of = layout.activations(length)
     contexts = [PartitionSpec(*layout.spec("batch", "length")[: leaf.ndim]) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Rematerialisation policies: which intermediate results of a layer the backward pass keeps, recomputes or offloads.
+"""Rematerialisation policies: the intermediate results of a layer that the backward pass keeps, recomputes or offloads.
 
 Layers name the results that are expensive to compute (`jax.ad_checkpoint.checkpoint_name`):
     projected: queries, keys and values of attention.
@@ -18,43 +18,64 @@ from hpnlp.spec import build, did_you_mean, parse_one
 from hpnlp.types import InputError
 
 NAMES = ("projected", "mixed", "hidden")
+DEFAULT_NAMES = ("mixed",)
+
+
+def _none() -> None:
+    return None
+
+
+def _full() -> Any:
+    return jax.checkpoint_policies.nothing_saveable
+
+
+def _dots() -> Any:
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
 def _names(*names: str) -> Any:
-    return jax.checkpoint_policies.save_only_these_names(*_known(names))
+    return jax.checkpoint_policies.save_only_these_names(*_checked_names(names))
 
 
 def _offload(*names: str) -> Any:
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
-        names_which_can_be_offloaded=list(_known(names)),
+        names_which_can_be_offloaded=list(_checked_names(names)),
         offload_src="device",
         offload_dst=HOST,
     )
 
 
-def _known(names: tuple[str, ...]) -> tuple[str, ...]:
+def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if name not in NAMES:
             raise InputError(f"plan.remat: no layer names {name!r}: {did_you_mean(str(name), NAMES)}")
-    return names or ("mixed",)
+    return names or DEFAULT_NAMES
 
 
-# What the forward pass leaves for the backward pass beside the inputs of each layer; all else is computed again (Chen et al.
-# 2016, "Training deep nets with sublinear memory cost"). dots: what linear layers give. names, offload: what layers name, by
-# default `mixed`, kept where it is or on the host.
+# Results that the forward pass keeps for the backward pass in addition to the inputs of each layer; all others are recomputed
+# (Chen et al. 2016, "Training deep nets with sublinear memory cost").
+#   none: everything is kept. full: nothing else is kept. dots: the results of linear layers.
+#   names, offload: the results with these names (DEFAULT_NAMES if none is given), kept on the device or on the host.
 REMAT: dict[str, Callable[..., Any]] = {
-    "none": lambda: None,
-    "full": lambda: jax.checkpoint_policies.nothing_saveable,
-    "dots": lambda: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "none": _none,
+    "full": _full,
+    "dots": _dots,
     "names": _names,
     "offload": _offload,
 }
 
 
 def policy(text: str) -> Any:
-    """The policy of `jax.checkpoint` that a spec such as "names(mixed, hidden)" stands for; None for one that keeps all.
+    """Parses a rematerialisation policy.
 
-    Raises InputError on an unknown policy or name.
+    Args:
+        text: a spec string such as "names(mixed, hidden)", an entry of REMAT.
+
+    Returns:
+        A policy of `jax.checkpoint`; None for "none", which keeps everything.
+
+    Raises:
+        InputError: unknown policy or name.
     """
     return build(parse_one(text, "plan.remat"), REMAT, "plan.remat")

@@ -1,4 +1,9 @@
-"""Tensor parallelism within a Block: heads and MLP columns mesh_axes over devices, with the collectives written out."""
+"""Tensor parallelism within a Block: heads and MLP columns divided over devices, with explicit collectives.
+
+Megatron-LM (Shoeybi et al. 2019): the first product of a branch is divided by columns, the second by rows, and the partial
+results are summed. With sequence parallelism (Korthikanti et al. 2022, "Reducing activation recomputation in large
+transformer models", sec. 4.2.2) the sum is a reduce-scatter over tokens, and an all-gather precedes the next branch.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +15,45 @@ from typing import Any, ClassVar
 import jax
 from jax import lax
 
-from hpnlp.types import InputError, TensorParallel
+from hpnlp.types import InputError, MixerInputs, MixerOutput, TensorParallel
 
-# Primitives that take parameters from a stack, from the host or from other devices, and such that leave their numbers as they
-# are: what they make of parameters a backward pass would keep in their place.
-TAKES = ("all_gather", "device_put", "dynamic_slice")
+# Primitives that take parameters from a stack, from the host or from other devices. If a policy saved their results, the
+# backward pass would keep gathered parameters, which is what regathering avoids.
+GATHERS = ("all_gather", "device_put", "dynamic_slice")
+# Primitives that only convert or reshape a gathered parameter: saving their results would keep it as well.
+CONVERSIONS = ("broadcast_in_dim", "convert_element_type", "pcast", "pvary", "reshape", "squeeze", "transpose")
 
 
-MOVES = ("broadcast_in_dim", "convert_element_type", "pcast", "pvary", "reshape", "squeeze", "transpose")
+def _run_mixer(mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    return mixer(inputs, mask)
+
+
+def _identity(params: Any) -> Any:
+    return params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MeshTensorParallel(TensorParallel):
     """Collectives of one device around the branches of a Block whose heads and MLP columns are divided over a mesh.
 
-    Args:
+    Methods are called inside `jax.shard_map`.
+
+    Attributes:
         mesh_axes: "heads", "mlp" and "vocab" -> the mesh axes that divide them.
-        shards_tokens: True where, between branches, each device of the axis `tensor` holds a part of the tokens of each
-            sequence (Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", sec. 4.2.2);
-            False where it holds all of them.
+        shards_tokens: True where, between branches, each device of the axis `tensor` holds a slice of the tokens of each
+            sequence (sequence parallelism); False where it holds all of them.
         run_mixer: `(mixer, inputs, mask) -> MixerOutput` for the device's tokens.
-        gather: full parameters of a layer from the device's shards.
-        regathered_sizes: numbers of elements that parameters have before and after `gather`, where the backward pass is to
-            gather them again; empty where it keeps the gathered parameters.
+        gather: makes a layer's full parameters from the device's shards.
+        regathered_sizes: numbers of elements that parameters have before and after `gather`, where the backward pass gathers
+            them again; empty where it keeps the gathered parameters.
     """
 
     is_identity: ClassVar[bool] = False
 
     mesh_axes: Mapping[str, tuple[str, ...]]
     shards_tokens: bool
-    run_mixer: Callable[..., Any] = lambda mixer, inputs, mask: mixer(inputs, mask)
-    gather: Callable[[Any], Any] = lambda params: params
+    run_mixer: Callable[[Any, MixerInputs, Any], MixerOutput] = _run_mixer
+    gather: Callable[[Any], Any] = _identity
     regathered_sizes: frozenset[int] = frozenset()
 
     @property
@@ -48,33 +61,26 @@ class MeshTensorParallel(TensorParallel):
         return bool(self.regathered_sizes)
 
     def local_size(self, name: str, size: int) -> int:
-        """What a device has of `size` heads or columns."""
         return size // math.prod(lax.axis_size(axis) for axis in self.mesh_axes[name])
 
     def local_start(self, name: str, size: int) -> Any:
-        """The number of the first of them."""
         axes = self.mesh_axes[name]
         return lax.axis_index(axes) * self.local_size(name, size) if axes else 0
 
     def gather_tokens(self, x: jax.Array) -> jax.Array:
-        """[B, t, D] -> [B, T, D]: all tokens of the device's rows."""
         return lax.all_gather(x, "tensor", axis=1, tiled=True) if self.shards_tokens else x
 
     def reduce_output(self, y: jax.Array, name: str) -> jax.Array:
-        """[B, T, D] -> [B, t, D]: the sum over the devices that each made a part of it, for the device's own tokens."""
         axes = self.mesh_axes[name]
         if not self.shards_tokens:
             return lax.psum(y, axes) if axes else y
-        if others := tuple(axis for axis in axes if axis != "tensor"):
-            y = lax.psum(y, others)
-        return (
-            lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True)
-            if "tensor" in axes
-            else self.local_tokens(y, 1)
-        )
+        if other_axes := tuple(axis for axis in axes if axis != "tensor"):
+            y = lax.psum(y, other_axes)
+        if "tensor" in axes:
+            return lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True)
+        return self.local_tokens(y, 1)
 
-    def mix(self, mixer: Any, inputs: Any, mask: Any) -> Any:
-        """`mixer(inputs, mask)` of the device's tokens and heads."""
+    def mix(self, mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
         if self.mesh_axes["heads"] and mixer.within(mask).heads is not None:
             raise InputError(
                 "heads with masks of their own are not alike on all devices of plan.tensor: set plan.tensor=1"
@@ -82,23 +88,21 @@ class MeshTensorParallel(TensorParallel):
         return self.run_mixer(mixer, inputs, mask)
 
     def gather_parameters(self, params: Any) -> Any:
-        """A layer's parameters, with all that ZeRO divides of them."""
         return self.gather(params)
 
     def remat_policy(self, policy: Any) -> Any:
-        """`policy`, None for one that saves everything, but for parameters that the backward pass takes again."""
         if not self.regathered_sizes:
             return policy
-        base = policy or jax.checkpoint_policies.everything_saveable
+        base_policy = policy or jax.checkpoint_policies.everything_saveable
 
-        def saved(primitive: Any, *arrays: Any, **more: Any) -> Any:  # a bool, or where to
-            moved = primitive.name in MOVES and arrays[0].size in self.regathered_sizes
-            return primitive.name not in TAKES and not moved and base(primitive, *arrays, **more)
+        def policy_without_parameters(primitive: Any, *avals: Any, **params: Any) -> Any:
+            """False for a gathered parameter, else the result of `base_policy`: a bool or an offloading directive."""
+            converts = primitive.name in CONVERSIONS and avals[0].size in self.regathered_sizes
+            return primitive.name not in GATHERS and not converts and base_policy(primitive, *avals, **params)
 
-        return saved
+        return policy_without_parameters
 
     def local_tokens(self, x: jax.Array, axis: int) -> jax.Array:
-        """The part of an array of all the row's tokens that belongs to the device's own."""
         if not self.shards_tokens:
             return x
         count = x.shape[axis] // lax.axis_size("tensor")

@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.softmax import without_silent
-from hpnlp.parallel.layout import Layout, total
+from hpnlp.parallel.layout import Layout
+from hpnlp.parallel.varying import sum_over_devices
 from hpnlp.types import LossOut, TableRows, Zero2Parameter
 
 TABLE = ("vocab", "embed")
@@ -73,7 +74,7 @@ def loss(
     if not layer.merges(rng):
         flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
         if isinstance(table, Zero2Parameter):
-            spec = layout.held(TABLE, table.full.shape, divided=False)
+            spec = layout.state_spec(TABLE, table.full.shape, divided=False)
             table = lax.with_sharding_constraint(table.shard, NamedSharding(layout.mesh, spec))
         return layer.loss(table, flat(h), flat(labels), flat(weights), rng)
     tensor_parallel, words = layout.tensor_parallel(labels.shape[1]), layout.rules["vocab"]
@@ -92,7 +93,10 @@ def loss(
             out = layer.weighted(_merged(words, layer, table, h, labels), labels, weights)
         else:
             out = layer.loss(table, h, labels, weights)
-        sums, aux = total(out.sum, out.weight), {name: total(*pair) for name, pair in out.aux.items()}
+        sums, aux = (
+            sum_over_devices(out.sum, out.weight),
+            {name: sum_over_devices(*pair) for name, pair in out.aux.items()},
+        )
         return LossOut(*sums, aux)
 
     of_tokens = layout.spec("batch", "length")

@@ -108,7 +108,7 @@ def test_where_arrays_lie():
     layout = Plan(fsdp=2, zero=3, tensor=2, pipeline=2).layout(CONFIG.sizes())
     assert layout.spec("batch", "length") == PartitionSpec("fsdp", None)
     assert layout.sharding() == NamedSharding(layout.mesh, PartitionSpec())
-    held = lambda names, shape: layout.held(names, shape, divided=True)  # noqa: E731
+    held = lambda names, shape: layout.state_spec(names, shape, divided=True)  # noqa: E731
     assert held(("layers", "embed", "mlp"), (2, 16, 32)) == PartitionSpec("pipeline", "fsdp", "tensor")
     assert held(("layers", "heads"), (2, 16)) == PartitionSpec("pipeline", "tensor")  # a bias
     assert held(("layers", "hidden"), (2, 16)) == PartitionSpec("pipeline", None)
@@ -116,7 +116,7 @@ def test_where_arrays_lie():
     assert held(("vocab", "embed"), (32, 15)) == PartitionSpec(("pipeline", "tensor", "fsdp"), None)  # the other axis
     assert held(("layers", "embed", "mlp"), (2, 16)) == PartitionSpec()  # of another rank than its names
     assert held(None, (7,)) == PartitionSpec()
-    assert layout.held(("vocab", "embed"), (32, 16), divided=False) == PartitionSpec(("pipeline", "tensor"), None)
+    assert layout.state_spec(("vocab", "embed"), (32, 16), divided=False) == PartitionSpec(("pipeline", "tensor"), None)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def layout_of(name):
 def placed(layout, table, h, *of_tokens):
     """On the mesh; tokens in rows."""
     h, *of_tokens = (x.reshape(B, T, *x.shape[1:]) for x in (h, *of_tokens))
-    held = layout.held(("vocab", "embed"), table.shape, divided=layout.zero == 3)
+    held = layout.state_spec(("vocab", "embed"), table.shape, divided=layout.zero == 3)
     specs = held, layout.activations(T), *[layout.spec("batch", "length")] * len(of_tokens)
     arrays = zip((table, h, *of_tokens), specs, strict=True)
     return [jax.device_put(x, NamedSharding(layout.mesh, spec)) for x, spec in arrays]
@@ -260,11 +260,11 @@ def test_trainers_use_it(devices):
 @pytest.mark.parametrize(
     ("plan", "shape", "told"),
     [
-        (Plan(), (12, T), "12 rows do not divide over plan.data=8: make them a multiple of 8"),
+        (Plan(), (12, T), "12 sequences do not divide over plan.data=8: make them a multiple of 8"),
         (
             Plan("zero3", data=2),
             (12, T),
-            "12 rows do not divide over plan.data=2 x plan.fsdp=4: make them a multiple of 8",
+            "12 sequences do not divide over plan.data=2 x plan.fsdp=4: make them a multiple of 8",
         ),
     ],
     ids=str,
@@ -297,7 +297,7 @@ def test_words_that_do_not_divide_stay_whole(v):
 def test_lookups_are_those_of_one_device(layout):
     layout, (table, *_) = layout_of(layout), arrays()
     ids = jnp.asarray(np.random.default_rng(2).integers(0, V, (B, T)), jnp.int32).at[0, 0].set(V - 1)
-    held = NamedSharding(layout.mesh, layout.held(("vocab", "embed"), table.shape, divided=layout.zero == 3))
+    held = NamedSharding(layout.mesh, layout.state_spec(("vocab", "embed"), table.shape, divided=layout.zero == 3))
     run = lambda look: jax.value_and_grad(lambda table: (look(table) ** 2).sum())  # noqa: E731
     found = once(run(lambda table: vocab_parallel.lookup(layout, table, ids, jnp.float32)), jax.device_put(table, held))
     assert_close(found, once(run(lambda table: table[ids]), table))
