@@ -101,11 +101,12 @@ def by_layer(function: Callable[..., Any], state: Any, *operands: Any) -> Any:
         updated = [None if stack is None else node["layers"] for node, stack in zip(results, stacks, strict=True)]
         return jax.tree.map(lambda stack, x: _write_layer(stack, x, i), stacks, updated), None
 
-    others = call([_without_layers(node) for node in nodes])
+    other_results = call([_without_layers(node) for node in nodes])
     count = jax.tree.leaves(stacks)[0].shape[0]
     state_stacks, _ = lax.scan(update_layer, state_stacks, jnp.arange(count, dtype=jnp.int32))
     return state_treedef.unflatten(
-        node if stack is None else {**node, "layers": stack} for node, stack in zip(others, state_stacks, strict=True)
+        node if stack is None else {**node, "layers": stack}
+        for node, stack in zip(other_results, state_stacks, strict=True)
     )
 
 

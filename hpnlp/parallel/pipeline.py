@@ -1,17 +1,19 @@
-"""The layers of a model over a mesh: each device takes its stage's layers through its own rows, in microbatches.
+"""The layers of a model over a mesh, and the pipeline schedule.
 
-GPipe (Huang et al. 2019, sec. 2.3): with S stages and M microbatches, a pass lasts M + S - 1 ticks, forward and backward, and a
-stage has something to do in M of them. Between ticks a stage sends what it has made, one microbatch of hidden states, to the
-next one.
+Each device runs the layers of its stage on its own sequences, which pass the stages in microbatches.
+
+GPipe (Huang et al. 2019, sec. 2.3): with S stages and M microbatches, a pass takes M + S - 1 ticks, forward and backward, and a
+stage is busy in M of them. Between ticks a stage sends the hidden states of one microbatch to the next stage.
 
 Circular, or interleaved (Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", sec. 2.2.2):
-with R rounds a stage holds R chunks of c = L / (R S) layers, chunk r the layers from (r S + stage) c on. Microbatches go round
-in groups of S, so that one that leaves the last stage enters the first in the next tick, and none waits: M must be a multiple
-of S. A pass lasts R M + S - 1 ticks, each 1 / R as long: (S - 1) / (R M + S - 1) of the time is idle, and R times as many
-hidden states are sent.
+with R rounds, a stage holds R chunks of c = L / (R S) layers; chunk r has the layers from (r S + stage) c on. Microbatches
+circulate in groups of S, so that one that leaves the last stage enters the first in the next tick, and none waits: M must be a
+multiple of S. A pass takes R M + S - 1 ticks, each 1 / R as long. The bubble is (S - 1) / (R M + S - 1) of the time, and R
+times as many hidden states are sent.
 
-An idle stage computes on what nobody reads. It would wait for the others otherwise, which are as long in each tick; and a
-branch around its layers would keep their parameters for the backward pass, once a tick.
+An idle stage computes on data that no stage reads. Skipping the computation would gain nothing, as the stage would wait for
+the others, which take the same time in each tick; and a branch around the layers would keep their parameters for the backward
+pass, once per tick.
 """
 
 from __future__ import annotations
@@ -33,214 +35,320 @@ from hpnlp.parallel import context_parallel, host_offload
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.tensor_parallel import MeshTensorParallel
 from hpnlp.parallel.varying import sum_over_devices, vary, zeros_like
+from hpnlp.parallel.zero import is_zero2
 from hpnlp.types import Aux, InputError, Zero2Parameter
+
+AXIS = "pipeline"
+
+# Without plan.microbatches, at most so many microbatches per stage: the bubble is a fifth of the time, or less with rounds.
+MICROBATCHES_PER_STAGE = 4
 
 # Runs some layers: (tensor_parallel, stacked shards of the layers' parameters, x, context, rng, index of the first layer)
 # -> (x, aux). `tensor_parallel.gather_parameters` makes full parameters from one layer's shards.
 Run = Callable[..., tuple[jax.Array, Aux]]
 
+# Runs the layers of one stage and round: (chunk of parameters, x, context, round) -> (x, aux).
+Stage = Callable[..., tuple[jax.Array, Aux]]
+
 
 def through(
     layout: Layout, names: Any, run: Run, params: Any, x: Float[Array, "B T D"], context: Any, rng: jax.Array | None
 ) -> tuple[Float[Array, "B T D"], Aux]:
-    """x through all layers: `(x, what they report, summed)`.
+    """Runs all layers of a model over a mesh.
 
-    names: the logical names of the parameters' axes, of which the first is "layers". params: stacked in the layers' order, held
-    as the layout has it. x: laid out as `Layout.activations` says. context: a pytree of arrays [B, ...] and [B, T, ...].
-    Cost: over stages, the gradients of parameters are summed over `data` once a pass; what ZeRO divides is gathered in every
-    tick, forward and backward, and its gradients scattered. With rounds see `_dealt`.
-    Raises InputError where the rows of a device do not divide into microbatches.
+    Args:
+        layout: of the run.
+        names: logical names of the parameters' axes, of which the first is "layers".
+        run: runs some layers on one device.
+        params: stacked in the layers' order, `[L, ...]`, laid out by the layout.
+        x: hidden states, laid out by `Layout.activations`.
+        context: a pytree of arrays `[B, ...]` and `[B, T, ...]`.
+        rng: key for dropout, or None.
+
+    Returns:
+        `(x, aux)`: the hidden states after all layers, and what the layers report, summed over layers and devices.
+
+    Raises:
+        InputError: a device's sequences do not divide into microbatches.
+
+    Cost: with stages, the gradients of parameters are summed over `data` once per pass. Parameters that ZeRO divides are
+    gathered in every tick, forward and backward, and their gradients scattered. With rounds, see `_redistribute`.
     """
     length = context.positions.shape[1]
-    given, take = layout.parameters(names, params, stacked=True)
-    whole = (lambda held: take(host_offload.here(held))) if layout.offload_parameters else take
-    tensor_parallel = dataclasses.replace(layout.tensor_parallel(length), gather=whole)
-    if layout.size("length") > 1:
-        ring = functools.partial(context_parallel.ring, chunks=context.order)
-        tensor_parallel = dataclasses.replace(
-            tensor_parallel, run_mixer=context_parallel.by_heads if layout.exchange == "heads" else ring
-        )
+    param_specs, gather = layout.parameters(names, params, stacked=True)
+    tensor_parallel = _tensor_parallel(layout, length, gather, context.order)
     count = microbatches(layout, x.shape[0])
-    leaves, form = jax.tree.flatten(context)
+    leaves, treedef = jax.tree.flatten(context)
 
-    def body(params: Any, x: jax.Array, leaves: Any, rng: Any) -> tuple[jax.Array, Aux]:
-        context = jax.tree.unflatten(form, leaves)
-        part = tensor_parallel
-        if layout.zero == 3 or layout.rounds > 1 or layout.offload_parameters:
-            sizes = {math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(params)}
-            whole = {size * layout.mesh.shape["fsdp"] for size in sizes}
-            part = dataclasses.replace(tensor_parallel, regathered_sizes=frozenset(sizes | whole))
+    def run_on_device(params: Any, x: jax.Array, leaves: Any, rng: Any) -> tuple[jax.Array, Aux]:
+        context = jax.tree.unflatten(treedef, leaves)
+        local = dataclasses.replace(tensor_parallel, regathered_sizes=_regathered_sizes(layout, params))
         if layout.size("layers") == 1:
-            x, aux = run(part, params, x, context, rng, 0)
+            x, aux = run(local, params, x, context, rng, 0)
         else:
-            # Before the loop over ticks: where an array begins to vary, its gradient is summed.
-            params = jax.tree.map(lambda leaf: vary(leaf, jax.typeof(x).manual_axis_type.varying), params)
-            stage, lent = _stage(part, run, params, rng, layout.rounds)
-            if layout.recompute_stages:
-                stage = jax.checkpoint(stage, prevent_cse=False)
-            x, aux = _ticks(stage, lent, x, context, count, layout.rounds)
+            x, aux = _run_stages(layout, local, run, params, x, context, rng, count)
         return x, {name: sum_over_devices(*pair) for name, pair in aux.items()}
 
-    of = layout.activations(length)
-    contexts = [PartitionSpec(*layout.spec("batch", "length")[: leaf.ndim]) for leaf in leaves]
+    x_spec = layout.activations(length)
+    context_specs = [PartitionSpec(*layout.spec("batch", "length")[: leaf.ndim]) for leaf in leaves]
     program = jax.shard_map(
-        body, mesh=layout.mesh, in_specs=(given, of, contexts, PartitionSpec()), out_specs=(of, PartitionSpec())
+        run_on_device,
+        mesh=layout.mesh,
+        in_specs=(param_specs, x_spec, context_specs, PartitionSpec()),
+        out_specs=(x_spec, PartitionSpec()),
     )
     return program(params, x, leaves, rng)
 
 
+def _tensor_parallel(layout: Layout, length: int, gather: Callable[[Any], Any], order: Any) -> MeshTensorParallel:
+    """Collectives of one device in a layer: gathering of its parameters, and mixing over a divided sequence.
+
+    order: the chunks of each device of a ring, from `context_parallel.arranged`.
+    """
+
+    def gather_from_host(shards: Any) -> Any:
+        return gather(host_offload.here(shards))
+
+    fields: dict[str, Any] = {"gather": gather_from_host if layout.offload_parameters else gather}
+    if layout.size("length") > 1:
+        ring = functools.partial(context_parallel.ring, chunks=order)
+        fields["run_mixer"] = context_parallel.by_heads if layout.exchange == "heads" else ring
+    return dataclasses.replace(layout.tensor_parallel(length), **fields)
+
+
+def _regathered_sizes(layout: Layout, params: Any) -> frozenset[int]:
+    """Numbers of elements of a layer's parameters, before and after gathering; none if gathered parameters are kept."""
+    if not (layout.zero == 3 or layout.rounds > 1 or layout.offload_parameters):
+        return frozenset()
+    sizes = {math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(params)}
+    return frozenset(sizes | {size * layout.mesh.shape["fsdp"] for size in sizes})
+
+
 def microbatches(layout: Layout, rows: int) -> int:
-    """How many microbatches the rows of a batch make: as the plan says, else the most that divide a device's rows, up to four
-    times the stages, which leaves a fifth of the time idle, or less with rounds. Raises InputError where they do not divide."""
-    own, stages, count = rows // layout.size("batch"), layout.size("layers"), layout.microbatches
+    """Number of microbatches of a batch.
+
+    Without plan.microbatches, it is the largest number that divides a device's sequences, up to MICROBATCHES_PER_STAGE times
+    the stages.
+
+    Args:
+        layout: of the run.
+        rows: sequences of the batch, over all devices.
+
+    Returns:
+        The number of microbatches that each device's sequences are divided into; 1 without a pipeline.
+
+    Raises:
+        InputError: the sequences do not divide into microbatches, or the microbatches into groups.
+    """
+    sequences, stages, count = rows // layout.size("batch"), layout.size("layers"), layout.microbatches
     if stages == 1:
         return 1
     group = stages if layout.rounds > 1 else 1
-    if count and own % count:
+    if count and sequences % count:
         raise InputError(
-            f"plan.microbatches={count} do not divide the {own} rows that a device has of a batch: choose a divisor of it, or "
-            "another data.batch_size"
+            f"plan.microbatches={count} does not divide the {sequences} sequences that each device has of a batch: choose a "
+            f"divisor of {sequences}, or another data.batch_size"
         )
-    if (count or own) % group:
-        what = f"plan.microbatches={count} are" if count else f"the {own} rows that a device has of a batch are"
+    if (count or sequences) % group:
+        subject = f"plan.microbatches={count} is" if count else f"{sequences} sequences per device and batch are"
         raise InputError(
-            f"{what} not a multiple of plan.pipeline={stages}, by which microbatches go round where plan.rounds="
-            f"{layout.rounds}: make them one, or set plan.rounds=1"
+            f"{subject} not a multiple of plan.pipeline={stages}, as plan.rounds={layout.rounds} requires: choose another "
+            f"{'plan.microbatches' if count else 'data.batch_size'}, or set plan.rounds=1"
         )
-    return count or max(m for m in range(group, min(own, 4 * stages) + 1, group) if own % m == 0)
+    most = min(sequences, MICROBATCHES_PER_STAGE * stages)
+    return count or max(m for m in range(group, most + 1, group) if sequences % m == 0)
 
 
 def ticks(stages: int, count: int, rounds: int) -> int:
-    """How long a pass lasts, in times that a stage takes for a chunk of its layers and a microbatch."""
+    """Duration of a pass in ticks. In a tick, a stage runs one microbatch through one chunk of its layers.
+
+    Args:
+        stages: S.
+        count: M, the number of microbatches.
+        rounds: R.
+
+    Returns:
+        R M + S - 1.
+    """
     return rounds * count + stages - 1
 
 
-def _stage(
+def _run_stages(
+    layout: Layout,
+    tensor_parallel: MeshTensorParallel,
+    run: Run,
+    params: Any,
+    x: jax.Array,
+    context: Any,
+    rng: Any,
+    count: int,
+) -> tuple[jax.Array, Aux]:
+    """Runs the device's sequences through all stages, of which the device holds one."""
+    # Marked before the loop over ticks: the gradient is summed where an array begins to vary, and so only once.
+    params = jax.tree.map(lambda leaf: vary(leaf, jax.typeof(x).manual_axis_type.varying), params)
+    if tensor_parallel.regathers:
+        stage, chunks = _regathering_stage(tensor_parallel, run, params, rng, layout.rounds)
+    else:
+        stage, chunks = _stage(tensor_parallel, run, params, rng), ()
+    if layout.recompute_stages:
+        stage = jax.checkpoint(stage, prevent_cse=False)
+    return _run_ticks(stage, chunks, x, context, count, layout.rounds)
+
+
+def _stage(tensor_parallel: MeshTensorParallel, run: Run, params: Any, rng: Any) -> Stage:
+    """A stage of one round, whose gathered parameters are kept for the backward pass. It takes no chunk."""
+    here = lax.axis_index(AXIS)
+    layers = jax.tree.leaves(params)[0].shape[0]
+    first = (here * layers).astype(jnp.uint32)
+
+    def stage(chunk: Any, x: jax.Array, context: Any, round_: jax.Array) -> tuple[jax.Array, Aux]:
+        return run(tensor_parallel, params, x, context, rng, first)
+
+    return stage
+
+
+def _regathering_stage(
     tensor_parallel: MeshTensorParallel, run: Run, params: Any, rng: Any, rounds: int
-) -> tuple[Callable[..., Any], Any]:
-    """`stage(own, x, context, round) -> (x, aux)`, and the stack [rounds, c, ...] of which `own` is the round's chunk.
+) -> tuple[Stage, Any]:
+    """`(stage, chunks)`: a stage whose parameters are gathered again in the backward pass.
 
-    With more than one round, a loop over ticks that took a chunk out of the stack would keep it for the backward pass, in every
-    tick; and what ZeRO divides would be gathered before it, all of a stage's, where that is the same in every tick. A layer
-    therefore takes its row of the stack itself, and takes it again; `own` is there for the gradient alone.
+    If the loop over ticks took a round's chunk out of the stack, it would keep the chunk for the backward pass in every tick.
+    And if parameters were gathered before the loop, all of a stage's would be held at once. Each layer therefore takes its
+    own parameters from the stack, in the forward pass and again in the backward pass. The stack itself has no gradient:
+    chunks `[R, c, ...]` are arguments of the stage only in order to receive it.
     """
-    here = lax.axis_index("pipeline")
-    if not tensor_parallel.regathers:
-        local = jax.tree.leaves(params)[0].shape[0]
-        first = (here * local).astype(jnp.uint32)
-        return lambda own, x, context, now: run(tensor_parallel, params, x, context, rng, first), ()
-
-    stack = jax.tree.map(functools.partial(_dealt, rounds=rounds), params)
-    local = jax.tree.leaves(stack)[0].shape[1]
-    lent = jax.tree.map(lambda leaf: leaf.shard if _is_split(leaf) else leaf, stack, is_leaf=_is_split)
+    here = lax.axis_index(AXIS)
+    stack = jax.tree.map(functools.partial(_redistribute, rounds=rounds), params)
+    layers = jax.tree.leaves(stack)[0].shape[1]
+    chunks = jax.tree.map(lambda leaf: leaf.shard if is_zero2(leaf) else leaf, stack, is_leaf=is_zero2)
     stack = lax.stop_gradient(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stack))
 
-    def whole(layer: Any) -> Any:
-        def one(leaf: Any, own: jax.Array) -> Any:
-            if _is_split(leaf):
-                return Zero2Parameter(_at(leaf.full, layer["row"]), own)
-            return _credited(_at(leaf, layer["row"]), own)
+    def gather(layer: Any) -> Any:
+        def take(leaf: Any, receiver: jax.Array) -> Any:
+            if is_zero2(leaf):
+                return Zero2Parameter(_at(leaf.full, layer["index"]), receiver)
+            return _with_gradient_of(_at(leaf, layer["index"]), receiver)
 
-        return tensor_parallel.gather(jax.tree.map(one, stack, layer["own"], is_leaf=_is_split))
+        return tensor_parallel.gather(jax.tree.map(take, stack, layer["gradient_receivers"], is_leaf=is_zero2))
 
-    picking = dataclasses.replace(tensor_parallel, gather=whole)
+    gathering = dataclasses.replace(tensor_parallel, gather=gather)
 
-    def stage(own: Any, x: jax.Array, context: Any, now: jax.Array) -> tuple[jax.Array, Aux]:
-        rows = now * local + jnp.arange(local, dtype=jnp.int32)
-        first = ((now * lax.axis_size("pipeline") + here) * local).astype(jnp.uint32)
-        return run(picking, {"row": rows, "own": own}, x, context, rng, first)
+    def stage(chunk: Any, x: jax.Array, context: Any, round_: jax.Array) -> tuple[jax.Array, Aux]:
+        indices = round_ * layers + jnp.arange(layers, dtype=jnp.int32)
+        first = ((round_ * lax.axis_size(AXIS) + here) * layers).astype(jnp.uint32)
+        return run(gathering, {"index": indices, "gradient_receivers": chunk}, x, context, rng, first)
 
-    return stage, lent
+    return stage, chunks
 
 
-def _ticks(
-    stage: Callable[..., Any], lent: Any, x: jax.Array, context: Any, count: int, rounds: int
-) -> tuple[jax.Array, Aux]:
-    """x [b, t, D] of a device through all stages: in tick n each is at its unit n - its number of the schedule."""
-    stages, here = lax.axis_size("pipeline"), lax.axis_index("pipeline")
-    parts, contexts = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), (x, context))
-    parts, contexts = jax.tree.map(lambda a: vary(a, ("pipeline",)), (parts, contexts))
+def _run_ticks(stage: Stage, chunks: Any, x: jax.Array, context: Any, count: int, rounds: int) -> tuple[jax.Array, Aux]:
+    """Runs the schedule on x `[b, t, D]`: in tick n, each stage works on item n - (index of the stage) of `_schedule`."""
+    stages, here = lax.axis_size(AXIS), lax.axis_index(AXIS)
+    inputs, contexts = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), (x, context))
+    inputs, contexts = jax.tree.map(lambda a: vary(a, (AXIS,)), (inputs, contexts))
+    # With rounds, the last stage sends to the first.
+    neighbours = [(i, (i + 1) % stages) for i in range(stages if rounds > 1 else stages - 1)]
 
     def tick(carry: Any, now: jax.Array) -> tuple[Any, Aux]:
-        received, out, lent = carry
-        unit = now - here
-        busy = (unit >= 0) & (unit < rounds * count)
-        group, place = jnp.divmod(jnp.clip(unit, 0, rounds * count - 1), rounds * stages)
-        round_, member = jnp.divmod(place, stages)
-        at = group * stages + member
-        part, of_part = jax.tree.map(lambda a: _at(a, at), (parts, contexts))
-        lent, own = _lend(lent, round_)
-        made, aux = stage(own, jnp.where((here == 0) & (round_ == 0), part, received), of_part, round_)
-        # Earlier rounds, and idle ticks before the first, are written over; in the last stage none is idle after it.
-        out = lax.dynamic_update_index_in_dim(out, made, at, 0)
-        ring = [(i, (i + 1) % stages) for i in range(stages if rounds > 1 else stages - 1)]
+        received, outputs, chunks = carry
+        busy, round_, index = _schedule(now - here, stages, count, rounds)
+        microbatch, microbatch_context = jax.tree.map(lambda a: _at(a, index), (inputs, contexts))
+        chunks, chunk = _take_chunk(chunks, round_)
+        enters = (here == 0) & (round_ == 0)
+        y, aux = stage(chunk, jnp.where(enters, microbatch, received), microbatch_context, round_)
+        # Results of earlier rounds, and of idle ticks before the first item, are overwritten later; the last stage, whose
+        # outputs count, is never idle after its first item.
+        outputs = lax.dynamic_update_index_in_dim(outputs, y, index, 0)
         aux = jax.tree.map(lambda a: jnp.where(busy, a, 0), aux)
-        return (lax.ppermute(made, "pipeline", ring), out, lent), aux
+        return (lax.ppermute(y, AXIS, neighbours), outputs, chunks), aux
 
-    start = jax.tree.map(zeros_like, jax.eval_shape(lambda: (parts[0], parts)))
-    lasting = jnp.arange(ticks(stages, count, rounds), dtype=jnp.int32)
-    (_, out, _), aux = lax.scan(tick, (*start, lent), lasting)
-    out = lax.psum(jnp.where(here == stages - 1, out, 0), "pipeline")
-    return out.reshape(x.shape), jax.tree.map(lambda a: jnp.sum(a, axis=0), aux)
+    received, outputs = jax.tree.map(zeros_like, jax.eval_shape(lambda: (inputs[0], inputs)))
+    numbers = jnp.arange(ticks(stages, count, rounds), dtype=jnp.int32)
+    (_, outputs, _), aux = lax.scan(tick, (received, outputs, chunks), numbers)
+    outputs = lax.psum(jnp.where(here == stages - 1, outputs, 0), AXIS)
+    return outputs.reshape(x.shape), jax.tree.map(lambda a: jnp.sum(a, axis=0), aux)
 
 
-def _dealt(held: Float[Array, "rows ..."], rounds: int) -> Float[Array, "R c ..."]:
-    """The rows of a stage's chunks, from those that it holds: as many, of consecutive layers.
+def _schedule(item: jax.Array, stages: int, count: int, rounds: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`(busy, round, microbatch)` of a stage's work item, of R M in all; not busy before the first and after the last.
 
-    So parameters, their statistics and checkpoints are the same under every plan. In return, a stage holds a copy of its
-    parameters during a pass, and sends up to all of them before it and of their gradients after it: 2 / S of the layers'
-    bytes, as much as one of many replicas sends of gradients.
-    Chunk b = r S + s is held by stage b // R and wanted by stage b % S. In step (b - b // lcm(R, S)) % R every stage sends one
-    and receives one.
+    Microbatches circulate in groups of as many as there are stages: a group passes all rounds before the next one enters.
     """
-    blocks, stages = held.reshape(rounds, -1, *held.shape[1:]), lax.axis_size("pipeline")
+    busy = (item >= 0) & (item < rounds * count)
+    group, place = jnp.divmod(jnp.clip(item, 0, rounds * count - 1), rounds * stages)
+    round_, member = jnp.divmod(place, stages)
+    return busy, round_, group * stages + member
+
+
+def _redistribute(held: Float[Array, "rows ..."], rounds: int) -> Float[Array, "R c ..."]:
+    """Sends the layers that a stage holds, which are consecutive, to the stages that run them.
+
+    Thereby parameters, their statistics and checkpoints are laid out the same under every plan. In return, a stage holds a
+    copy of its parameters during a pass, and sends up to all of them before the pass, and all of their gradients after it:
+    2 / S of the layers' bytes, as much as a replica sends of gradients.
+
+    Chunk b = r S + s is held by stage b // R and run by stage b % S. In step (b - b // lcm(R, S)) % R, every stage sends one
+    chunk and receives one.
+    """
+    blocks, stages = held.reshape(rounds, -1, *held.shape[1:]), lax.axis_size(AXIS)
     if rounds == 1:
         return blocks
     chunk = np.arange(rounds * stages)
     step = (chunk - chunk // math.lcm(rounds, stages)) % rounds
     source, target = chunk // rounds, chunk % stages
-    sent, come = np.zeros((2, stages, rounds), np.int32)
-    sent[source, step], come[target, chunk // stages] = chunk % rounds, step
+    send_order, receive_order = np.zeros((2, stages, rounds), np.int32)
+    send_order[source, step], receive_order[target, chunk // stages] = chunk % rounds, step
 
-    def order(x: jax.Array, table: np.ndarray) -> jax.Array:
-        mine = _at(jnp.asarray(table), lax.axis_index("pipeline"))
-        return x.at[mine].get(unique_indices=True, mode="promise_in_bounds")
+    def permute(x: jax.Array, orders: np.ndarray) -> jax.Array:
+        order = _at(jnp.asarray(orders), lax.axis_index(AXIS))
+        return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
-    leaving = order(blocks, sent)
+    to_send = permute(blocks, send_order)
     pairs = [[(int(source[b]), int(target[b])) for b in chunk[step == n]] for n in range(rounds)]
-    moved = [
-        leaving[n] if all(a == b for a, b in pairs[n]) else lax.ppermute(leaving[n], "pipeline", pairs[n])
+    received = [
+        to_send[n] if all(a == b for a, b in pairs[n]) else lax.ppermute(to_send[n], AXIS, pairs[n])
         for n in range(rounds)
     ]
-    return order(jnp.stack(moved), come)
+    return permute(jnp.stack(received), receive_order)
 
 
 @jax.custom_vjp
-def _lend(stack: Any, now: jax.Array) -> tuple[Any, Any]:
-    """(stack, its part `now`): the part's gradient is added in its place. A slice's would be as large as the stack."""
-    return stack, jax.tree.map(lambda a: _at(a, now), stack)
+def _take_chunk(chunks: Any, round_: jax.Array) -> tuple[Any, Any]:
+    """`(chunks, chunk of the round)`. The chunk's gradient is added in place to that of `chunks`; the gradient of a slice
+    would be an array of zeros as large as `chunks`, in every tick."""
+    return chunks, jax.tree.map(lambda a: _at(a, round_), chunks)
 
 
-def _lend_backward(now: jax.Array, d: tuple[Any, Any]) -> tuple[Any, None]:
-    add = lambda stack, own: lax.dynamic_update_index_in_dim(stack, _at(stack, now) + own, now, 0)  # noqa: E731
-    return jax.tree.map(add, *d), None
+def _take_chunk_forward(chunks: Any, round_: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
+    return _take_chunk(chunks, round_), round_
 
 
-_lend.defvjp(lambda stack, now: (_lend(stack, now), now), _lend_backward)
+def _take_chunk_backward(round_: jax.Array, cotangents: tuple[Any, Any]) -> tuple[Any, None]:
+    def add(d_stack: jax.Array, d_chunk: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(d_stack, _at(d_stack, round_) + d_chunk, round_, 0)
+
+    return jax.tree.map(add, *cotangents), None
+
+
+_take_chunk.defvjp(_take_chunk_forward, _take_chunk_backward)
 
 
 @jax.custom_vjp
-def _credited(value: jax.Array, own: jax.Array) -> jax.Array:
-    """`value`; the gradient by it is `own`'s."""
+def _with_gradient_of(value: jax.Array, receiver: jax.Array) -> jax.Array:
+    """Returns `value`, whose cotangent becomes the gradient by `receiver`."""
     return value
 
 
-_credited.defvjp(lambda value, own: (value, None), lambda _, d: (jnp.zeros_like(d), d))
+def _with_gradient_of_forward(value: jax.Array, receiver: jax.Array) -> tuple[jax.Array, None]:
+    return value, None
+
+
+def _with_gradient_of_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros_like(cotangent), cotangent
+
+
+_with_gradient_of.defvjp(_with_gradient_of_forward, _with_gradient_of_backward)
 
 
 def _at(x: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(x, i, keepdims=False)
-
-
-def _is_split(node: Any) -> bool:
-    return isinstance(node, Zero2Parameter)

@@ -1,4 +1,6 @@
-"""The Plan: how a computation is laid out on a mesh of devices, and the one table from logical axes to mesh axes."""
+"""The Plan: sizes of the mesh axes, ZeRO stage, rematerialisation and offloading; and the table from logical axes of arrays to
+mesh axes, the only place in the project that relates them.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,12 @@ from hpnlp.spec import did_you_mean, lookup
 from hpnlp.types import InputError
 
 EXCHANGES = ("ring", "heads")
-# Mesh axes, those that talk least first: neighbours in the mesh are neighbours in the machine.
+# Mesh axes, in order of rising communication: devices that are neighbours in the mesh are neighbours in the machine, and the
+# last axes have the nearest neighbours.
 AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
 
-# A named plan gives what the fields of the Plan leave open: sizes, 1 where it names none and -1 for the devices that are left
-# over, and the ZeRO stage.
+# Named plans: sizes of mesh axes, and the ZeRO stage, for Plan fields that are None. An axis that is not listed has size 1, and
+# -1 stands for all remaining devices.
 PLANS: dict[str, dict[str, int]] = {
     "single": {},
     "data": {"data": -1},
@@ -33,45 +36,56 @@ PLANS: dict[str, dict[str, int]] = {
     "sequence": {"sequence": -1},
     "3d": {"data": -1, "tensor": 2, "pipeline": 2},
 }
+DEFAULT_ZERO = 3  # the stage of the axis `fsdp` where neither the Plan nor the named plan gives one
+FILL = -1  # an axis size: all remaining devices
 
-# Logical axis -> the mesh axes that it divides over, where they divide its size. Layers name their arrays' axes on the left;
-# nothing else in the project names a mesh axis. What ZeRO divides, `Layout.held` says.
+# Logical axis -> the mesh axes that divide it, as far as they divide its size. Layers give their arrays' axes the names on the
+# left; no other code names a mesh axis for an array. ZeRO's axis `fsdp` is added by `parallel.zero`.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "length": ("sequence",),
-    "positions": (),  # of a learned table
+    "positions": (),  # rows of a table of learned positions
     "layers": ("pipeline",),
-    "turns": ("pipeline",),  # layers over the period of their mixers: stages are alike
+    "turns": ("pipeline",),  # layers / period of the mixers: all stages run the same program
     "embed": (),  # the model dimension of parameters
     "hidden": (),  # the model dimension of activations
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
-    "vocab": ("pipeline", "tensor"),  # stages would wait for the last one's words
-    "classes": (),  # outputs that are no words: of clusters, classes and bits
+    "vocab": ("pipeline", "tensor"),  # stages would otherwise wait for the last one's logits
+    "classes": (),  # outputs that are not words: clusters, classes and bits
 }
+
+Sizes = dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a run is laid out over devices.
+    """Layout of a run on devices, and what is rematerialised or offloaded.
 
-    name: an entry of PLANS, which fills the sizes left None. data: replicas with their own part of the batch. fsdp: devices
-    with their own part of the batch that share out the training state, as zero says: 1 the optimizer's, 2 gradients too, 3
-    parameters too, 0 nothing (Rajbhandari et al. 2020, "ZeRO"). tensor: devices that share each layer's heads, MLP columns
-    and the vocabulary (Shoeybi et al. 2019, "Megatron-LM"). pipeline: stages, each with its own layers (Huang et al. 2019,
-    "GPipe"). sequence: devices that share each sequence. expert: kept for mixtures of experts. One size may be -1: all devices
-    that are left. microbatches: parts that a device's rows go through the pipeline in, 0 for up to four times the stages.
-    rounds: how often they go round it, each stage having so many chunks of layers (Narayanan et al. 2021, "Efficient
-    large-scale language model training on GPU clusters", sec. 2.2.2): the more, the less is idle and the more is sent.
-    recompute_stages: the backward pass finds the input of a stage saved, of each microbatch and round, and runs the stage
-    again; with remat, its layers once more, for one microbatch at a time.
-    exchange: what devices of a sequence send each other: "ring" (keys and values) or "heads" (all tokens of some heads).
-    remat: what the backward pass computes again, an entry of `parallel.offload.REMAT`: "none", "full", "dots",
-    "names(mixed,hidden)" or "offload(mixed)". offload_optimizer: the optimizer's state rests in the host's memory, and is on
-    the device for the update alone. offload_parameters: the layers' parameters, their gradients and averages rest there, and
-    one layer's at a time are on the device, in the forward pass, the backward pass and the update.
+    name: an entry of PLANS, which fills in the sizes left None. One size may be -1, for all remaining devices.
+    pipeline: number of stages, each with its own layers (Huang et al. 2019, "GPipe").
+    data: number of replicas, each with its own part of the batch.
+    fsdp: number of devices, each with its own part of the batch, that divide the training state as zero says.
+    expert: reserved for mixtures of experts, 1.
+    sequence: number of devices that divide each sequence, by exchange.
+    tensor: number of devices that divide each layer's heads and MLP columns, and the vocabulary (Shoeybi et al. 2019,
+    "Megatron-LM").
+    zero: ZeRO stage of the axis fsdp (Rajbhandari et al. 2020, "ZeRO"), 0 to divide nothing, 1 the optimizer state, 2 also
+    gradients, 3 also parameters.
+    microbatches: number of microbatches that each device's sequences pass the pipeline in, 0 for up to four times the stages.
+    rounds: number of chunks of layers per stage, and of passes of a microbatch through the stages (Narayanan et al. 2021,
+    "Efficient large-scale language model training on GPU clusters", sec. 2.2.2). More rounds make the pipeline bubble smaller
+    and send more.
+    recompute_stages: keep only the input of each stage, microbatch and round for the backward pass, which runs the stage again,
+    and with remat also each layer, for one microbatch at a time.
+    exchange: what the devices of a sequence send each other, "ring" (keys and values) or "heads" (all tokens of some heads).
+    remat: what the backward pass recomputes, an entry of `parallel.remat.REMAT`: "none", "full", "dots", "names(mixed,hidden)"
+    or "offload(mixed)".
+    offload_optimizer: keep the optimizer state in the host's memory, and on the device during the update only.
+    offload_parameters: keep the layers' parameters, their gradients and averages in the host's memory, and one layer's at a
+    time on the device, in the forward pass, the backward pass and the update.
     """
 
     name: str = "data"
@@ -97,80 +111,111 @@ class Plan:
             raise InputError(f"plan.exchange={self.exchange!r}: {did_you_mean(self.exchange, EXCHANGES)}")
         policy(self.remat)
         if self.microbatches < 0:
-            raise InputError(f"plan.microbatches={self.microbatches}: expected at least 1, or 0 to have it chosen")
+            raise InputError(
+                f"plan.microbatches={self.microbatches}: expected at least 1, or 0 for an automatic choice"
+            )
         if self.rounds < 1:
             raise InputError(f"plan.rounds={self.rounds}: expected at least 1")
 
-    def sizes(self, device_count: int) -> dict[str, int]:
-        """The mesh's axis sizes over `device_count` devices. Raises InputError where they do not multiply to it."""
-        named = {axis: lookup(PLANS, self.name, "plan.name").get(axis, 1) for axis in AXES}
-        own = {axis: getattr(self, axis) for axis in AXES}
-        # An explicit -1 takes what is left, so the named plan's own -1 gives way to it.
-        explicit_fill = any(size == -1 for size in own.values())
-        sizes = {a: (1 if explicit_fill and named[a] == -1 else named[a]) if own[a] is None else own[a] for a in AXES}
+    def sizes(self, device_count: int) -> Sizes:
+        """Sizes of the mesh axes.
+
+        Args:
+            device_count: number of devices.
+
+        Returns:
+            Mesh axis -> size, in the order of AXES. Their product is `device_count`; the plan `single` has 1.
+
+        Raises:
+            InputError: the sizes do not multiply to `device_count`, or do not fit the other fields.
+        """
+        sizes = self._requested_sizes()
         shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
-        if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
-            raise InputError(f"plan ({shown}): sizes are at least 1, and one of them may be -1, which takes the rest")
-        fixed, fills = math.prod(size for size in sizes.values() if size != -1), -1 in sizes.values()
+        if any(size < 1 and size != FILL for size in sizes.values()) or list(sizes.values()).count(FILL) > 1:
+            raise InputError(
+                f"plan ({shown}): sizes are at least 1, and one of them may be -1, for all remaining devices"
+            )
+        fixed, fills = math.prod(size for size in sizes.values() if size != FILL), FILL in sizes.values()
         if fills:
-            sizes = {axis: device_count // fixed if size == -1 else size for axis, size in sizes.items()}
+            sizes = {axis: device_count // fixed if size == FILL else size for axis, size in sizes.items()}
         if math.prod(sizes.values()) != device_count and not (self.name == "single" and fixed == 1):
-            more = ", more than there are" if fixed > device_count else ""
+            excess = ", more than there are" if fixed > device_count else ""
             raise InputError(
                 f"plan ({shown}) does not divide {device_count} device{'s' * (device_count > 1)}: "
-                f"{fixed} is the product of the given sizes{more}; {_mend(sizes, fixed, device_count, fills)}"
+                f"{fixed} is the product of the given sizes{excess}; {_fix_of_sizes(sizes, fixed, device_count, fills)}"
             )
+        self._check_fields(sizes)
+        return sizes
+
+    def _requested_sizes(self) -> Sizes:
+        """Sizes from the fields and, where these are None, from the named plan; FILL is not resolved."""
+        named = {axis: lookup(PLANS, self.name, "plan.name").get(axis, 1) for axis in AXES}
+        explicit = {axis: size for axis in AXES if (size := getattr(self, axis)) is not None}
+        # An explicit -1 takes all remaining devices, so a -1 of the named plan counts as 1.
+        if FILL in explicit.values():
+            named = {axis: 1 if size == FILL else size for axis, size in named.items()}
+        return {**named, **explicit}
+
+    def _check_fields(self, sizes: Sizes) -> None:
+        """Raises InputError where other fields do not fit the sizes of the mesh axes."""
         if sizes["expert"] > 1:
-            raise InputError(f"plan.expert={sizes['expert']}: no model here has experts to share out: leave it 1")
+            raise InputError(f"plan.expert={sizes['expert']}: no model has experts to divide: leave it 1")
         for field, unset in (("microbatches", 0), ("rounds", 1), ("recompute_stages", False)):
             if sizes["pipeline"] == 1 and (value := getattr(self, field)) != unset:
                 raise InputError(
-                    f"plan.{field}={value} is of stages, and plan.pipeline=1 has none: set plan.{field}={unset}, or "
+                    f"plan.{field}={value} needs a pipeline, and plan.pipeline is 1: set plan.{field}={unset}, or "
                     "plan.pipeline to at least 2"
                 )
         if self.zero and sizes["fsdp"] == 1 and sizes["data"] > 1:
             raise InputError(
-                f"plan.zero={self.zero} shares out the state over plan.fsdp, which is 1: set plan.fsdp=-1 and plan.data=1, or "
-                f"plan.name=zero{self.zero}"
+                f"plan.zero={self.zero} divides the training state over plan.fsdp, which is 1: set plan.fsdp=-1 and "
+                f"plan.data=1, or plan.name=zero{self.zero}"
             )
         if self.offload_parameters and sizes["pipeline"] > 1:
             raise InputError(
                 f"plan.offload_parameters=True fetches a layer for all of a batch, and plan.pipeline={sizes['pipeline']} takes "
                 "it for each microbatch: set plan.pipeline=1, or plan.offload_parameters=False"
             )
-        return sizes
 
     def mesh(self, devices: Sequence[Any] | int | None = None) -> Mesh | AbstractMesh:
-        """The mesh over `devices` (default: all; plan `single` takes the first), or over so many that need not be there."""
-        kinds = (AxisType.Auto,) * len(AXES)
+        """The mesh of the plan.
+
+        Args:
+            devices: the devices, all by default; the plan `single` takes the first. A number stands for so many devices that
+                need not be there.
+
+        Returns:
+            A Mesh, or an AbstractMesh for a number of devices.
+        """
+        axis_types = (AxisType.Auto,) * len(AXES)
         if isinstance(devices, int):
             sizes = self.sizes(devices)
-            return AbstractMesh(tuple(sizes.values()), AXES, axis_types=kinds)
+            return AbstractMesh(tuple(sizes.values()), AXES, axis_types=axis_types)
         devices = jax.devices() if devices is None else devices
         sizes = self.sizes(len(devices))
         used = devices[: math.prod(sizes.values())]
-        return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=kinds, devices=used)
+        return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=axis_types, devices=used)
 
     def layout(self, sizes: Mapping[str, tuple[int, str]], devices: Sequence[Any] | int | None = None) -> Layout:
-        """Where the arrays of a model lie over `devices` (default: all), or over so many that need not be there.
+        """Resolves the plan on devices, for a model.
 
-        sizes: logical axis -> (size, the config field that sets it). An axis that the mesh does not divide is left whole.
-        Raises InputError where layers do not divide into stages, and where a mesh axis would divide nothing.
+        Args:
+            sizes: logical axis -> (size, the config field that sets it). An axis that no mesh axis divides is replicated.
+            devices: as for `mesh`.
+
+        Returns:
+            The Layout.
+
+        Raises:
+            InputError: layers do not divide into stages, or the mesh axis `tensor` divides nothing.
         """
         mesh = self.mesh(devices)
         rules = {name: tuple(a for a in axes if mesh.shape[a] > 1) for name, axes in RULES.items()}
         for name, (size, field) in sizes.items():
-            stages = mesh.shape["pipeline"]
-            if name in ("layers", "turns") and size % (stages * self.rounds):
-                what = "turns of model.mixer" if name == "turns" else field
-                chunks = f" of plan.rounds={self.rounds} chunks" if self.rounds > 1 else ""
-                raise InputError(
-                    f"{what}={size} does not divide into plan.pipeline={stages} stages{chunks}: make it a multiple of "
-                    f"{stages * self.rounds}, or change the plan"
-                )
-            some = [c for n in range(len(rules[name]), -1, -1) for c in itertools.combinations(rules[name], n)]
-            rules[name] = next(axes for axes in some if size % math.prod(mesh.shape[axis] for axis in axes) == 0)
-        # Attention is divided by whole groups of heads, or not at all.
+            if name in ("layers", "turns"):
+                self._check_stages(size, "turns of model.mixer" if name == "turns" else field, mesh.shape["pipeline"])
+            rules[name] = _dividing_axes(size, rules[name], mesh.shape)
+        # Attention is divided by complete groups of query heads and their key head, or not at all.
         if rules["heads"] != rules["kv_heads"]:
             rules["heads"] = rules["kv_heads"] = ()
         if mesh.shape["tensor"] > 1 and not any("tensor" in rules[name] for name in sizes):
@@ -178,12 +223,11 @@ class Plan:
             raise InputError(
                 f"plan.tensor={mesh.shape['tensor']} divides none of {fields}: make one a multiple of it, or change the plan"
             )
-        zero = lookup(PLANS, self.name, "plan.name").get("zero", 3) if self.zero is None else self.zero
-        zero = zero if mesh.shape["fsdp"] > 1 else 0
+        zero = PLANS[self.name].get("zero", DEFAULT_ZERO) if self.zero is None else self.zero
         return Layout(
             mesh,
             rules,
-            zero,
+            zero if mesh.shape["fsdp"] > 1 else 0,
             self.microbatches,
             self.exchange,
             self.rounds,
@@ -191,11 +235,29 @@ class Plan:
             self.offload_parameters,
         )
 
+    def _check_stages(self, size: int, field: str, stages: int) -> None:
+        """Raises InputError unless so many layers, or periods of layers, divide into stages and rounds."""
+        if size % (stages * self.rounds):
+            chunks = f" of plan.rounds={self.rounds} chunks" if self.rounds > 1 else ""
+            raise InputError(
+                f"{field}={size} does not divide into plan.pipeline={stages} stages{chunks}: make it a multiple of "
+                f"{stages * self.rounds}, or change the plan"
+            )
 
-def _mend(sizes: Mapping[str, int], fixed: int, device_count: int, fills: bool) -> str:
-    """What to do about sizes whose product, `fixed`, is not the devices'. fills: whether one of them takes the rest already."""
+
+def _dividing_axes(size: int, axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+    """The largest combination of mesh axes, earlier axes first, whose product divides a size; () if none does."""
+    for count in range(len(axes), 0, -1):
+        for combination in itertools.combinations(axes, count):
+            if size % math.prod(mesh_shape[axis] for axis in combination) == 0:
+                return combination
+    return ()
+
+
+def _fix_of_sizes(sizes: Sizes, fixed: int, device_count: int, fills: bool) -> str:
+    """Advice where the product `fixed` of the given sizes does not fit the devices; fills: whether a size was -1."""
     if fills:
         return f"choose sizes whose product divides {device_count}"
-    able = [f"plan.{axis}" for axis in AXES if axis != "expert" and device_count % (fixed // sizes[axis]) == 0]
-    rest = f", or set {'one of ' * (len(able) > 1)}{', '.join(able)} to -1" if able else ""
-    return f"choose sizes whose product is {device_count}{rest}"
+    free = [f"plan.{axis}" for axis in AXES if axis != "expert" and device_count % (fixed // sizes[axis]) == 0]
+    alternative = f", or set {'one of ' * (len(free) > 1)}{', '.join(free)} to -1" if free else ""
+    return f"choose sizes whose product is {device_count}{alternative}"

@@ -1,10 +1,10 @@
-"""The two ends of a language model over a mesh: each device looks up, and scores, its own tokens against its own words.
+"""Vocabulary parallelism: embedding lookup and loss where the table is divided over devices by words.
 
-Words divide over the mesh axes of "vocab", tokens over those of "batch" and "length". Left to the compiler, a loss that goes
-through chunks of tokens gathers a divided table and its logits, and sums gradients over devices, once a chunk. Here the
-table's features are gathered where ZeRO divides them, and nothing else of it. What travels otherwise: where words are divided,
-the sum of what was looked up, three numbers a token and one sum of the gradient by h; and one sum of the table's gradient,
-where tokens are.
+Each device looks up, and scores, its own tokens against its own words. The mesh axes of "vocab" divide words, those of "batch"
+and "length" divide tokens. If the compiler placed a loss that runs over chunks of tokens, it would gather a divided table and
+its logits, and sum gradients over devices, once per chunk. Here only the table's features are gathered, where ZeRO divides
+them. The other messages are, where words are divided, a sum of the looked-up rows, three numbers per token and one sum of the
+gradient by h; and, where tokens are divided, one sum of the table's gradient.
 """
 
 from __future__ import annotations
@@ -22,31 +22,42 @@ from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.softmax import without_silent
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.varying import sum_over_devices
-from hpnlp.types import LossOut, TableRows, Zero2Parameter
+from hpnlp.parallel.zero import is_zero2
+from hpnlp.types import LossOut, TableRows
 
-TABLE = ("vocab", "embed")
+TABLE = ("vocab", "embed")  # logical names of the axes of a table
 
 
 def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
-    """`table[ids]` in dtype, laid out as Blocks take it.
+    """Looks up the rows of a table.
 
-    table: [V, D], held as the layout holds tables, or `TableRows`. Raises InputError where tokens do not divide over the mesh.
+    Args:
+        layout: of the run.
+        table: `[V, D]`, laid out by the layout, a `Zero2Parameter` or `TableRows`.
+        ids: rows of the table.
+        dtype: of the result.
+
+    Returns:
+        `table[ids]`, laid out by `Layout.activations`.
+
+    Raises:
+        InputError: sequences or tokens do not divide over the mesh.
     """
     layout.check_tokens(ids.shape)
-    out = layout.activations(ids.shape[1])
+    x_spec = layout.activations(ids.shape[1])
     if isinstance(table, TableRows):
-        return lax.with_sharding_constraint(table[ids].astype(dtype), NamedSharding(layout.mesh, out))
-    tensor_parallel, words = layout.tensor_parallel(ids.shape[1]), layout.rules["vocab"]
+        return lax.with_sharding_constraint(table[ids].astype(dtype), NamedSharding(layout.mesh, x_spec))
+    tensor_parallel, vocab_axes = layout.tensor_parallel(ids.shape[1]), layout.rules["vocab"]
 
-    def body(table: Array, ids: Array) -> Array:
-        if not words:
+    def lookup_on_device(table: Array, ids: Array) -> Array:
+        if not vocab_axes:
             return tensor_parallel.reduce_output(table[ids].astype(dtype), "vocab")
-        at = ids - lax.axis_index(words) * table.shape[0]
-        mine = (at >= 0) & (at < table.shape[0])
-        found = jnp.where(mine[..., None], table.at[at].get(mode="clip"), 0.0)
-        return tensor_parallel.reduce_output(found.astype(dtype), "vocab")
+        index = ids - lax.axis_index(vocab_axes) * table.shape[0]
+        is_local = (index >= 0) & (index < table.shape[0])
+        rows = jnp.where(is_local[..., None], table.at[index].get(mode="clip"), 0.0)
+        return tensor_parallel.reduce_output(rows.astype(dtype), "vocab")
 
-    return _with_table(layout, body, out, table, (ids, layout.spec("batch", "length")))
+    return _run_with_table(layout, lookup_on_device, x_spec, table, (ids, layout.spec("batch", "length")))
 
 
 def loss(
@@ -58,69 +69,93 @@ def loss(
     weights: Float[Array, "B T"],
     rng: jax.Array | None = None,
 ) -> LossOut:
-    """`layer.loss` of table [V, D], made on each device of its own part; as it is where the layer does not merge.
+    """The loss of an output layer, computed on each device for its tokens and words.
 
-    layer: an output layer. `merges(rng)` says whether its loss with this rng is the weighted sum of lse - logit, merged over
-      what `partial(rows, first word, h, labels)` gives of slices of the table: the lse of these words, and the label's logit,
-      0 where the label is another. What it reads of the layer's own parameters, a number a word
-      at most, all devices are given whole.
-    table: held as the layout holds tables. h: laid out as Blocks give it.
-    Raises InputError where tokens do not divide over the mesh.
-    Cost, with the gradients: on each device that of `layer.loss` of its tokens where it has all words, else that of
-      `layer.partial`; and, until the sums are made, a float32 gradient of its words with all features.
-    Numerics: a token's loss is lse - logit where words are divided, exact to some 1e-7 of the lse.
+    If `layer.merges(rng)` is True, the layer's loss with this rng is the weighted sum of lse - logit, merged over the results
+    of `layer.partial(rows, index of the first word, h, labels)` for slices of the table: the log-sum-exp of these words, and
+    the logit of the label, 0 where the label is another word. Otherwise `layer.loss` runs on global arrays. The layer's own
+    parameters, at most a number per word, are replicated.
+
+    Args:
+        layout: of the run.
+        layer: an output layer.
+        table: `[V, D]`, laid out by the layout, a `Zero2Parameter`, or None for a layer without a table.
+        h: hidden states, laid out by `Layout.activations`.
+        labels: words.
+        weights: of the tokens.
+        rng: key for samples, or None.
+
+    Returns:
+        The loss over all devices.
+
+    Raises:
+        InputError: sequences or tokens do not divide over the mesh.
+
+    Numerics: where words are divided, a token's loss is lse - logit, exact to about 1e-7 of the lse.
+
+    Cost, with gradients: on each device that of `layer.loss` for its tokens where it has all words, else that of
+    `layer.partial`; and, until gradients are summed, a float32 gradient of its words with all features.
     """
     layout.check_tokens(labels.shape)
     if not layer.merges(rng):
-        flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
-        if isinstance(table, Zero2Parameter):
-            spec = layout.state_spec(TABLE, table.full.shape, divided=False)
-            table = lax.with_sharding_constraint(table.shard, NamedSharding(layout.mesh, spec))
-        return layer.loss(table, flat(h), flat(labels), flat(weights), rng)
-    tensor_parallel, words = layout.tensor_parallel(labels.shape[1]), layout.rules["vocab"]
+        return _global_loss(layout, layer, table, h, labels, weights, rng)
+    tensor_parallel, vocab_axes = layout.tensor_parallel(labels.shape[1]), layout.rules["vocab"]
 
-    def body(table: Array, h: Array, labels: Array, weights: Array) -> LossOut:
-        # Before any loop and what makes h larger: where an array begins to vary, its gradient is summed.
+    def loss_on_device(table: Array, h: Array, labels: Array, weights: Array) -> LossOut:
+        # Marked before any loop and before h grows: the gradient is summed where an array begins to vary.
         table, h = vary_alike(table, h)
-        if words:
+        if vocab_axes:
             h = tensor_parallel.gather_tokens(h)
-        else:  # every device has all words: its own tokens are enough
+        else:  # every device has all words, so that each token needs one device only
             labels, weights = (tensor_parallel.local_tokens(x, 1) for x in (labels, weights))
-        h = h.reshape(-1, h.shape[-1])
-        labels, weights = labels.reshape(-1), weights.reshape(-1)
-        if words:
+        h, labels, weights = _flatten(h), _flatten(labels), _flatten(weights)
+        if vocab_axes:
             h, labels = without_silent(h, labels, weights)
-            out = layer.weighted(_merged(words, layer, table, h, labels), labels, weights)
+            out = layer.weighted(_merged_nll(vocab_axes, layer, table, h, labels), labels, weights)
         else:
             out = layer.loss(table, h, labels, weights)
-        sums, aux = (
-            sum_over_devices(out.sum, out.weight),
-            {name: sum_over_devices(*pair) for name, pair in out.aux.items()},
-        )
-        return LossOut(*sums, aux)
+        sums = sum_over_devices(out.sum, out.weight)
+        return LossOut(*sums, {name: sum_over_devices(*pair) for name, pair in out.aux.items()})
 
-    of_tokens = layout.spec("batch", "length")
-    spread = (h, layout.activations(labels.shape[1])), (labels, of_tokens), (weights, of_tokens)
-    return _with_table(layout, body, PartitionSpec(), table, *spread)
+    token_spec = layout.spec("batch", "length")
+    operands = (h, layout.activations(labels.shape[1])), (labels, token_spec), (weights, token_spec)
+    return _run_with_table(layout, loss_on_device, PartitionSpec(), table, *operands)
 
 
-def _with_table(layout: Layout, body: Callable[..., Any], out: Any, table: Any, *spread: Any) -> Any:
-    """`body` on each device, of the words that are the device's, and of its parts of arrays: (array, spec)."""
-    given, take = layout.parameters(TABLE, table)
+def _global_loss(
+    layout: Layout, layer: Any, table: Any, h: Array, labels: Array, weights: Array, rng: jax.Array | None
+) -> LossOut:
+    """`layer.loss` on global arrays, which the compiler places."""
+    if is_zero2(table):
+        spec = layout.state_spec(TABLE, table.full.shape, divided=False)
+        table = lax.with_sharding_constraint(table.shard, NamedSharding(layout.mesh, spec))
+    return layer.loss(table, _flatten(h), _flatten(labels), _flatten(weights), rng)
 
-    def each(table: Any, *parts: Array) -> Any:
-        return body(take(table), *parts)
 
-    arrays, specs = zip(*spread, strict=True)
-    return jax.shard_map(each, mesh=layout.mesh, in_specs=(given, *specs), out_specs=out)(table, *arrays)
+def _flatten(x: Array) -> Array:
+    """[B, T, ...] -> [B T, ...]."""
+    return x.reshape(-1, *x.shape[2:])
 
 
-def _merged(
-    words: tuple[str, ...], layer: Any, table: Array, h: Float[Array, "N D"], labels: Int[Array, " N"]
+def _run_with_table(layout: Layout, function: Callable[..., Any], out_spec: Any, table: Any, *operands: Any) -> Any:
+    """Runs `function(table, *arrays)` on each device, on all features of the device's words. operands: (array, spec)."""
+    table_spec, gather = layout.parameters(TABLE, table)
+
+    def run_on_device(table: Any, *arrays: Array) -> Any:
+        return function(gather(table), *arrays)
+
+    arrays, specs = zip(*operands, strict=True)
+    return jax.shard_map(run_on_device, mesh=layout.mesh, in_specs=(table_spec, *specs), out_specs=out_spec)(
+        table, *arrays
+    )
+
+
+def _merged_nll(
+    vocab_axes: tuple[str, ...], layer: Any, table: Array, h: Float[Array, "N D"], labels: Int[Array, " N"]
 ) -> Float[Array, " N"]:
-    """-log p(label) of the device's tokens over all words; NaN where the label is none."""
-    lse, logit = layer.partial(table, lax.axis_index(words) * table.shape[0], h, labels)
-    top = lax.pmax(lax.stop_gradient(lse), words)
-    lse = jnp.log(lax.psum(jnp.exp(lse - top), words)) + top
-    count = lax.axis_size(words) * table.shape[0]
-    return jnp.where((labels >= 0) & (labels < count), lse - lax.psum(logit, words), jnp.nan)
+    """-log p(label) of the device's tokens over the words of all devices; NaN for a label outside the vocabulary."""
+    lse, logit = layer.partial(table, lax.axis_index(vocab_axes) * table.shape[0], h, labels)
+    max_lse = lax.pmax(lax.stop_gradient(lse), vocab_axes)
+    lse = jnp.log(lax.psum(jnp.exp(lse - max_lse), vocab_axes)) + max_lse
+    vocab = lax.axis_size(vocab_axes) * table.shape[0]
+    return jnp.where((labels >= 0) & (labels < vocab), lse - lax.psum(logit, vocab_axes), jnp.nan)
