@@ -1,4 +1,4 @@
-"""The causal language model: embed, stacked layers, head."""
+"""The causal language model: embedding, a stack of layers, and an output layer."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from hpnlp.models.layer_stack import LayerStack
 from hpnlp.nn.attention import Context, alternation
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.layers import GATED, NORMS, Embed, dropout, embed_init, param
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS, is_normalized
-from hpnlp.nn.stack import coupled, through, through_reversibly
 from hpnlp.ops.attention.masks.patterns import Causal
-from hpnlp.parallel import remat
 from hpnlp.spec import build, did_you_mean, lookup, parse, parse_one, shortened
 from hpnlp.types import NO_TENSOR_PARALLEL, Aux, InputError, LossOut, ModelParallel, TensorParallel, WordStats
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
-# How a layer's tensor_parallel add up: one after the other to one stream, or each to the stream that the other reads.
+# Addition of a layer's branches: one after the other to one stream, or each to the stream that the other branch reads.
 RESIDUALS = ("plain", "reversible")
 
-# The largest sizes: some times what any published model has, and little enough that nothing overflows on the way to a plan.
+# The smallest and largest sizes. The limits are several times those of any published model, and small enough that no
+# computation of a plan overflows.
+MINIMA = {"layers": 1, **dict.fromkeys(("kv_heads", "head_dim", "mlp_dim", "vocab", "max_len", "unroll"), 0)}
 LIMITS = {
     "layers": 4096,
     "dim": 2**18,
@@ -46,16 +47,19 @@ LIMITS = {
 
 @dataclasses.dataclass(frozen=True)
 class LMConfig(BlockConfig):
-    """A causal language model.
+    """A causal language model. Its sizes are limited: at most 4096 layers, and a width of 2^18.
 
-    layers: how many Blocks. vocab: rows of the embedding table, 0 for the tokenizer's. max_len: the longest sequence that
-    learned positions reach, 0 for data.seq_len. output: an entry of OUTPUTS. tied: the head shares the embedding table,
-    where its rows are words. dtype: what activations are computed in; parameters stay float32. unroll:
-    how many layers one step of the loop over layers holds, 0 for all; one turn where anything is computed again.
-    residual: "plain"; or "reversible", whose backward pass computes activations again from the end, so that they take the
-    memory of one layer, in about the time of plan.remat=full. It is another function of the same parameters: two streams, which
-    begin as the embedding and end as their mean, in float32 whatever the dtype (`ops.reversible`). No size is over its entry of
-    LIMITS: at most 4096 layers, and a width of 2^18.
+    layers: number of Blocks, L.
+    vocab: rows of the embedding table, V, 0 for the tokenizer's.
+    max_len: longest sequence that learned positions reach, 0 for data.seq_len.
+    output: output layer, an entry of OUTPUTS.
+    tied: the output layer shares the embedding table, if its rows are words.
+    dtype: of the activations; parameters stay float32.
+    unroll: number of layers in one iteration of the loop over layers, 0 for all; one period of the mixers where plan.remat
+    recomputes.
+    residual: "plain"; or "reversible", whose backward pass recomputes activations from the end, so that they take the memory of
+    one layer, in about the time of plan.remat=full. It is another function of the same parameters, with two streams that begin
+    as the embedding and end as their mean, in float32 whatever the dtype (`ops.reversible`).
     """
 
     layers: int = 4
@@ -68,22 +72,7 @@ class LMConfig(BlockConfig):
     residual: str = "plain"
 
     def __post_init__(self) -> None:
-        least = {"layers": 1, **dict.fromkeys(("kv_heads", "head_dim", "mlp_dim", "vocab", "max_len", "unroll"), 0)}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise InputError(f"model.{name}={getattr(self, name)}: expected at least {bound}")
-        for name, limit in LIMITS.items():
-            if getattr(self, name) > limit:
-                raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected at most {limit}")
-        for name in ("norm_eps", "rope_theta"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"model.{name}={getattr(self, name)}: expected a finite number over 0")
-        named = sum(spec.repeat for spec in parse(self.mixer, "model.mixer"))
-        if named > LIMITS["layers"]:  # before repeats are written out
-            raise InputError(
-                f"model.mixer={shortened(self.mixer, 80)} names {named} layers: expected at most {LIMITS['layers']}; "
-                "a period is enough, as layers take it in turn"
-            )
+        self._check_ranges()
         super().__post_init__()
         period = len(alternation(self.mixer))
         if period > self.layers:
@@ -95,8 +84,31 @@ class LMConfig(BlockConfig):
         if self.residual not in RESIDUALS:
             raise InputError(f"model.residual={self.residual!r}: {did_you_mean(self.residual, RESIDUALS)}")
 
+    def _check_ranges(self) -> None:
+        """Raises InputError for numbers out of range."""
+        for name, minimum in MINIMA.items():
+            if getattr(self, name) < minimum:
+                raise InputError(f"model.{name}={getattr(self, name)}: expected at least {minimum}")
+        for name, limit in LIMITS.items():
+            if getattr(self, name) > limit:
+                raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected at most {limit}")
+        for name in ("norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"model.{name}={getattr(self, name)}: expected a finite number over 0")
+        # Checked before `alternation` writes the repeats out.
+        mixers = sum(spec.repeat for spec in parse(self.mixer, "model.mixer"))
+        if mixers > LIMITS["layers"]:
+            raise InputError(
+                f"model.mixer={shortened(self.mixer, 80)} names {mixers} layers: expected at most {LIMITS['layers']}; one "
+                "period is enough, as it repeats"
+            )
+
     def sizes(self) -> dict[str, tuple[int, str]]:
-        """Logical axis -> (size, config field): what a mesh must divide."""
+        """Sizes of the logical axes that a mesh may divide.
+
+        Returns:
+            Logical axis -> (size, the config field that sets it).
+        """
         period = len(alternation(self.mixer))
         return {
             "heads": (self.heads, "model.heads"),
@@ -104,24 +116,32 @@ class LMConfig(BlockConfig):
             "mlp": (self.mlp_size, "model.mlp_dim"),
             "vocab": (self.vocab, "model.vocab"),
             "layers": (self.layers, "model.layers"),
-            # Of mixers that layers take in turn, each stage of a pipeline begins with the first.
+            # Each stage of a pipeline begins with the first mixer of a period, so stages hold complete periods.
             "turns": (self.layers // period if self.layers % period == 0 else 1, "model.mixer"),
         }
 
     def non_embedding_parameters(self) -> int:
-        """Weights of the layers' matrices, the head's table not counted."""
-        c = self
-        attention = 2 * c.dim * c.head_size * (c.heads + c.kv_head_count)
-        return c.layers * (attention + (3 if c.mlp in GATED else 2) * c.dim * c.mlp_size)
+        """Number of weights in the layers' matrices.
+
+        Returns:
+            The number, without biases, norms and the tables.
+        """
+        attention = 2 * self.dim * self.head_size * (self.heads + self.kv_head_count)
+        mlp = (3 if self.mlp in GATED else 2) * self.dim * self.mlp_size
+        return self.layers * (attention + mlp)
 
 
 class LM(nn.Module):
-    """A causal language model over `config.vocab` ids. Every method but `loss` gives activations, not losses.
+    """A causal language model over `config.vocab` ids.
 
-    A batch is a mapping with tokens, labels, segment_ids, positions `[B, T]` int32 and weights `[B, T]` float32; labels
-    are the tokens that follow, segment id 0 is padding. stats: how the text uses the ids, for output layers that ask.
-    model_parallel: its parts over several devices, for `loss`. remat: what its layers compute again for gradients, as
-    `Plan.remat` says.
+    A batch is a mapping with tokens, labels, segment_ids and positions, int32 `[B, T]`, and weights, float32 `[B, T]`. Labels
+    are the tokens that follow; segment id 0 marks padding.
+
+    Attributes:
+        config: sizes and parts of the model.
+        stats: word statistics of the text, for output layers that need them.
+        model_parallel: embedding lookup, layers and loss over several devices, for `loss`; None for one device.
+        remat: rematerialisation policy of the layers, as `Plan.remat`.
     """
 
     config: LMConfig
@@ -138,16 +158,12 @@ class LM(nn.Module):
         c = self.config
         if c.residual == "reversible" and self.remat != "none":
             raise InputError(
-                f"plan.remat={self.remat!r}: reversible layers keep nothing that could be computed again: set "
-                "plan.remat='none', or model.residual='plain'"
+                f"plan.remat={self.remat!r}: reversible layers keep nothing that could be recomputed: set plan.remat='none', "
+                "or model.residual='plain'"
             )
         self.embed = Embed(c.vocab, c.dim)
         if c.position == "learned":
             self.positions = Embed(c.max_len, c.dim, axis="positions")
-        # Residual tensor_parallel start small, so that the variance of the stream does not grow with depth (GPT-2, sec. 2.3).
-        out_init = nn.initializers.variance_scaling(1.0 / (2 * c.layers), "fan_in", "truncated_normal")
-        self.block = functools.partial(Block, c, out_init, parent=None)
-        self.blocks = tuple(self.block(mixer) for mixer in alternation(c.mixer))
         if self.is_initializing():
             self.param("layers", self._init_layers)
         self.final_norm = lookup(NORMS, c.norm, "model.norm")(c.norm_eps)
@@ -164,55 +180,89 @@ class LM(nn.Module):
         else:
             self.table = param(self, "head", embed_init, (c.vocab, c.dim), ("vocab", "embed"))
 
+    def _blocks(self, tensor_parallel: TensorParallel) -> list[Block]:
+        """The Block of each mixer. They are no submodules: their parameters are slices of those under "layers"."""
+        # Residual branches start small, so that the variance of the stream does not grow with depth (GPT-2, sec. 2.3).
+        out_init = nn.initializers.variance_scaling(1.0 / (2 * self.config.layers), "fan_in", "truncated_normal")
+        mixers = alternation(self.config.mixer)
+        return [Block(self.config, out_init, mixer, tensor_parallel, parent=None) for mixer in mixers]
+
     def _init_layers(self, rng: jax.Array) -> Any:
-        """Parameters of all layers, stacked on a first axis that is named `layers`."""
+        """Parameters of all layers, stacked on a first axis with the logical name "layers"."""
         x = jnp.zeros((1, 1, self.config.dim), jnp.float32)
         context = Context(jnp.zeros((1, 1), jnp.int32), None, Causal())
         keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(self.config.layers))
-        first, *others = (lambda key, block=block: block.init(key, x, context)["params"] for block in self.blocks)
-        if any(jax.eval_shape(other, rng) != jax.eval_shape(first, rng) for other in others):
+
+        def init_layer(block: Block, key: jax.Array) -> Any:
+            return block.init(key, x, context)["params"]
+
+        first, *further = (functools.partial(init_layer, block) for block in self._blocks(NO_TENSOR_PARALLEL))
+        if any(jax.eval_shape(init, rng) != jax.eval_shape(first, rng) for init in further):
             raise InputError(
                 f"model.mixer={self.config.mixer!r}: the mixers have different parameters, which do not stack: choose mixers "
                 "that have none"
             )
         stacked = jax.vmap(first)(keys)
-        add_axis = lambda box: box.add_axis(0, {nn.PARTITION_NAME: "layers"})  # noqa: E731
-        return jax.tree.map(add_axis, stacked, is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned))
+        return jax.tree.map(
+            lambda box: box.add_axis(0, {nn.PARTITION_NAME: "layers"}),
+            stacked,
+            is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned),
+        )
 
     def hidden(
         self, tokens: Int[Array, "B T"], context: Context, caches: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
-        """`(normed hidden states, caches, aux)` of tokens. Caches come as `nn.stack.through` makes them."""
-        c, placed = self.config, self.model_parallel
-        dtype = DTYPES[c.dtype]
-        x = self.embed(tokens, dtype) if placed is None else placed.embedding_lookup(self.embed.table, tokens, dtype)
-        if c.position == "learned":
-            if tokens.shape[1] > c.max_len:
-                raise InputError(
-                    f"{tokens.shape[1]} tokens are more than the model.max_len={c.max_len} positions that it has learned: "
-                    "shorten them, or train with a larger model.max_len"
-                )
-            x = x + self.positions(context.positions, dtype)
+        """Hidden states of tokens.
+
+        Args:
+            tokens: ids.
+            context: positions, segments and mask.
+            caches: of the tokens that precede, as an earlier call returned them, or None.
+
+        Returns:
+            `(hidden states after the final norm, caches, aux)`.
+
+        Raises:
+            InputError: more tokens than learned positions.
+        """
+        c, parallel = self.config, self.model_parallel
+        x = self._embed(tokens, context)
         rng = self.make_rng("dropout") if c.dropout > 0.0 and not context.deterministic else None
         x = dropout(x, c.dropout, None if rng is None else jax.random.fold_in(rng, c.layers), context.ids)
-
-        if c.residual == "reversible":  # side by side, as what travels between devices is one array
+        if c.residual == "reversible":  # the two streams side by side, so that devices send one array
             x = jnp.concatenate([x, x], axis=-1).astype(jnp.float32)
         params = nn.meta.unbox(self.get_variable("params", "layers"))
         if self.is_initializing():
-            aux = {}  # layers have theirs by now, and nobody asks what they would give
-        elif placed is None:
-            x, caches, aux = self._layers(NO_TENSOR_PARALLEL, params, x, context, rng, 0, caches)
+            aux = {}  # the layers' parameters exist by now, and their results are not used
+        elif parallel is None:
+            x, caches, aux = self._run_layers(NO_TENSOR_PARALLEL, params, x, context, rng, 0, caches)
         else:
-            run = lambda *given: self._layers(*given)[::2]  # noqa: E731
-            x, aux = placed.run_layers(run, params, x, context, rng)
+            x, aux = parallel.run_layers(self._run_without_caches, params, x, context, rng)
         if c.residual == "reversible":
-            # As in trax's Reformer; its ReformerLM has them side by side, for a head of twice the width.
+            # The mean, as in trax's Reformer; its ReformerLM concatenates the streams, for a head of twice the width.
             x1, x2 = jnp.split(x, 2, axis=-1)
-            x = ((x1 + x2) / 2).astype(dtype)
+            x = ((x1 + x2) / 2).astype(DTYPES[c.dtype])
         return self.final_norm(x), caches, aux
 
-    def _layers(
+    def _embed(self, tokens: jax.Array, context: Context) -> jax.Array:
+        """Embeddings of tokens, with learned positions added."""
+        c, parallel = self.config, self.model_parallel
+        dtype = DTYPES[c.dtype]
+        x = (
+            self.embed(tokens, dtype)
+            if parallel is None
+            else parallel.embedding_lookup(self.embed.table, tokens, dtype)
+        )
+        if c.position == "learned":
+            if tokens.shape[1] > c.max_len:
+                raise InputError(
+                    f"{tokens.shape[1]} tokens are more than the model.max_len={c.max_len} learned positions: shorten them, or "
+                    "train with a larger model.max_len"
+                )
+            x = x + self.positions(context.positions, dtype)
+        return x
+
+    def _run_layers(
         self,
         tensor_parallel: TensorParallel,
         params: Any,
@@ -222,103 +272,102 @@ class LM(nn.Module):
         first: Any,
         caches: Any = None,
     ) -> tuple[jax.Array, Any, Aux]:
-        """Some layers, the first of which is number `first`, with these parameters."""
+        """Runs the layers with these parameters, of which the first has the index `first`: `(x, caches, aux)`."""
         c = self.config
-        blocks = [self.block(mixer, tensor_parallel) for mixer in alternation(c.mixer)]
-        count = len(params) if isinstance(params, tuple) else jax.tree.leaves(params)[0].shape[0]
-        unroll = c.unroll or count
+        stack = LayerStack(
+            blocks=self._blocks(tensor_parallel),
+            layers=c.layers,
+            unroll=c.unroll,
+            dtype=DTYPES[c.dtype],
+            tensor_parallel=tensor_parallel,
+            remat=self.remat,
+        )
+        run = stack.run_reversible if c.residual == "reversible" else stack.run_plain
+        return run(params, x, context, rng, first, caches)
 
-        def apply(block: Block, method: str, own: Any, rng: Any, *given: Any) -> Any:
-            params, number = own
-            rngs = {} if rng is None else {"dropout": jax.random.fold_in(rng, number)}
-            return block.apply({"params": tensor_parallel.gather_parameters(params)}, *given, rngs=rngs, method=method)
-
-        if c.residual == "reversible":
-
-            def mix(block: Block, own: Any, x: jax.Array, context: Context, rng: Any, cache: Any = None) -> Any:
-                y, cache, aux = apply(block, "mix", own, rng, x.astype(DTYPES[c.dtype]), context, cache)
-                return y, (cache, aux)
-
-            def feed(block: Block, own: Any, x: jax.Array, context: Context, rng: Any) -> Any:
-                # Asked for by itself, a branch would draw what the other one draws.
-                rng = None if rng is None else jax.random.fold_in(rng, c.layers + 1)
-                return apply(block, "feed", own, rng, x.astype(DTYPES[c.dtype]), context)
-
-            pairs = [(functools.partial(mix, block), functools.partial(feed, block)) for block in blocks]
-            x1, x2 = jnp.split(x, 2, axis=-1)
-            if caches is None and context.capacity is None and not isinstance(params, tuple):
-                streams, aux = through_reversibly(pairs, (x1, x2), params, count, (context, rng), first)
-            else:
-                layers = [coupled(pair, (context, rng)) for pair in pairs]
-                streams, caches, aux = through(layers, (x1, x2), params, caches, count, unroll, first)
-            return jnp.concatenate(streams, axis=-1), caches, aux
-
-        def layer(block: Block, x: jax.Array, slices: tuple[Any, jax.Array, Any]) -> tuple[jax.Array, tuple[Any, Aux]]:
-            *own, cache = slices
-            x, cache, aux = apply(block, "__call__", own, rng, x, context, cache)
-            return x, (cache, aux)
-
-        layers = [functools.partial(layer, block) for block in blocks]
-        policy = remat.policy(self.remat)
-        if policy is not None or tensor_parallel.regathers:
-            policy = tensor_parallel.remat_policy(policy)
-            layers = [jax.checkpoint(one, policy=policy, prevent_cse=False) for one in layers]
-            unroll = 1  # side by side, XLA would take what the forward pass has made for what is to be made again
-        return through(layers, x, params, caches, count, unroll, first)
+    def _run_without_caches(self, *args: Any) -> tuple[jax.Array, Aux]:
+        x, _, aux = self._run_layers(*args)
+        return x, aux
 
     def loss(self, batch: Mapping[str, jax.Array], deterministic: bool = True) -> LossOut:
-        """The summed loss of a batch in nats, its weight, and what the layers report."""
-        order = places = None
+        """The loss of a batch.
+
+        Args:
+            batch: tokens, labels, segment_ids, positions and weights.
+            deterministic: no dropout and no sampling in the output layer; otherwise the rngs "dropout" and "output" are used.
+
+        Returns:
+            The loss summed over tokens, in nats, with what the layers report.
+        """
+        order = indices = None
         ids = jnp.arange(batch["tokens"].size, dtype=jnp.int32).reshape(batch["tokens"].shape)
         batch = {**batch, "ids": ids}
         if self.model_parallel is not None:
-            order, places = self.model_parallel.token_order(batch["tokens"].shape[1])
-            batch = batch if places is None else {name: x[:, places] for name, x in batch.items()}
-        tokens, ids = batch["tokens"], None if deterministic else batch["ids"]
+            order, indices = self.model_parallel.token_order(batch["tokens"].shape[1])
+            batch = batch if indices is None else {name: x[:, indices] for name, x in batch.items()}
+        ids = None if deterministic else batch["ids"]
         context = Context(batch["positions"], batch["segment_ids"], Causal(), deterministic, ids=ids, order=order)
-        h, _, aux = self.hidden(tokens, context)
+        h, _, aux = self.hidden(batch["tokens"], context)
         rng = None if deterministic else self.make_rng("output")
-        given = h, batch["labels"], batch["weights"]
+        operands = h, batch["labels"], batch["weights"]
         if self.model_parallel is None:
-            h, labels, weights = (x.reshape(-1, *x.shape[2:]) for x in given)
-            out = self.output.loss(self.table, h, labels, weights, rng)
+            out = self.output.loss(self.table, *(x.reshape(-1, *x.shape[2:]) for x in operands), rng)
         else:
-            if places is not None and not self.output.merges(rng):
-                given = tuple(
-                    x[:, np.argsort(places)] for x in given
-                )  # samples of each token's own are drawn by its place
-            out = self.model_parallel.loss(self.output, self.table, *given, rng)
+            if indices is not None and not self.output.merges(rng):
+                # Such a layer may draw samples per token, by the token's index: tokens return to their original order.
+                operands = tuple(x[:, np.argsort(indices)] for x in operands)
+            out = self.model_parallel.loss(self.output, self.table, *operands, rng)
         return LossOut(out.sum, out.weight, {**aux, **out.aux})
 
     def rows(self, batch: Mapping[str, jax.Array]) -> dict[tuple[str, ...], Int[Array, " R"]]:
-        """The rows that a loss of this batch with these rngs looks up, of each table of which it does not take all.
+        """Rows of tables that `loss` of this batch looks up with the same rngs.
 
-        Ids, repeated or not, by the table's path among the parameters, where `Rows` of them may stand in its place.
+        Args:
+            batch: as for `loss`.
+
+        Returns:
+            Path of a table among the parameters -> ids, with repetitions. `TableRows` of them may replace the table. Tables
+            that are used in full are left out.
+
+        Raises:
+            InputError: the embedding and the output layer share their table.
         """
         if self.config.tied:
             raise InputError(
-                "optimizer.rows=True trains the rows that a batch looks up, and a table that is the head's too is looked up "
-                "whole: set model.tied=False"
+                "optimizer.rows=True trains only the rows that a batch looks up, but the output layer uses all rows of a tied "
+                "table: set model.tied=False"
             )
-        found = {("embed", "table"): batch["tokens"].reshape(-1)}
+        rows = {("embed", "table"): batch["tokens"].reshape(-1)}
         labels = jnp.where(batch["weights"] != 0, batch["labels"], 0).reshape(-1)
-        ids = self.output.rows(labels, self.make_rng("output"))
-        return found if ids is None else {**found, ("head",): ids}
+        head_rows = self.output.rows(labels, self.make_rng("output"))
+        return rows if head_rows is None else {**rows, ("head",): head_rows}
 
     def logits(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        """Float32 logits of every next token, for rows that hold one document each."""
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-        h, _, _ = self.hidden(tokens, Context(positions, None, Causal()))
+        """Logits of every next token.
+
+        Args:
+            tokens: ids, one document per sequence.
+
+        Returns:
+            Float32 logits.
+        """
+        h, _, _ = self.hidden(tokens, Context(_positions(tokens), None, Causal()))
         return self.output.logits(self.table, h.reshape(-1, h.shape[-1])).reshape(*tokens.shape, -1)
 
     def prefill(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int
     ) -> tuple[Float[Array, "B D"], Any]:
-        """One full pass over prompts whose first `lengths` tokens count.
+        """Runs prompts through the model and fills caches.
 
-        Returns the hidden state of each row's last token, and caches with room for `capacity` tokens a row.
+        Args:
+            tokens: ids of the prompts, padded at the end.
+            lengths: number of tokens of each prompt.
+            capacity: number of tokens per sequence that the caches have room for.
+
+        Returns:
+            `(hidden state of each prompt's last token, caches)`.
         """
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+        positions = _positions(tokens)
         segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
         h, caches, _ = self.hidden(tokens, Context(positions, segment_ids, Causal(), capacity=capacity))
         return jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0], caches
@@ -326,59 +375,112 @@ class LM(nn.Module):
     def extend(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Hidden states of tokens that continue what the caches hold, and the longer caches."""
+        """Runs further tokens, which continue those in the caches.
+
+        Args:
+            tokens: ids.
+            positions: of the tokens.
+            caches: of all preceding tokens.
+
+        Returns:
+            `(hidden states, the extended caches)`.
+        """
         h, caches, _ = self.hidden(tokens, Context(positions, None, Causal()), caches)
         return h, caches
-
-    def sample(
-        self, h: Float[Array, "B D"], rng: jax.Array, temperature: Any, top_k: int, top_p: Any
-    ) -> Int[Array, " B"]:
-        """The next token of each row, drawn by the output layer."""
-        return self.output.sample(self.table, h, rng, temperature, top_k, top_p)
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> LossOut:
         return self.loss(batch)
 
 
-def apart(params: Any) -> Any:
-    """The parameters with their stack of layers taken apart, where it is not yet: a tuple of each layer's own.
+def _positions(tokens: jax.Array) -> jax.Array:
+    """Positions 0, 1, ... of each sequence, `[B, T]`."""
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
 
-    For programs that read the parameters over and over: XLA copies a layer out of the stack whenever it is used, which
-    is nothing beside the products of a batch, and three quarters of the time where one token is decoded. The layers run
-    one by one; `unroll` has no say.
+
+def apart(params: Any) -> Any:
+    """Splits the stacked parameters of layers into separate arrays.
+
+    For decoding, which reads the parameters for every token: XLA copies a layer out of the stack whenever it is used. The copy
+    is negligible beside the products of a batch, but takes three quarters of the time of decoding one token. Layers with
+    separate parameters run one by one, whatever `unroll` is.
+
+    Args:
+        params: parameters of a model.
+
+    Returns:
+        The parameters, with a tuple of one tree per layer under "layers".
     """
     stack = params["layers"]
     if isinstance(stack, tuple):
         return params
     count = jax.tree.leaves(stack)[0].shape[0]
-    return {**params, "layers": tuple(jax.tree.map(lambda leaf: leaf[i], stack) for i in range(count))}  # noqa: B023
+    return {**params, "layers": tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(count))}
 
 
 def mixers_of(model: LM) -> list[Any]:
-    """The mixers that the layers take in turn."""
+    """The mixers of a model's layers.
+
+    Args:
+        model: a model.
+
+    Returns:
+        One period of mixers, which the layers take in turn.
+    """
     return [build(mixer, MIXERS, "mixer") for mixer in alternation(model.config.mixer)]
 
 
 def masks_of(model: LM) -> list[Any]:
-    """The masks of the mixers that the layers take in turn."""
+    """The masks of a model's layers.
+
+    Args:
+        model: a model.
+
+    Returns:
+        The mask of each mixer of one period, with causality.
+    """
     return [mixer.within(Causal()) for mixer in mixers_of(model)]
 
 
 def axes_of(model: LM) -> Any:
-    """A tree like the parameters' with each array's tuple of logical axis names; allocates nothing."""
+    """Logical axis names of a model's parameters. Allocates nothing.
+
+    Args:
+        model: a model.
+
+    Returns:
+        A tree like the parameters of tuples of names.
+    """
     return axes_and_shapes(model)[0]
 
 
 def axes_and_shapes(model: LM) -> tuple[Any, Any]:
-    """Trees like the parameters': each array's tuple of logical axis names, and its shape; allocates nothing."""
+    """Logical axis names and shapes of a model's parameters. Allocates nothing.
+
+    Args:
+        model: a model.
+
+    Returns:
+        `(axes, shapes)`: trees like the parameters of tuples of names (None for a parameter without names) and of shapes.
+    """
     boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), example_batch(1, 8)))["params"]
-    names = lambda box: tuple(box.names) if isinstance(box, nn.LogicallyPartitioned) else None  # noqa: E731
-    axes = jax.tree.map(names, boxed, is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned))
+
+    def is_boxed(node: Any) -> bool:
+        return isinstance(node, nn.LogicallyPartitioned)
+
+    axes = jax.tree.map(lambda node: tuple(node.names) if is_boxed(node) else None, boxed, is_leaf=is_boxed)
     return axes, nn.meta.unbox(boxed)
 
 
 def example_batch(rows: int, length: int) -> dict[str, jax.Array]:
-    """A batch of zeros with the shapes and dtypes of a real one."""
+    """A batch of zeros with the shapes and dtypes of a batch of data.
+
+    Args:
+        rows: number of sequences, B.
+        length: tokens per sequence, T.
+
+    Returns:
+        The batch, all of whose tokens have segment id 1 and weight 1.
+    """
     ints = jnp.zeros((rows, length), jnp.int32)
     return {
         "tokens": ints,

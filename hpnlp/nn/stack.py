@@ -1,4 +1,7 @@
-"""A stack of layers that take a few forms in turn, over parameters that are stacked or apart; plain or reversible."""
+"""Stacks of layers whose forms repeat with a period, over stacked or separate parameters; with plain or reversible residuals.
+
+A stack of L layers has one or more forms, such as two mixers in turn: layer i has the form `layers[i % period]`.
+"""
 
 from __future__ import annotations
 
@@ -12,95 +15,140 @@ from jax import lax
 from hpnlp.ops.reversible import by_period, layer_of_period, reversible
 from hpnlp.types import Aux
 
-# (x, (parameters, number of the layer, cache or None)) -> (x, (cache or None, aux)); x is an array, or a tree of them
+# (x, (parameters, index of the layer, cache or None)) -> (x, (cache or None, aux)); x is an array, or a tree of arrays.
 Layer = Callable[[Any, tuple[Any, jax.Array, Any]], tuple[Any, tuple[Any, Aux]]]
+# The two streams of a reversible stack.
 Streams = tuple[jax.Array, jax.Array]
-# A layer's branches: mix((parameters, number of the layer), x, *operands[, cache]) -> (y, (cache or None, aux)), and
-# feed((parameters, number), x, *operands) -> (y, aux).
-Pair = tuple[Callable[..., tuple[jax.Array, tuple[Any, Aux]]], Callable[..., tuple[jax.Array, Aux]]]
+# The branches (mix, feed) of a reversible layer: mix((parameters, index), x, *operands[, cache]) -> (y, (cache or None, aux)),
+# and feed((parameters, index), x, *operands) -> (y, aux).
+Branches = tuple[Callable[..., tuple[jax.Array, tuple[Any, Aux]]], Callable[..., tuple[jax.Array, Aux]]]
 
 
-def through(
+def run_layers(
     layers: Sequence[Layer], x: Any, params: Any, caches: Any, count: int, unroll: int, first: Any = 0
 ) -> tuple[Any, Any, Aux]:
-    """x through `count` layers, of which the i-th is `layers[i % len(layers)]`: `(x, caches, aux)`.
+    """Runs a stack of layers.
 
-    params: stacked on a first axis, or a tuple of each layer's own. Stacked ones run as a loop over turns, one layer after
-    another within a turn, and what is left of a turn after it; apart, the layers run one by one. unroll: how many layers
-    one step of the loop holds, rounded up to whole turns. first: the number of the first layer.
-    caches: None, or as an earlier call returned them: a tuple as `params` is one; else (of each layer of a turn, its caches
-    stacked over turns; of each layer that is left, its own). None stands for those of a layer that has made none.
-    aux: summed over layers.
+    Stacked parameters run as a loop over periods, with the layers of a period one after another in its body, and the layers
+    of the last, incomplete period after the loop. Separate parameters run layer by layer.
+
+    Args:
+        layers: the forms of the layers, of one period.
+        x: input of the first layer, an array or a tree of arrays.
+        params: parameters of all layers, stacked on a first axis, or a tuple of one tree per layer.
+        caches: None, or caches that an earlier call returned. For separate parameters, a tuple of one cache per layer. For
+            stacked ones, `(by form, remaining)`: for each form, its caches stacked over periods; and one cache for each layer
+            after the loop.
+        count: number of layers.
+        unroll: number of layers in one iteration of the loop, rounded up to complete periods.
+        first: index of the first layer.
+
+    Returns:
+        `(x, caches, aux)`, with aux summed over layers.
     """
-    numbers = _numbers(count, first)
+    indices = _layer_indices(count, first)
     if isinstance(params, tuple):
-        x, ends = _each(layers, x, [(p, numbers[i], caches and caches[i]) for i, p in enumerate(params)])
-        return x, tuple(cache for cache, _ in ends), _total([aux for _, aux in ends])
-
-    period = len(layers)
-    turns = count // period
-    stacked, left = caches or ((None,) * period, (None,) * (count % period))
-
-    def turn(x: Any, slices: tuple[Any, Any]) -> tuple[Any, Any]:
-        own, caches = slices
-        return _each(layers, x, [(*layer_of_period(own, place, period), cache) for place, cache in enumerate(caches)])
-
-    own = by_period((params, numbers), period)
-    x, ends = lax.scan(turn, x, (own, stacked), unroll=-(-unroll // period))
-    stacked = tuple(cache for cache, _ in ends)
-    reports = [_summed(aux) for _, aux in ends]
-
-    rest = [jax.tree.map(lambda leaf, i=i: leaf[i], (params, numbers)) for i in range(turns * period, count)]
-    x, ends = _each(layers, x, [(*own, cache) for own, cache in zip(rest, left, strict=True)])
-    left = tuple(cache for cache, _ in ends)
-    return x, (stacked, left), _total([*reports, *(aux for _, aux in ends)])
+        return _run_separate(layers, x, params, caches, indices)
+    return _run_stacked(layers, x, params, caches, indices, unroll)
 
 
-def through_reversibly(
-    pairs: Sequence[Pair], x: Streams, params: Any, count: int, operands: tuple[Any, ...], first: Any = 0
+def _run_separate(
+    layers: Sequence[Layer], x: Any, params: tuple[Any, ...], caches: Any, indices: jax.Array
+) -> tuple[Any, Any, Aux]:
+    slices = [(layer_params, indices[i], caches and caches[i]) for i, layer_params in enumerate(params)]
+    x, results = _run_in_order(layers, x, slices)
+    return x, tuple(cache for cache, _ in results), _sum_by_name([aux for _, aux in results])
+
+
+def _run_stacked(
+    layers: Sequence[Layer], x: Any, params: Any, caches: Any, indices: jax.Array, unroll: int
+) -> tuple[Any, Any, Aux]:
+    count, period = len(indices), len(layers)
+    looped = count - count % period
+    caches_by_form, remaining_caches = caches or ((None,) * period, (None,) * (count % period))
+
+    def run_period(x: Any, slices: tuple[Any, Any]) -> tuple[Any, Any]:
+        params_and_indices, caches = slices
+        return _run_in_order(
+            layers, x, [(*layer_of_period(params_and_indices, i, period), cache) for i, cache in enumerate(caches)]
+        )
+
+    slices = by_period((params, indices), period)
+    x, results = lax.scan(run_period, x, (slices, caches_by_form), unroll=-(-unroll // period))
+    caches_by_form = tuple(cache for cache, _ in results)
+    reports = [_sum_over_layers(aux) for _, aux in results]
+
+    remaining = [jax.tree.map(lambda leaf, i=i: leaf[i], (params, indices)) for i in range(looped, count)]
+    remaining = [(*layer_slice, cache) for layer_slice, cache in zip(remaining, remaining_caches, strict=True)]
+    x, results = _run_in_order(layers, x, remaining)
+    remaining_caches = tuple(cache for cache, _ in results)
+    return x, (caches_by_form, remaining_caches), _sum_by_name([*reports, *(aux for _, aux in results)])
+
+
+def run_reversible_layers(
+    branches: Sequence[Branches], x: Streams, params: Any, count: int, operands: tuple[Any, ...], first: Any = 0
 ) -> tuple[Streams, Aux]:
-    """Two streams through `count` reversible layers, of which nothing is kept for a backward pass: `(x, aux)`.
+    """Runs a stack of reversible layers, whose backward pass recomputes activations from the output.
 
-    pairs: the branches of the layers, in turn. params: stacked. first, aux: as in `through`.
+    Args:
+        branches: the branches of each form, of one period.
+        x: the two streams.
+        params: parameters of all layers, stacked on a first axis.
+        count: number of layers.
+        operands: passed to every branch.
+        first: index of the first layer.
+
+    Returns:
+        `(x, aux)`, with aux summed over layers.
     """
-    x1, x2, reports = reversible(pairs, (params, _numbers(count, first)), *x, *operands)
-    return (x1, x2), _total([_summed(aux) for (_, mixed), fed in reports for aux in (mixed, fed)])
+    x1, x2, reports = reversible(branches, (params, _layer_indices(count, first)), *x, *operands)
+    return (x1, x2), _sum_by_name(
+        [_sum_over_layers(aux) for (_, mix_aux), feed_aux in reports for aux in (mix_aux, feed_aux)]
+    )
 
 
-def coupled(pair: Pair, operands: tuple[Any, ...]) -> Layer:
-    """A layer for `through` that does what it does in `through_reversibly`, and fills a cache."""
-    mix, feed = pair
+def reversible_layer(branches: Branches, operands: tuple[Any, ...]) -> Layer:
+    """A layer that computes in `run_layers`, with a cache, the same function as its branches in `run_reversible_layers`.
+
+    Args:
+        branches: (mix, feed).
+        operands: passed to both branches.
+
+    Returns:
+        The layer. Its backward pass keeps activations.
+    """
+    mix, feed = branches
 
     def layer(x: Streams, slices: tuple[Any, jax.Array, Any]) -> tuple[Streams, tuple[Any, Aux]]:
-        (x1, x2), (*own, cache) = x, slices
-        y, (cache, mixed) = mix(own, x2, *operands, cache)
+        (x1, x2), (*params_and_index, cache) = x, slices
+        y, (cache, mix_aux) = mix(params_and_index, x2, *operands, cache)
         x1 = x1 + y.astype(x1.dtype)
-        y, fed = feed(own, x1, *operands)
-        return (x1, x2 + y.astype(x2.dtype)), (cache, {**mixed, **fed})
+        y, feed_aux = feed(params_and_index, x1, *operands)
+        return (x1, x2 + y.astype(x2.dtype)), (cache, {**mix_aux, **feed_aux})
 
     return layer
 
 
-def _numbers(count: int, first: Any) -> jax.Array:
+def _layer_indices(count: int, first: Any) -> jax.Array:
     return jnp.arange(count, dtype=jnp.uint32) + jnp.asarray(first, jnp.uint32)
 
 
-def _each(layers: Sequence[Layer], x: Any, slices: Sequence[Any]) -> tuple[Any, list[tuple[Any, Aux]]]:
-    """The first layers, one by one."""
-    ends = []
-    for i, own in enumerate(slices):
-        x, end = layers[i % len(layers)](x, own)
-        ends.append(end)
-    return x, ends
+def _run_in_order(layers: Sequence[Layer], x: Any, slices: Sequence[Any]) -> tuple[Any, list[tuple[Any, Aux]]]:
+    """Runs one layer per slice, starting with the first form: `(x, (cache, aux) of each layer)`."""
+    results = []
+    for i, layer_slice in enumerate(slices):
+        x, result = layers[i % len(layers)](x, layer_slice)
+        results.append(result)
+    return x, results
 
 
-def _summed(aux: Aux) -> Aux:
-    """Over layers, along which it is stacked."""
+def _sum_over_layers(aux: Aux) -> Aux:
+    """Sums over the first axis, along which layers are stacked."""
     return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), aux)
 
 
-def _total(reports: Sequence[Aux]) -> Aux:
-    """What several layers report, added up name by name; not all report the same."""
+def _sum_by_name(reports: Sequence[Aux]) -> Aux:
+    """Sums the (sum, weight) pairs of each name; a name may be missing in some of the reports."""
     total: dict[str, Any] = {}
     for name, pair in ((name, pair) for aux in reports for name, pair in aux.items()):
         total[name] = pair if name not in total else tuple(map(jnp.add, total[name], pair))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.nn.stack import through
+from hpnlp.nn.stack import run_layers
 
 COUNT = 7
 ONCE = {"xla_backend_optimization_level": 0}
@@ -40,7 +40,7 @@ def test_equals_a_plain_loop(kinds, unroll):
     expected, reports = plain(kinds, 2.0, w)
     stacked = {"w": jnp.asarray(w)}
     for params in (stacked, tuple({"w": one} for one in stacked["w"])):
-        run = jax.jit(lambda *args: through(layers, *args, COUNT, unroll), compiler_options=ONCE)
+        run = jax.jit(lambda *args: run_layers(layers, *args, COUNT, unroll), compiler_options=ONCE)
         x, caches, aux = run(jnp.float32(2), params, None)
         np.testing.assert_allclose(x, expected, rtol=1e-6)
         assert aux.keys() == reports.keys()
@@ -57,7 +57,7 @@ def test_equals_a_plain_loop(kinds, unroll):
 
 def test_one_kind_is_one_loop():
     """No more than the scan over all layers: nothing is cut, nothing follows."""
-    run = lambda x, w: through([layer(0)], x, {"w": w}, None, COUNT, 1)[0]  # noqa: E731
+    run = lambda x, w: run_layers([layer(0)], x, {"w": w}, None, COUNT, 1)[0]  # noqa: E731
     jaxpr = jax.make_jaxpr(run)(jnp.float32(2), jnp.ones(COUNT))
     (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
     assert scan.params["length"] == COUNT
