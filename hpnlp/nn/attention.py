@@ -1,4 +1,4 @@
-"""The one Attention module: projections around a mixer."""
+"""Attention: projections around a mixer. Every mixer uses this module."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from hpnlp.types import NO_TENSOR_PARALLEL, Aux, MixerInputs, TensorParallel, ch
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What every layer of one pass shares.
+    """Inputs that all layers of one pass share.
 
-    positions `[B, T]`, segment_ids `[B, T]` or None for one segment a row. mask: who may attend to whom. deterministic:
-    no dropout. capacity: where given, the pass also returns a cache with room for that many tokens a row. ids `[B, T]`: a
-    number for each token of the batch, by which dropout tells them apart. order: where devices share rows, what these know of
-    the order that the tokens are in, as `Placement.order` gives it.
+    Attributes:
+        positions: int32 `[B, T]`, positions of the tokens within their documents.
+        segment_ids: int32 `[B, T]`, or None for one segment per sequence.
+        mask: a static Mask, the query-key pairs that may attend.
+        deterministic: True switches dropout off.
+        capacity: if given, layers also return a cache with room for so many tokens per sequence.
+        ids: int32 `[B, T]`, a number for each token of the batch; dropout depends on it. None without dropout.
+        order: the order of the tokens over the devices of a ring, from `ModelParallel.token_order`; None otherwise.
     """
 
     positions: jax.Array
@@ -60,19 +64,40 @@ ROPE_SCALINGS: dict[str, Any] = {
 
 
 def alternation(text: str) -> tuple[Spec, ...]:
-    """The mixers that layers take in turn: the shortest period of a spec string, its repeats written out."""
+    """The shortest period of the mixers that layers take in turn.
+
+    Args:
+        text: a spec string, as "window(256,0)*5,full".
+
+    Returns:
+        The mixers of one period, with repeats written out.
+    """
     specs = tuple(
         dataclasses.replace(spec, repeat=1) for spec in parse(text, "model.mixer") for _ in range(spec.repeat)
     )
-    lengths = (n for n in range(1, len(specs)) if specs == specs[:n] * (len(specs) // n))
-    return specs[: next(lengths, len(specs))]
+    periods = (n for n in range(1, len(specs)) if specs == specs[:n] * (len(specs) // n))
+    return specs[: next(periods, len(specs))]
 
 
 class Attention(nn.Module):
-    """Projects x to the queries, keys and values that the mixer asks for, mixes, and projects back.
+    """Projects x to the queries, keys and values that the mixer needs, mixes, and projects back.
 
-    Grouped queries where kv_heads < heads; RoPE where `rope_theta` is given and the mixer wants it; `qk_norm` normalises
-    each head's query and key before RoPE (Henry et al. 2020, with a learned scale in place of the length).
+    Attributes:
+        heads: number of query heads, N.
+        kv_heads: number of key and value heads, K; fewer than N for grouped queries (Ainslie et al. 2023, "GQA").
+        head_dim: head size, H.
+        mixer: entry of MIXERS.
+        rope_theta: base of RoPE's wavelengths; None for no RoPE. Applied if the mixer has `wants_rope`.
+        rope_scaling: spec of ROPE_SCALINGS.
+        qk_norm: normalise each head's queries and keys before RoPE (Henry et al. 2020, with a learned scale in place of the
+            vector length).
+        norm: entry of NORMS, for qk_norm.
+        norm_eps: added to the variance in norms.
+        use_bias: biases on queries, keys and values.
+        out_bias: bias on the output projection.
+        out_init: initialiser of the output projection.
+        dropout: rate of dropout on attention probabilities.
+        tensor_parallel: division of the heads over devices.
     """
 
     heads: int
@@ -92,18 +117,21 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
-        """`(y [B, T, D], cache or None, aux)`. With a cache, x continues the tokens in it."""
+        """Applies attention.
+
+        Args:
+            x: normalised hidden states.
+            context: positions, segments and mask.
+            cache: of the tokens that precede x, or None.
+
+        Returns:
+            `(y [B, T, D], cache or None, aux)`.
+        """
         mixer = build(self.mixer, MIXERS, "mixer", dropout=self.dropout, name="mixer")
         x = self.tensor_parallel.gather_tokens(x)
         projected = {name: checkpoint_name(self._project(x, name, context, mixer), "projected") for name in mixer.needs}
         dropping = self.dropout > 0.0 and not context.deterministic
-        streams = None
-        if dropping:
-            assert context.ids is not None
-            numbers = self.tensor_parallel.local_start("heads", self.heads) + jnp.arange(
-                self.tensor_parallel.local_size("heads", self.heads)
-            )
-            streams = context.ids[:, :1] * self.heads + numbers[None].astype(jnp.int32)
+        streams = self._dropout_streams(context) if dropping else None
         inputs = MixerInputs(
             x=x,
             **projected,
@@ -129,7 +157,15 @@ class Attention(nn.Module):
         y = Dense(x.shape[-1], ("heads", "embed"), self.out_bias, self.out_init, self.tensor_parallel, name="out")(o)
         return y, cache, aux
 
+    def _dropout_streams(self, context: Context) -> jax.Array:
+        """int32 `[B, N]`: a number for each sequence and head, the same under every layout over devices."""
+        assert context.ids is not None
+        start = self.tensor_parallel.local_start("heads", self.heads)
+        heads = start + jnp.arange(self.tensor_parallel.local_size("heads", self.heads))
+        return context.ids[:, :1] * self.heads + heads[None].astype(jnp.int32)
+
     def _project(self, x: jax.Array, name: str, context: Context, mixer: Any) -> jax.Array:
+        """The projection "q", "k" or "v" of x, split into heads, normalised and rotated."""
         heads, axis = (self.heads, "heads") if name == "q" else (self.kv_heads, "kv_heads")
         heads = self.tensor_parallel.local_size("heads", heads)
         y = Dense(heads * self.head_dim, ("embed", axis), self.use_bias, name=name)(x)

@@ -1,4 +1,4 @@
-"""The one Block: a mixing branch and a feed-forward branch. Whoever stacks Blocks adds the residuals."""
+"""Block: a mixing branch and a feed-forward branch. All models are stacks of Blocks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,26 @@ from hpnlp.types import NO_TENSOR_PARALLEL, Aux, InputError, TensorParallel
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """The shape of a Block.
+    """Sizes and parts of a Block.
 
-    dim: D. heads: N. kv_heads: K, 0 for N. head_dim: H, 0 for D / N. mixer: an entry of MIXERS, or several that the layers
-    take in turn, as in "window(256,0)*5,full". mlp_dim: 0 for 4 D (gated MLPs: 8 D / 3, rounded up to
-    a multiple of 64). mlp: an entry of MLPS. norm: "rms" or "layer". norm_eps: added to the variance that a norm divides by.
-    position: "rope", "learned" or "none". rope_theta: the base of RoPE's wavelengths. rope_scaling:
-    "none", "linear(factor)", "ntk(factor)", "llama3(factor, low, high, length)" or "yarn(factor, original_length)". qk_norm:
-    a norm of each head's queries and keys, before RoPE. qkv_bias: biases on queries, keys and values. out_bias: a bias on
-    attention's output. mlp_bias: biases in MLPs. dropout: on each branch's result and on attention probabilities.
+    dim: D, the model size.
+    heads: N, the number of query heads.
+    kv_heads: K, 0 for N. The number of key and value heads, a divisor of N.
+    head_dim: H, 0 for D / N. The size of a head.
+    mixer: an entry of MIXERS, or several that the layers take in turn, as in "window(256,0)*5,full".
+    mlp: an entry of MLPS.
+    mlp_dim: columns of the MLP, 0 for 4 D (gated MLPs, 8 D / 3, rounded up to a multiple of 64).
+    norm: an entry of NORMS, "rms" or "layer".
+    norm_eps: added to the variance in norms.
+    position: "rope", "learned" or "none".
+    rope_theta: the base of RoPE's wavelengths.
+    rope_scaling: "none", "linear(factor)", "ntk(factor)", "llama3(factor, low, high, length)" or "yarn(factor,
+    original_length)".
+    qk_norm: norms of each head's queries and keys, before RoPE.
+    qkv_bias: biases on queries, keys and values.
+    out_bias: a bias on attention's output.
+    mlp_bias: biases in MLPs.
+    dropout: rate of dropout on each branch's result and on attention probabilities.
     """
 
     dim: int = 256
@@ -48,7 +59,7 @@ class BlockConfig:
 
     def __post_init__(self) -> None:
         if min(self.dim, self.heads) < 1:
-            raise InputError(f"model.dim={self.dim} and model.heads={self.heads} must be at least 1")
+            raise InputError(f"model.dim={self.dim}, model.heads={self.heads}: expected at least 1")
         if not self.head_dim and self.dim % self.heads:
             raise InputError(
                 f"model.dim={self.dim} is not a multiple of model.heads={self.heads}: change one, or set model.head_dim"
@@ -59,7 +70,7 @@ class BlockConfig:
             )
         if self.position == "rope" and self.head_size % 2:
             raise InputError(
-                f"RoPE turns pairs of dimensions, but the head dimension is {self.head_size}: make it even"
+                f"RoPE rotates pairs of dimensions, but the head dimension is {self.head_size}: make it even"
             )
         if self.position not in ("rope", "learned", "none"):
             raise InputError(f"model.position={self.position!r}: expected 'rope', 'learned' or 'none'")
@@ -68,24 +79,30 @@ class BlockConfig:
 
     @property
     def kv_head_count(self) -> int:
+        """Number of key and value heads, K."""
         return self.kv_heads or self.heads
 
     @property
     def head_size(self) -> int:
+        """Size of a head, H."""
         return self.head_dim or self.dim // self.heads
 
     @property
     def mlp_size(self) -> int:
+        """Number of columns of the MLP."""
         if self.mlp_dim:
             return self.mlp_dim
         return -(-8 * self.dim // (3 * 64)) * 64 if self.mlp in GATED else 4 * self.dim
 
 
 class Block(nn.Module):
-    """Two pre-normed branches: `mix` (attention) and `feed` (MLP). Neither adds the residual.
+    """Two pre-normed branches: `mix` (attention) and `feed` (MLP). `__call__` adds them to a single stream.
 
-    out_init: initialises the projections that write to the residual stream. mixer: the one of the config's that it has.
-    branches: the device's part in it.
+    Attributes:
+        config: sizes and parts.
+        out_init: initialiser of the projections that write to the residual stream.
+        mixer: the mixer of this Block, one of `config.mixer`.
+        tensor_parallel: division of heads and MLP columns over devices.
     """
 
     config: BlockConfig
@@ -117,16 +134,42 @@ class Block(nn.Module):
         self.mlp = MLP(c.mlp_size, c.mlp, c.mlp_bias, self.out_init, self.tensor_parallel)
 
     def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
-        """`(branch [B, T, D], cache or None, aux)`."""
+        """The mixing branch, without its residual.
+
+        Args:
+            x: hidden states.
+            context: positions, segments and mask.
+            cache: of the tokens that precede x, or None.
+
+        Returns:
+            `(y [B, T, D], cache or None, aux)`.
+        """
         y, cache, aux = self.attention(self.mix_norm(x), context, cache)
         return self._drop(y, context), cache, aux
 
     def feed(self, x: Float[Array, "B T D"], context: Context) -> tuple[jax.Array, Aux]:
-        """`(branch [B, T, D], aux)`."""
+        """The feed-forward branch, without its residual.
+
+        Args:
+            x: hidden states.
+            context: ids of the tokens, for dropout.
+
+        Returns:
+            `(y [B, T, D], aux)`.
+        """
         return self._drop(self.mlp(self.feed_norm(x)), context), {}
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
-        """Both branches with their residuals added, as a plain stack runs them."""
+        """Adds both branches to a single stream, one after the other.
+
+        Args:
+            x: hidden states.
+            context: positions, segments and mask.
+            cache: of the tokens that precede x, or None.
+
+        Returns:
+            `(x [B, T, D], cache or None, aux)`.
+        """
         y, cache, aux = self.mix(x, context, cache)
         x = x + y
         y, feed_aux = self.feed(x, context)

@@ -27,18 +27,35 @@ embed_init: Initializer = nn.initializers.normal(0.02)
 
 
 def param(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
-    """A float32 parameter of `module` whose axes have the logical names `axes`; or what is given instead."""
-    given = module.get_variable("params", name)
-    if isinstance(given, TableRows | Zero2Parameter):
-        return given
+    """A float32 parameter of a module.
+
+    Args:
+        module: the module.
+        name: of the parameter.
+        init: initialiser.
+        shape: of the parameter.
+        axes: logical names of its axes.
+
+    Returns:
+        The parameter: an array, or the `TableRows` or `Zero2Parameter` that was passed in its place.
+    """
+    variable = module.get_variable("params", name)
+    if isinstance(variable, TableRows | Zero2Parameter):
+        return variable
     value: Any = module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
     return value
 
 
 class Dense(nn.Module):
-    """`x @ kernel + bias` over the last axis. axes: logical names of the kernel's input and output axis.
+    """`x @ kernel + bias` over the last axis.
 
-    branches: whose end the product is, where devices share it: each may have a part of the kernel's input axis.
+    Attributes:
+        features: output features.
+        axes: logical names of the kernel's input and output axis.
+        use_bias: add a bias.
+        init: initialiser of the kernel.
+        tensor_parallel: for the last product of a branch, of whose input axis each device may have a slice; the devices'
+            partial products are summed.
     """
 
     features: int
@@ -48,7 +65,7 @@ class Dense(nn.Module):
     tensor_parallel: TensorParallel = NO_TENSOR_PARALLEL
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*own F"]:
+    def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*local_tokens F"]:
         kernel = param(self, "kernel", self.init, (x.shape[-1], self.features), self.axes)
         bias = param(self, "bias", nn.initializers.zeros, (self.features,), self.axes[1:]) if self.use_bias else None
         if self.tensor_parallel.is_identity:
@@ -58,7 +75,13 @@ class Dense(nn.Module):
 
 
 class Embed(nn.Module):
-    """A table of rows, looked up by id. axis: the logical name of its rows."""
+    """A table of rows, looked up by id.
+
+    Attributes:
+        rows: number of rows.
+        dim: features of a row.
+        axis: logical name of the axis of rows.
+    """
 
     rows: int
     dim: int
@@ -98,7 +121,8 @@ class LayerNorm(nn.Module):
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
 
-# The activation of each MLP. Those of GATED apply it to a second projection, which gates the first (Shazeer 2020, eq. 6).
+# The activation of each kind of MLP. The kinds in GATED apply it to a second projection, by which they multiply the first
+# (Shazeer 2020, "GLU variants improve transformer", eq. 6).
 MLPS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
@@ -111,7 +135,15 @@ GATED = ("swiglu", "geglu", "geglu_exact")
 
 
 class MLP(nn.Module):
-    """The feed-forward branch: `down(f(up(x)))`, or `down(f(gate(x)) * up(x))` for the kinds of GATED."""
+    """The feed-forward branch: `down(f(up(x)))`, or `down(f(gate(x)) * up(x))` for the kinds in GATED.
+
+    Attributes:
+        hidden: number of columns of up and gate.
+        kind: entry of MLPS, the activation f.
+        use_bias: biases on all projections.
+        down_init: initialiser of the last projection.
+        tensor_parallel: division of the columns over devices.
+    """
 
     hidden: int
     kind: str = "gelu"
@@ -135,14 +167,22 @@ class MLP(nn.Module):
 def dropout(
     x: Float[Array, "B T D"], rate: float, rng: jax.Array | None, ids: Int[Array, "B T"] | None
 ) -> Float[Array, "B T D"]:
-    """Zeroes entries with probability `rate` and scales the rest by 1 / (1 - rate); `rng` None means none.
+    """Zeroes entries at random and scales the others by 1 / (1 - rate).
 
-    ids: a number for each token, by which and by the place in D it is decided what goes, wherever the token is computed.
+    Args:
+        x: an array.
+        rate: probability that an entry is zeroed.
+        rng: key; None for no dropout.
+        ids: a number for each token. An entry's fate depends on it and on the index in D only, so that every layout over
+            devices drops the same entries.
+
+    Returns:
+        The array, in the dtype of x.
     """
     if rng is None or rate == 0.0:
         return x
     assert ids is not None
-    places = jnp.arange(x.shape[-1], dtype=jnp.uint32)[None, None]
-    keep = keep_mask(seed_words(rng), ids[..., None], places, jnp.zeros((1, 1, 1), jnp.uint32), rate)
+    features = jnp.arange(x.shape[-1], dtype=jnp.uint32)[None, None]
+    keep = keep_mask(seed_words(rng), ids[..., None], features, jnp.zeros((1, 1, 1), jnp.uint32), rate)
     # In float32, because 1 - rate rounded to 16 bits would shift the mean.
     return jnp.where(keep, (x.astype(jnp.float32) / (1.0 - rate)).astype(x.dtype), jnp.zeros((), x.dtype))

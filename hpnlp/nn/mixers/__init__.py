@@ -1,4 +1,4 @@
-"""Mixers: ways to mix information along the sequence. `model.mixer` names entries of MIXERS."""
+"""Mixers: modules that mix information along the sequence. `model.mixer` names entries of MIXERS."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.nn.mixers import patterns
-from hpnlp.nn.mixers.exact import exact
+from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.ops.attention import Full
 
 MIXERS: dict[str, Callable[..., Any]] = {
-    "full": exact(Full),
-    "blockwise": exact(patterns.blockwise),
-    "window": exact(patterns.window),
-    "dilated": exact(patterns.dilated),
-    "strided": exact(patterns.strided),
-    "fixed": exact(patterns.fixed),
-    "random": exact(patterns.random),
-    "global": exact(patterns.global_),
-    "longformer": exact(patterns.longformer),
-    "bigbird": exact(patterns.bigbird),
+    "full": exact_mixer(Full),
+    "blockwise": exact_mixer(patterns.blockwise),
+    "window": exact_mixer(patterns.window),
+    "dilated": exact_mixer(patterns.dilated),
+    "strided": exact_mixer(patterns.strided),
+    "fixed": exact_mixer(patterns.fixed),
+    "random": exact_mixer(patterns.random),
+    "global": exact_mixer(patterns.global_),
+    "longformer": exact_mixer(patterns.longformer),
+    "bigbird": exact_mixer(patterns.bigbird),
 }

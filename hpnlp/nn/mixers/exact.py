@@ -17,11 +17,19 @@ from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 
 class ExactMixer(nn.Module):
-    """Softmax attention (Vaswani et al. 2017, eq. 1) over what both `pattern` and the mask of the call allow.
+    """Softmax attention (Vaswani et al. 2017, eq. 1) over the pairs that both `pattern` and the mask of the call allow.
 
-    A pattern that depends on i - j alone is over places in the row, which says the same as positions within a segment;
-    another is over `positions`, so that a document among others in a row is seen as it is alone and while decoding.
-    Cost: as `attend`, products for the blocks that the mask lets meet, memory linear in T and S.
+    A pattern that depends on i - j alone is applied to indices in the sequence, which is equivalent to positions within each
+    segment. Any other pattern is applied to `positions`, so that a document packed with others, or decoded, is treated like
+    the document alone.
+
+    Attributes:
+        pattern: the mask of the mixer.
+        dropout: rate of dropout on attention probabilities.
+        needs: the projections that the mixer reads.
+        wants_rope: whether RoPE is applied to queries and keys.
+
+    Cost: as `attend`: products for the blocks with visible pairs, and memory linear in T and S.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("q", "k", "v")
@@ -51,9 +59,16 @@ class ExactMixer(nn.Module):
         return MixerOutput(o)
 
     def init_cache(self, inputs: MixerInputs, mask: Any, capacity: int) -> KVCache:
-        """The cache after a pass over `inputs` under `mask`, for rows of up to `capacity` tokens.
+        """Creates a cache of a prompt.
 
-        A row's tokens are those whose segment id is over 0, and come first.
+        Args:
+            inputs: k and v of the prompt; segment_ids, of which the first tokens have a positive id and padding has 0, or None
+                for a prompt without padding.
+            mask: a static Mask.
+            capacity: number of tokens per sequence that the cache has room for.
+
+        Returns:
+            The cache.
         """
         assert inputs.k is not None and inputs.v is not None
         batch, length = inputs.k.shape[:2]
@@ -64,19 +79,33 @@ class ExactMixer(nn.Module):
         return start_cache(inputs.k, inputs.v, lengths, self.within(mask), capacity)
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """Mixes a few further tokens a row with all that came before: `(o [B, T, N, H], the longer cache)`.
+        """Mixes further tokens with all preceding ones; see `extend_cache`.
 
-        Of `inputs` it reads q, k and v: a row is one segment, and what it decodes is deterministic. See `extend_cache`.
+        Args:
+            inputs: q, k and v of the further tokens. A sequence is one segment.
+            mask: a static Mask.
+            cache: of the preceding tokens.
+
+        Returns:
+            `(o [B, T, N, H], the extended cache)`.
+
+        Raises:
+            InputError: dropout is on.
         """
         if self.dropout and not inputs.deterministic:
-            raise InputError("extend with dropout: a cache is for decoding, pass deterministic=True")
+            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         return extend_cache(inputs.q, inputs.k, inputs.v, self.within(mask), cache)
 
     def partial(self, inputs: MixerInputs, mask: Any) -> tuple[jax.Array, jax.Array]:
-        """(o, float32 lse [B, T, N]) over the keys that are given, which `merge` joins with those of others.
+        """Partial attention over some of the keys, which `merge` joins with the results over other keys.
 
-        mask: all that holds, as `within` gives it. Keys are of the same length as queries, or of another.
+        Args:
+            inputs: q, and k and v of the same or another length.
+            mask: the complete mask, as `within` returns it.
+
+        Returns:
+            `(o [B, T, N, H], float32 lse [B, T, N])`.
         """
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         return attend(  # pyright: ignore[reportReturnType]
@@ -92,20 +121,37 @@ class ExactMixer(nn.Module):
         )
 
     def within(self, mask: Any) -> Any:
-        """The pairs that the pattern and `mask` both allow."""
+        """Intersects the pattern with a mask.
+
+        Args:
+            mask: a static Mask.
+
+        Returns:
+            The mask of the pairs that both allow.
+        """
         return self.pattern & mask
 
 
-def exact(pattern: Callable[..., Mask | PerHead]) -> Callable[..., ExactMixer]:
-    """The table entry whose arguments are those of `pattern`."""
-    own = inspect.signature(pattern)
-    module = inspect.signature(ExactMixer).parameters
-    extra = [module[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in ("dropout", "name")]
+def exact_mixer(pattern: Callable[..., Mask | PerHead]) -> Callable[..., ExactMixer]:
+    """Makes an entry of MIXERS from a pattern.
+
+    Args:
+        pattern: a function that returns a mask.
+
+    Returns:
+        A function with the arguments of `pattern`, and `dropout` and `name`, that returns an ExactMixer.
+    """
+    signature = inspect.signature(pattern)
+    module_parameters = inspect.signature(ExactMixer).parameters
+    further = [module_parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in ("dropout", "name")]
 
     @functools.wraps(pattern)
-    def entry(*args: Any, dropout: float = 0.0, name: str | None = None, **kwargs: Any) -> ExactMixer:
+    def make_mixer(*args: Any, dropout: float = 0.0, name: str | None = None, **kwargs: Any) -> ExactMixer:
         return ExactMixer(pattern(*args, **kwargs), dropout, name=name)
 
-    signature = own.replace(parameters=[*own.parameters.values(), *extra], return_annotation=ExactMixer)
-    entry.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-    return entry
+    # Spec strings are checked against the signature.
+    parameters = [*signature.parameters.values(), *further]
+    make_mixer.__signature__ = signature.replace(  # pyright: ignore[reportAttributeAccessIssue]
+        parameters=parameters, return_annotation=ExactMixer
+    )
+    return make_mixer

@@ -1,4 +1,4 @@
-"""The patterns that mixers are named after, with defaults; the mask of the model (causal, or not) comes on top of them."""
+"""Patterns that mixers are named after, with default arguments. The model's mask (such as causality) is applied on top."""
 
 from __future__ import annotations
 
@@ -7,48 +7,126 @@ from hpnlp.ops.attention import Blockwise, Dilated, Global, Mask, PerHead, Rando
 
 
 def blockwise(block: int = 64) -> Mask:
-    """Blocks of the sequence see themselves (Qiu et al. 2020, "BlockBERT")."""
+    """Blocks of the sequence attend to themselves (Qiu et al. 2020, "BlockBERT").
+
+    Args:
+        block: tokens per block.
+
+    Returns:
+        The mask.
+    """
     return Blockwise(block)
 
 
 def window(left: int = 256, right: int | None = None) -> Mask:
-    """The last `left` tokens, the next `right` (as many where None), and the token itself."""
+    """Sliding window around the token.
+
+    Args:
+        left: number of preceding tokens.
+        right: number of following tokens; None for as many as `left`.
+
+    Returns:
+        The mask.
+    """
     return Window(left, right)
 
 
 def dilated(width: int = 63, dilation: int = 4) -> Mask:
-    """`width` tokens to each side, `dilation` apart (Beltagy et al. 2020, "Longformer", sec. 3.1)."""
+    """Dilated window around the token (Beltagy et al. 2020, "Longformer", sec. 3.1).
+
+    Args:
+        width: number of tokens to each side.
+        dilation: distance between them.
+
+    Returns:
+        The mask.
+    """
     return Dilated(width, dilation)
 
 
 def strided(stride: int = 64, heads: int | None = None) -> Mask | PerHead:
-    """See `sparse_transformer_strided`."""
+    """Strided attention of the Sparse Transformer.
+
+    Args:
+        stride: distance of the strided tokens, and length of the window.
+        heads: as for `ops.attention.sparse_transformer_strided`.
+
+    Returns:
+        The mask.
+    """
     return attention.sparse_transformer_strided(stride, heads=heads, causal=False)
 
 
 def fixed(block: int = 64, columns: int = 8, heads: int | None = None) -> Mask | PerHead:
-    """See `sparse_transformer_fixed`."""
+    """Fixed attention of the Sparse Transformer.
+
+    Args:
+        block: tokens per block.
+        columns: number of tokens at the end of each block that all later tokens attend to.
+        heads: as for `ops.attention.sparse_transformer_fixed`.
+
+    Returns:
+        The mask.
+    """
     return attention.sparse_transformer_fixed(block, columns, heads=heads, causal=False)
 
 
 def random(block: int = 64, count: int = 3, seed: int = 0, among: int | None = None) -> Mask:
-    """The token itself, and `count` blocks at random, the same for a block of queries; see `RandomBlocks` for `among`."""
+    """Random blocks, the same for all queries of a block, and the token itself.
+
+    Args:
+        block: tokens per block.
+        count: number of random blocks.
+        seed: of the draw.
+        among: as for `ops.attention.RandomBlocks`.
+
+    Returns:
+        The mask.
+    """
     return RandomBlocks(block, count, seed, among) | Window(0)
 
 
 def global_(count: int = 64) -> Mask:
-    """The first `count` tokens, which see all and are seen by all, and the token itself: otherwise no neighbours."""
+    """Global tokens, which attend to all tokens and are attended to by all; other tokens attend to themselves too.
+
+    Args:
+        count: number of global tokens, at the beginning of the sequence.
+
+    Returns:
+        The mask.
+    """
     return Global(count) | Window(0)
 
 
 def longformer(window: int = 512, global_tokens: int = 0, dilation: int = 1) -> Mask:
-    """See `ops.attention.longformer`."""
+    """Window and global tokens of Longformer.
+
+    Args:
+        window: number of tokens to both sides together, even.
+        global_tokens: number of global tokens at the beginning of the sequence.
+        dilation: distance between the tokens of the window.
+
+    Returns:
+        The mask.
+    """
     return attention.longformer(window, global_tokens, dilation)
 
 
 def bigbird(
     block: int = 64, window: int = 3, global_blocks: int = 2, random: int = 3, seed: int = 0, among: int | None = None
 ) -> Mask:
-    """See `ops.attention.bigbird`; where `among` is None, random blocks are drawn from those up to the token's own."""
+    """Window, global and random blocks of Big Bird.
+
+    Args:
+        block: tokens per block.
+        window: number of blocks around the token's block, odd.
+        global_blocks: number of global blocks at the beginning of the sequence.
+        random: number of random blocks.
+        seed: of the draw.
+        among: number of blocks to draw from; None to draw from the blocks up to the token's own.
+
+    Returns:
+        The mask.
+    """
     mask = attention.bigbird(block, window, global_blocks, random=0)
     return mask | RandomBlocks(block, random, seed, among) if random else mask
