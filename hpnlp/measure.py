@@ -1,4 +1,6 @@
-"""What a program costs: FLOPs from its jaxpr, seconds and bytes from its compiled form, and where it was measured."""
+"""Costs of a program: FLOPs from its jaxpr, memory from its compiled form, time from running it; and benchmark results with
+the environment that they were measured in.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ from jax.extend import core
 import hpnlp
 from hpnlp.types import InputError
 
-# Dense bf16 FLOP/s of one device by `device_kind`; the longest key that the kind contains counts.
-# NVIDIA's data sheets (H100, H200, HGX B200, A100, L4) print most of these with 2:4 sparsity: halved here. TPUs: the
-# "peak compute per chip (bf16)" of Google Cloud's TPU version pages; "lite" is the e of v5e and v6e.
+# Peak dense bf16 FLOP/s of one device by `device_kind`. A kind may contain several keys: the longest one applies.
+# NVIDIA: data sheets (H100, H200, HGX B200, A100, L4), of which most give the figure with 2:4 sparsity, halved here. TPUs:
+# "peak compute per chip (bf16)" of Google Cloud's pages on TPU versions. "lite" is the e of v5e and v6e.
 PEAK_FLOPS = {
     "A100": 312e12,
     "B200": 2.25e15,
@@ -48,19 +50,24 @@ PEAK_FLOPS = {
 
 
 def count_flops(fn: Callable[..., Any], *args: Any, while_trips: int | None = None, **kwargs: Any) -> int:
-    """FLOPs of the matrix products and convolutions of `fn(*args, **kwargs)`, two for each multiply-add.
+    """Counts the FLOPs of the matrix products and convolutions of a function, two per multiply-add.
 
-    Loops count with their trips, a `cond` with its dearest branch, a `shard_map` with the work of all its devices, a
-    Pallas kernel by its own cost estimate where it has one and else by its body times its grid. A convolution's taps on
-    padding and on the zeros of dilation do not count. Counted as traced: products whose result is not used are in.
-    Elementwise operations, reductions, factorizations and calls into libraries (cuDNN attention) are not.
+    A loop counts once per iteration, a `cond` by its most expensive branch, a `shard_map` by the work of all its devices, and a
+    Pallas kernel by its cost estimate, or else by its body times its grid. Products of a convolution with padding, or with the
+    zeros of dilation, do not count. The function is counted as traced, so products whose result is not used are included.
+    Elementwise operations, reductions, factorizations and calls into libraries (cuDNN attention) are not included.
 
     Args:
-        fn: a function, jitted or not; args, kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-        while_trips: how often each loop of unknown length is taken to run.
+        fn: a function, jitted or not.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        while_trips: assumed number of iterations of each loop whose length is unknown.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The number of FLOPs.
 
     Raises:
-        InputError: a loop of unknown length holds products and `while_trips` is None.
+        InputError: a loop of unknown length contains products, and `while_trips` is None.
 
     Cost: one trace; nothing is compiled.
     """
@@ -72,6 +79,7 @@ def _jitted(fn: Callable[..., Any], **options: Any) -> Any:
 
 
 def _count(jaxpr: Any, while_trips: int | None) -> int:
+    """FLOPs of a jaxpr."""
     # A ClosedJaxpr holds the Jaxpr that has the equations; from jax 0.12 on the two are one.
     return sum(_count_equation(equation, while_trips) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
@@ -84,7 +92,7 @@ def _count_equation(equation: Any, while_trips: int | None) -> int:
         return int(params["cost_estimate"].flops)
     if name == "cond":
         return max(_count(branch, while_trips) for branch in params["branches"])
-    if name == "custom_linear_solve":  # its other jaxprs are for derivatives
+    if name == "custom_linear_solve":  # its other jaxprs are for derivatives only
         return _count(params["jaxprs"].solve, while_trips)
 
     inner = sum(_count(jaxpr, while_trips) for jaxpr in core.jaxprs_in_params(params))
@@ -93,15 +101,15 @@ def _count_equation(equation: Any, while_trips: int | None) -> int:
     if name == "while":
         if while_trips is None:
             raise InputError(
-                "count_flops met a while loop that multiplies matrices and whose length is known at run time only: "
-                "pass while_trips=, or give lax.fori_loop Python ints as bounds"
+                "count_flops: a while loop of unknown length contains matrix products: pass while_trips=, or give "
+                "lax.fori_loop Python ints as bounds"
             )
         return inner * while_trips
     return inner * _repeats(name, params)
 
 
 def _repeats(name: str, params: Mapping[str, Any]) -> int:
-    """How often the jaxprs among an equation's parameters run."""
+    """Number of times that the jaxprs among an equation's parameters run."""
     if name == "scan":
         return params["length"]
     if name == "pallas_call":
@@ -118,12 +126,12 @@ def _dot_general(equation: Any) -> int:
 
 
 def _ragged_dot(equation: Any) -> int:
-    """Each row meets the matrix of its own group only."""
+    """FLOPs of a grouped product, where each row is multiplied by the matrix of its group only."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracting, _), _ = numbers.dot_dimension_numbers
     lhs, _, groups = (operand.aval for operand in equation.invars)
     products = equation.outvars[0].aval.size * math.prod(lhs.shape[i] for i in contracting)
-    # Where the groups split the contraction, each group has a result of its own, and its share of the products.
+    # Where groups divide the contracted dimension, each group has its own result and its share of the products.
     ragged_contraction = set(numbers.lhs_ragged_dimensions) & set(contracting)
     return 2 * products // (groups.shape[-1] if ragged_contraction else 1)
 
@@ -137,14 +145,15 @@ def _conv_general_dilated(equation: Any) -> int:
     for i, (before, _) in enumerate(params["padding"]):
         n, kernel, positions = lhs[numbers.lhs_spec[2 + i]], rhs[numbers.rhs_spec[2 + i]], out[numbers.out_spec[2 + i]]
         dilation = params["lhs_dilation"][i]
-        # Where in the (dilated) input the kernel's taps fall, for each position of the output.
+        # Index in the (dilated) input of each tap of the kernel, for each position of the output.
         at = np.arange(positions)[:, None] * params["window_strides"][i]
         at = at + np.arange(kernel) * params["rhs_dilation"][i] - before
         taps *= int(np.sum((at >= 0) & (at <= (n - 1) * dilation) & (at % dilation == 0)))
-    in_features = rhs[numbers.rhs_spec[1]]  # of one feature group
+    in_features = rhs[numbers.rhs_spec[1]]  # per feature group
     return 2 * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * in_features * taps
 
 
+# Primitives that count -> FLOPs of an equation.
 PRODUCTS: dict[str, Callable[[Any], int]] = {
     "conv_general_dilated": _conv_general_dilated,
     "dot_general": _dot_general,
@@ -154,27 +163,42 @@ PRODUCTS: dict[str, Callable[[Any], int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device while a program runs, as the compiler has laid them out."""
+    """Memory of a compiled program on one device, in bytes.
+
+    Attributes:
+        argument: arguments.
+        output: results.
+        temp: temporary buffers, which are allocated as one block for the whole run.
+        alias: results that reuse the memory of donated arguments.
+    """
 
     argument: int
     output: int
     temp: int
-    alias: int  # output that reuses the place of a donated argument
+    alias: int
 
     @property
     def peak(self) -> int:
-        """What must be free to run the program: its temporaries are allocated as one block for the whole run."""
+        """Memory that must be free to run the program, with its arguments, in bytes."""
         return self.argument + self.output + self.temp - self.alias
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program, called like the function it was made from (static arguments left out)."""
+    """A compiled program, which is called like the function that it was made from, without static arguments.
+
+    Attributes:
+        executable: the compiled program of JAX.
+        jaxpr: the traced function.
+        trace_seconds: duration of tracing.
+        compile_seconds: duration of lowering and compilation; little if a persistent cache holds the program.
+        memory: of one device.
+    """
 
     executable: Any
     jaxpr: Any
     trace_seconds: float
-    compile_seconds: float  # lowering and compiling; little where a persistent cache knows the program
+    compile_seconds: float
     memory: Memory
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +206,7 @@ class Compiled:
 
     @functools.cached_property
     def flops(self) -> int:
-        """As `count_flops`, of all devices together."""
+        """FLOPs on all devices together, as `count_flops` counts them."""
         return _count(self.jaxpr, None)
 
 
@@ -193,18 +217,23 @@ def compile(
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Compiled:
-    """Compiles `fn` for these arguments, so that time, bytes and FLOPs come from one and the same program.
+    """Compiles a function for given arguments, so that time, memory and FLOPs are those of the same program.
 
     Args:
-        fn: a function, jitted or not; args, kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-        jit_options: for `jax.jit` (donate_argnums, static_argnames, in_shardings, ...), where `fn` is not yet jitted.
-        compiler_options: XLA's, for this program only.
+        fn: a function, jitted or not.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        jit_options: arguments of `jax.jit` (donate_argnums, static_argnames, in_shardings, ...), if `fn` is not jitted.
+        compiler_options: options of XLA for this program.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The compiled program.
 
     Raises:
         InputError: `jit_options` for a function that is jitted already.
     """
     if jit_options and hasattr(fn, "trace"):
-        raise InputError(f"jit_options {sorted(jit_options)} came with a jitted function: pass them to its jax.jit")
+        raise InputError(f"jit_options={sorted(jit_options)}: fn is jitted already, pass the options to its jax.jit")
     start = time.perf_counter()
     traced = _jitted(fn, **dict(jit_options or {})).trace(*args, **kwargs)
     traced_at = time.perf_counter()
@@ -217,42 +246,54 @@ def compile(
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one call, one figure a round."""
+    """Duration of one call in seconds, in each of several rounds."""
 
     all: tuple[float, ...]
 
     @property
     def median(self) -> float:
+        """Median over the rounds."""
         return statistics.median(self.all)
 
     @property
     def min(self) -> float:
+        """Minimum over the rounds."""
         return min(self.all)
 
     def over(self, other: Timing) -> float:
-        """The median of the ratios to `other`, round by round: a drift of the machine that both saw cancels."""
-        return statistics.median(mine / theirs for mine, theirs in zip(self.all, other.all, strict=True))
+        """Ratio to another function that was timed in the same rounds.
+
+        Args:
+            other: timing of the other function.
+
+        Returns:
+            The median of the ratios of each round, in which a drift of the machine cancels.
+        """
+        return statistics.median(a / b for a, b in zip(self.all, other.all, strict=True))
 
 
 def timeit(
     functions: Mapping[str, Callable[[], Any]], *, rounds: int = 5, warmup: int = 1, min_seconds: float = 0.01
 ) -> dict[str, Timing]:
-    """Times functions of no arguments side by side: A B A B, not A A B B, so that a slow spell falls on all of them.
+    """Times functions side by side, interleaved: A B A B, so that a slow period of the machine affects all of them.
 
-    Every call is waited for, in JAX's sense; a function of another library must do its own waiting.
+    Each call waits for the JAX arrays that it returns; a function of another library must wait by itself.
 
     Args:
-        functions: name -> function.
-        rounds: measurements of each.
-        warmup: calls before the first measurement, at least one; they compile, and fill caches.
-        min_seconds: a measurement repeats its call until it lasts about this long, and gives the mean.
+        functions: name -> function without arguments.
+        rounds: number of measurements of each function.
+        warmup: number of calls before the first measurement, at least one. They compile, and fill caches.
+        min_seconds: a measurement repeats the call for about this long, and is the mean.
+
+    Returns:
+        name -> Timing.
 
     Raises:
         InputError: `rounds` or `warmup` below one.
     """
     for name, value in (("rounds", rounds), ("warmup", warmup)):
         if value < 1:
-            raise InputError(f"{name} is {value}: expected 1 or more")
+            raise InputError(f"{name}={value}: expected at least 1")
     calls = {}
     for name, function in functions.items():
         for _ in range(warmup):
@@ -273,29 +314,47 @@ def _seconds(function: Callable[[], Any], calls: int) -> float:
 
 
 def peak_memory_bytes() -> int:
-    """The most bytes that one local device has held so far; on devices that do not say (CPU), that the process has."""
+    """Peak memory so far.
+
+    Returns:
+        Bytes of the local device with the highest peak; where devices do not report it (CPU), of the process.
+    """
     stats = [device.memory_stats() for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     return max(peaks) if peaks else _process_peak_bytes()
 
 
 def memory_bytes() -> int:
-    """Returns the bytes that one local device can hold; on devices that do not report it (CPU), an equal part of
-    `machine_bytes`."""
+    """Memory of one local device.
+
+    Returns:
+        Bytes; where devices do not report it (CPU), an equal share of `machine_bytes`.
+    """
     devices = jax.local_devices()
     limits = [s["bytes_limit"] for s in (device.memory_stats() for device in devices) if s and "bytes_limit" in s]
     return min(limits) if limits else machine_bytes() // len(devices)
 
 
 def machine_bytes() -> int:
-    """Returns the bytes of memory that this process may use: the machine's, or the limit of its control group."""
+    """Memory that this process may use.
+
+    Returns:
+        Bytes of the machine, or the limit of the control group if it is less.
+    """
     groups = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
     limits = [text for path in groups if path.exists() and (text := path.read_text().strip()).isdigit()]
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *map(int, limits)])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or this machine could not allocate an array."""
+    """Whether an error means that a device or the machine could not allocate an array.
+
+    Args:
+        error: any exception.
+
+    Returns:
+        True for an out-of-memory error.
+    """
     exhausted = isinstance(error, jax.errors.JaxRuntimeError) and re.search(
         "RESOURCE_EXHAUSTED|Out of memory", str(error)
     )
@@ -304,62 +363,82 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _process_peak_bytes() -> int:
     status = Path("/proc/self/status")
-    if status.exists():  # not ru_maxrss, which on Linux starts from what the parent process held
+    if status.exists():  # preferred because ru_maxrss on Linux starts at the memory of the parent process
         line = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
         if line:
             return int(line[1]) * 1024
-    import resource  # where there is one: not on Windows
+    import resource  # does not exist on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """The data sheet's dense bf16 FLOP/s of one device, or None for one that PEAK_FLOPS does not know (any CPU)."""
-    # Matched as whole words, so that an L40 is no L4.
+    """Peak dense bf16 FLOP/s of one device, from its data sheet.
+
+    Args:
+        device_kind: as JAX reports it.
+
+    Returns:
+        FLOP/s, or None for a device that is not in PEAK_FLOPS (such as any CPU).
+    """
+    # Only complete words match: an L40 is not an L4.
     known = [key for key in PEAK_FLOPS if re.search(rf"\b{re.escape(key)}\b", device_kind, re.IGNORECASE)]
     return PEAK_FLOPS[max(known, key=len)] if known else None
 
 
 def training_flops(parameters: int, tokens: int, *, layers: int, width: int, length: int, causal: bool = True) -> float:
-    """FLOPs that a training step is credited with when its MFU is stated; recomputation earns nothing.
+    """FLOPs of a training step that count for its MFU, without recomputation.
 
-    6 x `parameters` x `tokens`, and for attention 12 x `width` x `length` for each token and layer (two products,
-    forward and twice backward), of which a causal model needs half (Chowdhery et al. 2022, "PaLM", appendix B, which
-    does not halve).
+    6 x `parameters` x `tokens`, and for attention 12 x `width` x `length` per token and layer (two products, once forward and
+    twice backward), of which a causal model needs half.
 
     Args:
-        parameters: all but the embedding tables.
-        tokens: in the step, over all devices.
-        layers, width: attention layers, and heads x head dim of one.
-        length: tokens in a sequence.
+        parameters: number of parameters, without embedding tables.
+        tokens: tokens of the step, over all devices.
+        layers: number of attention layers.
+        width: heads x head size of one layer.
+        length: tokens per sequence.
+        causal: whether attention is causal.
+
+    Returns:
+        The number of FLOPs.
+
+    References:
+        Chowdhery et al. 2022, "PaLM", appendix B, which does not halve the FLOPs of causal attention.
     """
     attention = 12 * layers * width * length * tokens
     return 6.0 * parameters * tokens + (attention / 2 if causal else attention)
 
 
 def mfu(flops: float, seconds: float, *, devices: int = 1, device_kind: str | None = None) -> float | None:
-    """Model FLOPs utilization: `flops` in `seconds` over the dense bf16 peak of `devices`, a fraction of 1.
+    """Model FLOPs utilisation: the fraction of the peak dense bf16 FLOP/s that is used.
 
     Args:
-        flops: as `training_flops` counts them.
-        device_kind: of the first local device where None.
+        flops: FLOPs of a step, as `training_flops` counts them.
+        seconds: duration of the step.
+        devices: number of devices.
+        device_kind: as JAX reports it; None for that of the first local device.
 
     Returns:
-        None where PEAK_FLOPS does not know the device.
+        A fraction of 1, or None for a device that is not in PEAK_FLOPS.
     """
     peak = peak_flops(jax.local_devices()[0].device_kind if device_kind is None else device_kind)
     return None if peak is None else flops / (seconds * devices * peak)
 
 
 def environment() -> dict[str, Any]:
-    """Where a figure was measured: versions, devices, processor and commit; no host name, user name or path."""
+    """Environment of a measurement, without host name, user name and paths.
+
+    Returns:
+        Versions, devices, processor and commit.
+    """
     device = jax.local_devices()[0]
     commit, dirty = _commit()
     return {
         "hpnlp": hpnlp.__version__,
         "commit": commit,
-        "dirty": dirty,  # whether a Python file differed from the commit
+        "dirty": dirty,  # whether Python files differ from the commit
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
         "system": f"{platform.system()} {platform.machine()}",
@@ -380,10 +459,10 @@ def _cpu_model() -> str:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """The commit that this file belongs to, and whether Python files differ from it; Nones outside a checkout."""
+    """`(commit, dirty)`: the commit of this file, and whether Python files differ from it; Nones outside of a checkout."""
     here = Path(__file__).resolve()
     git = ("git", "-C", str(here.parent))
-    # Asked of this very file: an installed package may lie inside a repository that is not its own.
+    # An installed package may be inside another project's repository, which then does not track this file.
     if _output(*git, "ls-files", "--error-unmatch", here.name) is None:
         return None, None
     commit = _output(*git, "rev-parse", "HEAD")
@@ -392,7 +471,7 @@ def _commit() -> tuple[str | None, bool | None]:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, or None where it fails or is not there."""
+    """Output of a command, or None if it fails or does not exist."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -400,24 +479,26 @@ def _output(*command: str) -> str | None:
 
 
 def write_result(name: str, rows: Sequence[dict[str, Any]], directory: str | os.PathLike[str]) -> Path:
-    """Writes `<name>-<device>.json`: the environment and every row of a benchmark; whole or not at all.
+    """Writes the environment and the rows of a benchmark to `<name>-<device>.json`, atomically.
 
     Args:
-        name: of the benchmark; rows: plain values and numpy scalars by name.
+        name: of the benchmark.
+        rows: name -> plain value or numpy scalar, one dict per row.
+        directory: of the file; it is created if missing.
 
     Returns:
-        The path written.
+        The path of the file.
 
     Raises:
-        ValueError: a value is NaN or infinite, which JSON has no word for.
+        ValueError: a value is NaN or infinite, which JSON cannot represent.
     """
-    where = environment()
-    result = {"bench": name, "environment": where, "rows": rows}
+    measured_in = environment()
+    result = {"bench": name, "environment": measured_in, "rows": rows}
     text = json.dumps(result, indent=2, allow_nan=False, default=lambda value: value.item()) + "\n"
-    device = re.sub(r"[^a-z0-9]+", "-", where["device"].lower()).strip("-")
+    device = re.sub(r"[^a-z0-9]+", "-", measured_in["device"].lower()).strip("-")
     path = Path(directory, f"{name}-{device}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(text, "utf-8")
-    os.replace(part, path)
+    temporary = path.with_suffix(".part")
+    temporary.write_text(text, "utf-8")
+    os.replace(temporary, path)
     return path

@@ -1,4 +1,4 @@
-"""Spec strings: `"window(256,0)*5,full"` names table entries with arguments and repeats; parsed once, into values."""
+"""Spec strings: names of table entries with arguments and repeats, as `"window(256,0)*5,full"`, and their parsed form."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hpnlp.types import InputError
 
 T = TypeVar("T")
 
-# Words of Python's grammar are good names too, as in "global(16)": while Python parses them, they carry a mark.
-_WORDS = re.compile(rf"\b({'|'.join(set(keyword.kwlist) - {'True', 'False', 'None'})})\b")
+# Keywords of Python are valid names, as in "global(16)". They carry a mark while Python parses the string.
+_KEYWORDS = re.compile(rf"\b({'|'.join(set(keyword.kwlist) - {'True', 'False', 'None'})})\b")
 _MARK = "\N{MODIFIER LETTER HALF TRIANGULAR COLON}"
 # Types of arguments that a spec can hold, by their names in annotations.
 _PLAIN = {"int": int, "float": (int, float), "str": str, "bool": bool, "None": type(None)}
-# What Flax adds to the arguments of modules: for the caller to say, if anybody.
-_FLAX = ("parent", "name")
+# Arguments that Flax adds to every module. Only callers pass them, never spec strings.
+_FLAX_ARGUMENTS = ("parent", "name")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +36,35 @@ class Spec:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """' (did you mean NAME?)' for the nearest known name, or the list of all of them where nothing is near."""
+    """Suggestion for an unknown name, to end an error message with.
+
+    Args:
+        name: the unknown name.
+        known: all known names.
+
+    Returns:
+        "did you mean 'NAME'?" for the nearest known name, or the list of all known names if none is near.
+    """
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 def parse(text: str, what: str) -> tuple[Spec, ...]:
-    """`"a(1, x=2)*3,b"` -> (Spec(a, (1,), (("x", 2),), 3), Spec(b)).
+    """Parses a spec string: `"a(1, x=2)*3,b"` -> (Spec(a, (1,), (("x", 2),), 3), Spec(b)).
 
-    Arguments are Python literals or bare words, which are taken as strings. what: the config field or argument that holds
-    `text`. Raises InputError where `text` is no spec.
+    Args:
+        text: the string. Arguments are Python literals, or bare words, which become strings.
+        what: the config field or argument that holds the string, for error messages.
+
+    Returns:
+        The entries.
+
+    Raises:
+        InputError: the string is not a spec.
     """
     try:
-        marked = _WORDS.sub(lambda word: word[0] + _MARK, text)
+        marked = _KEYWORDS.sub(lambda word: word[0] + _MARK, text)
         tree = ast.parse(f"({marked},)", mode="eval").body
         assert isinstance(tree, ast.Tuple)
         _unmark(tree)
@@ -62,6 +77,7 @@ def parse(text: str, what: str) -> tuple[Spec, ...]:
 
 
 def _unmark(tree: ast.AST) -> None:
+    """Removes the marks of keywords from a parsed string."""
     for node in ast.walk(tree):
         for field in ("id", "arg", "value"):
             if isinstance(text := getattr(node, field, None), str):
@@ -69,6 +85,7 @@ def _unmark(tree: ast.AST) -> None:
 
 
 def _spec(node: ast.expr) -> Spec:
+    """Converts one parsed entry; ValueError if it is not a name or a call."""
     repeat = 1
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         node, repeat = node.left, ast.literal_eval(node.right)
@@ -80,7 +97,7 @@ def _spec(node: ast.expr) -> Spec:
         args = tuple(_literal(arg) for arg in node.args)
         kwargs = tuple((keyword.arg, _literal(keyword.value)) for keyword in node.keywords if keyword.arg is not None)
         if len(kwargs) < len(node.keywords):
-            raise ValueError("** unpacks what a string cannot hold")
+            raise ValueError("** is not supported")
         return Spec(node.func.id, args, kwargs, repeat)
     raise ValueError("not a name or a call")
 
@@ -93,54 +110,102 @@ def _literal(node: ast.expr) -> Any:
 
 
 def shortened(value: Any, length: int = 200) -> str:
-    """The repr of `value`, cut off after `length` characters."""
+    """The repr of a value, for error messages.
+
+    Args:
+        value: any value.
+        length: most characters of the repr.
+
+    Returns:
+        The repr, cut off with "..." if it is longer.
+    """
     text = repr(value)
     return text if len(text) <= length else f"{text[:length]}..."
 
 
 def lookup(table: Mapping[str, T], name: str, what: str) -> T:
-    """`table[name]`, or an InputError that says which `what` was meant."""
+    """Looks up an entry of a table.
+
+    Args:
+        table: name -> entry.
+        name: of the entry.
+        what: kind of the entries, for error messages.
+
+    Returns:
+        `table[name]`.
+
+    Raises:
+        InputError: unknown name.
+    """
     if name not in table:
         raise InputError(f"unknown {what} {name!r}: {did_you_mean(name, table)}")
     return table[name]
 
 
 def build(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, **extra: Any) -> T:
-    """Calls the table entry that `spec` names with its arguments and `extra`; a wrong argument is an InputError."""
-    entry, bound = _bound(spec, table, what, extra)
+    """Calls the table entry that a spec names.
+
+    Args:
+        spec: name and arguments.
+        table: name -> function or class.
+        what: kind of the entries, for error messages.
+        **extra: further keyword arguments, which the spec cannot set.
+
+    Returns:
+        The result of the call.
+
+    Raises:
+        InputError: unknown name, or wrong arguments.
+    """
+    entry, bound = _bind(spec, table, what, extra)
     if any(p.kind is p.VAR_POSITIONAL for p in bound.signature.parameters.values()):
         return entry(*bound.args, **bound.kwargs, **extra)
-    return entry(**bound.arguments, **extra)  # by name: what the caller fills in may come first
+    return entry(**bound.arguments, **extra)  # by name: parameters that the caller fills in may come first
 
 
 def checked(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, extra: Collection[str]) -> Callable[..., T]:
-    """The table entry that `spec` names, which takes its arguments and those named in `extra`, or an InputError."""
-    return _bound(spec, table, what, extra)[0]
+    """Checks a spec against the signature of the table entry that it names.
+
+    Args:
+        spec: name and arguments.
+        table: name -> function or class.
+        what: kind of the entries, for error messages.
+        extra: names of further keyword arguments, which the spec cannot set.
+
+    Returns:
+        The table entry.
+
+    Raises:
+        InputError: unknown name, or wrong arguments.
+    """
+    return _bind(spec, table, what, extra)[0]
 
 
-def _bound(
+def _bind(
     spec: Spec, table: Mapping[str, Callable[..., T]], what: str, extra: Collection[str]
 ) -> tuple[Callable[..., T], inspect.BoundArguments]:
     """The table entry that `spec` names, and the spec's arguments by the entry's parameters without those in `extra`."""
     entry = lookup(table, spec.name, what)
-    known = inspect.signature(entry).parameters
-    parameters = [p.replace(annotation=p.empty) for name, p in known.items() if name in extra or name not in _FLAX]
-    own = [p for p in parameters if p.name not in extra and p.kind is not p.VAR_KEYWORD]
-    names = [p.name for p in own]
+    parameters = inspect.signature(entry).parameters
+    settable = [
+        p.replace(annotation=p.empty)
+        for name, p in parameters.items()
+        if name not in extra and name not in _FLAX_ARGUMENTS and p.kind is not p.VAR_KEYWORD
+    ]
+    names = [p.name for p in settable]
     for name, _ in spec.kwargs:
-        if [given for given, _ in spec.kwargs].count(name) > 1:
+        if [other for other, _ in spec.kwargs].count(name) > 1:
             raise InputError(f"{what} {spec.name!r} is given {name!r} more than once: leave all but one out")
         if name not in names:
-            near = did_you_mean(name, names) if names else "it takes none"
-            raise InputError(f"{what} {spec.name!r} has no argument {name!r}: {near}")
+            suggestion = did_you_mean(name, names) if names else "it takes none"
+            raise InputError(f"{what} {spec.name!r} has no argument {name!r}: {suggestion}")
     try:
-        bound = inspect.Signature(own).bind(*spec.args, **dict(spec.kwargs))
+        bound = inspect.Signature(settable).bind(*spec.args, **dict(spec.kwargs))
     except TypeError as error:
-        raise InputError(
-            f"{what} {spec.name!r} takes {inspect.Signature(own) if own else 'no arguments'}: {error}"
-        ) from error
-    for name in (p.name for p in own if p.name in bound.arguments and p.kind is not p.VAR_POSITIONAL):
-        value, expected = bound.arguments[name], known[name].annotation
+        arguments = inspect.Signature(settable) if settable else "no arguments"
+        raise InputError(f"{what} {spec.name!r} takes {arguments}: {error}") from error
+    for name in (p.name for p in settable if p.name in bound.arguments and p.kind is not p.VAR_POSITIONAL):
+        value, expected = bound.arguments[name], parameters[name].annotation
         if not _fits(value, expected):
             expected = expected.__name__ if isinstance(expected, type) else expected
             raise InputError(f"{what} {spec.name!r} has {name}={shortened(value, 40)}: expected {expected}")
@@ -148,7 +213,7 @@ def _bound(
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """False where the annotation of a parameter names plain types, and `value` is of none of them."""
+    """False if the annotation of a parameter names plain types, and `value` has none of them."""
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     if text == "tuple[int, ...]":
         return isinstance(value, tuple) and all(_fits(item, int) for item in value)
@@ -159,7 +224,18 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def parse_one(text: str, what: str) -> Spec:
-    """The single entry of a spec string that must name exactly one. what: as of `parse`."""
+    """Parses a spec string of exactly one entry without repeats.
+
+    Args:
+        text: the string.
+        what: the config field or argument that holds the string, for error messages.
+
+    Returns:
+        The entry.
+
+    Raises:
+        InputError: the string is not a spec, or has several entries.
+    """
     specs = parse(text, what)
     if len(specs) != 1 or specs[0].repeat != 1:
         count = sum(spec.repeat for spec in specs)
@@ -168,5 +244,12 @@ def parse_one(text: str, what: str) -> Spec:
 
 
 def is_name(text: str) -> bool:
-    """True where `text` reads as a spec's name (and so not as a path)."""
+    """Whether a string has the form of a spec's entry, and not of a path.
+
+    Args:
+        text: the string.
+
+    Returns:
+        True for a name with or without arguments.
+    """
     return re.match(r"^[A-Za-z_]\w*(\(.*\))?$", text) is not None

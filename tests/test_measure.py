@@ -253,7 +253,7 @@ def test_timeit_repeats_what_is_quick(clock):
 
 @pytest.mark.parametrize("argument", ["rounds", "warmup"])
 def test_timeit_refuses_nothing_to_do(argument):
-    with pytest.raises(InputError, match=f"{argument} is 0"):
+    with pytest.raises(InputError, match=f"{argument}=0"):
         measure.timeit({"square": lambda: square(X)}, **{argument: 0})
 
 
