@@ -1,6 +1,4 @@
-"""Costs of a program: FLOPs from its jaxpr, memory from its compiled form, time from running it; and benchmark results with
-the environment that they were measured in.
-"""
+"""Costs of a program (FLOPs of its jaxpr, memory of its compiled form, time), and files of benchmark results."""
 
 from __future__ import annotations
 
@@ -325,10 +323,9 @@ def peak_memory_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """Memory of one local device.
+    """Memory of one local device in bytes; where devices do not report it (CPU), an equal share of `machine_bytes`.
 
-    Returns:
-        Bytes; where devices do not report it (CPU), an equal share of `machine_bytes`.
+    Returns: bytes.
     """
     devices = jax.local_devices()
     limits = [s["bytes_limit"] for s in (device.memory_stats() for device in devices) if s and "bytes_limit" in s]
@@ -336,10 +333,9 @@ def memory_bytes() -> int:
 
 
 def machine_bytes() -> int:
-    """Memory that this process may use.
+    """Memory that this process may use: the machine's, or the limit of the control group if it is less.
 
-    Returns:
-        Bytes of the machine, or the limit of the control group if it is less.
+    Returns: bytes.
     """
     groups = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
     limits = [text for path in groups if path.exists() and (text := path.read_text().strip()).isdigit()]
@@ -352,8 +348,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     Args:
         error: any exception.
 
-    Returns:
-        True for an out-of-memory error.
+    Returns: True for an out-of-memory error.
     """
     exhausted = isinstance(error, jax.errors.JaxRuntimeError) and re.search(
         "RESOURCE_EXHAUSTED|Out of memory", str(error)

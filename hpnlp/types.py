@@ -281,8 +281,7 @@ class Tokenizer(Protocol):
 
 
 class TensorParallel:
-    """Division of a Block's branches over the devices of a mesh: the heads and columns that a device computes, and the
-    collectives around them.
+    """Division of a Block's branches over the devices of a mesh: a device's heads and columns, and the collectives.
 
     Heads and columns have the logical axis names "heads" and "mlp". This class is the identity, for one device;
     `hpnlp.parallel.tensor_parallel` overrides it for a mesh.

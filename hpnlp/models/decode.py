@@ -144,7 +144,7 @@ class Generation:
 
 
 def _drawable_ids(vocab: int, eos_ids: Sequence[int], allowed: np.ndarray | None) -> np.ndarray:
-    """bool `[V]`: the ids that may be drawn."""
+    """The ids that may be drawn, bool `[V]`."""
     drawable = np.zeros(vocab, bool)
     drawable[: vocab if allowed is None else len(allowed)] = True if allowed is None else allowed[:vocab]
     if any(not 0 <= i < vocab for i in eos_ids):

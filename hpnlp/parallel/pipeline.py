@@ -314,8 +314,11 @@ def _redistribute(held: Float[Array, "rows ..."], rounds: int) -> Float[Array, "
 
 @jax.custom_vjp
 def _take_chunk(chunks: Any, round_: jax.Array) -> tuple[Any, Any]:
-    """`(chunks, chunk of the round)`. The chunk's gradient is added in place to that of `chunks`; the gradient of a slice
-    would be an array of zeros as large as `chunks`, in every tick."""
+    """Takes the chunk of a round: `(chunks, chunk)`.
+
+    The chunk's gradient is added in place to that of `chunks`. The gradient of a slice would be an array of zeros as large as
+    `chunks`, in every tick.
+    """
     return chunks, jax.tree.map(lambda a: _at(a, round_), chunks)
 
 

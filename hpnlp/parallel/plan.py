@@ -1,5 +1,6 @@
-"""The Plan: sizes of the mesh axes, ZeRO stage, rematerialisation and offloading; and the table from logical axes of arrays to
-mesh axes, the only place in the project that relates them.
+"""The Plan of a run: sizes of the mesh axes, ZeRO stage, pipeline, rematerialisation and offloading.
+
+RULES is the only place in the project that relates the logical axes of arrays to the axes of the mesh.
 """
 
 from __future__ import annotations
