@@ -250,12 +250,10 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """Median over the rounds."""
         return statistics.median(self.all)
 
     @property
     def min(self) -> float:
-        """Minimum over the rounds."""
         return min(self.all)
 
     def over(self, other: Timing) -> float:
@@ -323,9 +321,10 @@ def peak_memory_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """Memory of one local device in bytes; where devices do not report it (CPU), an equal share of `machine_bytes`.
+    """Memory of one local device; where devices do not report it (CPU), an equal share of `machine_bytes`.
 
-    Returns: bytes.
+    Returns:
+        Bytes.
     """
     devices = jax.local_devices()
     limits = [s["bytes_limit"] for s in (device.memory_stats() for device in devices) if s and "bytes_limit" in s]
@@ -335,7 +334,8 @@ def memory_bytes() -> int:
 def machine_bytes() -> int:
     """Memory that this process may use: the machine's, or the limit of the control group if it is less.
 
-    Returns: bytes.
+    Returns:
+        Bytes.
     """
     groups = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
     limits = [text for path in groups if path.exists() and (text := path.read_text().strip()).isdigit()]
@@ -348,7 +348,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     Args:
         error: any exception.
 
-    Returns: True for an out-of-memory error.
+    Returns:
+        True for an out-of-memory error.
     """
     exhausted = isinstance(error, jax.errors.JaxRuntimeError) and re.search(
         "RESOURCE_EXHAUSTED|Out of memory", str(error)
@@ -386,7 +387,8 @@ def training_flops(parameters: int, tokens: int, *, layers: int, width: int, len
     """FLOPs of a training step that count for its MFU, without recomputation.
 
     6 x `parameters` x `tokens`, and for attention 12 x `width` x `length` per token and layer (two products, once forward and
-    twice backward), of which a causal model needs half.
+    twice backward), of which a causal model needs half (Chowdhery et al. 2022, "PaLM", appendix B, which
+    does not halve).
 
     Args:
         parameters: number of parameters, without embedding tables.
@@ -398,9 +400,6 @@ def training_flops(parameters: int, tokens: int, *, layers: int, width: int, len
 
     Returns:
         The number of FLOPs.
-
-    References:
-        Chowdhery et al. 2022, "PaLM", appendix B, which does not halve the FLOPs of causal attention.
     """
     attention = 12 * layers * width * length * tokens
     return 6.0 * parameters * tokens + (attention / 2 if causal else attention)

@@ -1,4 +1,4 @@
-"""Attention over a divided sequence: what one device gives, its gradients, and no more work than the mask asks for."""
+"""Attention over divided sequences: values and gradients of one device, and the work of the ring's schedule."""
 
 import dataclasses
 import functools
@@ -15,8 +15,9 @@ from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Blockwise, Causal, Dilated, Full, Global, PerHead, Strided, Window, attend
 from hpnlp.parallel import context_parallel
-from hpnlp.parallel.context_parallel import SKIP, WHOLE, RingSchedule, arranged, arrangement, course
+from hpnlp.parallel.context_parallel import arranged
 from hpnlp.parallel.plan import Plan
+from hpnlp.parallel.ring_schedule import FIRST_MASK, HIDDEN, VISIBLE, RingSchedule, arrangement, course
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, MixerInputs
@@ -46,60 +47,62 @@ def dense(mask, length=T):
 
 @over_masks
 @pytest.mark.parametrize("chunks", [PLAIN, ZIGZAG], ids=["plain", "zigzag"])
-def test_course_is_the_mask(name, chunks):
-    """Pairs that are skipped allow nothing, whole ones everything, and the others what their mask says."""
-    going = course(MASKS[name], T, chunks)
-    assert isinstance(going, RingSchedule)
+def test_schedule_equals_mask(name, chunks):
+    """Hidden pairs of chunks allow no pair of tokens, visible ones all, and the others those of their mask."""
+    schedule = course(MASKS[name], T, chunks)
+    assert isinstance(schedule, RingSchedule)
     if not MASKS[name].relative:
-        assert going.masks == (MASKS[name],) and going.count == 4
+        assert schedule.masks == (MASKS[name],) and schedule.hop_count == 4
         return
     size, allowed = T // 8, dense(MASKS[name])
     for i in range(8):
         for j in range(8):
-            block, kind = allowed[i * size :][:size, j * size :][:, :size], going.kinds[i][j]
-            expected = {SKIP: np.zeros, WHOLE: np.ones}
-            found = expected[kind](block.shape) if kind in expected else dense(going.masks[kind - 2], size)
-            np.testing.assert_array_equal(block, found)
-    # Every pair that is not skipped meets in some hop.
-    met = {(d - hop) % 4 for hop in range(going.first, going.first + going.count) for d in (0,)}
+            block, kind = allowed[i * size :][:size, j * size :][:, :size], schedule.kinds[i][j]
+            uniform = {HIDDEN: np.zeros, VISIBLE: np.ones}
+            scheduled = (
+                uniform[kind](block.shape) if kind in uniform else dense(schedule.masks[kind - FIRST_MASK], size)
+            )
+            np.testing.assert_array_equal(block, scheduled)
+    # Every pair that is not hidden meets at one of the hops.
+    hops = {hop % 4 for hop in schedule.hops}
     for d in range(4):
         for other in range(4):
-            live = any(going.kinds[i][j] for i in chunks[d] for j in chunks[other])
-            assert not live or (d - other) % 4 in {-m % 4 for m in met}
+            active = any(schedule.kinds[i][j] for i in chunks[d] for j in chunks[other])
+            assert not active or (d - other) % 4 in hops
 
 
-def test_few_pairs_of_tokens_are_asked_for(monkeypatch):
-    """However long the chunks are: those of each distance once, or a few times."""
-    asked, at = [], Dilated.at
-    monkeypatch.setattr(Dilated, "at", lambda mask, q, k: asked.append(np.broadcast(q, k).size) or at(mask, q, k))
+def test_mask_is_evaluated_on_few_pairs_of_tokens(monkeypatch):
+    """Once or a few times for each distance, however long the chunks are."""
+    evaluated, at = [], Dilated.at
+    monkeypatch.setattr(Dilated, "at", lambda mask, q, k: evaluated.append(np.broadcast(q, k).size) or at(mask, q, k))
     course(Dilated(5, 3), 8192, ZIGZAG)
-    assert 2 * 8192 <= sum(asked) <= 4 * 8192
+    assert 2 * 8192 <= sum(evaluated) <= 4 * 8192
 
 
-def test_work_is_in_proportion_to_the_mask():
-    """Of a window, the pairs that are computed and the hops that are made; of a causal mask, the same work in every device."""
+def test_work_is_proportional_to_the_mask():
+    """For a window, the computed pairs and the hops; for a causal mask, the same work on every device."""
     chunks = tuple((2 * d, 2 * d + 1) for d in range(8))
-    going = course(Causal() & Window(63, 0), 1024, chunks)
-    done, possible = going.steps
-    assert (done, possible) == (16 + 15, 256) and (going.first, going.count) == (0, 2)
+    schedule = course(Causal() & Window(63, 0), 1024, chunks)
+    computed, total = schedule.steps
+    assert (computed, total) == (16 + 15, 256) and (schedule.first_hop, schedule.hop_count) == (0, 2)
     both = course(Window(64, 64), 1024, chunks)
-    assert (both.first % 8, both.count) == (7, 3)
-    assert course(MASKS["empty"], T, PLAIN).count == 0
+    assert (both.first_hop % 8, both.hop_count) == (7, 3)
+    assert course(MASKS["empty"], T, PLAIN).hop_count == 0
 
     zigzag = arrangement([Causal()], 1024, 8)
     assert zigzag == tuple((d, 15 - d) for d in range(8))
     kinds = np.array(course(Causal(), 1024, zigzag).kinds)
     work = np.array(
         [
-            [np.sum(kinds[np.ix_(own, zigzag[(d - hop) % 8])] != SKIP) for hop in range(8)]
-            for d, own in enumerate(zigzag)
+            [np.sum(kinds[np.ix_(pair, zigzag[(d - hop) % 8])] != HIDDEN) for hop in range(8)]
+            for d, pair in enumerate(zigzag)
         ]
     )
     assert (work[:, 0] == 3).all() and (work[:, 1:] == 2).all()
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal() & Window(100, 0), Window(30, 30)])
-def test_order_is_kept_where_a_zigzag_gains_nothing(mask):
+def test_tokens_keep_their_order_where_a_zigzag_is_not_faster(mask):
     assert arrangement([mask], 1024, 8) == tuple((2 * d, 2 * d + 1) for d in range(8))
 
 
@@ -118,11 +121,11 @@ def arrays(dtype=jnp.float32):
     return [jnp.asarray(x, dtype) for x in (q, k, v)], [jnp.asarray(x, jnp.int32) for x in (segments, positions)]
 
 
-def over_devices(exchange, mask, chunks, qkv, facts, mixer=None):
-    """o [B, T, N, H], in the order of the row."""
+def over_devices(exchange, mask, chunks, qkv, token_info, mixer=None):
+    """o `[B, T, N, H]` of attention over devices, with tokens in their original order."""
     layout, mixer = layout_of(exchange), ExactMixer() if mixer is None else mixer
     size = T // 8
-    places = np.concatenate([np.arange(c * size, (c + 1) * size) for pair in chunks for c in pair])
+    indices = np.concatenate([np.arange(c * size, (c + 1) * size) for pair in chunks for c in pair])
 
     def body(q, k, v, segments, positions):
         inputs = MixerInputs(None, q, k, v, positions, positions, segments, segments)
@@ -132,27 +135,27 @@ def over_devices(exchange, mask, chunks, qkv, facts, mixer=None):
 
     spec = PartitionSpec(None, "sequence")
     run = jax.shard_map(body, mesh=layout.mesh, in_specs=(spec,) * 5, out_specs=spec)
-    return run(*(x[:, places] for x in (*qkv, *facts)))[:, np.argsort(places)]
+    return run(*(x[:, indices] for x in (*qkv, *token_info)))[:, np.argsort(indices)]
 
 
-def alone(mask, qkv, facts):
-    segments, positions = facts
+def on_one_device(mask, qkv, token_info):
+    segments, positions = token_info
     positions = None if mask.relative else positions
     return attend(*qkv, mask, segment_ids=segments, positions=positions)
 
 
-def with_gradients(run, mask, qkv, facts):
+def with_gradients(run, mask, qkv, token_info):
     weights = jnp.cos(jnp.arange(T * N * H, dtype=jnp.float32)).reshape(1, T, N, H)
-    value = lambda *qkv: ((o := run(mask, qkv, facts)).astype(jnp.float32) * weights).sum() + 0 * o.sum()  # noqa: E731
+    value = lambda *qkv: ((o := run(mask, qkv, token_info)).astype(jnp.float32) * weights).sum() + 0 * o.sum()  # noqa: E731
 
     def both(*qkv):
-        return run(mask, qkv, facts), jax.grad(value, (0, 1, 2))(*qkv)
+        return run(mask, qkv, token_info), jax.grad(value, (0, 1, 2))(*qkv)
 
     return once(both, *qkv)
 
 
-def assert_close(found, expected, tolerance):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_close(actual, expected, tolerance):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         assert np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(b), 1e-3)
 
@@ -163,47 +166,48 @@ FEW = ("causal", "window", "global")
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in MASKS]
 )
-def test_ring_is_attention(name):
-    qkv, facts = arrays()
-    expected = with_gradients(alone, MASKS[name], qkv, facts)
+def test_ring_equals_attention(name):
+    qkv, token_info = arrays()
+    expected = with_gradients(on_one_device, MASKS[name], qkv, token_info)
     for chunks in (PLAIN, ZIGZAG):
-        run = lambda mask, qkv, facts: over_devices("ring", mask, chunks, qkv, facts)  # noqa: B023, E731
-        assert_close(with_gradients(run, MASKS[name], qkv, facts), expected, 2e-6)
+        run = lambda mask, qkv, token_info: over_devices("ring", mask, chunks, qkv, token_info)  # noqa: B023, E731
+        assert_close(with_gradients(run, MASKS[name], qkv, token_info), expected, 2e-6)
 
 
 @pytest.mark.slow
-def test_ring_in_half_precision():
-    qkv, facts = arrays(jnp.bfloat16)
-    run = lambda mask, qkv, facts: over_devices("ring", mask, ZIGZAG, qkv, facts)  # noqa: E731
-    found = with_gradients(run, Causal(), qkv, facts)
-    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
+def test_ring_in_bfloat16_matches_float32():
+    qkv, token_info = arrays(jnp.bfloat16)
+    run = lambda mask, qkv, token_info: over_devices("ring", mask, ZIGZAG, qkv, token_info)  # noqa: E731
+    actual = with_gradients(run, Causal(), qkv, token_info)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(actual))
     wide = [x.astype(jnp.float32) for x in qkv]
-    assert_close(found, with_gradients(alone, Causal(), wide, facts), 2e-2)
+    assert_close(actual, with_gradients(on_one_device, Causal(), wide, token_info), 2e-2)
 
 
 @pytest.mark.parametrize("name", ["causal", "global"])
-def test_by_heads_is_attention(name):
-    (q, _, _), facts = arrays()
+def test_by_heads_equals_attention(name):
+    (q, _, _), token_info = arrays()
     qkv = q, q[:, ::-1], q * 0.5
-    run = lambda mask, qkv, facts: over_devices("heads", mask, PLAIN, qkv, facts)  # noqa: E731
-    expected = with_gradients(alone, MASKS[name], qkv, facts)
-    assert_close(with_gradients(run, MASKS[name], qkv, facts), expected, 2e-6)
+    run = lambda mask, qkv, token_info: over_devices("heads", mask, PLAIN, qkv, token_info)  # noqa: E731
+    expected = with_gradients(on_one_device, MASKS[name], qkv, token_info)
+    assert_close(with_gradients(run, MASKS[name], qkv, token_info), expected, 2e-6)
 
 
-def test_ring_keeps_no_key_of_others():
-    """Between forward and backward pass stay the device's own; all the keys of a row would be four times theirs."""
-    qkv, facts = arrays()
+def test_ring_keeps_only_the_keys_of_its_device():
+    """The keys of complete sequences would take four times the memory between forward and backward pass."""
+    qkv, token_info = arrays()
     saved = jax.eval_shape(
-        lambda *qkv: jax.vjp(lambda *qkv: over_devices("ring", Causal(), ZIGZAG, qkv, facts), *qkv)[1], *qkv
+        lambda *qkv: jax.vjp(lambda *qkv: over_devices("ring", Causal(), ZIGZAG, qkv, token_info), *qkv)[1], *qkv
     )
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
-    own = sum(x.size * 4 for x in (*qkv, *facts, *facts, qkv[0])) + B * T * N * 4  # q, k, v, what is known, o and lse
-    assert held <= 1.3 * own
+    saved_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
+    # q, k, v, positions and segments of queries and keys, o and lse
+    local_bytes = sum(x.size * 4 for x in (*qkv, *token_info, *token_info, qkv[0])) + B * T * N * 4
+    assert saved_bytes <= 1.3 * local_bytes
 
 
 @pytest.mark.slow
 def test_memory_of_a_ring_in_a_stack_of_layers():
-    """It grows with the length as what a device keeps does, and not with masks of tiles for every hop."""
+    """Memory grows linearly with the length: the masks of tiles of all hops are not kept at once."""
 
     def temp(length):
         config = LMConfig(layers=2, dim=32, heads=2, mlp_dim=32, vocab=64, max_len=length, unroll=1)
@@ -219,22 +223,22 @@ def test_memory_of_a_ring_in_a_stack_of_layers():
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(-20, 20), st.sampled_from([1, 2, 3, 5]))
-def test_any_window_keeps_every_pair(left, right, shift, devices):
+def test_hops_cover_all_visible_pairs_of_any_window(left, right, shift, devices):
     mask, length = Window(left, right).shift(shift), 2 * devices * 5
     for chunks in (
         tuple((2 * d, 2 * d + 1) for d in range(devices)),
         tuple((d, 2 * devices - 1 - d) for d in range(devices)),
     ):
-        going, allowed = course(mask, length, chunks), mask.to_dense(length)
-        hops = {hop % devices for hop in range(going.first, going.first + going.count)}
+        schedule, allowed = course(mask, length, chunks), mask.to_dense(length)
+        hops = {hop % devices for hop in schedule.hops}
         for d in range(devices):
             for other in range(devices):
-                rows, columns = (np.concatenate([np.arange(c * 5, c * 5 + 5) for c in chunks[x]]) for x in (d, other))
-                assert (d - other) % devices in hops or not allowed[np.ix_(rows, columns)].any()
+                queries, keys = (np.concatenate([np.arange(c * 5, c * 5 + 5) for c in chunks[x]]) for x in (d, other))
+                assert (d - other) % devices in hops or not allowed[np.ix_(queries, keys)].any()
 
 
-def refused(mixer, exchange="ring", mask=Causal(), **fields):  # noqa: B008
-    qkv, facts = arrays()
+def error_message(mixer, exchange="ring", mask=Causal(), **fields):  # noqa: B008
+    qkv, token_info = arrays()
     layout = layout_of(exchange)
 
     def body(q, k, v):
@@ -255,16 +259,16 @@ class Louder(ExactMixer):
         return dataclasses.replace(out, o=2 * out.o)
 
 
-def test_what_a_ring_cannot_take():
-    assert "model.dropout with plan.exchange=ring: choose plan.exchange=heads" in refused(
+def test_unsupported_mixers_and_lengths_raise():
+    assert "model.dropout with plan.exchange=ring: choose plan.exchange=heads" in error_message(
         ExactMixer(), rng=jax.random.key(0)
     )
-    own = ExactMixer(PerHead((Causal(), Full()) * 2))
-    assert "heads with masks of their own do not go round a ring" in refused(own)
-    assert "are not dealt out to devices: set plan.sequence=1" in refused(own, "heads")
-    assert "object has no `partial`" in refused(object())
-    assert "Louder takes `partial` from ExactMixer and `__call__` from Louder" in refused(Louder())
-    assert "deals out 2 heads of k, which do not divide over plan.sequence=4" in refused(ExactMixer(), "heads")
-    with pytest.raises(InputError, match="rows of 36 tokens do not divide into two chunks .* multiple of 8"):
+    per_head = ExactMixer(PerHead((Causal(), Full()) * 2))
+    assert "heads with masks of their own do not run on a ring" in error_message(per_head)
+    assert "are not divided over devices: set plan.sequence=1" in error_message(per_head, "heads")
+    assert "object has no `partial`" in error_message(object())
+    assert "Louder takes `partial` from ExactMixer and `__call__` from Louder" in error_message(Louder())
+    assert "divides 2 heads of k over plan.sequence=4 devices: choose" in error_message(ExactMixer(), "heads")
+    with pytest.raises(InputError, match="sequences of 36 tokens do not divide into two chunks .* multiple of 8"):
         arranged(layout_of("ring"), [], 36)
     assert arranged(layout_of("heads"), [], 36) == (None, None)

@@ -1,4 +1,4 @@
-"""Layers in stages: the same function, its gradients, and the ticks that the schedule promises."""
+"""Pipelines: values and gradients equal those of the layers in sequence; the number of ticks is that of the schedule."""
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +19,22 @@ LAYERS, B, T, D = 8, 16, 8, 16
 
 
 def run(tensor_parallel, params, x, context, rng, first):
-    """Layers that know their number, report, and differ with the row's positions."""
+    """Layers that depend on their index and on positions, and report a sum."""
 
     def layer(x, slices):
-        own, number = slices
+        layer_params, index = slices
         y = jnp.tanh(
-            x @ tensor_parallel.gather_parameters(own)["w"]
-            + number.astype(jnp.float32)
+            x @ tensor_parallel.gather_parameters(layer_params)["w"]
+            + index.astype(jnp.float32)
             + 0.1 * context.positions[..., None]
         )
         return x + y, jnp.sum(y**2)
 
     if tensor_parallel.regathers:
         layer = jax.checkpoint(layer, policy=tensor_parallel.remat_policy(None), prevent_cse=False)
-    numbers = first + jnp.arange(jax.tree.leaves(params)[0].shape[0], dtype=jnp.uint32)
-    x, squares = jax.lax.scan(layer, x, (params, numbers))
-    return x, {"square": (squares.sum(), jnp.float32(x.shape[0] * len(numbers)))}
+    indices = first + jnp.arange(jax.tree.leaves(params)[0].shape[0], dtype=jnp.uint32)
+    x, squares = jax.lax.scan(layer, x, (params, indices))
+    return x, {"square": (squares.sum(), jnp.float32(x.shape[0] * len(indices)))}
 
 
 def arrays():
@@ -44,12 +44,16 @@ def arrays():
     return {"w": jnp.asarray(w, jnp.float32)}, jnp.asarray(x, jnp.float32), Context(positions, None, Causal())
 
 
-def with_gradients(through):
+def with_gradients(run_all):
     def value(params, x, context):
-        y, aux = through(params, x, context)
+        y, aux = run_all(params, x, context)
         return (y**2).sum() + aux["square"][0], (y, aux)
 
     return jax.value_and_grad(value, (0, 1), has_aux=True)
+
+
+def on_one_device(params, x, context):
+    return run(NO_TENSOR_PARALLEL, params, x, context, None, jnp.uint32(0))
 
 
 def staged(plan, devices=8):
@@ -73,12 +77,12 @@ def staged(plan, devices=8):
     ],
     ids=lambda plan: f"{plan.name} {plan.pipeline} {plan.microbatches} {plan.rounds}",
 )
-def test_stages_are_the_layers(plan):
-    given = arrays()
-    alone = lambda params, x, context: run(NO_TENSOR_PARALLEL, params, x, context, None, jnp.uint32(0))  # noqa: E731
-    (expected, (y, aux)), gradients = once(with_gradients(alone), *given)
-    (found, (z, reports)), others = once(with_gradients(staged(plan)), *given)
-    for a, b in zip(jax.tree.leaves((found, z, others)), jax.tree.leaves((expected, y, gradients)), strict=True):
+def test_stages_equal_the_layers_in_sequence(plan):
+    inputs = arrays()
+    (expected, (y, aux)), gradients = once(with_gradients(on_one_device), *inputs)
+    (value, (z, reports)), staged_gradients = once(with_gradients(staged(plan)), *inputs)
+    pairs = (value, z, staged_gradients), (expected, y, gradients)
+    for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
         assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(b)
     total, weight = reports["square"]
     assert float(total) == pytest.approx(float(aux["square"][0]), rel=1e-5) and float(weight) == B * LAYERS
@@ -88,41 +92,44 @@ def test_stages_are_the_layers(plan):
     ("stages", "rounds", "count", "idle"),
     [(8, 1, 1, 7 / 8), (8, 1, 4, 7 / 11), (8, 1, 16, 7 / 23), (2, 2, 4, 1 / 9), (2, 4, 2, 1 / 9), (4, 2, 8, 3 / 19)],
 )
-def test_the_idle_part_of_a_pass_is_as_the_schedule_says(stages, rounds, count, idle):
-    """(S - 1) / (R M + S - 1), forward and backward: of products that are made, those that are not of the model."""
+def test_bubble_matches_the_formula(stages, rounds, count, idle):
+    """(S - 1) / (R M + S - 1), forward and backward: the share of executed products that the model does not need."""
     params, x, context = arrays()
-    through = staged(Plan("data", pipeline=stages, rounds=rounds, microbatches=count, data=1), stages)
+    run_all = staged(Plan("data", pipeline=stages, rounds=rounds, microbatches=count, data=1), stages)
     products = 2 * B * T * D * D * LAYERS
-    made = measure.count_flops(lambda *given: through(*given)[0], params, x, context)
-    assert 1 - products / made == pytest.approx(idle)
-    both = measure.count_flops(lambda *given: jax.grad(lambda *g: through(*g)[0].sum(), (0, 1))(*given), *arrays())
-    assert 1 - 3 * products / both == pytest.approx(idle)
+    executed = measure.count_flops(lambda *args: run_all(*args)[0], params, x, context)
+    assert 1 - products / executed == pytest.approx(idle)
+    gradients = jax.grad(lambda *args: run_all(*args)[0].sum(), (0, 1))
+    executed = measure.count_flops(lambda *args: gradients(*args), *arrays())
+    assert 1 - 3 * products / executed == pytest.approx(idle)
 
 
 @pytest.mark.parametrize(("stages", "rounds"), [(2, 2), (4, 2), (2, 3), (4, 4), (3, 6), (4, 6)])
-def test_chunks_are_dealt_to_their_stages(stages, rounds):
+def test_chunks_are_sent_to_their_stages(stages, rounds):
     layout = Plan("pipeline").layout({}, jax.devices()[:stages])
     rows = jnp.arange(2 * stages * rounds, dtype=jnp.float32)
-    of = PartitionSpec("pipeline")
-    dealt = jax.shard_map(
-        lambda held: pipeline._dealt(held, rounds),
+    redistribute = jax.shard_map(
+        lambda held: pipeline._redistribute(held, rounds),
         mesh=layout.mesh,
-        in_specs=of,
+        in_specs=PartitionSpec("pipeline"),
         out_specs=PartitionSpec(None, "pipeline"),
     )
-    given, back = jax.vjp(dealt, rows)
-    np.testing.assert_array_equal(given.ravel(), rows)
-    np.testing.assert_array_equal(back(given)[0], rows)
+    chunks, pull = jax.vjp(redistribute, rows)
+    np.testing.assert_array_equal(chunks.ravel(), rows)
+    np.testing.assert_array_equal(pull(chunks)[0], rows)
 
 
 def kept(plan, devices=8):
-    """Shapes of what one device keeps for the backward pass, tick by tick."""
-    loss = lambda *given: staged(plan, devices)(*given)[0].sum()  # noqa: E731
+    """Shapes of the arrays that one device keeps for the backward pass in every tick, stacked over ticks."""
+
+    def loss(*args):
+        return staged(plan, devices)(*args)[0].sum()
+
     jaxpr = jax.make_jaxpr(jax.grad(loss))(*arrays()).jaxpr
     loops = [equation for equation in scans(jaxpr) if equation.params["reverse"]]
     bodies = [getattr(loop.params["jaxpr"], "jaxpr", loop.params["jaxpr"]) for loop in loops]
     stacked = [
-        [x.aval.shape for x, own in zip(loop.invars, body.invars, strict=True) if x.aval.ndim > own.aval.ndim]
+        [x.aval.shape for x, slice_ in zip(loop.invars, body.invars, strict=True) if x.aval.ndim > slice_.aval.ndim]
         for loop, body in zip(loops, bodies, strict=True)
     ]
     return max(stacked, key=lambda shapes: max(map(len, shapes), default=0))
@@ -133,23 +140,23 @@ def scans(jaxpr):
         if equation.primitive.name == "scan":
             yield equation
         else:
-            yield from (found for inner in core.jaxprs_in_params(equation.params) for found in scans(inner))
+            yield from (scan for inner in core.jaxprs_in_params(equation.params) for scan in scans(inner))
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("name", ["data", "zero3"])
-def test_no_tick_keeps_parameters(name, rounds):
-    """Which are the same in all of them."""
+def test_ticks_keep_no_parameters(name, rounds):
+    """Parameters are the same in all ticks."""
     shapes = kept(Plan(name, pipeline=2, rounds=rounds, microbatches=2))
     assert shapes and not any(shape[-2:] in ((D, D), (D // 4, D)) for shape in shapes)
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_stages_that_are_run_again_keep_their_input(rounds):
-    """And what does not grow with rows."""
+def test_recomputed_stages_keep_only_their_input(rounds):
+    """All other arrays that are kept do not grow with the batch."""
     shapes = kept(Plan("data", pipeline=4, microbatches=4, rounds=rounds, recompute_stages=True))
-    lasting = pipeline.ticks(4, 4, rounds)
-    assert [shape for shape in shapes if len(shape) > 3] == [(lasting, B // 2 // 4, T, D)]
+    ticks = pipeline.ticks(4, 4, rounds)
+    assert [shape for shape in shapes if len(shape) > 3] == [(ticks, B // 2 // 4, T, D)]
     more = kept(Plan("data", pipeline=4, microbatches=4, rounds=rounds))
     assert len([shape for shape in more if len(shape) > 3]) > 1
 
@@ -165,19 +172,23 @@ def test_stages_that_are_run_again_keep_their_input(rounds):
         (Plan(), 16, 1),
     ],
 )
-def test_microbatches_that_are_chosen(plan, rows, expected):
+def test_number_of_microbatches(plan, rows, expected):
     assert pipeline.microbatches(plan.layout({"mlp": (64, "")}), rows) == expected
 
 
 @pytest.mark.parametrize(
     ("fields", "rows", "message"),
     [
-        ({"microbatches": 3}, 16, "plan.microbatches=3 do not divide the 8 rows that a device has"),
-        ({"microbatches": 3, "rounds": 2}, 12, "plan.microbatches=3 are not a multiple of plan.pipeline=2, by which"),
-        ({"rounds": 2}, 10, "the 5 rows that a device has of a batch are not a multiple of plan.pipeline=2, by which"),
+        ({"microbatches": 3}, 16, "plan.microbatches=3 does not divide the 8 sequences that each device has"),
+        (
+            {"microbatches": 3, "rounds": 2},
+            12,
+            "plan.microbatches=3 is not a multiple of plan.pipeline=2, as plan.rounds=2",
+        ),
+        ({"rounds": 2}, 10, "5 sequences per device and batch are not a multiple of plan.pipeline=2, as plan.rounds=2"),
     ],
 )
-def test_microbatches_that_do_not_divide(fields, rows, message):
+def test_indivisible_microbatches_raise(fields, rows, message):
     layout = Plan("3d", **fields).layout({"mlp": (64, "")})
     with pytest.raises(InputError, match=message):
         pipeline.microbatches(layout, rows)

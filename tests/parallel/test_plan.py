@@ -1,4 +1,4 @@
-"""The plan: sizes of the mesh's axes, and where each array lies on them."""
+"""The plan: sizes of the mesh axes, and the layout of each array."""
 
 import math
 
@@ -30,7 +30,7 @@ from hpnlp.types import InputError
         (Plan(data=3, fsdp=-1), 12, {"data": 3, "fsdp": 4}),
     ],
 )
-def test_sizes(plan, devices, sizes):
+def test_sizes_multiply_to_the_devices(plan, devices, sizes):
     assert plan.sizes(devices) == dict.fromkeys(AXES, 1) | sizes
 
 
@@ -53,26 +53,26 @@ def test_sizes(plan, devices, sizes):
             Plan("single", tensor=2),
             "8, or set one of plan.pipeline, plan.data, plan.fsdp, plan.sequence, plan.tensor to -1",
         ),
-        (Plan(data=-1, fsdp=-1), "sizes are at least 1, and one of them may be -1"),
+        (Plan(data=-1, fsdp=-1), "sizes are at least 1, and one of them may be -1, for all"),
         (Plan(data=0), "sizes are at least 1"),
         (Plan(tensor=-2), "sizes are at least 1"),
-        (Plan(expert=2), "plan.expert=2: no model here has experts to share out"),
+        (Plan(expert=2), "plan.expert=2: no model has experts to divide"),
         (
             Plan(rounds=2),
-            "plan.rounds=2 is of stages, and plan.pipeline=1 has none: set plan.rounds=1, or plan.pipeline to",
+            "plan.rounds=2 needs a pipeline, and plan.pipeline is 1: set plan.rounds=1, or plan.pipeline to",
         ),
-        (Plan(recompute_stages=True), "plan.recompute_stages=True is of stages, and plan.pipeline=1 has none: set"),
+        (Plan(recompute_stages=True), "plan.recompute_stages=True needs a pipeline, and plan.pipeline is 1: set"),
         (
             Plan(zero=3),
-            "plan.zero=3 shares out the state over plan.fsdp, which is 1: set plan.fsdp=-1 and plan.data=1, or plan.na",
+            "plan.zero=3 divides the training state over plan.fsdp, which is 1: set plan.fsdp=-1 and plan.data=1, or",
         ),
         (
             Plan(microbatches=4),
-            "plan.microbatches=4 is of stages, and plan.pipeline=1 has none: set plan.microbatches=0, or",
+            "plan.microbatches=4 needs a pipeline, and plan.pipeline is 1: set plan.microbatches=0, or",
         ),
     ],
 )
-def test_sizes_that_do_not_fit(plan, message):
+def test_invalid_sizes_raise(plan, message):
     with pytest.raises(InputError) as caught:
         plan.sizes(8)
     assert message in f"{caught.value}."
@@ -82,19 +82,19 @@ def test_sizes_that_do_not_fit(plan, message):
     ("fields", "message"),
     [({"zero": 4}, "plan.zero=4"), ({"microbatches": -1}, "microbatches=-1"), ({"rounds": 0}, "plan.rounds=0")],
 )
-def test_fields_that_mean_nothing(fields, message):
+def test_invalid_fields_raise(fields, message):
     with pytest.raises(InputError, match=message):
         Plan(**fields)
 
 
-def test_mesh_has_every_axis_for_the_compiler_to_place():
+def test_mesh_has_every_axis():
     mesh = Plan(fsdp=2, tensor=2).mesh()
     assert dict(mesh.shape) == dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2}
     assert mesh.axis_types == (AxisType.Auto,) * len(AXES)
     assert Plan("single").mesh().size == Plan().mesh(jax.devices()[:1]).size == 1
 
 
-def test_tables_know_the_same_axes():
+def test_tables_name_axes_of_the_mesh():
     assert {axis for fields in PLANS.values() for axis in fields} <= {*AXES, "zero"}
     assert {axis for axes in RULES.values() for axis in axes} <= set(AXES)
 
@@ -104,18 +104,23 @@ CONFIG = LMConfig(
 )
 
 
-def test_where_arrays_lie():
+def test_specs_of_arrays():
     layout = Plan(fsdp=2, zero=3, tensor=2, pipeline=2).layout(CONFIG.sizes())
     assert layout.spec("batch", "length") == PartitionSpec("fsdp", None)
     assert layout.sharding() == NamedSharding(layout.mesh, PartitionSpec())
-    held = lambda names, shape: layout.state_spec(names, shape, divided=True)  # noqa: E731
-    assert held(("layers", "embed", "mlp"), (2, 16, 32)) == PartitionSpec("pipeline", "fsdp", "tensor")
-    assert held(("layers", "heads"), (2, 16)) == PartitionSpec("pipeline", "tensor")  # a bias
-    assert held(("layers", "hidden"), (2, 16)) == PartitionSpec("pipeline", None)
-    assert held(("vocab", "embed"), (32, 16)) == PartitionSpec(("pipeline", "tensor"), "fsdp")
-    assert held(("vocab", "embed"), (32, 15)) == PartitionSpec(("pipeline", "tensor", "fsdp"), None)  # the other axis
-    assert held(("layers", "embed", "mlp"), (2, 16)) == PartitionSpec()  # of another rank than its names
-    assert held(None, (7,)) == PartitionSpec()
+
+    def divided(names, shape):
+        return layout.state_spec(names, shape, divided=True)
+
+    assert divided(("layers", "embed", "mlp"), (2, 16, 32)) == PartitionSpec("pipeline", "fsdp", "tensor")
+    assert divided(("layers", "heads"), (2, 16)) == PartitionSpec("pipeline", "tensor")  # a bias
+    assert divided(("layers", "hidden"), (2, 16)) == PartitionSpec("pipeline", None)
+    assert divided(("vocab", "embed"), (32, 16)) == PartitionSpec(("pipeline", "tensor"), "fsdp")
+    assert divided(("vocab", "embed"), (32, 15)) == PartitionSpec(
+        ("pipeline", "tensor", "fsdp"), None
+    )  # the other axis
+    assert divided(("layers", "embed", "mlp"), (2, 16)) == PartitionSpec()  # of a rank that differs from the names
+    assert divided(None, (7,)) == PartitionSpec()
     assert layout.state_spec(("vocab", "embed"), (32, 16), divided=False) == PartitionSpec(("pipeline", "tensor"), None)
 
 
@@ -134,13 +139,13 @@ def test_where_arrays_lie():
         ),
     ],
 )
-def test_model_that_does_not_divide(plan, config, message):
+def test_indivisible_models_raise(plan, config, message):
     with pytest.raises(InputError) as caught:
         plan.layout(config.sizes())
     assert message in str(caught.value)
 
 
-def test_attention_is_divided_by_whole_groups_of_heads():
+def test_attention_is_divided_by_complete_groups_of_heads():
     sizes = LMConfig(dim=32, heads=4, kv_heads=1, vocab=64).sizes()
     assert Plan(tensor=2).layout(sizes).size("heads") == 1
     assert Plan(tensor=2).layout(sizes).size("mlp") == 2
@@ -150,14 +155,14 @@ def shapes_of(config):
     return jax.eval_shape(lambda: nn.meta.unbox(LM(config).init(jax.random.key(0), example_batch(1, 8))["params"]))
 
 
-def test_every_matrix_of_the_model_is_divided():
-    """Over fsdp 4 x tensor 2, all but vectors lie on eight devices; positions have no part for tensor."""
+def test_every_matrix_is_divided():
+    """Over fsdp 4 x tensor 2, all arrays but vectors are divided over eight devices, and positions over fsdp only."""
     layout, shapes = Plan(fsdp=4, tensor=2).layout(CONFIG.sizes()), shapes_of(CONFIG)
     specs = layout.tree(axes_of(LM(CONFIG)), shapes, divided=True)
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), strict=True):
         name = jax.tree_util.keystr(path)
-        parts = leaf.size // math.prod(NamedSharding(layout.mesh, spec).shard_shape(leaf.shape))
-        assert parts == (1 if "scale" in name else 2 if "bias" in name else 4 if "positions" in name else 8), name
+        shards = leaf.size // math.prod(NamedSharding(layout.mesh, spec).shard_shape(leaf.shape))
+        assert shards == (1 if "scale" in name else 2 if "bias" in name else 4 if "positions" in name else 8), name
 
 
 def test_what_no_axis_divides_is_listed():
