@@ -23,7 +23,7 @@ def square(x):
     return x @ x
 
 
-# --- FLOPs: a product of all-ones arrays adds up one for every multiply-add ---
+# --- FLOPs: a product of all-ones arrays sums to the number of multiply-adds ---
 
 
 def ones(*shape):
@@ -117,7 +117,7 @@ def test_flops_of_custom_derivatives():
     assert measure.count_flops(jax.value_and_grad(lambda x: twice(x).sum()), X) == 2 * PRODUCT
 
 
-def test_a_loop_of_unknown_length_needs_its_trips():
+def test_loop_of_unknown_length_needs_while_trips():
     def fn(x, n):
         return lax.fori_loop(0, n, lambda _, c: square(c), x)
 
@@ -126,7 +126,7 @@ def test_a_loop_of_unknown_length_needs_its_trips():
     assert measure.count_flops(fn, X, 3, while_trips=11) == 11 * PRODUCT
 
 
-def test_a_linear_solve_counts_its_solve_and_not_its_transpose():
+def test_linear_solve_counts_its_solve_only():
     def fn(b):
         return lax.custom_linear_solve(lambda c: X @ c, b, lambda _, c: X @ c, lambda _, c: X @ X @ c)
 
@@ -171,7 +171,7 @@ def test_flops_need_shapes_only():
 # --- compiling ---
 
 
-def test_compiled_program_runs_and_knows_its_bytes():
+def test_compiled_program_runs_and_reports_memory():
     x = jnp.arange(64.0).reshape(8, 8)
     compiled = measure.compile(square, x)
     np.testing.assert_array_equal(compiled(x), square(x))
@@ -214,7 +214,7 @@ def test_compile_takes_options_and_static_arguments():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time stands still but for what the functions under test spend; `log` is who spent it."""
+    """A clock that only the functions under test advance; `log` lists their calls."""
 
     class Clock:
         now = 0.0
@@ -245,14 +245,14 @@ def test_timeit_interleaves_and_pairs(clock):
     assert times["B"].over(times["A"]) == 2
 
 
-def test_timeit_repeats_what_is_quick(clock):
+def test_timeit_repeats_quick_functions(clock):
     times = measure.timeit({"quick": clock.spender("quick", [0.25] * 100)}, rounds=3, warmup=4, min_seconds=2.0)
     assert len(clock.log) == 4 + 1 + 3 * 8
     assert times["quick"].all == (0.25,) * 3
 
 
 @pytest.mark.parametrize("argument", ["rounds", "warmup"])
-def test_timeit_refuses_nothing_to_do(argument):
+def test_timeit_without_rounds_or_warmup_raises(argument):
     with pytest.raises(InputError, match=f"{argument}=0"):
         measure.timeit({"square": lambda: square(X)}, **{argument: 0})
 
@@ -308,7 +308,7 @@ def test_peak_flops(kind, peak):
     assert measure.peak_flops(kind) == peak
 
 
-def test_training_flops_are_what_a_dense_model_multiplies():
+def test_training_flops_equal_the_products_of_a_dense_model():
     layers, width, length = 3, 8, 16
 
     def loss(params, x):
@@ -327,7 +327,7 @@ def test_training_flops_are_what_a_dense_model_multiplies():
     assert measure.training_flops(parameters, length, **sizes) == products + (traced - products) / 2
 
 
-def test_mfu_is_a_fraction_of_all_devices():
+def test_mfu_is_a_fraction_of_the_peak_of_all_devices():
     assert measure.mfu(312e12, 2.0, devices=4, device_kind="NVIDIA A100-SXM4-40GB") == 1 / 8
     assert measure.mfu(1e12, 1.0) is None  # the tests' own devices have no data sheet
 
@@ -335,7 +335,7 @@ def test_mfu_is_a_fraction_of_all_devices():
 # --- environment and results ---
 
 
-def test_environment_names_versions_and_no_place():
+def test_environment_has_versions_and_no_paths():
     environment = measure.environment()
     text = json.dumps(environment)
     assert environment["jax"] == jax.__version__ and environment["devices"] == 8 and environment["cores"] >= 1
@@ -344,7 +344,7 @@ def test_environment_names_versions_and_no_place():
         assert private not in text
 
 
-def test_commit_is_that_of_the_checkout_which_holds_the_file(tmp_path, monkeypatch):
+def test_commit_is_that_of_the_checkout_of_the_file(tmp_path, monkeypatch):
     def git(*command):
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
         return subprocess.run(
@@ -367,7 +367,7 @@ def test_commit_is_that_of_the_checkout_which_holds_the_file(tmp_path, monkeypat
     assert measure._commit() == (commit, True)
 
 
-def test_results_are_whole_or_not_there(tmp_path):
+def test_results_are_written_atomically(tmp_path):
     rows = [{"name": "flash", "seconds": np.float32(0.5), "all": [1.0, 2.0], "bytes": np.int64(3)}]
     path = measure.write_result("step", rows, tmp_path / "results")
     assert path.name == "step-cpu.json"

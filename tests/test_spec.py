@@ -1,4 +1,4 @@
-"""Spec strings: what they mean, and what is said of those that mean nothing."""
+"""Spec strings: parsing, building, and errors."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ from hpnlp.types import InputError
         ("a(is, 'not in', lambda=None)", (Spec("a", ("is", "not in"), (("lambda", None),)),)),
     ],
 )
-def test_parse(text, specs):
+def test_valid_strings_are_parsed(text, specs):
     assert parse(text, "thing") == specs
 
 
@@ -53,13 +53,13 @@ def test_parse(text, specs):
         "a(" + "-" * 5000 + "1)",
     ],
 )
-def test_what_is_no_spec(text):
+def test_invalid_strings_raise(text):
     with pytest.raises(InputError, match="^thing=.* is not a spec: expected names with optional arguments"):
         parse(text, "thing")
 
 
 @given(st.text(max_size=20))
-def test_any_text_is_a_spec_or_an_input_error(text):
+def test_any_text_parses_or_raises_input_error(text):
     try:
         specs = parse(text, "thing")
     except InputError:
@@ -67,7 +67,7 @@ def test_any_text_is_a_spec_or_an_input_error(text):
     assert all(isinstance(spec, Spec) for spec in specs)
 
 
-def test_nothing_is_run():
+def test_parsing_runs_no_code():
     with pytest.raises(InputError):
         parse("a(__import__('os').system('true'))", "thing")
 
@@ -77,7 +77,7 @@ def test_specs_are_values():
     assert spec == dataclasses.replace(spec) and len({spec, *parse("a(1,x=2)", "thing")}) == 1
 
 
-def test_parse_one():
+def test_parse_one_expects_one_entry():
     assert parse_one("wsd(0.1)", "schedule") == Spec("wsd", (0.1,))
     for text in ("a,b", "a*2"):
         with pytest.raises(InputError, match="schedule=.* expected exactly one, as in 'a'"):
@@ -87,7 +87,7 @@ def test_parse_one():
 TABLE = {"ring": lambda size, scale=1.0: ("ring", size, scale), "rung": lambda: "rung"}
 
 
-def test_build():
+def test_build_calls_the_entry():
     assert build(parse_one("ring(3, scale=0.5)", "mixer"), TABLE, "mixer") == ("ring", 3, 0.5)
     assert build(parse_one("ring", "mixer"), TABLE, "mixer", size=7) == ("ring", 7, 1.0)
 
@@ -101,7 +101,7 @@ def test_build():
         ("ring(1, 2, 3)", "mixer 'ring' takes (size, scale=1.0): too many positional arguments"),
     ],
 )
-def test_build_says_what_is_wrong(text, message):
+def test_invalid_names_and_arguments_raise(text, message):
     with pytest.raises(InputError) as caught:
         build(parse_one(text, "mixer"), TABLE, "mixer")
     assert message in str(caught.value)
@@ -135,7 +135,7 @@ def test_positional_arguments_skip_what_the_caller_fills_in():
     assert build(parse_one("ring(0.5)", "mixer"), TABLE, "mixer", size=7) == ("ring", 7, 0.5)
 
 
-def test_what_the_caller_fills_in_is_not_for_the_user():
+def test_specs_cannot_set_arguments_of_the_caller():
     with pytest.raises(InputError, match=r"mixer 'ring' takes \(size\): missing"):
         build(parse_one("ring", "mixer"), TABLE, "mixer", scale=7)
     with pytest.raises(InputError, match="mixer 'ring' has no argument 'size'"):
@@ -156,19 +156,19 @@ class Module(nn.Module):
         ("ring(name=a)", {"depth": 2}, "layer 'ring' has no argument 'name': it takes none"),
     ],
 )
-def test_what_flax_fills_in_is_not_for_the_user(text, extra, message):
+def test_specs_cannot_set_arguments_of_flax(text, extra, message):
     with pytest.raises(InputError) as caught:
         build(parse_one(text, "layer"), {"ring": Module}, "layer", **extra)
     assert message in str(caught.value)
     assert build(parse_one("ring(3)", "layer"), {"ring": Module}, "layer", name="b").name == "b"
 
 
-def test_lookup_and_suggestions():
+def test_lookup_suggests_the_nearest_name():
     assert lookup({"a": 1}, "a", "thing") == 1
     assert did_you_mean("zzz", ["ring", "chain"]) == "known: chain, ring"
     assert did_you_mean("rin", ["ring", "chain"]) == "did you mean 'ring'?"
 
 
-def test_is_name():
+def test_is_name_distinguishes_names_from_paths():
     assert is_name("bytes") and is_name("bpe(4096)")
     assert not is_name("runs/x/tokenizer.json") and not is_name("tokenizer.json") and not is_name("./bytes")

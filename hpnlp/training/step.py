@@ -131,7 +131,9 @@ def make_trainer(
     tables = {sparse_rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     gradients = Gradients(
-        model=model.clone(model_parallel=None if single else _model_parallel(layout, axes, masks_of(model)), remat=plan.remat),
+        model=model.clone(
+            model_parallel=None if single else _model_parallel(layout, axes, masks_of(model)), remat=plan.remat
+        ),
         single_model=model,
         update=update,
         layout=layout,

@@ -1,4 +1,4 @@
-"""Language models whose layers take several mixers in turn."""
+"""Language models whose layers repeat a period of several mixers."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from hpnlp.types import InputError
 from tests.contracts import EXACT
 from tests.models.test_lm import MIXED, ONCE, SMALL, logits_of, loss_of, make, make_batch, numpy_logits, run
 
-TURNS = {"mixer": "window(2,0),full", "layers": 5}  # two turns, and one layer beyond
+PERIODS = {"mixer": "window(2,0),full", "layers": 5}  # two periods, and one more layer
 
 
 @pytest.mark.parametrize(
@@ -37,17 +37,17 @@ def test_alternation_is_the_shortest_period(text, period):
 
 @pytest.mark.parametrize(
     ("fields", "patterns"),
-    [(TURNS, (Window(2), Full())), (MIXED, tuple(EXACT.values()))],
-    ids=["turns", "every mixer"],
+    [(PERIODS, (Window(2), Full())), (MIXED, tuple(EXACT.values()))],
+    ids=["periods", "every mixer"],
 )
-def test_logits_are_those_of_the_slow_twin(fields, patterns):
+def test_logits_match_reference(fields, patterns):
     model, params = make(**fields)
     tokens = make_batch(1, 13)["tokens"]
     ours = logits_of(model, params, tokens)
     np.testing.assert_allclose(ours[0], numpy_logits(model.config, params, tokens[0], patterns), atol=2e-5, rtol=1e-5)
 
 
-def test_two_steps_with_every_mixer():
+def test_every_mixer_learns_in_two_steps():
     model, params = make(**MIXED)
     batch = make_batch(2, 11)
     step = jax.jit(jax.value_and_grad(lambda p: loss_of(model, p, batch)), compiler_options=ONCE)
@@ -62,7 +62,7 @@ def test_two_steps_with_every_mixer():
 
 
 def test_gradients_equal_those_layer_by_layer():
-    model, params = make(**TURNS)
+    model, params = make(**PERIODS)
     batch = make_batch(2, 9)
     expected, by_layer = run(jax.value_and_grad(lambda p: loss_of(model, apart(p), batch)), params)
     for unroll, remat in ((1, "none"), (3, "dots")):
@@ -72,9 +72,9 @@ def test_gradients_equal_those_layer_by_layer():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), grads, by_layer)
 
 
-def test_prefill_and_extend_in_turns():
-    """Caches of different sizes go in and out of the loop over turns, and are those of the layers apart."""
-    model, params = make(**TURNS)
+def test_prefill_and_extend_equal_separate_layers():
+    """Caches of different sizes pass through the loop over periods, and equal those of layers with separate parameters."""
+    model, params = make(**PERIODS)
     tokens, lengths = make_batch(2, 12)["tokens"], jnp.asarray([3, 9], jnp.int32)
 
     def decode(params):
@@ -90,12 +90,12 @@ def test_prefill_and_extend_in_turns():
     (h, caches), (expected, by_layer) = run(decode, params), run(decode, apart(params))
     np.testing.assert_allclose(h, expected, atol=1e-5)
     assert [cache.k.shape[1] for cache in by_layer] == [3, 12, 3, 12, 3]
-    stacked, left = caches
-    assert [cache.k.shape[:2] for cache in stacked] == [(2, 4 * 2), (2, 4 * 2)] and len(left) == 1
+    stacked, remaining = caches
+    assert [cache.k.shape[:2] for cache in stacked] == [(2, 4 * 2), (2, 4 * 2)] and len(remaining) == 1
 
 
-def test_dropout_does_not_depend_on_the_turns():
-    """Windows over everything are full attention: the same layers drop the same."""
+def test_dropout_does_not_depend_on_the_period():
+    """Windows over the whole sequence are full attention: the same layers drop the same entries."""
     model, params = make(layers=5, dropout=0.3)
     wide = LM(dataclasses.replace(model.config, mixer="full,window(99,0)"))
     batch = make_batch(2, 9)
@@ -103,8 +103,8 @@ def test_dropout_does_not_depend_on_the_turns():
     def loss(params, key, of):
         return of.apply({"params": params}, batch, False, rngs={"dropout": key, "output": key}, method=LM.loss).sum
 
-    found, expected = (run(lambda p, of=of: loss(p, jax.random.key(1), of), params) for of in (wide, model))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    actual, expected = (run(lambda p, of=of: loss(p, jax.random.key(1), of), params) for of in (wide, model))
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 class Learned(ExactMixer):
@@ -114,7 +114,7 @@ class Learned(ExactMixer):
         self.param("scale", nn.initializers.ones, (3,))
 
 
-def test_mixers_whose_parameters_do_not_stack(monkeypatch):
+def test_mixers_with_different_parameters_raise(monkeypatch):
     monkeypatch.setitem(MIXERS, "learned", lambda **extra: Learned(Full(), **extra))
     model = LM(LMConfig(**SMALL | {"mixer": "full,learned"}))
     with pytest.raises(InputError, match="'full,learned': the mixers have different parameters"):

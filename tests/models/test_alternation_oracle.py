@@ -1,5 +1,5 @@
-"""Sliding windows and full attention in turn against Qwen 2 of transformers, which nobody here wrote: logits, and ids that
-it decodes with its own rolling cache."""
+"""Alternating sliding windows and full attention against Qwen 2 of transformers: logits, and greedy ids decoded with its own
+rolling cache."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_a
 V, TOKENS = 48, 20
 PROMPTS = [
     np.random.default_rng(i).integers(0, V, n) for i, n in enumerate((3, 24))
-]  # below the window, and far over it
+]  # shorter and much longer than the window
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +37,13 @@ def models(tmp_path_factory):
         num_key_value_heads=2,
         max_position_embeddings=64,
         use_sliding_window=True,
-        sliding_window=6,  # with the token itself
+        sliding_window=6,  # including the token itself
         layer_types=LAYERS,
         bos_token_id=None,
         eos_token_id=None,
         attn_implementation="eager",
     )
-    # Or the weights, and with them the rounding, would depend on the tests that ran before.
+    # Otherwise the weights, and so the rounding, would depend on the tests that ran before.
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -60,7 +60,7 @@ def models(tmp_path_factory):
     return model, LM(dataclasses.replace(ours, mixer="window(5,0)*2,full", unroll=1)), params
 
 
-def test_logits(models):
+def test_logits_match_transformers(models):
     import torch
 
     model, lm, params = models
@@ -76,7 +76,7 @@ def test_logits(models):
     )
 
 
-def test_greedy_ids(models):
+def test_greedy_ids_match_transformers(models):
     import torch
 
     model, lm, params = models

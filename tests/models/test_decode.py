@@ -1,4 +1,4 @@
-"""Decoding: the cache against the full pass, rows against rows alone, and what may come out."""
+"""Decoding: the cache against the full pass, independence of sequences, sampling options, and text streams."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from hpnlp.types import InputError
 VOCAB = 264  # of bytes
 ROPE = {"kv_heads": 2, "qk_norm": True, "tied": False}
 LEARNED = {"norm": "layer", "position": "learned", "qkv_bias": True, "mlp": "gelu", "mlp_bias": True, "tied": False}
-LEARNED["max_len"] = 41  # of which PROMPTS and 20 new tokens take all
+LEARNED["max_len"] = 41  # the longest of PROMPTS with 20 new tokens
 MIXED = {"mixer": "window(3,0),longformer(4,2)*2,full", "layers": 5}
 PROMPTS = [np.arange(40, 47), np.array([256]), np.arange(100, 121)]
 
@@ -60,8 +60,8 @@ def logits_of(model):
     [ROPE, LEARNED, ROPE | {"dtype": "bfloat16"}, LEARNED | MIXED],
     ids=["rope", "learned", "bfloat16", "mixed"],
 )
-def test_greedy_ids_are_the_best_of_the_full_pass(fields):
-    """Token by token, with a cache, for rows of different lengths: what the full logits say at each step."""
+def test_greedy_ids_equal_the_argmax_of_the_full_pass(fields):
+    """Decoding token by token with a cache, for prompts of different lengths, against full logits."""
     model, params = make(**fields)
     ids = generate(PROMPTS, fields=fields.items(), temperature=0.0)
     assert ids.shape == (3, 20)
@@ -69,32 +69,32 @@ def test_greedy_ids_are_the_best_of_the_full_pass(fields):
     padded = np.stack([np.pad(row, (0, 41 - len(row))) for row in rows]).astype(np.int32)
     logits = np.asarray(logits_of(model)(params, padded))
     for row, prompt, new in zip(logits, PROMPTS, ids, strict=True):
-        seen = row[len(prompt) - 1 :][: len(new)]
+        steps = row[len(prompt) - 1 :][: len(new)]
         if model.config.dtype == "float32":
-            np.testing.assert_array_equal(new, seen.argmax(-1))
+            np.testing.assert_array_equal(new, steps.argmax(-1))
         else:
-            assert np.all(seen.max(-1) - seen[np.arange(len(new)), new] < 0.3)
-    assert len(set(ids.ravel().tolist())) > 10  # not one id again and again, which would hide most mistakes
+            assert np.all(steps.max(-1) - steps[np.arange(len(new)), new] < 0.3)
+    assert len(set(ids.ravel().tolist())) > 10  # a single repeated id would hide most mistakes
 
 
-def test_a_row_depends_on_its_prompt_its_number_and_the_seed():
+def test_sequence_depends_on_its_prompt_index_and_seed_only():
     options = {"temperature": 1.0, "top_p": 0.95, "top_k": 100}
     together = generate(PROMPTS, seed=3, **options)
     np.testing.assert_array_equal(generate(PROMPTS[:1], seed=3, **options), together[:1])
-    others = generate([PROMPTS[2], PROMPTS[1], PROMPTS[2]], seed=3, **options)
-    np.testing.assert_array_equal(others[1:], together[1:])
-    assert np.any(others[0] != others[2])  # the same prompt again gives another text
+    changed = generate([PROMPTS[2], PROMPTS[1], PROMPTS[2]], seed=3, **options)
+    np.testing.assert_array_equal(changed[1:], together[1:])
+    assert np.any(changed[0] != changed[2])  # the same prompt at another index gives another text
     assert np.all(np.any(generate(PROMPTS, seed=4, **options) != together, axis=1))
 
 
-def test_many_rows_are_as_few():
-    """From nine rows on, the cache is written by another operation."""
+def test_many_sequences_equal_few():
+    """For nine or more sequences, the cache is written by another operation."""
     few, many = generate(PROMPTS, temperature=0.0), generate(PROMPTS * 4, temperature=0.0)
     np.testing.assert_array_equal(many.reshape(4, 3, 20), np.broadcast_to(few, (4, 3, 20)))
 
 
-def test_one_trace(monkeypatch):
-    """Two calls whose prompts differ, and differ in length: one program for prefill and one for decoding."""
+def test_similar_calls_share_a_trace(monkeypatch):
+    """Two calls with different prompts of different lengths use one prefill and one decoding program."""
     for name in ("_prefill", "_decode"):
         monkeypatch.setattr(decode, name, chex.assert_max_traces(getattr(decode, name), n=1))
     decode._jitted.cache_clear()
@@ -104,14 +104,14 @@ def test_one_trace(monkeypatch):
     decode._jitted.cache_clear()
 
 
-def test_ids_come_as_they_are_made():
+def test_ids_arrive_in_chunks():
     run = Generation(*make(), PROMPTS, tokens=20, temperature=0.0)
     assert [chunk.shape for chunk in run] == [(3, 16), (3, 4)]
     assert set(run.seconds) == {"compile", "prefill", "decode"} and min(run.seconds.values()) > 0
 
 
-def test_eos_ends_a_row():
-    """Two ids may be drawn, of which one ends the row: pads follow, and nothing more is computed once all rows have."""
+def test_eos_ends_a_sequence():
+    """One of two allowed ids ends a sequence: pads follow, and decoding stops when all sequences have ended."""
     allowed = np.arange(VOCAB) == 7
     ids = generate(PROMPTS, tokens=32, temperature=50.0, eos_id=257, pad_id=258, allowed=allowed)
     assert ids.shape == (3, 16)
@@ -132,21 +132,21 @@ def test_several_ids_may_end_a_row():
 
 
 def test_special_ids_are_never_drawn():
-    may = speakable(ByteTokenizer())
-    np.testing.assert_array_equal(np.flatnonzero(~may), np.arange(256, 264))
-    for known in (may, may[:150]):  # the table may have more rows than the tokenizer has ids
-        ids = generate(PROMPTS, tokens=32, temperature=100.0, eos_id=257, pad_id=260, allowed=known)
+    allowed = speakable(ByteTokenizer())
+    np.testing.assert_array_equal(np.flatnonzero(~allowed), np.arange(256, 264))
+    for mask in (allowed, allowed[:150]):  # the table may have more rows than the tokenizer has ids
+        ids = generate(PROMPTS, tokens=32, temperature=100.0, eos_id=257, pad_id=260, allowed=mask)
         drawn = ids[ids != 260]
-        assert np.all((drawn < min(len(known), 256)) | (drawn == 257)) and len(set(drawn.tolist())) > 40
+        assert np.all((drawn < min(len(mask), 256)) | (drawn == 257)) and len(set(drawn.tolist())) > 40
     assert np.all(generate(PROMPTS, temperature=0.0, allowed=np.arange(VOCAB) == 5) == 5)
 
 
-def test_speakable_words():
+def test_speakable_excludes_special_words():
     tokenizer = WordTokenizer(["fox", "dog", "\n"])
     assert np.flatnonzero(speakable(tokenizer)).tolist() == [4, 5, 6]
 
 
-def test_parameters_that_lie_on_several_devices_and_in_the_hosts_memory():
+def test_parameters_on_several_devices_and_on_the_host():
     model, params = make()
     layout = Plan(data=1, fsdp=4, tensor=2).layout(model.config.sizes())
     specs = layout.tree(axes_of(model), params, divided=True)
@@ -167,7 +167,7 @@ def test_parameters_that_lie_on_several_devices_and_in_the_hosts_memory():
         ({"temperature": float("nan")}, "temperature=nan: expected 0"),
         ({"temperature": float("inf")}, "temperature=inf: expected 0"),
         ({"temperature": -0.1}, "temperature=-0.1: expected 0"),
-        ({"top_k": -1}, "top_k=-1: expected how many"),
+        ({"top_k": -1}, "top_k=-1: expected the number"),
         ({"top_p": 0.0}, r"top_p=0.0: expected a probability in \(0, 1\]"),
         ({"top_p": 1.01}, r"top_p=1.01: expected a probability in \(0, 1\]"),
         ({"top_p": float("nan")}, r"top_p=nan: expected a probability in \(0, 1\]"),
@@ -180,12 +180,12 @@ def test_parameters_that_lie_on_several_devices_and_in_the_hosts_memory():
         ({"allowed": np.zeros(VOCAB, bool)}, "allowed: no id may be drawn"),
         (
             {"prompts": [[1], [1] * 30], "tokens": 12},
-            "prompt 1 has 30 tokens, and with 12 more .* at most 11 tokens or shorten the prompt to at most 29 tokens",
+            "prompt 1 has 30 tokens, which with 12 more .* at most 11 tokens or shorten the prompt to at most 29 tokens",
         ),
-        ({"prompts": [[1] * 70]}, "prompt 0 has 70 tokens, .* the model has learned: shorten the prompt to at most 37"),
+        ({"prompts": [[1] * 70]}, "prompt 0 has 70 tokens, .* learned positions: shorten the prompt to at most 37"),
     ],
 )
-def test_bad_input(options, message):
+def test_invalid_arguments_raise(options, message):
     arguments = {"prompts": [[1]], "tokens": 4} | options
     with pytest.raises(InputError, match=message):
         Generation(*make(**LEARNED), **arguments)
@@ -206,10 +206,10 @@ def test_mixers_that_decoding_would_run_as_another_function_raise(monkeypatch):
         Generation(model, params, PROMPTS, tokens=1)
 
 
-def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch):
+def test_cache_larger_than_memory_raises_before_compilation(monkeypatch):
     monkeypatch.setattr(measure, "memory_bytes", lambda: 10**6)
     with pytest.raises(
-        InputError, match=r"tokens=200000: the cache of 1 prompts .*, and the device has 0.0 GB: ask for at"
+        InputError, match=r"tokens=200000: the cache of 1 prompts .*, and the device has 0.0 GB: decode at"
     ):
         Generation(*make(**ROPE), [[1]], tokens=200_000)
 
@@ -217,8 +217,8 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(monkey
 # Text.
 
 
-class Whole(ByteTokenizer):
-    """A tokenizer that knows characters only, as those do that give U+FFFD for a part of one: id i is byte i."""
+class CharacterTokenizer(ByteTokenizer):
+    """A tokenizer that decodes an incomplete character as U+FFFD: id i is byte i."""
 
     def decode(self, ids):
         return bytes(ids).decode("utf-8", "replace").encode()
@@ -234,8 +234,10 @@ class EachByte(ByteTokenizer):
             return "\N{REPLACEMENT CHARACTER}".encode() * len(ids)
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Whole(), EachByte()], ids=["bytes", "characters", "each_byte"])
-def test_stream_waits_for_whole_characters(tokenizer):
+@pytest.mark.parametrize(
+    "tokenizer", [ByteTokenizer(), CharacterTokenizer(), EachByte()], ids=["bytes", "characters", "each_byte"]
+)
+def test_stream_waits_for_complete_characters(tokenizer):
     text = "naïve 漢字 🦊 end"
     stream = TextStream(tokenizer)
     pieces = [stream.push([byte]) for byte in text.encode()] + [stream.push([], final=True)]
@@ -243,22 +245,22 @@ def test_stream_waits_for_whole_characters(tokenizer):
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Whole()], ids=["bytes", "characters"])
-def test_stream_shows_what_is_no_text(tokenizer):
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharacterTokenizer()], ids=["bytes", "characters"])
+def test_stream_replaces_invalid_bytes(tokenizer):
     stream = TextStream(tokenizer, prompt=b"before")
     pieces = [stream.push([byte]) for byte in (65, 0xFF, 66, 0xF0)] + [stream.push([], final=True)]
     assert "".join(pieces) == "A\N{REPLACEMENT CHARACTER}B\N{REPLACEMENT CHARACTER}"
 
 
-def test_stream_goes_on_from_the_prompt():
-    """A word tokenizer puts the space between two words, of which the first may stand in the prompt."""
+def test_stream_continues_the_prompt():
+    """A word tokenizer puts a space between two words, also between the prompt and the first word of the stream."""
     tokenizer = WordTokenizer(["fox", "dog", "\n"])
     stream = TextStream(tokenizer, prompt=[2, 4])
     assert [stream.push([5]), stream.push([6, 4]), stream.push([], final=True)] == [" dog", "\nfox", ""]
 
 
 @pytest.mark.parametrize(("fields", "length"), [({}, 30), (LEARNED, 100)], ids=["rope", "learned"])
-def test_sample_text(fields, length):
+def test_sample_text_has_the_length_and_repeats(fields, length):
     model, params = make(**fields)
     text = sample_text(model, params, ByteTokenizer(), length)
     assert isinstance(text, str) and 10 < len(text) <= length

@@ -1,4 +1,4 @@
-"""The language model as a whole. Against transformers: test_convert_oracle.py."""
+"""The language model: logits against a reference, causality, caches, dropout, parameters. See also test_convert_oracle.py."""
 
 import dataclasses
 import functools
@@ -64,11 +64,11 @@ def logits_of(model, params, tokens):
     return run(lambda p, t: model.apply({"params": p}, t, method=LM.logits), params, tokens)
 
 
-# The slow twin: one row, numpy, float64.
+# The reference: one sequence, numpy, float64.
 
 
 def numpy_logits(config, params, tokens, patterns=(Full(),)):  # noqa: B008  (frozen)
-    """Llama and GPT-2 as their papers have them, head by head. patterns: what layers see, in turn."""
+    """Llama and GPT-2 as defined in their papers, head by head. patterns: masks of the layers of one period."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     length, heads, kv_heads, size = len(tokens), config.heads, config.kv_head_count, config.head_size
 
@@ -79,11 +79,11 @@ def numpy_logits(config, params, tokens, patterns=(Full(),)):  # noqa: B008  (fr
     def dense(p, x):
         return x @ p["kernel"] + p.get("bias", 0.0)
 
-    def turn(x):
+    def rope(x):
         """RoPE by complex numbers: feature i is the real part, feature i + H/2 the imaginary one."""
         speed = config.rope_theta ** (-np.arange(size // 2) / (size // 2))
-        turned = (x[:, : size // 2] + 1j * x[:, size // 2 :]) * np.exp(1j * np.arange(length)[:, None] * speed)
-        return np.concatenate([turned.real, turned.imag], axis=-1)
+        rotated = (x[:, : size // 2] + 1j * x[:, size // 2 :]) * np.exp(1j * np.arange(length)[:, None] * speed)
+        return np.concatenate([rotated.real, rotated.imag], axis=-1)
 
     def attention(p, x, pattern):
         q, k, v = (dense(p[name], x).reshape(length, -1, size) for name in "qkv")
@@ -92,9 +92,9 @@ def numpy_logits(config, params, tokens, patterns=(Full(),)):  # noqa: B008  (fr
         outs = []
         for head in range(heads):
             group = head * kv_heads // heads
-            one_q, one_k = (turn(y) if config.position == "rope" else y for y in (q[:, head], k[:, group]))
-            see = np.tri(length) * np.broadcast_to(pattern.to_dense(length), (heads, length, length))[head]
-            weights = np.exp(one_q @ one_k.T / np.sqrt(size)) * see
+            head_q, head_k = (rope(y) if config.position == "rope" else y for y in (q[:, head], k[:, group]))
+            visible = np.tri(length) * np.broadcast_to(pattern.to_dense(length), (heads, length, length))[head]
+            weights = np.exp(head_q @ head_k.T / np.sqrt(size)) * visible
             outs.append(weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30) @ v[:, group])
         return dense(p["out"], np.concatenate(outs, axis=-1))
 
@@ -127,7 +127,7 @@ def numpy_logits(config, params, tokens, patterns=(Full(),)):  # noqa: B008  (fr
     [{}, RICH, GPT, {"position": "none", "mlp": "gelu", "kv_heads": 1}, REVERSIBLE | RICH],
     ids=["llama", "rich", "gpt", "nope", "reversible"],
 )
-def test_logits_are_those_of_the_slow_twin(fields):
+def test_logits_match_reference(fields):
     model, params = make(**fields)
     tokens = make_batch(2, 11)["tokens"]
     ours = logits_of(model, params, tokens)
@@ -136,13 +136,13 @@ def test_logits_are_those_of_the_slow_twin(fields):
         np.testing.assert_allclose(row, numpy_logits(model.config, params, expected), atol=1e-5, rtol=1e-5)
 
 
-# Who sees whom.
+# Visibility.
 
 
 @pytest.mark.parametrize(
     "fields", [RICH, GPT | {"tied": False}, REVERSIBLE | {"tied": False}], ids=["rope", "learned", "reversible"]
 )
-def test_causality_by_gradient(fields):
+def test_gradients_are_causal(fields):
     """d hidden[i] / d embedding[j] is exactly 0 unless j <= i in the same segment, and not 0 there."""
     model, params = make(**fields)
     segments = np.array([1, 1, 1, 1, 2, 2, 2, 3, 0, 0])
@@ -157,19 +157,19 @@ def test_causality_by_gradient(fields):
         return model.apply({"params": changed}, tokens, context, method=LM.hidden)[0][0] @ direction
 
     jacobian = run(jax.jacrev(outputs), params["embed"]["table"])[:, :length]
-    sees = np.any(np.asarray(jacobian) != 0.0, axis=-1)
-    np.testing.assert_array_equal(sees, np.tri(length, dtype=bool) & (segments[:, None] == segments[None]))
+    depends = np.any(np.asarray(jacobian) != 0.0, axis=-1)
+    np.testing.assert_array_equal(depends, np.tri(length, dtype=bool) & (segments[:, None] == segments[None]))
 
 
 @pytest.mark.parametrize("fields", [RICH, GPT, MIXED], ids=["rope", "learned", "mixed"])
 def test_packed_rows_equal_separate_rows(fields):
-    """The hidden states of a document, and the loss, are those of the document alone, wherever in a row it stands."""
+    """Hidden states and loss of a document do not depend on the documents that it is packed with."""
     model, params = make(**fields)
     lengths, width = {1: 5, 2: 7, 3: 1}, 14
     documents = {number: make_batch(1, n, seed=number) for number, n in lengths.items()}
 
     def row(numbers, seed):
-        """Documents side by side, and padding of weight 0 that carries other tokens."""
+        """Documents side by side, and padding of weight 0 with other tokens."""
         padding = make_batch(1, width - sum(lengths[number] for number in numbers), seed=seed)
         padding |= {"segment_ids": 0 * padding["segment_ids"], "weights": 0 * padding["weights"]}
         parts = [documents[number] | {"segment_ids": number + 0 * documents[number]["positions"]} for number in numbers]
@@ -197,7 +197,7 @@ def test_packed_rows_equal_separate_rows(fields):
 
 @pytest.mark.parametrize("fields", [RICH, GPT, RINGS, REVERSIBLE], ids=["rope", "learned", "rings", "reversible"])
 def test_prefill_and_extend_equal_the_full_pass(fields):
-    """Rows of different lengths; the prompts' padding holds tokens that must not count."""
+    """Prompts of different lengths, whose padding holds tokens that must not count."""
     model, params = make(**fields)
     variables = {"params": params}
     lengths, width, capacity = np.array([3, 7, 1, 6], np.int32), 7, 12
@@ -222,12 +222,12 @@ def _plain(tokens):
     return Context(positions, None, Causal())
 
 
-# What must not change the result.
+# Changes that must not affect the result.
 
 
 @pytest.fixture(scope="module")
 def plain():
-    """`(parameters, batch, loss, gradients)` of three layers, all unrolled, nothing recomputed."""
+    """`(parameters, batch, loss, gradients)` of three layers, unrolled, without rematerialisation."""
     model, params = make(layers=3, kv_heads=2, unroll=0)
     batch = make_batch(2, 9)
     return params, batch, *run(jax.value_and_grad(lambda p: loss_of(model, p, batch)), params)
@@ -237,15 +237,15 @@ def plain():
 def test_loss_and_gradients_do_not_depend_on_the_loop(remat, plain):
     params, batch, loss, grads = plain
     model = LM(LMConfig(**SMALL | {"layers": 3, "kv_heads": 2, "unroll": 2}), remat=remat)
-    found, found_grads = run(jax.value_and_grad(lambda p: loss_of(model, p, batch)), params)
-    np.testing.assert_allclose(found, loss, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), found_grads, grads)
+    actual, actual_grads = run(jax.value_and_grad(lambda p: loss_of(model, p, batch)), params)
+    np.testing.assert_allclose(actual, loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), actual_grads, grads)
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits(dtype, residual, plain):
-    """Activations in 16 bits, loss and gradients in float32, near those of float32: relative errors of whole arrays."""
+def test_16_bit_activations_match_float32(dtype, residual, plain):
+    """Loss and gradients are in float32 and near those of float32 activations: relative errors of complete arrays."""
     params, batch, loss, grads = plain
     model = LM(LMConfig(**SMALL | {"layers": 3, "kv_heads": 2, "residual": residual}))
     if residual != "plain":
@@ -254,19 +254,19 @@ def test_sixteen_bits(dtype, residual, plain):
     tokens, tolerance = batch["tokens"], 4 * float(jnp.finfo(dtype).eps)
     hidden = lambda p: model.apply({"params": p}, tokens, _plain(tokens), method=LM.hidden)[0]  # noqa: E731
     assert jax.eval_shape(hidden, params).dtype == jnp.dtype(dtype)
-    found, found_grads = run(jax.value_and_grad(lambda p: loss_of(model, p, batch)), params)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, loss, rtol=tolerance / 10)
+    actual, actual_grads = run(jax.value_and_grad(lambda p: loss_of(model, p, batch)), params)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, loss, rtol=tolerance / 10)
 
     def near(a, b):
         assert a.dtype == jnp.float32
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
 
-    jax.tree.map(near, found_grads, grads)
+    jax.tree.map(near, actual_grads, grads)
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
-def test_one_trace(residual):
+def test_two_steps_share_a_trace(residual):
     model, params = make(dropout=0.1, residual=residual)
 
     def loss(params, batch, key):
@@ -285,7 +285,7 @@ def test_one_trace(residual):
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_dropout_differs_between_layers_and_branches(residual):
-    """Biases alone leave the branches, as powers of 2: the sum tells which of them survived at every feature."""
+    """Branches return only biases, powers of 2, so that the sum shows which of them survived for every feature."""
     fields = {"dropout": 0.5, "out_bias": True, "mlp_bias": True, "norm_eps": 1e-12, "dim": 64}
     model, params = make(**fields, residual=residual)
     params = jax.tree.map(jnp.zeros_like, params)
@@ -313,7 +313,7 @@ def test_dropout_differs_between_layers_and_branches(residual):
     assert np.any(h != hidden(jax.random.key(1)))
 
 
-def test_dropout_does_nothing_where_it_is_off():
+def test_dropout_has_no_effect_in_evaluation():
     model, params = make()
     dropping = LM(dataclasses.replace(model.config, dropout=0.5))
     tokens = make_batch(1, 5)["tokens"]
@@ -331,14 +331,14 @@ def initial():
     return model, init(jax.random.key(0))
 
 
-def test_initial_parameters(initial):
+def test_initial_parameters_have_expected_shapes_and_scales(initial):
     model, boxed = initial
     params = nn.meta.unbox(boxed)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params["layers"]):
         assert leaf.shape[0] == 3 and leaf.dtype == jnp.float32
         if path[-1].key == "kernel":
             assert np.all(leaf[0] != leaf[1]) and np.all(leaf[1] != leaf[2])
-            # What writes to the residual stream is smaller by the root of the number of such writes.
+            # Projections that write to the residual stream are smaller by the root of their number.
             writes = path[-2].key in ("out", "down")
             expected = leaf.shape[1] ** -0.5 / (np.sqrt(2 * 3) if writes else 1.0)
             np.testing.assert_allclose(leaf.std(), expected, rtol=0.05)
@@ -357,7 +357,7 @@ def test_every_axis_has_a_name(initial):
 
 
 @pytest.mark.parametrize("fields", [{}, {"kv_heads": 1, "head_dim": 10}, {"mlp": "gelu", "qk_norm": True}])
-def test_count_of_matrix_parameters(fields):
+def test_non_embedding_parameters_counts_matrices(fields):
     model, params = make(**fields)
     kernels = [leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"]
     assert model.config.non_embedding_parameters() == sum(kernels)
@@ -383,7 +383,7 @@ def test_count_of_matrix_parameters(fields):
         ({"rope_scaling": "linear"}, "RoPE scaling 'linear' takes"),
     ],
 )
-def test_bad_config(fields, message):
+def test_invalid_config_raises(fields, message):
     with pytest.raises(InputError, match=message):
         make(**fields)
 
@@ -419,7 +419,7 @@ def test_bad_config(fields, message):
     ],
     ids=str,
 )
-def test_output_layers_that_cannot_be(fields, message):
+def test_invalid_output_layers_raise(fields, message):
     model, batch = LM(LMConfig(**SMALL | {"layers": 1} | fields)), example_batch(1, 4)
 
     def loss(key):
@@ -438,8 +438,8 @@ def test_output_layers_that_cannot_be(fields, message):
         (6, r"stats are of 6 words, the vocabulary has 24: pass stats.padded\(24\)"),
     ],
 )
-def test_stats_that_do_not_say_enough(output, counts, message):
-    """As of a tokenizer that an earlier version trained, or of fewer words."""
+def test_insufficient_word_statistics_raise(output, counts, message):
+    """Statistics of a tokenizer that an earlier version trained, or of fewer words."""
     stats = WordStats(np.arange(counts), np.arange(counts) if counts == 6 else None)
     model = LM(LMConfig(**SMALL | {"output": output, "tied": False}), stats)
     with pytest.raises(InputError, match=message):
@@ -449,8 +449,8 @@ def test_stats_that_do_not_say_enough(output, counts, message):
 @pytest.mark.parametrize(
     "output", ["nce(4,partition=learned)", "adaptive(div_value=2)", "class(by=mass)", "hierarchical", "vmf"]
 )
-def test_output_layers_of_their_own_parameters(output):
-    """Every parameter has a name for each axis, and learns; evaluation does not depend on an rng."""
+def test_parameters_of_output_layers_have_names_and_gradients(output):
+    """Every parameter has a name for each axis, and a gradient."""
     model = LM(LMConfig(**SMALL | {"layers": 1, "output": output, "tied": False}), WordStats(np.arange(24, 0, -1)))
     batch = make_batch(2, 5)
     params = nn.meta.unbox(once(model.init, jax.random.key(0), batch)["params"])
@@ -467,4 +467,4 @@ def test_output_layers_of_their_own_parameters(output):
 
     grads = jax.jit(jax.grad(total), compiler_options=ONCE)(params, jax.random.key(1))
     still = [jax.tree_util.keystr(path) for path, g in jax.tree_util.tree_leaves_with_path(grads) if not np.any(g)]
-    assert still == (["['head']"] if output == "vmf" else [])  # what it aims at does not move
+    assert still == (["['head']"] if output == "vmf" else [])  # the target embeddings are not trained

@@ -1,4 +1,4 @@
-"""Language models of reversible layers: the gradients of the same layers one by one, which keep their activations."""
+"""Language models of reversible layers: gradients against the same layers with separate parameters, which keep activations."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from tests.models.test_lm import REVERSIBLE, loss_of, make, make_batch, run
 
 
 class Reporting(ExactMixer):
-    """A mixer with a loss of its own."""
+    """A mixer that reports a loss."""
 
     def __call__(self, inputs, mask):
         o = super().__call__(inputs, mask).o
@@ -38,7 +38,7 @@ class Reporting(ExactMixer):
         {"mixer": "reporting,window(3,0)"},
         {"dtype": "bfloat16"},
     ],
-    ids=["llama", "turns", "dropout", "reports", "bfloat16"],
+    ids=["llama", "period", "dropout", "reports", "bfloat16"],
 )
 def test_gradients_equal_those_layer_by_layer(fields, monkeypatch):
     monkeypatch.setitem(MIXERS, "reporting", lambda **extra: Reporting(Full(), **extra))
@@ -49,24 +49,24 @@ def test_gradients_equal_those_layer_by_layer(fields, monkeypatch):
         out = model.apply({"params": params}, batch, False, rngs={"dropout": key, "output": key}, method=LM.loss)
         return out.sum + sum(value / weight for value, weight in out.aux.values()), out.aux
 
-    found, expected = (
+    actual, expected = (
         run(jax.value_and_grad(loss, has_aux=True), params),
         run(jax.value_and_grad(lambda p: loss(apart(p)), has_aux=True), params),
     )
-    assert found[0][1].keys() == ({"size_loss", "tokens"} if "reporting" in model.config.mixer else set())
-    for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
+    assert actual[0][1].keys() == ({"size_loss", "tokens"} if "reporting" in model.config.mixer else set())
+    for a, b in zip(jax.tree.leaves(actual[0]), jax.tree.leaves(expected[0]), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6)
-    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
+    for a, b in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
         assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(b)
 
 
-def test_parameters_are_those_of_plain_layers():
-    (model, params), (plain, others) = make(**REVERSIBLE), make()
-    assert jax.tree.structure(params) == jax.tree.structure(others)
-    assert loss_of(model, params, make_batch(2, 9)) != loss_of(plain, others, make_batch(2, 9))
+def test_parameters_have_the_form_of_plain_layers():
+    (model, params), (plain, plain_params) = make(**REVERSIBLE), make()
+    assert jax.tree.structure(params) == jax.tree.structure(plain_params)
+    assert loss_of(model, params, make_batch(2, 9)) != loss_of(plain, plain_params, make_batch(2, 9))
 
 
-def test_nothing_is_left_to_compute_again():
+def test_rematerialisation_raises():
     model, params = make(**REVERSIBLE)
     with pytest.raises(InputError, match="plan.remat='full': reversible layers keep nothing .*: set plan.remat='none'"):
         loss_of(LM(model.config, remat="full"), params, make_batch(2, 9))

@@ -1,4 +1,4 @@
-"""Stacks of layers in turn against a plain loop."""
+"""Stacks of layers of several forms against a plain loop."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ ONCE = {"xla_backend_optimization_level": 0}
 
 
 def layer(kind):
-    """x -> x * w + (kind + 1) * number, with a cache of its own size that counts calls, and its own report."""
+    """x -> x * w + (kind + 1) * index, with a cache that counts calls, whose size depends on the kind, and a report."""
 
     def apply(x, slices):
-        params, number, cache = slices
-        x = x * params["w"] + (kind + 1) * number.astype(jnp.float32)
+        params, index, cache = slices
+        x = x * params["w"] + (kind + 1) * index.astype(jnp.float32)
         cache = jnp.zeros(kind + 1) if cache is None else cache + 1.0
         return x, (cache, {"all": (x, jnp.float32(1)), f"only{kind % 2}": (2 * x, jnp.float32(kind))})
 
@@ -39,7 +39,7 @@ def test_equals_a_plain_loop(kinds, unroll):
     layers = [layer(kind) for kind in range(kinds)]
     expected, reports = plain(kinds, 2.0, w)
     stacked = {"w": jnp.asarray(w)}
-    for params in (stacked, tuple({"w": one} for one in stacked["w"])):
+    for params in (stacked, tuple({"w": weight} for weight in stacked["w"])):
         run = jax.jit(lambda *args: run_layers(layers, *args, COUNT, unroll), compiler_options=ONCE)
         x, caches, aux = run(jnp.float32(2), params, None)
         np.testing.assert_allclose(x, expected, rtol=1e-6)
@@ -55,9 +55,12 @@ def test_equals_a_plain_loop(kinds, unroll):
         assert isinstance(params, dict) or sizes == [i % kinds + 1 for i in range(COUNT)]
 
 
-def test_one_kind_is_one_loop():
-    """No more than the scan over all layers: nothing is cut, nothing follows."""
-    run = lambda x, w: run_layers([layer(0)], x, {"w": w}, None, COUNT, 1)[0]  # noqa: E731
+def test_layers_of_one_form_are_one_loop():
+    """The program has only the scan over all layers: no slices, and no layers after it."""
+
+    def run(x, w):
+        return run_layers([layer(0)], x, {"w": w}, None, COUNT, 1)[0]
+
     jaxpr = jax.make_jaxpr(run)(jnp.float32(2), jnp.ones(COUNT))
     (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
     assert scan.params["length"] == COUNT

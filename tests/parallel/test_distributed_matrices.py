@@ -1,4 +1,4 @@
-"""Whole matrices of stacks that devices have parts of."""
+"""Functions of complete matrices where devices hold shards."""
 
 import jax
 import jax.numpy as jnp
@@ -34,58 +34,58 @@ MESH = Plan(pipeline=2, fsdp=2, tensor=2).mesh()
         ((2, 1, 3, 4, 8), P("pipeline", None, None, ("fsdp", "tensor"))),
     ],
 )
-def test_each_matrix_is_made_of_the_whole_of_it(shape, spec):
-    """In place, and of it alone: what a device makes depends on every number of a matrix, and on where it stands."""
+def test_function_sees_complete_matrices_in_place(shape, spec):
+    """The function depends on every entry of a matrix and on its index."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
     def function(x):
-        turned = x[..., ::-1, ::-1]
-        return turned * jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) - jnp.cumsum(x, axis=-1)
+        reversed_x = x[..., ::-1, ::-1]
+        return reversed_x * jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) - jnp.cumsum(x, axis=-1)
 
-    at = NamedSharding(MESH, spec)
-    made = jax.jit(lambda x: of_whole(function, x, MESH, spec), in_shardings=at, out_shardings=at)(x)
-    np.testing.assert_allclose(made, function(x), rtol=1e-6, atol=1e-6)
+    sharding = NamedSharding(MESH, spec)
+    result = jax.jit(lambda x: of_whole(function, x, MESH, spec), in_shardings=sharding, out_shardings=sharding)(x)
+    np.testing.assert_allclose(result, function(x), rtol=1e-6, atol=1e-6)
 
 
-def test_devices_have_each_some_of_a_stack():
-    seen = []
+def test_devices_divide_a_stack():
+    shapes = []
 
     def function(x):
-        seen.append(x.shape)
+        shapes.append(x.shape)
         return x
 
     for spec in (P(None, "fsdp"), P(None, "fsdp", "tensor"), P("pipeline", "fsdp", "tensor")):
         jax.eval_shape(
             lambda x, spec=spec: of_whole(function, x, MESH, spec), jax.ShapeDtypeStruct((6, 4, 8), jnp.float32)
         )
-    assert seen == [(3, 4, 8), (2, 4, 8), (1, 4, 8)]
+    assert shapes == [(3, 4, 8), (2, 4, 8), (1, 4, 8)]
 
 
 @pytest.mark.parametrize("plan", [Plan("zero3"), pytest.param(Plan("3d"), marks=pytest.mark.slow)])
-def test_muon_moves_parameters_alike(plan):
+def test_muon_updates_equal_those_of_one_device(plan):
     model = LM(LMConfig(layers=2, dim=64, heads=4, vocab=64, max_len=16, unroll=1))
     batch = dict(example_batch(8, 16))
     batch["tokens"] = batch["labels"] = jax.random.randint(jax.random.key(1), (8, 16), 0, 64)
-    found = []
-    for one in (Plan("single"), plan):
-        trainer = make_trainer(model, OptimizerConfig("muon", learning_rate=0.02, warmup=0), one, steps=10)
+    updates = []
+    for each_plan in (Plan("single"), plan):
+        trainer = make_trainer(model, OptimizerConfig("muon", learning_rate=0.02, warmup=0), each_plan, steps=10)
         state = trainer.init(jax.random.key(0))
         before = jax.device_get(state.params)
         for _ in range(2):
             state, _ = trainer.step(state, jax.device_put(batch, trainer.batch_sharding), jax.random.key(2))
-        found.append(jax.tree.map(lambda new, old: np.asarray(new) - old, jax.device_get(state.params), before))
-    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
-        assert np.linalg.norm(one) > 0
-        assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(one)
+        updates.append(jax.tree.map(lambda new, old: np.asarray(new) - old, jax.device_get(state.params), before))
+    for a, b in zip(*map(jax.tree.leaves, updates), strict=True):
+        assert np.linalg.norm(a) > 0
+        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(a)
 
 
-def test_every_leading_axis_is_an_axis_of_the_stack():
-    """Muon of [L, E, A, B] over devices moves each matrix as it does that matrix alone on one device."""
+def test_all_leading_axes_belong_to_the_stack():
+    """Muon of [L, E, A, B] over devices updates each matrix like Muon of that matrix on one device."""
     grads = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4, 8)), jnp.float32)
     spec = P("pipeline", None, "fsdp", "tensor")
     divided = scale_by_muon(0.9, 1e-8, lambda path, function, x: of_whole(function, x, MESH, spec))
-    alone = scale_by_muon(0.9, 1e-8)
+    single = scale_by_muon(0.9, 1e-8)
     tree = {"kernel": jax.device_put(grads, NamedSharding(MESH, spec))}
-    found = jax.jit(divided.update)(tree, divided.init(tree))[0]["kernel"]
-    each = [[alone.update(x, alone.init(x))[0] for x in row] for row in grads]
-    np.testing.assert_allclose(found, jnp.stack([jnp.stack(row) for row in each]), rtol=1e-4, atol=1e-5)
+    updates = jax.jit(divided.update)(tree, divided.init(tree))[0]["kernel"]
+    each = [[single.update(x, single.init(x))[0] for x in row] for row in grads]
+    np.testing.assert_allclose(updates, jnp.stack([jnp.stack(row) for row in each]), rtol=1e-4, atol=1e-5)

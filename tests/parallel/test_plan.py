@@ -171,6 +171,10 @@ def test_what_no_axis_divides_is_listed():
     )
     names, shapes = axes_of(LM(config)), shapes_of(config)
     listed = Plan(fsdp=2, zero=3, tensor=4).layout(config.sizes())
-    found = " ".join(listed.undivided(names, shapes))
-    assert "embed.table (261, 15)" in found and "attention.q.kernel (2, 15, 15)" in found and "mlp" not in found
+    undivided = " ".join(listed.undivided(names, shapes))
+    assert (
+        "embed.table (261, 15)" in undivided
+        and "attention.q.kernel (2, 15, 15)" in undivided
+        and "mlp" not in undivided
+    )
     assert Plan().layout(config.sizes()).undivided(names, shapes) == []

@@ -1,4 +1,4 @@
-"""An output layer's loss over a mesh: what one device gives, and no more between devices than its docstring says."""
+"""Loss and embedding lookup over a mesh: values and gradients of one device, and the collectives."""
 
 import collections
 import functools
@@ -42,21 +42,21 @@ over_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 @pytest.fixture(autouse=True)
 def in_loops(monkeypatch):
-    """Chunks of 8 tokens and blocks of 32 words or so, so that each device goes through several."""
+    """Chunks of 8 tokens and blocks of about 32 words, so that each device runs several."""
     module = sys.modules[linear_cross_entropy.__module__]
     for name, size in {"CHUNK": 8 * V, "FEWEST": 8, "LOGITS": 32 * N, "SMALLEST": 32}.items():
         monkeypatch.setattr(module, name, size)
 
 
 def arrays(dtype=jnp.float32):
-    """(table, h, labels, weights). A third of the tokens have weight 0, and NaN and no word to show for it."""
+    """(table, h, labels, weights). A third of the tokens have weight 0, with NaN hidden states or invalid labels."""
     draw = np.random.default_rng(0)
-    # Logits of order 1: of a logit of 16, rounding alone is 1e-6 of its exponential, in whatever order products are summed.
+    # Logits of order 1: rounding a logit of 16 changes its exponential by 1e-6, whatever the order of summation.
     table, h = draw.normal(size=(V, D), scale=0.25), draw.normal(size=(N, D))
     labels = draw.integers(0, V, N)
     labels[: 2 * 8] = np.concatenate(
         [np.arange(8) * V // 8, (np.arange(8) + 1) * V // 8 - 1]
-    )  # a slice's first and last
+    )  # the first and last word of each slice
     weights = np.where(np.arange(N) % 3 == 2, 0.0, draw.uniform(0.5, 1.5, N))
     h[5::6], labels[2::6] = np.nan, -1
     return (
@@ -72,23 +72,23 @@ def layout_of(name):
     return LAYOUTS[name].layout(SIZES)
 
 
-def placed(layout, table, h, *of_tokens):
-    """On the mesh; tokens in rows."""
-    h, *of_tokens = (x.reshape(B, T, *x.shape[1:]) for x in (h, *of_tokens))
-    held = layout.state_spec(("vocab", "embed"), table.shape, divided=layout.zero == 3)
-    specs = held, layout.activations(T), *[layout.spec("batch", "length")] * len(of_tokens)
-    arrays = zip((table, h, *of_tokens), specs, strict=True)
+def placed(layout, table, h, *token_arrays):
+    """The arrays on the mesh, with tokens as `[B, T]`."""
+    h, *token_arrays = (x.reshape(B, T, *x.shape[1:]) for x in (h, *token_arrays))
+    table_spec = layout.state_spec(("vocab", "embed"), table.shape, divided=layout.zero == 3)
+    specs = table_spec, layout.activations(T), *[layout.spec("batch", "length")] * len(token_arrays)
+    arrays = zip((table, h, *token_arrays), specs, strict=True)
     return [jax.device_put(x, NamedSharding(layout.mesh, spec)) for x, spec in arrays]
 
 
 def in_rows(gradients):
-    """As `placed` has the tokens, from what one device gives."""
+    """Gradients of one device, with tokens as in `placed`."""
     by_table, by_h = gradients
     return by_table, by_h.reshape(B, T, D)
 
 
 def mean_with_gradients(loss):
-    """(mean loss, weight) and the gradients by table and h."""
+    """((mean loss, weight), (gradient by table, gradient by h))."""
 
     def mean(table, h, labels, weights):
         out = loss(table, h, labels, weights)
@@ -97,46 +97,46 @@ def mean_with_gradients(loss):
     return jax.value_and_grad(mean, (0, 1), has_aux=True)
 
 
-def assert_close(found, expected, tolerance=1e-6):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_close(actual, expected, tolerance=1e-6):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         assert a.shape == b.shape and np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
 
 
 @functools.cache
-def of_one_device(dtype=jnp.float32):
+def one_device(dtype=jnp.float32):
     value, gradients = jax.device_get(once(mean_with_gradients(FULL.loss), *arrays(dtype)))
     return value, in_rows(gradients)
 
 
 @functools.cache
 def compiled(layout, dtype=jnp.float32):
-    """The program of the loss with its gradients, and what it is of."""
+    """`(program, arguments)` of the loss with its gradients."""
     layout = layout_of(layout)
-    given = placed(layout, *arrays(dtype))
+    args = placed(layout, *arrays(dtype))
     run = jax.jit(mean_with_gradients(functools.partial(vocab_parallel.loss, layout, FULL)), compiler_options=ONCE)
-    return run.lower(*given).compile(), given
+    return run.lower(*args).compile(), args
 
 
 @over_layouts
-def test_is_the_loss_of_one_device(layout):
-    """With its gradients; NaN and what is no word have none where the weight is 0."""
-    run, given = compiled(layout)
-    found = run(*given)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
-    assert_close(found, of_one_device())
+def test_loss_and_gradients_equal_those_of_one_device(layout):
+    """NaN and invalid labels have no effect where the weight is 0."""
+    run, args = compiled(layout)
+    results = run(*args)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results))
+    assert_close(results, one_device())
 
 
-def test_in_half_precision():
-    run, given = compiled("data 2 x fsdp 2 x tensor 2", jnp.bfloat16)
-    (loss, weight), (by_table, by_h) = run(*given)
+def test_bfloat16_matches_one_device():
+    run, args = compiled("data 2 x fsdp 2 x tensor 2", jnp.bfloat16)
+    (loss, weight), (by_table, by_h) = run(*args)
     assert (loss.dtype, by_table.dtype, by_h.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
-    assert_close(((loss, weight), (by_table, by_h)), of_one_device(jnp.bfloat16), 1e-2)
+    assert_close(((loss, weight), (by_table, by_h)), one_device(jnp.bfloat16), 1e-2)
 
 
 @pytest.mark.parametrize("layout", ["data 8", "data 2 x fsdp 2 x tensor 2"])
-def test_labels_that_are_no_words(layout):
-    """Their tokens' losses are NaN, and the others' are not; so is the sum, where they count."""
+def test_invalid_labels_give_nan(layout):
+    """The losses of their tokens are NaN, other tokens' are not; the sum is NaN if they have weight."""
     layout = layout_of(layout)
     table, h, labels, _ = arrays()
     table, h, labels = table, jnp.nan_to_num(h), jnp.abs(labels)
@@ -156,26 +156,29 @@ def test_labels_that_are_no_words(layout):
     assert float(none) == pytest.approx(np.nansum(expected), rel=1e-6)
 
 
-def test_sampled_softmax_is_divided_where_it_reports():
-    """Trained, it draws samples of all words, and its loss is left as it is."""
+def test_sampled_softmax_is_divided_in_evaluation():
+    """In training it draws samples of all words, and its loss is not divided."""
     layout, layer = layout_of("data 2 x tensor 4"), OUTPUTS["sampled"](vocab=V, dim=D, samples=16, unique=False)
-    given = placed(layout, *arrays())
-    found = [once(functools.partial(vocab_parallel.loss, layout, layer), *given, rng) for rng in (None, KEY)]
-    assert_close(found[0].sum / found[0].weight, of_one_device()[0][0])
-    assert_close(found[1], once(layer.loss, *arrays(), KEY))
+    args = placed(layout, *arrays())
+    results = [once(functools.partial(vocab_parallel.loss, layout, layer), *args, rng) for rng in (None, KEY)]
+    assert_close(results[0].sum / results[0].weight, one_device()[0][0])
+    assert_close(results[1], once(layer.loss, *arrays(), KEY))
 
 
-def test_a_bias_is_sliced_as_the_table_is():
+def test_bias_is_sliced_like_the_table():
     layout, layer = layout_of("data 2 x tensor 4"), OUTPUTS["nce"](vocab=V, dim=D, samples=16)
-    given = arrays()
-    params = nn.meta.unbox(layer.init(KEY, *given, method="loss"))
+    args = arrays()
+    params = nn.meta.unbox(layer.init(KEY, *args, method="loss"))
     params["params"]["bias"] = jnp.asarray(np.random.default_rng(1).standard_normal(V), jnp.float32)
-    run = lambda *given: layer.apply(params, *given, method=functools.partial(vocab_parallel.loss, layout))  # noqa: E731
-    assert_close(once(run, *placed(layout, *given)).sum, layer.apply(params, *given, method="loss").sum)
+
+    def run(*args):
+        return layer.apply(params, *args, method=functools.partial(vocab_parallel.loss, layout))
+
+    assert_close(once(run, *placed(layout, *args)).sum, layer.apply(params, *args, method="loss").sum)
 
 
 def collectives(text):
-    """(operation, shape, whether a loop runs it) of all that an HLO program sends between devices."""
+    """(operation, shape, whether it is in a loop) of each collective of an HLO program."""
     bodies, body = {}, []
     for line in text.splitlines():
         head = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
@@ -192,17 +195,16 @@ def collectives(text):
             reached.add(name)
             left += called[name]
     kinds = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
-    found = []
+    results = []
     for name, lines in bodies.items():
         for line in lines:
             sent = re.search(rf" = (.*?) ({kinds})(-start)?\(", line)
             for shape in re.findall(r"\w+\[([\d,]*)\]", sent[1]) if sent else ():
-                found.append((sent[2], tuple(map(int, shape.split(","))) if shape else (), name in reached))
-    return found
+                results.append((sent[2], tuple(map(int, shape.split(","))) if shape else (), name in reached))
+    return results
 
 
-def test_collectives_are_seen():
-    """In loops and out of them, for the tests that follow."""
+def test_collectives_are_found_inside_and_outside_of_loops():
     mesh = Plan().mesh()
 
     def body(x):
@@ -210,13 +212,13 @@ def test_collectives_are_seen():
         return jax.lax.psum(jax.lax.scan(step, x, None, length=3)[0][0], "data")
 
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()))
-    found = collectives(run.lower(jnp.ones((8, 7))).compile().as_text())
-    assert sorted(found) == [("all-reduce", (1, 7), True), ("all-reduce", (7,), False)]
+    results = collectives(run.lower(jnp.ones((8, 7))).compile().as_text())
+    assert sorted(results) == [("all-reduce", (1, 7), True), ("all-reduce", (7,), False)]
 
 
 @over_layouts
-def test_what_travels(layout):
-    """Each sum once, outside of loops; no logits, neither on a device nor between devices."""
+def test_collectives_match_the_documentation(layout):
+    """Each sum is made once, outside of loops, and no array is as large as the logits."""
     held, text = layout_of(layout), compiled(layout)[0].as_text()
     shapes = re.findall(r"\w+\[([\d,]+)\]", text)
     assert max(math.prod(map(int, shape.split(","))) for shape in shapes) < N * V // 8
@@ -236,13 +238,13 @@ def test_what_travels(layout):
         expected += {("all-reduce", (words, D)): 1}
     if sizes["data"] > 1:
         expected += {("all-reduce", (words, D // (sizes["fsdp"] if held.zero == 3 else 1))): 1}
-    found = collectives(text)
-    assert not any(in_loop for _, _, in_loop in found)
-    assert collections.Counter((kind, shape) for kind, shape, _ in found if shape) == expected
+    results = collectives(text)
+    assert not any(in_loop for _, _, in_loop in results)
+    assert collections.Counter((kind, shape) for kind, shape, _ in results if shape) == expected
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_trainers_use_it(devices):
+def test_trainers_use_shard_map_over_several_devices(devices):
     trainer = make_trainer(
         LM(LMConfig(layers=1, dim=16, heads=2, vocab=64, max_len=8)),
         OptimizerConfig(),
@@ -258,7 +260,7 @@ def test_trainers_use_it(devices):
 
 
 @pytest.mark.parametrize(
-    ("plan", "shape", "told"),
+    ("plan", "shape", "message"),
     [
         (Plan(), (12, T), "12 sequences do not divide over plan.data=8: make them a multiple of 8"),
         (
@@ -269,35 +271,40 @@ def test_trainers_use_it(devices):
     ],
     ids=str,
 )
-def test_what_does_not_divide_is_said(plan, shape, told):
+def test_indivisible_batches_raise(plan, shape, message):
     layout, ids = plan.layout(SIZES), jnp.zeros(shape, jnp.int32)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         vocab_parallel.loss(layout, FULL, jnp.ones((V, D)), jnp.ones((*shape, D)), ids, jnp.ones(shape))
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         vocab_parallel.lookup(layout, jnp.ones((V, D)), ids, jnp.float32)
 
 
 @pytest.mark.parametrize("v", [V - 4, 263])
-def test_words_that_do_not_divide_stay_whole(v):
-    """And so do their features, where the model dimension does not divide: another axis may, or none."""
+def test_indivisible_tables_are_replicated(v):
+    """ZeRO divides another axis where the model dimension does not divide, or none."""
     layer = OUTPUTS["full"](vocab=v, dim=7)
     draw = np.random.default_rng(1)
     table, h = (jnp.asarray(draw.standard_normal((n, 7)), jnp.float32) for n in (v, N))
-    given = table, h, jnp.asarray(draw.integers(0, v, N), jnp.int32), jnp.ones(N)
-    value, gradients = once(mean_with_gradients(layer.loss), *given)
+    args = table, h, jnp.asarray(draw.integers(0, v, N), jnp.int32), jnp.ones(N)
+    value, gradients = once(mean_with_gradients(layer.loss), *args)
     for plan in (Plan("tensor"), Plan("zero3")):
         layout = plan.layout({"vocab": (v, "words"), "mlp": (64, "mlp")})
         assert layout.size("vocab") == 1
         run = mean_with_gradients(functools.partial(vocab_parallel.loss, layout, layer))
         by_h = gradients[1].reshape(B, T, 7)
-        assert_close(once(run, *placed(layout, *given)), (value, (gradients[0], by_h)))
+        assert_close(once(run, *placed(layout, *args)), (value, (gradients[0], by_h)))
 
 
 @over_layouts
-def test_lookups_are_those_of_one_device(layout):
+def test_lookups_equal_those_of_one_device(layout):
     layout, (table, *_) = layout_of(layout), arrays()
     ids = jnp.asarray(np.random.default_rng(2).integers(0, V, (B, T)), jnp.int32).at[0, 0].set(V - 1)
     held = NamedSharding(layout.mesh, layout.state_spec(("vocab", "embed"), table.shape, divided=layout.zero == 3))
-    run = lambda look: jax.value_and_grad(lambda table: (look(table) ** 2).sum())  # noqa: E731
-    found = once(run(lambda table: vocab_parallel.lookup(layout, table, ids, jnp.float32)), jax.device_put(table, held))
-    assert_close(found, once(run(lambda table: table[ids]), table))
+
+    def run(look):
+        return jax.value_and_grad(lambda table: (look(table) ** 2).sum())
+
+    results = once(
+        run(lambda table: vocab_parallel.lookup(layout, table, ids, jnp.float32)), jax.device_put(table, held)
+    )
+    assert_close(results, once(run(lambda table: table[ids]), table))
