@@ -1,1 +1,1 @@
-"""Whole networks."""
+"""Models: assemblies of modules that can be trained. lm.py: the causal language model. decode.py: text generation."""

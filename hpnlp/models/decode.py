@@ -115,7 +115,7 @@ class Generation:
         prefill, decode = _jitted(sharding)
         static = {"model": model, "capacity": padded.shape[1] + _round_up(tokens, CHUNK)}
         state = prefill.eval_shape(*self._prefill_args, **static)
-        _check_memory(state, *padded.shape, tokens)
+        _check_memory(state, len(padded), padded.shape[1], tokens)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)
         self.programs = {
             "prefill": prefill.lower(*self._prefill_args, **static).compile(),

@@ -311,7 +311,8 @@ class LM(nn.Module):
         rng = None if deterministic else self.make_rng("output")
         operands = h, batch["labels"], batch["weights"]
         if self.model_parallel is None:
-            out = self.output.loss(self.table, *(x.reshape(-1, *x.shape[2:]) for x in operands), rng)
+            h, labels, weights = (x.reshape(-1, *x.shape[2:]) for x in operands)
+            out = self.output.loss(self.table, h, labels, weights, rng)
         else:
             if indices is not None and not self.output.merges(rng):
                 # Such a layer may draw samples per token, by the token's index: tokens return to their original order.

@@ -1,1 +1,1 @@
-"""Thin Flax modules: parameters, logical axis names, and calls to ops."""
+"""Flax modules: parameters with logical axis names, and calls to ops. They contain no other computations."""

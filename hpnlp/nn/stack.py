@@ -21,7 +21,7 @@ Layer = Callable[[Any, tuple[Any, jax.Array, Any]], tuple[Any, tuple[Any, Aux]]]
 Streams = tuple[jax.Array, jax.Array]
 # The branches (mix, feed) of a reversible layer: mix((parameters, index), x, *operands[, cache]) -> (y, (cache or None, aux)),
 # and feed((parameters, index), x, *operands) -> (y, aux).
-Branches = tuple[Callable[..., tuple[jax.Array, tuple[Any, Aux]]], Callable[..., tuple[jax.Array, Aux]]]
+BranchPair = tuple[Callable[..., tuple[jax.Array, tuple[Any, Aux]]], Callable[..., tuple[jax.Array, Aux]]]
 
 
 def run_layers(
@@ -86,7 +86,7 @@ def _run_stacked(
 
 
 def run_reversible_layers(
-    branches: Sequence[Branches], x: Streams, params: Any, count: int, operands: tuple[Any, ...], first: Any = 0
+    branches: Sequence[BranchPair], x: Streams, params: Any, count: int, operands: tuple[Any, ...], first: Any = 0
 ) -> tuple[Streams, Aux]:
     """Runs a stack of reversible layers, whose backward pass recomputes activations from the output.
 
@@ -107,7 +107,7 @@ def run_reversible_layers(
     )
 
 
-def reversible_layer(branches: Branches, operands: tuple[Any, ...]) -> Layer:
+def reversible_layer(branches: BranchPair, operands: tuple[Any, ...]) -> Layer:
     """A layer that computes in `run_layers`, with a cache, the same function as its branches in `run_reversible_layers`.
 
     Args:
