@@ -172,8 +172,10 @@ def test_packed_rows_equal_separate_rows(fields):
         """Documents side by side, and padding of weight 0 with other tokens."""
         padding = make_batch(1, width - sum(lengths[number] for number in numbers), seed=seed)
         padding |= {"segment_ids": 0 * padding["segment_ids"], "weights": 0 * padding["weights"]}
-        parts = [documents[number] | {"segment_ids": number + 0 * documents[number]["positions"]} for number in numbers]
-        return {name: jnp.concatenate([part[name] for part in [*parts, padding]], axis=1) for name in padding}
+        pieces = [
+            documents[number] | {"segment_ids": number + 0 * documents[number]["positions"]} for number in numbers
+        ]
+        return {name: jnp.concatenate([part[name] for part in [*pieces, padding]], axis=1) for name in padding}
 
     def stack(orders, seed):
         rows = [row(order, seed + i) for i, order in enumerate(orders)]
@@ -205,7 +207,9 @@ def test_prefill_and_extend_equal_the_full_pass(fields):
     full = run(lambda t: model.apply(variables, t, _plain(t), method=LM.hidden)[0], jnp.asarray(tokens))
     rows = np.arange(len(lengths))
 
-    prefill = lambda t, n: model.apply(variables, t, n, capacity, method=LM.prefill)  # noqa: E731
+    def prefill(t, n):
+        return model.apply(variables, t, n, capacity, method=LM.prefill)
+
     h, caches = run(prefill, jnp.asarray(tokens[:, :width]), jnp.asarray(lengths))
     np.testing.assert_allclose(h, full[rows, lengths - 1], atol=1e-5, rtol=1e-4)
 
@@ -252,7 +256,10 @@ def test_16_bit_activations_match_float32(dtype, residual, plain):
         loss, grads = run(jax.value_and_grad(lambda p: loss_of(model, p, batch)), params)
     model = LM(dataclasses.replace(model.config, dtype=dtype))
     tokens, tolerance = batch["tokens"], 4 * float(jnp.finfo(dtype).eps)
-    hidden = lambda p: model.apply({"params": p}, tokens, _plain(tokens), method=LM.hidden)[0]  # noqa: E731
+
+    def hidden(p):
+        return model.apply({"params": p}, tokens, _plain(tokens), method=LM.hidden)[0]
+
     assert jax.eval_shape(hidden, params).dtype == jnp.dtype(dtype)
     actual, actual_grads = run(jax.value_and_grad(lambda p: loss_of(model, p, batch)), params)
     assert actual.dtype == jnp.float32
@@ -349,7 +356,10 @@ def test_initial_parameters_have_expected_shapes_and_scales(initial):
 def test_every_axis_has_a_name(initial):
     model, boxed = initial
     names, params = axes_of(model), nn.meta.unbox(boxed)
-    is_names = lambda node: isinstance(node, tuple)  # noqa: E731
+
+    def is_names(node):
+        return isinstance(node, tuple)
+
     assert jax.tree.structure(names, is_leaf=is_names) == jax.tree.structure(params)
     for axes, leaf in zip(jax.tree.leaves(names, is_leaf=is_names), jax.tree.leaves(params), strict=True):
         assert len(axes) == leaf.ndim

@@ -56,6 +56,13 @@ def over_devices(exchange, mask, chunks, qkv, token_info, mixer=None):
     return run(*(x[:, indices] for x in (*qkv, *token_info)))[:, np.argsort(indices)]
 
 
+def on_ring(chunks):
+    def run(mask, qkv, token_info):
+        return over_devices("ring", mask, chunks, qkv, token_info)
+
+    return run
+
+
 def on_one_device(mask, qkv, token_info):
     segments, positions = token_info
     positions = None if mask.relative else positions
@@ -64,7 +71,10 @@ def on_one_device(mask, qkv, token_info):
 
 def with_gradients(run, mask, qkv, token_info):
     weights = jnp.cos(jnp.arange(T * N * H, dtype=jnp.float32)).reshape(1, T, N, H)
-    value = lambda *qkv: ((o := run(mask, qkv, token_info)).astype(jnp.float32) * weights).sum() + 0 * o.sum()  # noqa: E731
+
+    def value(*qkv):
+        o = run(mask, qkv, token_info)
+        return (o.astype(jnp.float32) * weights).sum() + 0 * o.sum()
 
     def both(*qkv):
         return run(mask, qkv, token_info), jax.grad(value, (0, 1, 2))(*qkv)
@@ -88,15 +98,13 @@ def test_ring_equals_attention(name):
     qkv, token_info = arrays()
     expected = with_gradients(on_one_device, MASKS[name], qkv, token_info)
     for chunks in (PLAIN, ZIGZAG):
-        run = lambda mask, qkv, token_info: over_devices("ring", mask, chunks, qkv, token_info)  # noqa: B023, E731
-        assert_close(with_gradients(run, MASKS[name], qkv, token_info), expected, 2e-6)
+        assert_close(with_gradients(on_ring(chunks), MASKS[name], qkv, token_info), expected, 2e-6)
 
 
 @pytest.mark.slow
 def test_ring_in_bfloat16_matches_float32():
     qkv, token_info = arrays(jnp.bfloat16)
-    run = lambda mask, qkv, token_info: over_devices("ring", mask, ZIGZAG, qkv, token_info)  # noqa: E731
-    actual = with_gradients(run, Causal(), qkv, token_info)
+    actual = with_gradients(on_ring(ZIGZAG), Causal(), qkv, token_info)
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(actual))
     wide = [x.astype(jnp.float32) for x in qkv]
     assert_close(actual, with_gradients(on_one_device, Causal(), wide, token_info), 2e-2)
@@ -106,7 +114,10 @@ def test_ring_in_bfloat16_matches_float32():
 def test_by_heads_equals_attention(name):
     (q, _, _), token_info = arrays()
     qkv = q, q[:, ::-1], q * 0.5
-    run = lambda mask, qkv, token_info: over_devices("heads", mask, PLAIN, qkv, token_info)  # noqa: E731
+
+    def run(mask, qkv, token_info):
+        return over_devices("heads", mask, PLAIN, qkv, token_info)
+
     expected = with_gradients(on_one_device, MASKS[name], qkv, token_info)
     assert_close(with_gradients(run, MASKS[name], qkv, token_info), expected, 2e-6)
 

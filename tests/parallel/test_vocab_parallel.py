@@ -208,7 +208,9 @@ def test_collectives_are_found_inside_and_outside_of_loops():
     mesh = Plan().mesh()
 
     def body(x):
-        step = lambda carry, _: (jax.lax.pcast(jax.lax.psum(jnp.sin(carry), "data"), "data", to="varying"), None)  # noqa: E731
+        def step(carry, _):
+            return jax.lax.pcast(jax.lax.psum(jnp.sin(carry), "data"), "data", to="varying"), None
+
         return jax.lax.psum(jax.lax.scan(step, x, None, length=3)[0][0], "data")
 
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()))
