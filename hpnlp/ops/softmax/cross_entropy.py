@@ -14,22 +14,38 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.linear import product, widened
 from hpnlp.ops.softmax import chunked_cross_entropy
-from hpnlp.ops.softmax.chunked_cross_entropy import LogitsSpec
+from hpnlp.ops.softmax.logits_spec import LogitsSpec
 from hpnlp.types import InputError
 
 IMPLS = ("auto", "tokens", "vocabulary", "reference")
 REDUCTIONS = ("mean", "sum", "none")
-# How many logits are made at a time, of how many words at least.
-LOGITS, SMALLEST = 1 << 22, 128
-# How many logits a chunk of tokens may keep, and how few tokens make products that are worth reading all words for.
-CHUNK, FEWEST = 1 << 24, 256
+# Logits of a block of words: 16 MiB, which is large enough for fast products.
+LOGITS = 1 << 22
+# Words of a block at least, however many tokens there are.
+SMALLEST = 128
+# Logits of a chunk of tokens at most: 64 MiB.
+CHUNK = 1 << 24
+# Tokens of a chunk at least for "auto" to choose chunks: with fewer, reading all word vectors takes longer than the product.
+FEWEST = 256
 
 
 @array_op("M V", h="M", table="V")
 def logits(
     h: Float[Array, "M D"], table: Float[Array, "V D"], *, bias: Float[Array, "V"] | None = None
 ) -> Float[Array, "M V"]:
-    """h table^T + bias, accumulated and returned in float32. Cost: O(M V D) time, O(M V) memory."""
+    """Logits of every word, h table^T + bias.
+
+    Args:
+      h: [M, D] hidden states.
+      table: [V, D] word vectors.
+      bias: [V] added to the products; None for no bias.
+
+    Returns:
+      [M, V] logits, accumulated and returned in float32.
+
+    Cost:
+      O(M V D) time, O(M V) memory.
+    """
     out = product(h, table.T)
     return out if bias is None else out + bias.astype(jnp.float32)[None, :]
 
@@ -54,75 +70,99 @@ def linear_cross_entropy(
 ) -> Any:
     """Cross-entropy of softmax(soft_cap(h w^T + bias) / temperature) with the labels, in nats, float32.
 
-    bias: added to the logits. weights: a factor of each token's loss.
-    ignore_index: tokens with this label, and tokens of weight 0, count for nothing, NaN or not; None for no such label.
-    label_smoothing: the share of the target that is spread evenly over all words (Szegedy et al. 2016, sec. 7).
-    z_loss: adds z_loss * lse^2 to each token's loss (Chowdhery et al. 2022, "PaLM", sec. 5).
-    soft_cap: logits become soft_cap * tanh(logit / soft_cap) (Gemma Team 2024, "Gemma 2", sec. 2); before the temperature.
-    reduction: "mean" over the weights, 0 where there are none, "sum", or "none", [N].
-    impl: "tokens" makes the gradients of one chunk of tokens after another along with their losses, for "mean" and "sum";
-      "vocabulary" goes through blocks of words, and makes their logits again for the gradient; "reference" makes all logits.
-      "auto" is "tokens" where a chunk of at least 256 tokens, or all, keeps no more than 2^24 logits (64 MiB), else
-      "vocabulary".
-    block_size: tokens of a chunk, or words of a block ("auto" is then "vocabulary"); None takes a chunk of at most 2^24
-      logits, or a divisor of V, where there is one, that makes some four million logits.
-    return_stats: returns (loss, lse [N], argmax [N]); the lse has a gradient.
+    Gradients reach h, w, bias and weights, by `jax.grad`, `jax.jvp` and second derivatives. Products accumulate in float32;
+    those of a float16 h are float32 themselves (see `widened`), so that gradients of a mean do not underflow.
 
-    Gradients reach h, w, bias and weights, by `grad`, `jvp` and second derivatives; products accumulate in float32, and those
-    of a float16 h are float32 themselves (see `widened`), so that gradients of a mean are not lost.
-    Raises InputError on shapes that do not fit, on an empty vocabulary, and on labels out of range where they are known
-    while tracing; elsewhere such a token's loss is NaN.
-    Cost, with the gradients: "tokens" 6 N V D operations, and memory for the logits of a chunk and one block of words, beside
-    inputs and float32 gradients; its second derivatives are those of "vocabulary". "vocabulary" 8 N V D operations, of which 2
-    are for the logits again, and memory for two blocks of logits, and for a copy of w and of its gradient where no divisor of V
-    is near the block's size. Over devices that share the words, call `partial_cross_entropy` in `shard_map`; over devices that
-    share the tokens, call this in `shard_map`: the sums of the gradient are then made once, not once a chunk.
-    Source: Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", algorithms 1 to 3.
+    Over devices that share the words, call `partial_cross_entropy` in `jax.shard_map`. Over devices that share the tokens,
+    call this function in `jax.shard_map`: gradients are then summed over devices once, not once a chunk.
+
+    Args:
+      h: [N, D] hidden states.
+      w: [V, D] word vectors.
+      labels: [N] ids of words.
+      bias: [V] added to the logits; None for no bias.
+      weights: [N] factors of the tokens' losses; None for 1.
+      ignore_index: tokens with this label, and tokens of weight 0, have no loss and no gradient, even where h is NaN; None
+        for no such label.
+      label_smoothing: share of the target distribution that is spread evenly over all words, 0 to 1 (Szegedy et al. 2016).
+      z_loss: adds z_loss * lse^2 to each token's loss (Chowdhery et al. 2022).
+      soft_cap: logits become soft_cap * tanh(logit / soft_cap), before the temperature (Gemma Team 2024); None for no cap.
+      temperature: divides the logits.
+      reduction: "mean" over the weights, 0 where they sum to 0; "sum"; or "none", [N].
+      impl: "tokens" scans over chunks of tokens and computes the gradients of a chunk along with its losses, for reductions
+        "mean" and "sum"; "vocabulary" scans over blocks of words and computes their logits again for the gradient;
+        "reference" computes all logits at once. "auto" is "tokens" where a chunk of at least 256 tokens, or of all tokens,
+        has no more than 2^24 logits (64 MiB), else "vocabulary".
+      block_size: tokens of a chunk, or words of a block ("auto" is then "vocabulary"). None takes a chunk of at most 2^24
+        logits, or a block of about 2^22 logits whose size divides V where possible.
+      return_stats: also return the log-sum-exp and the word with the largest logit; the former is differentiable.
+
+    Returns:
+      The loss, a scalar or [N], float32; with return_stats the tuple (loss, lse [N], argmax [N]).
+
+    Raises:
+      InputError: shapes do not fit, the vocabulary is empty, an option is out of range, or a label that is known while tracing
+        is no word. The loss of a token whose label is unknown while tracing and no word is NaN.
+
+    Cost:
+      With the gradients, "tokens" takes 6 N V D operations, and memory for the logits of a chunk and one block of words,
+      beside inputs and float32 gradients; its second derivatives cost as those of "vocabulary". "vocabulary" takes 8 N V D
+      operations, of which 2 N V D are for the second computation of the logits, and memory for two blocks of logits; also for
+      a copy of w and of its gradient where no divisor of V is near the block's size.
+
+    References:
+      Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", algorithms 1 to 3.
+      Szegedy et al. 2016, "Rethinking the Inception architecture for computer vision", sec. 7: label smoothing.
+      Chowdhery et al. 2022, "PaLM", sec. 5: z-loss. Gemma Team 2024, "Gemma 2", sec. 2: soft cap.
     """
-    _check(
-        h, w, labels, bias, weights, ignore_index, label_smoothing, soft_cap, temperature, reduction, impl, block_size
-    )
-    n, vocab = h.shape[0], w.shape[0]
-    factors = jnp.ones(n, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    _check_arrays(h, w, labels, bias, weights)
+    _check_label_range(labels, w.shape[0], weights, ignore_index)
+    _check_logit_options(soft_cap, temperature)
+    _check_loss_options(label_smoothing, reduction, impl, block_size)
+    is_scalar = reduction != "none" and not return_stats
+    if impl == "tokens" and not is_scalar:
+        raise InputError(
+            f"impl='tokens' computes the gradients of a sum, reduction={reduction!r}, return_stats={return_stats}: expected "
+            "impl='vocabulary' for reduction='none' and for return_stats"
+        )
+    tokens, vocab = h.shape[0], w.shape[0]
+    factors = jnp.ones(tokens, jnp.float32) if weights is None else weights.astype(jnp.float32)
     if ignore_index is not None:
         factors = jnp.where(labels == ignore_index, 0.0, factors)
-    silent = factors == 0
+    ignored = factors == 0
     h, labels = without_silent(h, labels.astype(jnp.int32), factors)
     h, w = widened(h, w)
     factors = jnp.where((labels >= 0) & (labels < vocab), factors, jnp.nan)
 
-    form = LogitsSpec(
-        _block(n, vocab),
+    spec = LogitsSpec(
+        _vocab_block(tokens, vocab),
         soft_cap=soft_cap,
         temperature=temperature,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        total=label_smoothing != 0,
-        best=return_stats,
+        with_logit_sum=label_smoothing != 0,
+        with_argmax=return_stats,
     )
-    scalar = reduction != "none" and not return_stats
-    rows = max(min(n, block_size or CHUNK // vocab), 1)
-    if impl == "tokens" and not scalar:
-        raise InputError(
-            "impl='tokens' makes the gradients of a sum: reduction 'none' and return_stats take 'vocabulary'"
-        )
-    if impl == "tokens" or (impl == "auto" and scalar and block_size is None and rows >= min(n, FEWEST)):
-        words = min(max(LOGITS // 2 // rows, SMALLEST), vocab)
-        form = dataclasses.replace(form, rows=rows, words=words)
-        loss = chunked_cross_entropy.weighted_sum(form, h, w, bias, labels, factors)
-        return loss / _weight(factors) if reduction == "mean" else loss
+    chunk_tokens = max(min(tokens, block_size or CHUNK // vocab), 1)
+    chunks_pay = is_scalar and block_size is None and chunk_tokens >= min(tokens, FEWEST)
+    if impl == "tokens" or (impl == "auto" and chunks_pay):
+        chunk_vocab_block = min(max(LOGITS // 2 // chunk_tokens, SMALLEST), vocab)
+        spec = dataclasses.replace(spec, chunk_tokens=chunk_tokens, chunk_vocab_block=chunk_vocab_block)
+        loss = chunked_cross_entropy.weighted_sum(spec, h, w, bias, labels, factors)
+        return loss / _nonzero_sum(factors) if reduction == "mean" else loss
 
     if impl == "reference":
-        others, target, total, best = chunked_cross_entropy.reference(form, h, w, bias, labels)
+        statistics = chunked_cross_entropy.reference(spec, h, w, bias, labels)
     else:
         if block_size is not None:
-            form = dataclasses.replace(form, block=min(block_size, vocab))
-        others, target, total, best = chunked_cross_entropy.statistics(form, h, w, bias, labels)
-    each = factors * jnp.where(silent, 0.0, form.losses(others, target, total, vocab))
-    loss = each if reduction == "none" else each.sum()
+            spec = dataclasses.replace(spec, vocab_block=min(block_size, vocab))
+        statistics = chunked_cross_entropy.statistics(spec, h, w, bias, labels)
+    other_lse, target, logit_sum, argmax = statistics
+    losses = factors * jnp.where(ignored, 0.0, spec.losses(other_lse, target, logit_sum, vocab))
+    loss = losses if reduction == "none" else losses.sum()
     if reduction == "mean":
-        loss = loss / _weight(factors)
-    return (loss, jnp.logaddexp(others, target), best) if return_stats else loss
+        loss = loss / _nonzero_sum(factors)
+    return (loss, jnp.logaddexp(other_lse, target), argmax) if return_stats else loss
 
 
 @array_op("N", h="N")
@@ -136,31 +176,58 @@ def partial_cross_entropy(
     soft_cap: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Float[Array, " N"], Float[Array, " N"], Float[Array, " N"]]:
-    """(lse, target_logit, logit_sum) of the words from `start` on whose vectors are `w_slice`; float32.
+    """Statistics of the logits over a slice of the vocabulary, which merge exactly over slices.
 
-    Over slices, lse merges by `merged_lse`, the others by sums: target_logit is 0 where another slice has the label. The loss
-    is lse - target_logit; with labels smoothed by e, (1 - e) times that and e * (lse - logit_sum / V). Arguments,
-    derivatives and cost as `linear_cross_entropy`, which masks and weighs tokens, as this does not.
+    Log-sum-exps of slices merge by `merged_lse`, the other two results by addition. The loss is lse - target_logit; with labels
+    smoothed by e, it is (1 - e) (lse - target_logit) + e (lse - logit_sum / V). Derivatives are as in `linear_cross_entropy`.
+    Unlike there, no token is ignored or weighted.
+
+    Args:
+      h: [N, D] hidden states.
+      w_slice: [v, D] vectors of the words start to start + v - 1.
+      labels: [N] ids of words, in this slice or another.
+      start: id of the slice's first word.
+      bias: [v] added to the logits; None for no bias.
+      soft_cap: as in `linear_cross_entropy`.
+      temperature: as in `linear_cross_entropy`.
+
+    Returns:
+      (lse, target_logit, logit_sum), each [N] float32; target_logit is 0 where another slice has the label.
+
+    Raises:
+      InputError: shapes do not fit, labels are not integers, or an option is out of range.
+
+    Cost:
+      As "vocabulary" in `linear_cross_entropy`, for v words.
     """
-    n, words = h.shape[0], w_slice.shape[0]
-    if labels.shape != (n,) or not jnp.issubdtype(labels.dtype, jnp.integer):
+    tokens, words = h.shape[0], w_slice.shape[0]
+    if labels.shape != (tokens,) or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise InputError(
-            f"labels are {labels.dtype} {labels.shape}: expected integers {(n,)}, the number of each token's word"
+            f"labels are {labels.dtype} {labels.shape}: expected integers {(tokens,)}, the id of each token's word"
         )
-    _check(h, w_slice, None, bias, None, None, 0.0, soft_cap, temperature, "none", "auto", None)
+    _check_arrays(h, w_slice, None, bias, None)
+    _check_logit_options(soft_cap, temperature)
     labels = labels.astype(jnp.int32) - start
     h, w_slice = widened(h, w_slice)
-    form = LogitsSpec(_block(n, words), soft_cap=soft_cap, temperature=temperature, total=True)
-    others, target, total, _ = chunked_cross_entropy.statistics(form, h, w_slice, bias, labels)
-    own = (labels >= 0) & (labels < words)
-    return merged_lse(others, jnp.where(own, target, -jnp.inf)), target, total
+    spec = LogitsSpec(_vocab_block(tokens, words), soft_cap=soft_cap, temperature=temperature, with_logit_sum=True)
+    other_lse, target, logit_sum, _ = chunked_cross_entropy.statistics(spec, h, w_slice, bias, labels)
+    in_slice = (labels >= 0) & (labels < words)
+    return merged_lse(other_lse, jnp.where(in_slice, target, -jnp.inf)), target, logit_sum
 
 
 @array_op("...", first="...")
 def merged_lse(first: Float[Array, "*shape"], *others: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The log-sum-exp of all slices from those of each: logaddexp, whose gradient is 0, and not NaN, where all are -inf.
+    """Log-sum-exp over several slices from the log-sum-exp of each slice.
 
-    Cost: O(1) a number.
+    Args:
+      first: log-sum-exp of one slice, of any shape.
+      *others: those of the other slices, of the same shape.
+
+    Returns:
+      The log-sum-exp of all. Where all are -inf, its gradient is 0; that of `jnp.logaddexp` would be NaN.
+
+    Cost:
+      O(1) operations an element and slice.
     """
     return functools.reduce(_logaddexp, others, first)
 
@@ -169,69 +236,82 @@ def merged_lse(first: Float[Array, "*shape"], *others: Float[Array, "*shape"]) -
 def without_silent(
     h: Float[Array, "N D"], labels: Int[Array, " N"], weights: Float[Array, " N"]
 ) -> tuple[Float[Array, "N D"], Int[Array, " N"]]:
-    """Zeros and word 0 for tokens of weight 0, so that what stands there, NaN or no word, has no gradient."""
+    """Replaces tokens of weight 0 by zeros and label 0, so that a NaN or an invalid label there does not reach a gradient.
+
+    Args:
+      h: [N, D] hidden states.
+      labels: [N] ids of words.
+      weights: [N] factors of the tokens' losses.
+
+    Returns:
+      (h, labels), of the same shapes and dtypes.
+    """
     counts = weights != 0
     return jnp.where(counts[:, None], h, jnp.zeros((), h.dtype)), jnp.where(counts, labels, 0)
 
 
 def _logaddexp(a: Array, b: Array) -> Array:
-    none = jnp.isneginf(a) & jnp.isneginf(b)
-    a, b = (jnp.where(none, 0.0, x) for x in (a, b))
-    return jnp.where(none, -jnp.inf, jnp.logaddexp(a, b))
+    both_empty = jnp.isneginf(a) & jnp.isneginf(b)
+    a, b = (jnp.where(both_empty, 0.0, x) for x in (a, b))
+    return jnp.where(both_empty, -jnp.inf, jnp.logaddexp(a, b))
 
 
-def _weight(factors: Array) -> Float[Array, ""]:
-    weight = factors.sum()
-    return jnp.where(weight == 0, 1.0, weight)
+def _nonzero_sum(factors: Array) -> Float[Array, ""]:
+    """Sum of the factors, or 1 where it is 0: the divisor of a mean."""
+    total = factors.sum()
+    return jnp.where(total == 0, 1.0, total)
 
 
-def _block(tokens: int, vocab: int) -> int:
-    """Words of a block: near LOGITS / tokens, and a divisor of the vocabulary if there is one: slicing it costs a copy."""
-    wanted = min(max(LOGITS // max(tokens, 1), SMALLEST), vocab)
-    divisors = [size for size in range(max(wanted // 2, 1), min(2 * wanted, vocab) + 1) if vocab % size == 0]
-    return min(divisors, key=lambda size: abs(size - wanted), default=wanted)
+def _vocab_block(tokens: int, vocab: int) -> int:
+    """Words of a block: about LOGITS / tokens, and a divisor of the vocabulary if one is near.
+
+    Otherwise a slice of the table has to be copied.
+    """
+    size = min(max(LOGITS // max(tokens, 1), SMALLEST), vocab)
+    divisors = [n for n in range(max(size // 2, 1), min(2 * size, vocab) + 1) if vocab % n == 0]
+    return min(divisors, key=lambda n: abs(n - size), default=size)
 
 
-def _check(
-    h: Any,
-    w: Any,
-    labels: Any,
-    bias: Any,
-    weights: Any,
-    ignore_index: int | None,
-    label_smoothing: float,
-    soft_cap: float | None,
-    temperature: float,
-    reduction: str,
-    impl: str,
-    block_size: int | None,
-) -> None:
+def _check_arrays(h: Any, w: Any, labels: Any, bias: Any, weights: Any) -> None:
     if h.ndim != 2 or w.ndim != 2 or h.shape[1] != w.shape[1]:
         raise InputError(f"h {h.shape}, w {w.shape}: expected [N, D] and [V, D]; flatten tokens to one axis")
-    n, vocab = h.shape[0], w.shape[0]
+    tokens, vocab = h.shape[0], w.shape[0]
     if not vocab:
         raise InputError(f"w {w.shape}: the vocabulary is empty; expected at least one word")
-    shapes = {"labels": (labels, n), "weights": (weights, n), "bias": (bias, vocab)}
-    for name, (array, size) in shapes.items():
+    for name, array, size in (("labels", labels, tokens), ("weights", weights, tokens), ("bias", bias, vocab)):
         if array is not None and array.shape != (size,):
             raise InputError(f"{name} has shape {array.shape}: expected {(size,)}")
     if labels is not None and not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise InputError(f"labels are {labels.dtype}: expected integers, the number of each token's word")
-    if labels is not None and not isinstance(labels, Tracer):
-        known = np.asarray(labels)
-        wrong = known[(known != ignore_index) & ((known < 0) | (known >= vocab))]
-        weigh = None if weights is None or isinstance(weights, Tracer) else np.asarray(weights)
-        if wrong.size and (weights is None or weigh is not None and np.isin(wrong, known[weigh != 0]).any()):
-            raise InputError(f"a label is {wrong[0]}: expected 0 to {vocab - 1}, or ignore_index={ignore_index}")
+        raise InputError(f"labels are {labels.dtype}: expected integers, the id of each token's word")
+
+
+def _check_label_range(labels: Any, vocab: int, weights: Any, ignore_index: int | None) -> None:
+    """Raises InputError if a label, where labels are known while tracing, is no word and may have a weight other than 0."""
+    if isinstance(labels, Tracer):
+        return
+    ids = np.asarray(labels)
+    invalid = (ids != ignore_index) & ((ids < 0) | (ids >= vocab))
+    if isinstance(weights, Tracer):
+        return
+    if weights is not None:
+        invalid &= np.asarray(weights) != 0
+    if invalid.any():
+        raise InputError(f"a label is {ids[invalid][0]}: expected 0 to {vocab - 1}, or ignore_index={ignore_index}")
+
+
+def _check_logit_options(soft_cap: float | None, temperature: float) -> None:
+    if soft_cap is not None and not soft_cap > 0:
+        raise InputError(f"soft_cap {soft_cap}: expected a number over 0, or None for no cap")
+    if not temperature > 0:
+        raise InputError(f"temperature {temperature}: expected a number over 0")
+
+
+def _check_loss_options(label_smoothing: float, reduction: str, impl: str, block_size: int | None) -> None:
     if reduction not in REDUCTIONS:
         raise InputError(f"reduction {reduction!r}: expected one of {', '.join(REDUCTIONS)}")
     if impl not in IMPLS:
         raise InputError(f"impl {impl!r}: expected one of {', '.join(IMPLS)}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise InputError(f"label_smoothing {label_smoothing}: expected 0 to 1")
-    if soft_cap is not None and not soft_cap > 0:
-        raise InputError(f"soft_cap {soft_cap}: expected a number over 0, or None for no cap")
-    if not temperature > 0:
-        raise InputError(f"temperature {temperature}: expected a number over 0")
     if block_size is not None and block_size < 1:
         raise InputError(f"block_size {block_size}: expected at least 1, or None for a size that suits")
