@@ -1,11 +1,12 @@
-"""Words predicted by the bits of a code, in time and memory of the logarithm of the vocabulary.
+"""Output layers that predict the bits of a word's code, in time and memory of the logarithm of the vocabulary.
 
-A code feeds the bits of a word's id through a shift register; one of length 1 leaves them as they are (`Code`). A token's L
-logits, taken as independent bits, give a probability to every string of L bits, and most strings are no word's: what is
-left to the words must be divided by its sum before it is a distribution. `_fold` goes over the ids bit by bit, and keeps of
-the words so far what a merge makes of them: the sum gives the distribution, the k best decode it, one drawn samples it.
+A code feeds the bits of a word's id through a shift register; a register of length 1 leaves them as they are (`Code`). The L
+logits of a token, taken as independent bits, give a probability to every string of L bits. Most strings are the code of no
+word, so that the probabilities of the words must be divided by their sum. `_trellis` is the dynamic program over the states of
+the register that computes this sum, the k best words (Viterbi's algorithm) or a sample, depending on how it merges the words
+that meet in a state.
 
-The hybrid has logits for F frequent words and for "another", and a code for the others, ids F and on.
+The hybrid layer has logits for F frequent words and for "another word", and a code for the other words, with ids from F on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hpnlp.ops.softmax.grouped_softmax import check_k
 from hpnlp.types import InputError
 
 LOSSES = ("normalized", "logistic", "squared")
-# Scores of what is no word. Not -inf, whose differences are NaN in gradients.
+# Score of a path that no word takes. Not -inf, whose differences are NaN in gradients.
 NEVER = np.float32(-1e30)
 
 
@@ -38,17 +39,21 @@ def _static() -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """A convolutional code of the ids 0 to vocab - 1: hashable, without arrays.
+    """A convolutional code of the ids 0 to vocab - 1; hashable, without arrays.
 
-    bits: B, in which an id is written, the highest first. generators: which bits of the shift register each output sums
-    modulo 2, the newest the highest; the longest generator is K bits long. K - 1 zeros after the id empty the register, so
-    a word has L = len(generators) (B + K - 1) coded bits, those of one step side by side.
+    The bits of an id, the highest first, enter a shift register of K bits; K - 1 zeros follow and empty it. At each of these
+    B + K - 1 steps every generator outputs a bit, the parity of some bits of the register. A word has the
+    L = len(generators) (B + K - 1) coded bits of all steps, those of one step side by side.
 
-    Raises InputError on an empty vocabulary, on too few bits, and on generators that are no positive numbers.
+    Raises:
+      InputError: vocab is not 1 to 2^31 - 1, bits do not suffice, or generators are not 1 to 2^16 - 1.
     """
 
+    #: V, the number of words.
     vocab: int = _static()
+    #: B, the number of bits in which an id is written.
     bits: int = _static()
+    #: Bits of the register that each output sums modulo 2; the newest bit is the highest. The longest one has K bits.
     generators: tuple[int, ...] = _static()
 
     def __post_init__(self) -> None:
@@ -58,8 +63,8 @@ class Code:
         if not least <= self.bits <= 31:
             raise InputError(f"bits {self.bits}: {self.vocab} words need at least {least}, and int32 ids at most 31")
         if not self.generators or not all(0 < g < 1 << 16 for g in self.generators):
-            told = ", ".join(f"{g:o}" for g in self.generators)
-            raise InputError(f"generators ({told}), in octal: expected one or more, each from 1 to 177777")
+            octal = ", ".join(f"{g:o}" for g in self.generators)
+            raise InputError(f"generators ({octal}), in octal: expected one or more, each from 1 to 177777")
 
     @property
     def constraint(self) -> int:
@@ -68,43 +73,83 @@ class Code:
 
     @property
     def steps(self) -> int:
+        """B + K - 1, the number of steps of the register."""
         return self.bits + self.constraint - 1
 
     @property
     def length(self) -> int:
-        """L, the coded bits of a word."""
+        """L, the number of coded bits of a word."""
         return len(self.generators) * self.steps
 
     def encode(self, ids: Any) -> Any:
-        """The words' coded bits [N, L], uint8, 0 or 1, of ids [N]; of numpy ids in numpy. Cost: O(N L) time and memory."""
+        """Coded bits of words.
+
+        Args:
+          ids: [N] integers, of numpy or JAX.
+
+        Returns:
+          [N, L] uint8, 0 or 1; of numpy for numpy ids.
+
+        Cost:
+          O(N L) time and memory.
+        """
         xp = np if isinstance(ids, np.ndarray) else jnp
-        size, last = self.constraint, np.arange(self.bits - 1, -self.constraint, -1)
-        # The register at each step is a window of the id's bits; the newest is the window's lowest.
-        right, left = (np.maximum(x, 0).astype(np.uint32)[None] for x in (last, -last))
+        size, newest = self.constraint, np.arange(self.bits - 1, -self.constraint, -1)
+        # The register at each step is a window of the id's bits, whose lowest bit is the newest one; beyond the id, zeros.
+        right, left = (np.maximum(x, 0).astype(np.uint32)[None] for x in (newest, -newest))
         windows = ((ids.astype(np.uint32)[:, None] >> right) << left) & np.uint32((1 << size) - 1)
-        taps = (np.uint32(int(f"{g:0{size}b}"[::-1], 2)) for g in self.generators)
-        coded = [xp.bitwise_count(windows & tap).astype(np.uint8) & np.uint8(1) for tap in taps]
+        # Generators have the newest bit highest, windows have it lowest.
+        masks = (np.uint32(int(f"{g:0{size}b}"[::-1], 2)) for g in self.generators)
+        coded = [xp.bitwise_count(windows & mask).astype(np.uint8) & np.uint8(1) for mask in masks]
         return xp.stack(coded, axis=-1).reshape(ids.shape[0], self.length)
 
     def table(self) -> UInt8[np.ndarray, "V L"]:
-        """All words' coded bits. Cost: O(V L); less than a second for half a million words."""
+        """Coded bits of all words.
+
+        Returns:
+          [V, L] uint8.
+
+        Cost:
+          O(V L) time and memory; less than a second for half a million words.
+        """
         return self.encode(np.arange(self.vocab))
 
 
 def binary_code(vocab: int, bits: int | None = None) -> Code:
-    """The ids themselves, in ceil(log2 vocab) bits or more; 0 for one word.
+    """The code whose bits are those of the ids themselves.
 
-    The source gives words ids by falling frequency, so that frequent words share their high bits. Source: Oda et al. 2017,
-    "Neural machine translation via binary code prediction", representing words by bit arrays.
+    In the paper ids are sorted by falling frequency, so that frequent words share their high bits.
+
+    Args:
+      vocab: V, the number of words.
+      bits: of an id; None for ceil(log2 V), which is 0 for one word.
+
+    Returns:
+      The code.
+
+    References:
+      Oda et al. 2017, "Neural machine translation via binary code prediction", sec. 3.1.
     """
     return convolutional_code(vocab, bits, generators=(1,))
 
 
 def convolutional_code(vocab: int, bits: int | None = None, *, generators: tuple[int, ...] = (0o171, 0o133)) -> Code:
-    """A code that corrects errors; by default of rate 1/2 and K = 7, any two of whose words differ in 10 bits or more.
+    """An error-correcting code.
 
-    Any 4 wrong bits of a word are then corrected (`code_top_k`). Source: Dietterich and Bakiri 1995, "Solving multiclass
-    learning problems via error-correcting output codes"; with a convolutional code Oda et al. 2017, error-correcting codes.
+    The default has rate 1/2 and K = 7, and any two of its words differ in 10 bits or more, so that any 4 wrong bits of a word
+    are corrected by `code_top_k`.
+
+    Args:
+      vocab: V, the number of words.
+      bits: of an id; None for ceil(log2 V).
+      generators: see `Code`.
+
+    Returns:
+      The code.
+
+    References:
+      Dietterich and Bakiri 1995, "Solving multiclass learning problems via error-correcting output codes".
+      Oda et al. 2017, "Neural machine translation via binary code prediction": with a convolutional code.
     """
     return Code(vocab, max(vocab - 1, 0).bit_length() if bits is None else bits, generators)
 
@@ -113,49 +158,83 @@ def convolutional_code(vocab: int, bits: int | None = None, *, generators: tuple
 def code_nll(
     logits: Float[Array, "N L"], labels: Int[Array, " N"], code: Code, *, loss: str = "normalized"
 ) -> Float[Array, " N"]:
-    """What each token's bits lose against its label's, float32. Labels are in [0, code.vocab); others give NaN.
+    """Losses of tokens from the logits of the bits of their labels' codes.
 
-    logits: log-odds of each coded bit being 1.
-    loss: "normalized" is -log p(label), in nats, of a distribution over the words: the one to report, and to train.
-      "logistic" is the sum of the bits' cross-entropies, -log of the probability of the label's bits: larger by what falls
-      to strings that are no words. "squared" is the sum of (sigmoid(logit) - bit)^2, no log-probability at all.
-      The last two are what the source trains.
+    Args:
+      logits: [N, L] log-odds of each coded bit being 1.
+      labels: [N] words, 0 to V - 1; the loss of other labels is NaN.
+      code: the code.
+      loss: "normalized" is -log p(label), in nats, of a distribution over the words. "logistic" is the sum of the
+        cross-entropies of the bits, -log of the probability of the string of the label: larger than "normalized", because
+        strings that are no words have probability too. "squared" is the sum of (sigmoid(logit) - bit)^2, no log-probability.
+        The paper trains the latter two.
 
-    Raises InputError on logits that do not have code.length columns, and on another loss.
-    Cost: O(N L) time and memory; "normalized" that of `code_log_normalizer` too.
-    Source: Oda et al. 2017, loss functions.
+    Returns:
+      [N] float32 losses.
+
+    Raises:
+      InputError: logits do not have code.length columns, or the loss is none of these.
+
+    Cost:
+      O(N L) time and memory; "normalized" that of `code_log_normalizer` too.
+
+    References:
+      Oda et al. 2017, "Neural machine translation via binary code prediction", sec. 3.
     """
     _check(logits, code, labels)
     if loss not in LOSSES:
         raise InputError(f"loss {loss!r}: expected one of {', '.join(LOSSES)}")
-    known = (labels >= 0) & (labels < code.vocab)
-    ones = code.encode(jnp.where(known, labels, 0)) == 1
+    is_word = (labels >= 0) & (labels < code.vocab)
+    bits = code.encode(jnp.where(is_word, labels, 0)) == 1
     z = logits.astype(jnp.float32)
-    wrong = jnp.where(ones, -z, z)
+    against = jnp.where(bits, -z, z)
     if loss == "normalized":
-        zero, one = _scores(z)
-        found = _log_sum(z, code) - jnp.where(ones, one, zero).sum(axis=1)
+        score_0, score_1 = _bit_scores(z)
+        losses = _log_sum(z, code) - jnp.where(bits, score_1, score_0).sum(axis=1)
     else:
-        found = (jax.nn.softplus(wrong) if loss == "logistic" else jax.nn.sigmoid(wrong) ** 2).sum(axis=1)
-    return jnp.where(known, found, jnp.nan)
+        losses = (jax.nn.softplus(against) if loss == "logistic" else jax.nn.sigmoid(against) ** 2).sum(axis=1)
+    return jnp.where(is_word, losses, jnp.nan)
 
 
 @array_op("N", logits="N")
 def code_log_normalizer(logits: Float[Array, "N L"], code: Code) -> Float[Array, " N"]:
-    """The log of the probability that the bits, drawn independently, are a word's; at most 0, float32.
+    """Log of the probability that independently drawn bits are the code of a word.
 
-    Its gradient with respect to the logits is the bits' mean over the words less their mean over all strings.
-    Raises InputError on logits that do not have code.length columns.
-    Cost: O(N L 2^K) time, O(N 2^K) memory, O(N B 2^K) with the gradient; no table, and nothing of the size of V.
+    Its gradient by the logits is the mean of the bits over the words less their mean over all strings.
+
+    Args:
+      logits: [N, L] log-odds of each coded bit being 1.
+      code: the code.
+
+    Returns:
+      [N] float32, at most 0.
+
+    Raises:
+      InputError: logits do not have code.length columns.
+
+    Cost:
+      O(N L 2^K) time and O(N 2^K) memory, O(N B 2^K) with the gradient; no array of size V.
     """
     _check(logits, code)
-    doubt = jax.nn.softplus(-jnp.abs(logits.astype(jnp.float32)))  # of the strings' most probable
-    return _log_sum(logits, code) - doubt.sum(axis=1)
+    # `_log_sum` is relative to the most probable string; this is minus the log-probability of that.
+    best_string_nll = jax.nn.softplus(-jnp.abs(logits.astype(jnp.float32)))
+    return _log_sum(logits, code) - best_string_nll.sum(axis=1)
 
 
 @array_op("N", logits="N")
 def code_log_probs(logits: Float[Array, "N L"], code: Code) -> Float[Array, "N V"]:
-    """log p of all words, float32: softmax of logits @ table^T. Cost: O(N L V) time, O(N V) memory."""
+    """Log-probabilities of all words: log-softmax of logits @ table^T.
+
+    Args:
+      logits: [N, L] log-odds of each coded bit being 1.
+      code: the code.
+
+    Returns:
+      [N, V] float32.
+
+    Cost:
+      O(N L V) time, O(N V) memory.
+    """
     _check(logits, code)
     words = code.encode(jnp.arange(code.vocab, dtype=jnp.int32)).astype(jnp.float32)
     scores = jnp.matmul(logits.astype(jnp.float32), words.T, precision=lax.Precision.HIGHEST)
@@ -164,22 +243,37 @@ def code_log_probs(logits: Float[Array, "N L"], code: Code) -> Float[Array, "N V
 
 @array_op("N", logits="N")
 def code_top_k(logits: Float[Array, "N L"], code: Code, k: int) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-    """(log p, ids) of the k most probable words, best first; exact, float32 and int32. Equally probable ones in any order.
+    """The k most probable words of each token, exact; ties may be broken in any way.
 
-    With k = 1 this is Viterbi's soft decoder over the strings that are words; of a code with 2^B words, over all.
-    Raises InputError where k is not 1 to code.vocab, and on logits that do not have code.length columns.
-    Cost: O(N (L + k B log k) 2^K) time, O(N k 2^K) memory; nothing of the size of V. For dozens of words from a code of many
-    states, `code_log_probs` of some tokens at a time may be faster.
-    Source: Viterbi 1967; lists of k survivors a state as in Seshadri and Sundberg 1994, parallel list Viterbi decoding.
+    With k = 1 this is Viterbi's soft decoder, restricted to strings that are words.
+
+    Args:
+      logits: [N, L] log-odds of each coded bit being 1.
+      code: the code.
+      k: number of words.
+
+    Returns:
+      (log_probs [N, k] float32, ids [N, k] int32), best first.
+
+    Raises:
+      InputError: k is not 1 to code.vocab, or logits do not have code.length columns.
+
+    Cost:
+      O(N (L + k B log k) 2^K) time, O(N k 2^K) memory; no array of size V. For dozens of words of a code with many states,
+      `code_log_probs` of a few tokens at a time may be faster.
+
+    References:
+      Viterbi 1967, "Error bounds for convolutional codes and an asymptotically optimum decoding algorithm".
+      Seshadri and Sundberg 1994, "List Viterbi decoding algorithms with applications": k survivors in each state.
     """
     _check(logits, code)
     check_k(k, code.vocab)
 
-    def best(scores: Array, ids: Array, _: Any) -> tuple[Array, Array]:
-        found, at = lax.top_k(jnp.moveaxis(scores, 0, -1), k)
-        return jnp.moveaxis(found, -1, 0), jnp.take_along_axis(ids, jnp.moveaxis(at, -1, 0), axis=0)
+    def merge_best(scores: Array, ids: Array, _: Any) -> tuple[Array, Array]:
+        best, at = lax.top_k(jnp.moveaxis(scores, 0, -1), k)
+        return jnp.moveaxis(best, -1, 0), jnp.take_along_axis(ids, jnp.moveaxis(at, -1, 0), axis=0)
 
-    scores, ids = _fold(code, logits, k, best)
+    scores, ids = _trellis(code, logits, k, merge_best)
     return (scores - _log_sum(logits, code)[None]).T, ids.T
 
 
@@ -187,15 +281,27 @@ def code_top_k(logits: Float[Array, "N L"], code: Code, k: int) -> tuple[Float[A
 def code_sample(
     logits: Float[Array, "N L"], code: Code, rng: Array, *, temperature: float | Float[Array, ""] = 1.0
 ) -> Int[Array, " N"]:
-    """One id a token, drawn from p^(1 / temperature); int32. For top-k sampling draw among `code_top_k`.
+    """Draws a word for each token from p^(1 / temperature). For top-k sampling, draw among the words of `code_top_k`.
 
-    temperature: over 0. Raises InputError on logits that do not have code.length columns.
-    Cost: as `code_log_normalizer`, and B + K random numbers a token.
+    Args:
+      logits: [N, L] log-odds of each coded bit being 1.
+      code: the code.
+      rng: a key.
+      temperature: over 0.
+
+    Returns:
+      [N] int32 ids.
+
+    Raises:
+      InputError: logits do not have code.length columns.
+
+    Cost:
+      As `code_log_normalizer`, and B + K random numbers a token.
     """
     _check(logits, code)
-    # All states of a step share a number: which state it is asked for depends on later steps' numbers only.
+    # All states of a step share a random number: the state for which it decides depends on the numbers of later steps only.
     points = jax.random.uniform(rng, (code.steps + 1, logits.shape[0]), jnp.float32)
-    return _fold(code, logits.astype(jnp.float32) / temperature, 1, _draw, points)[1][0]
+    return _trellis(code, logits.astype(jnp.float32) / temperature, 1, _merge_draw, points)[1][0]
 
 
 @array_op("N", class_logits="N")
@@ -207,29 +313,57 @@ def hybrid_nll(
     *,
     loss: str = "normalized",
 ) -> Float[Array, " N"]:
-    """What a softmax over F frequent words and "another", the last, and a code for the others lose; float32.
+    """Losses of a softmax over F frequent words and "another word", with a code for the other words.
 
-    code: of the V - F other words, whose ids begin at F. loss: as `code_nll`'s, for the others; "normalized" makes the whole
-    -log p(label). The bits of a token with a frequent label count for nothing, NaN or not. Labels are in [0, F + code.vocab);
-    others give NaN. Raises as `code_nll`. Cost: O(N F) beside the code's.
-    Source: Oda et al. 2017, hybrid softmax/binary model.
+    The bits of a token with a frequent label influence nothing, even if they are NaN.
+
+    Args:
+      class_logits: [N, F + 1] logits of the F frequent words and, last, of "another word".
+      bit_logits: [N, L] log-odds of the coded bits of the other words.
+      labels: [N] words, 0 to F + code.vocab - 1; the loss of other labels is NaN.
+      code: of the other words; word F + i has the code of i.
+      loss: that of `code_nll` for the other words; "normalized" gives -log p(label) in all.
+
+    Returns:
+      [N] float32 losses.
+
+    Raises:
+      InputError: as `code_nll`, and where class_logits and bit_logits have different numbers of tokens.
+
+    Cost:
+      O(N F) beside that of `code_nll`.
+
+    References:
+      Oda et al. 2017, "Neural machine translation via binary code prediction", sec. 3.2.
     """
     log_p = _class_log_probs(class_logits, bit_logits)
     _check(bit_logits, code, labels)
     frequent = class_logits.shape[1] - 1
-    rare = labels >= frequent
+    is_coded = labels >= frequent
     classes = jnp.clip(labels, 0, frequent)
-    first = -jnp.take_along_axis(log_p, classes[:, None], axis=1)[:, 0]
-    bit_logits = jnp.where(rare[:, None], bit_logits, jnp.zeros((), bit_logits.dtype))
-    second = code_nll(bit_logits, jnp.where(rare, labels - frequent, 0), code, loss=loss)
-    return jnp.where(labels >= 0, first + jnp.where(rare, second, 0.0), jnp.nan)
+    class_nll = -jnp.take_along_axis(log_p, classes[:, None], axis=1)[:, 0]
+    bit_logits = jnp.where(is_coded[:, None], bit_logits, jnp.zeros((), bit_logits.dtype))
+    bit_nll = code_nll(bit_logits, jnp.where(is_coded, labels - frequent, 0), code, loss=loss)
+    return jnp.where(labels >= 0, class_nll + jnp.where(is_coded, bit_nll, 0.0), jnp.nan)
 
 
 @array_op("N", class_logits="N")
 def hybrid_log_probs(
     class_logits: Float[Array, "N C"], bit_logits: Float[Array, "N L"], code: Code
 ) -> Float[Array, "N V"]:
-    """log p of all V = F + code.vocab words, float32. Cost: O(N L V) time, O(N V) memory."""
+    """Log-probabilities of all V = F + code.vocab words.
+
+    Args:
+      class_logits: [N, F + 1] logits of the F frequent words and, last, of "another word".
+      bit_logits: [N, L] log-odds of the coded bits of the other words.
+      code: of the other words.
+
+    Returns:
+      [N, V] float32.
+
+    Cost:
+      O(N L V) time, O(N V) memory.
+    """
     log_p = _class_log_probs(class_logits, bit_logits)
     return jnp.concatenate([log_p[:, :-1], log_p[:, -1:] + code_log_probs(bit_logits, code)], axis=1)
 
@@ -238,14 +372,27 @@ def hybrid_log_probs(
 def hybrid_top_k(
     class_logits: Float[Array, "N C"], bit_logits: Float[Array, "N L"], code: Code, k: int
 ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-    """(log p, ids) of the k most probable of all words, best first, exact. Cost: O(N F) beside `code_top_k`'s."""
+    """The k most probable of all words, exact; ties may be broken in any way.
+
+    Args:
+      class_logits: [N, F + 1] logits of the F frequent words and, last, of "another word".
+      bit_logits: [N, L] log-odds of the coded bits of the other words.
+      code: of the other words.
+      k: number of words.
+
+    Returns:
+      (log_probs [N, k] float32, ids [N, k] int32), best first.
+
+    Cost:
+      O(N F) beside that of `code_top_k`.
+    """
     log_p = _class_log_probs(class_logits, bit_logits)
     frequent = class_logits.shape[1] - 1
     check_k(k, frequent + code.vocab)
-    rare, ids = code_top_k(bit_logits, code, min(k, code.vocab))
-    scores, at = lax.top_k(jnp.concatenate([log_p[:, :-1], log_p[:, -1:] + rare], axis=1), k)
-    first = jnp.broadcast_to(jnp.arange(frequent, dtype=jnp.int32)[None], (ids.shape[0], frequent))
-    return scores, jnp.take_along_axis(jnp.concatenate([first, frequent + ids], axis=1), at, axis=1)
+    coded_log_p, coded_ids = code_top_k(bit_logits, code, min(k, code.vocab))
+    scores, at = lax.top_k(jnp.concatenate([log_p[:, :-1], log_p[:, -1:] + coded_log_p], axis=1), k)
+    frequent_ids = jnp.broadcast_to(jnp.arange(frequent, dtype=jnp.int32)[None], (coded_ids.shape[0], frequent))
+    return scores, jnp.take_along_axis(jnp.concatenate([frequent_ids, frequent + coded_ids], axis=1), at, axis=1)
 
 
 @array_op("N", class_logits="N")
@@ -257,115 +404,134 @@ def hybrid_sample(
     *,
     temperature: float | Float[Array, ""] = 1.0,
 ) -> Int[Array, " N"]:
-    """One id a token, drawn from p^(1 / temperature) of all words; int32. temperature: over 0; other than 1 it costs two sums
-    over words more. Cost: O(N F) beside `code_sample`'s."""
+    """Draws a word for each token from p^(1 / temperature) of all words.
+
+    Args:
+      class_logits: [N, F + 1] logits of the F frequent words and, last, of "another word".
+      bit_logits: [N, L] log-odds of the coded bits of the other words.
+      code: of the other words.
+      rng: a key.
+      temperature: over 0.
+
+    Returns:
+      [N] int32 ids.
+
+    Cost:
+      O(N F) beside that of `code_sample`; a temperature other than 1 takes `code_log_normalizer` twice more.
+    """
     log_p = _class_log_probs(class_logits, bit_logits)
     frequent = class_logits.shape[1] - 1
     z = bit_logits.astype(jnp.float32)
     classes = log_p / temperature
     if not isinstance(temperature, int | float) or temperature != 1:
-        # The others together weigh p(another)^(1 / temperature) times the sum of their own p^(1 / temperature).
+        # The weight of all other words together is p(another)^(1 / temperature) times the sum of p(word | another)^(1 / temperature).
         classes = classes.at[:, -1].add(_log_sum(z / temperature, code) - _log_sum(z, code) / temperature)
-    first, second = jax.random.split(rng)
-    drawn = sample(classes, first).astype(jnp.int32)
-    return jnp.where(drawn < frequent, drawn, frequent + code_sample(z, code, second, temperature=temperature))
+    class_key, bit_key = jax.random.split(rng)
+    drawn = sample(classes, class_key).astype(jnp.int32)
+    return jnp.where(drawn < frequent, drawn, frequent + code_sample(z, code, bit_key, temperature=temperature))
 
 
 def _class_log_probs(class_logits: Array, bit_logits: Array) -> Array:
     if class_logits.ndim != 2 or class_logits.shape[1] < 1 or class_logits.shape[0] != bit_logits.shape[0]:
-        told = f"class_logits {class_logits.shape}, bit_logits {bit_logits.shape}"
-        raise InputError(f"{told}: expected [N, F + 1] and [N, {bit_logits.shape[-1]}], the same tokens")
+        shapes = f"class_logits {class_logits.shape}, bit_logits {bit_logits.shape}"
+        raise InputError(f"{shapes}: expected [N, F + 1] and [N, {bit_logits.shape[-1]}], of the same tokens")
     return jax.nn.log_softmax(class_logits.astype(jnp.float32), axis=1)
 
 
-def _scores(z: Array) -> tuple[Array, Array]:
-    """What a bit of 0 and one of 1 count for: 0 as the logit's sign says, -|logit| against it.
+def _bit_scores(z: Array) -> tuple[Array, Array]:
+    """Scores of a bit being 0 and being 1, from its logit z: 0 for the more probable value, -|z| for the other.
 
-    These are log-probabilities up to a number that all words share, and small where a word is likely, so that differences
-    keep their digits. Slopes differ by 1 at a logit of 0 as well.
+    They are the log-probabilities up to a constant that all words share. The score of a probable word is small, so that
+    differences keep their digits. At z = 0 the slopes of the two differ by 1, as they do elsewhere.
     """
     return jnp.where(z > 0, -z, 0.0), jnp.where(z > 0, 0.0, z)
 
 
 def _log_sum(logits: Array, code: Code) -> Float[Array, " N"]:
-    """The log of the sum over words of exp(score)."""
-    return _fold(code, logits, 1, _sum)[0][0]
+    """Log of the sum over words of exp(score)."""
+    return _trellis(code, logits, 1, _merge_sum)[0][0]
 
 
 Merge = Callable[[Array, Array, Any], tuple[Array, Array]]
 
 
-def _fold(code: Code, logits: Array, k: int, merge: Merge, points: Any = None) -> tuple[Array, Array]:
-    """(scores, ids) [k, N] that `merge` leaves of all words; a word's score is the sum of its bits' `_scores`.
+def _trellis(code: Code, logits: Array, k: int, merge: Merge, points: Any = None) -> tuple[Array, Array]:
+    """(scores [k, N], ids [k, N]) that `merge` leaves of all words; the score of a word is the sum of `_bit_scores`.
 
-    merge: (scores [C, S, N], ids [C, S, N], the step's points) -> scores and ids [k, S, N]; S is the number of groups.
-    points: [steps + 1, N] for the merges, or None.
+    A step appends a bit to the ids, from the highest on, and merges the words whose register agrees in its last K - 1 bits,
+    the state. Ids over vocab - 1 must not arise. The prefix of the last word, vocab - 1, is therefore a path of its own, the
+    edge, whose scores are computed beforehand. Words on the other paths have a lower prefix and take any bit. Where the last
+    word has a 1, words that take a 0 there leave the edge, and join the state of their register.
 
-    Words are grouped by the register's last K - 1 bits, the state, and ids are made from the highest bit on. Those that
-    begin as the last word, vocab - 1, does are one path, the edge, whose scores are known beforehand; any others that
-    began lower may go on as they like. Where the last word has a 1, what takes a 0 leaves the edge and joins the others.
-    Tokens come last, so that all else is done to vectors of them.
+    merge: (scores [C, S, N], ids [C, S, N], random numbers of the step [N]) -> (scores [k, S, N], ids [k, S, N]) of S states.
+    points: [steps + 1, N] random numbers, or None.
+
+    Tokens are the last axis, so that all other work is on vectors of them.
     """
     n, states, rate = logits.shape[0], 1 << (code.constraint - 1), len(code.generators)
     z = logits.astype(jnp.float32).T.reshape(code.steps, rate, n)
-    zero, one = _scores(z)
+    score_0, score_1 = _bit_scores(z)
     registers = np.arange(2 * states)[:, None]  # the state, and above it the new bit
     outputs = np.bitwise_count(registers & np.array([code.generators])) % 2 == 1
 
-    def scored(bits: np.ndarray, one: Array, zero: Array) -> Array:
-        """The scores [A, N] of outputs [A, rate]."""
-        return jnp.where(bits[..., None], one, zero).sum(axis=1)
-
     edge, leaving, prefixes = _edge(code)
-    other = edge % states  # what takes a 0 instead
-    reached = jnp.cumsum(scored(outputs[edge], one, zero), axis=0)
-    reached = jnp.concatenate([jnp.zeros((1, n), jnp.float32), reached])
-    leave = jnp.where(leaving[:, None], reached[:-1] + scored(outputs[other], one, zero), NEVER)
-    # After the id's bits none is 1, and the ids are done.
-    message = np.arange(code.steps) < code.bits
-    bar, factor = np.where(message, np.float32(0), NEVER), np.where(message, 2, 1).astype(np.int32)
+    off_edge = edge % states  # the register with 0 as the new bit
+    edge_scores = jnp.cumsum(_output_scores(outputs[edge], score_0, score_1), axis=0)
+    edge_scores = jnp.concatenate([jnp.zeros((1, n), jnp.float32), edge_scores])
+    left = edge_scores[:-1] + _output_scores(outputs[off_edge], score_0, score_1)
+    leave = jnp.where(leaving[:, None], left, NEVER)
+    # After the bits of the id, the new bit is 0 and the id stays.
+    in_id = np.arange(code.steps) < code.bits
+    penalty_1, factor = np.where(in_id, np.float32(0), NEVER), np.where(in_id, 2, 1).astype(np.int32)
 
     def step(carry: Any, x: Any) -> tuple[Any, None]:
         scores, ids = carry
-        zero, one, bar, factor, leave, joined, prefix, points = x
-        scores = jnp.concatenate([scores, scores + bar], axis=1) + scored(outputs, one[None], zero[None])[None]
+        score_0, score_1, penalty_1, factor, leave, joined, prefix, points = x
+        bits = _output_scores(outputs, score_0[None], score_1[None])
+        scores = jnp.concatenate([scores, scores + penalty_1], axis=1) + bits[None]
         ids = jnp.concatenate([factor * ids, factor * ids + 1], axis=1)
-        here = jnp.arange(states, dtype=jnp.int32) == joined
-        new = jnp.where(here[:, None], leave[None], NEVER)[None]
-        # The register's oldest bit falls out: two registers make one state.
+        is_joined = jnp.arange(states, dtype=jnp.int32) == joined
+        new = jnp.where(is_joined[:, None], leave[None], NEVER)[None]
+        # The oldest bit leaves the register: two registers become one state.
         scores = jnp.concatenate([scores[:, ::2], scores[:, 1::2], new])
         ids = jnp.concatenate([ids[:, ::2], ids[:, 1::2], jnp.full_like(new, prefix, jnp.int32)])
         return merge(scores, ids, points), None
 
     start = jnp.full((k, states, n), NEVER), jnp.zeros((k, states, n), jnp.int32)
     start = tuple(vary_alike(x, z)[0] for x in start)
-    at_steps = None if points is None else points[:-1]
-    xs = (zero, one, bar, factor, leave, (other // 2).astype(np.int32), prefixes, at_steps)
-    # Differentiating makes a step's scores again: they are many times what a step carries on.
+    step_points = None if points is None else points[:-1]
+    xs = (score_0, score_1, penalty_1, factor, leave, (off_edge // 2).astype(np.int32), prefixes, step_points)
+    # The derivative computes the scores of a step again, which are many times larger than the carry.
     scores, ids = lax.scan(jax.checkpoint(step, prevent_cse=False), start, xs)[0]
-    scores = jnp.concatenate([scores[:, :1], reached[-1:, None]])
+    scores = jnp.concatenate([scores[:, :1], edge_scores[-1:, None]])
     ids = jnp.concatenate([ids[:, :1], jnp.full_like(ids[:1, :1], code.vocab - 1)])
     scores, ids = merge(scores, ids, None if points is None else points[-1])
     return scores[:, 0], ids[:, 0]
 
 
+def _output_scores(outputs: np.ndarray, score_0: Array, score_1: Array) -> Array:
+    """Scores [A, N] of the output bits [A, rate], from the scores [A or 1, rate, N] of the bits being 0 and 1."""
+    return jnp.where(outputs[..., None], score_1, score_0).sum(axis=1)
+
+
 def _edge(code: Code) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """At each step: the last word's register, whether a word may leave the edge, and the id so far of one that does."""
+    """At each step: the register of the last word, whether words may leave the edge, and the id so far of those that do."""
     shifts = np.maximum(np.arange(code.bits - 1, -code.constraint, -1), 0)
-    message = np.arange(code.steps) < code.bits
+    in_id = np.arange(code.steps) < code.bits
     prefixes = (code.vocab - 1) >> shifts
-    bits = np.where(message, prefixes % 2, 0)
+    bits = np.where(in_id, prefixes % 2, 0)
     padded = np.concatenate([np.zeros(code.constraint - 1, np.int64), bits])
     edge = sum(padded[i : i + code.steps] << i for i in range(code.constraint))
     return np.asarray(edge), bits == 1, (prefixes - 1).astype(np.int32)
 
 
-def _sum(scores: Array, ids: Array, _: Any) -> tuple[Array, Array]:
+def _merge_sum(scores: Array, ids: Array, _: Any) -> tuple[Array, Array]:
+    """The log-sum-exp of the scores; the ids are of no use."""
     return jax.nn.logsumexp(scores, axis=0, keepdims=True), ids[:1]
 
 
-def _draw(scores: Array, ids: Array, points: Array) -> tuple[Array, Array]:
-    """The sum, and one of the ids in proportion to the exponentials of the scores."""
+def _merge_draw(scores: Array, ids: Array, points: Array) -> tuple[Array, Array]:
+    """The log-sum-exp of the scores, and an id that is drawn in proportion to the exponentials of the scores."""
     top = scores.max(axis=0, keepdims=True)
     mass = jnp.exp(scores - top)
     cumulative = jnp.cumsum(mass, axis=0)

@@ -1,7 +1,8 @@
-"""Which words stand for the vocabulary: proposals q over V words, drawn from in O(1) a word.
+"""Proposal distributions over words, and the negative samples that sampled losses draw from them.
 
-A sampler is a small frozen record with `draw(key, shape)` and `log_prob(ids)`. `sample` draws what a batch shares, or each
-token its own, and says how often each word is to be expected among the drawn: what sampled losses correct their scores by.
+A proposal distribution is a small frozen record with `draw(key, shape)` and `log_prob(ids)`: `Uniform`, `LogUniform`,
+`AliasSampler` (any distribution, made by `unigram` from counts) or `LearnedUnigram`. `sample` draws words for a batch or for
+each token, and returns the expected counts by which sampled losses correct their scores.
 """
 
 from __future__ import annotations
@@ -13,29 +14,57 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.softmax.alias_sampler import AliasSampler
 from hpnlp.types import InputError
 
-# The least share of a column, 1 / V, that `unigram` takes: what draws have it to, 2^-55, is 1 / 30,000 of it.
+# Least q of a word for `unigram`, as a share of 1 / V: the precision of draws, 2^-55, is 1/30,000 of it.
 RAREST = 2.0**-40
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """A distribution over ids in [0, vocab)."""
+    """A proposal distribution q over the ids 0 to vocab - 1."""
 
     @property
-    def vocab(self) -> int: ...
+    def vocab(self) -> int:
+        """V, the number of words."""
+        ...
 
-    def draw(self, key: Array, shape: tuple[int, ...]) -> Int[Array, "..."]: ...
+    def draw(self, key: Array, shape: tuple[int, ...]) -> Int[Array, "..."]:
+        """Independent draws from q, int32.
 
-    def log_prob(self, ids: Int[Array, "..."]) -> Float[Array, "..."]: ...
+        Args:
+          key: of the random numbers.
+          shape: shape of the result.
+
+        Returns:
+          Ids of words.
+        """
+        ...
+
+    def log_prob(self, ids: Int[Array, "..."]) -> Float[Array, "..."]:
+        """Log-probabilities of words, float32.
+
+        Args:
+          ids: of any shape.
+
+        Returns:
+          Log-probabilities of the same shape.
+        """
+        ...
 
 
 class Samples(NamedTuple):
-    """ids: the drawn words. log_expected: log of how often each of them was to be expected; labels_expected: the labels."""
+    """Words drawn from a proposal distribution.
+
+    Attributes:
+      ids: [S] words that the batch shares, or [N, S] words of each token; int32.
+      log_expected: log of the expected count of each drawn word among the samples; float32, of the shape of ids.
+      labels_expected: [N] float32, the same for the label of each token.
+    """
 
     ids: Int[Array, "*shape"]
     log_expected: Float[Array, "*shape"]
@@ -44,7 +73,7 @@ class Samples(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Every word alike."""
+    """The same probability for all words, 1 / V."""
 
     vocab: int
 
@@ -59,20 +88,20 @@ class Uniform:
 class LogUniform:
     """q(k) = log((k + 2) / (k + 1)) / log(V + 1): Zipf's law, for ids sorted by falling frequency.
 
-    Draws have this distribution to some V / 2^23 of each word's share.
+    The relative error of the probability of a word in `draw` is about V / 2^23.
     """
 
     vocab: int
 
     def draw(self, key: Array, shape: tuple[int, ...]) -> Int[Array, "..."]:
-        # 2^x for x even in [0, log2(V + 1)), whole and broken part from a number each: one float32 has too few values to reach
-        # the words of a large vocabulary evenly.
+        # 2^x - 1 for x uniform in [0, log2(V + 1)). The integer and the fractional part of x come from a random number each:
+        # one float32 number has too few values to reach all words of a large vocabulary with their probabilities.
         bits = np.log2(self.vocab + 1.0)
-        whole, broken = (jax.random.uniform(key, shape, jnp.float32) for key in jax.random.split(key))
-        whole = jnp.floor(whole * np.float32(bits))
+        integer, fraction = (jax.random.uniform(key, shape, jnp.float32) for key in jax.random.split(key))
+        integer = jnp.floor(integer * np.float32(bits))
         last = np.floor(bits)
-        broken = broken * jnp.where(whole == last, np.float32(bits - last), np.float32(1))
-        ids = jnp.ldexp(jnp.exp2(broken), whole.astype(jnp.int32)).astype(jnp.int32) - 1
+        fraction = fraction * jnp.where(integer == last, np.float32(bits - last), np.float32(1))
+        ids = jnp.ldexp(jnp.exp2(fraction), integer.astype(jnp.int32)).astype(jnp.int32) - 1
         return jnp.clip(ids, 0, self.vocab - 1)
 
     def log_prob(self, ids: Int[Array, "..."]) -> Float[Array, "..."]:
@@ -82,59 +111,47 @@ class LogUniform:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Alias:
-    """Any distribution, by Walker's alias method (1977): a column of the table, then one of the two words that share it.
-
-    Made by `unigram`. (keep + rest) / 2^32 is the share of the first word in its column, rest 0 to 1. alias: the second.
-    log_q: float32. A draw has a column's first word with its share to 2^-55, where one float32 number would have a word of
-    q < 2^-23 / V far too often, or never. It costs O(1): four random numbers.
-    """
-
-    keep: UInt[Any, " V"]
-    rest: Float[Any, " V"]
-    alias: Int[Any, " V"]
-    log_q: Float[Any, " V"]
-
-    @property
-    def vocab(self) -> int:
-        return self.keep.shape[0]
-
-    def draw(self, key: Array, shape: tuple[int, ...]) -> Int[Array, "..."]:
-        columns, high, low = jax.random.split(key, 3)
-        column = jax.random.randint(columns, shape, 0, self.vocab, jnp.int32)
-        high, keep = jax.random.bits(high, shape, jnp.uint32), jnp.asarray(self.keep)[column]
-        # Further digits of the number tell where the first ones do not.
-        below = jax.random.uniform(low, shape, jnp.float32) < jnp.asarray(self.rest)[column]
-        stays = (high < keep) | (high == keep) & below
-        return jnp.where(stays, column, jnp.asarray(self.alias)[column])
-
-    def log_prob(self, ids: Int[Array, "..."]) -> Float[Array, "..."]:
-        return jnp.asarray(self.log_q)[ids]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class LearnedUnigram:
-    """The words' frequencies as far as they have been seen; `seen` makes the next one. Begin with `LearnedUnigram.start(V)`.
+    """Frequencies of the labels so far: begin with `LearnedUnigram.start(V)`, and update with `seen`.
 
-    counts: int32 [V], of which each began at 1. Whole numbers, because draws by a cumulative sum of float32 would miss rare
-    words of a large vocabulary. Past a sum of 2^30 all are halved, and rounded up. A draw costs O(V): a cumulative sum, and
-    a bisection a word.
+    Attributes:
+      counts: [V] int32; each begins at 1. Once they sum to more than 2^30, all are halved and rounded up. They are integers
+        because draws by a cumulative sum of float32 would miss rare words of a large vocabulary.
+
+    Cost:
+      A call of `draw` takes O(V) for the cumulative sum, and a bisection for each word.
     """
 
     counts: Int[Array, " V"]
 
     @staticmethod
     def start(vocab: int) -> LearnedUnigram:
+        """The distribution before the first batch: uniform.
+
+        Args:
+          vocab: V, the number of words.
+
+        Returns:
+          Counts of 1.
+        """
         return LearnedUnigram(jnp.ones(vocab, jnp.int32))
 
     @property
     def vocab(self) -> int:
+        """V, the number of words."""
         return self.counts.shape[0]
 
     def seen(self, labels: Int[Array, " N"], weights: Float[Array, " N"] | None = None) -> LearnedUnigram:
-        """With the labels of a batch counted; a token of weight 0 is none, nor is one whose label is no word."""
-        counted = labels >= 0  # which would count from the end
+        """Adds the labels of a batch to the counts.
+
+        Args:
+          labels: [N] ids; those that are no words are not counted.
+          weights: [N]; tokens of weight 0 are not counted. None for no such tokens.
+
+        Returns:
+          The new distribution.
+        """
+        counted = labels >= 0  # negative ids would index from the end
         if weights is not None:
             counted = counted & (weights != 0)
         counts = self.counts.at[labels].add(counted.astype(jnp.int32), mode="drop")
@@ -150,20 +167,34 @@ class LearnedUnigram:
         return jnp.log(self.counts[ids].astype(jnp.float32)) - jnp.log(total.astype(jnp.float32))
 
 
-def unigram(counts: Any, power: float = 1.0) -> Alias:
-    """q proportional to counts ** power; 0.75 is that of Mikolov et al. 2013, "Distributed representations", sec. 2.2.
+def unigram(counts: Any, power: float = 1.0) -> AliasSampler:
+    """The distribution proportional to counts ** power.
 
-    counts: [V] numbers over 0. power: finite. Raises InputError where one is not, and where a word is so far under the others
-      that it would never be drawn, q under 2^-40 / V: it would have no correction.
-    Cost: O(V log V) on the host.
+    Args:
+      counts: [V] numbers over 0.
+      power: finite; 0.75 in Mikolov et al. 2013.
+
+    Returns:
+      A sampler that draws in O(1).
+
+    Raises:
+      InputError: a count is not a number over 0, the power is not finite, or q of a word is under 2^-40 / V, so that the word
+        would never be drawn and its score never be corrected.
+
+    Cost:
+      O(V log V) on the host.
+
+    References:
+      Mikolov et al. 2013, "Distributed representations of words and phrases and their compositionality", sec. 2.2.
     """
     counts = np.asarray(counts, np.float64)
     if counts.ndim != 1 or not counts.size:
-        raise InputError(f"counts {counts.shape}: expected [V], one number a word")
-    wrong = np.flatnonzero(~(counts > 0) | ~np.isfinite(counts))
-    if wrong.size:
+        raise InputError(f"counts {counts.shape}: expected [V], one number for each word")
+    invalid = np.flatnonzero(~(counts > 0) | ~np.isfinite(counts))
+    if invalid.size:
+        word = invalid[0]
         raise InputError(
-            f"{wrong.size} counts are not numbers over 0, the first of word {wrong[0]} ({counts[wrong[0]]:g}): add one to each"
+            f"{invalid.size} counts are not numbers over 0, the first is that of word {word} ({counts[word]:g}): add 1 to all"
         )
     if not np.isfinite(power):
         raise InputError(f"power {power}: expected a finite number, 1 for the counts as they are")
@@ -171,104 +202,87 @@ def unigram(counts: Any, power: float = 1.0) -> Alias:
         log_q = power * np.log(counts)
         log_q -= log_q.max()
     log_q -= np.log(np.exp(log_q).sum())
-    q = np.exp(log_q)
-    lost = np.flatnonzero(~(q * len(q) >= RAREST))  # NaN of a power that nothing bears too
-    if lost.size:
+    never_drawn = np.flatnonzero(~(np.exp(log_q) * len(log_q) >= RAREST))  # includes NaN, as of a power of 1e306
+    if never_drawn.size:
+        word = never_drawn[0]
         raise InputError(
-            f"{lost.size} words would never be drawn, the first of them word {lost[0]} (count {counts[lost[0]]:g}, power "
+            f"{never_drawn.size} words would never be drawn, the first is word {word} (count {counts[word]:g}, power "
             f"{power:g}): add to the counts, or lower the power"
         )
-    keep, alias = _alias(q)
-    scaled = keep * 2.0**32
-    whole = np.minimum(np.floor(scaled), 2.0**32 - 1)
-    rest = (scaled - whole).astype(np.float32)
-    return Alias(whole.astype(np.uint32), rest, alias.astype(np.int32), log_q.astype(np.float32))
-
-
-def _alias(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Walker's table, many columns at a time.
-
-    Of the excess of the rich columns, laid end to end, each poor one's want is a piece, of the one in whom it begins. Who gives
-    beyond its excess is poor in turn, by less than that one want, and is filled in the next round.
-    """
-    keep, alias = np.ones(len(q)), np.arange(len(q))
-    mass = q * len(q)
-    poor, rich = np.flatnonzero(mass < 1), np.flatnonzero(mass >= 1)
-    while poor.size and rich.size:
-        wants, excess = 1 - mass[poor], mass[rich] - 1
-        begins = np.concatenate([[0.0], np.cumsum(wants)[:-1]])
-        owner = np.searchsorted(np.cumsum(excess), begins, side="right")
-        served = owner < rich.size
-        if 64 * served.sum() < poor.size + rich.size:
-            _fill(keep, alias, mass, poor.tolist(), rich.tolist())
-            break
-        keep[poor[served]], alias[poor[served]] = mass[poor[served]], rich[owner[served]]
-        np.subtract.at(mass, rich[owner[served]], wants[served])
-        left = poor[~served]
-        poor = np.concatenate([rich[mass[rich] < 1], left])
-        rich = rich[mass[rich] >= 1]
-    return keep, alias
-
-
-def _fill(keep: np.ndarray, alias: np.ndarray, mass: np.ndarray, poor: list[int], rich: list[int]) -> None:
-    """One column after another, where rounds would fill few each (Vose 1991)."""
-    while poor and rich:
-        column, giver = poor.pop(), rich[-1]
-        keep[column], alias[column] = mass[column], giver
-        mass[giver] -= 1 - mass[column]
-        if mass[giver] < 1:
-            poor.append(rich.pop())
+    return AliasSampler.from_log_probs(log_q)
 
 
 @array_op(" | | N", labels="N")
 def sample(
     sampler: Sampler, key: Array, count: int, labels: Int[Array, " N"], *, per_token: bool = False, unique: bool = False
 ) -> Samples:
-    """`count` words for a batch, or of each token its own, [N, count]; without repetition where they are `unique`.
+    """Draws negative samples for a batch, or for each token.
 
-    Expected counts: count * q with repetition. Without, words are drawn until `count` different ones have been, and a word
-    is among them with probability 1 - (1 - q)^tries, given the tries that it took (Jean et al. 2015; as TensorFlow has it).
-    Raises InputError on a count under 1, and on more unique words than there are.
-    Cost: O(count), and unique 5 V bytes, for each token where they are each token's own; words that are almost never drawn are
-    tried for long.
+    With repetition, the expected count of a word is count * q. Without repetition, words are drawn until `count` different
+    words have been drawn, and the expected count of a word is the probability 1 - (1 - q)^tries that it is among them, given
+    the number of draws; TensorFlow computes the same.
+
+    Args:
+      sampler: the proposal distribution.
+      key: of the random numbers.
+      count: number S of samples.
+      labels: [N] words of the tokens, whose expected counts are returned as well.
+      per_token: draws [N, S] words, S for each token, in place of S words that the batch shares.
+      unique: draws without repetition.
+
+    Returns:
+      The samples.
+
+    Raises:
+      InputError: count is under 1, or over the number of words with `unique`.
+
+    Cost:
+      O(S), times N with `per_token`. `unique` takes 5 V bytes more, times N with `per_token`; it takes many draws where S is
+      near V or where some words are rare.
+
+    References:
+      Jean et al. 2015, "On using very large target vocabulary for neural machine translation".
     """
     if count < 1:
-        raise InputError(f"{count} samples: expected at least 1")
+        raise InputError(f"count {count}: expected at least 1 sample")
     if unique and count > sampler.vocab:
-        raise InputError(f"{count} unique samples of {sampler.vocab} words: take fewer, or let them repeat")
+        raise InputError(f"count {count}: unique samples of {sampler.vocab} words; lower count, or set unique=False")
     if unique:
-        one = lambda key: _unique(sampler, key, count)  # noqa: E731
-        ids, tries = jax.vmap(one)(jax.random.split(key, labels.shape[0])) if per_token else one(key)
-        inside = lambda ids, tries: _log_inclusion(sampler.log_prob(ids), tries.astype(jnp.float32))  # noqa: E731
-        return Samples(ids, inside(ids, tries[:, None] if per_token else tries), inside(labels, tries))
+        if per_token:
+            ids, tries = jax.vmap(lambda key: _unique(sampler, key, count))(jax.random.split(key, labels.shape[0]))
+        else:
+            ids, tries = _unique(sampler, key, count)
+        tries_of_ids = tries[:, None] if per_token else tries
+        expected = _log_inclusion(sampler.log_prob(ids), tries_of_ids.astype(jnp.float32))
+        return Samples(ids, expected, _log_inclusion(sampler.log_prob(labels), tries.astype(jnp.float32)))
     ids = sampler.draw(key, (labels.shape[0], count) if per_token else (count,))
     log_count = np.float32(np.log(count))
     return Samples(ids, sampler.log_prob(ids) + log_count, sampler.log_prob(labels) + log_count)
 
 
 def _log_inclusion(log_q: Array, tries: Array) -> Array:
-    """log(1 - (1 - q)^tries); 0 of a word that is all there is."""
-    never = tries * jnp.log1p(-jnp.exp(log_q))
-    return jnp.log(-jnp.expm1(never))
+    """log(1 - (1 - q)^tries), the log-probability that a word is among the draws; 0 for q = 1."""
+    log_never = tries * jnp.log1p(-jnp.exp(log_q))
+    return jnp.log(-jnp.expm1(log_never))
 
 
 def _unique(sampler: Sampler, key: Array, count: int) -> tuple[Int[Array, " S"], Int[Array, ""]]:
-    """The first `count` different words of a stream of draws, and how many draws it took."""
+    """(the first `count` different words of a stream of draws, the number of draws until the last of them)."""
     size = max(count, 128)
     order = jnp.arange(size, dtype=jnp.int32)
 
-    def more(state: Any) -> Any:
-        key, seen, found, tries, ids = state
-        key, now = jax.random.split(key)
-        drawn = sampler.draw(now, (size,))
-        first = jnp.full(sampler.vocab, size, jnp.int32).at[drawn].min(order)[drawn] == order
-        new = first & ~seen[drawn]
-        place = found + jnp.cumsum(new.astype(jnp.int32)) - 1
-        ids = ids.at[jnp.where(new, place, count)].set(drawn, mode="drop")
-        enough = jnp.argmax(place >= count - 1).astype(jnp.int32) + 1
-        used = jnp.where(place[-1] >= count - 1, enough, size)
+    def draw_more(state: Any) -> Any:
+        key, seen, distinct, tries, ids = state
+        key, draw_key = jax.random.split(key)
+        drawn = sampler.draw(draw_key, (size,))
+        is_first = jnp.full(sampler.vocab, size, jnp.int32).at[drawn].min(order)[drawn] == order
+        is_new = is_first & ~seen[drawn]
+        place = distinct + jnp.cumsum(is_new.astype(jnp.int32)) - 1
+        ids = ids.at[jnp.where(is_new, place, count)].set(drawn, mode="drop")
+        until_enough = jnp.argmax(place >= count - 1).astype(jnp.int32) + 1
+        used = jnp.where(place[-1] >= count - 1, until_enough, size)
         return key, seen.at[drawn].set(True), place[-1] + 1, tries + used, ids
 
     start = key, jnp.zeros(sampler.vocab, jnp.bool_), jnp.int32(0), jnp.int32(0), jnp.zeros(count, jnp.int32)
-    _, _, _, tries, ids = lax.while_loop(lambda state: state[2] < count, more, start)
+    _, _, _, tries, ids = lax.while_loop(lambda state: state[2] < count, draw_more, start)
     return ids, tries

@@ -1,4 +1,4 @@
-"""An order of words in which similar ones stand side by side: its ranges are classes, and the subtrees of a tree."""
+"""An order of words in which similar words stand side by side: its ranges are classes, and the subtrees of a tree."""
 
 from __future__ import annotations
 
@@ -8,17 +8,29 @@ import numpy as np
 
 from hpnlp.types import InputError
 
-# Power steps to a first direction, and as many of 2-means after it; sets of a few words need fewer.
+# Steps of the power method for the first direction, and then as many of 2-means, for sets of more than FEW words.
 ROUNDS, FEW = 4, 32
 
 
 def similarity_order(embeddings: Any, seed: int = 0) -> np.ndarray:
-    """The ids [V] so that words with similar `embeddings` [V, E] stand side by side: bisecting 2-means, all the way down.
+    """Orders words by bisecting 2-means, recursively, so that words with similar embeddings stand side by side.
 
-    A set of words is halved along a direction, which then becomes the difference of the halves' means, over and over; the first
-    is near the set's principal one, and looks the way that led to the set. The same for a seed, up to the machine's rounding.
-    Raises InputError on embeddings that are not finite [V, E].
-    Cost: O(V E log V) time on the host, and some 0.1 ms a word.
+    A set of words is halved along a direction, which then becomes the difference of the halves' means; this repeats. The first
+    direction is near the principal one, and its sign is that of the direction that led to the set. The result is the same for
+    the same seed, up to the machine's rounding.
+
+    Args:
+      embeddings: [V, E] finite numbers.
+      seed: of the first directions.
+
+    Returns:
+      [V] ids.
+
+    Raises:
+      InputError: embeddings are not finite numbers [V, E].
+
+    Cost:
+      O(V E log V) time on the host, and about 0.1 ms a word.
     """
     wide = np.asarray(embeddings, np.float64)
     if wide.ndim != 2 or not wide.size or not np.isfinite(wide).all():
@@ -28,33 +40,47 @@ def similarity_order(embeddings: Any, seed: int = 0) -> np.ndarray:
     order = np.arange(len(vectors))
     pending = [(0, len(order), np.zeros(vectors.shape[1], np.float32))] if len(order) > 1 else []
     while pending:
-        start, end, way = pending.pop()
+        start, end, parent_direction = pending.pop()
         half = (end - start + 1) // 2
         words = order[start:end]
-        ranked, along = _halved(vectors[words], half, way, rng)
+        ranked, direction = _bisect(vectors[words], half, parent_direction, rng)
         order[start:end] = words[ranked]
-        pending += [(low, high, along) for low, high in ((start, start + half), (start + half, end)) if high - low > 1]
+        halves = (start, start + half), (start + half, end)
+        pending += [(low, high, direction) for low, high in halves if high - low > 1]
     return order
 
 
-def _halved(x: np.ndarray, half: int, way: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The rows, the first `half` of them on one side of a direction that looks the given way, and the direction."""
+def _bisect(
+    x: np.ndarray, half: int, parent_direction: np.ndarray, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """(indices of the rows [n, E], the first `half` of them on one side of a direction; the direction [E])."""
     x = x - x.mean(axis=0)
     rounds = ROUNDS if len(x) > FEW else 1
-    along = rng.standard_normal(x.shape[1]).astype(np.float32)
+    direction = rng.standard_normal(x.shape[1]).astype(np.float32)
     for _ in range(rounds):
-        along = x.T @ (x @ along)
-        along /= max(np.linalg.norm(along), np.finfo(np.float32).tiny)
-    along = -along if along @ way < 0 else along
-    ranked = np.argsort(x @ along, kind="stable")
+        direction = x.T @ (x @ direction)
+        direction /= max(np.linalg.norm(direction), np.finfo(np.float32).tiny)
+    direction = -direction if direction @ parent_direction < 0 else direction
+    ranked = np.argsort(x @ direction, kind="stable")
     for _ in range(rounds):
-        along = x[ranked[half:]].mean(axis=0) - x[ranked[:half]].mean(axis=0)
-        ranked = np.argsort(x @ along, kind="stable")
-    return ranked, along
+        direction = x[ranked[half:]].mean(axis=0) - x[ranked[:half]].mean(axis=0)
+        ranked = np.argsort(x @ direction, kind="stable")
+    return ranked, direction
 
 
 def checked_order(order: Any, vocab: int) -> np.ndarray:
-    """`order` as an array [V]; raises InputError where it is not of every id once."""
+    """Checks that an order holds every id once.
+
+    Args:
+      order: [V] ids.
+      vocab: V, the number of words.
+
+    Returns:
+      The order as a numpy array.
+
+    Raises:
+      InputError: it does not.
+    """
     order = np.asarray(order)
     if order.shape != (vocab,) or order.dtype.kind not in "iu" or (np.sort(order) != np.arange(vocab)).any():
         raise InputError(f"order: {order.dtype} of shape {order.shape}: expected each of the ids 0 to {vocab - 1} once")

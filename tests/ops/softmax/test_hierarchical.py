@@ -196,9 +196,9 @@ def test_a_given_tree_keeps_its_shape_under_its_own_numbers(vocab):
         ([[-1, 1]], "1 is no node: expected 0 to 0"),
         ([[-1, -3]], "-3 is no node"),
         ([[1, 1], [-1, -2]], "node 0 has one child"),
-        ([[1, -1], [-1, -2]], "word 0 stands at 2 leaves"),
-        ([[1, 0], [-1, -2]], "word 2 stands at 0 leaves"),
-        ([[1, 2], [2, -1], [-2, -3], [-4, -5]], "nodes 0, 3 are no node's child"),
+        ([[1, -1], [-1, -2]], "word 0 is at 2 leaves"),
+        ([[1, 0], [-1, -2]], "word 2 is at 0 leaves"),
+        ([[1, 2], [2, -1], [-2, -3], [-4, -5]], "nodes 0, 3 are children of no node"),
         ([[-1, -2], [2, -3], [1, -4]], "nodes 1, 2 form a cycle"),
         ([[-1, -2], [1, -3]], "nodes 1 form a cycle"),
     ],
@@ -286,7 +286,7 @@ def test_rows_gathered_before_the_gradient(name, levels, monkeypatch):
     expected, (dh_too, dtable) = once(slopes, h, table, None)
     assert_close((value, dh, drows), (expected, dh_too, dtable[kept]))
     assert not np.delete(np.asarray(dtable), kept, axis=0).any()
-    with pytest.raises(InputError, match="bias beside rows"):
+    with pytest.raises(InputError, match="bias: expected None beside rows"):
         tree_nll(h, TableRows(kept, table[kept]), tree, labels, bias=jnp.zeros(len(kept)))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hpnlp.ops.softmax import proposals
+from hpnlp.ops.softmax import alias_sampler
 from hpnlp.ops.softmax.proposals import LearnedUnigram, LogUniform, Uniform, sample, unigram
 from hpnlp.types import InputError
 from tests.contracts import once
@@ -51,13 +51,15 @@ def test_alias_tables_are_exact(vocab):
     ):
         table = unigram(counts)
         q = counts / counts.sum()
-        keep, alias = proposals._alias(q)
+        keep, alias = alias_sampler._alias_table(q)
         assert (keep >= 0).all() and (keep <= 1).all()
         found = (keep + np.bincount(alias, 1 - keep, minlength=vocab)) / vocab
         np.testing.assert_allclose(found, q, rtol=1e-9, atol=1e-14)
         np.testing.assert_array_equal(table.alias, alias)
-        assert (table.rest >= 0).all() and (table.rest <= 1).all()
-        np.testing.assert_allclose((table.keep + table.rest.astype(np.float64)) / 2**32, keep, rtol=1e-9, atol=1e-12)
+        assert (table.fraction >= 0).all() and (table.fraction <= 1).all()
+        np.testing.assert_allclose(
+            (table.threshold + table.fraction.astype(np.float64)) / 2**32, keep, rtol=1e-9, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("share", [3e-12, 2e-10, 0.3, 1 - 3e-12, 1.0])
@@ -122,7 +124,7 @@ def test_one_rare_word_among_equals_is_not_slow():
     """A round of the table's making fills one column: hours, were there a round for each."""
     counts = np.full(400_000, 100.0)
     counts[3] = 1.0
-    keep, alias = proposals._alias(counts / counts.sum())
+    keep, alias = alias_sampler._alias_table(counts / counts.sum())
     np.testing.assert_allclose(
         (keep + np.bincount(alias, 1 - keep, minlength=400_000)) / 400_000, counts / counts.sum(), rtol=1e-9
     )
