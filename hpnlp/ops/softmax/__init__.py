@@ -1,4 +1,4 @@
-"""Losses over a vocabulary."""
+"""Losses over a vocabulary: exact (`cross_entropy`), and cheaper ones, one module for each technique."""
 
 from hpnlp.ops.softmax.cross_entropy import (
     linear_cross_entropy,

@@ -11,7 +11,6 @@ The hybrid layer has logits for F frequent words and for "another word", and a c
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,100 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.sampling import sample
+from hpnlp.ops.softmax.convolutional_code import Code
 from hpnlp.ops.softmax.grouped_softmax import check_k
 from hpnlp.types import InputError
 
 LOSSES = ("normalized", "logistic", "squared")
 # Score of a path that no word takes. Not -inf, whose differences are NaN in gradients.
 NEVER = np.float32(-1e30)
-
-
-def _static() -> Any:
-    return dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Code:
-    """A convolutional code of the ids 0 to vocab - 1; hashable, without arrays.
-
-    The bits of an id, the highest first, enter a shift register of K bits; K - 1 zeros follow and empty it. At each of these
-    B + K - 1 steps every generator outputs a bit, the parity of some bits of the register. A word has the
-    L = len(generators) (B + K - 1) coded bits of all steps, those of one step side by side.
-
-    Raises:
-      InputError: vocab is not 1 to 2^31 - 1, bits do not suffice, or generators are not 1 to 2^16 - 1.
-    """
-
-    #: V, the number of words.
-    vocab: int = _static()
-    #: B, the number of bits in which an id is written.
-    bits: int = _static()
-    #: Bits of the register that each output sums modulo 2; the newest bit is the highest. The longest one has K bits.
-    generators: tuple[int, ...] = _static()
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.vocab < 1 << 31:
-            raise InputError(f"vocab {self.vocab}: expected 1 to {(1 << 31) - 1} words")
-        least = (self.vocab - 1).bit_length()
-        if not least <= self.bits <= 31:
-            raise InputError(f"bits {self.bits}: {self.vocab} words need at least {least}, and int32 ids at most 31")
-        if not self.generators or not all(0 < g < 1 << 16 for g in self.generators):
-            octal = ", ".join(f"{g:o}" for g in self.generators)
-            raise InputError(f"generators ({octal}), in octal: expected one or more, each from 1 to 177777")
-
-    @property
-    def constraint(self) -> int:
-        """K, the length of the shift register."""
-        return max(self.generators).bit_length()
-
-    @property
-    def steps(self) -> int:
-        """B + K - 1, the number of steps of the register."""
-        return self.bits + self.constraint - 1
-
-    @property
-    def length(self) -> int:
-        """L, the number of coded bits of a word."""
-        return len(self.generators) * self.steps
-
-    def encode(self, ids: Any) -> Any:
-        """Coded bits of words.
-
-        Args:
-          ids: [N] integers, of numpy or JAX.
-
-        Returns:
-          [N, L] uint8, 0 or 1; of numpy for numpy ids.
-
-        Cost:
-          O(N L) time and memory.
-        """
-        xp = np if isinstance(ids, np.ndarray) else jnp
-        size, newest = self.constraint, np.arange(self.bits - 1, -self.constraint, -1)
-        # The register at each step is a window of the id's bits, whose lowest bit is the newest one; beyond the id, zeros.
-        right, left = (np.maximum(x, 0).astype(np.uint32)[None] for x in (newest, -newest))
-        windows = ((ids.astype(np.uint32)[:, None] >> right) << left) & np.uint32((1 << size) - 1)
-        # Generators have the newest bit highest, windows have it lowest.
-        masks = (np.uint32(int(f"{g:0{size}b}"[::-1], 2)) for g in self.generators)
-        coded = [xp.bitwise_count(windows & mask).astype(np.uint8) & np.uint8(1) for mask in masks]
-        return xp.stack(coded, axis=-1).reshape(ids.shape[0], self.length)
-
-    def table(self) -> UInt8[np.ndarray, "V L"]:
-        """Coded bits of all words.
-
-        Returns:
-          [V, L] uint8.
-
-        Cost:
-          O(V L) time and memory; less than a second for half a million words.
-        """
-        return self.encode(np.arange(self.vocab))
 
 
 def binary_code(vocab: int, bits: int | None = None) -> Code:
@@ -424,7 +341,7 @@ def hybrid_sample(
     z = bit_logits.astype(jnp.float32)
     classes = log_p / temperature
     if not isinstance(temperature, int | float) or temperature != 1:
-        # The weight of all other words together is p(another)^(1 / temperature) times the sum of p(word | another)^(1 / temperature).
+        # All other words together have the weight p(another)^(1 / temperature) * sum of p(word | another)^(1 / temperature).
         classes = classes.at[:, -1].add(_log_sum(z / temperature, code) - _log_sum(z, code) / temperature)
     class_key, bit_key = jax.random.split(rng)
     drawn = sample(classes, class_key).astype(jnp.int32)
@@ -476,9 +393,9 @@ def _trellis(code: Code, logits: Array, k: int, merge: Merge, points: Any = None
 
     edge, leaving, prefixes = _edge(code)
     off_edge = edge % states  # the register with 0 as the new bit
-    edge_scores = jnp.cumsum(_output_scores(outputs[edge], score_0, score_1), axis=0)
+    edge_scores = jnp.cumsum(_output_scores(outputs[edge], score_1, score_0), axis=0)
     edge_scores = jnp.concatenate([jnp.zeros((1, n), jnp.float32), edge_scores])
-    left = edge_scores[:-1] + _output_scores(outputs[off_edge], score_0, score_1)
+    left = edge_scores[:-1] + _output_scores(outputs[off_edge], score_1, score_0)
     leave = jnp.where(leaving[:, None], left, NEVER)
     # After the bits of the id, the new bit is 0 and the id stays.
     in_id = np.arange(code.steps) < code.bits
@@ -487,8 +404,8 @@ def _trellis(code: Code, logits: Array, k: int, merge: Merge, points: Any = None
     def step(carry: Any, x: Any) -> tuple[Any, None]:
         scores, ids = carry
         score_0, score_1, penalty_1, factor, leave, joined, prefix, points = x
-        bits = _output_scores(outputs, score_0[None], score_1[None])
-        scores = jnp.concatenate([scores, scores + penalty_1], axis=1) + bits[None]
+        scores = jnp.concatenate([scores, scores + penalty_1], axis=1)
+        scores = scores + _output_scores(outputs, score_1[None], score_0[None])[None]
         ids = jnp.concatenate([factor * ids, factor * ids + 1], axis=1)
         is_joined = jnp.arange(states, dtype=jnp.int32) == joined
         new = jnp.where(is_joined[:, None], leave[None], NEVER)[None]
@@ -509,8 +426,8 @@ def _trellis(code: Code, logits: Array, k: int, merge: Merge, points: Any = None
     return scores[:, 0], ids[:, 0]
 
 
-def _output_scores(outputs: np.ndarray, score_0: Array, score_1: Array) -> Array:
-    """Scores [A, N] of the output bits [A, rate], from the scores [A or 1, rate, N] of the bits being 0 and 1."""
+def _output_scores(outputs: np.ndarray, score_1: Array, score_0: Array) -> Array:
+    """Scores [A, N] of the output bits [A, rate], from the scores [A or 1, rate, N] of the bits being 1 and 0."""
     return jnp.where(outputs[..., None], score_1, score_0).sum(axis=1)
 
 

@@ -375,7 +375,7 @@ def test_vmap_and_checkpoint():
         (lambda: vmf_loss(jnp.ones((2, 3)), jnp.ones((2, 3)), product_scale=1.5), "product_scale 1.5"),
         (lambda: vmf_loss(jnp.ones((2, 3)), jnp.ones((2, 3)), product_scale=0.0), "product_scale 0.0"),
         # Past the checker of annotations, which would speak first.
-        (lambda: inspect.unwrap(log_iv)(1, jnp.ones(2, jnp.int32)), "kappa is int32: expected floating"),
+        (lambda: inspect.unwrap(log_iv)(1, jnp.ones(2, jnp.int32)), "kappa is int32: expected floating-point"),
         (lambda: inspect.unwrap(log_iv)(jnp.ones(()), jnp.ones(2)), "known while tracing"),
         (lambda: inspect.unwrap(vmf_loss)(jnp.ones((2, 3)), jnp.ones((2, 4))), "targets"),
         (lambda: inspect.unwrap(vmf_loss)(jnp.ones((2, 2, 3)), jnp.ones((2, 2, 3))), "flatten tokens"),
