@@ -1,4 +1,4 @@
-"""Maximum inner product search: for queries q [Q, D] and a table w [V, D], the rows of w with the largest q w^T."""
+"""Maximum inner product search: the rows of a table w [V, D] with the largest q w^T, for queries q [Q, D]."""
 
 from hpnlp.ops.search.exact import exact_search, recall
 from hpnlp.ops.search.ivf import IvfIndex, build_ivf, ivf_search

@@ -1,8 +1,8 @@
-"""Approximate maximum inner product search in an inverted file: rows in cells of near ones, of which a query reads a few.
+"""Approximate maximum inner product search in an inverted file (IVF): a query reads the rows of a few cells of k-means.
 
-The rows of a cell lie side by side, so a query reads a stretch of memory a cell. Cells are ordered by the best score that a
-query may expect of their rows, not by that of their mean: rows of one direction and different norms share a cell, and its
-mean says little of its longest row.
+The rows of a cell are contiguous in memory. A query ranks the cells by the best score that it can expect of their rows, not by
+the score of their mean: rows of one direction and different norms share a cell, and its mean is a poor estimate of its longest
+row.
 """
 
 from __future__ import annotations
@@ -22,33 +22,42 @@ from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.search.exact import LOWEST, best_of, check_bias, check_search, exact_search, product
 from hpnlp.types import InputError
 
-# Of how many rows a cell k-means takes its sample, and how many rows look for a cell at a time.
+# Rows for each cell in the sample that k-means is run on.
 SAMPLE = 64
+# Rows whose nearest cell is computed at a time, on the host.
 ROWS = 4096
-# The largest cell over the mean one; rows beyond it go to the next nearest cell. How often they look for one with room.
+# Default capacity of a cell over the mean number of rows; further rows go to the next nearest cell.
 SLACK = 4
+# Rounds in which rows without a cell look for the nearest one with room; after them, any cell is taken.
 ROUNDS = 32
-# Cells are read through windows of the capacity over powers of sqrt(2): small ones need not be read as if they were full.
+# Sizes of the windows through which cells are read: the capacity over powers of sqrt(2). A small cell is read through a small
+# window.
 WINDOWS = 9
-# Neighbours in a cell of which only the largest score is kept at first: the best are made again. How many are kept at a time.
+# Neighbouring rows of a cell of which only the largest score is kept at first; the scores of the best are computed again.
 FOLD = 8
+# Maxima that are kept at a time, for a part of the queries.
 MAXIMA = 1 << 21
-# The least and most queries that read a cell together, and how many numbers are gathered at a time to make scores again.
+# Least and largest number of queries that read a cell together.
 LANES = 4, 64
+# Numbers of rows that are gathered at a time to compute scores again.
 GATHERED = 1 << 18
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IvfIndex:
-    """A table in cells. Memory: the table once more and a window of rows, C (D + 3) + V numbers.
+    """A table of V rows in C cells. It takes a copy of the table, a window of rows, and C (D + 3) + V numbers.
 
-    rows: the table's rows, cell after cell, and as many rows of nothing as the widest window has. bias: theirs, or None.
-    ids: the words of the rows. starts: the first row of each cell, and V.
-    means: of the rows of each cell. mean_bias: likewise, -inf where a cell is empty.
-    spread: how far the best of a cell's rows is expected over their mean, for a query of length 1.
-    spilled: how many rows are not in the cell of their nearest centroid, because it was full.
-    capacity: what no cell has more rows than.
+    Attributes:
+      rows: [R, D] rows of the table, cell after cell, and zeros for the widest window.
+      bias: [R] of the rows; None for no bias.
+      ids: [V] row numbers in the table.
+      starts: [C + 1] first row of each cell, and V.
+      means: [C, D] mean of the rows of each cell.
+      mean_bias: [C] mean bias of each cell; -inf for an empty cell.
+      spread: [C] expected difference of the best score of a cell's rows and the score of their mean, for a query of norm 1.
+      spilled: number of rows that are not in the cell of their nearest centroid, because it was full.
+      capacity: bound on the number of rows of a cell.
     """
 
     rows: Float[Array, "R D"]
@@ -76,50 +85,63 @@ def build_ivf(
     capacity: int | None = None,
     bias: Float[Array | np.ndarray, " V"] | None = None,
 ) -> IvfIndex:
-    """The rows of w in `cells` cells by k-means; the same index for the same seed. Runs on the host.
+    """Builds an index on the host: cells by k-means.
 
-    bias: added to the scores; finite. iterations: of Lloyd's algorithm, on a sample of 64 rows a cell; a cell that runs
-    empty starts again from the row that is served worst. capacity: the most rows of a cell; None takes four times the mean.
-    Rows that find their cell full go, the farthest first, to the nearest that is not: `spilled` counts them, none is lost.
+    Args:
+      w: [V, D] table.
+      cells: number C of cells; near sqrt(V) is usual.
+      seed: of the sample; the same seed gives the same index.
+      iterations: of Lloyd's algorithm, on a sample of 64 rows for each cell. A cell that becomes empty starts again from the
+        row that is farthest from its centroid.
+      capacity: bound on the rows of a cell; None is 4 times the mean. The rows of an over-full cell that are farthest from its
+        centroid go to the nearest cell with room; `IvfIndex.spilled` counts them, and no row is lost.
+      bias: [V] added to the scores; finite. None for no bias.
 
-    Raises InputError where the table is empty, on a bias of another size, and unless 1 <= cells <= V and cells * capacity >= V.
-    Cost: 2 C D (64 C iterations + V) operations; memory beside the index the table in float32 and 4096 x C scores.
-    Source: Sivic & Zisserman 2003, "Video Google"; Lloyd 1982.
+    Returns:
+      The index.
+
+    Raises:
+      InputError: the table is empty, the bias is not [V], cells is not 1 to V, iterations is negative, or cells * capacity is
+        under V.
+
+    Cost:
+      2 C D (64 C iterations + V) operations; memory beside the index for the table in float32 and 4096 x C scores.
+
+    References:
+      Sivic and Zisserman 2003, "Video Google: a text retrieval approach to object matching in videos".
+      Lloyd 1982, "Least squares quantization in PCM".
     """
     vocab, dim = w.shape
     if not vocab:
-        raise InputError(f"w {w.shape}: it is empty; expected at least one row")
+        raise InputError(f"w {w.shape}: the table is empty; expected at least one row")
     if not 1 <= cells <= vocab:
-        raise InputError(
-            f"cells is {cells}: expected 1 to {vocab}, the rows of the table; near its square root is usual"
-        )
+        raise InputError(f"cells is {cells}: expected 1 to {vocab}, the number of rows; near its square root is usual")
     if iterations < 0:
         raise InputError(f"iterations is {iterations}: expected 0 or more")
     size = min(-(-SLACK * vocab // cells) if capacity is None else capacity, vocab)
     if cells * size < vocab:
         raise InputError(
-            f"capacity is {size}: expected at least {-(-vocab // cells)}, so that {cells} cells hold {vocab}"
+            f"capacity is {size}: expected at least {-(-vocab // cells)}, so that {cells} cells hold {vocab} rows"
         )
     check_bias(bias, vocab)
     table = np.asarray(w)
     x = table.astype(np.float32)
     if bias is not None:
         x = np.concatenate([x, np.asarray(bias, np.float32)[:, None]], axis=1)
-    own, spilled = _spill(x, _centroids(x, cells, seed, iterations), size)
+    cell, spilled = _assign_cells(x, _centroids(x, cells, seed, iterations), size)
 
-    order = np.argsort(own, kind="stable")
-    counts = np.bincount(own, minlength=cells)
-    means = _means(x, own, counts)
-    apart = np.bincount(own, ((x - means[own]) ** 2).sum(axis=1), minlength=cells)
-    # The largest of n normal numbers is expected at sigma sqrt(2 log n), at most: Boucheron, Lugosi & Massart 2013, thm 2.5.
-    sigma = np.sqrt(apart / np.maximum(counts, 1) / x.shape[1])
+    order = np.argsort(cell, kind="stable")
+    counts = np.bincount(cell, minlength=cells)
+    means = _means(x, cell, counts)
+    square_sums = np.bincount(cell, ((x - means[cell]) ** 2).sum(axis=1), minlength=cells)
+    # The expected maximum of n normal numbers is at most sigma sqrt(2 log n): Boucheron, Lugosi and Massart 2013, thm. 2.5.
+    sigma = np.sqrt(square_sums / np.maximum(counts, 1) / x.shape[1])
     spread = sigma * np.sqrt(2 * np.log(np.maximum(counts, 1)))
     mean_bias = np.zeros(cells, np.float32) if bias is None else means[:, dim]
-    beyond = _windows(size)[-1]
-    padded = lambda a: np.concatenate([a[order], np.zeros((beyond, *a.shape[1:]), a.dtype)])  # noqa: E731
+    padding = _windows(size)[-1]
     return IvfIndex(
-        rows=jnp.asarray(padded(table)),
-        bias=None if bias is None else jnp.asarray(padded(x[:, dim])),
+        rows=jnp.asarray(_reordered(table, order, padding)),
+        bias=None if bias is None else jnp.asarray(_reordered(x[:, dim], order, padding)),
         ids=jnp.asarray(order, jnp.int32),
         starts=jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32),
         means=jnp.asarray(means[:, :dim]),
@@ -134,56 +156,81 @@ def build_ivf(
 def ivf_search(
     index: IvfIndex, q: Float[Array, "Q D"], k: int, *, probes: int
 ) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:
-    """The k best rows in `probes` cells of each query: (scores float32, ids int32), best first.
+    """The k best rows of the cells that a query probes.
 
-    The scores are exact; rows of other cells are not found. Where these cells have fewer than k rows, the rest has score
-    -inf and id -1. With all cells probed this is exact search, up to the order of equal scores. No gradient passes.
-    Raises InputError unless q is [Q, D], 1 <= k <= V and 1 <= probes <= cells.
-    Cost: per query 2 (C + rows of the cells) D operations, and 2 k 8 D to make the best scores again; the rows of a cell once
-    through memory for up to 64 of the queries that probe it, in windows of at most 1.5 times its size where it is not small;
-    memory O(Q (k + probes)), the scores of some four million means, and some two million maxima with room for up to four
-    times as many.
-    Source: Johnson et al. 2017, "Billion-scale similarity search with GPUs", sec. 5 (many queries).
+    Scores are exact; rows of other cells are missed. With all cells probed this is exact search, up to the order of equal
+    scores. There is no gradient.
+
+    Args:
+      index: of `build_ivf`.
+      q: [Q, D] queries.
+      k: number of rows, 1 to V.
+      probes: number of cells that each query reads, 1 to C.
+
+    Returns:
+      (scores [Q, k] float32, ids [Q, k] int32), best first; -inf and -1 where the cells have fewer than k rows.
+
+    Raises:
+      InputError: q is not [Q, D], or k or probes are out of range.
+
+    Cost:
+      For each query 2 (C + rows of the cells) D operations, and 16 k D to compute the best scores again. The rows of a cell are
+      read once for up to 64 of the queries that probe it, through a window of at most 1.5 times its size unless it is small.
+      Memory O(Q (k + probes)), the scores of about 2^22 means, and about 2^21 to 2^23 maxima.
+
+    References:
+      Johnson et al. 2017, "Billion-scale similarity search with GPUs", sec. 5.
     """
     check_search(q, index.shape, k)
     cells = index.means.shape[0]
     if not 1 <= probes <= cells:
-        raise InputError(f"probes is {probes}: expected 1 to {cells}, the cells of the index")
+        raise InputError(f"probes is {probes}: expected 1 to {cells}, the number of cells")
     index, q = lax.stop_gradient((index, q))
-    wide = q.astype(jnp.float32)
-    length = jnp.sqrt((wide**2).sum(axis=1, keepdims=True) + (0.0 if index.bias is None else 1.0))
-    means = jnp.concatenate([index.means, index.spread[:, None]], axis=1)
-    _, near = exact_search(jnp.concatenate([wide, length], axis=1), means, probes, bias=index.mean_bias)
-
+    near = _nearest_cells(index, q, probes)
     count = q.shape[0]
-    size = max(min(MAXIMA // (probes * -(-index.capacity // FOLD)), count), 1)
-    whole = count // size * size
-    parts = jax.tree.map(lambda x: x[:whole].reshape(-1, size, x.shape[1]), (q, near))
-    found = lax.map(lambda x: _search(index, x[0], x[1], k), parts)
-    found = jax.tree.map(lambda x: x.reshape(-1, k), found)
-    if whole < count:
-        rest = _search(index, q[whole:], near[whole:], k)
-        found = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), found, rest)
-    return found
+    part = max(min(MAXIMA // (probes * -(-index.capacity // FOLD)), count), 1)
+    end = count // part * part
+    blocks = jax.tree.map(lambda x: x[:end].reshape(-1, part, x.shape[1]), (q, near))
+    best = lax.map(lambda x: _search(index, x[0], x[1], k), blocks)
+    best = jax.tree.map(lambda x: x.reshape(-1, k), best)
+    if end < count:
+        last = _search(index, q[end:], near[end:], k)
+        best = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), best, last)
+    return best
+
+
+def _nearest_cells(index: IvfIndex, q: Float[Array, "Q D"], probes: int) -> Int[Array, "Q p"]:
+    """Cells with the best expected scores: the score of the mean, and the spread times the norm of the query.
+
+    The norm of the query includes the 1 that multiplies the bias.
+    """
+    wide = q.astype(jnp.float32)
+    norm = jnp.sqrt((wide**2).sum(axis=1, keepdims=True) + (0.0 if index.bias is None else 1.0))
+    means = jnp.concatenate([index.means, index.spread[:, None]], axis=1)
+    return exact_search(jnp.concatenate([wide, norm], axis=1), means, probes, bias=index.mean_bias)[1]
 
 
 def _search(index: IvfIndex, q: Float[Array, "B D"], near: Int[Array, "B p"], k: int) -> tuple[Array, Array]:
-    """The k best rows of the cells `near` each query: first the FOLD neighbours with the best maxima, then of these."""
+    """The k best rows of the cells `near` each query: first the folds with the best maxima, then the best rows of these.
+
+    A fold is FOLD neighbouring rows of a cell.
+    """
     windows = _windows(index.capacity)
     best = _maxima(index, q, near, windows).reshape(q.shape[0], -1)
     folds = windows[-1] // FOLD
     best, at = best_of(best, min(k, best.shape[1]))
     cell = jnp.take_along_axis(near, at // folds, axis=1)
     row = (index.starts[cell] + at % folds * FOLD)[:, :, None] + jnp.arange(FOLD, dtype=jnp.int32)[None, None]
-    there = (row < index.starts[cell + 1][:, :, None]) & ~jnp.isneginf(best)[:, :, None]
-    row = jnp.where(there, row, -1).reshape(q.shape[0], -1)
+    exists = (row < index.starts[cell + 1][:, :, None]) & ~jnp.isneginf(best)[:, :, None]
+    row = jnp.where(exists, row, -1).reshape(q.shape[0], -1)
 
-    def again(x: tuple[Array, Array]) -> Float[Array, " n"]:
-        at = jnp.maximum(x[1], 0)
-        s = product(x[0][None], index.rows.at[at].get(mode="promise_in_bounds"))[0]
+    def scores(x: tuple[Array, Array]) -> Float[Array, " n"]:
+        query, rows = x
+        at = jnp.maximum(rows, 0)
+        s = product(query[None], index.rows.at[at].get(mode="promise_in_bounds"))[0]
         return s if index.bias is None else s + index.bias[at]
 
-    s = lax.map(again, (q, row), batch_size=max(GATHERED // (row.shape[1] * q.shape[1]), 1))
+    s = lax.map(scores, (q, row), batch_size=max(GATHERED // (row.shape[1] * q.shape[1]), 1))
     s, at = best_of(jnp.where(row < 0, -jnp.inf, jnp.maximum(s, LOWEST)), k)
     row = jnp.take_along_axis(row, at, axis=1)
     ids = jnp.where(jnp.isneginf(s), -1, index.ids[jnp.maximum(row, 0)])
@@ -191,16 +238,16 @@ def _search(index: IvfIndex, q: Float[Array, "B D"], near: Int[Array, "B p"], k:
 
 
 def _windows(capacity: int) -> list[int]:
-    """Multiples of FOLD, the last of at least `capacity` rows."""
+    """Sizes of the windows, multiples of FOLD; the largest has at least `capacity` rows."""
     return sorted({math.ceil(capacity / 2 ** (i / 2) / FOLD) * FOLD for i in range(WINDOWS)})
 
 
 def _maxima(
     index: IvfIndex, q: Float[Array, "B D"], near: Int[Array, "B p"], windows: list[int]
 ) -> Float[Array, "B p folds"]:
-    """The best score of each FOLD neighbours in the cells `near` each query; -inf where a cell has no row.
+    """The best score of each fold of the cells `near` each query; -inf where a cell has no row.
 
-    Pairs of a query and a cell are sorted by cell, and taken up to `lanes` of one cell at a time: a product each.
+    Pairs of a query and a cell are sorted by cell. A block is up to `lanes` pairs of one cell, which take one product.
     """
     (count, probes), cells, folds = near.shape, index.means.shape[0], windows[-1] // FOLD
     pairs = count * probes
@@ -209,20 +256,20 @@ def _maxima(
     first = jnp.searchsorted(cell, jnp.arange(cells + 1, dtype=jnp.int32)).astype(jnp.int32)
     blocks = -(-jnp.diff(first) // lanes)
     ends = jnp.cumsum(blocks, dtype=jnp.int32)
-    bound = pairs // lanes + min(cells, pairs)  # of the blocks of all cells
+    bound = pairs // lanes + min(cells, pairs)  # of the number of blocks
     block = jnp.arange(bound, dtype=jnp.int32)
-    owner = jnp.minimum(jnp.searchsorted(ends, block, side="right"), cells - 1).astype(jnp.int32)
-    begin = first[owner] + (block - ends[owner] + blocks[owner]) * lanes
-    start, size = index.starts[owner], index.starts[owner + 1] - index.starts[owner]
+    block_cell = jnp.minimum(jnp.searchsorted(ends, block, side="right"), cells - 1).astype(jnp.int32)
+    begin = first[block_cell] + (block - ends[block_cell] + blocks[block_cell]) * lanes
+    start, size = index.starts[block_cell], index.starts[block_cell + 1] - index.starts[block_cell]
     window = jnp.searchsorted(jnp.asarray(windows, jnp.int32), size).astype(jnp.int32)
     queries = jnp.pad(pair // probes, (0, lanes))
-    readers = [functools.partial(_read, index, rows, folds) for rows in windows]
+    readers = [functools.partial(_read_cell, index, rows, folds) for rows in windows]
 
     def add(i: Array, best: Float[Array, "P folds"]) -> Float[Array, "P folds"]:
-        # Lanes behind the last pair of a cell are the next cell's, and nobody asks for what they find.
-        some = q.at[lax.dynamic_slice_in_dim(queries, begin[i], lanes)].get(mode="promise_in_bounds")
-        found = lax.switch(window[i], readers, some, start[i], size[i])
-        return lax.dynamic_update_slice_in_dim(best, found, i * lanes, axis=0)
+        # Lanes after the last pair of a cell hold pairs of the next cell; their results are not used.
+        block_q = q.at[lax.dynamic_slice_in_dim(queries, begin[i], lanes)].get(mode="promise_in_bounds")
+        maxima = lax.switch(window[i], readers, block_q, start[i], size[i])
+        return lax.dynamic_update_slice_in_dim(best, maxima, i * lanes, axis=0)
 
     empty = jnp.full((bound * lanes, folds), -jnp.inf, jnp.float32)
     best, *_ = vary_alike(empty, *jax.tree.leaves((index, q, near)))
@@ -231,69 +278,76 @@ def _maxima(
     return best[jnp.zeros_like(place).at[pair].set(place, unique_indices=True)].reshape(count, probes, folds)
 
 
-def _read(
+def _read_cell(
     index: IvfIndex, window: int, folds: int, q: Float[Array, "g D"], start: Array, size: Array
 ) -> Float[Array, "g folds"]:
-    """The maxima of the rows from `start` on, of which `size` count and the window has no fewer."""
-    part = lambda x: lax.dynamic_slice_in_dim(x, start, window)  # noqa: E731
-    s = product(part(index.rows), q)
-    s = s if index.bias is None else s + part(index.bias)[:, None]
-    there = jnp.arange(window, dtype=jnp.int32) < size
-    s = jnp.where(there[:, None], jnp.maximum(s, LOWEST), -jnp.inf)
+    """Maxima of the folds of the `size` rows from `start` on, read through a window of at least that many rows."""
+    s = product(lax.dynamic_slice_in_dim(index.rows, start, window), q)
+    s = s if index.bias is None else s + lax.dynamic_slice_in_dim(index.bias, start, window)[:, None]
+    in_cell = jnp.arange(window, dtype=jnp.int32) < size
+    s = jnp.where(in_cell[:, None], jnp.maximum(s, LOWEST), -jnp.inf)
     s = s.reshape(-1, FOLD, q.shape[0]).max(axis=1).T
     return jnp.pad(s, ((0, 0), (0, folds - window // FOLD)), constant_values=-jnp.inf)
 
 
+def _reordered(x: np.ndarray, order: np.ndarray, padding: int) -> np.ndarray:
+    """Rows of x in this order, and zeros after them."""
+    return np.concatenate([x[order], np.zeros((padding, *x.shape[1:]), x.dtype)])
+
+
 def _centroids(x: np.ndarray, cells: int, seed: int, iterations: int) -> np.ndarray:
+    """Centroids [C, D] of k-means on a sample of the rows x [V, D]."""
     rng = np.random.default_rng(seed)
     sample = x[rng.choice(x.shape[0], min(x.shape[0], SAMPLE * cells), replace=False)]
     centroids = sample[:cells]
     for _ in range(iterations):
-        own, distance = _nearest(sample, centroids)
-        counts = np.bincount(own, minlength=cells)
+        cell, distance = _nearest(sample, centroids)
+        counts = np.bincount(cell, minlength=cells)
         empty = np.flatnonzero(counts == 0)
-        centroids = _means(sample, own, counts)
+        centroids = _means(sample, cell, counts)
         centroids[empty] = sample[np.argsort(-distance, kind="stable")[: empty.size]]
     return centroids
 
 
-def _means(x: np.ndarray, own: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _means(x: np.ndarray, cell: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Mean [C, D] of the rows x of each cell; 0 for an empty cell."""
     means = np.zeros((counts.size, x.shape[1]), np.float32)
-    some = counts > 0
-    starts = (np.cumsum(counts) - counts)[some]
-    means[some] = np.add.reduceat(x[np.argsort(own, kind="stable")], starts) / counts[some, None].astype(np.float32)
+    nonempty = counts > 0
+    starts = (np.cumsum(counts) - counts)[nonempty]
+    sums = np.add.reduceat(x[np.argsort(cell, kind="stable")], starts)
+    means[nonempty] = sums / counts[nonempty, None].astype(np.float32)
     return means
 
 
 def _nearest(x: np.ndarray, centroids: np.ndarray, full: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The nearest centroid of each row, of those that are not full, and the squared distance to it."""
+    """(nearest centroid of each row among those that are not full, squared distance to it)."""
     offset = -0.5 * (centroids**2).sum(axis=1)
     offset = offset if full is None else np.where(full, np.float32(-np.inf), offset)
-    own, best = np.empty(x.shape[0], np.int64), np.empty(x.shape[0], np.float32)
+    cell, best = np.empty(x.shape[0], np.int64), np.empty(x.shape[0], np.float32)
     for i in range(0, x.shape[0], ROWS):
         s = x[i : i + ROWS] @ centroids.T + offset
-        own[i : i + ROWS] = s.argmax(axis=1)
+        cell[i : i + ROWS] = s.argmax(axis=1)
         best[i : i + ROWS] = s.max(axis=1)
-    return own, (x**2).sum(axis=1) - 2 * best
+    return cell, (x**2).sum(axis=1) - 2 * best
 
 
-def _spill(x: np.ndarray, centroids: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """The cell of each row, no cell with more than `capacity` rows, and how many rows are not in the nearest."""
-    own = np.full(x.shape[0], -1)
+def _assign_cells(x: np.ndarray, centroids: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """(cell of each row, with at most `capacity` rows in a cell; number of rows that are not in the nearest cell)."""
+    assigned = np.full(x.shape[0], -1)
     room = np.full(centroids.shape[0], capacity)
-    left = np.arange(x.shape[0])
+    remaining = np.arange(x.shape[0])
     spilled = 0
     for _ in range(ROUNDS):
-        cell, distance = _nearest(x[left], centroids, room == 0)
+        cell, distance = _nearest(x[remaining], centroids, room == 0)
         order = np.lexsort((distance, cell))
-        cell, rows = cell[order], left[order]
+        cell, rows = cell[order], remaining[order]
         rank = np.arange(cell.size) - np.searchsorted(cell, cell)
         fits = rank < room[cell]
-        own[rows[fits]] = cell[fits]
+        assigned[rows[fits]] = cell[fits]
         room -= np.bincount(cell[fits], minlength=room.size)
-        left = rows[~fits]
-        if not left.size:
-            return own, spilled
-        spilled = spilled or left.size
-    own[left] = np.repeat(np.arange(room.size), room)[: left.size]
-    return own, spilled
+        remaining = rows[~fits]
+        if not remaining.size:
+            return assigned, spilled
+        spilled = spilled or remaining.size
+    assigned[remaining] = np.repeat(np.arange(room.size), room)[: remaining.size]
+    return assigned, spilled

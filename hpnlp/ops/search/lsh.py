@@ -1,9 +1,10 @@
-"""Approximate maximum inner product search by locality-sensitive hashing: rows whose hash is near that of the query.
+"""Approximate maximum inner product search by locality-sensitive hashing (LSH): a query reads buckets of similar hashes.
 
-A column that makes rows equally long turns inner products into cosines, and the signs of random projections agree where the
-cosine is large. Rows are made as long as the next power of two: were it the longest row of all, the column would be all that
-is left of the short ones, and most would share a bucket. A query looks into its own bucket of each table and into those that
-its least certain signs would give; of a bucket's rows, it takes the longest first.
+The hash of a row is the signs of random projections, which agree for vectors with a large cosine. An additional column gives
+all rows the same norm, so that inner products become cosines. The common norm of a row is the next power of two over its norm:
+with the norm of the longest row for all, a short row would consist of the additional column almost alone, and most rows would
+share a bucket. A query reads its bucket in each hash table, and the buckets that result if its least certain signs are flipped
+(multi-probe LSH). Within a bucket, the longest rows are read first.
 """
 
 from __future__ import annotations
@@ -22,21 +23,26 @@ from hpnlp.ops.array_op import array_op
 from hpnlp.ops.search.exact import LOWEST, SCORES, best_of, check_bias, check_search, product
 from hpnlp.types import InputError
 
+# Bits of a hash at most: a hash table has 2^bits buckets.
 BITS = 20
-# How many rows are hashed at a time.
+# Rows that are hashed at a time, on the host.
 ROWS = 1 << 14
-# Rows that a query looks at in a table, over what as many mean buckets hold.
+# Default number of rows that a query reads in a hash table, over the mean number of rows of its buckets.
 SLACK = 2
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LshIndex:
-    """A table and, for each of T hash tables, its rows in the order of their buckets. No row is lost, whatever the sizes.
+    """A table of V rows and T hash tables of L bits. It takes T (V + 2^L + 1) integers and T L (D + 1) numbers beside w.
 
-    Memory: the table, T (V + 2^bits + 1) integers and T bits (D + 1) numbers.
-    w: the table. bias: as given. planes: whose signs are the bits. plane_bias: their part of the bias column.
-    order: the rows of bucket b of table t are order[t, starts[t, b] : starts[t, b + 1]].
+    Attributes:
+      w: [V, D] the table.
+      bias: [V] added to the scores; None for no bias.
+      planes: [T, L, D] random projections, whose signs are the bits.
+      plane_bias: [T, L] the projections of the bias.
+      order: [T, V] the rows of bucket b of hash table t are order[t, starts[t, b] : starts[t, b + 1]].
+      starts: [T, 2^L + 1] first position of each bucket in `order`, and V.
     """
 
     w: Float[Array, "V D"]
@@ -60,21 +66,38 @@ def build_lsh(
     seed: int = 0,
     bias: Float[Array | np.ndarray, " V"] | None = None,
 ) -> LshIndex:
-    """The rows of w in `tables` hash tables of 2^bits buckets; the same index for the same seed. Runs on the host.
+    """Builds hash tables on the host.
 
-    bias: added to the scores; finite. The mean row is taken off before the hash, which changes no order of scores and leaves
-    more angle between rows. The hash knows directions, and lengths within a factor of two only: where few rows are much longer
-    than the others, an inverted file finds more.
-    Raises InputError where the table is empty, on a bias of another size, unless 1 <= bits <= 20, and unless tables >= 1.
-    Cost: 2 V T bits D operations and T sorts of V codes; memory beside the index the table in float32.
-    Source: Charikar 2002, sec. 3 (the signs); Bachrach et al. 2014, "Speeding up the Xbox recommender system", sec. 3.2 (the
-    column); Yan et al. 2018, "Norm-ranging LSH for maximum inner product search" (one length for each range of norms).
+    The mean row is subtracted before hashing, which changes no ranking and increases the angles between rows. The hash depends
+    on directions, and on norms within a factor of two only: if a few rows are much longer than the others, an inverted file
+    (`build_ivf`) has the better recall.
+
+    Args:
+      w: [V, D] table.
+      bits: L, the bits of a hash, 1 to 20; near log2(V / rows of a bucket).
+      tables: T, the number of hash tables.
+      seed: of the projections; the same seed gives the same index.
+      bias: [V] added to the scores; finite. None for no bias.
+
+    Returns:
+      The index.
+
+    Raises:
+      InputError: the table is empty, the bias is not [V], bits is not 1 to 20, or tables is under 1.
+
+    Cost:
+      2 V T L D operations and T sorts of V codes; memory beside the index for the table in float32.
+
+    References:
+      Charikar 2002, "Similarity estimation techniques from rounding algorithms", sec. 3: signs of projections.
+      Bachrach et al. 2014, "Speeding up the Xbox recommender system", sec. 3.2: the additional column.
+      Yan et al. 2018, "Norm-ranging LSH for maximum inner product search": one norm for each range of norms.
     """
     vocab, dim = w.shape
     if not vocab:
-        raise InputError(f"w {w.shape}: it is empty; expected at least one row")
+        raise InputError(f"w {w.shape}: the table is empty; expected at least one row")
     if not 1 <= bits <= BITS:
-        raise InputError(f"bits is {bits}: expected 1 to {BITS}; near log2 of the rows over a bucket's rows is usual")
+        raise InputError(f"bits is {bits}: expected 1 to {BITS}; near log2(rows / rows of a bucket) is usual")
     if tables < 1:
         raise InputError(f"tables is {tables}: expected at least 1")
     check_bias(bias, vocab)
@@ -83,7 +106,7 @@ def build_lsh(
         x = np.concatenate([x, np.asarray(bias, np.float32)[:, None]], axis=1)
     x = x - x.mean(axis=0)
     norm = np.sqrt((x**2).sum(axis=1))
-    # The next power of two for each: with one limit for all, rows much shorter than the longest would be all column.
+    # The next power of two over each norm.
     limit = np.exp2(np.ceil(np.log2(np.where(norm > 0, norm, 1.0)))).astype(np.float32)
     x = x / limit[:, None]
     column = np.sqrt(np.maximum(1.0 - (norm / limit) ** 2, 0.0)).astype(np.float32)
@@ -113,43 +136,57 @@ def build_lsh(
 def lsh_search(
     index: LshIndex, q: Float[Array, "Q D"], k: int, *, probes: int, candidates: int | None = None
 ) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:
-    """The k best rows in `probes` buckets of each table: (scores float32, ids int32), best first.
+    """The k best rows of the buckets that a query probes.
 
-    candidates: how many rows a query looks at in each table, those of the nearest buckets first; None takes twice what as
-    many mean buckets hold. `lsh_candidates` says how many rows were left out by that.
-    The scores are exact; other rows are not found. Where fewer than k are, the rest has score -inf and id -1. With all
-    buckets probed and V candidates this is exact search. No gradient passes.
-    Raises InputError unless q is [Q, D], 1 <= k <= V, 1 <= probes <= 2^bits and candidates >= 1.
-    Cost: per query 2 T (bits + candidates) D operations and T candidates rows gathered; memory some four million numbers,
-    and at least the T candidates rows of one query.
+    Scores are exact; other rows are missed. With all buckets probed and V candidates this is exact search. There is no
+    gradient.
+
+    Args:
+      index: of `build_lsh`.
+      q: [Q, D] queries.
+      k: number of rows, 1 to V.
+      probes: number of buckets that each query reads in each hash table, 1 to 2^L.
+      candidates: number of rows that each query reads in each hash table, those of the nearest buckets first; None is twice the
+        number of rows of `probes` mean buckets. `lsh_candidates` returns the number of rows that were left out.
+
+    Returns:
+      (scores [Q, k] float32, ids [Q, k] int32), best first; -inf and -1 where there are fewer than k rows.
+
+    Raises:
+      InputError: q is not [Q, D], or k, probes or candidates are out of range.
+
+    Cost:
+      For each query 2 T (L + candidates) D operations, and T candidates rows to gather. Memory for about 2^22 numbers, and at
+      least for the candidates of one query.
     """
     check_search(q, index.shape, k)
     size = _check_probes(index, probes, candidates)
     index, q = lax.stop_gradient((index, q))
     tables = index.order.shape[0]
 
-    def one(x: tuple[Array, Array]) -> tuple[Array, Array]:
+    def best_candidates(x: tuple[Array, Array]) -> tuple[Array, Array]:
         query, ids = x
-        # Rows that are gathered twice cost less than finding out which they are; each is here at most once a table.
+        # A row may be a candidate of several tables. Computing its score several times is faster than removing duplicates
+        # first; each row is at most once among the candidates of a table, so that k * tables of them contain the k best rows.
         at = jnp.maximum(ids, 0)
         s = product(query[None], index.w.at[at].get(mode="promise_in_bounds"))
         s = s if index.bias is None else s + index.bias[at][None]
         s, best = best_of(jnp.where(ids[None] < 0, -jnp.inf, jnp.maximum(s, LOWEST)), k * tables)
-        found = jnp.where(jnp.isneginf(s), index.shape[0], ids[best])
-        found, s = lax.sort((found, s), dimension=1, num_keys=1)
-        again = jnp.pad(found[:, 1:] == found[:, :-1], ((0, 0), (1, 0)))
-        s, best = best_of(jnp.where(again, -jnp.inf, s), k)
-        ids = jnp.where(jnp.isneginf(s), -1, jnp.take_along_axis(found, best, axis=1))
+        best_ids = jnp.where(jnp.isneginf(s), index.shape[0], ids[best])
+        best_ids, s = lax.sort((best_ids, s), dimension=1, num_keys=1)
+        is_duplicate = jnp.pad(best_ids[:, 1:] == best_ids[:, :-1], ((0, 0), (1, 0)))
+        s, best = best_of(jnp.where(is_duplicate, -jnp.inf, s), k)
+        ids = jnp.where(jnp.isneginf(s), -1, jnp.take_along_axis(best_ids, best, axis=1))
         return jnp.where(s == LOWEST, -jnp.inf, s)[0], ids[0]
 
-    def some(q: Array) -> tuple[Array, Array]:
-        return lax.map(one, (q, _candidates(index, q, probes, size)[0]))
+    def search_block(q: Array) -> tuple[Array, Array]:
+        return lax.map(best_candidates, (q, _candidates(index, q, probes, size)[0]))
 
     count, dim = q.shape
     block = min(max(SCORES // (tables * (probes * index.planes.shape[1] + size)), 1), max(count, 1))
     blocks = -(-count // block)
     q = jnp.pad(q, ((0, blocks * block - count), (0, 0))).reshape(blocks, block, dim)
-    scores, ids = lax.map(some, q)
+    scores, ids = lax.map(search_block, q)
     return scores.reshape(-1, k)[:count], ids.reshape(-1, k)[:count]
 
 
@@ -157,23 +194,53 @@ def lsh_search(
 def lsh_candidates(
     index: LshIndex, q: Float[Array, "Q D"], *, probes: int, candidates: int | None = None
 ) -> tuple[Int[Array, "Q n"], Int[Array, " Q"]]:
-    """What `lsh_search` looks at: (ids [Q, T candidates], -1 where there is none; how many rows of the probed buckets of
-    all tables were left out because there were more). A row is there once for each table that offers it."""
+    """The rows that `lsh_search` reads.
+
+    Args:
+      index: of `build_lsh`.
+      q: [Q, D] queries.
+      probes: as in `lsh_search`.
+      candidates: as in `lsh_search`.
+
+    Returns:
+      (ids [Q, T * candidates] int32, -1 for none; number [Q] of rows of the probed buckets that were left out, int32). A row
+      occurs once for each hash table in which a probed bucket has it.
+    """
     check_search(q, index.shape, 1)
     return _candidates(index, q, probes, _check_probes(index, probes, candidates))
 
 
 def _check_probes(index: LshIndex, probes: int, candidates: int | None) -> int:
-    """The rows that a query looks at in each table."""
+    """The number of rows that a query reads in each hash table."""
     vocab, buckets = index.shape[0], index.starts.shape[1] - 1
     if not 1 <= probes <= buckets:
-        raise InputError(f"probes is {probes}: expected 1 to {buckets}, the buckets of a table")
+        raise InputError(f"probes is {probes}: expected 1 to {buckets}, the number of buckets of a hash table")
     if candidates is not None and candidates < 1:
         raise InputError(f"candidates is {candidates}: expected at least 1 row")
     return min(candidates or -(-SLACK * probes * vocab // buckets), vocab)
 
 
 def _candidates(index: LshIndex, q: Float[Array, "B D"], probes: int, size: int) -> tuple[Array, Array]:
+    """`lsh_candidates`, with `size` candidates in each hash table."""
+    buckets = _probed_buckets(index, q, probes)
+    count, tables, _ = buckets.shape
+    table = jnp.arange(tables, dtype=jnp.int32)[None, :, None]
+    first = index.starts[table, buckets]
+    ends = jnp.cumsum(index.starts[table, buckets + 1] - first, axis=2, dtype=jnp.int32)
+    # The rows of the probed buckets are laid end to end; `bucket` is the bucket of each candidate's place in this sequence.
+    place = jnp.arange(size, dtype=jnp.int32)
+    find = jax.vmap(jax.vmap(lambda ends: jnp.searchsorted(ends, place, side="right").astype(jnp.int32)))
+    bucket = jnp.minimum(find(ends), probes - 1)
+    shift = index.starts[table, buckets + 1] - ends
+    rows = place[None, None] + jnp.take_along_axis(shift, bucket, axis=2)
+    total = ends[:, :, -1]
+    exists = place[None, None] < total[:, :, None]
+    ids = jnp.where(exists, index.order[table, jnp.where(exists, rows, 0)], -1)
+    return ids.reshape(count, -1), jnp.maximum(total - size, 0).sum(axis=1, dtype=jnp.int32)
+
+
+def _probed_buckets(index: LshIndex, q: Float[Array, "B D"], probes: int) -> Int[Array, "B T p"]:
+    """The buckets that each query reads, the nearest first."""
     count, (tables, bits, dim) = q.shape[0], index.planes.shape
     margins = product(q.astype(jnp.float32), index.planes.reshape(-1, dim)).reshape(count, tables, bits)
     margins = margins + index.plane_bias[None]
@@ -182,30 +249,25 @@ def _candidates(index: LshIndex, q: Float[Array, "B D"], probes: int, size: int)
     least_certain = powers[jnp.argsort(jnp.abs(margins), axis=2)]
     flips = jnp.asarray(probe_sets(bits, probes))
     flipped = jnp.where(flips[None, None], least_certain[:, :, None], 0).sum(axis=3, dtype=jnp.int32)
-    buckets = code[:, :, None] ^ flipped
-
-    table = jnp.arange(tables, dtype=jnp.int32)[None, :, None]
-    first = index.starts[table, buckets]
-    ends = jnp.cumsum(index.starts[table, buckets + 1] - first, axis=2, dtype=jnp.int32)
-    # The rows of the buckets one behind the other: of each place the bucket, and how far into it.
-    place = jnp.arange(size, dtype=jnp.int32)
-    find = jax.vmap(jax.vmap(lambda ends: jnp.searchsorted(ends, place, side="right").astype(jnp.int32)))
-    bucket = jnp.minimum(find(ends), probes - 1)
-    shift = index.starts[table, buckets + 1] - ends
-    rows = place[None, None] + jnp.take_along_axis(shift, bucket, axis=2)
-    total = ends[:, :, -1]
-    there = place[None, None] < total[:, :, None]
-    ids = jnp.where(there, index.order[table, jnp.where(there, rows, 0)], -1)
-    return ids.reshape(count, -1), jnp.maximum(total - size, 0).sum(axis=1, dtype=jnp.int32)
+    return code[:, :, None] ^ flipped
 
 
 def probe_sets(bits: int, probes: int) -> np.ndarray:
-    """Which bits to flip, the least certain first, bool [probes, bits]: the sets whose squared margins have the least
-    expected sum, where margins are normal.
+    """Sets of bits to flip: those with the least expected sum of squared margins, for normally distributed margins.
 
-    Source: Lv et al. 2007, "Multi-probe LSH", sec. 4.4 (shift and expand) and 4.5 (an order in expectation, for all queries).
+    Args:
+      bits: of a hash, sorted by their margins, the least certain first.
+      probes: number of sets.
+
+    Returns:
+      Mask [probes, bits]; the first set is empty.
+
+    References:
+      Lv et al. 2007, "Multi-probe LSH: efficient indexing for high-dimensional similarity search", sec. 4.4: shift and expand,
+      sec. 4.5: one order in expectation for all queries.
     """
     normal = statistics.NormalDist()
+    # Squared expected margin of the i-th least certain of the bits, by its quantile.
     cost = [normal.inv_cdf(0.5 + 0.5 * (i + 1) / (bits + 1)) ** 2 for i in range(bits)]
     sets = np.zeros((probes, bits), bool)
     heap: list[tuple[float, tuple[int, ...]]] = [(cost[0], (0,))]
