@@ -1,10 +1,12 @@
-"""Dynamic tree quantization: numbers of very different sizes in 8 bits each, with a float32 scale to a row.
+"""Dynamic tree quantization: 8 bits for each number and a float32 scale for each row, over a range of seven decades.
 
-A row is scaled to a largest magnitude of 1. Then of the bits of a code some say how many decades below 1 a number is, and the
-rest where it is between two powers of ten: the larger the number, the more digits it has.
-Sources: Dettmers 2016, "8-bit approximations for parallelism in deep learning", for the levels; Dettmers et al. 2022, "8-bit
-optimizers via block-wise quantization", sec. 2, for blocks with a scale each. Here a block is a row of the last axis, so that
-the scales of an array that is divided over devices are made where the rows are.
+A row is scaled to a largest magnitude of 1. Some bits of a code hold the decade of a number below 1, and the other bits the
+position between two powers of ten: the larger the number, the more bits remain for the position. A row of the last axis is a
+block with its own scale, so that the scales of a sharded array are computed on the devices that hold the rows.
+
+References:
+  Dettmers 2016, "8-bit approximations for parallelism in deep learning": the levels.
+  Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", sec. 2: blocks with a scale each.
 """
 
 from __future__ import annotations
@@ -18,21 +20,31 @@ from jaxtyping import Array, Float, UInt8
 
 from hpnlp.ops.array_op import array_op
 
+# Decades below 1 that the 7 or 8 bits of a magnitude cover.
 DECADES = 7
 
 
 class Quantized(NamedTuple):
-    """An array at rest. codes: places in `levels`. scales: the largest magnitude of each row."""
+    """A quantized array.
+
+    Attributes:
+      codes: [..., n] uint8, indices into `levels`.
+      scales: [..., 1] float32, largest magnitude of each row.
+    """
 
     codes: UInt8[Array, "*rows n"]
     scales: Float[Array, "*rows 1"]
 
 
 class _Grid(NamedTuple):
-    """Magnitudes in nine segments: 0, the seven decades from 1e-7 to 1, and 1.
+    """Magnitudes of the levels, in nine segments: 0, the seven decades from 1e-7 to 1, and 1.
 
-    edges: where each segment but the first begins, half-way from the level before. starts, counts: the place of its first
-    level, and how many it has. powers: what lifts it to 0.1..1.
+    Attributes:
+      magnitudes: rising, from 0 to 1.
+      edges: least magnitude that is rounded into each segment but the first.
+      starts: index of the first level of each segment.
+      counts: number of levels of each segment.
+      powers: factor that scales each segment to 0.1 to 1.
     """
 
     magnitudes: np.ndarray
@@ -44,7 +56,7 @@ class _Grid(NamedTuple):
 
 @functools.cache
 def _grid(signed: bool) -> _Grid:
-    # Without a sign, each decade has one bit more.
+    # Without a sign bit, each decade has one bit more.
     sizes = 2 ** np.arange(0 if signed else 1, DECADES + (0 if signed else 1))
     decades = [10.0 ** (i - DECADES + 1) * (0.1 + 0.9 * (np.arange(n) + 0.5) / n) for i, n in enumerate(sizes)]
     magnitudes = np.concatenate([[0.0], *decades, [1.0]])
@@ -57,31 +69,47 @@ def _grid(signed: bool) -> _Grid:
 
 @functools.cache
 def levels(signed: bool) -> np.ndarray:
-    """The 256 numbers from -1 or 0 to 1 that codes stand for, rising, float32."""
+    """Values of the codes, before scaling.
+
+    Args:
+      signed: False for levels from 0 to 1.
+
+    Returns:
+      [256] float32, rising; the last is 1.
+    """
     magnitudes = _grid(signed).magnitudes
     return np.concatenate([-magnitudes[-2:0:-1] if signed else [], magnitudes]).astype(np.float32)
 
 
 @array_op("... n | ...", x="... n")
 def quantize(x: Float[Array, "*rows n"], *, signed: bool) -> Quantized:
-    """x to its nearest levels. signed: False for x of at least 0, of which no positive number becomes 0.
+    """Rounds each number to the nearest level of its row.
 
-    A number is off by at most 0.0071 of the largest magnitude of its row, and by 7.1% of itself where it is over a tenth of
-    that, by twice as much over a hundredth, and so on; unsigned by half of it all. Rows with what is not finite come back as
-    NaN.
-    Cost: two passes over x, some 20 operations a number.
+    The error is at most 0.0071 of the largest magnitude of the row. Relative to the number, it is at most 7.1 % for numbers
+    over 1/10 of the largest magnitude, twice that for numbers over 1/100, and so on; unsigned, half of all these. Rows with a
+    number that is not finite are dequantized to NaN.
+
+    Args:
+      x: [..., n] floating-point numbers.
+      signed: False for x of at least 0; no positive number is then rounded to 0.
+
+    Returns:
+      The quantized array.
+
+    Cost:
+      Two passes over x, about 20 operations a number.
     """
     grid = _grid(signed)
     scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32)
     y = x.astype(jnp.float32) / jnp.where(scales == 0, 1.0, scales)
-    size = jnp.abs(y)
-    # A search among 255 levels takes some ten times as long as counting edges.
-    segment = sum((size >= edge).astype(jnp.int32) for edge in grid.edges)
+    magnitude = jnp.abs(y)
+    # A binary search among 255 levels takes about 10 times as long as counting the edges.
+    segment = sum((magnitude >= edge).astype(jnp.int32) for edge in grid.edges)
     counts = jnp.asarray(grid.counts, jnp.float32)[segment]
-    within = jnp.floor((size * jnp.asarray(grid.powers)[segment] - 0.1) / 0.9 * counts)
+    within = jnp.floor((magnitude * jnp.asarray(grid.powers)[segment] - 0.1) / 0.9 * counts)
     code = jnp.asarray(grid.starts, jnp.int32)[segment] + jnp.clip(within, 0.0, counts - 1.0).astype(jnp.int32)
     if signed:
-        zero = len(grid.magnitudes) - 2  # -1 is no level
+        zero = len(grid.magnitudes) - 2  # index of level 0; -1 is no level, so that there are 256
         code = jnp.maximum(zero + jnp.where(y < 0, -code, code), 0)
     else:
         code = jnp.where(x > 0, jnp.maximum(code, 1), code)
@@ -90,5 +118,13 @@ def quantize(x: Float[Array, "*rows n"], *, signed: bool) -> Quantized:
 
 @array_op("...", x="...")
 def dequantize(x: Quantized, *, signed: bool) -> Float[Array, "*rows n"]:
-    """The float32 numbers that `quantize` has rounded to."""
+    """The rounded numbers.
+
+    Args:
+      x: result of `quantize`.
+      signed: as in `quantize`.
+
+    Returns:
+      [..., n] float32.
+    """
     return jnp.asarray(levels(signed))[x.codes.astype(jnp.int32)] * x.scales

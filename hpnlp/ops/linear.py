@@ -1,4 +1,4 @@
-"""The one linear map: every product with a parameter goes through here."""
+"""Products with parameters: every dense layer and every table of logits uses `linear` or `product`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ from hpnlp.ops.custom_vjp import vary_alike
 def linear(
     x: Float[Array, "*tokens D"], w: Float[Array, "D F"], b: Float[Array, " F"] | None = None
 ) -> Float[Array, "*tokens F"]:
-    """`x w + b` over the last axis, accumulated in float32, returned in x's dtype.
+    """Affine map `x w + b` over the last axis, accumulated in float32.
 
-    w, b: parameters; they are cast to x's dtype for the product, and their gradients are accumulated and returned in
-    their own dtype. Cost: O(tokens D F), three times that with the backward pass.
+    Tokens are flattened to one axis: on XLA:CPU a product over [B, T, D] takes about twice as long as one over [B*T, D].
 
-    The tokens are flattened to one axis: on XLA:CPU a product over `[B, T, D]` costs about twice one over `[B*T, D]`.
+    Args:
+      x: [..., D].
+      w: [D, F]; cast to the dtype of x for the product. The gradient is accumulated in float32 and has the dtype of w.
+      b: [F]; None for no bias.
+
+    Returns:
+      [..., F] in the dtype of x.
+
+    Cost:
+      O(tokens D F), 3 times that with the backward pass.
     """
     out = product(x.reshape(-1, x.shape[-1]), w)
     if b is not None:
@@ -33,27 +41,42 @@ def linear(
 
 @array_op("M F", x="M", w="_ F")
 def product(x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F"]:
-    """`x w` in float32, for what must not be rounded to x's dtype (logits); otherwise as `linear`."""
+    """Product `x w` in float32, for results that must not be rounded to the dtype of x, such as logits.
+
+    Args:
+      x: [M, D].
+      w: [D, F]; as in `linear`.
+
+    Returns:
+      [M, F] float32.
+    """
     return _product(*vary_alike(x, w))
 
 
 @accepts_numpy
 def widened(h: Float[Array, "N D"], *tables: Any) -> tuple[Any, ...]:
-    """(h, *tables) as a loss takes them: float32 for h of float16, which has no numbers for the gradients of a mean.
+    """Converts float16 operands of a loss to float32, because gradients of a mean underflow in float16.
 
-    Tables, arrays or None, keep their values as the product with h has them, rounded to float16, but not their gradients.
-    Other h and their tables are returned as they are. Cost for float16: a float32 copy of h, and of each table that is not
-    float16 itself.
+    Args:
+      h: [N, D] hidden states.
+      *tables: arrays of any shape that h is multiplied with, or None.
+
+    Returns:
+      (h, *tables). If h is float16, h is returned in float32, and tables are rounded to float16 in value, as in a product with
+      h, but not in gradient. Otherwise all are returned as they are.
+
+    Cost:
+      For float16 a float32 copy of h, and of each table that is not float16.
     """
     if h.dtype != jnp.float16:
         return h, *tables
-    # A float16 table is made wide where it is used, a block at a time.
+    # A float16 table is converted where it is used, a block at a time.
     return h.astype(jnp.float32), *(x if x is None or x.dtype == h.dtype else _rounded(x) for x in tables)
 
 
 @jax.custom_jvp
 def _rounded(x: Array) -> Array:
-    """float32 x, with the digits of float16, and the gradient as if it had its own."""
+    """Rounds x to float16 and back to float32; the gradient is that of the identity."""
     return x.astype(jnp.float16).astype(jnp.float32)
 
 
@@ -65,20 +88,23 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 @jax.custom_vjp
 def _product(x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F"]:
-    """float32 x w. Its gradients are products of x's dtype with float32 sums, whatever the dtype of w."""
+    """Float32 product x w; its gradients are products in the dtype of x with float32 sums, for any dtype of w."""
     return _dot(x, w.astype(x.dtype), 1, 0)
 
 
 @accepts_numpy
 def _product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _dot(x, w.astype(x.dtype), 1, 0), (x, w)  # not `_product`, in which policies of remat would see no product
+    return _dot(x, w.astype(x.dtype), 1, 0), (
+        x,
+        w,
+    )  # inline: inside `_product`, rematerialisation policies would not find it
 
 
 def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = saved
     dy = dy.astype(x.dtype)
     dx = _dot(dy, w.astype(x.dtype), 1, 1).astype(x.dtype)
-    # x^T dy and (dy^T x)^T are the same numbers; XLA:CPU is 1.4 times faster where the result is wide rather than tall.
+    # x^T dy equals (dy^T x)^T; XLA:CPU is 1.4 times faster if the result of the product is wide rather than tall.
     dw = _dot(dy, x, 0, 0).T if w.shape[0] > w.shape[1] else _dot(x, dy, 0, 0)
     return dx, dw.astype(w.dtype)
 

@@ -1,4 +1,4 @@
-"""Drawing one id from logits."""
+"""Sampling ids from logits: temperature, top-k and nucleus sampling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,19 @@ def sample(
     top_p: Number = 1.0,
     allowed: Bool[Array, " V"] | None = None,
 ) -> Int[Array, " N"]:
-    """`pick` with random numbers from the key `rng`."""
+    """Draws an id for each row: `pick` with random numbers from a key.
+
+    Args:
+      logits: [N, V].
+      rng: a key.
+      temperature: as in `pick`.
+      top_k: as in `restrict`.
+      top_p: as in `restrict`.
+      allowed: as in `pick`.
+
+    Returns:
+      [N] ids, integers.
+    """
     points = jax.random.uniform(rng, logits.shape[:1], jnp.float32)
     return pick(logits, points, temperature=temperature, top_k=top_k, top_p=top_p, allowed=allowed)
 
@@ -37,13 +49,25 @@ def pick(
     top_p: Number = 1.0,
     allowed: Bool[Array, " V"] | None = None,
 ) -> Int[Array, " N"]:
-    """One id a row from softmax(logits / temperature), restricted as `restrict` says; temperature 0 takes the best.
+    """Picks an id for each row from softmax(logits / temperature), after `restrict`, by inversion of the distribution function.
 
-    points: uniform in [0, 1), a row's only randomness: where in the cumulative distribution its id lies. To float32's
-    precision: probabilities are met to within 1e-6. allowed: which ids may be drawn, at least one; None for all.
+    Probabilities are met to within 1e-6, the precision of float32.
 
-    Python numbers that change nothing (0, 1) cost nothing. Cost: O(N V) for the cumulative sum, far less than the N V
-    random numbers of the Gumbel-max trick.
+    Args:
+      logits: [N, V].
+      points: [N] uniform random numbers in [0, 1), the only randomness of a row: the place of its id in the cumulative
+        distribution.
+      temperature: 0 takes the id with the largest logit.
+      top_k: as in `restrict`.
+      top_p: as in `restrict`.
+      allowed: [V] mask of the ids that may be drawn, at least one; None for all.
+
+    Returns:
+      [N] ids, integers.
+
+    Cost:
+      O(N V) for the cumulative sum, much less than the N V random numbers of the Gumbel-max trick. Options that are Python
+      numbers and change nothing (0 and 1) cost nothing.
     """
     logits = logits.astype(jnp.float32)
     if allowed is not None:
@@ -51,59 +75,75 @@ def pick(
     best = jnp.argmax(logits, axis=-1)
     if isinstance(temperature, int | float) and temperature == 0:
         return best
-    heat = jnp.asarray(temperature, jnp.float32)
-    # From the best down, so that a temperature near 0 makes -inf of the others and not inf of several.
-    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(heat > 0, heat, 1.0)
+    temperature = jnp.asarray(temperature, jnp.float32)
+    # Relative to the largest logit, so that a temperature near 0 makes -inf of the others, and not inf of several.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)
     mass = jnp.exp(restrict(scaled, top_k=top_k, top_p=top_p))
     cumulative = jnp.cumsum(mass, axis=-1)
-    # Rounding may lift the sum where nothing was added: such an id is not drawn.
+    # Rounding may increase the cumulative sum at an id of mass 0, which must not be drawn.
     reached = (cumulative > points[:, None] * cumulative[:, -1:]) & (mass > 0)
-    return jnp.where((heat > 0) & jnp.any(reached, axis=-1), jnp.argmax(reached, axis=-1), best)
+    return jnp.where((temperature > 0) & jnp.any(reached, axis=-1), jnp.argmax(reached, axis=-1), best)
 
 
 @array_op("N V", logits="N V")
 def restrict(
     logits: Float[Array, "N V"], *, top_k: int | Int[Array, ""] = 0, top_p: Number = 1.0
 ) -> Float[Array, "N V"]:
-    """Sets to -inf what top-k (Fan et al. 2018) and then nucleus sampling (Holtzman et al. 2020, sec. 3.1) leave out.
+    """Sets the logits of ids to -inf that top-k and then nucleus sampling exclude.
 
-    top_k: how many ids stay; 0 for all. top_p: the smallest set of most probable ids that reaches this mass
-    stays; at least one id does. Ties with the last id that stays, stay. Cost: 32 passes over the logits each, and no sort.
+    Ids that tie with the last one that stays, stay too.
+
+    Args:
+      logits: [N, V].
+      top_k: number of ids that stay; 0 for all.
+      top_p: the smallest set of most probable ids with at least this mass stays, and at least one id; 1 for all.
+
+    Returns:
+      [N, V] logits.
+
+    Cost:
+      32 passes over the logits for each of the two; no sort.
+
+    References:
+      Fan et al. 2018, "Hierarchical neural story generation": top-k.
+      Holtzman et al. 2020, "The curious case of neural text degeneration", sec. 3.1: nucleus sampling.
     """
     if isinstance(top_k, np.integer):
         top_k = int(top_k)
     if not isinstance(top_k, int) or top_k > 0:
         limit = jnp.where(jnp.asarray(top_k) > 0, jnp.asarray(top_k, jnp.float32), jnp.inf)
-        logits = _heaviest(logits, jnp.ones_like(logits), limit)
+        logits = _keep_heaviest(logits, jnp.ones_like(logits), limit)
     if not isinstance(top_p, int | float) or top_p < 1:
         mass = jax.nn.softmax(logits, axis=-1)
-        logits = _heaviest(logits, mass, jnp.asarray(top_p, jnp.float32))
+        logits = _keep_heaviest(logits, mass, jnp.asarray(top_p, jnp.float32))
     return logits
 
 
-def _heaviest(x: Float[Array, "N V"], weight: Float[Array, "N V"], limit: Float[Array, ""]) -> Float[Array, "N V"]:
-    """Sets to -inf every value above which there is weight of `limit` or more.
+def _keep_heaviest(x: Float[Array, "N V"], weight: Float[Array, "N V"], limit: Float[Array, ""]) -> Float[Array, "N V"]:
+    """Sets values of x to -inf if the values above them have a total weight of `limit` or more.
 
-    Bisects the bits of float32, whose order is that of the numbers. Three times as fast as a sort on CPU at V = 264.
+    Finds the threshold by bisection over the bit patterns of float32, ordered as the numbers. On CPU with V = 264, this is 3
+    times as fast as a sort.
     """
 
     def narrow(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
-        middle = (low & high) + ((low ^ high) >> 1)  # their mean, rounded down, where a sum would overflow
-        light = jnp.sum(jnp.where(x > _float(middle), weight, 0.0), axis=-1, keepdims=True) < limit
-        return jnp.where(light, low, middle + 1), jnp.where(light, middle, high)
+        middle = (low & high) + ((low ^ high) >> 1)  # mean rounded down; low + high would overflow
+        is_light = jnp.sum(jnp.where(x > _to_float(middle), weight, 0.0), axis=-1, keepdims=True) < limit
+        return jnp.where(is_light, low, middle + 1), jnp.where(is_light, middle, high)
 
-    high = _order(jnp.max(x, axis=-1, keepdims=True))
-    low = jnp.full_like(high, _order(jnp.float32(-jnp.inf)))
+    high = _to_ordered_int(jnp.max(x, axis=-1, keepdims=True))
+    low = jnp.full_like(high, _to_ordered_int(jnp.float32(-jnp.inf)))
     low, _ = jax.lax.fori_loop(0, 32, narrow, (low, high))
-    return jnp.where(x < _float(low), -jnp.inf, x)
+    return jnp.where(x < _to_float(low), -jnp.inf, x)
 
 
-def _order(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """int32 in the order of the floats."""
+def _to_ordered_int(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """Bit patterns of float32 numbers as int32, changed so that their order is that of the numbers."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _float(order: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+def _to_float(order: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Inverse of `_to_ordered_int`."""
     return jax.lax.bitcast_convert_type(order ^ ((order >> 31) & 0x7FFFFFFF), jnp.float32)
