@@ -180,7 +180,10 @@ def _vjp_of_branch(
 
 
 def _add(x: Stream, output: Array) -> Stream:
-    """Adds an output to a stream, with the rounding error from TwoSum (Knuth, "The art of computer programming" 2, sec. 4.2.2, th. B)."""
+    """Adds an output to a stream, with the rounding error from TwoSum.
+
+    Reference: Knuth, "The art of computer programming" 2, sec. 4.2.2, theorem B.
+    """
     high, low = x
     total = high + output
     output_part = total - high

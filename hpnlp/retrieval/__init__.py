@@ -1,4 +1,4 @@
-"""Retrieval: indexes over vectors, built, saved and searched."""
+"""Retrieval: indexes of vectors for maximum inner product search."""
 
 from hpnlp.retrieval.index import Index
 

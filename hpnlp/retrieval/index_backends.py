@@ -1,4 +1,4 @@
-"""The kinds of index that a spec string names: how each is built, searched, taken apart and put together again."""
+"""Kinds of index, the entries of KINDS that a spec string names: how each is built, searched, saved and loaded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ Arrays = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Settings, and what is done with a state made by them.
+    """Settings of an index, and the operations on its state.
 
-    Where `on_devices`, the state is arrays by name, which may be padded with zeros behind their ends, and `search` can be
-    compiled.
+    The state of a kind with `on_devices` is a dict of arrays, which may be padded with zeros at their ends, and `search` can be
+    compiled. The state of other kinds is any object, on the host.
     """
 
+    # Whether the state can be divided over the devices of a mesh.
     on_devices: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -33,50 +34,104 @@ class Kind:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, types[str(field.type)]) or isinstance(value, bool):
-                raise InputError(f"index {type(self).__name__.lower()}: {field.name}={value!r}: expected {field.type}")
-
-        if getattr(self, "seed", 0) < 0:
-            raise InputError(
-                f"index {type(self).__name__.lower()}: seed={getattr(self, 'seed', 0)}: expected at least 0"
-            )
+                raise InputError(f"index {self._name}: {field.name}={value!r}: expected {field.type}")
+            if field.name == "seed" and value < 0:
+                raise InputError(f"index {self._name}: seed={value}: expected at least 0")
 
     def __str__(self) -> str:
-        """The spec string that stands for it."""
+        """The spec string that `build` of `hpnlp.spec` turns into these settings."""
         settings = (f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self))
-        return f"{type(self).__name__.lower()}({', '.join(settings)})"
+        return f"{self._name}({', '.join(settings)})"
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__.lower()
 
     def build(self, vectors: np.ndarray) -> Any:
-        """The state of an index of these vectors."""
+        """Builds an index.
+
+        Args:
+          vectors: [V, D].
+
+        Returns:
+          The state.
+        """
         raise NotImplementedError
 
     def search(self, state: Any, q: Any, k: int) -> tuple[Array, Array]:
-        """(scores, ids) as `Index.search` gives them."""
+        """Searches an index.
+
+        Args:
+          state: the state.
+          q: [Q, D] queries.
+          k: number of vectors.
+
+        Returns:
+          (scores [Q, k], ids [Q, k]) as `Index.search`.
+        """
         raise NotImplementedError
 
     def check(self, state: Any, dim: int) -> None:
-        """Raises what a search of `state` would on settings that only a search looks at, without one."""
+        """Raises InputError where a search would, without one: on settings that do not fit the state.
+
+        Args:
+          state: the state, or the shapes of its arrays.
+          dim: D.
+        """
         jax.eval_shape(functools.partial(self.search, k=1), state, jax.ShapeDtypeStruct((1, dim), jnp.float32))
 
     def vectors(self, state: Any, count: int) -> np.ndarray:
-        """The `count` vectors of a state, in the order of their ids."""
+        """The vectors of a state.
+
+        Args:
+          state: the state, whose arrays may be padded.
+          count: number of vectors.
+
+        Returns:
+          [count, D] vectors in the order of their ids.
+        """
         raise NotImplementedError
 
     def add(self, state: Any, vectors: np.ndarray) -> Any:
-        """The state with more vectors, for kinds that do so by themselves."""
+        """Adds vectors; for kinds without `on_devices`, the others are built again.
+
+        Args:
+          state: the state.
+          vectors: [n, D].
+
+        Returns:
+          The new state.
+        """
         raise NotImplementedError
 
     def pack(self, state: Any) -> dict[str, np.ndarray]:
-        """The state as arrays to be saved, and `unpack` back."""
+        """Converts the state to arrays that can be saved.
+
+        Args:
+          state: the state.
+
+        Returns:
+          Arrays by name.
+        """
         return {name: np.asarray(x) for name, x in state.items()}
 
     def unpack(self, arrays: Arrays) -> Any:
+        """Inverse of `pack`.
+
+        Args:
+          arrays: by name.
+
+        Returns:
+          The state.
+        """
         return arrays
 
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Kind):
-    """Every vector, a block at a time: `hpnlp.ops.search.exact_search`."""
+    """Exact search of all vectors: `hpnlp.ops.search.exact_search`."""
 
+    #: Vectors of a block; None for a default.
     block_size: int | None = None
 
     def build(self, vectors: np.ndarray) -> Arrays:
@@ -91,12 +146,17 @@ class Exact(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Ivf(Kind):
-    """The vectors of the `probes` nearest of `cells` cells: `hpnlp.ops.search.build_ivf`, `ivf_search`."""
+    """Search of the vectors in the nearest cells of k-means: `hpnlp.ops.search.build_ivf`, `ivf_search`."""
 
+    #: Number of cells.
     cells: int
+    #: Number of cells that a query reads.
     probes: int
+    #: Iterations of k-means.
     iterations: int = 10
+    #: Bound on the vectors of a cell; None is 4 times the mean.
     capacity: int | None = None
+    #: Of the sample for k-means.
     seed: int = 0
 
     def build(self, vectors: np.ndarray) -> Arrays:
@@ -105,7 +165,7 @@ class Ivf(Kind):
         return {f.name: getattr(index, f.name) for f in dataclasses.fields(index) if f.name not in ("bias", "capacity")}
 
     def search(self, state: Arrays, q: Array, k: int) -> tuple[Array, Array]:
-        # As many rows of nothing stand behind the others as the widest window has.
+        # The rows end with padding of the size of the widest window, which has at least the capacity.
         capacity = state["rows"].shape[0] - state["ids"].shape[0]
         return ivf_search(IvfIndex(**state, bias=None, capacity=capacity), q, k, probes=self.probes)
 
@@ -115,12 +175,17 @@ class Ivf(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Lsh(Kind):
-    """The vectors of the `probes` nearest buckets of `tables` tables: `hpnlp.ops.search.build_lsh`, `lsh_search`."""
+    """Search of the vectors in the nearest hash buckets: `hpnlp.ops.search.build_lsh`, `lsh_search`."""
 
+    #: Bits of a hash.
     bits: int
+    #: Number of hash tables.
     tables: int
+    #: Number of buckets that a query reads in each hash table.
     probes: int
+    #: Number of vectors that a query reads in each hash table; None is twice that of `probes` mean buckets.
     candidates: int | None = None
+    #: Of the random projections.
     seed: int = 0
 
     def build(self, vectors: np.ndarray) -> Arrays:
@@ -136,12 +201,11 @@ class Lsh(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Faiss(Kind):
-    """What faiss.index_factory makes of `factory`, as in "IVF1024,Flat"; probes: cells that a query reads, of an IVF.
+    """An index of faiss, on the CPU and in float32. `add` adds vectors without training the index again."""
 
-    On the CPU, in float32. `add` gives it more vectors and does not train it again.
-    """
-
+    #: Argument of faiss.index_factory, as in "IVF1024,Flat".
     factory: str = "Flat"
+    #: Number of cells that a query reads, for an IVF index; None is faiss's default of 1.
     probes: int | None = None
     on_devices = False
 
@@ -155,24 +219,24 @@ class Faiss(Kind):
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1]
             raise InputError(
-                f"faiss cannot build {self.factory!r} of {vectors.shape} vectors ({reason}): choose another factory string"
+                f"faiss cannot build {self.factory!r} from vectors {vectors.shape} ({reason}): choose another factory string"
             ) from error
         self._set_probes(state)
         return state
 
     def _set_probes(self, state: Any) -> None:
-        """Before every search, because indexes that differ in their probes share a state."""
+        """Sets the probes in the faiss index, before every search, because indexes of different probes share a state."""
         try:
             cells = _faiss().extract_index_ivf(state)
         except RuntimeError as error:
             if self.probes is None:
                 return
             raise InputError(
-                f"probes={self.probes}: faiss's {self.factory!r} has no cells; leave probes out"
+                f"probes={self.probes}: the faiss index {self.factory!r} has no cells; leave probes out"
             ) from error
-        probes = 1 if self.probes is None else self.probes  # faiss's own
+        probes = 1 if self.probes is None else self.probes
         if not 1 <= probes <= cells.nlist:
-            raise InputError(f"probes is {probes}: expected 1 to {cells.nlist}, the cells of the index")
+            raise InputError(f"probes is {probes}: expected 1 to {cells.nlist}, the number of cells")
         cells.nprobe = probes
 
     def check(self, state: Any, dim: int) -> None:

@@ -231,7 +231,7 @@ def test_files_that_are_not_for_this_version(data, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="cannot read"):
         Index.load(tmp_path)
     np.save(tmp_path / "array.npy", np.zeros(3))
-    with pytest.raises(InputError, match="damaged, or no index"):
+    with pytest.raises(InputError, match="damaged, or no saved index"):
         Index.load(tmp_path / "array.npy")
 
 
@@ -273,7 +273,7 @@ def test_vectors_that_are_none(vectors, told):
 
 def test_vectors_that_are_no_array():
     """Said before beartype, which checks types while tests run, would say it."""
-    with pytest.raises(InputError, match="of type list: expected an array"):
+    with pytest.raises(InputError, match="has type list: expected an array"):
         _checked([[1.0]], "vectors")
 
 
@@ -284,8 +284,8 @@ def test_vectors_that_are_no_array():
         ({"q": np.ones(4, np.float32)}, r"q has shape \(4,\)"),
         ({"q": np.full((1, 4), np.nan, np.float32)}, "q has NaN"),
         ({"q": np.ones((1, 4), int)}, "q is int64"),
-        ({"k": 0}, "k is 0: expected a whole number, 1 to 5"),
-        ({"k": 6}, "k is 6: expected a whole number, 1 to 5"),
+        ({"k": 0}, "k is 0: expected an integer, 1 to 5"),
+        ({"k": 6}, "k is 6: expected an integer, 1 to 5"),
         ({"k": True}, "k is True"),
     ],
     ids=str,
@@ -306,9 +306,9 @@ def test_what_the_kind_refuses_is_refused_when_it_is_built(mesh):
         index = Index(kind)
         with pytest.raises(InputError, match=told):
             index.build(w)
-        with pytest.raises(InputError, match="holds nothing"):
+        with pytest.raises(InputError, match="index is empty"):
             index.search(w, 1)
-    with pytest.raises(InputError, match="at least 4 vectors, one a device"):
+    with pytest.raises(InputError, match="at least 4 vectors, one for each device"):
         Index(mesh=mesh).build(w[:3])
 
 

@@ -1,4 +1,4 @@
-"""Output layers: hidden states to a loss over a vocabulary, and back. `model.output` names an entry of OUTPUTS."""
+"""Output layers: hidden states to a loss over a vocabulary, and to predictions. `model.output` names an entry of OUTPUTS."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ OUTPUTS: dict[str, type[OutputLayer]] = {
 
 
 def is_normalized(spec: str) -> bool:
-    """True if the loss that the layer of `spec` reports is -log p(label) of a distribution over the vocabulary.
+    """Whether the reported loss of an output layer is -log p(label) of a distribution over the vocabulary.
 
-    False for negative sampling and margin losses, which give no probabilities, and for vmf, whose density is over directions
-    and not over tokens.
+    Args:
+      spec: `model.output`.
+
+    Returns:
+      False for negative sampling and margin losses, which give no probabilities, and for vmf, whose density is over directions
+      and not over tokens; otherwise True.
     """
     return lookup(OUTPUTS, parse_one(spec, "model.output").name, "output layer").is_normalized

@@ -1,4 +1,4 @@
-"""What every output layer is: a loss over a vocabulary, and predictions from it."""
+"""Base class of the output layers: a loss over a vocabulary, and predictions from it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from hpnlp.types import InputError, LossOut, WordStats
 
 
 class OutputLayer(nn.Module, kw_only=True):
-    """Hidden states to a loss over a vocabulary, and back to words.
+    """A loss over a vocabulary from hidden states, and predictions of words.
 
-    vocab: how many words there are. dim: features of a hidden state. stats: how the training text uses the words, for layers
-    that ask. The model fills these in; what stands in a spec is the layer's own.
+    Methods take the table as an argument, because it may be the embedding, or only some rows of it. A subclass implements `nll`
+    and `logits`, from which the other methods follow; it overrides those that it can compute more cheaply.
 
-    Methods take the table as an argument, because it may be the embedding's, or some of its rows. A layer has `nll` and
-    `logits`; what else follows from these by default may be had more cheaply.
+    The model sets vocab, dim and stats; the fields of the subclasses are the arguments of a spec string.
     """
 
+    #: V, the number of words.
     vocab: int = 0
+    #: D, the features of a hidden state.
     dim: int = 0
+    #: Counts and order of the words in the training text, for layers that need them.
     stats: WordStats | None = None
 
-    # Whether exp(log_prob) sums to one over the vocabulary.
+    # Whether exp(log_prob) sums to 1 over the vocabulary.
     is_normalized: ClassVar[bool] = True
-    # What the table's rows are: "words" by id, which the embedding may share, something else, or "" where there is no table.
+    # Meaning of the rows of the table: "words" by id, which the embedding can share; any other text; "" if there is no table.
     rows_are: ClassVar[str] = "words"
 
     def loss(
@@ -42,48 +44,112 @@ class OutputLayer(nn.Module, kw_only=True):
         weights: Float[Array, " N"],
         rng: jax.Array | None = None,
     ) -> LossOut:
-        """The weighted sum of what is trained, in nats; without an rng, of what is reported: -log p(label)."""
+        """Weighted sum of the tokens' losses, in nats.
+
+        Args:
+          table: [V, D], or `TableRows` of it where `rows` returns ids; None for layers without a table.
+          h: [N, D] hidden states.
+          labels: [N] ids of words.
+          weights: [N] factors of the losses; tokens of weight 0 have no loss and no gradient.
+          rng: a key for the training loss, which may be random. None for the loss that is reported, -log p(label).
+
+        Returns:
+          The sum, the sum of the weights, and averages that the layer reports.
+        """
         h, labels = without_silent(h, labels, weights)
         return self.weighted(self.nll(table, h, labels), labels, weights)
 
     def weighted(
-        self, each: Float[Array, " N"], labels: Int[Array, " N"], weights: Float[Array, " N"], aux: Any = None
+        self, losses: Float[Array, " N"], labels: Int[Array, " N"], weights: Float[Array, " N"], aux: Any = None
     ) -> LossOut:
-        """The record of tokens' losses, NaN where one that counts has a label that is no word.
+        """Weighted sum of losses; NaN if a token of a weight other than 0 has a label that is no word.
 
-        aux: name -> what each token reports, to be averaged.
+        Args:
+          losses: [N] of the tokens.
+          labels: [N] ids of words.
+          weights: [N] factors of the losses.
+          aux: name -> [N] values of the tokens, whose weighted mean is reported; None for no such values.
+
+        Returns:
+          The record that `loss` returns.
         """
         weights = weights.astype(jnp.float32)
-        each = jnp.where((labels >= 0) & (labels < self.vocab), each, jnp.nan)
+        losses = jnp.where((labels >= 0) & (labels < self.vocab), losses, jnp.nan)
         total = weights.sum()
         reports = {name: ((weights * value).sum(), total) for name, value in (aux or {}).items()}
-        return LossOut((weights * jnp.where(weights == 0, 0.0, each)).sum(), total, reports)
+        return LossOut((weights * jnp.where(weights == 0, 0.0, losses)).sum(), total, reports)
 
     def rows(self, labels: Int[Array, " N"], rng: jax.Array) -> Int[Array, " R"] | None:
-        """The ids, repeated or not, of the table's rows that `loss` with this rng looks up; None where it takes them all.
+        """Rows of the table that `loss` reads, for row-sparse training.
 
-        Where it names some, `loss` takes `TableRows` of at least these as its table. Tokens of no weight have label 0 here.
+        Args:
+          labels: [N] ids of words; 0 for tokens of weight 0.
+          rng: the key of `loss`.
+
+        Returns:
+          [R] ids, repeated or not: `loss` then takes `TableRows` of at least these as its table. None if it reads all rows.
         """
         return None
 
     def merges(self, rng: jax.Array | None) -> bool:
-        """Whether the loss with this rng may be had from a `partial` of slices of the table: see `FullOutput`."""
+        """Whether `loss` can be computed from `partial` of slices of the table: see `FullOutput`.
+
+        Args:
+          rng: the key of `loss`, or None.
+
+        Returns:
+          True if the layer has `partial`, and the loss with this rng is the exact softmax's.
+        """
         return False
 
     def nll(self, table: Any, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
-        """-log p(label) of each token, in nats."""
+        """-log p(label) of each token, in nats.
+
+        Args:
+          table: as in `loss`.
+          h: [N, D] hidden states.
+          labels: [N] ids of words.
+
+        Returns:
+          [N] float32.
+        """
         raise NotImplementedError
 
     def logits(self, table: Any, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
-        """Float32 scores, of which the softmax is the layer's distribution."""
+        """Scores of all words, whose softmax is the distribution of the layer.
+
+        Args:
+          table: [V, D], or None for layers without a table.
+          h: [N, D] hidden states.
+
+        Returns:
+          [N, V] float32.
+        """
         raise NotImplementedError
 
     def log_prob(self, table: Any, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
-        """log p of every word, float32."""
+        """Log-probabilities of all words.
+
+        Args:
+          table: [V, D], or None for layers without a table.
+          h: [N, D] hidden states.
+
+        Returns:
+          [N, V] float32.
+        """
         return jax.nn.log_softmax(self.logits(table, h), axis=-1)
 
     def top_k(self, table: Any, h: Float[Array, "N D"], k: int) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        """The k most probable ids of each token, best first: `(log p, ids)`."""
+        """The k most probable words of each token.
+
+        Args:
+          table: [V, D], or None for layers without a table.
+          h: [N, D] hidden states.
+          k: number of words.
+
+        Returns:
+          (log-probabilities [N, k] float32, ids [N, k]), best first.
+        """
         values, ids = jax.lax.top_k(self.log_prob(table, h), k)
         return values, ids
 
@@ -96,15 +162,40 @@ class OutputLayer(nn.Module, kw_only=True):
         top_k: int = 0,
         top_p: float | jax.Array = 1.0,
     ) -> Int[Array, " N"]:
-        """One id a token; see `ops.softmax.sampling.sample` for the arguments."""
+        """Draws a word for each token.
+
+        Args:
+          table: [V, D], or None for layers without a table.
+          h: [N, D] hidden states.
+          rng: a key.
+          temperature: as in `hpnlp.ops.sampling.pick`.
+          top_k: as in `hpnlp.ops.sampling.restrict`.
+          top_p: as in `hpnlp.ops.sampling.restrict`.
+
+        Returns:
+          [N] ids.
+        """
         return sample(self.logits(table, h), rng, temperature=temperature, top_k=top_k, top_p=top_p)
 
 
-def known_counts(stats: WordStats | None, vocab: int, what: str, instead: str) -> np.ndarray:
-    """The counts, at least 1 each: a word that the training text has not may yet be a label. Raises InputError without."""
+def required_counts(stats: WordStats | None, vocab: int, option: str, alternative: str) -> np.ndarray:
+    """Counts of the words, for a layer that cannot do without.
+
+    Args:
+      stats: of the training text, or None.
+      vocab: V, the number of words.
+      option: setting of the layer that needs the counts, for the error message.
+      alternative: setting that does not need them, for the error message.
+
+    Returns:
+      [V] counts, at least 1, because a word that is not in the training text may yet be a label.
+
+    Raises:
+      InputError: there are no counts, or their number is not V.
+    """
     if stats is None:
         raise InputError(
-            f"{what} needs the words' counts, which data.tokenizer=words(...) keeps: choose that, or {instead}"
+            f"{option} needs the words' counts, which data.tokenizer=words(...) keeps: choose that, or {alternative}"
         )
     if stats.counts.shape != (vocab,):
         raise InputError(
@@ -113,11 +204,23 @@ def known_counts(stats: WordStats | None, vocab: int, what: str, instead: str) -
     return np.maximum(stats.counts, 1)
 
 
-def known_order(stats: WordStats | None, what: str, instead: str) -> np.ndarray:
-    """The ids so that similar words stand side by side; raises InputError where that is not known."""
+def required_order(stats: WordStats | None, option: str, alternative: str) -> np.ndarray:
+    """The order in which similar words stand side by side, for a layer that cannot do without.
+
+    Args:
+      stats: of the training text, or None.
+      option: setting of the layer that needs the order, for the error message.
+      alternative: setting that does not need it, for the error message.
+
+    Returns:
+      [V] ids.
+
+    Raises:
+      InputError: there is no order.
+    """
     if stats is None or stats.order is None:
         raise InputError(
-            f"{what} needs to know which words are similar, which data.tokenizer=words(...) finds where it is trained: choose "
-            f"that, or {instead}; one that an earlier version trained does not know: train it again"
+            f"{option} needs to know which words are similar, which data.tokenizer=words(...) computes when it is trained: "
+            f"choose that, or {alternative}; if an earlier version trained the tokenizer, train it again"
         )
     return stats.order

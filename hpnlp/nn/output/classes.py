@@ -9,28 +9,29 @@ import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import embed_init, param
-from hpnlp.nn.output.base import OutputLayer, known_counts, known_order
+from hpnlp.nn.output.base import OutputLayer, required_counts, required_order
 from hpnlp.ops.softmax import adaptive
 from hpnlp.ops.softmax import class_based as ops
 from hpnlp.spec import lookup
 
 
 class AdaptiveOutput(OutputLayer):
-    """Adaptive softmax: see `ops.softmax.adaptive`; torch's `AdaptiveLogSoftmaxWithLoss` has these parameters.
+    """Adaptive softmax, with the parameters of torch's `AdaptiveLogSoftmaxWithLoss`: see `hpnlp.ops.softmax.adaptive`.
 
-    cutoffs: the ids, by falling frequency, where tails begin; without any, a sixteenth and a quarter of the vocabulary.
-    div_value: how many times narrower than the last each tail is.
-    Cost: the head for all tokens, a tail for the tokens whose label it has.
+    Cost:
+      The head for all tokens, and a tail for the tokens whose label it has.
     """
 
+    #: First ids of the tails, for ids sorted by falling frequency; empty for 1/16 and 1/4 of the vocabulary.
     cutoffs: tuple[int, ...] = ()
+    #: Each tail is this many times narrower than the one before it.
     div_value: int | float = 4
 
     rows_are: ClassVar[str] = ""
 
     def setup(self) -> None:
-        self.at = self.cutoffs or (max(self.vocab // 16, 1), max(self.vocab // 4, 2))
-        head, tails = adaptive.adaptive_shapes(self.dim, self.vocab, self.at, self.div_value)
+        self.tail_starts = self.cutoffs or (max(self.vocab // 16, 1), max(self.vocab // 4, 2))
+        head, tails = adaptive.adaptive_shapes(self.dim, self.vocab, self.tail_starts, self.div_value)
         self.head = param(self, "head", embed_init, head, ("classes", "embed"))
         self.tails = [_Tail(*shapes) for shapes in tails]
 
@@ -38,59 +39,64 @@ class AdaptiveOutput(OutputLayer):
         return [tail() for tail in self.tails]
 
     def nll(self, table: None, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
-        return adaptive.adaptive_nll(h, self.head, self._tails(), labels, self.at)
+        return adaptive.adaptive_nll(h, self.head, self._tails(), labels, self.tail_starts)
 
     def logits(self, table: None, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
-        return adaptive.adaptive_log_probs(h, self.head, self._tails(), self.at)
+        return adaptive.adaptive_log_probs(h, self.head, self._tails(), self.tail_starts)
 
     def top_k(self, table: None, h: Float[Array, "N D"], k: int) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        return adaptive.adaptive_top_k(h, self.head, self._tails(), self.at, k)
+        return adaptive.adaptive_top_k(h, self.head, self._tails(), self.tail_starts, k)
 
 
 class _Tail(nn.Module):
-    """A cluster's projection `kernel [d, D]` and its words' vectors `table [words, d]`."""
+    """Parameters of a tail: the projection `kernel` [d, D] and the vectors of the words `table` [words, d]."""
 
+    #: Shape of the projection.
     projection: tuple[int, int]
+    #: Shape of the vectors.
     words: tuple[int, int]
 
     @nn.compact
     def __call__(self) -> tuple[Array, Array]:
-        # Kernels are [in, out] where they are initialised, and here [out, in].
+        # Initialisers expect kernels of [in, out]; this one is [out, in].
         init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=0)
         kernel = param(self, "kernel", init, self.projection, ("hidden", "embed"))
         return kernel, param(self, "table", embed_init, self.words, ("classes", "hidden"))
 
 
 class ClassOutput(OutputLayer):
-    """Class-based softmax: see `ops.softmax.classes`. Row i of the table is of word `order[i]`.
+    """Class-based softmax: see `hpnlp.ops.softmax.class_based`. Row i of the table belongs to word `order[i]`.
 
-    classes: how many, 0 for the square root of the vocabulary. by: an entry of PARTITIONS, "size" for ranges of ids of one
-    size, "mass" for ranges of frequencies of one sum of square-rooted counts, "similar" for such ranges of similar words.
-    Cost: the classes for all tokens, and for each token the words of its label's class.
+    Cost:
+      The classes for all tokens, and for each token the words of its label's class.
     """
 
+    #: Number of classes; 0 for the square root of the vocabulary.
     classes: int = 0
+    #: Entry of PARTITIONS: "size" for ranges of ids of equal size, "mass" for ranges of words sorted by frequency with equal
+    #: sums of square roots of counts, "similar" for such ranges of words sorted by similarity.
     by: str = "size"
 
     rows_are: ClassVar[str] = "words in the order of their classes"
 
     def setup(self) -> None:
         count = self.classes or max(round(math.sqrt(self.vocab)), 1)
-        self.parts = lookup(PARTITIONS, self.by, "partition")(self, count)
+        self.partition = lookup(PARTITIONS, self.by, "partition")(self, count)
         self.head = param(self, "head", embed_init, (count, self.dim), ("classes", "embed"))
 
     def nll(self, table: Float[Array, "V D"], h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
-        return ops.class_nll(h, self.head, table, self.parts, labels)
+        return ops.class_nll(h, self.head, table, self.partition, labels)
 
     def logits(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, "N V"]:
-        return ops.class_log_probs(h, self.head, table, self.parts)
+        return ops.class_log_probs(h, self.head, table, self.partition)
 
     def top_k(
         self, table: Float[Array, "V D"], h: Float[Array, "N D"], k: int
     ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        return ops.class_top_k(h, self.head, table, self.parts, k)
+        return ops.class_top_k(h, self.head, table, self.partition, k)
 
 
+# name -> (layer, number of classes) -> classes
 PARTITIONS = {
     "size": lambda layer, count: ops.equal_size_classes(layer.vocab, count),
     "mass": lambda layer, count: _equal_mass(layer, count, similar=False),
@@ -99,6 +105,6 @@ PARTITIONS = {
 
 
 def _equal_mass(layer: ClassOutput, count: int, similar: bool) -> ops.Classes:
-    what = "by='similar'" if similar else "by='mass'"
-    order = known_order(layer.stats, what, "by=mass") if similar else None
-    return ops.equal_mass_classes(known_counts(layer.stats, layer.vocab, what, "by=size"), count, order=order)
+    option = "by='similar'" if similar else "by='mass'"
+    order = required_order(layer.stats, option, "by=mass") if similar else None
+    return ops.equal_mass_classes(required_counts(layer.stats, layer.vocab, option, "by=size"), count, order=order)

@@ -1,4 +1,4 @@
-"""Output layers that predict the bits of a word's code."""
+"""Output layers that predict the bits of a word's code: binary, hybrid, and error-correcting."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ from hpnlp.types import InputError, LossOut
 
 
 class BinaryOutput(OutputLayer):
-    """The bits of a word's id, all at once: see `ops.softmax.codes`.
+    """Predicts all bits of a word's id at once: see `hpnlp.ops.softmax.binary_codes`.
 
-    frequent: how many words, those of the first ids, have a softmax of their own beside "another"; 0 for none. objective: what
-    is trained, as `code_nll` has it; what is reported is normalised over the words.
-    Cost: 6 D operations a token for each of frequent + 1 outputs and the code's.
+    Cost:
+      6 D operations a token for each of frequent + 1 outputs and each bit of the code.
     """
 
+    #: Number of words, those with the first ids, that have a softmax with one more entry for all other words; 0 for none.
     frequent: int = 0
+    #: Loss that is trained, see `code_nll`; the reported loss is "normalized".
     objective: str = "normalized"
 
     rows_are: ClassVar[str] = ""
-    corrects: ClassVar[bool] = False
+    # Whether the code is convolutional.
+    error_correcting: ClassVar[bool] = False
 
     def setup(self) -> None:
         if not 0 <= self.frequent < self.vocab:
             raise InputError(
-                f"frequent={self.frequent}: expected 0 to {self.vocab - 1}, which leaves words to the code"
+                f"frequent={self.frequent}: expected 0 to {self.vocab - 1}, so that some words have a code"
             )
         if self.vocab == 1:
             raise InputError("a vocabulary of one word has no bits to predict: choose another output layer")
-        self.code = (ops.convolutional_code if self.corrects else ops.binary_code)(self.vocab - self.frequent)
+        self.code = (ops.convolutional_code if self.error_correcting else ops.binary_code)(self.vocab - self.frequent)
         self.classes = self.frequent + 1 if self.frequent else 0
         self.project = Dense(self.classes + self.code.length, ("embed", "classes"), use_bias=True)
 
@@ -48,12 +50,12 @@ class BinaryOutput(OutputLayer):
         weights: Float[Array, " N"],
         rng: jax.Array | None = None,
     ) -> LossOut:
-        """The weighted sum of the objective; without an rng, of -log p(label)."""
         h, labels = without_silent(h, labels, weights)
-        return self.weighted(self._each(h, labels, "normalized" if rng is None else self.objective), labels, weights)
+        losses = self._losses(h, labels, "normalized" if rng is None else self.objective)
+        return self.weighted(losses, labels, weights)
 
     def nll(self, table: None, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
-        return self._each(h, labels, "normalized")
+        return self._losses(h, labels, "normalized")
 
     def logits(self, table: None, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
         classes, bits = self._scores(h)
@@ -65,30 +67,30 @@ class BinaryOutput(OutputLayer):
         classes, bits = self._scores(h)
         return ops.code_top_k(bits, self.code, k) if classes is None else ops.hybrid_top_k(classes, bits, self.code, k)
 
-    def _each(self, h: Float[Array, "N D"], labels: Int[Array, " N"], objective: str) -> Float[Array, " N"]:
+    def _losses(self, h: Float[Array, "N D"], labels: Int[Array, " N"], objective: str) -> Float[Array, " N"]:
         classes, bits = self._scores(h)
         if classes is None:
             return ops.code_nll(bits, labels, self.code, loss=objective)
         return ops.hybrid_nll(classes, bits, labels, self.code, loss=objective)
 
     def _scores(self, h: Float[Array, "N D"]) -> tuple[Array | None, Array]:
-        """Logits of the frequent words and "another", where there are any, and of the bits."""
-        found = self.project(h.astype(jnp.float32))
-        return found[:, : self.classes] if self.classes else None, found[:, self.classes :]
+        """(logits of the frequent words and of "another word", or None; logits of the bits)."""
+        outputs = self.project(h.astype(jnp.float32))
+        return outputs[:, : self.classes] if self.classes else None, outputs[:, self.classes :]
 
 
 class BinaryHybridOutput(BinaryOutput):
-    """A softmax over the frequent words, and bits for the others."""
+    """A softmax over the frequent words, and bits for the other words."""
 
     frequent: int = 1024
 
 
 class BinaryECCOutput(BinaryOutput):
-    """The bits of a convolutional code, of which up to four may be wrong: decoded by Viterbi's algorithm.
+    """Predicts the bits of a convolutional code, and corrects up to 4 wrong bits by Viterbi's algorithm.
 
-    Trained by the bits, because the normaliser of this code costs 128 operations for each of its bits.
+    The default objective is that of the single bits, because the normaliser of this code takes 128 operations a bit.
     """
 
     objective: str = "logistic"
 
-    corrects: ClassVar[bool] = True
+    error_correcting: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Output layers that rank words, or place them, and give no probabilities: margin losses and embedding prediction."""
+"""Output layers that rank words without probabilities: margin losses and embedding prediction."""
 
 from __future__ import annotations
 
@@ -20,40 +20,41 @@ from hpnlp.types import InputError, LossOut, TableRows
 
 
 class RankingOutput(OutputLayer):
-    """Scores of words that are no log-probabilities: `nll` and `log_prob` say so, `top_k` gives scores."""
+    """A layer whose scores are no log-probabilities: `nll` and `log_prob` raise InputError, `top_k` returns scores."""
 
     is_normalized: ClassVar[bool] = False
-    why: ClassVar[str] = ""
+    # Error message of `nll` and `log_prob`.
+    no_probabilities: ClassVar[str] = ""
 
     def nll(self, table: Array, h: Array, labels: Array) -> Float[Array, " N"]:
-        raise InputError(self.why)
+        raise InputError(self.no_probabilities)
 
     def log_prob(self, table: Array, h: Array) -> Float[Array, "N V"]:
-        raise InputError(self.why)
+        raise InputError(self.no_probabilities)
 
     def top_k(self, table: Array, h: Array, k: int) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        """The k best scores of each token, best first: `(scores, ids)`."""
         return exact_search(h, table.astype(h.dtype), k)
 
     def logits(self, table: Array, h: Array) -> Float[Array, "N V"]:
-        """Float32 scores."""
         return logits(h, table)
 
 
 class MarginOutput(RankingOutput):
-    """The margin between a label's score and those of the hardest negatives: see `ops.softmax.margin`.
+    """Margin between the score of the label and those of the hardest negatives: see `hpnlp.ops.softmax.margin`.
 
-    hardest: how many of them. samples: from how many words, drawn for each batch without repetition, they are taken; 0
-    for all words, by exact search, at the cost of the full softmax's logits. Without an rng, the same samples every
-    time.
-    An index that finds candidates in less is kept outside, and its ids go to `hardest` and `margin_loss` directly.
+    Without an rng, the loss uses the same samples every time. To take candidates from an index of `hpnlp.retrieval`, call
+    `hpnlp.ops.softmax.margin.hardest` and `margin_loss` with its ids.
     """
 
+    #: Number of negatives.
     hardest: int = 8
+    #: Number of words, drawn for each batch without repetition, among which the negatives are; 0 for all words, by exact
+    #: search, at the cost of the logits of a full softmax.
     samples: int = 1024
+    #: By which the label must score higher than a negative.
     margin: int | float = 1
 
-    why: ClassVar[str] = "a margin loss gives no probabilities, only an order of words: compare them by `top_k`"
+    no_probabilities: ClassVar[str] = "a margin loss gives no probabilities, only a ranking: compare words by `top_k`"
 
     def setup(self) -> None:
         if self.samples < 0:
@@ -61,7 +62,7 @@ class MarginOutput(RankingOutput):
         if self.hardest < 1:
             raise InputError(f"hardest={self.hardest}: expected at least 1 negative")
         if 0 < self.samples < min(self.hardest, self.vocab):
-            raise InputError(f"hardest={self.hardest} of samples={self.samples}: lower hardest, or raise samples to it")
+            raise InputError(f"hardest={self.hardest} of samples={self.samples}: lower hardest, or raise samples")
         if self.vocab == 1:
             raise InputError(
                 f"hardest={self.hardest}: a vocabulary of one word has no negatives: choose another output layer"
@@ -75,16 +76,15 @@ class MarginOutput(RankingOutput):
         weights: Float[Array, " N"],
         rng: jax.Array | None = None,
     ) -> LossOut:
-        """The weighted sum of the margin losses, by the table or, with samples, `TableRows` of it."""
         h, labels = without_silent(h, labels, weights)
         if self.samples:
             ids = self._samples(labels, jax.random.key(0) if rng is None else rng)
             target, noise = scores(h, table[labels], table[ids])
             negatives, _ = hardest(noise, ids, labels, min(self.hardest, self.vocab))
         else:
-            most = min(self.hardest + 1, self.vocab)
-            found, ids = exact_search(*jax.lax.stop_gradient((h, table)), most)
-            _, ids = hardest(found, ids, labels, most - 1)
+            count = min(self.hardest + 1, self.vocab)  # one of them may be the label
+            candidate_scores, ids = exact_search(*jax.lax.stop_gradient((h, table)), count)
+            _, ids = hardest(candidate_scores, ids, labels, count - 1)
             target, noise = scores(h, table[labels], table[jnp.maximum(ids, 0)])
             negatives = jnp.where(ids < 0, -jnp.inf, noise)
         return self.weighted(margin_loss(target, negatives, margin=self.margin), labels, weights)
@@ -97,19 +97,22 @@ class MarginOutput(RankingOutput):
 
 
 class VMFOutput(RankingOutput):
-    """Embedding prediction: a direction and how sure of it, by the von Mises-Fisher loss (`ops.softmax.vmf`).
+    """Embedding prediction by the von Mises-Fisher loss: the direction and the concentration of the vector of the next word.
 
-    The table's rows are where words are; they are not trained by this layer, so they should say something of the words: load
-    vectors trained elsewhere, or share the embedding. norm_penalty, product_scale: the two regularised forms.
-    Cost: 6 D^2 operations a token, whatever the vocabulary; predictions are the nearest rows.
+    The rows of the table are the vectors of the words. This layer does not train them: load vectors trained elsewhere, or share
+    the embedding. Predictions are the nearest rows. See `hpnlp.ops.softmax.vmf`.
+
+    Cost:
+      6 D^2 operations a token, for any vocabulary.
     """
 
+    #: See `vmf_loss`.
     norm_penalty: int | float = 0
+    #: See `vmf_loss`.
     product_scale: int | float = 1
 
-    why: ClassVar[str] = (
-        "vmf gives a density over directions, no probabilities of words: its loss is that of `log_density`; compare words by "
-        "`top_k`"
+    no_probabilities: ClassVar[str] = (
+        "vmf gives a density over directions, no probabilities of words: compare losses by `log_density`, words by `top_k`"
     )
 
     def setup(self) -> None:
@@ -123,15 +126,14 @@ class VMFOutput(RankingOutput):
         weights: Float[Array, " N"],
         rng: jax.Array | None = None,
     ) -> LossOut:
-        """The weighted sum of the regularised loss; without an rng, of the negative log-density."""
+        # The regularised loss is trained; without an rng, the negative log-density is reported.
         h, labels = without_silent(h, labels, weights)
         if rng is None:
             return self.weighted(-self.log_density(table, h, labels), labels, weights)
-        place, words = self.project(h.astype(jnp.float32)), jax.lax.stop_gradient(table)[labels]
-        each = vmf_loss(place, words, norm_penalty=self.norm_penalty, product_scale=self.product_scale)
-        return self.weighted(
-            each, labels, weights, {"concentration": jnp.linalg.norm(jax.lax.stop_gradient(place), axis=1)}
-        )
+        states, words = self.project(h.astype(jnp.float32)), jax.lax.stop_gradient(table)[labels]
+        losses = vmf_loss(states, words, norm_penalty=self.norm_penalty, product_scale=self.product_scale)
+        concentration = jnp.linalg.norm(jax.lax.stop_gradient(states), axis=1)
+        return self.weighted(losses, labels, weights, {"concentration": concentration})
 
     def rows(self, labels: Int[Array, " N"], rng: jax.Array) -> Int[Array, " R"]:
         return labels
@@ -139,11 +141,20 @@ class VMFOutput(RankingOutput):
     def log_density(
         self, table: Float[Array, "V D"] | TableRows, h: Float[Array, "N D"], labels: Int[Array, " N"]
     ) -> Float[Array, " N"]:
-        """log of the density, over the unit sphere in D dimensions, at each label's direction."""
+        """Log-density at the direction of each label, over the unit sphere in D dimensions.
+
+        Args:
+          table: [V, D] vectors of the words, or `TableRows` with those of the labels.
+          h: [N, D] hidden states.
+          labels: [N] ids of words.
+
+        Returns:
+          [N] float32, in nats.
+        """
         return -vmf_loss(self.project(h.astype(jnp.float32)), jax.lax.stop_gradient(table)[labels])
 
     def logits(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, "N V"]:
-        """Float32 scores: the log-density at each word's direction, up to a number that all words share."""
+        # The log-density at the direction of each word, up to a constant that all words share.
         return logits(self.project(h.astype(jnp.float32)), self._directions(table))
 
     def top_k(

@@ -8,21 +8,24 @@ from typing import ClassVar
 import jax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.nn.output.base import OutputLayer, known_counts, known_order
+from hpnlp.nn.output.base import OutputLayer, required_counts, required_order
 from hpnlp.ops.softmax import hierarchical as ops
 from hpnlp.spec import lookup
 from hpnlp.types import TableRows, WordStats
 
 
 class HierarchicalOutput(OutputLayer):
-    """A binary tree over the words: see `ops.softmax.tree`. Row n of the table is of inner node n; the last is not used.
+    """Hierarchical softmax over a binary tree of the words: see `hpnlp.ops.softmax.hierarchical`.
 
-    tree: an entry of TREES, "huffman" for the counts, "similar" for Huffman's depths where similar words share their nodes,
-    "balanced" for ids as they come.
-    Cost: 6 D operations a token for each of the first 63 nodes and the further ones on its label's path, and what the
-    optimizer does to the table.
+    Row n of the table belongs to inner node n; the last row is not used.
+
+    Cost:
+      6 D operations a token for each of the first 63 nodes and each further node on its label's path, and the optimizer's work
+      on the table.
     """
 
+    #: Entry of TREES: "huffman" from the counts; "similar" with Huffman's depths, but similar words share nodes; "balanced" in
+    #: the order of the ids.
     tree: str = "huffman"
 
     rows_are: ClassVar[str] = "nodes"
@@ -60,14 +63,15 @@ class HierarchicalOutput(OutputLayer):
         return super().sample(table, h, rng, temperature, top_k, top_p)
 
 
-# Kept, because it takes seconds for hundreds of thousands of words, and a model is traced several times.
+# Cached, because building takes seconds for hundreds of thousands of words, and a model is traced several times.
 @functools.lru_cache(maxsize=2)
 def _huffman(stats: WordStats | None, vocab: int, similar: bool) -> ops.Tree:
-    what = "tree='similar'" if similar else "tree='huffman'"
-    order = known_order(stats, what, "tree=huffman") if similar else None
-    return ops.huffman_tree(known_counts(stats, vocab, what, "tree=balanced"), order)
+    option = "tree='similar'" if similar else "tree='huffman'"
+    order = required_order(stats, option, "tree=huffman") if similar else None
+    return ops.huffman_tree(required_counts(stats, vocab, option, "tree=balanced"), order)
 
 
+# name -> layer -> tree
 TREES = {
     "balanced": lambda layer: ops.balanced_tree(layer.vocab),
     "huffman": lambda layer: _huffman(layer.stats, layer.vocab, similar=False),

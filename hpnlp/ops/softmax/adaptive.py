@@ -258,7 +258,7 @@ def _tail_logits(h: Array, tail: tuple[Array, Array]) -> Float[Array, "N words"]
 
 def _check_cutoffs(cutoffs: Sequence[int]) -> None:
     if not cutoffs or cutoffs[0] < 1 or any(a >= b for a, b in zip(cutoffs, cutoffs[1:], strict=False)):
-        raise InputError(f"cutoffs {tuple(cutoffs)}: expected rising ids, from 1 on")
+        raise InputError(f"cutoffs {tuple(cutoffs)}: expected rising numbers, from 1 on")
 
 
 def _check(h: Any, head: Any, tails: Tails, cutoffs: Sequence[int], head_bias: Any) -> int:
