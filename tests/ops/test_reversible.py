@@ -14,35 +14,35 @@ from tests.contracts import assert_close, once
 D = 8
 
 
-def mix(own, x, context, key):
-    """A branch with dropout, a loss, and a count that has no gradient."""
-    w, number = own
+def mix(layer_params, x, context, key):
+    """A branch with dropout, a reported loss, and a reported count without a gradient."""
+    w, number = layer_params
     h = jnp.tanh(x @ w["a"] + context["shift"].astype(x.dtype) + number.astype(x.dtype))
     kept = jax.random.bernoulli(jax.random.fold_in(key, number), 0.8, x.shape)
     return jnp.where(kept, h @ w["b"], jnp.zeros_like(h)), {"h_loss": jnp.sum(h**2), "ids": context["ids"].sum()}
 
 
-def feed(own, x, context, key):
-    w, _ = own
+def feed(layer_params, x, context, key):
+    w, _ = layer_params
     return jnp.sin(x @ w["b"].T) * context["shift"].astype(x.dtype), {}
 
 
-def other(own, x, context, key):
-    return jnp.cos(x @ own[0]["a"]), {"other_loss": jnp.mean(x**4)}
+def other(layer_params, x, context, key):
+    return jnp.cos(x @ layer_params[0]["a"]), {"other_loss": jnp.mean(x**4)}
 
 
-def constant(own, x, context, key):
-    return jnp.broadcast_to(jnp.sin(own[0]["b"][:1]), x.shape), {}
+def constant(layer_params, x, context, key):
+    return jnp.broadcast_to(jnp.sin(layer_params[0]["b"][:1]), x.shape), {}
 
 
-def twin(layers, params, x1, x2, *operands):
-    """The equations, layer by layer."""
+def reference(layers, params, x1, x2, *operands):
+    """The equations of the layers, with all activations kept."""
     reports = []
     for i in range(len(jax.tree.leaves(params)[0])):
-        own, (f, g) = jax.tree.map(lambda leaf, i=i: leaf[i], params), layers[i % len(layers)]
-        gain, of_f = f(own, x2, *operands)
+        layer_params, (f, g) = jax.tree.map(lambda leaf, i=i: leaf[i], params), layers[i % len(layers)]
+        gain, of_f = f(layer_params, x2, *operands)
         x1 = x1 + gain.astype(x1.dtype)
-        gain, of_g = g(own, x1, *operands)
+        gain, of_g = g(layer_params, x1, *operands)
         x2 = x2 + gain.astype(x2.dtype)
         reports.append((of_f, of_g))
     return x1, x2, reports
@@ -56,7 +56,7 @@ def arrays(count, scale=0.5, dtype="float32"):
 
 
 def loss_of(run, layers, key=None, ids=(1, 2)):
-    """Of weights, streams and an operand: all that has gradients."""
+    """A function of all differentiable arguments: weights, streams and an operand."""
     key = jax.random.key(0) if key is None else key
 
     def loss(w, x1, x2, shift):
@@ -79,45 +79,46 @@ def loss_of(run, layers, key=None, ids=(1, 2)):
     ids=["one", "loop", "turns and a half", "less than a turn"],
 )
 @pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey], ids=["key", "words"])
-def test_gradients_are_the_twins(layers, count, key):
-    """By parameters, both streams, and an operand of all layers; dropout, numbers and reports are the same."""
-    given = arrays(count)
-    found, expected = (
-        once(jax.value_and_grad(loss_of(run, layers, key(1)), (0, 1, 2, 3)), *given) for run in (reversible, twin)
+def test_gradients_match_reference(layers, count, key):
+    """Gradients by parameters, both streams, and an operand; dropout, layer numbers and reports are the same."""
+    arguments = arrays(count)
+    actual, expected = (
+        once(jax.value_and_grad(loss_of(run, layers, key(1)), (0, 1, 2, 3)), *arguments)
+        for run in (reversible, reference)
     )
     assert all(np.any(leaf) for leaf in jax.tree.leaves(expected))
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
-    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
         assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b)
 
 
-def test_reports_are_stacked_by_pairs():
+def test_reports_are_stacked_by_layer_form():
     w, x1, x2, shift = arrays(5)
-    given = [(mix, feed), (other, feed)], (w, jnp.arange(5, dtype=jnp.uint32)), x1, x2
+    arguments = [(mix, feed), (other, feed)], (w, jnp.arange(5, dtype=jnp.uint32)), x1, x2
     operands = {"shift": shift, "ids": jnp.asarray([4])}, jax.random.key(0)
-    *found, stacked = reversible(*given, *operands)
-    *expected, apart = twin(*given, *operands)
-    assert_close(found, expected)
-    whole = [jax.tree.map(lambda *leaves: jnp.stack(leaves), apart[place], apart[place + 2]) for place in range(2)]
-    assert_close(stacked, [*whole, jax.tree.map(lambda leaf: leaf[None], apart[4])])
+    *actual, stacked = reversible(*arguments, *operands)
+    *expected, apart = reference(*arguments, *operands)
+    assert_close(actual, expected)
+    undivided = [jax.tree.map(lambda *leaves: jnp.stack(leaves), apart[place], apart[place + 2]) for place in range(2)]
+    assert_close(stacked, [*undivided, jax.tree.map(lambda leaf: leaf[None], apart[4])])
 
 
 @pytest.mark.parametrize(
     ("dtype", "branches"), [("float32", "float32"), ("float64", "float64"), ("float32", "bfloat16")]
 )
-def test_streams_are_computed_again_as_they_were(dtype, branches):
-    """To the bit, from the end of 64 layers, though gains are large beside the streams that they begin with.
+def test_recomputed_streams_are_bitwise_equal(dtype, branches):
+    """Bitwise, from the end of 64 layers, although outputs of branches are much larger than the first streams.
 
-    Each branch reports what it reads, and what it reads times a parameter that is 0, whose gradient is what is read again.
+    Each branch reports its input, and its input times a parameter of 0, whose gradient is the recomputed input.
     """
 
-    def branch(own, x):
-        gain = jnp.tanh((x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True))).astype(branches) @ own["w"])
-        return gain, {"was": x, "again": jnp.sum(own["probe"] * x)}
+    def branch(layer_params, x):
+        gain = jnp.tanh((x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True))).astype(branches) @ layer_params["w"])
+        return gain, {"was": x, "again": jnp.sum(layer_params["probe"] * x)}
 
     def loss(probes, w, x):
         params = [{"w": w.astype(branches), "probe": probe} for probe in probes]
-        layer = lambda own, x: branch(own[0], x), lambda own, x: branch(own[1], x)  # noqa: E731
+        layer = lambda layer_params, x: branch(layer_params[0], x), lambda layer_params, x: branch(layer_params[1], x)  # noqa: E731
         *_, ((of_f, of_g),) = reversible([layer], params, x, x)
         return jnp.sum(of_f["again"] + of_g["again"]), (of_f["was"], of_g["was"])
 
@@ -125,12 +126,12 @@ def test_streams_are_computed_again_as_they_were(dtype, branches):
         w, x, *_ = arrays(64, 1.0, dtype)
         probe = jnp.zeros((64, *x.shape), dtype)
         again, was = once(jax.grad(loss, has_aux=True), (probe, probe), w["a"], 0.02 * x)
-        for found, expected in zip(again, was, strict=True):
-            np.testing.assert_array_equal(found, expected)
+        for actual, expected in zip(again, was, strict=True):
+            np.testing.assert_array_equal(actual, expected)
 
 
-def test_a_branch_is_asked_as_it_will_be_again():
-    """Where it has a derivative of its own, its form for that may be another program than its plain form."""
+def test_branches_with_custom_vjp_are_recomputed_bitwise():
+    """A branch with a custom derivative may be another program when it is differentiated."""
 
     @jax.custom_vjp
     def rough(x):
@@ -138,8 +139,8 @@ def test_a_branch_is_asked_as_it_will_be_again():
 
     rough.defvjp(lambda x: (jnp.tanh(x), x), lambda x, d: (d / jnp.cosh(x) ** 2,))
 
-    def branch(own, x):
-        return rough(x @ own["w"]), {"was": x, "again": jnp.sum(own["probe"] * x)}
+    def branch(layer_params, x):
+        return rough(x @ layer_params["w"]), {"was": x, "again": jnp.sum(layer_params["probe"] * x)}
 
     def loss(probe):
         *_, ((of_f, _),) = reversible([(branch, branch)], {"w": w["a"], "probe": probe}, x, x)
@@ -151,11 +152,11 @@ def test_a_branch_is_asked_as_it_will_be_again():
 
 
 def test_memory_does_not_grow_with_depth():
-    """Of activations; gradients of parameters are results."""
+    """Memory of activations; gradients of parameters are results."""
     x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
 
-    def branch(own, x):
-        return jnp.tanh(jnp.tanh(x @ own) @ own.T), {}
+    def branch(layer_params, x):
+        return jnp.tanh(jnp.tanh(x @ layer_params) @ layer_params.T), {}
 
     def temp(run, count):
         loss = lambda w, x: jnp.sum(run([(branch, branch)], w, x, x)[0])  # noqa: E731
@@ -163,24 +164,24 @@ def test_memory_does_not_grow_with_depth():
 
     few, many = temp(reversible, 4), temp(reversible, 32)
     assert many <= 1.05 * few
-    kept = 4 * 512 * 64 * 4  # of each layer, by a stack that keeps what it needs
-    assert temp(twin, 8) - temp(twin, 4) >= 4 * kept > few / 2
+    kept = 4 * 512 * 64 * 4  # bytes for each layer in a stack that keeps activations
+    assert temp(reference, 8) - temp(reference, 4) >= 4 * kept > few / 2
 
 
-def test_differentiated_twice():
-    w, *given = arrays(3)
+def test_second_derivatives_match_reference():
+    w, *arguments = arrays(3)
 
     def slope(run):
         gradients = jax.grad(loss_of(run, [(mix, feed)]))
-        return once(jax.grad(lambda w: sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients(w, *given)))), w)
+        return once(jax.grad(lambda w: sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients(w, *arguments)))), w)
 
-    for a, b in zip(jax.tree.leaves(slope(reversible)), jax.tree.leaves(slope(twin)), strict=True):
+    for a, b in zip(jax.tree.leaves(slope(reversible)), jax.tree.leaves(slope(reference)), strict=True):
         assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(b)
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["both streams", "one stream"])
-def test_gradients_on_several_devices(alike):
-    """Rows are divided; what all devices share has its gradient summed over them."""
+def test_sharded_gradients_match_reference(alike):
+    """Rows are sharded; gradients of replicated arguments are summed over the devices."""
     w, *streams, shift = arrays(5)
     x1 = jnp.concatenate([streams[0], *streams])[:8]
     x2 = x1[::-1] if alike else x1[:1]
@@ -192,43 +193,43 @@ def test_gradients_on_several_devices(alike):
         value = loss_of(reversible, [(other, feed), (other, constant)])(w, x1, x2, shift)
         return jax.lax.psum(value, "data")
 
-    def divided(*given):
+    def divided(*arguments):
         specs = (same, rows, rows if alike else same, same)
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=same)(*given)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=same)(*arguments)
 
-    def whole(w, x1, x2, shift):
-        parts = [(x1[i : i + 2], x2[i : i + 2] if alike else x2) for i in range(0, 8, 2)]
+    def undivided(w, x1, x2, shift):
+        row_pairs = [(x1[i : i + 2], x2[i : i + 2] if alike else x2) for i in range(0, 8, 2)]
         return sum(
-            loss_of(twin, [(other, feed), (other, constant)])(w, a, jnp.broadcast_to(b, a.shape), shift)
-            for a, b in parts
+            loss_of(reference, [(other, feed), (other, constant)])(w, a, jnp.broadcast_to(b, a.shape), shift)
+            for a, b in row_pairs
         )
 
-    given = w, x1, x2, shift[:1]
-    found, expected = (once(jax.grad(loss, (0, 1, 2, 3)), *given) for loss in (divided, whole))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    arguments = w, x1, x2, shift[:1]
+    actual, expected = (once(jax.grad(loss, (0, 1, 2, 3)), *arguments) for loss in (divided, undivided))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(b)
 
 
-def test_what_a_branch_closes_over_has_no_gradient_in_silence():
+def test_gradient_of_a_closed_over_value_raises():
     w, x1, x2, _ = arrays(2)
 
     def loss(scale):
-        branch = lambda own, x: (jnp.tanh(x @ own["a"]) * scale, {})  # noqa: E731
+        branch = lambda layer_params, x: (jnp.tanh(x @ layer_params["a"]) * scale, {})  # noqa: E731
         return jnp.sum(reversible([(branch, branch)], w, x1, x2)[0])
 
     with pytest.raises(jax.errors.UnexpectedTracerError):
         jax.grad(loss)(2.0)
 
 
-def test_streams_of_16_bits():
+def test_16_bit_streams_raise():
     w, x1, x2, _ = arrays(2)
     with pytest.raises(InputError, match="x1 and x2 are bfloat16 and float32, .*: pass float32"):
         reversible([(feed, feed)], w, x1.astype(jnp.bfloat16), x2)
 
 
 @pytest.mark.oracle
-def test_transformers():
-    """Its Reformer's reversible layers, around branches of ours with the same weights, in float64."""
+def test_matches_transformers_reformer():
+    """Reversible layers of the Reformer in transformers, around the same branches and weights, in float64."""
     import torch
     from transformers.models.reformer import modeling_reformer as theirs
 
@@ -248,8 +249,8 @@ def test_transformers():
     count = 5
     with jax.enable_x64(True):
         w, x, *_ = arrays(count, dtype="float64")
-        f = lambda own, x: (jnp.tanh(x @ own["a"]) @ own["b"], {})  # noqa: E731
-        g = lambda own, x: (jnp.sin(x @ own["b"].T) * own["a"].sum(), {})  # noqa: E731
+        f = lambda layer_params, x: (jnp.tanh(x @ layer_params["a"]) @ layer_params["b"], {})  # noqa: E731
+        g = lambda layer_params, x: (jnp.sin(x @ layer_params["b"].T) * layer_params["a"].sum(), {})  # noqa: E731
 
         def loss(w, x):
             y1, y2, _ = reversible([(f, g)], w, x, x)
@@ -264,9 +265,8 @@ def test_transformers():
         layer.attention, layer.feed_forward = (kind(w["a"][i], w["b"][i]) for kind in (Mix, Feed))
         layers.append(layer.train())
     stream = torch.tensor(np.asarray(x), requires_grad=True)
-    both = torch.cat(
-        [stream, stream], dim=-1
-    )  # as in its models: it gives the gradients of the two the other way round
+    # The same stream twice, as in its models: transformers swaps the gradients of the two streams.
+    both = torch.cat([stream, stream], dim=-1)
     nothing = None, None, [], [], None, False, None, False, False
     y1, y2 = theirs._ReversibleFunction.apply(both, layers, *nothing).chunk(2, dim=-1)
     out = (y1**3).sum() + (y1 * y2).sum()

@@ -1,4 +1,4 @@
-"""Drawing from logits: what may be drawn, and how often."""
+"""Sampling from logits: which ids can be drawn, and their frequencies."""
 
 import functools
 
@@ -16,7 +16,7 @@ LOGITS = st.sampled_from([-jnp.inf, -200.0, -3.0, -1.0, -0.0, 0.0, 0.5, 2.0, 80.
 
 
 def restrict_by_sorting(logits, top_k, top_p):
-    """The slow twin: what stays of one row, float64. Also how near the mass came to top_p at some id."""
+    """Reference: (mask of the ids of a row that stay, least distance of the mass above an id to top_p), in float64."""
     logits = np.asarray(logits, np.float64)
     stays = np.ones(len(logits), bool)
     if top_k:
@@ -42,7 +42,7 @@ picks = compiled(pick)
     top_k=st.integers(0, 8),
     top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
 )
-def test_restrict_equals_sorting(logits, top_k, top_p):
+def test_restrict_matches_sorting(logits, top_k, top_p):
     assume(max(logits) > -np.inf)
     expected, margin = restrict_by_sorting(logits, top_k, top_p)
     assume(top_p == 1 or margin > 1e-6)
@@ -59,7 +59,7 @@ def test_restrict_equals_sorting(logits, top_k, top_p):
     point=st.sampled_from([0.0, 0.3, float(np.float32(1) - np.float32(2**-24))]),
     temperature=st.sampled_from([0.0, 1e-30, 0.5, 1e6]),
 )
-def test_what_is_not_allowed_is_never_picked(logits, allowed, point, temperature):
+def test_only_allowed_ids_are_picked(logits, allowed, point, temperature):
     may = np.array([allowed >> i & 1 for i in range(len(logits))], bool)
     possible = may & (np.asarray(logits) > -np.inf)
     assume(possible.any())
@@ -72,11 +72,11 @@ def test_what_is_not_allowed_is_never_picked(logits, allowed, point, temperature
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "stay"),
-    # The last one's nucleus is three of the five: these have 0.37, 0.21 and 0.18 of the mass.
+    # In the last case the nucleus is three of the five ids, which have 0.37, 0.21 and 0.18 of the mass.
     [(1.0, 0, 1.0, 7), (0.5, 0, 1.0, 7), (2.0, 3, 1.0, 3), (0.7, 0, 0.8, 3), (1.5, 5, 0.7, 3)],
 )
-def test_frequencies(temperature, top_k, top_p, stay):
-    """Within four standard errors of the probabilities; what is left out is never drawn."""
+def test_sample_frequencies_match_probabilities(temperature, top_k, top_p, stay):
+    """Within four standard errors; excluded ids are never drawn."""
     draws, logits = 40000, np.array([0.3, -1.0, 2.0, 0.3, 1.1, -4.0, 0.9, -jnp.inf], np.float32)
     stays, _ = restrict_by_sorting(logits / temperature, top_k, top_p)
     p = np.where(stays, np.exp(logits.astype(np.float64) / temperature), 0.0)
@@ -88,7 +88,7 @@ def test_frequencies(temperature, top_k, top_p, stay):
     assert np.all(np.abs(frequencies - p) <= 4 * np.sqrt(p * (1 - p) / draws))
 
 
-def test_a_row_depends_on_its_own_point_alone():
+def test_rows_are_independent():
     rng = np.random.default_rng(0)
     logits, points = jnp.asarray(rng.normal(size=(6, 11)), jnp.float32), jnp.asarray(rng.uniform(size=6), jnp.float32)
     nucleus = compiled(pick, top_p=0.9)
@@ -98,7 +98,7 @@ def test_a_row_depends_on_its_own_point_alone():
     assert len(set(np.asarray(together).tolist())) > 1
 
 
-def test_temperature_zero_and_sixteen_bits():
+def test_temperature_zero_and_top_one_take_the_best_of_bfloat16_logits():
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(5, 9)), jnp.bfloat16)
     best = np.argmax(np.asarray(logits, np.float32), axis=1)
     for options in ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 1}):

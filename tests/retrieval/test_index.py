@@ -1,4 +1,4 @@
-"""An index finds what its kind finds, whole, grown, divided, saved and read back; and says what it cannot do."""
+"""Index: results of all kinds after building, adding, dividing, saving and loading; errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.contracts import once
 from tests.ops.search.tables import by_sorting, clustered
 
 V = 331
-# Each looks at everything, so that all of them are exact; in parts too, whose cells are counted apart.
+# Settings with which every kind reads all vectors, and is therefore exact; also when divided, as cells are per device.
 ALL = ("exact", "exact(block_size=16)", "ivf(cells=3,probes=3)", "lsh(bits=2,tables=1,probes=4,candidates=400)")
 FAISS = ("faiss", 'faiss("IVF3,Flat",probes=3)')
 
@@ -43,13 +43,13 @@ def assert_exact(index, q, w, k):
     np.testing.assert_allclose(scores, expected[0], rtol=1e-5, atol=1e-5)
 
 
-def same(one, other, q, k=10):
-    for a, b in zip(one.search(q, k), other.search(q, k), strict=True):
+def same(first, second, q, k=10):
+    for a, b in zip(first.search(q, k), second.search(q, k), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("kind", [*ALL, *(pytest.param(kind, marks=pytest.mark.oracle) for kind in FAISS)])
-def test_finds_the_best_whole_grown_and_read_back(kind, data, tmp_path):
+def test_build_add_save_and_load_match_sorting(kind, data, tmp_path):
     q, w = data
     index = Index(kind).build(w[:200])
     assert_exact(index, q, w[:200], 10)
@@ -64,8 +64,8 @@ def test_finds_the_best_whole_grown_and_read_back(kind, data, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "axis"), [*((kind, "data") for kind in ALL), ("exact", "tensor")])
-def test_divided_over_devices_it_finds_the_same(kind, axis, data, mesh, tmp_path):
-    """331 is a prime: parts differ in size, and k is more than some parts have."""
+def test_divided_index_matches_sorting(kind, axis, data, mesh, tmp_path):
+    """331 is prime, so that parts differ in size, and k is larger than some parts."""
     q, w = data
     index = Index(kind, mesh=mesh, axis=axis).build(w[:300])
     assert_exact(index.add(w[300:]), q, w, 10)
@@ -77,24 +77,24 @@ def test_divided_over_devices_it_finds_the_same(kind, axis, data, mesh, tmp_path
 
 @pytest.mark.parametrize("surrounding", ["none", "own", "other"])
 @pytest.mark.parametrize("kind", [ALL[0], *ALL[2:]])
-def test_divided_over_an_explicit_mesh_it_finds_the_same(kind, surrounding, data):
-    """Of the default mesh of jax.make_mesh, which is also the surrounding one or is not; q may be divided too."""
+def test_divided_index_on_explicit_mesh_matches_sorting(kind, surrounding, data):
+    """The default mesh of jax.make_mesh, as the surrounding mesh or not; the queries are sharded too."""
     q, w = data
     other = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    whole = Index(kind).build(w)
+    undivided = Index(kind).build(w)
     around = {"none": None, "own": mesh, "other": other}[surrounding]
     with contextlib.nullcontext() if around is None else jax.set_mesh(around):
         divided = jax.device_put(q[:4], jax.NamedSharding(mesh, jax.P("data")))
         index = Index(kind, mesh=mesh).build(w[:300]).add(w[300:])
         assert_exact(index, divided, w, 10)
-        assert_exact(whole, divided, w, 10)
+        assert_exact(undivided, divided, w, 10)
         assert_exact(Index(kind).build(jax.device_put(w[:328], divided.sharding)), q, w[:328], 10)
 
 
 @pytest.mark.parametrize("kind", ["exact", "ivf(cells=1,probes=1)", "lsh(bits=1,tables=1,probes=2,candidates=9)"])
-def test_padding_of_a_part_is_never_found(kind, mesh):
-    """Five vectors over four devices, all with scores below those of padding with zeros; more is asked for than a part has."""
+def test_padding_is_never_returned(kind, mesh):
+    """Five vectors over four devices, with scores below that of the padding; k is larger than a part."""
     w = -np.arange(1, 6, dtype=np.float32)[:, None] * np.ones((1, 3), np.float32)
     index = Index(kind, mesh=mesh).build(w)
     assert all(len(x.sharding.device_set) == 8 for x in jax.tree.leaves(index._state))
@@ -105,7 +105,7 @@ def test_padding_of_a_part_is_never_found(kind, mesh):
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_missing_neighbours_have_no_id(divided, data, mesh):
-    """What the kinds find, no more: a cell of each part has fewer than k rows."""
+    """The probed cell of each part has fewer than k rows."""
     q, w = data
     index = Index("ivf(cells=40,probes=1,iterations=2)", mesh=mesh if divided else None).build(w)
     scores, ids = map(np.asarray, index.search(q, 100))
@@ -113,11 +113,11 @@ def test_missing_neighbours_have_no_id(divided, data, mesh):
     true = np.einsum("qd,qkd->qk", q, w[ids])
     np.testing.assert_allclose(scores[ids >= 0], true[ids >= 0], rtol=1e-5, atol=1e-5)
     for row in ids:
-        found = row[row >= 0]
-        assert len(set(found)) == len(found) and (row[: len(found)] >= 0).all()
+        actual = row[row >= 0]
+        assert len(set(actual)) == len(actual) and (row[: len(actual)] >= 0).all()
 
 
-def test_is_what_the_functions_are(data):
+def test_index_matches_search_functions(data):
     q, w = data
     ivf = once(lambda index, q: ivf_search(index, q, 5, probes=2), build_ivf(w, cells=20, seed=3), q)
     lsh = once(lambda index, q: lsh_search(index, q, 5, probes=3), build_lsh(w, bits=4, tables=2), q)
@@ -135,7 +135,7 @@ def test_is_what_the_functions_are(data):
         pytest.param('faiss("IVF20,Flat",1)', marks=pytest.mark.oracle),
     ],
 )
-def test_probing_more_finds_more_and_leaves_the_index_as_it_was(kind, data, tmp_path):
+def test_probing_increases_recall_and_leaves_the_index_unchanged(kind, data, tmp_path):
     q, w = data
     index = Index(kind).build(w)
     before, true = index.search(q, 10), by_sorting(q, w, 10)[1]
@@ -150,7 +150,7 @@ def test_probing_more_finds_more_and_leaves_the_index_as_it_was(kind, data, tmp_
         Index().build(w).probing(2)
 
 
-def test_probing_faiss_leaves_the_index_as_it_was(data):
+def test_probing_faiss_leaves_the_index_unchanged(data):
     pytest.importorskip("faiss")
     q, w = data
     index = Index('faiss("IVF16,Flat")').build(w)
@@ -172,7 +172,7 @@ def test_bfloat16_stays_bfloat16(kind, data, tmp_path):
     assert_exact(again.add(w[:1]), q, np.concatenate([w, w[:1]]), 3)
 
 
-def test_a_write_that_fails_or_is_cut_off_leaves_the_old_index(data, tmp_path, monkeypatch):
+def test_failed_write_leaves_the_old_file(data, tmp_path, monkeypatch):
     q, w = data
     path, index = tmp_path / "index", Index("exact").build(w)
     Index("exact").build(w[:20]).save(path)
@@ -195,32 +195,32 @@ def test_a_write_that_fails_or_is_cut_off_leaves_the_old_index(data, tmp_path, m
         index.save(tmp_path / "nowhere" / "index")
 
 
-def test_a_damaged_file_is_said_or_does_no_harm(data, tmp_path):
-    """Bytes flipped one at a time, and the file cut off. Some bytes, such as the date, say nothing."""
+def test_damaged_files_raise_or_load_correctly(data, tmp_path):
+    """Flips single bytes, and truncates the file. Some bytes, such as those of the date, have no effect."""
     q, w = data[0], data[1][:20]
     path, index = tmp_path / "index", Index("ivf(cells=3,probes=3)").build(w)
     index.save(path)
-    whole, expected = path.read_bytes(), index.search(q, 3)
+    undivided, expected = path.read_bytes(), index.search(q, 3)
     said = 0
-    spots = np.random.default_rng(0).choice(len(whole), 150, replace=False)
+    spots = np.random.default_rng(0).choice(len(undivided), 150, replace=False)
     for damaged in (
-        *(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :] for at in spots),
-        *(whole[:at] for at in (0, 1, 100, len(whole) // 2, len(whole) - 1)),
+        *(undivided[:at] + bytes([undivided[at] ^ 0x41]) + undivided[at + 1 :] for at in spots),
+        *(undivided[:at] for at in (0, 1, 100, len(undivided) // 2, len(undivided) - 1)),
         b"no index",
     ):
         path.write_bytes(damaged)
         try:
-            found = Index.load(path)
+            actual = Index.load(path)
         except InputError:
             said += 1
         else:
-            for a, b in zip(jax.tree.leaves(found._state), jax.tree.leaves(index._state), strict=True):
+            for a, b in zip(jax.tree.leaves(actual._state), jax.tree.leaves(index._state), strict=True):
                 np.testing.assert_array_equal(a, b)
-            np.testing.assert_array_equal(found.search(q, 3)[1], expected[1])
+            np.testing.assert_array_equal(actual.search(q, 3)[1], expected[1])
     assert said > 90
 
 
-def test_files_that_are_not_for_this_version(data, tmp_path, monkeypatch):
+def test_unreadable_files_raise(data, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("hpnlp.retrieval.index.FORMAT", 2)
         Index().build(data[1]).save(tmp_path / "index")
@@ -236,7 +236,7 @@ def test_files_that_are_not_for_this_version(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("exakt", "unknown index 'exakt': did you mean 'exact'"),
         ("exact,ivf(2,1)", "kind='exact,ivf.*expected exactly one"),
@@ -244,13 +244,13 @@ def test_files_that_are_not_for_this_version(data, tmp_path, monkeypatch):
         ("ivf(cells=2,probe=1)", "did you mean 'probes'"),
     ],
 )
-def test_kinds_that_are_none(kind, told):
-    with pytest.raises(InputError, match=told):
+def test_unknown_kinds_raise(kind, message):
+    with pytest.raises(InputError, match=message):
         Index(kind)
 
 
 @pytest.mark.parametrize(
-    ("vectors", "told"),
+    ("vectors", "message"),
     [
         (np.ones((0, 4), np.float32), "at least 1 vector"),
         (np.ones((4, 0), np.float32), r"shape \(4, 0\): expected"),
@@ -262,23 +262,23 @@ def test_kinds_that_are_none(kind, told):
     ],
     ids=str,
 )
-def test_vectors_that_are_none(vectors, told):
+def test_invalid_vectors_raise_and_leave_the_index_unchanged(vectors, message):
     index = Index().build(np.ones((5, 4), np.float32))
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         index.build(vectors)
     with pytest.raises(InputError, match="expected|row"):
         index.add(vectors)
     assert len(index) == 5
 
 
-def test_vectors_that_are_no_array():
-    """Said before beartype, which checks types while tests run, would say it."""
+def test_vectors_of_another_type_raise():
+    """Calls the check itself, because beartype would raise first."""
     with pytest.raises(InputError, match="has type list: expected an array"):
         _checked([[1.0]], "vectors")
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"q": np.ones((2, 3), np.float32)}, r"q has shape \(2, 3\): expected \[n, 4\]"),
         ({"q": np.ones(4, np.float32)}, r"q has shape \(4,\)"),
@@ -290,21 +290,21 @@ def test_vectors_that_are_no_array():
     ],
     ids=str,
 )
-def test_searches_that_cannot_be(changes, told):
+def test_invalid_searches_raise(changes, message):
     index = Index().build(np.ones((5, 4), np.float32))
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         index.search(**({"q": np.ones((1, 4), np.float32), "k": 1} | changes))
 
 
-def test_what_the_kind_refuses_is_refused_when_it_is_built(mesh):
+def test_invalid_settings_raise_at_build(mesh):
     w = np.ones((5, 4), np.float32)
-    for kind, told in (
+    for kind, message in (
         ("ivf(cells=6,probes=1)", "cells is 6"),
         ("ivf(cells=2,probes=3)", "probes is 3: expected 1 to 2"),
         ("lsh(bits=1,tables=1,probes=3)", "probes is 3"),
     ):
         index = Index(kind)
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             index.build(w)
         with pytest.raises(InputError, match="index is empty"):
             index.search(w, 1)
@@ -312,7 +312,7 @@ def test_what_the_kind_refuses_is_refused_when_it_is_built(mesh):
         Index(mesh=mesh).build(w[:3])
 
 
-def test_before_it_is_built_there_is_nothing(tmp_path):
+def test_empty_index_raises(tmp_path):
     w = np.ones((5, 4), np.float32)
     for use in (
         lambda index: index.search(w, 1),
@@ -324,7 +324,7 @@ def test_before_it_is_built_there_is_nothing(tmp_path):
     assert len(Index()) == 0 and not list(tmp_path.iterdir())
 
 
-def test_other_vectors_than_those_it_holds():
+def test_vectors_unlike_those_in_the_index_raise():
     index = Index().build(np.ones((5, 4), np.float32))
     with pytest.raises(InputError, match=r"shape \(2, 3\): expected \[n, 4\]"):
         index.add(np.ones((2, 3), np.float32))
@@ -332,34 +332,34 @@ def test_other_vectors_than_those_it_holds():
         index.add(np.ones((2, 4), np.float16))
 
 
-def test_meshes_that_cannot_be(mesh):
+def test_invalid_meshes_raise(mesh):
     with pytest.raises(InputError, match="unknown mesh axis 'date': did you mean 'data'"):
         Index(mesh=mesh, axis="date")
     with pytest.raises(InputError, match="cannot be divided over a mesh"):
         Index("faiss", mesh=mesh)
 
 
-def test_faiss_that_is_not_there_is_said(monkeypatch):
+def test_missing_faiss_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(InputError, match="pip install faiss-cpu"):
         Index("faiss").build(np.ones((5, 4), np.float32))
 
 
 @pytest.mark.oracle
-def test_what_faiss_refuses_is_said():
+def test_invalid_faiss_settings_raise():
     w = np.ones((5, 4), np.float32)
-    for kind, told in (
+    for kind, message in (
         ("faiss(nonsense)", "faiss cannot build 'nonsense'"),
         ("faiss(Flat,probes=2)", "has no cells"),
         ('faiss("IVF1,Flat",probes=2)', "probes is 2: expected 1 to 1"),
         ('faiss("IVF9,Flat")', "faiss cannot build"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             Index(kind).build(w)
 
 
 @pytest.mark.oracle
-def test_faiss_tells_missing_neighbours_and_finds_what_we_find(data, mesh):
+def test_faiss_matches_exact_and_marks_missing_neighbours(data, mesh):
     q, w = data
     scores, ids = map(np.asarray, Index('faiss("IVF40,Flat",probes=1)').build(w).search(q, 100))
     assert (ids == -1).any() and (np.isneginf(scores) == (ids == -1)).all()

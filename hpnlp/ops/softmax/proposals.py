@@ -246,9 +246,7 @@ def sample(
     if count < 1:
         raise InputError(f"count {count}: expected at least 1 sample")
     if unique and count > sampler.vocab:
-        raise InputError(
-            f"{count} unique samples of {sampler.vocab} words: expected at most one of each word; lower count, or set unique=False"
-        )
+        raise InputError(f"{count} unique samples of {sampler.vocab} words: lower count, or set unique=False")
     if unique:
         if per_token:
             ids, tries = jax.vmap(lambda key: _unique(sampler, key, count))(jax.random.split(key, labels.shape[0]))

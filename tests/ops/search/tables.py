@@ -1,4 +1,4 @@
-"""What the searches are tried on, and what is true of it."""
+"""Tables and queries for tests of searches, and exact results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numpy as np
 
 
 def clustered(vocab=2000, count=50, dim=16, centres=40):
-    """Rows about centres of Zipf's sizes, some rows much longer than others; queries near rows; a bias."""
+    """(queries near rows, table of clusters with sizes of Zipf's law and rows of very different norms, bias)."""
     rng = np.random.default_rng(0)
     share = 1 / np.arange(1, centres + 1)
-    own = rng.choice(centres, vocab, p=share / share.sum())
-    w = rng.standard_normal((centres, dim))[own] + 0.4 * rng.standard_normal((vocab, dim))
+    centre = rng.choice(centres, vocab, p=share / share.sum())
+    w = rng.standard_normal((centres, dim))[centre] + 0.4 * rng.standard_normal((vocab, dim))
     w = w * (0.3 + 2 * np.arange(1, vocab + 1) ** -0.3)[:, None]
     q = w[rng.integers(0, vocab, count)] + 0.1 * rng.standard_normal((count, dim))
     bias = rng.standard_normal(vocab)

@@ -1,4 +1,4 @@
-"""The best rows of a table, block by block, against sorting all scores and faiss."""
+"""Exact search by blocks against sorting all scores and faiss."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hpnlp.types import InputError
 from tests.contracts import once
 from tests.ops.search.tables import by_sorting
 
-# V, k, rows of a block, with a bias: a prime, one block, groups of columns with a tail, blocks with a rest, k over a block,
-# k = V, a block over V, one row
+# (V, k, block size, with a bias): V prime, one block, groups of columns with a remainder, blocks with a remainder, k over a
+# block, k = V, a block over V, one row
 SIZES = [
     (43, 5, 8, True), (43, 5, None, False), (331, 2, None, True), (331, 2, 130, False), (43, 12, 8, False),
     (43, 43, 8, True), (43, 43, None, False), (7, 3, 100, True), (1, 1, None, False),
 ]  # fmt: skip
 
 
-def whole(vocab, count=5, dim=6, dtype="float32"):
-    """Whole numbers, of which many scores are equal and all are exact, whatever the order of sums."""
+def integer_arrays(vocab, count=5, dim=6, dtype="float32"):
+    """Arrays of integers: many scores are equal, and all are exact for any order of summation."""
     rng = np.random.default_rng(vocab)
     shapes = (count, dim), (vocab, dim), (vocab,)
     return [jnp.asarray(rng.integers(-2, 3, shape), dtype) for shape in shapes]
@@ -34,10 +34,10 @@ def search(k, block=None):
 
 
 @pytest.mark.parametrize(("vocab", "k", "block", "biased"), SIZES, ids=str)
-def test_equals_sorting_with_ties_to_the_lower_id(vocab, k, block, biased):
-    q, w, bias = whole(vocab)
-    given = (q, w, bias) if biased else (q, w)
-    scores, ids = once(search(k, block), *given)
+def test_matches_sorting_with_ties_to_the_lower_id(vocab, k, block, biased):
+    q, w, bias = integer_arrays(vocab)
+    arguments = (q, w, bias) if biased else (q, w)
+    scores, ids = once(search(k, block), *arguments)
     expected = by_sorting(q, w, k, bias if biased else None)
     assert (scores.dtype, ids.dtype) == (jnp.float32, jnp.int32)
     np.testing.assert_array_equal(scores, expected[0])
@@ -46,7 +46,7 @@ def test_equals_sorting_with_ties_to_the_lower_id(vocab, k, block, biased):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_accumulate_in_float32(dtype):
-    """Sums near 256 + 1/2 would be rounded to whole numbers, and their order lost."""
+    """Sums near 256.5 would be rounded to integers, and their order lost."""
     w = jnp.ones((67, 257), dtype).at[:, 0].set((jnp.arange(67, dtype=jnp.float32) / 128).astype(dtype))
     for q in (jnp.ones((1, 257), dtype), jnp.ones((1, 257), jnp.float32)):
         scores, ids = once(search(4, 16), q, w)
@@ -56,7 +56,7 @@ def test_sixteen_bits_accumulate_in_float32(dtype):
 
 @pytest.mark.parametrize("block", [4, None])
 def test_a_bias_of_minus_infinity_puts_rows_last_and_keeps_their_ids(block):
-    q, w, bias = whole(11)
+    q, w, bias = integer_arrays(11)
     bias = bias.at[jnp.array([0, 4, 10])].set(-jnp.inf)
     scores, ids = once(search(11, block), q, w, bias)
     expected = by_sorting(q, w, 11, bias)
@@ -64,51 +64,51 @@ def test_a_bias_of_minus_infinity_puts_rows_last_and_keeps_their_ids(block):
     np.testing.assert_array_equal(scores, expected[0])
 
 
-def test_wide_rows_equal_lax_top_k():
-    """Columns in groups: the best of each row in one, spread over all, in the tail, and all the same."""
+def test_wide_rows_match_lax_top_k():
+    """The best columns are in one group, spread over all groups, in the remainder, or all equal."""
     rng = np.random.default_rng(0)
     s = rng.integers(0, 50, (6, 229)).astype(np.float32)
     s[0, 64:67], s[1, 5::37], s[2, -3:], s[3], s[4] = 99, 99, 99, 7, -np.inf
     for k in (1, 3):
-        found, expected = (once(functools.partial(f, k=k), jnp.asarray(s)) for f in (top_k, jax.lax.top_k))
-        for a, b in zip(found, expected, strict=True):
+        actual, expected = (once(functools.partial(f, k=k), jnp.asarray(s)) for f in (top_k, jax.lax.top_k))
+        for a, b in zip(actual, expected, strict=True):
             np.testing.assert_array_equal(a, b)
 
 
-def test_gradients_of_the_scores_are_those_of_the_rows_found():
+def test_gradients_match_lax_top_k():
     rng = np.random.default_rng(0)
-    q, w, bias = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in whole(37))
+    q, w, bias = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in integer_arrays(37))
     weigh = lambda scores: jnp.sum(jnp.sin(jnp.arange(scores.size, dtype=jnp.float32)) * scores.ravel())  # noqa: E731
     ours = lambda *x: weigh(search(4, 8)(*x)[0])  # noqa: E731
-    twin = lambda q, w, bias: weigh(jax.lax.top_k(q @ w.T + bias[None], 4)[0])  # noqa: E731
-    for a, b in zip(*(once(jax.grad(f, (0, 1, 2)), q, w, bias) for f in (ours, twin)), strict=True):
+    reference = lambda q, w, bias: weigh(jax.lax.top_k(q @ w.T + bias[None], 4)[0])  # noqa: E731
+    for a, b in zip(*(once(jax.grad(f, (0, 1, 2)), q, w, bias) for f in (ours, reference)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def test_vmap_and_checkpoint():
-    q, w, _ = whole(37)
+    q, w, _ = integer_arrays(37)
     ids = once(jax.vmap(jax.checkpoint(lambda w: search(3, 8)(q, w)[1])), jnp.stack([w, -w]))
     np.testing.assert_array_equal(ids, [by_sorting(q, x, 3)[1] for x in (w, -w)])
 
 
-def test_over_eight_devices():
-    """Each with its part of the queries."""
-    q, w, _ = whole(37, count=16)
+def test_eight_devices_match_one():
+    """The queries are divided over the devices."""
+    q, w, _ = integer_arrays(37, count=16)
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"in_specs": (jax.P("d"), jax.P()), "out_specs": jax.P("d")}
     _, ids = once(jax.shard_map(search(3, 8), mesh=mesh, **specs), q, w)
     np.testing.assert_array_equal(ids, by_sorting(q, w, 3)[1])
 
 
-def test_with_sixty_four_bits():
+def test_64_bit_inputs_give_32_bit_results():
     with jax.enable_x64(True):
-        q, w, bias = whole(37, dtype="float64")
+        q, w, bias = integer_arrays(37, dtype="float64")
         scores, ids = once(search(3, 8), q, w, bias)
     assert (scores.dtype, ids.dtype) == (jnp.float32, jnp.int32)
     np.testing.assert_array_equal(ids, by_sorting(q, w, 3, bias)[1])
 
 
-def test_memory_is_that_of_a_block_whatever_the_table():
+def test_memory_does_not_grow_with_the_table():
     def temporary(vocab, block):
         shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 32), (vocab, 32))]
         return jax.jit(search(10, block)).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
@@ -117,24 +117,24 @@ def test_memory_is_that_of_a_block_whatever_the_table():
     scores_and_rows = 4 * block * (64 + 32)
     assert temporary(vocab, block) < 1.3 * scores_and_rows
     assert temporary(vocab, None) < 1.3 * 4 * (1 << 16) * (64 + 32) < 4 * 64 * vocab
-    # The rest behind the last whole block has scores of its own, whose width is no multiple of a group's.
+    # The remainder after the last full block has separate scores, whose width is no multiple of a group.
     assert temporary(vocab - 1, block) < 4 * scores_and_rows
 
 
-def test_a_bias_of_another_size_is_said():
-    """To the functions that take one; beartype, which checks shapes while tests run, would speak before them."""
+def test_bias_of_another_size_raises():
+    """Calls the check itself, because beartype would raise first in the search functions."""
     with pytest.raises(InputError, match=r"bias has shape \(3,\): expected \(4,\)"):
         check_bias(np.zeros(3), 4)
 
 
-def test_recall():
+def test_recall_is_the_share_of_true_ids():
     assert recall(jnp.array([[1, 2], [3, -1]]), jnp.array([[2, 5], [3, 4]])) == 0.5
     with pytest.raises(InputError, match="same queries"):
         recall(np.zeros((2, 3), np.int32), np.zeros((2, 0), np.int32))
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"k": 0}, "k is 0: expected 1 to 9"),
         ({"k": 10}, "k is 10: expected 1 to 9"),
@@ -143,15 +143,15 @@ def test_recall():
     ],
     ids=str,
 )
-def test_what_cannot_be_is_said(changes, told):
-    q, w, _ = whole(9)
-    with pytest.raises(InputError, match=told):
+def test_invalid_arguments_raise(changes, message):
+    q, w, _ = integer_arrays(9)
+    with pytest.raises(InputError, match=message):
         exact_search(**({"q": q, "w": w, "k": 2} | changes))
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("vocab", "block"), [(5003, None), (5003, 1024)])
-def test_equals_faiss(vocab, block):
+def test_matches_faiss(vocab, block):
     faiss = pytest.importorskip("faiss")
     rng = np.random.default_rng(0)
     q, w = (rng.standard_normal((n, 24)).astype(np.float32) for n in (33, vocab))

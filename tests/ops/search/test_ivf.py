@@ -1,4 +1,4 @@
-"""Search in cells: all cells are exact search, few cells find most, no row is lost."""
+"""Search in cells: exactness with all cells, recall with few, and no lost rows."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def search(index, q, k, probes):
 
 
 def cell_of(index):
-    """Of each word, from the lists."""
-    own = np.empty(index.shape[0], int)
-    own[np.asarray(index.ids)] = np.repeat(np.arange(index.starts.size - 1), np.diff(index.starts))
-    return own
+    """The cell of each row."""
+    assignment = np.empty(index.shape[0], int)
+    assignment[np.asarray(index.ids)] = np.repeat(np.arange(index.starts.size - 1), np.diff(index.starts))
+    return assignment
 
 
 @pytest.mark.parametrize(
@@ -40,24 +40,24 @@ def cell_of(index):
     [(331, 7, 48, False), (331, 7, None, True), (43, 43, 1, False), (5, 1, None, True), (1, 1, None, False)],
     ids=str,
 )
-def test_all_cells_are_exact_search_and_each_row_is_in_one(vocab, cells, capacity, biased):
+def test_probing_all_cells_is_exact_search(vocab, cells, capacity, biased):
     q, w, bias = clustered(vocab, 6)
-    given = bias if biased else None
-    index = build_ivf(w, cells=cells, iterations=3, capacity=capacity, bias=given)
+    arguments = bias if biased else None
+    index = build_ivf(w, cells=cells, iterations=3, capacity=capacity, bias=arguments)
     np.testing.assert_array_equal(np.sort(index.ids), np.arange(vocab))
     sizes = np.diff(index.starts)
     assert index.starts[0] == 0 and sizes.sum() == vocab and sizes.max() <= index.capacity
     np.testing.assert_array_equal(np.asarray(index.rows)[:vocab], np.asarray(w)[np.asarray(index.ids)])
     k = vocab if vocab < 50 else 10
     scores, ids = search(index, q, k, cells)
-    expected = by_sorting(q, w, k, bias=given)
+    expected = by_sorting(q, w, k, bias=arguments)
     assert (scores.dtype, ids.dtype) == (jnp.float32, jnp.int32)
     np.testing.assert_allclose(scores, expected[0], rtol=5e-6, atol=5e-6)
     np.testing.assert_array_equal(ids, expected[1])
 
 
 def test_rows_are_in_the_cell_of_their_nearest_mean():
-    """Lloyd's fixed point, where no cell is full: a step more changes nothing."""
+    """At the fixed point of Lloyd's algorithm, without full cells."""
     _, w, _ = clustered(600)
     index = build_ivf(w, cells=12, iterations=100, capacity=600)
     assert index.spilled == 0
@@ -66,38 +66,38 @@ def test_rows_are_in_the_cell_of_their_nearest_mean():
 
 
 def test_full_cells_spill_their_farthest_rows_to_the_next():
-    """A line of 9 rows near one centre and 3 near the other, and room for 6."""
+    """Nine rows on a line near one centre, three near the other, and a capacity of six."""
     w = jnp.asarray([[0.0], [0.1], [0.2], [0.3], [0.4], [0.5], [0.6], [0.7], [0.8], [9.0], [9.1], [9.2]])
     for seed in range(3):
         index = build_ivf(w, cells=2, seed=seed, capacity=6)
-        own = cell_of(index)
+        assignment = cell_of(index)
         assert index.spilled == 3 and index.capacity == 6
-        assert len(set(own[9:])) == 1 and (own[2:7] != own[9]).all()
-        assert np.bincount(own).tolist() == [6, 6]
+        assert len(set(assignment[9:])) == 1 and (assignment[2:7] != assignment[9]).all()
+        assert np.bincount(assignment).tolist() == [6, 6]
 
 
 def test_equal_rows_fill_all_cells():
-    """Every row wants the same cell, more often than rows are asked where else they would go."""
+    """All rows are nearest to the same cell, and there are more cells than rounds of reassignment."""
     w = jnp.ones((300, 4))
     index = build_ivf(w, cells=100, iterations=1, capacity=3)
     np.testing.assert_array_equal(np.diff(index.starts), 3)
     np.testing.assert_array_equal(np.sort(index.ids), np.arange(300))
 
 
-def test_queries_in_several_parts_find_what_they_find_in_one(monkeypatch):
-    """Three parts of 4 queries and a rest of 1, cells that many of them probe, more than one product reads together."""
+def test_blocks_of_queries_match_one_block(monkeypatch):
+    """Three blocks of 4 queries and one of 1, with cells that more queries probe than one product takes."""
     q, w, bias = clustered(331, 13)
     index = build_ivf(w, cells=7, iterations=2, capacity=64, bias=bias)
     run = lambda: once(lambda index, q: ivf_search(index, q, 5, probes=4), index, q)  # noqa: E731
-    whole = run()
+    one_block = run()
     monkeypatch.setattr(ivf, "MAXIMA", 4 * 4 * 8)
     monkeypatch.setattr(ivf, "LANES", (2, 2))
-    for a, b in zip(run(), whole, strict=True):
+    for a, b in zip(run(), one_block, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-def test_few_cells_find_most():
-    """Of 64 cells. Without the bias in their order, the last would be 0.77."""
+def test_few_cells_have_a_high_recall():
+    """Two of 64 cells. If the bias did not rank the cells, the last recall would be 0.77."""
     q, w, bias = clustered(4000, 100)
     index = build_ivf(w, cells=64, seed=1)
     true = by_sorting(q, w, 10)[1]
@@ -106,22 +106,22 @@ def test_few_cells_find_most():
     assert recall(search(build_ivf(w, cells=64, seed=1, bias=bias), q, 10, 2)[1], true) > 0.81
 
 
-def test_cells_are_ordered_by_what_their_best_row_may_have():
-    """Rows about a higher mean, close together, and rows about a lower one, far apart, of which one is the best."""
+def test_cells_are_ranked_by_their_expected_best_row():
+    """The best row is in a cell with a lower mean and a larger spread."""
     rng = np.random.default_rng(0)
     near, far = ([m, y] + r * rng.standard_normal((50, 2)) for m, y, r in ((1.0, 10.0, 0.01), (0.9, -10.0, 0.5)))
     w = jnp.asarray(np.concatenate([near, far]), jnp.float32)
     q = jnp.asarray([[1.0, 0.0]])
     index = build_ivf(w, cells=2)
-    own = cell_of(index)
-    assert index.means[own[0], 0] > index.means[own[99], 0]
+    assignment = cell_of(index)
+    assert index.means[assignment[0], 0] > index.means[assignment[99], 0]
     np.testing.assert_array_equal(search(index, q, 3, 1)[1], by_sorting(q, w, 3)[1])
-    rest = np.asarray(w)[50:] - np.asarray(w)[50:].mean(axis=0)
-    np.testing.assert_allclose(index.spread[own[99]], rest.std() * np.sqrt(2 * np.log(50)), rtol=1e-5)
+    far_rows = np.asarray(w)[50:] - np.asarray(w)[50:].mean(axis=0)
+    np.testing.assert_allclose(index.spread[assignment[99]], far_rows.std() * np.sqrt(2 * np.log(50)), rtol=1e-5)
 
 
-def test_neighbours_that_are_missing():
-    """A probed cell of 2 rows has no third; what is far and what is no row are told apart."""
+def test_missing_neighbours_have_no_id():
+    """The probed cell has 2 rows, and 4 are requested; rows of other cells are not returned."""
     w = jnp.asarray([[1.0, 0.0], [0.9, 0.0], [-1.0, 0.0], [-0.9, 0.0], [-0.8, 0.0]])
     index = build_ivf(w, cells=2, capacity=3)
     scores, ids = search(index, jnp.asarray([[1.0, 0.0]]), 4, 1)
@@ -129,8 +129,8 @@ def test_neighbours_that_are_missing():
     np.testing.assert_allclose(scores, [[1.0, 0.9, -np.inf, -np.inf]])
 
 
-def test_empty_cells_and_queries_of_nothing():
-    """Of equal rows, k-means leaves all cells but one empty; a query of length 0 ranks all alike."""
+def test_empty_cells_and_zero_queries():
+    """With equal rows, k-means leaves all cells but one empty; a query of zeros scores all rows equally."""
     index = build_ivf(jnp.ones((4, 2)), cells=3, capacity=4)
     assert np.sort(np.diff(index.starts)).tolist() == [0, 0, 4]
     scores, ids = search(index, jnp.asarray([[0.0, 0.0], [1.0, 2.0]]), 3, 1)
@@ -140,12 +140,12 @@ def test_empty_cells_and_queries_of_nothing():
 
 def test_the_same_seed_gives_the_same_index():
     _, w, _ = clustered(500)
-    one, same, other = (build_ivf(w, cells=9, seed=seed, iterations=2) for seed in (3, 3, 4))
-    chex.assert_trees_all_equal(one, same)
-    assert not np.array_equal(one.ids, other.ids)
+    first, same, other = (build_ivf(w, cells=9, seed=seed, iterations=2) for seed in (3, 3, 4))
+    chex.assert_trees_all_equal(first, same)
+    assert not np.array_equal(first.ids, other.ids)
 
 
-def test_one_trace_for_indexes_of_the_same_sizes():
+def test_indexes_of_the_same_sizes_share_a_trace():
     q, w, _ = clustered(300, 4)
     run = jax.jit(
         chex.assert_max_traces(lambda index, q: ivf_search(index, q, 3, probes=2), n=1), compiler_options=ONCE
@@ -155,7 +155,7 @@ def test_one_trace_for_indexes_of_the_same_sizes():
         assert run(index, q)[1].shape == (4, 3)
 
 
-def test_with_sixty_four_bits():
+def test_64_bit_inputs_give_32_bit_results():
     q, w, _ = clustered(300, 4)
     index = build_ivf(w, cells=8, iterations=2)
     with jax.enable_x64(True):
@@ -164,16 +164,16 @@ def test_with_sixty_four_bits():
     np.testing.assert_array_equal(ids, by_sorting(q, w, 3)[1])
 
 
-def test_a_bfloat16_table_stays_one():
+def test_bfloat16_table_is_not_converted():
     q, w, _ = clustered(300, 8)
     index = build_ivf(w.astype(jnp.bfloat16), cells=8, iterations=2)
     assert index.rows.dtype == jnp.bfloat16
-    found, expected = search(index, q, 5, 8), by_sorting(q, w.astype(jnp.bfloat16), 5)
-    np.testing.assert_allclose(found[0], expected[0], rtol=5e-6, atol=5e-6)
-    np.testing.assert_array_equal(found[1], expected[1])
+    actual, expected = search(index, q, 5, 8), by_sorting(q, w.astype(jnp.bfloat16), 5)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=5e-6, atol=5e-6)
+    np.testing.assert_array_equal(actual[1], expected[1])
 
 
-def test_vmap():
+def test_vmap_matches_loop():
     q, w, _ = clustered(300, 4)
     index = build_ivf(w, cells=8, iterations=2)
     ids = once(jax.vmap(lambda q: ivf_search(index, q, 3, probes=3)[1]), jnp.stack([q, -q]))
@@ -181,7 +181,7 @@ def test_vmap():
 
 
 def test_memory_does_not_grow_with_the_table():
-    """Neither the table nor what the probed cells hold is copied."""
+    """Neither the table nor the rows of the probed cells are copied."""
 
     _, w, _ = clustered(64)
     index = build_ivf(w, cells=32, iterations=0, capacity=64)
@@ -191,14 +191,14 @@ def test_memory_does_not_grow_with_the_table():
             return ivf_search(dataclasses.replace(index, rows=rows, ids=ids), q, 10, probes=8)
 
         shapes = ((vocab + 64, 16), jnp.float32), ((vocab,), jnp.int32), ((100, 16), jnp.float32)
-        given = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-        return jax.jit(run, compiler_options=ONCE).lower(*given).compile().memory_analysis().temp_size_in_bytes
+        arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+        return jax.jit(run, compiler_options=ONCE).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(1 << 20) == temporary(1 << 12) < 1_000_000
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"w": jnp.ones((0, 4))}, "empty"),
         ({"cells": 0}, "cells is 0: expected 1 to 9"),
@@ -208,13 +208,13 @@ def test_memory_does_not_grow_with_the_table():
     ],
     ids=str,
 )
-def test_what_cannot_be_built_is_said(changes, told):
-    with pytest.raises(InputError, match=told):
+def test_invalid_build_arguments_raise(changes, message):
+    with pytest.raises(InputError, match=message):
         build_ivf(**({"w": jnp.ones((9, 4)), "cells": 3} | changes))
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"q": jnp.ones((2, 5))}, r"q \(2, 5\), table \(9, 4\)"),
         ({"k": 0}, "k is 0"),
@@ -224,9 +224,9 @@ def test_what_cannot_be_built_is_said(changes, told):
     ],
     ids=str,
 )
-def test_what_cannot_be_searched_is_said(changes, told):
+def test_invalid_search_arguments_raise(changes, message):
     index = build_ivf(jnp.ones((9, 4)), cells=3, iterations=0)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         ivf_search(**({"index": index, "q": jnp.ones((2, 4)), "k": 2, "probes": 1} | changes))
 
 

@@ -1,4 +1,4 @@
-"""Search by hashing: all buckets are exact search, the nearest few find most, and what is left out is told."""
+"""Search by hashing: exactness with all buckets, recall with few, and counts of the rows left out."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def search(index, q, k, probes, candidates=None):
 @pytest.mark.parametrize(
     ("vocab", "bits", "tables", "biased"), [(331, 4, 3, False), (43, 1, 1, True), (1, 3, 2, False)], ids=str
 )
-def test_all_buckets_are_exact_search_and_each_row_is_in_one_of_each_table(vocab, bits, tables, biased):
+def test_probing_all_buckets_is_exact_search(vocab, bits, tables, biased):
     q, w, bias = clustered(vocab, 6)
-    given = bias if biased else None
-    index = build_lsh(w, bits=bits, tables=tables, bias=given)
+    index_bias = bias if biased else None
+    index = build_lsh(w, bits=bits, tables=tables, bias=index_bias)
     np.testing.assert_array_equal(np.sort(index.order, axis=1), np.arange(vocab)[None].repeat(tables, axis=0))
     assert (np.diff(index.starts) >= 0).all() and not index.starts[:, 0].any()
     assert index.starts.shape == (tables, 2**bits + 1) and (index.starts[:, -1] == vocab).all()
     k = vocab if vocab < 50 else 10
     scores, ids = search(index, q, k, 2**bits, vocab)
-    expected = by_sorting(q, w, k, bias=given)
+    expected = by_sorting(q, w, k, bias=index_bias)
     assert (scores.dtype, ids.dtype) == (jnp.float32, jnp.int32)
     np.testing.assert_allclose(scores, expected[0], rtol=5e-6, atol=5e-6)
     np.testing.assert_array_equal(ids, expected[1])
 
 
 def test_rows_are_in_the_bucket_of_their_signs():
-    """The definition, where the column next to rows near a power of two is small; the longest come first."""
+    """Rows have norms just under a power of two, so that the additional column is small; the longest rows come first."""
     _, w, _ = clustered(100)
     w = 0.9999 * w / jnp.linalg.norm(w, axis=1, keepdims=True)
     w = jnp.concatenate([w, -w, w / 4])  # of mean near 0
@@ -65,8 +65,8 @@ def test_rows_are_in_the_bucket_of_their_signs():
         assert all(not np.diff(long[buckets == b].astype(int)).max(initial=0) > 0 for b in range(32))
 
 
-def test_probe_sets_are_the_cheapest():
-    """Against all sets, sorted."""
+def test_probe_sets_have_the_least_cost():
+    """Compared with all sets, sorted by cost."""
     bits = 6
     cost = [statistics.NormalDist().inv_cdf(0.5 + 0.5 * i / (bits + 1)) ** 2 for i in range(1, bits + 1)]
     every = [c for n in range(bits + 1) for c in itertools.combinations(range(bits), n)]
@@ -76,48 +76,50 @@ def test_probe_sets_are_the_cheapest():
 
 
 def test_probes_flip_the_least_certain_bits_of_each_query():
-    """Against the definition in numpy: the rows of those buckets, and no others."""
+    """Compared with the definition in numpy."""
     q, w, _ = clustered(500, 5)
     index = build_lsh(w, bits=5, tables=3)
-    ids, left = once(functools.partial(lsh_candidates, probes=4, candidates=500), index, q)
-    assert not np.asarray(left).any()
+    ids, left_out = once(functools.partial(lsh_candidates, probes=4, candidates=500), index, q)
+    assert not np.asarray(left_out).any()
     margins = np.einsum("qd,tld->qtl", np.asarray(q), np.asarray(index.planes))
     for query, table in np.ndindex(5, 3):
         margin = margins[query, table]
         rank = np.argsort(np.abs(margin))
-        found = []
+        actual = []
         for flips in probe_sets(5, 4):
             signs = margin > 0
             signs[rank[flips]] ^= True
             start, end = np.asarray(index.starts)[table, signs @ (1 << np.arange(5)) + np.array([0, 1])]
-            found += np.asarray(index.order)[table, start:end].tolist()
+            actual += np.asarray(index.order)[table, start:end].tolist()
         mine = np.asarray(ids).reshape(5, 3, 500)[query, table]
-        assert mine[: len(found)].tolist() == found and (mine[len(found) :] == -1).all()
+        assert mine[: len(actual)].tolist() == actual and (mine[len(actual) :] == -1).all()
 
 
-def test_what_is_left_out_is_counted():
+def test_left_out_rows_are_counted():
     q, w, _ = clustered(500, 5)
     index = build_lsh(w, bits=3, tables=2)
     every, none = once(functools.partial(lsh_candidates, probes=3, candidates=500), index, q)
-    some, left = once(functools.partial(lsh_candidates, probes=3, candidates=20), index, q)
-    assert not np.asarray(none).any() and (np.asarray(left) > 0).any()
+    few_ids, left_out = once(functools.partial(lsh_candidates, probes=3, candidates=20), index, q)
+    assert not np.asarray(none).any() and (np.asarray(left_out) > 0).any()
     sizes = (np.asarray(every).reshape(5, 2, 500) >= 0).sum(axis=2)
-    np.testing.assert_array_equal(left, np.maximum(sizes - 20, 0).sum(axis=1))
-    np.testing.assert_array_equal(np.asarray(some).reshape(5, 2, 20), np.asarray(every).reshape(5, 2, 500)[:, :, :20])
+    np.testing.assert_array_equal(left_out, np.maximum(sizes - 20, 0).sum(axis=1))
+    np.testing.assert_array_equal(
+        np.asarray(few_ids).reshape(5, 2, 20), np.asarray(every).reshape(5, 2, 500)[:, :, :20]
+    )
 
 
-def test_nearest_buckets_find_most():
+def test_recall_grows_with_probes():
     q, w, bias = clustered(4000, 100)
     true, biased = by_sorting(q, w, 10)[1], by_sorting(q, w, 10, bias=bias)[1]
     index = build_lsh(w, bits=8, tables=6)
-    found = [recall(search(index, q, 10, probes)[1], true) for probes in (1, 12)]
-    assert found[0] + 0.1 < found[1] and found[1] > 0.8
+    actual = [recall(search(index, q, 10, probes)[1], true) for probes in (1, 12)]
+    assert actual[0] + 0.1 < actual[1] and actual[1] > 0.8
     index = build_lsh(w, bits=8, tables=6, bias=bias)
     assert recall(search(index, q, 10, 12)[1], biased) > 0.82
 
 
-def test_neighbours_that_are_missing_and_those_that_all_tables_find():
-    """A query between nothing finds nothing; one row found by every table counts once."""
+def test_missing_and_duplicate_neighbours():
+    """A query whose buckets have one row gets one row, once, although every hash table returns it."""
     w = jnp.asarray([[1.0, 0.0], [-1.0, 0.0]])
     index = build_lsh(w, bits=1, tables=5)
     scores, ids = search(index, jnp.asarray([[1.0, 0.0]]), 2, 1)
@@ -127,18 +129,18 @@ def test_neighbours_that_are_missing_and_those_that_all_tables_find():
 
 def test_the_same_seed_gives_the_same_index():
     _, w, _ = clustered(500)
-    one, same, other = (build_lsh(w, bits=5, tables=2, seed=seed) for seed in (3, 3, 4))
-    chex.assert_trees_all_equal(one, same)
-    assert not np.array_equal(one.order, other.order)
+    first, same, other = (build_lsh(w, bits=5, tables=2, seed=seed) for seed in (3, 3, 4))
+    chex.assert_trees_all_equal(first, same)
+    assert not np.array_equal(first.order, other.order)
 
 
-def test_rows_of_nothing_have_a_bucket():
+def test_rows_of_zeros_have_a_bucket():
     index = build_lsh(jnp.zeros((7, 3)), bits=2, tables=1)
     np.testing.assert_array_equal(np.sort(index.order[0]), np.arange(7))
     assert np.asarray(search(index, jnp.ones((1, 3)), 3, 4, 7)[0]).tolist() == [[0, 0, 0]]
 
 
-def test_one_trace_for_indexes_of_the_same_sizes():
+def test_indexes_of_the_same_sizes_share_a_trace():
     q, w, _ = clustered(300, 4)
     run = jax.jit(
         chex.assert_max_traces(lambda index, q: lsh_search(index, q, 3, probes=2), n=1), compiler_options=ONCE
@@ -147,7 +149,7 @@ def test_one_trace_for_indexes_of_the_same_sizes():
         assert run(build_lsh(w * (seed + 1), bits=4, tables=2, seed=seed), q)[1].shape == (4, 3)
 
 
-def test_with_sixty_four_bits():
+def test_64_bit_inputs_give_32_bit_results():
     q, w, _ = clustered(300, 4)
     index = build_lsh(w, bits=3, tables=2)
     with jax.enable_x64(True):
@@ -156,18 +158,18 @@ def test_with_sixty_four_bits():
     np.testing.assert_array_equal(ids, by_sorting(q, w, 3)[1])
 
 
-def test_a_bfloat16_table_stays_one():
+def test_bfloat16_table_is_not_converted():
     q, w, _ = clustered(300, 8)
     w = w.astype(jnp.bfloat16)
     index = build_lsh(w, bits=3, tables=2)
     assert index.w.dtype == jnp.bfloat16
-    found, expected = search(index, q, 5, 8, 300), by_sorting(q, w, 5)
-    np.testing.assert_allclose(found[0], expected[0], rtol=5e-6, atol=5e-6)
-    np.testing.assert_array_equal(found[1], expected[1])
+    actual, expected = search(index, q, 5, 8, 300), by_sorting(q, w, 5)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=5e-6, atol=5e-6)
+    np.testing.assert_array_equal(actual[1], expected[1])
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"w": jnp.ones((0, 4))}, "empty"),
         ({"bits": 0}, "bits is 0: expected 1 to 20"),
@@ -176,13 +178,13 @@ def test_a_bfloat16_table_stays_one():
     ],
     ids=str,
 )
-def test_what_cannot_be_built_is_said(changes, told):
-    with pytest.raises(InputError, match=told):
+def test_invalid_build_arguments_raise(changes, message):
+    with pytest.raises(InputError, match=message):
         build_lsh(**({"w": jnp.ones((9, 4)), "bits": 2, "tables": 1} | changes))
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"q": jnp.ones((2, 5))}, r"q \(2, 5\), table \(9, 4\)"),
         ({"k": 0}, "k is 0"),
@@ -193,7 +195,7 @@ def test_what_cannot_be_built_is_said(changes, told):
     ],
     ids=str,
 )
-def test_what_cannot_be_searched_is_said(changes, told):
+def test_invalid_search_arguments_raise(changes, message):
     index = build_lsh(jnp.ones((9, 4)), bits=2, tables=1)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         lsh_search(**({"index": index, "q": jnp.ones((2, 4)), "k": 2, "probes": 1} | changes))

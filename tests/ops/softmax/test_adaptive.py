@@ -1,4 +1,4 @@
-"""Adaptive softmax against its definition in float64, and torch's."""
+"""Adaptive softmax against its definition in float64 and against torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ N, D, V, CUTOFFS = 13, 16, 40, (7, 12)
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch):
-    """Tails take several products."""
+    """A small width, so that tails take several products."""
     monkeypatch.setattr(module, "WIDTH", 5)
 
 
@@ -45,17 +45,17 @@ def states(n=N, dtype="float32"):
 
 
 def definition(h, head, tails, head_bias=0.0, cutoffs=CUTOFFS):
-    """log p [N, V], a token at a time, in float64."""
+    """Log-probabilities [N, V], one token at a time, in float64."""
     h, head, head_bias = (np.asarray(x, np.float64) for x in (h, head, head_bias))
     log_softmax = lambda s: s - np.log(np.exp(s).sum())  # noqa: E731
-    found = []
+    actual = []
     for x in h:
         entries = log_softmax(head @ x + head_bias)
-        parts = [entries[: cutoffs[0]]]
+        pieces = [entries[: cutoffs[0]]]
         for entry, (projection, words) in zip(entries[cutoffs[0] :], tails, strict=True):
-            parts.append(entry + log_softmax(np.asarray(words, np.float64) @ (np.asarray(projection, np.float64) @ x)))
-        found.append(np.concatenate(parts))
-    return np.stack(found)
+            pieces.append(entry + log_softmax(np.asarray(words, np.float64) @ (np.asarray(projection, np.float64) @ x)))
+        actual.append(np.concatenate(pieces))
+    return np.stack(actual)
 
 
 LABELS = {
@@ -67,22 +67,22 @@ LABELS = {
 }
 
 
-def weigh(each):
-    return jnp.sum(each * jnp.cos(jnp.arange(each.size, dtype=jnp.float32)))
+def weighted_sum(losses):
+    return jnp.sum(losses * jnp.cos(jnp.arange(losses.size, dtype=jnp.float32)))
 
 
 @functools.cache
 def program():
-    """(((weighed losses, losses), gradients), ((the same, log_probs), gradients)): adaptive_nll's, and of all words."""
+    """((loss, losses), gradients) of adaptive_nll, and ((loss, log_probs), gradients) of adaptive_log_probs."""
 
     def run(h, head, tails, bias, labels):
         def fast(h, head, tails, bias):
-            each = adaptive_nll(h, head, tails, labels, CUTOFFS, head_bias=bias, block=4)
-            return weigh(each), each
+            losses = adaptive_nll(h, head, tails, labels, CUTOFFS, head_bias=bias, block=4)
+            return weighted_sum(losses), losses
 
         def slow(h, head, tails, bias):
             log_probs = adaptive_log_probs(h, head, tails, CUTOFFS, head_bias=bias)
-            return weigh(-jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]), log_probs
+            return weighted_sum(-jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]), log_probs
 
         return tuple(jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True)(h, head, tails, bias) for f in (fast, slow))
 
@@ -95,7 +95,7 @@ def top(k):
     return jax.jit(run, compiler_options=ONCE)
 
 
-def test_equals_the_definition_and_its_gradients():
+def test_losses_and_gradients_match_definition():
     h, (head, tails, bias) = states(), parameters()
     expected = definition(h, head, tails, bias)
     np.testing.assert_allclose(np.exp(expected).sum(axis=1), 1)
@@ -107,34 +107,34 @@ def test_equals_the_definition_and_its_gradients():
         assert_close(fast[1], slow[1])
 
 
-def test_one_token_and_one_cutoff_without_a_bias():
+def test_one_token_and_one_cutoff_without_bias():
     head, tails, _ = parameters(cutoffs=(1,))
     h = states(1)
-    each = once(lambda *given: adaptive_nll(*given, (1,)), h, head, tails, jnp.array([V - 1]))
-    np.testing.assert_allclose(each, -definition(h, head, tails, cutoffs=(1,))[:, -1], rtol=2e-6)
+    losses = once(lambda *arguments: adaptive_nll(*arguments, (1,)), h, head, tails, jnp.array([V - 1]))
+    np.testing.assert_allclose(losses, -definition(h, head, tails, cutoffs=(1,))[:, -1], rtol=2e-6)
 
 
 def test_tails_without_labels_are_not_read():
     h, (head, tails, bias) = states(), parameters()
     labels = jnp.asarray(np.where(np.arange(N) % 2, 12 + np.arange(N), 3), jnp.int32)
     dirty = (jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), tails[0]), tails[1])
-    found, expected = (program()(h, head, given, bias, labels)[0] for given in (dirty, tails))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    actual, expected = (program()(h, head, arguments, bias, labels)[0] for arguments in (dirty, tails))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_sixteen_bits():
-    """torch rounds projected states too, which is what is asked for here."""
+def test_bfloat16_matches_definition():
+    """Projected states are rounded to bfloat16, as in torch."""
     h, (head, tails, _) = states(dtype="bfloat16"), parameters("bfloat16")
     labels = LABELS["all"]
-    each = once(lambda *given: adaptive_nll(*given, jnp.asarray(labels), CUTOFFS), h, head, tails)
-    assert each.dtype == jnp.float32
+    losses = once(lambda *arguments: adaptive_nll(*arguments, jnp.asarray(labels), CUTOFFS), h, head, tails)
+    assert losses.dtype == jnp.float32
     expected = definition(h, head, tails)[np.arange(N), labels]
-    np.testing.assert_allclose(each[labels < 7], -expected[labels < 7], rtol=1e-5)
-    np.testing.assert_allclose(each, -expected, atol=2e-2)
+    np.testing.assert_allclose(losses[labels < 7], -expected[labels < 7], rtol=1e-5)
+    np.testing.assert_allclose(losses, -expected, atol=2e-2)
 
 
-def test_top_k_is_that_of_all():
+def test_top_k_matches_sorting_all_words():
     h, (head, tails, bias) = states(), parameters()
     h = 2 * h  # so that some tokens visit a tail and others none
     expected = definition(h, head, tails, bias)
@@ -145,7 +145,7 @@ def test_top_k_is_that_of_all():
         np.testing.assert_allclose(values, np.take_along_axis(expected, best[:, :k], axis=1), rtol=5e-6)
 
 
-def test_top_k_visits_no_tail_that_cannot_win():
+def test_top_k_skips_tails_below_the_bound():
     h, (head, tails, bias) = states(), parameters()
     bias = jnp.where(jnp.arange(bias.size) < 8, 100.0, 0.0)  # the head's words and the first tail
     dirty = (tails[0], jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), tails[1]))
@@ -153,24 +153,24 @@ def test_top_k_visits_no_tail_that_cannot_win():
     assert np.isfinite(values).all() and (np.asarray(ids) < 12).all()
 
 
-def test_samples_are_of_the_distribution():
+def test_samples_follow_the_distribution():
     h, (head, tails, bias) = states(1), parameters()
     p = np.exp(definition(h, head, tails, bias)[0])
     n = 20_000
     draw = functools.partial(adaptive_sample, cutoffs=CUTOFFS, key=jax.random.key(0), head_bias=bias)
-    found = np.bincount(once(draw, jnp.tile(h, (n, 1)), head, tails), minlength=V)
-    assert found.size == V
+    actual = np.bincount(once(draw, jnp.tile(h, (n, 1)), head, tails), minlength=V)
+    assert actual.size == V
     # 39 degrees of freedom: 81 is passed once in 10,000 keys.
-    assert ((found - n * p) ** 2 / (n * p)).sum() < 81
+    assert ((actual - n * p) ** 2 / (n * p)).sum() < 81
 
 
-def test_a_label_that_is_no_word():
-    """NaN, and without a gradient, where it is not known; said where it is."""
+def test_invalid_labels_give_nan_or_raise():
+    """Traced labels give NaN and no gradient; known labels raise."""
     h, (head, tails, bias) = states(), parameters()
     wrong = np.isin(np.arange(N), [2, 5])
     labels = np.where(wrong, [-100, V] * 6 + [V], LABELS["all"])
-    (_, each), slopes = program()(h, head, tails, bias, jnp.asarray(labels, jnp.int32))[0]
-    np.testing.assert_array_equal(np.isnan(each), wrong)
+    (_, losses), slopes = program()(h, head, tails, bias, jnp.asarray(labels, jnp.int32))[0]
+    np.testing.assert_array_equal(np.isnan(losses), wrong)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes))
     np.testing.assert_array_equal(np.asarray(slopes[0]).any(axis=1), ~wrong)
     for label in (-1, V):
@@ -179,24 +179,24 @@ def test_a_label_that_is_no_word():
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_a_tile_and_not_of_a_tail(monkeypatch):
-    """Beside the gradients: the head's logits, a copy of the gradient of h a tail, and tiles of 256 tokens x 4096 words."""
+def test_memory_does_not_grow_with_the_tails(monkeypatch):
+    """Beside the gradients: the head's logits, a copy of the gradient of h for each tail, and tiles of 256 x 4096."""
     monkeypatch.undo()
     n, dim, vocab, cutoffs = 4096, 512, 200_000, (1000, 10_000)
     shapes = ((n, dim), *adaptive_shapes(dim, vocab, cutoffs))
-    given = jax.tree.map(
+    arguments = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x[0], int)
     )
 
     def run(h, head, tails, labels):
         return adaptive_nll(h, head, tails, labels, cutoffs).sum()
 
-    compiled = jax.jit(jax.grad(run, (0, 1, 2))).lower(*given, jax.ShapeDtypeStruct((n,), jnp.int32)).compile()
+    compiled = jax.jit(jax.grad(run, (0, 1, 2))).lower(*arguments, jax.ShapeDtypeStruct((n,), jnp.int32)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (3 * n * 1002 + 3 * n * dim + 4 * 256 * 4096)
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda: adaptive_shapes(16, 40, (7, 7)), "rising"),
         (lambda: adaptive_shapes(16, 40, (9, 7)), "rising"),
@@ -206,12 +206,12 @@ def test_memory_is_that_of_a_tile_and_not_of_a_tail(monkeypatch):
         (lambda: adaptive_shapes(16, 40, CUTOFFS, 16.0), "\\[1, 0\\] wide"),
     ],
 )
-def test_what_is_no_shape_is_said(call, told):
-    with pytest.raises(InputError, match=told):
+def test_invalid_cutoffs_raise(call, message):
+    with pytest.raises(InputError, match=message):
         call()
 
 
-def test_what_does_not_fit_is_said():
+def test_mismatched_shapes_raise():
     h, (head, tails, bias) = states(), parameters()
     labels = jnp.zeros(N, jnp.int32)
     wrong = {
@@ -221,9 +221,9 @@ def test_what_does_not_fit_is_said():
         "tail 0 has shapes .8, 16., .5, 8.: expected .8, 16., .6, 8.": (head, tails, (7, 13), bias),
         "tail 1 has shapes": (head, (tails[0], (tails[0][0], tails[1][1])), CUTOFFS, bias),
     }
-    unchecked = inspect.unwrap(adaptive_nll)  # beartype would speak first
-    for told, (head, tails, cutoffs, head_bias) in wrong.items():
-        with pytest.raises(InputError, match=told):
+    unchecked = inspect.unwrap(adaptive_nll)  # beartype would raise first
+    for message, (head, tails, cutoffs, head_bias) in wrong.items():
+        with pytest.raises(InputError, match=message):
             unchecked(h, head, tails, labels, cutoffs, head_bias=head_bias)
     with pytest.raises(InputError, match="k 41: expected 1 to 40"):
         adaptive_top_k(h, *parameters()[:2], CUTOFFS, 41)
@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_said():
     ("vocab", "dim", "cutoffs", "div_value", "head_bias"),
     [(101, 32, (10, 40, 77), 2.0, True), (53, 16, (20,), 4.0, False)],
 )
-def test_equals_torch(vocab, dim, cutoffs, div_value, head_bias):
+def test_matches_torch(vocab, dim, cutoffs, div_value, head_bias):
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     theirs = torch.nn.AdaptiveLogSoftmaxWithLoss(dim, vocab, list(cutoffs), div_value, head_bias)
@@ -253,16 +253,16 @@ def test_equals_torch(vocab, dim, cutoffs, div_value, head_bias):
     def ours(h, head, tails, bias):
         return -adaptive_nll(h, head, tails, jnp.asarray(labels.numpy(), jnp.int32), cutoffs, head_bias=bias, block=8)
 
-    each, pull = jax.vjp(jax.jit(ours), to_jax(h), to_jax(head), to_jax_tails, bias)
-    np.testing.assert_allclose(each, output.detach().numpy(), rtol=2e-6, atol=2e-6)
-    np.testing.assert_allclose(-each.mean(), loss.detach().numpy(), rtol=2e-6)
+    losses, pull = jax.vjp(jax.jit(ours), to_jax(h), to_jax(head), to_jax_tails, bias)
+    np.testing.assert_allclose(losses, output.detach().numpy(), rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(-losses.mean(), loss.detach().numpy(), rtol=2e-6)
     expected = (h, head, tails, theirs.head.bias if head_bias else None)
     expected = jax.tree.leaves(jax.tree.map(lambda x: x.grad.numpy(), expected))
-    for found, twin in zip(jax.tree.leaves(pull(jnp.cos(jnp.arange(67.0)))), expected, strict=True):
-        np.testing.assert_allclose(found, twin, atol=1e-5)
+    for actual, reference in zip(jax.tree.leaves(pull(jnp.cos(jnp.arange(67.0)))), expected, strict=True):
+        np.testing.assert_allclose(actual, reference, atol=1e-5)
 
-    given = to_jax(h), to_jax(head), to_jax_tails, cutoffs
-    log_probs = adaptive_log_probs(*given, head_bias=bias)
+    arguments = to_jax(h), to_jax(head), to_jax_tails, cutoffs
+    log_probs = adaptive_log_probs(*arguments, head_bias=bias)
     np.testing.assert_allclose(log_probs, theirs.log_prob(h).detach().numpy(), rtol=2e-6, atol=2e-6)
-    _, ids = adaptive_top_k(*given, 1, head_bias=bias)
+    _, ids = adaptive_top_k(*arguments, 1, head_bias=bias)
     np.testing.assert_array_equal(ids[:, 0], theirs.predict(h).numpy())

@@ -1,4 +1,4 @@
-"""Codes of words, against all words one by one, all strings of bits, published distances, scipy and torch."""
+"""Codes of words against enumeration of all words and all strings of bits, published distances, scipy and torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hpnlp.ops.softmax.binary_codes import (
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
 
-# More bits than the words need, the default, and one generator more
+# More bits than necessary, the default code, and three generators
 CODES = {
     "plain": binary_code(13, 6),
     "ecc": convolutional_code(29),
@@ -47,7 +47,7 @@ def logits_of(code, n=5, scale=3.0, seed=0, dtype="float32"):
 
 
 def coded(code):
-    """All words' codes: products of polynomials over the integers modulo 2."""
+    """Codes of all words, as products of polynomials over the integers modulo 2."""
     rows = []
     for word in range(code.vocab):
         message = [int(bit) for bit in f"{word:0{code.bits}b}"] if code.bits else []
@@ -65,43 +65,43 @@ def joint(z, table):
 
 
 @pytest.mark.parametrize("code", [*CODES.values(), *ONE_WORD.values()], ids=[*CODES, *ONE_WORD])
-def test_words_are_coded_by_products_of_polynomials(code):
+def test_codes_are_products_of_polynomials(code):
     np.testing.assert_array_equal(code.table(), coded(code))
     assert code.table().dtype == np.uint8 and code.table().shape == (code.vocab, code.length)
     ids = jnp.arange(code.vocab, dtype=jnp.int32)
     assert_close(once(code.encode, ids), jnp.asarray(code.table()))
 
 
-def test_by_hand():
-    """1011 through the register of (7, 5), and the highest bit first."""
+def test_codes_computed_by_hand():
+    """The word 1011 with the generators (7, 5), and a plain code with the highest bit first."""
     word = convolutional_code(16, generators=(0o7, 0o5)).encode(np.array([0b1011]))
     np.testing.assert_array_equal(word[0], [1, 1, 1, 0, 0, 0, 0, 1, 0, 1, 1, 1])
     np.testing.assert_array_equal(binary_code(7).table()[4], [1, 0, 0])
 
 
 @pytest.mark.parametrize(("generators", "distance"), DISTANCES.items(), ids=str)
-def test_published_free_distances(generators, distance):
-    """Of a linear code it is the least weight of a word that is not zero."""
+def test_free_distances_are_those_published(generators, distance):
+    """The distance of a linear code is the least weight of a word that is not zero."""
     assert convolutional_code(1 << 11, generators=generators).table()[1:].sum(axis=1).min() == distance
 
 
-def test_a_large_vocabulary():
+def test_top_k_decodes_a_large_vocabulary():
     code = convolutional_code(455_000)
     table, ids = code.table(), np.array([0, 1, 234_567, 454_999])
     assert (code.bits, code.constraint, table.shape) == (19, 7, (455_000, 50))
     np.testing.assert_array_equal(table[ids], code.encode(ids))
-    # Far ids through the recursion: bits without doubt lead to them, and to the last word what points beyond it
+    # Certain bits decode to their word, for large ids too; bits of an id over the vocabulary decode to the best word.
     z = jnp.asarray(np.where(table[ids] == 1, 30.0, -30.0), jnp.float32)
     np.testing.assert_array_equal(once(lambda z: code_top_k(z, code, 1)[1], z)[:, 0], ids)
     plain = binary_code(455_000)
     beyond = jnp.concatenate([jnp.full((1, 19), 5.0), jnp.asarray(np.where(plain.encode(ids) == 1, 9.0, -9.0))])
-    found = once(lambda z: code_top_k(z, plain, 1)[1], beyond.astype(jnp.float32))[:, 0]
+    actual = once(lambda z: code_top_k(z, plain, 1)[1], beyond.astype(jnp.float32))[:, 0]
     best = joint(beyond[:1], plain.table())[0].argmax()
-    np.testing.assert_array_equal(found, [best, *ids])
+    np.testing.assert_array_equal(actual, [best, *ids])
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_equals_all_words_one_by_one(code):
+def test_all_functions_match_enumeration_of_words(code):
     z, vocab = logits_of(code), code.vocab
 
     def everything(z):
@@ -127,18 +127,18 @@ def test_equals_all_words_one_by_one(code):
 
 
 @pytest.mark.parametrize(("generators", "step"), [((1,), 1), ((0o7, 0o5), 5)], ids=["plain", "ecc"])
-def test_sizes_of_vocabulary(generators, step):
-    """The last word's bits in every pattern, or in some; one word; and where all strings are words, a sum of 1."""
+def test_normalizer_matches_enumeration_for_each_vocabulary_size(generators, step):
+    """Includes every pattern of the last word's bits, one word, and vocabularies in which all strings are words."""
     z = [logits_of(Code(1, bits, generators), 3) for bits in range(6)]
     codes = [convolutional_code(vocab, generators=generators) for vocab in (1, 2, 3, *range(16, 33, step))]
-    found = once(lambda z: [code_log_normalizer(z[code.bits], code) for code in codes], z)
-    for code, ours in zip(codes, found, strict=True):
+    actual = once(lambda z: [code_log_normalizer(z[code.bits], code) for code in codes], z)
+    for code, ours in zip(codes, actual, strict=True):
         expected = logsumexp(joint(z[code.bits], code.table()), axis=1)
         np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=2e-6, err_msg=str(code))
 
 
 def test_viterbi_equals_exhaustive_search():
-    """Over all strings of ten bits, so that no word is forbidden; noise so strong that thresholds would often fail."""
+    """All strings of ten bits are words, and the noise is so strong that thresholds often fail."""
     code = convolutional_code(1 << 10)
     sent = np.random.default_rng(1).integers(0, 1 << 10, 40)
     z = (2.0 * code.encode(sent) - 1) + np.asarray(logits_of(code, 40, 1.0))
@@ -154,34 +154,34 @@ def test_any_four_wrong_bits_are_corrected():
     flips = np.array(list(itertools.combinations(range(code.length), 4)))
     z = np.repeat(signs[None], len(flips) + 1, axis=0)
     np.put_along_axis(z[:-1], flips, -signs[flips], axis=1)
-    # Six on the way to the nearest word, in the last row, are not.
+    # The last row has six wrong bits, those of the nearest word, which are not corrected.
     nearest = code.table()[(code.table() != code.table()[22]).sum(axis=1) == 10][0]
     z[-1, np.flatnonzero(nearest != code.table()[22])[:6]] *= -1
-    found = np.asarray(once(lambda z: code_top_k(z, code, 1)[1], jnp.asarray(2 * z, jnp.float32)))
-    assert (found[:-1] == 22).all() and found[-1] != 22
+    actual = np.asarray(once(lambda z: code_top_k(z, code, 1)[1], jnp.asarray(2 * z, jnp.float32)))
+    assert (actual[:-1] == 22).all() and actual[-1] != 22
 
 
-def test_bits_that_are_no_word_decode_to_the_best_word():
-    """Thresholds say 111 and 110 of five words 0 to 4; the weakest bits give way, together."""
+def test_strings_of_no_word_decode_to_the_best_word():
+    """Thresholds give 111 and 110, which are none of the words 0 to 4; the least certain bits are changed."""
     z = jnp.array([[3.0, 1.0, 1.0], [1.0, 2.5, 2.0], [1.0, 2.0, -2.0]])
     _, ids = once(lambda z: code_top_k(z, binary_code(5), 2), z)
     np.testing.assert_array_equal(ids, [[4, 3], [3, 2], [2, 4]])
 
 
-def test_losses():
+def test_losses_match_definitions():
     code = convolutional_code(29)
     z, labels = logits_of(code), jnp.array([0, 28, 7, 7, 16])
-    found = once(lambda z: [code_nll(z, labels, code, loss=loss) for loss in LOSSES], z)
+    actual = once(lambda z: [code_nll(z, labels, code, loss=loss) for loss in LOSSES], z)
     bits, x = coded(code)[labels], np.asarray(z, np.float64)
     logistic = np.logaddexp(0, x).sum(axis=1) - (x * bits).sum(axis=1)
     squared = ((1 / (1 + np.exp(-x)) - bits) ** 2).sum(axis=1)
-    np.testing.assert_allclose(found[1], logistic, rtol=2e-6)
-    np.testing.assert_allclose(found[2], squared, rtol=2e-6)
-    assert (np.asarray(found[0]) < logistic).all()
+    np.testing.assert_allclose(actual[1], logistic, rtol=2e-6)
+    np.testing.assert_allclose(actual[2], squared, rtol=2e-6)
+    assert (np.asarray(actual[0]) < logistic).all()
 
 
-def test_confident_bits_have_a_loss_and_a_gradient():
-    """As float64 has them, where 1 - sigmoid would be 0; and from bits that are all wrong one comes back."""
+def test_confident_bits_keep_loss_and_gradient():
+    """Values match float64, where 1 - sigmoid would round to 0; bits that are all wrong have a gradient of 1."""
     code = binary_code(5)
     z = jnp.array([[-30.0, 40.0, 40.0], [60.0, -60.0, -60.0]])
     run = jax.value_and_grad(lambda z: code_nll(z, jnp.array([3, 3]), code, loss="logistic").sum())
@@ -193,8 +193,8 @@ def test_confident_bits_have_a_loss_and_a_gradient():
     np.testing.assert_allclose(slope, [[0, 0, 0], [1, -1, -1]], atol=1e-6)
 
 
-def test_bits_in_full_doubt():
-    """Logits of 0, as of an output layer that begins with zeros: all words alike, and no slope lost at the kink."""
+def test_zero_logits_have_exact_loss_and_gradient():
+    """Logits are 0 in an output layer that is initialised to zeros; the gradient at the kink of the scores is exact."""
     code, labels = binary_code(5), jnp.array([0, 4])
     run = jax.value_and_grad(lambda z: code_nll(z, labels, code).sum())
     loss, slope = once(run, jnp.zeros((2, 3)))
@@ -202,7 +202,7 @@ def test_bits_in_full_doubt():
     np.testing.assert_allclose(slope, code.table().mean(axis=0) - code.table()[labels], rtol=1e-6)
 
 
-def test_second_derivatives_vmap_and_forward_mode():
+def test_transformations_match_log_probs():
     code = convolutional_code(6, generators=(0o7, 0o5))
     z = logits_of(code, 2)
 
@@ -210,12 +210,12 @@ def test_second_derivatives_vmap_and_forward_mode():
         loss = lambda z: nll(z).sum()  # noqa: E731
         return jax.hessian(loss)(z), jax.vmap(nll)(jnp.stack([z, -z])), jax.jvp(nll, (z,), (jnp.cos(z),))[1]
 
-    twin = lambda z: -code_log_probs(z, code)[:, 5]  # noqa: E731
-    assert_close(*(once(lambda: everything(f)) for f in (lambda z: code_nll(z, jnp.array([5, 5]), code), twin)))  # noqa: B023
+    reference = lambda z: -code_log_probs(z, code)[:, 5]  # noqa: E731
+    assert_close(*(once(lambda: everything(f)) for f in (lambda z: code_nll(z, jnp.array([5, 5]), code), reference)))  # noqa: B023
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_sixteen_bits_are_reckoned_in_float32(dtype):
+def test_sixteen_bit_logits_are_computed_in_float32(dtype):
     code = CODES["rate 1/3"]
     z, labels = logits_of(code, dtype=dtype), jnp.arange(5)
 
@@ -228,14 +228,14 @@ def test_sixteen_bits_are_reckoned_in_float32(dtype):
     assert_close(slope, wide_slope.astype(dtype), dtype)
 
 
-def test_labels_that_are_no_words_are_nan():
+def test_invalid_labels_give_nan():
     code = binary_code(5)
     labels = jnp.array([-1, 4, 5, -(1 << 31), 7])
-    each = once(lambda z: code_nll(z, labels, code), logits_of(code))
-    np.testing.assert_array_equal(np.isnan(each), [True, False, True, True, True])
+    losses = once(lambda z: code_nll(z, labels, code), logits_of(code))
+    np.testing.assert_array_equal(np.isnan(losses), [True, False, True, True, True])
     labels = jnp.array([-1, 1, 6, 7, 2])
-    each = once(lambda c, z: hybrid_nll(c, z, labels, code), jnp.zeros((5, 3)), logits_of(code))
-    np.testing.assert_array_equal(np.isnan(each), [True, False, False, True, False])
+    losses = once(lambda c, z: hybrid_nll(c, z, labels, code), jnp.zeros((5, 3)), logits_of(code))
+    np.testing.assert_array_equal(np.isnan(losses), [True, False, False, True, False])
 
 
 def assert_drawn(draws, probabilities):
@@ -244,7 +244,7 @@ def assert_drawn(draws, probabilities):
     assert chisquare(counts, len(draws) * np.asarray(probabilities, np.float64)).pvalue > 1e-3
 
 
-def test_draws():
+def test_samples_follow_the_distribution():
     code, temperature = binary_code(13), 2.0
     z = logits_of(code, 1, 1.0)
     many = jnp.repeat(z, 20_000, axis=0)
@@ -252,7 +252,7 @@ def test_draws():
     p = np.exp(joint(z, coded(code))[0]) ** (1 / temperature)
     assert draws.dtype == jnp.int32
     assert_drawn(draws, p / p.sum())
-    # Tokens draw apart from each other.
+    # Samples of different tokens are independent.
     assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.03
 
 
@@ -262,7 +262,7 @@ def hybrid(n=6, frequent=4, code=CODES["rate 1/3"]):
 
 
 @pytest.mark.parametrize(("frequent", "k"), [(0, 11), (4, 2), pytest.param(4, 15, marks=pytest.mark.slow)], ids=str)
-def test_hybrid_equals_all_words_one_by_one(frequent, k):
+def test_hybrid_matches_enumeration_of_words(frequent, k):
     classes, z, code = hybrid(frequent=frequent)
     vocab = frequent + code.vocab
 
@@ -273,20 +273,20 @@ def test_hybrid_equals_all_words_one_by_one(frequent, k):
         return jax.vmap(run, out_axes=1)(labels), log_probs, best
 
     nll, log_probs, (best, ids) = once(everything, classes, z)
-    x, rest = np.asarray(classes, np.float64), joint(z, coded(code))
-    log_p, rest = x - logsumexp(x, axis=1)[:, None], rest - logsumexp(rest, axis=1)[:, None]
-    expected = np.concatenate([log_p[:, :-1], log_p[:, -1:] + rest], axis=1)
+    x, coded_log_p = np.asarray(classes, np.float64), joint(z, coded(code))
+    log_p, coded_log_p = x - logsumexp(x, axis=1)[:, None], coded_log_p - logsumexp(coded_log_p, axis=1)[:, None]
+    expected = np.concatenate([log_p[:, :-1], log_p[:, -1:] + coded_log_p], axis=1)
     np.testing.assert_allclose(logsumexp(expected, axis=1), 0.0, atol=1e-12)
     order = np.argsort(-expected, axis=1)[:, :k]
     ranked = np.take_along_axis(expected, order, axis=1)
-    for found, known in ((nll, -expected), (log_probs, expected), (best, ranked)):
-        np.testing.assert_allclose(found, known, rtol=2e-6, atol=2e-6)
+    for actual, known in ((nll, -expected), (log_probs, expected), (best, ranked)):
+        np.testing.assert_allclose(actual, known, rtol=2e-6, atol=2e-6)
     np.testing.assert_array_equal(ids, order)
     assert ids.dtype == jnp.int32
 
 
-def test_hybrid_trains_bits_of_rare_words_only():
-    """NaN in the bits of a frequent word changes no loss and no gradient, whichever loss."""
+def test_hybrid_ignores_bits_of_frequent_labels():
+    """NaN in the bits of a frequent label changes no loss and no gradient."""
     classes, z, code = hybrid()
     labels = jnp.array([0, 5, 3, 4, 14, 1])
     dirty = jnp.where(labels[:, None] < 4, jnp.nan, z)
@@ -295,14 +295,14 @@ def test_hybrid_trains_bits_of_rare_words_only():
         total = lambda loss, c, z: hybrid_nll(c, z, labels, code, loss=loss).sum()  # noqa: E731
         return [jax.value_and_grad(functools.partial(total, loss), (0, 1))(classes, z) for loss in LOSSES]
 
-    clean, found = once(run, z), once(run, dirty)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(clean), strict=True):
+    clean, actual = once(run, z), once(run, dirty)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(clean), strict=True):
         np.testing.assert_array_equal(a, b)
     slope = np.asarray(clean[0][1][1])
     np.testing.assert_array_equal(np.any(slope != 0, axis=1), np.asarray(labels) >= 4)
 
 
-def test_hybrid_draws():
+def test_hybrid_samples_follow_the_distribution():
     classes, z, code = hybrid(1)
     many = [jnp.repeat(x, 20_000, axis=0) for x in (classes, z)]
     draw = lambda heat, *x: hybrid_sample(*x, code, jax.random.key(1), temperature=heat)  # noqa: E731
@@ -312,16 +312,16 @@ def test_hybrid_draws():
         assert_drawn(once(draw, jnp.float32(temperature), *many), p / p.sum())
 
 
-def test_memory_is_not_that_of_the_vocabulary():
+def test_memory_does_not_grow_with_the_vocabulary():
     code, n = convolutional_code(455_000, generators=(0o35, 0o23)), 64
-    given = jax.ShapeDtypeStruct((n, code.length), jnp.float32), jax.ShapeDtypeStruct((n,), jnp.int32)
+    shapes = jax.ShapeDtypeStruct((n, code.length), jnp.float32), jax.ShapeDtypeStruct((n,), jnp.int32)
     run = jax.jit(jax.grad(lambda z, labels: code_nll(z, labels, code).sum()))
     # Three numbers for each state at each step; one for each word would be 500 times more.
-    used = run.lower(*given).compile(ONCE).memory_analysis().temp_size_in_bytes
+    used = run.lower(*shapes).compile(ONCE).memory_analysis().temp_size_in_bytes
     assert used < 3 * n * 16 * code.steps * 4 < n * code.vocab * 4 / 400
 
 
-def test_a_code_may_be_an_argument_and_tokens_may_be_divided():
+def test_code_as_jit_argument_and_sharded_tokens():
     code = convolutional_code(6, generators=(0o7, 0o5))
     z, labels = logits_of(code, 8), jnp.arange(8) % 6
     assert hash(code) == hash(convolutional_code(6, generators=(0o7, 0o5)))
@@ -333,12 +333,12 @@ def test_a_code_may_be_an_argument_and_tokens_may_be_divided():
         loss, slope = grads(z, labels, code)
         return jax.lax.psum(loss, "d"), slope, code_sample(z, code, jax.random.key(0))
 
-    cut, whole = jax.P("d"), jax.P()
-    found = once(jax.shard_map(apart, mesh=mesh, in_specs=(cut, cut), out_specs=(whole, cut, cut)), z, labels)
-    assert_close(found[:2], expected)
+    cut, replicated = jax.P("d"), jax.P()
+    actual = once(jax.shard_map(apart, mesh=mesh, in_specs=(cut, cut), out_specs=(replicated, cut, cut)), z, labels)
+    assert_close(actual[:2], expected)
 
 
-def test_wide_numbers_change_nothing():
+def test_64_bit_inputs_give_the_same_results():
     code = convolutional_code(6, generators=(0o7, 0o5))
     z = np.asarray(logits_of(code))
     labels = np.arange(5)
@@ -350,12 +350,12 @@ def test_wide_numbers_change_nothing():
 
     expected = once(run, jnp.asarray(z), jnp.asarray(labels, jnp.int32))
     with jax.enable_x64(True):
-        found = once(run, jnp.asarray(z, jnp.float64), jnp.asarray(labels, jnp.int64))
-    assert_close(found, expected)
+        actual = once(run, jnp.asarray(z, jnp.float64), jnp.asarray(labels, jnp.int64))
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "expected_message"),
     [
         (lambda: binary_code(0), "vocab 0: expected 1 to"),
         (lambda: binary_code(9, 3), "bits 3: 9 words need at least 4"),
@@ -374,22 +374,22 @@ def test_wide_numbers_change_nothing():
         (lambda: hybrid_log_probs(jnp.ones((2, 0)), jnp.ones((2, 4)), binary_code(9)), "class_logits"),
     ],
 )
-def test_what_cannot_be_is_said(call, told):
-    with pytest.raises(InputError, match=told):
+def test_invalid_arguments_raise(call, expected_message):
+    with pytest.raises(InputError, match=expected_message):
         call()
 
 
 @pytest.mark.oracle
-def test_equals_torch():
+def test_matches_torch():
     torch = pytest.importorskip("torch")
     code = convolutional_code(29)
     z, labels = logits_of(code, 7), jnp.arange(7) * 4
     theirs = torch.from_numpy(np.array(z)).requires_grad_()
     bits = torch.from_numpy(coded(code)[labels].astype(np.float32))
-    each = torch.nn.functional.binary_cross_entropy_with_logits(theirs, bits, reduction="none").sum(dim=1)
-    each.sum().backward()
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(theirs, bits, reduction="none").sum(dim=1)
+    losses.sum().backward()
     run = lambda z: code_nll(z, labels, code, loss="logistic")  # noqa: E731
-    np.testing.assert_allclose(once(run, z), each.detach().numpy(), rtol=2e-6)
+    np.testing.assert_allclose(once(run, z), losses.detach().numpy(), rtol=2e-6)
     np.testing.assert_allclose(once(jax.grad(lambda z: run(z).sum()), z), theirs.grad.numpy(), atol=2e-6)
     squared = ((torch.sigmoid(theirs) - bits) ** 2).sum(dim=1)
     np.testing.assert_allclose(

@@ -23,13 +23,13 @@ from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
 
 N, D, V, C = 13, 6, 37, 5
-# Scattered over the ids, of sizes 1 to 20: position, order and id all differ.
+# Classes of sizes 1 to 20, in random order of the ids, so that position, order and id differ.
 RAGGED = np.random.default_rng(0).permutation(np.repeat(np.arange(C), [4, 1, 20, 9, 3]))
 
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch):
-    """Large classes take several products."""
+    """A small width, so that large classes take several products."""
     monkeypatch.setattr(module, "WIDTH", 8)
 
 
@@ -43,22 +43,22 @@ def arrays(dtype="float32", n=N):
 
 
 def definition(h, class_table, word_table, classes, class_bias, word_bias):
-    """log p [N, V] by id, a token and a word at a time, in float64."""
+    """Log-probabilities [N, V] by id, one token and class at a time, in float64."""
     h, class_table, word_table, class_bias, word_bias = (
         np.asarray(x, np.float64) for x in (h, class_table, word_table, class_bias, word_bias)
     )
-    found = np.empty((len(h), classes.order.size))
+    actual = np.empty((len(h), classes.order.size))
     for i, x in enumerate(h):
         s = class_table @ x + class_bias
         of_class = s - np.log(np.exp(s).sum())
         for c in range(classes.count):
             rows = np.arange(classes.starts[c], classes.starts[c + 1])
             s = word_table[rows] @ x + word_bias[rows]
-            found[i, classes.order[rows]] = of_class[c] + s - np.log(np.exp(s).sum())
-    return found
+            actual[i, classes.order[rows]] = of_class[c] + s - np.log(np.exp(s).sum())
+    return actual
 
 
-def test_a_partition_is_consistent():
+def test_classes_are_consistent():
     classes = classes_from(RAGGED, C)
     np.testing.assert_array_equal(classes.order[classes.position], np.arange(V))
     np.testing.assert_array_equal(classes.class_of, RAGGED)
@@ -70,15 +70,15 @@ def test_a_partition_is_consistent():
 
 
 @pytest.mark.parametrize(("vocab", "count"), [(37, 5), (36, 6), (7, 7), (5, 1)])
-def test_equal_sizes(vocab, count):
+def test_equal_size_classes_differ_by_one_word(vocab, count):
     classes = equal_size_classes(vocab, count)
     np.testing.assert_array_equal(classes.order, np.arange(vocab))
     sizes = np.diff(classes.starts)
     assert sizes.max() == classes.widest == -(-vocab // count) and sizes.min() == vocab // count
 
 
-def test_equal_mass():
-    """Of Zipf's law, shuffled: masses near equal wherever a word is no class by itself; the widest near 2 sqrt(V)."""
+def test_equal_mass_classes_have_similar_mass():
+    """Shuffled counts of Zipf's law: classes of several words have similar mass; the largest has about 2 sqrt(V) words."""
     vocab, count = 10_000, 100
     occurs = np.random.default_rng(0).permutation(1e7 / np.arange(1, vocab + 1))
     for power, widest in ((0.5, None), (1.0, None), (1.0, 300)):
@@ -110,27 +110,27 @@ LABELS = {
 }
 
 
-def weigh(each):
-    return jnp.sum(each * jnp.cos(jnp.arange(each.size, dtype=jnp.float32)))
+def weighted_sum(losses):
+    return jnp.sum(losses * jnp.cos(jnp.arange(losses.size, dtype=jnp.float32)))
 
 
 @functools.cache
 def program():
-    """(((weighed losses, losses), gradients), ((the same, log_probs), gradients)): class_nll's, and of all words."""
+    """((loss, losses), gradients) of class_nll, and ((loss, log_probs), gradients) of class_log_probs."""
 
     # The classes are an argument of the compiled program.
     def run(h, class_table, word_table, biases, classes, labels):
-        def fast(*given):
-            each = class_nll(*given[:3], classes, labels, **given[3], block=4)
-            return weigh(each), each
+        def fast(*arguments):
+            losses = class_nll(*arguments[:3], classes, labels, **arguments[3], block=4)
+            return weighted_sum(losses), losses
 
-        def slow(*given):
-            log_probs = class_log_probs(*given[:3], classes, **given[3])
-            each = -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
-            return weigh(each), log_probs
+        def slow(*arguments):
+            log_probs = class_log_probs(*arguments[:3], classes, **arguments[3])
+            losses = -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
+            return weighted_sum(losses), log_probs
 
-        given = h, class_table, word_table, biases
-        return tuple(jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True)(*given) for f in (fast, slow))
+        arguments = h, class_table, word_table, biases
+        return tuple(jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True)(*arguments) for f in (fast, slow))
 
     return jax.jit(run, compiler_options=ONCE)
 
@@ -141,7 +141,7 @@ def top(k):
     return jax.jit(run, compiler_options=ONCE)
 
 
-def test_equals_the_definition_and_its_gradients():
+def test_losses_and_gradients_match_definition():
     h, class_table, word_table, biases = arrays()
     classes = classes_from(RAGGED, C)
     expected = definition(h, class_table, word_table, classes, **biases)
@@ -159,24 +159,24 @@ def test_one_token_without_biases(classes):
     h, _, word_table, _ = arrays(n=1)
     class_table = jnp.asarray(np.random.default_rng(2).standard_normal((classes.count, D)), jnp.float32)
     expected = definition(h, class_table, word_table, classes, np.zeros(classes.count), np.zeros(V))
-    each = once(class_nll, h, class_table, word_table, classes, jnp.array([V - 1]))
-    np.testing.assert_allclose(each, -expected[:, -1], rtol=2e-6)
+    losses = once(class_nll, h, class_table, word_table, classes, jnp.array([V - 1]))
+    np.testing.assert_allclose(losses, -expected[:, -1], rtol=2e-6)
 
 
 def test_sixteen_bits_accumulate_in_float32():
-    given, classes, labels = arrays("bfloat16"), classes_from(RAGGED, C), jnp.asarray(LABELS["all"], jnp.int32)
-    expected = definition(*given[:3], classes, **given[3])
-    fast, slow = program()(*given, classes, labels)
+    arguments, classes, labels = arrays("bfloat16"), classes_from(RAGGED, C), jnp.asarray(LABELS["all"], jnp.int32)
+    expected = definition(*arguments[:3], classes, **arguments[3])
+    fast, slow = program()(*arguments, classes, labels)
     assert fast[0][1].dtype == slow[0][1].dtype == jnp.float32
     np.testing.assert_allclose(fast[0][1], -expected[np.arange(N), labels], rtol=1e-5)
     np.testing.assert_allclose(slow[0][1], expected, rtol=1e-5)
-    _, wide = program()(*jax.tree.map(lambda x: x.astype(jnp.float32), given), classes, labels)
-    for found, twin in zip(jax.tree.leaves(fast[1]), jax.tree.leaves(wide[1]), strict=True):
-        assert found.dtype == jnp.bfloat16
-        assert np.linalg.norm(np.asarray(found, np.float32) - twin) <= 0.01 * np.linalg.norm(twin)
+    _, wide = program()(*jax.tree.map(lambda x: x.astype(jnp.float32), arguments), classes, labels)
+    for actual, reference in zip(jax.tree.leaves(fast[1]), jax.tree.leaves(wide[1]), strict=True):
+        assert actual.dtype == jnp.bfloat16
+        assert np.linalg.norm(np.asarray(actual, np.float32) - reference) <= 0.01 * np.linalg.norm(reference)
 
 
-def test_top_k_is_that_of_all():
+def test_top_k_matches_sorting_all_words():
     h, class_table, word_table, biases = arrays()
     classes = classes_from(RAGGED, C)
     class_table = 8 * class_table  # so that bounds leave classes out for some tokens, and not for others
@@ -188,7 +188,7 @@ def test_top_k_is_that_of_all():
         np.testing.assert_allclose(values, np.take_along_axis(expected, best[:, :k], axis=1), rtol=5e-6)
 
 
-def test_top_k_visits_no_class_that_cannot_win():
+def test_top_k_skips_classes_below_the_bound():
     h, class_table, word_table, biases = arrays()
     classes = classes_from(RAGGED, C)
     word_table = jnp.where(jnp.asarray(RAGGED[classes.order] == 3)[:, None], word_table, jnp.nan)
@@ -197,7 +197,7 @@ def test_top_k_visits_no_class_that_cannot_win():
     assert np.isfinite(values).all() and (RAGGED[ids] == 3).all()
 
 
-def test_samples_are_of_the_distribution():
+def test_samples_follow_the_distribution():
     h, class_table, word_table, biases = arrays(n=1)
     classes = classes_from(RAGGED, C)
     p = np.exp(definition(h, class_table, word_table, classes, **biases)[0])
@@ -210,20 +210,20 @@ def test_samples_are_of_the_distribution():
         classes,
         jax.random.key(0),
     )
-    found = np.bincount(drawn, minlength=V)
-    assert found.size == V
+    actual = np.bincount(drawn, minlength=V)
+    assert actual.size == V
     # 36 degrees of freedom: 77 is passed once in 10,000 keys.
-    assert ((found - n * p) ** 2 / (n * p)).sum() < 77
+    assert ((actual - n * p) ** 2 / (n * p)).sum() < 77
 
 
-def test_a_label_that_is_no_word():
-    """NaN, and without a gradient, where it is not known; said where it is."""
+def test_invalid_labels_give_nan_or_raise():
+    """Traced labels give NaN and no gradient; known labels raise."""
     h, class_table, word_table, biases = arrays()
     classes = classes_from(RAGGED, C)
     wrong = np.isin(np.arange(N), [2, 5])
     labels = np.where(wrong, [-1, V] * 6 + [V], LABELS["all"])
-    (_, each), slopes = program()(h, class_table, word_table, biases, classes, jnp.asarray(labels, jnp.int32))[0]
-    np.testing.assert_array_equal(np.isnan(each), wrong)
+    (_, losses), slopes = program()(h, class_table, word_table, biases, classes, jnp.asarray(labels, jnp.int32))[0]
+    np.testing.assert_array_equal(np.isnan(losses), wrong)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes))
     np.testing.assert_array_equal(np.asarray(slopes[0]).any(axis=1), ~wrong)
     for label in (-1, V):
@@ -234,15 +234,15 @@ def test_a_label_that_is_no_word():
 def temporary(vocab, dtype="float32", n=4096, dim=512):
     classes = equal_size_classes(vocab, int(vocab**0.5))
     shapes = (n, dim), (classes.count, dim), (vocab, dim)
-    given = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    run = jax.grad(lambda *given: class_nll(*given[:3], classes, given[3]).sum(), (0, 1, 2))
-    compiled = jax.jit(run).lower(*given, jax.ShapeDtypeStruct((n,), jnp.int32)).compile()
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    run = jax.grad(lambda *arguments: class_nll(*arguments[:3], classes, arguments[3]).sum(), (0, 1, 2))
+    compiled = jax.jit(run).lower(*arguments, jax.ShapeDtypeStruct((n,), jnp.int32)).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_the_classes_and_not_of_the_vocabulary(monkeypatch):
-    """Beside the gradients: logits of classes, and one more array like h; of 16 bits, a float32 gradient of the table."""
+def test_memory_does_not_grow_with_the_vocabulary(monkeypatch):
+    """Beside the gradients: logits of classes, and one more array like h; for 16 bits, a float32 gradient of the table."""
     monkeypatch.undo()
     bound = 4 * 4096 * (2 * 512 + 4 * 224)
     assert temporary(50_000) < bound < 50_000 * 512 * 4 / 2
@@ -250,7 +250,7 @@ def test_memory_is_that_of_the_classes_and_not_of_the_vocabulary(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda: classes_from([0, 2, 2], 3), "class 1 has no word"),
         (lambda: classes_from([0, 1, 3], 3), "classes 0 to 3: expected 0 to 2"),
@@ -264,12 +264,12 @@ def test_memory_is_that_of_the_classes_and_not_of_the_vocabulary(monkeypatch):
         (lambda: equal_mass_classes(np.ones(9), 2, widest=4), "do not hold 9"),
     ],
 )
-def test_what_is_no_partition_is_said(call, told):
-    with pytest.raises(InputError, match=told):
+def test_invalid_partitions_raise(call, message):
+    with pytest.raises(InputError, match=message):
         call()
 
 
-def test_what_does_not_fit_is_said():
+def test_mismatched_shapes_raise():
     h, class_table, word_table, biases = arrays()
     classes, labels = classes_from(RAGGED, C), jnp.zeros(N, jnp.int32)
     with pytest.raises(InputError, match="word_table has shape .37, 6.: expected .36, 6."):

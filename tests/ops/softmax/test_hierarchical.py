@@ -1,4 +1,4 @@
-"""Hierarchical softmax against the loop of its definition in float64, Huffman's algorithm as textbooks have it, and torch."""
+"""Hierarchical softmax against its definition in float64, Huffman's algorithm with a heap, and torch."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from tests.contracts import ONCE, assert_close, assert_float16_has_gradients, on
 
 
 def random_children(vocab, seed=0):
-    """Any two subtrees joined until one is left, the nodes numbered at random."""
+    """Children of a random tree: joins random pairs of subtrees; inner nodes have random numbers."""
     rng = np.random.default_rng(seed)
-    numbers, parts = rng.permutation(vocab - 1), [~w for w in range(vocab)]
+    numbers, subtrees = rng.permutation(vocab - 1), [~w for w in range(vocab)]
     children = np.zeros((vocab - 1, 2), np.int64)
     for number in numbers:
-        children[number] = [parts.pop(rng.integers(len(parts))) for _ in range(2)]
-        parts.append(number)
+        children[number] = [subtrees.pop(rng.integers(len(subtrees))) for _ in range(2)]
+        subtrees.append(number)
     return children
 
 
 def chain(vocab):
-    """Word w is w + 1 deep."""
+    """Children of a tree in which word w has depth w + 1."""
     return np.array([[~w, w + 1 if w < vocab - 2 else ~(vocab - 1)] for w in range(vocab - 1)]).reshape(vocab - 1, 2)
 
 
@@ -76,20 +76,20 @@ def arrays(tree, n=9, dim=5, dtype="float32", beyond=3, scale=1.0):
 
 
 def walks(children, root=0):
-    """Each word's path as pairs of a node and a side, by going everywhere."""
-    found, open_paths = {}, [(root if len(children) else -1, ())]
+    """Paths of all words as pairs of a node and a side, by traversal of the tree."""
+    actual, open_paths = {}, [(root if len(children) else -1, ())]
     while open_paths:
         at, path = open_paths.pop()
         if at < 0:
-            assert ~at not in found
-            found[~at] = path
+            assert ~at not in actual
+            actual[~at] = path
         else:
             open_paths += [(int(child), (*path, (int(at), side))) for side, child in enumerate(children[at])]
-    return [found[word] for word in range(len(children) + 1)]
+    return [actual[word] for word in range(len(children) + 1)]
 
 
-def exact(h, table, bias, tree, labels, cotangent):
-    """The losses, and the gradients of their sum weighted by the cotangent, node by node as word2vec's loop has them."""
+def definition(h, table, bias, tree, labels, cotangent):
+    """Losses, and gradients of their sum weighted by the cotangent, node by node as in word2vec."""
     h, table, bias = (np.asarray(x, np.float64) for x in (h, table, bias))
     paths, losses = walks(tree.children), np.zeros(len(h))
     slopes = [np.zeros_like(x) for x in (h, table, bias)]
@@ -114,7 +114,7 @@ def all_log_probs(h, table, bias, tree):
 
 
 def check_form(tree):
-    """Paths are those of `children`, end in 0 and sign 0, and numbers grow from level to level, from the root's 0 on."""
+    """Asserts that paths are those of `children`, padded with node 0 and sign 0, and that numbers rise from level to level."""
     paths = walks(tree.children)
     assert (tree.vocab, tree.depth) == (len(paths), max(map(len, paths)))
     assert (tree.nodes.dtype, tree.signs.dtype, tree.children.dtype) == (np.int32, np.int8, np.int32)
@@ -129,7 +129,7 @@ def check_form(tree):
 
 
 @all_trees
-def test_paths_and_numbers(tree):
+def test_trees_are_consistent(tree):
     check_form(tree)
 
 
@@ -145,7 +145,7 @@ def test_balanced_depths_and_order():
 
 
 def textbook(counts):
-    """The expected depth times the number of tokens: what all merges of the two lightest weigh."""
+    """Expected depth times the number of tokens: the sum of the weights of all merges of the two lightest nodes."""
     queue, total = list(counts), 0
     heapq.heapify(queue)
     while len(queue) > 1:
@@ -157,7 +157,7 @@ def textbook(counts):
 
 @settings(max_examples=40)
 @given(st.lists(st.one_of(st.integers(1, 5), st.integers(1, 10**12)), min_size=1, max_size=40))
-def test_huffman_is_optimal_and_ties_are_settled(counts):
+def test_huffman_is_optimal_with_deterministic_ties(counts):
     tree = huffman_tree(np.array(counts))
     check_form(tree)
     depths = (tree.signs != 0).sum(axis=1)
@@ -169,16 +169,16 @@ def test_huffman_is_optimal_and_ties_are_settled(counts):
     assert (np.diff(depths[order]) >= 0).all()
 
 
-def test_huffman_of_equal_counts_is_balanced_and_of_doubling_ones_a_chain():
+def test_huffman_of_equal_and_of_doubling_counts():
     for name in ("nodes", "signs", "children"):
         np.testing.assert_array_equal(getattr(huffman_tree(np.ones(43)), name), getattr(balanced_tree(43), name))
     assert huffman_tree(2.0 ** np.arange(30)).depth == 29
-    # 1 1 1 1 2 merges to depth 3 either way; with leaves before inner nodes, 1 1 2 2 stays flat.
+    # With leaves merged before inner nodes of the same weight, the tree of 1 1 2 2 has depth 2.
     assert huffman_tree(np.array([2, 2, 1, 1])).depth == 2
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 8, 43])
-def test_a_given_tree_keeps_its_shape_under_its_own_numbers(vocab):
+def test_tree_from_children_keeps_the_shape(vocab):
     for seed in range(5):
         children = random_children(vocab, seed)
         root = next(iter(set(range(vocab - 1)) - set(children.ravel().tolist())), 0)
@@ -189,7 +189,7 @@ def test_a_given_tree_keeps_its_shape_under_its_own_numbers(vocab):
 
 
 @pytest.mark.parametrize(
-    ("children", "told"),
+    ("children", "message"),
     [
         ([[0, 1, 2]], r"shape \(1, 3\): expected integers \[V - 1, 2\]"),
         ([[-1.0, -2.0]], "float64"),
@@ -204,21 +204,21 @@ def test_a_given_tree_keeps_its_shape_under_its_own_numbers(vocab):
     ],
     ids=str,
 )
-def test_what_is_no_tree_is_said(children, told):
-    with pytest.raises(InputError, match=told):
+def test_invalid_children_raise(children, message):
+    with pytest.raises(InputError, match=message):
         tree_from_children(np.array(children))
 
 
 @pytest.mark.parametrize(
-    ("counts", "told"),
+    ("counts", "message"),
     [([3, 0, 1], r"counts\[1\] is 0.*add one"), ([1.0, math.nan], "nan"), ([1.0, math.inf], "inf"), ([-1], "-1")],
 )
-def test_counts_that_cannot_be_are_said(counts, told):
-    with pytest.raises(InputError, match=told):
+def test_invalid_counts_raise(counts, message):
+    with pytest.raises(InputError, match=message):
         huffman_tree(np.array(counts))
 
 
-def test_a_tree_of_no_words_is_said():
+def test_empty_vocabulary_raises():
     with pytest.raises(InputError, match="at least one word"):
         balanced_tree(0)
     with pytest.raises(InputError, match="one number for each"):
@@ -226,7 +226,7 @@ def test_a_tree_of_no_words_is_said():
 
 
 @pytest.mark.slow
-def test_large_trees():
+def test_large_trees_are_complete():
     assert balanced_tree(455_000).depth == 19
     tree = huffman_tree(4_000_000 // np.arange(1, 455_001) + 1)
     assert tree.depth < 30 and (np.sort(~tree.children[tree.children < 0]) == np.arange(455_000)).all()
@@ -239,7 +239,7 @@ def test_large_trees():
 @pytest.mark.parametrize(
     ("name", "dense"), [*((name, 2) for name in TREES), ("huffman", 0), ("huffman", 6), ("balanced", 6)]
 )
-def test_loss_and_gradients_equal_the_definition(name, dense, monkeypatch):
+def test_losses_and_gradients_match_definition(name, dense, monkeypatch):
     monkeypatch.setattr(ops, "DENSE_LEVELS", dense)
     tree = TREES[name]
     h, table, labels, bias = arrays(tree)
@@ -250,26 +250,26 @@ def test_loss_and_gradients_equal_the_definition(name, dense, monkeypatch):
         return losses, pull(jnp.asarray(cotangent))
 
     losses, slopes = once(run, h, table, bias, tree, labels)
-    expected, expected_slopes = exact(h, table, bias, tree, labels, cotangent)
+    expected, expected_slopes = definition(h, table, bias, tree, labels, cotangent)
     assert losses.dtype == jnp.float32
     np.testing.assert_allclose(losses, expected, rtol=2e-6, atol=1e-6)
-    for found, slope in zip(slopes, expected_slopes, strict=True):
-        np.testing.assert_allclose(found, slope, rtol=5e-6, atol=5e-6)
+    for actual, slope in zip(slopes, expected_slopes, strict=True):
+        np.testing.assert_allclose(actual, slope, rtol=5e-6, atol=5e-6)
 
 
 @all_trees
-def test_probabilities_sum_to_one_and_are_those_of_the_loss(tree):
+def test_log_probs_match_definition_and_sum_to_one(tree):
     h, table, _, bias = arrays(tree, 4, scale=2.0)
-    found = once(functools.partial(tree_log_probs, bias=bias), h, table, tree)
-    np.testing.assert_allclose(np.exp(np.asarray(found, np.float64)).sum(axis=1), 1, rtol=1e-6)
+    actual = once(functools.partial(tree_log_probs, bias=bias), h, table, tree)
+    np.testing.assert_allclose(np.exp(np.asarray(actual, np.float64)).sum(axis=1), 1, rtol=1e-6)
     expected = all_log_probs(h, table, bias, tree)
-    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("levels", [1, 2, 6])
 @pytest.mark.parametrize("name", ["huffman", "one"])
-def test_rows_gathered_before_the_gradient(name, levels, monkeypatch):
-    """The loss, and the gradients of the rows, are those of the table, whose other rows are not looked at."""
+def test_gathered_rows_give_the_same_loss_and_gradients(name, levels, monkeypatch):
+    """Loss and gradients of the rows equal those of the whole table; other rows have no gradient."""
     monkeypatch.setattr(ops, "DENSE_LEVELS", levels)
     tree = TREES[name]
     h, table, labels, _ = arrays(tree, 7)
@@ -290,16 +290,16 @@ def test_rows_gathered_before_the_gradient(name, levels, monkeypatch):
         tree_nll(h, TableRows(kept, table[kept]), tree, labels, bias=jnp.zeros(len(kept)))
 
 
-def test_a_confident_token_has_a_loss():
-    """log(1 - sigmoid) of a rounded sigmoid would be 0 or infinite."""
+def test_confident_token_keeps_loss():
+    """Values match float64; log(1 - sigmoid) of a rounded sigmoid would be 0 or infinite."""
     tree, table = balanced_tree(2), jnp.ones((1, 1))
-    found = once(tree_nll, jnp.array([[30.0], [30.0], [-90.0]]), table, tree, jnp.array([0, 1, 0]))
-    np.testing.assert_allclose(found, [np.log1p(np.exp(-30.0)), 30.0, 90.0], rtol=1e-6)
+    actual = once(tree_nll, jnp.array([[30.0], [30.0], [-90.0]]), table, tree, jnp.array([0, 1, 0]))
+    np.testing.assert_allclose(actual, [np.log1p(np.exp(-30.0)), 30.0, 90.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_accumulate_in_float32(dtype):
-    """As many tokens as would lose a gradient that is summed in 16 bits."""
+    """With this number of tokens, a gradient that is summed in 16 bits would be inaccurate."""
     tree = TREES["huffman"]
     h, table, labels, bias = arrays(tree, 500, 16, dtype, scale=0.5)
 
@@ -307,16 +307,16 @@ def test_sixteen_bits_accumulate_in_float32(dtype):
         losses, pull = jax.vjp(lambda h, table: tree_nll(h, table, tree, labels, bias=bias), h, table)
         return losses, pull(jnp.full(500, 1e-4, jnp.float32))
 
-    found, slopes = once(run, h, table)
-    assert found.dtype == jnp.float32 and all(slope.dtype == jnp.dtype(dtype) for slope in slopes)
-    expected, expected_slopes = exact(h, table, bias, tree, labels, np.full(500, 1e-4))
-    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
-    for slope, twin in zip(slopes, expected_slopes[:2], strict=True):
-        assert np.linalg.norm(np.asarray(slope, np.float64) - twin) <= 0.004 * np.linalg.norm(twin)
+    actual, slopes = once(run, h, table)
+    assert actual.dtype == jnp.float32 and all(slope.dtype == jnp.dtype(dtype) for slope in slopes)
+    expected, expected_slopes = definition(h, table, bias, tree, labels, np.full(500, 1e-4))
+    np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-6)
+    for slope, reference in zip(slopes, expected_slopes[:2], strict=True):
+        assert np.linalg.norm(np.asarray(slope, np.float64) - reference) <= 0.004 * np.linalg.norm(reference)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_gradients_of_small_parts_in_float16(gathered):
+def test_small_gradients_do_not_underflow_in_float16(gathered):
     rng = np.random.default_rng(0)
     h, table = (jnp.asarray(rng.standard_normal((count, 5)), jnp.float32) for count in (9, 42))
     labels = jnp.arange(9, dtype=jnp.int32)
@@ -330,7 +330,7 @@ def test_gradients_of_small_parts_in_float16(gathered):
     assert_float16_has_gradients(loss, h / 100, table)
 
 
-def test_a_float32_table_under_sixteen_bit_states():
+def test_gradients_keep_the_dtype_of_each_operand():
     tree = TREES["balanced"]
     h, table, labels, _ = arrays(tree, dtype="bfloat16")
     run = jax.grad(lambda h, table: tree_nll(h, table, tree, labels).sum(), (0, 1))
@@ -338,8 +338,8 @@ def test_a_float32_table_under_sixteen_bit_states():
 
 
 @pytest.mark.parametrize(("name", "dense"), [("balanced", 0), ("balanced", 3), ("chain", 6)])
-def test_rows_that_no_path_visits_and_tokens_that_are_ignored_are_nothing(name, dense, monkeypatch):
-    """NaN there: neither the losses nor a gradient knows."""
+def test_unvisited_rows_and_ignored_tokens_do_not_contribute(name, dense, monkeypatch):
+    """NaN in such rows and tokens changes no loss and no gradient."""
     monkeypatch.setattr(ops, "DENSE_LEVELS", dense)
     tree = TREES[name]
     h, table, labels, bias = arrays(tree)
@@ -360,7 +360,7 @@ def test_rows_that_no_path_visits_and_tokens_that_are_ignored_are_nothing(name, 
     assert clean[0][4] == 0 and not np.asarray(clean[1][0])[4].any()
 
 
-def test_all_tokens_ignored():
+def test_all_tokens_ignored_give_zero():
     tree = TREES["balanced"]
     h, table, labels, _ = arrays(tree)
     run = jax.value_and_grad(
@@ -370,7 +370,7 @@ def test_all_tokens_ignored():
 
 
 @pytest.mark.parametrize("name", ["balanced", "one"])
-def test_a_label_that_is_no_word(name):
+def test_invalid_labels_give_nan_or_raise(name):
     tree = TREES[name]
     h, table, _, _ = arrays(tree, 3)
     for label in (tree.vocab, -1):
@@ -385,8 +385,8 @@ def test_a_label_that_is_no_word(name):
         np.testing.assert_array_equal(np.isnan(once(path_nll, h, rows, signs)), [False, True, False])
 
 
-def test_transformations():
-    """vmap over states and labels or over tables, and checkpoint."""
+def test_vmap_and_checkpoint_match_reference():
+    """Applies vmap over states and labels or over tables, and checkpoint."""
     tree = TREES["huffman"]
     h, table, labels, bias = arrays(tree, 5)
     loss = lambda h, table, labels: jnp.sin(tree_nll(h, table, tree, labels, bias=bias)).sum()  # noqa: E731
@@ -398,39 +398,39 @@ def test_transformations():
         ((0, None, 0), (np.stack([h, -h]), table, both)),
         ((None, 0, None), (h, np.stack([table, -table]), labels)),
     ):
-        found = once(jax.vmap(slopes, axes), *args)
+        actual = once(jax.vmap(slopes, axes), *args)
         apart = [grads(*(x if axis is None else x[i] for x, axis in zip(args, axes, strict=True))) for i in (0, 1)]
-        assert_close(found, jax.tree.map(lambda *x: np.stack(x), *apart))
+        assert_close(actual, jax.tree.map(lambda *x: np.stack(x), *apart))
 
 
 @pytest.mark.slow
-def test_second_derivatives():
+def test_second_derivatives_match_reference():
     tree = TREES["huffman"]
     h, table, labels, bias = arrays(tree, 5)
     nodes, signs = tree_paths(tree, labels)
-    twin = lambda h, table: jnp.sin(path_nll(h, table[nodes], signs, bias[nodes])).sum()  # noqa: E731
+    reference = lambda h, table: jnp.sin(path_nll(h, table[nodes], signs, bias[nodes])).sum()  # noqa: E731
     ours = lambda h, table: jnp.sin(tree_nll(h, table, tree, labels, bias=bias)).sum()  # noqa: E731
     curvature = [
         jax.grad(lambda h, table, f=f: jnp.cos(jax.grad(f, 1)(h, table)).sum() + jax.grad(f)(h, table).sum(), (0, 1))
-        for f in (ours, twin)
+        for f in (ours, reference)
     ]
     assert_close(*(once(f, h, table) for f in curvature))
 
 
-def test_over_eight_devices():
+def test_eight_devices_match_one():
     tree = TREES["balanced"]
     h, table, labels, _ = arrays(tree, 16)
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    whole, cut = jax.P(), jax.P("d")
+    replicated, cut = jax.P(), jax.P("d")
     run = lambda h, table, labels: jax.lax.psum(tree_nll(h, table, tree, labels).sum(), "d")  # noqa: E731
-    apart = jax.shard_map(run, mesh=mesh, in_specs=(cut, whole, cut), out_specs=whole)
+    apart = jax.shard_map(run, mesh=mesh, in_specs=(cut, replicated, cut), out_specs=replicated)
     expected = jax.value_and_grad(lambda h, table: tree_nll(h, table, tree, labels).sum(), (0, 1))
-    found = once(jax.value_and_grad(lambda h, table: apart(h, table, labels), (0, 1)), h, table)
-    assert_close(found, once(expected, h, table))
+    actual = once(jax.value_and_grad(lambda h, table: apart(h, table, labels), (0, 1)), h, table)
+    assert_close(actual, once(expected, h, table))
 
 
-def test_memory_is_not_that_of_all_gathered_rows():
-    """Of the order of the states, however deep the tree; and one gradient of the table, however many levels."""
+def test_memory_does_not_grow_with_depth():
+    """Memory is a few arrays like the states and one gradient of the table, for any number of levels."""
     tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), balanced_tree(4096))
     n, dim = 512, 128
     shapes = ((n, dim), jnp.float32), ((4096, dim), jnp.float32), ((n,), jnp.int32)
@@ -444,23 +444,23 @@ def test_memory_is_not_that_of_all_gathered_rows():
 
 
 @pytest.mark.parametrize(("name", "k"), [("balanced", 1), ("balanced", 7), ("huffman", 5), ("random", 5), ("chain", 9)])
-def test_top_k_equals_sorting(name, k):
-    """Flat, ordinary, very peaked and equal probabilities at once."""
+def test_top_k_matches_sorting(name, k):
+    """Flat, ordinary, very peaked and equal probabilities in one batch."""
     tree = TREES[name]
     h, table, _, bias = arrays(tree, 40)
     h = h * jnp.asarray(np.repeat([0.0, 0.1, 1.0, 30.0], 10), jnp.float32)[:, None]
     run = jax.jit(lambda h, table, bias: tree_top_k(h, table, tree, k, bias=bias), compiler_options=ONCE)
     for offset in (bias, jnp.zeros_like(bias)):
-        found, words = run(h, table, offset)
+        actual, words = run(h, table, offset)
         expected = all_log_probs(h, table, offset, tree)
-        assert words.dtype == jnp.int32 and found.dtype == jnp.float32
-        np.testing.assert_allclose(found, -np.sort(-expected, axis=1)[:, :k], rtol=2e-6, atol=2e-6)
-        np.testing.assert_allclose(np.take_along_axis(expected, np.asarray(words), 1), found, rtol=2e-6, atol=2e-6)
+        assert words.dtype == jnp.int32 and actual.dtype == jnp.float32
+        np.testing.assert_allclose(actual, -np.sort(-expected, axis=1)[:, :k], rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(np.take_along_axis(expected, np.asarray(words), 1), actual, rtol=2e-6, atol=2e-6)
         assert all(len(set(row)) == k for row in np.asarray(words).tolist())
 
 
 def test_top_k_is_not_greedy():
-    """The root prefers the side where all words are rare: nodes of that side are left only for a better word."""
+    """The root prefers the side on which all words are rare; the best word is on the other side."""
     tree = tree_from_children(np.array([[1, 6], [2, 3], [4, 5], [-1, -2], [-3, -4], [-5, -6], [-7, -8]]))
     word = 6
     table = jnp.zeros((7, 1)).at[0].set(0.5).at[tree.nodes[word][1]].set(9.0)
@@ -469,31 +469,31 @@ def test_top_k_is_not_greedy():
     np.testing.assert_allclose(log_probs, [[np.log(scipy.special.expit(-0.5) * scipy.special.expit(9.0))]], rtol=1e-6)
 
 
-def test_top_k_of_nan_is_nan_for_its_token_alone():
+def test_top_k_nan_stays_within_its_token():
     tree = TREES["balanced"]
     h, table, _, _ = arrays(tree)
-    found = once(functools.partial(tree_top_k, k=2), h.at[1].set(jnp.nan), table, tree)[0]
-    np.testing.assert_array_equal(np.isnan(found).all(axis=1), np.arange(9) == 1)
-    assert np.isnan(found).sum() == 2
+    actual = once(functools.partial(tree_top_k, k=2), h.at[1].set(jnp.nan), table, tree)[0]
+    np.testing.assert_array_equal(np.isnan(actual).all(axis=1), np.arange(9) == 1)
+    assert np.isnan(actual).sum() == 2
 
 
 @pytest.mark.parametrize("k", [0, 44])
-def test_k_is_a_number_of_words(k):
+def test_invalid_k_raises(k):
     h, table, _, _ = arrays(TREES["balanced"])
     with pytest.raises(InputError, match=f"k {k}: expected 1 to 43"):
         tree_top_k(h, table, TREES["balanced"], k)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_samples_are_distributed_as_the_words(temperature):
+def test_samples_follow_the_distribution(temperature):
     tree = tree_from_children(random_children(11, 3))
     h, table, _, bias = arrays(tree, 2)
     log_probs = all_log_probs(h, table, bias, tree) / temperature
     probs = scipy.special.softmax(log_probs, axis=1)
     many = jnp.repeat(h, 20000, axis=0)
     run = lambda h, table: tree_sample(h, table, tree, jax.random.key(1), bias=bias, temperature=temperature)  # noqa: E731
-    found = np.asarray(once(run, many, table)).reshape(2, -1)
-    for words, p in zip(found, probs, strict=True):
+    actual = np.asarray(once(run, many, table)).reshape(2, -1)
+    for words, p in zip(actual, probs, strict=True):
         assert scipy.stats.chisquare(np.bincount(words, minlength=11), p * words.size).pvalue > 1e-3
         # Neighbours are independent.
         pairs = np.bincount(words[::2] * 11 + words[1::2], minlength=121)
@@ -501,7 +501,7 @@ def test_samples_are_distributed_as_the_words(temperature):
 
 
 @pytest.mark.parametrize("name", ["huffman", "one"])
-def test_temperatures_that_take_the_best_word(name):
+def test_temperature_near_zero_takes_the_best_word(name):
     tree = TREES[name]
     h, table, _, bias = arrays(tree, 6)
     key = jax.random.key(0)
@@ -512,7 +512,7 @@ def test_temperatures_that_take_the_best_word(name):
         np.testing.assert_array_equal(words, best)
 
 
-def test_one_word_is_certain():
+def test_one_word_has_probability_one():
     tree, table = balanced_tree(1), jnp.zeros((0, 5))
     h = jnp.ones((3, 5))
     loss = lambda h: tree_nll(h, table, tree, jnp.zeros(3, jnp.int32)).sum()  # noqa: E731
@@ -525,7 +525,7 @@ def test_one_word_is_certain():
 # Errors
 
 
-def test_a_table_with_too_few_rows_is_said():
+def test_too_few_rows_raise():
     tree = TREES["balanced"]
     h, table, labels, _ = arrays(tree, beyond=-1)
     calls = (
@@ -539,8 +539,8 @@ def test_a_table_with_too_few_rows_is_said():
             call()
 
 
-def test_shapes_that_do_not_fit_are_said_where_no_checker_runs():
-    """Beartype, which checks annotations while tests run, would speak first."""
+def test_mismatched_shapes_raise_without_type_checker():
+    """Runs in a process without beartype, which would raise first."""
     program = """
 import jax.numpy as jnp
 from hpnlp.ops.softmax.hierarchical import balanced_tree, tree_nll
@@ -552,7 +552,7 @@ for changes in {"h": h[:, :4]}, {"h": h[None]}, {"labels": h[:, 0]}, {"labels": 
     except InputError as error:
         print(error)
 """
-    told = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     expected = (
@@ -562,13 +562,13 @@ for changes in {"h": h[:, :4]}, {"h": h[None]}, {"labels": h[:, 0]}, {"labels": 
         "labels has shape (8,)",
         "shape (9,): expected",
     )
-    for line, words in zip(told, expected, strict=True):
+    for line, words in zip(message, expected, strict=True):
         assert words in line
 
 
 @pytest.mark.oracle
-def test_equals_torch():
-    """The binary cross-entropies along the paths, and their gradients."""
+def test_matches_torch():
+    """Compares with binary cross-entropies along the paths, and their gradients."""
     torch = pytest.importorskip("torch")
     tree = TREES["random"]
     h, table, labels, bias = arrays(tree, 33, 16)
@@ -587,7 +587,7 @@ def test_equals_torch():
         np.testing.assert_allclose(mine, other.grad.numpy(), atol=1e-5)
 
 
-def test_a_tree_is_a_pytree_of_arrays():
+def test_tree_is_a_pytree_of_arrays():
     tree = TREES["huffman"]
     placed = jax.device_put(tree)
     assert isinstance(placed, Tree) and (placed.vocab, placed.depth) == (43, tree.depth)

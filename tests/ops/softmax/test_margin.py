@@ -1,4 +1,4 @@
-"""Ranking losses, against their definitions and torch's."""
+"""Ranking losses against their definitions and torch."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 
 
-def test_the_hardest_are_the_best_that_are_wrong():
+def test_hardest_are_the_best_candidates_except_the_label():
     rng = np.random.default_rng(0)
     scores, labels = rng.standard_normal((5, 9)).astype(np.float32), np.array([3, 0, 8, 4, 4], np.int32)
-    ids = np.array([0, 1, 2, 3, 4, 5, 6, 7, -1], np.int32)  # the last is no candidate: label 8 has none
-    values, found = once(
+    ids = np.array([0, 1, 2, 3, 4, 5, 6, 7, -1], np.int32)  # the last is no candidate, so that label 8 is not excluded
+    values, actual = once(
         functools.partial(hardest, count=8), jnp.asarray(scores), jnp.asarray(ids), jnp.asarray(labels)
     )
     for i, label in enumerate(labels):
         wrong = [j for j in np.argsort(-scores[i]) if ids[j] not in (label, -1)]
         expected = wrong + [-1] * (8 - len(wrong))
-        np.testing.assert_array_equal(found[i], expected)
+        np.testing.assert_array_equal(actual[i], expected)
         np.testing.assert_array_equal(values[i], [scores[i, j] if j >= 0 else -np.inf for j in expected])
-    own = jnp.broadcast_to(jnp.asarray(ids)[None], (5, 9))
-    again = once(functools.partial(hardest, count=8), jnp.asarray(scores), own, jnp.asarray(labels))
-    assert_close(again, (values, found))
+    token_ids = jnp.broadcast_to(jnp.asarray(ids)[None], (5, 9))
+    again = once(functools.partial(hardest, count=8), jnp.asarray(scores), token_ids, jnp.asarray(labels))
+    assert_close(again, (values, actual))
 
 
-def test_missing_negatives_count_for_nothing():
+def test_missing_negatives_do_not_contribute():
     target = jnp.array([1.0, 1.0, 3.0])
     negatives = jnp.array([[2.0, -jnp.inf], [-jnp.inf, -jnp.inf], [-5.0, 2.5]])
     run = jax.value_and_grad(lambda t, n: margin_loss(t, n, margin=1).sum(), (0, 1))
-    each = once(margin_loss, target, negatives)
-    np.testing.assert_allclose(each, [2.0, 0.0, 0.25])
+    losses = once(margin_loss, target, negatives)
+    np.testing.assert_allclose(losses, [2.0, 0.0, 0.25])
     _, (dt, dn) = once(run, target, negatives)
     np.testing.assert_allclose(dt, [-1, 0, -0.5])
     np.testing.assert_allclose(dn, [[1, 0], [0, 0], [0, 0.5]])
@@ -45,22 +45,22 @@ def test_missing_negatives_count_for_nothing():
 def test_triplets_compare_squared_distances():
     rng = np.random.default_rng(1)
     h, label, negatives = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((4, 3), (4, 3), (4, 2, 3)))
-    found = once(functools.partial(triplet_loss, margin=0.5), h, label, negatives)
+    actual = once(functools.partial(triplet_loss, margin=0.5), h, label, negatives)
     for i in range(4):
         near = np.sum((h[i] - label[i]) ** 2)
-        each = [max(0, 0.5 + near - np.sum((h[i] - n) ** 2)) for n in negatives[i]]
-        np.testing.assert_allclose(found[i], np.mean(each), rtol=1e-5)
+        losses = [max(0, 0.5 + near - np.sum((h[i] - n) ** 2)) for n in negatives[i]]
+        np.testing.assert_allclose(actual[i], np.mean(losses), rtol=1e-5)
 
 
 @pytest.mark.parametrize("count", [0, 10])
-def test_more_than_there_are(count):
+def test_invalid_count_raises(count):
     with pytest.raises(InputError, match="expected 1 to 9"):
         hardest(jnp.zeros((2, 9)), jnp.arange(9), jnp.zeros(2, jnp.int32), count)
 
 
 @pytest.mark.oracle
-def test_equals_torch():
-    """torch's multi_margin_loss divides by the number of classes, of which ours has one less."""
+def test_matches_torch():
+    """multi_margin_loss of torch divides by the number of classes, margin_loss by one less."""
     import torch
     import torch.nn.functional as F
 

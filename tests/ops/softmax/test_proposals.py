@@ -1,4 +1,4 @@
-"""Samplers: as often as they say, and as others say."""
+"""Proposal distributions: frequencies of draws, expected counts, and TensorFlow."""
 
 from __future__ import annotations
 
@@ -26,22 +26,26 @@ ALL = {
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_words_come_as_often_as_they_should(name):
-    sampler, wanted = ALL[name]
-    q = np.asarray(wanted, np.float64) / np.sum(wanted)
+def test_draws_and_log_probs_follow_the_distribution(name):
+    sampler, unnormalized = ALL[name]
+    q = np.asarray(unnormalized, np.float64) / np.sum(unnormalized)
     every = jnp.arange(7, dtype=jnp.int32)
     ids, log_q = once(lambda key: (sampler.draw(key, (20000,)), sampler.log_prob(every)), jax.random.key(1))
     np.testing.assert_allclose(np.exp(np.asarray(log_q, np.float64)), q, rtol=2e-6)
-    found = np.bincount(ids, minlength=7)
-    often = q * 20000 >= 5
+    actual = np.bincount(ids, minlength=7)
+    is_frequent = q * 20000 >= 5
     assert (
-        len(found) == 7 and stats.chisquare(found[often], q[often] / q[often].sum() * found[often].sum()).pvalue > 1e-3
+        len(actual) == 7
+        and stats.chisquare(
+            actual[is_frequent], q[is_frequent] / q[is_frequent].sum() * actual[is_frequent].sum()
+        ).pvalue
+        > 1e-3
     )
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 5, 1000, 40001])
-def test_alias_tables_are_exact(vocab):
-    """The table, read as a distribution, against what it was made of."""
+def test_alias_table_represents_the_distribution(vocab):
+    """The distribution that the table represents is that from which it was built."""
     rng = np.random.default_rng(vocab)
     for counts in (
         np.ones(vocab),
@@ -53,8 +57,8 @@ def test_alias_tables_are_exact(vocab):
         q = counts / counts.sum()
         keep, alias = alias_sampler._alias_table(q)
         assert (keep >= 0).all() and (keep <= 1).all()
-        found = (keep + np.bincount(alias, 1 - keep, minlength=vocab)) / vocab
-        np.testing.assert_allclose(found, q, rtol=1e-9, atol=1e-14)
+        actual = (keep + np.bincount(alias, 1 - keep, minlength=vocab)) / vocab
+        np.testing.assert_allclose(actual, q, rtol=1e-9, atol=1e-14)
         np.testing.assert_array_equal(table.alias, alias)
         assert (table.fraction >= 0).all() and (table.fraction <= 1).all()
         np.testing.assert_allclose(
@@ -63,8 +67,8 @@ def test_alias_tables_are_exact(vocab):
 
 
 @pytest.mark.parametrize("share", [3e-12, 2e-10, 0.3, 1 - 3e-12, 1.0])
-def test_shares_of_a_column_are_drawn_to_many_digits(monkeypatch, share):
-    """A column's first word is drawn for numbers under its share, and for none of the others."""
+def test_alias_draws_are_accurate_to_55_bits(monkeypatch, share):
+    """A column's own word is drawn for all random numbers under its probability, and for no others."""
     table = unigram([share / 2, 1 - share / 2])
     edge = int(share * 2**55)
     numbers = [0, 1, edge - 9, edge + 9, 2**55 - 1] if share < 1 else [0, 2**54, 2**55 - 1]
@@ -78,22 +82,22 @@ def test_shares_of_a_column_are_drawn_to_many_digits(monkeypatch, share):
     np.testing.assert_array_equal(drawn, [0 if number < share * 2**55 else 1 for number in numbers])
 
 
-def test_the_rarest_words_have_a_correction():
+def test_rarest_words_have_finite_expected_counts():
     table = unigram([1.0, 2.0**40])
-    found = once(lambda key: sample(table, key, 1, jnp.array([0, 1]), unique=True), jax.random.key(0))
-    assert np.isfinite(found.log_expected).all()
-    np.testing.assert_allclose(np.exp(found.labels_expected), [2.0**-40, 1.0], rtol=1e-4)
+    actual = once(lambda key: sample(table, key, 1, jnp.array([0, 1]), unique=True), jax.random.key(0))
+    assert np.isfinite(actual.log_expected).all()
+    np.testing.assert_allclose(np.exp(actual.labels_expected), [2.0**-40, 1.0], rtol=1e-4)
 
 
-def test_draws_of_a_table_that_is_an_argument_under_vmap():
-    """As of one that is folded while compiling."""
+def test_alias_sampler_as_jit_argument_under_vmap():
+    """Draws equal those of a sampler whose arrays are constants of the program."""
     table, keys = unigram(COUNTS), jax.random.split(jax.random.key(0), 3)
     draw = jax.jit(jax.vmap(lambda table, key: table.draw(key, (2, 5)), (None, 0)))
     np.testing.assert_array_equal(draw(table, keys), [table.draw(key, (2, 5)) for key in keys])
 
 
-def test_log_uniform_is_tensorflows():
-    """q(k) = (log(k + 2) - log(k + 1)) / log(V + 1), to the last words of a large vocabulary, which sum to one."""
+def test_log_uniform_matches_tensorflow():
+    """Here q(k) = (log(k + 2) - log(k + 1)) / log(V + 1), for all words of a large vocabulary."""
     log_q = np.asarray(LogUniform(455_722).log_prob(jnp.arange(455_722, dtype=jnp.int32)), np.float64)
     k = np.arange(455_722.0)
     np.testing.assert_allclose(log_q, np.log(np.log1p(1 / (k + 1)) / np.log(455_723.0)), atol=2e-6)
@@ -102,8 +106,8 @@ def test_log_uniform_is_tensorflows():
     assert ids.min() == 0 and 200_000 < ids.max() < 455_722
 
 
-def test_log_uniform_reaches_all_words_of_a_large_vocabulary_evenly(monkeypatch):
-    """A quarter of a million ids at the end, from all the values that the broken part can have."""
+def test_log_uniform_reaches_all_words_of_a_large_vocabulary(monkeypatch):
+    """Checks the last 2^17 ids, for all values of the fractional random number."""
     key = jax.random.key(0)
     monkeypatch.setattr(jax.random, "split", lambda key: (0, 1))
 
@@ -114,14 +118,14 @@ def test_log_uniform_reaches_all_words_of_a_large_vocabulary_evenly(monkeypatch)
         return LogUniform(2**18 - 1).draw(key, values.shape)
 
     ids = np.asarray(draw(jnp.arange(2**23, dtype=jnp.float32) / 2**23))
-    found = np.bincount(ids, minlength=2**18)[2**17 - 1 : 2**18 - 1]
+    actual = np.bincount(ids, minlength=2**18)[2**17 - 1 : 2**18 - 1]
     k = np.arange(2**17 - 1, 2**18 - 1)
     expected = np.log2((k + 2) / (k + 1)) * 2**23
-    assert found.sum() == 2**23 and abs(found / expected - 1).max() < 0.05
+    assert actual.sum() == 2**23 and abs(actual / expected - 1).max() < 0.05
 
 
-def test_one_rare_word_among_equals_is_not_slow():
-    """A round of the table's making fills one column: hours, were there a round for each."""
+def test_alias_table_of_one_rare_word_is_fast():
+    """Each vectorised round would fill one column; the construction would take hours."""
     counts = np.full(400_000, 100.0)
     counts[3] = 1.0
     keep, alias = alias_sampler._alias_table(counts / counts.sum())
@@ -131,25 +135,25 @@ def test_one_rare_word_among_equals_is_not_slow():
 
 
 @pytest.mark.parametrize("unique", [False, True])
-def test_expected_counts_are_those_of_many_draws(unique):
-    """With repetition by the mean; without, the probability of a word to be among those drawn, given the tries."""
+def test_expected_counts_match_many_draws(unique):
+    """With repetition the mean count; without, the probability that a word is drawn, given the number of tries."""
     vocab, count, times = 120, 40, 2000
     labels = jnp.arange(vocab, dtype=jnp.int32)
     draw = functools.partial(sample, LogUniform(vocab), count=count, labels=labels, unique=unique)
     ids, log_expected, of_labels = once(jax.vmap(draw), jax.random.split(jax.random.key(2), times))
     ids, expected = np.asarray(ids), np.exp(np.asarray(of_labels, np.float64))
     assert ids.shape == (times, count)
-    found = np.bincount(ids.ravel(), minlength=vocab) / times
-    # The tries end with a new word, and are its own doing: the estimate given them is a hundredth off.
+    actual = np.bincount(ids.ravel(), minlength=vocab) / times
+    # The number of tries depends on the last word drawn, so that the estimate has an error of 1 %.
     error = 4 * np.sqrt(expected.mean(axis=0) / times) + 0.02 * unique
-    assert (abs(found - expected.mean(axis=0)) < error).all()
+    assert (abs(actual - expected.mean(axis=0)) < error).all()
     np.testing.assert_allclose(np.exp(log_expected), np.take_along_axis(expected, ids, axis=1), rtol=1e-5)
     repeats = (np.diff(np.sort(ids, axis=1), axis=1) == 0).any(axis=1)
     assert repeats.all() if not unique else not repeats.any()
 
 
 @pytest.mark.parametrize("unique", [False, True])
-def test_each_token_draws_its_own(unique):
+def test_per_token_draws_are_independent(unique):
     labels = jnp.arange(5, dtype=jnp.int32)
     draw = functools.partial(sample, LogUniform(50), count=8, labels=labels, unique=unique, per_token=True)
     ids, log_expected, of_labels = once(draw, jax.random.key(0))
@@ -159,21 +163,21 @@ def test_each_token_draws_its_own(unique):
         tries = np.log1p(-np.exp(np.asarray(of_labels, np.float64))) / np.log1p(
             -np.exp(LogUniform(50).log_prob(labels))
         )
-        np.testing.assert_allclose(tries, np.round(tries), atol=1e-3)  # each token's own
+        np.testing.assert_allclose(tries, np.round(tries), atol=1e-3)  # the number of tries of each token
         assert (
             (np.diff(np.sort(ids, axis=1), axis=1) != 0).all() and (tries >= 8).all() and len(set(np.round(tries))) > 1
         )
 
 
 @pytest.mark.parametrize(("vocab", "count"), [(1, 1), (5, 5), (300, 290)])
-def test_unique_words_can_be_all(vocab, count):
+def test_unique_samples_can_be_the_whole_vocabulary(vocab, count):
     draw = lambda key: sample(Uniform(vocab), key, count, jnp.zeros(1, jnp.int32), unique=True)  # noqa: E731
     ids, log_expected, _ = once(draw, jax.random.key(0))
     assert len(set(np.asarray(ids).tolist())) == count
     assert (np.asarray(log_expected) <= 0).all()
 
 
-def test_learned_unigram_counts_what_counts():
+def test_learned_unigram_counts_valid_labels_only():
     weights = jnp.array([1.0, 0.0, 0.5])
     counts = LearnedUnigram.start(4).seen(jnp.array([1, 2, 3]), weights).seen(jnp.array([3, 9])).counts
     np.testing.assert_array_equal(counts, [1, 2, 1, 3])
@@ -181,28 +185,28 @@ def test_learned_unigram_counts_what_counts():
     np.testing.assert_array_equal(LearnedUnigram.start(4).seen(jnp.array([-1, 1, 2]), weights).counts, [1, 1, 2, 1])
 
 
-def test_counts_near_the_largest_number():
+def test_unigram_accepts_counts_near_the_largest_float():
     np.testing.assert_allclose(unigram([1e308, 1e308, 1e300]).log_q[:2], np.log(0.5), rtol=1e-6)
 
 
-def test_learned_unigram_reaches_rare_words_of_a_large_vocabulary():
-    """A float32 of 2^23 values would reach each 31st of the rare half."""
+def test_learned_unigram_reaches_rare_words():
+    """A float32 random number of 2^23 values would reach every 31st of the rare words only."""
     rare = 2**17
     sampler = LearnedUnigram(jnp.repeat(jnp.array([2000, 1], jnp.int32), rare))
     ids = np.asarray(jax.jit(lambda sampler, key: sampler.draw(key, (2**21,)))(sampler, jax.random.key(0)))
-    found = ids[ids >= rare]
-    assert abs(len(found) / (2**21 / 2001) - 1) < 0.15 and len(set(found)) > 0.95 * len(found)
+    actual = ids[ids >= rare]
+    assert abs(len(actual) / (2**21 / 2001) - 1) < 0.15 and len(set(actual)) > 0.95 * len(actual)
 
 
-def test_learned_unigram_forgets_before_it_overflows():
+def test_learned_unigram_halves_counts_before_overflow():
     counts = LearnedUnigram(jnp.array([2**30 - 3, 1, 2], jnp.int32)).seen(jnp.array([1, 0], jnp.int32)).counts
     np.testing.assert_array_equal(counts, [2**29 - 1, 1, 1])
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
-        (lambda: unigram([1.0, 0.0, 3.0]), "1 counts .* word 1 .*: add one to each"),
+        (lambda: unigram([1.0, 0.0, 3.0]), "1 counts .* word 1 .*: add 1 to all"),
         (lambda: unigram([1.0, np.nan]), "word 1"),
         (lambda: unigram([]), r"expected \[V\]"),
         (lambda: unigram([1e-50, 1.0, 1.0]), "1 words would never be drawn, the first of them word 0"),
@@ -223,6 +227,6 @@ def test_learned_unigram_forgets_before_it_overflows():
     ],
     ids=range(12),
 )
-def test_what_cannot_be_is_said(call, told):
-    with pytest.raises(InputError, match=told):
+def test_invalid_arguments_raise(call, message):
+    with pytest.raises(InputError, match=message):
         call()

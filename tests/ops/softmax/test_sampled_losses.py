@@ -1,4 +1,4 @@
-"""Sampled losses, against TensorFlow's (frozen), the exact loss, and what their papers claim of them."""
+"""Sampled losses against stored results of TensorFlow, the exact loss, and the claims of their papers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def frozen(*names):
 
 
 @pytest.mark.parametrize("name", ["sampled_softmax", "nce"])
-def test_equals_tensorflow(name):
+def test_matches_tensorflow(name):
     h, w, labels, ids, log_q = frozen("h", "w", "labels", "ids", "log_q")
     log_count = np.float32(np.log(len(ids)))
     samples = Samples(ids, log_q[ids] + log_count, log_q[labels] + log_count)
@@ -38,20 +38,20 @@ def test_equals_tensorflow(name):
     def loss(h, w):
         target, noise = scores(h, w[labels], w[ids])
         if name == "nce":
-            each = noise_contrastive(target, noise, samples)
+            losses = noise_contrastive(target, noise, samples)
         else:
-            each = sampled_softmax(target, noise, samples, labels, correct_label=True)
-        return (each * jnp.cos(jnp.arange(len(each), dtype=jnp.float32))).sum(), each
+            losses = sampled_softmax(target, noise, samples, labels, correct_label=True)
+        return (losses * jnp.cos(jnp.arange(len(losses), dtype=jnp.float32))).sum(), losses
 
-    (_, each), grads = once(jax.value_and_grad(loss, (0, 1), has_aux=True), h, w)
+    (_, losses), grads = once(jax.value_and_grad(loss, (0, 1), has_aux=True), h, w)
     assert hits(samples, labels).sum() >= 2
-    np.testing.assert_allclose(each, FROZEN[f"{name}_loss"], rtol=2e-6, atol=2e-6)
-    for found, side in zip(grads, ("dh", "dw"), strict=True):
-        np.testing.assert_allclose(found, FROZEN[f"{name}_{side}"], rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(losses, FROZEN[f"{name}_loss"], rtol=2e-6, atol=2e-6)
+    for actual, side in zip(grads, ("dh", "dw"), strict=True):
+        np.testing.assert_allclose(actual, FROZEN[f"{name}_{side}"], rtol=1e-5, atol=2e-6)
 
 
-def test_expected_counts_of_unique_words_are_tensorflows():
-    """1 - (1 - q)^tries: given TensorFlow's tries, found from one word's count, all its counts."""
+def test_expected_counts_match_tensorflow():
+    """All expected counts are 1 - (1 - q)^tries; TensorFlow's number of tries follows from the count of one word."""
     from hpnlp.ops.softmax.proposals import _log_inclusion
 
     expected = FROZEN["unique_expected"].astype(np.float64)
@@ -61,7 +61,7 @@ def test_expected_counts_of_unique_words_are_tensorflows():
     np.testing.assert_allclose(np.exp(once(_log_inclusion, log_q, jnp.float32(tries))), expected, rtol=1e-5)
 
 
-def test_shared_and_own_samples_have_the_same_scores():
+def test_shared_and_per_token_samples_have_the_same_scores():
     h, w = frozen("h", "w")
     ids = jnp.array([[3, 1], [0, 0], [2, 39], [5, 5], [7, 8], [9, 1]])
     target, noise = once(lambda h, w: scores(h, w[:6], w[ids]), h, w)
@@ -72,17 +72,17 @@ def test_shared_and_own_samples_have_the_same_scores():
 
 
 @pytest.mark.parametrize("form", ["shared", "own", "adaptive"])
-def test_gradients_of_small_parts_in_float16(form):
+def test_small_gradients_do_not_underflow_in_float16(form):
     h, w, labels = problem()
     samples = sample(LogUniform(VOCAB), jax.random.key(0), 64, labels, per_token=form == "own")
 
     def loss(h, w):
         target, noise = 100 * w[labels], 100 * w[samples.ids]
         if form == "adaptive":
-            each, *_ = adaptive_importance_sampling(h, target, noise, samples, effective=64.0, block=32)
+            losses, *_ = adaptive_importance_sampling(h, target, noise, samples, effective=64.0, block=32)
         else:
-            each = sampled_softmax(*scores(h, target, noise), samples, labels)
-        return each.sum() * 1e-7
+            losses = sampled_softmax(*scores(h, target, noise), samples, labels)
+        return losses.sum() * 1e-7
 
     assert_float16_has_gradients(loss, h / 100, w)
 
@@ -102,14 +102,14 @@ def problem():
 
 
 def mean_gradient(loss, draws):
-    """The mean gradient by h over draws of the samples, and its standard error, both as norms relative to the exact one."""
+    """Norm of the error of the mean gradient by h over many draws, and its standard error, relative to the exact gradient."""
     h, w, labels = problem()
     exact = once(jax.grad(lambda h: linear_cross_entropy(h, w, labels, reduction="sum")), h)
     keys = jax.random.split(jax.random.key(4), draws)
-    each = once(jax.vmap(jax.grad(lambda h, key: loss(h, w, labels, key).sum()), (None, 0)), h, keys)
+    losses = once(jax.vmap(jax.grad(lambda h, key: loss(h, w, labels, key).sum()), (None, 0)), h, keys)
     norm = np.linalg.norm(exact)
-    error = np.sqrt(np.asarray(each).var(axis=0).sum() / draws) / norm
-    return np.linalg.norm(np.asarray(each).mean(axis=0) - exact) / norm, error
+    error = np.sqrt(np.asarray(losses).var(axis=0).sum() / draws) / norm
+    return np.linalg.norm(np.asarray(losses).mean(axis=0) - exact) / norm, error
 
 
 def softmax_of(count, corrected=True, unique=False, **options):
@@ -131,37 +131,37 @@ def importance_of(count):
 
 
 @pytest.mark.parametrize("loss", [softmax_of, importance_of])
-def test_the_bias_of_the_gradient_falls_with_the_samples(loss):
-    """Nearly as 1 / S, the claimed rate; where it is seen above the error of the mean."""
+def test_gradient_bias_falls_with_the_number_of_samples(loss):
+    """Nearly as 1 / S, the claimed rate, where the bias exceeds the standard error."""
     few, many = (mean_gradient(loss(count), draws) for count, draws in ((64, 300), (900, 300)))
     assert few[0] > 4 * few[1] and many[0] < 0.03
     assert many[0] < few[0] / 3
 
 
-def test_the_bias_of_a_quarter_of_the_vocabulary_without_repetition():
+def test_gradient_bias_of_unique_samples_is_small():
     assert mean_gradient(softmax_of(VOCAB // 4, unique=True), 300)[0] < 0.04
 
 
-def test_without_the_correction_the_bias_stays():
-    """What the test above would say of an implementation that forgot it."""
+def test_gradient_bias_is_large_without_correction():
+    """The bias test detects an implementation without the correction."""
     assert mean_gradient(softmax_of(VOCAB // 4, corrected=False), 100)[0] > 0.15
 
 
-def test_the_comparable_loss_is_comparable():
-    """It comes near the exact loss from below as samples grow; TensorFlow's goes elsewhere."""
+def test_uncorrected_label_loss_approaches_the_exact_loss():
+    """It approaches the exact loss from below as samples grow; TensorFlow's form does not."""
     h, w, labels = problem()
     exact = float(once(linear_cross_entropy, h, w, labels))
     keys = jax.random.split(jax.random.key(1), 100)
-    loss = lambda count, **more: np.mean(  # noqa: E731
-        once(jax.vmap(lambda key: softmax_of(count, **more)(h, w, labels, key).mean()), keys)
+    loss = lambda count, **padded_h: np.mean(  # noqa: E731
+        once(jax.vmap(lambda key: softmax_of(count, **padded_h)(h, w, labels, key).mean()), keys)
     )
-    found = [loss(count) for count in (8, 64, 900)]
-    assert found[0] < found[1] < found[2] < exact and exact - found[2] < 0.03
+    actual = [loss(count) for count in (8, 64, 900)]
+    assert actual[0] < actual[1] < actual[2] < exact and exact - actual[2] < 0.03
     assert abs(loss(900, correct_label=True) - exact) > 0.3
 
 
-def test_all_words_once_each_are_the_exact_softmax():
-    """Samples that are the vocabulary, each expected once: the loss is the exact one, hits left out or not."""
+def test_whole_vocabulary_as_samples_gives_the_exact_softmax():
+    """With every word once and expected counts of 1, the loss is exact, with and without accidental hits."""
     h, w, labels = problem()
     every = Samples(jnp.arange(VOCAB, dtype=jnp.int32), jnp.zeros(VOCAB), jnp.zeros(TOKENS))
     exact = once(jax.value_and_grad(lambda h: linear_cross_entropy(h, w, labels, reduction="sum")), h)
@@ -173,35 +173,37 @@ def test_all_words_once_each_are_the_exact_softmax():
         assert_close(once(run, h), exact)
 
 
-def test_a_sample_that_is_the_label_leaves_nothing_to_learn():
+def test_accidental_hits_only_give_zero_loss():
     samples = Samples(jnp.array([4]), jnp.zeros(1), jnp.zeros(2))
     run = lambda t, n: sampled_softmax(t, n, samples, jnp.array([4, 4])).sum()  # noqa: E731
     loss, grads = once(jax.value_and_grad(run, (0, 1)), jnp.array([1.0, -2.0]), jnp.array([[1.0], [-2.0]]))
     assert loss == 0 and not np.asarray(grads[0]).any() and not np.asarray(grads[1]).any()
 
 
-def test_nan_stays_nan():
+def test_nan_scores_give_nan():
     samples = Samples(jnp.arange(4), jnp.zeros(4), jnp.zeros(2))
-    each = once(lambda t, n: sampled_softmax(t, n, samples, jnp.array([5, 5])), jnp.zeros(2), jnp.full((2, 4), jnp.nan))
-    assert np.isnan(each).all()
+    losses = once(
+        lambda t, n: sampled_softmax(t, n, samples, jnp.array([5, 5])), jnp.zeros(2), jnp.full((2, 4), jnp.nan)
+    )
+    assert np.isnan(losses).all()
 
 
-def test_padding_does_not_change_how_many_samples_are_taken():
+def test_padding_does_not_change_the_number_of_samples_used():
     h, w, labels = problem()
     samples = sample(LogUniform(VOCAB), jax.random.key(0), 256, labels)
     options = {"effective": 30.0, "block": 32}
     run = lambda h, labels, weights: adaptive_importance_sampling(  # noqa: E731
         h, w[labels], w[samples.ids], samples, weights=weights, **options
     )
-    each, _, used = once(run, 0.2 * h, labels, jnp.ones(TOKENS))
-    more = jnp.concatenate([0.2 * h, jnp.zeros((3 * TOKENS, DIM))])
+    losses, _, used = once(run, 0.2 * h, labels, jnp.ones(TOKENS))
+    padded_h = jnp.concatenate([0.2 * h, jnp.zeros((3 * TOKENS, DIM))])
     weights = jnp.concatenate([jnp.ones(TOKENS), jnp.zeros(3 * TOKENS)])
-    padded, _, still = once(run, more, jnp.tile(labels, 4), weights)
-    assert still == used < 256
-    np.testing.assert_allclose(padded[:TOKENS], each, rtol=1e-6)
+    padded, _, used_with_padding = once(run, padded_h, jnp.tile(labels, 4), weights)
+    assert used_with_padding == used < 256
+    np.testing.assert_allclose(padded[:TOKENS], losses, rtol=1e-6)
 
 
-def test_the_effective_sample_size():
+def test_effective_sample_size():
     samples = Samples(jnp.arange(4), jnp.zeros(4), jnp.zeros(3))
     noise = jnp.log(jnp.array([[1.0, 1.0, 1.0, 1.0], [1.0, 1e-9, 1e-9, 1e-9], [3.0, 1.0, 1e-9, 1e-9]]))
     _, size = once(importance_sampling, jnp.zeros(3), noise, samples)
@@ -209,15 +211,15 @@ def test_the_effective_sample_size():
 
 
 @pytest.mark.parametrize(("effective", "used"), [(0.0, 32), (1e9, 256), (None, None)])
-def test_samples_are_taken_until_they_suffice(effective, used):
-    """Loss and gradient are those of the samples that were used, whatever stands in the others."""
+def test_samples_are_used_until_the_effective_size_is_reached(effective, used):
+    """Loss and gradient are those of the samples that were used; the other samples are NaN."""
     h, w, labels = problem()
     h = 0.2 * h
     samples = sample(LogUniform(VOCAB), jax.random.key(0), 256, labels)
 
     def loss(h, w, noise, effective):
-        each, size, used = adaptive_importance_sampling(h, w[labels], noise, samples, effective=effective, block=32)
-        return each.sum(), (size, used)
+        losses, size, used = adaptive_importance_sampling(h, w[labels], noise, samples, effective=effective, block=32)
+        return losses.sum(), (size, used)
 
     def first(count):
         return Samples(
@@ -232,19 +234,19 @@ def test_samples_are_taken_until_they_suffice(effective, used):
         assert sizes[0] < effective
     run = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
     noise = w[samples.ids].at[used:].set(jnp.nan)
-    (total, (size, found)), grads = once(lambda *x: run(*x, effective), h, w, noise)
-    assert found == used and (size <= used).all() and (size >= 0.999).all()
+    (total, (size, actual)), grads = once(lambda *x: run(*x, effective), h, w, noise)
+    assert actual == used and (size <= used).all() and (size >= 0.999).all()
 
-    def twin(h, w, noise):
+    def reference(h, w, noise):
         return importance_sampling(*scores(h, w[labels], noise[:used]), first(used))[0].sum()
 
-    expected = once(jax.value_and_grad(twin, (0, 1, 2)), h, w, noise)
+    expected = once(jax.value_and_grad(reference, (0, 1, 2)), h, w, noise)
     np.testing.assert_allclose(total, expected[0], rtol=2e-6)
     assert_close(grads, expected[1])
 
 
 def optimum(loss, sampler, draws=64, steps=300):
-    """Scores of four words, fitted to labels of known frequencies by one state: what the loss makes of them."""
+    """(frequencies of four words, scores that minimise the loss for labels of these frequencies)."""
     p = jnp.array([0.5, 0.3, 0.15, 0.05])
 
     def total(z, key):
@@ -265,12 +267,12 @@ def optimum(loss, sampler, draws=64, steps=300):
     return np.asarray(p, np.float64), np.asarray(once(run, jax.random.split(jax.random.key(5), steps)), np.float64)
 
 
-def test_noise_contrastive_estimation_finds_normalised_log_probabilities():
+def test_noise_contrastive_optimum_is_log_probabilities():
     p, z = optimum(noise_contrastive, unigram([1.0, 2.0, 3.0, 4.0]))
     np.testing.assert_allclose(z, np.log(p), atol=0.08)
 
 
-def test_negative_sampling_finds_shifted_pointwise_mutual_information():
-    """log(p / (S q)): no probability, which is why nobody should report its perplexity (Levy and Goldberg 2014)."""
+def test_negative_sampling_optimum_is_shifted_mutual_information():
+    """The optimum is log(p / (S q)), so that a perplexity of it would be meaningless (Levy and Goldberg 2014)."""
     p, z = optimum(lambda t, n, samples: negative_sampling(t, n), Uniform(4))
     np.testing.assert_allclose(z, np.log(p / (8 * 0.25)), atol=0.08)

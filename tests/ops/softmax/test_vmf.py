@@ -16,10 +16,10 @@ from hpnlp.ops.softmax.vmf import bessel_ratio, log_iv, log_normalizer, vmf_loss
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
 
-PIECE = 4096  # how many kappas a program takes
-# Of what has no zero but at kappa 0, relatively; the series ends soonest at order 15, of dim 32.
+PIECE = 4096  # number of kappas in one call of a program
+# Relative tolerance of functions without a zero at kappa > 0; the truncated series is least accurate at order 15, dim 32.
 RELATIVE = {"float32": 2e-6, "float64": 1e-12}
-# What mpmath_figures returns, where scipy's `ive` is 0 in float64, and at the ends of the range.
+# Results of mpmath_figures where `ive` of scipy underflows in float64, and at the ends of the range.
 FROZEN = {
     (32, 2.0**-10): (-142.26855616133071, 3.0517578098250156e-5, 0.031249999917824479),
     (32, 2.0**17): (131065.18845307556, 0.9998817509259014, 9.0211893396724254e-10),
@@ -35,7 +35,7 @@ FROZEN = {
 
 
 def mpmath_figures(dim, kappa):
-    """log I_{m/2-1}, r = I_{m/2} / I_{m/2-1}, and r', from mpmath with 60 digits."""
+    """(log I_{m/2-1}, r = I_{m/2} / I_{m/2-1}, r') from mpmath with 60 digits."""
     mpmath = pytest.importorskip("mpmath")
     with mpmath.workdps(60):
         v, kappa = mpmath.mpf(dim) / 2 - 1, mpmath.mpf(float(kappa))
@@ -45,7 +45,7 @@ def mpmath_figures(dim, kappa):
 
 
 def log_area(dim):
-    """Of the unit sphere in `dim` dimensions."""
+    """Logarithm of the area of the unit sphere in `dim` dimensions."""
     return math.log(2) + dim / 2 * math.log(math.pi) - math.lgamma(dim / 2)
 
 
@@ -54,7 +54,7 @@ def normalizer(dim, kappa, log_i):
 
 
 def everything(dim, kappa):
-    """log I, its derivative, log C, r, and r' as minus the second derivative of log C; in the dtype of kappa."""
+    """(log I, its derivative, log C, r, r' as minus the second derivative of log C), in the dtype of kappa."""
     each = lambda f: jax.vmap(jax.grad(f))  # noqa: E731
     log_c = functools.partial(log_normalizer, dim)
     log_i = functools.partial(log_iv, dim / 2 - 1)
@@ -71,24 +71,24 @@ def program(dim, dtype):
 
 
 def run(dim, kappa, dtype):
-    """`everything` as float64, by one program a dim and dtype."""
+    """Results of `everything` as float64, by one program for each dim and dtype."""
     pieces = np.pad(kappa, (0, -len(kappa) % PIECE), constant_values=1.0).reshape(-1, PIECE)
     with jax.enable_x64(dtype == "float64"):
-        found = [program(dim, dtype)(jnp.asarray(piece, dtype)) for piece in pieces]
-    assert all(x.dtype == dtype for row in found for x in row)
-    return [np.concatenate(column).astype(np.float64)[: len(kappa)] for column in zip(*found, strict=True)]
+        actual = [program(dim, dtype)(jnp.asarray(piece, dtype)) for piece in pieces]
+    assert all(x.dtype == dtype for row in actual for x in row)
+    return [np.concatenate(column).astype(np.float64)[: len(kappa)] for column in zip(*actual, strict=True)]
 
 
-def assert_logarithm(found, expected, dim, dtype):
-    """float64: 1e-10. float32: relative to max(1, |expected|); orders under 15 lose a digit where the result passes 0."""
+def assert_logarithm(actual, expected, dim, dtype):
+    """Tolerance 1e-10 in float64; in float32 relative to max(1, |expected|), and twice as much for orders under 15."""
     scale = 1.0 if dtype == "float64" else np.maximum(1.0, np.abs(expected))
     tolerance = 1e-10 if dtype == "float64" else 2e-6 if dim >= 32 else 4e-6
-    assert np.max(np.abs(found - expected) / scale) <= tolerance
+    assert np.max(np.abs(actual - expected) / scale) <= tolerance
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize("dim", [2, 31, 32, 300])
-def test_equals_scipy(dim, dtype):
+def test_matches_scipy(dim, dtype):
     kappa = np.logspace(-3, 5, 97).astype(np.float32).astype(np.float64)
     lower, upper = (special.ive(dim / 2 - i, kappa) for i in (1, 0))
     kappa, lower, upper = (x[upper > 1e-290] for x in (kappa, lower, upper))
@@ -103,77 +103,79 @@ def test_equals_scipy(dim, dtype):
 
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize("dim", sorted({dim for dim, _ in FROZEN}))
-def test_where_scipy_has_nothing(dim, dtype):
+def test_matches_mpmath_where_scipy_underflows(dim, dtype):
     kappa = np.array([kappa for other, kappa in FROZEN if other == dim])
     log_i, ratio, curve = np.array([FROZEN[dim, k] for k in kappa]).T
-    found = run(dim, kappa, dtype)
-    assert_logarithm(found[0], log_i, dim, dtype)
-    assert_logarithm(found[2], normalizer(dim, kappa, log_i), dim, dtype)
-    np.testing.assert_allclose(found[3], ratio, rtol=RELATIVE[dtype])
-    np.testing.assert_allclose(found[4], curve, rtol=RELATIVE[dtype])
+    actual = run(dim, kappa, dtype)
+    assert_logarithm(actual[0], log_i, dim, dtype)
+    assert_logarithm(actual[2], normalizer(dim, kappa, log_i), dim, dtype)
+    np.testing.assert_allclose(actual[3], ratio, rtol=RELATIVE[dtype])
+    np.testing.assert_allclose(actual[4], curve, rtol=RELATIVE[dtype])
 
 
 @pytest.mark.parametrize("dim", [2, 31, 32, 300, 4096])
-def test_float32_keeps_its_digits_where_results_pass_through_zero(dim):
-    """Against float64 on a dense grid: a sum of rounded terms of the size of the order would be 100 times farther off."""
+def test_float32_is_accurate_near_zeros(dim):
+    """Compared with float64 on a dense grid; a sum of rounded terms of the size of the order would have 100 times the error."""
     kappa = np.logspace(-3, 6, 3001)
     wide = run(dim, kappa, "float64")
     crossings = [i for column in (0, 2) for i in np.flatnonzero(np.diff(np.sign(wide[column])))]
     assert len(crossings) == 2 * (dim > 2)
     kappa = np.concatenate([kappa, *(kappa[i] * np.linspace(0.7, 1.4, 1000) for i in crossings)])
     kappa = kappa.astype(np.float32).astype(np.float64)
-    found, wide = run(dim, kappa, "float32"), run(dim, kappa, "float64")
+    actual, wide = run(dim, kappa, "float32"), run(dim, kappa, "float64")
     for i in (0, 2):
-        assert_logarithm(found[i], wide[i], dim, "float32")
+        assert_logarithm(actual[i], wide[i], dim, "float32")
     for i in (1, 3):
-        np.testing.assert_allclose(found[i], wide[i], rtol=2e-6)
+        np.testing.assert_allclose(actual[i], wide[i], rtol=2e-6)
     # Under order 15, the slope at a large kappa is a difference of larger numbers.
-    np.testing.assert_allclose(found[4], wide[4], rtol=2e-6 if dim >= 32 else 3e-4, atol=0)
-    np.testing.assert_allclose(found[4], wide[4], rtol=0, atol=4e-7)
-    assert (found[3] < 1).all() and (found[3] > 0).all()
+    np.testing.assert_allclose(actual[4], wide[4], rtol=2e-6 if dim >= 32 else 3e-4, atol=0)
+    np.testing.assert_allclose(actual[4], wide[4], rtol=0, atol=4e-7)
+    assert (actual[3] < 1).all() and (actual[3] > 0).all()
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("dim", [2, 3, 16, 31, 32, 33, 64, 100, 300, 512, 1024, 2048, 4096])
-def test_equals_mpmath(dim):
-    """With the derivatives, on a grid that is denser around the zeros."""
+def test_matches_mpmath(dim):
+    """Values and derivatives, on a grid that is denser around the zeros."""
     mpmath = pytest.importorskip("mpmath")
     wide = np.logspace(-3, 5, 401)
     signs = (np.flatnonzero(np.diff(np.sign(column))) for column in run(dim, wide, "float64")[:3:2])
     near = [wide[i] * np.linspace(1.0, 1.05, 5) for crossings in signs for i in crossings]
     kappa = np.concatenate([wide[::8], *near]).astype(np.float32).astype(np.float64)
-    exact = [mpmath_figures(dim, k) for k in kappa]
+    definition = [mpmath_figures(dim, k) for k in kappa]
     with mpmath.workdps(60):
         powers = [(mpmath.mpf(dim) / 2 - 1) * mpmath.log(float(k)) for k in kappa]
-        rest = mpmath.mpf(dim) / 2 * mpmath.log(2 * mpmath.pi)
-        log_c = np.array([float(power - rest - row[0]) for power, row in zip(powers, exact, strict=True)])
-    log_i, ratio, curve = (np.array([float(x) for x in column]) for column in zip(*exact, strict=True))
+        log_two_pi_power = mpmath.mpf(dim) / 2 * mpmath.log(2 * mpmath.pi)
+        log_c = np.array(
+            [float(power - log_two_pi_power - row[0]) for power, row in zip(powers, definition, strict=True)]
+        )
+    log_i, ratio, curve = (np.array([float(x) for x in column]) for column in zip(*definition, strict=True))
     for dtype in RELATIVE:
-        found = run(dim, kappa, dtype)
-        assert_logarithm(found[0], log_i, dim, dtype)
-        assert_logarithm(found[2], log_c, dim, dtype)
-        np.testing.assert_allclose(found[1], ratio + (dim / 2 - 1) / kappa, rtol=RELATIVE[dtype])
-        np.testing.assert_allclose(found[3], ratio, rtol=RELATIVE[dtype])
+        actual = run(dim, kappa, dtype)
+        assert_logarithm(actual[0], log_i, dim, dtype)
+        assert_logarithm(actual[2], log_c, dim, dtype)
+        np.testing.assert_allclose(actual[1], ratio + (dim / 2 - 1) / kappa, rtol=RELATIVE[dtype])
+        np.testing.assert_allclose(actual[3], ratio, rtol=RELATIVE[dtype])
         low = dim < 32 and dtype == "float32"
-        np.testing.assert_allclose(found[4], curve, rtol=3e-4 if low else RELATIVE[dtype])
+        np.testing.assert_allclose(actual[4], curve, rtol=3e-4 if low else RELATIVE[dtype])
     for key in FROZEN:
         if key[0] == dim:
             np.testing.assert_allclose([float(x) for x in mpmath_figures(*key)], FROZEN[key], rtol=1e-15)
 
 
 @pytest.mark.parametrize(("dim", "kappa"), [(31, 40.0), (32, 25.0), (300, 0.1), (300, 1e4), (1024, 700.0)])
-def test_is_a_density_with_the_mean_it_claims(dim, kappa):
-    """Quadrature over the angle to the mean direction; at its ends the integrand vanishes with many derivatives."""
+def test_density_integrates_to_one_and_has_the_mean(dim, kappa):
+    """By quadrature over the angle to the mean direction; the integrand and its derivatives vanish at the ends."""
     step = np.pi / 40000
     angle = step * np.arange(1, 40000)
     _, _, log_c, ratio, _ = (float(x[0]) for x in run(dim, np.array([kappa]), "float64"))
-    # What lies at one angle is a sphere of one dimension less.
+    # Unit vectors at one angle are a sphere of one dimension less.
     mass = np.exp(log_area(dim - 1) + (dim - 2) * np.log(np.sin(angle)) + np.log(step) + log_c + kappa * np.cos(angle))
     np.testing.assert_allclose(mass.sum(), 1, rtol=1e-10)
     np.testing.assert_allclose((mass * np.cos(angle)).sum(), ratio, rtol=1e-10)
 
 
-def test_closed_form_in_three_dimensions():
+def test_matches_closed_form_in_three_dimensions():
     kappa = np.logspace(-1, 2.5, 40)
     _, _, log_c, ratio, curve = run(3, kappa, "float64")
     np.testing.assert_allclose(log_c, np.log(kappa / (4 * np.pi * np.sinh(kappa))), rtol=1e-13)
@@ -183,8 +185,8 @@ def test_closed_form_in_three_dimensions():
 
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize("dim", [2, 31, 32, 4096])
-def test_the_ends_of_the_range(dim, dtype):
-    """The uniform density at 0; nothing but numbers up to 1e6 and beyond."""
+def test_ends_of_the_range(dim, dtype):
+    """The density is uniform at 0; results are finite up to 1e12."""
     kappa = np.array([0.0, 1e-30, 1e-20, 1e-8, 1e6, 1e8, 1e12])
     log_i, slope, log_c, ratio, curve = run(dim, kappa, dtype)
     tolerance = 1e-6 if dtype == "float32" else 1e-12
@@ -197,18 +199,18 @@ def test_the_ends_of_the_range(dim, dtype):
     assert log_i[0] == (0 if dim == 2 else -np.inf) and slope[0] == (0 if dim == 2 else np.inf)
 
 
-def test_third_derivatives():
-    """Against the derivative of r' = 1 - r^2 - (m - 1) r / kappa, where its terms do not cancel."""
+def test_third_derivatives_match_recurrence():
+    """Compared with the derivative of r' = 1 - r^2 - (m - 1) r / kappa, where its terms do not cancel."""
     kappa = np.array([2.0, 9.0, 55.0])
     _, _, _, r, slope = run(31, kappa, "float64")
     expected = -2 * r * slope - 30 * (slope / kappa - r / kappa**2)
     with jax.enable_x64(True):
         third = jax.vmap(jax.grad(jax.grad(jax.grad(functools.partial(log_normalizer, 31)))))
-        found = once(third, jnp.asarray(kappa))
-    np.testing.assert_allclose(-found, expected, rtol=1e-8)
+        actual = once(third, jnp.asarray(kappa))
+    np.testing.assert_allclose(-actual, expected, rtol=1e-8)
 
 
-def test_any_shape_and_dtype():
+def test_shapes_and_dtypes_are_preserved():
     functions = (
         functools.partial(log_iv, 15),
         functools.partial(bessel_ratio, 16),
@@ -228,8 +230,8 @@ def arrays(n=5, dim=100, dtype="float32", seed=0):
     return h, targets, jnp.asarray(rng.integers(0, 3, n), jnp.float32).at[0].set(1.5)
 
 
-def exact(h, targets, weights=None, norm_penalty=0.0, product_scale=1.0):
-    """The definition and its gradient in h, a token at a time in float64."""
+def definition(h, targets, weights=None, norm_penalty=0.0, product_scale=1.0):
+    """The losses and their gradient by h, one token at a time in float64."""
     losses, slopes = [], []
     for e, target in zip(*(np.asarray(x, np.float64) for x in (h, targets)), strict=True):
         dim, kappa, length = len(e), np.linalg.norm(e), np.linalg.norm(target)
@@ -258,18 +260,18 @@ def loss_and_slope(h, targets, **options):
 
 
 @pytest.mark.parametrize(("n", "dim", "name"), [(1, 9, "all"), *((5, 100, name) for name in OPTIONS)])
-def test_equals_the_definition(n, dim, name):
+def test_matches_definition(n, dim, name):
     h, targets, weights = arrays(n, dim)
     options = OPTIONS[name]
-    given = options | ({"weights": weights} if "weights" in options else {})
-    loss, slope = once(functools.partial(loss_and_slope, **given), h, targets)
+    loss_options = options | ({"weights": weights} if "weights" in options else {})
+    loss, slope = once(functools.partial(loss_and_slope, **loss_options), h, targets)
     assert loss.dtype == slope.dtype == jnp.float32
-    expected, expected_slope = exact(h, targets, **given)
+    expected, expected_slope = definition(h, targets, **loss_options)
     np.testing.assert_allclose(loss, expected, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(slope, expected_slope, rtol=2e-6, atol=1e-6)
 
 
-def test_derivatives_of_the_second_order_and_in_the_targets():
+def test_second_derivatives_and_target_gradients():
     h, targets, weights = (np.asarray(x, np.float64) for x in arrays(2, 31))
     options = {"norm_penalty": 0.1, "product_scale": 0.9}
     kappa = np.linalg.norm(h, axis=1)
@@ -278,8 +280,8 @@ def test_derivatives_of_the_second_order_and_in_the_targets():
     rows = ((ratio + 0.1) / kappa)[:, None, None] * (np.eye(31) - along) + curve[:, None, None] * along
     with jax.enable_x64(True):
         h, targets, weights = (jnp.asarray(x) for x in (h, targets, weights))
-        one = lambda e, w: vmf_loss(e[None], w[None], **options)[0]  # noqa: E731
-        hessian = once(jax.vmap(jax.hessian(one)), h, targets)
+        single_loss = lambda e, w: vmf_loss(e[None], w[None], **options)[0]  # noqa: E731
+        hessian = once(jax.vmap(jax.hessian(single_loss)), h, targets)
         loss = lambda targets, weights: vmf_loss(h, targets, weights=weights, **options)  # noqa: E731
         along = targets[::-1], weights[::-1]
         forward = once(lambda *x: jax.jvp(loss, x, along)[1], targets, weights)
@@ -296,8 +298,8 @@ def test_derivatives_of_the_second_order_and_in_the_targets():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_state_of_zeros(dtype):
-    """Its density is uniform, and the likelihood rises toward the target, with the curvature 1 / m of -log C."""
+def test_zero_state_has_finite_derivatives(dtype):
+    """The density is uniform, the gradient points to the target, and the curvature is 1 / m, that of -log C."""
     dim = 32
     h, targets = jnp.zeros((1, dim), dtype), arrays(1, dim)[1]
     loss, slope = once(functools.partial(loss_and_slope, norm_penalty=0.1), h, targets)
@@ -309,7 +311,7 @@ def test_a_state_of_zeros(dtype):
     np.testing.assert_allclose(hessian.reshape(dim, dim), np.eye(dim) / dim, atol=1e-7)
 
 
-def test_gradients_are_finite_from_tiny_states_to_huge_ones():
+def test_gradients_are_finite_for_any_norm():
     norms = 10.0 ** np.arange(-30, 9, 2, dtype=np.float32)
     h, targets, _ = arrays(len(norms), 300)
     h = h / jnp.linalg.norm(h, axis=1, keepdims=True) * jnp.asarray(norms)[:, None]
@@ -318,20 +320,20 @@ def test_gradients_are_finite_from_tiny_states_to_huge_ones():
     assert (np.linalg.norm(slope, axis=1) < 2.2).all()  # at most |r| + penalty + |w|
 
 
-def test_only_the_direction_of_a_target_counts_and_zeros_have_none():
+def test_loss_depends_on_target_direction_only():
     h, targets, _ = arrays(3)
     targets = targets.at[1].set(0.0)
     grads = jax.grad(lambda h, targets: vmf_loss(h, targets).sum(), (0, 1))
     loss, scaled = (once(vmf_loss, h, x) for x in (targets, targets * 1000.0))
     np.testing.assert_allclose(loss, scaled, rtol=1e-6)
-    np.testing.assert_allclose(loss, exact(h, targets)[0], rtol=2e-6)
+    np.testing.assert_allclose(loss, definition(h, targets)[0], rtol=2e-6)
     dh, dtargets = once(grads, h, targets)
-    np.testing.assert_allclose(dh, exact(h, targets)[1], atol=1e-6)
+    np.testing.assert_allclose(dh, definition(h, targets)[1], atol=1e-6)
     np.testing.assert_allclose((dtargets * targets).sum(axis=1), np.zeros(3), atol=1e-6)
     assert not np.asarray(dtargets[1]).any()
 
 
-def test_sixteen_bit_states_sum_in_float32():
+def test_sixteen_bit_states_accumulate_in_float32():
     h, targets, _ = arrays(7, 1024, "bfloat16")
     loss, slope = once(loss_and_slope, h, targets)
     assert (loss.dtype, slope.dtype) == (jnp.float32, jnp.bfloat16)
@@ -342,8 +344,8 @@ def test_sixteen_bit_states_sum_in_float32():
     np.testing.assert_array_equal(mixed, loss)
 
 
-def test_tokens_of_no_weight_are_nothing():
-    """NaN there: neither the loss nor a gradient knows."""
+def test_tokens_of_weight_zero_do_not_contribute():
+    """NaN in such tokens changes no loss and no gradient."""
     h, targets, weights = arrays()
     weights = weights.at[2].set(0.0)
     silent = (weights == 0)[:, None]
@@ -359,12 +361,12 @@ def test_vmap_and_checkpoint():
     h, targets, _ = arrays(4)
     loss = functools.partial(loss_and_slope, norm_penalty=0.1)
     pairs = lambda x: x.reshape(2, 2, -1)  # noqa: E731
-    found = once(lambda h, targets: jax.vmap(jax.checkpoint(loss))(pairs(h), pairs(targets)), h, targets)
-    assert_close((found[0].reshape(4), found[1].reshape(4, -1)), once(loss, h, targets))
+    actual = once(lambda h, targets: jax.vmap(jax.checkpoint(loss))(pairs(h), pairs(targets)), h, targets)
+    assert_close((actual[0].reshape(4), actual[1].reshape(4, -1)), once(loss, h, targets))
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda: log_iv(-0.5, jnp.ones(2)), "order -0.5: expected a number of at least 0"),
         (lambda: log_iv(math.nan, jnp.ones(2)), "order nan"),
@@ -374,7 +376,7 @@ def test_vmap_and_checkpoint():
         (lambda: vmf_loss(jnp.ones((2, 3)), jnp.ones((2, 3)), norm_penalty=-1.0), "norm_penalty -1.0"),
         (lambda: vmf_loss(jnp.ones((2, 3)), jnp.ones((2, 3)), product_scale=1.5), "product_scale 1.5"),
         (lambda: vmf_loss(jnp.ones((2, 3)), jnp.ones((2, 3)), product_scale=0.0), "product_scale 0.0"),
-        # Past the checker of annotations, which would speak first.
+        # Without beartype, which would raise first.
         (lambda: inspect.unwrap(log_iv)(1, jnp.ones(2, jnp.int32)), "kappa is int32: expected floating-point"),
         (lambda: inspect.unwrap(log_iv)(jnp.ones(()), jnp.ones(2)), "known while tracing"),
         (lambda: inspect.unwrap(vmf_loss)(jnp.ones((2, 3)), jnp.ones((2, 4))), "targets"),
@@ -385,6 +387,6 @@ def test_vmap_and_checkpoint():
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said(call, told):
-    with pytest.raises(InputError, match=told):
+def test_invalid_arguments_raise(call, message):
+    with pytest.raises(InputError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""The order of similar words: against planted clusters, and against the trees and classes that are made of it."""
+"""Orders of similar words: planted clusters, and the trees and classes built from an order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def planted(clusters=8, each=12, seed=0):
 
 
 def leaves(tree, node=0):
-    """Words from left to right."""
+    """The words of a tree from left to right."""
     if tree.vocab == 1:
         return [0]
     return [w for child in tree.children[node] for w in ([~child] if child < 0 else leaves(tree, child))]
@@ -56,7 +56,7 @@ def test_classes_of_an_order_are_its_clusters():
 
 
 def halves(words, below):
-    """Which words are in the first half of their node: at each depth the split that fits and is nearest to the middle."""
+    """Mask of the words in the first half of their node: at each depth the split that fits and is nearest to the middle."""
     share = 2.0**-below
     first, room = np.zeros(len(words), bool), np.array([0.5, 0.5])
     early = np.cumsum(share) - share / 2 < 0.5
@@ -85,8 +85,8 @@ COUNTS = st.one_of(
 
 @settings(max_examples=60)
 @given(COUNTS, st.randoms())
-def test_a_tree_over_an_order_is_dealt_node_by_node(counts, random):
-    """Huffman's depths, and every word where the definition has it, in every node."""
+def test_ordered_tree_matches_node_by_node_definition(counts, random):
+    """Depths are Huffman's, and every node divides its words as the definition does."""
     order = np.array(random.sample(range(len(counts)), len(counts)))
     tree = huffman_tree(np.array(counts), order)
     depths = depths_of(huffman_tree(np.array(counts)))
@@ -97,28 +97,28 @@ def test_a_tree_over_an_order_is_dealt_node_by_node(counts, random):
 
 
 def out_of_place(first, depths, middle):
-    """At each depth, how many words are not on the side of the middle that they stand on."""
+    """Number of words at each depth that are in the wrong half, as seen from the middle of the order."""
     return [sum((w in first) != middle[w] for w in range(len(depths)) if depths[w] == d) for d in range(1, 9)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_halves_are_dealt_as_near_to_the_order_as_depths_allow(seed):
-    """Of all ways to fill the root's halves, none has fewer words of the least depth out of place, and so on down."""
+def test_halves_are_nearest_to_the_order_that_depths_allow(seed):
+    """No other way to fill the root's halves has fewer words of the least depth in the wrong half, then of the next depth."""
     rng = np.random.default_rng(seed)
     counts, order = rng.integers(1, 30, 9), rng.permutation(9)
     tree = huffman_tree(counts, order)
     depths = depths_of(tree)
     share = 2.0**-depths
     middle = np.cumsum(share[order])[np.argsort(order)] - share / 2 < 0.5
-    every = (some for size in range(10) for some in itertools.combinations(range(9), size))
-    fits = [set(some) for some in every if share[list(some)].sum() == 0.5]
+    subsets = (subset for size in range(10) for subset in itertools.combinations(range(9), size))
+    fits = [set(subset) for subset in subsets if share[list(subset)].sum() == 0.5]
     first = {w for w in range(9) if tree.signs[w, 0] == 1}
     assert first in fits
-    assert out_of_place(first, depths, middle) == min(out_of_place(some, depths, middle) for some in fits)
+    assert out_of_place(first, depths, middle) == min(out_of_place(subset, depths, middle) for subset in fits)
 
 
 def test_similar_words_share_their_nodes():
-    """Of planted clusters, whatever their words' counts: a pair of one cluster parts deeper than one of two."""
+    """The paths of two words of a cluster separate deeper than those of words of different clusters, for any counts."""
     member, vectors = planted(clusters=4, each=32)
     counts = np.random.default_rng(1).integers(1, 9, 128)
     tree = huffman_tree(counts, similarity_order(vectors))
@@ -131,7 +131,7 @@ def test_similar_words_share_their_nodes():
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda: similarity_order(np.full((3, 2), np.nan)), "finite vector"),
         (lambda: similarity_order(np.ones(3)), r"\[V, E\]"),
@@ -141,12 +141,12 @@ def test_similar_words_share_their_nodes():
         (lambda: equal_mass_classes(np.ones(3), 2, order=np.array([0.0, 1.0, 2.0])), "order: float64"),
     ],
 )  # fmt: skip
-def test_bad_input(call, told):
-    with pytest.raises(InputError, match=told):
+def test_invalid_arguments_raise(call, message):
+    with pytest.raises(InputError, match=message):
         call()
 
 
-def test_one_feature_gives_its_order():
+def test_one_feature_is_sorted():
     values = np.random.default_rng(0).standard_normal(200)
     order = similarity_order(values[:, None])
     steps = np.diff(values[order])
@@ -154,11 +154,11 @@ def test_one_feature_gives_its_order():
 
 
 @pytest.mark.parametrize("scale", [1e30, 1e300, 1e-30, 1e-300])
-def test_embeddings_of_any_scale(scale):
+def test_order_does_not_depend_on_scale(scale):
     _, vectors = planted()
     np.testing.assert_array_equal(similarity_order(vectors * scale), similarity_order(vectors))
 
 
-def test_words_that_do_not_differ():
+def test_equal_embeddings_give_a_permutation():
     np.testing.assert_array_equal(np.sort(similarity_order(np.zeros((40, 3)))), np.arange(40))
     assert similarity_order(np.ones((1, 3))).tolist() == [0]
