@@ -89,7 +89,8 @@ def reversible(
     for branches, start, stop in ((layers, 0, end), (layers[: count - end], end, count)):
         if start < stop:
             stack = [leaf[start:stop] for leaf in leaves]
-            x1, x2, stack_reports = _run(tuple(branches), by_period(stack, len(branches)), x1, x2, operand_leaves)
+            outputs: Any = _run(tuple(branches), by_period(stack, len(branches)), x1, x2, operand_leaves)
+            x1, x2, stack_reports = outputs
             reports += stack_reports
     return x1, x2, reports
 

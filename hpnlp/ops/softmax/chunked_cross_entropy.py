@@ -112,11 +112,14 @@ def _(spec: LogitsSpec, primals: Any, tangents: Any) -> tuple[LogitStatistics, L
         is_label, other_s = _split_label(s, labels, start)
         d_other_lse = d_other_lse + (jnp.exp(other_s - base) * ds).sum(axis=1)
         d_target = d_target + jnp.where(is_label, ds, 0.0).sum(axis=1)
-        return d_other_lse, d_target, d_logit_sum + ds.sum(axis=1) if spec.with_logit_sum else d_logit_sum
+        if spec.with_logit_sum:
+            d_logit_sum = d_logit_sum + ds.sum(axis=1)
+        return d_other_lse, d_target, d_logit_sum
 
     zero = _zeros(h.shape[:1], h, w, bias, labels, dh, dw, dbias)
-    sums = _over_vocab_blocks(spec, add, (zero, zero, zero), w, bias, dw, dbias)
-    return out, LogitStatistics(*sums, zero_from_primal(out.argmax))
+    tables = w, bias, dw, dbias
+    d_other_lse, d_target, d_logit_sum = _over_vocab_blocks(spec, add, (zero, zero, zero), *tables)
+    return out, LogitStatistics(d_other_lse, d_target, d_logit_sum, zero_from_primal(out.argmax))
 
 
 class _RunningStatistics(NamedTuple):

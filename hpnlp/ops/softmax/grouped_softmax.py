@@ -111,9 +111,10 @@ def grouped_nll(
     h, w, projection = widened(h, w, projection)
     integers = [x.astype(jnp.int32) for x in (groups, jnp.asarray(starts), targets)]
     leaves, tree = jax.tree.flatten((_Operands(bias, h, projection, w), integers))
-    operands, (groups, starts, targets) = jax.tree.unflatten(tree, vary_alike(*leaves))
+    operands, integers = jax.tree.unflatten(tree, vary_alike(*leaves))
     tile = _TileShape(min(block, h.shape[0]), min(width, w.shape[0]))
-    return _nll(tile, operands, targets, _group_tokens(tile, groups, starts))
+    groups, first_rows, targets = integers
+    return _nll(tile, operands, targets, _group_tokens(tile, groups, first_rows))
 
 
 @accepts_numpy
