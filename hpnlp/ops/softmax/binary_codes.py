@@ -45,7 +45,8 @@ def binary_code(vocab: int, bits: int | None = None) -> Code:
       The code.
 
     References:
-      Oda et al. 2017, "Neural machine translation via binary code prediction", sec. 3.1.
+      Oda et al. 2017, "Neural machine translation via binary code prediction",
+      section "Representing words by bit arrays".
     """
     return convolutional_code(vocab, bits, generators=(1,))
 
@@ -96,7 +97,7 @@ def code_nll(
       O(N L) time and memory; "normalized" that of `code_log_normalizer` too.
 
     References:
-      Oda et al. 2017, "Neural machine translation via binary code prediction", sec. 3.
+      Oda et al. 2017, "Neural machine translation via binary code prediction", section "Loss functions".
     """
     _check(logits, code, labels)
     if loss not in LOSSES:
@@ -251,7 +252,7 @@ def hybrid_nll(
       O(N F) beside that of `code_nll`.
 
     References:
-      Oda et al. 2017, "Neural machine translation via binary code prediction", sec. 3.2.
+      Oda et al. 2017, "Neural machine translation via binary code prediction", section "Hybrid softmax/binary model".
     """
     log_p = _class_log_probs(class_logits, bit_logits)
     _check(bit_logits, code, labels)
