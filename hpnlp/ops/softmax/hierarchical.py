@@ -64,8 +64,8 @@ def tree_nll(
 
     Args:
       h: [N, D] hidden states.
-      table: [R, D] vectors of the V - 1 inner nodes, R >= V - 1; further rows are not used. Or `Rows` with at least the rows
-        that `tree_rows` returns; there is no bias then.
+      table: [R, D] vectors of the V - 1 inner nodes, R >= V - 1; further rows are not used. Or `TableRows` with at least the
+        rows that `tree_rows` returns; there is no bias then.
       tree: over V words, of depth L.
       labels: [N] words.
       bias: [R] added to the nodes' scores; None for no bias.
