@@ -41,12 +41,17 @@ class Part:
 
 
 @functools.lru_cache(maxsize=256)
-def parts(mask: Mask, length: int, keys: int, block_size: int | None, heads: int, one: bool) -> tuple[Part, ...]:
-    """The disjoint parts of a T x S mask, the cheapest way. heads: batch x heads. one: whether it must stay in one part."""
+def parts(
+    mask: Mask, length: int, keys: int, block_size: int | None, heads: int, one: bool, every: bool = False
+) -> tuple[Part, ...]:
+    """The disjoint parts of a T x S mask, the cheapest way. heads: batch x heads. one: whether it must stay in one part.
+    every: whether all terms that have an order of their own run in it, whatever it costs."""
     groups = {} if one else _groups(mask, length, keys)
     special = [order for order in groups if order != Order()]
     best: tuple[float, list[tuple[Mask, Order]]] = (math.inf, [])
-    for chosen in itertools.chain.from_iterable(itertools.combinations(special, n) for n in range(len(special) + 1)):
+    for chosen in itertools.chain.from_iterable(
+        itertools.combinations(special, n) for n in range(len(special) if every else 0, len(special) + 1)
+    ):
         split = _disjoint(mask, groups, chosen)
         cost = sum(_cost(part, order, length, keys, block_size)[0] for part, order in split)
         best = min(best, (cost, split), key=lambda entry: entry[0])
