@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention.kernels import hopper, hopper_backward
-from hpnlp.ops.attention.kernels.hopper import LOG2E, TILE, Spec
+from hpnlp.ops.attention.kernels.hopper import LOG2E, TILE, KernelOptions
 from hpnlp.ops.attention.masks.base import Full, Mask, PerHead
 from hpnlp.ops.attention.operands import Operands, scale_queries
 
@@ -143,8 +143,8 @@ def pallas(
     q, k, v = (_padded(x, 1, -x.shape[1] % TILE) for x in (q, k, v))
     q, k, v = (_padded(x, 3, width - x.shape[3]) for x in (q, k, v))
     scale = size**-0.5 if operands.scale is None else operands.scale
-    spec = Spec(head_mask, scale, operands.soft_cap, length, key_length, bool(segments), interpret)
-    result: Any = _attend(spec, q, k, v, segments)
+    options = KernelOptions(head_mask, scale, operands.soft_cap, length, key_length, bool(segments), interpret)
+    result: Any = _attend(options, q, k, v, segments)
     o, lse = result
     o = o[:, :length, :, :value_size]
     return (o, lse[:, :, :length].transpose(0, 2, 1)) if operands.return_lse else o
@@ -196,18 +196,18 @@ def _padded(x: Array, axis: int, extra: int) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(spec: Spec, q: Array, k: Array, v: Array, segments: tuple[Array, ...]) -> tuple[Array, Array]:
+def _attend(options: KernelOptions, q: Array, k: Array, v: Array, segments: tuple[Array, ...]) -> tuple[Array, Array]:
     """(o [B, T, N, H], lse [B, N, T]) of padded arrays."""
-    return hopper.forward(spec, q, k, v, segments)
+    return hopper.forward(options, q, k, v, segments)
 
 
 @accepts_numpy
-def _attend_forward(spec: Spec, q: Array, k: Array, v: Array, segments: tuple[Array, ...]) -> Any:
-    o, lse = (checkpoint_name(x, "mixed") for x in hopper.forward(spec, q, k, v, segments))
+def _attend_forward(options: KernelOptions, q: Array, k: Array, v: Array, segments: tuple[Array, ...]) -> Any:
+    o, lse = (checkpoint_name(x, "mixed") for x in hopper.forward(options, q, k, v, segments))
     return (o, lse), (q, k, v, o, lse, segments)
 
 
-def _attend_backward(spec: Spec, saved: Any, cotangents: tuple[Array, Array]) -> Any:
+def _attend_backward(options: KernelOptions, saved: Any, cotangents: tuple[Array, Array]) -> Any:
     (q, k, v, o, lse, segments), (do, dlse) = saved, cotangents
     delta = jnp.einsum("btnh,btnh->bnt", do, o, preferred_element_type=jnp.float32) - dlse
     # A row that sees nothing gets probabilities of 0, and its query is zeroed, because 0 * NaN is NaN.
@@ -215,8 +215,8 @@ def _attend_backward(spec: Spec, saved: Any, cotangents: tuple[Array, Array]) ->
     q = jnp.where(sees_nothing.transpose(0, 2, 1)[..., None], jnp.zeros((), q.dtype), q)
     lse = jnp.where(sees_nothing, jnp.inf, lse * LOG2E)
     arrays = (q, k, v, do, lse, delta)
-    dq = hopper_backward.queries(spec, arrays, segments)
-    return dq, *hopper_backward.keys(spec, arrays, segments), None
+    dq = hopper_backward.queries(options, arrays, segments)
+    return dq, *hopper_backward.keys(options, arrays, segments), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
