@@ -49,9 +49,10 @@ def parts(
     groups = {} if one else _groups(mask, length, keys)
     special = [order for order in groups if order != Order()]
     best: tuple[float, list[tuple[Mask, Order]]] = (math.inf, [])
-    for chosen in itertools.chain.from_iterable(
-        itertools.combinations(special, n) for n in range(len(special) if every else 0, len(special) + 1)
-    ):
+    choices = itertools.chain.from_iterable(itertools.combinations(special, n) for n in range(len(special) + 1))
+    if every:
+        choices = [tuple(order for order in special if () not in (order.rows, order.keys))]
+    for chosen in choices:
         split = _disjoint(mask, groups, chosen)
         cost = sum(_cost(part, order, length, keys, block_size)[0] for part, order in split)
         best = min(best, (cost, split), key=lambda entry: entry[0])
