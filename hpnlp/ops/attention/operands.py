@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool
 
 from hpnlp.ops.arrays import accepts_numpy
 
-# Operands that only qualify another one: both belong to dropout_rate.
+# Operands that only have a meaning with dropout_rate.
 _QUALIFIERS = frozenset({"rng", "streams"})
 
 
@@ -64,7 +64,11 @@ class Operands:
                 object.__setattr__(self, f"kv_{name}", getattr(self, name))
 
     def features(self) -> frozenset[str]:
-        """Names of the operands that a call uses; None, False and the number 0 count as absent."""
+        """The operands that a call uses.
+
+        Returns:
+          Names of the fields that are not None, False or the number 0; without rng and streams, which belong to dropout_rate.
+        """
         values = {name: value for name, value in vars(self).items() if name not in _QUALIFIERS and value is not None}
         return frozenset(
             name for name, value in values.items() if not (isinstance(value, bool | int | float) and not value)

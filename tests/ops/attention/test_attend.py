@@ -193,9 +193,15 @@ def test_dropout_is_independent_over_heads_positions_and_seeds():
     for rate in (0.01, 0.3, 0.9):
         drops = 1 - pattern([1, 2], rate).mean(axis=(1, 2))
         assert np.all(np.abs(drops - rate) <= 4 * np.sqrt(rate * (1 - rate) / 256**2))
-    others = [base[[1, 2, 3, 0]], np.roll(base, 1, axis=1), np.roll(base, 1, axis=2), pattern([1, 3]), pattern([2, 2])]
+    other_patterns = [
+        base[[1, 2, 3, 0]],
+        np.roll(base, 1, axis=1),
+        np.roll(base, 1, axis=2),
+        pattern([1, 3]),
+        pattern([2, 2]),
+    ]
     alike = 0.7**2 + 0.3**2
-    for other in others:
+    for other in other_patterns:
         assert abs((base == other).mean() - alike) <= 4 * np.sqrt(alike * (1 - alike) / base.size)
 
 
@@ -240,9 +246,11 @@ def test_scan_over_layers_does_not_precompute_masks():
         layer = lambda x, _: (attend(x, x, x, Causal(), segment_ids=documents, impl="xla"), None)  # noqa: E731
         return jax.lax.scan(layer, x, None, length=3)[0].sum()
 
-    given = x, jnp.arange(2048)[None].repeat(2, 0) // 500
+    arguments = x, jnp.arange(2048)[None].repeat(2, 0) // 500
     (loop,) = (
-        e for e in jax.make_jaxpr(jax.grad(layers))(*given).eqns if e.primitive.name == "scan" and len(e.outvars) > 1
+        e
+        for e in jax.make_jaxpr(jax.grad(layers))(*arguments).eqns
+        if e.primitive.name == "scan" and len(e.outvars) > 1
     )
     constants = sum(var.aval.size for var in loop.invars[: loop.params["num_consts"]])
     assert constants < 8 * x.size  # initial zeros; there are 256 times as many pairs of tokens
@@ -257,17 +265,17 @@ def test_merge_ignores_partials_that_saw_nothing():
     (q, k, v), _ = make((1, 6, 8, 2, 2, 4, 4))
     nothing = jnp.full((1, 6, 2, 4), jnp.nan), jnp.full((1, 6, 2), -jnp.inf)
 
-    def whole(q):
+    def merged_call(q):
         part = attend(q, k, v, return_lse=True)
         o, lse = merge(nothing, part, nothing)
         return jnp.sum(jnp.square(o)) + jnp.sum(jnp.sin(lse)), (o, lse)
 
-    def alone(q):
+    def single_call(q):
         o, lse = attend(q, k, v, return_lse=True)
         return jnp.sum(jnp.square(o)) + jnp.sum(jnp.sin(lse)), (o, lse)
 
-    grad, (o, lse) = once(jax.grad(whole, has_aux=True), q)
-    direct, expected = once(jax.grad(alone, has_aux=True), q)
+    grad, (o, lse) = once(jax.grad(merged_call, has_aux=True), q)
+    direct, expected = once(jax.grad(single_call, has_aux=True), q)
     np.testing.assert_allclose(o, expected[0], atol=1e-6)
     np.testing.assert_allclose(lse, expected[1], atol=1e-6)
     np.testing.assert_allclose(grad, direct, atol=1e-6)
@@ -301,12 +309,12 @@ def test_calls_to_cudnn_match_reference(mask, segments, monkeypatch):
     dense = jax.nn.dot_product_attention
     implementations = []
 
-    def elsewhere(*args, implementation, **kwargs):
+    def by_xla(*args, implementation, **kwargs):
         implementations.append(implementation)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return dense(*args, implementation="xla", **kwargs)
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", elsewhere)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     ours = once(lambda *a: attend(*a, mask, impl="cudnn", **options), q, k, v)
     assert implementations == ["cudnn"]

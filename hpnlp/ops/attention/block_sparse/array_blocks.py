@@ -34,32 +34,77 @@ def zeros(*shape: int) -> Float[Array, "..."]:
 
 
 def queries_by_head(x: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K G T H"]:
-    """Queries, or their cotangents, with heads before tokens; the inverse is `queries_from_heads`."""
+    """Moves the heads of queries, or of their cotangents, before the tokens.
+
+    Args:
+      x: [B, T, N, H].
+      kv_heads: K.
+
+    Returns:
+      [B, K, G, T, H].
+    """
     return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3]).transpose(0, 2, 3, 1, 4)
 
 
 def queries_from_heads(x: Float[Array, "B K G T H"]) -> Float[Array, "B T N H"]:
-    """Undoes `queries_by_head`."""
+    """Undoes `queries_by_head`.
+
+    Args:
+      x: [B, K, G, T, H].
+
+    Returns:
+      [B, T, N, H].
+    """
     return x.transpose(0, 3, 1, 2, 4).reshape(x.shape[0], x.shape[3], -1, x.shape[4])
 
 
 def scalars_by_head(x: Float[Array, "B T N"], kv_heads: int) -> Float[Array, "B K G T"]:
-    """`queries_by_head` of one number per query and head."""
+    """`queries_by_head` for one number per query and head.
+
+    Args:
+      x: [B, T, N].
+      kv_heads: K.
+
+    Returns:
+      [B, K, G, T].
+    """
     return x.reshape(*x.shape[:2], kv_heads, -1).transpose(0, 2, 3, 1)
 
 
 def keys_by_head(x: Float[Array, "B S K H"]) -> Float[Array, "B K S H"]:
-    """Keys or values with heads before tokens."""
+    """Moves the heads of keys or values before the tokens.
+
+    Args:
+      x: [B, S, K, H].
+
+    Returns:
+      [B, K, S, H].
+    """
     return x.transpose(0, 2, 1, 3)
 
 
 def keys_from_gradient(x: Float[Array, "B K H S"]) -> Float[Array, "B S K H"]:
-    """Gradients of keys or values, which tiles compute with features before tokens, in the axes of a call."""
+    """Gradients of keys or values in the axes of a call; tiles compute them with features before tokens.
+
+    Args:
+      x: [B, K, H, S].
+
+    Returns:
+      [B, S, K, H].
+    """
     return x.transpose(0, 3, 1, 2)
 
 
 def split_heads(x: Any, kv_heads: int) -> Any:
-    """`[B, N or 1, ...]` as `[B, K or 1, G or 1, ...]`; None stays None."""
+    """Splits query heads into key heads and the query heads that read each.
+
+    Args:
+      x: [B, N or 1, ...], or None.
+      kv_heads: K.
+
+    Returns:
+      [B, K or 1, G or 1, ...], or None.
+    """
     if x is None or x.shape[1] == 1:
         return None if x is None else x[:, :, None]
     return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])

@@ -48,7 +48,7 @@ class TileMask:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QueryResiduals:
-    """What the backward pass reads of the queries, in the axes of a call `[B, T, N, ...]` or of a tile `[..., K, G, r, ...]`.
+    """Residuals of queries for the backward pass, in the axes of a call `[B, T, N, ...]` or of a tile `[..., K, G, r, ...]`.
 
     Attributes:
       q: queries [..., H].

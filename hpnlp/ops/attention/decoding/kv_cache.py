@@ -45,7 +45,11 @@ class KVCache:
         return 0 if self.pinned is None else self.k.shape[1] - self.pinned
 
     def positions(self) -> Int[Array, "B S"]:
-        """Position that each slot holds, -1 for an empty slot: int [B, S]."""
+        """The position that each slot holds.
+
+        Returns:
+          int [B, S], -1 for empty slots.
+        """
         slots, lengths = jnp.arange(self.k.shape[1], dtype=jnp.int32)[None], self.lengths[:, None]
         held = slots
         if self.pinned is not None:

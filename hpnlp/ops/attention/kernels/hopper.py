@@ -175,7 +175,7 @@ def over_entries(first: Any, tested: Any, last: Any, body: Callable[..., Any], s
     return lax.fori_loop(tested, last, functools.partial(body, test=True), state)
 
 
-def forward(
+def forward(  # noqa: PLR0915  (one kernel, whose parts share references to memory)
     options: KernelOptions,
     q: jax.Array,
     k: jax.Array,
@@ -201,7 +201,9 @@ def forward(
     machine = Machine(options.interpret)
     tiles, entries = schedule(options, TILE, columns, False)
 
-    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, rows_ref: Any, entries_ref: Any, *refs: Any) -> None:
+    def kernel(  # noqa: PLR0915
+        q_ref: Any, k_ref: Any, v_ref: Any, rows_ref: Any, entries_ref: Any, *refs: Any
+    ) -> None:
         ids = refs[: len(segments)]
         o_ref, lse_ref, q_s, k_s, v_s, lse_s, q_full, k_full, v_full, k_free, v_free, turn = refs[len(segments) :]
         b, head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index(THREADS)

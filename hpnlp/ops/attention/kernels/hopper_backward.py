@@ -35,7 +35,7 @@ def _tile_gradient(options: KernelOptions, p: Any, dp: Any, delta: Any, capped: 
     return ds if options.soft_cap is None else ds * (1.0 - capped * capped)
 
 
-def queries(
+def queries(  # noqa: PLR0915  (one kernel, whose parts share references to memory)
     options: KernelOptions, arrays: tuple[jax.Array, ...], segments: tuple[jax.Array, ...], columns: int = 128
 ) -> jax.Array:
     """The gradient of the queries.
@@ -56,7 +56,7 @@ def queries(
     machine = Machine(options.interpret)
     tiles, entries = schedule(options, TILE, columns, False)
 
-    def kernel(
+    def kernel(  # noqa: PLR0915
         q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, lse_ref: Any, delta_ref: Any, rows_ref: Any, entries_ref: Any,
         *refs: Any,
     ) -> None:  # fmt: skip
@@ -123,7 +123,7 @@ def queries(
     return run(*arrays, jnp.asarray(tiles), jnp.asarray(entries), *segments)[0]
 
 
-def keys(
+def keys(  # noqa: PLR0915  (one kernel, whose parts share references to memory)
     options: KernelOptions, arrays: tuple[jax.Array, ...], segments: tuple[jax.Array, ...], columns: int = 64
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of keys and values.
@@ -143,7 +143,7 @@ def keys(
     machine = Machine(options.interpret)
     tiles, entries = schedule(options, TILE, columns, True)
 
-    def kernel(
+    def kernel(  # noqa: PLR0915
         q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, lse_ref: Any, delta_ref: Any, rows_ref: Any, entries_ref: Any,
         *refs: Any,
     ) -> None:  # fmt: skip

@@ -191,7 +191,7 @@ def _segments(operands: Operands, batch: int, length: int, key_length: int) -> t
 
 
 def _padded(x: Array, axis: int, extra: int) -> Array:
-    """x with `extra` zeros at the end of an axis."""
+    """Appends zeros to an axis."""
     return jnp.pad(x, [(0, extra if i == axis else 0) for i in range(x.ndim)]) if extra else x
 
 

@@ -198,7 +198,7 @@ def _with_lse_backward(saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any
 
 
 def _sum_in_float32(x: Array, y: Array) -> Array:
-    """x + y, rounded once to the dtype of x."""
+    """The sum x + y, rounded once to the dtype of x."""
     return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
 
 

@@ -297,7 +297,7 @@ def transformer_xl(
 
 
 def _difference(q: Any, k: Any) -> Array:
-    """k - q over the shape that both broadcast to."""
+    """The difference k - q in the shape that both broadcast to."""
     q, k = jnp.broadcast_arrays(q, k)
     return k - q
 

@@ -114,23 +114,23 @@ def slope_bias(slopes):
 
 
 def scored(function, mask, options, as_function=False):
-    """Outputs, and gradients of a random weighting of them for q, k, v and the differentiable operands."""
+    """Outputs, and gradients of a random weighting of them by q, k, v and the differentiable operands."""
     inexact = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
     leaves = {name: x for name, x in options.items() if inexact(x)}
-    rest = {name: x for name, x in options.items() if name not in leaves}
+    static = {name: x for name, x in options.items() if name not in leaves}
 
     def value(qkv, leaves):
-        given = dict(leaves)
+        operands_and_bias = dict(leaves)
         if as_function:
-            given["bias"] = slope_bias(given["bias"])
-        o, lse = function(*qkv, mask, return_lse=True, **rest, **given)
+            operands_and_bias["bias"] = slope_bias(operands_and_bias["bias"])
+        o, lse = function(*qkv, mask, return_lse=True, **static, **operands_and_bias)
         rng = np.random.default_rng(2)
         wo, wl = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in (o, lse))
         total = jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(jnp.where(jnp.isneginf(lse), jnp.float32(0), lse) * wl)
         return total, (o, lse)
 
     run = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True), compiler_options=ONCE)
-    return lambda qkv: (lambda found: (found[0][1], found[1]))(run(tuple(qkv), leaves))
+    return lambda qkv: (lambda results: (results[0][1], results[1]))(run(tuple(qkv), leaves))
 
 
 @pytest.mark.parametrize("mask", PATTERNS, ids=repr)
@@ -148,13 +148,13 @@ def test_gradients_of_patterns_match_reference(mask):
     "empty", [Global(0), GlobalAt(()), Sinks(0), Fixed(8, 0), RandomBlocks(8, 0), ~Full()], ids=repr
 )
 def test_empty_patterns_match_reference(empty):
-    """Alone and as a term, which may be a part without any queries or keys."""
+    """Alone, and as one term of a union."""
     for mask in (empty, Window(3) | empty):
         assert_forms_equal(lambda f, mask=mask: scored(f, mask, {}), arrays(), mask)
 
 
 def together(*names):
-    """Operands with a mask in parts and with one in a single part; those that others include are left to the second tier."""
+    """Operands with a mask of several sub-masks and with an undivided one; cases that others include are slow tests."""
     first = {"lengths", "bias function", "all"}
     marks = lambda name: () if name in first else (pytest.mark.slow,)  # noqa: E731
     cases = [(longformer(8, 3), "longformer", name) for name in OPERANDS] + [
@@ -214,7 +214,7 @@ def test_user_functions_match_reference(other):
 
 @pytest.mark.parametrize("mask", [bigbird(4, causal=True), Full()], ids=["bigbird", "full"])
 def test_nan_in_blocks_without_visible_pairs_is_not_read(mask, ours):
-    """Keys from 30 on are hidden from every query: by the mask, which has whole blocks and parts of blocks beyond it."""
+    """The mask hides keys from 30 on from every query: part of a block, and a whole block."""
     q, k, v = arrays()
     mask = mask & Where(lambda i, j: (j < 30) & (i == i))
     clean, dirty = (
@@ -242,11 +242,17 @@ def test_visible_nan_reaches_results(mask, ours):
     [(Causal(), 1e5), (Causal(), float(np.finfo(np.float32).min)), (Causal() & (Window(3) | Strided(5)), -1e9)],
 )
 def test_rows_with_large_scores_match_reference(mask, value):
-    """A whole row, as of padding, and half of one."""
+    """One row is large in all its scores, as of padding, and one in half of them."""
     bias = jnp.zeros((1, 1, 37, 37)).at[..., 10, :].set(value).at[..., 20, 17:].set(value)
     assert_forms_equal(lambda f: scored(f, mask, {"bias": bias}), arrays(), mask, undivided=True)
-    one = lambda row: lambda head, i, j: jnp.where(i == 10, row, 0.0)  # noqa: E731
-    run = lambda f: jax.jit(jax.grad(lambda qkv: jnp.sin(f(*qkv, mask, bias=one(value))).sum()), compiler_options=ONCE)  # noqa: E731
+
+    def row_bias(row):
+        return lambda head, i, j: jnp.where(i == 10, row, 0.0)
+
+    def run(f):
+        score = lambda qkv: jnp.sin(f(*qkv, mask, bias=row_bias(value))).sum()  # noqa: E731
+        return jax.jit(jax.grad(score), compiler_options=ONCE)
+
     assert_forms_equal(run, arrays(), mask)
 
 
@@ -261,15 +267,15 @@ def test_padding_evaluates_a_bias_function_at_position_0(ours):
 
 def test_sinks_of_minus_infinity_give_finite_gradients_in_empty_rows(ours):
     options = {"sinks": jnp.array([0.0, -jnp.inf, 1.0, -jnp.inf]), "kv_lengths": jnp.array([0, 9])}
-    found = scored(ours, Causal(), options)(arrays())
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found[1]))
-    np.testing.assert_array_equal(found[0][0][0, :, 1], 0)
-    assert_close(found, scored(reference, Causal(), options)(arrays()))
+    results = scored(ours, Causal(), options)(arrays())
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(results[1]))
+    np.testing.assert_array_equal(results[0][0][0, :, 1], 0)
+    assert_close(results, scored(reference, Causal(), options)(arrays()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_sums_are_float32_when_x64_is_enabled(dtype, ours):
-    """What is summed is float32 whatever the default is, in chunks of heads too."""
+    """Sums are float32 whatever the default dtype is, in chunks of heads as well."""
     mask = Causal() & (Strided(4) | Window(2))
     with executor_with((cost_model, "TILE", 200)), jax.enable_x64(True):
         rng = np.random.default_rng(0)
@@ -287,13 +293,12 @@ def test_sums_are_float32_when_x64_is_enabled(dtype, ours):
 
 
 def test_traced_scale_has_a_gradient(ours):
-    """Also its gradient."""
     qkv = arrays()
     run = lambda f: lambda scale: jnp.square(f(*qkv, Causal(), scale=scale)).sum()  # noqa: E731
-    found, expected = (
+    results, expected = (
         jax.jit(jax.value_and_grad(run(f)), compiler_options=ONCE)(jnp.float32(0.3)) for f in (ours, reference)
     )
-    assert_close(found, expected)
+    assert_close(results, expected)
 
 
 def test_second_derivatives_of_a_bias_match_reference(ours):
@@ -311,19 +316,19 @@ def test_float16_gradients_under_loss_scaling_are_finite(ours):
     q, k, v = (x * y for x, y in zip(arrays(8), (1.0, 0.01, 40.0), strict=True))
     qkv = [x.astype(jnp.float16) for x in (q, k, v)]
     run = lambda f: lambda q: (f(q, *qkv[1:], Full()).astype(jnp.float32) * 3e4).sum()  # noqa: E731
-    found, expected = (jax.jit(jax.grad(run(f)), compiler_options=ONCE)(qkv[0]) for f in (ours, reference))
+    results, expected = (jax.jit(jax.grad(run(f)), compiler_options=ONCE)(qkv[0]) for f in (ours, reference))
     assert np.isfinite(expected).all() and np.abs(expected).max() > 1e3
-    np.testing.assert_allclose(found, expected, rtol=0.02, atol=20)
+    np.testing.assert_allclose(results, expected, rtol=0.02, atol=20)
 
 
 def test_hidden_nan_in_a_bias_changes_nothing(ours):
     bias = jnp.where(Causal().to_dense(37), operands(("bias",))["bias"], jnp.nan)
     for options in ({}, {"soft_cap": 2.0}):
-        found, expected, clean = (
+        results, expected, clean = (
             scored(f, Causal(), {"bias": x, **options})(arrays())
             for f, x in ((ours, bias), (reference, bias), (reference, jnp.nan_to_num(bias)))
         )
-        assert_close(found, clean)
+        assert_close(results, clean)
         assert_close(expected, clean)
 
 
@@ -364,7 +369,7 @@ def test_run_time_schedules_match_reference(names):
 
 @pytest.mark.parametrize("form", [Form.SCAN, Form.PERMUTED])
 def test_transformations_match_plain_call(ours):
-    """vmap over q alone, remat, and a shard_map over heads, as without."""
+    """vmap over q, remat, and a shard_map over heads."""
     q, k, v = arrays()
     mask = sparse_transformer_strided(6)
     score = lambda q: jnp.sum(jnp.square(ours(q, k, v, mask)))  # noqa: E731
@@ -380,14 +385,14 @@ def test_transformations_match_plain_call(ours):
     apart = jax.shard_map(
         lambda q, k, v: ours(q, k, v, mask, segment_ids=ids), mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec
     )
-    whole = lambda q: jnp.sum(jnp.square(ours(q, k, v, mask, segment_ids=ids)))  # noqa: E731
+    global_call = lambda q: jnp.sum(jnp.square(ours(q, k, v, mask, segment_ids=ids)))  # noqa: E731
     split = lambda q: jnp.sum(jnp.square(apart(q, k, v)))  # noqa: E731
-    assert_close(run(jax.value_and_grad(split), q), run(jax.value_and_grad(whole), q))
+    assert_close(run(jax.value_and_grad(split), q), run(jax.value_and_grad(global_call), q))
 
 
 @pytest.mark.parametrize("form", [Form.SCAN])
 def test_chunks_of_heads_and_examples_match_reference(ours):
-    """Batch and heads go in chunks where a tile is full: the same result."""
+    """Small tiles make the executor compute chunks of heads and examples after one another."""
     qkv, options = arrays(), operands(("segment_ids", "bias_row", "dropout", "kv_lengths"))
     expected = scored(reference, Causal(), options)(qkv)
     for tile, laid in ((1, 1 << 23), (200, 1 << 23), (600, 1 << 23), (1 << 20, 1), (1 << 20, 700)):
@@ -480,8 +485,7 @@ def test_invalid_masks_raise(make, message):
 
 @pytest.mark.slow
 def test_wrong_types_raise_without_beartype():
-    """Arrays of numpy will do, and what will not is said. Beartype, which checks annotations while tests run, would speak
-    first."""
+    """In a process of its own, because beartype checks annotations in tests. numpy arrays are accepted."""
     program = """
 import jax.numpy as jnp
 import numpy as np
@@ -498,12 +502,12 @@ for make in (lambda: attend(q, q, q, jnp.ones((4, 4))), lambda: attend(q, q, q, 
     except InputError as error:
         print(error)
 """
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert all(float(x) < 1e-5 for line in told[:2] for x in line.split())
+    assert all(float(x) < 1e-5 for line in output[:2] for x in line.split())
     for line, words in zip(
-        told[2:], ("dense_mask", "sinks", "operand of the call", "whole number", "shift"), strict=True
+        output[2:], ("dense_mask", "sinks", "operand of the call", "whole number", "shift"), strict=True
     ):
         assert words in line
 
@@ -511,13 +515,13 @@ for make in (lambda: attend(q, q, q, jnp.ones((4, 4))), lambda: attend(q, q, q, 
 @pytest.mark.parametrize("options", [{}, {"block_size": 8}, {"impl": "reference"}])
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_queries_that_see_nothing_have_zero_gradients(options, value):
-    """Nor do they reach the gradients of keys and values that other queries see, whatever stands in them."""
+    """NaN in them does not reach the gradients of keys and values that other queries see."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((1, 24, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     segments = jnp.asarray(np.arange(24) >= 20, jnp.int32)[None]
     cases = (
         (slice(20, None), Causal(), {"segment_ids": segments, "kv_segment_ids": 9 * segments}),
-        (slice(0, 3), Causal().shift(-3), {}),  # as is known while tracing
+        (slice(0, 3), Causal().shift(-3), {}),  # known while tracing
     )
     for blind, mask, operands in cases:
 
@@ -525,6 +529,6 @@ def test_queries_that_see_nothing_have_zero_gradients(options, value):
             return (attend(q, k, v, mask, **operands, **options) ** 2).sum()
 
         expected = jax.grad(loss, (0, 1, 2))(q, k, v)
-        found = jax.grad(loss, (0, 1, 2))(q.at[:, blind].set(value), k, v)
-        for a, b in zip(found, expected, strict=True):
+        results = jax.grad(loss, (0, 1, 2))(q.at[:, blind].set(value), k, v)
+        for a, b in zip(results, expected, strict=True):
             np.testing.assert_array_equal(a, b)

@@ -26,8 +26,8 @@ def arrays(batch):
 def twin(q, k, v, mask):
     if not isinstance(mask, PerHead):
         return reference(q, k, v, mask)
-    parts = [(q[:, :, n : n + 1], *(x[:, :, n // 2 : n // 2 + 1] for x in (k, v)), mask.masks[n]) for n in range(4)]
-    return jnp.concatenate([reference(*part) for part in parts], axis=2)
+    inputs = [(q[:, :, n : n + 1], *(x[:, :, n // 2 : n // 2 + 1] for x in (k, v)), mask.masks[n]) for n in range(4)]
+    return jnp.concatenate([reference(*part) for part in inputs], axis=2)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_prompts_then_tokens_match_the_whole_sequence(mask, slots, lengths):
     """Examples have different lengths; steps are of one token, of a few, and of more than a ring holds."""
     batch = len(lengths)
     q, k, v = arrays(batch)
-    whole = np.asarray(jax.jit(twin, static_argnums=3, compiler_options=ONCE)(q, k, v, mask))
+    expected = np.asarray(jax.jit(twin, static_argnums=3, compiler_options=ONCE)(q, k, v, mask))
     rows, lengths = np.arange(batch)[:, None], np.array(lengths, np.int32)
     width = int(lengths.max())
     start = jax.jit(start_cache, static_argnums=(3, 4), compiler_options=ONCE)
@@ -56,7 +56,7 @@ def test_prompts_then_tokens_match_the_whole_sequence(mask, slots, lengths):
     for count in (1, 1, 3, 1, 9, 1, 1):
         places = lengths[:, None] + np.arange(count)[None]
         o, cache = extend(*(x[rows, places] for x in (q, k, v)), mask, cache)
-        np.testing.assert_allclose(o, whole[rows, places], atol=3e-6)
+        np.testing.assert_allclose(o, expected[rows, places], atol=3e-6)
         lengths = lengths + count
         np.testing.assert_array_equal(cache.lengths, lengths)
 

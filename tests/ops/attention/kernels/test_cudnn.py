@@ -40,14 +40,14 @@ def dense(monkeypatch):
     """Calls to cuDNN are computed by XLA."""
     attention = jax.nn.dot_product_attention
 
-    def elsewhere(q, k, v, bias, mask, *, implementation, **options):
+    def by_xla(q, k, v, bias, mask, *, implementation, **options):
         assert implementation == "cudnn"
         # In float32, as jax.nn's gradients in 16 bits are not clean under strict promotion.
         wide = [None if x is None else x.astype(jnp.float32) for x in (q, k, v, bias)]
         with jax.numpy_rank_promotion("allow"):
             return attention(*wide, mask, implementation="xla", **options).astype(q.dtype)
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", elsewhere)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
 
 
 def call_cudnn(q, k, v, mask, **options):
@@ -67,8 +67,8 @@ def scored(function, mask, options):
 def test_results_and_gradients_match_reference(name, dense):
     t, s, mask, options, _ = CASES[name]
     arrays = make(t, s)
-    ours, twin = (once(scored(f, mask, options), *arrays) for f in (call_cudnn, reference))
-    assert_close(ours, twin, "bfloat16")
+    ours, expected = (once(scored(f, mask, options), *arrays) for f in (call_cudnn, reference))
+    assert_close(ours, expected, "bfloat16")
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
@@ -159,5 +159,5 @@ def test_unsupported_shapes_and_dtypes_are_named(shapes, dtype, options, expecte
     q, k, v = jnp.zeros(shapes[0], dtype), jnp.zeros((b, s, n, h), dtype), jnp.zeros(shapes[1], dtype)
     ids = jnp.zeros((b, t), jnp.int32)
     every = {"segment_ids": ids, "kv_segment_ids": ids, "bias": jnp.zeros((1, n, t, s), dtype)}
-    given = {name: every[name] for name in every if name.removeprefix("kv_") in options}
-    assert unsupported("cudnn", q, k, v, Full(), Operands(**given)) == expected
+    options_of_call = {name: every[name] for name in every if name.removeprefix("kv_") in options}
+    assert unsupported("cudnn", q, k, v, Full(), Operands(**options_of_call)) == expected

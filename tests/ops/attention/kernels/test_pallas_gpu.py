@@ -69,8 +69,8 @@ def pulled(function, q, k, v, do, dlse, *args, **kwargs):
 )
 def test_results_match_reference(mask):
     q, k, v, *_ = arrays(200, 200)
-    found = interpreted(q, k, v, mask, return_lse=True)
-    assert_close(found, reference(q, k, v, mask, return_lse=True), "bfloat16")
+    results = interpreted(q, k, v, mask, return_lse=True)
+    assert_close(results, reference(q, k, v, mask, return_lse=True), "bfloat16")
 
 
 def test_per_head_masks_match_reference():
@@ -83,26 +83,28 @@ def test_per_head_masks_match_reference():
 
 @pytest.mark.parametrize("mask", [Causal(), Causal().shift(70) & Window(90)], ids=str)
 def test_gradients_match_reference(mask):
-    given = arrays(200, 200)
-    assert_close(pulled(interpreted, *given, mask), pulled(reference, *given, mask), "bfloat16")
+    arguments = arrays(200, 200)
+    assert_close(pulled(interpreted, *arguments, mask), pulled(reference, *arguments, mask), "bfloat16")
 
 
 def test_odd_lengths_head_sizes_scales_and_float16_match_reference():
-    given = arrays(70, 150, heads=1, dim=72, value_dim=40, dtype="float16")
+    arguments = arrays(70, 150, heads=1, dim=72, value_dim=40, dtype="float16")
     mask = Window(60, 90)
-    facts = {"scale": -0.2}
-    assert_close(pulled(interpreted, *given, mask, **facts), pulled(reference, *given, mask, **facts), "float16")
+    operands = {"scale": -0.2}
+    assert_close(
+        pulled(interpreted, *arguments, mask, **operands), pulled(reference, *arguments, mask, **operands), "float16"
+    )
 
 
 def test_segments_and_lengths_hide_nan():
     q, k, v, do, dlse = arrays(200, 200)
     ids = jnp.asarray(np.repeat([4, 2, 4], [60, 90, 50])[None], jnp.int32)
     kv_ids = jnp.where(jnp.arange(200)[None] < 20, 7, ids)  # no query is in segment 7
-    facts = {"segment_ids": ids, "kv_segment_ids": kv_ids, "kv_lengths": jnp.array([180])}
+    operands = {"segment_ids": ids, "kv_segment_ids": kv_ids, "kv_lengths": jnp.array([180])}
     hidden = ((jnp.arange(200) < 20) | (jnp.arange(200) >= 180))[None, :, None, None]
     k, v = (jnp.where(hidden, jnp.asarray(jnp.nan, x.dtype), x) for x in (k, v))
-    found = pulled(interpreted, q, k, v, do, dlse, Causal(), **facts)
-    assert_close(found, pulled(reference, q, k, v, do, dlse, Causal(), **facts), "bfloat16")
+    results = pulled(interpreted, q, k, v, do, dlse, Causal(), **operands)
+    assert_close(results, pulled(reference, q, k, v, do, dlse, Causal(), **operands), "bfloat16")
 
 
 def test_nan_in_blocks_without_visible_pairs_is_not_read():
@@ -123,8 +125,10 @@ def test_soft_cap_matches_plain_softmax():
         o = jnp.einsum("bts,bsh->bth", jax.nn.softmax(scores, axis=-1), v)
         return o.astype("bfloat16")[:, :, None], jax.nn.logsumexp(scores, axis=-1)[:, :, None]
 
-    given = q, k, v, do, dlse, Causal()
-    assert_close(pulled(functools.partial(interpreted, soft_cap=2.0), *given), pulled(capped, *given), "bfloat16")
+    arguments = q, k, v, do, dlse, Causal()
+    assert_close(
+        pulled(functools.partial(interpreted, soft_cap=2.0), *arguments), pulled(capped, *arguments), "bfloat16"
+    )
 
 
 @pytest.mark.parametrize("mask", PATTERNS, ids=str)

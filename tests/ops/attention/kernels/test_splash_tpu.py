@@ -57,9 +57,9 @@ def test_patterns_match_jax_nn():
     o = once(lambda q, k, v: interpreted(q, k, v, PerHead(PATTERNS)), q, k, v)
     see = PerHead(PATTERNS).to_dense(150, 137)
     expected = jax.nn.dot_product_attention(q, k, v, mask=jnp.asarray(see)[None])
-    some = see.any(axis=2).T
-    assert not some.all()
-    assert_close(o, jnp.where(some[None, :, :, None], expected, jnp.float32(0)))
+    sees_any = see.any(axis=2).T
+    assert not sees_any.all()
+    assert_close(o, jnp.where(sees_any[None, :, :, None], expected, jnp.float32(0)))
 
 
 TWO = ids((30, 110), (140,))
@@ -81,15 +81,15 @@ def test_results_and_gradients_match_reference(name):
     """The log-sum-exp and its gradient as well."""
     shape, mask, options = CASES[name]
     arrays = make(shape)
-    ours, twin = (once(scored(f, mask, options), *arrays) for f in (interpreted, reference))
-    assert_close(ours, twin)
+    ours, expected = (once(scored(f, mask, options), *arrays) for f in (interpreted, reference))
+    assert_close(ours, expected)
 
 
 def test_16_bit_gradients_match_reference():
     arrays = make((1, 130, 130, 2, 1, 64, 64), "bfloat16")
     sums = lambda f: lambda *a: jnp.sum(jnp.square(f(*a, Causal(), scale=0.1).astype(jnp.float32)))  # noqa: E731
-    ours, twin = (once(jax.grad(sums(f), (0, 1, 2)), *arrays) for f in (interpreted, reference))
-    assert_close(ours, twin, "bfloat16")
+    ours, expected = (once(jax.grad(sums(f), (0, 1, 2)), *arrays) for f in (interpreted, reference))
+    assert_close(ours, expected, "bfloat16")
 
 
 def test_soft_cap_matches_reference_of_jax():
@@ -145,11 +145,11 @@ def test_loaded_blocks_match_the_dense_mask(mask):
     """The blocks are padded; a block of equal elements may be a single element."""
     tiles = LoadedMask(mask, 45, 41, (16, 16))
     spans = [[(slice(i, i + 16), slice(j, j + 16)) for j in range(0, 48, 16)] for i in range(0, 48, 16)]
-    found = np.block([[np.broadcast_to(tiles[span], (16, 16)) for span in row] for row in spans])
+    blocks = np.block([[np.broadcast_to(tiles[span], (16, 16)) for span in row] for row in spans])
     dense = mask.to_dense(45, 41)
-    assert tiles.shape == found.shape
-    np.testing.assert_array_equal(found[:45], np.pad(dense, ((0, 0), (0, 7))))
-    np.testing.assert_array_equal(found[45:], np.pad(dense[[-1] * 3], ((0, 0), (0, 7))))
+    assert tiles.shape == blocks.shape
+    np.testing.assert_array_equal(blocks[:45], np.pad(dense, ((0, 0), (0, 7))))
+    np.testing.assert_array_equal(blocks[45:], np.pad(dense[[-1] * 3], ((0, 0), (0, 7))))
     np.testing.assert_array_equal(seen_keys(translate(mask, 2, 45, 41, (16, 16))), dense.any(axis=0))
 
 
@@ -158,10 +158,10 @@ def test_cheap_masks_are_computed_and_others_loaded():
     cheap = (Causal(), Window(5, 2), Causal() & Blockwise(7), Causal().shift(3) & Window(9))
     at = (np.arange(48)[:, None], np.arange(64)[None, :])
     for mask in cheap:
-        one = translate(mask, 2, 48, 41, (48, 64)).masks[0]
-        assert one.shape == (48, 64)
-        assert isinstance(one, ComputedMask) and (one.q_sequence == np.arange(48)).all()
-        np.testing.assert_array_equal(one.mask_function(*at), one[0:48, 0:64])
+        head_mask = translate(mask, 2, 48, 41, (48, 64)).masks[0]
+        assert head_mask.shape == (48, 64)
+        assert isinstance(head_mask, ComputedMask) and (head_mask.q_sequence == np.arange(48)).all()
+        np.testing.assert_array_equal(head_mask.mask_function(*at), head_mask[0:48, 0:64])
     loaded = (Full(), bigbird(4, causal=True), PerHead(cheap[:2]))
     assert not any(isinstance(translate(mask, 2, 48, 41, (48, 64)).masks[0], ComputedMask) for mask in loaded)
 
@@ -208,8 +208,8 @@ def test_meshes_need_shard_map():
     split = {"mesh": mesh, "in_specs": jax.P("data"), "out_specs": jax.P("data")}
     with jax.set_mesh(mesh):
         assert unsupported("splash", q, q, q, Full(), Operands()) == ["a mesh outside of shard_map"]
-        own = jax.shard_map(lambda q: interpreted(q, q, q, Causal()), **split, check_vma=False)
-        assert_close(once(own, q), reference(q, q, q, Causal()))
+        by_shard = jax.shard_map(lambda q: interpreted(q, q, q, Causal()), **split, check_vma=False)
+        assert_close(once(by_shard, q), reference(q, q, q, Causal()))
 
         def checked(q):
             require_supported("splash", q, q, q, Causal(), Operands())
