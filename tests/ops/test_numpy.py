@@ -14,8 +14,8 @@ from hpnlp.ops import dropout, dynamic_quantization, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
 from hpnlp.ops.attention import Causal, Window, attend, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
-from hpnlp.ops.attention.positions import bias, rope
 from hpnlp.ops.attention.operands import as_flags
+from hpnlp.ops.attention.positions import bias, rope
 from hpnlp.ops.search import build_ivf, build_lsh, exact_search, ivf_search, lsh_candidates, lsh_search
 from hpnlp.ops.softmax import (
     adaptive,

@@ -145,11 +145,11 @@ def executor_records(
     scale = q.shape[-1] ** -0.5 if operands.scale is None else float(operands.scale)
     soft_cap = None if operands.soft_cap is None else float(operands.soft_cap)
     options = Options(mask, scale, soft_cap, float(operands.dropout_rate), block_size, jaxpr, form)
-    drops = operands.dropout_rate > 0 and operands.rng is not None
-    seed = seed_words(operands.rng) if drops else None
+    rng: Any = operands.rng if operands.dropout_rate > 0 else None
+    seed = None if rng is None else seed_words(rng)
     head_numbers = jnp.asarray(numbers, jnp.int32)
-    streams = operands.streams if drops else None
-    if drops and streams is None:
+    streams = None if rng is None else operands.streams
+    if rng is not None and streams is None:
         streams = jnp.arange(b, dtype=jnp.int32)[:, None] * count + head_numbers[None]
     is_global = None if operands.global_tokens is None else as_flags(operands.global_tokens, t)
     return options, ExecutorOperands(

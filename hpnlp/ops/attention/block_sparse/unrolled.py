@@ -18,14 +18,15 @@ from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Op
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
 from hpnlp.ops.attention.masks.base import Full, Mask
 
-QUERY_BLOCK = 128
+UNROLLED_BLOCK = 128
 # Limits on the number of query blocks and of query-key pairs: every block adds to the program, and holds a gradient of the
 # keys that it reaches.
-MAX_BLOCKS = 8
-MAX_PAIRS = 1024 * 1024
-# From MANY_PAIRS on, this form is taken only if it computes at most MAX_SHARE of all pairs: causal masks of T = S = 512 and
-# 1024 are 10 to 20 % faster than in the scan form, dense ones a third slower; shorter sequences are always faster.
-MANY_PAIRS, MAX_SHARE = 512 * 512, 0.75
+UNROLLED_MAX_BLOCKS = 8
+UNROLLED_MAX_PAIRS = 1024 * 1024
+# From UNROLLED_DENSE_PAIRS on, this form is taken only if it computes at most UNROLLED_MAX_SHARE of all pairs. Causal masks of
+# T = S = 512 and 1024 are 10 to 20 % faster than in the scan form, dense ones a third slower; shorter sequences are always
+# faster.
+UNROLLED_DENSE_PAIRS, UNROLLED_MAX_SHARE = 512 * 512, 0.75
 
 
 def suits(options: Options, length: int, key_length: int, operands: ExecutorOperands) -> bool:
@@ -43,12 +44,12 @@ def suits(options: Options, length: int, key_length: int, operands: ExecutorOper
     if options.form is not None:
         return options.form is Form.UNROLLED
     pairs = length * key_length
-    if -(-length // (options.block_size or QUERY_BLOCK)) > MAX_BLOCKS or pairs > MAX_PAIRS:
+    if -(-length // (options.block_size or UNROLLED_BLOCK)) > UNROLLED_MAX_BLOCKS or pairs > UNROLLED_MAX_PAIRS:
         return False
-    if pairs < MANY_PAIRS:
+    if pairs < UNROLLED_DENSE_PAIRS:
         return True
     blocks = _query_blocks(options, length, key_length, operands)
-    return sum((block.q1 - block.q0) * (block.k1 - block.k0) for block in blocks) <= MAX_SHARE * pairs
+    return sum((block.q1 - block.q0) * (block.k1 - block.k0) for block in blocks) <= UNROLLED_MAX_SHARE * pairs
 
 
 def forward(options: Options, q: Array, k: Array, v: Array, operands: ExecutorOperands) -> tuple[Array, Array, Array]:
@@ -143,7 +144,7 @@ def _query_blocks(
 ) -> tuple[_QueryBlock, ...]:
     """All query blocks, each with the span of keys that the mask reaches where that is known while tracing."""
     mask = options.mask if operands.mask_is_static else Full()
-    return _trimmed_blocks(mask, length, key_length, options.block_size or QUERY_BLOCK)
+    return _trimmed_blocks(mask, length, key_length, options.block_size or UNROLLED_BLOCK)
 
 
 @functools.lru_cache(maxsize=64)
