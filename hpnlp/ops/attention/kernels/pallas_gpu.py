@@ -163,7 +163,8 @@ def _mask_by_head(
         inputs = q[:, :, heads], k[:, :, key_heads], v[:, :, key_heads]
         results.append(pallas(*inputs, mask, with_lse, interpret=interpret))
         order.extend(heads)
-    o, lse = (jnp.concatenate(arrays, axis=2)[:, :, np.argsort(order)] for arrays in zip(*results, strict=True))
+    inverse = np.argsort(order)
+    o, lse = (jnp.concatenate(arrays, axis=2)[:, :, inverse] for arrays in zip(*results, strict=True))
     return o, lse
 
 
