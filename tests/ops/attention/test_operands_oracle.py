@@ -98,13 +98,13 @@ def test_query_blocks_that_see_nothing_match_flex(count, blockwise):
 def test_dense_mask_matches_flex(shape, blockwise, torch):
     """Together with a causal mask; some rows see nothing."""
     arrays, dense = qkv(LENGTH, KEYS), draw(*shape) > 0.3
-    operands = torch.from_numpy(np.broadcast_to(dense, (2, 4, LENGTH, KEYS)).copy())
+    visible = torch.from_numpy(np.broadcast_to(dense, (2, 4, LENGTH, KEYS)).copy())
 
     def run(q, k, v):
         return blockwise(q, k, v, Causal(), dense_mask=jnp.asarray(dense), return_lse=True)
 
     assert_agree(
-        ours(run, arrays), theirs(lambda *a: flex(*a, lambda b, h, i, j: (j <= i) & operands[b, h, i, j]), arrays)
+        ours(run, arrays), theirs(lambda *a: flex(*a, lambda b, h, i, j: (j <= i) & visible[b, h, i, j]), arrays)
     )
 
 

@@ -39,10 +39,10 @@ def module_of(module, names, **options):
     """The module of torch as a function of x and of its weights, in the order of `inputs`."""
     import torch
 
-    outputs = [f"{name}.{part}" for name in names for part in ("weight", "bias")]
+    parameters = [f"{name}.{part}" for name in names for part in ("weight", "bias")]
 
     def run(x, *arrays):
-        return torch.func.functional_call(module, dict(zip(outputs, arrays, strict=True)), (x,), options)[:1]
+        return torch.func.functional_call(module, dict(zip(parameters, arrays, strict=True)), (x,), options)[:1]
 
     return run
 
@@ -125,7 +125,7 @@ KNOWN = (0, 1, 30)
 
 
 @pytest.mark.parametrize(
-    ("mask", "chosen", "given"),
+    ("mask", "chosen", "global_operand"),
     [
         (Window(4) | GlobalAt(KNOWN), np.tile(np.array(KNOWN, np.int32), (2, 1)), {}),
         (Window(4), GLOBALS, {"global_tokens": GLOBALS}),

@@ -1,4 +1,8 @@
-"""The unrolled form of the executor, for short sequences: a Python loop over query blocks, each against one span of keys."""
+"""The unrolled form of the executor, for short sequences: a Python loop over query blocks, each against one span of keys.
+
+Unlike the tiles of a schedule, spans of keys need neither gathers nor padding to whole blocks, and their visibility is a numpy
+array where the mask alone decides it.
+"""
 
 from __future__ import annotations
 

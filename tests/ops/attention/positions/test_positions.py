@@ -94,8 +94,8 @@ def test_rope_keeps_the_dtype():
     x = normal(B, T, N, H)
     half = rope(x.astype(jnp.bfloat16), jnp.arange(T, dtype=jnp.int32)[None], scaling=SCALINGS["yarn"])
     assert half.dtype == jnp.bfloat16
-    float32_bias = rope(x, jnp.arange(T, dtype=jnp.int32)[None], scaling=SCALINGS["yarn"])
-    assert_close(half, float32_bias.astype(jnp.bfloat16), "bfloat16")
+    expected = rope(x, jnp.arange(T, dtype=jnp.int32)[None], scaling=SCALINGS["yarn"])
+    assert_close(half, expected.astype(jnp.bfloat16), "bfloat16")
 
 
 def test_sinusoids_match_definition():
