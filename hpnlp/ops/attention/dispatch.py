@@ -1,8 +1,8 @@
 """Choice of the implementation of an attention call.
 
-Each kernel module declares `SUPPORTS`, the operands that it honours, and a function `limits` for everything that depends on
+Each kernel module declares `SUPPORTS`, the operands that it supports, and a function `limits` for everything that depends on
 shapes, dtypes, the mask or the device. This module derives from both the reasons against a kernel. "xla" and "reference"
-honour every call.
+support every call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def kernel_module(impl: str) -> Any:
 
 
 def unsupported(impl: str, q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: Operands) -> list[str]:
-    """Names of the operands and properties of a call that an implementation cannot honour.
+    """Names of the operands and properties of a call that an implementation does not support.
 
     Args:
       impl: a key of `PLATFORMS`.
@@ -80,7 +80,7 @@ def resolve(
       A key of `PLATFORMS`.
 
     Raises:
-      InputError: `impl` is unknown, runs on another platform, or cannot honour the call; or block_size is not positive or
+      InputError: `impl` is unknown, runs on another platform, or does not support the call; or block_size is not positive or
         is for another implementation than "xla".
     """
     platform = jax.default_backend()
@@ -121,10 +121,10 @@ def choose(platform: str, unsupported_by: Callable[[str], Sequence[str]]) -> str
 
     Args:
       platform: as `jax.default_backend()` returns it.
-      unsupported_by: from an implementation to the operands and properties of the call that it cannot honour.
+      unsupported_by: from an implementation to the operands and properties of the call that it does not support.
 
     Returns:
-      A key of `PLATFORMS`. There always is one, because "xla" honours every call on every platform.
+      A key of `PLATFORMS`. There always is one, because "xla" supports every call on every platform.
     """
     return next(
         impl

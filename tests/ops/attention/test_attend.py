@@ -200,9 +200,9 @@ def test_dropout_is_independent_over_heads_positions_and_seeds():
         pattern([1, 3]),
         pattern([2, 2]),
     ]
-    alike = 0.7**2 + 0.3**2
+    agreement = 0.7**2 + 0.3**2
     for other in other_patterns:
-        assert abs((base == other).mean() - alike) <= 4 * np.sqrt(alike * (1 - alike) / base.size)
+        assert abs((base == other).mean() - agreement) <= 4 * np.sqrt(agreement * (1 - agreement) / base.size)
 
 
 @both_forms
@@ -343,12 +343,12 @@ def test_results_and_gradients_match_torch(causal):
     import torch.nn.functional as F
 
     (q, k, v), _ = make((2, 77, 77, 4, 4, 16, 16))
-    turned = [torch.from_numpy(np.array(x)).transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    theirs = F.scaled_dot_product_attention(*turned, is_causal=causal)
+    leaves = [torch.from_numpy(np.array(x)).transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    theirs = F.scaled_dot_product_attention(*leaves, is_causal=causal)
     theirs.square().sum().backward()
     mask = Causal() if causal else Full()
     run = lambda q, k, v: attend(q, k, v, mask, impl="xla", block_size=32)  # noqa: E731
     np.testing.assert_allclose(run(q, k, v), theirs.detach().transpose(1, 2).numpy(), atol=2e-6)
     grads = jax.grad(lambda *a: jnp.sum(jnp.square(run(*a))), (0, 1, 2))(q, k, v)
-    for mine, other in zip(grads, turned, strict=True):
+    for mine, other in zip(grads, leaves, strict=True):
         np.testing.assert_allclose(mine, other.grad.transpose(1, 2).numpy(), atol=1e-5)

@@ -224,7 +224,7 @@ def test_eager_flex_matches_its_public_function(torch):
     see = lambda b, h, i, j: (j <= i) & (i >= 2)  # noqa: E731
     bend = lambda score, b, h, i, j: score + (j - i) * torch.exp2(-(h + 1.0))  # noqa: E731
     blocks = create_block_mask(see, None, None, 37, 53, device="cpu")
-    turned = [x.transpose(1, 2) for x in (q, k, v)]
-    o, aux = flex_attention(*turned, bend, blocks, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    o, aux = flex_attention(*heads_first, bend, blocks, enable_gqa=True, return_aux=AuxRequest(lse=True))
     for results, expected in zip(flex(q, k, v, see, bend), (o, aux.lse), strict=True):
         torch.testing.assert_close(results, expected.transpose(1, 2))

@@ -117,8 +117,8 @@ def test_longformer_without_global_tokens_matches_transformers(blockwise):
     def run(x, *arrays):
         return (blockwise(*projections(x, arrays), Window(4), **segments(VALID, VALID)).reshape(x.shape),)
 
-    nobody = np.zeros((2, 0), np.int32)
-    assert_agree(ours(run, arrays), theirs(longformer_of_transformers(8, VALID, nobody, LOCAL), arrays))
+    no_tokens = np.zeros((2, 0), np.int32)
+    assert_agree(ours(run, arrays), theirs(longformer_of_transformers(8, VALID, no_tokens, LOCAL), arrays))
 
 
 KNOWN = (0, 1, 30)
@@ -162,18 +162,18 @@ def big_bird_of_transformers(valid, training):
         num_random_blocks=RANDOM,
         max_position_embeddings=64,
     )
-    module, plan = BigBirdBlockSparseAttention(config, seed=3).train(training), []
+    module, random_blocks = BigBirdBlockSparseAttention(config, seed=3).train(training), []
     draw_plan = module._bigbird_block_rand_mask_with_head
 
     def drawn(**options):
-        plan[:] = draw_plan(**options)
-        return plan
+        random_blocks[:] = draw_plan(**options)
+        return random_blocks
 
     module._bigbird_block_rand_mask_with_head = drawn
     create = BigBirdModel.create_masks_for_block_sparse_attn
     blocks, band, rows, columns = create(torch.from_numpy(valid).float(), BLOCK)
     masks = {"band_mask": band, "from_mask": rows, "to_mask": columns}
-    return module_of(module, LOCAL, from_blocked_mask=blocks, to_blocked_mask=blocks, **masks), plan
+    return module_of(module, LOCAL, from_blocked_mask=blocks, to_blocked_mask=blocks, **masks), random_blocks
 
 
 def big_bird_mask(length, drawn):
@@ -192,9 +192,9 @@ def big_bird_mask(length, drawn):
 @pytest.mark.parametrize("length", [28, 52])  # 7 blocks are drawn from by another rule than 13
 def test_big_bird_matches_transformers(length, blockwise):
     arrays, valid = inputs(length, LOCAL), np.arange(length) < np.array([[length], [length - 6]])
-    run, plan = big_bird_of_transformers(valid, training=True)
+    run, random_blocks = big_bird_of_transformers(valid, training=True)
     expected = theirs(run, arrays)
-    mask = PerHead(tuple(big_bird_mask(length, drawn) for drawn in plan))
+    mask = PerHead(tuple(big_bird_mask(length, drawn) for drawn in random_blocks))
 
     def run(x, *arrays):
         return (blockwise(*projections(x, arrays), mask, **segments(valid, valid)).reshape(x.shape),)
@@ -206,14 +206,14 @@ def test_big_bird_in_evaluation_matches_transformers(blockwise):
     """transformers then takes block 0 in place of every random block, and counts it as often."""
     length = 28
     arrays, valid = inputs(length, LOCAL), np.ones((2, length), bool)
-    run, plan = big_bird_of_transformers(valid, training=False)
+    run, random_blocks = big_bird_of_transformers(valid, training=False)
     expected = theirs(run, arrays)
-    assert not np.any(plan)
+    assert not np.any(random_blocks)
     again = Where(lambda i, j: (j < BLOCK) & (i >= BLOCK) & (i < length - BLOCK))
 
     def run(x, *arrays):
         q, k, v = projections(x, arrays)
-        full = blockwise(q, k, v, big_bird_mask(length, plan[0]), return_lse=True)
+        full = blockwise(q, k, v, big_bird_mask(length, random_blocks[0]), return_lse=True)
         first = blockwise(q, k, v, again, return_lse=True)
         return (merge(full, *[first] * RANDOM)[0].reshape(x.shape),)
 

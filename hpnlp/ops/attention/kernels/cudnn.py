@@ -21,7 +21,7 @@ _EXCLUSIVE = frozenset({"segment_ids", "kv_lengths", "bias"})
 
 
 def limits(q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: Operands) -> list[str]:
-    """Properties of a call that cuDNN cannot honour exactly, beside operands that `SUPPORTS` lacks.
+    """Properties of a call that cuDNN cannot compute exactly, beside operands that `SUPPORTS` lacks.
 
     Args:
       q: [B, T, N, H].

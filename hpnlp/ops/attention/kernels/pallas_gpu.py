@@ -37,7 +37,7 @@ _ELEMENTWISE = frozenset(
 def limits(
     q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: Operands, *, interpret: bool = False
 ) -> list[str]:
-    """Properties of a call that the kernels cannot honour, beside operands that `SUPPORTS` lacks.
+    """Properties of a call that the kernels cannot compute, beside operands that `SUPPORTS` lacks.
 
     Args:
       q: [B, T, N, H].

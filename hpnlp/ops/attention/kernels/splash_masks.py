@@ -78,8 +78,8 @@ class ElementFunction:
 class ComputedMask(LoadedMask):
     """A mask whose elements the kernel computes from indices instead of loading them.
 
-    The kernel recognises it by the names of its two properties. It computes the elements of every block that it visits, also
-    of fully allowed ones, so that only cheap masks gain by it.
+    The kernel recognises it by the names of its two properties. It computes the elements of every block that it does not skip,
+    also of fully allowed ones, so that only cheap masks gain by it.
     """
 
     @property

@@ -1,7 +1,7 @@
 """Attention on TPUs: the splash kernels of JAX, in the array layout of `attend` and for its masks.
 
-Blocks that the mask rules out are not visited. This module settles the cases that the kernels leave open:
-- A row that sees nothing would get the mean of the values that it visits. Every row has a sink at FLOOR, which has no weight
+The kernels skip blocks that the mask rules out. This module settles the cases that the kernels leave open:
+- A row that sees nothing would get the mean of the values of its blocks. Every row has a sink at FLOOR, which has no weight
   beside any score and takes all weight of a row without scores: o = 0, and every gradient is 0.
 - 0 * NaN is NaN, so keys that the mask, segments or lengths hide from every query are zeroed first.
 - Lengths are padded to whole blocks, and head sizes to multiples that the matrix unit takes.
@@ -36,7 +36,7 @@ NO_SEGMENT = np.iinfo(np.int32).min
 
 
 def limits(q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: Operands) -> list[str]:
-    """Properties of a call that splash cannot honour, beside operands that `SUPPORTS` lacks.
+    """Properties of a call that splash cannot compute, beside operands that `SUPPORTS` lacks.
 
     Args:
       q: [B, T, N, H].

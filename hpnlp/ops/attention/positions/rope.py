@@ -134,15 +134,17 @@ def frequencies(dim: int, theta: float = 10000.0, scaling: Scaling = Scaling()) 
 
 def _llama3_share(inv: np.ndarray, scaling: Scaling) -> np.ndarray:
     """Share of each original frequency in "llama3", linear in the rotations within the original length."""
-    turns = scaling.original_length * inv / (2 * math.pi)
-    return np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
+    rotations = scaling.original_length * inv / (2 * math.pi)
+    return np.clip(
+        (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0
+    )
 
 
 def _yarn_share(dim: int, theta: float, scaling: Scaling) -> np.ndarray:
     """Share of each original frequency in "yarn", linear in the index of the pair."""
     first, last = (
-        dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        for turns in (scaling.beta_fast, scaling.beta_slow)
+        dim * math.log(scaling.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        for rotations in (scaling.beta_fast, scaling.beta_slow)
     )
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)

@@ -341,7 +341,7 @@ def test_integer_dtypes_give_equal_results(ours):
 
 
 def run_time_schedule(order, width=3, block=8):
-    """A schedule of arrays: each of 5 query blocks meets `width` blocks of keys, which data decide."""
+    """A schedule of arrays: each of 5 query blocks has `width` key blocks, which data decide."""
     keys = jnp.argsort(order, axis=1)[:, :width].astype(jnp.int32)[:, None]
     keys = keys.at[2, 0, 1].set(-1)
     return BlockSchedule((TileGroup(jnp.arange(5, dtype=jnp.int32), keys, jnp.ones(5, bool)),), block, block)
@@ -355,16 +355,16 @@ def test_run_time_schedules_match_reference(names):
     def planned(q, k, v, mask, **options):
         return flash(q, k, v, mask, Operands(**options), schedule=run_time_schedule(order))
 
-    live = np.zeros((5, 5), bool)
+    active = np.zeros((5, 5), bool)
     for row, keys in enumerate(np.asarray(run_time_schedule(order).visits[0].keys)):
-        live[row, [key for key in keys[0] if key >= 0]] = True
-    dense = jnp.asarray(np.kron(live, np.ones((8, 8)))[:37, :37] > 0)
+        active[row, [key for key in keys[0] if key >= 0]] = True
+    dense = jnp.asarray(np.kron(active, np.ones((8, 8)))[:37, :37] > 0)
 
-    def twin(q, k, v, mask, **options):
+    def with_dense_mask(q, k, v, mask, **options):
         return reference(q, k, v, mask, dense_mask=dense, **options)
 
     options |= {"kv_segment_ids": options["segment_ids"]} if "segment_ids" in options else {}
-    assert_close(scored(planned, Causal(), options)(qkv), scored(twin, Causal(), options)(qkv))
+    assert_close(scored(planned, Causal(), options)(qkv), scored(with_dense_mask, Causal(), options)(qkv))
 
 
 @pytest.mark.parametrize("form", [Form.SCAN, Form.PERMUTED])

@@ -32,7 +32,7 @@ def attend(q, k, v, mask, positions, lengths):
 
 
 @functools.partial(jax.jit, static_argnames="mask", compiler_options={"xla_backend_optimization_level": 0})
-def twin(q, k, v, mask, positions, lengths):
+def by_reference(q, k, v, mask, positions, lengths):
     """The same by the reference, with keys and values as `[B, S, K, H]`."""
     k, v = (x.reshape(q.shape[0], -1, *x.shape[1:]).transpose(0, 2, 1, 3) for x in (k, v))
     places = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32)[None], k.shape[:2])
@@ -54,7 +54,7 @@ def test_results_match_reference(mask, length, heads, kv_heads):
     positions = lengths[:, None] - length + jnp.arange(length, dtype=jnp.int32)[None]
     q, k = draw(batch, length, heads, size), draw(batch * kv_heads, capacity, size, seed=1)
     v = draw(batch * kv_heads, capacity, size + 1, seed=2)
-    out, expected = (f(q, k, v, mask, positions, lengths) for f in (attend, twin))
+    out, expected = (f(q, k, v, mask, positions, lengths) for f in (attend, by_reference))
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 

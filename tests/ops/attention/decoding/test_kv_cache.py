@@ -23,7 +23,7 @@ def arrays(batch):
     return draw(4, 6), draw(2, 6), draw(2, 5)
 
 
-def twin(q, k, v, mask):
+def attend_whole(q, k, v, mask):
     if not isinstance(mask, PerHead):
         return reference(q, k, v, mask)
     inputs = [(q[:, :, n : n + 1], *(x[:, :, n // 2 : n // 2 + 1] for x in (k, v)), mask.masks[n]) for n in range(4)]
@@ -46,7 +46,7 @@ def test_prompts_then_tokens_match_the_whole_sequence(mask, slots, lengths):
     """Examples have different lengths; steps are of one token, of a few, and of more than a ring holds."""
     batch = len(lengths)
     q, k, v = arrays(batch)
-    expected = np.asarray(jax.jit(twin, static_argnums=3, compiler_options=ONCE)(q, k, v, mask))
+    expected = np.asarray(jax.jit(attend_whole, static_argnums=3, compiler_options=ONCE)(q, k, v, mask))
     rows, lengths = np.arange(batch)[:, None], np.array(lengths, np.int32)
     width = int(lengths.max())
     start = jax.jit(start_cache, static_argnums=(3, 4), compiler_options=ONCE)
