@@ -145,7 +145,7 @@ def _one_mask(
     form: Form | None,
     block_size: int | None,
 ) -> tuple[Array, Array]:
-    """(o, lse) of heads with the same mask. heads: their numbers, and the number of heads of the whole call."""
+    """(o, lse) of heads with the same mask. heads: their numbers in the call, and the number of all heads of the call."""
     if 0 in (*q.shape[:3], k.shape[1]):  # no queries or no keys
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), zeros(*q.shape[:3]) - jnp.inf
     options, records = executor_records(q, k, mask, operands, block_size=block_size, form=form, heads=heads)

@@ -93,8 +93,9 @@ def backward(
         inputs = queries, chunk.cut(k), chunk.cut(v), chunk.cut_operands(operands, group)
         *gradients, db = _backward_chunk(options, *inputs, schedule)
         new = tuple(chunk.put(x, y, heads) for x, y, heads in zip(sums, gradients, (group, 1, 1), strict=False))
-        if options.bias_jaxpr is not None or operands.bias is None:
+        if options.bias_jaxpr is not None or operands.bias is None:  # arrays of a bias function, which all chunks share
             return (*new, jax.tree.map(jnp.add, sums[3], db))
+        # An axis of 1 of a bias array is shared by chunks as well, so that gradients are added.
         return (*new, chunk.put(sums[3], chunk.cut(sums[3], group, 1) + db, group, 1))
 
     start = [zeros(*x.shape) for x in (q, k, v)]
@@ -122,6 +123,7 @@ def _forward_chunk(
             return put_run(sums, first, tile.normalize(*partial))
         return put_run(sums, first, tile.combine(take_run(sums, first, run), partial))
 
+    # (o, lse, lse_low) where each query block has a single step, else (top, total, weighted) of the steps so far.
     flat = zeros(*q_blocks.shape[:-1])
     weighted = zeros(*flat.shape, v.shape[3])
     sums = (weighted, flat - jnp.inf, flat) if schedule.once else (flat + tile.FLOOR, flat, weighted)
