@@ -88,7 +88,7 @@ GROUPED = H, TABLE, ids(N, below=2), ids(N, below=4), np.array([0, 4, 8])
 ADAPTIVE = {"cutoffs": (3, 5)}
 # name of a public op -> calls of it: (function, arguments).
 CALLS = {
-    "attention.attend": (
+    "attention.attend.attend": (
         (lambda *a: attend(*a, Causal()), QKV),
         (lambda *a: attend(*a, Causal(), block_size=4), LONG),
         (operands, MANY),
@@ -308,6 +308,7 @@ INTERNAL = {
 # Functions that compute on the host, from numbers and numpy arrays, and functions that only other ops call.
 ON_HOST = {
     "attention.attend.explain",
+    *("reversible.by_period", "reversible.layer_of_period"),
     *("attention.operands.scale_queries", "attention.reference.dense_attention"),
     *("attention.positions.rope.yarn", "attention.positions.rope.frequencies"),
     *("attention.positions.bias.alibi", "attention.positions.bias.alibi_slopes"),
