@@ -373,6 +373,3 @@ def _table_rows(views: Mapping[str, Sequence[View]]) -> Iterator[list[str]]:
             density = sum(view.heads * view.density for view in panels) / heads
             shares = [_percent(visited), _percent(density, all(view.exact for view in panels))]
             yield [f"{title}, mean of {heads} heads", "", "", "", "", *shares]
-
-
-look = make_views

@@ -93,7 +93,7 @@ def executor_with(*changes):
     from there.
     """
     traces = (_traced_once(function).clear_cache for function in (_forward, _backward))
-    kept = (decompose.parts.cache_clear, decompose._best_tiles.cache_clear, *traces)
+    kept = (decompose.decompose.cache_clear, decompose._best_tiles.cache_clear, *traces)
     with pytest.MonkeyPatch.context() as patch:
         for change in changes:
             patch.setattr(*change)

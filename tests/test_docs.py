@@ -79,7 +79,7 @@ def test_both_forms_of_the_example_mask_are_equal(names):
 
 def test_tiles_of_the_example_mask_are_sound(names):
     mask = names["Near"](10, 1)
-    dense, tiles = mask.to_dense(203, 170), block_mask.live(mask, 203, 170, 8, 16)
+    dense, tiles = mask.to_dense(203, 170), block_mask.active_tiles(mask, 203, 170, 8, 16)
     covered = np.zeros_like(dense)
     for row, column in zip(tiles.rows, tiles.columns, strict=True):
         covered[row * 8 : (row + 1) * 8, column * 16 : (column + 1) * 16] = True

@@ -38,8 +38,8 @@ from hpnlp.ops.attention import (
     reference,
     sparse_transformer_fixed,
 )  # fmt: skip
-from hpnlp.ops.attention.block_sparse.block_mask import density, live
-from hpnlp.ops.attention.block_sparse.schedule import plan
+from hpnlp.ops.attention.block_sparse.block_mask import active_tiles, density
+from hpnlp.ops.attention.block_sparse.schedule import make_schedule
 from hpnlp.ops.attention.decoding.kv_cache import extend_cache, start_cache
 from hpnlp.training.allocator import keep_freed_memory
 
@@ -235,7 +235,7 @@ def bench_memory(rounds: int) -> list[dict[str, Any]]:
 def bench_plan(rounds: int) -> list[dict[str, Any]]:
     """The block plan of a million tokens, on the host."""
     mask, length = Causal() & (Window(256) | Global(16)), 1 << 20
-    make = lambda: plan(live(mask, length, length, 128, 128), length, 128, 128, HEADS)  # noqa: E731
+    make = lambda: make_schedule(active_tiles(mask, length, length, 128, 128), length, 128, 128, HEADS)  # noqa: E731
     timing = measure.timeit({"plan": make}, rounds=rounds)
     return [
         row("block plan of Causal() & (Window(256) | Global(16)), T 2^20", timing, {"seconds": timing["plan"].median})

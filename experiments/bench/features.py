@@ -18,12 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.ops.attention import Causal, Mask, PerHead, attend, reference
-from hpnlp.ops.attention.block_sparse import unrolled
+from hpnlp.ops.attention import Causal, Mask, Operands, PerHead, flash, reference
+from hpnlp.ops.attention.block_sparse.operands import Form
 from hpnlp.ops.attention.decoding.kv_cache import extend_cache, start_cache
-from hpnlp.ops.attention.kernels.cudnn import beyond_cudnn
-from hpnlp.ops.attention.kernels.pallas_gpu import beyond_pallas
-from hpnlp.ops.attention.kernels.splash_tpu import beyond_splash
+from hpnlp.ops.attention.kernels import cudnn, pallas_gpu, splash_tpu
 from hpnlp.ops.attention.masks.table import MASKS
 from hpnlp.types import InputError
 
@@ -46,7 +44,10 @@ def agree(mask: Any, qkv: list[jax.Array], tolerance: float = 1e-5, **options: A
         call = lambda qkv: function(*qkv, mask, return_lse=True, **options)  # noqa: E731
         return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})(qkv)
 
-    mine, twin = run(lambda *a, **o: attend(*a, impl="xla", block_size=8, **o)), run(reference)
+    def in_scans(*qkv_mask: Any, **operands: Any) -> Any:
+        return flash(*qkv_mask, Operands(**operands), form=Form.PERMUTED, block_size=8)
+
+    mine, twin = run(in_scans), run(reference)
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(twin), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=tolerance, rtol=tolerance)
 
@@ -99,13 +100,13 @@ def tried(feature: Callable[[Any], None], mask: Mask | PerHead) -> str:
 def accepts(mask: Any) -> list[str]:
     """What the kernels say of bfloat16 arrays of head dim 64."""
     x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
-    lists = beyond_cudnn(x, x, x, mask, {}), beyond_pallas(x, x, x, mask, interpret=True)
-    splash = beyond_splash(jnp.zeros(x.shape, x.dtype), x, x, mask, {}) if mask.heads is None else []
-    return ["refused" if beyond else "yes" for beyond in (*lists, splash)]
+    none = Operands()
+    reasons = cudnn.limits(x, x, x, mask, none), pallas_gpu.limits(x, x, x, mask, none, interpret=True)
+    splash = splash_tpu.limits(jnp.zeros(x.shape, x.dtype), x, x, mask, none) if mask.heads is None else []
+    return ["refused" if limits else "yes" for limits in (*reasons, splash)]
 
 
 def main() -> None:
-    unrolled.PAIRS = 0
     columns = features()
     lines = [
         "| mask | " + " | ".join((*columns, "cudnn", "pallas", "splash")) + " |",

@@ -22,9 +22,9 @@ import numpy as np
 from absl import app, flags
 
 from hpnlp import cli, measure
-from hpnlp.ops.attention import Blockwise, Causal, Mask, RandomBlocks, Window, attend, bigbird, reference
-from hpnlp.ops.attention.block_sparse.block_mask import density, live
-from hpnlp.ops.attention.kernels.pallas_gpu import beyond_pallas, pallas
+from hpnlp.ops.attention import Blockwise, Causal, Mask, Operands, RandomBlocks, Window, attend, bigbird, reference
+from hpnlp.ops.attention.block_sparse.block_mask import active_tiles, density
+from hpnlp.ops.attention.kernels.pallas_gpu import pallas
 
 RESULTS = Path(__file__).parents[1] / "results"
 # How far two bfloat16 forms may lie apart, where outputs and gradients are of order 1.
@@ -145,7 +145,7 @@ def share(mask: Mask, length: int) -> float:
 
 def _blockwise(mask: Mask, length: int) -> np.ndarray:
     """bool [T / 128, T / 128]: the blocks that hold an allowed pair."""
-    found = live(mask, length, length, 128, 128)
+    found = active_tiles(mask, length, length, 128, 128)
     dense = np.zeros((-(-length // 128),) * 2, bool)
     dense[found.rows, found.columns] = True
     return dense
@@ -188,8 +188,8 @@ def bench(label: str, calls: dict[str, tuple[Call, Mask]], batch: int, length: i
 def main(_: Any) -> None:
     cli.prepare_jax()
     small = arrays(1, 128, 1)[:3]
-    if beyond := beyond_pallas(*small, Causal()):
-        sys.exit(f"impl 'pallas' does not honour {', '.join(beyond)}: run this on an NVIDIA Hopper card")
+    if reasons := limits(*small, Causal(), Operands()):
+        sys.exit(f"impl 'pallas' does not support {', '.join(reasons)}: run this on an NVIDIA Hopper GPU")
     gaps = {name: apart(call) for name, call in impls().items()}
     agree = {name for name, found in gaps.items() if found and max(found.values()) < TOLERANCE}
     for name, found in gaps.items():

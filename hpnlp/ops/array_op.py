@@ -24,25 +24,25 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def array_op(out: str = "", /, **inputs: str) -> Callable[[Function], Function]:
-    """Decorates a function of arrays so that it accepts numpy arrays, and it and its derivatives work on explicit meshes.
+    """A decorator for functions of arrays, which then accept numpy arrays and, with their derivatives, explicit meshes.
 
-    Each axis of a result is sharded as the input axis of the same name, and replicated where there is none. Gradients are
-    sharded as the inputs. Where neither the inputs nor the surrounding `jax.set_mesh` have an explicit mesh axis, the
-    function is called as it is, and its jaxpr does not change; `jax.shard_map` over all axes of a mesh is such a place.
+    Each axis of a result is sharded as the input axis of the same name, and replicated if there is none. Gradients are
+    sharded as the inputs. If neither the inputs nor the surrounding `jax.set_mesh` have an explicit mesh axis, as inside a
+    `jax.shard_map` over all axes of a mesh, the function is called as it is, and its jaxpr does not change.
 
     In a `jax.shard_map` over only some axes of an explicit mesh, the backward pass computes the forward pass again, because
     JAX cannot pass the intermediate results out of such a shard_map; names for rematerialisation policies
     (`jax.ad_checkpoint.checkpoint_name`) inside the operation have no effect there.
 
     Args:
-      out: names of the leading axes of a result, as in "B T N"; an array of fewer axes takes the first of them. Of
-        "B T N | B", the first part belongs to the first array that is returned, and the last part to all further ones.
-      **inputs: names of the leading axes of arguments, as in q="B T N". Of an argument that is a tree, the first array
-        counts. "..." stands for any number of leading axes, here and in `out`.
+      out: names of the leading axes of a result, as in "B T N"; an array with fewer axes has the first of them. In
+        "B T N | B", the first part describes the first returned array, and the last part all further ones.
+      **inputs: names of the leading axes of arguments, as in q="B T N". For an argument that is a tree, they describe the
+        first array. "..." stands for any number of leading axes, here and in `out`.
 
     Returns:
-      The decorator. A decorated function raises InputError where a function among its arguments has closed over an array
-      of an explicit mesh.
+      The decorator. A decorated function raises InputError if a function among its arguments closes over an array of an
+      explicit mesh.
     """
     patterns = [part.split() for part in out.split("|")]
 
@@ -51,18 +51,18 @@ def array_op(out: str = "", /, **inputs: str) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def at_edge(*args: Any, **kwargs: Any) -> Any:
-            leaves, form = jax.tree.flatten((args, kwargs))
+            leaves, structure = jax.tree.flatten((args, kwargs))
             if has_numpy(leaves):
                 leaves = as_arrays(leaves)
-                args, kwargs = jax.tree.unflatten(form, leaves)
+                args, kwargs = jax.tree.unflatten(structure, leaves)
             mesh = _explicit_mesh(leaves)
             if mesh is None:
                 return function(*args, **kwargs)
             shardings = _by_name(signature.bind(*args, **kwargs).arguments, inputs)
-            leaves, form = jax.tree.flatten(_without_explicit(function, mesh)(*args, **kwargs))
+            leaves, structure = jax.tree.flatten(_without_explicit(function, mesh)(*args, **kwargs))
             last = len(patterns) - 1
             leaves = [_reshard(x, mesh, _spec(patterns[min(i, last)], shardings, x)) for i, x in enumerate(leaves)]
-            return jax.tree.unflatten(form, leaves)
+            return jax.tree.unflatten(structure, leaves)
 
         return cast(Function, at_edge)
 
@@ -70,7 +70,7 @@ def array_op(out: str = "", /, **inputs: str) -> Callable[[Function], Function]:
 
 
 def _explicit_mesh(leaves: Sequence[Any]) -> AbstractMesh | None:
-    """The mesh with an explicit axis that surrounds the call, or that one of the arrays is sharded over."""
+    """The mesh with explicit axes that surrounds the call or that an array is sharded over; None without one."""
     arrays = (x for x in leaves if isinstance(x, jax.Array))
     for mesh in (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)):
         if AxisType.Explicit in mesh.axis_types:
@@ -83,17 +83,17 @@ def _without_explicit(function: Callable[..., Any], mesh: AbstractMesh) -> Calla
     automatic = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
 
     def inside(*args: Any, **kwargs: Any) -> Any:
-        leaves, form = jax.tree.flatten((args, kwargs))
+        leaves, structure = jax.tree.flatten((args, kwargs))
         _check_closures(leaves)
 
         def run(arrays: dict[int, jax.Array]) -> Any:
             with jax.sharding.use_abstract_mesh(automatic):
                 arrays = {i: _reshard(x, automatic) if _is_explicit(x) else x for i, x in arrays.items()}
-                args, kwargs = jax.tree.unflatten(form, [arrays.get(i, x) for i, x in enumerate(leaves)])
+                args, kwargs = jax.tree.unflatten(structure, [arrays.get(i, x) for i, x in enumerate(leaves)])
                 return function(*args, **kwargs)
 
-        # Intermediate results with types of the automatic mesh would leave the shard_map with types of the explicit one,
-        # and JAX would refuse them in the backward pass ("Closing over inputs to shard_map ... is not implemented").
+        # Inside a shard_map, residuals of the automatic mesh would get types of the explicit mesh, and JAX would refuse
+        # them in the backward pass ("Closing over inputs to shard_map ... is not implemented").
         run = jax.checkpoint(run) if mesh.manual_axes else run
         return run({i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)})
 
@@ -101,7 +101,7 @@ def _without_explicit(function: Callable[..., Any], mesh: AbstractMesh) -> Calla
 
 
 def _check_closures(leaves: Sequence[Any]) -> None:
-    """Raises InputError on a function that has closed over an array of an explicit mesh, which cannot be resharded."""
+    """Raises InputError if a function closes over an array of an explicit mesh, which cannot be resharded."""
     for leaf in leaves:
         if any(map(_is_explicit, _arrays(list(_captured(leaf))))):
             name = getattr(leaf, "__qualname__", leaf)
@@ -112,9 +112,9 @@ def _check_closures(leaves: Sequence[Any]) -> None:
 
 
 def _captured(function: Any) -> Iterator[Any]:
-    """Values that a function has closed over, or that functools.partial has bound."""
+    """Values that a function closes over, or that functools.partial binds."""
     for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a variable that has no value yet
+        with contextlib.suppress(ValueError):  # the variable has no value yet
             yield cell.cell_contents
     if isinstance(function, functools.partial):
         yield function.args, function.keywords
@@ -130,8 +130,8 @@ def _by_name(arguments: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[st
             continue
         spec, names = tuple(jax.typeof(array).sharding.spec), pattern.split()
         if names[0] == "...":
-            rest = array.ndim - len(names) + 1
-            spec = (spec[:rest], *((x,) for x in spec[rest:]))
+            ellipsis_axes = array.ndim - len(names) + 1
+            spec = (spec[:ellipsis_axes], *((x,) for x in spec[ellipsis_axes:]))
         else:
             spec = tuple((x,) for x in spec)
         for name, entries in zip(names, spec, strict=False):
@@ -140,12 +140,12 @@ def _by_name(arguments: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[st
 
 
 def _spec(names: Sequence[str], mesh_axes: Mapping[str, tuple[Any, ...]], x: jax.Array) -> PartitionSpec:
-    """The sharding of a result. A mesh axis that two of its axes would take goes to the first."""
+    """The sharding of a result. A mesh axis that several of its axes would take goes to the first of them."""
     spec, used = [], set()
     for entry in [entry for name in names for entry in mesh_axes.get(name, (None,))][: x.ndim]:
-        wanted = set(entry) if isinstance(entry, tuple) else {entry} - {None}
-        spec.append(None if used & wanted else entry)
-        used |= wanted
+        axes = set(entry) if isinstance(entry, tuple) else {entry} - {None}
+        spec.append(None if used & axes else entry)
+        used |= axes
     return PartitionSpec(*spec)
 
 

@@ -16,8 +16,8 @@ R = TypeVar("R")
 def as_arrays(tree: Any) -> Any:
     """Converts the numpy arrays among the leaves of a tree to jax arrays, in the dtypes that jax gives them.
 
-    numpy arrays differ from jax arrays in three ways that ops would meet: a tracer cannot index them, their dtype may be
-    one that jax does not use (float64), and arithmetic among them is numpy's. Other leaves are returned as they are.
+    Ops would treat numpy arrays differently from jax arrays in three ways: a tracer cannot index them, their dtype may be one
+    that jax does not use (float64), and arithmetic among them is numpy's. Other leaves are returned as they are.
 
     Args:
         tree: arrays, numbers, functions and None in any containers that are pytrees.
@@ -25,20 +25,26 @@ def as_arrays(tree: Any) -> Any:
     Returns:
         The tree, with jax arrays for numpy arrays. The zero tangents of integers (float0) stay numpy arrays.
     """
-    leaves, form = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten(tree)
     if not has_numpy(leaves):
         return tree
-    # Concrete also inside jit, so that labels that are known while tracing can still be checked. Not by jnp.asarray: in a
+    # Concrete even inside jit, so that labels that are known while tracing can be checked. jnp.asarray does not suffice: in a
     # rule that jax.grad calls, it returns a tracer, which hands the numpy array itself to the next rule.
     with jax.ensure_compile_time_eval():
-        return jax.tree.unflatten(form, [jax.device_put(x) if _is_numpy(x) else x for x in leaves])
+        return jax.tree.unflatten(structure, [jax.device_put(x) if _is_numpy(x) else x for x in leaves])
 
 
 def accepts_numpy(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates an op, or a rule of `jax.custom_vjp` or `jax.custom_jvp`, so that its arguments hold no numpy arrays.
+    """A decorator for ops and for rules of `jax.custom_vjp` and `jax.custom_jvp`, which then accept numpy arrays.
 
-    A rule needs it as well as its op: where a caller differentiates with respect to numpy arrays, the op sees tracers, and
-    jax passes the numpy arrays themselves to the rule.
+    Rules need it as well as ops: if a caller differentiates with respect to numpy arrays, the op receives tracers, and jax
+    passes the numpy arrays themselves to the rule.
+
+    Args:
+      function: receives jax arrays in place of numpy arrays.
+
+    Returns:
+      The decorated function.
     """
 
     @functools.wraps(function)
@@ -50,7 +56,14 @@ def accepts_numpy(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def has_numpy(leaves: Iterable[Any]) -> bool:
-    """Whether `as_arrays` would convert one of the leaves of a tree."""
+    """Whether `as_arrays` would convert a leaf.
+
+    Args:
+      leaves: of a tree.
+
+    Returns:
+      True if a leaf is a numpy array other than float0.
+    """
     return any(map(_is_numpy, leaves))
 
 

@@ -1,4 +1,4 @@
-"""What an operation with a derivative of its own needs inside `jax.shard_map`, and in a loop over layers."""
+"""Helpers for operations with custom VJPs inside `jax.shard_map`, and inside loops over layers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,38 @@ from jaxtyping import Array
 
 
 def vary_alike(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays, each marked as varying over every manual mesh axis that one of them varies over.
+    """Marks arrays as varying over every manual mesh axis that at least one of them varies over.
 
-    Plain operations do this by themselves, and sum the cotangents of what was the same everywhere; `jax.custom_vjp`
-    demands it of its caller. Outside `shard_map` this does nothing.
+    Other operations do this themselves, and sum the cotangents of arrays that were equal on all devices; `jax.custom_vjp`
+    requires it of its caller. Outside `shard_map` the arrays are returned as they are.
+
+    Args:
+      *arrays: of any shapes.
+
+    Returns:
+      The arrays in the same order.
     """
     varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     union = frozenset().union(*varying)
     return tuple(
-        lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
-        for x, own in zip(arrays, varying, strict=True)
+        lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
+        for x, axes in zip(arrays, varying, strict=True)
     )
 
 
 def tied(tree: Any, x: Array) -> Any:
-    """The arrays of a tree, as if they were computed from x, of which a number is read.
+    """Makes the arrays of a tree depend on x, so that JAX does not move their computation out of a loop.
 
-    What is the same for all layers, as masks of tiles are, JAX would else compute ahead of a loop over layers that is
-    differentiated, for all turns of the loops within it at once, and keep: all pairs of tokens, in float32.
+    JAX computes values that are equal for all layers, such as the masks of tiles, before a differentiated loop over layers,
+    for all iterations of the loops within it at once, and keeps them: all pairs of tokens, in float32.
+
+    Args:
+      tree: of arrays.
+      x: an array with at least one element that changes in each iteration.
+
+    Returns:
+      The tree with equal values.
     """
-    leaves, form = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten(tree)
     *leaves, _ = lax.optimization_barrier((*leaves, lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)))
-    return jax.tree.unflatten(form, leaves)
+    return jax.tree.unflatten(structure, leaves)

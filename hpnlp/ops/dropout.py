@@ -1,7 +1,7 @@
-"""Dropout that depends on a key and on which number it is of a tensor, and nothing else.
+"""Dropout patterns as a counter-based hash of a key and of positions.
 
-A counter-based hash: any block of the pattern can be made anywhere, in any order, so that every backend and every
-layout drops the same entries, and a backward pass makes them again instead of keeping them.
+Any block of a pattern can be computed anywhere and in any order, so that every implementation and every layout drops the same
+entries, and a backward pass computes the pattern again instead of keeping it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,38 @@ from hpnlp.ops.counter_rng import mix
 
 @accepts_numpy
 def seed_words(rng: Array) -> UInt32[Array, "words"]:
-    """The raw uint32 words of a PRNG key, typed or not."""
+    """The raw words of a PRNG key.
+
+    Args:
+      rng: a typed key, or uint32 words.
+
+    Returns:
+      uint32 [words].
+    """
     data = jax.random.key_data(rng) if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else rng
     return data.reshape(-1)
 
 
 @array_op()
 def keep_mask(seed: UInt32[Array, "words"], heads: Any, q: Any, k: Any, rate: float) -> Bool[Array, "..."]:
-    """True where the attention weight survives; each is dropped with probability `rate`.
+    """Dropout pattern of attention weights.
 
-    seed: `seed_words(rng)`. heads: numbers that are unique to each (batch, head); q, k: positions; integer arrays that
-    broadcast to the shape of the result. O(size) integer operations and no state.
+    Args:
+      seed: `seed_words(rng)`.
+      heads: int, a distinct number for each (batch, head).
+      q: int, query positions.
+      k: int, key positions. heads, q and k broadcast to the shape of the result.
+      rate: probability that a weight is dropped.
+
+    Returns:
+      bool, True for weights that are kept.
+
+    Cost:
+      O(size of the result) integer operations.
     """
-    row = heads.astype(jnp.uint32)
+    state = heads.astype(jnp.uint32)
     for i in range(seed.shape[0]):
-        row = mix(row ^ seed[i])
-    row = mix(row + q.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
-    bits = mix(row + k.astype(jnp.uint32) * jnp.uint32(0x27D4EB2F))
+        state = mix(state ^ seed[i])
+    state = mix(state + q.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
+    bits = mix(state + k.astype(jnp.uint32) * jnp.uint32(0x27D4EB2F))
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))

@@ -136,17 +136,17 @@ def losses_of_whole_vocabularies(a):
 def losses_of_sampled_words(a):
     h, table, labels = a["h"], a["table"], a["labels"]
     key = jax.random.key(0)
-    found = proposals.sample(proposals.LogUniform(V), key, 6, labels)
-    own = proposals.sample(proposals.unigram(np.arange(1.0, V + 1)), key, 4, labels, per_token=True)
+    samples = proposals.sample(proposals.LogUniform(V), key, 6, labels)
+    token_samples = proposals.sample(proposals.unigram(np.arange(1.0, V + 1)), key, 4, labels, per_token=True)
     target, noise = sampled_losses.scores(h, h + 1.0, a["small"])
-    drawn = proposals.Samples(found.ids[:4], found.log_expected[:4], found.labels_expected)
-    given = {"effective": 2.0, "block": 2}
+    drawn = proposals.Samples(samples.ids[:4], samples.log_expected[:4], samples.labels_expected)
+    budget = {"effective": 2.0, "block": 2}
     return {
-        "samples": (found, own),
+        "samples": (samples, token_samples),
         "hits": sampled_losses.hits(drawn, labels),
         "softmax": sampled_losses.sampled_softmax(target, noise, drawn, labels),
         "importance": sampled_losses.importance_sampling(target, noise, drawn),
-        "adaptive": sampled_losses.adaptive_importance_sampling(h, h + 1.0, a["small"], drawn, **given),
+        "adaptive": sampled_losses.adaptive_importance_sampling(h, h + 1.0, a["small"], drawn, **budget),
         "contrastive": sampled_losses.noise_contrastive(target, noise, drawn),
         "negative": sampled_losses.negative_sampling(target, noise),
         "hardest": margin.hardest(noise, drawn.ids, labels, 2),
@@ -159,13 +159,13 @@ def losses_of_sampled_words(a):
 @call
 def trees_classes_and_codes(a):
     h, table, labels = a["h"], a["table"], a["labels"]
-    words, some = hierarchical.balanced_tree(V), class_based.equal_size_classes(V, 4)
+    words, classes = hierarchical.balanced_tree(V), class_based.equal_size_classes(V, 4)
     head, tails = jnp.concatenate([a["small"], a["small"][:1]]), ((a["small"][:2], a["tail"]),)
     return {
         "tree": hierarchical.tree_nll(h, table, words, labels),
         "tree_rows": hierarchical.tree_rows(words, labels),
         "tree_log_probs": hierarchical.tree_log_probs(h, table, words),
-        "class": class_based.class_nll(h, a["small"], table, some, labels),
+        "class": class_based.class_nll(h, a["small"], table, classes, labels),
         "adaptive": adaptive.adaptive_nll(h, head, tails, labels, (4,)),
         "code": binary_codes.code_nll(a["bits"], labels, binary_codes.binary_code(V)),
         "hybrid": binary_codes.hybrid_nll(h, a["bits"], labels, binary_codes.binary_code(12)),
@@ -200,7 +200,7 @@ def searches(a):
 
 
 def total(function):
-    """(sum of all float results by fixed weights, the results)."""
+    """A function that returns (weighted sum of all float results, results)."""
 
     def run(a):
         out = function(a)
@@ -212,7 +212,7 @@ def total(function):
 
 
 def with_gradients(function):
-    """(results, gradients) of all arrays of floats."""
+    """A function that returns (results, gradients of all arrays of floats)."""
 
     def run(a):
         floats = {name: x for name, x in a.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
@@ -228,21 +228,21 @@ def placed(mesh, specs):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_results_and_gradients_equal_those_of_one_device(name):
+def test_results_and_gradients_match_one_device(name):
     expected = with_gradients(CALLS[name])(arrays())
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
-        given = placed(mesh, SPECS)
-        out, gradients = with_gradients(CALLS[name])(given)
+        inputs = placed(mesh, SPECS)
+        out, gradients = with_gradients(CALLS[name])(inputs)
     assert_close((out, gradients), expected)
     for k, gradient in gradients.items():
-        assert jax.typeof(gradient).sharding == jax.typeof(given[k]).sharding
+        assert jax.typeof(gradient).sharding == jax.typeof(inputs[k]).sharding
 
 
 def test_predictions_are_sharded_by_tokens():
-    """Traced alone, because a step of their loops would meet over all devices."""
+    """The programs are only traced, because a step of their loops would synchronise all devices."""
     mesh, key = mesh_of(AxisType.Explicit), jax.random.key(0)
-    words, some = hierarchical.balanced_tree(V), class_based.equal_size_classes(V, 4)
+    words, classes = hierarchical.balanced_tree(V), class_based.equal_size_classes(V, 4)
     code, others, cutoffs = binary_codes.binary_code(V), binary_codes.binary_code(12), (4,)
 
     def predict(a):
@@ -251,10 +251,10 @@ def test_predictions_are_sharded_by_tokens():
         return (
             (hierarchical.tree_top_k(h, table, words, 2), hierarchical.tree_sample(h, table, words, key)),
             (
-                class_based.class_log_probs(h, a["small"], table, some),
-                class_based.class_top_k(h, a["small"], table, some, 2),
+                class_based.class_log_probs(h, a["small"], table, classes),
+                class_based.class_top_k(h, a["small"], table, classes, 2),
             ),
-            class_based.class_sample(h, a["small"], table, some, key),
+            class_based.class_sample(h, a["small"], table, classes, key),
             (adaptive.adaptive_log_probs(h, head, tails, cutoffs), adaptive.adaptive_top_k(h, head, tails, cutoffs, 2)),
             adaptive.adaptive_sample(h, head, tails, cutoffs, key),
             (
@@ -267,8 +267,8 @@ def test_predictions_are_sharded_by_tokens():
         )
 
     with jax.set_mesh(mesh):
-        found = jax.eval_shape(predict, placed(mesh, SPECS))
-    assert {x.sharding.spec[0] for x in jax.tree.leaves(found)} == {"data"}
+        predictions = jax.eval_shape(predict, placed(mesh, SPECS))
+    assert {x.sharding.spec[0] for x in jax.tree.leaves(predictions)} == {"data"}
 
 
 @pytest.mark.parametrize("name", test_numpy.CALLS)
@@ -317,7 +317,7 @@ BY_LENGTH = {**SPECS, "q": P(None, "model"), "k": P(), "v": P(None, "model"), "h
     ],
     ids=["replicated", "length", "partly manual", "manual", "auto", "auto and manual"],
 )
-def test_main_operations_under_every_kind_of_mesh(kind, specs, manual, main_results):
+def test_main_operations_match_one_device_on_every_kind_of_mesh(kind, specs, manual, main_results):
     mesh, function = mesh_of(kind), main_operations
     if manual:
         options = {"in_specs": (BY_BATCH,), "out_specs": P("data"), "axis_names": set(manual)}
@@ -326,8 +326,8 @@ def test_main_operations_under_every_kind_of_mesh(kind, specs, manual, main_resu
         assert_close(with_gradients(function)(placed(mesh, specs)), main_results)
 
 
-def test_results_are_sharded_as_the_inputs_they_belong_to():
-    """Traced, under vmap and remat, and eagerly without a surrounding mesh."""
+def test_results_are_sharded_as_their_inputs():
+    """While tracing, under vmap and remat, and eagerly without a surrounding mesh."""
     mesh = mesh_of(AxisType.Explicit)
     a = placed(mesh, SPECS)
     spec = lambda function, *args: jax.tree.map(lambda x: x.sharding.spec, jax.eval_shape(function, *args))  # noqa: E731
@@ -353,8 +353,8 @@ def quantize_signed(x):
 
 
 def test_jaxpr_is_unchanged_without_an_explicit_mesh():
-    given = [arrays()[name] for name in ("q", "k", "v")]
-    assert str(jax.make_jaxpr(attend)(*given)) == str(jax.make_jaxpr(attend.__wrapped__)(*given))
+    qkv = [arrays()[name] for name in ("q", "k", "v")]
+    assert str(jax.make_jaxpr(attend)(*qkv)) == str(jax.make_jaxpr(attend.__wrapped__)(*qkv))
 
 
 def test_closure_over_an_explicit_array_raises():

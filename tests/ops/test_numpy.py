@@ -14,8 +14,8 @@ from hpnlp.ops import dropout, dynamic_quantization, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
 from hpnlp.ops.attention import Causal, Window, attend, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
+from hpnlp.ops.attention.operands import as_flags
 from hpnlp.ops.attention.positions import bias, rope
-from hpnlp.ops.attention.reference import as_flags
 from hpnlp.ops.search import build_ivf, build_lsh, exact_search, ivf_search, lsh_candidates, lsh_search
 from hpnlp.ops.softmax import (
     adaptive,
@@ -89,7 +89,7 @@ GROUPED = H, TABLE, ids(N, below=2), ids(N, below=4), np.array([0, 4, 8])
 ADAPTIVE = {"cutoffs": (3, 5)}
 # name of a public op -> calls of it: (function, arguments).
 CALLS = {
-    "attention.attend": (
+    "attention.attend.attend": (
         (lambda *a: attend(*a, Causal()), QKV),
         (lambda *a: attend(*a, Causal(), block_size=4), LONG),
         (operands, MANY),
@@ -104,7 +104,7 @@ CALLS = {
             (*QKV, SEGMENTS, x(4), x(12, 12)),
         ),
     ),
-    "attention.reference.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
+    "attention.operands.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
     "attention.attend.merge": ((lambda *a: merge(a[:2], a[2:]), (x(3, 4), x(3), x(3, 4), x(3))),),
     "attention.decoding.decode.attend_cache": (
         (
@@ -296,7 +296,7 @@ CALLS = {
     "softmax.vmf.vmf_loss": ((lambda h, w, m: vmf.vmf_loss(h, w, weights=m), (H, x(N, D), WEIGHTS)),),
 }
 
-# Modules without public ops: the executor and kernels behind `attend`, masks, blocks of logits behind the losses, helpers.
+# Modules without public ops: the executor and kernels of `attend`, masks, blocks of logits of the losses, helpers.
 INTERNAL = {
     *("attention.dispatch", "attention.validate"),
     *(
@@ -305,16 +305,16 @@ INTERNAL = {
     ),
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
-    *(f"attention.block_sparse.{name}" for name in ("block_mask", "cost_model", "decompose", "operands", "scan")),
-    *(f"attention.block_sparse.{name}" for name in ("schedule", "tile", "unrolled")),
+    *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),
+    *(f"attention.block_sparse.{name}" for name in ("operands", "permuted", "scan", "schedule", "tile", "unrolled")),
     *("array_op", "arrays", "counter_rng", "custom_vjp"),
     *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),
 }
-# Functions that compute on the host, from numbers and numpy arrays, and parts of other ops.
+# Functions that compute on the host, from numbers and numpy arrays, and functions that only other ops call.
 ON_HOST = {
     "attention.attend.explain",
-    "attention.block_sparse.permuted.forward",
-    "attention.block_sparse.permuted.backward",
+    *("reversible.by_period", "reversible.layer_of_period"),
+    *("attention.operands.scale_queries", "attention.reference.dense_attention"),
     *("attention.positions.rope.yarn", "attention.positions.rope.frequencies"),
     *("attention.positions.bias.alibi", "attention.positions.bias.alibi_slopes"),
     *(f"search.exact.{name}" for name in ("recall", "check_search", "check_bias", "product", "top_k", "best_of")),
@@ -329,7 +329,7 @@ ON_HOST = {
 }
 
 
-# Searches in loops of unknown length.
+# Searches by loops of unknown length.
 NO_GRADIENT = {"softmax.class_based.class_top_k", "softmax.hierarchical.tree_top_k"}
 
 
@@ -374,8 +374,8 @@ def transformed(function, arguments, differentiate):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_numpy_arrays_are_as_good_as_jax_arrays(name):
-    """Traced only: errors and other dtypes arise while tracing, and compiling all of this would take minutes."""
+def test_numpy_arrays_are_accepted(name):
+    """Calls are only traced: errors and wrong dtypes arise while tracing, and compiling would take minutes."""
     for function, arguments in CALLS[name]:
         found = jax.eval_shape(lambda: transformed(function, arguments, name not in NO_GRADIENT))  # noqa: B023
         assert all(leaf.dtype.itemsize <= 4 for leaf in jax.tree.leaves(found))

@@ -2,7 +2,7 @@
 
 from hpnlp.ops.attention.attend import attend, explain, merge
 from hpnlp.ops.attention.block_sparse.flash import flash
-from hpnlp.ops.attention.masks.base import Full, Mask, PerHead
+from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.papers import bigbird, longformer, sparse_transformer_fixed, sparse_transformer_strided
 from hpnlp.ops.attention.masks.patterns import (
     Blockwise,
@@ -18,13 +18,15 @@ from hpnlp.ops.attention.masks.patterns import (
     Where,
     Window,
 )
+from hpnlp.ops.attention.masks.per_head import PerHead
+from hpnlp.ops.attention.operands import Operands
 from hpnlp.ops.attention.positions.bias import alibi, relative_shift, shaw, t5_bias, transformer_xl
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.ops.attention.reference import reference
 
 __all__ = [
-    "Blockwise", "Causal", "Dilated", "Fixed", "Full", "Global", "GlobalAt", "Mask", "PerHead", "Prefix", "RandomBlocks",
-    "Scaling", "Sinks", "Strided", "Where", "Window", "alibi", "attend", "bigbird", "explain", "flash", "longformer",
-    "merge", "reference", "relative_shift", "rope", "shaw", "sparse_transformer_fixed", "sparse_transformer_strided",
-    "t5_bias", "transformer_xl", "yarn",
+    "Blockwise", "Causal", "Dilated", "Fixed", "Full", "Global", "GlobalAt", "Mask", "Operands", "PerHead", "Prefix",
+    "RandomBlocks", "Scaling", "Sinks", "Strided", "Where", "Window", "alibi", "attend", "bigbird", "explain", "flash",
+    "longformer", "merge", "reference", "relative_shift", "rope", "shaw", "sparse_transformer_fixed",
+    "sparse_transformer_strided", "t5_bias", "transformer_xl", "yarn",
 ]  # fmt: skip

@@ -1,57 +1,158 @@
-"""Which implementation of attention runs: what each can honour is its own file's to say, the choice among them is here."""
+"""Choice of the implementation of an attention call.
+
+Each kernel module declares `SUPPORTS`, the operands that it supports, and a function `limits` for everything that depends on
+shapes, dtypes, the mask or the device. This module derives from both the reasons against a kernel. "xla" and "reference"
+support every call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+from jaxtyping import Array
+
+from hpnlp.ops.attention.masks.base import Mask
+from hpnlp.ops.attention.masks.per_head import PerHead
+from hpnlp.ops.attention.operands import Operands
 from hpnlp.types import InputError
 
-# impl -> the platform it needs, or None, from the fastest to the slowest: "auto" takes the first that can.
+# Implementation -> the platform that it needs, or None, from the fastest to the slowest: "auto" takes the first that can.
 PLATFORMS: dict[str, str | None] = {"splash": "tpu", "cudnn": "gpu", "pallas": "gpu", "xla": None, "reference": None}
-# What "auto" never takes, and why.
-ON_REQUEST = {
-    "pallas": "not yet measured on a card: only by its name",
-    "reference": "dense, and slow: only by its name",
+# Implementations that "auto" never takes, and the reason.
+ONLY_BY_NAME = {
+    "pallas": "not yet measured on a GPU: only by its name",
+    "reference": "dense and slow: only by its name",
 }
+# Implementation -> module in `kernels`, imported when it is first needed; the kernel is its function of the same name.
+KERNELS = {"splash": "splash_tpu", "cudnn": "cudnn", "pallas": "pallas_gpu"}
 
 
-def asked(operands: Mapping[str, Any]) -> set[str]:
-    """The names of the operands that a call gives: None, False and the number 0 stand for those that it does not."""
-    off = lambda value: value is None or (isinstance(value, bool | int | float) and not value)  # noqa: E731
-    return {name for name, value in operands.items() if not off(value)}
+def kernel_module(impl: str) -> Any:
+    """The module of a kernel.
 
+    Args:
+      impl: a key of `KERNELS`.
 
-def choose(platform: str, beyond: Mapping[str, Sequence[str]]) -> str:
-    """The impl that "auto" takes: the first of PLATFORMS that runs on `platform` and honours all that is asked.
-
-    platform: as `jax.default_backend()` names it. beyond: of each impl there is to choose from, what of this call it
-    cannot honour, as `beyond_splash` and `beyond_cudnn` list it. Raises InputError where none can do it.
+    Returns:
+      The module, which has `SUPPORTS`, `limits` and a function named `impl`.
     """
-    against = _against(platform, beyond)
-    for name, reason in against.items():
-        if not reason:
-            return name
-    told = "; ".join(f"{name} {reason}" for name, reason in against.items())
-    raise InputError(f"no impl of attention does what is asked ({told}): leave out what the nearest does not honour")
+    return importlib.import_module(f"hpnlp.ops.attention.kernels.{KERNELS[impl]}")
 
 
-def explain(platform: str, beyond: Mapping[str, Sequence[str]]) -> str:
-    """What "auto" takes and why not another: a line for each impl. Arguments and errors as `choose`."""
-    taken = choose(platform, beyond)
-    against = _against(platform, beyond)
-    width = max(map(len, against))
-    told = {name: reason or f"could, but {taken} comes first" for name, reason in against.items()} | {taken: "taken"}
-    return "\n".join(f"{name:<{width}}  {reason}" for name, reason in told.items())
+def unsupported(impl: str, q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: Operands) -> list[str]:
+    """Names of the operands and properties of a call that an implementation does not support.
+
+    Args:
+      impl: a key of `PLATFORMS`.
+      q: [B, T, N, H].
+      k: [B, S, K, H].
+      v: [B, S, K, Hv].
+      mask: of the call.
+      operands: of the call.
+
+    Returns:
+      Names and short descriptions, empty where the implementation can compute the call. Always empty for "pallas" without
+      a GPU, where the import of its module would be wasted.
+    """
+    if impl not in KERNELS or (impl == "pallas" and jax.default_backend() != "gpu"):
+        return []
+    module = kernel_module(impl)
+    return sorted(operands.features() - module.SUPPORTS) + module.limits(q, k, v, mask, operands)
 
 
-def _against(platform: str, beyond: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Why "auto" does not take an impl, for each in the order of PLATFORMS; empty where it could."""
-    against = {}
-    for name, needed in PLATFORMS.items():
-        if name in beyond:
-            reasons = [ON_REQUEST[name]] if name in ON_REQUEST else []
-            reasons += [] if needed in (None, platform) else [f"needs a {needed.upper()}, this is a {platform.upper()}"]
-            reasons += [f"does not honour {', '.join(beyond[name])}"] if beyond[name] else []
-            against[name] = "; ".join(reasons)
-    return against
+def resolve(
+    impl: str, block_size: int | None, q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: Operands
+) -> str:
+    """Name of the implementation that computes a call.
+
+    Args:
+      impl: a key of `PLATFORMS`, or "auto". With a block_size, "auto" is "xla".
+      block_size: of "xla", or None.
+      q: [B, T, N, H].
+      k: [B, S, K, H].
+      v: [B, S, K, Hv].
+      mask: of the call.
+      operands: of the call.
+
+    Returns:
+      A key of `PLATFORMS`.
+
+    Raises:
+      InputError: `impl` is unknown, runs on another platform, or does not support the call; or block_size is not positive or
+        is for another implementation than "xla".
+    """
+    platform = jax.default_backend()
+    if impl == "auto":
+        impl = "xla" if block_size is not None else choose(platform, lambda x: unsupported(x, q, k, v, mask, operands))
+    elif impl not in PLATFORMS:
+        raise InputError(f"impl {impl!r}: expected auto, {', '.join(PLATFORMS)}")
+    elif PLATFORMS[impl] not in (None, platform):
+        raise InputError(f"impl {impl!r} needs platform {PLATFORMS[impl]}, found {platform}: pass impl='xla'")
+    else:
+        require_supported(impl, q, k, v, mask, operands)
+    if block_size is not None and (impl != "xla" or block_size < 1):
+        raise InputError(f"block_size {block_size} with impl {impl!r}: expected a positive number with impl='xla' only")
+    return impl
+
+
+def require_supported(impl: str, q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: Operands) -> None:
+    """Raises unless an implementation can compute a call on its platform.
+
+    Args:
+      impl: a key of `PLATFORMS`.
+      q: [B, T, N, H].
+      k: [B, S, K, H].
+      v: [B, S, K, Hv].
+      mask: of the call.
+      operands: of the call.
+
+    Raises:
+      InputError: the call has operands or properties that `unsupported` lists.
+    """
+    reasons = unsupported(impl, q, k, v, mask, operands)
+    if reasons:
+        raise InputError(f"impl {impl!r} does not support {', '.join(reasons)}: remove it, or pass impl='xla'")
+
+
+def choose(platform: str, unsupported_by: Callable[[str], Sequence[str]]) -> str:
+    """The implementation that "auto" takes: the first of `PLATFORMS` that runs on a platform and can compute the call.
+
+    Args:
+      platform: as `jax.default_backend()` returns it.
+      unsupported_by: from an implementation to the operands and properties of the call that it does not support.
+
+    Returns:
+      A key of `PLATFORMS`. There always is one, because "xla" supports every call on every platform.
+    """
+    return next(
+        impl
+        for impl, needed in PLATFORMS.items()
+        if needed in (None, platform) and impl not in ONLY_BY_NAME and not unsupported_by(impl)
+    )
+
+
+def explain_choice(platform: str, unsupported_by: Callable[[str], Sequence[str]]) -> str:
+    """The implementation that "auto" takes and the reasons against the others.
+
+    Args:
+      platform: as for `choose`.
+      unsupported_by: as for `choose`.
+
+    Returns:
+      One line for each implementation, in the order of `PLATFORMS`.
+    """
+    chosen = choose(platform, unsupported_by)
+    width = max(map(len, PLATFORMS))
+    lines = []
+    for impl, needed in PLATFORMS.items():
+        reasons = [ONLY_BY_NAME[impl]] if impl in ONLY_BY_NAME else []
+        if needed not in (None, platform):
+            reasons.append(f"needs platform {needed}, found {platform}")
+        if names := unsupported_by(impl):
+            reasons.append(f"does not support {', '.join(names)}")
+        verdict = "chosen" if impl == chosen else "; ".join(reasons) or f"supported, but {chosen} comes first"
+        lines.append(f"{impl:<{width}}  {verdict}")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Dense attention, written to be read: the twin that every faster form is held against."""
+"""Dense attention, written to be read: every faster implementation is tested against it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.array_op import array_op
-from hpnlp.ops.attention.masks.base import Full, Mask, PerHead
+from hpnlp.ops.attention.masks.base import Full, Mask
+from hpnlp.ops.attention.masks.per_head import PerHead
+from hpnlp.ops.attention.operands import Operands, as_flags
 from hpnlp.ops.dropout import keep_mask, seed_words
 
 
@@ -20,92 +22,129 @@ def reference(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
     mask: Mask | PerHead = Full(),  # noqa: B008  (frozen)
-    *,
-    segment_ids: Int[Array, "B T"] | None = None,
-    kv_segment_ids: Int[Array, "B S"] | None = None,
-    positions: Int[Array, "B T"] | None = None,
-    kv_positions: Int[Array, "B S"] | None = None,
-    kv_lengths: Int[Array, "B"] | None = None,
-    dense_mask: Bool[Array, "..."] | None = None,
-    global_tokens: Array | None = None,
-    bias: Any = None,
-    scale: float | Float[Array, ""] | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Array, "N"] | None = None,
-    dropout_rate: float = 0.0,
-    rng: Array | None = None,
-    streams: Array | None = None,
-    return_lse: bool = False,
+    **operands: Any,
 ) -> Array | tuple[Array, Array]:
-    """Softmax attention (Vaswani et al. 2017, eq. 1) by the definition; arguments and results as `attend`.
+    """Softmax attention by its definition, without validation of the arguments.
 
-    O(B N T S) memory.
+    Args:
+      q: queries [B, T, N, H].
+      k: keys [B, S, K, H].
+      v: values [B, S, K, Hv].
+      mask: a static pattern, or one for each head.
+      **operands: further arguments of `attend`, with the same meaning, except impl and block_size.
+
+    Returns:
+      o [B, T, N, Hv] in q's dtype; with return_lse the pair (o, lse), lse float32 [B, T, N].
+
+    Cost:
+      O(B N T S H) time and O(B N T S) memory.
+
+    References:
+      Vaswani et al. 2017, "Attention is all you need", eq. 1.
+    """
+    return dense_attention(q, k, v, mask, Operands(**operands))
+
+
+def dense_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    mask: Mask | PerHead,
+    operands: Operands,
+) -> Array | tuple[Array, Array]:
+    """`reference` with its operands as a record.
+
+    Args:
+      q: queries [B, T, N, H].
+      k: keys [B, S, K, H].
+      v: values [B, S, K, Hv].
+      mask: a static pattern, or one for each head.
+      operands: of the call.
+
+    Returns:
+      o [B, T, N, Hv] in q's dtype; with return_lse the pair (o, lse), lse float32 [B, T, N].
     """
     (b, t, n, h), s, kv_heads = q.shape, k.shape[1], k.shape[2]
-    kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
-    kv_positions = positions if kv_positions is None else kv_positions
-    rows = jnp.broadcast_to(jnp.arange(t), (b, t)) if positions is None else positions
-    columns = jnp.broadcast_to(jnp.arange(s), (b, s)) if kv_positions is None else kv_positions
+    q_pos = jnp.broadcast_to(jnp.arange(t), (b, t)) if operands.positions is None else operands.positions
+    k_pos = jnp.broadcast_to(jnp.arange(s), (b, s)) if operands.kv_positions is None else operands.kv_positions
+    visible = _visible(mask, operands, q_pos, k_pos, n)
 
-    see = jnp.zeros((b, n, t, s), bool)
-    for each, heads in mask.by_head(n).items():
-        see = see.at[:, np.array(heads)].set(jnp.asarray(each.at(rows[:, :, None], columns[:, None, :]))[:, None])
-    if global_tokens is not None:
-        everywhere = as_flags(global_tokens, t)
-        see |= everywhere[:, None, :, None] | everywhere[:, None, None, :]
-    if segment_ids is not None and kv_segment_ids is not None:
-        see &= (segment_ids[:, :, None] == kv_segment_ids[:, None, :])[:, None]
-    if kv_lengths is not None:
-        see &= jnp.arange(s)[None, None, None, :] < kv_lengths[:, None, None, None]
-    if dense_mask is not None:
-        see &= jnp.broadcast_to(dense_mask, see.shape)
-
-    # What no query may see is taken out before any product, because 0 * NaN is NaN.
-    seen = see.reshape(b, kv_heads, n // kv_heads * t, s).any(axis=2).transpose(0, 2, 1)[..., None]
+    # Keys that no query may see are zeroed before any product, because 0 * NaN is NaN.
+    seen = visible.reshape(b, kv_heads, n // kv_heads * t, s).any(axis=2).transpose(0, 2, 1)[..., None]
     k = jnp.repeat(jnp.where(seen, k, jnp.zeros_like(k)), n // kv_heads, axis=2).astype(jnp.float32)
     v = jnp.repeat(jnp.where(seen, v, jnp.zeros_like(v)), n // kv_heads, axis=2).astype(jnp.float32)
-    # Nor may a query that sees nothing reach the gradient of a key.
-    q = jnp.where(see.any(axis=-1).transpose(0, 2, 1)[..., None], q, jnp.zeros((), q.dtype))
-    scores = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k) * (h**-0.5 if scale is None else scale)
-    if callable(bias):
-        one = jax.vmap(jax.vmap(bias, (None, None, 0)), (None, 0, None))
-        values: Any = jax.vmap(jax.vmap(one, (0, None, None)), (None, 0, 0))(jnp.arange(n), rows, columns)
-        scores += values
-    elif bias is not None:
-        scores += jnp.broadcast_to(jnp.asarray(bias, jnp.float32), scores.shape)
-    scores = jnp.where(see, scores, 0.0)  # whatever stands there, also for the gradient of what follows
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    # A query that sees nothing must not reach the gradient of a key either.
+    q = jnp.where(visible.any(axis=-1).transpose(0, 2, 1)[..., None], q, jnp.zeros((), q.dtype))
+    scale = h**-0.5 if operands.scale is None else operands.scale
+    scores = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k) * scale
+    scores = _add_bias(scores, operands.bias, q_pos, k_pos)
+    # Hidden scores may be anything, also NaN: 0 keeps the gradients of the operations below finite.
+    scores = jnp.where(visible, scores, 0.0)
+    if operands.soft_cap is not None:
+        scores = operands.soft_cap * jnp.tanh(scores / operands.soft_cap)
 
-    if sinks is not None:  # a key of its own, which everyone sees and which has no value
-        sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, None], (b, n, t, 1))
-        scores, see = jnp.concatenate([scores, sink], -1), jnp.concatenate([see, jnp.ones((b, n, t, 1), bool)], -1)
-    scores = jnp.where(see, scores, -jnp.inf)
-    some = ~jnp.isneginf(scores).all(axis=-1, keepdims=True)
-    # Rows of -inf alone become rows of equal weights: softmax and its gradient would be NaN there.
-    scores = jnp.where(some, scores, 0.0)
+    if operands.sinks is not None:  # a further key, which every query sees and which has no value
+        sink = jnp.broadcast_to(operands.sinks.astype(jnp.float32)[None, :, None, None], (b, n, t, 1))
+        scores = jnp.concatenate([scores, sink], -1)
+        visible = jnp.concatenate([visible, jnp.ones((b, n, t, 1), bool)], -1)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    sees_any = ~jnp.isneginf(scores).all(axis=-1, keepdims=True)
+    # Rows of -inf become rows of equal weights: softmax and its gradient would be NaN.
+    scores = jnp.where(sees_any, scores, 0.0)
     lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    # Not exp(scores - lse), which rounds where lse is large.
-    weights = jnp.where(see & some, jax.nn.softmax(scores, axis=-1), 0.0)[..., :s]
-    if dropout_rate:
-        assert rng is not None
-        heads = (jnp.arange(b * n).reshape(b, n) if streams is None else streams)[..., None, None]
-        keep = keep_mask(seed_words(rng), heads, rows[:, None, :, None], columns[:, None, None, :], dropout_rate)
-        weights = jnp.where(keep, weights / (1.0 - dropout_rate), 0.0)
+    # softmax and not exp(scores - lse), which rounds where lse is large.
+    weights = jnp.where(visible & sees_any, jax.nn.softmax(scores, axis=-1), 0.0)[..., :s]
+    if operands.dropout_rate:
+        weights = _drop(weights, operands, q_pos, k_pos)
     out = jnp.einsum("bnts,bsnh->btnh", weights, v).astype(q.dtype)
-    if not return_lse:
+    if not operands.return_lse:
         return out
-    return out, jnp.where(some, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
+    return out, jnp.where(sees_any, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
 
 
-@array_op("B", tokens="B")
-def as_flags(tokens: Array, length: int) -> Bool[Array, "B T"]:
-    """Global tokens as flags: bool [B, T] as they are, int [B, G] as places, of which those below 0 stand for none."""
-    if tokens.dtype == jnp.bool_:
-        return tokens
-    places = jnp.where(tokens < 0, length, tokens.astype(jnp.int32))
-    return (
-        jnp.zeros((tokens.shape[0], length), bool)
-        .at[jnp.arange(tokens.shape[0])[:, None], places]
-        .set(True, mode="drop")
-    )
+def _visible(
+    mask: Mask | PerHead, operands: Operands, q_pos: Int[Array, "B T"], k_pos: Int[Array, "B S"], heads: int
+) -> Bool[Array, "B N T S"]:
+    """The pairs that the mask and the operands allow."""
+    (b, t), s = q_pos.shape, k_pos.shape[1]
+    visible = jnp.zeros((b, heads, t, s), bool)
+    for head_mask, members in mask.by_head(heads).items():
+        allowed = jnp.asarray(head_mask.at(q_pos[:, :, None], k_pos[:, None, :]))[:, None]
+        visible = visible.at[:, np.array(members)].set(allowed)
+    if operands.global_tokens is not None:
+        is_global = as_flags(operands.global_tokens, t)
+        visible |= is_global[:, None, :, None] | is_global[:, None, None, :]
+    if operands.segment_ids is not None and operands.kv_segment_ids is not None:
+        visible &= (operands.segment_ids[:, :, None] == operands.kv_segment_ids[:, None, :])[:, None]
+    if operands.kv_lengths is not None:
+        visible &= jnp.arange(s)[None, None, None, :] < operands.kv_lengths[:, None, None, None]
+    if operands.dense_mask is not None:
+        visible &= jnp.broadcast_to(operands.dense_mask, visible.shape)
+    return visible
+
+
+def _add_bias(
+    scores: Float[Array, "B N T S"], bias: Any, q_pos: Int[Array, "B T"], k_pos: Int[Array, "B S"]
+) -> Float[Array, "B N T S"]:
+    """Scores plus a bias array, or a bias function evaluated for every head and pair of positions."""
+    if callable(bias):
+        pairs = jax.vmap(jax.vmap(bias, (None, None, 0)), (None, 0, None))
+        values: Any = jax.vmap(jax.vmap(pairs, (0, None, None)), (None, 0, 0))(
+            jnp.arange(scores.shape[1]), q_pos, k_pos
+        )
+        return scores + values
+    if bias is not None:
+        return scores + jnp.broadcast_to(jnp.asarray(bias, jnp.float32), scores.shape)
+    return scores
+
+
+def _drop(
+    weights: Float[Array, "B N T S"], operands: Operands, q_pos: Int[Array, "B T"], k_pos: Int[Array, "B S"]
+) -> Float[Array, "B N T S"]:
+    """Attention weights after dropout, the kept ones scaled up."""
+    assert operands.rng is not None
+    b, n = weights.shape[:2]
+    streams = (jnp.arange(b * n).reshape(b, n) if operands.streams is None else operands.streams)[..., None, None]
+    seed, rate = seed_words(operands.rng), operands.dropout_rate
+    keep = keep_mask(seed, streams, q_pos[:, None, :, None], k_pos[:, None, None, :], rate)
+    return jnp.where(keep, weights / (1.0 - rate), 0.0)

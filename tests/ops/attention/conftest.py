@@ -1,22 +1,20 @@
-"""attend as the oracles meet it."""
+"""Fixtures of the block-sparse executor."""
 
 import functools
 
 import pytest
 
-from hpnlp.ops.attention import attend
-from hpnlp.ops.attention.block_sparse import cost_model, unrolled
-from tests.contracts import executor_with
+from hpnlp.ops.attention.block_sparse.operands import Form
+from tests.ops.attention.forms import attend_in_form
 
 
-@pytest.fixture(params=["panels", "visits", "parts"])
-def blockwise(request):
-    """`attend` in blocks of 16, in each form that the executor chooses among by cost.
+@pytest.fixture(params=Form, ids=lambda form: form.value)
+def form(request):
+    """Each form of the executor; in the permuted one, all sub-masks that can have an order of their own do."""
+    return request.param
 
-    Panels; the visits of one block plan; and all parts of a mask that may run in an order of their own doing so.
-    """
-    changes = [] if request.param == "panels" else [(unrolled, "PAIRS", 0)]
-    if request.param == "parts":
-        changes += [(cost_model, name, -1e9) for name in ("MERGING", "FOLDING")]
-    with executor_with(*changes):
-        yield functools.partial(attend, impl="xla", block_size=16)
+
+@pytest.fixture
+def blockwise(form):
+    """`attend` in blocks of 16, in each form of the executor."""
+    return functools.partial(attend_in_form, form, block_size=16)

@@ -1,4 +1,4 @@
-"""How ours is held against torch: the same arrays in, the same cotangents back, in the layout of `attend`.
+"""Comparison with torch: equal arrays and equal cotangents, in the axes of `attend`.
 
 A function under test takes arrays and returns a tuple of them; torch is imported only where a test calls for it.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.contracts import once
 
-OUTPUT, GRADIENT = 1e-5, 1e-4  # how far they may lie apart in float32, absolutely and relatively
+OUTPUT, GRADIENT = 1e-5, 1e-4  # absolute and relative tolerances in float32
 
 
 def draw(*shape, seed=0):
@@ -38,7 +38,7 @@ def ours(function, arrays):
 
 
 def theirs(function, arrays):
-    """The same of a function of torch."""
+    """(outputs, gradients) of a function of torch."""
     import torch
 
     leaves = [torch.from_numpy(x.copy()).requires_grad_() for x in arrays]
@@ -48,14 +48,14 @@ def theirs(function, arrays):
     return [x.detach().numpy() for x in outs], [x.grad.numpy() for x in leaves]
 
 
-def assert_agree(found, expected):
-    for mine, other, tolerance in zip(found, expected, (OUTPUT, GRADIENT), strict=True):
+def assert_agree(results, expected):
+    for mine, other, tolerance in zip(results, expected, (OUTPUT, GRADIENT), strict=True):
         for a, b in zip(mine, other, strict=True):
             np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
 
 
 def flex(q, k, v, mask_mod=None, score_mod=None, scale=None):
-    """(o, lse) of torch's FlexAttention: its own eager form, as the public function has no gradients on a CPU.
+    """(o, lse) of torch's FlexAttention: the eager form, because the public function has no gradients on a CPU.
 
     mask_mod(b, h, i, j) -> bool and score_mod(score, b, h, i, j) -> score; the scores are scaled.
     """

@@ -1,6 +1,8 @@
-"""attend against its dense twin, against torch, and against what no implementation may do."""
+"""attend against the reference and torch, and properties that every implementation must have."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,11 @@ import pytest
 
 from hpnlp.measure import count_flops
 from hpnlp.ops.attention import Causal, Full, attend, merge, reference
-from hpnlp.ops.attention.block_sparse import unrolled
+from hpnlp.ops.attention.block_sparse.operands import Form
 from hpnlp.ops.dropout import keep_mask
 from hpnlp.types import InputError
-from tests.contracts import ONCE, assert_close, executor_with, once
+from tests.contracts import ONCE, assert_close, once
+from tests.ops.attention.forms import attend_in_form
 
 SEGMENTS = ("segment_ids", "kv_segment_ids")
 # B, T, S, N, K, H, Hv
@@ -49,7 +52,7 @@ def make(shape, dtype=jnp.float32, *, segments=False, lengths=False, positions=F
 
 
 def scored(function, mask, options, seed=1):
-    """A scalar that weighs every output and every finite lse at random, and its gradients."""
+    """A random weighting of outputs and finite lses, and its gradients."""
 
     def value(q, k, v):
         o, lse = function(q, k, v, mask, return_lse=True, **options)
@@ -61,43 +64,46 @@ def scored(function, mask, options, seed=1):
     return jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True), compiler_options=ONCE)
 
 
-@pytest.fixture(params=["panels", "visits"])
-def driver(request):
-    """Short sequences run as panels, long ones as the visits of a block plan: here the same ones as both."""
-    with executor_with(*[(unrolled, "PAIRS", 0)] * (request.param == "visits")):
-        yield
+def in_blocks(form, size):
+    """`attend` in one form of the executor, in blocks of `size`."""
+    return functools.partial(attend_in_form, form, block_size=size)
+
+
+# Short sequences run in the unrolled form and long ones in scans: here the same ones in both.
+both_forms = pytest.mark.parametrize("form", [Form.UNROLLED, Form.SCAN])
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "float32") for name in CASES), *((name, "bfloat16") for name in ("packed", "positions"))],
 )
-def test_equals_the_dense_twin(name, dtype, driver):
+@both_forms
+def test_results_and_gradients_match_reference(name, dtype, form):
     shape, mask, kinds = CASES[name]
     arrays, options = make(shape, dtype, **kinds)
-    ours = scored(lambda *a, **o: attend(*a, impl="xla", block_size=16, **o), mask, options)(*arrays)
-    twin = scored(reference, mask, options)(*arrays)
-    assert_close((ours[0][1], ours[1]), (twin[0][1], twin[1]), dtype)
+    (_, ours), gradients = scored(in_blocks(form, 16), mask, options)(*arrays)
+    (_, expected), expected_gradients = scored(reference, mask, options)(*arrays)
+    assert_close((ours, gradients), (expected, expected_gradients), dtype)
 
 
-def test_hidden_nans_change_nothing(driver):
+@both_forms
+def test_hidden_nan_changes_nothing(form):
     (q, k, v), _ = make((2, 33, 33, 4, 2, 8, 8))
     lengths = jnp.asarray([20, 33], jnp.int32)
     hidden = (jnp.arange(33)[None] >= lengths[:, None])[:, :, None, None]
-    run = scored(lambda *a, **o: attend(*a, impl="xla", block_size=16, **o), Full(), {"kv_lengths": lengths})
+    run = scored(in_blocks(form, 16), Full(), {"kv_lengths": lengths})
     clean = run(q, jnp.where(hidden, jnp.float32(0), k), jnp.where(hidden, jnp.float32(0), v))
     dirty = run(q, jnp.where(hidden, jnp.float32(np.nan), k), jnp.where(hidden, jnp.float32(np.nan), v))
     for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_hidden_nans_of_a_padding_segment(driver):
-    """Segment 0 of the keys is nobody's, also not that of queries that only pad the last block."""
+@both_forms
+def test_hidden_nan_of_a_padding_segment_changes_nothing(form):
+    """No query has segment 0, not even the padding queries of the last block."""
     (q, k, v), _ = make((1, 37, 40, 4, 2, 8, 8))
     ids = jnp.ones((1, 37), jnp.int32), jnp.ones((1, 40), jnp.int32).at[:, 33:].set(0)
-    run = scored(
-        lambda *a, **o: attend(*a, impl="xla", block_size=16, **o), Full(), dict(zip(SEGMENTS, ids, strict=True))
-    )
+    run = scored(in_blocks(form, 16), Full(), dict(zip(SEGMENTS, ids, strict=True)))
     poison = lambda x, value: x.at[:, 33:].set(value)  # noqa: E731
     for a, b in zip(
         jax.tree.leaves(run(q, poison(k, 0.0), poison(v, 0.0))),
@@ -107,37 +113,40 @@ def test_hidden_nans_of_a_padding_segment(driver):
         np.testing.assert_array_equal(a, b)
 
 
-def test_rows_that_see_nothing_have_no_gradient(driver):
-    """Also where the cotangent of their lse is not finite."""
+@both_forms
+def test_rows_that_see_nothing_have_zero_gradients(form):
+    """The cotangent of their lse is not finite."""
     (q, k, v), _ = make((1, 5, 5, 2, 2, 8, 8))
 
     def loss(q, k, v):
-        o, lse = attend(q, k, v, kv_lengths=jnp.zeros(1, jnp.int32), return_lse=True, impl="xla")
+        o, lse = attend_in_form(form, q, k, v, kv_lengths=jnp.zeros(1, jnp.int32), return_lse=True)
         return jnp.sum(o) + jnp.sum(jnp.exp(lse) * lse)
 
     assert not any(np.asarray(g).any() for g in once(jax.grad(loss, (0, 1, 2)), q, k, v))
 
 
-def test_second_derivatives(driver):
+@both_forms
+def test_second_derivatives_match_reference(form):
     (q, k, v), _ = make((1, 20, 20, 2, 1, 4, 4))
 
     def curvature(function):
         inner = jax.grad(lambda q: jnp.sum(jnp.square(function(q, k, v, Causal()))))
         return once(jax.grad(lambda q: jnp.sum(jnp.sin(inner(q)))), q)
 
-    ours = curvature(lambda *a: attend(*a, impl="xla", block_size=8))
+    ours = curvature(in_blocks(form, 8))
     np.testing.assert_allclose(ours, curvature(reference), atol=2e-5, rtol=2e-5)
 
 
-def test_blocks_that_the_mask_leaves_out_are_not_computed(driver):
-    """To the pair of blocks; the visits of a plan hold a few more than they need."""
+@both_forms
+def test_hidden_blocks_are_not_computed(form):
+    """Exactly in the unrolled form; schedules of the scan form hold some tiles more."""
     (q, k, v), _ = make((1, 256, 256, 2, 2, 8, 8))
-    count = lambda mask: count_flops(lambda *a: attend(*a, mask, impl="xla", block_size=32), q, k, v)  # noqa: E731
-    assert 36 / 64 <= count(Causal()) / count(Full()) <= (36 if unrolled.PAIRS else 40) / 64
+    count = lambda mask: count_flops(lambda *a: in_blocks(form, 32)(*a, mask), q, k, v)  # noqa: E731
+    assert 36 / 64 <= count(Causal()) / count(Full()) <= (36 if form is Form.UNROLLED else 40) / 64
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 0), (1, 0, 3), (0, 3, 3)])
-def test_nothing_to_see_or_nobody_to_see_it(shape):
+def test_empty_arrays_give_empty_results(shape):
     b, t, s = shape
     q, k = jnp.ones((b, t, 2, 4)), jnp.ones((b, s, 2, 4))
     o, lse = attend(q, k, k, return_lse=True, impl="xla")
@@ -145,7 +154,7 @@ def test_nothing_to_see_or_nobody_to_see_it(shape):
     assert not any(g.any() for g in jax.grad(lambda *a: attend(*a, impl="xla").sum(), (0, 1, 2))(q, k, k))
 
 
-def test_in_a_shard_map_with_lengths_that_differ():
+def test_shard_map_with_different_lengths_matches_separate_calls():
     (q, k, v), _ = make((1, 12, 12, 2, 2, 4, 4))
     lengths = jnp.arange(5, 13, dtype=jnp.int32)
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -160,10 +169,11 @@ def test_in_a_shard_map_with_lengths_that_differ():
     np.testing.assert_allclose(once(each, lengths), expected, atol=2e-5)
 
 
-def test_sixteen_bits_accumulate_in_float32(driver):
-    """As near to exact arithmetic on the same inputs as rounding the output once allows."""
+@both_forms
+def test_sixteen_bits_accumulate_in_float32(form):
+    """Results are as close to exact arithmetic on the same inputs as one rounding of the output allows."""
     (q, k, v), _ = make((1, 300, 300, 1, 1, 64, 64), jnp.bfloat16)
-    o = once(lambda *a: attend(*a, Causal(), impl="xla"), q, k, v)
+    o = once(lambda *a: attend_in_form(form, *a, Causal()), q, k, v)
     o = np.asarray(o, np.float64)[0, :, 0]
     q, k, v = (np.asarray(x, np.float64)[0, :, 0] for x in (q, k, v))
     weights = np.exp(q @ k.T / 8) * np.tri(300)
@@ -171,8 +181,8 @@ def test_sixteen_bits_accumulate_in_float32(driver):
     assert np.linalg.norm(o - exact) <= 0.004 * np.linalg.norm(exact)
 
 
-def test_dropout_is_independent_over_everything():
-    """Rates to within four standard errors; patterns of other heads, rows, keys and words of the seed are unlike."""
+def test_dropout_is_independent_over_heads_positions_and_seeds():
+    """Rates lie within four standard errors, and so does the agreement of patterns of other heads, positions and seeds."""
     heads, places = jnp.arange(4)[:, None, None], jnp.arange(256)[None]
 
     def pattern(words, rate=0.3):
@@ -183,22 +193,29 @@ def test_dropout_is_independent_over_everything():
     for rate in (0.01, 0.3, 0.9):
         drops = 1 - pattern([1, 2], rate).mean(axis=(1, 2))
         assert np.all(np.abs(drops - rate) <= 4 * np.sqrt(rate * (1 - rate) / 256**2))
-    others = [base[[1, 2, 3, 0]], np.roll(base, 1, axis=1), np.roll(base, 1, axis=2), pattern([1, 3]), pattern([2, 2])]
-    alike = 0.7**2 + 0.3**2
-    for other in others:
-        assert abs((base == other).mean() - alike) <= 4 * np.sqrt(alike * (1 - alike) / base.size)
+    other_patterns = [
+        base[[1, 2, 3, 0]],
+        np.roll(base, 1, axis=1),
+        np.roll(base, 1, axis=2),
+        pattern([1, 3]),
+        pattern([2, 2]),
+    ]
+    agreement = 0.7**2 + 0.3**2
+    for other in other_patterns:
+        assert abs((base == other).mean() - agreement) <= 4 * np.sqrt(agreement * (1 - agreement) / base.size)
 
 
-def test_gradients_are_exactly_causal(driver):
+@both_forms
+def test_gradients_are_exactly_causal(form):
     (q, k, v), _ = make((1, 21, 21, 2, 2, 8, 8))
-    reached = jax.jacobian(lambda v: attend(q, k, v, Causal(), impl="xla", block_size=8).sum(axis=(0, 2, 3)))
+    reached = jax.jacobian(lambda v: in_blocks(form, 8)(q, k, v, Causal()).sum(axis=(0, 2, 3)))
     jacobian = once(reached, v)
     reach = np.abs(np.asarray(jacobian)).sum(axis=(1, 3, 4))
     assert (reach[np.triu_indices(21, 1)] == 0).all()
     assert (reach[np.tril_indices(21)] > 0).all()
 
 
-def test_merge_of_halves_is_the_whole():
+def test_merge_of_halves_matches_whole_call():
     (q, k, v), _ = make((2, 9, 24, 4, 2, 8, 8))
 
     def in_halves(q, k, v):
@@ -215,46 +232,50 @@ def temporary_bytes(function, length):
     return jax.jit(grads, compiler_options=ONCE).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_memory_of_the_loop_grows_with_the_length():
+def test_memory_of_the_scan_form_grows_linearly():
     long = lambda *a: attend(*a, impl="xla", block_size=64)  # noqa: E731
-    assert temporary_bytes(long, 4096) < 5 * temporary_bytes(long, 1024)  # 64 panels and 16: both are loops
+    assert temporary_bytes(long, 4096) < 5 * temporary_bytes(
+        long, 1024
+    )  # 64 and 16 query blocks: too many for the unrolled form
 
 
-def test_a_loop_over_layers_makes_no_masks_ahead():
+def test_scan_over_layers_does_not_precompute_masks():
     x = jnp.ones((2, 2048, 4, 8))
 
     def layers(x, documents):
         layer = lambda x, _: (attend(x, x, x, Causal(), segment_ids=documents, impl="xla"), None)  # noqa: E731
         return jax.lax.scan(layer, x, None, length=3)[0].sum()
 
-    given = x, jnp.arange(2048)[None].repeat(2, 0) // 500
+    arguments = x, jnp.arange(2048)[None].repeat(2, 0) // 500
     (loop,) = (
-        e for e in jax.make_jaxpr(jax.grad(layers))(*given).eqns if e.primitive.name == "scan" and len(e.outvars) > 1
+        e
+        for e in jax.make_jaxpr(jax.grad(layers))(*arguments).eqns
+        if e.primitive.name == "scan" and len(e.outvars) > 1
     )
     constants = sum(var.aval.size for var in loop.invars[: loop.params["num_consts"]])
-    assert constants < 8 * x.size  # zeros to begin with; of pairs of tokens there are 256 times as many
+    assert constants < 8 * x.size  # initial zeros; there are 256 times as many pairs of tokens
 
 
-def test_memory_of_panels_is_far_below_that_of_the_scores():
+def test_memory_of_the_unrolled_form_is_below_half_of_dense():
     short = lambda *a: attend(*a, impl="xla")  # noqa: E731
     assert temporary_bytes(short, 1024) < 0.5 * temporary_bytes(reference, 1024)
 
 
-def test_merge_where_parts_saw_nothing():
+def test_merge_ignores_partials_that_saw_nothing():
     (q, k, v), _ = make((1, 6, 8, 2, 2, 4, 4))
     nothing = jnp.full((1, 6, 2, 4), jnp.nan), jnp.full((1, 6, 2), -jnp.inf)
 
-    def whole(q):
+    def merged_call(q):
         part = attend(q, k, v, return_lse=True)
         o, lse = merge(nothing, part, nothing)
         return jnp.sum(jnp.square(o)) + jnp.sum(jnp.sin(lse)), (o, lse)
 
-    def alone(q):
+    def single_call(q):
         o, lse = attend(q, k, v, return_lse=True)
         return jnp.sum(jnp.square(o)) + jnp.sum(jnp.sin(lse)), (o, lse)
 
-    grad, (o, lse) = once(jax.grad(whole, has_aux=True), q)
-    direct, expected = once(jax.grad(alone, has_aux=True), q)
+    grad, (o, lse) = once(jax.grad(merged_call, has_aux=True), q)
+    direct, expected = once(jax.grad(single_call, has_aux=True), q)
     np.testing.assert_allclose(o, expected[0], atol=1e-6)
     np.testing.assert_allclose(lse, expected[1], atol=1e-6)
     np.testing.assert_allclose(grad, direct, atol=1e-6)
@@ -265,7 +286,7 @@ def test_merge_where_parts_saw_nothing():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"impl": "flesh"}, "impl"),
         ({"impl": "cudnn"}, "cudnn"),
@@ -274,60 +295,60 @@ def test_merge_where_parts_saw_nothing():
         ({"block_size": 0}, "block_size"),
     ],
 )
-def test_what_cannot_be_is_said(options, told):
+def test_invalid_arguments_raise(options, message):
     (q, k, v), _ = make((1, 8, 8, 2, 2, 8, 8))
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         attend(q, k, v, Causal(), **options)
 
 
 @pytest.mark.parametrize("mask", [Causal(), Full()], ids=repr)
 @pytest.mark.parametrize("segments", [False, True])
-def test_what_cudnn_is_asked_is_the_same(mask, segments, monkeypatch):
-    """Without its GPU: what it gets is given to jax.nn's other implementation instead."""
+def test_calls_to_cudnn_match_reference(mask, segments, monkeypatch):
+    """Without a GPU: jax.nn's other implementation computes the call."""
     (q, k, v), options = make((2, 24, 24, 4, 2, 8, 8), jnp.bfloat16, segments=segments)
     dense = jax.nn.dot_product_attention
-    asked = []
+    implementations = []
 
-    def elsewhere(*args, implementation, **kwargs):
-        asked.append(implementation)
+    def by_xla(*args, implementation, **kwargs):
+        implementations.append(implementation)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return dense(*args, implementation="xla", **kwargs)
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", elsewhere)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     ours = once(lambda *a: attend(*a, mask, impl="cudnn", **options), q, k, v)
-    assert asked == ["cudnn"]
+    assert implementations == ["cudnn"]
     assert_close(ours, once(lambda *a: reference(*a, mask, **options), q, k, v), "bfloat16")
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"kv_segment_ids": jnp.zeros((2, 24), jnp.int32)}, "segment_ids"),
         ({"kv_lengths": jnp.ones(2, jnp.int32)}, "kv_lengths"),
         ({"return_lse": True}, "return_lse"),
     ],
 )
-def test_what_cudnn_cannot_do_is_said(changes, told, monkeypatch):
+def test_operands_that_cudnn_does_not_support_raise(changes, message, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     (q, k, v), options = make((2, 24, 24, 4, 2, 8, 8), jnp.bfloat16, segments=True)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         attend(q, k, v, Causal(), impl="cudnn", **options | changes)
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("causal", [True, False])
-def test_equals_torch(causal):
+def test_results_and_gradients_match_torch(causal):
     import torch
     import torch.nn.functional as F
 
     (q, k, v), _ = make((2, 77, 77, 4, 4, 16, 16))
-    turned = [torch.from_numpy(np.array(x)).transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    theirs = F.scaled_dot_product_attention(*turned, is_causal=causal)
+    leaves = [torch.from_numpy(np.array(x)).transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    theirs = F.scaled_dot_product_attention(*leaves, is_causal=causal)
     theirs.square().sum().backward()
     mask = Causal() if causal else Full()
     run = lambda q, k, v: attend(q, k, v, mask, impl="xla", block_size=32)  # noqa: E731
     np.testing.assert_allclose(run(q, k, v), theirs.detach().transpose(1, 2).numpy(), atol=2e-6)
     grads = jax.grad(lambda *a: jnp.sum(jnp.square(run(*a))), (0, 1, 2))(q, k, v)
-    for mine, other in zip(grads, turned, strict=True):
+    for mine, other in zip(grads, leaves, strict=True):
         np.testing.assert_allclose(mine, other.grad.transpose(1, 2).numpy(), atol=1e-5)

@@ -1,7 +1,7 @@
 """The operands of attend against torch and transformers: dense masks, global tokens, biases, the soft cap and sinks.
 
 A bias is added inside the soft cap and masks are applied outside of it, as in tokamax. Gemma 2 and the score_mods that
-cap have no bias, so they do not tell.
+cap have no bias, so they do not test it.
 """
 
 import types
@@ -57,11 +57,11 @@ def by_head(b, h, i, j):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_a_mask_for_each_head(kv_heads, blockwise):
+def test_per_head_masks_match_flex(kv_heads, blockwise):
     """The last head sees nothing."""
     arrays = qkv(LENGTH, KEYS, kv_heads=kv_heads)
-    found = ours(lambda q, k, v: blockwise(q, k, v, BY_HEAD, return_lse=True), arrays)
-    assert_agree(found, theirs(lambda q, k, v: flex(q, k, v, by_head), arrays))
+    results = ours(lambda q, k, v: blockwise(q, k, v, BY_HEAD, return_lse=True), arrays)
+    assert_agree(results, theirs(lambda q, k, v: flex(q, k, v, by_head), arrays))
 
 
 HALVES = {
@@ -77,41 +77,41 @@ HALVES = {
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_half_of_the_heads_each(name, blockwise):
+def test_masks_of_half_of_the_heads_match_flex(name, blockwise):
     mask, mask_mod = HALVES[name]
     arrays = qkv(LENGTH, KEYS)
-    found = ours(lambda q, k, v: blockwise(q, k, v, mask, return_lse=True), arrays)
-    assert_agree(found, theirs(lambda q, k, v: flex(q, k, v, mask_mod), arrays))
+    results = ours(lambda q, k, v: blockwise(q, k, v, mask, return_lse=True), arrays)
+    assert_agree(results, theirs(lambda q, k, v: flex(q, k, v, mask_mod), arrays))
 
 
 @pytest.mark.parametrize("count", [17, 53])
-def test_whole_blocks_that_see_nothing(count, blockwise):
+def test_query_blocks_that_see_nothing_match_flex(count, blockwise):
     arrays = qkv(LENGTH, KEYS)
-    found = ours(lambda q, k, v: blockwise(q, k, v, Causal() & ~Window(count), return_lse=True), arrays)
+    results = ours(lambda q, k, v: blockwise(q, k, v, Causal() & ~Window(count), return_lse=True), arrays)
     expected = theirs(lambda q, k, v: flex(q, k, v, lambda b, h, i, j: i - j > count), arrays)
-    assert_agree(found, expected)
+    assert_agree(results, expected)
 
 
 @pytest.mark.parametrize(
     "shape", [(2, 4, LENGTH, KEYS), (2, 1, LENGTH, KEYS), (1, 4, LENGTH, 1), (2, 1, 1, KEYS)], ids=str
 )
-def test_dense_mask(shape, blockwise, torch):
-    """With the mask, and in part hidden by it; some rows see nothing."""
+def test_dense_mask_matches_flex(shape, blockwise, torch):
+    """Together with a causal mask; some rows see nothing."""
     arrays, dense = qkv(LENGTH, KEYS), draw(*shape) > 0.3
-    given = torch.from_numpy(np.broadcast_to(dense, (2, 4, LENGTH, KEYS)).copy())
+    visible = torch.from_numpy(np.broadcast_to(dense, (2, 4, LENGTH, KEYS)).copy())
 
     def run(q, k, v):
         return blockwise(q, k, v, Causal(), dense_mask=jnp.asarray(dense), return_lse=True)
 
     assert_agree(
-        ours(run, arrays), theirs(lambda *a: flex(*a, lambda b, h, i, j: (j <= i) & given[b, h, i, j]), arrays)
+        ours(run, arrays), theirs(lambda *a: flex(*a, lambda b, h, i, j: (j <= i) & visible[b, h, i, j]), arrays)
     )
 
 
 @pytest.mark.parametrize("tokens", [CHOSEN, FLAGS], ids=["places", "flags"])
 @pytest.mark.parametrize("within", [(), ("segment_ids",), ("segment_ids", "kv_lengths", "dense_mask")], ids=str)
-def test_global_tokens(tokens, within, blockwise, torch):
-    """They see all and are seen by all, also what is to come, within segments, lengths and the dense mask."""
+def test_global_tokens_match_flex(tokens, within, blockwise, torch):
+    """They see all and are seen by all, later tokens too, within segments, lengths and the dense mask."""
     arrays = qkv(LENGTH, LENGTH)
     table = {"segment_ids": SEGMENTS, "kv_lengths": LENGTHS, "dense_mask": draw(2, 1, LENGTH, LENGTH) > -1.0}
     flags, segments, lengths, dense = (torch.from_numpy(x) for x in (FLAGS, *table.values()))
@@ -123,9 +123,9 @@ def test_global_tokens(tokens, within, blockwise, torch):
         return seen & dense[b, 0, i, j] if "dense_mask" in within else seen
 
     def run(q, k, v):
-        given = {name: jnp.asarray(table[name]) for name in within}
+        operands = {name: jnp.asarray(table[name]) for name in within}
         mask = Causal() & Window(4)
-        return blockwise(q, k, v, mask, global_tokens=jnp.asarray(tokens), return_lse=True, **given)
+        return blockwise(q, k, v, mask, global_tokens=jnp.asarray(tokens), return_lse=True, **operands)
 
     assert_agree(ours(run, arrays), theirs(lambda *a: flex(*a, see), arrays))
 
@@ -133,20 +133,20 @@ def test_global_tokens(tokens, within, blockwise, torch):
 @pytest.mark.parametrize(
     "shape", [(2, 4, LENGTH, KEYS), (1, 4, LENGTH, KEYS), (2, 1, 1, KEYS), (1, 4, LENGTH, 1)], ids=str
 )
-def test_bias(shape, blockwise):
-    """An array, and its gradient."""
+def test_bias_matches_flex(shape, blockwise):
+    """The gradient of the array matches as well."""
 
     def theirs_of(q, k, v, bias):
-        whole = bias.expand(2, 4, LENGTH, KEYS)
-        return flex(q, k, v, causal, lambda score, b, h, i, j: score + whole[b, h, i, j])
+        full_bias = bias.expand(2, 4, LENGTH, KEYS)
+        return flex(q, k, v, causal, lambda score, b, h, i, j: score + full_bias[b, h, i, j])
 
     arrays = [*qkv(LENGTH, KEYS), draw(*shape)]
-    found = ours(lambda q, k, v, bias: blockwise(q, k, v, Causal(), bias=bias, return_lse=True), arrays)
-    assert_agree(found, theirs(theirs_of, arrays))
+    results = ours(lambda q, k, v, bias: blockwise(q, k, v, Causal(), bias=bias, return_lse=True), arrays)
+    assert_agree(results, theirs(theirs_of, arrays))
 
 
-def test_bias_that_a_function_looks_up(blockwise):
-    """As in T5: a table of what a head adds at a distance, and the gradient of the table."""
+def test_table_lookup_bias_matches_flex(blockwise):
+    """A table of biases by distance and head, as in T5, and its gradient."""
 
     def run(q, k, v, table):
         def bias(head, i, j):
@@ -164,7 +164,7 @@ def test_bias_that_a_function_looks_up(blockwise):
     assert_agree(ours(run, arrays), theirs(expected, arrays))
 
 
-def test_linear_biases(blockwise, torch):
+def test_alibi_matches_bloom(blockwise, torch):
     """ALiBi of transformers' Bloom, whose biases count from the first key: that changes the lse alone."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
@@ -181,8 +181,8 @@ def test_linear_biases(blockwise, torch):
     assert_agree(ours(run, arrays), theirs(expected, arrays))
 
 
-def test_bias_function_at_positions(blockwise, torch):
-    """It is asked for positions where these are given."""
+def test_bias_function_at_positions_matches_flex(blockwise, torch):
+    """The function is evaluated at the positions of the call."""
     places = {
         "positions": np.stack([np.arange(LENGTH) + 16, np.arange(LENGTH) * 2]).astype(np.int32),
         "kv_positions": np.tile(np.arange(KEYS, dtype=np.int32), (2, 1)),
@@ -194,8 +194,8 @@ def test_bias_function_at_positions(blockwise, torch):
         def bias(head, i, j):
             return (j - i).astype(jnp.float32) / (head + 2).astype(jnp.float32)
 
-        given = {name: jnp.asarray(value) for name, value in places.items()}
-        return blockwise(q, k, v, Causal(), bias=bias, return_lse=True, **given)
+        operands = {name: jnp.asarray(value) for name, value in places.items()}
+        return blockwise(q, k, v, Causal(), bias=bias, return_lse=True, **operands)
 
     def expected(q, k, v):
         mask_mod = lambda b, h, i, j: j <= rows[b, i]  # noqa: E731
@@ -206,13 +206,13 @@ def test_bias_function_at_positions(blockwise, torch):
 
 @pytest.mark.parametrize("cap", [0.5, 20.0])
 @pytest.mark.parametrize("biased", [False, True])
-def test_soft_cap(cap, biased, blockwise, torch):
-    """After the scale and the bias, before the mask."""
+def test_soft_cap_matches_flex(cap, biased, blockwise, torch):
+    """The cap applies after the scale and the bias, and before the mask."""
     arrays = [*qkv(LENGTH, KEYS), draw(1, 4, LENGTH, KEYS)]
 
     def run(q, k, v, bias):
-        given = {"bias": bias} if biased else {}
-        return blockwise(q, k, v, Causal(), soft_cap=cap, scale=0.8, return_lse=True, **given)
+        operands = {"bias": bias} if biased else {}
+        return blockwise(q, k, v, Causal(), soft_cap=cap, scale=0.8, return_lse=True, **operands)
 
     def expected(q, k, v, bias):
         def score_mod(score, b, h, i, j):
@@ -223,24 +223,24 @@ def test_soft_cap(cap, biased, blockwise, torch):
     assert_agree(ours(run, arrays), theirs(expected, arrays))
 
 
-def test_sinks(blockwise):
+def test_sinks_match_torch(blockwise):
     """A logit for each head, in the lse too; the first rows see nothing else, so that their lse is the sink."""
     mask, see = Causal() & ~Window(10), lambda b, h, i, j: i - j > 10
     arrays = [*qkv(LENGTH, KEYS), draw(4)]
-    found = ours(lambda q, k, v, sinks: blockwise(q, k, v, mask, sinks=sinks, return_lse=True), arrays)
-    assert_agree(found, theirs(lambda q, k, v, sinks: with_sinks(*flex(q, k, v, see), sinks), arrays))
-    assert not np.asarray(found[0][0])[:, :11].any()
+    results = ours(lambda q, k, v, sinks: blockwise(q, k, v, mask, sinks=sinks, return_lse=True), arrays)
+    assert_agree(results, theirs(lambda q, k, v, sinks: with_sinks(*flex(q, k, v, see), sinks), arrays))
+    assert not np.asarray(results[0][0])[:, :11].any()
 
 
-def test_all_at_once(blockwise, torch):
+def test_all_operands_together_match_flex(blockwise, torch):
     arrays = [*qkv(LENGTH, LENGTH), draw(2, 4, 1, LENGTH), draw(4)]
     dense = draw(1, 4, LENGTH, LENGTH) > -1.0
     flags, segments, lengths, hidden = (torch.from_numpy(x) for x in (FLAGS, SEGMENTS, LENGTHS, dense))
-    given = {"segment_ids": SEGMENTS, "kv_lengths": LENGTHS, "dense_mask": dense, "global_tokens": CHOSEN}
+    operands = {"segment_ids": SEGMENTS, "kv_lengths": LENGTHS, "dense_mask": dense, "global_tokens": CHOSEN}
 
     def run(q, k, v, bias, sinks):
         options = {"bias": bias, "sinks": sinks, "soft_cap": 2.0, "scale": 0.8, "return_lse": True}
-        arrays = {name: jnp.asarray(value) for name, value in given.items()}
+        arrays = {name: jnp.asarray(value) for name, value in operands.items()}
         return blockwise(q, k, v, BY_HEAD, **arrays, **options)
 
     def expected(q, k, v, bias, sinks):
@@ -270,19 +270,19 @@ def eager(function, mask, length, **options):
     return run
 
 
-def test_gpt_oss(blockwise):
-    """Its attention in a window, with sinks."""
+def test_window_with_sinks_matches_gpt_oss(blockwise):
+    """Attention in a window with sinks."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
     arrays, mask = [*qkv(LENGTH, LENGTH), draw(4)], Causal() & Window(11)
-    found = ours(lambda q, k, v, sinks: (blockwise(q, k, v, mask, sinks=sinks, scale=0.3),), arrays)
-    assert_agree(found, theirs(eager(eager_attention_forward, mask, LENGTH, scaling=0.3), arrays))
+    results = ours(lambda q, k, v, sinks: (blockwise(q, k, v, mask, sinks=sinks, scale=0.3),), arrays)
+    assert_agree(results, theirs(eager(eager_attention_forward, mask, LENGTH, scaling=0.3), arrays))
 
 
-def test_gemma_2(blockwise):
-    """Its attention in a window, capped."""
+def test_soft_cap_matches_gemma_2(blockwise):
+    """Attention in a window with a soft cap."""
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
     arrays, mask = qkv(LENGTH, LENGTH), Causal() & Window(11)
-    found = ours(lambda q, k, v: (blockwise(q, k, v, mask, soft_cap=1.5, scale=0.9),), arrays)
-    assert_agree(found, theirs(eager(eager_attention_forward, mask, LENGTH, scaling=0.9, softcap=1.5), arrays))
+    results = ours(lambda q, k, v: (blockwise(q, k, v, mask, soft_cap=1.5, scale=0.9),), arrays)
+    assert_agree(results, theirs(eager(eager_attention_forward, mask, LENGTH, scaling=0.9, softcap=1.5), arrays))

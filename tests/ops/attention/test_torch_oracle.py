@@ -86,25 +86,25 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name, blockwise):
+def test_masks_match_flex(name, blockwise):
     mask, mask_mod = MASKS[name]
     arrays = qkv(37, 53)
-    found = ours(lambda q, k, v: blockwise(q, k, v, mask, return_lse=True), arrays)
-    assert_agree(found, theirs(lambda q, k, v: flex(q, k, v, mask_mod), arrays))
+    results = ours(lambda q, k, v: blockwise(q, k, v, mask, return_lse=True), arrays)
+    assert_agree(results, theirs(lambda q, k, v: flex(q, k, v, mask_mod), arrays))
     blind = ~mask.to_dense(37, 53).any(axis=1)
-    assert not np.asarray(found[0][0])[:, blind].any() and not np.asarray(found[1][0])[:, blind].any()
+    assert not np.asarray(results[0][0])[:, blind].any() and not np.asarray(results[1][0])[:, blind].any()
 
 
 @pytest.mark.parametrize(
     ("length", "keys", "heads", "kv_heads"),
     [(53, 37, 3, 3), (41, 41, 6, 2), (1, 33, 4, 1), (33, 1, 2, 2), (1, 1, 1, 1)],
 )
-def test_shapes(length, keys, heads, kv_heads, blockwise):
+def test_shapes_match_flex(length, keys, heads, kv_heads, blockwise):
     arrays = qkv(length, keys, heads=heads, kv_heads=kv_heads)
     mask = Causal() | Blockwise(9)
-    found = ours(lambda q, k, v: blockwise(q, k, v, mask, scale=0.7, return_lse=True), arrays)
+    results = ours(lambda q, k, v: blockwise(q, k, v, mask, scale=0.7, return_lse=True), arrays)
     see = lambda b, h, i, j: (j <= i) | (i // 9 == j // 9)  # noqa: E731
-    assert_agree(found, theirs(lambda q, k, v: flex(q, k, v, see, scale=0.7), arrays))
+    assert_agree(results, theirs(lambda q, k, v: flex(q, k, v, see, scale=0.7), arrays))
 
 
 SEGMENTS = {
@@ -160,33 +160,33 @@ OPERANDS = {
 
 
 @pytest.mark.parametrize("name", OPERANDS)
-def test_operands(name, blockwise, torch):
+def test_operands_match_flex(name, blockwise, torch):
     mask, keys, operands, mask_mod = OPERANDS[name]
     arrays = qkv(40, keys)
-    given = {label: jnp.asarray(value) for label, value in operands.items()}
-    found = ours(lambda q, k, v: blockwise(q, k, v, mask, return_lse=True, **given), arrays)
+    arrays_of_case = {label: jnp.asarray(value) for label, value in operands.items()}
+    results = ours(lambda q, k, v: blockwise(q, k, v, mask, return_lse=True, **arrays_of_case), arrays)
     see = mask_mod({label: torch.from_numpy(value) for label, value in operands.items()})
-    assert_agree(found, theirs(lambda q, k, v: flex(q, k, v, see), arrays))
+    assert_agree(results, theirs(lambda q, k, v: flex(q, k, v, see), arrays))
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.05, 4.0])
-def test_scores_small_and_large(scale, blockwise):
-    """All weights alike, and most of the weight on one key."""
+def test_small_and_large_scores_match_flex(scale, blockwise):
+    """Nearly equal weights, and most of the weight on one key."""
     arrays = qkv(37, 37)
-    found = ours(lambda q, k, v: blockwise(q, k, v, Causal(), scale=scale, return_lse=True), arrays)
+    results = ours(lambda q, k, v: blockwise(q, k, v, Causal(), scale=scale, return_lse=True), arrays)
     expected = theirs(lambda q, k, v: flex(q, k, v, lambda b, h, i, j: j <= i, scale=scale), arrays)
-    assert_agree(found, expected)
+    assert_agree(results, expected)
 
 
-def test_merge_of_parts(blockwise):
-    """A window, what came before it, and the keys of another array: merged, they are the whole."""
+def test_merged_partials_match_flex(blockwise):
+    """The partials are a window, the keys before it, and the keys of another array."""
     q, k, v = qkv(37, 37)
     more_k, more_v = draw(2, 20, 2, 8, seed=5), draw(2, 20, 2, 6, seed=6)
 
     def parts(q, k, v, more_k, more_v):
         near, far = Causal() & Window(6), Causal() & ~Window(6)
-        own = [blockwise(q, k, v, mask, return_lse=True) for mask in (near, far)]
-        return merge(*own, blockwise(q, more_k, more_v, Full(), return_lse=True))
+        partials = [blockwise(q, k, v, mask, return_lse=True) for mask in (near, far)]
+        return merge(*partials, blockwise(q, more_k, more_v, Full(), return_lse=True))
 
     def whole(q, k, v, more_k, more_v):
         import torch
@@ -199,32 +199,32 @@ def test_merge_of_parts(blockwise):
 
 
 @pytest.mark.parametrize("mask", [Window(6), longformer(6, 3), RandomBlocks(4, 3, among=13), Causal()], ids=repr)
-def test_scaled_dot_product_attention(mask, blockwise, torch):
-    """With a dense mask; K < N."""
+def test_dense_mask_matches_sdpa(mask, blockwise, torch):
+    """K < N."""
     arrays = qkv(37, 53)
     dense = torch.from_numpy(mask.to_dense(37, 53))
-    found = ours(lambda q, k, v: (blockwise(q, k, v, mask),), arrays)
-    assert_agree(found, theirs(lambda q, k, v: sdpa(q, k, v, attn_mask=dense), arrays))
+    results = ours(lambda q, k, v: (blockwise(q, k, v, mask),), arrays)
+    assert_agree(results, theirs(lambda q, k, v: sdpa(q, k, v, attn_mask=dense), arrays))
 
 
 @pytest.mark.parametrize(("length", "keys", "kv_heads"), [(41, 41, 4), (37, 53, 2), (53, 37, 1)])
-def test_scaled_dot_product_attention_is_causal(length, keys, kv_heads, blockwise):
+def test_causal_mask_matches_sdpa(length, keys, kv_heads, blockwise):
     """Both count positions from the start of the queries and of the keys."""
     arrays = qkv(length, keys, kv_heads=kv_heads)
-    found = ours(lambda q, k, v: (blockwise(q, k, v, Causal()),), arrays)
-    assert_agree(found, theirs(lambda q, k, v: sdpa(q, k, v, is_causal=True), arrays))
+    results = ours(lambda q, k, v: (blockwise(q, k, v, Causal()),), arrays)
+    assert_agree(results, theirs(lambda q, k, v: sdpa(q, k, v, is_causal=True), arrays))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_is_what_its_public_function_gives(torch):
-    """The eager form that all others are held against."""
+def test_eager_flex_matches_its_public_function(torch):
+    """The other tests compare with the eager form."""
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     q, k, v = (torch.from_numpy(x) for x in qkv(37, 53))
     see = lambda b, h, i, j: (j <= i) & (i >= 2)  # noqa: E731
     bend = lambda score, b, h, i, j: score + (j - i) * torch.exp2(-(h + 1.0))  # noqa: E731
     blocks = create_block_mask(see, None, None, 37, 53, device="cpu")
-    turned = [x.transpose(1, 2) for x in (q, k, v)]
-    o, aux = flex_attention(*turned, bend, blocks, enable_gqa=True, return_aux=AuxRequest(lse=True))
-    for found, expected in zip(flex(q, k, v, see, bend), (o, aux.lse), strict=True):
-        torch.testing.assert_close(found, expected.transpose(1, 2))
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    o, aux = flex_attention(*heads_first, bend, blocks, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    for results, expected in zip(flex(q, k, v, see, bend), (o, aux.lse), strict=True):
+        torch.testing.assert_close(results, expected.transpose(1, 2))

@@ -24,7 +24,7 @@ def torch():
 
 
 def inputs(length, names):
-    """x [B, T, D], and a matrix [out, in] and a bias [out] for each name; so large that keys are told apart."""
+    """x [B, T, D], and a matrix [out, in] and a bias [out] for each name; so large that weights differ between keys."""
     pairs = [(0.4 * draw(WIDTH, WIDTH, seed=n), 0.4 * draw(WIDTH, seed=n)) for n in range(len(names))]
     return [draw(2, length, WIDTH), *(array for pair in pairs for array in pair)]
 
@@ -39,16 +39,16 @@ def module_of(module, names, **options):
     """The module of torch as a function of x and of its weights, in the order of `inputs`."""
     import torch
 
-    parts = [f"{name}.{part}" for name in names for part in ("weight", "bias")]
+    parameters = [f"{name}.{part}" for name in names for part in ("weight", "bias")]
 
     def run(x, *arrays):
-        return torch.func.functional_call(module, dict(zip(parts, arrays, strict=True)), (x,), options)[:1]
+        return torch.func.functional_call(module, dict(zip(parameters, arrays, strict=True)), (x,), options)[:1]
 
     return run
 
 
 def segments(queries, keys):
-    """Operands by which the queries that are True see the keys that are True, and the others nothing."""
+    """Operands with which queries that are True see the keys that are True, and other queries see nothing."""
     return {
         "segment_ids": jnp.asarray(queries, jnp.int32),
         "kv_segment_ids": jnp.where(jnp.asarray(keys), jnp.int32(1), jnp.int32(-1)),
@@ -104,41 +104,41 @@ def longformer_of_transformers(window, valid, chosen, names=LOCAL + FAR):
     [(8, VALID, GLOBALS), (4, VALID, GLOBALS), (16, VALID | True, GLOBALS[::-1])],
     ids=["padded", "narrow", "whole"],
 )
-def test_longformer(window, valid, chosen, blockwise):
+def test_longformer_matches_transformers(window, valid, chosen, blockwise):
     arrays = inputs(48, LOCAL + FAR)
     expected = theirs(longformer_of_transformers(window, valid, chosen), arrays)
     run = functools.partial(longformer_attention, blockwise, window=window, valid=valid, chosen=chosen)
     assert_agree(ours(lambda *a: (run(*a),), arrays), expected)
 
 
-def test_longformer_without_global_tokens(blockwise):
+def test_longformer_without_global_tokens_matches_transformers(blockwise):
     arrays = inputs(48, LOCAL)
 
     def run(x, *arrays):
         return (blockwise(*projections(x, arrays), Window(4), **segments(VALID, VALID)).reshape(x.shape),)
 
-    nobody = np.zeros((2, 0), np.int32)
-    assert_agree(ours(run, arrays), theirs(longformer_of_transformers(8, VALID, nobody, LOCAL), arrays))
+    no_tokens = np.zeros((2, 0), np.int32)
+    assert_agree(ours(run, arrays), theirs(longformer_of_transformers(8, VALID, no_tokens, LOCAL), arrays))
 
 
 KNOWN = (0, 1, 30)
 
 
 @pytest.mark.parametrize(
-    ("mask", "chosen", "given"),
+    ("mask", "chosen", "global_operand"),
     [
         (Window(4) | GlobalAt(KNOWN), np.tile(np.array(KNOWN, np.int32), (2, 1)), {}),
         (Window(4), GLOBALS, {"global_tokens": GLOBALS}),
     ],
     ids=["in the mask", "of each example"],
 )
-def test_longformer_with_one_set_of_projections(mask, chosen, given, blockwise):
-    """Where both sets hold the same weights it is one call, whether the global tokens are known or an operand."""
+def test_longformer_with_equal_projections_is_one_call(mask, chosen, global_operand, blockwise):
+    """With equal weights in both sets of projections, whether global tokens are static or an operand."""
     arrays = inputs(48, LOCAL)
     module = longformer_of_transformers(8, VALID, chosen)
 
     def run(x, *arrays):
-        operands = segments(VALID, VALID) | {name: jnp.asarray(value) for name, value in given.items()}
+        operands = segments(VALID, VALID) | {name: jnp.asarray(value) for name, value in global_operand.items()}
         return (blockwise(*projections(x, arrays), mask, **operands).reshape(x.shape),)
 
     assert_agree(ours(run, arrays), theirs(lambda x, *a: module(x, *a, *a), arrays))
@@ -162,18 +162,18 @@ def big_bird_of_transformers(valid, training):
         num_random_blocks=RANDOM,
         max_position_embeddings=64,
     )
-    module, plan = BigBirdBlockSparseAttention(config, seed=3).train(training), []
+    module, random_blocks = BigBirdBlockSparseAttention(config, seed=3).train(training), []
     draw_plan = module._bigbird_block_rand_mask_with_head
 
     def drawn(**options):
-        plan[:] = draw_plan(**options)
-        return plan
+        random_blocks[:] = draw_plan(**options)
+        return random_blocks
 
     module._bigbird_block_rand_mask_with_head = drawn
     create = BigBirdModel.create_masks_for_block_sparse_attn
     blocks, band, rows, columns = create(torch.from_numpy(valid).float(), BLOCK)
     masks = {"band_mask": band, "from_mask": rows, "to_mask": columns}
-    return module_of(module, LOCAL, from_blocked_mask=blocks, to_blocked_mask=blocks, **masks), plan
+    return module_of(module, LOCAL, from_blocked_mask=blocks, to_blocked_mask=blocks, **masks), random_blocks
 
 
 def big_bird_mask(length, drawn):
@@ -190,11 +190,11 @@ def big_bird_mask(length, drawn):
 
 
 @pytest.mark.parametrize("length", [28, 52])  # 7 blocks are drawn from by another rule than 13
-def test_big_bird(length, blockwise):
+def test_big_bird_matches_transformers(length, blockwise):
     arrays, valid = inputs(length, LOCAL), np.arange(length) < np.array([[length], [length - 6]])
-    run, plan = big_bird_of_transformers(valid, training=True)
+    run, random_blocks = big_bird_of_transformers(valid, training=True)
     expected = theirs(run, arrays)
-    mask = PerHead(tuple(big_bird_mask(length, drawn) for drawn in plan))
+    mask = PerHead(tuple(big_bird_mask(length, drawn) for drawn in random_blocks))
 
     def run(x, *arrays):
         return (blockwise(*projections(x, arrays), mask, **segments(valid, valid)).reshape(x.shape),)
@@ -202,19 +202,19 @@ def test_big_bird(length, blockwise):
     assert_agree(ours(run, arrays), expected)
 
 
-def test_big_bird_in_evaluation(blockwise):
-    """transformers draws nothing then: block 0 stands in the place of every random block, and counts as often more."""
+def test_big_bird_in_evaluation_matches_transformers(blockwise):
+    """transformers then takes block 0 in place of every random block, and counts it as often."""
     length = 28
     arrays, valid = inputs(length, LOCAL), np.ones((2, length), bool)
-    run, plan = big_bird_of_transformers(valid, training=False)
+    run, random_blocks = big_bird_of_transformers(valid, training=False)
     expected = theirs(run, arrays)
-    assert not np.any(plan)
+    assert not np.any(random_blocks)
     again = Where(lambda i, j: (j < BLOCK) & (i >= BLOCK) & (i < length - BLOCK))
 
     def run(x, *arrays):
         q, k, v = projections(x, arrays)
-        whole = blockwise(q, k, v, big_bird_mask(length, plan[0]), return_lse=True)
+        full = blockwise(q, k, v, big_bird_mask(length, random_blocks[0]), return_lse=True)
         first = blockwise(q, k, v, again, return_lse=True)
-        return (merge(whole, *[first] * RANDOM)[0].reshape(x.shape),)
+        return (merge(full, *[first] * RANDOM)[0].reshape(x.shape),)
 
     assert_agree(ours(run, arrays), expected)

@@ -197,6 +197,3 @@ def _searched(mask: Mask, tiles: BlockMask, length: int, keys: int, block: int, 
         count = allowed.sum(axis=(1, 2))
         some_pair[undecided[part]], every_pair[undecided[part]] = count > 0, count == area[part]
     return dataclasses.replace(tiles, every=every_pair).select(some_pair)
-
-
-live = active_tiles

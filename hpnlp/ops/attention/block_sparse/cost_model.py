@@ -56,15 +56,15 @@ def score_cost(block: int, key_block: int) -> float:
 
 # Scores of one step, over all heads that run together: about what keeps all cores busy and still fits the caches. Smaller
 # steps lose time to overhead, larger ones to cache misses.
-TILE = 1 << 20
+STEP_SCORES = 1 << 20
 
 # Elements of the queries (or keys) that are copied into blocks at a time, as long as at least one head is left. Copies of all
 # heads at once are faster, but double the memory of long sequences: with this limit a window at T 65536 peaked at 1.85 GB
 # instead of 2.41 GB and took 10 % longer.
-LAID = 1 << 23
+MAX_COPIED_ELEMENTS = 1 << 23
 
 # Most keys that one query block reads in one step. Wider steps have less overhead; narrower ones leave room for more query
-# blocks in a step of TILE scores.
+# blocks in a step of STEP_SCORES scores.
 MAX_STEP_KEYS = 1024
 
 # Overhead of a step per query block, in keys, where the width of steps is chosen.
@@ -96,9 +96,9 @@ def query_blocks_per_step(scores: int) -> int:
       scores: Scores of one query block in one step, over all heads.
 
     Returns:
-      The largest power of two with which a step has at most TILE scores, at least 1.
+      The largest power of two with which a step has at most STEP_SCORES scores, at least 1.
     """
-    return 1 << max((TILE // max(scores, 1)).bit_length() - 1, 0)
+    return 1 << max((STEP_SCORES // max(scores, 1)).bit_length() - 1, 0)
 
 
 def step_keys(width: int, key_block: int) -> int:
@@ -131,10 +131,10 @@ def tile_group_cost(steps: int, evaluated_steps: int, step_scores: int) -> float
 # --- Decomposition of a mask into sub-masks --------------------------------------------------------------------------
 
 # Cost of a query whose partial results are merged with those of other sub-masks, in scores per head.
-MERGING = 30
+MERGE_COST = 30
 
 # Cost of a token that is moved to another place of the sequence and back, in scores per head.
-FOLDING = 80
+PERMUTE_COST = 80
 
 # A sub-mask runs on its own queries or keys alone if they are at most this many; keys also if they are at most half of all.
 # The indices are constants of the program.
@@ -151,7 +151,7 @@ def sub_mask_overhead(merged_queries: int, permuted_tokens: float) -> float:
     Returns:
       The cost, in scores.
     """
-    return MERGING * merged_queries + FOLDING * permuted_tokens
+    return MERGE_COST * merged_queries + PERMUTE_COST * permuted_tokens
 
 
 # --- Short sequences: statically unrolled query blocks ---------------------------------------------------------------

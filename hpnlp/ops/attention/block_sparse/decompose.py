@@ -30,12 +30,12 @@ class TokenSelection:
     Attributes:
       stride: If over 1, the tokens are permuted: the residue classes of the positions modulo `stride` become examples of the
         batch. `rows` and `keys` are then None.
-      rows: Positions of the queries, ascending; None for all.
+      queries: Positions of the queries, ascending; None for all.
       keys: Positions of the keys, ascending; None for all.
     """
 
     stride: int = 1
-    rows: tuple[int, ...] | None = None
+    queries: tuple[int, ...] | None = None
     keys: tuple[int, ...] | None = None
 
     def shape(self, length: int, keys: int) -> tuple[int, int]:
@@ -50,7 +50,7 @@ class TokenSelection:
         """
         if self.stride > 1:
             return -(-length // self.stride), -(-keys // self.stride)
-        return length if self.rows is None else len(self.rows), keys if self.keys is None else len(self.keys)
+        return length if self.queries is None else len(self.queries), keys if self.keys is None else len(self.keys)
 
     def restrict(self, mask: Mask) -> Mask:
         """The mask as a function of indices into the selected tokens, from which active tiles are found.
@@ -75,21 +75,28 @@ class SubMask:
     """A part of a mask that is computed by one schedule.
 
     Attributes:
-      mask: The allowed pairs, a function of positions, or of positions divided by `order.stride` if `quotients`.
-      order: The tokens over which the sub-mask is computed.
-      blocks: The schedule, over indices into the selected tokens.
-      quotients: True if every residue class has the same mask over positions divided by `order.stride`.
+      mask: The allowed pairs, a function of positions, or of positions divided by `selection.stride` if
+        `over_quotients`.
+      selection: The tokens over which the sub-mask is computed.
+      schedule: The schedule, over indices into the selected tokens.
+      over_quotients: True if every residue class has the same mask over positions divided by `selection.stride`.
     """
 
     mask: Mask
-    order: TokenSelection
-    blocks: BlockSchedule
-    quotients: bool
+    selection: TokenSelection
+    schedule: BlockSchedule
+    over_quotients: bool
 
 
 @functools.lru_cache(maxsize=256)
 def decompose(
-    mask: Mask, length: int, keys: int, block_size: int | None, heads: int, undivided: bool
+    mask: Mask,
+    length: int,
+    keys: int,
+    block_size: int | None,
+    heads: int,
+    undivided: bool,
+    divide_all: bool = False,
 ) -> tuple[SubMask, ...]:
     """The cheapest decomposition of a T x S mask into disjoint sub-masks, by the cost model.
 
@@ -100,6 +107,7 @@ def decompose(
       block_size: Queries and keys in a block; None for the cheapest of `cost_model.tile_sizes()`.
       heads: Number of (batch, head) pairs that run together, at most.
       undivided: Whether the mask must stay in one part, over all tokens in their own order.
+      divide_all: Whether all patterns that have a selection of their own become sub-masks, whatever the cost.
 
     Returns:
       The sub-masks, whose union is `mask`.
@@ -111,6 +119,8 @@ def decompose(
     subsets = itertools.chain.from_iterable(
         itertools.combinations(selections, size) for size in range(len(selections) + 1)
     )
+    if divide_all:
+        subsets = [tuple(selection for selection in selections if () not in (selection.queries, selection.keys))]
 
     def cost(candidate: Iterable[tuple[Mask, TokenSelection]]) -> float:
         costs = (_best_tiles(part, selection, length, keys, block_size)[0] for part, selection in candidate)
@@ -128,7 +138,7 @@ def _terms_by_selection(mask: Mask, length: int, keys: int) -> dict[TokenSelecti
     terms: dict[TokenSelection, list[Mask]] = {}
     for term in mask.union_terms():
         terms.setdefault(_suitable_selection(term, length, keys), []).append(term)
-    for name in ("rows", "keys"):
+    for name in ("queries", "keys"):
         same = [selection for selection in terms if getattr(selection, name) is not None]
         if len(same) > 1:
             union = sorted(set(itertools.chain.from_iterable(getattr(selection, name) for selection in same)))
@@ -143,7 +153,7 @@ def _suitable_selection(term: Mask, length: int, keys: int) -> TokenSelection:
     for factor in factors:
         indices = factor.query_indices(length)
         if indices is not None and len(indices) <= cost_model.MAX_SELECTED_TOKENS:
-            return TokenSelection(rows=tuple(indices))
+            return TokenSelection(queries=tuple(indices))
     stride = math.lcm(*(factor.residue_period() for factor in factors))
     if stride > 1:
         return TokenSelection(stride=stride) if stride <= min(length, keys) else ALL_TOKENS
@@ -181,10 +191,10 @@ class _SelectedMask(Mask):
     selection: TokenSelection
 
     def at(self, q: Any, k: Any) -> Any:
-        return self.mask.at(_positions(q, self.selection.rows), _positions(k, self.selection.keys))
+        return self.mask.at(_positions(q, self.selection.queries), _positions(k, self.selection.keys))
 
     def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
-        rows, keys = self.selection.rows, self.selection.keys
+        rows, keys = self.selection.queries, self.selection.keys
         return self.mask.tile(_positions(q0, rows), _positions(q1, rows), _positions(k0, keys), _positions(k1, keys))
 
 
@@ -218,7 +228,7 @@ def _best_tiles(
     cost, tile = min(candidates, key=lambda candidate: candidate[0])
     cost *= selection.stride
     if selection != ALL_TOKENS:
-        merged = length if selection.rows is None else queries
+        merged = length if selection.queries is None else queries
         cost += cost_model.sub_mask_overhead(merged, (length + keys) / 2 if selection.stride > 1 else 0.0)
     return cost, tile
 
@@ -257,13 +267,8 @@ def _sub_mask(
         inside &= (last_query * selection.stride <= length) & (last_key * selection.stride <= keys)
     tiles = dataclasses.replace(tiles, every=tiles.every & inside)
     schedule = make_schedule(tiles, queries, block, key_block, heads * selection.stride)
-    quotients = False
+    over_quotients = False
     if selection.stride > 1:
-        folded, quotients = mask.fold(selection.stride)
-        mask = folded if quotients else mask
-    return SubMask(mask, selection, schedule, quotients)
-
-
-Order = TokenSelection
-Part = SubMask
-parts = decompose
+        folded, over_quotients = mask.fold(selection.stride)
+        mask = folded if over_quotients else mask
+    return SubMask(mask, selection, schedule, over_quotients)

@@ -1,111 +1,187 @@
-"""What both drivers of the executor share: the operands that are known at run time, and the layouts of a tile's arrays."""
+"""Records of the block-sparse executor, and how they follow from the `Operands` of a call."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import enum
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from hpnlp.ops.attention.block_sparse.tile import Options, TokenInfo
+from hpnlp.ops.attention.masks.base import Mask
+from hpnlp.ops.attention.operands import Operands, as_flags
+from hpnlp.ops.dropout import seed_words
+
+
+class Form(enum.Enum):
+    """Forms of the executor. By default it chooses among them by size and estimated cost."""
+
+    UNROLLED = "unrolled"
+    """A Python loop over query blocks, each against one span of keys."""
+    SCAN = "scan"
+    """One scan over the schedule of the whole mask."""
+    PERMUTED = "permuted"
+    """A scan for each sub-mask that can run over permuted tokens, and one for the remaining pairs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The static part of a call.
+
+    Attributes:
+      mask: the pattern.
+      scale: factor of the scores.
+      soft_cap: scores become soft_cap * tanh(score / soft_cap); None for no cap.
+      dropout_rate: probability that a weight is dropped.
+      block_size: queries and keys in a block; None for the executor's choice.
+      bias_jaxpr: jaxpr of a bias function of (head, query position, key position); None for an array or no bias.
+      form: the form that is forced; None for the executor's choice.
+    """
+
+    mask: Mask
+    scale: float
+    soft_cap: float | None = None
+    dropout_rate: float = 0.0
+    block_size: int | None = None
+    bias_jaxpr: Any = None
+    form: Form | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Operands:
-    """The run-time operands of a call.
+class TokenInfo:
+    """Properties of the queries or of the keys of a call, a block or a tile: arrays [..., r] for r tokens.
 
-    rows, columns: what is known of the queries and the keys, `[B or 1, T]` and `[B or 1, S]`. lengths `[B]`. seed: the
-    dropout key's words. heads `[B, N]`: a number for each (batch, head), for dropout; names `[1, N]`: what a bias
-    function is asked for. dense `[B, N, T, S]`: what may be seen, any axis 1. bias: an array `[B, N, T, S]`, any axis 1, or
-    the constants of the bias function.
+    Of a whole call the leading axis is B, or 1 where all examples share the property. Arrays are numpy where they are known
+    while tracing.
+
+    Attributes:
+      index: int32, index in the sequence; -1 for padding.
+      position: int32, position at which dropout and bias functions are evaluated; None where it is the index.
+      mask_position: int32, position at which the mask is evaluated; None where it is `position_or_index`.
+      segment: int32, segment id; None without segments.
+      is_global: bool, the token sees all tokens and is seen by all; None without global tokens.
     """
 
-    rows: TokenInfo
-    columns: TokenInfo
+    index: Any
+    position: Any = None
+    mask_position: Any = None
+    segment: Any = None
+    is_global: Any = None
+
+    @property
+    def position_or_index(self) -> Any:
+        """Position for dropout and bias functions."""
+        return self.index if self.position is None else self.position
+
+    @property
+    def position_in_mask(self) -> Any:
+        """Position for the mask."""
+        return self.position_or_index if self.mask_position is None else self.mask_position
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExecutorOperands:
+    """The run-time operands of a call in the form that tiles are cut from; None for absent ones.
+
+    Attributes:
+      queries: properties of the queries, [B or 1, T] each.
+      keys: properties of the keys, [B or 1, S] each.
+      lengths: int32 [B]; keys at indices from lengths[b] on are hidden.
+      seed: uint32 [words], the words of the dropout key.
+      streams: int32 [B, N], a number for each (batch, head), for dropout.
+      heads: int32 [1, N], the numbers that a bias function receives.
+      dense: bool [B, N, T, S], any axis may be 1; False hides.
+      bias: float [B, N, T, S], any axis may be 1; or the arrays that a bias function closes over.
+    """
+
+    queries: TokenInfo
+    keys: TokenInfo
     lengths: Any = None
     seed: Any = None
+    streams: Any = None
     heads: Any = None
-    names: Any = None
     dense: Any = None
     bias: Any = None
 
-
-def zeros(*shape: int) -> Float[Array, "..."]:
-    """float32, whatever the default of the process."""
-    return jnp.zeros(shape, jnp.float32)
-
-
-def rows_of(x: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K G T H"]:
-    return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3]).transpose(0, 2, 3, 1, 4)
+    @property
+    def mask_is_static(self) -> bool:
+        """True if the mask and the indices decide which pairs the mask allows: there are no positions or global tokens."""
+        return self.queries.position is None and self.queries.is_global is None
 
 
-def key_rows(x: Float[Array, "B S K H"]) -> Float[Array, "B K S H"]:
-    return x.transpose(0, 2, 1, 3)
+def executor_records(
+    q: Array,
+    k: Array,
+    mask: Mask,
+    operands: Operands,
+    *,
+    block_size: int | None,
+    form: Form | None,
+    heads: tuple[tuple[int, ...], int],
+) -> tuple[Options, ExecutorOperands]:
+    """Options and operands of the executor from those of a call.
+
+    Args:
+      q: queries [B, T, N, H].
+      k: keys [B, S, K, H].
+      mask: pattern of all these heads.
+      operands: of the call; their scale is a number or None, and sinks are ignored.
+      block_size: queries and keys in a block, or None.
+      form: the form that is forced, or None.
+      heads: numbers of the N heads, and the number of heads of the whole call.
+
+    Returns:
+      The static and the run-time part.
+    """
+    (b, t), s, (numbers, count) = q.shape[:2], k.shape[1], heads
+    jaxpr, bias = _bias_operand(operands.bias)
+    # Python floats, by which jax.jit tells calls apart; callers may pass arrays of one number.
+    scale = q.shape[-1] ** -0.5 if operands.scale is None else float(operands.scale)
+    soft_cap = None if operands.soft_cap is None else float(operands.soft_cap)
+    options = Options(mask, scale, soft_cap, float(operands.dropout_rate), block_size, jaxpr, form)
+    rng: Any = operands.rng if operands.dropout_rate > 0 else None
+    seed = None if rng is None else seed_words(rng)
+    head_numbers = jnp.asarray(numbers, jnp.int32)
+    streams = None if rng is None else operands.streams
+    if rng is not None and streams is None:
+        streams = jnp.arange(b, dtype=jnp.int32)[:, None] * count + head_numbers[None]
+    is_global = None if operands.global_tokens is None else as_flags(operands.global_tokens, t)
+    return options, ExecutorOperands(
+        TokenInfo(_indices(t), _int32(operands.positions), None, _int32(operands.segment_ids), is_global),
+        TokenInfo(_indices(s), _int32(operands.kv_positions), None, _int32(operands.kv_segment_ids), is_global),
+        _int32(operands.kv_lengths),
+        seed,
+        _int32(streams),
+        head_numbers[None] if jaxpr is not None else None,
+        _four_axes(operands.dense_mask),
+        _four_axes(bias) if jaxpr is None else bias,
+    )
 
 
-def from_rows(x: Float[Array, "B K G T H"]) -> Float[Array, "B T N H"]:
-    return x.transpose(0, 3, 1, 2, 4).reshape(x.shape[0], x.shape[3], -1, x.shape[4])
+def _bias_operand(bias: Any) -> tuple[Any, Any]:
+    """(None, array or None), or the jaxpr of a bias function and the arrays that the function closes over."""
+    return _trace(bias) if callable(bias) else (None, bias)
 
 
-def from_columns(x: Float[Array, "B K H S"]) -> Float[Array, "B S K H"]:
-    return x.transpose(0, 3, 1, 2)
+def _trace(function: Callable[..., Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The jaxpr of a function of three int32 scalars, and the arrays that the function closes over."""
+    closed = jax.make_jaxpr(function)(*(jnp.int32(0),) * 3)
+    return closed.jaxpr, tuple(closed.consts)
 
 
-def per_row(x: Float[Array, "B T N"], kv_heads: int) -> Float[Array, "B K G T"]:
-    return x.reshape(*x.shape[:2], kv_heads, -1).transpose(0, 2, 3, 1)
+def _indices(length: int) -> Array:
+    return jnp.arange(length, dtype=jnp.int32)[None]
 
 
-# Each of these is one transpose: XLA:CPU makes a pass of each step of one that takes several.
+def _int32(x: Any) -> Any:
+    return None if x is None else jnp.asarray(x, jnp.int32)
 
 
-def to_blocks(x: Array, block: int, heads: tuple[int, ...] = (), fill: Any = 0) -> Array:
-    """Cuts T into blocks, padded at the end: `[B, T, N, ...]` with N as `heads` (`[B, T]` where there are none) as
-    `[blocks, B, *heads, block, ...]`."""
-    count, n = -(-x.shape[1] // block), len(heads)
-    if count * block != x.shape[1]:
-        padding = [(0, 0), (0, count * block - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, padding, constant_values=fill)
-    x = x.reshape(x.shape[0], count, block, *heads, *x.shape[2 + (n > 0) :])
-    return x.transpose(1, 0, *range(3, 3 + n), 2, *range(3 + n, x.ndim))
-
-
-def from_blocks(x: Array, length: int) -> Array:
-    """Undoes `to_blocks` of arrays with heads and features."""
-    x = x.transpose(1, 0, x.ndim - 2, *range(2, x.ndim - 2), x.ndim - 1)
-    return x.reshape(x.shape[0], -1, math.prod(x.shape[3:-1]), x.shape[-1])[:, :length]
-
-
-def by_key_head(x: Any, kv_heads: int) -> Any:
-    """`[B, N or 1, ...]` as `[B, K or 1, G or 1, ...]`."""
-    if x is None or x.shape[1] == 1:
-        return None if x is None else x[:, :, None]
-    return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
-
-
-def bias_tile(
-    options: Options, constants: Any, names: Array, rows: TokenInfo, columns: TokenInfo
-) -> Float[Array, "*a r c"]:
-    """The bias function over a tile, `[..., K, G, r, c]`; names `[..., K, G]`."""
-    function = jaxpr_as_fun(ClosedJaxpr(options.bias, constants))
-    one = lambda head, q, k: function(head, q, k)[0]  # noqa: E731
-    tile = jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, None))
-    heads = jax.vmap(jax.vmap(tile, (0, None, None)), (0, None, None))
-    lead = jnp.broadcast_shapes(names.shape[:-2], rows.spot.shape[:-1], columns.spot.shape[:-1])
-    flat = lambda x, keep: jnp.broadcast_to(x, lead + x.shape[-keep:]).reshape(-1, *x.shape[-keep:])  # noqa: E731
-    spot = lambda side: flat(jnp.where(side.index >= 0, side.spot, 0), 1)  # noqa: E731  (padding asks for a place that is there)
-    out = jax.vmap(heads)(flat(names, 2), spot(rows), spot(columns))
-    return out.reshape(*lead, *out.shape[1:]).astype(jnp.float32)
-
-
-def add_bias(sums: Any, bias: Any, operand: Any, db: Array) -> Any:
-    """`sums` and what a tile's `db` means for the operand of its bias."""
-    shape = jax.eval_shape(bias, operand)
-    axes = tuple(axis for axis in range(db.ndim) if shape.shape[axis] == 1 != db.shape[axis])
-    db = db.sum(axis=axes, keepdims=True).astype(shape.dtype) if axes else db.astype(shape.dtype)
-    (found,) = jax.vjp(bias, operand)[1](db)
-    return jax.tree.map(lambda a, b: a if b.dtype == jax.dtypes.float0 else a + b.astype(a.dtype), sums, found)
+def _four_axes(x: Any) -> Any:
+    """An array that broadcasts to [B, N, T, S] with leading axes of 1 up to four."""
+    return None if x is None else jnp.asarray(x).reshape((1,) * (4 - x.ndim) + x.shape)

@@ -34,12 +34,12 @@ class TileGroup:
       first: int32 `[steps]`, the first query block of each step; the step computes blocks first to first + R - 1.
       keys: int32 `[steps, R, w]`, the key blocks that each query block reads, in any order; -1 marks an unused place. A query
         block reads a key block in at most one step of a schedule.
-      tested: int8 `[steps]`, the TileState of each step; bool or another integer type in schedules made at run time.
+      state: int8 `[steps]`, the TileState of each step; bool or another integer type in schedules made at run time.
     """
 
     first: Any
     keys: Any
-    tested: Any
+    state: Any
 
 
 @jax.tree_util.register_dataclass
@@ -62,22 +62,22 @@ class BlockSchedule:
     With one head, the four query blocks are far less work than a step should have, so that one step computes all (R = 4,
     w = 3). Query blocks 0 and 1 have unused places. The mask is evaluated, because some tiles are partly allowed:
 
-        TileGroup(first=[0], keys=[[[0, -1, -1], [0, 1, -1], [0, 1, 2], [1, 2, 3]]], tested=[EVALUATE_MASK])
+        TileGroup(first=[0], keys=[[[0, -1, -1], [0, 1, -1], [0, 1, 2], [1, 2, 3]]], state=[EVALUATE_MASK])
 
     With very many heads, every query block is a step of its own (R = 1):
 
         TileGroup(first=[0, 1, 2, 3], keys=[[[0, -1, -1]], [[0, 1, -1]], [[0, 1, 2]], [[1, 2, 3]]],
-                  tested=[EVALUATE_MASK, EVALUATE_MASK, EVALUATE_MASK, EVALUATE_MASK])
+                  state=[EVALUATE_MASK, EVALUATE_MASK, EVALUATE_MASK, EVALUATE_MASK])
 
     Attributes:
-      visits: The steps, grouped by shape.
+      groups: The steps, grouped by shape.
       block: Queries in a block.
       key_block: Keys in a block.
       once: True only if every query block is in exactly one step. Its result is then final after the step, and no running
         sums are kept.
     """
 
-    visits: tuple[TileGroup, ...]
+    groups: tuple[TileGroup, ...]
     block: int = dataclasses.field(metadata={"static": True})
     key_block: int = dataclasses.field(metadata={"static": True})
     once: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -137,8 +137,8 @@ def _cost(groups: Sequence[TileGroup], tile_scores: int) -> float:
     """Cost of all steps, where a tile has `tile_scores` scores in all heads together."""
     costs = (
         cost_model.tile_group_cost(
-            group.tested.size,
-            int(np.count_nonzero(group.tested == TileState.EVALUATE_MASK)),
+            group.state.size,
+            int(np.count_nonzero(group.state == TileState.EVALUATE_MASK)),
             tile_scores * group.keys[0].size,
         )
         for group in groups
@@ -269,6 +269,3 @@ def _joint_state(states: np.ndarray) -> np.ndarray:
     """The TileState of steps that each join R steps, int8 `[n]`, from the states `[n, R]` of these."""
     evaluate = (states == TileState.EVALUATE_MASK).any(axis=1)
     return np.where(evaluate, TileState.EVALUATE_MASK, states.max(axis=1)).astype(np.int8)
-
-
-plan = make_schedule

@@ -1,14 +1,16 @@
-"""The arithmetic of one tile: a block of queries against some keys, forward and backward.
+"""Arithmetic of one tile: a block of queries against some keys, forward and backward.
 
-Arrays inside a tile carry any leading axes, then K key heads and the G query heads that read each: rows of queries
-`[..., K, G, r, H]` and of keys `[..., K, c, H]`. The gradients of keys come out with the features in front of the rows, which
-is called columns: `[..., K, H, c]`.
+Arrays of a tile have any leading axes, then K key heads and the G query heads that read each of them: queries
+`[..., K, G, r, H]` and keys `[..., K, c, H]`. Gradients of keys have the features before the tokens, `[..., K, H, c]`, because
+XLA:CPU takes three times as long for the transposed score products `p^T do` and `ds^T q` as for their transposes; they are
+transposed once at the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from hpnlp.ops.attention.block_sparse.operands import Options, TokenInfo
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.dropout import keep_mask
 
-# A finite stand-in for the maximum of a row that sees nothing, so that exp(-inf - FLOOR) is 0 and not NaN; below no score.
+# A finite stand-in for the maximum of a row that sees nothing, below every score: exp(-inf - FLOOR) is 0 and not NaN.
 FLOOR = float(np.finfo(np.float32).min)
 
 Visible = Bool[np.ndarray, "*a r c"] | Bool[Array, "*a r c"] | None
@@ -27,187 +30,304 @@ Visible = Bool[np.ndarray, "*a r c"] | Bool[Array, "*a r c"] | None
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TokenInfo:
-    """What is known of some queries or keys, `[..., r]` each, numpy where static.
+class TileMask:
+    """Visibility, dropout pattern and bias of one tile; each broadcasts to `[..., K, G, r, c]`.
 
-    index: places in the sequence, -1 for padding. position: what dropout and the bias function are asked for, the index
-    where None. asked: what the mask is asked for, the position where None. segment. everywhere: sees all and is seen by
-    all.
+    Attributes:
+      visible: bool, query r sees key c; None where all queries see all keys.
+      kept: bool, dropout keeps the weight; None without dropout.
+      bias: float, added to the scaled scores; None without bias.
     """
 
-    index: Any
-    position: Any = None
-    asked: Any = None
-    segment: Any = None
-    everywhere: Any = None
-
-    @property
-    def spot(self) -> Any:
-        return self.index if self.position is None else self.position
-
-    @property
-    def at(self) -> Any:
-        return self.spot if self.asked is None else self.asked
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The static part of a call. bias: the jaxpr of a bias function."""
-
-    mask: Mask
-    scale: float
-    soft_cap: float | None = None
-    dropout_rate: float = 0.0
-    block_size: int | None = None
-    bias: Any = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TileMask:
-    """What decides about the pairs of a tile, each broadcasting to `[..., K, G, r, c]` or None: which query sees which
-    key, which weights dropout keeps, and what is added to the scores."""
-
-    see: Any = None
+    visible: Any = None
     kept: Any = None
     bias: Any = None
-
-
-def visible(mask: Mask, rows: TokenInfo, columns: TokenInfo, lengths: Any, dense: Any = None) -> Visible:
-    """Which query of the tile may see which key, `[..., 1, 1, r, c]`; None where all see all, numpy where that is known
-    while tracing. lengths `[...]`; dense as `see` in Around."""
-    see = mask.at(rows.at[..., :, None], columns.at[..., None, :])
-    if rows.everywhere is not None:
-        see = see | rows.everywhere[..., :, None] | columns.everywhere[..., None, :]
-    if rows.segment is not None:
-        see = see & (rows.segment[..., :, None] == columns.segment[..., None, :])
-    if lengths is not None:
-        see = see & (columns.index[..., None, :] < lengths[..., None, None])
-    see = see[..., None, None, :, :]
-    if dense is not None:
-        see = see & dense
-    return None if isinstance(see, np.ndarray) and see.all() else see
-
-
-def drop_hidden(see: Visible, keys: Array) -> Array:
-    """Zeroes the keys (or values) that no query of the tile sees: 0 * NaN would be NaN."""
-    if see is None:
-        return keys
-    seen: Any = see.any(axis=(-3, -2))
-    if isinstance(seen, np.ndarray) and seen.all():
-        return keys
-    return jnp.where(seen[..., None], keys, jnp.zeros((), keys.dtype))
-
-
-def keep(options: Options, seed: Array, heads: Array, rows: TokenInfo, columns: TokenInfo) -> Bool[Array, "*a r c"]:
-    """The dropout pattern of a tile. heads `[..., K, G]`: a number that is unique to each (batch, head)."""
-    q, k = rows.spot[..., None, None, :, None], columns.spot[..., None, None, None, :]
-    return keep_mask(seed, heads[..., None, None], q, k, options.dropout_rate)
-
-
-def _scores(options: Options, q: Array, k: Array, around: TileMask) -> tuple[Array, Any]:
-    """Scores in float32, -inf where hidden: the exponential then gives exact zeros in the same fused pass; and the tanh of
-    the soft cap."""
-    # In float32 the queries are scaled, not the scores: XLA:CPU would make that a pass of its own.
-    early = options.scale if q.dtype == jnp.float32 else 1.0
-    s = _with_keys(q * early if early != 1.0 else q, k, 2)
-    s = s if early != 1.0 else s * options.scale
-    s = s if around.bias is None else s + around.bias.astype(jnp.float32)
-    squashed = None
-    if options.soft_cap is not None:
-        squashed = jnp.tanh(s / options.soft_cap)
-        s = options.soft_cap * squashed
-    return s if around.see is None else jnp.where(around.see, s, -jnp.inf), squashed
-
-
-def forward(
-    options: Options, q: Array, k: Array, v: Array, around: TileMask
-) -> tuple[Float[Array, "*a"], Float[Array, "*a"], Float[Array, "*a Hv"]]:
-    """(top, total, sum): the rows' maxima and the sums of exp(score - top), plain and weighted with the values."""
-    k, v = drop_hidden(around.see, k), drop_hidden(around.see, v)
-    s, _ = _scores(options, q, k, around)
-    # A constant to derivatives, since it cancels; second ones through a maximum are wrong in unoptimised XLA:CPU programs.
-    top = jax.lax.stop_gradient(jnp.maximum(s.max(axis=-1), FLOOR))
-    p = jnp.exp(s - top[..., None])
-    return top, p.sum(axis=-1), _with_keys(_dropped(options, p, around.kept).astype(v.dtype), v, 1)
-
-
-def finish(top: Array, total: Array, weighted: Array) -> tuple[Array, Array, Array]:
-    """(o, lse, rest) of rows whose keys have all been summed; see `log_sum`."""
-    return weighted / jnp.where(total != 0, total, 1.0)[..., None], *log_sum(top, total)
-
-
-def log_sum(top: Array, total: Array) -> tuple[Array, Array]:
-    """(lse, rest): top + log(total), rounded, and what the rounding took away. Where scores are large, as those of rows
-    that a bias of -1e9 hides, exp(score - lse) is a weight no more; exp(score - lse - rest) is."""
-    some = total != 0  # NaN is something
-    log = jnp.log(jnp.where(some, total, 1.0))
-    lse = top + log
-    return jnp.where(some, lse, -jnp.inf), jnp.where(some, (top - lse) + log, 0.0)
-
-
-def join(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    """`forward` of two tiles of the same rows, as of one."""
-    top = jnp.maximum(a[0], b[0])
-    wa, wb = jnp.exp(a[0] - top), jnp.exp(b[0] - top)
-    return top, a[1] * wa + b[1] * wb, a[2] * wa[..., None] + b[2] * wb[..., None]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QueryResiduals:
-    """What the backward pass knows of the queries of a tile.
+    """Residuals of queries for the backward pass, in the axes of a call `[B, T, N, ...]` or of a tile `[..., K, G, r, ...]`.
 
-    q `[..., K, G, r, H]`, do `[..., K, G, r, Hv]`, lse, rest and delta `[..., K, G, r]`: lse is +inf for rows that saw
-    nothing, so that their probabilities are 0; delta is rowsum(do * o) - dlse, which the softmax's derivative subtracts.
+    Attributes:
+      q: queries [..., H].
+      do: cotangent of the output [..., Hv].
+      lse: float32, log-sum-exp; +inf in rows that see nothing, so that their probabilities are 0.
+      lse_low: float32, what rounding took away from the log-sum-exp, see `log_sum`.
+      delta: float32, rowsum(do * o) - dlse, which the derivative of the softmax subtracts.
     """
 
     q: Any
     do: Any
     lse: Any
-    rest: Any
+    lse_low: Any
     delta: Any
 
 
+def visible_pairs(mask: Mask, queries: TokenInfo, keys: TokenInfo, lengths: Any, dense: Any = None) -> Visible:
+    """The pairs of a tile that the mask and the operands allow.
+
+    Args:
+      mask: the pattern.
+      queries: properties of the queries, [..., r] each.
+      keys: properties of the keys, [..., c] each.
+      lengths: int32 [...], or None.
+      dense: bool, broadcasts to [..., K, G, r, c], or None.
+
+    Returns:
+      bool [..., 1, 1, r, c], or of the shape of dense: numpy where all arguments are. None where all pairs are allowed and
+      this is known while tracing.
+    """
+    visible = mask.at(queries.position_in_mask[..., :, None], keys.position_in_mask[..., None, :])
+    if queries.is_global is not None:
+        visible = visible | queries.is_global[..., :, None] | keys.is_global[..., None, :]
+    if queries.segment is not None:
+        visible = visible & (queries.segment[..., :, None] == keys.segment[..., None, :])
+    if lengths is not None:
+        visible = visible & (keys.index[..., None, :] < lengths[..., None, None])
+    visible = visible[..., None, None, :, :]
+    if dense is not None:
+        visible = visible & dense
+    return None if isinstance(visible, np.ndarray) and visible.all() else visible
+
+
+def zero_hidden(visible: Visible, keys: Array) -> Array:
+    """Keys or values, with 0 for those that no query of the tile sees, because 0 * NaN is NaN.
+
+    Args:
+      visible: as in `TileMask`.
+      keys: [..., K, c, H].
+
+    Returns:
+      [..., K, c, H].
+    """
+    if visible is None:
+        return keys
+    seen: Any = visible.any(axis=(-3, -2))
+    if isinstance(seen, np.ndarray) and seen.all():
+        return keys
+    return jnp.where(seen[..., None], keys, jnp.zeros((), keys.dtype))
+
+
+def kept_weights(
+    options: Options, seed: Array, streams: Array, queries: TokenInfo, keys: TokenInfo
+) -> Bool[Array, "*a r c"]:
+    """The dropout pattern of a tile.
+
+    Args:
+      options: of the call.
+      seed: uint32 [words].
+      streams: int32 [..., K, G], a distinct number for each (batch, head).
+      queries: properties of the queries, [..., r] each.
+      keys: properties of the keys, [..., c] each.
+
+    Returns:
+      bool [..., K, G, r, c], True for weights that are kept.
+    """
+    q, k = queries.position_or_index[..., None, None, :, None], keys.position_or_index[..., None, None, None, :]
+    return keep_mask(seed, streams[..., None, None], q, k, options.dropout_rate)
+
+
+def bias_of_function(
+    options: Options, closed_over: Any, heads: Array, queries: TokenInfo, keys: TokenInfo
+) -> Float[Array, "*a r c"]:
+    """The bias function over a tile.
+
+    Args:
+      options: of the call, with a bias_jaxpr.
+      closed_over: arrays that the function closes over.
+      heads: int32 [..., K, G], numbers of the heads.
+      queries: properties of the queries, [..., r] each.
+      keys: properties of the keys, [..., c] each.
+
+    Returns:
+      float32 [..., K, G, r, c].
+    """
+    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # here, because jax.extend takes 0.07 s to import
+
+    function = jaxpr_as_fun(ClosedJaxpr(options.bias_jaxpr, closed_over))
+
+    def of_pair(head: Array, q: Array, k: Array) -> Array:
+        return function(head, q, k)[0]
+
+    of_pairs = jax.vmap(jax.vmap(of_pair, (None, None, 0)), (None, 0, None))
+    of_heads = jax.vmap(jax.vmap(of_pairs, (0, None, None)), (0, None, None))
+    lead = jnp.broadcast_shapes(
+        heads.shape[:-2], queries.position_or_index.shape[:-1], keys.position_or_index.shape[:-1]
+    )
+
+    def flat(x: Array, axes: int) -> Array:
+        return jnp.broadcast_to(x, lead + x.shape[-axes:]).reshape(-1, *x.shape[-axes:])
+
+    def positions(tokens: TokenInfo) -> Array:  # padding takes position 0, at which the function is defined
+        return flat(jnp.where(tokens.index >= 0, tokens.position_or_index, 0), 1)
+
+    out = jax.vmap(of_heads)(flat(heads, 2), positions(queries), positions(keys))
+    return out.reshape(*lead, *out.shape[1:]).astype(jnp.float32)
+
+
+def add_bias_gradient(sums: Any, bias: Callable[[Any], Array], operand: Any, db: Array) -> Any:
+    """Adds the gradient of a tile's bias to the gradient of the operand that the bias is computed from.
+
+    Args:
+      sums: gradients so far, a tree like `operand`.
+      bias: from the operand to the bias of the tile; its axes may be 1 where those of db are not.
+      operand: bias array, or arrays that a bias function closes over.
+      db: float32 [..., K, G, r, c], gradient of the tile's bias.
+
+    Returns:
+      The new sums.
+    """
+    shape = jax.eval_shape(bias, operand)
+    axes = tuple(axis for axis in range(db.ndim) if shape.shape[axis] == 1 != db.shape[axis])
+    db = db.sum(axis=axes, keepdims=True).astype(shape.dtype) if axes else db.astype(shape.dtype)
+    (gradient,) = jax.vjp(bias, operand)[1](db)
+    return jax.tree.map(lambda a, b: a if b.dtype == jax.dtypes.float0 else a + b.astype(a.dtype), sums, gradient)
+
+
+def forward(
+    options: Options, q: Array, k: Array, v: Array, tile_mask: TileMask
+) -> tuple[Float[Array, "*a"], Float[Array, "*a"], Float[Array, "*a Hv"]]:
+    """Unnormalised attention of a tile.
+
+    Args:
+      options: of the call.
+      q: [..., K, G, r, H].
+      k: [..., K, c, H].
+      v: [..., K, c, Hv].
+      tile_mask: of the tile.
+
+    Returns:
+      (top, total, weighted), float32: maximum of each row's scores, at least FLOOR, and the sums of exp(score - top),
+      [..., K, G, r], and of exp(score - top) * v, [..., K, G, r, Hv].
+    """
+    k, v = zero_hidden(tile_mask.visible, k), zero_hidden(tile_mask.visible, v)
+    s, _ = _scores(options, q, k, tile_mask)
+    # A constant to derivatives, since it cancels; second derivatives through a maximum are wrong in unoptimised XLA:CPU
+    # programs.
+    top = jax.lax.stop_gradient(jnp.maximum(s.max(axis=-1), FLOOR))
+    p = jnp.exp(s - top[..., None])
+    return top, p.sum(axis=-1), _times_keys(_drop(options, p, tile_mask.kept).astype(v.dtype), v, 1)
+
+
 def backward(
-    options: Options, given: QueryResiduals, k: Array, v: Array, around: TileMask
+    options: Options, residuals: QueryResiduals, k: Array, v: Array, tile_mask: TileMask
 ) -> tuple[Array, Array, Array, Array]:
-    """(dq rows, dk columns, dv columns, d bias `[..., K, G, r, c]`), float32 (FlashAttention, algorithm 4)."""
-    see = around.see
-    k, v = drop_hidden(see, k), drop_hidden(see, v)
-    s, squashed = _scores(options, given.q, k, around)
-    p = jnp.exp(s - given.lse[..., None] - given.rest[..., None])
-    dp = _dropped(options, _with_keys(given.do, v, 2), around.kept)
-    db = p * (dp - given.delta[..., None])
-    if squashed is not None:
-        db = db * (1.0 - (squashed if see is None else jnp.where(see, squashed, 0.0)) ** 2)
-    # Not in float16, whose largest number is 65504: a loss that is scaled up reaches it here before it does at the inputs.
+    """Gradients of a tile (Dao et al. 2022, "FlashAttention", algorithm 4).
+
+    Args:
+      options: of the call.
+      residuals: of the queries, [..., K, G, r, ...].
+      k: [..., K, c, H].
+      v: [..., K, c, Hv].
+      tile_mask: of the tile.
+
+    Returns:
+      float32 (dq [..., K, G, r, H], dk [..., K, H, c], dv [..., K, Hv, c], db [..., K, G, r, c]), db of the bias.
+    """
+    visible = tile_mask.visible
+    k, v = zero_hidden(visible, k), zero_hidden(visible, v)
+    s, tanh = _scores(options, residuals.q, k, tile_mask)
+    p = jnp.exp(s - residuals.lse[..., None] - residuals.lse_low[..., None])
+    dp = _drop(options, _times_keys(residuals.do, v, 2), tile_mask.kept)
+    db = p * (dp - residuals.delta[..., None])
+    if tanh is not None:
+        db = db * (1.0 - (tanh if visible is None else jnp.where(visible, tanh, 0.0)) ** 2)
+    # float16, whose largest number is 65504, overflows here under loss scaling before it does at the inputs.
     dtype = jnp.float32 if k.dtype == jnp.float16 else k.dtype
     ds = (db * options.scale).astype(dtype)
-    dv = _over_queries(given.do, _dropped(options, p, around.kept).astype(k.dtype))
-    return _with_keys(ds, k.astype(dtype), 1), _over_queries(given.q.astype(dtype), ds), dv, db
+    dv = _over_queries(residuals.do, _drop(options, p, tile_mask.kept).astype(k.dtype))
+    return _times_keys(ds, k.astype(dtype), 1), _over_queries(residuals.q.astype(dtype), ds), dv, db
 
 
-def _dropped(options: Options, p: Array, kept: Array | None) -> Array:
+def combine(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    """`forward` of two disjoint sets of keys for the same queries, as of their union.
+
+    Args:
+      a: (top, total, weighted).
+      b: (top, total, weighted).
+
+    Returns:
+      (top, total, weighted).
+    """
+    top = jnp.maximum(a[0], b[0])
+    wa, wb = jnp.exp(a[0] - top), jnp.exp(b[0] - top)
+    return top, a[1] * wa + b[1] * wb, a[2] * wa[..., None] + b[2] * wb[..., None]
+
+
+def normalize(top: Array, total: Array, weighted: Array) -> tuple[Array, Array, Array]:
+    """Attention of queries over all keys that `forward` and `combine` have summed.
+
+    Args:
+      top: [...].
+      total: [...].
+      weighted: [..., Hv].
+
+    Returns:
+      (o [..., Hv], lse [...], lse_low [...]); see `log_sum`.
+    """
+    return weighted / jnp.where(total != 0, total, 1.0)[..., None], *log_sum(top, total)
+
+
+def log_sum(top: Array, total: Array) -> tuple[Array, Array]:
+    """The log-sum-exp top + log(total) as a rounded number and what rounding took away.
+
+    Where scores are large, as in rows that a bias of -1e9 hides, exp(score - lse) is far from the weight, while
+    exp(score - lse - lse_low) is exact.
+
+    Args:
+      top: [...].
+      total: [...].
+
+    Returns:
+      (lse, lse_low), [...] each; lse is -inf and lse_low 0 where total is 0.
+    """
+    sees_any = total != 0  # also where the total is NaN
+    log = jnp.log(jnp.where(sees_any, total, 1.0))
+    lse = top + log
+    return jnp.where(sees_any, lse, -jnp.inf), jnp.where(sees_any, (top - lse) + log, 0.0)
+
+
+def _scores(options: Options, q: Array, k: Array, tile_mask: TileMask) -> tuple[Array, Any]:
+    """Scores in float32, -inf where hidden, and the tanh of the soft cap (None without one).
+
+    With -inf before the exponential, one fused pass reads scores and writes probabilities that are exactly 0 where hidden.
+    """
+    # In float32 the queries are scaled and not the scores, for which XLA:CPU would make a pass of its own.
+    early = options.scale if q.dtype == jnp.float32 else 1.0
+    s = _times_keys(q * early if early != 1.0 else q, k, 2)
+    s = s if early != 1.0 else s * options.scale
+    s = s if tile_mask.bias is None else s + tile_mask.bias.astype(jnp.float32)
+    tanh = None
+    if options.soft_cap is not None:
+        tanh = jnp.tanh(s / options.soft_cap)
+        s = options.soft_cap * tanh
+    return s if tile_mask.visible is None else jnp.where(tile_mask.visible, s, -jnp.inf), tanh
+
+
+def _drop(options: Options, p: Array, kept: Array | None) -> Array:
+    """Weights after dropout, the kept ones scaled up."""
     return p if kept is None else jnp.where(kept, p * (1.0 / (1.0 - options.dropout_rate)), 0.0)
 
 
-# The products take all leading axes as one: an einsum would give axes of size 1 another layout, and XLA:CPU then copies every
-# score. They have a transposed left side only where it is a block of queries: turning scores takes three times the product.
+# The products take all leading axes as one: einsum would give axes of size 1 another layout, and XLA:CPU then copies every
+# score. Their left side is transposed only where it is a block of queries, because transposing scores takes three times as
+# long as the product.
 
 
-def _with_keys(a: Array, keys: Array, axis: int) -> Float[Array, "*a r x"]:
+def _times_keys(a: Array, keys: Array, axis: int) -> Float[Array, "*a r x"]:
     """`[..., K, G, r, i]` with `[..., K, c, i]` (axis 2) or `[..., K, i, h]` (axis 1): `[..., K, G, r, c or h]`."""
     left, right = a.reshape(-1, math.prod(a.shape[-3:-1]), a.shape[-1]), keys.reshape(-1, *keys.shape[-2:])
-    found = _product(left, right, 2, axis)
-    return found.reshape(*a.shape[:-1], found.shape[-1])
+    product = _product(left, right, 2, axis)
+    return product.reshape(*a.shape[:-1], product.shape[-1])
 
 
-def _over_queries(rows: Array, scores: Array) -> Float[Array, "*a h c"]:
-    """`[..., K, G, r, h]` with `[..., K, G, r, c]`: `[..., K, h, c]`."""
-    left, right = (x.reshape(-1, math.prod(x.shape[-3:-1]), x.shape[-1]) for x in (rows, scores))
-    return _product(left, right, 1, 1).reshape(*rows.shape[:-3], rows.shape[-1], scores.shape[-1])
+def _over_queries(queries: Array, scores: Array) -> Float[Array, "*a h c"]:
+    """`[..., K, G, r, h]` with `[..., K, G, r, c]`, summed over G and r: `[..., K, h, c]`."""
+    left, right = (x.reshape(-1, math.prod(x.shape[-3:-1]), x.shape[-1]) for x in (queries, scores))
+    return _product(left, right, 1, 1).reshape(*queries.shape[:-3], queries.shape[-1], scores.shape[-1])
 
 
-def _product(a: Array, b: Array, of_a: int, of_b: int) -> Array:
-    return jax.lax.dot_general(a, b, (((of_a,), (of_b,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+def _product(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
+    """float32 product over an axis of each, batched over the first axis."""
+    return jax.lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((0,), (0,))), preferred_element_type=jnp.float32)

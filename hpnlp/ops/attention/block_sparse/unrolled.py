@@ -1,10 +1,14 @@
-"""Short sequences: a Python loop over blocks of queries, each against the one span of keys that its mask reaches."""
+"""The unrolled form of the executor, for short sequences: a Python loop over query blocks, each against one span of keys.
+
+Unlike the tiles of a schedule, spans of keys need neither gathers nor padding to whole blocks, and their visibility is a numpy
+array where the mask alone decides it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,40 +16,108 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from hpnlp.ops.attention.block_sparse import tile
-from hpnlp.ops.attention.block_sparse.operands import (
-    Operands,
-    add_bias,
-    bias_tile,
-    by_key_head,
-    key_rows,
-    rows_of,
-    zeros,
-)
-from hpnlp.ops.attention.block_sparse.tile import Options, QueryResiduals, TileMask, TokenInfo
+from hpnlp.ops.attention.block_sparse import cost_model, tile
+from hpnlp.ops.attention.block_sparse.array_blocks import keys_by_head, queries_by_head, split_heads, zeros
+from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Options, TokenInfo
+from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
 from hpnlp.ops.attention.masks.base import Full, Mask
 
-ROWS = 128
-# Up to so many panels and query-key pairs; every panel adds to the program, and holds a gradient of the keys it reaches.
-MOST = 8
-PAIRS = 1024 * 1024
-# From MANY pairs on, panels run only if they compute at most SHARE of them: causal ones of T = S = 512 and 1024 are a tenth to
-# a fifth faster than visits, dense ones a third slower; shorter ones are always faster.
-MANY, SHARE = 512 * 512, 0.75
 
+def suits(options: Options, length: int, key_length: int, operands: ExecutorOperands) -> bool:
+    """Whether a call is to run in this form: it is short enough, and this form is faster than the others.
 
-def fit(options: Options, length: int, keys: int, facts: Operands) -> bool:
-    """Whether a call is short enough, and panels are its faster form."""
-    if -(-length // (options.block_size or ROWS)) > MOST or length * keys > PAIRS:
+    Args:
+      options: of the call; a form that is set decides.
+      length: T.
+      key_length: S.
+      operands: of the call.
+
+    Returns:
+      True for this form.
+    """
+    if options.form is not None:
+        return options.form is Form.UNROLLED
+    pairs = length * key_length
+    if (
+        -(-length // (options.block_size or cost_model.UNROLLED_BLOCK)) > cost_model.UNROLLED_MAX_BLOCKS
+        or pairs > cost_model.UNROLLED_MAX_PAIRS
+    ):
         return False
-    if length * keys < MANY:
+    if pairs < cost_model.UNROLLED_DENSE_PAIRS:
         return True
-    panels = _panels(options, length, keys, facts)
-    return sum((panel.q1 - panel.q0) * (panel.k1 - panel.k0) for panel in panels) <= SHARE * length * keys
+    blocks = _query_blocks(options, length, key_length, operands)
+    return (
+        sum((block.q1 - block.q0) * (block.k1 - block.k0) for block in blocks) <= cost_model.UNROLLED_MAX_SHARE * pairs
+    )
+
+
+def forward(options: Options, q: Array, k: Array, v: Array, operands: ExecutorOperands) -> tuple[Array, Array, Array]:
+    """Attention over all pairs that are visible.
+
+    Args:
+      options: of the call.
+      q: queries [B, T, N, H].
+      k: keys [B, S, K, H].
+      v: values [B, S, K, Hv].
+      operands: of the call.
+
+    Returns:
+      float32 (o [B, K, G, T, Hv], lse [B, K, G, T], lse_low [B, K, G, T]).
+    """
+    kv_heads = k.shape[2]
+    q, k, v = queries_by_head(q, kv_heads), keys_by_head(k), keys_by_head(v)
+    results: list[tuple[Array, ...]] = []
+    for block in _query_blocks(options, q.shape[3], k.shape[2], operands):
+        if block.sees_nothing:
+            shape = (*q.shape[:3], block.q1 - block.q0)
+            results.append((zeros(*shape, v.shape[3]), zeros(*shape) - jnp.inf, zeros(*shape)))
+            continue
+        tile_mask, _ = _tile_mask(options, operands, block, kv_heads)
+        queries = _after_earlier(results, q[:, :, :, block.queries])
+        partial = tile.forward(options, queries, k[:, :, block.keys], v[:, :, block.keys], tile_mask)
+        results.append(tile.normalize(*partial))
+    o, lse, lse_low = (jnp.concatenate(blocks, axis=3) for blocks in zip(*results, strict=True))
+    return o, lse, lse_low
+
+
+def backward(
+    options: Options, residuals: QueryResiduals, k: Array, v: Array, operands: ExecutorOperands
+) -> tuple[Array, Array, Array, Any]:
+    """Gradients of `forward`.
+
+    Args:
+      options: of the call.
+      residuals: of the queries, [B, K, G, T, ...].
+      k: keys [B, S, K, H].
+      v: values [B, S, K, Hv].
+      operands: of the call.
+
+    Returns:
+      float32 (dq [B, K, G, T, H], dk [B, K, H, S], dv [B, K, Hv, S]) and the gradient of operands.bias.
+    """
+    kv_heads = k.shape[2]
+    # Made to depend on `do`, because XLA:CPU would otherwise share these copies with the forward pass and keep them in
+    # between (50 MB a layer of 12 heads of size 64, for 8 x 512 tokens).
+    k, v = (_wait_for(residuals.do, keys_by_head(x)) for x in (k, v))
+    blocks = _query_blocks(options, residuals.q.shape[3], k.shape[2], operands)
+    results: list[tuple[Array, ...]] = []
+    db = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), operands.bias)
+    for block in blocks:
+        queries = _cut_residuals(residuals, block, results)
+        if block.sees_nothing:
+            results.append((zeros(*queries.q.shape), *(zeros(*x.shape[:2], x.shape[3], 0) for x in (k, v))))
+            continue
+        tile_mask, bias = _tile_mask(options, operands, block, kv_heads)
+        *gradients, tile_db = tile.backward(options, queries, k[:, :, block.keys], v[:, :, block.keys], tile_mask)
+        results.append(tuple(gradients))
+        if bias is not None:
+            db = tile.add_bias_gradient(db, bias, operands.bias, tile_db)
+    dk, dv = (_add_spans([result[i] for result in results], blocks, k.shape[2]) for i in (1, 2))
+    return jnp.concatenate([result[0] for result in results], axis=3), dk, dv, db
 
 
 @dataclasses.dataclass(frozen=True)
-class _Panel:
+class _QueryBlock:
     """Queries q0 <= i < q1 against keys k0 <= j < k1."""
 
     q0: int
@@ -53,121 +125,105 @@ class _Panel:
     k0: int
     k1: int
 
+    @property
+    def queries(self) -> slice:
+        return slice(self.q0, self.q1)
 
-def _panels(options: Options, length: int, keys: int, facts: Operands) -> tuple[_Panel, ...]:
-    """One panel a block of queries, its keys trimmed to what the mask reaches where that is known while tracing."""
-    known = facts.rows.position is None and facts.rows.everywhere is None
-    return _trimmed(options.mask if known else Full(), length, keys, options.block_size or ROWS)
+    @property
+    def keys(self) -> slice:
+        return slice(self.k0, self.k1)
+
+    @property
+    def sees_nothing(self) -> bool:
+        return self.k0 == self.k1
+
+
+def _query_blocks(
+    options: Options, length: int, key_length: int, operands: ExecutorOperands
+) -> tuple[_QueryBlock, ...]:
+    """All query blocks, each with the span of keys that the mask reaches where that is known while tracing."""
+    mask = options.mask if operands.mask_is_static else Full()
+    return _trimmed_blocks(mask, length, key_length, options.block_size or cost_model.UNROLLED_BLOCK)
 
 
 @functools.lru_cache(maxsize=64)
-def _trimmed(mask: Mask, length: int, keys: int, block: int) -> tuple[_Panel, ...]:
-    panels = []
-    for q0 in range(0, length, block):
-        q1 = min(q0 + block, length)
-        seen = mask.at(np.arange(q0, q1)[:, None], np.arange(keys)[None, :]).any(axis=0).nonzero()[0]
-        panels.append(_Panel(q0, q1, int(seen[0]), int(seen[-1]) + 1) if seen.size else _Panel(q0, q1, 0, 0))
-    return tuple(panels)
+def _trimmed_blocks(mask: Mask, length: int, key_length: int, size: int) -> tuple[_QueryBlock, ...]:
+    """Query blocks of `size`, each with the smallest span of keys that holds all its visible keys."""
+    blocks = []
+    for q0 in range(0, length, size):
+        q1 = min(q0 + size, length)
+        seen = mask.at(np.arange(q0, q1)[:, None], np.arange(key_length)[None, :]).any(axis=0).nonzero()[0]
+        blocks.append(_QueryBlock(q0, q1, int(seen[0]), int(seen[-1]) + 1) if seen.size else _QueryBlock(q0, q1, 0, 0))
+    return tuple(blocks)
 
 
-def _cut(side: TokenInfo, start: int, stop: int) -> TokenInfo:
-    part = jax.tree.map(lambda x: x[:, start:stop], dataclasses.replace(side, index=None))
-    return dataclasses.replace(part, index=np.arange(start, stop)[None])
+def _tile_mask(
+    options: Options, operands: ExecutorOperands, block: _QueryBlock, kv_heads: int
+) -> tuple[TileMask, Callable[[Any], Array] | None]:
+    """The TileMask of a query block, and its bias as a function of operands.bias."""
+    queries, keys = _cut_tokens(operands.queries, block.queries), _cut_tokens(operands.keys, block.keys)
+    dense = None if operands.dense is None else _cut_pairs(split_heads(operands.dense, kv_heads), block)
+    visible = tile.visible_pairs(options.mask, queries, keys, operands.lengths, dense)
+    kept = None
+    if operands.seed is not None:
+        kept = tile.kept_weights(options, operands.seed, split_heads(operands.streams, kv_heads), queries, keys)
+    if operands.bias is None:
+        return TileMask(visible, kept), None
+
+    def bias(operand: Any) -> Array:
+        if options.bias_jaxpr is None:
+            return _cut_pairs(split_heads(operand, kv_heads), block)
+        return tile.bias_of_function(options, operand, split_heads(operands.heads, kv_heads), queries, keys)
+
+    return TileMask(visible, kept, bias(operands.bias)), bias
 
 
-def _part(x: Any, panel: _Panel) -> Any:
-    """The panel of `[B, K, G, T, S]`, where any axis may be 1."""
-    rows = slice(None) if x.shape[3] == 1 else slice(panel.q0, panel.q1)
-    return x[..., rows, :] if x.shape[4] == 1 else x[..., rows, panel.k0 : panel.k1]
+def _cut_tokens(tokens: TokenInfo, span: slice) -> TokenInfo:
+    """The properties of a span of tokens; its indices are numpy, since they are known while tracing."""
+    cut = jax.tree.map(lambda x: x[:, span], dataclasses.replace(tokens, index=None))
+    return dataclasses.replace(cut, index=np.arange(span.start, span.stop)[None])
 
 
-def _around(options: Options, facts: Operands, panel: _Panel, kv_heads: int) -> tuple[TileMask, Any]:
-    """What decides about the panel's pairs, and the bias as a function of its operand."""
-    rows, columns = _cut(facts.rows, panel.q0, panel.q1), _cut(facts.columns, panel.k0, panel.k1)
-    dense = None if facts.dense is None else _part(by_key_head(facts.dense, kv_heads), panel)
-    see = tile.visible(options.mask, rows, columns, facts.lengths, dense)
-    kept = (
-        None
-        if facts.seed is None
-        else tile.keep(options, facts.seed, by_key_head(facts.heads, kv_heads), rows, columns)
+def _cut_pairs(x: Array, block: _QueryBlock) -> Array:
+    """The part of [B, K, G, T, S], any axis of which may be 1, that belongs to a query block."""
+    queries = slice(None) if x.shape[3] == 1 else block.queries
+    return x[..., queries, :] if x.shape[4] == 1 else x[..., queries, block.keys]
+
+
+def _cut_residuals(residuals: QueryResiduals, block: _QueryBlock, earlier: Sequence[Any]) -> QueryResiduals:
+    """The residuals of a query block, computed after the blocks before the last one; see `_after_earlier`."""
+    return QueryResiduals(
+        _after_earlier(earlier, residuals.q[:, :, :, block.queries]),
+        residuals.do[:, :, :, block.queries],
+        residuals.lse[..., block.queries],
+        residuals.lse_low[..., block.queries],
+        residuals.delta[..., block.queries],
     )
-    if facts.bias is None:
-        return TileMask(see, kept), None
-    if options.bias is None:
-        bias = lambda x: _part(by_key_head(x, kv_heads), panel)  # noqa: E731
-    else:
-        bias = lambda x: bias_tile(options, x, by_key_head(facts.names, kv_heads), rows, columns)  # noqa: E731
-    return TileMask(see, kept, bias(facts.bias)), bias
 
 
-def _after(parts: list[Any], queries: Array) -> Array:
-    """`queries`, which are not there before the last but one of `parts` is.
+def _after_earlier(results: Sequence[Any], queries: Array) -> Array:
+    """`queries`, made to depend on the last but one of the earlier results.
 
-    XLA:CPU would begin all panels at once, and hold the scores of all; a barrier it removes before it schedules. Two at a
-    time keep all cores busy: one by one costs a thirtieth of a training step.
+    XLA:CPU would otherwise start all query blocks at once and hold the scores of all; it removes an optimization barrier
+    before it schedules. Two blocks at a time keep all cores busy: one at a time costs 3 % of a training step.
     """
-    return queries if len(parts) < 2 else _not_before(next(x for x in parts[-2][::-1] if x.size), queries)
+    return queries if len(results) < 2 else _wait_for(next(x for x in results[-2][::-1] if x.size), queries)
 
 
-def _not_before(done: Array, x: Array) -> Array:
-    """`x`, which is not there before `done` is."""
+def _wait_for(done: Array, x: Array) -> Array:
+    """`x`, made to depend on `done` by a condition that is never true but that XLA cannot fold."""
     return jnp.where(done.reshape(-1)[0] > jnp.inf, jnp.zeros((), x.dtype), x)
 
 
-def forward(options: Options, q: Array, k: Array, v: Array, facts: Operands) -> tuple[Array, Array, Array]:
-    """(o `[B, K, G, T, Hv]`, lse and rest `[B, K, G, T]`), float32."""
-    kv_heads = k.shape[2]
-    q, k, v = rows_of(q, kv_heads), key_rows(k), key_rows(v)
-    parts = []
-    for panel in _panels(options, q.shape[3], k.shape[2], facts):
-        rows, span = slice(panel.q0, panel.q1), slice(panel.k0, panel.k1)
-        if panel.k0 == panel.k1:
-            shape = (*q.shape[:3], panel.q1 - panel.q0)
-            parts.append((zeros(*shape, v.shape[3]), zeros(*shape) - jnp.inf, zeros(*shape)))
-        else:
-            around, _ = _around(options, facts, panel, kv_heads)
-            queries = _after(parts, q[:, :, :, rows])
-            parts.append(tile.finish(*tile.forward(options, queries, k[:, :, span], v[:, :, span], around)))
-    o, lse, rest = (jnp.concatenate(found, axis=3) for found in zip(*parts, strict=True))
-    return o, lse, rest
-
-
-def backward(
-    options: Options, given: QueryResiduals, k: Array, v: Array, facts: Operands
-) -> tuple[Array, Array, Array, Any]:
-    """(dq `[B, K, G, T, H]`, dk `[B, K, H, S]`, dv `[B, K, Hv, S]`, d bias), float32."""
-    kv_heads = k.shape[2]
-    # Or XLA:CPU finds that the forward pass made the same, and keeps it (50 MB a layer of 12 heads of 64, for 8 x 512 tokens).
-    k, v = (_not_before(given.do, key_rows(x)) for x in (k, v))
-    panels = _panels(options, given.q.shape[3], k.shape[2], facts)
-    parts, by_bias = [], jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), facts.bias)
-    for panel in panels:
-        rows, span = slice(panel.q0, panel.q1), slice(panel.k0, panel.k1)
-        part = QueryResiduals(
-            _after(parts, given.q[:, :, :, rows]),
-            given.do[:, :, :, rows],
-            given.lse[..., rows],
-            given.rest[..., rows],
-            given.delta[..., rows],
-        )
-        if panel.k0 == panel.k1:
-            parts.append((zeros(*part.q.shape), *(zeros(*x.shape[:2], x.shape[3], 0) for x in (k, v))))
-            continue
-        around, bias = _around(options, facts, panel, kv_heads)
-        *found, db = tile.backward(options, part, k[:, :, span], v[:, :, span], around)
-        parts.append(tuple(found))
-        if bias is not None:
-            by_bias = add_bias(by_bias, bias, facts.bias, db)
-    spans = [(panel.k0, panel.k1) for panel in panels]
-    dk, dv = (_add_spans([part[i] for part in parts], spans, k.shape[2]) for i in (1, 2))
-    return jnp.concatenate([part[0] for part in parts], axis=3), dk, dv, by_bias
-
-
-def _add_spans(parts: Sequence[Array], spans: Sequence[tuple[int, int]], length: int) -> Array:
-    """The sum of arrays that each cover a span of the last axis; slices and one concatenation, which XLA fuses."""
-    cuts = sorted({0, length, *(edge for span in spans for edge in span)})
+def _add_spans(gradients: Sequence[Array], blocks: Sequence[_QueryBlock], length: int) -> Array:
+    """The sum of gradients [..., k1 - k0] of spans of keys: [..., length]. Slices and one concatenation, which XLA fuses."""
+    edges = sorted({0, length, *(edge for block in blocks for edge in (block.k0, block.k1))})
     pieces = []
-    for a, b in zip(cuts, cuts[1:], strict=False):
-        over = [part[..., a - k0 : b - k0] for part, (k0, k1) in zip(parts, spans, strict=True) if k0 <= a and b <= k1]
-        pieces.append(sum(over[1:], over[0]) if over else zeros(*parts[0].shape[:-1], b - a))
+    for a, b in zip(edges, edges[1:], strict=False):
+        covering = [
+            gradient[..., a - block.k0 : b - block.k0]
+            for gradient, block in zip(gradients, blocks, strict=True)
+            if block.k0 <= a and b <= block.k1
+        ]
+        pieces.append(sum(covering[1:], covering[0]) if covering else zeros(*gradients[0].shape[:-1], b - a))
     return jnp.concatenate(pieces, axis=-1)

@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over a cache: one small product a row and head, with nothing to block."""
+"""Attention of a few new tokens over a cache: one small product for each example and head, without tiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.block_sparse.tile import FLOOR
-from hpnlp.ops.attention.masks.base import Mask, PerHead
+from hpnlp.ops.attention.masks.base import Mask
+from hpnlp.ops.attention.masks.per_head import PerHead
 
 
 @array_op("B T N", q="B T N")
@@ -22,27 +23,40 @@ def attend_cache(
     *,
     scale: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """softmax(q k^T * scale) v over a cache, for T of a few tokens.
+    """softmax(q k^T * scale) v over a cache, for a few queries.
 
-    k, v: row-major over (batch, kv head). Three dimensions, because XLA:CPU copies a cache of four that is written and
-    read in one step; a product takes this form as it is.
-    mask: over `positions` for queries and `kv_positions` for keys, which may stand in any order. Keys at negative
-    positions are hidden; the values there must be finite.
-    scale: H ** -0.5 where None.
+    Args:
+      q: queries [B, T, N, H].
+      k: keys [B * K, S, H], key heads of an example side by side. Three axes, because XLA:CPU copies a cache of four axes
+        that is written and read in one step; a product takes three axes as they are.
+      v: values [B * K, S, Hv], as k; finite also where keys are hidden.
+      mask: over `positions` for queries and `kv_positions` for keys.
+      positions: int [B, T].
+      kv_positions: int [B, S], in any order; keys at negative positions are hidden.
+      scale: H ** -0.5 if None.
 
-    Returns o in q's dtype, accumulated in float32; a row that may see nothing gives 0. Raises InputError where PerHead
-    has not N masks. Cost: O(B N T S H) time and O(B N T S) memory. Source: Vaswani et al. 2017, eq. 1.
+    Returns:
+      o [B, T, N, Hv] in q's dtype, accumulated in float32; 0 in rows that may see nothing.
+
+    Raises:
+      InputError: a PerHead has another number of masks than N.
+
+    Cost:
+      O(B N T S H) time and O(B N T S) memory.
+
+    References:
+      Vaswani et al. 2017, "Attention is all you need", eq. 1.
     """
     (b, t, n, h), s = q.shape, k.shape[1]
     kv_heads = k.shape[0] // b
     group = n // kv_heads
-    rows = q.reshape(b, t, kv_heads, group, h).transpose(0, 2, 1, 3, 4).reshape(b * kv_heads, t * group, h)
-    scores = _product(rows, k, contract=2) * jnp.float32(h**-0.5 if scale is None else scale)
+    queries = q.reshape(b, t, kv_heads, group, h).transpose(0, 2, 1, 3, 4).reshape(b * kv_heads, t * group, h)
+    scores = _product(queries, k, contract=2) * jnp.float32(h**-0.5 if scale is None else scale)
 
-    see = _visible(mask, positions[:, :, None], kv_positions[:, None, :], n)
-    see = jnp.broadcast_to(see, (b, t, n, s)).reshape(b, t, kv_heads, group, s).transpose(0, 2, 1, 3, 4)
-    scores = jnp.where(see.reshape(scores.shape), scores, -jnp.inf)
-    # Finite, so that a row of which all is hidden has no infinity to subtract from itself.
+    visible = _visible(mask, positions[:, :, None], kv_positions[:, None, :], n)
+    visible = jnp.broadcast_to(visible, (b, t, n, s)).reshape(b, t, kv_heads, group, s).transpose(0, 2, 1, 3, 4)
+    scores = jnp.where(visible.reshape(scores.shape), scores, -jnp.inf)
+    # Finite, because a row without visible keys would otherwise subtract infinity from itself.
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), FLOOR)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -51,15 +65,15 @@ def attend_cache(
 
 
 def _visible(mask: Mask | PerHead, queries: Array, keys: Array, heads: int) -> Array:
-    """bool `[B, T, N or 1, S]`."""
+    """The pairs that the mask allows, bool [B, T, N or 1, S]."""
     groups = mask.by_head(heads)
-    seen = [each.at(queries, keys) & (keys >= 0) for each in groups]
-    if len(seen) == 1:
-        return seen[0][:, :, None]
-    group_of = {head: number for number, of in enumerate(groups.values()) for head in of}
-    return jnp.stack([seen[group_of[head]] for head in range(heads)], axis=2)
+    visible = [group_mask.at(queries, keys) & (keys >= 0) for group_mask in groups]
+    if len(visible) == 1:
+        return visible[0][:, :, None]
+    group_of = {head: number for number, members in enumerate(groups.values()) for head in members}
+    return jnp.stack([visible[group_of[head]] for head in range(heads)], axis=2)
 
 
 def _product(x: Array, y: Array, contract: int) -> Array:
-    """x's last axis with y's axis `contract`, batched over the first."""
+    """float32 product over the last axis of x and the axis `contract` of y, batched over the first axis."""
     return jax.lax.dot_general(x, y, (((2,), (contract,)), ((0,), (0,))), preferred_element_type=jnp.float32)

@@ -1,7 +1,7 @@
-"""Caches of keys and values that keep what later queries can see: everything, or the first keys and a ring of the last.
+"""Caches of the keys and values that later queries can see: all of them, or the first ones and a ring of the last ones.
 
-Where a mask reaches a bounded way back (`Mask.lookback`), neither the memory of a cache nor the time of a step grows with the
-sequence.
+Where a mask reaches back a bounded number of positions (`Mask.lookback`), neither the memory of a cache nor the time of a step
+grows with the sequence.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.decoding.decode import attend_cache
-from hpnlp.ops.attention.masks.base import Mask, PerHead
+from hpnlp.ops.attention.masks.base import Mask
+from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.types import InputError
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """The keys and values of the tokens that came before, as arrays or their shapes.
+    """Keys and values of earlier tokens, as arrays or as their shapes.
 
-    k, v: `[B * K, S, H]`, as `attend_cache` wants them, finite everywhere. lengths `[B]`: how many tokens each row has
-    seen. pinned: None where slot s holds position s; else the first `pinned` slots do, and the other slots are a ring in
-    which each position stands in for the one that came so many before.
+    Without a ring, slot s holds position s. With one, the first `pinned` slots do, and each position p after them is in slot
+    pinned + (p - pinned) % ring, where it replaces position p - ring.
+
+    Attributes:
+      k: [B * K, S, H] for S slots, finite everywhere.
+      v: [B * K, S, Hv], finite everywhere.
+      lengths: int [B], number of tokens that each example has seen.
+      pinned: number of first positions that are never replaced; None without a ring.
     """
 
     k: Any
@@ -36,16 +42,20 @@ class KVCache:
 
     @property
     def ring(self) -> int:
-        """The slots of the ring, 0 where there is none."""
+        """Number of slots of the ring, 0 without a ring."""
         return 0 if self.pinned is None else self.k.shape[1] - self.pinned
 
     def positions(self) -> Int[Array, "B S"]:
-        """What each slot holds, -1 for nothing."""
+        """The position that each slot holds.
+
+        Returns:
+          int [B, S], -1 for empty slots.
+        """
         slots, lengths = jnp.arange(self.k.shape[1], dtype=jnp.int32)[None], self.lengths[:, None]
         held = slots
         if self.pinned is not None:
-            turns = jnp.maximum(lengths - 1 - slots, 0) // self.ring
-            held = jnp.where(slots < self.pinned, slots, slots + turns * self.ring)
+            replaced = jnp.maximum(lengths - 1 - slots, 0) // self.ring  # how often the slot has been overwritten
+            held = jnp.where(slots < self.pinned, slots, slots + replaced * self.ring)
         return jnp.where(slots < lengths, held, -1)
 
 
@@ -57,19 +67,35 @@ def start_cache(
     mask: Mask | PerHead,
     capacity: int,
 ) -> KVCache:
-    """The cache after a pass over rows whose first `lengths` tokens count, for rows of up to `capacity` tokens.
+    """The cache after a pass over the prompts.
 
-    It holds what later queries can see by `mask`: pinned + back + 1 slots a row where that is bounded and less than
-    `capacity`. Raises InputError where T is over `capacity`. Cost: O(B K H (T + slots)).
+    It holds the keys that later queries can see by the mask: pinned + back + 1 slots for each example where that is bounded
+    and less than the capacity.
+
+    Args:
+      k: keys [B, T, K, H].
+      v: values [B, T, K, Hv].
+      lengths: int [B], number of tokens of each prompt; later ones are padding.
+      mask: of the queries that follow.
+      capacity: largest number of tokens of an example, prompt included.
+
+    Returns:
+      The cache.
+
+    Raises:
+      InputError: T is over the capacity.
+
+    Cost:
+      O(B K H (T + slots)) time.
     """
     length, (pinned, back) = k.shape[1], mask.lookback().slots()
     if length > capacity:
-        raise InputError(f"a cache of capacity {capacity} after {length} tokens: expected room for as many or more")
+        raise InputError(f"capacity {capacity} for {length} tokens: expected a capacity of at least {length}")
     if back is None or pinned + back + 1 >= capacity:
-        filled = (jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None])[:, :, None, None]
+        in_prompt = (jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None])[:, :, None, None]
 
         def store(x: Array) -> Array:
-            x = _rows(jnp.where(filled, x, jnp.zeros((), x.dtype)))
+            x = _by_head(jnp.where(in_prompt, x, jnp.zeros((), x.dtype)))
             return jnp.pad(x, ((0, 0), (0, capacity - length), (0, 0)))
 
         return KVCache(store(k), store(v), lengths)
@@ -88,22 +114,37 @@ def extend_cache(
     mask: Mask | PerHead,
     cache: KVCache,
 ) -> tuple[Float[Array, "B T N Hv"], KVCache]:
-    """Attention of T further tokens a row, one segment, over the cache and themselves: `(o, the longer cache)`.
+    """Attention of T further tokens of each example over the cache and themselves.
 
-    The caller sees to it that a cache without a ring has room. Raises InputError where `mask` reaches further back than
-    what the cache keeps. Cost: O(B N T (T + S) H) time, O(B N T (T + S)) memory; no T where T = 1 or there is no ring.
+    The caller ensures that a cache without a ring has free slots.
+
+    Args:
+      q: queries [B, T, N, H].
+      k: keys [B, T, K, H].
+      v: values [B, T, K, Hv].
+      mask: over positions, which go on from the lengths of the cache.
+      cache: of the earlier tokens.
+
+    Returns:
+      (o [B, T, N, Hv], the cache with the T tokens).
+
+    Raises:
+      InputError: the mask reaches further back than the cache keeps.
+
+    Cost:
+      O(B N T S H) time and O(B N T S) memory; with a ring and T > 1, T + S in place of S.
     """
     pinned, back = mask.lookback().slots()
     if cache.pinned is not None and (back is None or back >= cache.ring or pinned > cache.pinned):
         raise InputError(
-            f"a cache of {cache.pinned} pinned keys and the last {cache.ring} under mask {mask}, which reaches further "
-            "back: make the cache with the mask that extends it"
+            f"mask {mask} reaches further back than the cache, which keeps {cache.pinned} pinned keys and the last "
+            f"{cache.ring}: make the cache with the mask that extends it"
         )
     count = k.shape[1]
     positions = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     if cache.ring and count > 1:
-        # Before the new keys take the places of some that their queries still see.
-        keys, values = (jnp.concatenate([x, _rows(new)], axis=1) for x, new in ((cache.k, k), (cache.v, v)))
+        # Computed before the new keys replace keys that the first of their queries still see.
+        keys, values = (jnp.concatenate([x, _by_head(new)], axis=1) for x, new in ((cache.k, k), (cache.v, v)))
         o = attend_cache(q, keys, values, mask, positions, jnp.concatenate([cache.positions(), positions], axis=1))
         return o, _refill(cache, k, v, cache.lengths + count)
     at = cache.lengths
@@ -113,34 +154,34 @@ def extend_cache(
     return attend_cache(q, longer.k, longer.v, mask, positions, longer.positions()), longer
 
 
-def _write(rows: Array, new: Array, at: Array) -> Array:
-    """`rows [B * K, S, H]` with `new [B, T, K, H]` from the slots `at [B]` on."""
+def _write(slots: Array, new: Array, at: Array) -> Array:
+    """`slots [B * K, S, H]` with `new [B, T, K, H]` from the slots `at [B]` on."""
     batch, count, heads = new.shape[:3]
-    new = _rows(new)
+    new = _by_head(new)
     if batch > 8:
-        grouped = rows.reshape(batch, heads, *rows.shape[1:])
-        write = jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice(row, x, (0, at, 0)))
-        return write(grouped, new.reshape(batch, heads, count, -1), at).reshape(rows.shape)
-    for row in range(batch):  # no scatter, which takes a tenth of the time of a token on a CPU
-        rows = jax.lax.dynamic_update_slice(rows, new[row * heads : (row + 1) * heads], (row * heads, at[row], 0))
-    return rows
+        grouped = slots.reshape(batch, heads, *slots.shape[1:])
+        write = jax.vmap(lambda example, x, at: jax.lax.dynamic_update_slice(example, x, (0, at, 0)))
+        return write(grouped, new.reshape(batch, heads, count, -1), at).reshape(slots.shape)
+    for i in range(batch):  # a scatter would take 10 % of the time of a token on a CPU
+        slots = jax.lax.dynamic_update_slice(slots, new[i * heads : (i + 1) * heads], (i * heads, at[i], 0))
+    return slots
 
 
 def _refill(cache: KVCache, k: Array, v: Array, lengths: Array) -> KVCache:
-    """The cache of rows that grew to `lengths`, each slot from `k, v [B, T, K, H]` where its position is new."""
+    """The cache of examples that grew to `lengths`, with `k, v [B, T, K, H]` in the slots whose position is new."""
     longer = dataclasses.replace(cache, lengths=lengths)
     held = longer.positions()
-    place = held - cache.lengths[:, None]
-    fresh = jnp.repeat(place >= 0, k.shape[2], axis=0)[:, :, None]
-    place = jnp.clip(place, 0, k.shape[1] - 1)[:, :, None, None]
+    source = held - cache.lengths[:, None]  # index among the new tokens, negative for old ones
+    is_new = jnp.repeat(source >= 0, k.shape[2], axis=0)[:, :, None]
+    source = jnp.clip(source, 0, k.shape[1] - 1)[:, :, None, None]
 
     def take(old: Array, new: Array) -> Array:
-        return jnp.where(fresh, _rows(jnp.take_along_axis(new, place, axis=1)), old)
+        return jnp.where(is_new, _by_head(jnp.take_along_axis(new, source, axis=1)), old)
 
     return dataclasses.replace(longer, k=take(cache.k, k), v=take(cache.v, v))
 
 
-def _rows(x: Array) -> Array:
+def _by_head(x: Array) -> Array:
     """`[B, T, K, H]` as `[B * K, T, H]`."""
     batch, length, heads, size = x.shape
     return x.transpose(0, 2, 1, 3).reshape(batch * heads, length, size)

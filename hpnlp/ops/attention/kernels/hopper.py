@@ -1,8 +1,8 @@
 """Block-sparse flash attention for NVIDIA Hopper: the kernels.
 
-A block of threads has three warpgroups. Two compute, each a tile of 64 rows; the third copies what they read into a ring
-of buffers in shared memory, so that copies and products overlap. Which tiles meet is read from a list in memory: a block
-walks its own entries, first those in which every pair is allowed, then those whose elements are asked for.
+A block of threads has three warpgroups. Two compute a tile of 64 rows each; the third copies their inputs into a ring of
+buffers in shared memory, so that copies and products overlap. The active tiles are a list in global memory: a block of threads
+goes through its entries, first the fully allowed tiles, then those whose elements are tested.
 """
 
 from __future__ import annotations
@@ -20,23 +20,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hpnlp.ops.attention.block_sparse.block_mask import live
-from hpnlp.ops.attention.kernels.mosaic import THREADS, Machine, along, matrix
+from hpnlp.ops.attention.block_sparse.block_mask import active_tiles
+from hpnlp.ops.attention.kernels.mosaic import THREADS, Machine, matrix, repeat_along
 from hpnlp.ops.attention.masks.base import Mask
 
 LOG2E = math.log2(math.e)
-# A finite stand-in for the maximum of a row that has seen nothing, so that exp2(-inf - FLOOR) is 0 and not NaN.
+# A finite stand-in for the maximum of a row that sees nothing, so that exp2(-inf - FLOOR) is 0 and not NaN.
 FLOOR = -1e30
 
-ROWS = 64  # what one warpgroup computes
+ROWS = 64  # rows of a warpgroup
 COMPUTE = 2  # warpgroups that compute
 TILE = ROWS * COMPUTE
-STAGES = 2
+STAGES = 2  # slots in the ring of buffers
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
-    """The static part of a call. keys: how many there are without padding."""
+class KernelOptions:
+    """The static part of a call.
+
+    Attributes:
+      mask: the pattern.
+      scale: factor of the scores.
+      soft_cap: scores become soft_cap * tanh(score / soft_cap); None for no cap.
+      queries: T without padding.
+      keys: S without padding.
+      segmented: whether there are segment ids.
+      interpret: whether Pallas' interpreter runs the kernels.
+    """
 
     mask: Mask
     scale: float
@@ -48,55 +58,90 @@ class Spec:
 
 
 @functools.lru_cache(maxsize=64)
-def plan(spec: Spec, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [4, R] and [entries]: which tiles of columns each tile of rows meets, for rows and columns of the given sizes.
+def schedule(options: KernelOptions, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The active tiles of each row of tiles.
 
-    The first array holds the tiles of rows in the order in which they start, longest first, and for each tile where its
-    entries start, where those begin whose elements are asked for, and where they end. transposed: rows are keys.
+    Args:
+      options: of the call.
+      rows: queries, or keys if transposed, of a tile.
+      columns: keys, or queries if transposed, of a tile.
+      transposed: whether rows are keys.
+
+    Returns:
+      int32 [4, R] and int32 [entries]. The first array has the rows of tiles in the order in which they start, longest first,
+      and for each row of tiles the index of its first entry, of the first entry whose elements are tested, and behind its
+      last entry. Entries are columns of tiles.
     """
     sizes = (columns, rows) if transposed else (rows, columns)
-    found = live(spec.mask, spec.queries, spec.keys, *sizes)
-    whole = found.every & (not spec.segmented)
-    # A padded key is hidden by asking; a padded query needs no asking, for nothing is read from it.
-    whole &= (found.columns + 1) * sizes[1] <= spec.keys
-    own, other = (found.columns, found.rows) if transposed else (found.rows, found.columns)
-    by = np.lexsort((other, ~whole, own))
-    count = -(-(spec.keys if transposed else spec.queries) // TILE) * (TILE // rows)
-    edges = np.searchsorted(own[by], np.arange(count + 1))
-    asked = edges[:-1] + np.bincount(own[whole], minlength=count)
-    order = np.argsort(edges[:-1] - edges[1:], kind="stable")
-    entries = np.concatenate([other[by], np.zeros(1, int)])
-    return np.stack([order, edges[:-1], asked, edges[1:]]).astype(np.int32), entries.astype(np.int32)
+    active = active_tiles(options.mask, options.queries, options.keys, *sizes)
+    full = active.every & (not options.segmented)
+    # Testing hides padded keys; padded queries need no test, because nothing is read from them.
+    full &= (active.columns + 1) * sizes[1] <= options.keys
+    row, column = (active.columns, active.rows) if transposed else (active.rows, active.columns)
+    order = np.lexsort((column, ~full, row))
+    count = -(-(options.keys if transposed else options.queries) // TILE) * (TILE // rows)
+    edges = np.searchsorted(row[order], np.arange(count + 1))
+    tested = edges[:-1] + np.bincount(row[full], minlength=count)
+    longest_first = np.argsort(edges[:-1] - edges[1:], kind="stable")
+    entries = np.concatenate([column[order], np.zeros(1, int)])
+    return np.stack([longest_first, edges[:-1], tested, edges[1:]]).astype(np.int32), entries.astype(np.int32)
 
 
-def scores(spec: Spec, products: Any) -> tuple[Any, float, Any]:
-    """(s, factor, capped): s * factor is the score in units of log 2, and capped what the soft cap's derivative needs.
+def scores(options: KernelOptions, products: Any) -> tuple[Any, float, Any]:
+    """Scores of a tile from the products q k^T.
 
-    The factor is positive and left to the exponential, which takes it in a fused multiply-add.
+    Args:
+      options: of the call.
+      products: float32 [rows, columns].
+
+    Returns:
+      (s, factor, capped): s * factor is the score in units of log 2, and capped the tanh of the soft cap, or None. The factor
+      is positive and left to the exponential, which applies it in a fused multiply-add.
     """
-    if spec.soft_cap is not None:
-        capped = jnp.tanh(products * (spec.scale / spec.soft_cap))
-        return capped, spec.soft_cap * LOG2E, capped
-    if spec.scale > 0.0:
-        return products, spec.scale * LOG2E, None
-    return products * spec.scale, LOG2E, None
+    if options.soft_cap is not None:
+        capped = jnp.tanh(products * (options.scale / options.soft_cap))
+        return capped, options.soft_cap * LOG2E, capped
+    if options.scale > 0.0:
+        return products, options.scale * LOG2E, None
+    return products * options.scale, LOG2E, None
 
 
-def visible(spec: Spec, machine: Machine, q0: Any, k0: Any, shape: tuple[int, ...], q_axis: int, segments: Any) -> Any:
-    """bool [rows, columns] of a tile whose first query and key are q0 and k0."""
+def visible(
+    options: KernelOptions, machine: Machine, q0: Any, k0: Any, shape: tuple[int, ...], q_axis: int, segments: Any
+) -> Any:
+    """The visible pairs of a tile.
+
+    Args:
+      options: of the call.
+      machine: operations on tiles.
+      q0: index of the first query.
+      k0: index of the first key.
+      shape: of the tile.
+      q_axis: the axis of the queries, 0 or 1.
+      segments: (ids of queries, ids of keys, index of the example), or None.
+
+    Returns:
+      bool [rows, columns].
+    """
     q, k = machine.iota(shape, q_axis) + q0, machine.iota(shape, 1 - q_axis) + k0
-    see = spec.mask.at(q, k) & (k < spec.keys)
+    allowed = options.mask.at(q, k) & (k < options.keys)
     if segments is None:
-        return see
+        return allowed
     q_ids, kv_ids, batch = segments
     sizes = (shape[q_axis], shape[1 - q_axis])
-    mine = machine.load(q_ids.at[batch, pl.ds(q0, sizes[0])], q_axis, optimized=False)
-    theirs = machine.load(kv_ids.at[batch, pl.ds(k0, sizes[1])], 1 - q_axis, optimized=False)
-    return see & (along(mine, shape, q_axis) == along(theirs, shape, 1 - q_axis))
+    q_segment = machine.load(q_ids.at[batch, pl.ds(q0, sizes[0])], q_axis, optimized=False)
+    k_segment = machine.load(kv_ids.at[batch, pl.ds(k0, sizes[1])], 1 - q_axis, optimized=False)
+    return allowed & (repeat_along(q_segment, shape, q_axis) == repeat_along(k_segment, shape, 1 - q_axis))
 
 
-def feed(count: Any, copy: Callable[[Any, Any], None], free: tuple[Any, ...]) -> None:
-    """The copying warpgroup: `copy(step, slot)` for each step, each slot once the computing ones have left it."""
+def copy_tiles(count: Any, copy: Callable[[Any, Any], None], free: tuple[Any, ...]) -> None:
+    """The program of the copying warpgroup.
+
+    Args:
+      count: number of steps.
+      copy: called with (step, slot), starts the copies of a step into a slot of the ring.
+      free: barriers of the slots, on which the computing warpgroups arrive once they have read a slot.
+    """
     plgpu.set_max_registers(40, action="decrease")
 
     @pl.loop(0, count + STAGES)
@@ -113,27 +158,57 @@ def feed(count: Any, copy: Callable[[Any, Any], None], free: tuple[Any, ...]) ->
             copy(step, slot)
 
 
-def walk(first: Any, asked: Any, last: Any, body: Callable[..., Any], state: Any) -> Any:
-    """Runs `body(entry, state, ask)` over the entries of a tile."""
-    state = lax.fori_loop(first, asked, functools.partial(body, ask=False), state)
-    return lax.fori_loop(asked, last, functools.partial(body, ask=True), state)
+def over_entries(first: Any, tested: Any, last: Any, body: Callable[..., Any], state: Any) -> Any:
+    """Loops over the entries of a row of tiles.
+
+    Args:
+      first: index of the first entry.
+      tested: index of the first entry whose elements are tested.
+      last: index behind the last entry.
+      body: (entry, state, test) -> state, with test a Python bool.
+      state: initial value.
+
+    Returns:
+      The final state.
+    """
+    state = lax.fori_loop(first, tested, functools.partial(body, test=False), state)
+    return lax.fori_loop(tested, last, functools.partial(body, test=True), state)
 
 
-def forward(
-    spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, segments: tuple[jax.Array, ...], columns: int = 128
+def forward(  # noqa: PLR0915  (one kernel, whose parts share references to memory)
+    options: KernelOptions,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: tuple[jax.Array, ...],
+    columns: int = 128,
 ) -> tuple[jax.Array, jax.Array]:
-    """o [B, T, N, H] in q's dtype and the log-sum-exp, float32 [B, N, T]; T is a multiple of TILE, S of `columns`."""
+    """Attention of padded arrays.
+
+    Args:
+      options: of the call.
+      q: queries [B, T, N, H], T a multiple of TILE.
+      k: keys [B, S, K, H], S a multiple of `columns`.
+      v: values [B, S, K, H].
+      segments: int32 ids of queries [B, T] and of keys [B, S], or ().
+      columns: keys of a tile.
+
+    Returns:
+      (o [B, T, N, H] in q's dtype, lse float32 [B, N, T]).
+    """
     batch, length, heads, dim = q.shape
     group = heads // k.shape[2]
-    machine = Machine(spec.interpret)
-    rows_plan, entries = plan(spec, TILE, columns, False)
+    machine = Machine(options.interpret)
+    tiles, entries = schedule(options, TILE, columns, False)
 
-    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, rows_ref: Any, entries_ref: Any, *refs: Any) -> None:
+    def kernel(  # noqa: PLR0915
+        q_ref: Any, k_ref: Any, v_ref: Any, rows_ref: Any, entries_ref: Any, *refs: Any
+    ) -> None:
         ids = refs[: len(segments)]
         o_ref, lse_ref, q_s, k_s, v_s, lse_s, q_full, k_full, v_full, k_free, v_free, turn = refs[len(segments) :]
         b, head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index(THREADS)
         tile = rows_ref[0, lax.axis_index("tiles")]
-        first, asked, last = rows_ref[1, tile], rows_ref[2, tile], rows_ref[3, tile]
+        first, tested, last = rows_ref[1, tile], rows_ref[2, tile], rows_ref[3, tile]
 
         @pl.when(wg < COMPUTE)
         def _() -> None:
@@ -147,24 +222,24 @@ def forward(
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
-            # While one warpgroup has the tensor cores, the other computes its exponentials: FlashAttention-3, sec. 3.1.
-            def step(entry: Any, state: Any, ask: bool) -> Any:
+            # One warpgroup uses the tensor cores while the other computes its exponentials (FlashAttention-3, section 3.1).
+            def step(entry: Any, state: Any, test: bool) -> Any:
                 sums, top, total = state
                 slot = lax.rem(entry - first, jnp.int32(STAGES))
                 plgpu.barrier_wait(k_full.at[slot])
                 products = machine.product(q_s.at[wg], k_s.at[slot], take_turns)
                 plgpu.barrier_arrive(k_free.at[slot])
-                s, factor, _ = scores(spec, products)
-                if ask:
-                    given = (*ids, b) if ids else None
-                    see = visible(spec, machine, q0, entries_ref[entry] * columns, s.shape, 0, given)
-                    s = jnp.where(see, s, -jnp.inf)
+                s, factor, _ = scores(options, products)
+                if test:
+                    segment_refs = (*ids, b) if ids else None
+                    allowed = visible(options, machine, q0, entries_ref[entry] * columns, s.shape, 0, segment_refs)
+                    s = jnp.where(allowed, s, -jnp.inf)
                 higher = jnp.maximum(top, s.max(axis=1) * factor)
                 shrink = jnp.exp2(top - higher)
-                p = jnp.exp2(s * factor - along(higher, s.shape, 0))
+                p = jnp.exp2(s * factor - repeat_along(higher, s.shape, 0))
                 total = total * shrink + p.sum(axis=1)
-                sums = sums * along(shrink, sums.shape, 0)
-                # Without it the compiler moves some of this behind the barriers, into the other's turn.
+                sums = sums * repeat_along(shrink, sums.shape, 0)
+                # Keeps the compiler from moving some of this behind the barriers, into the turn of the other warpgroup.
                 sums, higher, total, p = lax.optimization_barrier((sums, higher, total, p.astype(v.dtype)))
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(v_full.at[slot])
@@ -175,12 +250,12 @@ def forward(
 
             pl.when(wg == 1)(take_turns)
             state = machine.full((ROWS, dim), 0.0), machine.full((ROWS,), FLOOR), machine.full((ROWS,), 0.0)
-            sums, top, total = walk(first, asked, last, step, state)
+            sums, top, total = over_entries(first, tested, last, step, state)
             pl.when(wg == 0)(take_turns)
-            some = total > 0.0
-            q_s.at[wg][...] = (sums / along(jnp.where(some, total, 1.0), sums.shape, 0)).astype(q.dtype)
-            lse = (top + jnp.log(jnp.where(some, total, 1.0)) * LOG2E) * (1 / LOG2E)
-            lse_s.at[wg][...] = jnp.where(some, lse, -jnp.inf)
+            sees_any = total > 0.0
+            q_s.at[wg][...] = (sums / repeat_along(jnp.where(sees_any, total, 1.0), sums.shape, 0)).astype(q.dtype)
+            lse = (top + jnp.log(jnp.where(sees_any, total, 1.0)) * LOG2E) * (1 / LOG2E)
+            lse_s.at[wg][...] = jnp.where(sees_any, lse, -jnp.inf)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_s.at[wg], o_ref.at[here])
             plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_ref.at[b, head, pl.ds(q0, ROWS)])
@@ -195,7 +270,7 @@ def forward(
                 plgpu.copy_gmem_to_smem(k_ref.at[here], k_s.at[slot], k_full.at[slot])
                 plgpu.copy_gmem_to_smem(v_ref.at[here], v_s.at[slot], v_full.at[slot])
 
-            feed(last - first, copy, (k_free, v_free))
+            copy_tiles(last - first, copy, (k_free, v_free))
 
     ring = plgpu.Barrier(num_barriers=STAGES)
     freed = plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=STAGES)
@@ -209,5 +284,5 @@ def forward(
         plgpu.Barrier(num_arrivals=COMPUTE),
     ]
     out = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)]
-    run = machine.run(kernel, out, scratch, (batch, heads, rows_plan.shape[1]), COMPUTE + 1)
-    return run(q, k, v, jnp.asarray(rows_plan), jnp.asarray(entries), *segments)
+    run = machine.run(kernel, out, scratch, (batch, heads, tiles.shape[1]), COMPUTE + 1)
+    return run(q, k, v, jnp.asarray(tiles), jnp.asarray(entries), *segments)

@@ -1,7 +1,7 @@
 """Block-sparse flash attention for NVIDIA Hopper: the kernels of the backward pass (FlashAttention, algorithm 4).
 
-One kernel walks the keys of each tile of queries for dQ; the other walks the queries of each tile of keys for dK and dV,
-through all query heads that read it. Each tile is written once, so that gradients do not depend on the order of work.
+One kernel loops over the keys of each tile of queries for dQ; the other loops over the queries of each tile of keys, in all
+query heads that read it, for dK and dV. Each tile is written once, so that gradients do not depend on the order of work.
 """
 
 from __future__ import annotations
@@ -14,30 +14,49 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hpnlp.ops.attention.kernels.hopper import COMPUTE, ROWS, STAGES, TILE, Spec, feed, plan, scores, visible, walk
-from hpnlp.ops.attention.kernels.mosaic import THREADS, Machine, along, matrix
+from hpnlp.ops.attention.kernels.hopper import (
+    COMPUTE,
+    ROWS,
+    STAGES,
+    TILE,
+    KernelOptions,
+    copy_tiles,
+    over_entries,
+    schedule,
+    scores,
+    visible,
+)
+from hpnlp.ops.attention.kernels.mosaic import THREADS, Machine, matrix, repeat_along
 
 
-def _tile_gradient(spec: Spec, p: Any, dp: Any, delta: Any, capped: Any) -> Any:
+def _tile_gradient(options: KernelOptions, p: Any, dp: Any, delta: Any, capped: Any) -> Any:
     """The gradient of the scores before `scale`."""
     ds = p * (dp - delta)
-    return ds if spec.soft_cap is None else ds * (1.0 - capped * capped)
+    return ds if options.soft_cap is None else ds * (1.0 - capped * capped)
 
 
-def queries(
-    spec: Spec, arrays: tuple[jax.Array, ...], segments: tuple[jax.Array, ...], columns: int = 128
+def queries(  # noqa: PLR0915  (one kernel, whose parts share references to memory)
+    options: KernelOptions, arrays: tuple[jax.Array, ...], segments: tuple[jax.Array, ...], columns: int = 128
 ) -> jax.Array:
-    """dQ [B, T, N, H] from (q, k, v, do, lse, delta).
+    """The gradient of the queries.
 
-    lse, delta: float32 [B, N, T]; lse in units of log 2, +inf for rows that saw nothing; delta = rowsum(do * o) - dlse.
+    Args:
+      options: of the call.
+      arrays: (q, k, v, do, lse, delta). q and do [B, T, N, H], k and v [B, S, K, H]; lse and delta float32 [B, N, T]: lse in
+        units of log 2, +inf for rows that see nothing, and delta = rowsum(do * o) - dlse.
+      segments: int32 ids of queries [B, T] and of keys [B, S], or ().
+      columns: keys of a tile.
+
+    Returns:
+      dQ [B, T, N, H] in q's dtype.
     """
     q, k = arrays[:2]
     batch, _, heads, dim = q.shape
     group = heads // k.shape[2]
-    machine = Machine(spec.interpret)
-    rows_plan, entries = plan(spec, TILE, columns, False)
+    machine = Machine(options.interpret)
+    tiles, entries = schedule(options, TILE, columns, False)
 
-    def kernel(
+    def kernel(  # noqa: PLR0915
         q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, lse_ref: Any, delta_ref: Any, rows_ref: Any, entries_ref: Any,
         *refs: Any,
     ) -> None:  # fmt: skip
@@ -45,7 +64,7 @@ def queries(
         dq_ref, q_s, do_s, k_s, v_s, lse_s, delta_s, full, k_full, v_full, k_free, v_free = refs[len(segments) :]
         b, head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index(THREADS)
         tile = rows_ref[0, lax.axis_index("tiles")]
-        first, asked, last = rows_ref[1, tile], rows_ref[2, tile], rows_ref[3, tile]
+        first, tested, last = rows_ref[1, tile], rows_ref[2, tile], rows_ref[3, tile]
 
         @pl.when(wg < COMPUTE)
         def _() -> None:
@@ -59,25 +78,25 @@ def queries(
             plgpu.barrier_wait(full.at[wg])
             lse, delta = machine.load(lse_s.at[wg], 0), machine.load(delta_s.at[wg], 0)
 
-            def step(entry: Any, dq: Any, ask: bool) -> Any:
+            def step(entry: Any, dq: Any, test: bool) -> Any:
                 slot = lax.rem(entry - first, jnp.int32(STAGES))
                 plgpu.barrier_wait(k_full.at[slot])
-                s, factor, capped = scores(spec, machine.product(q_s.at[wg], k_s.at[slot]))
-                if ask:
-                    given = (*ids, b) if ids else None
-                    see = visible(spec, machine, q0, entries_ref[entry] * columns, s.shape, 0, given)
-                    s = jnp.where(see, s, -jnp.inf)
-                p = jnp.exp2(s * factor - along(lse, s.shape, 0))
+                s, factor, capped = scores(options, machine.product(q_s.at[wg], k_s.at[slot]))
+                if test:
+                    segment_refs = (*ids, b) if ids else None
+                    allowed = visible(options, machine, q0, entries_ref[entry] * columns, s.shape, 0, segment_refs)
+                    s = jnp.where(allowed, s, -jnp.inf)
+                p = jnp.exp2(s * factor - repeat_along(lse, s.shape, 0))
                 plgpu.barrier_wait(v_full.at[slot])
                 dp = machine.product(do_s.at[wg], v_s.at[slot])
                 plgpu.barrier_arrive(v_free.at[slot])
-                ds = _tile_gradient(spec, p, dp, along(delta, s.shape, 0), capped)
+                ds = _tile_gradient(options, p, dp, repeat_along(delta, s.shape, 0), capped)
                 dq = machine.add_product(dq, ds.astype(q.dtype), k_s.at[slot])
                 plgpu.barrier_arrive(k_free.at[slot])
                 return dq
 
-            dq = walk(first, asked, last, step, machine.full((ROWS, dim), 0.0))
-            q_s.at[wg][...] = (dq * spec.scale).astype(q.dtype)
+            dq = over_entries(first, tested, last, step, machine.full((ROWS, dim), 0.0))
+            q_s.at[wg][...] = (dq * options.scale).astype(q.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_s.at[wg], dq_ref.at[here])
             plgpu.wait_smem_to_gmem(0)
@@ -91,30 +110,40 @@ def queries(
                 plgpu.copy_gmem_to_smem(k_ref.at[here], k_s.at[slot], k_full.at[slot])
                 plgpu.copy_gmem_to_smem(v_ref.at[here], v_s.at[slot], v_full.at[slot])
 
-            feed(last - first, copy, (k_free, v_free))
+            copy_tiles(last - first, copy, (k_free, v_free))
 
     ring = plgpu.Barrier(num_barriers=STAGES)
     freed = plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=STAGES)
-    own, walked = matrix((COMPUTE, ROWS, dim), q.dtype), matrix((STAGES, columns, dim), q.dtype)
+    resident, streamed = matrix((COMPUTE, ROWS, dim), q.dtype), matrix((STAGES, columns, dim), q.dtype)
     line = plgpu.SMEM((COMPUTE, ROWS), jnp.float32)
-    scratch = [own, own, walked, walked, line, line, plgpu.Barrier(num_arrivals=4, num_barriers=COMPUTE)]
+    scratch = [resident, resident, streamed, streamed, line, line, plgpu.Barrier(num_arrivals=4, num_barriers=COMPUTE)]
     scratch += [ring, ring, freed, freed]
     out = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
-    run = machine.run(kernel, out, scratch, (batch, heads, rows_plan.shape[1]), COMPUTE + 1)
-    return run(*arrays, jnp.asarray(rows_plan), jnp.asarray(entries), *segments)[0]
+    run = machine.run(kernel, out, scratch, (batch, heads, tiles.shape[1]), COMPUTE + 1)
+    return run(*arrays, jnp.asarray(tiles), jnp.asarray(entries), *segments)[0]
 
 
-def keys(
-    spec: Spec, arrays: tuple[jax.Array, ...], segments: tuple[jax.Array, ...], columns: int = 64
+def keys(  # noqa: PLR0915  (one kernel, whose parts share references to memory)
+    options: KernelOptions, arrays: tuple[jax.Array, ...], segments: tuple[jax.Array, ...], columns: int = 64
 ) -> tuple[jax.Array, jax.Array]:
-    """(dK, dV), each [B, S, K, H], from the same arrays as `queries`."""
+    """The gradients of keys and values.
+
+    Args:
+      options: of the call.
+      arrays: as for `queries`.
+      segments: as for `queries`.
+      columns: queries of a tile.
+
+    Returns:
+      (dK, dV), [B, S, K, H] each, in k's dtype.
+    """
     q, k = arrays[:2]
     batch, _, kv_heads, dim = k.shape
     group = q.shape[2] // kv_heads
-    machine = Machine(spec.interpret)
-    rows_plan, entries = plan(spec, TILE, columns, True)
+    machine = Machine(options.interpret)
+    tiles, entries = schedule(options, TILE, columns, True)
 
-    def kernel(
+    def kernel(  # noqa: PLR0915
         q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, lse_ref: Any, delta_ref: Any, rows_ref: Any, entries_ref: Any,
         *refs: Any,
     ) -> None:  # fmt: skip
@@ -124,7 +153,7 @@ def keys(
         ]
         b, kv_head, wg = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index(THREADS)
         tile = rows_ref[0, lax.axis_index("tiles")]
-        first, asked, last = rows_ref[1, tile], rows_ref[2, tile], rows_ref[3, tile]
+        first, tested, last = rows_ref[1, tile], rows_ref[2, tile], rows_ref[3, tile]
         count = last - first
 
         @pl.when(wg < COMPUTE)
@@ -137,31 +166,31 @@ def keys(
             plgpu.barrier_wait(full.at[wg])
 
             def head(number: Any, state: Any) -> Any:
-                def step(entry: Any, state: Any, ask: bool) -> Any:
+                def step(entry: Any, state: Any, test: bool) -> Any:
                     dk, dv = state
                     slot = lax.rem(number * count + entry - first, jnp.int32(STAGES))
                     plgpu.barrier_wait(q_full.at[slot])
-                    s, factor, capped = scores(spec, machine.product(k_s.at[wg], q_s.at[slot]))
-                    if ask:
-                        given = (*ids, b) if ids else None
-                        see = visible(spec, machine, entries_ref[entry] * columns, k0, s.shape, 1, given)
-                        s = jnp.where(see, s, -jnp.inf)
-                    p = jnp.exp2(s * factor - along(machine.load(lse_s.at[slot], 1), s.shape, 1))
+                    s, factor, capped = scores(options, machine.product(k_s.at[wg], q_s.at[slot]))
+                    if test:
+                        segment_refs = (*ids, b) if ids else None
+                        allowed = visible(options, machine, entries_ref[entry] * columns, k0, s.shape, 1, segment_refs)
+                        s = jnp.where(allowed, s, -jnp.inf)
+                    p = jnp.exp2(s * factor - repeat_along(machine.load(lse_s.at[slot], 1), s.shape, 1))
                     plgpu.barrier_wait(do_full.at[slot])
                     dv = machine.add_product(dv, p.astype(q.dtype), do_s.at[slot])
                     dp = machine.product(v_s.at[wg], do_s.at[slot])
-                    delta = along(machine.load(delta_s.at[slot], 1), s.shape, 1)
+                    delta = repeat_along(machine.load(delta_s.at[slot], 1), s.shape, 1)
                     plgpu.barrier_arrive(do_free.at[slot])
-                    ds = _tile_gradient(spec, p, dp, delta, capped)
+                    ds = _tile_gradient(options, p, dp, delta, capped)
                     dk = machine.add_product(dk, ds.astype(q.dtype), q_s.at[slot])
                     plgpu.barrier_arrive(q_free.at[slot])
                     return dk, dv
 
-                return walk(first, asked, last, step, state)
+                return over_entries(first, tested, last, step, state)
 
             zeros = machine.full((ROWS, dim), 0.0), machine.full((ROWS, dim), 0.0)
             dk, dv = lax.fori_loop(0, group, head, zeros)
-            k_s.at[wg][...] = (dk * spec.scale).astype(q.dtype)
+            k_s.at[wg][...] = (dk * options.scale).astype(q.dtype)
             v_s.at[wg][...] = dv.astype(q.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(k_s.at[wg], dk_ref.at[here])
@@ -178,14 +207,14 @@ def keys(
                 plgpu.copy_gmem_to_smem(do_ref.at[b, rows, head], do_s.at[slot], do_full.at[slot])
                 plgpu.copy_gmem_to_smem(delta_ref.at[b, head, rows], delta_s.at[slot], do_full.at[slot])
 
-            feed(count * group, copy, (q_free, do_free))
+            copy_tiles(count * group, copy, (q_free, do_free))
 
     ring = plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)
     freed = plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=STAGES)
-    own, walked = matrix((COMPUTE, ROWS, dim), q.dtype), matrix((STAGES, columns, dim), q.dtype)
+    resident, streamed = matrix((COMPUTE, ROWS, dim), q.dtype), matrix((STAGES, columns, dim), q.dtype)
     line = plgpu.SMEM((STAGES, columns), jnp.float32)
-    scratch = [own, own, walked, walked, line, line, plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE)]
+    scratch = [resident, resident, streamed, streamed, line, line, plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE)]
     scratch += [ring, ring, freed, freed]
     out = [jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2
-    run = machine.run(kernel, out, scratch, (batch, kv_heads, rows_plan.shape[1]), COMPUTE + 1)
-    return run(*arrays, jnp.asarray(rows_plan), jnp.asarray(entries), *segments)
+    run = machine.run(kernel, out, scratch, (batch, kv_heads, tiles.shape[1]), COMPUTE + 1)
+    return run(*arrays, jnp.asarray(tiles), jnp.asarray(entries), *segments)

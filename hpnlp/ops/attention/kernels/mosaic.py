@@ -1,8 +1,8 @@
-"""What the kernels use of Pallas Mosaic GPU, kept in one place because it changes from one jax to the next.
+"""The parts of Pallas Mosaic GPU that the kernels use, in one place because they change between versions of JAX.
 
-The interpreter, which runs kernels on a CPU, knows no register layouts, and of products neither those with a transposed
-side nor those with a side in registers. There `Machine` gives the same values by plain operations; copies, barriers,
-loops and the work of the warpgroups are the kernel's own.
+The interpreter, which runs kernels on a CPU, has no register layouts, no products with a transposed side and no products with
+a side in registers. For it, `Machine` computes the same values by plain operations; copies, barriers, loops and the division
+of work among warpgroups stay those of the kernel.
 """
 
 from __future__ import annotations
@@ -25,14 +25,26 @@ _TILE = plgpu.Layout.WGMMA
 
 
 def interpreter() -> Any:
-    """What `interpret=True` stands for: a simulation of shared memory, copies and barriers, in a private module of jax."""
+    """Parameters of the interpreter, which simulates shared memory, copies and barriers; from a private module of JAX.
+
+    Returns:
+      A value for the argument `interpret` of `plgpu.kernel`.
+    """
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams()
 
 
 def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for operands of products, [..., rows, columns], laid out as the tensor cores read it."""
+    """Shared memory for operands of products, tiled and swizzled as the tensor cores read it.
+
+    Args:
+      shape: [..., rows, columns].
+      dtype: of the elements.
+
+    Returns:
+      plgpu.SMEM.
+    """
     width = shape[-1] * jnp.dtype(dtype).itemsize
     swizzle = min(width, 128)
     columns = swizzle // jnp.dtype(dtype).itemsize
@@ -41,7 +53,11 @@ def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The operations on tiles of 64 rows that a warpgroup holds in registers."""
+    """Operations on tiles of 64 rows that a warpgroup holds in registers.
+
+    Attributes:
+      interpret: whether the interpreter runs the kernel.
+    """
 
     interpret: bool
 
@@ -53,7 +69,18 @@ class Machine:
         grid: tuple[int, int, int],
         wgs: int,
     ) -> Callable[..., Any]:
-        """The kernel: one block of `wgs` warpgroups for each (batch, head, tile), neighbouring tiles side by side."""
+        """The kernel with one block of threads for each (batch, head, tile), neighbouring tiles side by side.
+
+        Args:
+          body: of the kernel.
+          out: shapes of the results.
+          scratch: shared memory and barriers.
+          grid: (batch, heads, tiles).
+          wgs: warpgroups of a block.
+
+        Returns:
+          A function of arrays.
+        """
         return plgpu.kernel(
             body,
             out_type=tuple(out),
@@ -67,27 +94,61 @@ class Machine:
         )
 
     def full(self, shape: tuple[int, ...], value: float) -> Any:
-        """float32 [64] or [64, columns] of one value."""
+        """float32 [64] or [64, columns] with all elements equal to a value.
+
+        Args:
+          shape: of the result.
+          value: of the elements.
+
+        Returns:
+          The vector or tile.
+        """
         layout = _TILE if len(shape) == 2 else _TILE.reduce(1)
         x = jnp.full(shape, value, jnp.float32)
         return x if self.interpret else plgpu.layout_cast(x, layout)
 
     def load(self, ref: Any, axis: int, *, optimized: bool = True) -> Any:
-        """A vector that stands along the rows (axis 0) or along the columns (axis 1) of a tile."""
+        """Loads a vector from memory, for use with tiles.
+
+        Args:
+          ref: the vector.
+          axis: 0 for one element per row of a tile, 1 for one per column.
+          optimized: as in `plgpu.load`.
+
+        Returns:
+          The vector in registers.
+        """
         if self.interpret:
             return ref[...]
-        # jax 0.12 has the index in the reference alone.
+        # From jax 0.12 on, plgpu.load has no index argument.
         index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
         return plgpu.load(ref, *index, layout=_TILE.reduce(1 - axis), optimized=optimized)
 
     def iota(self, shape: tuple[int, ...], axis: int) -> Any:
-        """int32 [64, columns] that counts along an axis."""
+        """Indices along an axis of a tile.
+
+        Args:
+          shape: [64, columns].
+          axis: 0 or 1.
+
+        Returns:
+          int32 [64, columns].
+        """
         if self.interpret:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_TILE)
 
     def product(self, left: Any, right: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
-        """float32 left @ right^T of two matrices in shared memory; `meanwhile` is done before the result is waited for."""
+        """The product left @ right^T.
+
+        Args:
+          left: [64, H] in shared memory.
+          right: [columns, H] in shared memory.
+          meanwhile: called after the product has started and before its result is read.
+
+        Returns:
+          float32 [64, columns].
+        """
         if self.interpret:
             meanwhile()
             return jnp.dot(left[...], right[...].T, preferred_element_type=jnp.float32)
@@ -100,12 +161,30 @@ class Machine:
         return pl.run_scoped(body, plgpu.WGMMAAccumulatorRef((left.shape[0], right.shape[0]), jnp.float32))
 
     def add_product(self, sums: Any, left: Any, right: Any) -> Any:
-        """sums + left @ right, `left` in registers and `right` in shared memory."""
+        """Adds a product to sums.
+
+        Args:
+          sums: float32 [64, H] in registers.
+          left: [64, columns] in registers.
+          right: [columns, H] in shared memory.
+
+        Returns:
+          sums + left @ right.
+        """
         if self.interpret:
             return sums + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
         return pl.run_state(lambda ref: plgpu.wgmma(ref, left, right))(plgpu.WGMMAAccumulatorRef.init(sums))
 
 
-def along(vector: jax.Array, shape: tuple[int, ...], axis: int) -> Any:
-    """[rows] or [columns] repeated over the other axis of a tile."""
+def repeat_along(vector: jax.Array, shape: tuple[int, ...], axis: int) -> Any:
+    """A vector repeated over one axis of a tile.
+
+    Args:
+      vector: [rows] or [columns].
+      shape: [rows, columns] of the tile.
+      axis: the axis of the vector in the tile.
+
+    Returns:
+      [rows, columns].
+    """
     return lax.broadcast_in_dim(vector, shape, [axis])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -456,14 +456,3 @@ def _tighter(a: int | None, b: int | None) -> int | None:
 
 
 # PerHead and check_mask have moved to per_head.py. This hands them out until all imports have followed.
-if TYPE_CHECKING:
-    from hpnlp.ops.attention.masks.per_head import PerHead as PerHead
-    from hpnlp.ops.attention.masks.per_head import check_mask as check  # noqa: F401
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("PerHead", "check"):
-        from hpnlp.ops.attention.masks import per_head
-
-        return per_head.PerHead if name == "PerHead" else per_head.check_mask
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,4 @@
-"""Where a token stands: rotary embedding, and relative positions as terms of the attention scores.
-
-A term that depends on head, query position and key position alone is a function of these three (`alibi`, `t5_bias`), which
-attention evaluates where it needs it. One that depends on the query too is an array [B, N, T, S] (`shaw`,
-`transformer_xl`). Both are the `bias` of the attention call: they are added to the scaled scores.
-"""
+"""Rotary position embedding (RoPE) with its scalings to longer contexts, and sinusoidal embeddings."""
 
 from __future__ import annotations
 
@@ -20,16 +15,24 @@ from hpnlp.types import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """How a model's rotary embedding was stretched to a longer context.
+    """Scaling of a rotary embedding to a longer context.
 
-    kind: "none"; "linear" (Chen et al. 2023, "Position Interpolation": positions divided by `factor`); "ntk" (Peng et al.
-    2023, "YaRN", sec. 3.1: theta grows so that the slowest pair is divided by `factor` and the fastest kept); "llama3"
-    (the Llama 3.1 rule: wavelengths above original_length / low_freq_factor are divided by `factor`, those below
-    original_length / high_freq_factor are kept, those between are blended); "yarn", which the function `yarn` makes.
-    magnitude: what turned vectors are multiplied by, so that scores grow by its square.
+    Dynamic NTK (Peng et al. 2023, section 3.3) is "ntk" with factor * length / original_length - (factor - 1) in place of
+    `factor`. It has no kind, because cached keys would have to be rotated again as the length grows.
 
-    Dynamic NTK (Peng et al. 2023, sec. 3.3) is "ntk" with factor * length / original_length - (factor - 1) in place of
-    `factor`. It is no kind of its own, because cached keys would have to be turned anew as the length grows.
+    Attributes:
+      kind: "none"; "linear" (Chen et al. 2023, "Position Interpolation": frequencies divided by `factor`); "ntk" (Peng et al.
+        2023, "YaRN", section 3.1: theta grows so that the lowest frequency is divided by `factor` and the highest kept);
+        "llama3" (the Llama 3.1 rule: wavelengths above original_length / low_freq_factor are divided by `factor`, those below
+        original_length / high_freq_factor are kept, those between are interpolated); or "yarn", see the function `yarn`.
+      factor: ratio of the new context length to the original one.
+      low_freq_factor: of "llama3".
+      high_freq_factor: of "llama3".
+      original_length: context length that the model was trained with, of "llama3" and "yarn".
+      beta_fast: of "yarn".
+      beta_slow: of "yarn".
+      truncate: of "yarn".
+      magnitude: factor of rotated vectors, so that scores grow by its square.
     """
 
     kind: str = "none"
@@ -64,16 +67,29 @@ def yarn(
     truncate: bool = True,
     magnitude: int | float | None = None,
 ) -> Scaling:
-    """Pairs that turn more than beta_fast times in original_length positions are kept, those that turn less than beta_slow
-    times are divided by `factor`, and those between are blended.
+    """The YaRN scaling of a rotary embedding.
 
-    The blend is linear in the pair's number, from the pair of beta_fast to that of beta_slow, as in the authors' code and
-    the checkpoints; sec. 3.2 of the paper makes it linear in the number of turns, which is what "llama3" does.
-    truncate: both pairs are rounded outwards, as in the authors' code.
-    magnitude: sqrt(1 / t) for the paper's attention temperature t; None is its fit, 0.1 ln(factor) + 1.
+    Feature pairs that rotate more than beta_fast times within original_length positions keep their frequency, pairs that
+    rotate less than beta_slow times have it divided by `factor`, and pairs between are interpolated. The interpolation is
+    linear in the index of the pair, as in the authors' code and in checkpoints; section 3.2 of the paper makes it linear in
+    the number of rotations, as "llama3" does.
 
-    Raises InputError on numbers that are not positive, and where beta_slow is not below beta_fast.
-    Source: Peng et al. 2023, "YaRN", sec. 3.4.
+    Args:
+      factor: ratio of the new context length to the original one.
+      original_length: context length that the model was trained with, in tokens.
+      beta_fast: rotations within original_length.
+      beta_slow: rotations within original_length.
+      truncate: round the indices of both limiting pairs outwards, as in the authors' code.
+      magnitude: sqrt(1 / t) for the paper's attention temperature t; None is the paper's fit, 0.1 ln(factor) + 1.
+
+    Returns:
+      A Scaling of kind "yarn".
+
+    Raises:
+      InputError: a number is not positive, or beta_slow is not below beta_fast.
+
+    References:
+      Peng et al. 2023, "YaRN", section 3.4.
     """
     if magnitude is None:
         magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -94,9 +110,23 @@ def yarn(
 
 
 def frequencies(dim: int, theta: float = 10000.0, scaling: Scaling = Scaling()) -> np.ndarray:  # noqa: B008  (frozen)
-    """float64 [dim / 2]: the angle per position of each pair of features."""
+    """Frequencies of the feature pairs of a rotary embedding.
+
+    Args:
+      dim: head size, even.
+      theta: base of the frequencies.
+      scaling: to a longer context.
+
+    Returns:
+      float64 [dim / 2], the angle per position of each pair.
+
+    Raises:
+      InputError: dim is odd, or 2 with "ntk", or the kind of scaling is unknown.
+    """
     if dim % 2:
-        raise InputError(f"head dim {dim} is odd: rotary embedding turns pairs of features, choose an even one")
+        raise InputError(
+            f"head size {dim} is odd: rotary embedding rotates pairs of features, choose an even head size"
+        )
     inv = theta ** -(np.arange(0, dim, 2) / dim)
     if scaling.kind == "none":
         return inv
@@ -105,28 +135,30 @@ def frequencies(dim: int, theta: float = 10000.0, scaling: Scaling = Scaling()) 
     if scaling.kind == "ntk":
         if dim < 4:
             raise InputError(
-                "head dim 2 with rope scaling 'ntk': its only pair is the fastest, choose an even one from 4"
+                "head size 2 with rope scaling 'ntk': expected an even head size of at least 4, or another scaling"
             )
         return inv * scaling.factor ** -(np.arange(0, dim, 2) / (dim - 2))
     if scaling.kind == "yarn" and theta <= 1:
         raise InputError(f"rope theta {theta} with rope scaling 'yarn': expected a number over 1")
     if scaling.kind in ("llama3", "yarn"):
-        kept = _kept_by_turns(inv, scaling) if scaling.kind == "llama3" else _kept_by_pair(dim, theta, scaling)
+        kept = _llama3_share(inv, scaling) if scaling.kind == "llama3" else _yarn_share(dim, theta, scaling)
         return inv * kept + inv / scaling.factor * (1 - kept)
     raise InputError(f"rope scaling {scaling.kind!r}: expected none, linear, ntk, llama3 or yarn")
 
 
-def _kept_by_turns(inv: np.ndarray, scaling: Scaling) -> np.ndarray:
-    """How much of each frequency "llama3" keeps: linear in the turns that it makes in the original length."""
-    turns = scaling.original_length * inv / (2 * math.pi)
-    return np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
+def _llama3_share(inv: np.ndarray, scaling: Scaling) -> np.ndarray:
+    """Share of each original frequency in "llama3", linear in the rotations within the original length."""
+    rotations = scaling.original_length * inv / (2 * math.pi)
+    return np.clip(
+        (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0
+    )
 
 
-def _kept_by_pair(dim: int, theta: float, scaling: Scaling) -> np.ndarray:
-    """How much of each frequency "yarn" keeps: linear in the number of the pair."""
+def _yarn_share(dim: int, theta: float, scaling: Scaling) -> np.ndarray:
+    """Share of each original frequency in "yarn", linear in the index of the pair."""
     first, last = (
-        dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        for turns in (scaling.beta_fast, scaling.beta_slow)
+        dim * math.log(scaling.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        for rotations in (scaling.beta_fast, scaling.beta_slow)
     )
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
@@ -142,11 +174,27 @@ def rope(
     theta: float = 10000.0,
     scaling: Scaling = Scaling(),  # noqa: B008  (frozen)
 ) -> Float[Array, "B T N H"]:
-    """Turns feature pairs (i, i + H/2) by an angle that grows with the position, and multiplies by scaling.magnitude.
+    """Rotates feature pairs (i, i + H/2) by an angle proportional to the position.
 
-    The half-split pairing of Llama checkpoints in the Hugging Face layout. positions: int32 [B, T], or [1, T] where all
-    rows share them. Computed in float32, returned in x's dtype. O(B T N H). Raises InputError where H is odd.
-    Source: Su et al. 2021, "RoFormer", eq. 34.
+    The pairs are those of Llama checkpoints in the Hugging Face layout (first half with second half).
+
+    Args:
+      x: queries or keys [B, T, N, H].
+      positions: int [B, T], or [1, T] if all examples share them.
+      theta: base of the frequencies.
+      scaling: to a longer context; its magnitude multiplies the result.
+
+    Returns:
+      [B, T, N, H] in x's dtype, computed in float32.
+
+    Raises:
+      InputError: H is odd, or the scaling is invalid.
+
+    Cost:
+      O(B T N H).
+
+    References:
+      Su et al. 2021, "RoFormer", eq. 34.
     """
     half = x.shape[-1] // 2
     inv = jnp.asarray(frequencies(x.shape[-1], theta, scaling), jnp.float32)
@@ -158,10 +206,19 @@ def rope(
 
 @array_op("...", positions="...")
 def sinusoids(positions: Int[Array, "..."], dim: int) -> Float[Array, "... dim"]:
-    """float32: the sines of a position at each of dim / 2 wavelengths, then the cosines.
+    """Sinusoidal embeddings of positions: the sines at dim / 2 wavelengths, then the cosines.
 
-    The order of Transformer-XL's code; Vaswani et al. 2017, sec. 3.5, take the same numbers in turns. positions may be
-    negative, as relative ones are. Raises InputError where dim is odd.
+    This is the order of Transformer-XL's code; Vaswani et al. 2017, section 3.5, alternate sines and cosines.
+
+    Args:
+      positions: int [...], may be negative, as relative positions are.
+      dim: size of an embedding, even.
+
+    Returns:
+      float32 [..., dim].
+
+    Raises:
+      InputError: dim is odd.
     """
     angle = jnp.multiply.outer(positions.astype(jnp.float32), jnp.asarray(frequencies(dim), jnp.float32))
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)

@@ -1,8 +1,9 @@
-"""Every pattern and every operand through the executor, in each of its forms, against the dense twin."""
+"""Every pattern and every operand through the executor, in each of its forms, against the reference."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ from hpnlp.ops.attention import (
     Global,
     GlobalAt,
     Mask,
+    Operands,
     PerHead,
     RandomBlocks,
     Sinks,
@@ -36,9 +38,11 @@ from hpnlp.ops.attention import (
     sparse_transformer_strided,
 )
 from hpnlp.ops.attention.block_sparse import cost_model, decompose, unrolled
+from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Options, TokenInfo
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule, TileGroup
 from hpnlp.types import InputError
 from tests.contracts import ONCE, PATTERNS, assert_close, executor_with
+from tests.ops.attention.forms import attend_in_form
 
 OPERANDS = {
     "segments": ("segment_ids",),
@@ -59,30 +63,21 @@ OPERANDS = {
 }
 
 
-FORMS = ("panels", "visits", "parts")
+@pytest.fixture
+def ours(form):
+    """`attend` in blocks of 8, in each form of the executor."""
+    return functools.partial(attend_in_form, form, block_size=8)
 
 
-def form_of(form):
-    """Panels; the visits of one plan; or every part that may run in its own order doing so."""
-    changes = [] if form == "panels" else [(unrolled, "PAIRS", 0)]
-    return executor_with(*changes, (cost_model, "MERGING", -1e9 if form == "parts" else 1e9))
-
-
-@pytest.fixture(params=FORMS)
-def form(request):
-    with form_of(request.param):
-        yield request.param
-
-
-def assert_forms_equal(run, qkv, mask, alone=False):
-    """Each form of the executor and the dense twin. alone: whether the operands keep the mask in one part."""
+def assert_forms_equal(run, qkv, mask, undivided=False):
+    """Each form of the executor equals the reference. undivided: whether the operands keep the mask in one part."""
     expected = run(reference)(qkv)
     dtype = qkv[0].dtype
-    for form in FORMS:
-        with form_of(form):
-            found = decompose.parts(mask, qkv[0].shape[1], qkv[1].shape[1], 8, 8, alone) if form == "parts" else None
-            if found is None or any(part.order != decompose.Order() for part in found):
-                assert_close(run(ours)(qkv), expected, dtype)
+    lengths = qkv[0].shape[1], qkv[1].shape[1]
+    for form in Form:
+        parts = decompose.decompose(mask, *lengths, 8, 8, undivided, form is Form.PERMUTED)
+        if form is not Form.PERMUTED or any(part.selection != decompose.ALL_TOKENS for part in parts):
+            assert_close(run(functools.partial(attend_in_form, form, block_size=8))(qkv), expected, dtype)
 
 
 def arrays(t=37, s=None, n=4, k=2, dtype=jnp.float32, seed=0):
@@ -119,51 +114,47 @@ def slope_bias(slopes):
 
 
 def scored(function, mask, options, as_function=False):
-    """Outputs, and gradients of a random weighting of them for q, k, v and the differentiable operands."""
+    """Outputs, and gradients of a random weighting of them by q, k, v and the differentiable operands."""
     inexact = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
     leaves = {name: x for name, x in options.items() if inexact(x)}
-    rest = {name: x for name, x in options.items() if name not in leaves}
+    static = {name: x for name, x in options.items() if name not in leaves}
 
     def value(qkv, leaves):
-        given = dict(leaves)
+        operands_and_bias = dict(leaves)
         if as_function:
-            given["bias"] = slope_bias(given["bias"])
-        o, lse = function(*qkv, mask, return_lse=True, **rest, **given)
+            operands_and_bias["bias"] = slope_bias(operands_and_bias["bias"])
+        o, lse = function(*qkv, mask, return_lse=True, **static, **operands_and_bias)
         rng = np.random.default_rng(2)
         wo, wl = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in (o, lse))
         total = jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(jnp.where(jnp.isneginf(lse), jnp.float32(0), lse) * wl)
         return total, (o, lse)
 
     run = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True), compiler_options=ONCE)
-    return lambda qkv: (lambda found: (found[0][1], found[1]))(run(tuple(qkv), leaves))
-
-
-def ours(q, k, v, mask, **options):
-    return attend(q, k, v, mask, impl="xla", block_size=8, **options)
+    return lambda qkv: (lambda results: (results[0][1], results[1]))(run(tuple(qkv), leaves))
 
 
 @pytest.mark.parametrize("mask", PATTERNS, ids=repr)
-def test_patterns(mask):
+def test_patterns_match_reference(mask):
     run = lambda f: jax.jit(lambda qkv: f(*qkv, mask, return_lse=True), compiler_options=ONCE)  # noqa: E731
     assert_forms_equal(run, arrays(), mask)
 
 
 @pytest.mark.parametrize("mask", [Causal(), sparse_transformer_fixed(6, 2), longformer(4, 2, 3), bigbird(4, among=9)])
-def test_gradients_of_patterns(mask):
+def test_gradients_of_patterns_match_reference(mask):
     assert_forms_equal(lambda f: scored(f, mask, {}), arrays(), mask)
 
 
 @pytest.mark.parametrize(
     "empty", [Global(0), GlobalAt(()), Sinks(0), Fixed(8, 0), RandomBlocks(8, 0), ~Full()], ids=repr
 )
-def test_patterns_of_nothing(empty):
-    """Alone and as a term, which may be a part without any queries or keys."""
+def test_empty_patterns_match_reference(empty):
+    """Alone, and as one term of a union."""
     for mask in (empty, Window(3) | empty):
         assert_forms_equal(lambda f, mask=mask: scored(f, mask, {}), arrays(), mask)
 
 
 def together(*names):
-    """Operands with a mask in parts and with one in a single part; those that others include are left to the second tier."""
+    """Operands with a mask of several sub-masks and with an undivided one; cases that others include are slow tests."""
     first = {"lengths", "bias function", "all"}
     marks = lambda name: () if name in first else (pytest.mark.slow,)  # noqa: E731
     cases = [(longformer(8, 3), "longformer", name) for name in OPERANDS] + [
@@ -176,10 +167,10 @@ def together(*names):
 
 
 @pytest.mark.parametrize(("mask", "names"), together("positions", "global places", "bias function", "all"))
-def test_operands(mask, names):
+def test_operands_match_reference(mask, names):
     options, as_function = operands(names), "function" in names
-    alone = not {"segment_ids", "kv_lengths", "sinks", "dropout", "soft_cap", "function"}.issuperset(names)
-    assert_forms_equal(lambda f: scored(f, mask, options, as_function), arrays(), mask, alone)
+    undivided = not {"segment_ids", "kv_lengths", "sinks", "dropout", "soft_cap", "function"}.issuperset(names)
+    assert_forms_equal(lambda f: scored(f, mask, options, as_function), arrays(), mask, undivided)
 
 
 @pytest.mark.parametrize(
@@ -190,12 +181,12 @@ def test_operands(mask, names):
     ],
     ids=str,
 )
-def test_lengths_that_differ(lengths, mask):
+def test_different_lengths_match_reference(lengths, mask):
     assert_forms_equal(lambda f: scored(f, mask, {}), arrays(*lengths), mask)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits(dtype):
+def test_16_bit_results_match_reference(dtype):
     mask = sparse_transformer_strided(6)
     assert_forms_equal(lambda f: scored(f, mask, {}), arrays(dtype=dtype), mask)
 
@@ -209,21 +200,21 @@ def test_sixteen_bits(dtype):
     ],
     ids=["strided", "fixed", "mixed"],
 )
-def test_a_mask_for_each_head(mask, names):
+def test_per_head_masks_match_reference(mask, names):
     options, as_function = operands(names), "function" in names
     run = lambda f: scored(f, mask, options, as_function)  # noqa: E731
     assert_forms_equal(run, arrays(), mask.masks[-1], "bias" in names)
 
 
 @pytest.mark.parametrize("other", [Causal(), Strided(4), ~Strided(3) & Causal()], ids=repr)
-def test_users_own_function(other):
+def test_user_functions_match_reference(other):
     mask = other & Where(lambda i, j: (i + j) % 3 == 0) | Strided(7) & Where(lambda i, j: j < 9)
     assert_forms_equal(lambda f: scored(f, mask, {}), arrays(), mask)
 
 
 @pytest.mark.parametrize("mask", [bigbird(4, causal=True), Full()], ids=["bigbird", "full"])
-def test_nan_in_blocks_that_nobody_visits(mask, form):
-    """Keys from 30 on are hidden from every query: by the mask, which has whole blocks and parts of blocks beyond it."""
+def test_nan_in_blocks_without_visible_pairs_is_not_read(mask, ours):
+    """The mask hides keys from 30 on from every query: part of a block, and a whole block."""
     q, k, v = arrays()
     mask = mask & Where(lambda i, j: (j < 30) & (i == i))
     clean, dirty = (
@@ -234,7 +225,7 @@ def test_nan_in_blocks_that_nobody_visits(mask, form):
 
 
 @pytest.mark.parametrize("mask", [Causal(), Causal() & (Window(2) | Strided(5) | Sinks(1))], ids=["one part", "parts"])
-def test_visible_nan_is_not_hidden(mask, form):
+def test_visible_nan_reaches_results(mask, ours):
     q, k, v = arrays()
     run = jax.jit(lambda k: ours(q, k, v, mask, return_lse=True), compiler_options=ONCE)
     o, lse = run(k.at[0, 20, 0].set(jnp.nan))
@@ -250,16 +241,22 @@ def test_visible_nan_is_not_hidden(mask, form):
     ("mask", "value"),
     [(Causal(), 1e5), (Causal(), float(np.finfo(np.float32).min)), (Causal() & (Window(3) | Strided(5)), -1e9)],
 )
-def test_rows_far_from_zero(mask, value):
-    """A whole row, as of padding, and half of one."""
+def test_rows_with_large_scores_match_reference(mask, value):
+    """One row is large in all its scores, as of padding, and one in half of them."""
     bias = jnp.zeros((1, 1, 37, 37)).at[..., 10, :].set(value).at[..., 20, 17:].set(value)
-    assert_forms_equal(lambda f: scored(f, mask, {"bias": bias}), arrays(), mask, alone=True)
-    one = lambda row: lambda head, i, j: jnp.where(i == 10, row, 0.0)  # noqa: E731
-    run = lambda f: jax.jit(jax.grad(lambda qkv: jnp.sin(f(*qkv, mask, bias=one(value))).sum()), compiler_options=ONCE)  # noqa: E731
+    assert_forms_equal(lambda f: scored(f, mask, {"bias": bias}), arrays(), mask, undivided=True)
+
+    def row_bias(row):
+        return lambda head, i, j: jnp.where(i == 10, row, 0.0)
+
+    def run(f):
+        score = lambda qkv: jnp.sin(f(*qkv, mask, bias=row_bias(value))).sum()  # noqa: E731
+        return jax.jit(jax.grad(score), compiler_options=ONCE)
+
     assert_forms_equal(run, arrays(), mask)
 
 
-def test_padding_asks_a_bias_for_no_place_of_its_own(form):
+def test_padding_evaluates_a_bias_function_at_position_0(ours):
     q, k, v = arrays()
     after = lambda x: x.astype(jnp.float32) + 1  # noqa: E731
     bias = lambda c: lambda head, i, j: c * jnp.log(after(i)) + c / after(j)  # noqa: E731
@@ -268,19 +265,19 @@ def test_padding_asks_a_bias_for_no_place_of_its_own(form):
     np.testing.assert_allclose(*grads, rtol=1e-5)
 
 
-def test_sink_of_no_weight_beside_a_row_that_sees_nothing(form):
+def test_sinks_of_minus_infinity_give_finite_gradients_in_empty_rows(ours):
     options = {"sinks": jnp.array([0.0, -jnp.inf, 1.0, -jnp.inf]), "kv_lengths": jnp.array([0, 9])}
-    found = scored(ours, Causal(), options)(arrays())
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found[1]))
-    np.testing.assert_array_equal(found[0][0][0, :, 1], 0)
-    assert_close(found, scored(reference, Causal(), options)(arrays()))
+    results = scored(ours, Causal(), options)(arrays())
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(results[1]))
+    np.testing.assert_array_equal(results[0][0][0, :, 1], 0)
+    assert_close(results, scored(reference, Causal(), options)(arrays()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_where_numbers_are_of_64_bits(dtype, form):
-    """What is summed is float32 whatever the default is, in chunks of heads too."""
+def test_sums_are_float32_when_x64_is_enabled(dtype, ours):
+    """Sums are float32 whatever the default dtype is, in chunks of heads as well."""
     mask = Causal() & (Strided(4) | Window(2))
-    with executor_with((cost_model, "TILE", 200)), jax.enable_x64(True):
+    with executor_with((cost_model, "STEP_SCORES", 200)), jax.enable_x64(True):
         rng = np.random.default_rng(0)
         qkv = [jnp.asarray(rng.standard_normal((2, 37, 4, 8)), dtype) for _ in range(3)]
         weights = jnp.cos(jnp.arange(37, dtype=jnp.float32))[None, :, None]
@@ -295,17 +292,16 @@ def test_where_numbers_are_of_64_bits(dtype, form):
         assert_close(both(ours), both(reference))
 
 
-def test_a_scale_that_is_traced(form):
-    """Also its gradient."""
+def test_traced_scale_has_a_gradient(ours):
     qkv = arrays()
     run = lambda f: lambda scale: jnp.square(f(*qkv, Causal(), scale=scale)).sum()  # noqa: E731
-    found, expected = (
+    results, expected = (
         jax.jit(jax.value_and_grad(run(f)), compiler_options=ONCE)(jnp.float32(0.3)) for f in (ours, reference)
     )
-    assert_close(found, expected)
+    assert_close(results, expected)
 
 
-def test_second_derivatives_by_a_bias(form):
+def test_second_derivatives_of_a_bias_match_reference(ours):
     q, k, v = arrays(9)
     far = jnp.arange(9, dtype=jnp.float32)[:, None] - jnp.arange(9, dtype=jnp.float32)[None]
 
@@ -316,27 +312,27 @@ def test_second_derivatives_by_a_bias(form):
     np.testing.assert_allclose(curvature(ours), curvature(reference), rtol=1e-4)
 
 
-def test_float16_gradients_of_a_loss_that_is_scaled_up(form):
+def test_float16_gradients_under_loss_scaling_are_finite(ours):
     q, k, v = (x * y for x, y in zip(arrays(8), (1.0, 0.01, 40.0), strict=True))
     qkv = [x.astype(jnp.float16) for x in (q, k, v)]
     run = lambda f: lambda q: (f(q, *qkv[1:], Full()).astype(jnp.float32) * 3e4).sum()  # noqa: E731
-    found, expected = (jax.jit(jax.grad(run(f)), compiler_options=ONCE)(qkv[0]) for f in (ours, reference))
+    results, expected = (jax.jit(jax.grad(run(f)), compiler_options=ONCE)(qkv[0]) for f in (ours, reference))
     assert np.isfinite(expected).all() and np.abs(expected).max() > 1e3
-    np.testing.assert_allclose(found, expected, rtol=0.02, atol=20)
+    np.testing.assert_allclose(results, expected, rtol=0.02, atol=20)
 
 
-def test_hidden_nans_in_a_bias(form):
+def test_hidden_nan_in_a_bias_changes_nothing(ours):
     bias = jnp.where(Causal().to_dense(37), operands(("bias",))["bias"], jnp.nan)
     for options in ({}, {"soft_cap": 2.0}):
-        found, expected, clean = (
+        results, expected, clean = (
             scored(f, Causal(), {"bias": x, **options})(arrays())
             for f, x in ((ours, bias), (reference, bias), (reference, jnp.nan_to_num(bias)))
         )
-        assert_close(found, clean)
+        assert_close(results, clean)
         assert_close(expected, clean)
 
 
-def test_integers_of_any_kind(form):
+def test_integer_dtypes_give_equal_results(ours):
     q, k, v = arrays()
     ids, places = np.sort(np.arange(74).reshape(2, 37) % 3, axis=1), np.array([[3, 36, -1], [0, 1, 2]])
     tokens = jnp.asarray(places, "int8")
@@ -344,36 +340,36 @@ def test_integers_of_any_kind(form):
     np.testing.assert_array_equal(run(jnp.asarray(ids, "int8")), run(jnp.asarray(ids, "int32")))
 
 
-def run_time_plan(order, width=3, block=8):
-    """A plan of arrays: each block of 5 queries visits `width` blocks of keys in an order that data decide."""
+def run_time_schedule(order, width=3, block=8):
+    """A schedule of arrays: each of 5 query blocks has `width` key blocks, which data decide."""
     keys = jnp.argsort(order, axis=1)[:, :width].astype(jnp.int32)[:, None]
     keys = keys.at[2, 0, 1].set(-1)
     return BlockSchedule((TileGroup(jnp.arange(5, dtype=jnp.int32), keys, jnp.ones(5, bool)),), block, block)
 
 
 @pytest.mark.parametrize("names", [(), ("segment_ids", "bias", "dropout")], ids=str)
-def test_plans_made_at_run_time(names):
+def test_run_time_schedules_match_reference(names):
     qkv, options = arrays(), operands(names)
     order = jnp.asarray(np.random.default_rng(4).standard_normal((5, 5)), jnp.float32)
 
     def planned(q, k, v, mask, **options):
-        return flash(q, k, v, mask, blocks=run_time_plan(order), **options)
+        return flash(q, k, v, mask, Operands(**options), schedule=run_time_schedule(order))
 
-    live = np.zeros((5, 5), bool)
-    for row, keys in enumerate(np.asarray(run_time_plan(order).visits[0].keys)):
-        live[row, [key for key in keys[0] if key >= 0]] = True
-    dense = jnp.asarray(np.kron(live, np.ones((8, 8)))[:37, :37] > 0)
+    active = np.zeros((5, 5), bool)
+    for row, keys in enumerate(np.asarray(run_time_schedule(order).groups[0].keys)):
+        active[row, [key for key in keys[0] if key >= 0]] = True
+    dense = jnp.asarray(np.kron(active, np.ones((8, 8)))[:37, :37] > 0)
 
-    def twin(q, k, v, mask, **options):
+    def with_dense_mask(q, k, v, mask, **options):
         return reference(q, k, v, mask, dense_mask=dense, **options)
 
     options |= {"kv_segment_ids": options["segment_ids"]} if "segment_ids" in options else {}
-    assert_close(scored(planned, Causal(), options)(qkv), scored(twin, Causal(), options)(qkv))
+    assert_close(scored(planned, Causal(), options)(qkv), scored(with_dense_mask, Causal(), options)(qkv))
 
 
-@pytest.mark.parametrize("form", ["visits", "parts"], indirect=True)
-def test_in_transformations(form):
-    """vmap over q alone, remat, and a shard_map over heads, as without."""
+@pytest.mark.parametrize("form", [Form.SCAN, Form.PERMUTED])
+def test_transformations_match_plain_call(ours):
+    """vmap over q, remat, and a shard_map over heads."""
     q, k, v = arrays()
     mask = sparse_transformer_strided(6)
     score = lambda q: jnp.sum(jnp.square(ours(q, k, v, mask)))  # noqa: E731
@@ -389,23 +385,23 @@ def test_in_transformations(form):
     apart = jax.shard_map(
         lambda q, k, v: ours(q, k, v, mask, segment_ids=ids), mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec
     )
-    whole = lambda q: jnp.sum(jnp.square(ours(q, k, v, mask, segment_ids=ids)))  # noqa: E731
+    global_call = lambda q: jnp.sum(jnp.square(ours(q, k, v, mask, segment_ids=ids)))  # noqa: E731
     split = lambda q: jnp.sum(jnp.square(apart(q, k, v)))  # noqa: E731
-    assert_close(run(jax.value_and_grad(split), q), run(jax.value_and_grad(whole), q))
+    assert_close(run(jax.value_and_grad(split), q), run(jax.value_and_grad(global_call), q))
 
 
-@pytest.mark.parametrize("form", ["visits"], indirect=True)
-def test_tiles_of_some_heads_and_rows(form):
-    """Batch and heads go in chunks where a tile is full: the same result."""
+@pytest.mark.parametrize("form", [Form.SCAN])
+def test_chunks_of_heads_and_examples_match_reference(ours):
+    """Small tiles make the executor compute chunks of heads and examples after one another."""
     qkv, options = arrays(), operands(("segment_ids", "bias_row", "dropout", "kv_lengths"))
     expected = scored(reference, Causal(), options)(qkv)
     for tile, laid in ((1, 1 << 23), (200, 1 << 23), (600, 1 << 23), (1 << 20, 1), (1 << 20, 700)):
-        with executor_with((cost_model, "TILE", tile), (cost_model, "LAID", laid)):
+        with executor_with((cost_model, "STEP_SCORES", tile), (cost_model, "MAX_COPIED_ELEMENTS", laid)):
             assert_close(scored(ours, Causal(), options)(qkv), expected)
 
 
 @pytest.mark.parametrize(
-    ("mask", "length", "fit"),
+    ("mask", "length", "expected"),
     [
         (Full(), 256, True),
         (Full(), 512, False),
@@ -414,22 +410,19 @@ def test_tiles_of_some_heads_and_rows(form):
         (Window(9), 512, True),
     ],
 )
-def test_panels_are_for_what_is_short_or_skips_pairs(mask, length, fit):
-    from hpnlp.ops.attention.block_sparse.operands import Operands
-    from hpnlp.ops.attention.block_sparse.tile import Options, TokenInfo
-
-    side = TokenInfo(np.arange(length)[None])
-    assert unrolled.fit(Options(mask, 1.0), length, length, Operands(side, side)) is fit
+def test_unrolled_form_is_for_short_or_sparse_calls(mask, length, expected):
+    tokens = TokenInfo(np.arange(length)[None])
+    assert unrolled.suits(Options(mask, 1.0), length, length, ExecutorOperands(tokens, tokens)) is expected
 
 
 @pytest.mark.parametrize(
-    ("mask", "options", "told"),
+    ("mask", "options", "message"),
     [
         (PerHead((Causal(),) * 3), {}, "4 query heads"),
         (Causal(), {"dense_mask": jnp.ones((37, 37))}, "bias"),
         (Causal(), {"dense_mask": jnp.ones((36, 37), bool)}, "broadcasts"),
         (Causal(), {"bias": jnp.ones((3, 37, 37))}, "broadcasts"),
-        (Causal(), {"bias": alibi(8)}, "8 heads for 4"),
+        (Causal(), {"bias": alibi(8)}, "for 8 heads, expected 4 heads"),
         (Causal(), {"bias": jnp.ones((37, 37), bool)}, "dense_mask"),
         (Causal(), {"soft_cap": 0.0}, "soft_cap"),
         (Causal(), {"soft_cap": float("inf")}, "soft_cap inf: expected a finite number"),
@@ -442,8 +435,8 @@ def test_panels_are_for_what_is_short_or_skips_pairs(mask, length, fit):
         (PerHead((GlobalAt((40,)),) * 4), {}, "holds 40"),
     ],
 )
-def test_what_cannot_be_is_said(mask, options, told):
-    with pytest.raises(InputError, match=told):
+def test_invalid_arguments_raise(mask, options, message):
+    with pytest.raises(InputError, match=message):
         attend(*arrays(), mask, **options)
 
 
@@ -456,7 +449,7 @@ class Listed(Mask):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: Window(-1), "Window.left=-1"),
         (lambda: Window(2**63), "at most"),
@@ -489,15 +482,14 @@ class Listed(Mask):
         (lambda: attend(*arrays(), Causal() & Listed([3])), r"Listed cannot be a key .*unhashable.* tuples"),
     ],
 )
-def test_masks_that_cannot_be_are_said(make, told):
-    with pytest.raises(InputError, match=told):
+def test_invalid_masks_raise(make, message):
+    with pytest.raises(InputError, match=message):
         make()
 
 
 @pytest.mark.slow
-def test_types_where_no_checker_runs():
-    """Arrays of numpy will do, and what will not is said. Beartype, which checks annotations while tests run, would speak
-    first."""
+def test_wrong_types_raise_without_beartype():
+    """In a process of its own, because beartype checks annotations in tests. numpy arrays are accepted."""
     program = """
 import jax.numpy as jnp
 import numpy as np
@@ -514,19 +506,19 @@ for make in (lambda: attend(q, q, q, jnp.ones((4, 4))), lambda: attend(q, q, q, 
     except InputError as error:
         print(error)
 """
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert all(float(x) < 1e-5 for line in told[:2] for x in line.split())
+    assert all(float(x) < 1e-5 for line in output[:2] for x in line.split())
     for line, words in zip(
-        told[2:], ("dense_mask", "sinks", "operand of the call", "whole number", "shift"), strict=True
+        output[2:], ("dense_mask", "sinks", "operand of the call", "whole number", "shift"), strict=True
     ):
         assert words in line
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 8}, {"impl": "reference"}])
-def test_queries_that_see_nothing_have_no_gradient(options):
-    """Nor do they reach the gradients of keys, values and a scale, whatever stands in them."""
+def test_queries_that_see_nothing_have_zero_gradients(options):
+    """NaN in them does not reach the gradients of keys, values and a scale that other queries have."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 24, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     segments = jnp.asarray(np.arange(24) >= 20, jnp.int32)[None].repeat(2, axis=0)
@@ -534,14 +526,14 @@ def test_queries_that_see_nothing_have_no_gradient(options):
     every_other = PerHead((Causal(), Causal().shift(-3)) * 2)
     cases = (
         (token >= 20, Causal(), {"segment_ids": segments, "kv_segment_ids": 9 * segments}),
-        (token < 3, Causal().shift(-3), {}),  # as is known while tracing
+        (token < 3, Causal().shift(-3), {}),  # known while tracing
         ((token < 3) & (head % 2 == 1), every_other, {}),
         (example == 0, Causal(), {"kv_lengths": jnp.array([0, 24], jnp.int32)}),
         (token == 5, Causal(), {"dense_mask": (jnp.arange(24) != 5)[None, None, :, None]}),
     )
 
     def gradients(value):
-        found = []
+        results = []
         for blind, mask, operands in cases:
 
             def loss(q, k, v, scale, mask=mask, operands=operands):
@@ -549,8 +541,8 @@ def test_queries_that_see_nothing_have_no_gradient(options):
                 return (o**2).sum() + jnp.exp(lse).sum()
 
             dirty = jnp.where(jnp.asarray(blind)[..., None], value, q)
-            found.append(jax.grad(loss, (0, 1, 2, 3))(dirty, k, v, jnp.float32(0.3)))
-        return found
+            results.append(jax.grad(loss, (0, 1, 2, 3))(dirty, k, v, jnp.float32(0.3)))
+        return results
 
     run = jax.jit(gradients, compiler_options=ONCE)
     expected = run(jnp.float32(0.5))

@@ -16,7 +16,7 @@ from hpnlp.ops.attention.reference import reference
 
 @dataclasses.dataclass(frozen=True)
 class Odd(Mask):
-    """Odd positions see nothing, others what is before them."""
+    """Odd positions see nothing, even ones all earlier positions."""
 
     def at(self, q, k):
         return (q % 2 == 0) & (k < q)
@@ -32,8 +32,8 @@ def attend(q, k, v, mask, positions, lengths):
 
 
 @functools.partial(jax.jit, static_argnames="mask", compiler_options={"xla_backend_optimization_level": 0})
-def twin(q, k, v, mask, positions, lengths):
-    """The same by the definition: keys and values as `[B, S, K, H]`."""
+def by_reference(q, k, v, mask, positions, lengths):
+    """The same by the reference, with keys and values as `[B, S, K, H]`."""
     k, v = (x.reshape(q.shape[0], -1, *x.shape[1:]).transpose(0, 2, 1, 3) for x in (k, v))
     places = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32)[None], k.shape[:2])
     return reference(q, k, v, mask, positions=positions, kv_positions=places, kv_lengths=lengths)
@@ -48,17 +48,17 @@ def draw(*shape, dtype=jnp.float32, seed=0):
     [(Causal(), 1, 4, 4), (Causal(), 3, 6, 2), (Full(), 1, 4, 2), (Odd(), 1, 3, 1), (Odd(), 2, 4, 2)],
     ids=str,
 )
-def test_equals_reference(mask, length, heads, kv_heads):
+def test_results_match_reference(mask, length, heads, kv_heads):
     batch, capacity, size = 3, 13, 4
     lengths = jnp.asarray([length, 7, capacity], jnp.int32)
     positions = lengths[:, None] - length + jnp.arange(length, dtype=jnp.int32)[None]
     q, k = draw(batch, length, heads, size), draw(batch * kv_heads, capacity, size, seed=1)
     v = draw(batch * kv_heads, capacity, size + 1, seed=2)
-    out, expected = (f(q, k, v, mask, positions, lengths) for f in (attend, twin))
+    out, expected = (f(q, k, v, mask, positions, lengths) for f in (attend, by_reference))
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-def test_hidden_keys_and_rows_that_see_nothing():
+def test_hidden_keys_change_nothing_and_empty_rows_are_zero():
     q, k, v = draw(1, 1, 2, 4), draw(2, 5, 4, seed=1), draw(2, 5, 4, seed=2)
     positions, lengths = jnp.asarray([[2]], jnp.int32), jnp.asarray([3], jnp.int32)
     out = attend(q, k, v, Full(), positions, lengths)

@@ -1,4 +1,4 @@
-"""The GPU kernels in Pallas' interpreter on the CPU, against the dense twin; and whether they lower for a GPU."""
+"""The GPU kernels in Pallas' interpreter on the CPU, against the reference; and lowered for a GPU."""
 
 import functools
 import threading
@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 
 from hpnlp.ops import attention
-from hpnlp.ops.attention import Causal, Full, Global, GlobalAt, PerHead, RandomBlocks, Where, Window
+from hpnlp.ops.attention import Causal, Full, Global, GlobalAt, Operands, PerHead, RandomBlocks, Where, Window
+from hpnlp.ops.attention.dispatch import require_supported, unsupported
 from hpnlp.ops.attention.kernels import hopper, pallas_gpu
-from hpnlp.ops.attention.kernels.pallas_gpu import beyond_pallas, pallas
+from hpnlp.ops.attention.kernels.pallas_gpu import SUPPORTS, limits, pallas
 from hpnlp.ops.attention.reference import reference
 from hpnlp.types import InputError
 from tests.contracts import ONCE, PATTERNS, assert_close
 
-pytestmark = pytest.mark.slow  # the interpreter takes its time
+pytestmark = pytest.mark.slow  # the interpreter is slow
 thread_map = pytest.importorskip("jax._src.pallas.mosaic.interpret.thread_map")
 
 
 @pytest.fixture(autouse=True)
 def compiled_once(monkeypatch):
-    """The interpreter compiles a kernel again for each thread of each tile: here once, and without optimizations."""
+    """The interpreter compiles a kernel for each thread of each tile; this compiles it once, without optimizations."""
     compiled, lock = {}, threading.Lock()
 
     def run(jaxpr, consts, *args):
@@ -43,8 +44,8 @@ def arrays(length, keys, heads=2, dim=64, value_dim=64, dtype="bfloat16"):
     return q, k, v, do, jnp.asarray(rng.standard_normal((1, length, heads)), jnp.float32)
 
 
-def interpreted(*args, **kwargs):
-    return pallas(*args, interpret=True, **kwargs)
+def interpreted(q, k, v, mask=Full(), **options):  # noqa: B008  (frozen)
+    return pallas(q, k, v, mask, Operands(**options), interpret=True)
 
 
 def pulled(function, q, k, v, do, dlse, *args, **kwargs):
@@ -66,13 +67,13 @@ def pulled(function, q, k, v, do, dlse, *args, **kwargs):
     ],
     ids=str,
 )
-def test_forward_equals_the_dense_twin(mask):
+def test_results_match_reference(mask):
     q, k, v, *_ = arrays(200, 200)
-    found = interpreted(q, k, v, mask, return_lse=True)
-    assert_close(found, reference(q, k, v, mask, return_lse=True), "bfloat16")
+    results = interpreted(q, k, v, mask, return_lse=True)
+    assert_close(results, reference(q, k, v, mask, return_lse=True), "bfloat16")
 
 
-def test_each_head_has_its_own_mask():
+def test_per_head_masks_match_reference():
     q, k, v, *_ = arrays(100, 100, heads=3)
     masks = Causal(), Window(9), Causal()
     expected = [reference(q[:, :, [n]], k, v, mask, return_lse=True) for n, mask in enumerate(masks)]
@@ -81,38 +82,40 @@ def test_each_head_has_its_own_mask():
 
 
 @pytest.mark.parametrize("mask", [Causal(), Causal().shift(70) & Window(90)], ids=str)
-def test_gradients_equal_the_dense_twin(mask):
-    given = arrays(200, 200)
-    assert_close(pulled(interpreted, *given, mask), pulled(reference, *given, mask), "bfloat16")
+def test_gradients_match_reference(mask):
+    arguments = arrays(200, 200)
+    assert_close(pulled(interpreted, *arguments, mask), pulled(reference, *arguments, mask), "bfloat16")
 
 
-def test_other_lengths_head_dims_scales_and_float16():
-    given = arrays(70, 150, heads=1, dim=72, value_dim=40, dtype="float16")
+def test_odd_lengths_head_sizes_scales_and_float16_match_reference():
+    arguments = arrays(70, 150, heads=1, dim=72, value_dim=40, dtype="float16")
     mask = Window(60, 90)
-    facts = {"scale": -0.2}
-    assert_close(pulled(interpreted, *given, mask, **facts), pulled(reference, *given, mask, **facts), "float16")
+    operands = {"scale": -0.2}
+    assert_close(
+        pulled(interpreted, *arguments, mask, **operands), pulled(reference, *arguments, mask, **operands), "float16"
+    )
 
 
-def test_segments_and_lengths_hide_whatever_stands_there():
+def test_segments_and_lengths_hide_nan():
     q, k, v, do, dlse = arrays(200, 200)
     ids = jnp.asarray(np.repeat([4, 2, 4], [60, 90, 50])[None], jnp.int32)
-    kv_ids = jnp.where(jnp.arange(200)[None] < 20, 7, ids)  # of a segment that no query is in
-    facts = {"segment_ids": ids, "kv_segment_ids": kv_ids, "kv_lengths": jnp.array([180])}
+    kv_ids = jnp.where(jnp.arange(200)[None] < 20, 7, ids)  # no query is in segment 7
+    operands = {"segment_ids": ids, "kv_segment_ids": kv_ids, "kv_lengths": jnp.array([180])}
     hidden = ((jnp.arange(200) < 20) | (jnp.arange(200) >= 180))[None, :, None, None]
     k, v = (jnp.where(hidden, jnp.asarray(jnp.nan, x.dtype), x) for x in (k, v))
-    found = pulled(interpreted, q, k, v, do, dlse, Causal(), **facts)
-    assert_close(found, pulled(reference, q, k, v, do, dlse, Causal(), **facts), "bfloat16")
+    results = pulled(interpreted, q, k, v, do, dlse, Causal(), **operands)
+    assert_close(results, pulled(reference, q, k, v, do, dlse, Causal(), **operands), "bfloat16")
 
 
-def test_what_stands_in_blocks_that_nobody_visits_is_not_read():
+def test_nan_in_blocks_without_visible_pairs_is_not_read():
     q, k, v, do, dlse = arrays(100, 300, heads=1)
-    mask = Window(20)  # nobody comes near the last block of keys
+    mask = Window(20)  # hides the last block of keys from all queries
     expected = pulled(reference, q, k, v, do, dlse, mask)
     k, v = (x.at[:, 256:].set(jnp.nan) for x in (k, v))
     assert_close(pulled(interpreted, q, k, v, do, dlse, mask), expected, "bfloat16")
 
 
-def test_queries_that_see_nothing_have_no_gradient():
+def test_queries_that_see_nothing_have_zero_gradients():
     """Also where the query and the cotangent of its lse are NaN."""
     q, k, v, do, dlse = arrays(128, 128, heads=1)
     blind = slice(0, 5)
@@ -126,7 +129,7 @@ def test_queries_that_see_nothing_have_no_gradient():
         np.testing.assert_array_equal(clean, dirty)
 
 
-def test_soft_cap():
+def test_soft_cap_matches_plain_softmax():
     q, k, v, do, dlse = arrays(128, 128, heads=1)
 
     def capped(q, k, v, mask, return_lse):
@@ -136,20 +139,22 @@ def test_soft_cap():
         o = jnp.einsum("bts,bsh->bth", jax.nn.softmax(scores, axis=-1), v)
         return o.astype("bfloat16")[:, :, None], jax.nn.logsumexp(scores, axis=-1)[:, :, None]
 
-    given = q, k, v, do, dlse, Causal()
-    assert_close(pulled(functools.partial(interpreted, soft_cap=2.0), *given), pulled(capped, *given), "bfloat16")
+    arguments = q, k, v, do, dlse, Causal()
+    assert_close(
+        pulled(functools.partial(interpreted, soft_cap=2.0), *arguments), pulled(capped, *arguments), "bfloat16"
+    )
 
 
 @pytest.mark.parametrize("mask", PATTERNS, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_plan_holds_every_allowed_pair_once_and_asks_where_it_must(mask, transposed):
+def test_schedule_has_every_allowed_pair_once_and_tests_partial_tiles(mask, transposed):
     length, keys = 300, 210
-    spec = hopper.Spec(mask, 1.0, None, length, keys, False, True)
-    (order, first, asked, last), entries = hopper.plan(spec, 128, 64, transposed)
+    options = hopper.KernelOptions(mask, 1.0, None, length, keys, False, True)
+    (order, first, tested, last), entries = hopper.schedule(options, 128, 64, transposed)
     dense = mask.to_dense(length, keys)
     dense = np.pad(dense, [(0, -length % 128), (0, -keys % 128)])
     inside = np.zeros_like(dense)
-    inside[:, :keys] = True  # rows of padding are nobody's; a padded key must be asked for
+    inside[:, :keys] = True  # padded queries may see anything; padded keys must be tested
     dense[length:] = inside[length:]
     dense = dense.T if transposed else dense
     seen = np.zeros_like(dense)
@@ -157,56 +162,60 @@ def test_plan_holds_every_allowed_pair_once_and_asks_where_it_must(mask, transpo
     assert sorted(order) == list(range(len(order))) and (counts[:-1] >= counts[1:]).all()
     real = slice(None, keys if transposed else length), slice(None, length if transposed else keys)
     for row in range(len(order)):
-        own = entries[first[row] : last[row]]
-        assert len(set(own)) == len(own)
-        for at, column in enumerate(own):
+        columns = entries[first[row] : last[row]]
+        assert len(set(columns)) == len(columns)
+        for at, column in enumerate(columns):
             place = slice(row * 128, row * 128 + 128), slice(column * 64, column * 64 + 64)
             seen[place] = True
-            if at < asked[row] - first[row]:
+            if at < tested[row] - first[row]:
                 assert dense[place].all()
     assert not (dense & ~seen)[real].any()
 
 
-def test_every_pattern_lowers_for_a_gpu_or_is_refused(monkeypatch):
-    monkeypatch.setattr(pallas_gpu, "_beyond_device", list)
+def test_patterns_lower_for_a_gpu_or_are_refused(monkeypatch):
+    monkeypatch.setattr(pallas_gpu, "_device_limits", list)
     q = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
     for mask in (Full(), attention.bigbird(16, causal=True), attention.longformer(8, 3), attention.Dilated(3, 4)):
         lowered = jax.jit(lambda q, mask=mask: pallas(q, q, q, mask)).trace(q).lower(lowering_platforms=("cuda",))
         assert "mosaic_gpu" in lowered.as_text()
     small = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
-    refused = [mask for mask in PATTERNS if beyond_pallas(small, small, small, mask)]
+    refused = [mask for mask in PATTERNS if limits(small, small, small, mask, Operands())]
     assert refused == [GlobalAt((2, 11, 30))]
 
 
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 3.0}], ids=str)
-def test_the_backward_pass_lowers_for_a_gpu(monkeypatch, options):
-    monkeypatch.setattr(pallas_gpu, "_beyond_device", list)
+def test_backward_pass_lowers_for_a_gpu(monkeypatch, options):
+    monkeypatch.setattr(pallas_gpu, "_device_limits", list)
     q, k = (jax.ShapeDtypeStruct((2, 256, heads, 128), jnp.bfloat16) for heads in (4, 2))
     ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
 
     def loss(q, k, v, ids):
-        return pallas(q, k, v, Causal(), segment_ids=ids, **options).astype(jnp.float32).sum()
+        return pallas(q, k, v, Causal(), Operands(segment_ids=ids, **options)).astype(jnp.float32).sum()
 
     lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, k, ids).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("mosaic_gpu") >= 3
 
 
-def test_what_it_cannot_honour_is_named():
+def test_unsupported_calls_are_named(monkeypatch):
     q = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
-    assert beyond_pallas(q, q, q, Causal()) == ["platform cpu"]
+    assert limits(q, q, q, Causal(), Operands()) == ["platform cpu"]
     wide = jnp.zeros((1, 128, 2, 160), jnp.float32)
-    beyond = functools.partial(beyond_pallas, interpret=True)
-    assert beyond(wide, wide, wide) == ["dtype float32", "head dim 160"]
-    assert beyond(q, q, q, Causal(), scale=2.0, soft_cap=3.0, segment_ids=q, dropout_rate=0.0, bias=None) == []
-    assert beyond(q, q, q, Causal(), dropout_rate=0.1, positions=q, bias=q) == ["bias", "dropout_rate", "positions"]
+
+    def reasons(q, k, v, mask=Full(), **options):  # noqa: B008  (frozen)
+        operands = Operands(**options)
+        return sorted(operands.features() - SUPPORTS) + limits(q, k, v, mask, operands, interpret=True)
+
+    assert reasons(wide, wide, wide) == ["dtype float32", "head size 160"]
+    assert reasons(q, q, q, Causal(), scale=2.0, soft_cap=3.0, segment_ids=q, dropout_rate=0.0, bias=None) == []
+    named = reasons(q, q, q, Causal(), dropout_rate=0.1, positions=q, bias=q)
+    assert named == ["bias", "dropout_rate", "kv_positions", "positions"]
     heads = PerHead((Causal(), GlobalAt((3,)), Full()))
     searched = Where(lambda i, j: jnp.cumsum(i + j, axis=1) > 3)
-    assert beyond(q, q, q, heads) == ["mask GlobalAt(indices=(3,))", "3 masks for 2 heads"]
-    assert beyond(q, q, q, searched) == [f"mask {searched}"]
-    assert beyond(q, q, q, Where(lambda i, j: (i * j) % 3 == 0)) == []
-    with pytest.raises(InputError, match="dtype float32, head dim 160: change it, or pass impl='xla'"):
-        pallas(wide, wide, wide, interpret=True)
-    with pytest.raises(InputError, match="soft_cap 0.0: expected a positive number"):
-        interpreted(q, q, q, soft_cap=0.0)
-    with pytest.raises(InputError, match="platform cpu"):
-        pallas(q, q, q)
+    assert reasons(q, q, q, heads) == ["mask GlobalAt(indices=(3,))", "3 masks for 2 heads"]
+    assert reasons(q, q, q, searched) == [f"mask {searched}"]
+    assert reasons(q, q, q, Where(lambda i, j: (i * j) % 3 == 0)) == []
+    # On another platform the platform is the reason, and the kernels are not imported.
+    assert unsupported("pallas", wide, wide, wide, Full(), Operands()) == []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(InputError, match="platform cpu, dtype float32, head size 160: remove it, or pass impl='xla'"):
+        require_supported("pallas", wide, wide, wide, Full(), Operands())

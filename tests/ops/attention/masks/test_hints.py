@@ -109,11 +109,11 @@ def user_pattern(cls):
 
 def schedule_of(mask, length=600):
     def arrays(part):
-        for group in part.blocks.visits:
-            yield from (group.first.tolist(), group.keys.tolist(), group.tested.tolist())
+        for group in part.schedule.groups:
+            yield from (group.first.tolist(), group.keys.tolist(), group.state.tolist())
 
     sub_masks = decompose(mask & Causal(), length, length, 16, 4, False)
-    return [(part.order, part.blocks.block, part.quotients, *arrays(part)) for part in sub_masks]
+    return [(part.selection, part.schedule.block, part.over_quotients, *arrays(part)) for part in sub_masks]
 
 
 @pytest.mark.parametrize("mask", [mask for mask in PATTERNS if type(mask).__module__.endswith(".patterns")], ids=repr)
@@ -141,8 +141,8 @@ class EveryThird(Mask):
 
 def test_hints_of_users_select_residue_classes():
     theirs, ours = (decompose(mask & Causal(), 3000, 3000, None, 4, False) for mask in (EveryThird(), Strided(3)))
-    assert [part.order for part in theirs] == [part.order for part in ours] and theirs[0].order.stride == 3
-    assert [part.blocks.block for part in theirs] == [part.blocks.block for part in ours]
+    assert [part.selection for part in theirs] == [part.selection for part in ours] and theirs[0].selection.stride == 3
+    assert [part.schedule.block for part in theirs] == [part.schedule.block for part in ours]
 
 
 @dataclasses.dataclass(frozen=True)

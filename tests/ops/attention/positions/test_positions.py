@@ -43,35 +43,35 @@ def ints(*values):
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_rope_turns_pairs(kind):
+def test_rope_rotates_feature_pairs(kind):
     scaling, x = SCALINGS[kind], normal(B, T, N, H)
     places = np.asarray([[0, 1, 2, 3, 50], [9, 8, 70, 1, 0]])
-    found, inv = rope(x, ints(*places), 100.0, scaling), frequencies(H, 100.0, scaling)
+    results, inv = rope(x, ints(*places), 100.0, scaling), frequencies(H, 100.0, scaling)
     expected = np.zeros(x.shape)
     for b, t, n, i in np.ndindex(B, T, N, H // 2):
         pair = complex(x[b, t, n, i], x[b, t, n, i + H // 2])
-        turned = scaling.magnitude * pair * np.exp(1j * places[b, t] * inv[i])
-        expected[b, t, n, [i, i + H // 2]] = turned.real, turned.imag
-    assert_close(found, expected.astype(np.float32))
+        rotated = scaling.magnitude * pair * np.exp(1j * places[b, t] * inv[i])
+        expected[b, t, n, [i, i + H // 2]] = rotated.real, rotated.imag
+    assert_close(results, expected.astype(np.float32))
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_rope_knows_differences_alone(kind):
+def test_rope_scores_depend_on_position_differences(kind):
     q, k = normal(1, 1, 1, H), normal(1, 1, 1, H, seed=1)
     score = lambda i, j: (rope(q, ints([i]), scaling=SCALINGS[kind]) * rope(k, ints([j]), scaling=SCALINGS[kind])).sum()  # noqa: E731
     assert_close(score(13, 4), score(9, 0))
 
 
 @pytest.mark.parametrize("kind", ["ntk", "yarn"])
-def test_fast_pairs_are_kept_and_slow_ones_divided(kind):
+def test_high_frequencies_are_kept_and_low_ones_divided(kind):
     plain, stretched = frequencies(32, 500.0), frequencies(32, 500.0, SCALINGS[kind])
     assert stretched[0] == plain[0]
     np.testing.assert_allclose(stretched[-1], plain[-1] / 4, rtol=1e-12)
     assert np.all(np.diff(plain / stretched) >= 0)
 
 
-def test_yarn_between_its_two_pairs():
-    """Pair i turns 64 / (2 pi 100 ** (i / 16)) times: 10 at the pair 0.06, 2 at 5.65; rounded outwards, 0 and 6."""
+def test_yarn_interpolates_between_its_limiting_pairs():
+    """Pair i rotates 64 / (2 pi 100 ** (i / 16)) times: 10 times at index 0.06, twice at 5.65; rounded outwards, 0 and 6."""
     ratio = frequencies(32, 100.0, yarn(4.0, 64, beta_fast=10.0, beta_slow=2.0)) / frequencies(32, 100.0)
     np.testing.assert_allclose(ratio, [1 - 0.75 * min(i / 6, 1) for i in range(16)], rtol=1e-12)
     first, last = (16 * math.log(64 / (2 * math.pi * turns)) / math.log(100) for turns in (10, 2))
@@ -82,7 +82,7 @@ def test_yarn_between_its_two_pairs():
     np.testing.assert_allclose(ratio, expected, rtol=1e-12)
 
 
-def test_yarn_sharpens_scores_by_the_square_of_its_magnitude():
+def test_yarn_scales_scores_by_the_square_of_its_magnitude():
     scaling, q, k = yarn(8.0, 64), normal(1, 1, 1, H), normal(1, 1, 1, H, seed=1)
     assert scaling.magnitude == 0.1 * math.log(8) + 1
     assert yarn(0.5, 64).magnitude == 1 and yarn(8.0, 64, magnitude=1.5).magnitude == 1.5
@@ -94,23 +94,23 @@ def test_rope_keeps_the_dtype():
     x = normal(B, T, N, H)
     half = rope(x.astype(jnp.bfloat16), jnp.arange(T, dtype=jnp.int32)[None], scaling=SCALINGS["yarn"])
     assert half.dtype == jnp.bfloat16
-    whole = rope(x, jnp.arange(T, dtype=jnp.int32)[None], scaling=SCALINGS["yarn"])
-    assert_close(half, whole.astype(jnp.bfloat16), "bfloat16")
+    expected = rope(x, jnp.arange(T, dtype=jnp.int32)[None], scaling=SCALINGS["yarn"])
+    assert_close(half, expected.astype(jnp.bfloat16), "bfloat16")
 
 
-def test_sinusoids():
-    found = sinusoids(ints([-3, 0], [2, 1000]), 8)
-    assert found.shape == (2, 2, 8)
+def test_sinusoids_match_definition():
+    results = sinusoids(ints([-3, 0], [2, 1000]), 8)
+    assert results.shape == (2, 2, 8)
     for (i, j), place in np.ndenumerate([[-3, 0], [2, 1000]]):
         angles = [place / 10000 ** (2 * d / 8) for d in range(4)]
-        np.testing.assert_allclose(found[i, j], [*map(math.sin, angles), *map(math.cos, angles)], atol=1e-4)
+        np.testing.assert_allclose(results[i, j], [*map(math.sin, angles), *map(math.cos, angles)], atol=1e-4)
 
 
 # Functions of (head, query position, key position).
 
 
 def three_ways(bias, heads=N):
-    """The bias of T queries from 2 on and S keys from 0 on, as [N, T, S], in every way that attention may ask."""
+    """The bias of T queries from 2 on and S keys from 0 on, as [N, T, S], for all shapes of arguments."""
     head, q, k = (jnp.arange(n, dtype=jnp.int32) for n in (heads, T, S))
     q += 2
     yield bias(head[:, None, None], q[None, :, None], k[None, None, :])
@@ -122,15 +122,15 @@ def three_ways(bias, heads=N):
     yield bias(*np.ogrid[:heads, 2 : T + 2, :S])
 
 
-def test_alibi():
+def test_alibi_matches_definition():
     slopes = [2**-4, 2**-8, 2**-2]
     expected = np.asarray([[[-slope * abs(i + 2 - j) for j in range(S)] for i in range(T)] for slope in slopes])
-    for found in three_ways(alibi(3)):
-        assert_close(found, expected.astype(np.float32))
+    for results in three_ways(alibi(3)):
+        assert_close(results, expected.astype(np.float32))
 
 
-def test_alibi_slopes():
-    """The values of the paper (sec. 3) and, of 12 heads, of its code."""
+def test_alibi_slopes_match_definition():
+    """The values of the paper (section 3) and, for 12 heads, of its code."""
     np.testing.assert_array_equal(alibi_slopes(8), [2.0**-n for n in range(1, 9)])
     np.testing.assert_array_equal(alibi_slopes(1), [2.0**-8])
     np.testing.assert_array_equal(
@@ -140,7 +140,7 @@ def test_alibi_slopes():
 
 
 def t5_bucket(distance, buckets, max_distance, bidirectional):
-    """Of the function in the appendix of T5's code, one number at a time."""
+    """The bucket of one distance, by the function in the appendix of T5's code."""
     bucket = 0
     if bidirectional:
         buckets //= 2
@@ -158,24 +158,24 @@ def t5_bucket(distance, buckets, max_distance, bidirectional):
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (16, 64), (7, 20), (32, 18), (4, 3), (20, 1000)])
-def test_t5_buckets(buckets, max_distance, bidirectional):
+def test_t5_buckets_match_definition(buckets, max_distance, bidirectional):
     distance = np.arange(-1100, 1101)
-    found = t5_buckets(jnp.asarray(distance, jnp.int32), buckets, max_distance, bidirectional=bidirectional)
-    assert found.dtype == jnp.int32
-    np.testing.assert_array_equal(found, [t5_bucket(int(d), buckets, max_distance, bidirectional) for d in distance])
+    results = t5_buckets(jnp.asarray(distance, jnp.int32), buckets, max_distance, bidirectional=bidirectional)
+    assert results.dtype == jnp.int32
+    np.testing.assert_array_equal(results, [t5_bucket(int(d), buckets, max_distance, bidirectional) for d in distance])
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_t5_bias(bidirectional):
+def test_t5_bias_matches_definition(bidirectional):
     table = normal(8, N)
     expected = np.zeros((N, T, S), np.float32)
     for n, i, j in np.ndindex(expected.shape):
         expected[n, i, j] = table[t5_bucket(j - i - 2, 8, 5, bidirectional), n]
-    for found in three_ways(t5_bias(table, max_distance=5, bidirectional=bidirectional)):
-        np.testing.assert_array_equal(found, expected)
+    for results in three_ways(t5_bias(table, max_distance=5, bidirectional=bidirectional)):
+        np.testing.assert_array_equal(results, expected)
 
 
-def test_t5_bias_of_a_traced_table():
+def test_t5_bias_of_a_traced_table_has_gradients():
     q, k = jnp.arange(T, dtype=jnp.int32)[:, None], jnp.arange(S, dtype=jnp.int32)[None]
     weight = normal(N, T, S)
 
@@ -184,10 +184,10 @@ def test_t5_bias_of_a_traced_table():
         bias = t5_bias(table, max_distance=5)
         return sum((weight[n] * bias(jnp.int32(n), q, k)).sum() for n in range(N))
 
-    found, expected = jax.grad(loss)(normal(8, N)), np.zeros((8, N))
+    results, expected = jax.grad(loss)(normal(8, N)), np.zeros((8, N))
     for n, i, j in np.ndindex(N, T, S):
         expected[t5_bucket(j - i, 8, 5, True), n] += weight[n, i, j]
-    assert_close(found, expected.astype(np.float32))
+    assert_close(results, expected.astype(np.float32))
     assert {bias := t5_bias(normal(8, N))} == {bias}  # static arguments have to have a hash
 
 
@@ -197,20 +197,20 @@ def test_t5_bias_of_a_traced_table():
 @pytest.mark.parametrize(
     ("rows", "left", "scale"), [(5, None, None), (4, 3, 1.0), (6, 1, 0.3), (1, None, None), (40, 20, 1.0)]
 )
-def test_shaw(rows, left, scale):
+def test_shaw_matches_definition(rows, left, scale):
     q, table = normal(B, T, N, H), normal(rows, H, seed=1)
     positions, kv_positions = np.asarray([[4, 0, 1, 2, 9], [0, 1, 2, 3, 4]]), np.arange(S)[None]
-    found = shaw(q, table, ints(*positions), ints(*kv_positions), left=left, scale=scale)
+    results = shaw(q, table, ints(*positions), ints(*kv_positions), left=left, scale=scale)
     left, scale = rows // 2 if left is None else left, H**-0.5 if scale is None else scale
     expected = np.zeros((B, N, T, S), np.float32)
     for b, n, i, j in np.ndindex(expected.shape):
         row = min(max(j - positions[b, i], -left), rows - 1 - left) + left
         expected[b, n, i, j] = np.dot(q[b, i, n], table[row]) * scale
-    assert_close(found, expected)
+    assert_close(results, expected)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 6), (5, 1), (5, 7), (7, 5), (4, 4)])
-def test_relative_shift(queries, keys):
+def test_relative_shift_matches_definition(queries, keys):
     for distances in {1, keys, queries + keys - 1}:
         x = normal(2, queries, distances)
         expected = np.zeros((2, queries, keys), np.float32)
@@ -222,7 +222,7 @@ def test_relative_shift(queries, keys):
 
 @pytest.mark.parametrize("memory", [0, 2, 4])
 @pytest.mark.parametrize("causal", [True, False])
-def test_transformer_xl(memory, causal):
+def test_transformer_xl_matches_definition(memory, causal):
     """Every score by the four terms of A^rel, with W_kE x = k and W_kR R = r."""
     keys = memory + T
     q, k = normal(B, T, N, H), normal(B, keys, N, H, seed=1)
@@ -230,7 +230,7 @@ def test_transformer_xl(memory, causal):
     distances = np.arange(keys - 1, -1 if causal else -T, -1)
     r = jnp.einsum("rd,dnh->rnh", sinusoids(ints(*distances), 8), w)
     query, bias = transformer_xl(q, r, u, v, keys)
-    found = jnp.einsum("btnh,bsnh->bnts", query, k) * H**-0.5 + bias
+    results = jnp.einsum("btnh,bsnh->bnts", query, k) * H**-0.5 + bias
     for b, n, i, j in np.ndindex(B, N, T, keys):
         distance = memory + i - j
         if causal and distance < 0:
@@ -238,16 +238,16 @@ def test_transformer_xl(memory, causal):
             continue
         row = r[list(distances).index(distance), n]
         terms = np.dot(q[b, i, n], k[b, j, n]), np.dot(q[b, i, n], row), np.dot(u[n], k[b, j, n]), np.dot(v[n], row)
-        np.testing.assert_allclose(found[b, n, i, j], sum(terms) * H**-0.5, atol=2e-5, rtol=1e-5)
+        np.testing.assert_allclose(results[b, n, i, j], sum(terms) * H**-0.5, atol=2e-5, rtol=1e-5)
 
 
-def test_terms_in_bfloat16_are_float32():
+def test_biases_of_bfloat16_queries_are_float32():
     q, r, u = normal(B, T, N, H, dtype=jnp.bfloat16), normal(T + S - 1, N, H, seed=1), normal(N, H, seed=2)
     query, bias = transformer_xl(q, r, u, u, S, scale=0.5)
-    whole_query, whole = transformer_xl(q.astype(jnp.float32), r, u, u, S, scale=0.5)
+    float32_query, float32_bias = transformer_xl(q.astype(jnp.float32), r, u, u, S, scale=0.5)
     assert query.dtype == jnp.bfloat16 and bias.dtype == jnp.float32
-    assert_close(query, whole_query.astype(jnp.bfloat16), "bfloat16")
-    np.testing.assert_allclose(bias, whole, atol=6e-2, rtol=6e-2)
+    assert_close(query, float32_query.astype(jnp.bfloat16), "bfloat16")
+    np.testing.assert_allclose(bias, float32_bias, atol=6e-2, rtol=6e-2)
     positions = jnp.arange(T, dtype=jnp.int32)[None]
     assert shaw(q, r[:, 0], positions, positions).dtype == jnp.float32
 
@@ -255,24 +255,27 @@ def test_terms_in_bfloat16_are_float32():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: frequencies(7), "head dim 7 is odd"),
-        (lambda: frequencies(2, scaling=Scaling("ntk", 2.0)), "head dim 2 .*choose an even one from 4"),
+        (lambda: frequencies(7), "head size 7 is odd"),
+        (lambda: frequencies(2, scaling=Scaling("ntk", 2.0)), "head size 2 .*expected an even head size of at least 4"),
+        (lambda: frequencies(8, scaling=Scaling("yarm")), "'yarm': expected none, linear, ntk, llama3 or yarn"),
         (lambda: Scaling("linear", 0.0), "'linear' with factor=0.0: expected a finite number over 0"),
         (lambda: Scaling("ntk", -2.0), "'ntk' with factor=-2.0: expected a finite number over 0"),
         (lambda: Scaling("llama3", 8.0, 4.0, 4.0), "expected the former below the latter"),
         (lambda: frequencies(8, 1.0, yarn(2.0, 64)), "rope theta 1.0 .* expected a number over 1"),
-        (lambda: frequencies(8, scaling=Scaling("yarm")), "'yarm': expected none, linear, ntk, llama3 or yarn"),
         (lambda: yarn(-2.0, 64), "factor=-2.0.*expected positive"),
         (lambda: yarn(2.0, 64, beta_fast=1.0, beta_slow=2.0), "beta_slow below beta_fast"),
-        (lambda: alibi(0), "alibi of 0 heads"),
+        (lambda: alibi(0), "alibi with 0 heads"),
         (lambda: t5_bias(jnp.zeros((2, 4))), "2 T5 buckets .*at least 4"),
-        (lambda: t5_buckets(jnp.int32(3), 32, 16, bidirectional=False), "max_distance above 16"),
-        (lambda: shaw(*SHAW[:1], jnp.zeros((4, H)), *SHAW[1:]), "table of 4 rows: expected an odd number"),
+        (lambda: t5_buckets(jnp.int32(3), 32, 16, bidirectional=False), "max_distance over 16"),
+        (
+            lambda: shaw(*SHAW[:1], jnp.zeros((4, H)), *SHAW[1:]),
+            "table of 4 rows and left=None: expected an odd number",
+        ),
         (lambda: shaw(*SHAW[:1], jnp.zeros((4, H)), *SHAW[1:], left=4), "left=4.*0 <= left < 4"),
-        (lambda: relative_shift(jnp.zeros((2, 6)), 4), "6 distances: 2 queries and 4 keys have at most 5"),
+        (lambda: relative_shift(jnp.zeros((2, 6)), 4), "6 distances: expected at most 5 for 2 queries and 4 keys"),
     ],
 )
-def test_errors(call, message):
+def test_invalid_arguments_raise(call, message):
     with pytest.raises(InputError, match=message):
         call()
 
@@ -280,7 +283,7 @@ def test_errors(call, message):
 SHAW = (jnp.zeros((1, 2, 1, H)), jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 3), jnp.int32))
 
 
-# transformers, which nobody here wrote.
+# Comparison with transformers.
 
 
 def torch_of(x):
@@ -313,7 +316,7 @@ def torch_of(x):
     ],
     ids=["yarn", "yarn_of_own_numbers", "dynamic_ntk", "linear"],
 )
-def test_rope_of_transformers(scaling, parameters, length):
+def test_rope_matches_transformers(scaling, parameters, length):
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = llama.LlamaConfig(
         hidden_size=64,
@@ -330,7 +333,7 @@ def test_rope_of_transformers(scaling, parameters, length):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 20, 71])
-def test_alibi_of_bloom(heads):
+def test_alibi_matches_bloom(heads):
     """BLOOM's is slope * key position, which differs by a number that is the same for all keys of a query."""
     bloom, torch = (pytest.importorskip(name) for name in ("transformers.models.bloom.modeling_bloom", "torch"))
     theirs = bloom.build_alibi_tensor(torch.ones(1, S), heads, torch.float32).numpy()
@@ -341,7 +344,7 @@ def test_alibi_of_bloom(heads):
 @pytest.mark.oracle
 @pytest.mark.parametrize("decoder", [True, False])
 @pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (32, 300), (20, 64)])
-def test_t5_of_transformers(buckets, max_distance, decoder):
+def test_t5_matches_transformers(buckets, max_distance, decoder):
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     config = t5.T5Config(
         d_model=8,
@@ -377,7 +380,7 @@ def wav2vec(position, **numbers):
 
 
 @pytest.mark.oracle
-def test_shaw_of_wav2vec():
+def test_shaw_matches_wav2vec():
     module, layer = wav2vec("relative_key", left_max_position_embeddings=3, right_max_position_embeddings=1)
     q, k, places = normal(B, T, N, H), normal(B, S, N, H, seed=1), jnp.arange(S, dtype=jnp.int32)[None]
     ours = shaw(q, jnp.asarray(layer.distance_embedding.weight.detach().numpy()), places[:, :T], places, left=3)
@@ -387,7 +390,7 @@ def test_shaw_of_wav2vec():
 
 
 @pytest.mark.oracle
-def test_transformer_xl_of_wav2vec():
+def test_transformer_xl_matches_wav2vec():
     module, layer = wav2vec("relative")
     q, embedded = normal(B, T, N, H), normal(1, 2 * T - 1, N * H, seed=1)
     heads_first = torch_of(q).transpose(1, 2)
@@ -395,13 +398,13 @@ def test_transformer_xl_of_wav2vec():
     r = layer.linear_pos(torch_of(embedded))[0].reshape(-1, N, H)
     u, v, r = (jnp.asarray(x.detach().numpy()) for x in (layer.pos_bias_u, layer.pos_bias_v, r))
     ours = transformer_xl(q, r, u, v, T)
-    for found, expected in zip(ours, (query.transpose(1, 2), theirs), strict=True):
-        np.testing.assert_allclose(found, expected.detach().numpy(), atol=5e-6, rtol=5e-6)
+    for results, expected in zip(ours, (query.transpose(1, 2), theirs), strict=True):
+        np.testing.assert_allclose(results, expected.detach().numpy(), atol=5e-6, rtol=5e-6)
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("kind", ["bi", "uni"])
-def test_transformer_xl_of_xlnet(kind):
+def test_transformer_xl_matches_xlnet(kind):
     """With two keys of memory; its table begins one distance earlier, which its shift drops."""
     xlnet, torch = (pytest.importorskip(name) for name in ("transformers.models.xlnet.modeling_xlnet", "torch"))
     config = xlnet.XLNetConfig(d_model=N * H, n_head=N, n_layer=1, d_inner=8, dropout=0.0, attn_type=kind)
