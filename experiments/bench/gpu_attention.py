@@ -24,7 +24,7 @@ from absl import app, flags
 from hpnlp import cli, measure
 from hpnlp.ops.attention import Blockwise, Causal, Mask, Operands, RandomBlocks, Window, attend, bigbird, reference
 from hpnlp.ops.attention.block_sparse.block_mask import active_tiles, density
-from hpnlp.ops.attention.kernels.pallas_gpu import pallas
+from hpnlp.ops.attention.kernels.pallas_gpu import limits, pallas
 
 RESULTS = Path(__file__).parents[1] / "results"
 # How far two bfloat16 forms may lie apart, where outputs and gradients are of order 1.
