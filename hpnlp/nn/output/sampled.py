@@ -171,7 +171,7 @@ class NegativeSamplingOutput(RankingOutput, _Sampling):
 
     samples: int = 64
 
-    why: ClassVar[str] = (
+    no_probabilities: ClassVar[str] = (
         "negative sampling gives no probabilities: its scores tend to log(p / (S q)), whose sum is unknown; compare words by "
         "`top_k`, or train with `nce`"
     )
