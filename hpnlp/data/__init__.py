@@ -1,4 +1,4 @@
-"""Text from disk to batches: `prepare(DataConfig(...))` gives a `Corpus`, whose `train` and `heldout` give batches."""
+"""From text on disk to batches: `prepare(DataConfig(...))` returns a `Corpus`, whose `train` and `heldout` yield batches."""
 
 from hpnlp.data.stream import Batches, Corpus, DataConfig, prepare
 

@@ -10,12 +10,15 @@ import os
 import shlex
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpnlp.types import InputError
 
-SNIFF = 8192  # bytes at the start of a file that tell its kind
+# Called while files are read, as (name of the step, bytes read, bytes in total).
+Progress = Callable[[str, int, int], None]
+
+SNIFF = 8192  # bytes at the start of a file by which its kind is detected
 _UNPACK = {".gz": "gzip -dc", ".zst": "zstd -dc"}
 _BUFFER = 1 << 16
 _BOMS = (
@@ -24,21 +27,54 @@ _BOMS = (
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
+# Share of two-byte pairs with a NUL on the same side from which a file counts as UTF-16: most characters are then Latin.
+_UTF16_NUL_SHARE = 0.8
+
+
+def ignore_progress(step: str, done: int, total: int) -> None:
+    """Does nothing; a `Progress`.
+
+    Args:
+        step: Name of the step.
+        done: Bytes that were read.
+        total: Bytes to read.
+    """
 
 
 def printable(name: str) -> str:
-    """`name` with escapes for what a terminal cannot show: line ends, controls, and surrogates (bytes that are not UTF-8)."""
+    """Escapes the characters of a file name that a terminal cannot show.
+
+    Args:
+        name: File name or path.
+
+    Returns:
+        The name with escapes for line ends, control characters, and surrogates (bytes that are not UTF-8).
+    """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
 def compression(name: str) -> str:
-    """The extension of a compression that can be read (".gz" or ".zst"), or "" for none."""
+    """Extension of the compression of a file.
+
+    Args:
+        name: File name or path.
+
+    Returns:
+        ".gz" or ".zst", the compressions that can be read, or "" for none of them.
+    """
     extension = os.path.splitext(name)[1].lower()
     return extension if extension in _UNPACK else ""
 
 
 def uncompressed(name: str) -> str:
-    """`name` without the extension of its compression."""
+    """Removes the extension of a compression.
+
+    Args:
+        name: File name or path.
+
+    Returns:
+        The name without a final ".gz" or ".zst".
+    """
     return name[: len(name) - len(compression(name))]
 
 
@@ -48,7 +84,17 @@ def is_special(path: str | os.PathLike[str]) -> bool:
 
 
 def check_regular(path: str) -> os.stat_result:
-    """The stat of `path`; raises InputError where it is not a regular file: reading a FIFO or a device may never end."""
+    """Checks that a path is a regular file: reading a FIFO or a device may never end.
+
+    Args:
+        path: Path of the file.
+
+    Returns:
+        The file's status.
+
+    Raises:
+        InputError: The path does not exist or is not a regular file.
+    """
     try:
         status = os.stat(path)
     except OSError as error:
@@ -59,17 +105,31 @@ def check_regular(path: str) -> os.stat_result:
 
 
 def unreadable(path: str, error: OSError) -> InputError:
-    """The InputError for an OSError raised while `path` was read."""
-    reason = " ".join(str(error.strerror or error).split())  # pyarrow's have several lines
+    """Converts an OSError raised while reading a file.
+
+    Args:
+        path: Path of the file.
+        error: The error.
+
+    Returns:
+        The InputError to raise, whose message is one line.
+    """
+    reason = " ".join(str(error.strerror or error).split())  # messages of pyarrow have several lines
     return InputError(f"cannot read {path!r}: {reason}: mend or remove it")
 
 
 @contextlib.contextmanager
 def open_text(path: str) -> Iterator[io.BufferedReader]:
-    """Opens `path` for reading bytes, decompressed as they are read where its extension is .gz or .zst.
+    """Opens a file for reading bytes, which are decompressed as they are read if the extension is .gz or .zst.
 
-    `peek()` on the new stream returns at least SNIFF bytes, or all there are. Raises InputError, also from within the context,
-    where the file cannot be read or its compressed data is damaged or cut short.
+    Args:
+        path: Path of a regular file.
+
+    Yields:
+        A stream. `peek()` on the new stream returns at least SNIFF bytes, or the complete content.
+
+    Raises:
+        InputError: The file cannot be read, or its compressed data is damaged or truncated; also raised inside the context.
     """
     check_regular(path)
     packed = compression(path)
@@ -82,11 +142,12 @@ def open_text(path: str) -> Iterator[io.BufferedReader]:
             assert isinstance(error, OSError)
             raise unreadable(path, error) from error
         raise InputError(
-            f"cannot decompress {path!r} ({error}): the file is damaged or cut short: download or compress it again"
+            f"cannot decompress {path!r} ({error}): the file is damaged or truncated: download or compress it again"
         ) from error
 
 
 def _decompressed(path: str, packed: str) -> io.BufferedReader[Any]:
+    """Opens a file whose compression has the extension `packed`, "" for none."""
     if packed == ".gz":
         return io.BufferedReader(gzip.open(path), _BUFFER)  # type: ignore[arg-type]
     if packed == ".zst":
@@ -101,7 +162,14 @@ def _decompressed(path: str, packed: str) -> io.BufferedReader[Any]:
 
 
 def foreign_encoding(head: bytes) -> str:
-    """The encoding that text which starts with `head` is in, where it is UTF-16 or UTF-32; "" for everything else."""
+    """Detects text in UTF-16 or UTF-32.
+
+    Args:
+        head: The first bytes of a file.
+
+    Returns:
+        Name of the encoding as iconv takes it, or "" for everything else.
+    """
     for bom, name in _BOMS:
         if head.startswith(bom):
             return name if _is_text(head, name) else ""
@@ -111,13 +179,13 @@ def foreign_encoding(head: bytes) -> str:
     pairs = len(head) // 2
     for name, zero in (("UTF-16LE", 1), ("UTF-16BE", 0)):
         nuls = head[zero : 2 * pairs : 2].count(0)
-        if nuls >= 0.8 * pairs and 0 not in head[1 - zero : 2 * pairs : 2] and _is_text(head, name):
+        if nuls >= _UTF16_NUL_SHARE * pairs and 0 not in head[1 - zero : 2 * pairs : 2] and _is_text(head, name):
             return name
     return ""
 
 
 def _is_text(head: bytes, encoding: str) -> bool:
-    """Whether `head`, which may end within a character, is text in `encoding` and not binary data that looks alike."""
+    """Whether `head`, which may end within a character, is text in `encoding` and not similar binary data."""
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(head)
     except UnicodeDecodeError:
@@ -126,7 +194,15 @@ def _is_text(head: bytes, encoding: str) -> bool:
 
 
 def not_utf8(path: str, encoding: str) -> InputError:
-    """The InputError for text in UTF-16 or UTF-32, with the command that converts it."""
+    """Makes the error for text in UTF-16 or UTF-32.
+
+    Args:
+        path: Path of the file.
+        encoding: Name of its encoding, as `foreign_encoding` returns it.
+
+    Returns:
+        The InputError to raise, with the command that converts the file.
+    """
     quoted = shlex.quote(printable(path))
     unpack = _UNPACK.get(compression(path))
     convert = f"iconv -f {encoding} -t UTF-8"

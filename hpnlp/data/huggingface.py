@@ -1,6 +1,6 @@
-"""Tokenizers of the `tokenizers` package (extra `hf`): any `tokenizer.json`, and byte-level BPE trained here.
+"""Tokenizers of the `tokenizers` package (extra `hf`): any `tokenizer.json`, and byte-level BPE trained by hpnlp.
 
-The roles of special tokens stand in `tokenizer_config.json` beside it, as Hugging Face has them.
+The roles of special tokens are read from `tokenizer_config.json` in the same directory, as in `transformers`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from hpnlp.data.documents import to_text
 from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
-from hpnlp.data.text import to_text
 from hpnlp.types import InputError, WordStats
 
-# For tokenizers of ours in the Hugging Face layout: read as tokenizer.json says, and special tokens are never of text.
+# tokenizer_config.json of hpnlp's tokenizers: `transformers` follows tokenizer.json, and text never encodes to special tokens.
 TOKENIZER_CONFIG: Mapping[str, Any] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "split_special_tokens": True,
@@ -26,46 +26,50 @@ TOKENIZER_CONFIG: Mapping[str, Any] = {
 
 
 class HFTokenizer:
-    """Any `tokenizer.json` of Hugging Face.
+    """Any Hugging Face `tokenizer.json`.
 
-    The strings of special tokens inside a text stand for these tokens, as in `transformers`, unless the
-    tokenizer_config.json sets split_special_tokens; no other special token is added by encode. Prompts get the special
-    tokens that the post-processor of tokenizer.json adds, and no others: `transformers` does not read add_bos_token and
-    add_eos_token of tokenizer_config.json where there is a tokenizer.json. An empty prompt without any starts with the
-    bos_token_id of a generation_config.json beside tokenizer.json, or else with bos.
-    Where a tokenizer has an eos but no bos, eos stands in for bos (as GPT-2 does), so that the first token of a document
-    in training has something to be predicted from. `lossless` is for text without the strings of special tokens.
+    The names of special tokens inside a text stand for these tokens, as in `transformers`, unless tokenizer_config.json sets
+    split_special_tokens; encode adds no other special tokens. Prompts get the special tokens that the post-processor of
+    tokenizer.json adds, and no others: `transformers` ignores add_bos_token and add_eos_token of tokenizer_config.json if there
+    is a tokenizer.json. If that leaves an empty prompt without tokens, it starts with the bos_token_id of a
+    generation_config.json in the same directory, or else with bos.
+
+    If a tokenizer has an eos but no bos, eos serves as bos (as in GPT-2), so that the first token of a document can be
+    predicted from something in training. `lossless` holds for text without names of special tokens.
     """
 
-    SPECIAL = ("<pad>", "<bos>", "<eos>")  # of those trained here
+    SPECIAL = ("<pad>", "<bos>", "<eos>")  # special tokens of tokenizers trained by `train`
     SMALLEST = 256 + len(SPECIAL)
 
-    # Special tokens by the names that published tokenizers give them, for a tokenizer.json without its config.
-    _NAMES: Mapping[str, tuple[str, ...]] = {
+    # Role -> names of the special token in published tokenizers, for a tokenizer.json without its config.
+    _ROLE_NAMES: Mapping[str, tuple[str, ...]] = {
         "bos": ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[CLS]"),
         "eos": ("<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>", "[SEP]"),
         "pad": ("<pad>", "[PAD]", "<|pad|>"),
     }
 
     def __init__(self, inner: Any, config: Mapping[str, Any], start_id: object = None):
-        """Wraps a tokenizer of the package.
+        """Wraps a tokenizer of the `tokenizers` package, which it configures.
 
         Args:
-            inner: a `tokenizers.Tokenizer`.
-            config: of tokenizer_config.json; special tokens that it lacks go by name.
-            start_id: of the token that an empty prompt without special tokens starts with; bos where it is no id.
+            inner: A `tokenizers.Tokenizer`.
+            config: Content of tokenizer_config.json. Special tokens whose roles are missing there are found by their names.
+            start_id: Id with which an empty prompt without special tokens starts; bos if it is not an id.
+
+        Raises:
+            InputError: `config` names a special token that the tokenizer lacks.
         """
-        # A file may carry a maximum length, at which documents would be cut without a word.
+        # A file may set a maximum length, at which documents would be cut silently.
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = bool(config.get("split_special_tokens"))
         form = json.loads(inner.to_str())
         added = {token["content"] for token in form["added_tokens"]}
-        # One trained here has plain entries where others have added tokens; before it had no post-processor.
+        # `train` makes plain entries of the special tokens, where other tokenizers have added tokens.
         self.is_trained_here: bool = all(
             inner.token_to_id(name) is not None and name not in added for name in self.SPECIAL
         )
-        if self.is_trained_here:
+        if self.is_trained_here:  # older versions of hpnlp saved no post-processor
             bos = self.SPECIAL[1]
             inner.post_processor = _import_tokenizers().processors.TemplateProcessing(
                 single=f"{bos} $A", special_tokens=[(bos, inner.token_to_id(bos))]
@@ -75,22 +79,32 @@ class HFTokenizer:
         self._config = {**config, **(TOKENIZER_CONFIG if self.is_trained_here else {})}
         self._roles = {
             role: next((name for name in names if inner.token_to_id(name) is not None), "")
-            for role, names in self._NAMES.items()
+            for role, names in self._ROLE_NAMES.items()
         } | _roles(config)
-        # Ids may have gaps: the table must be as long as the largest one asks.
+        # Ids may have gaps, and a table must have a row for the largest one.
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_id: int | None = self._role_id("eos")
         self.bos_id: int | None = _first(self._role_id("bos"), self.eos_id)
         is_id = type(start_id) is int and 0 <= start_id < self.vocab_size
         self._start_id: int | None = start_id if is_id else self.bos_id  # pyright: ignore[reportAttributeAccessIssue]
         self.pad_id: int = _first(self._role_id("pad"), self.eos_id, 0)
-        exact = self._is_byte_level and self._form["normalizer"] is None and not self._adds_space
-        self.lossless: bool = exact and self.bos_id is not None
+        is_exact = self._is_byte_level and self._form["normalizer"] is None and not self._adds_space
+        self.lossless: bool = is_exact and self.bos_id is not None
         self.stats: WordStats | None = None
 
     @classmethod
     def train(cls, size: int, texts: Iterable[bytes]) -> HFTokenizer:
-        """Byte-level BPE (Sennrich et al. 2016, with GPT-2's splitting) of at most `size` ids, trained on `texts`."""
+        """Trains byte-level BPE with GPT-2's splitting of text into words.
+
+        Args:
+            size: Maximum number of ids, special tokens included.
+            texts: Documents, UTF-8, which are read once.
+
+        Returns:
+            The tokenizer.
+
+        References: Sennrich et al. 2016, "Neural machine translation of rare words with subword units".
+        """
         hf = _import_tokenizers()
         inner = hf.Tokenizer(hf.models.BPE())
         inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -102,7 +116,7 @@ class HFTokenizer:
             initial_alphabet=sorted(hf.pre_tokenizers.ByteLevel.alphabet()),
         )
         inner.train_from_iterator(map(to_text, texts), trainer)
-        # Plain entries that no merge leads to, instead of added tokens: the string "<eos>" in a text stays a string.
+        # The special tokens are plain entries that no merge produces, not added tokens: "<eos>" in a text stays text.
         form = json.loads(inner.to_str())
         vocab = form["model"]["vocab"]
         vocab.update({name: len(vocab) + i for i, name in enumerate(cls.SPECIAL)})
@@ -112,7 +126,14 @@ class HFTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """encode of every text, on all cores."""
+        """Encodes several texts on all cores.
+
+        Args:
+            texts: Documents, UTF-8.
+
+        Returns:
+            Token ids int32 [T] of each text.
+        """
         encoded = self._inner.encode_batch_fast([to_text(text) for text in texts], add_special_tokens=False)
         return [np.array(e.ids, np.int32) for e in encoded]
 
@@ -135,8 +156,8 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
         values = np.asarray(ids, np.int64).tolist()
         if self._is_byte_level:
-            # Not through the package's own decoder, which replaces the half of a character by U+FFFD.
-            return b"".join(self._spoken.get(i, b"") for i in values)
+            # The package's decoder would replace a part of a character by U+FFFD.
+            return b"".join(self._bytes_of_id.get(i, b"") for i in values)
         return self._inner.decode([i for i in values if i not in self._special]).encode()
 
     def save(self, path: str) -> None:
@@ -147,57 +168,70 @@ class HFTokenizer:
 
     @classmethod
     def parse(cls, text: str, path: str) -> HFTokenizer:
-        """The tokenizer of the `tokenizer.json` at `path`, whose content is `text`."""
+        """Makes the tokenizer of a tokenizer.json, and reads the config files in the same directory.
+
+        Args:
+            text: Content of tokenizer.json.
+            path: Its path.
+
+        Returns:
+            The tokenizer.
+
+        Raises:
+            InputError: A file is damaged, or the files contradict each other.
+        """
         hf = _import_tokenizers()
         try:
             inner = hf.Tokenizer.from_str(text)
-        except Exception as error:  # the package raises bare Exceptions
+        except Exception as error:  # the package raises the class Exception itself
             raise InputError(
                 f"{path!r} is no tokenizer.json that tokenizers {hf.__version__} reads: {error}"
             ) from error
         config = _read_config(_beside(path, "tokenizer_config.json"))
-        if "added_tokens_decoder" not in config:  # else transformers does not read the other file
+        if "added_tokens_decoder" not in config:  # otherwise transformers does not read special_tokens_map.json
             special = _read_config(_beside(path, "special_tokens_map.json"))
             config |= {
                 name: token for name, token in special.items() if name in ("bos_token", "eos_token", "pad_token")
             }
         _add_tokens(inner, config)
-        # transformers starts an empty text with this id of the model's.
-        return cls(inner, config, _read_config(_beside(path, "generation_config.json")).get("bos_token_id"))
+        generation = _read_config(_beside(path, "generation_config.json"))
+        return cls(inner, config, generation.get("bos_token_id"))
 
     @property
     def ids(self) -> list[int]:
-        """All ids that stand for a token: a table may have gaps, and more rows."""
+        """All ids that stand for a token, rising; a model's table may have rows for further ids."""
         return sorted(self._inner.get_vocab(with_added_tokens=True).values())
 
     def _role_id(self, role: str) -> int | None:
+        """The id of the special token with a role, or None; raises InputError if the tokenizer lacks the token."""
         name = self._roles[role]
         if not name:
             return None
-        found = self._inner.token_to_id(name)
-        if found is None:
+        token_id = self._inner.token_to_id(name)
+        if token_id is None:
             raise InputError(
                 f"tokenizer_config.json names {name!r} as {role}_token, which tokenizer.json lacks: mend it"
             )
-        return found
+        return token_id
 
     @functools.cached_property
     def _special(self) -> frozenset[int]:
+        """Ids of special tokens."""
         added = self._inner.get_added_tokens_decoder()
         roles = (self._inner.token_to_id(name) for name in self._roles.values() if name)
         return frozenset([*roles, *(i for i, token in added.items() if token.special)])
 
     @functools.cached_property
     def _is_byte_level(self) -> bool:
-        return any(part["type"] == "ByteLevel" for part in _parts(self._form["decoder"], "decoders"))
+        return any(step["type"] == "ByteLevel" for step in _steps(self._form["decoder"], "decoders"))
 
     @functools.cached_property
     def _adds_space(self) -> bool:
-        return any(part.get("add_prefix_space") for part in _parts(self._form["pre_tokenizer"], "pretokenizers"))
+        return any(step.get("add_prefix_space") for step in _steps(self._form["pre_tokenizer"], "pretokenizers"))
 
     @functools.cached_property
-    def _spoken(self) -> dict[int, bytes]:
-        """The bytes of every ordinary id of a byte-level tokenizer."""
+    def _bytes_of_id(self) -> dict[int, bytes]:
+        """Id -> bytes for the ids of a byte-level tokenizer that are not special."""
         values = byte_of_character()
         added = {token.content for token in self._inner.get_added_tokens_decoder().values()}
         return {
@@ -207,25 +241,31 @@ class HFTokenizer:
         }
 
 
-def _parts(form: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, Any]]:
-    """The members of a pipeline step of tokenizer.json, which may be none, one, or a sequence."""
+def _steps(form: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, Any]]:
+    """The steps of a section of tokenizer.json, which holds null, one step, or a sequence of steps under `key`."""
     if form is None:
         return ()
     return form[key] if form["type"] == "Sequence" else (form,)
 
 
 def byte_of_character() -> dict[str, int]:
-    """The characters in which byte-level tokenizers write bytes: visible ones stand for themselves, others shift up."""
+    """Builds the table of the characters in which byte-level tokenizers write bytes.
+
+    Returns:
+        Character -> byte. Visible characters of Latin-1 stand for themselves, other bytes for characters from U+0100 on.
+    """
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [value for value in range(256) if value not in set(visible)]
     return {chr(value): value for value in visible} | {chr(256 + i): value for i, value in enumerate(hidden)}
 
 
 def _first(*values: int | None) -> Any:
+    """The first value that is not None, or None."""
     return next((value for value in values if value is not None), None)
 
 
 def _import_tokenizers() -> Any:
+    """The tokenizers package, which is imported late because it is an extra; raises InputError if it is missing."""
     try:
         import tokenizers
     except ImportError as error:
@@ -234,6 +274,7 @@ def _import_tokenizers() -> Any:
 
 
 def _beside(path: str, name: str) -> str:
+    """The path of the file `name` in the directory of the file `path`."""
     return os.path.join(os.path.dirname(path), name)
 
 
@@ -241,7 +282,7 @@ def _add_tokens(inner: Any, config: Mapping[str, Any]) -> None:
     """Adds the tokens of a tokenizer_config.json that tokenizer.json does not list as added, as `transformers` does."""
     listed = {token.content for token in inner.get_added_tokens_decoder().values()}
     tokens = config.get("added_tokens_decoder")
-    # Ascending ids, which are decimal strings.
+    # Sorted by id; the ids are decimal strings.
     ordered = sorted(tokens.items(), key=lambda item: (len(item[0]), item[0])) if isinstance(tokens, dict) else []
     for number, form in ordered:
         try:
@@ -259,7 +300,7 @@ def _add_tokens(inner: Any, config: Mapping[str, Any]) -> None:
 
 
 def _read_config(path: str) -> dict[str, Any]:
-    """The object in the JSON file at `path`; it may be missing."""
+    """The object in the JSON file at `path`, or {} if the file does not exist or holds another value."""
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
@@ -273,7 +314,7 @@ def _read_config(path: str) -> dict[str, Any]:
 
 
 def _roles(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that a tokenizer_config.json names; roles may be null."""
+    """Role -> name of the special token, for the roles that a tokenizer_config.json sets."""
     tokens = {role: config.get(f"{role}_token") for role in ("bos", "eos", "pad")}
     names = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
     for role, name in names.items():

@@ -1,4 +1,4 @@
-"""One pass over the documents of a corpus: split off what is held out, tokenise, and write both to disk."""
+"""One pass over the documents of a corpus: choose those to hold out, tokenise all, and write both sides to disk."""
 
 from __future__ import annotations
 
@@ -6,39 +6,58 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from hpnlp.data import text
+from hpnlp.data.documents import Document, DocumentReader, NotTextError, to_text
+from hpnlp.data.files import Progress
+from hpnlp.data.records import Fields
+from hpnlp.data.sources import LeftOut, Source
 from hpnlp.data.token_store import Tokens, TokenWriter
 from hpnlp.data.tokenizers import encode_all
 from hpnlp.types import InputError, Tokenizer
 
-Progress = Callable[[str, int, int], None]  # what is done, bytes read, bytes there are
-
-_FORMAT = 3  # of what `write` writes: part of the cache's key
+_FORMAT = 3  # version of the files that `Ingest.write` writes; part of the cache key
+# Documents are tokenised in groups of at least so many bytes or so many documents, on all cores where the tokenizer can.
 _GROUP_BYTES = 1 << 20
 _GROUP_DOCUMENTS = 512
-# More text than this changes a vocabulary little, and training one holds what it counts in memory.
+# A vocabulary is made from at most about so many bytes of text: more changes it little, and its counts are kept in memory.
 _VOCABULARY_BYTES = 1 << 28
-# So many documents are split as they are, however small the fraction to be held out.
-_MANY = 50
+# With at least so many documents, documents are held out as a whole, however small the fraction to hold out.
+_MIN_WHOLE_DOCUMENTS = 50
 
 
-def place(name: str) -> float:
-    """A fixed point in [0, 1) for a document's name: which documents are held out depends on nothing else."""
+def hash_fraction(name: str) -> float:
+    """Hashes a name to a number in [0, 1), which decides alone whether the document of that name is held out.
+
+    Args:
+        name: Name of a document.
+
+    Returns:
+        A multiple of 2^-48.
+    """
     digest = hashlib.blake2s(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
 @dataclasses.dataclass(frozen=True)
 class Ingest:
-    """What is read and how it is split; the fields are those of `DataConfig`."""
+    """Sources of a corpus and the options that decide how they are read and split.
 
-    sources: tuple[text.Source, ...]
-    heldout_sources: tuple[text.Source, ...]
+    Attributes:
+        sources: Text to train on, a part of which is held out unless `heldout_sources` are given.
+        heldout_sources: Text to hold out as a whole.
+        text_field: As in `DataConfig`, and so are the following.
+        prompt_field: See `DataConfig`.
+        heldout: See `DataConfig`.
+        heldout_bytes: See `DataConfig`.
+        skip_bad_lines: See `DataConfig`.
+    """
+
+    sources: tuple[Source, ...]
+    heldout_sources: tuple[Source, ...]
     text_field: str
     prompt_field: str
     heldout: float
@@ -47,11 +66,15 @@ class Ingest:
 
     @property
     def paths(self) -> list[str]:
-        """All files that are read."""
+        """Paths of all files that are read."""
         return [file.path for source in (*self.sources, *self.heldout_sources) for file in source.files]
 
     def fingerprint(self) -> Any:
-        """All that the result depends on except the tokenizer and the content of `paths`, JSON-able."""
+        """Lists everything that the result depends on, except the tokenizer and the content of the files.
+
+        Returns:
+            A JSON-able value.
+        """
         options = [self.text_field, self.prompt_field, self.heldout, self.heldout_bytes, self.skip_bad_lines]
         files = [
             [[source.walked, [[file.path, file.name] for file in source.files]] for source in group]
@@ -60,148 +83,216 @@ class Ingest:
         return [_FORMAT, options, files]
 
     def training_texts(self, progress: Progress) -> Iterator[bytes]:
-        """The text that a vocabulary is counted over: the training documents, or an even sample of a large corpus."""
+        """Reads the text from which a vocabulary is made: the training documents, or an even sample of a large corpus.
+
+        Args:
+            progress: Called while text is read.
+
+        Yields:
+            Prompts and texts.
+
+        Raises:
+            InputError: A file cannot be read, holds token ids, or is not UTF-8.
+        """
         for file in (file for source in self.sources for file in source.files):
             if file.kind == "tokens":
                 raise InputError(
                     f"{file.path} holds token ids, from which no vocabulary can be made: pass data.tokenizer=PATH of "
                     "the tokenizer.json that made them"
                 )
-        cut, is_fine = self._split(None)
-        total = _size(self.sources)
+        threshold, cut_finely = self._split(None)
+        total = _total_bytes(self.sources)
         share = min(1.0, _VOCABULARY_BYTES / total)
         done = 0
+        reader = self._reader(None, cut_finely, LeftOut())
         for source in self.sources:
-            for document in self._documents(source, None, text.LeftOut(), is_fine):
+            for document in reader.read(source):
                 done += len(document.text)
                 progress("counting words", min(done, total), total)
-                if place(document.name) >= cut and place(f"vocabulary/{document.name}") < share:
+                is_sampled = hash_fraction(f"vocabulary/{document.name}") < share
+                if hash_fraction(document.name) >= threshold and is_sampled:
                     _check_text(document)
-                    yield from (part for part in (document.prompt, document.text) if isinstance(part, bytes) and part)
+                    yield from (text for text in (document.prompt, document.text) if isinstance(text, bytes) and text)
 
     def write(self, directory: str, tokenizer: Tokenizer, progress: Progress) -> dict[str, Any]:
-        """Writes `train.*` and `heldout.*` to `directory` and returns the record that reads them.
+        """Tokenises all documents and writes them to the files `train.*` and `heldout.*`.
 
-        The documents of `heldout_sources` are all held out. Otherwise those are whose `place` is under the fraction,
-        and of these the lowest ones are kept for evaluation until `heldout_bytes` is reached: what lies over the cap is
-        neither evaluated nor trained on, so that no document changes sides when data is added.
+        Documents of `heldout_sources` are all held out. Without such sources, a document whose `hash_fraction` is below the
+        threshold is a candidate, and candidates with the lowest hashes are held out until `heldout_bytes` is reached. Other
+        candidates are neither evaluated nor trained on, so that no document changes sides when data is added.
+
+        Args:
+            directory: An empty directory.
+            tokenizer: The tokenizer.
+            progress: Called while text is read.
+
+        Returns:
+            A JSON-able record: "train" and "heldout" for `Tokens`, "aside" with the sizes of what is on neither side,
+            "bounds" with the number of training tokens before and after each source, and "left_out" with a `LeftOut`.
+
+        Raises:
+            InputError: A file cannot be read or does not suit the tokenizer, or a source holds no text.
         """
-        cut, is_fine = self._split(tokenizer.eos_id)
-        left_out = text.LeftOut()
-        bounds, places, sizes = [0], [], []
-        sources = [(source, False) for source in self.sources] + [(source, True) for source in self.heldout_sources]
-        total = _size([source for source, _ in sources])
+        threshold, cut_finely = self._split(tokenizer.eos_id)
+        left_out = LeftOut()
+        bounds = [0]
+        total = _total_bytes([*self.sources, *self.heldout_sources])
         done = 0
         with (
             TokenWriter(directory, "train", tokenizer.vocab_size) as train,
-            TokenWriter(directory, "candidates", tokenizer.vocab_size, keep_raw=True) as candidates,
+            _Candidates(directory, tokenizer) as candidates,
         ):
-            for source, is_heldout in sources:
+            for index, source in enumerate([*self.sources, *self.heldout_sources]):
+                is_heldout = index >= len(self.sources)
                 left_out.merge(source.left_out)
-                found = 0
-                for document, ids, skip in self._encoded(source, tokenizer, left_out, is_fine and not is_heldout):
-                    found += 1
-                    if is_heldout or place(document.name) < cut:
-                        raw = document.text if isinstance(document.text, bytes) else tokenizer.decode(document.text)
-                        candidates.add(ids, skip, raw)
-                        places.append(place(document.name))
-                        sizes.append(len(raw))
+                reader = self._reader(tokenizer.eos_id, cut_finely and not is_heldout, left_out)
+                is_empty = True
+                for document, ids, skip in _encode_documents(reader, source, tokenizer):
+                    is_empty = False
+                    if is_heldout or hash_fraction(document.name) < threshold:
+                        candidates.add(document, ids, skip)
                     else:
                         train.add(ids, skip)
                     done += len(document.text) if isinstance(document.text, bytes) else document.text.nbytes
                     progress("tokenising", min(done, total), total)
-                if not found:
-                    but = f" (left out: {left_out})" if left_out else ""
-                    raise InputError(f"data: {source.path!r} holds no text{but}: pass one that does")
+                if is_empty:
+                    raise InputError(f"data: {source.path!r} holds no text{left_out.in_brackets()}: pass one that does")
                 if not is_heldout:
                     bounds.append(train.tokens)
-        cap = math.inf if self.heldout_sources or not self.heldout_bytes else float(self.heldout_bytes)
-        kept = _lowest(np.array(places), np.array(sizes, np.int64), cap)
-        heldout = _keep(directory, candidates.record(), kept, tokenizer.vocab_size)
+        has_limit = self.heldout_bytes > 0 and not self.heldout_sources
+        heldout = candidates.write_heldout(float(self.heldout_bytes) if has_limit else math.inf)
         aside = {name: candidates.record()[name] - heldout[name] for name in ("documents", "tokens", "raw_bytes")}
         return {"train": train.record(), "heldout": heldout, "aside": aside, "bounds": bounds, "left_out": left_out}
 
     def _split(self, eos_id: int | None) -> tuple[float, bool]:
-        """The `place` under which a document is held out, and whether text files are cut finely.
+        """Chooses the hash below which a document is held out, and whether text files are cut finely.
 
-        Documents are taken whole where the fraction of them is one or more, or where there are many. Otherwise text files are
-        cut into small pieces, which count as documents. The place is the fraction where that leaves text on both sides; else it
-        is just over the lowest place, so that one document is held out. Reads no further than necessary to find out.
+        Documents are kept whole if there are many, or if `heldout` of their number is at least one document. Otherwise text
+        files are cut into small pieces that count as documents. The threshold is `heldout` if that leaves text on both sides;
+        otherwise it is just above the lowest hash, so that one document is held out.
         """
         if self.heldout_sources:
             return 0.0, False
-        enough = min(_MANY, 1 / self.heldout)
-        left_out = text.LeftOut()
+        left_out = LeftOut()
         for source in self.sources:
             left_out.merge(source.left_out)
-        lowest, is_fine = 1.0, False
-        for is_fine in (False, True):
-            lowest, highest, count = 1.0, 0.0, 0
-            for source in self.sources:
-                for document in self._documents(source, eos_id, text.LeftOut() if is_fine else left_out, is_fine):
-                    here = place(document.name)
-                    lowest, highest, count = min(lowest, here), max(highest, here), count + 1
-                    if lowest < self.heldout <= highest and (is_fine or count >= enough):
-                        return self.heldout, is_fine
-            if count >= enough:
-                break
+        enough = math.ceil(min(_MIN_WHOLE_DOCUMENTS, 1 / self.heldout))
+        cut_finely = False
+        has_both, count, lowest = self._scan(self._reader(eos_id, cut_finely, left_out), enough)
+        if count < enough:
+            cut_finely = True
+            has_both, count, lowest = self._scan(self._reader(eos_id, cut_finely, LeftOut()), 1)
+        if has_both:
+            return self.heldout, cut_finely
         self._check_count(count, left_out)
-        return math.nextafter(lowest, 1.0), is_fine
+        return math.nextafter(lowest, 1.0), cut_finely
 
-    def _check_count(self, count: int, left_out: text.LeftOut) -> None:
+    def _scan(self, reader: DocumentReader, enough: int) -> tuple[bool, int, float]:
+        """Reads names until both sides of the split have a document and there are `enough` documents, or until the end.
+
+        Returns whether both sides have a document, the number of documents read, and the lowest hash.
+        """
+        lowest, highest, count = 1.0, 0.0, 0
+        for source in self.sources:
+            for document in reader.read(source):
+                fraction = hash_fraction(document.name)
+                lowest, highest, count = min(lowest, fraction), max(highest, fraction), count + 1
+                if count >= enough and lowest < self.heldout <= highest:
+                    return True, count, lowest
+        return False, count, lowest
+
+    def _check_count(self, count: int, left_out: LeftOut) -> None:
+        """Raises InputError unless there are at least two documents."""
         paths = ",".join(source.path for source in self.sources)
         if count == 0:
-            raise InputError(
-                f"data.path={paths!r} holds no text{f' (left out: {left_out})' if left_out else ''}: pass one that does"
-            )
+            raise InputError(f"data.path={paths!r} holds no text{left_out.in_brackets()}: pass one that does")
         if count == 1:
             raise InputError(
                 f"data.path={paths!r} holds one document, which cannot be both trained on and held out: add text, or pass "
                 "data.heldout_path=PATH with other text to hold out"
             )
 
-    def _documents(
-        self, source: text.Source, eos_id: int | None, left_out: text.LeftOut, is_fine: bool
-    ) -> Iterator[text.Document]:
-        return text.documents(
-            source,
-            text_field=self.text_field,
-            prompt_field=self.prompt_field,
-            eos_id=eos_id,
-            left_out=left_out,
-            skip_bad_lines=self.skip_bad_lines,
-            cut_finely=is_fine,
-        )
-
-    def _encoded(
-        self, source: text.Source, tokenizer: Tokenizer, left_out: text.LeftOut, is_fine: bool
-    ) -> Iterator[tuple[text.Document, np.ndarray, int]]:
-        """Documents with their tokens, and how many of the first ones carry no loss."""
-        for group in _groups(self._documents(source, tokenizer.eos_id, left_out, is_fine)):
-            parts = [part for document in group for part in (document.prompt, document.text) if isinstance(part, bytes)]
-            try:
-                encoded = iter(encode_all(tokenizer, parts))
-            except text.NotTextError:
-                for document in group:
-                    _check_text(document)
-                raise
-            for document in group:
-                prompt = next(encoded)
-                is_ids = not isinstance(document.text, bytes)
-                body = _check_ids(document, tokenizer.vocab_size) if is_ids else next(encoded)
-                ids, skip = _framed(prompt, body, tokenizer, is_ids)
-                if len(ids):
-                    yield document, ids, skip
-                else:
-                    left_out.add("without tokens", document.where)
+    def _reader(self, eos_id: int | None, cut_finely: bool, left_out: LeftOut) -> DocumentReader:
+        fields = Fields(self.text_field, self.prompt_field)
+        return DocumentReader(fields, eos_id, self.skip_bad_lines, cut_finely, left_out)
 
 
-def _size(sources: Sequence[text.Source]) -> int:
+class _Candidates:
+    """Documents that may be held out, on disk, with the hash of the name and the size in bytes of each."""
+
+    def __init__(self, directory: str, tokenizer: Tokenizer):
+        self._directory = directory
+        self._tokenizer = tokenizer
+        self._writer = TokenWriter(directory, "candidates", tokenizer.vocab_size, keep_raw=True)
+        self._fractions: list[float] = []
+        self._sizes: list[int] = []
+
+    def __enter__(self) -> _Candidates:
+        self._writer.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.__exit__(*error)
+
+    def add(self, document: Document, ids: np.ndarray, skip: int) -> None:
+        """Appends a document; see `TokenWriter.add`."""
+        raw = document.text if isinstance(document.text, bytes) else self._tokenizer.decode(document.text)
+        self._writer.add(ids, skip, raw)
+        self._fractions.append(hash_fraction(document.name))
+        self._sizes.append(len(raw))
+
+    def record(self) -> dict[str, Any]:
+        """The record of all candidates, for `Tokens`."""
+        return self._writer.record()
+
+    def write_heldout(self, max_bytes: float) -> dict[str, Any]:
+        """Copies the selected candidates to `heldout.*`, removes the files of the candidates, and returns the record."""
+        candidates = Tokens(self._directory, "candidates", self.record())
+        with TokenWriter(self._directory, "heldout", self._tokenizer.vocab_size, keep_raw=True) as heldout:
+            for i in self._select(max_bytes):
+                heldout.add(candidates.document(i), int(candidates.skips[i]), candidates.raw(i))
+        for file in os.listdir(self._directory):
+            if file.startswith("candidates."):
+                os.remove(os.path.join(self._directory, file))
+        return heldout.record()
+
+    def _select(self, max_bytes: float) -> list[int]:
+        """Indices of the documents with the lowest hashes that stay within `max_bytes`, at least one, in their order."""
+        order = np.argsort(np.array(self._fractions), kind="stable")
+        sizes = np.array(self._sizes, np.int64)
+        count = np.searchsorted(np.cumsum(sizes[order]), max_bytes, "right")
+        return np.sort(order[: max(1, count)]).tolist()
+
+
+def _total_bytes(sources: Sequence[Source]) -> int:
     return max(1, sum(file.text_bytes for source in sources for file in source.files))
 
 
-def _groups(documents: Iterator[text.Document]) -> Iterator[list[text.Document]]:
-    """Documents in groups, so that a tokenizer can work on many at once."""
+def _encode_documents(
+    reader: DocumentReader, source: Source, tokenizer: Tokenizer
+) -> Iterator[tuple[Document, np.ndarray, int]]:
+    """Documents with their token ids and the number of initial tokens that carry no loss."""
+    for group in _groups(reader.read(source)):
+        texts = [text for document in group for text in (document.prompt, document.text) if isinstance(text, bytes)]
+        try:
+            encoded = iter(encode_all(tokenizer, texts))
+        except NotTextError:
+            for document in group:
+                _check_text(document)
+            raise
+        for document in group:
+            prompt = next(encoded)
+            is_ids = not isinstance(document.text, bytes)
+            body = _check_ids(document, tokenizer.vocab_size) if is_ids else next(encoded)
+            ids, skip = _frame(prompt, body, tokenizer, is_ids)
+            if len(ids):
+                yield document, ids, skip
+            else:
+                reader.left_out.add("without tokens", document.where)
+
+
+def _groups(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Consecutive documents in groups, so that a tokenizer can encode many at once."""
     group, size = [], 0
     for document in documents:
         group.append(document)
@@ -213,16 +304,17 @@ def _groups(documents: Iterator[text.Document]) -> Iterator[list[text.Document]]
         yield group
 
 
-def _check_text(document: text.Document) -> None:
-    """Raises text.NotTextError with file and place where `document` is not UTF-8."""
-    for part, offset in ((document.prompt, 0), (document.text, document.offset)):
+def _check_text(document: Document) -> None:
+    """Raises NotTextError with file and offset if `document` is not UTF-8."""
+    for data, offset in ((document.prompt, 0), (document.text, document.offset)):
         try:
-            text.to_text(part) if isinstance(part, bytes) else None
-        except text.NotTextError as error:
-            raise text.NotTextError(offset + error.offset, error.byte, document.where) from error
+            to_text(data) if isinstance(data, bytes) else None
+        except NotTextError as error:
+            raise NotTextError(offset + error.offset, error.byte, document.where) from error
 
 
-def _check_ids(document: text.Document, vocab_size: int) -> np.ndarray:
+def _check_ids(document: Document, vocab_size: int) -> np.ndarray:
+    """The ids of a pre-tokenised document as int32; raises InputError if one is not of the vocabulary."""
     ids = document.text
     assert isinstance(ids, np.ndarray)
     bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -234,29 +326,13 @@ def _check_ids(document: text.Document, vocab_size: int) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def _framed(prompt: np.ndarray, body: np.ndarray, tokenizer: Tokenizer, is_ids: bool) -> tuple[np.ndarray, int]:
-    """bos + prompt + body + eos, where the tokenizer has these and pre-tokenised data has not; and its skip."""
+def _frame(prompt: np.ndarray, body: np.ndarray, tokenizer: Tokenizer, is_ids: bool) -> tuple[np.ndarray, int]:
+    """Joins bos, prompt, body and eos, and counts the initial tokens without loss.
+
+    bos and eos are left out if the tokenizer has none, or if pre-tokenised data has them already.
+    """
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     head = [] if bos is None or (is_ids and body[0] == bos) else [bos]
     tail = [] if eos is None or (is_ids and body[-1] == eos) else [eos]
     ids = np.concatenate([np.array(head, np.int32), prompt, body, np.array(tail, np.int32)])
     return ids, max(1, len(head) + len(prompt))
-
-
-def _lowest(places: np.ndarray, sizes: np.ndarray, cap: float) -> list[int]:
-    """The documents of lowest place that together stay within `cap` bytes, at least one, in their own order."""
-    order = np.argsort(places, kind="stable")
-    within = np.searchsorted(np.cumsum(sizes[order]), cap, "right")
-    return np.sort(order[: max(1, within)]).tolist()
-
-
-def _keep(directory: str, record: dict[str, Any], kept: list[int], vocab_size: int) -> dict[str, Any]:
-    """Copies the documents `kept` from `candidates.*` to `heldout.*` and removes the former."""
-    candidates = Tokens(directory, "candidates", record)
-    with TokenWriter(directory, "heldout", vocab_size, keep_raw=True) as heldout:
-        for i in kept:
-            heldout.add(candidates.document(i), int(candidates.skips[i]), candidates.raw(i))
-    for file in os.listdir(directory):
-        if file.startswith("candidates."):
-            os.remove(os.path.join(directory, file))
-    return heldout.record()

@@ -1,7 +1,7 @@
-"""Rows of a fixed length from documents of any length.
+"""Packs documents of any length into rows of a fixed length.
 
-A row is a list of segments: runs of neighbouring tokens of one document. `ConcatRows` and `FitRows` say which segments
-a row has, by its number, so that rows can be shuffled, dealt to processes and resumed by number alone; `assemble` turns
+A row is a list of segments: runs of consecutive tokens of one document. `ConcatRows` and `FitRows` compute the segments of a
+row from the row's number alone, so that rows can be shuffled, divided among processes and resumed by number. `assemble` turns
 segments into arrays.
 """
 
@@ -20,8 +20,14 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """Segments of some rows, sorted by row. row: which row of the batch; start: the first token, counted over all
-    documents; length: how many tokens it gives as inputs; loss_from: labels before this token carry no loss."""
+    """Segments of the rows of a batch, sorted by row. All arrays are integers [segments].
+
+    Attributes:
+        row: Index of the segment's row in the batch.
+        start: Index of the segment's first token in `Tokens.tokens`.
+        length: Number of the segment's tokens that are inputs.
+        loss_from: Labels before this token carry no loss; None for no such limit.
+    """
 
     row: np.ndarray
     start: np.ndarray
@@ -30,14 +36,21 @@ class Segments:
 
 
 class ConcatRows:
-    """Documents one after another, cut into rows of `seq_len` inputs; the label of a row's last input is the next row's
-    first input. Only the last row of a range is short.
+    """Rows of consecutive documents, cut every `seq_len` inputs; only the last row of a range is shorter.
 
-    ranges: token ranges `[start, end)` that rows do not cross, each of whole documents. stride: how far a row starts
-    after the one before it; under `seq_len`, rows overlap and the tokens seen before are context without loss.
+    The label of a row's last input is the first input of the next row.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, ranges: Sequence[tuple[int, int]], stride: int | None = None):
+        """Lays out the rows.
+
+        Args:
+            tokens: The documents.
+            seq_len: Number of inputs per row.
+            ranges: Token ranges `(start, end)` of complete documents; no row holds tokens of two ranges.
+            stride: Distance between the starts of consecutive rows; None for `seq_len`. Below `seq_len`, rows overlap, and the
+                overlap is context without loss.
+        """
         self._tokens = tokens
         self._seq_len = seq_len
         self._stride = stride or seq_len
@@ -48,51 +61,79 @@ class ConcatRows:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The row numbers of each token range."""
+        """Row numbers `(first, end)` of each token range."""
         return list(zip(self._first_rows[:-1].tolist(), self._first_rows[1:].tolist(), strict=True))
 
     def segments(self, rows: np.ndarray) -> Segments:
-        """The segments of `rows`."""
+        """Computes the segments of rows.
+
+        Args:
+            rows: Row numbers, integers [B].
+
+        Returns:
+            The segments.
+        """
         ends = self._tokens.ends
-        of_range = np.searchsorted(self._first_rows, rows, "right") - 1
-        in_range = rows - self._first_rows[of_range]
-        start = self._starts[of_range] + in_range * self._stride
-        # The last token of a range is a label only: it has none of its own.
-        end = np.minimum(start + self._seq_len, self._ends[of_range] - 1)
+        range_index = np.searchsorted(self._first_rows, rows, "right") - 1
+        row_in_range = rows - self._first_rows[range_index]
+        start = self._starts[range_index] + row_in_range * self._stride
+        # The last token of a range is a label only, because no label follows it.
+        end = np.minimum(start + self._seq_len, self._ends[range_index] - 1)
         first_doc = np.searchsorted(ends, start, "right")
         documents = np.searchsorted(ends, end - 1, "right") - first_doc + 1
         row = np.repeat(np.arange(len(rows)), documents)
         doc = np.arange(len(row)) - np.repeat(np.cumsum(documents) - documents - first_doc, documents)
         segment_start = np.maximum(np.where(doc > 0, ends[doc - 1], 0), start[row])
         segment_end = np.minimum(ends[doc], end[row])
-        fresh = np.where(in_range > 0, start + self._seq_len - self._stride + 1, 0)
-        return Segments(row, segment_start, segment_end - segment_start, fresh[row])
+        # Labels up to here are labels of the row before, too.
+        loss_from = np.where(row_in_range > 0, start + self._seq_len - self._stride + 1, 0)
+        return Segments(row, segment_start, segment_end - segment_start, loss_from[row])
 
 
 class FitRows:
-    """Whole documents, each in one row; longer ones are cut into pieces of `seq_len` inputs and a rest.
+    """Rows of complete documents. A longer document is cut into pieces of `seq_len` inputs and a shorter last piece.
 
-    Rests and short documents share rows by first-fit decreasing. The plan is made once, over the histogram of lengths
-    (rows of equal make-up are packed together, as in Krell et al. 2021, arXiv 2107.02027): time O(documents +
-    seq_len^2), memory about 20 bytes a piece. ranges: token ranges whose documents do not share rows.
+    Short pieces share rows by first-fit decreasing.
+
+    Cost: O(documents + seq_len^2) time, once, because rows with equal lengths of pieces are packed together; about 20 bytes of
+    memory per piece.
+
+    References: Krell et al. 2021, "Efficient sequence packing without cross-contamination", arXiv 2107.02027 (packing over the
+    histogram of lengths).
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, ranges: Sequence[tuple[int, int]]):
+        """Packs all rows.
+
+        Args:
+            tokens: The documents.
+            seq_len: Number of inputs per row.
+            ranges: Token ranges `(start, end)` of complete documents; no row holds tokens of two ranges.
+        """
         self._first_rows = [0]
-        plans = []
+        packed = []
         for start, end in ranges:
-            plans.append(_fit(*_pieces(tokens, seq_len, start, end), seq_len))
-            self._first_rows.append(self._first_rows[-1] + len(plans[-1][2]))
-        self._piece_starts, self._piece_lengths, sizes = (np.concatenate(parts) for parts in zip(*plans, strict=True))
+            packed.append(_fit(*_pieces(tokens, seq_len, start, end), seq_len))
+            self._first_rows.append(self._first_rows[-1] + len(packed[-1][2]))
+        self._piece_starts, self._piece_lengths, sizes = (
+            np.concatenate(arrays) for arrays in zip(*packed, strict=True)
+        )
         self._row_ends = np.cumsum(sizes)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The row numbers of each token range."""
+        """Row numbers `(first, end)` of each token range."""
         return list(zip(self._first_rows[:-1], self._first_rows[1:], strict=True))
 
     def segments(self, rows: np.ndarray) -> Segments:
-        """The segments of `rows`."""
+        """Computes the segments of rows.
+
+        Args:
+            rows: Row numbers, integers [B].
+
+        Returns:
+            The segments.
+        """
         first = np.where(rows > 0, self._row_ends[rows - 1], 0)
         count = self._row_ends[rows] - first
         row = np.repeat(np.arange(len(rows)), count)
@@ -101,62 +142,80 @@ class FitRows:
 
 
 def _pieces(tokens: Tokens, seq_len: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """(first token, number of inputs) of the pieces of the documents within `[start, end)`."""
+    """(index of the first token, number of inputs) of the pieces of the documents in the token range `[start, end)`."""
     first, after = np.searchsorted(tokens.ends, [start, end], "right")
     doc_ends = tokens.ends[first:after]
     doc_starts = np.concatenate([[start], doc_ends])[:-1]
     # The last token of a document is a label only.
     inputs = doc_ends - doc_starts - 1
     counts = -(-inputs // seq_len)
-    in_doc = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    lengths = np.minimum(seq_len, np.repeat(inputs, counts) - in_doc * seq_len)
-    return np.repeat(doc_starts, counts) + in_doc * seq_len, lengths.astype(np.int32)
+    piece_in_doc = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    lengths = np.minimum(seq_len, np.repeat(inputs, counts) - piece_in_doc * seq_len)
+    return np.repeat(doc_starts, counts) + piece_in_doc * seq_len, lengths.astype(np.int32)
 
 
 def _fit(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Orders pieces by row: (starts, lengths, pieces a row).
+    """Orders pieces by row and returns (starts, lengths, number of pieces per row).
 
-    First-fit decreasing fills the first row with the longest piece that still fits until none does, then the next row
-    from what is left. As pieces of one length are alike, so are rows, for as long as the lengths in them last.
+    First-fit decreasing fills a row with the longest piece that still fits until none does, then fills the next row from the
+    remaining pieces. Since pieces of equal length are interchangeable, the same recipe (length, number of pieces) is repeated
+    in further rows as long as the pieces of its lengths last.
     """
     order = np.argsort(-lengths, kind="stable")
-    left = np.bincount(lengths, minlength=seq_len + 1)
-    taken = np.cumsum(left[::-1])[::-1] - left  # where, in `order`, the pieces of a length begin
-    present = np.flatnonzero(left).tolist()
+    remaining = np.bincount(lengths, minlength=seq_len + 1)
+    taken = np.cumsum(remaining[::-1])[::-1] - remaining  # index in `order` of the next piece of each length
+    present = np.flatnonzero(remaining).tolist()
     rows, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     while present:
-        space, recipe, longest = seq_len, [], seq_len
-        while i := bisect.bisect_right(present, longest):
-            length = present[i - 1]
-            times = min(int(left[length]), space // length)
-            recipe.append((length, times))
-            space -= length * times
-            longest = min(space, length - 1)
-        alike = min(int(left[length]) // times for length, times in recipe)
-        block = []
-        for length, times in recipe:
-            used = alike * times
-            block.append(order[taken[length] : taken[length] + used].reshape(alike, times))
+        recipe = _row_recipe(remaining, present, seq_len)
+        repeats = min(int(remaining[length]) // count for length, count in recipe)
+        columns = []
+        for length, count in recipe:
+            used = repeats * count
+            columns.append(order[taken[length] : taken[length] + used].reshape(repeats, count))
             taken[length] += used
-            left[length] -= used
-            if not left[length]:
+            remaining[length] -= used
+            if not remaining[length]:
                 present.remove(length)
-        rows.append(np.concatenate(block, axis=1).ravel())
-        sizes.append(np.full(alike, sum(times for _, times in recipe)))
+        rows.append(np.concatenate(columns, axis=1).ravel())
+        sizes.append(np.full(repeats, sum(count for _, count in recipe)))
     pieces = np.concatenate(rows)
     return starts[pieces], lengths[pieces], np.concatenate(sizes)
 
 
-def assemble(tokens: Tokens, segments: Segments, rows: int, seq_len: int, pad_id: int) -> Batch:
-    """The arrays of `rows` rows: tokens, labels, segment_ids, positions int32 and weights float32, `[rows, seq_len]`.
+def _row_recipe(remaining: np.ndarray, present: list[int], seq_len: int) -> list[tuple[int, int]]:
+    """(length, number of pieces) of the next row by first-fit decreasing; `present` holds the lengths that remain, rising."""
+    space, longest, recipe = seq_len, seq_len, []
+    while i := bisect.bisect_right(present, longest):
+        length = present[i - 1]
+        count = min(int(remaining[length]), space // length)
+        recipe.append((length, count))
+        space -= length * count
+        longest = min(space, length - 1)
+    return recipe
 
-    A label is the token after its input. Weights are 0 or 1: 0 on padding, on labels of another document, and on tokens
-    that carry no loss. Segment ids count from 1 within a row, 0 is padding; positions count from 0 within a segment.
-    Cost: O(rows * seq_len), the tokens of these rows are read and no others.
+
+def assemble(tokens: Tokens, segments: Segments, rows: int, seq_len: int, pad_id: int) -> Batch:
+    """Makes the arrays of a batch. Rows without segments are padding.
+
+    A label is the token after its input. Weights are 0 on padding, on labels of another document, and on labels that carry no
+    loss, and 1 elsewhere. Segment ids count from 1 within a row, and 0 is padding. Positions count from 0 within a segment.
+
+    Args:
+        tokens: The documents.
+        segments: Segments of the rows.
+        rows: Number of rows, B.
+        seq_len: Number of inputs per row, T.
+        pad_id: Token id of padding.
+
+    Returns:
+        "tokens", "labels", "segment_ids" and "positions", int32 [B, T], and "weights", float32 [B, T].
+
+    Cost: O(B T); no other tokens are read.
     """
     length = segments.length
     before = np.cumsum(length) - length
-    first = np.searchsorted(segments.row, segments.row)  # the first segment of the same row
+    first = np.searchsorted(segments.row, segments.row)  # index of the first segment in the same row
     column = before - before[first]
     step = np.arange(length.sum())
     source = np.repeat(segments.start - before, length) + step
@@ -167,16 +226,18 @@ def assemble(tokens: Tokens, segments: Segments, rows: int, seq_len: int, pad_id
         loss_from = np.maximum(loss_from, segments.loss_from)
     label = source + 1
     carries_loss = (label < np.repeat(tokens.ends[doc], length)) & (label >= np.repeat(loss_from, length))
-
-    def spread(values: np.ndarray, fill: int, dtype: type) -> np.ndarray:
-        out = np.full(rows * seq_len, fill, dtype)
-        out[target] = values
-        return out.reshape(rows, seq_len)
-
+    shape = (rows, seq_len)
     return {
-        "tokens": spread(tokens.tokens[source], pad_id, np.int32),
-        "labels": spread(tokens.tokens[label], pad_id, np.int32),
-        "segment_ids": spread(np.repeat(np.arange(len(first)) - first + 1, length), 0, np.int32),
-        "positions": spread(np.repeat(-before, length) + step, 0, np.int32),
-        "weights": spread(carries_loss, 0, np.float32),
+        "tokens": _scatter(tokens.tokens[source], target, pad_id, np.int32, shape),
+        "labels": _scatter(tokens.tokens[label], target, pad_id, np.int32, shape),
+        "segment_ids": _scatter(np.repeat(np.arange(len(first)) - first + 1, length), target, 0, np.int32, shape),
+        "positions": _scatter(np.repeat(-before, length) + step, target, 0, np.int32, shape),
+        "weights": _scatter(carries_loss, target, 0, np.float32, shape),
     }
+
+
+def _scatter(values: np.ndarray, target: np.ndarray, fill: int, dtype: type, shape: tuple[int, int]) -> np.ndarray:
+    """An array of `shape` with `values` at the flat indices `target`, and `fill` elsewhere."""
+    out = np.full(shape[0] * shape[1], fill, dtype)
+    out[target] = values
+    return out.reshape(shape)

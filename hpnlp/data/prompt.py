@@ -1,4 +1,4 @@
-"""What every tokenizer does with a prompt before a model continues it."""
+"""Steps that all tokenizers share when they encode a prompt."""
 
 from __future__ import annotations
 
@@ -10,23 +10,49 @@ from hpnlp.types import InputError
 
 
 def prompt_bytes(text: str) -> bytes:
-    """The bytes of a prompt: those of a command line that are not UTF-8 reach Python as lone surrogates."""
+    """Encodes a prompt; bytes of a command line that are not UTF-8 reach Python as lone surrogates, and become bytes again.
+
+    Args:
+        text: The prompt.
+
+    Returns:
+        The prompt's bytes.
+    """
     return text.encode("utf-8", "surrogateescape")
 
 
 def with_bos(ids: np.ndarray, bos_id: int | None) -> np.ndarray:
-    """`ids` with bos before them, once. Raises InputError where that leaves nothing to start from."""
+    """Puts bos before a prompt that does not start with it.
+
+    Args:
+        ids: Token ids of the prompt, int32 [T].
+        bos_id: The id of bos, or None.
+
+    Returns:
+        The ids, at least one.
+
+    Raises:
+        InputError: The prompt is empty and there is no bos.
+    """
     if bos_id is not None and (len(ids) == 0 or ids[0] != bos_id):
         return np.concatenate([np.array([bos_id], np.int32), ids])
     if len(ids) == 0:
-        raise InputError("the prompt is empty and this tokenizer has no bos to start from: give it some text")
+        raise InputError("the prompt is empty and this tokenizer has no bos to start from: write a prompt")
     return ids
 
 
-def unknown_parts(parts: Iterable[str], vocab_size: int) -> InputError:
-    """The error for a prompt of which `parts` have no id of their own."""
-    named = ", ".join(map(repr, dict.fromkeys(parts)))
+def unknown_parts(missing: Iterable[str], vocab_size: int) -> InputError:
+    """Makes the error for a prompt with parts that have no id.
+
+    Args:
+        missing: The parts, which may repeat.
+        vocab_size: Number of ids of the tokenizer.
+
+    Returns:
+        The InputError to raise.
+    """
+    names = ", ".join(map(repr, dict.fromkeys(missing)))
     return InputError(
-        f"the prompt has parts that the vocabulary of {vocab_size} ids does not hold: {named}: say it otherwise, or "
-        "train with data.tokenizer=bytes, which knows all text"
+        f"the prompt has parts that the vocabulary of {vocab_size} ids does not hold: {names}: use other words, or "
+        "train with data.tokenizer=bytes, which encodes all text"
     )

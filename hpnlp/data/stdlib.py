@@ -1,18 +1,18 @@
-"""Corpora of words from the running Python's standard library, with vocabularies of ten thousand to half a million words.
+"""Corpora of words from the running Python's standard library, with vocabularies of 10,000 to 500,000 words.
 
     corpus = write_corpus("docs")
     prepare(DataConfig(path=corpus.path, tokenizer="words(20000, by=whitespace)"))
 
-The text is cut into words here and written with one space or line end between two, so that a tokenizer that splits at
-whitespace finds these words and no others. How much there is depends on the Python; 3.11.7 has:
+The text is split into words and written with one space or line end between words, so that a tokenizer that splits at
+whitespace returns exactly these words. Sizes depend on the version of Python; 3.11.7 has:
 
-| corpus | what | words | types |
+| corpus | content | words | distinct words |
 |---|---|---|---|
-| docs | docstrings and comments without those of tests: lower-case words of letters | 578,327 | 13,710 |
-| code | names, numbers and single marks of all sources | 7,113,689 | 118,336 |
-| whitespace | what whitespace separates in all sources | 2,768,999 | 455,722 |
+| docs | docstrings and comments except those of tests: lower-case words of letters | 578,327 | 13,710 |
+| code | names, numbers and single punctuation marks of all sources | 7,113,689 | 118,336 |
+| whitespace | all sources, split at whitespace | 2,768,999 | 455,722 |
 
-Some installations of Python come without tests: `code` and `whitespace` are smaller there.
+Some installations of Python lack the tests: `code` and `whitespace` are smaller there.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hpnlp.data import text, token_store
+from hpnlp.data import sources, token_store
 from hpnlp.data.digest import Snapshot
+from hpnlp.data.files import ignore_progress
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
-_FORMAT = 2  # of what is written: part of the cache's key
+_FORMAT = 2  # version of the files that are written; part of the cache key
 _LETTERS = re.compile(r"[a-z]+(?:'[a-z]+)?")
 _CODE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|\d+|\S")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -44,9 +45,17 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclasses.dataclass(frozen=True)
 class WordCorpus:
-    """A corpus on disk. path: for `DataConfig.path`, a file for each source file that has words. skipped: source files that
-    Python cannot parse. words, types: how many there are, and how many that differ. sha256: of the files' text, in the order of
-    their names. python: whose library it is."""
+    """A corpus on disk.
+
+    Attributes:
+        path: Glob for `DataConfig.path`, of one file per source file that has words.
+        files: Number of these files.
+        skipped: Number of source files that Python cannot parse.
+        words: Number of words.
+        types: Number of distinct words.
+        sha256: Digest of the files' text in the order of their names.
+        python: Version of Python whose library it is.
+    """
 
     path: str
     files: int
@@ -58,30 +67,41 @@ class WordCorpus:
 
 
 def write_corpus(name: str, cache: str = "") -> WordCorpus:
-    """Writes the corpus `name` of CORPORA below the cache, once, and says where it is.
+    """Writes a corpus to the cache, unless it is there already. The first call takes seconds, for one pass over the library.
 
-    cache: as `DataConfig.cache`. Raises InputError for an unknown name, or where the disk does not take it. Time: seconds the
-    first time, for one pass over the library.
+    Args:
+        name: An entry of CORPORA.
+        cache: See `DataConfig.cache`.
+
+    Returns:
+        The corpus.
+
+    Raises:
+        InputError: The name is unknown, or the cache cannot be written.
     """
-    sources, _ = lookup(CORPORA, name, "corpus")
-    (source,) = text.find(sources, "the standard library")
+    paths, _ = lookup(CORPORA, name, "corpus")
+    (source,) = sources.find(paths, "the standard library")
     root = token_store.cache_root(cache)
-    content = Snapshot([file.path for file in source.files]).digest(root, lambda what, done, total: None)
+    content = Snapshot([file.path for file in source.files]).digest(root, ignore_progress)
     names = [file.name for file in source.files]
     key = token_store.key_of([_FORMAT, name, platform.python_version(), names, content])
-    write = lambda directory: _write(name, source.files, directory)  # noqa: E731
+
+    def write(directory: str) -> dict[str, Any]:
+        return _write(name, source.files, directory)
+
     directory, record = token_store.cached(root, f"words-{name}-{key}", write)
     return WordCorpus(os.path.join(glob.escape(directory).replace(",", "?"), "*.txt"), **record)
 
 
-def _write(name: str, files: tuple[text.File, ...], directory: str) -> dict[str, Any]:
-    lines_of = CORPORA[name][1]
+def _write(name: str, files: tuple[sources.File, ...], directory: str) -> dict[str, Any]:
+    """Writes the words of the library's files to `directory` and returns the fields of WordCorpus except the path."""
+    split_lines = CORPORA[name][1]
     counts: collections.Counter[str] = collections.Counter()
     digest, written, skipped = hashlib.sha256(), 0, 0
     for file in files:
         try:
             with open(file.path, "rb") as stream:
-                lines = [words for words in lines_of(stream.read()) if words]
+                lines = [words for words in split_lines(stream.read()) if words]
         except OSError as error:
             raise InputError(f"cannot read {file.path!r}: {error.strerror}: mend its permissions") from error
         except (SyntaxError, ValueError, tokenize.TokenError):
@@ -106,36 +126,59 @@ def _write(name: str, files: tuple[text.File, ...], directory: str) -> dict[str,
 
 
 def docs(source: bytes) -> Iterator[list[str]]:
-    """The words of each docstring and comment, in the order of their lines. Raises SyntaxError or tokenize.TokenError where
-    `source` is no Python."""
+    """Splits docstrings and comments into lower-case words of letters.
+
+    Args:
+        source: Content of a Python file.
+
+    Yields:
+        The words of each docstring and comment, in the order of their first lines.
+
+    Raises:
+        SyntaxError: `source` is not valid Python. ValueError and tokenize.TokenError are raised for further faults.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what the library's own sources do that is no longer done
+        warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax
         tree = ast.parse(source)
-    found = [
+    lines = [
         (node.body[0].lineno, ast.get_docstring(node) or "")
         for node in ast.walk(tree)
         if isinstance(node, _DOCUMENTED) and node.body
     ]
     for token in tokenize.tokenize(io.BytesIO(source).readline):
         if token.type == tokenize.COMMENT:
-            found.append((token.start[0], token.string.lstrip("# ")))
-    for _, words in sorted(found):
+            lines.append((token.start[0], token.string.lstrip("# ")))
+    for _, words in sorted(lines):
         yield _LETTERS.findall(words.lower())
 
 
 def code(source: bytes) -> Iterator[list[str]]:
-    """The names, numbers and marks of each line. What is no UTF-8 becomes U+FFFD."""
+    """Splits lines of code into names, numbers and single punctuation marks.
+
+    Args:
+        source: Content of a file; bytes that are not UTF-8 become U+FFFD.
+
+    Yields:
+        The words of each line.
+    """
     for line in source.decode("utf-8", "replace").splitlines():
         yield _CODE.findall(line)
 
 
 def whitespace(source: bytes) -> Iterator[list[str]]:
-    """What whitespace separates in each line. What is no UTF-8 becomes U+FFFD."""
+    """Splits lines at whitespace.
+
+    Args:
+        source: Content of a file; bytes that are not UTF-8 become U+FFFD.
+
+    Yields:
+        The words of each line.
+    """
     for line in source.decode("utf-8", "replace").splitlines():
         yield line.split()
 
 
-# name -> (the sources as `DataConfig.path` names them, bytes of a source file -> the words of its lines)
+# Name -> (path of the sources as in `DataConfig.path`, function from the bytes of a file to the words of its lines).
 CORPORA: dict[str, tuple[str, Callable[[bytes], Iterator[list[str]]]]] = {
     "docs": ("stdlib", docs),
     "code": ("stdlib+tests", code),

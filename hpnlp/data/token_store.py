@@ -1,4 +1,4 @@
-"""Tokenised text on disk: flat arrays that are memory-mapped, in cache entries that appear whole or not at all."""
+"""Tokenised text on disk: flat memory-mapped arrays in a cache, whose entries appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -18,16 +18,26 @@ import numpy as np
 from hpnlp.types import InputError
 
 _INDEX = "index.json"
-# Entries in the making. A cache may lie in a directory that holds other things, so what is removed there must be
-# unmistakably ours: it has this prefix, and the marker in it.
-_WORK = ".hpnlp-unfinished-"
+# Directories of unfinished entries have this prefix and hold this marker. A cache may be a directory with other content, so
+# only directories with both are ever removed.
+_UNFINISHED = ".hpnlp-unfinished-"
 _MARKER = "made-by-hpnlp"
-_STALE_SECONDS = 7 * 24 * 3600
+_STALE_SECONDS = 7 * 24 * 3600  # unfinished entries without a write for so long belong to a process that was killed
 _BUFFER = 1 << 18
 
 
 def cache_root(configured: str) -> str:
-    """Where entries are kept: `configured`, else $HPNLP_CACHE, else hpnlp under $XDG_CACHE_HOME or ~/.cache."""
+    """Directory of the cache: `configured`, else $HPNLP_CACHE, else hpnlp under $XDG_CACHE_HOME or ~/.cache.
+
+    Args:
+        configured: The value of `DataConfig.cache`; "" for the default.
+
+    Returns:
+        An absolute path, which need not exist.
+
+    Raises:
+        InputError: The path contains a NUL character.
+    """
     if "\0" in configured:
         raise InputError(f"data.cache={configured!r} has a NUL in it: pass a directory")
     xdg = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
@@ -37,16 +47,34 @@ def cache_root(configured: str) -> str:
 
 
 def key_of(value: Any) -> str:
-    """A short name for a JSON-able value."""
+    """Hashes a JSON-able value to a name.
+
+    Args:
+        value: The value.
+
+    Returns:
+        32 hexadecimal digits.
+    """
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def cached(root: str, name: str, write: Callable[[str], Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """The directory `root/name` and its record, made by `write(directory) -> record` where it is not there yet.
+    """Finds an entry of the cache, or makes it.
 
-    `write` fills a directory of its own, which is renamed into place when it is complete: a kill leaves nothing that
-    would be read, and of two processes that write the same entry the first wins. An entry of which a file is missing or
-    has another size than recorded is made again. Raises InputError where the disk does not take it.
+    `write` fills a temporary directory, which is renamed when it is complete: a kill leaves nothing that would be read, and of
+    two processes that write the same entry the first wins. An entry in which a file is missing or has another size than
+    recorded is made again.
+
+    Args:
+        root: Directory of the cache.
+        name: Name of the entry.
+        write: Called as `write(directory) -> record` if there is no complete entry. The record must be JSON-able.
+
+    Returns:
+        The entry's directory and its record.
+
+    Raises:
+        InputError: The disk is full or cannot be written.
     """
     final = os.path.join(root, name)
     record = _read_record(final)
@@ -58,7 +86,7 @@ def cached(root: str, name: str, write: Callable[[str], Mapping[str, Any]]) -> t
         _remove_stale(root)
         work = _workspace(root)
         fresh = os.path.join(work, "entry")
-        os.mkdir(fresh)  # with the permissions of the umask, so that others can read a shared cache
+        os.mkdir(fresh)  # has the permissions of the umask, so that other users can read a shared cache
         record = dict(write(fresh))
         sizes = {file: os.path.getsize(os.path.join(fresh, file)) for file in sorted(os.listdir(fresh))}
         with open(os.path.join(fresh, _INDEX), "w", encoding="utf-8") as file:
@@ -76,7 +104,15 @@ def cached(root: str, name: str, write: Callable[[str], Mapping[str, Any]]) -> t
 
 
 def find(root: str, name: str) -> dict[str, Any] | None:
-    """Returns the record of the entry `root/name`, or None where there is no complete one."""
+    """Looks an entry of the cache up.
+
+    Args:
+        root: Directory of the cache.
+        name: Name of the entry.
+
+    Returns:
+        The entry's record, or None if there is no complete entry.
+    """
     return _read_record(os.path.join(root, name))
 
 
@@ -88,18 +124,19 @@ def _read_record(path: str) -> dict[str, Any] | None:
         if all(os.path.getsize(os.path.join(path, file)) == size for file, size in index["files"].items()):
             return index["record"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # not there, cut short, or not ours: all are made again
+        pass  # missing, truncated, or of another program: the entry is made again
     return None
 
 
 def _workspace(root: str) -> str:
-    """A new directory under `root`, which a later process removes where this one dies."""
-    work = tempfile.mkdtemp(prefix=_WORK, dir=root)
+    """A new directory under `root`; a later process removes it if this process is killed."""
+    work = tempfile.mkdtemp(prefix=_UNFINISHED, dir=root)
     with open(os.path.join(work, _MARKER), "wb"):
         return work
 
 
 def _move_into_place(fresh: str, final: str) -> None:
+    """Renames `fresh` to `final`, unless another process has completed `final` first."""
     while True:
         try:
             os.rename(fresh, final)
@@ -109,7 +146,7 @@ def _move_into_place(fresh: str, final: str) -> None:
                 raise
         if _read_record(final) is not None:
             return  # another process was first
-        # What stands there is damaged. It is moved aside first, so that nobody meets half of it.
+        # A damaged entry is moved aside before it is removed, so that no process reads a part of it.
         with contextlib.suppress(FileNotFoundError):
             aside = _workspace(os.path.dirname(final))
             os.rename(final, os.path.join(aside, "damaged"))
@@ -117,37 +154,53 @@ def _move_into_place(fresh: str, final: str) -> None:
 
 
 def _remove_stale(root: str) -> None:
-    """Removes what killed processes left behind, judged by the newest write."""
+    """Removes unfinished entries of killed processes, judged by the time of the newest write."""
     for entry in os.scandir(root):
-        if not (entry.name.startswith(_WORK) and entry.is_dir(follow_symlinks=False)):
+        if not (entry.name.startswith(_UNFINISHED) and entry.is_dir(follow_symlinks=False)):
             continue
         with contextlib.suppress(OSError):
-            inside = [os.path.join(at, name) for at, *names in os.walk(entry.path) for name in sum(names, [])]
-            newest = max(os.lstat(path).st_mtime for path in [entry.path, *inside])
-            if os.path.join(entry.path, _MARKER) in inside and newest < time.time() - _STALE_SECONDS:
+            content = [
+                os.path.join(directory, name)
+                for directory, subdirectories, files in os.walk(entry.path)
+                for name in subdirectories + files
+            ]
+            newest = max(os.lstat(path).st_mtime for path in [entry.path, *content])
+            if os.path.join(entry.path, _MARKER) in content and newest < time.time() - _STALE_SECONDS:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 
 class TokenWriter:
-    """Appends documents to `directory/name.*`; a context manager. Nothing of a document stays in memory."""
+    """Appends documents to the files `directory/name.*`; a context manager. No document stays in memory."""
 
     def __init__(self, directory: str, name: str, vocab_size: int, keep_raw: bool = False):
-        """keep_raw: also keep the bytes that a document came from, for `Tokens.raw`."""
+        """Creates the files.
+
+        Args:
+            directory: An existing directory.
+            name: First part of the files' names.
+            vocab_size: Number of ids of the tokenizer; up to 2^16 the ids are stored as uint16, above as uint32.
+            keep_raw: Also store the original bytes of each document, for `Tokens.raw`.
+        """
         self.tokens = 0
         self.documents = 0
         self.raw_bytes = 0
         self._dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self._hash = hashlib.blake2b(digest_size=16)
-        parts = ("tokens", "ends", "skips", *(("raw", "raw_ends") if keep_raw else ()))
+        arrays = ("tokens", "ends", "skips", *(("raw", "raw_ends") if keep_raw else ()))
         self._stack = contextlib.ExitStack()
-        self._files = {part: self._create(os.path.join(directory, f"{name}.{part}")) for part in parts}
+        self._files = {array: self._create(os.path.join(directory, f"{name}.{array}")) for array in arrays}
 
     def _create(self, path: str) -> BinaryIO:
         return self._stack.enter_context(open(path, "wb", buffering=_BUFFER))
 
     def add(self, ids: np.ndarray, skip: int, raw: bytes = b"") -> None:
-        """One document. ids: its tokens, at least one. skip: how many of the first ones carry no loss, at least one,
-        because nothing predicts the first. raw: the bytes that it came from."""
+        """Appends one document.
+
+        Args:
+            ids: Token ids, integers [T], at least one.
+            skip: Number of initial tokens that carry no loss, at least one, because no token precedes the first.
+            raw: The original bytes; used if `keep_raw`.
+        """
         self.tokens += len(ids)
         self.documents += 1
         self.raw_bytes += len(raw)
@@ -158,13 +211,18 @@ class TokenWriter:
             self._files["raw"].write(raw)
             self._files["raw_ends"].write(np.array([self.raw_bytes], np.int64).tobytes())
 
-    def _write(self, part: str, values: np.ndarray) -> None:
+    def _write(self, array: str, values: np.ndarray) -> None:
+        """Appends `values` to the file of `array`, and to the digest."""
         data = values.tobytes()
         self._hash.update(data)
-        self._files[part].write(data)
+        self._files[array].write(data)
 
     def record(self) -> dict[str, Any]:
-        """What `Tokens` needs to read the files back."""
+        """Describes the files.
+
+        Returns:
+            A JSON-able record with sizes and a digest of the tokens, with which `Tokens` opens the files.
+        """
         return {
             "tokens": self.tokens,
             "documents": self.documents,
@@ -182,30 +240,52 @@ class TokenWriter:
 
 
 class Tokens:
-    """Documents of a TokenWriter, memory-mapped.
+    """Memory-mapped documents of a `TokenWriter`.
 
-    tokens: `[tokens]`, all documents one after another. ends: `[documents]` int64, where each one ends. skips:
-    `[documents]` int32, how many of its first tokens carry no loss.
+    Attributes:
+        tokens: Token ids of all documents one after another, uint16 or uint32 [tokens].
+        ends: Index in `tokens` after the last token of each document, int64 [documents].
+        skips: Number of initial tokens of each document that carry no loss, int32 [documents].
     """
 
     def __init__(self, directory: str, name: str, record: Mapping[str, Any]):
-        def mapped(part: str, dtype: Any, length: int) -> np.ndarray:
-            # np.memmap refuses empty files; as a plain ndarray, indexing skips the subclass's bookkeeping.
-            path = os.path.join(directory, f"{name}.{part}")
-            return np.asarray(np.memmap(path, dtype, "r", shape=(length,))) if length else np.zeros(0, dtype)
+        """Opens the files.
 
-        self.tokens = mapped("tokens", np.dtype(record["dtype"]), record["tokens"])
-        self.ends = mapped("ends", np.int64, record["documents"])
-        self.skips = mapped("skips", np.int32, record["documents"])
-        self._raw_ends = mapped("raw_ends", np.int64, record["documents"] if record["keeps_raw"] else 0)
-        self._raw_path = os.path.join(directory, f"{name}.raw")
+        Args:
+            directory: Directory of the files.
+            name: First part of the files' names.
+            record: Result of `TokenWriter.record`.
+        """
+        prefix = os.path.join(directory, name)
+        self.tokens = _map_array(f"{prefix}.tokens", np.dtype(record["dtype"]), record["tokens"])
+        self.ends = _map_array(f"{prefix}.ends", np.int64, record["documents"])
+        self.skips = _map_array(f"{prefix}.skips", np.int32, record["documents"])
+        self._raw_ends = _map_array(f"{prefix}.raw_ends", np.int64, record["documents"] if record["keeps_raw"] else 0)
+        self._raw_path = f"{prefix}.raw"
 
     def document(self, index: int) -> np.ndarray:
-        """The tokens of one document."""
+        """Reads one document.
+
+        Args:
+            index: Number of the document.
+
+        Returns:
+            Token ids, uint16 or uint32 [T].
+        """
         return self.tokens[self.ends[index - 1] if index else 0 : self.ends[index]]
 
     def raw(self, index: int | None = None) -> bytes:
-        """The bytes that document `index` came from; those of all documents for None. Only where they were kept."""
+        """Reads the original bytes of a document; the writer must have had `keep_raw`.
+
+        Args:
+            index: Number of the document; None for all documents.
+
+        Returns:
+            The bytes.
+
+        Raises:
+            InputError: The file cannot be read.
+        """
         start = int(self._raw_ends[index - 1]) if index else 0
         try:
             with open(self._raw_path, "rb") as file:
@@ -213,6 +293,11 @@ class Tokens:
                 return file.read(-1 if index is None else int(self._raw_ends[index]) - start)
         except OSError as error:
             raise InputError(
-                f"cannot read {self._raw_path!r}: {error.strerror}: where the data cache was removed meanwhile, run the "
-                "same command again, which makes it anew"
+                f"cannot read {self._raw_path!r}: {error.strerror}: if the data cache was removed meanwhile, run the "
+                "same command again, which restores it"
             ) from error
+
+
+def _map_array(path: str, dtype: Any, length: int) -> np.ndarray:
+    """Memory-maps a file. np.memmap refuses empty files, and indexing is faster on a plain ndarray than on its subclass."""
+    return np.asarray(np.memmap(path, dtype, "r", shape=(length,))) if length else np.zeros(0, dtype)

@@ -1,4 +1,4 @@
-"""A small corpus, and a cache that no test shares with another."""
+"""A small corpus, and a new cache for every test."""
 
 import pathlib
 import random
@@ -9,12 +9,12 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "seven", "lazy", "dogs
 
 
 def story(seed: int, length: int) -> str:
-    """Text of about `length` characters that no other seed gives."""
+    """Text of about `length` characters, different for every seed."""
     draw = random.Random(seed)
-    parts = [f"Story {seed}."]
-    while sum(map(len, parts)) < length:
-        parts.append(" ".join(draw.choices(WORDS, k=7)).capitalize() + draw.choice([".\n", "?\n", ", said Zoë.\n"]))
-    return " ".join(parts)
+    sentences = [f"Story {seed}."]
+    while sum(map(len, sentences)) < length:
+        sentences.append(" ".join(draw.choices(WORDS, k=7)).capitalize() + draw.choice([".\n", "?\n", ", said Zoë.\n"]))
+    return " ".join(sentences)
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,16 @@
-"""The cache of tokens: new content is never taken for the old, and its use is said."""
+"""The cache of tokens never returns tokens of old content, and the summary states its use."""
 
 import os
 
 import pytest
 
 from hpnlp.data import DataConfig, digest, prepare, stdlib
+from hpnlp.data.files import ignore_progress
 from hpnlp.types import InputError
 
 
-def never(what: str, done: int, total: int) -> None:
-    raise AssertionError("files are not hashed again")
+def fail_on_hashing(step: str, done: int, total: int) -> None:
+    raise AssertionError("files are hashed again")
 
 
 def rewrite(path, content: str) -> None:
@@ -23,7 +24,7 @@ def rewrite(path, content: str) -> None:
 
 @pytest.fixture(params=["small", "remembered"])
 def remembered(request, monkeypatch) -> bool:
-    """Whether digests are remembered, as those of large old files are."""
+    """Whether digests are remembered, as for large files that have not changed recently."""
     if request.param == "remembered":
         monkeypatch.setattr(digest, "_REMEMBERED_BYTES", 0)
         monkeypatch.setattr(digest, "_STEP_SECONDS", -1e6)
@@ -44,7 +45,7 @@ def test_new_content_of_the_same_size_and_time_is_read(tmp_path, remembered, tok
     assert b"line" not in corpus.tokenizer.decode(next(corpus.train(seed=0))["tokens"].ravel())
 
 
-def test_use_of_the_cache_is_said(stories, remembered, cache):
+def test_summary_states_use_of_the_cache(stories, remembered, cache):
     config = DataConfig(path=str(stories), seq_len=32, heldout=0.2)
     first, second = prepare(config), prepare(config)
     assert (first.is_cached, second.is_cached) == (False, True) and "cache" not in first.summary
@@ -61,9 +62,9 @@ def test_digests_of_old_files_are_remembered(tmp_path, monkeypatch):
     fresh = [digest.Snapshot([str(path)]).digest(root, lambda *args: calls.append(args)) for _ in range(2)]
     assert len(calls) == 2 and not os.path.exists(root)  # a second change could fall into the same step of the clock
     monkeypatch.setattr(digest, "_STEP_SECONDS", -1e6)
-    settled = digest.Snapshot([str(path)]).digest(root, lambda *args: None)
-    assert {*fresh, settled, digest.Snapshot([str(path)]).digest(root, never)} == {settled}
-    assert digest.Snapshot([str(path), str(path)]).digest(root, lambda *args: None) != settled
+    settled = digest.Snapshot([str(path)]).digest(root, ignore_progress)
+    assert {*fresh, settled, digest.Snapshot([str(path)]).digest(root, fail_on_hashing)} == {settled}
+    assert digest.Snapshot([str(path), str(path)]).digest(root, ignore_progress) != settled
 
 
 def test_files_are_hashed_where_the_cache_cannot_be_written(tmp_path, monkeypatch):
@@ -71,9 +72,8 @@ def test_files_are_hashed_where_the_cache_cannot_be_written(tmp_path, monkeypatc
     monkeypatch.setattr(digest, "_STEP_SECONDS", -1e6)
     path = tmp_path / "x"
     path.write_text("text")
-    quiet = lambda *args: None  # noqa: E731
-    expected = digest.Snapshot([str(path)]).digest(str(tmp_path / "cache"), quiet)
-    assert digest.Snapshot([str(path)]).digest(str(path / "cache"), quiet) == expected
+    expected = digest.Snapshot([str(path)]).digest(str(tmp_path / "cache"), ignore_progress)
+    assert digest.Snapshot([str(path)]).digest(str(path / "cache"), ignore_progress) == expected
 
 
 @pytest.mark.parametrize("step", [3.0, -1e6])
@@ -82,7 +82,7 @@ def test_files_that_change_while_they_are_read_raise(tmp_path, cache, monkeypatc
     for i in range(20):
         (tmp_path / f"{i}.txt").write_text(f"text {i} " * 9)
 
-    def progress(what: str, done: int, total: int) -> None:
+    def progress(step: str, done: int, total: int) -> None:
         rewrite(tmp_path / "0.txt", "else 0 " * 9)
 
     config = DataConfig(path=str(tmp_path), seq_len=16, heldout=0.2)
@@ -92,11 +92,11 @@ def test_files_that_change_while_they_are_read_raise(tmp_path, cache, monkeypatc
     prepare(config)
 
 
-def test_change_within_one_step_of_the_clock_is_found(tmp_path, monkeypatch):
+def test_change_within_one_step_of_the_clock_is_detected(tmp_path, monkeypatch):
     path = tmp_path / "x"
     path.write_text("text")
     snapshot = digest.Snapshot([str(path)])
-    snapshot.digest(str(tmp_path), never)
+    snapshot.digest(str(tmp_path), fail_on_hashing)
     path.write_text("else")
     monkeypatch.setattr(digest, "_stamp", lambda path: snapshot._stamps[0])
     with pytest.raises(InputError, match="change while they are read"):
@@ -107,12 +107,12 @@ def test_words_of_a_changed_library_are_written_again(tmp_path, monkeypatch):
     library = tmp_path / "lib"
     library.mkdir()
     (library / "a.py").write_text("# one word\n")
-    monkeypatch.setattr(stdlib.text.sysconfig, "get_path", lambda name: str(library))
+    monkeypatch.setattr(stdlib.sources.sysconfig, "get_path", lambda name: str(library))
     before = stdlib.write_corpus("docs")
     rewrite(library / "a.py", "# two word\n")
     assert stdlib.write_corpus("docs").sha256 != before.sha256
 
 
-def test_cache_with_a_nul_in_its_name_raises(stories):
+def test_nul_in_the_cache_path_raises(stories):
     with pytest.raises(InputError, match="data.cache='a.x00b' has a NUL"):
         prepare(DataConfig(path=str(stories), cache="a\0b"))

@@ -1,4 +1,4 @@
-"""Tokenizers of ours in the Hugging Face layout, read by the `tokenizers` package and by `transformers`."""
+"""Exported tokenizers, read by the `tokenizers` package and by `transformers`."""
 
 import json
 import random
@@ -26,7 +26,7 @@ def texts():
 
 @pytest.fixture(scope="module", params=SPECS)
 def exported(request, tmp_path_factory):
-    """`(tokenizer, directory that it was exported to)`."""
+    """(tokenizer, directory of its export)."""
     directory = tmp_path_factory.mktemp("exported")
     tokenizer = build(request.param, TEXTS)
     export(tokenizer, str(directory))
@@ -37,7 +37,7 @@ def text_of(tokenizer, ids):
     return tokenizer.decode(ids).decode("utf-8", "replace")
 
 
-def test_ids_and_texts_are_ours(exported):
+def test_ids_and_texts_equal_those_of_hpnlp(exported):
     ours, directory = exported
     theirs = hf.Tokenizer.from_file(str(directory / "tokenizer.json"))
     theirs.encode_special_tokens = json.loads((directory / "tokenizer_config.json").read_text())["split_special_tokens"]
@@ -61,7 +61,7 @@ def test_bytes_and_special_ids_round_trip(tmp_path):
     assert back.decode(range(ours.vocab_size)) == everything
 
 
-def test_it_comes_back_as_the_same_tokenizer(exported):
+def test_exported_tokenizer_loads_as_the_same(exported):
     ours, directory = exported
     back = load(str(directory))
     ids = (back.vocab_size, back.bos_id, back.eos_id, back.pad_id)
@@ -72,7 +72,7 @@ def test_it_comes_back_as_the_same_tokenizer(exported):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gpt2"])
-def test_autotokenizer_reads_it(exported, model_type):
+def test_autotokenizer_gives_the_same_ids(exported, model_type):
     transformers = pytest.importorskip("transformers")
     ours, directory = exported
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -86,7 +86,7 @@ def test_autotokenizer_reads_it(exported, model_type):
 
 
 @pytest.mark.oracle
-def test_the_fast_class_reads_it_where_autotokenizer_builds_its_own(exported):
+def test_fast_class_gives_the_same_ids_where_autotokenizer_differs(exported):
     transformers = pytest.importorskip("transformers")
     ours, directory = exported
     (directory / "config.json").write_text('{"model_type": "qwen2"}')
@@ -94,4 +94,6 @@ def test_the_fast_class_reads_it_where_autotokenizer_builds_its_own(exported):
     for text in texts():
         assert theirs(text)["input_ids"] == [ours.bos_id, *ours.encode(text.encode()).tolist()], repr(text)
     auto = transformers.AutoTokenizer.from_pretrained(directory)
-    assert any(auto(text)["input_ids"] != theirs(text)["input_ids"] for text in texts())  # else no remark is needed
+    assert any(
+        auto(text)["input_ids"] != theirs(text)["input_ids"] for text in texts()
+    )  # otherwise `hpnlp convert` need not mention it

@@ -1,4 +1,4 @@
-"""Compressed text, JSON arrays, bad lines and other encodings: what is read, and which error the rest gets."""
+"""Compressed text, JSON arrays, bad lines and other encodings are read, or raise errors."""
 
 import gzip
 import io
@@ -13,20 +13,15 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
-from hpnlp.data import records, text
+from hpnlp.data import records, sources
+from hpnlp.data.documents import DocumentReader, NotTextError, to_text
+from hpnlp.data.sources import LeftOut
 from hpnlp.types import InputError
+from tests.data.reading import read
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: pa.compress(data, "zstd", asbytes=True)}
 LINES = "".join(f"line {i} as ever\n" for i in range(400)).encode()
 ROWS = [{"text": f"text {i} \u00e9\n"} for i in range(300)]
-
-
-def read(path, **options) -> tuple[list[text.Document], text.LeftOut]:
-    """All documents of one source, and all that was left out of it."""
-    (source,) = text.find(str(path), "data.path")
-    left_out = text.LeftOut(source.left_out)
-    arguments = {"text_field": "text", "prompt_field": "", "eos_id": None, **options}
-    return list(text.documents(source, left_out=left_out, **arguments)), left_out
 
 
 def texts(path, **options) -> list[bytes]:
@@ -52,13 +47,13 @@ def test_compressed_text_is_read(tmp_path, name, extension):
     else:
         assert [d.text for d in documents] == [row["text"].encode() for row in ROWS]
     assert read(tmp_path)[0] == documents  # a walk takes it as well
-    path.write_bytes(COMPRESS[extension](FORMS[name]) + COMPRESS[extension](b"  \n"))  # of several members
+    path.write_bytes(COMPRESS[extension](FORMS[name]) + COMPRESS[extension](b"  \n"))  # a file of several members
     assert len(read(path)[0]) == len(documents)
     path.write_bytes(b"")
-    assert read(path) == ([], {"empty": [1, path.name if name != "x.jsonl" else path.name]}) or name == "x.jsonl"
+    assert read(path) == ([], {"empty": [1, path.name]}) or name == "x.jsonl"
 
 
-def test_compressed_documents_keep_their_side_of_the_split(tmp_path):
+def test_compression_does_not_change_the_names_of_documents(tmp_path):
     for folder, extension in (("a", ""), ("b", ".gz")):
         (tmp_path / folder).mkdir()
         for i in range(3):
@@ -69,14 +64,14 @@ def test_compressed_documents_keep_their_side_of_the_split(tmp_path):
 @pytest.mark.parametrize("extension", [".gz", ".zst"])
 def test_damaged_archives_raise(tmp_path, extension):
     path = tmp_path / f"x.txt{extension}"
-    whole = COMPRESS[extension](os.urandom(2000).hex().encode())
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 0xFF
-    contents = [whole[:3], whole[: len(whole) // 2], whole[:-2], b"no archive at all", whole + b"junk"]
+    intact = COMPRESS[extension](os.urandom(2000).hex().encode())
+    flipped = bytearray(intact)
+    flipped[len(intact) // 2] ^= 0xFF
+    contents = [intact[:3], intact[: len(intact) // 2], intact[:-2], b"no archive at all", intact + b"junk"]
     for content in contents + [flipped] * (extension == ".gz"):  # pyarrow writes zstd without a checksum
         path.write_bytes(content)
         expected = f"cannot decompress '{path}' ("
-        with pytest.raises(InputError, match=re.escape(expected) + r".+\): the file is damaged or cut short: download"):
+        with pytest.raises(InputError, match=re.escape(expected) + r".+\): the file is damaged or truncated: download"):
             read(path)
 
 
@@ -88,15 +83,15 @@ def test_zstd_without_pyarrow_raises(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["x.txt.gz", "x.jsonl.gz", "x.json.zst"])
-def test_decompressed_text_is_never_whole_in_memory(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(records, "_LONGEST", 1 << 18)
+def test_text_is_decompressed_as_a_stream(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(records, "_MAX_BYTES", 1 << 18)
     start = b"" if "txt" in name else b'[{"text": "'
     (tmp_path / name).write_bytes(COMPRESS["." + name.split(".")[2]](start + b"a" * (1 << 22)))
-    (source,) = text.find(str(tmp_path / name), "data.path")
-    arguments = {"text_field": "text", "prompt_field": "", "eos_id": None, "left_out": text.LeftOut()}
+    (source,) = sources.find(str(tmp_path / name), "data.path")
+    reader = DocumentReader(records.Fields("text", ""), None, False, False, LeftOut())
     tracemalloc.start()
     try:
-        size = sum(len(document.text) for document in text.documents(source, **arguments))
+        size = sum(len(document.text) for document in reader.read(source))
         assert size == 1 << 22
     except InputError as error:
         assert re.search(r"longer than 262,144 (bytes|characters)", str(error)) and start
@@ -112,19 +107,19 @@ def test_decompressed_text_is_never_whole_in_memory(tmp_path, name, monkeypatch)
     st.booleans(),
     st.integers(1, 9),
 )
-def test_arrays_are_read_as_json_reads_them(values, indent, ascii_only, chunk):
+def test_arrays_match_the_json_module(values, indent, ascii_only, chunk):
     content = json.dumps(values, indent=indent, ensure_ascii=ascii_only).encode()
     expected = [value if isinstance(value, str) else value["text"] for value in values]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "_CHUNK", chunk)  # elements and characters fall apart everywhere
+        patch.setattr(records, "_CHUNK", chunk)  # cuts elements and characters everywhere
 
-        def bad(where: str, error: InputError) -> None:
+        def report_bad(where: str, error: InputError) -> None:
             raise error
 
         stream = io.BufferedReader(io.BytesIO(content))  # type: ignore[arg-type]
-        found = list(records.json_array(stream, "x.json", records.Fields("text", ""), bad))
-    assert [row.text.decode() for row in found] == expected
-    assert [row.number for row in found] == list(range(len(values)))
+        elements = list(records.json_array(stream, "x.json", records.Fields("text", ""), report_bad))
+    assert [record.text.decode() for record in elements] == expected
+    assert [record.number for record in elements] == list(range(len(values)))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +148,7 @@ def test_malformed_arrays_raise(tmp_path, content, message):
 
 
 @pytest.mark.parametrize("content", ['{"text": "a"}', "[1, 2]", "[]", "[[1]]", '[{"body": "a"}]'])
-def test_other_json_in_a_directory_is_text(tmp_path, content):
+def test_other_json_of_a_walk_is_text(tmp_path, content):
     (tmp_path / "x.json").write_text(content)
     if content != "[]":
         assert texts(tmp_path) == [content.encode()]
@@ -172,7 +167,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_lines_are_left_out_and_counted(tmp_path, name):
+def test_skipped_lines_are_counted(tmp_path, name):
     path = tmp_path / name
     content, count = BAD[name]
     path.write_bytes(content)
@@ -183,15 +178,15 @@ def test_bad_lines_are_left_out_and_counted(tmp_path, name):
         assert [d.name for d in documents] == [f"{name}#0", f"{name}#{7 if name == 'x.jsonl' else 5}"]
 
 
-def test_bad_text_and_records_name_the_option(tmp_path):
+def test_errors_of_bad_records_name_skip_bad_lines(tmp_path):
     path = tmp_path / "x.jsonl"
     for line in ("{", "[]", '{"text": 1}', '{"body": ""}'):
         path.write_text(line)
         with pytest.raises(InputError, match="data.skip_bad_lines=True"):
             read(path)
-    with pytest.raises(text.NotTextError) as caught:
-        text.to_text(b"\xff")
-    assert "skip_bad_lines" not in str(caught.value)  # of a prompt, there are none
+    with pytest.raises(NotTextError) as caught:
+        to_text(b"\xff")
+    assert "skip_bad_lines" not in str(caught.value)  # a prompt has no lines to skip
 
 
 STORY = "It was a dark and stormy night.\n" * 5
@@ -199,7 +194,7 @@ STORY = "It was a dark and stormy night.\n" * 5
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("name", ["x y.txt", "x.jsonl", "x.txt.gz"])
-def test_utf16_is_named(tmp_path, encoding, name):
+def test_utf16_raises_with_the_command_that_converts_it(tmp_path, encoding, name):
     if encoding == "utf-32" and name != "x y.txt":
         return
     content = STORY if "txt" in name else json.dumps({"text": STORY})
@@ -215,12 +210,12 @@ def test_utf16_is_named(tmp_path, encoding, name):
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe" + bytes(range(256)), b"\0\1" * 50, b"a\0\0b" * 9, b"\xff\xfe"[:1]])
-def test_binary_data_is_not_taken_for_utf16(tmp_path, content):
+def test_binary_data_is_not_detected_as_utf16(tmp_path, content):
     (tmp_path / "x.bin").write_bytes(content)
     assert texts(tmp_path / "x.bin") == [content]
 
 
-def test_names_that_are_not_utf8_or_printable(tmp_path):
+def test_unprintable_file_names_are_escaped(tmp_path):
     for name in (b"\xff.txt", b"two\nlines.jsonl", b"empty\x1b.txt"):
         (tmp_path / os.fsdecode(name)).write_bytes(
             b'{"text": 3}' if b"json" in name else b"" if b"empty" in name else b"a"

@@ -1,4 +1,4 @@
-"""Every token is predicted exactly once, from its own document, in rows whose ids and positions say what they hold."""
+"""Packed rows predict every token exactly once from its document, with correct segment ids and positions."""
 
 import collections
 import tempfile
@@ -18,7 +18,7 @@ row_lengths = st.integers(1, 17)
 
 
 def write(docs: list[tuple[int, int]]) -> Tokens:
-    """Documents of the given (length, skip), in which a token's id is its index."""
+    """Documents of these lengths and skips, in which a token's id is its index."""
     with tempfile.TemporaryDirectory() as directory:
         with TokenWriter(directory, "x", vocab_size=1 << 20) as writer:
             for length, skip in docs:
@@ -32,7 +32,7 @@ def build(tokens: Tokens, rows, seq_len: int) -> packing.Batch:
 
 
 def expected_targets(docs: list[tuple[int, int]]) -> set[int]:
-    """The tokens that carry loss: all but a document's first ones."""
+    """The tokens that carry loss: all but the first `skip` of each document."""
     targets, start = set(), 0
     for length, skip in docs:
         targets |= set(range(start + skip, start + length))
@@ -57,14 +57,14 @@ def check(docs: list[tuple[int, int]], tokens: Tokens, batch: packing.Batch, tar
                 continue
             assert labels[t] == i + 1
             assert not weights[t] or document[labels[t]] == document[i]
-            goes_on = t > 0 and ids[t - 1] == i - 1 and document[i - 1] == document[i]
-            assert segment == (segments[t - 1] if t else 0) + (not goes_on)
-            assert position == (positions[t - 1] + 1 if goes_on else 0)
+            continues = t > 0 and ids[t - 1] == i - 1 and document[i - 1] == document[i]
+            assert segment == (segments[t - 1] if t else 0) + (not continues)
+            assert position == (positions[t - 1] + 1 if continues else 0)
 
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(documents, row_lengths)
-def test_concat(docs, seq_len):
+def test_concat_predicts_every_token_once(docs, seq_len):
     tokens = write(docs)
     rows = packing.ConcatRows(tokens, seq_len, [(0, len(tokens.tokens))])
     batch = build(tokens, rows, seq_len)
@@ -74,19 +74,19 @@ def test_concat(docs, seq_len):
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(documents, row_lengths)
-def test_fit(docs, seq_len):
+def test_fit_predicts_every_token_once(docs, seq_len):
     tokens = write(docs)
     rows = packing.FitRows(tokens, seq_len, [(0, len(tokens.tokens))])
     batch = build(tokens, rows, seq_len)
     check(docs, tokens, batch, expected_targets(docs))
     begins = (batch["segment_ids"] > 0) & (batch["positions"] == 0)
     pieces = sum(-(-(length - 1) // seq_len) for length, _ in docs)
-    assert begins.sum() == pieces  # no document is cut where it need not be
+    assert begins.sum() == pieces  # no document has more pieces than necessary
 
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(documents, row_lengths, st.data())
-def test_stride(docs, seq_len, data):
+def test_stride_gives_context(docs, seq_len, data):
     tokens = write(docs)
     stride = data.draw(st.integers(1, seq_len))
     rows = packing.ConcatRows(tokens, seq_len, [(0, len(tokens.tokens))], stride)
@@ -121,17 +121,17 @@ def test_rows_do_not_cross_ranges(sources, seq_len, kind):
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(documents, row_lengths, st.data())
-def test_any_rows_in_any_order(docs, seq_len, data):
+def test_rows_do_not_depend_on_the_batch(docs, seq_len, data):
     tokens = write(docs)
     rows = packing.ConcatRows(tokens, seq_len, [(0, len(tokens.tokens))])
     total = rows.ranges[0][1]
     hypothesis.assume(total)
     chosen = np.array(data.draw(st.lists(st.integers(0, total - 1), max_size=6)), np.int64)
-    whole = build(tokens, rows, seq_len)
-    some = packing.assemble(tokens, rows.segments(chosen), len(chosen) + 1, seq_len, PAD)
-    for name, values in whole.items():
-        np.testing.assert_array_equal(some[name][:-1], values[chosen])
-    assert not some["weights"][-1].any() and not some["segment_ids"][-1].any()
+    everything = build(tokens, rows, seq_len)
+    batch = packing.assemble(tokens, rows.segments(chosen), len(chosen) + 1, seq_len, PAD)
+    for name, values in everything.items():
+        np.testing.assert_array_equal(batch[name][:-1], values[chosen])
+    assert not batch["weights"][-1].any() and not batch["segment_ids"][-1].any()
 
 
 def first_fit_decreasing(lengths: list[int], seq_len: int) -> list[list[int]]:
@@ -155,7 +155,7 @@ def test_fit_is_first_fit_decreasing(lengths):
     assert sorted(map(sorted, made)) == sorted(map(sorted, naive))
 
 
-def test_fit_fills_no_worse_than_grain():
+def test_fit_needs_no_more_rows_than_grain():
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.geometric(0.02, 2000), 128)
     tokens = write([(int(length) + 1, 1) for length in lengths])

@@ -1,4 +1,4 @@
-"""Corpora of words: what counts as a word, and a cache that is written once and whole."""
+"""Corpora of words: their words, and the cache."""
 
 import glob
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpnlp.data import stdlib, stream, text
+from hpnlp.data import sources, stdlib, stream
 from hpnlp.types import InputError
 
 SOURCE = b'''"""A module's head."""
@@ -27,13 +27,13 @@ def f(a, *, b=2):
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A standard library of a few files."""
+    """A small directory in place of the standard library."""
     root = tmp_path / "lib"
     files = {"f.py": SOURCE, "sub/g.py": b"y = 1", "test/t.py": b"assert Y", "bad.py": b"def (\xff", "void.py": b"\n"}
     for name, content in {**files, "site-packages/x.py": b"no", "words.txt": b"no"}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content)
-    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(root))
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(root))
     return root
 
 
@@ -47,22 +47,22 @@ def test_docs_are_words_of_docstrings_and_comments(library):
     assert (corpus.files, corpus.skipped, corpus.words, corpus.types) == (1, 1, 13, 12)
 
 
-def test_code_is_names_numbers_and_marks_of_tests_too(library):
-    found = content(stdlib.write_corpus("code"))
-    assert found.keys() == {"f.py.txt", "sub.g.py.txt", "test.t.py.txt", "bad.py.txt"}
-    assert found["sub.g.py.txt"] == "y = 1\n" and found["bad.py.txt"] == "def ( \ufffd\n"
-    assert "def f ( a , * , b = 2 ) :\n" in found["f.py.txt"] and "return a @ b # - > 3 → Three" in found["f.py.txt"]
+def test_code_is_names_numbers_and_marks(library):
+    files = content(stdlib.write_corpus("code"))
+    assert files.keys() == {"f.py.txt", "sub.g.py.txt", "test.t.py.txt", "bad.py.txt"}
+    assert files["sub.g.py.txt"] == "y = 1\n" and files["bad.py.txt"] == "def ( \ufffd\n"
+    assert "def f ( a , * , b = 2 ) :\n" in files["f.py.txt"] and "return a @ b # - > 3 → Three" in files["f.py.txt"]
 
 
-def test_whitespace_keeps_what_it_separates(library):
-    found = content(stdlib.write_corpus("whitespace"))
-    assert "def f(a, *, b=2):\n" in found["f.py.txt"] and found["test.t.py.txt"] == "assert Y\n"
-    for name, words in found.items():
+def test_whitespace_keeps_all_text_between_whitespace(library):
+    files = content(stdlib.write_corpus("whitespace"))
+    assert "def f(a, *, b=2):\n" in files["f.py.txt"] and files["test.t.py.txt"] == "assert Y\n"
+    for name, words in files.items():
         source = next(path for path in library.rglob("*.py") if str(path).endswith(name.split(".")[-3] + ".py"))
         assert words.split() == source.read_bytes().decode("utf-8", "replace").split()
 
 
-def test_written_once_and_anew_when_the_library_changes(library):
+def test_corpus_is_written_again_only_if_the_library_changes(library):
     first = stdlib.write_corpus("docs")
     stamp = os.stat(glob.glob(first.path)[0]).st_mtime_ns
     assert stdlib.write_corpus("docs") == first and os.stat(glob.glob(first.path)[0]).st_mtime_ns == stamp
@@ -71,30 +71,30 @@ def test_written_once_and_anew_when_the_library_changes(library):
     assert second.path != first.path and second.files == 2 and second.sha256 != first.sha256
     os.remove(glob.glob(first.path)[0])
     (library / "h.py").unlink()
-    assert stdlib.write_corpus("docs") == first and content(first)  # what was damaged is made again
+    assert stdlib.write_corpus("docs") == first and content(first)  # a damaged entry is written again
 
 
-def test_a_cache_of_an_odd_name_is_read_back(library, tmp_path):
+def test_cache_path_may_contain_glob_characters(library, tmp_path):
     corpus = stdlib.write_corpus("code", str(tmp_path / "[x]*"))
     config = stream.DataConfig(path=corpus.path, tokenizer="words(99, by=whitespace)", seq_len=8, batch_size=1)
-    found = stream.prepare(config)
-    assert found.train_documents + found.heldout_documents == 4
+    prepared = stream.prepare(config)
+    assert prepared.train_documents + prepared.heldout_documents == 4
 
 
-def test_unknown_corpus():
+def test_unknown_corpus_raises():
     with pytest.raises(InputError, match="unknown corpus 'dogs': did you mean 'docs'?"):
         stdlib.write_corpus("dogs")
 
 
-def test_no_python_is_told():
+def test_invalid_python_raises():
     for source in (b"def (", b"x = '''", b"\xff"):
         with pytest.raises((SyntaxError, ValueError)):
             list(stdlib.docs(source))
 
 
 @pytest.mark.slow
-def test_the_real_library(tmp_path):
-    """Two processes at once leave one whole corpus; where this is Python 3.11.7, of the counts that the module gives."""
+def test_two_processes_write_one_corpus(tmp_path):
+    """Two processes at once; with Python 3.11.7 the counts are those of the module's docstring."""
     program = "import sys; from hpnlp.data.stdlib import write_corpus; print(write_corpus('docs', sys.argv[1]).words)"
     both = [subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE) for _ in range(2)]
     assert len({process.communicate()[0] for process in both}) == 1

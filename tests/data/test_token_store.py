@@ -1,4 +1,4 @@
-"""Cache entries appear whole or not at all, whoever dies, and whoever writes beside."""
+"""Cache entries appear complete or not at all, also after kills and with several writers."""
 
 import json
 import os
@@ -27,14 +27,14 @@ def writer(content: str):
     return write
 
 
-def never(directory: str) -> dict:
-    raise AssertionError("a complete entry is not written again")
+def fail_on_write(directory: str) -> dict:
+    raise AssertionError("a complete entry is written again")
 
 
-def test_written_once(tmp_path):
+def test_complete_entry_is_not_written_again(tmp_path):
     path, record = token_store.cached(str(tmp_path), "entry", writer("one"))
     assert (tmp_path / "entry" / "data").read_text() == "one" and record == {"content": "one"}
-    assert token_store.cached(str(tmp_path), "entry", never) == (path, record)
+    assert token_store.cached(str(tmp_path), "entry", fail_on_write) == (path, record)
     assert os.listdir(tmp_path) == ["entry"]
 
 
@@ -57,7 +57,7 @@ def test_damaged_entry_is_made_again(tmp_path, damage):
     assert os.listdir(tmp_path) == ["entry"]
 
 
-def test_the_first_of_two_writers_wins(tmp_path):
+def test_first_of_two_writers_wins(tmp_path):
     def slow(directory: str) -> dict:
         token_store.cached(str(tmp_path), "entry", writer("fast"))
         return writer("slow")(directory)
@@ -67,7 +67,7 @@ def test_the_first_of_two_writers_wins(tmp_path):
     assert os.listdir(tmp_path) == ["entry"]
 
 
-def test_failure_leaves_nothing(tmp_path):
+def test_failed_write_leaves_nothing(tmp_path):
     def fail(directory: str) -> dict:
         writer("half")(directory)
         raise InputError("the text is at fault")
@@ -80,14 +80,14 @@ def test_failure_leaves_nothing(tmp_path):
 KILLED = """
 import os, signal, sys
 from hpnlp.data import DataConfig, prepare
-def progress(what, done, total):
+def progress(step, done, total):
     if done > total / 2:
         os.kill(os.getpid(), signal.SIGKILL)
 prepare(DataConfig(path=sys.argv[1], cache=sys.argv[2]), progress=progress)
 """
 
 
-def test_kill_in_the_middle(stories, tmp_path):
+def test_files_of_a_killed_writer_are_removed_when_old(stories, tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(stories), str(tmp_path)], cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL
     (left,) = os.listdir(tmp_path)
@@ -95,14 +95,14 @@ def test_kill_in_the_middle(stories, tmp_path):
     config = DataConfig(path=str(stories), cache=str(tmp_path), seq_len=32)
     corpus = prepare(config)
     assert corpus.train_documents + corpus.heldout_documents == 40
-    # What the dead left is removed in time, and not before: the living may still be writing.
+    # The files are removed only when all are old, because a process may still be writing.
     assert left in os.listdir(tmp_path)
-    inside = sorted((tmp_path / left).rglob("*"))
-    assert (tmp_path / left / "entry" / "train.tokens") in inside
-    make_old(*inside[:-1], tmp_path / left)
+    content = sorted((tmp_path / left).rglob("*"))
+    assert (tmp_path / left / "entry" / "train.tokens") in content
+    make_old(*content[:-1], tmp_path / left)
     token_store.cached(str(tmp_path), "another", writer("x"))
     assert left in os.listdir(tmp_path)
-    make_old(inside[-1])
+    make_old(content[-1])
     token_store.cached(str(tmp_path), "one more", writer("x"))
     assert left not in os.listdir(tmp_path)
 
@@ -114,8 +114,8 @@ def make_old(*paths):
 
 
 @pytest.mark.parametrize("name", ["tmp-thesis", ".hpnlp-unfinished-mine"])
-def test_nothing_of_others_is_removed(tmp_path, name):
-    """A cache may lie in any directory: `data.cache=.` for one."""
+def test_other_directories_are_not_removed(tmp_path, name):
+    """The cache may be a directory with other content, as with `data.cache=.`."""
     (tmp_path / name).mkdir()
     (tmp_path / name / "chapter.tex").write_text("years of work")
     make_old(tmp_path / name / "chapter.tex", tmp_path / name)
@@ -123,7 +123,7 @@ def test_nothing_of_others_is_removed(tmp_path, name):
     assert (tmp_path / name / "chapter.tex").exists()
 
 
-def test_others_may_read_as_far_as_the_umask_says(tmp_path):
+def test_permissions_follow_the_umask(tmp_path):
     before = os.umask(0o022)
     try:
         path, _ = token_store.cached(str(tmp_path), "entry", writer("one"))
@@ -133,7 +133,7 @@ def test_others_may_read_as_far_as_the_umask_says(tmp_path):
     assert modes == [0o755, 0o644]
 
 
-def test_disk_that_does_not_take_it(tmp_path):
+def test_file_size_limit_raises(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -155,23 +155,23 @@ except InputError as error:
 """
 
 
-def test_full_disk(tmp_path):
-    """On a real file system of 1 MB, in a name space of its own."""
+def test_full_disk_raises(tmp_path):
+    """On a real file system of 1 MB in a separate mount namespace."""
     mounted = f"mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} -c '{FULL}' {tmp_path}"
-    alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    if subprocess.run([*alone, f"mount -t tmpfs -o size=1m none {tmp_path}"], capture_output=True).returncode:
-        pytest.skip("this system lets no user mount a file system")
-    done = subprocess.run([*alone, mounted], cwd=ROOT, capture_output=True, text=True, check=True)
+    namespace = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*namespace, f"mount -t tmpfs -o size=1m none {tmp_path}"], capture_output=True).returncode:
+        pytest.skip("users cannot mount file systems on this system")
+    done = subprocess.run([*namespace, mounted], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "No space left on device: free some space there, or pass data.cache=DIR" in done.stdout
 
 
-def test_unwritable_cache(tmp_path):
+def test_unwritable_cache_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write the data cache .*file/cache'"):
         token_store.cached(str(tmp_path / "file" / "cache"), "entry", writer("x"))
 
 
-def test_cache_root(monkeypatch, tmp_path):
+def test_cache_root_prefers_config_then_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     monkeypatch.setenv("HPNLP_CACHE", "/own")
@@ -184,7 +184,7 @@ def test_cache_root(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(264, np.uint16), (1 << 16, np.uint16), (1 << 20, np.uint32)])
-def test_tokens(tmp_path, vocab_size, dtype):
+def test_tokens_reads_what_the_writer_wrote(tmp_path, vocab_size, dtype):
     documents = [(np.array([0, vocab_size - 1]), 1, b"first"), (np.array([5]), 3, b""), (np.arange(4), 2, b"third")]
     with token_store.TokenWriter(str(tmp_path), "x", vocab_size, keep_raw=True) as file:
         for document in documents:

@@ -1,4 +1,4 @@
-"""Tokenizers: what goes in comes out, vocabularies are deterministic, and what cannot be read says why."""
+"""Tokenizers: round trips, deterministic vocabularies, Hugging Face files, and errors."""
 
 import errno
 import json
@@ -24,7 +24,7 @@ SPECS = ("bytes", "words(40)", "words(40, by=whitespace)", "bpe(320)")
 
 
 def make_bpe(**options) -> hf.Tokenizer:
-    """A byte-level tokenizer as GPT-2's, made by the package alone."""
+    """A byte-level tokenizer like that of GPT-2, made by the tokenizers package alone."""
     inner = hf.Tokenizer(hf.models.BPE())
     inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, **options)
     inner.decoder = hf.decoders.ByteLevel()
@@ -51,7 +51,7 @@ def trained() -> dict[str, Tokenizer]:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_save_and_load(trained, spec, tmp_path):
+def test_saved_tokenizer_loads_as_the_same(trained, spec, tmp_path):
     before = trained[spec]
     before.save(str(tmp_path / "tokenizer.json"))
     for after in (load(str(tmp_path / "tokenizer.json")), load(str(tmp_path)), build(str(tmp_path / "tokenizer.json"))):
@@ -62,7 +62,7 @@ def test_save_and_load(trained, spec, tmp_path):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_protocol(trained, spec):
+def test_tokenizers_follow_the_protocol(trained, spec):
     tokenizer = trained[spec]
     assert isinstance(tokenizer, Tokenizer)
     ids = tokenizer.encode(TEXTS[0])
@@ -74,7 +74,7 @@ def test_protocol(trained, spec):
     kept = b" ".join(TEXTS[0].split()) if "whitespace" in spec else TEXTS[0]
     assert tokenizer.decode([tokenizer.bos_id, *ids.tolist(), tokenizer.eos_id, tokenizer.pad_id]) == kept
     assert tokenizer.decode([]) == b"" and len(tokenizer.encode(b"")) == 0
-    assert tokenizer.decode([tokenizer.vocab_size + 5]) == b""  # a table may be padded
+    assert tokenizer.decode([tokenizer.vocab_size + 5]) == b""  # a model's table may have more rows
 
 
 @hypothesis.given(st.binary())
@@ -91,7 +91,7 @@ def test_bpe_round_trip(trained, text):
     data = text.encode()
     ids = tokenizer.encode(data)
     assert tokenizer.decode(ids) == data
-    # Byte by byte it is exact too, in the middle of a character as well.
+    # Single ids decode exactly as well, also within a character.
     assert b"".join(tokenizer.decode([i]) for i in ids.tolist()) == data
 
 
@@ -102,9 +102,9 @@ def test_words_round_trip_of_known_text(text):
     assert tokenizer.decode(tokenizer.encode(data)) == data
 
 
-def test_words():
+def test_word_ids_follow_frequency():
     tokenizer = tokenizers.WordTokenizer.train(9, [b"a b, a b a  c d"])
-    # By frequency, then by the alphabet; the cap leaves out the rest. A single space between words is no token.
+    # By frequency, then by the alphabet, up to the cap. A single space between words is not a token.
     assert [tokenizer.decode([i]) for i in range(9)] == [b"", b"<unk>", b"", b"", b"a", b"b", b" ", b"  ", b","]
     assert tokenizer.vocab_size == 9
     ids = tokenizer.encode(b"b a, zebra b")
@@ -113,14 +113,14 @@ def test_words():
 
 
 @hypothesis.given(st.text(max_size=60) | st.text(alphabet="ab,.\n\t\x0b\u2028_é ", max_size=60))
-def test_words_by_whitespace_are_what_python_splits(text):
+def test_words_by_whitespace_match_str_split(text):
     tokenizer = build("words(1000, by=whitespace)", [text.encode()])
     assert [tokenizer.decode([i]).decode() for i in tokenizer.encode(text.encode()).tolist()] == text.split()
     assert tokenizer.decode(tokenizer.encode(text.encode())).decode() == " ".join(text.split())
 
 
-def test_special_ids_are_never_of_text():
-    """As in corpora whose authors wrote <unk> for what they left out."""
+def test_text_never_encodes_to_special_ids():
+    """As in corpora whose authors replaced rare words by <unk>."""
     text = b"the <unk> sat on <unk> <eos> mat"
     tokenizer = build("words(20, by=whitespace)", [text])
     ids = tokenizer.encode(text)
@@ -129,34 +129,34 @@ def test_special_ids_are_never_of_text():
     assert build("words(20, by=whitespace)", [b"the cat"]).encode(b"<eos> <pad> cat").tolist()[:2] == [1, 1]
 
 
-def test_words_by_whitespace():
+def test_words_by_whitespace_are_counted():
     tokenizer = build("words(6, by=whitespace)", [b"x=f(a) b\n\t x=f(a) c b x=f(a)"])
     assert tokenizer.vocab_size == 6 and tokenizer.stats.counts.tolist() == [0, 1, 1, 1, 3, 2]
     assert tokenizer.decode(tokenizer.encode(b"b  c\nx=f(a)")) == b"b <unk> x=f(a)"
 
 
-def test_words_keep_how_often_each_id_occurs(tmp_path):
+def test_word_stats_are_saved(tmp_path):
     tokenizer = tokenizers.WordTokenizer.train(9, [b"a b, a b a  c d", b"a"])
-    # pad, what is left out, a bos and an eos for each document, then the words
+    # <pad>, <unk>, one bos and one eos per document, then the words
     assert tokenizer.stats.counts.tolist() == [0, 2, 2, 2, 4, 2, 1, 1, 1]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    again = tokenizers.load(str(tmp_path / "tokenizer.json")).stats
-    assert again == tokenizer.stats and hash(again) == hash(tokenizer.stats)
-    assert sorted(again.order) == list(range(9)) and again != WordStats(again.counts) != WordStats(again.counts + 1)
-    wider = again.padded(11)
+    loaded = tokenizers.load(str(tmp_path / "tokenizer.json")).stats
+    assert loaded == tokenizer.stats and hash(loaded) == hash(tokenizer.stats)
+    assert sorted(loaded.order) == list(range(9)) and loaded != WordStats(loaded.counts) != WordStats(loaded.counts + 1)
+    wider = loaded.padded(11)
     assert wider.counts.tolist() == [0, 2, 2, 2, 4, 2, 1, 1, 1, 0, 0] and sorted(wider.order) == list(range(11))
     for older in (WordStats(np.arange(6)), None):
         tokenizers.WordTokenizer(["a", "b"], older).save(str(tmp_path / "tokenizer.json"))
         assert tokenizers.load(str(tmp_path / "tokenizer.json")).stats == older
 
 
-def test_bytes_is_264():
+def test_byte_tokenizer_has_264_ids():
     tokenizer = tokenizers.ByteTokenizer()
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (264, 256, 257, 258)
-    assert tokenizer.encode_prompt("\udcff").tolist() == [256, 255]  # as a command line gives bytes that are no text
+    assert tokenizer.encode_prompt("\udcff").tolist() == [256, 255]  # bytes of a command line that are not UTF-8
 
 
-def test_bpe_ids_are_those_of_the_package(trained, tmp_path):
+def test_bpe_ids_match_the_package(trained, tmp_path):
     tokenizer = trained["bpe(320)"]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     oracle = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -172,7 +172,7 @@ def test_bpe_ids_are_those_of_the_package(trained, tmp_path):
 
 
 def test_bpe_training_is_deterministic(tmp_path):
-    # Many ties: hash tables of the package are seeded anew for every training.
+    # Many pairs have equal counts, and the package seeds its hash tables anew for every training.
     texts = [" ".join(f"{a}{b}" for a in "abcdefgh" for b in "stuvwxyz").encode()] * 2
     forms = set()
     for _ in range(4):
@@ -187,9 +187,9 @@ def test_bpe_special_tokens_in_text_stay_text(trained):
     assert not {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id} & set(ids.tolist())
 
 
-def test_load_byte_level(tmp_path):
+def test_byte_level_tokenizer_loads(tmp_path):
     inner = make_bpe()
-    inner.enable_truncation(4)  # files of sentence encoders carry such limits
+    inner.enable_truncation(4)  # tokenizers of sentence encoders have such limits
     inner.enable_padding(length=64)
     inner.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load(str(tmp_path))
@@ -205,7 +205,7 @@ def test_load_byte_level(tmp_path):
 
 
 @pytest.mark.parametrize("add_prefix_space", [False, True])
-def test_load_knows_what_is_lossless(tmp_path, add_prefix_space):
+def test_added_prefix_space_is_not_lossless(tmp_path, add_prefix_space):
     inner = make_bpe()
     split = hf.pre_tokenizers.Split(hf.Regex(r"\w+|\W+"), "isolated")
     last = hf.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
@@ -214,7 +214,7 @@ def test_load_knows_what_is_lossless(tmp_path, add_prefix_space):
     assert load(str(tmp_path)).lossless == (not add_prefix_space)
 
 
-def test_without_bos_and_eos_none_is_lossless(tmp_path):
+def test_tokenizer_without_bos_and_eos_is_not_lossless(tmp_path):
     form = json.loads(make_bpe().to_str())
     form["added_tokens"] = []
     del form["model"]["vocab"]["<|endoftext|>"]
@@ -225,7 +225,7 @@ def test_without_bos_and_eos_none_is_lossless(tmp_path):
 
 
 def with_template(single: str) -> hf.Tokenizer:
-    """`make_bpe` with special tokens and a post-processor that adds them, after that of the bytes as in Llama 3."""
+    """`make_bpe` with special tokens, which a post-processor adds after the one of byte-level tokenizers, as in Llama 3."""
     inner = make_bpe()
     inner.add_special_tokens(["<s>", "</s>"])
     ids = [(name, inner.token_to_id(name)) for name in ("<s>", "</s>")]
@@ -234,7 +234,7 @@ def with_template(single: str) -> hf.Tokenizer:
     return inner
 
 
-PROMPTS = {  # name -> (tokenizer, of tokenizer_config.json, the special tokens before, those after)
+PROMPTS = {  # name -> (tokenizer, tokenizer_config.json, special tokens before the prompt, special tokens after it)
     "no_post_processor": (make_bpe, {}, [], []),
     "no_post_processor_adding": (make_bpe, {"add_bos_token": True, "bos_token": "<|endoftext|>"}, [], []),
     "bos": (lambda: with_template("<s> $A"), {"bos_token": "<s>", "eos_token": "</s>"}, ["<s>"], []),
@@ -246,26 +246,26 @@ PROMPTS = {  # name -> (tokenizer, of tokenizer_config.json, the special tokens 
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_prompts_get_the_special_tokens_of_the_post_processor(name, tmp_path):
+def test_post_processor_adds_special_tokens_to_prompts(name, tmp_path):
     make, config, before, after = PROMPTS[name]
     inner = make()
     inner.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    load(str(tmp_path)).save(str(tmp_path / "tokenizer.json"))  # as runs keep it
+    load(str(tmp_path)).save(str(tmp_path / "tokenizer.json"))  # as a run saves it
     tokenizer = load(str(tmp_path))
     start, end = ([inner.token_to_id(token) for token in tokens] for tokens in (before, after))
     for text in ("the cat", "<s>the cat", "<|endoftext|>"):
         body = tokenizer.encode(text.encode()).tolist()
         assert tokenizer.encode_prompt(text).tolist() == [*start, *body, *end]
     assert tokenizer.encode_prompt("").tolist() == ([*start, *end] or [tokenizer.bos_id])
-    assert tokenizer.encode(b"the cat").tolist() == make_bpe().encode("the cat").ids  # documents get none
+    assert tokenizer.encode(b"the cat").tolist() == make_bpe().encode("the cat").ids  # documents get no special tokens
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"), [({"bos_token_id": 7}, 7), ({"bos_token_id": 10**6}, 0), ({}, 0), ([7], 0)]
 )
-def test_empty_prompts_start_with_the_id_that_generate_starts_with(settings, expected, tmp_path):
-    """Where the post-processor adds none: the model's bos, which need not be the tokenizer's, or else the tokenizer's."""
+def test_empty_prompts_start_like_generate(settings, expected, tmp_path):
+    """Without special tokens of a post-processor: with the bos of generation_config.json, or else of the tokenizer."""
     make_bpe().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     tokenizer = load(str(tmp_path))
@@ -273,7 +273,7 @@ def test_empty_prompts_start_with_the_id_that_generate_starts_with(settings, exp
     assert tokenizer.encode_prompt("the").tolist() == tokenizer.encode(b"the").tolist()
 
 
-def test_bpe_saved_before_it_had_a_post_processor_still_begins_with_bos(trained, tmp_path):
+def test_bpe_of_older_versions_begins_prompts_with_bos(trained, tmp_path):
     tokenizer = trained["bpe(320)"]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     form = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -282,7 +282,7 @@ def test_bpe_saved_before_it_had_a_post_processor_still_begins_with_bos(trained,
     assert load(str(tmp_path)).encode_prompt("the cat").tolist() == tokenizer.encode_prompt("the cat").tolist()
 
 
-def test_special_tokens_in_text_are_split_where_the_config_says_so(tmp_path):
+def test_split_special_tokens_is_followed(tmp_path):
     make_bpe().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"split_special_tokens": true, "chat_template": "x"}')
     (tmp_path / "copy").mkdir()
@@ -292,7 +292,7 @@ def test_special_tokens_in_text_are_split_where_the_config_says_so(tmp_path):
     assert json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text())["chat_template"] == "x"
 
 
-def test_load_wordpiece(tmp_path):
+def test_wordpiece_tokenizer_loads(tmp_path):
     make_wordpiece().save(str(tmp_path / "tokenizer.json"))
     tokenizer = load(str(tmp_path))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.lossless) == (2, 3, 0, False)
@@ -302,7 +302,7 @@ def test_load_wordpiece(tmp_path):
         tokenizer.encode_prompt("the zebra sat yak zebra")
 
 
-def test_roles_come_from_the_config_and_travel(tmp_path):
+def test_roles_are_read_from_the_config_and_saved(tmp_path):
     inner = make_bpe()
     inner.add_special_tokens(["<one>", "<two>"])
     inner.save(str(tmp_path / "tokenizer.json"))
@@ -315,8 +315,8 @@ def test_roles_come_from_the_config_and_travel(tmp_path):
         assert tokenizer.eos_id == tokenizer.pad_id == inner.token_to_id("<two>")
 
 
-def test_tokens_that_the_config_adds(tmp_path):
-    """As transformers has it: tokenizer_config.json may list added tokens that tokenizer.json does not."""
+def test_added_tokens_of_the_config_are_added(tmp_path):
+    """As in transformers, tokenizer_config.json may list added tokens that tokenizer.json lacks."""
     inner = make_bpe()
     size = inner.get_vocab_size()
     inner.save(str(tmp_path / "tokenizer.json"))
@@ -340,8 +340,8 @@ def test_tokens_that_the_config_adds(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_roles_come_from_special_tokens_map(tmp_path):
-    """Where tokenizer_config.json does not list all added tokens itself, as transformers has it."""
+def test_roles_are_read_from_special_tokens_map(tmp_path):
+    """As in transformers, only if tokenizer_config.json has no added_tokens_decoder."""
     inner = make_bpe()
     inner.add_special_tokens(["<one>", "<two>"])
     inner.save(str(tmp_path / "tokenizer.json"))
@@ -357,7 +357,7 @@ def test_roles_come_from_special_tokens_map(tmp_path):
         load(str(tmp_path))
 
 
-def test_bad_config_beside_it(tmp_path):
+def test_invalid_tokenizer_config_raises(tmp_path):
     make_bpe().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<nowhere>"}')
     with pytest.raises(InputError, match="'<nowhere>' as bos_token"):
@@ -390,7 +390,7 @@ def test_bad_config_beside_it(tmp_path):
         ("no/such/tokenizer.json", "cannot read the tokenizer 'no/such/tokenizer.json'"),
     ],
 )
-def test_bad_spec(spec, message):
+def test_invalid_specs_raise(spec, message):
     with pytest.raises(InputError, match=re.escape(message)):
         build(spec, TEXTS)
 
@@ -420,20 +420,20 @@ def test_bad_spec(spec, message):
         ('{"model": {"type": "Nonsense"}}', "that tokenizers"),
     ],
 )
-def test_unreadable_tokenizer(tmp_path, content, message):
+def test_invalid_tokenizer_files_raise(tmp_path, content, message):
     path = tmp_path / "tokenizer.json"
     path.write_text(content, "utf-8", "surrogateescape")
     with pytest.raises(InputError, match=message):
         load(str(path))
 
 
-def test_paths_that_are_no_tokenizer_file_raise(tmp_path):
+def test_invalid_tokenizer_paths_raise(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "directory" / "tokenizer.json").mkdir(parents=True)
     (tmp_path / "binary").write_bytes(b"\x89PNG\r\n\x1a\n\0\xff")
     for path, message in {
-        tmp_path / "pipe": "is not a regular file: pass the path of a tokenizer.json",  # and does not wait for a writer
+        tmp_path / "pipe": "is not a regular file: pass the path of a tokenizer.json",  # without waiting for a writer
         "/dev/zero": "is not a regular file",
         "nul\0": "is not a regular file",
         tmp_path / "directory": "is not a regular file",
@@ -446,7 +446,7 @@ def test_paths_that_are_no_tokenizer_file_raise(tmp_path):
 
 
 @pytest.mark.parametrize("spec", SPECS[1:])
-def test_needs_text(trained, spec):
+def test_text_that_is_not_utf8_raises(trained, spec):
     with pytest.raises(InputError, match=r"byte 3 \(0xff\) is not UTF-8.*data.tokenizer=bytes"):
         trained[spec].encode(b"abc\xff")
     with pytest.raises(InputError, match="byte 1 "):
@@ -455,37 +455,39 @@ def test_needs_text(trained, spec):
         trained[spec].encode_prompt("\udcff")
 
 
-def test_prompt_with_unknown_words(trained):
+def test_prompt_with_unknown_words_raises(trained):
     with pytest.raises(InputError, match="'zebra', '!'.*data.tokenizer=bytes"):
         trained["words(40)"].encode_prompt("the zebra sat! zebra")
 
 
-def test_empty_prompt_without_bos(tmp_path):
+def test_empty_prompt_without_bos_raises(tmp_path):
     inner = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
     inner.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(InputError, match="no bos to start from"):
         load(str(tmp_path)).encode_prompt("")
 
 
-def test_without_the_package(monkeypatch):
+def test_missing_package_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(InputError, match=re.escape("pip install tokenizers")):
         build("bpe(320)", TEXTS)
 
 
 class FullDisk(HFTokenizer):
+    """A tokenizer whose files do not fit on the disk."""
+
     def save(self, path):
         super().save(path)
         os.truncate(path, 10)
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_saved_whole_or_not_at_all(trained, tmp_path, monkeypatch):
+def test_save_whole_is_atomic(trained, tmp_path, monkeypatch):
     tokenizer = trained["bpe(320)"]
     order, replace = [], os.replace
     monkeypatch.setattr(os, "replace", lambda source, target: (order.append(target), replace(source, target)))
     (tmp_path / "tokenizer.tmp").mkdir()
-    (tmp_path / "tokenizer.tmp" / "tokenizer.json").write_text("half of")  # a run was killed here
+    (tmp_path / "tokenizer.tmp" / "tokenizer.json").write_text("half of")  # as if a run was killed here
     with pytest.raises(OSError, match="No space left"):
         save_whole(FullDisk(tokenizer._inner, {}), str(tmp_path))
     assert os.listdir(tmp_path) == []

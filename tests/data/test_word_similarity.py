@@ -1,4 +1,4 @@
-"""Word vectors by their definition, in loops; and that words used alike stand side by side."""
+"""Word vectors against their definition in loops, and the order of similar words."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import math
 import numpy as np
 import pytest
 
-from hpnlp.data import tokenizers, word_similarity
-from hpnlp.data.tokenizers import WordTokenizer
+from hpnlp.data import word_similarity, word_tokenizer
+from hpnlp.data.word_tokenizer import WordTokenizer
 
 DOCUMENTS = [np.random.default_rng(seed).zipf(1.4, 60) % 30 for seed in range(5)]
 
 
 def association(pairs):
-    """{(word, neighbour): positive pointwise mutual information}, with neighbours smoothed."""
+    """{(word, neighbour): positive pointwise mutual information}, with smoothed counts of neighbours."""
     count = collections.Counter(pairs)
     of_word, of_neighbour = collections.Counter(), collections.Counter()
     for (word, neighbour), times in count.items():
@@ -43,30 +43,30 @@ def by_definition(documents, vocab, contexts, dim):
 
 
 @pytest.mark.parametrize(("contexts", "dim"), [(4000, 16), (12, 16), (4000, 3), (12, 3)])
-def test_vectors_are_those_of_the_definition(monkeypatch, contexts, dim):
-    """By their products, for directions may turn."""
+def test_vectors_match_the_definition(monkeypatch, contexts, dim):
+    """Compares inner products, because the directions are determined only up to a rotation."""
     monkeypatch.setattr(word_similarity, "CONTEXTS", contexts)
-    got = word_similarity.word_vectors(DOCUMENTS, 33, dim)
-    wanted = by_definition(DOCUMENTS, 33, contexts, dim)
-    assert got.shape == (33, dim) and got.dtype == np.float32
-    np.testing.assert_allclose(got @ got.T, wanted @ wanted.T, atol=2e-4 * np.abs(wanted @ wanted.T).max())
-    np.testing.assert_allclose(got[30:], 0, atol=1e-5)  # words that the text has not
+    vectors = word_similarity.word_vectors(DOCUMENTS, 33, dim)
+    expected = by_definition(DOCUMENTS, 33, contexts, dim)
+    assert vectors.shape == (33, dim) and vectors.dtype == np.float32
+    products = expected @ expected.T
+    np.testing.assert_allclose(vectors @ vectors.T, products, atol=2e-4 * np.abs(products).max())
+    np.testing.assert_allclose(vectors[30:], 0, atol=1e-5)  # words that do not occur
 
 
-def test_words_used_alike_stand_side_by_side():
+def test_similar_words_are_adjacent():
     rng = np.random.default_rng(0)
-    kinds = {"the": range(2, 12), "to": range(12, 22), "of": range(22, 32)}  # which words follow which
+    kinds = {"the": range(2, 12), "to": range(12, 22), "of": range(22, 32)}  # word -> words that follow it
     text = [f"{lead} w{rng.choice(list(words))} ." for _ in range(400) for lead, words in kinds.items()]
     tokenizer = WordTokenizer.train(100, [" ".join(text).encode()], by="whitespace")
     words = ["", "", "", "", *(tokenizer.decode([i]).decode() for i in range(4, tokenizer.vocab_size))]
     kind = [(int(word[1:]) - 2) // 10 for word in (words[i] for i in tokenizer.stats.order) if word[:1] == "w"]
-    # A tree's halves fill exactly, so here and there a word stands among others.
+    # The order halves sets of words exactly, so some words are placed among those of another kind.
     assert len(kind) == 30 and (np.diff(kind) != 0).sum() <= 8
 
 
-def test_the_same_whatever_the_signs(monkeypatch):
-    """Eigenvectors may come with either sign, by the machine."""
-    wanted = word_similarity.similar_order(DOCUMENTS, 33)
+def test_order_does_not_depend_on_signs_of_eigenvectors(monkeypatch):
+    expected = word_similarity.similar_order(DOCUMENTS, 33)
     eigh = np.linalg.eigh
 
     def flipped(matrix):
@@ -74,15 +74,15 @@ def test_the_same_whatever_the_signs(monkeypatch):
         return values, -vectors
 
     monkeypatch.setattr(np.linalg, "eigh", flipped)
-    np.testing.assert_array_equal(word_similarity.similar_order(DOCUMENTS, 33), wanted)
+    np.testing.assert_array_equal(word_similarity.similar_order(DOCUMENTS, 33), expected)
 
 
-def test_all_of_a_text_is_seen_where_some_is(monkeypatch):
-    """Of more documents than are compared, some from the end, too; of one that is too long, a part."""
+def test_compared_documents_are_spread_over_the_text(monkeypatch):
+    """A long document is truncated."""
     seen = []
-    monkeypatch.setattr(tokenizers, "_COMPARED", 20)
+    monkeypatch.setattr(word_tokenizer, "_COMPARED", 20)
     monkeypatch.setattr(
-        tokenizers, "similar_order", lambda documents, vocab: seen.append(documents) or np.arange(vocab)
+        word_tokenizer, "similar_order", lambda documents, vocab: seen.append(documents) or np.arange(vocab)
     )
     tokenizer = WordTokenizer.train(300, [f"a{i} b{i} c{i}".encode() for i in range(50)])
     (documents,) = seen
@@ -109,23 +109,23 @@ DEBRUIJN = [np.array([a, b]) for a in range(200) for b in range(200)]
     ],
     ids=["no documents", "no words", "one word", "one word again", "one pair", "words alone", "all pairs"],
 )
-def test_next_to_nothing_to_see(documents, vocab):
+def test_order_of_degenerate_texts_has_every_id_once(documents, vocab):
     np.testing.assert_array_equal(np.sort(word_similarity.similar_order(documents, vocab)), np.arange(vocab))
 
 
 HUB = np.stack([np.zeros(3000, int), np.random.default_rng(0).integers(1, 600, 3000)], axis=1).ravel()
 
 
-def test_the_same_where_words_have_little_that_tells_them_apart():
-    """All stand beside one word, so that few directions are all that there is."""
-    first, *others = (word_similarity.similar_order([HUB], 600) for _ in range(3))
-    for other in others:
+def test_order_is_deterministic_for_few_directions():
+    """All words have the same neighbour, so that the features have a low rank."""
+    first, *repeated = (word_similarity.similar_order([HUB], 600) for _ in range(3))
+    for other in repeated:
         np.testing.assert_array_equal(other, first)
 
 
 @pytest.mark.parametrize("text", [[0, 1, 2] * 50, [7, 1, 300, 1, 7]], ids=["a cycle", "a few"])
-def test_few_words_of_many_have_vectors_and_always_the_same(text):
-    first, *others = (word_similarity.word_vectors([np.array(text)], 500) for _ in range(4))
+def test_words_of_a_short_text_have_deterministic_vectors(text):
+    first, *repeated = (word_similarity.word_vectors([np.array(text)], 500) for _ in range(4))
     assert first[sorted(set(text))].any(axis=1).all() and np.count_nonzero(first.any(axis=1)) == len(set(text))
-    for other in others:
+    for other in repeated:
         np.testing.assert_array_equal(other, first)

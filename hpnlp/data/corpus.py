@@ -1,0 +1,341 @@
+"""A tokenised corpus, and iterators over its batches that shuffle, mix, shard and resume.
+
+grain orders rows by number (shuffle, repeat, mix, shard, read ahead), and `packing` computes the content of a row. The state of
+an iterator is therefore the number of batches it has returned, for every packing, mixture and number of processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpnlp.data import packing, token_store
+from hpnlp.data.files import printable
+from hpnlp.data.sources import LeftOut
+from hpnlp.types import InputError, Tokenizer
+
+if TYPE_CHECKING:
+    from hpnlp.data.stream import DataConfig
+
+PACKINGS = {"concat": packing.ConcatRows, "fit": packing.FitRows}
+
+_STATE_VERSION = 1
+# Number of rows in a training stream. grain's own endless repeat overflows, because grain converts lengths to floats.
+_ENDLESS = 1 << 52
+# The summary warns if whole documents take this share of the text from training, or twice the configured fraction.
+_LARGE_HELDOUT_SHARE = 0.05
+
+
+class Corpus:
+    """Tokenised text, split and memory-mapped; made by `stream.prepare`.
+
+    Attributes:
+        config: The config.
+        tokenizer: The tokenizer of the text.
+        directory: The cache entry.
+        is_cached: True if the cache held the tokens already.
+        train_tokens: Number of training tokens, bos and eos included.
+        train_documents: Number of training documents.
+        heldout_tokens: Number of held-out tokens, bos and eos included.
+        heldout_documents: Number of held-out documents.
+        heldout_bytes: Size of `read_heldout()`.
+        heldout_digest: Digest of the held-out tokens.
+        summary: One line with the sizes of both sides, the held-out share, the cache entry if it was used, and counts of
+            what is not read.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        directory: str,
+        record: Mapping[str, Any],
+        is_cached: bool = False,
+    ):
+        """Opens a cache entry.
+
+        Args:
+            config: The config.
+            tokenizer: The tokenizer of the text.
+            directory: The cache entry.
+            record: Result of `Ingest.write`.
+            is_cached: Whether the cache held the entry already.
+
+        Raises:
+            InputError: The training text is shorter than one row, or the held-out text than two tokens.
+        """
+        self.config = config
+        self.tokenizer = tokenizer
+        self.directory = directory
+        self._train = token_store.Tokens(directory, "train", record["train"])
+        self._heldout = token_store.Tokens(directory, "heldout", record["heldout"])
+        self._bounds = record["bounds"]
+        self.heldout_digest: str = record["heldout"]["digest"]
+        # The held-out text is part of an iterator's state as well: losses on different held-out texts are not comparable.
+        self._digests = {"corpus": record["train"]["digest"], "held-out text": self.heldout_digest}
+        self.train_tokens: int = record["train"]["tokens"]
+        self.train_documents: int = record["train"]["documents"]
+        self.heldout_tokens: int = record["heldout"]["tokens"]
+        self.heldout_documents: int = record["heldout"]["documents"]
+        self.heldout_bytes: int = record["heldout"]["raw_bytes"]
+        self.is_cached = is_cached
+        self.summary = "; ".join(self._summary_parts(record))
+        if self.train_tokens <= config.seq_len:
+            raise InputError(
+                f"data.path={config.path!r} holds {self.train_tokens} tokens to train on, and a row of "
+                f"data.seq_len={config.seq_len} takes {config.seq_len + 1}: add text, or lower data.seq_len"
+            )
+        if self.heldout_tokens < 2:
+            raise InputError(
+                "the held-out text is under two tokens: raise data.heldout, or pass data.heldout_path=PATH"
+            )
+
+    def _summary_parts(self, record: Mapping[str, Any]) -> Iterator[str]:
+        """The parts of the summary."""
+        config, aside = self.config, record["aside"]
+        total = self.train_tokens + self.heldout_tokens + aside["tokens"]
+        percentage = "" if config.heldout_path else f" ({100 * self.heldout_tokens / total:.2g} % of all)"
+        yield f"{printable(config.path)}: {_documents(self.train_documents)}, {self.train_tokens:,} tokens to train on"
+        yield f"{_documents(self.heldout_documents)}, {self.heldout_bytes:,} bytes{percentage} held out"
+        if aside["documents"]:
+            yield (
+                f"{_documents(aside['documents'])}, {aside['raw_bytes']:,} bytes over data.heldout_bytes="
+                f"{config.heldout_bytes} neither trained on nor evaluated"
+            )
+        if not config.heldout_path and 0 < config.heldout_bytes < self.heldout_bytes:
+            yield f"data.heldout_bytes={config.heldout_bytes} is less than this one document"
+        share = 1 - self.train_tokens / total
+        if not config.heldout_path and share > max(2 * config.heldout, _LARGE_HELDOUT_SHARE):
+            yield (
+                f"data.heldout={config.heldout} takes {100 * share:.0f} % from training, because documents are taken whole: "
+                "add text, or pass data.heldout_path=PATH with other text"
+            )
+        if self.is_cached:
+            yield f"tokens read from the cache, {printable(self.directory)}"
+        if record["left_out"]:
+            yield f"left out: {LeftOut(record['left_out'])}"
+
+    def read_heldout(self) -> bytes:
+        """Reads the original bytes of the held-out text.
+
+        Returns:
+            The documents one after another, without prompts.
+        """
+        return self._heldout.raw()
+
+    def read_training_text(self, limit: int) -> tuple[bytes, float]:
+        """Reads the end of the training text, decoded from its tokens, prompts included.
+
+        Args:
+            limit: Maximum number of bytes.
+
+        Returns:
+            The last `limit` bytes of the concatenated training documents, and the share of all training tokens that these bytes
+            are. The text is exact if the tokenizer is lossless.
+        """
+        documents: list[bytes] = []
+        size, index = 0, self.train_documents
+        while index and size < limit:
+            index -= 1
+            documents.append(self.tokenizer.decode(self._train.document(index)))
+            size += len(documents[-1])
+        tokens = self.train_tokens - (int(self._train.ends[index - 1]) if index else 0)
+        return b"".join(reversed(documents))[-limit:], tokens / self.train_tokens * min(1.0, limit / max(1, size))
+
+    def train(self, *, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
+        """Iterates endlessly over training batches, in a new order each epoch.
+
+        The global batch has `batch_size` rows. Of n processes with b = `batch_size` / n rows each, process p gets the rows
+        `[p b, (p + 1) b)`: the shards of all processes together are the batch that a single process would get.
+
+        Args:
+            seed: Seed of the order, at least 0.
+            process_index: Index of this process.
+            process_count: Number of processes, which divides `batch_size`.
+
+        Returns:
+            An iterator over batches of arrays [b, T]; see `packing.assemble`.
+
+        Raises:
+            InputError: An argument is out of range, or a source has no training text.
+        """
+        import grain  # takes half a second to import
+
+        if seed < 0:
+            raise InputError(f"seed={seed}: expected at least 0")
+        rows = self._rows
+        per_process = _rows_per_process(self.config.batch_size, "data.batch_size", process_index, process_count)
+        sources = [
+            grain.MapDataset.range(first, end)
+            .seed(int(np.random.SeedSequence([seed, i]).generate_state(1)[0]))
+            .shuffle()
+            .repeat(_ENDLESS // (end - first))
+            for i, (first, end) in enumerate(rows.ranges)
+        ]
+        order = grain.MapDataset.mix(sources, self.config.weights) if self.config.weights else sources[0]
+
+        def read(numbers: np.ndarray) -> packing.Batch:
+            return self._batch(self._train, rows, per_process, numbers)
+
+        batches = order.batch(per_process, batch_fn=np.array)[process_index::process_count].map(read)
+        # One thread that reads two batches ahead hides the page faults of text that is not in memory yet.
+        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+        return Batches(iter(batches.to_iter_dataset(ahead)), {**self._digests, "packing": self.config.packing})
+
+    def heldout(
+        self,
+        *,
+        batch_size: int,
+        stride: int | None = None,
+        limit: int | None = None,
+        process_index: int = 0,
+        process_count: int = 1,
+    ) -> Iterator[packing.Batch]:
+        """Iterates over the held-out text once; every token is predicted exactly once.
+
+        Rows are shared by the processes as in `train`. The last batch is filled with rows of weight 0, so that every process
+        gets the same number of batches.
+
+        Args:
+            batch_size: Rows per batch over all processes.
+            stride: Distance between the starts of rows; None for `seq_len`. Below `seq_len`, every token has at least
+                `seq_len - stride` tokens of context if its document has them.
+            limit: Maximum number of batches, whose rows are spread evenly over the text; None for all.
+            process_index: Index of this process.
+            process_count: Number of processes, which divides `batch_size`.
+
+        Returns:
+            An iterator over batches of arrays [batch_size / process_count, T]; see `packing.assemble`.
+
+        Raises:
+            InputError: An argument is out of range.
+        """
+        seq_len = self.config.seq_len
+        if stride is not None and not 1 <= stride <= seq_len:
+            raise InputError(f"stride={stride}: expected 1 to data.seq_len={seq_len}")
+        if limit is not None and limit < 1:
+            raise InputError(f"limit={limit}: expected at least one batch, or None for all")
+        per_process = _rows_per_process(batch_size, "batch_size", process_index, process_count)
+        rows = packing.ConcatRows(self._heldout, seq_len, [(0, self.heldout_tokens)], stride)
+        total = rows.ranges[0][1]
+        count = min(total, limit * batch_size) if limit else total
+        numbers = np.arange(count) * total // count
+        starts = range(process_index * per_process, -(-count // batch_size) * batch_size, batch_size)
+        return (self._batch(self._heldout, rows, per_process, numbers[i : i + per_process]) for i in starts)
+
+    @property
+    def train_rows(self) -> int:
+        """Number of rows in an epoch."""
+        return self._rows.ranges[-1][1]
+
+    @functools.cached_property
+    def _rows(self) -> packing.ConcatRows | packing.FitRows:
+        """The training rows; with weights, one range per source."""
+        bounds = self._bounds if self.config.weights else [0, self.train_tokens]
+        rows = PACKINGS[self.config.packing](
+            self._train, self.config.seq_len, list(zip(bounds[:-1], bounds[1:], strict=True))
+        )
+        paths = self.config.path.split(",") if self.config.weights else [self.config.path]
+        for path, (first, end) in zip(paths, rows.ranges, strict=True):
+            if first == end:
+                raise InputError(
+                    f"data.path: {path!r} leaves nothing to train on, as its only document was held out: pass "
+                    "data.heldout_path=PATH with other text to hold out, or add text to it"
+                )
+        return rows
+
+    def _batch(
+        self,
+        tokens: token_store.Tokens,
+        rows: packing.ConcatRows | packing.FitRows,
+        count: int,
+        numbers: np.ndarray,
+    ) -> packing.Batch:
+        """The batch of the rows with these numbers, filled up with padding to `count` rows."""
+        return packing.assemble(tokens, rows.segments(numbers), count, self.config.seq_len, self.tokenizer.pad_id)
+
+
+class Batches:
+    """An endless iterator over training batches. Its state is a small JSON-able dict, the same on every process.
+
+    Batches that were read ahead are not part of the state: after `set_state`, the next batch is the one that followed when the
+    state was taken, bit for bit, also with another number of processes.
+    """
+
+    def __init__(self, batches: Any, made_from: Mapping[str, str]):
+        """Wraps an iterator of grain.
+
+        Args:
+            batches: A `grain.DatasetIterator` over batches.
+            made_from: Name -> digest or option on which the batches depend; compared by `set_state`.
+        """
+        self._batches = batches
+        self._made_from = dict(made_from)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> packing.Batch:
+        return next(self._batches)
+
+    def get_state(self) -> dict[str, Any]:
+        """Reads the position of the iterator.
+
+        Returns:
+            A JSON-able state for `set_state`.
+        """
+        return {"version": _STATE_VERSION, **self._made_from, "batches": self._batches.get_state()["next_index"]}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Moves to the position of an earlier `get_state`.
+
+        Args:
+            state: Result of `get_state` of an iterator over the same data.
+
+        Raises:
+            InputError: The state is damaged, or of other data.
+        """
+        try:
+            version, batches = state["version"], int(state["batches"])
+            # A name that the state lacks does not count as a difference: old states lack the digest of the held-out text.
+            differing = [name for name, value in self._made_from.items() if state.get(name, value) != value]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"the data iterator's state is damaged ({error!r}): take another checkpoint") from error
+        if version != _STATE_VERSION:
+            raise InputError(
+                f"the data iterator's state is of version {version}, expected {_STATE_VERSION}: update hpnlp"
+            )
+        if not 0 <= batches <= _ENDLESS:
+            raise InputError(f"the data iterator's state is damaged (batches={batches}): take another checkpoint")
+        if differing:
+            raise InputError(
+                f"the data iterator's state is of another {' and '.join(differing)}: the text, its split or its "
+                "tokenizer has changed since, or the run was begun by a version of hpnlp that held out whole files: give the "
+                "run its old data back, continue with that version, or start another run (train.init_from takes the model of "
+                "this one)"
+            )
+        self._batches.set_state({"next_index": batches})
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        self._batches.close()
+
+
+def _rows_per_process(batch_size: int, argument: str, process_index: int, process_count: int) -> int:
+    """Rows of a batch that each process gets; raises InputError if they do not divide."""
+    if not 0 <= process_index < process_count:
+        raise InputError(f"process_index={process_index}: expected 0 to {process_count - 1}")
+    if batch_size % process_count:
+        raise InputError(
+            f"{argument}={batch_size} is not a multiple of the {process_count} processes that share it: pass "
+            f"{math.ceil(batch_size / process_count) * process_count}"
+        )
+    return batch_size // process_count
+
+
+def _documents(count: int) -> str:
+    return f"{count:,} document{'s' * (count != 1)}"

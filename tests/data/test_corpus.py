@@ -1,0 +1,230 @@
+"""Batches of a corpus: every token is read, and iterators resume, mix and shard bit for bit."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from hpnlp.data import DataConfig, prepare
+from hpnlp.data.ingest import hash_fraction
+from hpnlp.types import InputError
+from tests.data.batches import assert_equal, config, predicted, take
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Two sources of different letters, one nine times as long as the other."""
+    root = tmp_path_factory.mktemp("mixture")
+    for name, character, count in (("a", "a", 30), ("b", "b", 270)):
+        (root / name).mkdir()
+        for i in range(count):
+            (root / name / f"{i}.txt").write_text(character * 100)
+    return root
+
+
+LAYOUTS = {
+    "concat": {"packing": "concat"},
+    "fit": {"packing": "fit"},
+    "concat mixed": {"packing": "concat", "weights": (1.0, 3.0)},
+    "fit mixed": {"packing": "fit", "weights": (1.0, 3.0)},
+}
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request, mixture) -> DataConfig:
+    return config(f"{mixture}/a,{mixture}/b", **LAYOUTS[request.param])
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_batch_has_the_documented_arrays(layout, count):
+    batch = next(prepare(dataclasses.replace(layout, batch_size=count)).train(seed=0))
+    assert set(batch) == {"tokens", "labels", "segment_ids", "positions", "weights"}
+    for name, values in batch.items():
+        assert values.shape == (count, 32)
+        assert values.dtype == (np.float32 if name == "weights" else np.int32)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 60])
+def test_resumed_iterator_returns_the_same_batches(layout, steps):
+    corpus = prepare(layout)
+    batches = corpus.train(seed=3)
+    take(batches, steps)
+    state = json.loads(json.dumps(batches.get_state()))
+    expected = take(batches, 4)
+    resumed = prepare(layout).train(seed=3)
+    take(resumed, 2)  # read ahead, which set_state must discard
+    resumed.set_state(state)
+    assert resumed.get_state() == state
+    assert_equal(take(resumed, 4), expected)
+
+
+def test_processes_share_a_batch(layout):
+    corpus = prepare(layout)
+    alone = corpus.train(seed=1)
+    for count in (2, 4):
+        shards = [corpus.train(seed=1, process_index=i, process_count=count) for i in range(count)]
+        for shard in shards:
+            shard.set_state(alone.get_state())  # of an iterator with another number of processes
+        together = [
+            {name: np.concatenate([shard[name] for shard in batch]) for name in batch[0]}
+            for batch in zip(*(take(shard, 5) for shard in shards), strict=True)
+        ]
+        assert_equal(together, take(alone, 5))
+
+
+def train_rows(corpus, count: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """The first `count` rows that training sees."""
+    batches = take(corpus.train(seed=seed), -(-count // corpus.config.batch_size))
+    return {name: np.concatenate([batch[name] for batch in batches])[:count] for name in batches[0]}
+
+
+@pytest.mark.parametrize("packing", ["concat", "fit"])
+def test_each_epoch_has_every_row_once_in_a_new_order(stories, packing):
+    corpus = prepare(config(stories, packing=packing, batch_size=64))
+    total = corpus.train_rows
+    first, second = np.split(train_rows(corpus, 2 * total)["labels"], 2)
+    other = train_rows(corpus, total, seed=1)["labels"]
+    for rows in (second, other):
+        assert sorted(first.tolist()) == sorted(rows.tolist())
+        assert not np.array_equal(first, rows)
+    assert len(np.unique(first, axis=0)) == total
+
+
+@pytest.mark.parametrize("packing", ["concat", "fit"])
+def test_training_text_is_all_but_the_heldout_text(stories, packing):
+    corpus = prepare(config(stories, packing=packing, batch_size=64))
+    rows = train_rows(corpus, corpus.train_rows)
+    assert rows["weights"].sum() == corpus.train_tokens - corpus.train_documents  # all but bos
+    texts = [path.read_bytes() for path in sorted(stories.iterdir())]
+    held = [hash_fraction(f"{i:02}.txt") < 0.2 for i in range(40)]
+    assert corpus.read_heldout() == b"".join(text for text, is_held in zip(texts, held, strict=True) if is_held)
+    assert corpus.train_tokens == sum(len(text) + 2 for text, is_held in zip(texts, held, strict=True) if not is_held)
+    assert corpus.heldout_bytes == len(corpus.read_heldout())
+    assert corpus.heldout_documents == sum(held) and corpus.train_documents == 40 - sum(held)
+
+
+@pytest.mark.parametrize("packing", ["concat", "fit"])
+def test_weights_are_shares_of_training_tokens(mixture, packing):
+    corpus = prepare(config(f"{mixture}/a,{mixture}/b", packing=packing, weights=(1.0, 3.0)))
+    tokens = train_rows(corpus, 400)["tokens"]
+    shares = [(tokens == ord(character)).sum() for character in "ab"]
+    np.testing.assert_allclose(shares[0] / sum(shares), 0.25, rtol=0.03)
+
+
+def test_without_weights_sources_mix_by_size(mixture):
+    corpus = prepare(config(f"{mixture}/a,{mixture}/b", batch_size=64))
+    tokens = train_rows(corpus, corpus.train_rows)["tokens"]
+    shares = [(tokens == ord(character)).sum() for character in "ab"]
+    np.testing.assert_allclose(shares[0] / sum(shares), 0.1, rtol=0.2)
+
+
+@pytest.mark.parametrize("stride", [None, 5, 31])
+@pytest.mark.parametrize("process_count", [1, 3])
+def test_heldout_predicts_every_byte_once(stories, stride, process_count):
+    corpus = prepare(config(stories, heldout=0.1))
+    per_process = [
+        list(corpus.heldout(batch_size=6, stride=stride, process_index=i, process_count=process_count))
+        for i in range(process_count)
+    ]
+    assert len({len(batches) for batches in per_process}) == 1
+    in_order = [batch for batches in zip(*per_process, strict=True) for batch in batches]
+    assert all(batch["tokens"].shape == (6 // process_count, 32) for batch in in_order)
+    assert predicted(in_order, corpus.tokenizer) == corpus.read_heldout()
+    targets = sum(batch["weights"].sum() for batch in in_order)
+    assert targets == corpus.heldout_tokens - corpus.heldout_documents
+
+
+def test_heldout_limit_spreads_over_the_text(stories):
+    corpus = prepare(config(stories))
+    everything = [row.tobytes() for batch in corpus.heldout(batch_size=1) for row in batch["tokens"]]
+    limited = [row.tobytes() for batch in corpus.heldout(batch_size=5, limit=2) for row in batch["tokens"]]
+    assert len(limited) == 10
+    assert [everything.index(row) for row in limited] == [i * len(everything) // 10 for i in range(10)]
+    assert len(list(corpus.heldout(batch_size=5, limit=10**6))) == -(-len(everything) // 5)
+
+
+def test_prompts_carry_no_loss(tmp_path):
+    rows = [{"ask": f"Q{i}? ", "say": f"A{i}. " * 9} for i in range(20)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    corpus = prepare(config(tmp_path, text_field="say", prompt_field="ask"))
+    lines = {f"x.jsonl#{i}": row for i, row in enumerate(rows)}
+    held = "".join(row["say"] for name, row in lines.items() if hash_fraction(name) < 0.2).encode()
+    assert held and corpus.read_heldout() == held
+    assert predicted(corpus.heldout(batch_size=2), corpus.tokenizer) == held
+    seen = np.concatenate([batch["tokens"].ravel() for batch in corpus.heldout(batch_size=2)])
+    assert b"? A" in corpus.tokenizer.decode(seen)  # prompts are inputs
+
+
+def test_states_of_other_data_raise(stories, mixture, tmp_path):
+    batches = prepare(config(stories)).train(seed=0)
+    state = batches.get_state()
+    with pytest.raises(InputError, match="of another corpus and held-out text: .*old data back"):
+        prepare(config(mixture)).train(seed=0).set_state(state)
+    (tmp_path / "other.txt").write_text("other text")
+    options = [{"heldout_path": str(path)} for path in (stories / "00.txt", tmp_path / "other.txt")]
+    scored, changed = (prepare(config(mixture, **paths)) for paths in options)
+    old_state = scored.train(seed=0).get_state()
+    with pytest.raises(InputError, match="of another held-out text: .*old data back"):
+        changed.train(seed=0).set_state(old_state)
+    del old_state["held-out text"]
+    changed.train(seed=0).set_state(old_state)  # as old versions saved it
+    with pytest.raises(InputError, match="of another packing"):
+        prepare(config(stories, packing="fit")).train(seed=0).set_state(state)
+    for damaged in ({}, *({**state, "batches": value} for value in ("many", None, -1, 10**18))):
+        with pytest.raises(InputError, match="damaged.*another checkpoint"):
+            batches.set_state(damaged)
+    with pytest.raises(InputError, match="version 2, expected 1"):
+        batches.set_state({**state, "version": 2})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"process_count": 3}, "data.batch_size=4 is not a multiple of the 3 processes that share it: pass 6"),
+        ({"process_index": 2, "process_count": 2}, "process_index=2: expected 0 to 1"),
+        ({"seed": -1}, "seed=-1: expected at least 0"),
+    ],
+)
+def test_invalid_train_arguments_raise(stories, arguments, message):
+    with pytest.raises(InputError, match=message):
+        prepare(config(stories)).train(**{"seed": 0, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stride": 33}, "stride=33: expected 1 to data.seq_len=32"),
+        ({"stride": 0}, "stride=0"),
+        ({"limit": 0}, "limit=0"),
+        ({"process_count": 3}, "batch_size=4 is not a multiple"),
+    ],
+)
+def test_invalid_heldout_arguments_raise(stories, arguments, message):
+    with pytest.raises(InputError, match=message):
+        prepare(config(stories)).heldout(batch_size=4, **arguments)
+
+
+def test_weighted_source_without_training_text_raises(tmp_path, stories):
+    name = next(name for name in map("{}.txt".format, range(10**4)) if hash_fraction(name) < 0.2)
+    (tmp_path / name).write_text("held out whole")
+    corpus = prepare(config(f"{stories},{tmp_path}", weights=(1.0, 1.0)))
+    with pytest.raises(
+        InputError, match="nothing to train on, as its only document was held out: pass data.heldout_path"
+    ):
+        corpus.train(seed=0)
+
+
+def test_summary_states_the_heldout_share(stories, tmp_path):
+    assert re.search(r"11 documents, 4,396 bytes \(25 % of all\) held out", prepare(config(stories)).summary)
+    capped = prepare(config(stories, heldout=0.5, heldout_bytes=2000)).summary
+    assert re.search(r"bytes over data.heldout_bytes=2000 neither trained on nor evaluated", capped)
+    assert "data.heldout_bytes=1 is less than this one document" in prepare(config(stories, heldout_bytes=1)).summary
+    rows = "".join(json.dumps({"text": "a record " * 40}) + "\n" for _ in range(4))
+    (tmp_path / "a.jsonl").write_text(rows)
+    summary = prepare(config(tmp_path / "a.jsonl", heldout=0.02)).summary
+    assert "data.heldout=0.02 takes 25 % from training, because documents are taken whole" in summary
+    (tmp_path / "b.jsonl").write_text(rows)
+    scored = prepare(config(tmp_path / "a.jsonl", heldout_path=str(tmp_path / "b.jsonl"))).summary
+    assert "% of all" not in scored and "takes" not in scored
