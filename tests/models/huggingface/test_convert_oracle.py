@@ -1,4 +1,4 @@
-"""Checkpoints that transformers wrote, and its logits and gradients: an implementation that nobody here wrote."""
+"""Checkpoints written by transformers, and its logits and gradients."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 90.0, "factor": 4.0, "original_max_position_embeddings": 16}
-YARN_OF_OWN_NUMBERS = YARN | {"beta_fast": 2.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 1.3}
+YARN_WITH_ALL_ARGUMENTS = YARN | {"beta_fast": 2.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 1.3}
 LLAMA = {
     "vocab_size": V,
     "hidden_size": 32,
@@ -36,7 +36,7 @@ LLAMA = {
 }
 GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 
-# name -> (model_type, what config.json says, the family that save writes)
+# name -> (model_type, settings of config.json, the family that `save` writes)
 CASES = {
     "llama": ("llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-3, "rope_theta": 300.0}, "llama"),
     "llama_biases": (
@@ -50,7 +50,7 @@ CASES = {
         "llama",
     ),
     "llama_head_dim": ("llama", {"head_dim": 12, "num_key_value_heads": 1, "rope_parameters": LLAMA3}, "llama"),
-    "llama_yarn": ("llama", {"rope_parameters": YARN_OF_OWN_NUMBERS}, "llama"),
+    "llama_yarn": ("llama", {"rope_parameters": YARN_WITH_ALL_ARGUMENTS}, "llama"),
     "gpt2": ("gpt2", {}, "gpt2"),
     "gpt2_wide": (
         "gpt2",
@@ -94,7 +94,7 @@ CASES = {
 WITH_GRADIENTS = ("llama", "llama_biases", "llama_head_dim", "gpt2", "gpt2_wide")
 LIKE_LLAMA = tuple(name for name in CASES if name not in WITH_GRADIENTS)
 
-# These programs run once: LLVM's optimizations would take longer than they save.
+# These programs run once, so LLVM's optimizations take longer than they save.
 ONCE = {"xla_backend_optimization_level": 0}
 
 
@@ -115,7 +115,7 @@ def tokens():
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, transformers, tmp_path_factory):
-    """`(model of transformers, all of it random, directory that it was saved to, family that save writes)`."""
+    """(model of transformers with random parameters, directory of its checkpoint, family that `save` writes)."""
     import torch
 
     model_type, changes, written = CASES[request.param]
@@ -126,9 +126,8 @@ def case(request, transformers, tmp_path_factory):
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for (
-            parameter
-        ) in model.parameters():  # transformers starts biases at 0 and norms at 1, which would hide mistakes
+        # transformers initialises biases to 0 and norms to 1, which would hide mistakes.
+        for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     directory = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(directory)
@@ -143,9 +142,9 @@ def logits_of(model, tokens):
 
 
 def gradients_of(model, tokens, like, directory):
-    """`(loss, gradients as our parameters)` of transformers.
+    """(loss, gradients by the parameters of hpnlp) of transformers.
 
-    The gradients are stored as a checkpoint of the model saved in `like`, so that the conversion carries them over.
+    The gradients are saved like the checkpoint in `like`, so that `convert.load` maps them to parameters.
     """
     import torch
 
@@ -162,8 +161,8 @@ def gradients_of(model, tokens, like, directory):
 
 
 @pytest.mark.parametrize("case", LIKE_LLAMA, indirect=True)
-def test_logits(case, tokens):
-    """Families with Llama's tensors, whose gradients are therefore Llama's."""
+def test_logits_match_transformers(case, tokens):
+    """Families with the tensors of Llama, whose gradients are tested for Llama."""
     model, directory, _ = case
     config, params = convert.load(directory)
     lm = LM(dataclasses.replace(config, unroll=1))
@@ -172,7 +171,7 @@ def test_logits(case, tokens):
 
 
 @pytest.mark.parametrize("case", WITH_GRADIENTS, indirect=True)
-def test_logits_loss_and_gradients(case, tokens, tmp_path):
+def test_logits_loss_and_gradients_match_transformers(case, tokens, tmp_path):
     model, directory, _ = case
     config, params = convert.load(directory)
     lm = LM(dataclasses.replace(config, unroll=1))
@@ -189,16 +188,16 @@ def test_logits_loss_and_gradients(case, tokens, tmp_path):
         logits = lm.apply({"params": params}, jnp.asarray(tokens), method=LM.logits)
         return lm.apply({"params": params}, batch, method=LM.loss).sum, logits
 
-    (ours, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=ONCE)(params)
+    (loss_sum, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=ONCE)(params)
     np.testing.assert_allclose(logits, logits_of(model, tokens), atol=1e-5, rtol=1e-5)
-    theirs, expected = gradients_of(model, tokens, directory, tmp_path)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-    # Relative to the largest gradient: that of a key's bias is 0, and what is left of it rounding.
+    expected_loss, expected = gradients_of(model, tokens, directory, tmp_path)
+    np.testing.assert_allclose(loss_sum, expected_loss, rtol=1e-6)
+    # Relative to the largest gradient: the gradient of a key's bias is 0 up to rounding.
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, atol=1e-6 * largest, rtol=1e-5), grads, expected)
 
 
-def test_back(case, transformers, tokens, tmp_path):
+def test_saved_checkpoint_loads_in_transformers(case, transformers, tokens, tmp_path):
     import torch
 
     model, directory, written = case
@@ -209,7 +208,7 @@ def test_back(case, transformers, tokens, tmp_path):
     assert back.config.eos_token_id is None
     expected = model.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in back.state_dict().items())
-    # Not to the bit: where a tensor begins in memory decides how torch's products round.
+    # Not bit for bit: the rounding of torch's products depends on the alignment of tensors in memory.
     np.testing.assert_allclose(logits_of(back, tokens), logits_of(model, tokens), atol=1e-5, rtol=1e-5)
 
     before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "back"))
@@ -219,7 +218,7 @@ def test_back(case, transformers, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2_wide"], indirect=True)
-def test_bfloat16_and_shards(case, transformers, tokens, tmp_path):
+def test_bfloat16_and_shards_are_read_by_both(case, transformers, tokens, tmp_path):
     model, directory, _ = case
     config, params = convert.load(directory)
     convert.save(config, params, tmp_path / "bf16", dtype="bfloat16", shard_bytes=10_000)
@@ -228,7 +227,7 @@ def test_bfloat16_and_shards(case, transformers, tokens, tmp_path):
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", attn_implementation="eager")
     assert str(back.dtype) == "torch.bfloat16"
 
-    # And the other way: what transformers stores in shards of bfloat16 is read exactly.
+    # Conversely, shards of bfloat16 by transformers are read exactly.
     back.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
     assert (tmp_path / "theirs" / convert.INDEX).exists()
     _, ours = convert.load(tmp_path / "bf16")
@@ -239,8 +238,8 @@ def test_bfloat16_and_shards(case, transformers, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["llama_biases", "llama_head_dim", "llama_yarn", "qwen2"], indirect=True)
-def test_both_spellings_of_rope(case, tmp_path):
-    """transformers 5 writes rope_parameters; the checkpoints before it have rope_theta and rope_scaling."""
+def test_both_spellings_of_rope_are_read(case, tmp_path):
+    """Checkpoints of transformers 5 have rope_parameters, older ones rope_theta and rope_scaling."""
     _, directory, _ = case
     raw = json.loads((directory / "config.json").read_text())
     scaling = raw.pop("rope_parameters")

@@ -1,4 +1,4 @@
-"""Greedy continuations of converted checkpoints, token by token as transformers' `generate` gives them."""
+"""Greedy continuations of converted checkpoints equal those of `generate` in transformers."""
 
 import json
 
@@ -28,7 +28,7 @@ SIZES |= {"intermediate_size": 56, "max_position_embeddings": 64}
 
 
 def byte_level(special, template=None, normalizer=None):
-    """A tokenizer as those of GPT-2, Llama 3 and Qwen. special: added tokens. template: of the post-processor."""
+    """A tokenizer like those of GPT-2, Llama 3 and Qwen, with added tokens `special` and a post-processor's `template`."""
     inner = hf.Tokenizer(hf.models.BPE())
     inner.normalizer = normalizer
     inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,11 +36,11 @@ def byte_level(special, template=None, normalizer=None):
     alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
     trainer = hf.trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator(TEXT, trainer)
-    return finished(inner, special, template, [hf.processors.ByteLevel(trim_offsets=False)])
+    return with_special_tokens(inner, special, template, [hf.processors.ByteLevel(trim_offsets=False)])
 
 
 def metaspace(special, template):
-    """A tokenizer as Llama 2's and Mistral's: words begin with a mark, unknown characters fall back to bytes."""
+    """A tokenizer like those of Llama 2 and Mistral: words begin with a mark, and unknown characters fall back to bytes."""
     tokens = [
         "<unk>",
         "<s>",
@@ -54,10 +54,10 @@ def metaspace(special, template):
     inner.pre_tokenizer = hf.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     steps = [hf.decoders.Replace("\u2581", " "), hf.decoders.ByteFallback(), hf.decoders.Fuse()]
     inner.decoder = hf.decoders.Sequence([*steps, hf.decoders.Strip(" ", 1, 0)])
-    return finished(inner, special, template, [])
+    return with_special_tokens(inner, special, template, [])
 
 
-def finished(inner, special, template, processors):
+def with_special_tokens(inner, special, template, processors):
     inner.add_special_tokens(special)
     ids = [(name, inner.token_to_id(name)) for name in special]
     if template:
@@ -68,7 +68,7 @@ def finished(inner, special, template, processors):
 
 END, BEGIN = "<|endoftext|>", "<|begin_of_text|>"
 CHAT = ["<|im_start|>", "<|im_end|>"]
-# name -> (model_type, tokenizer, of tokenizer_config.json, of config.json)
+# name -> (model_type, tokenizer, tokenizer_config.json, changes of config.json)
 CASES = {
     "llama2": (
         "llama",
@@ -134,7 +134,7 @@ CASES = {
 
 @pytest.fixture(params=CASES)
 def checkpoint(request, tmp_path):
-    """`(model of transformers, directory with it and its tokenizer)`."""
+    """(model of transformers, its tokenizer, directory of both)."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
@@ -159,8 +159,8 @@ def checkpoint(request, tmp_path):
     return model, transformers.AutoTokenizer.from_pretrained(tmp_path), tmp_path
 
 
-def compared(model, theirs, directory, prompts):
-    """The new ids that transformers gives each prompt, after they were found to be those of hpnlp."""
+def continue_and_compare(model, theirs, directory, prompts):
+    """Continues prompts with both libraries, checks that the ids are equal, and returns them."""
     import torch
 
     tokenizer = tokenizers.load(str(directory))
@@ -180,7 +180,7 @@ def compared(model, theirs, directory, prompts):
     continuations = []
     for prompt, row, continuation in zip(prompts, rows, ours.tolist(), strict=True):
         ids = theirs(prompt)["input_ids"]
-        # Without any token, transformers' generate begins with bos_token_id.
+        # `generate` starts an empty prompt with bos_token_id.
         inputs = {"input_ids": torch.tensor([ids])} if ids else {}
         assert row.tolist() == (ids or [model.generation_config.bos_token_id]), prompt
         output = model.generate(**inputs, do_sample=False, max_new_tokens=TOKENS)[0].tolist()
@@ -193,19 +193,19 @@ def compared(model, theirs, directory, prompts):
     return continuations
 
 
-def test_greedy_continuations_are_those_of_transformers(checkpoint):
-    continuations = compared(*checkpoint, PROMPTS)
-    assert len({i for ids in continuations for i in ids}) > 5  # else a wrong prompt would go unseen
+def test_greedy_continuations_match_transformers(checkpoint):
+    continuations = continue_and_compare(*checkpoint, PROMPTS)
+    assert len({i for ids in continuations for i in ids}) > 5  # fewer ids would not reveal a wrong prompt
 
 
 @pytest.mark.parametrize("checkpoint", ["llama2", "qwen3_chat", "gpt2"], indirect=True)
-def test_texts_end_at_each_eos_of_generation_config(checkpoint):
+def test_continuations_end_at_each_eos_of_generation_config(checkpoint):
     transformers = pytest.importorskip("transformers")
     _, theirs, directory = checkpoint
-    whole = compared(*checkpoint, PROMPTS[:2])
+    continuations = continue_and_compare(*checkpoint, PROMPTS[:2])
     path = directory / "generation_config.json"
-    settings = json.loads(path.read_text()) | {"eos_token_id": [whole[0][3], whole[1][5]]}
+    settings = json.loads(path.read_text()) | {"eos_token_id": [continuations[0][3], continuations[1][5]]}
     path.write_text(json.dumps(settings))
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
-    ended = compared(model, theirs, directory, PROMPTS[:2])
+    ended = continue_and_compare(model, theirs, directory, PROMPTS[:2])
     assert len(ended[0]) <= 4 and len(ended[1]) <= 6
