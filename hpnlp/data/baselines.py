@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpnlp.data.stream import Corpus
+    from hpnlp.data.corpus import Corpus
 
 # Size in bytes of the dictionary of xz at preset 9: how far back it finds repetitions. Compression takes memory of about 11
 # times the text or the dictionary, whichever is smaller.
@@ -77,6 +77,11 @@ class Baselines:
     """
 
     def __init__(self, corpus: Corpus) -> None:
+        """Starts the measurement, unless the cache holds its result or the text is small.
+
+        Args:
+            corpus: The corpus.
+        """
         from hpnlp.data import token_store
 
         self._corpus = corpus
@@ -130,7 +135,7 @@ class Baselines:
                 training, self._share = self._corpus.read_training_text(WINDOW)
             return {**measure(training, heldout), "xz_trained_share": self._share}
         if log is not None and self._process.poll() is None:
-            log("xz is still compressing the training text, which is done once for a corpus: waiting for it")
+            log("waiting for xz, which is still compressing the training text (once per corpus)")
         try:
             figures = json.loads(self._process.communicate()[0])
         except ValueError:  # the process was killed, for example for lack of memory

@@ -1,7 +1,7 @@
 """Files to documents, one at a time: text, JSON lines, JSON arrays, Parquet and arrays of token ids.
 
 Text, JSON lines and JSON arrays may be compressed by gzip (`.gz`) or zstd (`.zst`, which needs pyarrow). They are
-decompressed as a stream, so that no file is ever held in memory as a whole. Files of a directory walk that are UTF-16 or have
+decompressed as a stream, so that no file is held in memory completely. Files of a directory walk that are UTF-16 or have
 a NUL in their first 8 KiB are left out and counted.
 """
 
@@ -88,17 +88,17 @@ class DocumentReader:
 
     Attributes:
         fields: Fields of records that hold the text and the prompt.
+        left_out: Counts what is not read.
         eos_id: Token after which arrays of ids are split into documents; None for no splits.
         skip_bad_lines: Leave out and count lines of text that are not UTF-8, and records without valid text.
         cut_finely: Cut text files into pieces of 1 to 64 KiB, about 1 % of the source, as a source of one file always is.
-        left_out: Counts what is not read.
     """
 
     fields: records.Fields
-    eos_id: int | None
-    skip_bad_lines: bool
-    cut_finely: bool
     left_out: LeftOut
+    eos_id: int | None = None
+    skip_bad_lines: bool = False
+    cut_finely: bool = False
 
     def read(self, source: Source) -> Iterator[Document]:
         """Reads the documents of a source in the order of its files.

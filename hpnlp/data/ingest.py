@@ -49,7 +49,7 @@ class Ingest:
     Attributes:
         sources: Text to train on, a part of which is held out unless `heldout_sources` are given.
         heldout_sources: Text to hold out as a whole.
-        text_field: As in `DataConfig`, and so are the following.
+        text_field: See `DataConfig`.
         prompt_field: See `DataConfig`.
         heldout: See `DataConfig`.
         heldout_bytes: See `DataConfig`.
@@ -104,7 +104,7 @@ class Ingest:
         total = _total_bytes(self.sources)
         share = min(1.0, _VOCABULARY_BYTES / total)
         done = 0
-        reader = self._reader(None, cut_finely, LeftOut())
+        reader = self._reader(LeftOut(), None, cut_finely)
         for source in self.sources:
             for document in reader.read(source):
                 done += len(document.text)
@@ -145,7 +145,7 @@ class Ingest:
             for index, source in enumerate([*self.sources, *self.heldout_sources]):
                 is_heldout = index >= len(self.sources)
                 left_out.merge(source.left_out)
-                reader = self._reader(tokenizer.eos_id, cut_finely and not is_heldout, left_out)
+                reader = self._reader(left_out, tokenizer.eos_id, cut_finely and not is_heldout)
                 is_empty = True
                 for document, ids, skip in _encode_documents(reader, source, tokenizer):
                     is_empty = False
@@ -178,10 +178,10 @@ class Ingest:
             left_out.merge(source.left_out)
         enough = math.ceil(min(_MIN_WHOLE_DOCUMENTS, 1 / self.heldout))
         cut_finely = False
-        has_both, count, lowest = self._scan(self._reader(eos_id, cut_finely, left_out), enough)
+        has_both, count, lowest = self._scan(self._reader(left_out, eos_id, cut_finely), enough)
         if count < enough:
             cut_finely = True
-            has_both, count, lowest = self._scan(self._reader(eos_id, cut_finely, LeftOut()), 1)
+            has_both, count, lowest = self._scan(self._reader(LeftOut(), eos_id, cut_finely), 1)
         if has_both:
             return self.heldout, cut_finely
         self._check_count(count, left_out)
@@ -212,9 +212,9 @@ class Ingest:
                 "data.heldout_path=PATH with other text to hold out"
             )
 
-    def _reader(self, eos_id: int | None, cut_finely: bool, left_out: LeftOut) -> DocumentReader:
+    def _reader(self, left_out: LeftOut, eos_id: int | None, cut_finely: bool) -> DocumentReader:
         fields = Fields(self.text_field, self.prompt_field)
-        return DocumentReader(fields, eos_id, self.skip_bad_lines, cut_finely, left_out)
+        return DocumentReader(fields, left_out, eos_id, self.skip_bad_lines, cut_finely)
 
 
 class _Candidates:

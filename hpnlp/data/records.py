@@ -107,8 +107,8 @@ def json_array(stream: io.BufferedReader, path: str, fields: Fields, report_bad:
         The valid records.
 
     Raises:
-        InputError: The file is not a JSON array. After a syntax error the elements cannot be told apart, so it is raised even
-            if bad records are skipped.
+        InputError: The file is not a JSON array. The error is raised even if bad records are skipped, because
+            after a syntax error the end of an element cannot be detected.
     """
     for number, value in enumerate(_ArrayReader(stream, path)):
         where = f"{path}, record {number + 1}"
@@ -206,9 +206,8 @@ class _ArrayReader:
             fault = "it is cut short"
             try:
                 value, end = _DECODER.raw_decode(self._text, self._position)
-                if end < len(self._text) or isinstance(
-                    value, str | dict | list
-                ):  # a number may continue in the next chunk
+                # A number may continue in the next chunk.
+                if end < len(self._text) or isinstance(value, str | dict | list):
                     self._position = end
                     return value
             except json.JSONDecodeError as error:

@@ -209,4 +209,4 @@ def test_removed_file_raises(tmp_path):
     (source,) = sources.find(str(write(tmp_path / "b.txt", "bee")), "data.path")
     (tmp_path / "b.txt").unlink()
     with pytest.raises(InputError, match="cannot read .*b.txt'.*No such file"):
-        list(DocumentReader(Fields("", ""), None, False, False, LeftOut()).read(source))
+        list(DocumentReader(Fields("", ""), LeftOut()).read(source))

@@ -38,62 +38,71 @@ def text_of(tokenizer, ids):
 
 
 def test_ids_and_texts_equal_those_of_hpnlp(exported):
-    ours, directory = exported
-    theirs = hf.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    theirs.encode_special_tokens = json.loads((directory / "tokenizer_config.json").read_text())["split_special_tokens"]
+    tokenizer, directory = exported
+    exported_tokenizer = hf.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    exported_tokenizer.encode_special_tokens = json.loads((directory / "tokenizer_config.json").read_text())[
+        "split_special_tokens"
+    ]
     for text in texts():
-        ids = ours.encode(text.encode()).tolist()
-        assert theirs.encode(text, add_special_tokens=False).ids == ids, repr(text)
-        assert theirs.encode(text).ids == [ours.bos_id, *ids]
-        assert theirs.decode(ids) == text_of(ours, ids)
+        ids = tokenizer.encode(text.encode()).tolist()
+        assert exported_tokenizer.encode(text, add_special_tokens=False).ids == ids, repr(text)
+        assert exported_tokenizer.encode(text).ids == [tokenizer.bos_id, *ids]
+        assert exported_tokenizer.decode(ids) == text_of(tokenizer, ids)
 
 
 def test_bytes_and_special_ids_round_trip(tmp_path):
-    ours = build("bytes")
-    export(ours, str(tmp_path))
-    theirs = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert theirs.get_vocab_size() == ours.vocab_size
-    for i in range(ours.vocab_size):
-        assert theirs.decode([i]) == text_of(ours, [i])
+    tokenizer = build("bytes")
+    export(tokenizer, str(tmp_path))
+    exported_tokenizer = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert exported_tokenizer.get_vocab_size() == tokenizer.vocab_size
+    for i in range(tokenizer.vocab_size):
+        assert exported_tokenizer.decode([i]) == text_of(tokenizer, [i])
     everything = bytes(range(256))
     back = load(str(tmp_path))
     assert back.decode(back.encode(b"x" + everything[:128])) == b"x" + everything[:128]
-    assert back.decode(range(ours.vocab_size)) == everything
+    assert back.decode(range(tokenizer.vocab_size)) == everything
 
 
 def test_exported_tokenizer_loads_as_the_same(exported):
-    ours, directory = exported
+    tokenizer, directory = exported
     back = load(str(directory))
     ids = (back.vocab_size, back.bos_id, back.eos_id, back.pad_id)
-    assert ids == (ours.vocab_size, ours.bos_id, ours.eos_id, ours.pad_id)
+    assert ids == (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
     for text in ("the cat", ""):
-        assert back.encode_prompt(text).tolist() == ours.encode_prompt(text).tolist()
+        assert back.encode_prompt(text).tolist() == tokenizer.encode_prompt(text).tolist()
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gpt2"])
 def test_autotokenizer_gives_the_same_ids(exported, model_type):
     transformers = pytest.importorskip("transformers")
-    ours, directory = exported
+    tokenizer, directory = exported
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
-    theirs = transformers.AutoTokenizer.from_pretrained(directory)
-    ids = (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, len(theirs))
-    assert ids == (ours.bos_id, ours.eos_id, ours.pad_id, ours.vocab_size)
+    exported_tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    ids = (
+        exported_tokenizer.bos_token_id,
+        exported_tokenizer.eos_token_id,
+        exported_tokenizer.pad_token_id,
+        len(exported_tokenizer),
+    )
+    assert ids == (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size)
     for text in texts():
-        ids = ours.encode(text.encode()).tolist()
-        assert theirs(text)["input_ids"] == [ours.bos_id, *ids], repr(text)
-        assert theirs.decode(ids, skip_special_tokens=True) == text_of(ours, ids)
+        ids = tokenizer.encode(text.encode()).tolist()
+        assert exported_tokenizer(text)["input_ids"] == [tokenizer.bos_id, *ids], repr(text)
+        assert exported_tokenizer.decode(ids, skip_special_tokens=True) == text_of(tokenizer, ids)
 
 
 @pytest.mark.oracle
 def test_fast_class_gives_the_same_ids_where_autotokenizer_differs(exported):
     transformers = pytest.importorskip("transformers")
-    ours, directory = exported
+    tokenizer, directory = exported
     (directory / "config.json").write_text('{"model_type": "qwen2"}')
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    exported_tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
     for text in texts():
-        assert theirs(text)["input_ids"] == [ours.bos_id, *ours.encode(text.encode()).tolist()], repr(text)
+        assert exported_tokenizer(text)["input_ids"] == [tokenizer.bos_id, *tokenizer.encode(text.encode()).tolist()], (
+            repr(text)
+        )
     auto = transformers.AutoTokenizer.from_pretrained(directory)
     assert any(
-        auto(text)["input_ids"] != theirs(text)["input_ids"] for text in texts()
+        auto(text)["input_ids"] != exported_tokenizer(text)["input_ids"] for text in texts()
     )  # otherwise `hpnlp convert` need not mention it

@@ -88,7 +88,7 @@ def test_text_is_decompressed_as_a_stream(tmp_path, name, monkeypatch):
     start = b"" if "txt" in name else b'[{"text": "'
     (tmp_path / name).write_bytes(COMPRESS["." + name.split(".")[2]](start + b"a" * (1 << 22)))
     (source,) = sources.find(str(tmp_path / name), "data.path")
-    reader = DocumentReader(records.Fields("text", ""), None, False, False, LeftOut())
+    reader = DocumentReader(records.Fields("text", ""), LeftOut())
     tracemalloc.start()
     try:
         size = sum(len(document.text) for document in reader.read(source))

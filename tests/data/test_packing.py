@@ -159,11 +159,11 @@ def test_fit_needs_no_more_rows_than_grain():
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.geometric(0.02, 2000), 128)
     tokens = write([(int(length) + 1, 1) for length in lengths])
-    mine = packing.FitRows(tokens, 128, [(0, len(tokens.tokens))]).ranges[0][1]
+    fit_rows = packing.FitRows(tokens, 128, [(0, len(tokens.tokens))]).ranges[0][1]
     source = grain.MapDataset.source(lengths.tolist()).map(lambda length: {"x": np.zeros(length, np.int32)})
-    theirs = grain.experimental.FirstFitPackIterDataset(
+    grain_rows = grain.experimental.FirstFitPackIterDataset(
         source.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
         length_struct={"x": 128},
         num_packing_bins=64,
     )
-    assert lengths.sum() / 128 <= mine <= sum(1 for _ in theirs)
+    assert lengths.sum() / 128 <= fit_rows <= sum(1 for _ in grain_rows)

@@ -76,10 +76,10 @@ def test_commas_separate_sources(tree):
 
 
 def test_duplicate_files_are_left_out(tree):
-    once = [document.name for document in read(tree)[0]]
+    names = [document.name for document in read(tree)[0]]
     (tree / "aa.txt").symlink_to(tree / "sub" / "c")
     documents, left_out = read(tree)
-    assert [d.name for d in documents] == ["a.md", "aa.txt", *once[1:-1]] and left_out["given twice"] == [1, "sub/c"]
+    assert [d.name for d in documents] == ["a.md", "aa.txt", *names[1:-1]] and left_out["given twice"] == [1, "sub/c"]
     documents, left_out = read(tree / "**" / "*.txt")  # follows the link `around` until the system stops it
     assert [d.name for d in documents] == ["aa.txt", "b.txt"] and left_out["given twice"][0] > 3
     first, second = sources.find(f"{tree}/sub,{tree}", "data.path")

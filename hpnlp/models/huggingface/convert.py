@@ -374,7 +374,7 @@ def _check_headers(
     missing = [name for name in expected if name not in stored]
     if missing:
         raise InputError(
-            f"{directory} lacks {len(missing)} tensor{'s' * (len(missing) > 1)} that config.json asks for, "
+            f"{directory} lacks {len(missing)} tensor{'s' * (len(missing) > 1)} that config.json requires, "
             f"{missing[0]} first: take both from one checkpoint"
         )
     surplus = [name for name in stored if name not in expected and not BUFFERS.search(name)]

@@ -117,7 +117,7 @@ _LLAMA = Family(
 
 def _like_llama(architecture: str, *absent: str, windows: WindowLayers, **additions: dict[str, Any]) -> Family:
     """A family with the tensors of Llama, without the keys `absent` of config.json, and with `additions` to its tables."""
-    fields = {key: ours for key, ours in _LLAMA.fields.items() if key not in absent}
+    fields = {key: names for key, names in _LLAMA.fields.items() if key not in absent}
     tables = {name: {**getattr(_LLAMA, name), **addition} for name, addition in additions.items()}
     return dataclasses.replace(_LLAMA, architecture=architecture, fields=fields, windows=windows, **tables)
 

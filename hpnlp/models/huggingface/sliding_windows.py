@@ -15,7 +15,6 @@ from typing import Any
 from hpnlp.models.huggingface.config_values import checked_value
 from hpnlp.nn.attention import alternation
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.ops.attention import Window
 from hpnlp.spec import build, shortened
 from hpnlp.types import InputError
 
@@ -119,10 +118,12 @@ def _windows_of(mixer: str, layers: int) -> list[int | None] | None:
     """The windows of a mixer, or None if it is neither full attention nor windows."""
     period = []
     for spec in alternation(mixer):
-        pattern = build(spec, MIXERS, "mixer").pattern if spec.name == "window" else None
-        if spec.name != "full" and not isinstance(pattern, Window):
+        if spec.name == "window":
+            period.append(build(spec, MIXERS, "mixer").pattern.left + 1)
+        elif spec.name == "full":
+            period.append(None)
+        else:
             return None
-        period.append(None if pattern is None else pattern.left + 1)
     return [period[layer % len(period)] for layer in range(layers)]
 
 

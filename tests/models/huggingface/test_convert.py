@@ -181,7 +181,7 @@ def test_weights_that_are_not_safetensors_raise(llama):
 
 def test_missing_tensors_raise(llama):
     edit(llama, num_hidden_layers=3)
-    assert_raises("lacks 9 tensors that config.json asks for, model.layers.2.input_layernorm", convert.load, llama)
+    assert_raises("lacks 9 tensors that config.json requires, model.layers.2.input_layernorm", convert.load, llama)
 
 
 def test_surplus_tensors_raise(llama):

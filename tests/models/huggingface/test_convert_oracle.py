@@ -228,13 +228,13 @@ def test_bfloat16_and_shards_are_read_by_both(case, transformers, tokens, tmp_pa
     assert str(back.dtype) == "torch.bfloat16"
 
     # Conversely, shards of bfloat16 by transformers are read exactly.
-    back.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
-    assert (tmp_path / "theirs" / convert.INDEX).exists()
-    _, ours = convert.load(tmp_path / "bf16")
-    same, theirs = convert.load(tmp_path / "theirs")
-    assert same == config
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(jnp.bfloat16)), ours, params)
+    back.save_pretrained(tmp_path / "transformers", max_shard_size="10KB")
+    assert (tmp_path / "transformers" / convert.INDEX).exists()
+    _, written = convert.load(tmp_path / "bf16")
+    loaded_config, loaded = convert.load(tmp_path / "transformers")
+    assert loaded_config == config
+    jax.tree.map(np.testing.assert_array_equal, written, loaded)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(jnp.bfloat16)), written, params)
 
 
 @pytest.mark.parametrize("case", ["llama_biases", "llama_head_dim", "llama_yarn", "qwen2"], indirect=True)

@@ -159,7 +159,7 @@ def checkpoint(request, tmp_path):
     return model, transformers.AutoTokenizer.from_pretrained(tmp_path), tmp_path
 
 
-def continue_and_compare(model, theirs, directory, prompts):
+def continue_and_compare(model, hf_tokenizer, directory, prompts):
     """Continues prompts with both libraries, checks that the ids are equal, and returns them."""
     import torch
 
@@ -176,10 +176,10 @@ def continue_and_compare(model, theirs, directory, prompts):
         pad_id=tokenizer.pad_id,
         allowed=decode.speakable(tokenizer),
     )
-    ours = np.concatenate(list(generation), axis=1)
+    continued = np.concatenate(list(generation), axis=1)
     continuations = []
-    for prompt, row, continuation in zip(prompts, rows, ours.tolist(), strict=True):
-        ids = theirs(prompt)["input_ids"]
+    for prompt, row, continuation in zip(prompts, rows, continued.tolist(), strict=True):
+        ids = hf_tokenizer(prompt)["input_ids"]
         # `generate` starts an empty prompt with bos_token_id.
         inputs = {"input_ids": torch.tensor([ids])} if ids else {}
         assert row.tolist() == (ids or [model.generation_config.bos_token_id]), prompt
@@ -188,7 +188,7 @@ def continue_and_compare(model, theirs, directory, prompts):
         assert continuation[: len(expected)] == expected, prompt
         assert set(continuation[len(expected) :]) <= {tokenizer.pad_id}
         text = tokenizer.decode(expected).decode("utf-8", "replace")
-        assert text == theirs.decode(expected, skip_special_tokens=True)
+        assert text == hf_tokenizer.decode(expected, skip_special_tokens=True)
         continuations.append(expected)
     return continuations
 
@@ -201,11 +201,11 @@ def test_greedy_continuations_match_transformers(checkpoint):
 @pytest.mark.parametrize("checkpoint", ["llama2", "qwen3_chat", "gpt2"], indirect=True)
 def test_continuations_end_at_each_eos_of_generation_config(checkpoint):
     transformers = pytest.importorskip("transformers")
-    _, theirs, directory = checkpoint
+    _, hf_tokenizer, directory = checkpoint
     continuations = continue_and_compare(*checkpoint, PROMPTS[:2])
     path = directory / "generation_config.json"
     settings = json.loads(path.read_text()) | {"eos_token_id": [continuations[0][3], continuations[1][5]]}
     path.write_text(json.dumps(settings))
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
-    ended = continue_and_compare(model, theirs, directory, PROMPTS[:2])
+    ended = continue_and_compare(model, hf_tokenizer, directory, PROMPTS[:2])
     assert len(ended[0]) <= 4 and len(ended[1]) <= 6
