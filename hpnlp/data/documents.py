@@ -21,7 +21,7 @@ from hpnlp.types import InputError
 
 # Longer text is cut at line ends, so that no document fills the memory.
 _MAX_BYTES = 1 << 20
-# Limits of the pieces of a finely cut file: 1/100 of the text, but at least and at most so many bytes.
+# Bounds in bytes of the maximum size of pieces of a finely cut file, which is about 1/100 of the text.
 _MIN_PIECE, _MAX_PIECE = 1 << 10, 1 << 16
 
 
@@ -112,8 +112,8 @@ class DocumentReader:
         Raises:
             InputError: A file cannot be read or holds an invalid record. The message names the file and the place in it.
         """
-        is_fine = self.cut_finely or len(source.files) == 1
-        max_bytes = _piece_size(sum(file.text_bytes for file in source.files)) if is_fine else _MAX_BYTES
+        cuts_finely = self.cut_finely or len(source.files) == 1
+        max_bytes = _piece_size(sum(file.text_bytes for file in source.files)) if cuts_finely else _MAX_BYTES
         for file in source.files:
             try:
                 for document in self._read_file(file, max_bytes, source.walked):

@@ -163,7 +163,7 @@ class HFTokenizer:
     def save(self, path: str) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(self._inner.to_str(pretty=True))
-        with open(_beside(path, "tokenizer_config.json"), "w", encoding="utf-8") as file:
+        with open(_sibling(path, "tokenizer_config.json"), "w", encoding="utf-8") as file:
             json.dump(self._config | {f"{role}_token": name for role, name in self._roles.items() if name}, file)
 
     @classmethod
@@ -187,14 +187,14 @@ class HFTokenizer:
             raise InputError(
                 f"{path!r} is no tokenizer.json that tokenizers {hf.__version__} reads: {error}"
             ) from error
-        config = _read_config(_beside(path, "tokenizer_config.json"))
+        config = _read_config(_sibling(path, "tokenizer_config.json"))
         if "added_tokens_decoder" not in config:  # otherwise transformers does not read special_tokens_map.json
-            special = _read_config(_beside(path, "special_tokens_map.json"))
+            special = _read_config(_sibling(path, "special_tokens_map.json"))
             config |= {
                 name: token for name, token in special.items() if name in ("bos_token", "eos_token", "pad_token")
             }
         _add_tokens(inner, config)
-        generation = _read_config(_beside(path, "generation_config.json"))
+        generation = _read_config(_sibling(path, "generation_config.json"))
         return cls(inner, config, generation.get("bos_token_id"))
 
     @property
@@ -273,7 +273,7 @@ def _import_tokenizers() -> Any:
     return tokenizers
 
 
-def _beside(path: str, name: str) -> str:
+def _sibling(path: str, name: str) -> str:
     """The path of the file `name` in the directory of the file `path`."""
     return os.path.join(os.path.dirname(path), name)
 

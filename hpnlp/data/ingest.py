@@ -20,12 +20,13 @@ from hpnlp.data.tokenizers import encode_all
 from hpnlp.types import InputError, Tokenizer
 
 _FORMAT = 3  # version of the files that `Ingest.write` writes; part of the cache key
-# Documents are tokenised in groups of at least so many bytes or so many documents, on all cores where the tokenizer can.
+# Sizes from which a group of documents is tokenised at once, on all cores if the tokenizer supports it.
 _GROUP_BYTES = 1 << 20
 _GROUP_DOCUMENTS = 512
-# A vocabulary is made from at most about so many bytes of text: more changes it little, and its counts are kept in memory.
+# Approximate limit of the text from which a vocabulary is made. More text changes the vocabulary little, and the counts are
+# kept in memory.
 _VOCABULARY_BYTES = 1 << 28
-# With at least so many documents, documents are held out as a whole, however small the fraction to hold out.
+# From this number of documents on, text files are not cut, however small the fraction to hold out.
 _MIN_WHOLE_DOCUMENTS = 50
 
 

@@ -172,7 +172,8 @@ class _ArrayReader:
     def _error(self, fault: str) -> InputError:
         """The error for a file that is no JSON array, at the current element."""
         return InputError(
-            f"{self._path}, record {self._count + 1}: not a JSON array ({fault}): mend it, or save one record a line as .jsonl"
+            f"{self._path}, record {self._count + 1}: not a JSON array ({fault}): mend it, or save one record per line "
+            "as .jsonl"
         )
 
     def _read_more(self) -> bool:

@@ -1,9 +1,9 @@
 """Paths to files: "stdlib", files, directories and globs, with duplicates and unreadable kinds of files left out.
 
-A file or a glob that a user names is read as it is. A walk through a directory leaves out files that are hardly meant as
+A file or a glob that a user names is read as it is. A walk through a directory leaves out files that are unlikely to be
 text: hidden files and directories, `__pycache__`, links to directories, and compressed files other than `.txt`, `.md`,
-`.json` and `.jsonl` followed by `.gz` or `.zst`. `documents.documents` leaves out further files of a walk by their
-content. Every omission is counted in a `LeftOut`, so that the caller can report it.
+`.json` and `.jsonl` followed by `.gz` or `.zst`. `documents.DocumentReader` leaves out further files of a walk by
+their content. Every omission is counted in a `LeftOut`, so that the caller can report it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _INDEX = "index.json"
 # only directories with both are ever removed.
 _UNFINISHED = ".hpnlp-unfinished-"
 _MARKER = "made-by-hpnlp"
-_STALE_SECONDS = 7 * 24 * 3600  # unfinished entries without a write for so long belong to a process that was killed
+_STALE_SECONDS = 7 * 24 * 3600  # the process of an unfinished entry counts as killed after this time without a write
 _BUFFER = 1 << 18
 
 

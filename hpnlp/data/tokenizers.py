@@ -211,7 +211,7 @@ def save_whole(tokenizer: Tokenizer, directory: str) -> None:
 
     Args:
         tokenizer: The tokenizer.
-        directory: An existing directory, which receives tokenizer.json and the files beside it.
+        directory: An existing directory, which receives tokenizer.json and its config files.
     """
     fresh = os.path.join(directory, "tokenizer.tmp")
     shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here

@@ -18,7 +18,7 @@ from hpnlp.ops.softmax.word_order import checked_order
 from hpnlp.types import InputError, WordStats
 
 FORMAT = 1  # version of the JSON that `save` writes
-# The similarity of words is computed from at most so many words of text, which are held in memory.
+# Maximum number of words of text from which the similarity of words is computed; they are held in memory.
 _COMPARED = 1 << 23
 
 
@@ -160,7 +160,7 @@ class _Sample:
         self.numbers: dict[str, int] = {}
         self._words = 0
         self._seen = 0
-        self._interval = 1  # every so many documents one is sampled
+        self._interval = 1  # number of documents per sampled document
 
     def add(self, words: Sequence[str]) -> None:
         """Reads the next document."""

@@ -84,7 +84,7 @@ def _weight_files(directory: Path) -> list[Path]:
         names = index["weight_map"].values() if isinstance(index.get("weight_map"), dict) else []
         if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
             raise InputError(
-                f"{directory / INDEX}: expected a weight_map of tensors to files beside it; download it again"
+                f"{directory / INDEX}: expected a weight_map of tensors to files in its directory; download it again"
             )
         return [directory / name for name in sorted(set(names))]
     if any(directory.glob("pytorch_model*.bin*")):
@@ -149,7 +149,7 @@ def raises_input_errors(path: Path, fix: str, *damage: type[Exception]) -> Itera
     Args:
         path: Path of the file.
         fix: Advice that ends the message.
-        *damage: Further exceptions that mean a damaged file, beside OSError and those of safetensors.
+        *damage: Further exceptions that mean a damaged file, besides OSError and those of safetensors.
 
     Yields:
         None.

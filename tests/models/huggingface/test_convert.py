@@ -219,7 +219,7 @@ def test_missing_shard_raises(tmp_path):
 def test_invalid_index_raises(index, tmp_path):
     directory = sharded(tmp_path)
     (directory / convert.INDEX).write_text(json.dumps(index))
-    assert_raises("expected a weight_map of tensors to files beside it", convert.load, directory)
+    assert_raises("expected a weight_map of tensors to files in its directory", convert.load, directory)
 
 
 def test_missing_package_raises(llama, monkeypatch):
