@@ -9,19 +9,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpnlp.data import packing, token_store
+from hpnlp.data.config import DataConfig
 from hpnlp.data.files import printable
 from hpnlp.data.sources import LeftOut
 from hpnlp.types import InputError, Tokenizer
-
-if TYPE_CHECKING:
-    from hpnlp.data.stream import DataConfig
-
-PACKINGS = {"concat": packing.ConcatRows, "fit": packing.FitRows}
 
 _STATE_VERSION = 1
 # Number of rows in a training stream. grain's own endless repeat overflows, because grain converts lengths to floats.
@@ -236,7 +232,7 @@ class Corpus:
     def _rows(self) -> packing.ConcatRows | packing.FitRows:
         """The training rows; with weights, one range per source."""
         bounds = self._bounds if self.config.weights else [0, self.train_tokens]
-        rows = PACKINGS[self.config.packing](
+        rows = packing.PACKINGS[self.config.packing](
             self._train, self.config.seq_len, list(zip(bounds[:-1], bounds[1:], strict=True))
         )
         paths = self.config.path.split(",") if self.config.weights else [self.config.path]

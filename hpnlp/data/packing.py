@@ -141,6 +141,10 @@ class FitRows:
         return Segments(row, self._piece_starts[piece], self._piece_lengths[piece])
 
 
+# Name in `DataConfig.packing` -> class of the rows.
+PACKINGS = {"concat": ConcatRows, "fit": FitRows}
+
+
 def _pieces(tokens: Tokens, seq_len: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
     """(index of the first token, number of inputs) of the pieces of the documents in the token range `[start, end)`."""
     first, after = np.searchsorted(tokens.ends, [start, end], "right")
