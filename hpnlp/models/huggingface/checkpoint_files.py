@@ -107,6 +107,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         InputError: The file is missing, damaged, or holds another value.
     """
+    if path.is_fifo():  # which may have no end
+        raise InputError(f"{path} is not a regular file: download it again")
     with raises_input_errors(path, "download it again", ValueError, RecursionError):
         value = json.loads(path.read_text("utf-8"))
     if not isinstance(value, dict):
