@@ -24,7 +24,7 @@ from hpnlp.models.lm import LM
 from hpnlp.training import distributed, warm_start
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
-from hpnlp.training.loss_scale import LEAST
+from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, find_writers, now_and_then
 from hpnlp.training.run_directory import claimed, has_begun, make_model, saved_tokenizer, write_config
 from hpnlp.training.step import Batch, Trainer, TrainState, check_batch, make_trainer
@@ -332,7 +332,7 @@ class _Run:
     def _check_finite(self, step: int, line: Mapping[str, float]) -> None:
         """Raises InputError where the gradients were not finite for too many steps."""
         # While a loss scale can still fall, it is both the cause and the cure.
-        lost = line["skipped"] and line.get("loss_scale", LEAST) <= LEAST
+        lost = line["skipped"] and line.get("loss_scale", MINIMUM) <= MINIMUM
         self.consecutive_skips = self.consecutive_skips + 1 if lost else 0
         if self.consecutive_skips >= HOPELESS or (lost and not self.config.optimizer.skip_nonfinite):
             raise InputError(

@@ -21,7 +21,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training import loss_scale, sparse_rows
 from hpnlp.training.apply_updates import Update, check_by_layer, mean
 from hpnlp.training.gradients import Batch, Gradients, loss
-from hpnlp.training.muon import Whole
+from hpnlp.training.muon import ApplyToWhole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
 from hpnlp.training.state_shardings import TrainState, shapes_with, state_shardings
 from hpnlp.types import InputError, ModelParallel
@@ -208,7 +208,7 @@ def _initial_state(
     if params is None:
         params = nn.meta.unbox(model.init(key, example_batch(1, 8)))["params"]
     ema = jax.tree.map(jnp.copy, params) if config.ema else None
-    scale = loss_scale.begin(config.loss_scale, model.config.dtype)
+    scale = loss_scale.initial(config.loss_scale, model.config.dtype)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema, scale)
 
 
@@ -311,7 +311,7 @@ def _placement(layout: Layout, axes: Any, masks: Any) -> ModelParallel:
     )
 
 
-def _whole_matrices(mesh: Any, specs: Any) -> Whole:
+def _whole_matrices(mesh: Any, specs: Any) -> ApplyToWhole:
     """Function by which an optimizer multiplies matrices that are divided over devices."""
     by_path = {sparse_rows.keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
     return lambda path, function, x: distributed_matrices.of_whole(function, x, mesh, by_path[path])

@@ -41,7 +41,9 @@ def test_layers_that_are_moved_one_by_one(name, fine):
         def step(old, grads, at, update=update):
             weight = jnp.float32(7)
             norm = update.norm(grads, weight)
-            new = update(old, grads, weight=weight, norm=norm, step=at, is_finite=fine if fine is None else jnp.array(fine))
+            new = update(
+                old, grads, weight=weight, norm=norm, step=at, is_finite=fine if fine is None else jnp.array(fine)
+            )
             return norm, new
 
         params = drawn(0)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.training.loss_scale import LEAST, PERIOD, LossScale, begin
+from hpnlp.training.loss_scale import GROWTH_INTERVAL, MINIMUM, LossScale, initial
 from tests.training.test_step import IN_PARTS, LAYOUTS, MODEL, ONE, Run, batch_of, fifty_steps, host, trainer_of
 
 HALF = dataclasses.replace(MODEL, dtype="float16")
@@ -19,25 +19,25 @@ def scale(value, finite=0):
 
 def begun(first, layout=ONE, model=MODEL, **changes):
     """A run whose first scale is `first`, 0 for none."""
-    return Run(trainer_of(*layout, model, loss_scale=first, **changes), model, begin(first, model.dtype))
+    return Run(trainer_of(*layout, model, loss_scale=first, **changes), model, initial(first, model.dtype))
 
 
 def test_grows_after_a_period_without_overflow():
     step = jax.jit(LossScale.after)
     state = scale(8.0, 3)
-    for _ in range(PERIOD - 4):
+    for _ in range(GROWTH_INTERVAL - 4):
         state = step(state, True)
-    assert state == (8.0, PERIOD - 1)
+    assert state == (8.0, GROWTH_INTERVAL - 1)
     assert step(state, True) == (16.0, 0)
     assert step(state, False) == (4.0, 0)  # and the period begins anew
-    assert step(scale(2.0**127, PERIOD - 1), True) == (2.0**127, 0)  # twice that is infinite
-    assert step(scale(1.5), False) == step(scale(LEAST), False) == (LEAST, 0)
+    assert step(scale(2.0**127, GROWTH_INTERVAL - 1), True) == (2.0**127, 0)  # twice that is infinite
+    assert step(scale(1.5), False) == step(scale(MINIMUM), False) == (MINIMUM, 0)
 
 
 def test_float16_has_one_by_itself():
-    assert begin(None, "float16") == scale(1024.0)
-    assert begin(0.0, "float16") is begin(None, "float32") is begin(None, "bfloat16") is None
-    assert begin(8.0, "float32") == scale(8.0)
+    assert initial(None, "float16") == scale(1024.0)
+    assert initial(0.0, "float16") is initial(None, "float32") is initial(None, "bfloat16") is None
+    assert initial(8.0, "float32") == scale(8.0)
 
 
 def zeros(run):
@@ -79,7 +79,7 @@ def test_overflow_changes_nothing_but_the_scale():
 
 def test_scale_rises_in_training():
     run = begun(64.0)
-    run.state = dataclasses.replace(run.state, scale=scale(64.0, PERIOD - 2))
+    run.state = dataclasses.replace(run.state, scale=scale(64.0, GROWTH_INTERVAL - 2))
     assert [run.step(batch_of(0))["loss_scale"] for _ in range(3)] == [64.0, 64.0, 128.0]
 
 

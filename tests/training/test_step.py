@@ -453,7 +453,7 @@ def test_batch_without_a_target_token():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_trains(dtype):
-    run = Run(trainer_of(model=dataclasses.replace(MODEL, dtype=dtype)), scale=loss_scale.begin(None, dtype))
+    run = Run(trainer_of(model=dataclasses.replace(MODEL, dtype=dtype)), scale=loss_scale.initial(None, dtype))
     losses = np.array([run.step(batch_of(seed))["loss"] for seed in range(30)])
     assert {leaf.dtype for leaf in jax.tree.leaves(run.state.params)} == {jnp.dtype("float32")}
     expected = fifty_steps(*ONE)[0][:30]
@@ -548,7 +548,7 @@ def test_an_optimizer_that_rests_on_the_host(name):
 )
 def test_parameters_that_rest_on_the_host(plan, changes):
     """Layers and their averages lie there between steps, and nothing else is changed."""
-    scale = jax.device_get(loss_scale.begin(changes.get("loss_scale"), "float32"))
+    scale = jax.device_get(loss_scale.initial(changes.get("loss_scale"), "float32"))
     here, away = (
         Run(trainer_of(dataclasses.replace(plan, offload_parameters=away), 4, **changes), scale=scale)
         for away in (False, True)
