@@ -33,8 +33,8 @@ class OptimizerConfig:
     name: an entry of OPTIMIZERS. learning_rate: the peak learning rate. schedule: an entry of SCHEDULES, with its arguments,
     which starts after the warm-up. warmup: steps of linear rise from 0 to the peak, 0 for none. final: the last learning rate
     as a fraction of the peak. weight_decay: decoupled weight decay, multiplied by the learning rate, of matrices and tables
-    only. b1, b2, eps: decay of the first moment, decay of the second moment, and constant added to the denominator, of the
-    optimizers that have them. momentum: decay of the momentum of lars, sgd and muon. adam_learning_rate: learning rate of the
+    only. b1: decay of the first moment. b2: decay of the second moment. eps: constant added to the denominator.
+    momentum: decay of the momentum of lars, sgd and muon. adam_learning_rate: learning rate of the
     parameters that muon leaves to Adam (norms, biases, tables), 0 for learning_rate. clip_norm: gradients with a larger global
     norm are scaled down to it, 0 for no clipping. accumulate: number of parts of a batch whose gradients are computed one
     after another and summed. skip_nonfinite: a step whose gradient norm is not finite leaves the state unchanged.
@@ -43,8 +43,8 @@ class OptimizerConfig:
     average of the parameters that evaluation, generation and export use, 0 for no average. rows: train only the rows of a
     table that a batch looks up (embeddings, sampled and tree outputs; needs model.tied=False), so that moments and weight
     decay of the other rows wait (lazy Adam). base_batch: batch size that the learning rates are meant for, 0 for any; for
-    another batch size they are multiplied by a function of the ratio of the sizes. scaling: that function, an entry of
-    SCALINGS.
+    another batch size they are scaled. scaling: an entry of SCALINGS, the factor of the learning rates as a function of
+    batch_size / base_batch.
     """
 
     name: str = "adamw"
