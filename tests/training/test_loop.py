@@ -392,8 +392,11 @@ def test_debug_nans_stops_at_the_operation(tmp_path):
     ("code", "message"),
     [
         (errno.ENOSPC, "cannot write to .*: the disk is full: free some space and run the same command again"),
-        (errno.EACCES, r"cannot write to x.json \(Permission denied\): mend its permissions and run the same command"),
-        (errno.EROFS, r"cannot write to x.json \(Read-only file system\): mend"),
+        (
+            errno.EACCES,
+            r"cannot write to x.json \(Permission denied\): correct its permissions and run the same command",
+        ),
+        (errno.EROFS, r"cannot write to x.json \(Read-only file system\): correct"),
     ],
 )
 def test_directory_that_takes_no_more(tmp_path, code, message):
