@@ -140,7 +140,7 @@ class _Run:
     def _prepare(self, accept_changes: bool) -> None:
         """Makes data, model and trainer, and finds the state to start from; then writes tokenizer and config."""
         config, workdir = self.config, self.workdir
-        begun = distributed.agreed(has_begun(workdir))
+        begun = distributed.lead_value(has_begun(workdir))
         self.source = _warm_start_source(config, workdir)
         self.corpus = prepare(
             config.data, self._known_tokenizer(begun), now_and_then(console=None if self.is_lead else QUIET)
@@ -151,7 +151,9 @@ class _Run:
         optimizer = config.optimizer.for_batch(config.data.batch_size)
         self.trainer = make_trainer(self.model, optimizer, config.plan, steps=config.train.steps)
         check_batch(self.trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
-        index, count = distributed.share(self.trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
+        index, count = distributed.batch_share(
+            self.trainer.batch_sharding, (config.data.batch_size, config.data.seq_len)
+        )
         self.key = jax.random.key(config.train.seed)
         self.batches = self.corpus.train(seed=config.train.seed, process_index=index, process_count=count)
         self.checkpoints = Checkpointer(workdir, config.train.keep)
@@ -346,7 +348,7 @@ class _Run:
             self.checkpoints.wait()
             shapes = self.trainer.state_shapes
             self.checkpoints.check_saved(self.saved_step, shapes.params, shapes.step)
-        self.stopping.agree()
+        self.stopping.synchronize()
         self.stopping.end()
         interrupted = self.stopping.signal != ""
         heldout: dict[str, float] = {}
@@ -402,7 +404,7 @@ def heldout_loss(
     Raises:
       InputError: No token of the batches has a loss.
     """
-    index, count = distributed.share(trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
+    index, count = distributed.batch_share(trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
     batches = corpus.heldout(
         batch_size=config.data.batch_size,
         stride=config.train.eval_stride or None,
@@ -444,7 +446,7 @@ def _devices(mesh: Any) -> str:
 
 def _warm_start_source(config: Config, workdir: Path) -> warm_start.Source | None:
     """The model that `train.init_from` names; None without one, or if the run continues from a checkpoint of its own."""
-    if not config.train.init_from or distributed.agreed(Checkpointer.exist(workdir)):
+    if not config.train.init_from or distributed.lead_value(Checkpointer.exist(workdir)):
         return None
     source = warm_start.find(config.train.init_from)
     warm_start.check_tokenizer(config.data.tokenizer, source)

@@ -85,7 +85,7 @@ def test_two_processes_train_as_one_which_goes_on(tmp_path):
     assert (code, code_of_other) == (0, 0), said + other
     assert "8 cpu devices (fsdp 4, tensor 2)" in said and "step 4" in said and "held-out bits a byte" in said
     assert "step 4" not in other and "held-out" not in other
-    assert other.count("process 1 of 2: process 0 says how the run goes") == 1
+    assert other.count("process 1 of 2: process 0 prints the progress") == 1
     [(said, code)] = finish(start(tmp_path / "one", 1, 8, *arguments))
     assert code == 0, said
     two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
@@ -156,7 +156,7 @@ def test_what_is_said_where_another_process_is_lost(monkeypatch, capfd):
     fail("UNKNOWN: Gloo AllGather failed: Connection reset by peer\nand a stack", 2)
     assert ended == [1]
     said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "has lost another one, it seems (UNKNOWN: Gloo AllGather failed: Conn" in said
+    assert said.count("\n") == 1 and "has probably lost another process (UNKNOWN: Gloo AllGather failed: Conn" in said
     for reason, processes in (
         ("RESOURCE_EXHAUSTED: Out of memory", 2),
         ("INTERNAL: NCCL operation ncclCommInitRankConfig failed: unhandled cuda error", 2),
@@ -169,7 +169,7 @@ def test_what_is_said_where_another_process_is_lost(monkeypatch, capfd):
 
 def test_a_coordinator_that_is_not_there():
     port = free_port()
-    with pytest.raises(InputError, match=f"no coordinator at 127.0.0.1:{port} in 1 s .* mend --coordinator"):
+    with pytest.raises(InputError, match=f"no coordinator at 127.0.0.1:{port} in 1 s .* correct --coordinator"):
         distributed.join(f"127.0.0.1:{port}", 2, 1, seconds=1)
 
 
@@ -178,7 +178,7 @@ def test_an_ipv6_address_stands_in_brackets(monkeypatch):
     here, there = socket.socketpair()
     asked = []
     monkeypatch.setattr(socket, "create_connection", lambda address, timeout: asked.append(address) or here)
-    distributed._knock("[::1]", 1234, 1, 20)
+    distributed._report_to_coordinator("[::1]", 1234, 1, 20)
     with there:
         assert asked == [("::1", 1234)] and there.recv(16) == b"1\n"
 
@@ -188,17 +188,19 @@ def test_processes_that_do_not_come():
     port = free_port()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         first = pool.submit(distributed.join, f"127.0.0.1:{port}", 3, 0, seconds=3)
-        distributed._knock("127.0.0.1", port, 1, 3)
+        distributed._report_to_coordinator("127.0.0.1", port, 1, 3)
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1")
-        with pytest.raises(InputError, match=rf"of 3 processes, 2 did not come to 127.0.0.1:{port} in 3 s: start each"):
+        with pytest.raises(
+            InputError, match=rf"of 3 processes, 2 did not connect to 127.0.0.1:{port} in 3 s: start each"
+        ):
             first.result(timeout=30)
 
 
 def test_a_port_that_somebody_has():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(InputError, match=f"--coordinator=127.0.0.1:{port}: port {port} cannot be had here"):
+        with pytest.raises(InputError, match=f"--coordinator=127.0.0.1:{port}: port {port} cannot be opened"):
             distributed.join(f"127.0.0.1:{port}", 2, 0, seconds=3)
 
 
@@ -247,14 +249,14 @@ def test_a_launcher_that_jax_does_not_know(monkeypatch):
     """Or whose processes it takes for others'."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
-    with pytest.raises(InputError, match="started 2 processes, and JAX found 1: say who they are, by --coordinator"):
+    with pytest.raises(InputError, match="started 2 processes, and JAX found 1: pass --coordinator"):
         distributed.join()
 
     def unknown(**_):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", unknown)
-    with pytest.raises(InputError, match="say who they are, by --coordinator"):
+    with pytest.raises(InputError, match="pass --coordinator"):
         distributed.join()
 
 
@@ -275,16 +277,16 @@ def test_processes_of_different_configs(monkeypatch):
 def test_signals_after_the_last_step_stop_all_processes(monkeypatch):
     stopping, others = distributed.Stopping(), [0]
     monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own, *others]))
-    stopping.agree()
+    stopping.synchronize()
     assert stopping.signal == ""  # alone
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    stopping.agree()
+    stopping.synchronize()
     assert stopping.signal == ""
     others[:] = [int(signal.SIGTERM)]
-    stopping.agree()
+    stopping.synchronize()
     assert stopping.signal == "SIGTERM"
     others[:] = [0]
-    stopping.agree()
+    stopping.synchronize()
     assert stopping.signal == "SIGTERM"
 
 
@@ -388,15 +390,15 @@ class Held:
 
 def test_what_a_process_reads():
     mesh = Plan(data=4, tensor=2).mesh()
-    assert distributed.share(NamedSharding(mesh, PartitionSpec("data")), (16, 8)) == (0, 1)
-    assert distributed.share(Held((8, 12), (12, 16)), (16, 8)) == (1, 2)
-    assert distributed.share(Held((12, 16), (12, 16)), (16, 8)) == (3, 4)
-    assert distributed.share(Held((None, None)), (16, 8)) == (0, 1)
+    assert distributed.batch_share(NamedSharding(mesh, PartitionSpec("data")), (16, 8)) == (0, 1)
+    assert distributed.batch_share(Held((8, 12), (12, 16)), (16, 8)) == (1, 2)
+    assert distributed.batch_share(Held((12, 16), (12, 16)), (16, 8)) == (3, 4)
+    assert distributed.batch_share(Held((None, None)), (16, 8)) == (0, 1)
     for rows in (((0, 4), (8, 12)), ((2, 6),)):
-        with pytest.raises(InputError, match="which are no part of it"):
-            distributed.share(Held(*rows), (16, 8))
+        with pytest.raises(InputError, match="which are not one consecutive part of it"):
+            distributed.batch_share(Held(*rows), (16, 8))
     assert (
-        distributed.agreed(True)
-        and not distributed.agreed(False)
+        distributed.lead_value(True)
+        and not distributed.lead_value(False)
         and distributed.is_lead() == (jax.process_index() == 0)
     )
