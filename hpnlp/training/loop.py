@@ -25,7 +25,7 @@ from hpnlp.training import distributed, warm_start
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.loss_scale import MINIMUM
-from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, find_writers, now_and_then
+from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, find_writers, reading_progress
 from hpnlp.training.run_directory import claimed, has_begun, make_model, saved_tokenizer, write_config
 from hpnlp.training.step import Batch, Trainer, TrainState, check_batch, make_trainer
 from hpnlp.types import InputError, Tokenizer, Writer
@@ -143,7 +143,7 @@ class _Run:
         begun = distributed.lead_value(has_begun(workdir))
         self.source = _warm_start_source(config, workdir)
         self.corpus = prepare(
-            config.data, self._known_tokenizer(begun), now_and_then(console=None if self.is_lead else QUIET)
+            config.data, self._known_tokenizer(begun), reading_progress(console=None if self.is_lead else QUIET)
         )
         self.baselines = Baselines(self.corpus) if self.is_lead else None
         self.model = make_model(config, self.corpus.tokenizer)
@@ -283,7 +283,7 @@ class _Run:
     def evaluate(self, limit: int | None) -> dict[str, float]:
         """`heldout_loss` of the current parameters, over at most `limit` batches."""
         self.flush()
-        self.display.doing("scoring held-out text")
+        self.display.status("scoring held-out text")
         with self.clock("eval"):
             return heldout_loss(self.trainer, self.state.best_params, self.corpus, self.config, limit)
 

@@ -134,7 +134,7 @@ def _cosine(peak: float, final: float, steps: int) -> optax.Schedule:
     return optax.cosine_decay_schedule(peak, steps, alpha=final)
 
 
-def _rsqrt(peak: float, final: float, steps: int, timescale: float = 1000) -> optax.Schedule:
+def _rsqrt(peak: float, final: float, steps: int, timescale: float | int = 1000) -> optax.Schedule:
     """Peak / sqrt(1 + step / timescale); ignores `final`."""
     return lambda step: peak * jax.lax.rsqrt(jnp.maximum(1.0, 1.0 + step / timescale))
 

@@ -290,7 +290,7 @@ def test_live_line_shows_what_takes_time_beside_steps(monkeypatch):
     for terminal in (True, False):
         out = io.StringIO()
         shown = Display(0, 100, 1000, Console(file=out, force_terminal=terminal, width=120))
-        shown.doing("scoring held-out text")
+        shown.status("scoring held-out text")
         shown.close()
         assert ("0/100 scoring held-out text" in out.getvalue()) == terminal
 
@@ -298,7 +298,7 @@ def test_live_line_shows_what_takes_time_beside_steps(monkeypatch):
 def test_reading_that_takes_long_is_shown_now_and_then(monkeypatch):
     out, now = io.StringIO(), [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    progress = metrics.now_and_then(5.0, Console(file=out, highlight=False))
+    progress = metrics.reading_progress(5.0, Console(file=out, highlight=False))
     for second in range(12):
         now[0] = float(second)
         progress("tokenising", second << 20, 3 << 30)
