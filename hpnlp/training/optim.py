@@ -181,7 +181,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     if config.warmup == 0:
         return body
 
-    def warmup(step: jax.Array) -> jax.Array:
+    def warmup(step: Any) -> Any:
         return config.learning_rate * (step + 1) / config.warmup  # step 0 takes 1/warmup of the peak, not 0
 
     return optax.join_schedules([warmup, body], [config.warmup])
