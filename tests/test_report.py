@@ -202,7 +202,7 @@ def test_metrics_that_are_damaged_are_reported_and_left_out(tmp_path):
 
 
 def test_report_that_cannot_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(report.decode, "sample_text", lambda *args: "")
+    monkeypatch.setattr(report.single.decode, "sample_text", lambda *args: "")
     (tmp_path / "report.md").mkdir()
     with pytest.raises(InputError, match=r"cannot write the report to .*: free some space there and run the same"):
         report.write(tmp_path, Config(), result())
@@ -380,11 +380,14 @@ def test_members_of_sweeps_are_labelled_with_their_overrides(tmp_path):
     (tmp_path / "t").mkdir()
     paths = runs(tmp_path, **{name: {"config_changes": narrow if "full" in name else wide} for name in made})
     reports = {str(path): report.read_report(path) for path in paths}
-    labels, title = report._labels(reports)
+    labels, title = report.comparison._labels(reports)
     assert list(labels.values())[:3] == ["s: mixer=window(128,0)", "s: mixer=full", "00-mixer=full"] and title == ""
     assert list(labels.values())[3:] == [f"alone ({paths[3]})", f"alone ({paths[4]})"]
     of_one = dict(list(reports.items())[:2])
-    assert report._labels(of_one) == (dict(zip(of_one, ["mixer=window(128,0)", "mixer=full"], strict=True)), "s")
+    assert report.comparison._labels(of_one) == (
+        dict(zip(of_one, ["mixer=window(128,0)", "mixer=full"], strict=True)),
+        "s",
+    )
 
 
 def test_any_name_is_drawn_without_warnings(tmp_path):

@@ -128,7 +128,7 @@ def test_a_step_makes_no_array_of_the_tables_size():
 def test_what_does_not_go_with_rows():
     with pytest.raises(InputError, match="optimizer.rows=True: adafactor does not .* choose .*adamw"):
         OptimizerConfig("adafactor", rows=True)
-    with pytest.raises(InputError, match=r"optimizer.ema=0.9 with optimizer.rows=True.*leave one out"):
+    with pytest.raises(InputError, match=r"optimizer.ema=0.9 with optimizer.rows=True.*leave out one"):
         OptimizerConfig(rows=True, ema=0.9)
     tied = LM(LMConfig(layers=1, dim=32, heads=2, vocab=264, max_len=T))
     with pytest.raises(InputError, match="optimizer.rows=True.*set model.tied=False"):
