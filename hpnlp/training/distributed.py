@@ -226,7 +226,7 @@ def _initialize(*args: Any, **options: Any) -> None:
 
 
 @contextlib.contextmanager
-def others_may_die() -> Iterator[None]:
+def exit_on_lost_process() -> Iterator[None]:
     """Ends this process with exit code 1 and one line when an operation fails because another process has died.
 
     JAX would wait for the other process, and abort after the heartbeat timeout.
@@ -273,7 +273,7 @@ def lead_value(value: bool) -> bool:
     return value if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.array(value)))
 
 
-def check_alike(text: str) -> None:
+def check_same_config(text: str) -> None:
     """Checks that all processes have the same config.
 
     Args:
@@ -344,7 +344,7 @@ class Stopping:
                 self.signal = self._received
             else:
                 _announce_stop()
-            signals.say(
+            signals.write_line(
                 f"{self._received}: saving after this step; Ctrl-C again, after 2 s, ends the run without saving"
             )
         elif number == signal.SIGINT and now - self._received_at >= signals.REPEAT_SECONDS:
@@ -381,3 +381,6 @@ def batch_share(sharding: Any, shape: tuple[int, int]) -> tuple[int, int]:
             "consecutive part of it: choose sizes of the plan so that each process holds consecutive examples"
         )
     return first // count, shape[0] // count
+
+
+others_may_die, check_alike = exit_on_lost_process, check_same_config  # the old names

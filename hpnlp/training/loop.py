@@ -1,7 +1,8 @@
-"""The training loop: what a run does between its config and its result.
+"""The training loop.
 
-`train` is the loop. `_Run` holds the state of a run and does each thing that the loop is made of: set-up, one step, writing
-metrics, evaluation, checkpoints and the end.
+`train` is the loop. `_Run` holds the state of a run and has a method for each part of the loop: set-up, one step, writing
+metrics, evaluation, checkpoints and the end. A run resumes from the newest checkpoint of its directory, if there is one: see
+`_Run._find_start`, `checkpoint` for the content of a checkpoint, and `run_directory` for the conditions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hpnlp.training.run_directory import claimed, has_begun, make_model, saved_t
 from hpnlp.training.step import Batch, Trainer, TrainState, check_batch, make_trainer
 from hpnlp.types import InputError, Tokenizer, Writer
 
-HOPELESS = 20  # consecutive steps without a finite gradient after which a run stops
+MAX_NONFINITE_STEPS = 20  # a run stops after so many consecutive steps without a finite gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +167,7 @@ class _Run:
 
     def _known_tokenizer(self, begun: bool) -> Tokenizer | None:
         """The tokenizer of the warm start or of the run so far; None for one that is made from the data."""
-        if self.source is not None:  # the one that its parameters know, also if an earlier attempt has saved another
+        if self.source is not None:  # also if an earlier attempt has saved another tokenizer
             return self.source.tokenizer
         return saved_tokenizer(self.workdir) if begun else None
 
@@ -186,8 +187,8 @@ class _Run:
                     f"train.init_from={config.train.init_from}"
                 )
             return _Start(trainer.init(self.key), "starting")
-        if checkpoints.holds_params_only():  # a converted model: all but the parameters begins here
-            warm_start.check_own(config.train.init_from, self.workdir)
+        if checkpoints.holds_params_only():  # a converted model: all state but the parameters starts anew
+            warm_start.check_converted(config.train.init_from, self.workdir)
             warm_start.check_tokenizer(config.data.tokenizer, warm_start.find(self.workdir))
             params = checkpoints.restore_params(trainer.state_shapes)
             return _Start(
@@ -217,25 +218,25 @@ class _Run:
         self.parameters = sum(math.prod(leaf.shape) for leaf in shapes)
 
     def announce(self) -> None:
-        """Prints what the run starts from, how it is laid out, which data it reads, and remarks on the config."""
-        config, trainer, say = self.config, self.trainer, self.display.say
-        say(
+        """Prints the run's start, size, devices and data, and remarks on the config."""
+        config, trainer, show = self.config, self.trainer, self.display.print
+        show(
             f"{self.start.phrase}: {self.parameters / 1e6:.2f}M parameters, {_devices(trainer.layout.mesh)}, "
             f"{config.train.steps} steps of {config.data.batch_size} x {config.data.seq_len} tokens, in {self.workdir}"
         )
         for remark in self.source.remarks if self.source is not None else ():
-            say(f"{config.train.init_from}: {remark}")
+            show(f"{config.train.init_from}: {remark}")
         if trainer.undivided:
-            say(f"no axis of the plan divides {', '.join(trainer.undivided)}: whole on every device")
-        say(self.corpus.summary)  # with the files that were left out, so that none is missing in silence
+            show(f"no axis of the plan divides {', '.join(trainer.undivided)}: replicated on every device")
+        show(self.corpus.summary)  # it names the files that were left out
         if config.optimizer.warmup >= config.train.steps:
-            say(
+            show(
                 f"optimizer.warmup={config.optimizer.warmup} lasts to the end of train.steps={config.train.steps}: the "
                 "learning rate does not reach its peak"
             )
 
     def train_step(self) -> None:
-        """Does one step, and notes whether a signal has asked the run to stop."""
+        """Does one step, and sets `stopped` if a signal has arrived."""
         self.step += 1
         trace_first, trace_last = self.config.train.profile_range()
         if self.step == trace_first:
@@ -255,9 +256,9 @@ class _Run:
         self.stopped = self.stopping(self.step)
 
     def evaluate_if_due(self) -> float | None:
-        """Evaluates every `train.eval_every` steps, and stops the run when its patience is over.
+        """Evaluates every `train.eval_every` steps, and sets `stopped` after `train.patience` evaluations without improvement.
 
-        An evaluation also runs when a signal has come, so that the run that continues finds what an undisturbed one would.
+        A signal does not prevent an evaluation that is due: the resumed run would not repeat it.
 
         Returns:
           The held-out loss if it is the best so far; None otherwise, and if no evaluation is due.
@@ -268,7 +269,7 @@ class _Run:
         scores = self.evaluate(options.eval_batches or None)
         for writer in self.writers:
             writer.write(self.step, {f"heldout_{name}": value for name, value in scores.items()})
-        self.display.say(f"step {self.step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
+        self.display.print(f"step {self.step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
         limit = math.inf if self.progress["best"] is None else self.progress["best"] - options.min_delta
         is_better = math.isfinite(scores["loss"]) and scores["loss"] < limit
         if is_better:
@@ -276,7 +277,7 @@ class _Run:
         else:
             self.progress |= {"bad_evals": self.progress["bad_evals"] + 1}
         if self._out_of_patience():
-            self.display.say(f"no improvement in {options.patience} evaluations: stopping at step {self.step}")
+            self.display.print(f"no improvement in {options.patience} evaluations: stopping at step {self.step}")
             self.stopped = True
         return scores["loss"] if is_better else None
 
@@ -310,7 +311,7 @@ class _Run:
         Waits for a checkpoint in progress first: metrics that were shown are at most one interval ahead of the disk.
 
         Raises:
-          InputError: The gradients have not been finite for HOPELESS steps, or once without `optimizer.skip_nonfinite`.
+          InputError: The gradients were not finite for MAX_NONFINITE_STEPS steps, or once without `optimizer.skip_nonfinite`.
         """
         with self.clock("checkpoint"):
             self.checkpoints.wait()
@@ -325,7 +326,7 @@ class _Run:
             self._check_finite(step, line)
         last_step = self.pending[-1][0]
         if skipped := round(sum(float(metrics["skipped"]) for metrics in values)):
-            self.display.say(
+            self.display.print(
                 f"step {last_step}: {skipped} of the last {len(values)} steps skipped: they were not finite"
             )
         self.display.step(last_step, float(values[-1]["loss"]), self.clock.seconds["data"] + self.clock.seconds["step"])
@@ -333,17 +334,17 @@ class _Run:
 
     def _check_finite(self, step: int, line: Mapping[str, float]) -> None:
         """Raises InputError where the gradients were not finite for too many steps."""
-        # While a loss scale can still fall, it is both the cause and the cure.
-        lost = line["skipped"] and line.get("loss_scale", MINIMUM) <= MINIMUM
-        self.consecutive_skips = self.consecutive_skips + 1 if lost else 0
-        if self.consecutive_skips >= HOPELESS or (lost and not self.config.optimizer.skip_nonfinite):
+        # A loss scale that can still fall is the likely cause, and its fall is the remedy.
+        is_failure = line["skipped"] and line.get("loss_scale", MINIMUM) <= MINIMUM
+        self.consecutive_skips = self.consecutive_skips + 1 if is_failure else 0
+        if self.consecutive_skips >= MAX_NONFINITE_STEPS or (is_failure and not self.config.optimizer.skip_nonfinite):
             raise InputError(
                 f"the loss or its gradient has not been finite for {self.consecutive_skips} steps, up to {step}: "
-                "lower optimizer.learning_rate, or look for the cause with train.debug_nans"
+                "lower optimizer.learning_rate, or find the cause with train.debug_nans"
             )
 
     def finish(self) -> Result:
-        """Reads the last checkpoint back, scores all held-out text unless a signal came, and returns the result."""
+        """Reads the last checkpoint back, evaluates on all held-out text unless a signal arrived, and returns the result."""
         with self.clock("checkpoint"):
             self.checkpoints.wait()
             shapes = self.trainer.state_shapes
@@ -354,14 +355,14 @@ class _Run:
         heldout: dict[str, float] = {}
         baselines: dict[str, Any] = {}
         if interrupted:
-            self.display.say(
+            self.display.print(
                 f"{self.stopping.signal}: saved step {self.saved_step}; the same command goes on from there"
             )
         else:
-            self.display.say("scoring all held-out text")
+            self.display.print("scoring all held-out text")
             heldout = self.evaluate(None)
             if self.baselines is not None:
-                baselines = self.baselines.result(self.display.say)
+                baselines = self.baselines.result(self.display.print)
         return Result(
             step=self.step,
             interrupted=interrupted,
@@ -415,13 +416,13 @@ def heldout_loss(
     sums: list[Any] = []
     for batch in batches:
         arrays = _on_devices(trainer, batch, config)
-        # One after the other: two programs on the simulated devices of one CPU can wait for each other's threads forever.
+        # Waits for the last program: two programs on the simulated devices of one CPU can deadlock over its threads.
         jax.block_until_ready(sums[-1:])
         sums.append(trainer.evaluate(params, arrays))
     total, weight = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
     if not weight:
         raise InputError(
-            f"train.eval_batches={config.train.eval_batches}: no token of the held-out text that was looked at is "
+            f"train.eval_batches={config.train.eval_batches}: no token of the held-out text in these batches is "
             "predicted (prompts fill its rows): raise it, 0 for all, or hold out other text"
         )
     scores = {"loss": float(total / weight)}

@@ -318,7 +318,7 @@ class Display:
             rate = steps * self._tokens_per_step / max(1e-9, busy - first_busy)
             text += f", {rate:,.0f} tokens/s, {remaining // 60}:{remaining % 60:02d} left"
         if self._bar is None:
-            self.say(f"step {step}/{self._last}: {text}")
+            self.print(f"step {step}/{self._last}: {text}")
         else:
             self._bar.update(self._task, completed=step, description=text)
 
@@ -331,7 +331,7 @@ class Display:
         if self._bar is not None:
             self._bar.update(self._task, description=text)
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """Prints a line, above the live line if there is one.
 
         Args:

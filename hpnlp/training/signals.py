@@ -157,7 +157,7 @@ def end(number: int) -> None:
     flush.start()
     flush.join(1.0)
     name = signal.Signals(number).name
-    say(f"hpnlp: {name}: ended at once; what was saved before stays, and the same command goes on from there")
+    write_line(f"hpnlp: {name}: ended at once; what was saved before stays, and the same command goes on from there")
     os._exit(INTERRUPTED)
 
 
@@ -168,7 +168,7 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-def say(line: str) -> None:
+def write_line(line: str) -> None:
     """Writes a line to standard error within a second, or not at all.
 
     Bypasses Python's buffers, whose lock the main thread may hold. Writing blocks if standard error is a full pipe that nobody
@@ -210,3 +210,6 @@ def follow(parent: int) -> None:
         _react(signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+say = write_line  # the old name

@@ -123,7 +123,7 @@ def check_tokenizer(field: str, source: Source) -> None:
         )
 
 
-def check_own(init_from: str, workdir: Path) -> None:
+def check_converted(init_from: str, workdir: Path) -> None:
     """Checks that `train.init_from` names no other model than the converted model in the run directory.
 
     Args:

@@ -150,7 +150,7 @@ def test_what_is_said_where_another_process_is_lost(monkeypatch, capfd):
 
     def fail(reason, processes):
         monkeypatch.setattr(jax, "process_count", lambda: processes)
-        with distributed.others_may_die():
+        with distributed.exit_on_lost_process():
             raise jax.errors.JaxRuntimeError(reason)
 
     fail("UNKNOWN: Gloo AllGather failed: Connection reset by peer\nand a stack", 2)
@@ -264,14 +264,14 @@ def test_processes_of_different_configs(monkeypatch):
     gathered = []
     monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own, *gathered]))
     monkeypatch.setattr(distributed.multihost_utils, "broadcast_one_to_all", lambda own: own)
-    distributed.check_alike("one")  # alone
+    distributed.check_same_config("one")  # alone
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     own = np.frombuffer(hashlib.sha256(b"one").digest(), np.uint8)
     gathered[:] = [own, own]
-    distributed.check_alike("one")
+    distributed.check_same_config("one")
     gathered[:] = [own, own[::-1]]
     with pytest.raises(InputError, match="process 2 was given another config than process 0"):
-        distributed.check_alike("one")
+        distributed.check_same_config("one")
 
 
 def test_signals_after_the_last_step_stop_all_processes(monkeypatch):

@@ -337,7 +337,7 @@ def not_finite(state, batch, key):
 
 def test_hopeless_run_stops(tmp_path, monkeypatch, capfd):
     catch_trainer(monkeypatch, not_finite)
-    monkeypatch.setattr(loop, "HOPELESS", 8)
+    monkeypatch.setattr(loop, "MAX_NONFINITE_STEPS", 8)
     with pytest.raises(InputError, match="has not been finite for 8 steps, up to 8: lower optimizer.learning_rate"):
         train(tmp_path, train__eval_every=0)
     assert [(line["step"], line["loss"]) for line in metrics_of(tmp_path)] == [(step, None) for step in range(1, 9)]
@@ -353,7 +353,7 @@ def test_run_is_not_hopeless_while_its_loss_scale_falls(tmp_path, monkeypatch):
         return state, bad | {"loss_scale": jnp.maximum(1.0, 16.0 / 2.0 ** (state.step - 1))}
 
     catch_trainer(monkeypatch, falling)
-    monkeypatch.setattr(loop, "HOPELESS", 4)
+    monkeypatch.setattr(loop, "MAX_NONFINITE_STEPS", 4)
     with pytest.raises(InputError, match="has not been finite for 4 steps, up to 8:"):  # from 5 on it is 1
         train(tmp_path, train__eval_every=0)
 

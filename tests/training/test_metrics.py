@@ -253,7 +253,7 @@ def display(monkeypatch, terminal, kind="xterm"):
     for step in (10, 20, 30):
         now[0] = 50.0 + step / 10
         shown.step(step, 3.0 - step / 100, busy=step / 20)
-    shown.say("a line [in brackets]")
+    shown.print("a line [in brackets]")
     shown.close()
     return out.getvalue()
 

@@ -571,8 +571,8 @@ def test_parameters_that_rest_on_the_host(plan, changes):
     ("model", "changes", "plan", "message"),
     [
         ({"residual": "reversible"}, {}, Plan("single"), "takes each branch by itself: set model.residual='plain'"),
-        ({"mixer": "window(3,0),full"}, {}, Plan("single"), "takes several in turn: name one mixer"),
-        ({}, {"name": "adafactor"}, Plan("single"), "measures all of them at once: choose another"),
+        ({"mixer": "window(3,0),full"}, {}, Plan("single"), "alternates several: name one mixer"),
+        ({}, {"name": "adafactor"}, Plan("single"), "updates all layers at once: choose another"),
         ({}, {}, Plan(pipeline=2), "takes it for each microbatch: set plan.pipeline=1"),
     ],
 )
