@@ -160,7 +160,7 @@ def check_model(model: LMConfig, source: Source, accept_changes: bool = False) -
         here, there = getattr(model, name), getattr(source.model, name)
         # Fields that are 0 in both configs are derived from other fields, and these are named.
         if name in theirs and ours.get(name) != theirs[name] and here != there:
-            differing.append(f"model.{name} is {here!r}, there {there!r}")
+            differing.append(f"model.{name} is {here!r}, in the source {there!r}")
             flags.append(shlex.quote(f"--config.model.{name}={there}"))
     differences = "; ".join(differing)
     if differences and not accept_changes:
@@ -219,8 +219,9 @@ def _check_shapes(params: Any, expected: Any, source: Source) -> None:
     for name in [*here, *there]:
         if here.get(name) != there.get(name):
             raise InputError(
-                f"train.init_from={source.directory} does not fit this model: the shape of params{name} is "
-                f"{there.get(name, 'not given')} there, and {here.get(name, 'none')} here: give the model its config"
+                f"train.init_from={source.directory} does not fit this model: params{name} has the shape "
+                f"{there.get(name, 'none')} in the source, expected {here.get(name, 'none')}: set the model's fields to the "
+                "source's"
             )
 
 
