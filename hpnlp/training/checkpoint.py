@@ -5,8 +5,8 @@ state: step, optimizer state, averaged parameters, loss scale. `data` holds the 
 format version, the progress of the loop, and checksums of the other items, because orbax restores flipped bits in array data
 without an error. A converted model is saved at CONVERTED_STEP with the items `params` and `record` only.
 
-The training loop (`loop._Run`) decides when to save, and which state a run starts from. `run_directory` decides whether a run
-may resume in a directory.
+The training loop decides when to save (`loop._Run.checkpoint_is_due`), and restores the newest checkpoint when a run resumes
+(`loop._Run._resume`). `run_directory` decides whether a run may resume in a directory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The training loop.
 
 `train` is the loop. `_Run` holds the state of a run and has a method for each part of the loop: set-up, one step, writing
-metrics, evaluation, checkpoints and the end. A run resumes from the newest checkpoint of its directory, if there is one: see
-`_Run._find_start`, `checkpoint` for the content of a checkpoint, and `run_directory` for the conditions.
+metrics, evaluation, checkpoints and the end. A run resumes from the newest checkpoint of its directory, if there is one:
+`_Run._find_start` decides, and `_Run._resume` restores. `checkpoint` has the content of a checkpoint, and `run_directory` the
+conditions under which a run may resume.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
       The result, also where a signal stopped the run early.
 
     Raises:
-      InputError: The config, the data, the mesh or the directory is at fault; what was saved stays.
+      InputError: The config, the data, the mesh or the directory is invalid. Saved checkpoints stay.
     """
     with contextlib.ExitStack() as stack:
         run = _Run(config, Path(workdir), accept_changes, stack)
@@ -127,7 +128,7 @@ class _Run:
         stack.callback(self.stopping.end)
         self.clock = Clock()
         stack.enter_context(jax.debug_nans(config.train.debug_nans))
-        self.trace = stack.enter_context(contextlib.ExitStack())  # a run that ends early ends a profiler trace, too
+        self.trace = stack.enter_context(contextlib.ExitStack())  # ends a profiler trace even if the run ends early
         with self.clock("setup"):
             further_writers = find_writers(config.train.writers)
             self._prepare(accept_changes)
@@ -136,7 +137,7 @@ class _Run:
         self.state, self.progress = self.start.state, self.start.progress
         self.pending: list[tuple[int, dict[str, jax.Array]]] = []  # metrics of steps, not yet fetched from the devices
         self.consecutive_skips = 0
-        self.stopped = self._out_of_patience()  # a run that was stopped early stays so
+        self.stopped = self._out_of_patience()  # True for a run that was stopped early before
 
     def _prepare(self, accept_changes: bool) -> None:
         """Makes data, model and trainer, and finds the state to start from; then writes tokenizer and config."""
@@ -166,13 +167,13 @@ class _Run:
             write_config(workdir, config)
 
     def _known_tokenizer(self, begun: bool) -> Tokenizer | None:
-        """The tokenizer of the warm start or of the run so far; None for one that is made from the data."""
-        if self.source is not None:  # also if an earlier attempt has saved another tokenizer
+        """Tokenizer of the warm start or of the resumed run; None to make one from the data."""
+        if self.source is not None:  # even if an earlier attempt in the same directory has saved another tokenizer
             return self.source.tokenizer
         return saved_tokenizer(self.workdir) if begun else None
 
     def _find_start(self, accepted: str) -> _Start:
-        """Initial parameters, those of `train.init_from` or of a converted model, or the newest checkpoint.
+        """State from the newest checkpoint, `train.init_from`, a converted model in the directory, or initialization.
 
         `accepted` lists the differences between the models that the user has accepted for a warm start.
         """
@@ -195,7 +196,11 @@ class _Run:
                 trainer.init(self.key, params),
                 f"starting from the converted model of {self.workdir}, with its tokenizer",
             )
-        state, data_state, progress = checkpoints.restore(trainer.state_shapes)
+        return self._resume()
+
+    def _resume(self) -> _Start:
+        """Restores the newest checkpoint: training state, position in the data, progress, and seconds of each phase."""
+        state, data_state, progress = self.checkpoints.restore(self.trainer.state_shapes)
         self.batches.set_state(data_state)
         for phase, seconds in progress["seconds"].items():
             self.clock.seconds[phase] += seconds

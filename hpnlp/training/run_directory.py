@@ -3,7 +3,7 @@
 The directory holds `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/` (see `checkpoint`) and, when the run is
 finished, its report. A run has begun when it has left a training step or a checkpoint. From then on, the same config resumes
 the run from its newest checkpoint, and another config is refused unless the user accepts the changes. Before, the directory may
-be reused with any config. `loop._Run` restores the state; this module checks that it may.
+be reused with any config. This module checks that a run may resume (`claimed`); `loop._Run._resume` restores its state.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def on_host(tree):
     return jax.device_put(tree, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=HOST))
 
 
-@pytest.mark.parametrize("fine", [None, False])
+@pytest.mark.parametrize("is_finite", [None, False])
 @pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"adafactor"}))
 def test_layerwise_update_matches_full_update(name, is_finite):
     """With clipping and an average; every array stays in its memory. adafactor cannot be updated by layer."""
