@@ -167,7 +167,7 @@ def model_of(config: Config, ids: int, stats: WordStats | None) -> LM:
     max_len = model.max_len or config.data.seq_len
     if model.position == "learned" and config.data.seq_len > max_len:
         raise InputError(
-            f"data.seq_len={config.data.seq_len} is longer than model.max_len={max_len} learned positions: change one of the two"
+            f"data.seq_len={config.data.seq_len} is longer than model.max_len={max_len} learned positions: change one"
         )
     vocab = model.vocab or ids
     return LM(dataclasses.replace(model, vocab=vocab, max_len=max_len), stats and stats.padded(vocab))
