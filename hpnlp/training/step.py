@@ -89,7 +89,7 @@ class Trainer:
           length: Tokens of a sequence.
 
         Returns:
-          The number, or None where the batch decides it: for output layers that group tokens by their labels.
+          The number; None for output layers that group tokens by their labels, so that it depends on the batch.
         """
         batch = jax.eval_shape(lambda: example_batch(examples, length))
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -124,7 +124,7 @@ def make_trainer(
       The compiled functions, with the shapes and shardings of their arguments.
 
     Raises:
-      InputError: The plan does not divide the model, or does not go with the model or the optimizer.
+      InputError: The plan does not divide the model, or does not fit the model or the optimizer.
     """
     layout = plan.layout(model.config.sizes(), devices)
     _check_compatible(model, config, plan, layout)
