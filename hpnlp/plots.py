@@ -1,4 +1,4 @@
-"""Plots of runs: the loss of one run against steps, and the quality of several against time and memory."""
+"""Plots of runs: loss against steps, and the quality of several runs against time and memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import numpy as np
 from hpnlp.data.baselines import NAMES
 
 PERPLEXITY = "held-out perplexity"
+COLORS = 10  # number of colours in matplotlib's cycle, C0 to C9
+MARKERS = "osD^v"  # the next marker is used after all colours
 
 
 def plot_curves(
@@ -20,27 +22,15 @@ def plot_curves(
     """Plots training loss (raw values faint, and smoothed) and held-out loss against steps, one colour for each run.
 
     Args:
-        curves: name of a run -> lines of its metrics.jsonl.
-        path: file to write; its extension decides the format.
-        report: of the only run. Its last held-out loss is added and, where tokens are bytes, lines at the bits per byte
-            that compressors need.
+      curves: Name of a run -> lines of its metrics.jsonl.
+      path: File to write; its extension decides the format.
+      report: Content of report.json, if there is one run only. Adds its last held-out loss and, if tokens are bytes, lines at
+        the bits per byte of compressors.
     """
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for index, (name, lines) in enumerate(curves.items()):
-        color = f"C{index % 10}"
-        shown = [line for line in lines if line.get("loss") is not None]
-        steps, losses = [line["step"] for line in shown], [line["loss"] for line in shown]
-        axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
-        marker = "o" if len(steps) == 1 else ""  # a line through one point is not seen
-        label = drawable(f"{name}: training")
-        axes.plot(steps, smooth(losses), marker=marker, color=color, linewidth=1.6, label=label)
-        heldout = [(line["step"], line["heldout_loss"]) for line in lines if "heldout_loss" in line]
-        if report and report["heldout_loss"] is not None:
-            heldout.append((report["steps"], report["heldout_loss"]))
-        if heldout:
-            label = drawable(f"{name}: held-out")
-            axes.plot(*zip(*heldout, strict=True), "o--", color=color, markersize=4, label=label)
+        _plot_curve(axes, name, lines, f"C{index % COLORS}", report)
     if report and report["config"]["data.tokenizer"] == "bytes":
         low, high = axes.get_ylim()
         for style, (field, name) in zip((":", "-.", "--"), NAMES.items(), strict=True):
@@ -54,16 +44,41 @@ def plot_curves(
     plt.close(figure)
 
 
-def smooth(values: Sequence[float]) -> np.ndarray:
-    """Returns the centred moving average over 1/20 of the run, narrower towards both ends.
+def _plot_curve(
+    axes: Any, name: str, lines: Sequence[Mapping[str, Any]], color: str, report: Mapping[str, Any] | None
+) -> None:
+    """Draws the training and held-out loss of a run."""
+    training = [line for line in lines if line.get("loss") is not None]
+    steps, losses = [line["step"] for line in training], [line["loss"] for line in training]
+    axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
+    marker = "o" if len(steps) == 1 else ""  # a line through one point is invisible
+    label = drawable(f"{name}: training")
+    axes.plot(steps, smooth(losses), marker=marker, color=color, linewidth=1.6, label=label)
+    heldout = [(line["step"], line["heldout_loss"]) for line in lines if "heldout_loss" in line]
+    if report and report["heldout_loss"] is not None:
+        heldout.append((report["steps"], report["heldout_loss"]))
+    if heldout:
+        label = drawable(f"{name}: held-out")
+        axes.plot(*zip(*heldout, strict=True), "o--", color=color, markersize=4, label=label)
 
-    A window that is symmetric around each step does not lag behind a falling loss, unlike an exponential mean.
+
+def smooth(values: Sequence[float]) -> np.ndarray:
+    """Centred moving average over 1/20 of a run.
+
+    The window is symmetric around each step, and narrower near both ends, so that the average of a falling loss does not lag
+    behind as an exponential average does.
+
+    Args:
+      values: Losses of consecutive steps.
+
+    Returns:
+      Their averages, float64 of the same length.
     """
     count = len(values)
-    at = np.arange(count)
-    half = np.minimum(max(1, count // 40), np.minimum(at, count - 1 - at))
+    index = np.arange(count)
+    half = np.minimum(max(1, count // 40), np.minimum(index, count - 1 - index))
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
-    return (sums[at + half + 1] - sums[at - half]) / (2 * half + 1)
+    return (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
 
 
 def plot_tradeoff(
@@ -72,24 +87,21 @@ def plot_tradeoff(
     """Plots quality against training time and against peak memory.
 
     Args:
-        scored: text of the legend -> report and quality of a run, best first.
-        label: of the axis of quality; PERPLEXITY makes it logarithmic.
-        path: file to write; its extension decides the format.
-        title: of the legend.
+      scored: Label of a run -> its report and quality, best run first.
+      label: Label of the quality axis; for PERPLEXITY the axis is logarithmic.
+      path: File to write; its extension decides the format.
+      title: Title of the legend.
     """
     plt = _pyplot()
     height = max(4.2, 0.24 * len(scored) + 0.6)
     figure, panels = plt.subplots(1, 2, figsize=(11, height), layout="constrained", sharey=True)
-    scales = {
-        "training seconds": training_seconds,
-        "peak memory, MiB": lambda r: r["peak_memory_bytes"] / 2**20,
-    }
-    for axes, (scale, of) in zip(panels, scales.items(), strict=True):
+    costs = {"training seconds": training_seconds, "peak memory, MiB": _peak_mib}
+    for axes, (xlabel, cost) in zip(panels, costs.items(), strict=True):
         for index, (name, (report, score)) in enumerate(scored.items()):
-            marker = "osD^v"[index // 10 % 5]  # there are ten colours
-            axes.plot(of(report), score, marker, color=f"C{index % 10}", label=drawable(name))
-        axes.set(xlabel=scale)
-        if label == PERPLEXITY:  # equal steps of nats
+            marker = MARKERS[index // COLORS % len(MARKERS)]
+            axes.plot(cost(report), score, marker, color=f"C{index % COLORS}", label=drawable(name))
+        axes.set(xlabel=xlabel)
+        if label == PERPLEXITY:  # so that equal distances are equal differences of the loss
             logarithmic(axes, [score for _, score in scored.values()])
         axes.grid(alpha=0.3)
     panels[0].set(ylabel=label)
@@ -103,7 +115,12 @@ def plot_tradeoff(
 
 
 def logarithmic(axes: Any, values: Sequence[float]) -> None:
-    """Makes the y axis logarithmic, with tick labels that do not overlap: decades, 1-2-5 or even steps, by the range."""
+    """Makes the y axis logarithmic, with ticks at decades, at 1-2-5 steps or at even steps, so that labels do not overlap.
+
+    Args:
+      axes: Axes of matplotlib.
+      values: The values on the axis; their range decides on the ticks.
+    """
     from matplotlib import ticker
 
     axes.set_yscale("log")
@@ -117,20 +134,39 @@ def logarithmic(axes: Any, values: Sequence[float]) -> None:
 
 
 def training_seconds(report: Mapping[str, Any]) -> float:
-    """Returns the seconds that a run spent on steps and their data."""
+    """Seconds that a run spent on steps and their data.
+
+    Args:
+      report: Content of report.json.
+
+    Returns:
+      The seconds.
+    """
     return report["phase_seconds"]["data"] + report["phase_seconds"]["step"]
 
 
+def _peak_mib(report: Mapping[str, Any]) -> float:
+    return report["peak_memory_bytes"] / 2**20
+
+
 def drawable(text: str) -> str:
-    """Returns `text` as matplotlib draws it: no formulas, nothing hidden, and a code for what its font does not have."""
+    """Escapes a text for matplotlib.
+
+    Args:
+      text: Any text.
+
+    Returns:
+      The text without formulas, with codes for characters that the font lacks, and with a space before a leading underscore.
+    """
     from matplotlib import font_manager
 
     known = font_manager.get_font(font_manager.findfont("DejaVu Sans")).get_charmap()
     text = "".join(c if ord(c) in known else f"<U+{ord(c):04X}>" for c in text).replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text  # legends leave out what begins with an underscore
+    return f" {text}" if text.startswith("_") else text  # legends leave out labels that begin with an underscore
 
 
 def _pyplot() -> Any:
+    """matplotlib.pyplot, imported on first use, for drawing to files."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Reports: what a run saw in numbers, words and pictures, and several runs beside each other."""
+"""Reports of one run and comparisons of several."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class Corpus:
 
 
 def result(**changes):
-    """Of ten steps that took five seconds."""
+    """Result of ten steps that took five seconds."""
     fields = {
         "step": 10,
         "interrupted": False,
@@ -56,7 +56,7 @@ def result(**changes):
         "flops_per_step": 10**9,
         "devices": "8 cpu devices (data 8)",
     }
-    made = object.__new__(Result)  # not what a Result must hold, but what a report reads
+    made = object.__new__(Result)  # only the fields that a report reads
     made.__dict__.update(fields | changes)
     return made
 
@@ -65,18 +65,18 @@ def summary(**changes):
     return report.summarize(Config(), result(**changes))
 
 
-def test_numbers_of_a_run():
+def test_summary_holds_the_numbers_of_a_run():
     numbers = summary()
     assert numbers.keys() >= PROMISED
     assert (numbers["gzip_bits_per_byte"], numbers["xz_trained_bits_per_byte"]) == (2.5, 1.75)
     assert numbers["tokens"] == 10 * 16 * 256
-    assert numbers["tokens_per_second"] == numbers["tokens"] / 5.0  # of training, not of what else a run does
+    assert numbers["tokens_per_second"] == numbers["tokens"] / 5.0  # of training alone
     assert numbers["flops_per_second"] == 10 * 10**9 / 5.0
     assert (numbers["heldout_bits_per_byte"], numbers["steps"], numbers["parameters"]) == (2.0, 10, 1234)
     json.dumps(numbers, allow_nan=False)
 
 
-def test_seconds_are_those_of_the_process():
+def test_seconds_count_from_the_start_of_the_process():
     first = summary()["seconds"]
     assert 0 < first < 24 * 3600
     time.sleep(0.05)
@@ -84,14 +84,14 @@ def test_seconds_are_those_of_the_process():
 
 
 @pytest.mark.parametrize(
-    ("needs", "said"),
+    ("bits", "text"),
     [
         (
             (1.0, 2.0, 1.6, 1.25),
             "The model needs the fewest bits: 1.000 a byte of held-out text, 20 % fewer than xz -9e after the training text "
             "(gzip -9 alone 2.000, xz -9e alone 1.600, xz -9e after the training text 1.250). Neither",
         ),
-        (  # better than compressors that have not seen the training text, which shows nothing
+        (  # the model is better only than compressors without the training text
             (1.5, 2.0, 1.6, 1.25),
             "xz -9e after the training text needs the fewest bits: 1.250 a byte of held-out text; the model 1.500, 20 % more "
             "(gzip -9 alone 2.000, xz -9e alone 1.600). Neither",
@@ -100,7 +100,7 @@ def test_seconds_are_those_of_the_process():
             (1.5, 2.0, 1.6, None),
             "The model needs 1.500 bits a byte of held-out text; gzip -9 alone 2.000, xz -9e alone",
         ),
-        (  # the compressor that needs fewest is not left out
+        (  # the best compressor is listed, too
             (1.8, 1.7, 1.9, None),
             "The model needs 1.800 bits a byte of held-out text; gzip -9 alone 1.700, xz -9e alone 1.900. The compressors",
         ),
@@ -109,17 +109,17 @@ def test_seconds_are_those_of_the_process():
         ((None, 1.9, 1.5, 1.25), "The output layer gives no probabilities of tokens"),
     ],
 )
-def test_verdict_compares_with_xz_that_has_seen_the_training_text(needs, said):
+def test_verdict_ranks_model_and_compressors(bits, text):
     names = ("heldout_bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte", "xz_trained_bits_per_byte")
-    numbers = {"heldout_loss": 1.0, "heldout_bytes": 10_000} | dict(zip(names, needs, strict=True))
-    numbers["config"] = {"model.output": "vmf" if said.startswith("The output") else "full"}
-    assert report.verdict(numbers).startswith(said)
-    if said.startswith("xz"):
+    numbers = {"heldout_loss": 1.0, "heldout_bytes": 10_000} | dict(zip(names, bits, strict=True))
+    numbers["config"] = {"model.output": "vmf" if text.startswith("The output") else "full"}
+    assert report.verdict(numbers).startswith(text)
+    if text.startswith("xz"):
         name = "xz -9e after the last 64 MiB (12 %) of the training text needs the fewest"
         assert report.verdict(numbers | {"xz_trained_share": 0.125}).startswith(name)
 
 
-def test_verdict_on_a_model_that_started_from_another_claims_no_lead():
+def test_verdict_claims_no_lead_after_a_warm_start():
     numbers = {"heldout_loss": 1.0, "heldout_bytes": 10_000, "heldout_bits_per_byte": 1.0}
     numbers |= {"gzip_bits_per_byte": 2.0, "xz_bits_per_byte": 1.6, "xz_trained_bits_per_byte": 1.25}
     numbers["config"] = {"model.output": "full", "train.init_from": "runs/a"}
@@ -133,7 +133,7 @@ def test_verdict_on_a_model_that_started_from_another_claims_no_lead():
     )
 
 
-def test_verdict_on_little_text_and_on_a_loss_that_is_not_finite(tmp_path):
+def test_verdict_gives_the_reason_for_no_comparison(tmp_path):
     assert report.verdict(summary()).startswith("1,760 bytes of held-out text are too few to put the model beside")
     numbers = summary(heldout={"loss": float("nan"), "bits_per_byte": float("inf")})
     assert numbers["heldout_loss"] is numbers["heldout_bits_per_byte"] is None
@@ -142,7 +142,7 @@ def test_verdict_on_little_text_and_on_a_loss_that_is_not_finite(tmp_path):
     plots.plot_curves({"run": [{"step": 1, "loss": None}]}, tmp_path / "loss.png", numbers)
 
 
-def test_text_of_a_report(tmp_path):
+def test_render_shows_numbers_sample_and_commands(tmp_path):
     text = report.render(tmp_path, Config(), summary(), "def main():\n")
     assert report.verdict(summary()) in text
     assert "| held-out bits a byte | 2.0000 |" in text and "| achieved GFLOP/s | 2.0 |" in text
@@ -167,7 +167,7 @@ def test_text_of_a_report(tmp_path):
     assert "| held-out bits a byte | - |" in lossy and "A sample" not in lossy
 
 
-def test_curve_is_drawn_also_with_gaps(tmp_path):
+def test_curves_with_gaps_are_drawn(tmp_path):
     lines = [{"step": step, "loss": 3.0 / step} for step in range(1, 9)]
     lines[4:6] = [{"step": 5, "loss": None}, {"step": 5, "heldout_loss": 1.0}]
     plots.plot_curves({"run": lines, "begun": [], "other": lines[:2]}, tmp_path / "loss.png")
@@ -177,7 +177,7 @@ def test_curve_is_drawn_also_with_gaps(tmp_path):
     assert picture.shape[0] > 300 and picture.std() > 0.01
 
 
-def test_metrics_that_are_damaged_are_reported_and_left_out(tmp_path):
+def test_damaged_metrics_are_reported_and_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": 1, "loss": None}, {"step": 2, "loss": 0.5}]
     good = "".join(json.dumps(line) + "\n" for line in lines).encode()
@@ -191,28 +191,28 @@ def test_metrics_that_are_damaged_are_reported_and_left_out(tmp_path):
     }
     for content, fault in cases.items():
         path.write_bytes(content)
-        found, said = report.read_metrics(tmp_path, 2)
-        assert (fault in said if fault else said == "") and "\n" not in said, content
-        assert [line for line in found if line in lines] == found
-    text = report.render(tmp_path, Config(), summary(), "", fault=said)
-    assert f"![loss](loss.png)\n\n{said}\n" in text
+        read, sentence = report.read_metrics(tmp_path, 2)
+        assert (fault in sentence if fault else sentence == "") and "\n" not in sentence, content
+        assert [line for line in read if line in lines] == read
+    text = report.render(tmp_path, Config(), summary(), "", fault=sentence)
+    assert f"![loss](loss.png)\n\n{sentence}\n" in text
     path.unlink()
     path.mkdir()
     assert "cannot be read (Is a directory)" in report.read_metrics(tmp_path, 2)[1]
 
 
-def test_report_that_cannot_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(report.decode, "sample_text", lambda *args: "")
+def test_unwritable_report_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr(report.single.decode, "sample_text", lambda *args: "")
     (tmp_path / "report.md").mkdir()
     with pytest.raises(
         InputError, match=r"cannot write the report to .*report.md \(.*\): move it away and run the same"
     ):
         report.write(tmp_path, Config(), result())
-    assert not (tmp_path / "report.json").exists()  # which would say that the run is done
+    assert not (tmp_path / "report.json").exists()  # its existence would mark the run as finished
 
 
 def runs(tmp_path, **numbers):
-    """Run directories by name, each with these numbers."""
+    """Run directories by name, whose reports have the given numbers."""
     for name, changes in numbers.items():
         (tmp_path / name).mkdir()
         made = summary() | changes
@@ -221,7 +221,7 @@ def runs(tmp_path, **numbers):
     return [tmp_path / name for name in numbers]
 
 
-def test_compare_puts_the_best_first(tmp_path):
+def test_compare_lists_the_best_run_first(tmp_path):
     wide = {"heldout_bits_per_byte": 1.5, "config_changes": {"model.dim": 512}}
     deep = {"heldout_bits_per_byte": 2.5, "config_changes": {"model.dim": 512, "model.layers": 8}}
     table = report.compare(runs(tmp_path, deep=deep, wide=wide), tmp_path / "compare.png")
@@ -236,22 +236,22 @@ LOSSY = {"heldout_bits_per_byte": None, "config_changes": {"data.tokenizer": "wo
 
 
 def cells(table):
-    """run -> what its row says of it, in the order of the table; then the lines below."""
+    """`(run -> column -> cell, lines below the table)`."""
     above, _, below = table.partition("\n\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in above.splitlines()]
     header, _, *rows = rows
     return {row[0].rpartition("/")[2]: dict(zip(header, row, strict=True)) for row in rows}, below
 
 
-def test_compare_by_perplexity_where_a_tokenizer_loses_text(tmp_path):
+def test_compare_uses_perplexity_if_a_tokenizer_loses_text(tmp_path):
     numbers = {"b": LOSSY, "a": LOSSY | {"heldout_loss": 1.25}, "far": LOSSY | {"heldout_loss": 1e4}}
     rows, below = cells(report.compare(runs(tmp_path, **numbers), tmp_path / "compare.png"))
     assert list(rows) == ["a", "b", "far"] and below == ""
     assert rows["a"]["held-out perplexity"] == "3.4903" and rows["b"]["held-out perplexity"] == "4.4817"
 
 
-def test_perplexities_of_other_tokens_are_not_compared(tmp_path):
-    """Of another tokenizer, or another text: both show in the tokens."""
+def test_perplexities_of_different_tokens_are_not_compared(tmp_path):
+    """Another tokenizer or another text both change the tokens' digest."""
     other = LOSSY | {"heldout_loss": 0.5, "heldout_digest": "other", "config_changes": {"data.tokenizer": "words(20)"}}
     rows, below = cells(report.compare(runs(tmp_path, other=other, a=LOSSY, b=LOSSY), tmp_path / "compare.png"))
     assert list(rows) == ["a", "b", "other"] and rows["other"]["held-out perplexity"] == "-"
@@ -260,29 +260,30 @@ def test_perplexities_of_other_tokens_are_not_compared(tmp_path):
     old = LOSSY | {"heldout_digest": None}
     rows, below = cells(report.compare(runs(tmp_path / "old", a=old, b=old), tmp_path / "c.png"))
     assert {row["held-out perplexity"] for row in rows.values()} == {"-"} and below.count("does not say") == 2
-    # Bits a byte compare whatever the tokenizer, and are of bytes, not of tokens.
+    # Bits per byte compare across tokenizers.
     (tmp_path / "more").mkdir()
     rows, below = cells(report.compare(runs(tmp_path / "more", a={}, b={"heldout_digest": "b"}), tmp_path / "c.png"))
     assert rows["b"]["held-out bits/byte"] == "2.0000" and below == ""
 
 
 @pytest.mark.parametrize("output", ["negative_sampling(64)", "margin", "vmf(norm_penalty=0.1)"])
-@pytest.mark.parametrize("others", [{}, LOSSY])
-def test_a_loss_of_no_probabilities_is_listed_and_not_ranked(tmp_path, output, others):
-    own = {"heldout_bits_per_byte": None, "heldout_loss": 0.01, "config_changes": {"model.output": output}}
-    rows, below = cells(report.compare(runs(tmp_path, own=own, a=others), tmp_path / "compare.png"))
-    label = "held-out perplexity" if others else "held-out bits/byte"
-    assert list(rows) == ["a", "own"] and rows["own"][label] == "-" and rows["a"][label] != "-"
+@pytest.mark.parametrize("compared", [{}, LOSSY])
+def test_runs_without_probabilities_are_listed_last(tmp_path, output, compared):
+    margin = {"heldout_bits_per_byte": None, "heldout_loss": 0.01, "config_changes": {"model.output": output}}
+    rows, below = cells(report.compare(runs(tmp_path, margin=margin, a=compared), tmp_path / "compare.png"))
+    label = "held-out perplexity" if compared else "held-out bits/byte"
+    assert list(rows) == ["a", "margin"] and rows["margin"][label] == "-" and rows["a"][label] != "-"
     assert (
-        below == f"- {tmp_path}/own: {output} gives no probabilities of tokens, and its loss is of a kind of its own.\n"
+        below
+        == f"- {tmp_path}/margin: {output} gives no probabilities of tokens, and its loss is of a kind of its own.\n"
     )
-    assert f"model.output={output}" in rows["own"]["differs in"]
-    # Where no run has a score, there is a table all the same.
-    rows, below = cells(report.compare([tmp_path / "own"], tmp_path / "compare.png"))
-    assert list(rows) == ["own"] and "gives no probabilities" in below
+    assert f"model.output={output}" in rows["margin"]["differs in"]
+    # A table is made even if no run has a score.
+    rows, below = cells(report.compare([tmp_path / "margin"], tmp_path / "compare.png"))
+    assert list(rows) == ["margin"] and "gives no probabilities" in below
 
 
-def test_compare_copes_with_a_loss_that_is_not_finite(tmp_path):
+def test_runs_with_a_nonfinite_loss_are_listed_last(tmp_path):
     bad = {"heldout_bits_per_byte": None, "heldout_loss": None}
     rows, below = cells(report.compare(runs(tmp_path, bad=bad, good={}), tmp_path / "compare.png"))
     assert list(rows) == ["good", "bad"] and rows["bad"]["held-out bits/byte"] == "-"
@@ -290,7 +291,7 @@ def test_compare_copes_with_a_loss_that_is_not_finite(tmp_path):
     assert "/bad: its held-out loss is not finite." in below
 
 
-def test_compare_warns_of_different_text(tmp_path):
+def test_compare_warns_of_different_heldout_text(tmp_path):
     table = report.compare(runs(tmp_path, a={}, b={"heldout_bytes": 7}), tmp_path / "compare.png")
     assert "scored on different held-out text: quality cannot be compared" in table
     for digests, warns in {("x", "y"): True, ("x", "x"): False, ("x", None): False}.items():
@@ -320,7 +321,7 @@ def test_compare_warns_of_different_text(tmp_path):
         ({"heldout_text_digest": [1]}, r"heldout_text_digest is \[1\]"),
     ],
 )
-def test_report_that_is_missing_or_damaged(tmp_path, content, message):
+def test_absent_or_damaged_report_raises(tmp_path, content, message):
     if isinstance(content, dict):
         content = json.dumps(summary() | {"config": flat(Config())} | content).encode()
     if content is not None:
@@ -330,7 +331,7 @@ def test_report_that_is_missing_or_damaged(tmp_path, content, message):
     assert "\n" not in str(caught.value)
 
 
-def test_report_that_cannot_be_read(tmp_path):
+def test_unreadable_report_raises(tmp_path):
     path = tmp_path / "report.json"
     path.symlink_to(path)
     with pytest.raises(InputError, match=r"cannot read .*report.json \(Too many levels of symbolic links\)"):
@@ -344,7 +345,7 @@ def test_report_that_cannot_be_read(tmp_path):
 
 
 @pytest.mark.parametrize("out", ["nowhere/compare.png", "compare.nonsense"])
-def test_plot_that_cannot_be_drawn(tmp_path, out):
+def test_unwritable_plot_raises(tmp_path, out):
     with pytest.raises(InputError, match=r"cannot draw .*: name a file that can be written, as compare.png"):
         report.compare(runs(tmp_path, a={}), tmp_path / out)
 
@@ -366,10 +367,10 @@ def test_smoothed_loss_does_not_lag():
     assert plots.smooth(noisy.tolist())[50:-50].std() < 0.2
 
 
-def test_runs_that_are_named_twice_are_listed_once(tmp_path):
-    (one,) = runs(tmp_path, a={})
-    (tmp_path / "link").symlink_to(one)
-    rows, below = cells(report.compare([one, one, tmp_path / "link"], tmp_path / "c.png"))
+def test_repeated_runs_are_listed_once(tmp_path):
+    (run,) = runs(tmp_path, a={})
+    (tmp_path / "link").symlink_to(run)
+    rows, below = cells(report.compare([run, run, tmp_path / "link"], tmp_path / "c.png"))
     assert list(rows) == ["a"] and below == "- A run that was named more than once is listed once.\n"
 
 
@@ -379,28 +380,31 @@ def test_compare_shows_skipped_steps(tmp_path):
     assert (tmp_path / "c.md").read_text().startswith("| run |")
 
 
-def test_compare_leaves_other_tables_alone(tmp_path):
+def test_compare_does_not_overwrite_other_files(tmp_path):
     (tmp_path / "README.md").write_text("# mine\n")
     with pytest.raises(InputError, match=r"README.md is there and is no table of runs: name another plot"):
         report.compare(runs(tmp_path, a={}), tmp_path / "README.png")
     assert (tmp_path / "README.md").read_text() == "# mine\n" and not (tmp_path / "README.png").exists()
 
 
-def test_members_of_sweeps_are_labelled_with_their_overrides(tmp_path):
+def test_members_of_sweeps_are_labelled_by_varied_fields(tmp_path):
     wide, narrow = {"model.mixer": "window(128,0)"}, {"model.mixer": "full"}
     made = {name: {} for name in ("s/00-mixer=window_128_0_", "s/01-mixer=full", "t/00-mixer=full", "alone", "t/alone")}
     (tmp_path / "s").mkdir()
     (tmp_path / "t").mkdir()
     paths = runs(tmp_path, **{name: {"config_changes": narrow if "full" in name else wide} for name in made})
     reports = {str(path): report.read_report(path) for path in paths}
-    labels, title = report._labels(reports)
+    labels, title = report.comparison._labels(reports)
     assert list(labels.values())[:3] == ["s: mixer=window(128,0)", "s: mixer=full", "00-mixer=full"] and title == ""
     assert list(labels.values())[3:] == [f"alone ({paths[3]})", f"alone ({paths[4]})"]
     of_one = dict(list(reports.items())[:2])
-    assert report._labels(of_one) == (dict(zip(of_one, ["mixer=window(128,0)", "mixer=full"], strict=True)), "s")
+    assert report.comparison._labels(of_one) == (
+        dict(zip(of_one, ["mixer=window(128,0)", "mixer=full"], strict=True)),
+        "s",
+    )
 
 
-def test_any_name_is_drawn_without_warnings(tmp_path):
+def test_any_name_can_be_drawn(tmp_path):
     names = ["\U0001f9e0 \u6f22", "$x$ $\\nothing$", "_hidden", os.fsdecode(b"\xff")]
     assert [plots.drawable(name) for name in names] == [
         "<U+1F9E0> <U+6F22>", r"\$x\$ \$\nothing\$", " _hidden", "<U+DCFF>",

@@ -1,6 +1,6 @@
-"""Training and decoding: the loop, the step, optimizers, checkpoints, metrics.
+"""Training: the loop, the step, optimizers, checkpoints and metrics.
 
-Importing this package tells the C library to keep the memory that the process frees: see `allocator`.
+Importing this package makes glibc keep the memory that the process frees: see `allocator`.
 """
 
 from hpnlp.training.allocator import keep_freed_memory

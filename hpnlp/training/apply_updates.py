@@ -109,30 +109,54 @@ class Update:
 
 
 def check_by_layer(model: LM, config: OptimizerConfig) -> None:
-    """Raises InputError where layers do not run, or are not updated, one by one."""
-    c, leave = model.config, "or plan.offload_parameters=False"
+    """Checks that parameters can be offloaded: that layers are run, and updated, one at a time.
+
+    Args:
+      model: The model.
+      config: The optimizer.
+
+    Raises:
+      InputError: The model or the optimizer works on several layers at once.
+    """
+    c, alternative = model.config, "or plan.offload_parameters=False"
     if c.residual == "reversible":
         raise InputError(
             "plan.offload_parameters=True fetches a layer once in a backward pass, and model.residual='reversible' takes each "
-            f"branch by itself: set model.residual='plain' and plan.remat='full', {leave}"
+            f"branch by itself: set model.residual='plain' and plan.remat='full', {alternative}"
         )
     if len(alternation(c.mixer)) > 1:
         raise InputError(
-            f"plan.offload_parameters=True fetches one layer at a time, and model.mixer={c.mixer!r} takes several in turn: "
-            f"name one mixer, {leave}"
+            f"plan.offload_parameters=True fetches one layer at a time, and model.mixer={c.mixer!r} alternates several: "
+            f"name one mixer, {alternative}"
         )
     if config.name == "adafactor":
         raise InputError(
-            "plan.offload_parameters=True updates one layer at a time, and optimizer.name='adafactor' measures all of them at "
-            f"once: choose another, as 'adamw8bit', {leave}"
+            "plan.offload_parameters=True updates one layer at a time, and optimizer.name='adafactor' updates all layers at "
+            f"once: choose another, such as 'adamw8bit', {alternative}"
         )
 
 
 def mean(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """total / weight; 0 / 0, of a batch without a target token, is 0."""
+    """Weighted mean.
+
+    Args:
+      total: A weighted sum.
+      weight: The sum of the weights, a scalar.
+
+    Returns:
+      total / weight; 0 for 0 / 0, which a batch without a target token has.
+    """
     return total / jnp.where(weight == 0, 1.0, weight)
 
 
 def means(totals: Any, weight: jax.Array) -> Any:
-    """`mean` of every array of a tree."""
+    """Weighted means of the arrays of a tree.
+
+    Args:
+      totals: A tree of weighted sums.
+      weight: The sum of the weights, a scalar.
+
+    Returns:
+      A tree of means, see `mean`.
+    """
     return jax.tree.map(lambda total: mean(total, weight), totals)

@@ -1,4 +1,13 @@
-"""Checkpoints: everything that a run needs to go on, in one composite that orbax writes in the background."""
+"""Checkpoints: saving and restoring everything that a run needs to resume.
+
+A checkpoint is an orbax composite of four items. `params` holds the parameters. `rest` holds the other fields of the training
+state: step, optimizer state, averaged parameters, loss scale. `data` holds the state of the data iterator. `record` holds the
+format version, the progress of the loop, and checksums of the other items, because orbax restores flipped bits in array data
+without an error. A converted model is saved at CONVERTED_STEP with the items `params` and `record` only.
+
+The training loop decides when to save (`loop._Run.checkpoint_is_due`), and restores the newest checkpoint when a run resumes
+(`loop._Run._resume`). `run_directory` decides whether a run may resume in a directory.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +24,33 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from hpnlp.training.step import TrainState
+from hpnlp.training.checksum import checksum, type_of, verify
+from hpnlp.training.state_shardings import TrainState
 from hpnlp.types import InputError
 
-FORMAT = 1  # of the composite below; a reader refuses what it does not know
+FORMAT = 1  # version of the composite; checkpoints of other versions are refused
+CONVERTED_STEP = 0  # step of a checkpoint that holds a converted model: its parameters, and no other state
 
-# Parts of a path that orbax and tensorstore do not take literally. Orbax merges what each process wrote after a glob over the
-# whole path, tensorstore reads a backslash as a slash, and etils turns the directory `gs:` into an address.
+# Parts of a path that orbax and tensorstore do not take literally. Orbax globs the whole path to merge the files of all
+# processes, tensorstore reads a backslash as a slash, and etils turns the directory `gs:` into an address.
 _NOT_LITERAL = re.compile(r"[*?\[\\]|(?<=/)gs:(?=/)")
 
 
 def checked_directory(workdir: str | Path, argument: str = "workdir") -> Path:
-    """The absolute path of a run directory whose checkpoints can be read back.
+    """Absolute path of a run directory whose checkpoints can be read back.
 
     Args:
-        workdir: the directory, which need not exist.
-        argument: its name in messages.
+      workdir: The directory, which need not exist.
+      argument: Name of the argument in error messages.
+
+    Returns:
+      The absolute path.
 
     Raises:
-        InputError: the absolute path has a character that the checkpoint libraries do not take literally, or is not UTF-8.
+      InputError: The absolute path is not UTF-8, or has a character that the checkpoint libraries do not take literally.
     """
     directory = Path(workdir).absolute()
     try:
@@ -47,9 +60,9 @@ def checked_directory(workdir: str | Path, argument: str = "workdir") -> Path:
             f"{argument} {str(workdir)!r}: the path {str(directory)!r} is not UTF-8, and checkpoints in it could not be "
             "written: rename that directory, or choose another one"
         ) from None
-    if found := _NOT_LITERAL.search(f"{directory}/"):
+    if match := _NOT_LITERAL.search(f"{directory}/"):
         raise InputError(
-            f"{argument} {str(workdir)!r}: checkpoints under a path with {found[0]!r} could not be read back ({directory}): "
+            f"{argument} {str(workdir)!r}: checkpoints under a path with {match[0]!r} could not be read back ({directory}): "
             "rename that directory, or choose another one"
         )
     return directory
@@ -58,14 +71,21 @@ def checked_directory(workdir: str | Path, argument: str = "workdir") -> Path:
 class Checkpointer:
     """The checkpoints of one run directory.
 
-    A checkpoint holds `params` (what generation reads), `rest` (optimizer state, step, averaged parameters, loss scale), `data`
-    (where the data iterator stands) and `record` (the loop's progress, the format version, and checksums of the others: of
-    flipped bits in array data orbax takes no notice). Writing goes on in the background; a checkpoint that was cut off
-    is never listed.
+    Checkpoints are written in the background. A checkpoint that was interrupted is never listed, and is removed when the run
+    resumes. The newest `keep` checkpoints and the one with the lowest held-out loss are kept.
     """
 
     def __init__(self, workdir: str | Path, keep: int = 2, *, read_only: bool = False) -> None:
-        """read_only: for a run that another process may be training, whose unfinished checkpoints are left alone."""
+        """Opens the directory `checkpoints` of a run.
+
+        Args:
+          workdir: The run directory.
+          keep: Number of newest checkpoints to keep.
+          read_only: Create and delete nothing; for a run that another process may be training.
+
+        Raises:
+          InputError: The directory cannot be created or read.
+        """
         self.directory = checked_directory(workdir) / "checkpoints"
         best = policies.BestN(
             get_metric_fn=lambda metrics: metrics["heldout_loss"],
@@ -89,23 +109,48 @@ class Checkpointer:
 
     @staticmethod
     def exist(workdir: str | Path) -> bool:
-        """True where `workdir` holds a complete checkpoint; makes nothing."""
-        return _finished(Path(workdir) / "checkpoints")
+        """True if a run directory holds a complete checkpoint.
+
+        Args:
+          workdir: The run directory. Nothing is created.
+
+        Returns:
+          Whether there is one.
+        """
+        return _has_complete(Path(workdir) / "checkpoints")
 
     def latest(self) -> int | None:
-        """The newest complete checkpoint's step."""
+        """Step of the newest complete checkpoint.
+
+        Returns:
+          The step, or None if there is no checkpoint.
+        """
         return self._manager.latest_step()
 
     def best(self) -> int | None:
-        """The step of the checkpoint with the lowest held-out loss, or of the newest where none was scored."""
+        """Step of the checkpoint with the lowest held-out loss.
+
+        Returns:
+          The step; of the newest checkpoint if none was evaluated; None if there is no checkpoint.
+        """
         best = self._manager.best_step()
         return self.latest() if best is None else best
 
     def save(self, state: TrainState, data: Any, progress: Mapping[str, Any], loss: float | None = None) -> None:
-        """Starts to write; raises InputError where an earlier write has failed. loss: held-out, in nats a token."""
+        """Starts writing a checkpoint in the background.
+
+        Args:
+          state: The training state.
+          data: State of the data iterator, as JSON values.
+          progress: State of the training loop, as JSON values.
+          loss: Held-out loss in nats per token, if the state was evaluated.
+
+        Raises:
+          InputError: An earlier write has failed.
+        """
         items = {
             "params": ocp.args.StandardSave(state.params),
-            "rest": ocp.args.StandardSave(_rest(state)),
+            "rest": ocp.args.StandardSave(_without_params(state)),
             "data": ocp.args.JsonSave({"state": data}),
             "record": ocp.args.JsonSave(
                 {"format": FORMAT, "checksums": _checksums(state, data), "progress": dict(progress)}
@@ -116,116 +161,167 @@ class Checkpointer:
             self._manager.save(int(state.step), args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def save_params(self, params: Any) -> None:
-        """Writes a model that was not trained here, as step 0, and waits for it."""
-        record = {"format": FORMAT, "checksums": {"params": _checksum(params)}}
+        """Writes the parameters of a converted model as CONVERTED_STEP, and waits until they are on disk.
+
+        Args:
+          params: The parameters.
+        """
+        record = {"format": FORMAT, "checksums": {"params": checksum(params)}}
         items = {"params": ocp.args.StandardSave(params), "record": ocp.args.JsonSave(record)}
         with self._disk("save to"):
-            self._manager.save(0, args=ocp.args.Composite(**items), force=True)
+            self._manager.save(CONVERTED_STEP, args=ocp.args.Composite(**items), force=True)
         self.wait()
 
     def holds_params_only(self) -> bool:
-        """True where the newest checkpoint is one that save_params wrote."""
-        return self.latest() == 0
+        """True if the newest checkpoint is one of `save_params`.
+
+        Returns:
+          Whether it is.
+        """
+        return self.latest() == CONVERTED_STEP
 
     def saving(self) -> bool:
-        """True while a checkpoint is being written."""
+        """True while a checkpoint is being written.
+
+        Returns:
+          Whether one is.
+        """
         return self._manager.is_saving_in_progress()
 
     def wait(self) -> None:
-        """Returns when everything is on disk; raises InputError where it could not be."""
+        """Waits until all checkpoints are on disk; raises InputError if one could not be written."""
         with self._disk("save to"):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
 
     def close(self) -> None:
+        """Waits for writes in progress and releases the directory."""
         self._manager.close()
 
     def check_saved(self, step: int, params: Any, counter: Any = None) -> None:
-        """Reads back a part of checkpoint `step` from the disk: its record, its smallest parameter, and its step counter.
+        """Reads a small part of a checkpoint back from the disk: its record, its smallest parameter and its step counter.
 
         Args:
-            step: of a checkpoint that `save` or `save_params` has written.
-            params: the parameters, or their shapes with shardings.
-            counter: the shape of the state's step; None for a checkpoint of `save_params`, which has none.
+          step: Step of a checkpoint that `save` or `save_params` has written.
+          params: The parameters, or their shapes with shardings.
+          counter: Shape of the state's step counter; None for a checkpoint of `save_params`, which has none.
 
         Raises:
-            InputError: the checkpoint is not listed, or a part of it cannot be read.
+          InputError: The checkpoint is not listed, or the part cannot be read.
         """
         self._manager.reload()
+        items = {"params": _smallest_leaf(params)}
+        if counter is not None:
+            items["rest"] = {"step": counter}
         with self._read_back(step):
-            self._check_part(
-                step, {"params": _smallest(params)} | ({} if counter is None else {"rest": {"step": counter}})
-            )
+            self._check_items(step, items)
 
-    def _check_part(self, step: int, items: Mapping[str, Any]) -> None:
+    def _check_items(self, step: int, items: Mapping[str, Any]) -> None:
+        """Reads the leaves of `items`, item name -> tree, and compares their checksums."""
         expected = self._record(self.step_of(step))["checksums"]
-        with _quiet_when_it_fails(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        with _without_tracebacks(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             for item, tree in items.items():
                 args = ocp.args.PyTreeRestore(
                     item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True
                 )
-                sums = _checksum(reader.restore(self.directory / str(step) / item, args=args))
-                _verify({item: {name: expected[item].get(name) for name in sums}}, {item: sums})
+                sums = checksum(reader.restore(self.directory / str(step) / item, args=args))
+                verify({item: {name: expected[item].get(name) for name in sums}}, {item: sums})
 
     def restore(self, shapes: TrainState, step: int | None = None) -> tuple[TrainState, Any, dict[str, Any]]:
-        """`(state, data iterator's state, progress)` of `step` (default: the newest), laid out as `shapes` says."""
+        """Reads everything that `save` has written.
+
+        Args:
+          shapes: Shapes of the state, with the shardings to restore it with; they may differ from those it was saved with.
+          step: Step of the checkpoint; None for the newest.
+
+        Returns:
+          `(state, state of the data iterator, progress)`.
+
+        Raises:
+          InputError: There is no such checkpoint, it is damaged, or it is of another model or optimizer.
+        """
         step = self.step_of(step)
         record = self._record(step)
-        self._check_fits(step, record, {"params": shapes.params, "rest": _rest(shapes)})
+        self._check_fits(step, record, {"params": shapes.params, "rest": _without_params(shapes)})
         with self._readable(step):
             args = {
                 "params": ocp.args.StandardRestore(shapes.params),
-                "rest": ocp.args.StandardRestore(_rest(shapes)),
+                "rest": ocp.args.StandardRestore(_without_params(shapes)),
                 "data": ocp.args.JsonRestore(),
             }
-            found = self._manager.restore(step, args=ocp.args.Composite(**args))
-            rest, data = found["rest"], found["data"]["state"]
-            state = TrainState(rest["step"], found["params"], rest["opt_state"], rest.get("ema"), rest.get("scale"))
-            _verify(record["checksums"], _checksums(state, data))
+            items = self._manager.restore(step, args=ocp.args.Composite(**args))
+            fields, data = items["rest"], items["data"]["state"]
+            state = TrainState(
+                fields["step"], items["params"], fields["opt_state"], fields.get("ema"), fields.get("scale")
+            )
+            verify(record["checksums"], _checksums(state, data))
             progress = _checked_progress(record["progress"])
         return state, data, progress
 
     def restore_params(self, shapes: TrainState, step: int | None = None) -> Any:
-        """The parameters for evaluation and generation (averaged, where the run averages) of `step`."""
+        """Reads the parameters for evaluation and generation: averaged ones where the run keeps an average.
+
+        Args:
+          shapes: Shapes of the state, with the shardings to restore it with.
+          step: Step of the checkpoint; None for the newest.
+
+        Returns:
+          The parameters.
+
+        Raises:
+          InputError: There is no such checkpoint, it is damaged, or it is of another model.
+        """
         step = self.step_of(step)
-        if shapes.ema is not None and step > 0:
+        if shapes.ema is not None and step != CONVERTED_STEP:
             return self.restore(shapes, step)[0].ema
         record = self._record(step)
         self._check_fits(step, record, {"params": shapes.params})
         with self._readable(step):
             args = ocp.args.Composite(params=ocp.args.StandardRestore(shapes.params))
             params = self._manager.restore(step, args=args)["params"]
-            _verify(record["checksums"], {"params": _checksum(params)})
+            verify(record["checksums"], {"params": checksum(params)})
         return params
 
     def step_of(self, step: int | None) -> int:
-        """The step that `step`, None for the newest, stands for; raises InputError where there is no such checkpoint."""
-        found = self.latest() if step is None else step
-        if found is None or found not in self._manager.all_steps():
-            have = ", ".join(str(s) for s in self._manager.all_steps()) or "none"
+        """Step of an existing checkpoint.
+
+        Args:
+          step: The step, or None for the newest checkpoint.
+
+        Returns:
+          The step.
+
+        Raises:
+          InputError: There is no such checkpoint.
+        """
+        resolved = self.latest() if step is None else step
+        if resolved is None or resolved not in self._manager.all_steps():
+            steps = ", ".join(str(s) for s in self._manager.all_steps()) or "none"
             raise InputError(
-                f"no checkpoint {step or ''} in {self.directory} (there: {have}): train first, or name another"
+                f"no checkpoint {step or ''} in {self.directory} (there: {steps}): train first, or name another"
             )
-        return found
+        return resolved
 
     def _record(self, step: int) -> dict[str, Any]:
+        """The item `record`; raises InputError if it is unreadable or of another format version."""
         with self._readable(step):
-            found = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]
-            version = found.get("format")
+            record = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]
+            version = record.get("format")
         if version != FORMAT:
             raise InputError(
                 f"checkpoint {step} in {self.directory} has format {version}, this version reads {FORMAT}: "
                 "use the version of hpnlp that wrote it"
             )
-        return found
+        return record
 
     def _check_fits(self, step: int, record: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
-        """Raises InputError where another model or optimizer was saved, which orbax would take for damage."""
+        """Raises InputError if another model or optimizer was saved; orbax would report that as damage."""
         for item, tree in shapes.items():
             with self._readable(step):
-                saved = {name: found.rpartition(":")[0] for name, found in record["checksums"][item].items()}
+                checksums = record["checksums"][item]
+                saved = {name: text.rpartition(":")[0] for name, text in checksums.items()}
             leaves = jax.tree_util.tree_leaves_with_path(tree)
-            expected = {jax.tree_util.keystr(path): _kind(leaf) for path, leaf in leaves}
+            expected = {jax.tree_util.keystr(path): type_of(leaf) for path, leaf in leaves}
             for name in [*expected, *saved]:
                 if saved.get(name) != expected.get(name):
                     raise InputError(
@@ -236,20 +332,22 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _disk(self, verb: str) -> Iterator[None]:
+        """Turns errors of the disk into InputErrors: `cannot {verb} DIRECTORY: reason: fix`."""
         try:
             yield
         except (OSError, ValueError) as error:
             text = str(error)
-            full = "No space left" in text or "RESOURCE_EXHAUSTED" in text or "Disk quota" in text
-            mend = "free some space" if full else "check the path and its permissions"
-            intact = "; earlier checkpoints are intact" if _finished(self.directory) else ""
+            is_full = "No space left" in text or "RESOURCE_EXHAUSTED" in text or "Disk quota" in text
+            reason = "the disk is full" if is_full else _first_line(text)
+            fix = "free some space" if is_full else "check the path and its permissions"
+            intact = "; earlier checkpoints are intact" if _has_complete(self.directory) else ""
             raise InputError(
-                f"cannot {verb} {self.directory}: {'the disk is full' if full else _first_line(text)}{intact}: {mend} and run "
-                "the same command again"
+                f"cannot {verb} {self.directory}: {reason}{intact}: {fix} and run the same command again"
             ) from error
 
     @contextlib.contextmanager
     def _read_back(self, step: int) -> Iterator[None]:
+        """Turns errors of reading a checkpoint that this process has written into InputErrors."""
         try:
             yield
         except Exception as error:
@@ -260,22 +358,26 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _readable(self, step: int) -> Iterator[None]:
+        """Turns errors of reading a checkpoint, of which orbax and tensorstore raise many types, into InputErrors."""
         try:
-            with _quiet_when_it_fails():
+            with _without_tracebacks():
                 yield
-        except Exception as error:  # orbax and tensorstore raise many kinds for a damaged file
-            others = [s for s in self._manager.all_steps() if s < step]
-            mend = f"the run goes on from step {max(others)}" if others else "the run starts anew"
+        except Exception as error:
+            earlier = [s for s in self._manager.all_steps() if s < step]
+            effect = f"the run goes on from step {max(earlier)}" if earlier else "the run starts anew"
             raise InputError(
                 f"checkpoint {step} cannot be read ({_first_line(str(error))}): if it is damaged, delete "
-                f"{self.directory / str(step)}, and {mend}"
+                f"{self.directory / str(step)}, and {effect}"
             ) from error
 
 
 @contextlib.contextmanager
-def _quiet_when_it_fails() -> Iterator[None]:
-    """A restore reads many arrays at a time. When one fails, the others end a little later, in an event loop that is
-    gone, and each would print a traceback of its own."""
+def _without_tracebacks() -> Iterator[None]:
+    """Keeps the background tasks of a failed restore from printing tracebacks.
+
+    A restore reads many arrays concurrently. When one read fails, the others end a little later, in an event loop that is
+    closed by then, and each of them would print a traceback of its own.
+    """
     log = logging.getLogger("asyncio")
     hooks, level = (sys.excepthook, sys.unraisablehook), log.level
     sys.excepthook = sys.unraisablehook = lambda *_: None
@@ -283,7 +385,7 @@ def _quiet_when_it_fails() -> Iterator[None]:
     try:
         yield
     except Exception:
-        time.sleep(0.2)
+        time.sleep(0.2)  # until the other reads have ended
         gc.collect()
         raise
     finally:
@@ -291,83 +393,46 @@ def _quiet_when_it_fails() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _finished(directory: Path) -> bool:
-    """True where a complete checkpoint lies in `directory`: orbax gives the directory of one its number as a name last."""
+def _has_complete(directory: Path) -> bool:
+    """True if a directory holds a complete checkpoint: orbax renames it to its step as the last act of a save."""
     try:
         return any(path.name.isdecimal() and path.is_dir() for path in directory.iterdir())
     except OSError:
         return False
 
 
-def _smallest(tree: Any) -> dict[str, Any]:
-    """The smallest leaf of nested dicts, in the dicts that lead to it."""
-    path, part = min(jax.tree_util.tree_leaves_with_path(tree), key=lambda leaf: leaf[1].size)
+def _smallest_leaf(tree: Any) -> dict[str, Any]:
+    """Smallest leaf of nested dicts, inside of the dicts that lead to it."""
+    path, subtree = min(jax.tree_util.tree_leaves_with_path(tree), key=lambda leaf: leaf[1].size)
     for key in reversed(path):
-        part = {key.key: part}
-    return part
+        subtree = {key.key: subtree}
+    return subtree
 
 
-def _rest(state: TrainState) -> dict[str, Any]:
-    rest = {"step": state.step, "opt_state": state.opt_state, "ema": state.ema, "scale": state.scale}
-    return {name: part for name, part in rest.items() if part is not None}
-
-
-@jax.jit
-def _words(tree: Any) -> Any:
-    """A uint32 for each array: its words times odd numbers that differ with the place, added up modulo 2^32.
-
-    One flipped bit always changes it; it does not depend on how the array is laid out over devices.
-    """
-
-    def one(x: jax.Array) -> jax.Array:
-        x = jax.device_put(x, jax.memory.Space.Device)  # from the host's memory, where it rests there
-        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-        place = jnp.zeros(x.shape, jnp.uint32)
-        for axis, size in enumerate(x.shape):
-            place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
-
-    return jax.tree.map(one, tree)
-
-
-def _kind(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def _checksum(tree: Any) -> dict[str, int | str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    words = jax.device_get(_words(tree))
-    pairs = zip(leaves, jax.tree.leaves(words), strict=True)
-    # The dtype stands beside the sum because orbax casts silently to the one that is asked for.
-    return {jax.tree_util.keystr(path): f"{_kind(leaf)}:{int(word)}" for (path, leaf), word in pairs}
+def _without_params(state: TrainState) -> dict[str, Any]:
+    """Content of the item `rest`; the names are part of the format."""
+    fields = {"step": state.step, "opt_state": state.opt_state, "ema": state.ema, "scale": state.scale}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _checksums(state: TrainState, data: Any) -> dict[str, Any]:
+    """Item -> path of each of its arrays -> checksum; the data iterator's state has one checksum."""
     return {
-        "params": _checksum(state.params),
-        "rest": _checksum(_rest(state)),
+        "params": checksum(state.params),
+        "rest": checksum(_without_params(state)),
         "data": {"state": zlib.crc32(json.dumps(data, sort_keys=True).encode())},
     }
-
-
-def _verify(expected: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, Any]]) -> None:
-    for item, sums in found.items():
-        for name in sums.keys() | expected[item].keys():
-            if sums.get(name) != expected[item].get(name):
-                raise ValueError(
-                    f"{item}{name} is not what was saved: {sums.get(name)}, saved {expected[item].get(name)}"
-                )
-
-
-def _checked_progress(progress: dict[str, Any]) -> dict[str, Any]:
-    """Returns the loop's progress, of which no checksum is kept; raises where it does not hold the loop's numbers."""
-    numbers = [progress["bad_evals"], progress.get("peak_memory_bytes", 0), *progress["seconds"].values()]
-    numbers += [] if progress["best"] is None else [progress["best"]]
-    if not all(isinstance(number, int | float) for number in numbers):
-        raise ValueError(f"record['progress'] holds other than numbers: {progress!r:.100}")
-    return progress
 
 
 def _first_line(text: str) -> str:
     line = (text.strip().splitlines() or ["unknown error"])[0]
     return line if len(line) <= 300 else f"{line[:300]} ..."
+
+
+def _checked_progress(progress: dict[str, Any]) -> dict[str, Any]:
+    """The loop's progress, which has no checksum; raises ValueError if it holds other values than the loop's numbers."""
+    numbers = [progress["bad_evals"], progress.get("peak_memory_bytes", 0), *progress["seconds"].values()]
+    numbers += [] if progress["best"] is None else [progress["best"]]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise ValueError(f"record['progress'] holds other than numbers: {progress!r:.100}")
+    return progress

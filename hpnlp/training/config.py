@@ -1,4 +1,4 @@
-"""One configuration: the dataclasses of every part, as a locked ConfigDict that flags override, and back."""
+"""Configuration of a run: one frozen dataclass, and its forms as a ConfigDict that flags override and as config.json."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hpnlp.spec import did_you_mean, shortened
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError, WordStats
 
-# The largest value of whole-number fields outside `model`, which has its own; other fields may be up to LARGEST. Random keys
-# hold 32 bits of a seed, and steps, positions and token ids are counted in int32.
+# Largest values of integer fields outside of `model`, which checks its own. Random keys hold 32 bits of a seed; steps,
+# positions and token ids are counted in int32.
 LARGEST = 2**31 - 1
 LIMITS = {
     "train.steps": 10**9,
@@ -28,25 +28,27 @@ LIMITS = {
     "data.seq_len": 2**28,
     "data.heldout_bytes": 2**63 - 1,
 }
-# The key of config.json that holds how many fields were written: a file that lacks some of them was damaged, while fields that
-# a later version has added are not counted and take their defaults.
+# Key of config.json for the number of fields that were written. A file with fewer fields has been damaged, while fields that a
+# later version has added are not counted and take their defaults.
 COUNT = "fields"
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """How long a run lasts, and what it writes on the way.
+    """Length, evaluation, checkpoints and outputs of a run.
 
-    steps: optimizer steps, up to 10^9. seed: of parameters, data order and dropout, up to 2^32 - 1. init_from: a run's workdir
-    (its best checkpoint is taken) or a directory in the Hugging Face layout, whose parameters and tokenizer training begins
-    with, "" for none; the optimizer and the data begin anew, and a run that has saved a checkpoint goes on from that.
-    log_every: steps after which metrics are fetched and written. eval_every: steps after which held-out text is scored, 0 only
-    at the end: eval_batches of it, 0 all; of each row the last eval_stride tokens, 0 all, with those before as context.
-    checkpoint_every: steps after which a checkpoint is saved, 0 only at the end; `keep` of them stay, beside the best.
-    patience: stop after that many evaluations without an improvement of `min_delta` nats a token, 0 never. profile: "10:15"
-    traces steps 10 to 15.
-    debug_nans: stop at the operation that makes a NaN. writers: further metric writers, as in "tensorboard,wandb",
-    where wandb(PROJECT) names the project. sample: bytes of text that the report shows, 0 for none.
+    steps: number of optimizer steps, up to 10^9. seed: seed of parameters, data order and dropout, up to 2^32 - 1. init_from: a
+    run's workdir (its best checkpoint is used) or a directory in the Hugging Face layout, whose parameters and tokenizer
+    training starts from, "" for none; the optimizer and the data start anew, and a run that has saved a checkpoint resumes
+    from that. log_every: steps between fetching and writing metrics. eval_every: steps between evaluations on held-out text, 0
+    for one at the end only. eval_batches: batches of an evaluation, 0 for all; the one at the end takes all. eval_stride:
+    number of tokens at the end of each evaluated row that are scored, the tokens before them being context, 0 for all tokens.
+    checkpoint_every: steps between checkpoints, 0 for one at the end only. keep: number of newest checkpoints to keep, beside
+    the best one. patience: evaluations without an improvement after which the run stops, 0 for no early stopping. min_delta:
+    least decrease of the held-out loss, in nats per token, that counts as an improvement. profile: first and last step of a
+    profiler trace, as in "10:15", "" for none. debug_nans: stop at the operation that makes a NaN. writers: further metric
+    writers, as in "tensorboard,wandb", where wandb(PROJECT) names the project. sample: bytes of generated text in the report,
+    0 for none.
     """
 
     steps: int = 1000
@@ -66,22 +68,20 @@ class TrainConfig:
     sample: int = 200
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "log_every": 1, "keep": 1} | dict.fromkeys(
-            (
-                "seed",
-                "eval_every",
-                "eval_batches",
-                "eval_stride",
-                "checkpoint_every",
-                "patience",
-                "min_delta",
-                "sample",
-            ),
-            0,
+        positive = ("steps", "log_every", "keep")
+        at_least_0 = (
+            "seed",
+            "eval_every",
+            "eval_batches",
+            "eval_stride",
+            "checkpoint_every",
+            "patience",
+            "min_delta",
+            "sample",
         )
-        for name, bound in least.items():
-            if not getattr(self, name) >= bound:
-                raise InputError(f"train.{name}={getattr(self, name)}: expected at least {bound}")
+        for name, least in (dict.fromkeys(positive, 1) | dict.fromkeys(at_least_0, 0)).items():
+            if not getattr(self, name) >= least:
+                raise InputError(f"train.{name}={getattr(self, name)}: expected at least {least}")
         if self.patience and not self.eval_every:
             raise InputError(f"train.patience={self.patience} counts evaluations: set train.eval_every as well")
         if self.profile_range()[1] > self.steps:
@@ -90,7 +90,14 @@ class TrainConfig:
             )
 
     def profile_range(self) -> tuple[int, int]:
-        """First and last step of the trace; (0, 0) for none."""
+        """First and last step of the profiler trace.
+
+        Returns:
+          The steps; (0, 0) for no trace.
+
+        Raises:
+          InputError: `profile` is not a range of steps.
+        """
         if not self.profile:
             return 0, 0
         first, _, last = self.profile.partition(":")
@@ -101,7 +108,15 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything that a run depends on."""
+    """Configuration of a run.
+
+    Attributes:
+      model: The model.
+      data: Text, tokenizer and batches.
+      optimizer: Optimizer and learning rate.
+      train: Length, evaluation, checkpoints and outputs.
+      plan: Layout over devices, rematerialisation and offloading.
+    """
 
     model: LMConfig = LMConfig()
     data: DataConfig = DataConfig()
@@ -113,7 +128,7 @@ class Config:
         if self.data.seq_len < self.train.eval_stride:
             raise InputError(
                 f"train.eval_stride={self.train.eval_stride} is more than data.seq_len={self.data.seq_len}: choose 0 for "
-                "whole rows, or at most that"
+                "all tokens of a row, or at most data.seq_len"
             )
         for name, value in flat(self).items():
             numbers = value if isinstance(value, tuple) else (value,)
@@ -126,19 +141,28 @@ class Config:
         if tokens > LARGEST:
             raise InputError(
                 f"data.batch_size={self.data.batch_size} rows of data.seq_len={self.data.seq_len} are {tokens:,} tokens: "
-                f"expected at most {LARGEST:,} in a batch, so lower one of them"
+                f"expected at most {LARGEST:,}, lower one of the two fields"
             )
 
 
 def model_of(config: Config, ids: int, stats: WordStats | None) -> LM:
-    """The model of a config for a tokenizer of so many ids, used as `stats` says.
+    """Model of a config, with the sizes that depend on the tokenizer and the data filled in.
 
-    Raises InputError where these are more than the model has, or rows are longer than its positions reach.
+    Args:
+      config: The config.
+      ids: Number of ids of the tokenizer.
+      stats: Counts of its ids in the training text, if they are known.
+
+    Returns:
+      The model.
+
+    Raises:
+      InputError: The vocabulary is smaller than the tokenizer's, or rows are longer than the learned positions.
     """
     model = config.model
     if model.vocab and model.vocab < ids:
         raise InputError(
-            f"model.vocab={model.vocab} is less than the tokenizer's {ids}: set it to 0, or to at least that"
+            f"model.vocab={model.vocab} is less than the tokenizer's {ids}: set it to 0, or to at least {ids}"
         )
     max_len = model.max_len or config.data.seq_len
     if model.position == "learned" and config.data.seq_len > max_len:
@@ -150,11 +174,16 @@ def model_of(config: Config, ids: int, stats: WordStats | None) -> LM:
 
 
 def default() -> ConfigDict:
-    """Every field with its default, locked: an unknown field or a wrong type raises, naming the nearest."""
+    """Default values of all fields.
+
+    Returns:
+      A locked ConfigDict with a section per part: setting an unknown field or a value of a wrong type raises.
+    """
     return _to_dict(Config()).lock()
 
 
 def _to_dict(value: Any) -> ConfigDict:
+    """ConfigDict of a dataclass; fields that are None get a placeholder of their type."""
     types = typing.get_type_hints(type(value))
     result = ConfigDict()
     for field in dataclasses.fields(value):
@@ -169,13 +198,24 @@ def _to_dict(value: Any) -> ConfigDict:
 
 
 def resolve(values: ConfigDict | Mapping[str, Any]) -> Config:
-    """The Config that a ConfigDict, or a config.json as read, stands for; raises InputError on what does not fit."""
+    """Typed config of plain values.
+
+    Args:
+      values: Section -> field -> value: a ConfigDict, or the content of a config.json. Absent fields have their defaults.
+
+    Returns:
+      The config.
+
+    Raises:
+      InputError: A field is unknown, has a value of a wrong type, or is out of range.
+    """
     values = values.to_dict() if isinstance(values, ConfigDict) else values
     return _from_dict(Config, values, "")
 
 
-def _from_dict(kind: Any, values: Any, prefix: str) -> Any:
-    types = typing.get_type_hints(kind)
+def _from_dict(dataclass: Any, values: Any, prefix: str) -> Any:
+    """An instance of `dataclass`; `prefix` is the name of its section with a dot, for error messages."""
+    types = typing.get_type_hints(dataclass)
     if not isinstance(values, Mapping):
         raise InputError(f"config field {prefix.rstrip('.')} is {values!r}: expected a section with {', '.join(types)}")
     fields = {}
@@ -186,38 +226,52 @@ def _from_dict(kind: Any, values: Any, prefix: str) -> Any:
             fields[name] = _from_dict(types[name], value, f"{prefix}{name}.")
         else:
             fields[name] = _typed(types[name], value, prefix + name)
-    return kind(**fields)
+    return dataclass(**fields)
 
 
-def _typed(kind: Any, value: Any, name: str) -> Any:
-    allowed = typing.get_args(kind) if isinstance(kind, type(int | None)) else (kind,)
-    for one in allowed:
-        if typing.get_origin(one) is tuple and isinstance(value, list | tuple):
-            return tuple(_typed(typing.get_args(one)[0], item, name) for item in value)
-        if one is float and isinstance(value, int) and not isinstance(value, bool):
-            # A whole number over the largest float becomes infinity, which the Config refuses by the field's name.
+def _typed(type_hint: Any, value: Any, name: str) -> Any:
+    """`value`, checked against the type of the field `name`; integers become floats, and lists tuples, where these are due."""
+    allowed = typing.get_args(type_hint) if isinstance(type_hint, type(int | None)) else (type_hint,)
+    for option in allowed:
+        if typing.get_origin(option) is tuple and isinstance(value, list | tuple):
+            return tuple(_typed(typing.get_args(option)[0], item, name) for item in value)
+        if option is float and isinstance(value, int) and not isinstance(value, bool):
+            # An integer over the largest float becomes infinity, which Config refuses with the field's name.
             return float(value) if abs(value) < 2**1023 else math.inf
-        if isinstance(one, type) and type(value) is one:
+        if isinstance(option, type) and type(value) is option:
             return value
-    expected = " or ".join(getattr(one, "__name__", str(one)) for one in allowed)
+    expected = " or ".join(getattr(option, "__name__", str(option)) for option in allowed)
     raise InputError(
         f"config field {name}={shortened(value, 40)} is of type {type(value).__name__}: expected {expected}"
     )
 
 
 def to_json(config: Config) -> str:
-    """The text of config.json: every section, and how many fields there are."""
+    """Text of config.json.
+
+    Args:
+      config: The config.
+
+    Returns:
+      JSON with a section per part, and the number of fields under COUNT.
+    """
     return json.dumps(dataclasses.asdict(config) | {COUNT: len(flat(config))}, indent=1) + "\n"
 
 
 def from_json(text: str) -> Config:
-    """The Config of a config.json.
+    """Config of a config.json.
 
-    Fields that a version after the file's own has added take their defaults, and so do those of files that do not say how many
-    fields they were written with.
+    Fields that were added after the version that wrote the file take their defaults. Files of early versions have no COUNT, and
+    any absent field takes its default.
+
+    Args:
+      text: The text of the file.
+
+    Returns:
+      The config.
 
     Raises:
-        InputError: the text is not JSON, holds a field that does not fit, or lacks one that was written.
+      InputError: The text is not JSON, a field does not fit, or a field that was written is absent.
     """
     try:
         values = json.loads(text)
@@ -227,7 +281,7 @@ def from_json(text: str) -> Config:
         raise InputError(f"config.json is not valid JSON ({error}): restore it, or choose another workdir") from error
     written = values.pop(COUNT, 0)
     if isinstance(train := values.get("train"), dict) and type(seed := train.get("seed")) is int:
-        train["seed"] = seed & 0xFFFFFFFF  # earlier versions accepted longer seeds, of which JAX took the last 32 bits
+        train["seed"] = seed & 0xFFFFFFFF  # earlier versions accepted longer seeds; JAX used the last 32 bits
     config = resolve(values)
     present = {f"{section}.{name}" for section, fields in values.items() for name in fields}
     if not isinstance(written, int) or len(present) < written:
@@ -240,12 +294,27 @@ def from_json(text: str) -> Config:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """`field: old -> new` for every field that differs."""
+    """Fields in which two configs differ.
+
+    Args:
+      old: A config.
+      new: Another config.
+
+    Returns:
+      A text `section.field: old value -> new value` for each of these fields.
+    """
     before, after = flat(old), flat(new)
     return [f"{name}: {before[name]!r} -> {after[name]!r}" for name in after if before[name] != after[name]]
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """`section.field` -> value."""
+    """All fields of a config.
+
+    Args:
+      config: The config.
+
+    Returns:
+      `section.field` -> value.
+    """
     sections = dataclasses.asdict(config)
     return {f"{section}.{name}": value for section, fields in sections.items() for name, value in fields.items()}

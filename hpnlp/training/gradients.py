@@ -1,9 +1,8 @@
-"""Gradients of a batch's loss, summed over the parts that the batch is accumulated from (gradient accumulation)."""
+"""Gradients of a batch's loss, computed at once or summed over parts of the batch (gradient accumulation)."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,17 +24,17 @@ Batch = Mapping[str, jax.Array]
 class Gradients:
     """Gradients of a model's loss.
 
-    Under ZeRO 2 a parameter is whole on every device and its gradient is not. Gradients are then taken with respect to shards
-    of the parameters (`_shards`), which `_with_shards` joins with the whole parameters for the model.
+    Under ZeRO 2, parameters are replicated and their gradients are sharded. Gradients are then taken with respect to shards of
+    the parameters (`_shards`), which `_with_shards` joins with the replicated parameters for the model.
 
     Attributes:
       model: The model, laid out over the mesh.
-      single_model: The same model as one device has it.
-      update: The update that follows; it knows how gradients are accumulated.
+      single_model: The same model for a single device.
+      update: The update that follows; it has the optimizer's config, and treats trees layer by layer where needed.
       layout: The plan on its devices.
       axes: Logical axis names of the parameters, a tree like them.
       tables: Shapes of the parameters by path.
-      zero2: True if gradients are divided over devices where parameters are whole.
+      zero2: True if gradients are sharded where parameters are replicated.
       aux_weights: Factor of each auxiliary loss; 1 by default.
     """
 
@@ -66,18 +65,16 @@ class Gradients:
         if self.update.config.accumulate == 1:
             return gradient(*constants, batch, key)
 
-        def add(totals: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-            new = gradient(*constants, *part)
-            return self.update.each(functools.partial(jax.tree.map, jnp.add), totals, new), None
+        def accumulate(totals: Any, inputs: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+            return self.update.each(_add, totals, gradient(*constants, *inputs)), None
 
-        parts = self._accumulated_parts(batch, key)
-        first = jax.tree.map(lambda x: x[0], parts)
+        inputs = self._split_for_accumulation(batch, key)
+        first = jax.tree.map(lambda x: x[0], inputs)
         _, shapes = jax.eval_shape(gradient, *constants, *first)
-        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-        return jax.lax.scan(add, (self.update.each(zeros, constants[0]), zeros(shapes)), parts)[0]
+        return jax.lax.scan(accumulate, (self.update.each(_zeros, constants[0]), _zeros(shapes)), inputs)[0]
 
     def looked_up(self, params: Any, batch: Batch, key: jax.Array) -> dict[sparse_rows.Path, jax.Array]:
-        """Rows that a step looks up, by their table's path; empty unless `optimizer.rows` trains these alone.
+        """Rows that a step looks up, by their table's path; empty unless `optimizer.rows` is set.
 
         Args:
           params: Parameters.
@@ -90,21 +87,22 @@ class Gradients:
         if not self.update.config.rows:
             return {}
 
-        def rows_of(part: tuple[Batch, jax.Array]) -> Any:
-            return self.single_model.apply({"params": params}, part[0], rngs=_rngs(part[1]), method="rows")
+        def rows_of(inputs: tuple[Batch, jax.Array]) -> Any:
+            batch, key = inputs
+            return self.single_model.apply({"params": params}, batch, rngs=_rngs(key), method="rows")
 
         if self.update.config.accumulate == 1:
             ids_by_path = rows_of((batch, key))
         else:
-            ids_by_path = jax.lax.map(rows_of, self._accumulated_parts(batch, key))
+            ids_by_path = jax.lax.map(rows_of, self._split_for_accumulation(batch, key))
         return {path: sparse_rows.distinct(ids.reshape(-1), self.tables[path][0]) for path, ids in ids_by_path.items()}
 
-    def _accumulated_parts(self, batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
-        """The batch as `[parts, B / parts, T]`, and a key for each part."""
+    def _split_for_accumulation(self, batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
+        """The batch as `[accumulate, B / accumulate, T]`, and a key for each part."""
         count = self.update.config.accumulate
-        # Interleaved, so that every device keeps its own sequences in every part.
-        parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
-        return parts, jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count, dtype=jnp.uint32))
+        # Interleaved, so that every device keeps its sequences in every part.
+        batches = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
+        return batches, jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count, dtype=jnp.uint32))
 
     def _shards(self, params: Any, ids: Any) -> Any:
         """The arrays that gradients are taken with respect to: parameters, each sharded as its gradient will be."""
@@ -119,7 +117,7 @@ class Gradients:
         return jax.tree_util.tree_map_with_path(shard, params, self.layout.tree(self.axes, params, divided=True))
 
     def _with_shards(self, shards: Any, params: Any, ids: Any) -> Any:
-        """Parameters for the model, from the whole ones and the shards that gradients are taken with respect to."""
+        """Parameters for the model, from replicated ones and the shards that gradients are taken with respect to."""
         if not self.zero2:
             return shards
 
@@ -135,8 +133,8 @@ class Gradients:
     ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         """`(sum of the loss with auxiliary losses, (weight, metrics))`.
 
-        The sum, not the mean: sums add up over devices and accumulated parts, whatever their shares of target tokens, and in
-        float16 they keep gradients of order 1 on the way down.
+        The sum, not the mean: sums add up over devices and accumulated parts, whatever the number of target tokens in each of
+        them, and they keep float16 gradients of order 1 in the backward pass.
         """
         tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
         out = loss(self.model, tables, batch, key)
@@ -168,10 +166,18 @@ def loss(model: LM, params: Any, batch: Batch, key: jax.Array | None) -> LossOut
     return out
 
 
+def _add(totals: Any, new: Any) -> Any:
+    return jax.tree.map(jnp.add, totals, new)
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
 def _rngs(key: jax.Array) -> dict[str, jax.Array]:
     return {"dropout": key, "output": jax.random.fold_in(key, 1)}
 
 
 def _has_divided_gradient(path: sparse_rows.Path, ids: Any) -> bool:
-    """True if ZeRO 2 divides the parameter's gradient: that of layers, and of tables that are trained whole."""
+    """True if ZeRO 2 shards the parameter's gradient: in layers, and for tables that are not trained row by row."""
     return path not in ids and (path[0] in ("layers", "head") or path == ("embed", "table"))

@@ -1,7 +1,9 @@
-"""The training loop: what a run does between its config and its result.
+"""The training loop.
 
-`train` is the loop. `_Run` holds the state of a run and does each thing that the loop is made of: set-up, one step, writing
-metrics, evaluation, checkpoints and the end.
+`train` is the loop. `_Run` holds the state of a run and has a method for each part of the loop: set-up, one step, writing
+metrics, evaluation, checkpoints and the end. A run resumes from the newest checkpoint of its directory, if there is one:
+`_Run._find_start` decides, and `_Run._resume` restores. `checkpoint` has the content of a checkpoint, and `run_directory` the
+conditions under which a run may resume.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from hpnlp.models.lm import LM
 from hpnlp.training import distributed, warm_start
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
-from hpnlp.training.loss_scale import LEAST
-from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, find_writers, now_and_then
+from hpnlp.training.loss_scale import MINIMUM
+from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, find_writers, reading_progress
 from hpnlp.training.run_directory import claimed, has_begun, make_model, saved_tokenizer, write_config
 from hpnlp.training.step import Batch, Trainer, TrainState, check_batch, make_trainer
 from hpnlp.types import InputError, Tokenizer, Writer
 
-HOPELESS = 20  # consecutive steps without a finite gradient after which a run stops
+MAX_NONFINITE_STEPS = 20  # a run stops after so many consecutive steps without a finite gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
       The result, also where a signal stopped the run early.
 
     Raises:
-      InputError: The config, the data, the mesh or the directory is at fault; what was saved stays.
+      InputError: The config, the data, the mesh or the directory is invalid. Saved checkpoints stay.
     """
     with contextlib.ExitStack() as stack:
         run = _Run(config, Path(workdir), accept_changes, stack)
@@ -126,7 +128,7 @@ class _Run:
         stack.callback(self.stopping.end)
         self.clock = Clock()
         stack.enter_context(jax.debug_nans(config.train.debug_nans))
-        self.trace = stack.enter_context(contextlib.ExitStack())  # a run that ends early ends a profiler trace, too
+        self.trace = stack.enter_context(contextlib.ExitStack())  # ends a profiler trace even if the run ends early
         with self.clock("setup"):
             further_writers = find_writers(config.train.writers)
             self._prepare(accept_changes)
@@ -135,15 +137,15 @@ class _Run:
         self.state, self.progress = self.start.state, self.start.progress
         self.pending: list[tuple[int, dict[str, jax.Array]]] = []  # metrics of steps, not yet fetched from the devices
         self.consecutive_skips = 0
-        self.stopped = self._out_of_patience()  # a run that was stopped early stays so
+        self.stopped = self._out_of_patience()  # True for a run that was stopped early before
 
     def _prepare(self, accept_changes: bool) -> None:
         """Makes data, model and trainer, and finds the state to start from; then writes tokenizer and config."""
         config, workdir = self.config, self.workdir
-        begun = distributed.agreed(has_begun(workdir))
+        begun = distributed.lead_value(has_begun(workdir))
         self.source = _warm_start_source(config, workdir)
         self.corpus = prepare(
-            config.data, self._known_tokenizer(begun), now_and_then(console=None if self.is_lead else QUIET)
+            config.data, self._known_tokenizer(begun), reading_progress(console=None if self.is_lead else QUIET)
         )
         self.baselines = Baselines(self.corpus) if self.is_lead else None
         self.model = make_model(config, self.corpus.tokenizer)
@@ -151,7 +153,9 @@ class _Run:
         optimizer = config.optimizer.for_batch(config.data.batch_size)
         self.trainer = make_trainer(self.model, optimizer, config.plan, steps=config.train.steps)
         check_batch(self.trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
-        index, count = distributed.share(self.trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
+        index, count = distributed.batch_share(
+            self.trainer.batch_sharding, (config.data.batch_size, config.data.seq_len)
+        )
         self.key = jax.random.key(config.train.seed)
         self.batches = self.corpus.train(seed=config.train.seed, process_index=index, process_count=count)
         self.checkpoints = Checkpointer(workdir, config.train.keep)
@@ -163,13 +167,13 @@ class _Run:
             write_config(workdir, config)
 
     def _known_tokenizer(self, begun: bool) -> Tokenizer | None:
-        """The tokenizer of the warm start or of the run so far; None for one that is made from the data."""
-        if self.source is not None:  # the one that its parameters know, also if an earlier attempt has saved another
+        """Tokenizer of the warm start or of the resumed run; None to make one from the data."""
+        if self.source is not None:  # even if an earlier attempt in the same directory has saved another tokenizer
             return self.source.tokenizer
         return saved_tokenizer(self.workdir) if begun else None
 
     def _find_start(self, accepted: str) -> _Start:
-        """Initial parameters, those of `train.init_from` or of a converted model, or the newest checkpoint.
+        """State from the newest checkpoint, `train.init_from`, a converted model in the directory, or initialization.
 
         `accepted` lists the differences between the models that the user has accepted for a warm start.
         """
@@ -184,15 +188,19 @@ class _Run:
                     f"train.init_from={config.train.init_from}"
                 )
             return _Start(trainer.init(self.key), "starting")
-        if checkpoints.holds_params_only():  # a converted model: all but the parameters begins here
-            warm_start.check_own(config.train.init_from, self.workdir)
+        if checkpoints.holds_params_only():  # a converted model: all state but the parameters starts anew
+            warm_start.check_converted(config.train.init_from, self.workdir)
             warm_start.check_tokenizer(config.data.tokenizer, warm_start.find(self.workdir))
             params = checkpoints.restore_params(trainer.state_shapes)
             return _Start(
                 trainer.init(self.key, params),
                 f"starting from the converted model of {self.workdir}, with its tokenizer",
             )
-        state, data_state, progress = checkpoints.restore(trainer.state_shapes)
+        return self._resume()
+
+    def _resume(self) -> _Start:
+        """Restores the newest checkpoint: training state, position in the data, progress, and seconds of each phase."""
+        state, data_state, progress = self.checkpoints.restore(self.trainer.state_shapes)
         self.batches.set_state(data_state)
         for phase, seconds in progress["seconds"].items():
             self.clock.seconds[phase] = self.clock.seconds.get(phase, 0.0) + seconds
@@ -215,25 +223,25 @@ class _Run:
         self.parameters = sum(math.prod(leaf.shape) for leaf in shapes)
 
     def announce(self) -> None:
-        """Prints what the run starts from, how it is laid out, which data it reads, and remarks on the config."""
-        config, trainer, say = self.config, self.trainer, self.display.say
-        say(
+        """Prints the run's start, size, devices and data, and remarks on the config."""
+        config, trainer, show = self.config, self.trainer, self.display.print
+        show(
             f"{self.start.phrase}: {self.parameters / 1e6:.2f}M parameters, {_devices(trainer.layout.mesh)}, "
             f"{config.train.steps} steps of {config.data.batch_size} x {config.data.seq_len} tokens, in {self.workdir}"
         )
         for remark in self.source.remarks if self.source is not None else ():
-            say(f"{config.train.init_from}: {remark}")
+            show(f"{config.train.init_from}: {remark}")
         if trainer.undivided:
-            say(f"no axis of the plan divides {', '.join(trainer.undivided)}: whole on every device")
-        say(self.corpus.summary)  # with the files that were left out, so that none is missing in silence
+            show(f"no axis of the plan divides {', '.join(trainer.undivided)}: replicated on every device")
+        show(self.corpus.summary)  # it names the files that were left out
         if config.optimizer.warmup >= config.train.steps:
-            say(
+            show(
                 f"optimizer.warmup={config.optimizer.warmup} lasts to the end of train.steps={config.train.steps}: the "
                 "learning rate does not reach its peak"
             )
 
     def train_step(self) -> None:
-        """Does one step, and notes whether a signal has asked the run to stop."""
+        """Does one step, and sets `stopped` if a signal has arrived."""
         self.step += 1
         trace_first, trace_last = self.config.train.profile_range()
         if self.step == trace_first:
@@ -253,9 +261,9 @@ class _Run:
         self.stopped = self.stopping(self.step)
 
     def evaluate_if_due(self) -> float | None:
-        """Evaluates every `train.eval_every` steps, and stops the run when its patience is over.
+        """Evaluates every `train.eval_every` steps, and sets `stopped` after `train.patience` evaluations without improvement.
 
-        An evaluation also runs when a signal has come, so that the run that continues finds what an undisturbed one would.
+        A signal does not prevent an evaluation that is due: the resumed run would not repeat it.
 
         Returns:
           The held-out loss if it is the best so far; None otherwise, and if no evaluation is due.
@@ -266,7 +274,7 @@ class _Run:
         scores = self.evaluate(options.eval_batches or None)
         for writer in self.writers:
             writer.write(self.step, {f"heldout_{name}": value for name, value in scores.items()})
-        self.display.say(f"step {self.step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
+        self.display.print(f"step {self.step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
         limit = math.inf if self.progress["best"] is None else self.progress["best"] - options.min_delta
         is_better = math.isfinite(scores["loss"]) and scores["loss"] < limit
         if is_better:
@@ -274,14 +282,14 @@ class _Run:
         else:
             self.progress |= {"bad_evals": self.progress["bad_evals"] + 1}
         if self._out_of_patience():
-            self.display.say(f"no improvement in {options.patience} evaluations: stopping at step {self.step}")
+            self.display.print(f"no improvement in {options.patience} evaluations: stopping at step {self.step}")
             self.stopped = True
         return scores["loss"] if is_better else None
 
     def evaluate(self, limit: int | None) -> dict[str, float]:
         """`heldout_loss` of the current parameters, over at most `limit` batches."""
         self.flush()
-        self.display.doing("scoring held-out text")
+        self.display.status("scoring held-out text")
         with self.clock("eval"):
             return heldout_loss(self.trainer, self.state.best_params, self.corpus, self.config, limit)
 
@@ -308,7 +316,7 @@ class _Run:
         Waits for a checkpoint in progress first: metrics that were shown are at most one interval ahead of the disk.
 
         Raises:
-          InputError: The gradients have not been finite for HOPELESS steps, or once without `optimizer.skip_nonfinite`.
+          InputError: The gradients were not finite for MAX_NONFINITE_STEPS steps, or once without `optimizer.skip_nonfinite`.
         """
         with self.clock("checkpoint"):
             self.checkpoints.wait()
@@ -323,7 +331,7 @@ class _Run:
             self._check_finite(step, line)
         last_step = self.pending[-1][0]
         if skipped := round(sum(float(metrics["skipped"]) for metrics in values)):
-            self.display.say(
+            self.display.print(
                 f"step {last_step}: {skipped} of the last {len(values)} steps skipped: they were not finite"
             )
         self.display.step(last_step, float(values[-1]["loss"]), self.clock.seconds["data"] + self.clock.seconds["step"])
@@ -331,35 +339,35 @@ class _Run:
 
     def _check_finite(self, step: int, line: Mapping[str, float]) -> None:
         """Raises InputError where the gradients were not finite for too many steps."""
-        # While a loss scale can still fall, it is both the cause and the cure.
-        lost = line["skipped"] and line.get("loss_scale", LEAST) <= LEAST
-        self.consecutive_skips = self.consecutive_skips + 1 if lost else 0
-        if self.consecutive_skips >= HOPELESS or (lost and not self.config.optimizer.skip_nonfinite):
+        # A loss scale that can still fall is the likely cause, and its fall is the remedy.
+        is_failure = line["skipped"] and line.get("loss_scale", MINIMUM) <= MINIMUM
+        self.consecutive_skips = self.consecutive_skips + 1 if is_failure else 0
+        if self.consecutive_skips >= MAX_NONFINITE_STEPS or (is_failure and not self.config.optimizer.skip_nonfinite):
             raise InputError(
                 f"the loss or its gradient has not been finite for {self.consecutive_skips} steps, up to {step}: "
-                "lower optimizer.learning_rate, or look for the cause with train.debug_nans"
+                "lower optimizer.learning_rate, or find the cause with train.debug_nans"
             )
 
     def finish(self) -> Result:
-        """Reads the last checkpoint back, scores all held-out text unless a signal came, and returns the result."""
+        """Reads the last checkpoint back, evaluates on all held-out text unless a signal arrived, and returns the result."""
         with self.clock("checkpoint"):
             self.checkpoints.wait()
             shapes = self.trainer.state_shapes
             self.checkpoints.check_saved(self.saved_step, shapes.params, shapes.step)
-        self.stopping.agree()
+        self.stopping.synchronize()
         self.stopping.end()
         interrupted = self.stopping.signal != ""
         heldout: dict[str, float] = {}
         baselines: dict[str, Any] = {}
         if interrupted:
-            self.display.say(
+            self.display.print(
                 f"{self.stopping.signal}: saved step {self.saved_step}; the same command goes on from there"
             )
         else:
-            self.display.say("scoring all held-out text")
+            self.display.print("scoring all held-out text")
             heldout = self.evaluate(None)
             if self.baselines is not None:
-                baselines = self.baselines.result(self.display.say)
+                baselines = self.baselines.result(self.display.print)
         return Result(
             step=self.step,
             interrupted=interrupted,
@@ -402,7 +410,7 @@ def heldout_loss(
     Raises:
       InputError: No token of the batches has a loss.
     """
-    index, count = distributed.share(trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
+    index, count = distributed.batch_share(trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
     batches = corpus.heldout(
         batch_size=config.data.batch_size,
         stride=config.train.eval_stride or None,
@@ -413,13 +421,13 @@ def heldout_loss(
     sums: list[Any] = []
     for batch in batches:
         arrays = _on_devices(trainer, batch, config)
-        # One after the other: two programs on the simulated devices of one CPU can wait for each other's threads forever.
+        # Waits for the last program: two programs on the simulated devices of one CPU can deadlock over its threads.
         jax.block_until_ready(sums[-1:])
         sums.append(trainer.evaluate(params, arrays))
     total, weight = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
     if not weight:
         raise InputError(
-            f"train.eval_batches={config.train.eval_batches}: no token of the held-out text that was looked at is "
+            f"train.eval_batches={config.train.eval_batches}: no token of the held-out text in these batches is "
             "predicted (prompts fill its rows): raise it, 0 for all, or hold out other text"
         )
     scores = {"loss": float(total / weight)}
@@ -444,7 +452,7 @@ def _devices(mesh: Any) -> str:
 
 def _warm_start_source(config: Config, workdir: Path) -> warm_start.Source | None:
     """The model that `train.init_from` names; None without one, or if the run continues from a checkpoint of its own."""
-    if not config.train.init_from or distributed.agreed(Checkpointer.exist(workdir)):
+    if not config.train.init_from or distributed.lead_value(Checkpointer.exist(workdir)):
         return None
     source = warm_start.find(config.train.init_from)
     warm_start.check_tokenizer(config.data.tokenizer, source)

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, further writers, and the progress line; and the clock of a run's phases."""
+"""Outputs of a run in progress: metrics.jsonl, further metric writers, the progress display, and the clock of its phases."""
 
 from __future__ import annotations
 
@@ -22,29 +22,35 @@ from hpnlp.types import InputError, Writer
 
 
 class JsonlWriter:
-    """One JSON object a line, flushed as it is written; on opening, lines after `last_step` are cut off.
+    """Writes metrics.jsonl: one JSON object per line, flushed after each line.
 
-    A run that is cut off has lines that its last checkpoint knows nothing of, perhaps half a line: they are written
-    again, so that every step has exactly one.
+    A run that was interrupted has written lines, the last one perhaps in part, for steps after its last checkpoint. These steps
+    are done again when the run resumes. Their lines are removed on opening, so that every step has exactly one line.
     """
 
     def __init__(self, workdir: Path, last_step: int = 0) -> None:
+        """Opens the file.
+
+        Args:
+          workdir: The run directory.
+          last_step: Step that the run resumes from; lines of later steps are removed.
+        """
         path = workdir / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_bytes().splitlines(keepends=True) if _step_of(line) <= last_step]
-            fresh = path.with_suffix(".tmp")
-            fresh.write_bytes(b"".join(kept))
-            os.replace(fresh, path)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_bytes(b"".join(kept))
+            os.replace(temporary, path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        # repr of a float round-trips, and a float32 is exactly some float64: no digit is lost. JSON has no word for NaN.
+        # No digit is lost: the repr of a float round-trips, and every float32 is a float64. JSON has no NaN or infinity.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
-        """Returns when the lines have reached the disk."""
+        """Waits until all lines are on disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -52,6 +58,7 @@ class JsonlWriter:
 
 
 def _step_of(line: bytes) -> float:
+    """Step of a line of metrics.jsonl; infinity for an incomplete or damaged line."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -59,9 +66,9 @@ def _step_of(line: bytes) -> float:
 
 
 class TensorBoardWriter:
-    """Event files under WORKDIR/tensorboard, through tensorboardX."""
+    """Writes TensorBoard event files under WORKDIR/tensorboard, through tensorboardX."""
 
-    needs = "tensorboardX", "tensorboardX"  # the package, and what installs it
+    needs = "tensorboardX", "tensorboardX"  # the package, and the argument of `pip install` for it
 
     def __init__(self, *, workdir: Path, last_step: int = 0) -> None:
         from tensorboardX import SummaryWriter
@@ -77,23 +84,33 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A run of Weights & Biases, online or offline as its own variable WANDB_MODE says; its files lie under WORKDIR/wandb.
+    """Writes to Weights & Biases, online or offline as its environment variable WANDB_MODE says. Files lie under WORKDIR/wandb.
 
-    What W&B holds follows metrics.jsonl. Its own process sends and writes late, and a kill takes both processes: the lines that
-    W&B lacks are logged again from metrics.jsonl when the run goes on, and steps that it has are not logged twice. Offline
-    nobody knows what it has: the newest directory holds the whole run, and is the one to sync. That takes about half a
-    millisecond a line.
+    The data at W&B follow metrics.jsonl. W&B sends and writes with a delay in a process of its own, and a kill ends both
+    processes. When the run resumes, the lines of metrics.jsonl that W&B lacks are logged again, and steps that it has are not
+    logged twice. Offline it is unknown which lines W&B has: the newest directory then holds the whole run, and is the one to
+    sync; logging again takes about 0.5 ms per line.
 
-    Raises InputError where W&B does not start. Once it runs, its failures cost a line on stderr, and never the training.
+    Errors of W&B after the start print one line on standard error, and do not stop the training.
     """
 
     needs = "wandb", "'.[wandb]' in the repository of hpnlp"
 
     def __init__(self, project: str = "", *, workdir: Path, last_step: int = 0) -> None:
+        """Starts or resumes the W&B run of a directory.
+
+        Args:
+          project: Name of the project; by default that of the environment variable WANDB_PROJECT, or "hpnlp".
+          workdir: The run directory.
+          last_step: Step that the run resumes from.
+
+        Raises:
+          InputError: W&B does not start.
+        """
         from wandb import Settings, init
 
         self._workdir = workdir
-        # console: lines of the run are the display's. finish_timeout: a network that is gone must not hold a run that is done.
+        # console: the output of the run is not uploaded. finish_timeout: without a network, a finished run must still end.
         settings = Settings(console="off", silent=True, finish_timeout=60, finish_timeout_raises=True)
         try:
             self._run = init(
@@ -106,83 +123,105 @@ class WandbWriter:
                 allow_val_change=True,
                 settings=settings,
             )
-        except Exception as error:  # of many types, not all of them W&B's own
+        except Exception as error:  # W&B raises many types, not all of them its own
             raise InputError(
-                f"train.writers=wandb: W&B did not start ({_in_a_line(error)}): mend that, or set "
+                f"train.writers=wandb: W&B did not start ({_one_line(error)}): correct that, or set "
                 "WANDB_MODE=offline and send the run later"
             ) from error
-        self._begin = self._run.step  # the first step that W&B has not
+        self._first_step = self._run.step  # the first step that W&B lacks
         self._failed = False
+        self._announce()
+        if last_step and not self._run.disabled:
+            self._log_again()
+
+    def _announce(self) -> None:
+        """Prints the address of the run, or the command that uploads it later."""
         if self._run.offline:
-            _stdout().print(
-                f"W&B: offline; to send this run: wandb sync {workdir / 'wandb' / 'latest-run'}", markup=False
-            )
+            text = f"W&B: offline; to send this run: wandb sync {self._workdir / 'wandb' / 'latest-run'}"
+            _stdout().print(text, markup=False)
         elif not self._run.disabled:
             _stdout().print(f"W&B: {self._run.url}", markup=False)
-        if last_step and not self._run.disabled:
-            for line in (workdir / "metrics.jsonl").read_text("utf-8").splitlines():
-                values = json.loads(line)
-                step = values.pop("step")
-                self.write(step, {name: math.nan if value is None else value for name, value in values.items()})
+
+    def _log_again(self) -> None:
+        """Logs the lines of metrics.jsonl that W&B lacks."""
+        for line in (self._workdir / "metrics.jsonl").read_text("utf-8").splitlines():
+            values = json.loads(line)
+            step = values.pop("step")
+            self.write(step, {name: math.nan if value is None else value for name, value in values.items()})
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        if step >= self._begin and not self._failed:
-            with self._surviving():
+        if step >= self._first_step and not self._failed:
+            with self._reporting_errors():
                 self._run.log(dict(values), step=step)
 
     def close(self) -> None:
         if not self._failed:
-            with self._surviving():
+            with self._reporting_errors():
                 self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
     @contextlib.contextmanager
-    def _surviving(self) -> Iterator[None]:
+    def _reporting_errors(self) -> Iterator[None]:
+        """Prints an error instead of raising it, and ends the writing to W&B."""
         try:
             yield
         except Exception as error:
             self._failed = True
             print(
-                f"W&B failed ({_in_a_line(error)}) and gets no more of this run; metrics.jsonl has all, and "
-                f"{self._workdir / 'wandb'} what W&B had",
+                f"W&B failed ({_one_line(error)}) and gets no more of this run; metrics.jsonl has all metrics, and "
+                f"{self._workdir / 'wandb'} those that W&B had",
                 file=sys.stderr,
             )
 
 
-def _in_a_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
+    """Type and message of an error, without line ends."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _wandb_id(workdir: Path) -> str:
-    """By which W&B knows the run of this directory, also when it goes on."""
+    """Id of the directory's run at W&B, the same when the run resumes."""
     path = workdir / "wandb_id"
     if not path.exists():
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text(secrets.token_hex(4))
-        os.replace(fresh, path)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(secrets.token_hex(4))
+        os.replace(temporary, path)
     return path.read_text()
 
 
-# name -> (arguments of the spec, workdir, last step that is kept) -> writer; train.writers names entries. When one is called,
-# workdir holds config.json, and metrics.jsonl up to the last step.
+# Writers that train.writers may name: name -> function of (*arguments of the spec, workdir, last_step). When the function is
+# called, workdir holds config.json, and metrics.jsonl up to last_step.
 WRITERS: dict[str, Callable[..., Writer]] = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter}
 
 
 def find_writers(names: str) -> list[Callable[..., Writer]]:
-    """The entries of WRITERS that a spec names, to be called with `workdir` and `last_step`. Raises InputError where one does
-    not take its arguments, or its package is not there."""
+    """Further metric writers of a run.
+
+    Args:
+      names: Value of `train.writers`: entries of WRITERS with their arguments, as in "tensorboard,wandb(project)".
+
+    Returns:
+      Functions of `workdir` and `last_step` that make the writers.
+
+    Raises:
+      InputError: A name is unknown, its arguments do not fit, or its package is not installed.
+    """
     specs = parse(names, "train.writers") if names.strip() else ()
     for spec in specs:
         if spec.repeat > 1:
             raise InputError(f"train.writers={names!r}: writers take no repeats: write {spec.name}")
-        entry = checked(spec, WRITERS, "train.writers", ("workdir", "last_step"))
-        package, installed_by = getattr(entry, "needs", ("sys", ""))
+        writer = checked(spec, WRITERS, "train.writers", ("workdir", "last_step"))
+        package, requirement = getattr(writer, "needs", ("sys", ""))
         if sys.modules.get(package) is None and importlib.util.find_spec(package) is None:
-            raise InputError(f"train.writers={spec.name} needs {package}: pip install {installed_by}")
+            raise InputError(f"train.writers={spec.name} needs {package}: pip install {requirement}")
     return [functools.partial(build, spec, WRITERS, "train.writers") for spec in specs]
 
 
 class Clock:
-    """Seconds spent in each phase of a run, added up over its restarts."""
+    """Seconds spent in each phase of a run, added up over its restarts: `with clock("step"): ...`.
+
+    Attributes:
+      seconds: Phase -> seconds; the phases are setup, data, step, checkpoint and eval.
+    """
 
     def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
         self.seconds = {"setup": 0.0, "data": 0.0, "step": 0.0, "checkpoint": 0.0, "eval": 0.0, **(seconds or {})}
@@ -198,43 +237,62 @@ class Clock:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """rich goes quiet and ends the process where nobody reads on (`hpnlp train ... | head`): training goes on."""
+        """Keeps the process running when nobody reads its output any longer (`hpnlp train ... | head`).
+
+        rich goes quiet and raises SystemExit then; the training continues without output.
+        """
         with contextlib.suppress(SystemExit):
             super().on_broken_pipe()
 
 
-# For processes that do not lead.
+# For processes other than process 0.
 QUIET = Console(quiet=True)
 
 
 def _stdout() -> Console:
-    # FORCE_COLOR, as services set it whose logs are files, makes rich take any stream for a terminal.
+    # With FORCE_COLOR, which services set whose logs are files, rich would treat any stream as a terminal.
     live = None if sys.stdout.isatty() else False
     return _Console(file=sys.stdout, highlight=False, soft_wrap=True, force_interactive=live)
 
 
-def now_and_then(every: float = 5.0, console: Console | None = None) -> Callable[[str, int, int], None]:
-    """A function for `prepare` to call as it reads, which prints a line every so many seconds: quick reading has none."""
-    console, said = console or _stdout(), time.perf_counter()
+def reading_progress(every: float = 5.0, console: Console | None = None) -> Callable[[str, int, int], None]:
+    """Makes the progress function of `data.stream.prepare`.
 
-    def progress(what: str, done: int, total: int) -> None:
-        nonlocal said
-        if time.perf_counter() - said >= every:
-            said = time.perf_counter()
-            console.print(f"{what}: {done / 2**20:,.1f} of {total / 2**20:,.1f} MiB", markup=False)
+    Args:
+      every: Seconds between lines; reading that takes less time prints none.
+      console: Console to print to; standard output by default.
+
+    Returns:
+      A function of the name of the work, the bytes done, and the bytes in total.
+    """
+    console, printed_at = console or _stdout(), time.perf_counter()
+
+    def progress(task: str, done: int, total: int) -> None:
+        nonlocal printed_at
+        if time.perf_counter() - printed_at >= every:
+            printed_at = time.perf_counter()
+            console.print(f"{task}: {done / 2**20:,.1f} of {total / 2**20:,.1f} MiB", markup=False)
 
     return progress
 
 
 class Display:
-    """A live line on a terminal that is not dumb, plain lines elsewhere: step, loss, tokens/s and the time that is left."""
+    """Shows step, loss, tokens per second and remaining time: as a live line on a terminal, as plain lines elsewhere."""
 
-    def __init__(self, first: int, last: int, tokens_a_step: int, console: Console | None = None) -> None:
+    def __init__(self, first: int, last: int, tokens_per_step: int, console: Console | None = None) -> None:
+        """Starts the display.
+
+        Args:
+          first: Step that the run starts from.
+          last: Last step of the run.
+          tokens_per_step: Tokens of a batch.
+          console: Console to print to; standard output by default.
+        """
         self._console = console or _stdout()
-        self._last, self._tokens_a_step = last, tokens_a_step
-        self._begun: tuple[int, float, float] | None = None
+        self._last, self._tokens_per_step = last, tokens_per_step
+        self._first_report: tuple[int, float, float] | None = None  # step, busy seconds, time
         self._bar = None
-        if self._console.is_interactive:  # not where TERM=dumb
+        if self._console.is_interactive:  # False for TERM=dumb
             columns = (
                 BarColumn(bar_width=24),
                 TextColumn("{task.completed}/{task.total}"),
@@ -245,30 +303,46 @@ class Display:
             self._bar.start()
 
     def step(self, step: int, loss: float, busy: float) -> None:
-        """Shows training as it stands after `step`. busy: seconds spent on steps and their data so far."""
+        """Shows the state of the training.
+
+        Args:
+          step: Number of steps done.
+          loss: Loss of the last step.
+          busy: Seconds spent on steps and their data so far.
+        """
         text = f"loss {loss:.4f}"
-        if self._begun is None or step == self._begun[0]:  # what came before the first report holds the compilation
-            self._begun = step, busy, time.perf_counter()
+        if self._first_report is None or step == self._first_report[0]:
+            self._first_report = step, busy, time.perf_counter()  # speed is measured from here, after the compilation
         else:
-            first, busy_then, then = self._begun
-            left = round((time.perf_counter() - then) / (step - first) * (self._last - step))
-            rate = (step - first) * self._tokens_a_step / max(1e-9, busy - busy_then)
-            text += f", {rate:,.0f} tokens/s, {left // 60}:{left % 60:02d} left"
+            first_step, first_busy, start = self._first_report
+            steps = step - first_step
+            remaining = round((time.perf_counter() - start) / steps * (self._last - step))
+            rate = steps * self._tokens_per_step / max(1e-9, busy - first_busy)
+            text += f", {rate:,.0f} tokens/s, {remaining // 60}:{remaining % 60:02d} left"
         if self._bar is None:
-            self.say(f"step {step}/{self._last}: {text}")
+            self.print(f"step {step}/{self._last}: {text}")
         else:
             self._bar.update(self._task, completed=step, description=text)
 
-    def doing(self, what: str) -> None:
-        """Shows what takes time beside steps, on the live line only."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=what)
+    def status(self, text: str) -> None:
+        """Shows work other than steps on the live line; plain output leaves it out.
 
-    def say(self, line: str) -> None:
-        """Prints a line, above the live one where there is one."""
+        Args:
+          text: Name of the work.
+        """
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)
+
+    def print(self, line: str) -> None:
+        """Prints a line, above the live line if there is one.
+
+        Args:
+          line: The line.
+        """
         self._console.print(line, markup=False)
 
     def close(self) -> None:
+        """Removes the live line."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,4 +1,8 @@
-"""Muon (Jordan et al. 2024): momentum whose matrices are made orthogonal."""
+"""Muon: momentum whose matrices are orthogonalized.
+
+References:
+  Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
+"""
 
 from __future__ import annotations
 
@@ -13,51 +17,85 @@ from jaxtyping import Array
 
 from hpnlp.training import sparse_rows
 
-# Of the quintic that drives singular values towards 1, quickly rather than all the way: x, x^3, x^5.
+# Coefficients of x, x^3 and x^5 in the polynomial that moves singular values towards 1. Jordan et al. chose them for speed:
+# the iteration settles near 1, not at 1.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
-# (a parameter's path, a function of its whole matrices, what it is of) -> what the function makes of it
-Whole = Callable[[sparse_rows.Path, Callable[[Array], Array], Array], Array]
+# (path of a parameter, function of whole matrices, sharded matrices) -> the function's result, sharded like the matrices.
+ApplyToWhole = Callable[[sparse_rows.Path, Callable[[Array], Array], Array], Array]
 
 
 class MuonState(NamedTuple):
+    """State of Muon. The field names are part of the checkpoint format.
+
+    Attributes:
+      count: Number of updates, int32.
+      mu: Momentum, a tree like the parameters.
+    """
+
     count: Array
     mu: Any
 
 
 def orthogonal(x: Array, eps: float, steps: int = 5) -> Array:
-    """[..., A, B] -> about U V^T of each matrix's U S V^T, by Newton-Schulz: 4 A B min(A, B) + 2 min(A, B)^3 FLOPs a step."""
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + eps)
-    first, third, fifth = QUINTIC
+    """Approximates U V^T for each matrix U S V^T of a stack by Newton-Schulz iteration.
 
-    def closer(_: Array, x: Array) -> Array:
-        square = x @ x.mT
-        return first * x + (third * square + fifth * square @ square) @ x
+    Args:
+      x: Matrices `[..., A, B]`.
+      eps: Added to each matrix's norm before dividing by it.
+      steps: Number of iterations.
 
-    x = lax.fori_loop(0, steps, closer, x)  # written out, it would be most of what a compiler has to do for a step
-    return x.mT if tall else x
+    Returns:
+      Matrices `[..., A, B]` with singular values near 1.
 
-
-def scale_by_muon(decay: float, eps: float, whole: Whole | None = None) -> optax.GradientTransformation:
-    """Nesterov momentum of matrices, [..., A, B] each, made orthogonal, times sqrt(max(1, B / A)).
-
-    whole: as `hpnlp.parallel.distributed_matrices.of_whole`, where devices have parts of the matrices.
+    Cost:
+      4 A B min(A, B) + 2 min(A, B)^3 floating-point operations per matrix and iteration.
     """
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + eps)
+    a, b, c = QUINTIC
+
+    def iteration(_: Array, x: Array) -> Array:
+        square = x @ x.mT
+        return a * x + (b * square + c * square @ square) @ x
+
+    # A loop, because the unrolled iterations would take most of a step's compilation time.
+    x = lax.fori_loop(0, steps, iteration, x)
+    return x.mT if is_tall else x
+
+
+def scale_by_muon(decay: float, eps: float, apply_to_whole: ApplyToWhole | None = None) -> optax.GradientTransformation:
+    """Orthogonalized Nesterov momentum of matrices `[..., A, B]`, times sqrt(max(1, B / A)).
+
+    Args:
+      decay: Decay of the momentum.
+      eps: See `orthogonal`.
+      apply_to_whole: Applies a function to matrices that are sharded over devices, as
+        `hpnlp.parallel.distributed_matrices.of_whole` does; None if every device holds whole matrices.
+
+    Returns:
+      The gradient transformation.
+    """
+
+    def orthogonalize(x: Array) -> Array:
+        return orthogonal(x, eps)
 
     def init(params: Any) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
-    def one(path: Any, moment: Array) -> Array:
-        made = lambda x: orthogonal(x, eps)  # noqa: E731
-        update = made(moment) if whole is None else whole(sparse_rows.keys(path), made, moment)
-        return jnp.sqrt(jnp.maximum(1.0, moment.shape[-1] / moment.shape[-2])) * update
+    def direction(path: Any, momentum: Array) -> Array:
+        if apply_to_whole is None:
+            step = orthogonalize(momentum)
+        else:
+            step = apply_to_whole(sparse_rows.keys(path), orthogonalize, momentum)
+        return jnp.sqrt(jnp.maximum(1.0, momentum.shape[-1] / momentum.shape[-2])) * step
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         mu, count = optax.tree.update_moment(updates, state.mu, decay, 1), state.count + 1
-        ahead = optax.tree.bias_correction(mu, decay, count + 1), optax.tree.bias_correction(updates, decay, count)
-        moments = jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, *ahead)
-        return jax.tree_util.tree_map_with_path(one, moments), MuonState(count, mu)
+        next_mu = optax.tree.bias_correction(mu, decay, count + 1)
+        grads = optax.tree.bias_correction(updates, decay, count)
+        nesterov = jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, next_mu, grads)
+        return jax.tree_util.tree_map_with_path(direction, nesterov), MuonState(count, mu)
 
     return optax.GradientTransformation(init, update)

@@ -1,4 +1,4 @@
-"""The commands that a report proposes: each runs as it is printed, in the directory where the run was trained."""
+"""Commands that a report proposes as next steps; each can be run as printed, in the directory that the run was started in."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ PROMPT = "def "
 
 
 def render(workdir: Path, config: Config, flags: str) -> str:
-    """Returns the lines of a Markdown list: a purpose, and a command.
+    """List of commands for the report.
 
     Args:
-        workdir: of the finished run, with its tokenizer.json.
-        config: of the run.
-        flags: those of `hpnlp train` that gave the config, quoted for a shell.
+      workdir: Directory of the finished run, with its tokenizer.json.
+      config: Config of the run.
+      flags: Flags of `hpnlp train` that gave the config, quoted for a shell.
+
+    Returns:
+      Items of a Markdown list, `- PURPOSE: COMMAND`.
     """
-    given = shlex.split(flags)
+    train_flags = shlex.split(flags)
     directory = workdir / ".." if workdir.name in ("", "..") else workdir.parent
     steps = min(2 * config.train.steps, LIMITS["train.steps"])
     commands = {
         "continue a text": ["generate", f"--workdir={workdir}", *_generation(workdir, config)],
         "train it on other text, with your files in place of data.path": [
             "train",
-            *_without(given, "data.path", "data.weights", "train.init_from"),
-            f"--workdir={_free(directory, workdir)}",
+            *_without(train_flags, "data.path", "data.weights", "train.init_from"),
+            f"--workdir={_unused(directory, workdir)}",
             f"--config.train.init_from={workdir}",
             f"--config.data.path={config.data.path}",
             *(["--config.data.weights=()"] if config.data.weights else []),
         ],
         "train longer": [
             "train",
-            *_without(given, "train.steps"),
+            *_without(train_flags, "train.steps"),
             f"--workdir={workdir}",
             f"--config.train.steps={steps}",
             "--accept_changes",
@@ -56,7 +59,7 @@ def _generation(workdir: Path, config: Config) -> list[str]:
     if tokenizer is not None:
         try:
             length = len(tokenizer.encode_prompt(PROMPT))
-        except InputError:  # a vocabulary of words without this one: the model begins by itself
+        except InputError:  # a vocabulary of words without the prompt's: generate without a prompt
             prompt, length = [], 1
     tokens = 200
     if config.model.position == "learned":
@@ -66,12 +69,13 @@ def _generation(workdir: Path, config: Config) -> list[str]:
 
 
 def _without(flags: Sequence[str], *fields: str) -> list[str]:
+    """The flags that do not set one of the config fields."""
     names = "|".join(map(re.escape, fields))
     return [flag for flag in flags if not re.match(rf"--?config\.({names})=", flag)]
 
 
-def _free(directory: Path, workdir: Path) -> Path:
-    """A path in `directory` that does not exist yet, named after the run."""
+def _unused(directory: Path, workdir: Path) -> Path:
+    """A path in `directory` that does not exist, named after the run."""
     name = os.path.basename(os.path.abspath(workdir))
     number = 1
     while (path := directory / f"{name}-tuned{f'-{number}' * (number > 1)}").exists():
@@ -80,6 +84,6 @@ def _free(directory: Path, workdir: Path) -> Path:
 
 
 def _code(text: str) -> str:
-    """A code span of Markdown, which may hold backticks."""
+    """Code span of Markdown for a text that may hold backticks."""
     ticks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{ticks}{text}{ticks}"

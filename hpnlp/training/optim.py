@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name, most of them optax's."""
+"""Optimizers and learning-rate schedules by name; most of them are optax's."""
 
 from __future__ import annotations
 
@@ -14,26 +14,37 @@ import optax
 from hpnlp.ops.dynamic_quantization import Quantized, dequantize, quantize
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.training import sparse_rows
-from hpnlp.training.muon import Whole, scale_by_muon
+from hpnlp.training.muon import ApplyToWhole, scale_by_muon
 from hpnlp.types import InputError
+
+# Matrices with fewer numbers keep float32 moments under adamw8bit: their memory does not matter.
+MIN_QUANTIZED_SIZE = 4096
+LARS_TRUST_COEFFICIENT = 0.001  # of You et al. 2017
+# Names of the parameters that weight decay acts on, and of those whose moments adamw8bit quantizes (embedding tables are
+# excluded, as in Dettmers et al. 2022, section 2.3).
+_MATRICES = ("kernel", "table", "head")
+_QUANTIZED = ("kernel", "head")
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """How parameters move.
+    """Optimizer, learning rate and processing of gradients.
 
-    name: an entry of OPTIMIZERS. learning_rate: the peak. schedule: an entry of SCHEDULES, with its arguments, after
-    `warmup` steps of linear rise. final: the last learning rate as a fraction of the peak. weight_decay: decoupled, times
-    the learning rate, on matrices and tables only. b1, b2, eps: of the optimizers that have such. momentum: of lars, sgd
-    and muon. adam_learning_rate: muon's rate for what is no matrix (norms, biases, tables), 0 for learning_rate. clip_norm:
-    gradients of a larger global norm are scaled down to it, 0 never. accumulate: parts that a batch is split into, their
-    gradients summed. skip_nonfinite: a step whose gradient norm is not finite changes nothing. loss_scale: the first factor
-    of a loss whose gradients are float16 (see training/loss_scale.py), 0 for none; None is 1024 for model.dtype=float16,
-    else none. With one, a step that is not finite is always skipped. ema: decay of an average of the parameters that
-    evaluation, generation and export use, 0 for none. rows: of tables of which a batch looks up some rows (embeddings,
-    sampled and tree outputs, model.tied=False), these rows alone are trained: their moments move, and their weights decay,
-    in the steps that touch them (lazy Adam). base_batch: rows of the batch that the learning rates are for, 0 for any: with
-    one of another size they are multiplied by an entry of SCALINGS, `scaling`, of the sizes' ratio.
+    name: an entry of OPTIMIZERS. learning_rate: the peak learning rate. schedule: an entry of SCHEDULES, with its arguments,
+    which starts after the warm-up. warmup: steps of linear rise from 0 to the peak, 0 for none. final: the last learning rate
+    as a fraction of the peak. weight_decay: decoupled weight decay, multiplied by the learning rate, of matrices and tables
+    only. b1: decay of the first moment. b2: decay of the second moment. eps: constant added to the denominator.
+    momentum: decay of the momentum of lars, sgd and muon. adam_learning_rate: learning rate of the
+    parameters that muon leaves to Adam (norms, biases, tables), 0 for learning_rate. clip_norm: gradients with a larger global
+    norm are scaled down to it, 0 for no clipping. accumulate: number of parts of a batch whose gradients are computed one
+    after another and summed. skip_nonfinite: a step whose gradient norm is not finite leaves the state unchanged.
+    loss_scale: initial factor of the loss for float16 gradients (see training/loss_scale.py), 0 for none, None for 1024 with
+    model.dtype=float16 and none otherwise; with loss scaling, steps that are not finite are always skipped. ema: decay of an
+    average of the parameters that evaluation, generation and export use, 0 for no average. rows: train only the rows of a
+    table that a batch looks up (embeddings, sampled and tree outputs; needs model.tied=False), so that moments and weight
+    decay of the other rows wait (lazy Adam). base_batch: batch size that the learning rates are meant for, 0 for any; for
+    another batch size they are scaled. scaling: an entry of SCALINGS, the factor of the learning rates as a function of
+    batch_size / base_batch.
     """
 
     name: str = "adamw"
@@ -58,12 +69,12 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         lookup(OPTIMIZERS, self.name, "optimizer.name")
-        _schedule(self, 1)
+        _named_schedule(self, 1)
         lookup(SCALINGS, self.scaling, "optimizer.scaling")
         if self.base_batch < 0:
             raise InputError(f"optimizer.base_batch={self.base_batch}: expected a number of rows, 0 for no scaling")
         if self.accumulate < 1:
-            raise InputError(f"optimizer.accumulate={self.accumulate}: expected at least 1, which is no accumulation")
+            raise InputError(f"optimizer.accumulate={self.accumulate}: expected at least 1 (no accumulation)")
         if self.warmup < 0:
             raise InputError(f"optimizer.warmup={self.warmup}: expected a number of steps, 0 for none")
         if self.loss_scale and not 1.0 <= self.loss_scale < math.inf:
@@ -74,13 +85,13 @@ class OptimizerConfig:
             raise InputError(f"optimizer.ema={self.ema}: expected a decay in [0, 1), 0 for no average")
         if self.rows and self.name not in ROWWISE:
             raise InputError(
-                f"optimizer.rows=True: {self.name} does not move each row of a table by itself; choose "
+                f"optimizer.rows=True: {self.name} does not update the rows of a table independently; choose "
                 f"optimizer.name from {', '.join(ROWWISE)}"
             )
         if self.rows and self.ema:
             raise InputError(
-                f"optimizer.ema={self.ema} with optimizer.rows=True: the average of a row would stand still between its steps; "
-                "leave one out"
+                f"optimizer.ema={self.ema} with optimizer.rows=True: the average of a row would not follow between the "
+                "steps that train it; leave out one of the two"
             )
         for name in ("b1", "b2", "momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
@@ -90,7 +101,14 @@ class OptimizerConfig:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: expected a number of at least 0")
 
     def for_batch(self, batch_size: int) -> OptimizerConfig:
-        """The same with the learning rates of a batch of so many rows, of all devices and accumulated parts."""
+        """Config with the learning rates scaled for a batch size.
+
+        Args:
+          batch_size: Sequences of a batch, over all devices and accumulated parts.
+
+        Returns:
+          The config with `base_batch` 0; the same config if `base_batch` is 0 already.
+        """
         if not self.base_batch:
             return self
         factor = SCALINGS[self.scaling](batch_size / self.base_batch)
@@ -98,70 +116,102 @@ class OptimizerConfig:
         return dataclasses.replace(self, base_batch=0, **rates)
 
 
-# name -> what a batch so many times as large multiplies the learning rate by. linear: Goyal et al. 2017, "Accurate, large
-# minibatch SGD", sec. 2.1. sqrt: Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks"; You et al.
-# 2020 for lamb.
+# name -> factor of the learning rate as a function of batch_size / base_batch. linear: Goyal et al. 2017, "Accurate, large
+# minibatch SGD", section 2.1. sqrt: Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks"; for
+# lamb, You et al. 2020.
 SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 
 
-def _wsd(peak: float, final: float, steps: int, decay: int | float = 0.2) -> optax.Schedule:
-    """Warm-up, stable, decay (Hu et al. 2024, sec. 4.2): constant, then linear over the last `decay` of the steps."""
-    if not 0 < decay <= 1:
-        raise InputError(
-            f"optimizer.schedule: wsd(decay={decay}): expected a fraction of the steps, over 0 and at most 1"
-        )
-    decaying = max(1, round(steps * decay))
-    parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, peak * final, decaying)]
-    return optax.join_schedules(parts, [max(0, steps - decaying)])
+def _constant(peak: float, final: float, steps: int) -> optax.Schedule:
+    return optax.constant_schedule(peak)
+
+
+def _linear(peak: float, final: float, steps: int) -> optax.Schedule:
+    return optax.linear_schedule(peak, peak * final, steps)
+
+
+def _cosine(peak: float, final: float, steps: int) -> optax.Schedule:
+    return optax.cosine_decay_schedule(peak, steps, alpha=final)
 
 
 def _rsqrt(peak: float, final: float, steps: int, timescale: int | float = 1000) -> optax.Schedule:
-    """Falls with the square root of the step over `timescale`."""
+    """Peak / sqrt(1 + step / timescale); ignores `final`."""
     if not timescale > 0:
         raise InputError(f"optimizer.schedule: rsqrt(timescale={timescale}): expected a number of steps over 0")
     return lambda step: peak * jax.lax.rsqrt(jnp.maximum(1.0, 1.0 + step / timescale))
 
 
+def _wsd(peak: float, final: float, steps: int, decay: int | float = 0.2) -> optax.Schedule:
+    """Warm-up, stable, decay (Hu et al. 2024, section 4.2): constant, then linear over the last `decay` of the steps."""
+    if not 0 < decay <= 1:
+        raise InputError(
+            f"optimizer.schedule: wsd(decay={decay}): expected a fraction of the steps, over 0 and at most 1"
+        )
+    decay_steps = max(1, round(steps * decay))
+    stable = optax.constant_schedule(peak)
+    return optax.join_schedules(
+        [stable, optax.linear_schedule(peak, peak * final, decay_steps)], [max(0, steps - decay_steps)]
+    )
+
+
 # name -> (peak, final fraction, steps after warm-up, arguments of the spec) -> schedule
 SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
-    "constant": lambda peak, final, steps: optax.constant_schedule(peak),
-    "linear": lambda peak, final, steps: optax.linear_schedule(peak, peak * final, steps),
-    "cosine": lambda peak, final, steps: optax.cosine_decay_schedule(peak, steps, alpha=final),
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
     "rsqrt": _rsqrt,
     "wsd": _wsd,
 }
 
 
-def _schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The named schedule over `steps` steps, without warm-up. Raises InputError where its arguments cannot be."""
+def _named_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The schedule of the config over `steps` steps, without warm-up; raises InputError if its arguments are invalid."""
     spec = parse_one(config.schedule, "optimizer.schedule")
     return build(spec, SCHEDULES, "optimizer.schedule", peak=config.learning_rate, final=config.final, steps=steps)
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate at each step: linear warm-up from 0 to the peak, then the named schedule down to the last step.
+    """Learning rate as a function of the step: linear warm-up from 0 to the peak, then the named schedule to the last step.
 
-    Raises InputError where the peak depends on a size of batch that nobody has told the config.
+    Args:
+      config: The optimizer.
+      steps: Number of steps of the run.
+
+    Returns:
+      The schedule.
+
+    Raises:
+      InputError: The learning rates are for another batch size: `config.for_batch` was not called.
     """
     if config.base_batch:
         raise InputError(
             f"optimizer.base_batch={config.base_batch} scales learning rates by the batch: pass config.for_batch(batch_size)"
         )
-    body = _schedule(config, max(1, steps - config.warmup))
+    body = _named_schedule(config, max(1, steps - config.warmup))
     if config.warmup == 0:
         return body
-    # The first step already moves: step 0 takes 1/warmup of the peak.
-    rise = lambda step: config.learning_rate * (step + 1) / config.warmup  # noqa: E731
-    return optax.join_schedules([rise, body], [config.warmup])
+
+    def warmup(step: Any) -> Any:
+        return config.learning_rate * (step + 1) / config.warmup  # step 0 takes 1/warmup of the peak, not 0
+
+    return optax.join_schedules([warmup, body], [config.warmup])
 
 
 def is_matrix(params: Any) -> Any:
-    """True for kernels and tables, False for norms' scales and for biases: what weight decay acts on."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in ("kernel", "table", "head"), params)
+    """Parameters that weight decay acts on.
+
+    Args:
+      params: Parameters.
+
+    Returns:
+      A tree like them: True for kernels and tables, False for biases and for scales of norms.
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in _MATRICES, params)
 
 
 def _name(path: Any) -> str:
-    # optax maps over parameters that may still be boxed with their axis names; the box's own key is no name.
+    """Last dict key of a path."""
+    # optax also maps over parameters that are still boxed with their axis names: the box's own key is not a dict key.
     return next(reversed(sparse_rows.keys(path)), "")
 
 
@@ -170,50 +220,61 @@ def _adamw(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransforma
 
 
 def _adamw8bit(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW whose moments of large matrices rest in 8 bits.
+    """AdamW that stores the moments of large matrices in 8 bits, and computes each update in float32.
 
-    Dettmers et al. 2022, "8-bit optimizers via block-wise quantization". A number of a matrix with rows of n takes 2 +
-    8/n bytes instead of 8; for an update the moments are float32 again. Embedding tables (sec. 2.3) and what has under
-    4096 numbers stay so. Of rows that devices divide, the largest magnitudes are exchanged, 8 bytes a row, and nothing
-    else.
+    The moments of a matrix whose rows have n numbers take 2 + 8/n bytes per number instead of 8. Embedding tables and small
+    matrices keep float32 moments. Where rows are sharded over devices, only the rows' largest magnitudes are exchanged,
+    8 bytes per row.
+
+    References:
+      Dettmers et al. 2022, "8-bit optimizers via block-wise quantization".
     """
     adam = optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps)
     decay = optax.add_decayed_weights(c.weight_decay, mask=is_matrix)
-    return optax.chain(_at_rest_in_8_bits(adam), decay, optax.scale_by_learning_rate(rate))
+    return optax.chain(_with_8_bit_moments(adam), decay, optax.scale_by_learning_rate(rate))
 
 
-def _at_rest_in_8_bits(adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    def rests(path: Any, leaf: jax.Array) -> Any:
-        return _name(path) in ("kernel", "head") and leaf.size >= 4096
-
-    def resting(which: Any, state: Any) -> Any:
-        def all_of(moments: Any, signed: bool) -> Any:
-            pack = lambda rests, x: quantize(x, signed=signed) if rests else x  # noqa: E731
-            return jax.tree.map(pack, which, moments)
-
-        return state._replace(mu=all_of(state.mu, True), nu=all_of(state.nu, False))
-
-    def awake(state: Any) -> Any:
-        def all_of(moments: Any, signed: bool) -> Any:
-            unpack = lambda x: dequantize(x, signed=signed) if _is_quantized(x) else x  # noqa: E731
-            return jax.tree.map(unpack, moments, is_leaf=_is_quantized)
-
-        return state._replace(mu=all_of(state.mu, True), nu=all_of(state.nu, False))
+def _with_8_bit_moments(adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`adam` with quantized `mu` and `nu` in its state."""
 
     def init(params: Any) -> Any:
-        return resting(jax.tree_util.tree_map_with_path(rests, params), adam.init(params))
+        return _quantize_moments(adam.init(params), jax.tree_util.tree_map_with_path(_takes_8_bits, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        # As they were, and not by their size, which is less where only some rows of a table are trained.
-        which = jax.tree.map(_is_quantized, state.mu, is_leaf=_is_quantized)
-        updates, state = adam.update(updates, awake(state), params)
-        return updates, resting(which, state)
+        # Read off the state, because a table's size is smaller where only some of its rows are trained.
+        takes_8_bits = jax.tree.map(_is_quantized, state.mu, is_leaf=_is_quantized)
+        updates, state = adam.update(updates, _dequantize_moments(state), params)
+        return updates, _quantize_moments(state, takes_8_bits)
 
     return optax.GradientTransformation(init, update)
 
 
+def _takes_8_bits(path: Any, leaf: jax.Array) -> bool:
+    return _name(path) in _QUANTIZED and leaf.size >= MIN_QUANTIZED_SIZE
+
+
 def _is_quantized(node: Any) -> bool:
     return isinstance(node, Quantized)
+
+
+def _quantize_moments(state: Any, takes_8_bits: Any) -> Any:
+    """Adam's state with the moments in 8 bits where the tree `takes_8_bits` is True."""
+
+    def pack(moments: Any, signed: bool) -> Any:
+        return jax.tree.map(lambda yes, x: quantize(x, signed=signed) if yes else x, takes_8_bits, moments)
+
+    return state._replace(mu=pack(state.mu, True), nu=pack(state.nu, False))
+
+
+def _dequantize_moments(state: Any) -> Any:
+    """Adam's state with all moments in float32."""
+
+    def unpack(moments: Any, signed: bool) -> Any:
+        return jax.tree.map(
+            lambda x: dequantize(x, signed=signed) if _is_quantized(x) else x, moments, is_leaf=_is_quantized
+        )
+
+    return state._replace(mu=unpack(state.mu, True), nu=unpack(state.nu, False))
 
 
 def _lion(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -221,7 +282,8 @@ def _lion(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformat
 
 
 def _adafactor(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    # optax's adafactor decays by weight_decay_rate without the learning rate; scaled here so that the field means one thing.
+    # optax's adafactor applies weight_decay_rate without the learning rate. Multiplied here, so that the config field means the
+    # same for all optimizers.
     decay = (lambda step: c.weight_decay * rate(step)) if c.weight_decay else None
     return optax.adafactor(
         rate, weight_decay_rate=decay, weight_decay_mask=is_matrix, multiply_by_parameter_scale=False
@@ -229,19 +291,20 @@ def _adafactor(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransf
 
 
 def _trust_ratio(coefficient: float = 1.0) -> optax.GradientTransformation:
-    """Updates times coefficient * |parameter| / |update|, of each layer by itself where layers are stacked."""
-    optaxs = optax.scale_by_trust_ratio(trust_coefficient=coefficient)
+    """Multiplies updates by coefficient * |parameter| / |update|; each layer of a stack has its own ratio."""
+    scaling = optax.scale_by_trust_ratio(trust_coefficient=coefficient)
 
-    def one(update: Any, param: Any) -> Any:
-        return optaxs.update(update, optax.EmptyState(), param)[0]
+    def scale(update: Any, param: Any) -> Any:
+        return scaling.update(update, optax.EmptyState(), param)[0]
 
-    def scaled(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
-        return (jax.vmap(one) if "layers" in sparse_rows.keys(path) else one)(update, param)
+    def scale_leaf(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
+        is_stack = "layers" in sparse_rows.keys(path)
+        return (jax.vmap(scale) if is_stack else scale)(update, param)
 
     def apply(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return jax.tree_util.tree_map_with_path(scaled, updates, params), state
+        return jax.tree_util.tree_map_with_path(scale_leaf, updates, params), state
 
-    return optax.GradientTransformation(optaxs.init, apply)
+    return optax.GradientTransformation(scaling.init, apply)
 
 
 def _lamb(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -255,28 +318,30 @@ def _lamb(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformat
 
 
 def _lars(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    """You, Gitman and Ginsburg 2017, "Large batch training of convolutional networks", algorithm 1, with its trust of 0.001.
+    """You, Gitman and Ginsburg 2017, "Large batch training of convolutional networks", algorithm 1.
 
-    That is of matrices: they move by a thousandth of what the rate says of their norm, all else as by sgd.
+    The trust ratio applies to matrices; all other parameters move as under sgd.
     """
     return optax.chain(
         optax.add_decayed_weights(c.weight_decay, mask=is_matrix),
-        optax.masked(_trust_ratio(0.001), is_matrix),
+        optax.masked(_trust_ratio(LARS_TRUST_COEFFICIENT), is_matrix),
         optax.scale_by_learning_rate(rate),
         optax.trace(c.momentum),
     )
 
 
-def _muon(c: OptimizerConfig, rate: optax.Schedule, whole: Whole | None = None) -> optax.GradientTransformation:
-    """Kernels by muon, a first axis of stacked layers being no part of the matrix; the rest by an Adam."""
-    scale = (c.adam_learning_rate or c.learning_rate) / (c.learning_rate or 1.0)
-    matrices = optax.chain(
-        scale_by_muon(c.momentum, c.eps, whole),
+def _muon(
+    c: OptimizerConfig, rate: optax.Schedule, apply_to_whole: ApplyToWhole | None = None
+) -> optax.GradientTransformation:
+    """Muon for kernels, each layer of a stack by itself, and Adam for all other parameters."""
+    adam_factor = (c.adam_learning_rate or c.learning_rate) / (c.learning_rate or 1.0)
+    muon = optax.chain(
+        scale_by_muon(c.momentum, c.eps, apply_to_whole),
         optax.add_decayed_weights(c.weight_decay),
         optax.scale_by_learning_rate(rate),
     )
     adam = optax.adamw(
-        lambda step: scale * rate(step),
+        lambda step: adam_factor * rate(step),
         b1=c.b1,
         b2=c.b2,
         eps=c.eps,
@@ -284,10 +349,12 @@ def _muon(c: OptimizerConfig, rate: optax.Schedule, whole: Whole | None = None) 
         mask=is_matrix,
         nesterov=True,
     )
-    kinds = lambda params: jax.tree_util.tree_map_with_path(  # noqa: E731
-        lambda path, _: "muon" if _name(path) == "kernel" else "adam", params
-    )
-    return optax.partition({"muon": matrices, "adam": adam}, kinds)
+    return optax.partition({"muon": muon, "adam": adam}, _muon_labels)
+
+
+def _muon_labels(params: Any) -> Any:
+    """A tree like the parameters: "muon" for kernels, "adam" for all others."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if _name(path) == "kernel" else "adam", params)
 
 
 def _sgd(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -313,33 +380,45 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "sgd": _sgd,
 }
 
-# Those that move each number of a table by its own gradients.
+# Optimizers that move each number of a table by its own gradients, so that rows can be trained independently.
 ROWWISE = ("adagrad", "adamw", "adamw8bit", "lion", "muon", "sgd")
+
+# Optimizers that multiply matrices, and take `apply_to_whole` for matrices that are sharded over devices.
+MATRIX_OPTIMIZERS = ("muon",)
 
 
 def make_optimizer(
-    config: OptimizerConfig, steps: int, whole: Whole | None = None
+    config: OptimizerConfig, steps: int, apply_to_whole: ApplyToWhole | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Clipping by global norm, then the named optimizer over `steps` steps. An update may be told the `norm`.
+    """Clipping by global norm, then the named optimizer with its schedule.
 
-    whole: what an optimizer that multiplies matrices does where devices have parts of them.
+    Args:
+      config: The optimizer.
+      steps: Number of steps of the run.
+      apply_to_whole: Applies a function of whole matrices to matrices that are sharded over devices (see `muon`); None if
+        every device holds whole matrices.
+
+    Returns:
+      The transformation. Its `update` takes the gradients' global norm as `norm`; without it, clipping computes the norm.
     """
     schedule = make_schedule(config, steps)
-    given = {"whole": whole} if config.name == "muon" else {}
-    optimizer = OPTIMIZERS[config.name](config, schedule, **given)
-    return (
-        optax.chain(_clip(config.clip_norm), optimizer)
-        if config.clip_norm
-        else optax.with_extra_args_support(optimizer)
-    )
+    if config.name in MATRIX_OPTIMIZERS:
+        optimizer = OPTIMIZERS[config.name](config, schedule, apply_to_whole)
+    else:
+        optimizer = OPTIMIZERS[config.name](config, schedule)
+    if config.clip_norm:
+        return optax.chain(_clip(config.clip_norm), optimizer)
+    return optax.with_extra_args_support(optimizer)
 
 
-def _clip(most: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm`, which may be told the norm: of gradients of which it is given a part."""
+def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm` that takes the norm as an argument, because updates may be a part of all gradients."""
 
     def update(updates: Any, state: Any, params: Any = None, *, norm: Any = None, **_: Any) -> tuple[Any, Any]:
         norm = optax.tree.norm(updates) if norm is None else norm
-        clipped = jax.tree.map(lambda g: jax.lax.select(norm < most, g, g / norm.astype(g.dtype) * most), updates)
+        clipped = jax.tree.map(
+            lambda g: jax.lax.select(norm < max_norm, g, g / norm.astype(g.dtype) * max_norm), updates
+        )
         return clipped, state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

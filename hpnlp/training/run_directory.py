@@ -1,4 +1,10 @@
-"""A run's directory: who may train in it, the config and tokenizer that it was begun with, and the model that it holds."""
+"""A run's directory: who may train in it, whether a run resumes in it, and the model that it holds.
+
+The directory holds `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/` (see `checkpoint`) and, when the run is
+finished, its report. A run has begun when it has left a training step or a checkpoint. From then on, the same config resumes
+the run from its newest checkpoint, and another config is refused unless the user accepts the changes. Before, the directory may
+be reused with any config. This module checks that a run may resume (`claimed`); `loop._Run._resume` restores its state.
+"""
 
 from __future__ import annotations
 
@@ -21,34 +27,70 @@ from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import config as configs
-from hpnlp.training.checkpoint import Checkpointer, checked_directory
+from hpnlp.training.checkpoint import CONVERTED_STEP, Checkpointer, checked_directory
 from hpnlp.training.config import Config
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, Tokenizer
 
+_MODEL_TYPE = '"model_type"'  # field of the config.json of a Hugging Face checkpoint
+
 
 def make_model(config: Config, tokenizer: Tokenizer) -> LM:
-    """The model of a config, with the sizes that depend on the data filled in. Raises InputError as `configs.model_of`."""
+    """Model of a config, with the sizes that depend on the tokenizer and the data filled in.
+
+    Args:
+      config: The config.
+      tokenizer: The tokenizer of the run.
+
+    Returns:
+      The model.
+
+    Raises:
+      InputError: See `config.model_of`.
+    """
     return configs.model_of(config, tokenizer.vocab_size, tokenizer.stats)
 
 
 def saved_tokenizer(workdir: Path) -> Tokenizer | None:
-    """The tokenizer of a run that has begun, so that going on never depends on its being trained again."""
+    """Tokenizer of a run that has begun; a run that resumes never trains its tokenizer again.
+
+    Args:
+      workdir: The run directory.
+
+    Returns:
+      The tokenizer, or None if there is none.
+    """
     path = workdir / "tokenizer.json"
     return tokenizers.load(str(path)) if path.exists() else None
 
 
 def eos_ids(directory: Path, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...]:
-    """The ids that end a text: those that generation_config.json of a converted run names, else the tokenizer's eos.
+    """Ids that end a text.
 
-    Ids that the model's `vocab` rows do not have can never end a text, and are left out.
+    Args:
+      directory: A run directory, or one in the Hugging Face layout.
+      tokenizer: Its tokenizer.
+      vocab: Number of ids of the model; larger ids are left out, since the model cannot generate them.
+
+    Returns:
+      The ids that generation_config.json names (converted models have one), or else the tokenizer's end-of-text id, if any.
     """
     ids = tuple(i for i in convert.eos_ids(directory) if 0 <= i < vocab)
     return ids or (() if tokenizer.eos_id is None else (tokenizer.eos_id,))
 
 
 def load_config(workdir: str | Path) -> Config:
-    """The config of a run; raises InputError where `workdir` holds none, or one that cannot be read."""
+    """Reads the config of a run.
+
+    Args:
+      workdir: The run directory.
+
+    Returns:
+      The config.
+
+    Raises:
+      InputError: The directory has no config.json, or one that cannot be read.
+    """
     path = Path(workdir) / "config.json"
     if is_special(path):
         raise InputError(f"{path} is not a regular file: restore it, or name another workdir")
@@ -57,18 +99,18 @@ def load_config(workdir: str | Path) -> Config:
     except (FileNotFoundError, NotADirectoryError):
         if has_checkpoints(workdir):
             raise InputError(
-                f"{workdir} has checkpoints and no config.json: restore it, for only with it can they be read"
+                f"{workdir} has checkpoints and no config.json: restore it, the checkpoints cannot be read without it"
             ) from None
         raise InputError(
             f"{workdir} holds no run (there is no config.json): train one first, or name another"
         ) from None
-    except (OSError, ValueError) as error:  # a ValueError: of bytes that are not UTF-8, or a null in the path
+    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or a null character in the path
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InputError(f"cannot read {path} ({reason}): restore it, or name another workdir") from error
     try:
         return configs.from_json(text)
     except InputError as error:
-        if '"model_type"' in text:
+        if _MODEL_TYPE in text:
             raise InputError(
                 f"{workdir} holds a Hugging Face checkpoint and no run: hpnlp convert --from={workdir} --to=runs/x makes one"
             ) from None
@@ -76,25 +118,51 @@ def load_config(workdir: str | Path) -> Config:
 
 
 def has_checkpoints(workdir: str | Path) -> bool:
-    """True where a checkpoint was begun in `workdir`."""
+    """True if a checkpoint was begun in a run directory; it may be incomplete.
+
+    Args:
+      workdir: The run directory.
+
+    Returns:
+      Whether there is one.
+    """
     return any((Path(workdir) / "checkpoints").glob("[0-9]*"))
 
 
 def has_begun(workdir: str | Path) -> bool:
-    """True where a run has left more than its config: a step, or a checkpoint. What stopped before may come back as another."""
+    """True if a run has left a training step or a checkpoint. Without these, the directory may be used with another config.
+
+    Args:
+      workdir: The run directory.
+
+    Returns:
+      Whether the run has begun.
+    """
     metrics = Path(workdir) / "metrics.jsonl"
     return has_checkpoints(workdir) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 @contextlib.contextmanager
 def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[None]:
-    """Makes the directory this run's own: one process at a time, one config."""
+    """Locks a run directory against other processes, and checks that a run in it may resume with this config.
+
+    Args:
+      workdir: The run directory; it is created if it does not exist.
+      config: The config of the run.
+      accept_changes: Allow a config that differs from the saved one, except in the tokenizer.
+
+    Yields:
+      None, while the directory is locked. Errors of the disk in the block become InputErrors.
+
+    Raises:
+      InputError: The directory cannot be written, another process trains in it, or its run has another config.
+    """
     checked_directory(workdir)
     _check_outside_data(workdir, config)
     for path in (workdir / name for name in (".lock", "config.json", "metrics.jsonl")):
         if os.path.isdir(path) or is_special(path):
-            found = "a directory" if os.path.isdir(path) else "not a regular file"
-            raise InputError(f"{path} is {found}: move it away, or choose another workdir")
+            kind = "a directory" if os.path.isdir(path) else "not a regular file"
+            raise InputError(f"{path} is {kind}: move it away, or choose another workdir")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = open(workdir / ".lock", "w")  # noqa: SIM115  (held until the run ends)
@@ -109,44 +177,46 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
         try:
             yield
         except OSError as error:
-            if _stdout_fails():
+            message = "" if _stdout_fails() else _disk_error(workdir, error)
+            if not message:
                 raise
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise InputError(
-                    f"cannot write to {workdir}: the disk is full: free some space and run the same command again"
-                ) from error
-            if error.errno in (errno.EPERM, errno.EACCES, errno.EROFS):
-                raise InputError(
-                    f"cannot write to {error.filename or workdir} ({error.strerror}): mend its permissions and run the "
-                    "same command again"
-                ) from error
-            if str(error.filename or "").startswith(str(workdir)):
-                raise InputError(
-                    f"cannot use {error.filename} ({error.strerror}): move it away, or choose another workdir"
-                ) from error
-            raise
+            raise InputError(message) from error
 
 
 def _check_outside_data(workdir: Path, config: Config) -> None:
-    """Raises InputError where the run would read its own files as text when it goes on: `workdir` is in a directory of data."""
+    """Raises InputError if `workdir` is in a directory of data, whose files a run that resumes would read as text."""
     for field in ("path", "heldout_path"):
         for path in filter(None, map(str.strip, getattr(config.data, field).split(","))):
             directory = os.path.expanduser(path)
             if path in ("stdlib", "stdlib+tests") or not os.path.isdir(directory):
                 continue
             within = os.path.relpath(os.path.realpath(workdir), os.path.realpath(directory))
-            # A walk leaves hidden files and directories out.
-            if within == "." or not any(part.startswith(".") for part in Path(within).parts):
+            # Hidden files and directories are not read as data.
+            if within == "." or not any(name.startswith(".") for name in Path(within).parts):
                 raise InputError(
                     f"workdir {workdir} lies in data.{field}={path}, and what the run writes would become text: choose another "
                     "--workdir, or name the files of text by a glob"
                 )
 
 
-def _stdout_fails() -> bool:
-    """True where standard output takes nothing: its errors, as of a full disk, say nothing about the workdir.
+def _disk_error(workdir: Path, error: OSError) -> str:
+    """Error message for an OSError in a run; "" if it has nothing to do with the directory."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"cannot write to {workdir}: the disk is full: free some space and run the same command again"
+    if error.errno in (errno.EPERM, errno.EACCES, errno.EROFS):
+        return (
+            f"cannot write to {error.filename or workdir} ({error.strerror}): correct its permissions and run the same "
+            "command again"
+        )
+    if str(error.filename or "").startswith(str(workdir)):
+        return f"cannot use {error.filename} ({error.strerror}): move it away, or choose another workdir"
+    return ""
 
-    What could not be written stays in its buffer, so that another flush fails again.
+
+def _stdout_fails() -> bool:
+    """True if standard output cannot be written, so that an error, such as a full disk, need not come from the workdir.
+
+    Text that could not be written stays in the buffer of standard output, so that another flush fails again.
     """
     try:
         sys.stdout.flush()
@@ -156,16 +226,16 @@ def _stdout_fails() -> bool:
 
 
 def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
-    """Raises InputError where the run in `workdir` was begun with another config, and may not go on with this one."""
+    """Raises InputError if the run in `workdir` was begun with another config, and may not resume with this one."""
     if not os.path.lexists(workdir / "config.json"):
         if has_begun(workdir) and not accept_changes:
             raise InputError(
                 f"{workdir} has {'checkpoints' if has_checkpoints(workdir) else 'metrics.jsonl'} and no config.json: restore "
-                "it, choose another workdir, or pass --accept_changes to go on with this config and the tokenizer that is there"
+                "it, choose another workdir, or pass --accept_changes to resume with this config and the saved tokenizer"
             )
         return
     if not has_begun(workdir):
-        if b'"model_type"' in _content(workdir / "config.json"):
+        if _MODEL_TYPE.encode() in _content(workdir / "config.json"):
             raise InputError(
                 f"{workdir} holds a Hugging Face checkpoint, which the run would overwrite: choose another workdir; "
                 f"train.init_from={workdir} begins with the checkpoint's parameters"
@@ -173,9 +243,10 @@ def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
         return
     changes = configs.differences(load_config(workdir), config)
     if config.train.init_from and os.path.realpath(config.train.init_from) == os.path.realpath(workdir):
-        # A run that goes on does not read train.init_from again: its own directory changes nothing.
+        # A run that resumes does not read train.init_from again, so that its own directory there changes nothing.
         changes = [change for change in changes if not change.startswith("train.init_from")]
-    if {path.name for path in (workdir / "checkpoints").glob("*")} == {"0"}:  # converted, not trained yet
+    if {path.name for path in (workdir / "checkpoints").glob("*")} == {str(CONVERTED_STEP)}:
+        # A converted model that was not trained yet: only the model must be the same.
         changes = [change for change in changes if change.startswith("model.")]
     for change in changes:
         if change.startswith("data.tokenizer") and accept_changes:
@@ -185,12 +256,12 @@ def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
     if changes and not accept_changes:
         raise InputError(
             f"{workdir} was made by another config ({'; '.join(changes)}): choose another workdir, or pass "
-            "--accept_changes to go on with the new one"
+            "--accept_changes to resume with the new config"
         )
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of a file, or none where it cannot be read."""
+    """The bytes of a file, or none if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError:
@@ -198,16 +269,29 @@ def _content(path: Path) -> bytes:
 
 
 def write_config(workdir: Path, config: Config) -> None:
-    """config.json, whole or not at all."""
-    fresh = workdir / "config.json.tmp"
-    fresh.write_text(configs.to_json(config))
-    os.replace(fresh, workdir / "config.json")
+    """Writes config.json atomically.
+
+    Args:
+      workdir: The run directory.
+      config: The config.
+    """
+    temporary = workdir / "config.json.tmp"
+    temporary.write_text(configs.to_json(config))
+    os.replace(temporary, workdir / "config.json")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run directory holds. params: those that generation and export use; step: of the checkpoint they are from.
-    eos_ids: see `eos_ids`."""
+    """Content of a run directory.
+
+    Attributes:
+      config: Config of the run.
+      tokenizer: Its tokenizer.
+      model: Its model.
+      params: Parameters for generation and export: averaged ones where the run keeps an average.
+      step: Step of the checkpoint that the parameters are from.
+      eos_ids: Ids that end a text, see the function `eos_ids`.
+    """
 
     config: Config
     tokenizer: Tokenizer
@@ -218,15 +302,18 @@ class Run:
 
 
 def load(workdir: str | Path, step: int | None = None, plan: Plan = Plan("single")) -> Run:  # noqa: B008  (frozen)
-    """The model of a run: from checkpoint `step`, by default the best, or the newest where none was scored.
+    """Loads the model of a run.
 
     Args:
-        workdir: of the run.
-        step: of the checkpoint; None takes the best.
-        plan: how the parameters are laid out, by default on one device.
+      workdir: The run directory.
+      step: Step of the checkpoint; None for the one with the lowest held-out loss, or the newest if none was evaluated.
+      plan: Layout of the parameters over devices.
+
+    Returns:
+      The run.
 
     Raises:
-        InputError: the directory holds no run, or lacks a part of it, or a parameter holds NaN or infinity.
+      InputError: The directory holds no run or lacks a part of it, or a parameter is NaN or infinite.
     """
     workdir = Path(workdir)
     config, tokenizer = load_config(workdir), saved_tokenizer(workdir)
@@ -246,12 +333,12 @@ def load(workdir: str | Path, step: int | None = None, plan: Plan = Plan("single
         checkpoints.close()
 
 
-def _check_finite(params: Any, name: str) -> None:
-    """Raises InputError with the first parameter that holds NaN or infinity. name: what the parameters are of."""
+def _check_finite(params: Any, source: str) -> None:
+    """Raises InputError if a parameter holds NaN or infinity; `source` names the checkpoint in the message."""
     finite = jax.device_get(jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params))
     for path, is_finite in jax.tree_util.tree_leaves_with_path(finite):
         if not is_finite:
             raise InputError(
-                f"{name}: params{jax.tree_util.keystr(path)} holds NaN or infinity: the model is of no use; take an earlier "
+                f"{source}: params{jax.tree_util.keystr(path)} holds NaN or infinity, the model is unusable: use an earlier "
                 "checkpoint or another run"
             )

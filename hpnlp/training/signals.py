@@ -1,4 +1,8 @@
-"""Signals that stop a run: they end its process at once while there is nothing to lose, and have it saved first afterwards."""
+"""Signals that stop a run.
+
+While there is nothing to save, such a signal ends the process at once. In the training loop, a reaction (see `reacting`)
+saves the run first.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +17,41 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-# Ctrl-C, kill, a closed terminal, and the two others that batch systems such as SLURM are asked to send.
+# Ctrl-C, kill, a closed terminal, and the two that batch systems such as SLURM can be configured to send.
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-# A signal to a process group also comes from the parent, which passes it on; people are slower.
+# A process group gets a signal again from a parent process that passes it on. People repeat Ctrl-C later than that.
 REPEAT_SECONDS = 2.0
 
 INTERRUPTED = 130  # exit code
-PARENT = "HPNLP_SWEEP"  # the variable that names a member's parent to it
+PARENT = "HPNLP_SWEEP"  # environment variable by which a sweep gives a member its process id, for `follow`
 
 Reaction = Callable[[int], None]
-_reactions: list[Reaction] = []  # the last one counts
+_reactions: list[Reaction] = []  # the last one is in effect
 _watching = False
 
 
 def heeded(numbers: Sequence[int] = NUMBERS) -> list[int]:
-    """Those of the signals that are not ignored; after `nohup`, for one, SIGHUP stays ignored."""
+    """Signals that the process does not ignore. After `nohup`, for example, SIGHUP is and stays ignored.
+
+    Args:
+      numbers: Signals.
+
+    Returns:
+      Those that are not ignored.
+    """
     return [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Ends this process at a signal that stops it, with exit code 130 and a line, unless `reacting` says otherwise.
+    """Ends the process with exit code 130 and a message at a signal that stops a run, unless a `reacting` block handles it.
 
-    A thread of its own reacts: Python calls handlers in the main thread and between two of its instructions only, and
-    compilation keeps that thread in C++ code for minutes.
+    Signals are handled in a separate thread. Python calls handlers only in the main thread and between two of its
+    instructions, and compilation keeps that thread in C++ code for minutes.
+
+    Yields:
+      None.
     """
     global _watching
     if _watching or threading.current_thread() is not threading.main_thread():
@@ -61,21 +75,24 @@ def watched() -> Iterator[None]:
 
 
 def _watch(reader: int) -> None:
+    """Body of the thread: reads the numbers of received signals from a pipe, to which Python's C handler writes them."""
     with open(reader, "rb", buffering=0) as file:
         while number := file.read(1):
             if number[0] in NUMBERS:
                 try:
                     _react(number[0])
-                except Exception:  # a reaction that fails must not leave the process deaf to signals
+                except Exception:  # if a reaction fails, later signals must still end the process
                     end(number[0])
 
 
 def _receive(number: int, frame: Any) -> None:
+    """Python handler in the main thread; inside `watched`, the thread reacts."""
     if not _watching:
         _react(number)
 
 
 def _react(number: int) -> None:
+    """Calls the current reaction, or ends the process."""
     if number == signal.SIGHUP:
         _detach()
     (_reactions[-1] if _reactions else end)(number)
@@ -83,9 +100,15 @@ def _react(number: int) -> None:
 
 @contextlib.contextmanager
 def reacting(reaction: Reaction, numbers: Sequence[int] = NUMBERS) -> Iterator[None]:
-    """Has `reaction(number)` called for each signal that stops a run, instead of the process ended.
+    """Calls a function for each signal that stops a run, instead of ending the process.
 
-    Inside `watched`, in its thread; elsewhere, as in a notebook, in the main thread, for those of `numbers`.
+    Args:
+      reaction: Function of the signal's number. It runs in the thread of `watched`; outside of `watched`, for example in a
+        notebook, in the main thread.
+      numbers: Signals to react to outside of `watched`.
+
+    Yields:
+      None.
     """
     previous = {}
     _reactions.append(reaction)
@@ -102,7 +125,14 @@ def reacting(reaction: Reaction, numbers: Sequence[int] = NUMBERS) -> Iterator[N
 
 
 def take_over(number: int) -> Callable[[int], Any] | None:
-    """Replaces the handler that C code has installed for a signal, and returns it as a function; None outside `watched`."""
+    """Replaces a handler that C code has installed by the one of `watched`.
+
+    Args:
+      number: The signal.
+
+    Returns:
+      The replaced handler as a function; None outside of `watched`, for ignored signals, and if there was no handler.
+    """
     if not _watching or number not in heeded():
         return None
     install = ctypes.CDLL(None).signal
@@ -113,31 +143,39 @@ def take_over(number: int) -> Callable[[int], Any] | None:
 
 
 def end(number: int) -> None:
-    """Ends this process at once, with exit code 130 and a line. What was saved stays, as after `kill -9`.
+    """Ends the process at once, with exit code 130 and a message. Saved checkpoints stay, as after `kill -9`.
 
-    Outside `watched`, where it is not hpnlp's to end, raises KeyboardInterrupt.
+    Args:
+      number: The signal, for the message.
+
+    Raises:
+      KeyboardInterrupt: Outside of `watched`, where the process belongs to other code.
     """
     if not _watching:
         raise KeyboardInterrupt
-    flush = threading.Thread(target=_flush, daemon=True)  # which waits where nobody reads
+    flush = threading.Thread(target=_flush, daemon=True)  # a thread, since flushing blocks while nobody reads the pipe
     flush.start()
     flush.join(1.0)
     name = signal.Signals(number).name
-    say(f"hpnlp: {name}: ended at once; what was saved before stays, and the same command goes on from there")
+    write_line(f"hpnlp: {name}: ended at once; what was saved before stays, and the same command goes on from there")
     os._exit(INTERRUPTED)
 
 
 def _flush() -> None:
     with contextlib.suppress(OSError, ValueError):
         if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h\n")  # the live line has hidden the cursor
+            sys.stdout.write("\x1b[?25h\n")  # the live progress line has hidden the cursor
         sys.stdout.flush()
 
 
-def say(line: str) -> None:
-    """Writes a line to stderr, past Python's buffers, which the main thread may hold; gives up after a second.
+def write_line(line: str) -> None:
+    """Writes a line to standard error within a second, or not at all.
 
-    Writing blocks where stderr is a pipe that nobody reads, and the thread that reacts to signals must not wait for it.
+    Bypasses Python's buffers, whose lock the main thread may hold. Writing blocks if standard error is a full pipe that nobody
+    reads, and the thread that handles signals must not wait for it.
+
+    Args:
+      line: The line, without a line end.
     """
 
     def write() -> None:
@@ -150,17 +188,21 @@ def say(line: str) -> None:
 
 
 def _detach() -> None:
-    """Sends what is still printed nowhere where the terminal was closed: writing to it raises, and would end the run."""
+    """Redirects output to a closed terminal to os.devnull: writing to the terminal would raise, and end the run."""
     for fd in (1, 2):
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, fd)
-                os.close(nowhere)
+                devnull = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(devnull, fd)
+                os.close(devnull)
 
 
 def follow(parent: int) -> None:
-    """Has this process stop as after SIGTERM once its parent is gone: a sweep that is killed takes its member with it."""
+    """Makes this process react as to SIGTERM when its parent has ended, so that a killed sweep stops its running member.
+
+    Args:
+      parent: Process id of the parent.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -168,3 +210,6 @@ def follow(parent: int) -> None:
         _react(signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+say = write_line  # the old name

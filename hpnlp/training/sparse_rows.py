@@ -1,12 +1,13 @@
-"""Training of some rows of a table: they are taken out of the state before a step, and put back after it.
+"""Row-sparse training: a step works on the rows of a table that its batch looks up, and leaves all other rows alone.
 
-What a step does to a state in which a table and its statistics are a few rows is what it does to the whole, for an
-optimizer that moves each number by its own gradients; rows that a batch does not look up wait, with their statistics.
+Before a step, `gather` replaces each table, and each of the optimizer's statistics of it, by the rows that the batch looks up;
+after the step, `scatter` writes these rows back. For an optimizer that moves each number by its own gradients, a step on the
+gathered state is the step on the full state. Rows that are not looked up keep their values and statistics (lazy updates).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,68 +16,110 @@ import numpy as np
 
 from hpnlp.types import TableRows
 
-Path = tuple[str, ...]
+Path = tuple[str, ...]  # names of the dicts that lead to a parameter, such as ("embed", "table")
+
+# Ids from `distinct` are sorted, distinct and padded by an id that no table has: padding reads 0 and writes nothing.
+_INDEXING = {"mode": "fill", "unique_indices": True, "indices_are_sorted": True}
 
 
 def keys(path: Any) -> Path:
-    """The names on the way to a leaf."""
+    """Names of the dicts that lead to a leaf.
+
+    Args:
+      path: A path of `jax.tree_util`; keys that are not of dicts are left out.
+
+    Returns:
+      The names.
+    """
     return tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def owner(path: Any, shape: tuple[int, ...], shapes: Mapping[Path, tuple[int, ...]]) -> Path | None:
-    """The parameter that a leaf of the state is, or is a statistic of: one whose path ends the leaf's, and of its shape.
+    """Parameter that a leaf of the training state is, or is a statistic of.
 
-    A statistic of rows has 1 in the place of the last axis.
-    shapes: of parameters, by path. None where there is none.
+    Args:
+      path: Path of the leaf, as `jax.tree_util` gives it; it ends with the path of its parameter.
+      shape: Shape of the leaf: the parameter's, or that with 1 in place of the last axis for statistics of rows.
+      shapes: Shapes of the parameters by path.
+
+    Returns:
+      The path of the parameter, or None for leaves that belong to no parameter.
     """
     names = keys(path)
-    ends = (names[i:] for i in range(len(names)) if names[i:] in shapes)
-    return next((end for end in ends if shape in (shapes[end], (*shapes[end][:-1], 1))), None)
+    endings = (names[i:] for i in range(len(names)) if names[i:] in shapes)
+    return next((end for end in endings if shape in (shapes[end], (*shapes[end][:-1], 1))), None)
 
 
 def distinct(ids: jax.Array, size: int) -> jax.Array:
-    """The ids once each, rising, int32 [min(R, size)]; one out of range counts as the nearest in it, and is not found.
+    """Distinct row ids in ascending order.
 
-    Places left over hold the largest int32, which is no row of any table.
+    Args:
+      ids: Integers `[R]`. Ids outside of `[0, size)` count as the nearest valid id.
+      size: Number of rows of the table.
+
+    Returns:
+      int32 `[min(R, size)]`, padded at the end by the largest int32, which is no row of any table.
     """
-    inside = jnp.clip(ids.astype(jnp.int32), 0, size - 1)
-    return jnp.unique(inside, size=min(ids.size, size), fill_value=np.iinfo(np.int32).max)
+    valid = jnp.clip(ids.astype(jnp.int32), 0, size - 1)
+    return jnp.unique(valid, size=min(ids.size, size), fill_value=np.iinfo(np.int32).max)
 
 
 def gather(state: Any, ids: Mapping[Path, jax.Array], shapes: Mapping[Path, tuple[int, ...]]) -> Any:
-    """The state with the rows `ids`, as `distinct` gives them, in place of each table and each statistic of it."""
+    """Replaces each table in `ids`, and each statistic of it, by its rows.
+
+    Args:
+      state: A tree of arrays, such as a training state.
+      ids: Rows by the path of their table, as `distinct` returns them.
+      shapes: Shapes of the parameters by path.
+
+    Returns:
+      The state with rows in place of tables; rows of padding are 0.
+    """
     if not ids:
         return state
-    return _at_tables(lambda table, rows: table.at[rows].get(**_KNOWN, fill_value=0), ids, shapes, state)
+
+    def select(path: Any, leaf: jax.Array) -> jax.Array:
+        table = owner(path, leaf.shape, shapes)
+        return leaf.at[ids[table]].get(**_INDEXING, fill_value=0) if table is not None and table in ids else leaf
+
+    return jax.tree_util.tree_map_with_path(select, state)
 
 
 def scatter(state: Any, rows: Any, ids: Mapping[Path, jax.Array], shapes: Mapping[Path, tuple[int, ...]]) -> Any:
-    """The state with what `gather` took out of it put back, as it is now in `rows`, and all else as in `rows`."""
+    """Writes gathered rows back.
+
+    Args:
+      state: The state that `gather` was called with.
+      rows: The new state with rows in place of tables.
+      ids: The ids that `gather` was called with.
+      shapes: Shapes of the parameters by path.
+
+    Returns:
+      The new state: tables of `state` with the rows of `rows`, and all other leaves of `rows`.
+    """
     if not ids:
         return rows
-    put = lambda table, at, new: table.at[at].set(new, **_KNOWN)  # noqa: E731
-    return _at_tables(put, ids, shapes, state, rows, otherwise=lambda old, new: new)
+
+    def write(path: Any, leaf: jax.Array, new: jax.Array) -> jax.Array:
+        table = owner(path, leaf.shape, shapes)
+        return leaf.at[ids[table]].set(new, **_INDEXING) if table is not None and table in ids else new
+
+    return jax.tree_util.tree_map_with_path(write, state, rows)
 
 
 def as_tables(params: Any, ids: Mapping[Path, jax.Array]) -> Any:
-    """Gathered parameters as a model takes them: `TableRows` in the place of tables."""
-    take = lambda path, leaf: TableRows(ids[keys(path)], leaf) if keys(path) in ids else leaf  # noqa: E731
-    return jax.tree_util.tree_map_with_path(take, params)
+    """Parameters for a model, in which gathered rows are looked up by the ids of their table.
 
+    Args:
+      params: Parameters after `gather`.
+      ids: Rows by the path of their table.
 
-_KNOWN = {"mode": "fill", "unique_indices": True, "indices_are_sorted": True}
+    Returns:
+      The parameters with `TableRows` in place of the tables in `ids`.
+    """
 
+    def as_table(path: Any, leaf: jax.Array) -> Any:
+        table = keys(path)
+        return TableRows(ids[table], leaf) if table in ids else leaf
 
-def _at_tables(
-    function: Callable[..., Any],
-    ids: Mapping[Path, jax.Array],
-    shapes: Mapping[Path, tuple[int, ...]],
-    tree: Any,
-    *others: Any,
-    otherwise: Callable[..., Any] = lambda leaf: leaf,
-) -> Any:
-    def one(path: Any, leaf: Any, *rest: Any) -> Any:
-        table = owner(path, leaf.shape, shapes)
-        return function(leaf, ids[table], *rest) if table and table in ids else otherwise(leaf, *rest)
-
-    return jax.tree_util.tree_map_with_path(one, tree, *others)
+    return jax.tree_util.tree_map_with_path(as_table, params)

@@ -1,4 +1,4 @@
-"""Shardings of the training state: ZeRO's division of parameters, gradients, optimizer statistics and averages."""
+"""Shardings of the training state: how ZeRO shards parameters, gradients, optimizer statistics and averages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from hpnlp.training import sparse_rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a step changes: arrays, or their shapes or shardings.
+    """Everything that a step changes: arrays, or their shapes or shardings.
+
+    The names of the fields are part of the checkpoint format.
 
     Attributes:
       step: Number of steps done, int32.

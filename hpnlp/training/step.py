@@ -21,7 +21,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training import loss_scale, sparse_rows
 from hpnlp.training.apply_updates import Update, check_by_layer, mean
 from hpnlp.training.gradients import Batch, Gradients, loss
-from hpnlp.training.muon import Whole
+from hpnlp.training.muon import ApplyToWhole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
 from hpnlp.training.state_shardings import TrainState, shapes_with, state_shardings
 from hpnlp.types import InputError, ModelParallel
@@ -36,7 +36,10 @@ class _OnMesh:
 
     def __call__(self, *args: Any) -> Any:
         if isinstance(self.mesh, AbstractMesh):
-            raise InputError(f"{self.mesh.size} devices were asked for by their number: pass devices=, or none for all")
+            raise InputError(
+                f"devices={self.mesh.size}: a trainer for devices that are not present can only be traced; pass a list of "
+                "devices, or None for all"
+            )
         with jax.set_mesh(self.mesh):
             return self.jitted(*args)
 
@@ -54,11 +57,11 @@ class Trainer:
       gives_probabilities: True if the loss is -log p(label).
       layout: The plan on its devices.
       undivided: Names and shapes of the matrices that no axis of the mesh divides.
-      part_shapes: Shapes of the parameters, with the shardings of their gradients and statistics.
+      gradient_shapes: Shapes of the parameters, with the shardings of their gradients and statistics.
       rows_trained: `rows_trained(examples, length)`: the largest number of rows of a table that a batch of that shape trains,
-        by the table's path, for tables that are not trained whole.
-      single_device: Makes the trainer of one device, from which FLOPs are counted, where this one leaves products out or does
-        them in idle ticks of a pipeline; None otherwise.
+        by the table's path, for tables that are trained row by row.
+      single_device: Makes the trainer of one device, from which FLOPs are counted, if this trainer leaves out products, or
+        computes products of idle ticks of a pipeline; None otherwise.
     """
 
     init: _OnMesh
@@ -69,9 +72,14 @@ class Trainer:
     gives_probabilities: bool
     layout: Layout
     undivided: tuple[str, ...]
-    part_shapes: Any
+    gradient_shapes: Any
     rows_trained: Callable[[int, int], Mapping[sparse_rows.Path, int]]
     single_device: Callable[[], Trainer] | None
+
+    @property
+    def part_shapes(self) -> Any:
+        """The old name of `gradient_shapes`."""
+        return self.gradient_shapes
 
     def flops(self, examples: int, length: int) -> int | None:
         """Floating-point operations of the matrix products of one step, recomputation included.
@@ -81,7 +89,7 @@ class Trainer:
           length: Tokens of a sequence.
 
         Returns:
-          The number, or None where the batch decides it: for output layers that group tokens by their labels.
+          The number; None for output layers that group tokens by their labels, so that it depends on the batch.
         """
         batch = jax.eval_shape(lambda: example_batch(examples, length))
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -116,7 +124,7 @@ def make_trainer(
       The compiled functions, with the shapes and shardings of their arguments.
 
     Raises:
-      InputError: The plan does not divide the model, or does not go with the model or the optimizer.
+      InputError: The plan does not divide the model, or does not fit the model or the optimizer.
     """
     layout = plan.layout(model.config.sizes(), devices)
     _check_compatible(model, config, plan, layout)
@@ -124,7 +132,7 @@ def make_trainer(
     statistic_specs = layout.tree(axes, param_shapes, divided=layout.zero >= 1)
     # jax_debug_nans re-executes the program operation by operation, which does not terminate inside shard_map.
     single = (layout.mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
-    optimizer = make_optimizer(config, steps, None if single else _whole_matrices(layout.mesh, statistic_specs))
+    optimizer = make_optimizer(config, steps, None if single else _apply_to_whole(layout.mesh, statistic_specs))
     make_state = functools.partial(_initial_state, model, config, optimizer)
     shapes = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)), param_shapes)
     shardings = state_shardings(layout, plan, axes, statistic_specs, shapes)
@@ -179,20 +187,20 @@ def make_trainer(
         gives_probabilities=model.is_normalized,
         layout=layout,
         undivided=tuple(layout.undivided(axes, shapes.params)),
-        part_shapes=_part_shapes(layout.mesh, shapes.params, shardings.params, statistic_specs),
+        gradient_shapes=_gradient_shapes(layout.mesh, shapes.params, shardings.params, statistic_specs),
         rows_trained=functions.rows_trained,
         single_device=None if layout.size("layers", "length") == 1 else one_device,
     )
 
 
 def _check_compatible(model: LM, config: OptimizerConfig, plan: Plan, layout: Layout) -> None:
-    """Raises InputError where a plan does not go with a model's mixers and residuals, or with the optimizer."""
+    """Raises InputError if a plan does not fit a model's mixers and residuals, or the optimizer."""
     c = model.config
     context_parallel.check(layout, mixers_of(model), masks_of(model), (c.heads, c.kv_head_count), c.dropout)
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(
-            "model.residual='reversible': layers of a pipeline that gather their parameters again, with ZeRO 3 or "
-            "plan.rounds over 1, are not reversible: set plan.zero=2 and plan.rounds=1, or model.residual='plain'"
+            "model.residual='reversible': pipeline stages that gather their parameters in the backward pass (ZeRO "
+            "3 or plan.rounds over 1) are not reversible: set plan.zero=2 and plan.rounds=1, or model.residual='plain'"
         )
     if plan.offload_optimizer and config.rows:
         raise InputError(
@@ -210,7 +218,7 @@ def _initial_state(
     if params is None:
         params = nn.meta.unbox(model.init(key, example_batch(1, 8)))["params"]
     ema = jax.tree.map(jnp.copy, params) if config.ema else None
-    scale = loss_scale.begin(config.loss_scale, model.config.dtype)
+    scale = loss_scale.initial(config.loss_scale, model.config.dtype)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema, scale)
 
 
@@ -223,7 +231,7 @@ class _StepFunctions:
       update: Update of the parameters by their gradients.
       schedule: Learning rate by number of updates.
       tables: Shapes of the parameters by path.
-      fetches_optimizer: True if the optimizer's state rests in the host's memory, and is fetched whole.
+      fetches_optimizer: True if the optimizer's state rests in the host's memory, and is fetched at once, not by layer.
       param_shapes: Shapes of the parameters.
       param_shardings: Shardings of the parameters.
     """
@@ -293,18 +301,18 @@ def _updates(state: TrainState) -> jax.Array:
     return counts[0][1] if counts else state.step
 
 
-def _part_shapes(mesh: Any, shapes: Any, param_shardings: Any, statistic_specs: Any) -> Any:
-    """Shapes of the parameters with their statistics' specs, in the memory in which the parameters rest."""
+def _gradient_shapes(mesh: Any, shapes: Any, param_shardings: Any, statistic_specs: Any) -> Any:
+    """Shapes of the parameters with their statistics' specs, in the parameters' memory (device or host)."""
 
-    def part(x: Any, sharding: Any, spec: Any) -> jax.ShapeDtypeStruct:
+    def gradient_shape(x: Any, sharding: Any, spec: Any) -> jax.ShapeDtypeStruct:
         placed = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
 
-    return jax.tree.map(part, shapes, param_shardings, statistic_specs)
+    return jax.tree.map(gradient_shape, shapes, param_shardings, statistic_specs)
 
 
 def _model_parallel(layout: Layout, axes: Any, masks: Any) -> ModelParallel:
-    """The parts of a model over a mesh. `axes`: logical axis names of its parameters; `masks`: those of its layers."""
+    """Functions that run a model over a mesh. `axes`: logical axis names of its parameters; `masks`: those of its layers."""
     return ModelParallel(
         embedding_lookup=functools.partial(vocab_parallel.lookup, layout),
         run_layers=functools.partial(pipeline.through, layout, axes["layers"]),
@@ -313,14 +321,18 @@ def _model_parallel(layout: Layout, axes: Any, masks: Any) -> ModelParallel:
     )
 
 
-def _whole_matrices(mesh: Any, specs: Any) -> Whole:
-    """Function by which an optimizer multiplies matrices that are divided over devices."""
+def _apply_to_whole(mesh: Any, specs: Any) -> ApplyToWhole:
+    """Function that applies a function of whole matrices to matrices with the given specs."""
     by_path = {sparse_rows.keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
-    return lambda path, function, x: distributed_matrices.of_whole(function, x, mesh, by_path[path])
+
+    def apply(path: sparse_rows.Path, function: Callable[..., Any], x: jax.Array) -> jax.Array:
+        return distributed_matrices.of_whole(function, x, mesh, by_path[path])
+
+    return apply
 
 
 def check_batch(layout: Layout, batch_size: int, seq_len: int, accumulate: int) -> None:
-    """Raises InputError unless a batch splits over devices, accumulation and microbatches.
+    """Checks that a batch divides over devices, accumulation and microbatches.
 
     Args:
       layout: The plan on its devices.
@@ -333,14 +345,14 @@ def check_batch(layout: Layout, batch_size: int, seq_len: int, accumulate: int) 
     """
     devices = layout.size("batch")
     if batch_size % (devices * accumulate):
-        whose = "1 device's" if devices == 1 else f"{devices} devices'"
+        owner = "1 device's" if devices == 1 else f"{devices} devices'"
         raise InputError(
-            f"data.batch_size={batch_size} does not split into {whose} rows (plan.data x plan.fsdp) times "
+            f"data.batch_size={batch_size} does not split into {owner} rows (plan.data x plan.fsdp) times "
             f"optimizer.accumulate={accumulate}: make it a multiple of {devices * accumulate}"
         )
     if seq_len % layout.size("length"):
         raise InputError(
-            f"data.seq_len={seq_len} does not divide over plan.sequence={layout.size('length')}: make it a multiple of it"
+            f"data.seq_len={seq_len} does not divide over plan.sequence={layout.size('length')}: make it a multiple"
         )
     pipeline.microbatches(layout, batch_size // accumulate)
     context_parallel.arranged(layout, (), seq_len)

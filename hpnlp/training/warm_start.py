@@ -1,4 +1,4 @@
-"""Warm start: parameters and tokenizer from the model that `train.init_from` names, with a fresh optimizer and data."""
+"""Warm start: training from the parameters and tokenizer of `train.init_from`, with a new optimizer and new data."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from hpnlp.training import run_directory as runs
 from hpnlp.training.step import Trainer
 from hpnlp.types import InputError, Tokenizer
 
-# Fields of LMConfig that a new run may choose: the parameters mean the same under any value.
+# Fields of LMConfig that may differ from the source's: they do not change what the parameters compute.
 FREE = ("dtype", "dropout", "unroll")
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A model that training may begin with.
+    """A model that training may start from.
 
     Attributes:
-        directory: a run's workdir, or a directory in the Hugging Face layout.
-        model: the model's config, with the sizes that a tokenizer and data decide filled in.
-        tokenizer: what its ids mean.
-        spec: the run's `data.tokenizer`; "" in the Hugging Face layout.
-        is_run: whether the directory is a run's.
+      directory: A run directory, or a directory in the Hugging Face layout.
+      model: The model's config, with the sizes that depend on tokenizer and data filled in.
+      tokenizer: The tokenizer that the parameters were trained with.
+      spec: The run's `data.tokenizer`; "" for the Hugging Face layout.
+      is_run: True for a run directory.
     """
 
     directory: Path
@@ -47,7 +47,7 @@ class Source:
 
     @property
     def remarks(self) -> list[str]:
-        """Differences between this model and the one that transformers makes of a Hugging Face directory, a line each."""
+        """Differences between this model and the one that transformers loads from a Hugging Face directory, as sentences."""
         return [] if self.is_run else convert.remarks(self.directory)
 
     @property
@@ -58,10 +58,16 @@ class Source:
 
 
 def find(directory: str | Path) -> Source:
-    """Reads the config and the tokenizer of a run or a Hugging Face directory; its parameters stay on the disk.
+    """Reads the config and the tokenizer of a run or a Hugging Face directory, but not its parameters.
+
+    Args:
+      directory: The directory.
+
+    Returns:
+      The source.
 
     Raises:
-        InputError: the directory is neither, or lacks a part.
+      InputError: The directory is neither, or a file of it is absent.
     """
     path = Path(directory)
     source = path / "config.json"
@@ -70,9 +76,9 @@ def find(directory: str | Path) -> Source:
             f"train.init_from={directory} is not a directory: name a run's workdir, or a directory with config.json, "
             "model.safetensors and tokenizer.json"
         )
-    raw = _read(source)
-    if "model_type" in raw:
-        fields = families.fields_of(raw, str(source))
+    values = _read_json(source)
+    if "model_type" in values:
+        fields = families.fields_of(values, str(source))
         try:
             model = LMConfig(**fields)
         except InputError as error:
@@ -86,8 +92,8 @@ def find(directory: str | Path) -> Source:
     return Source(path, runs.make_model(config, tokenizer).config, tokenizer, config.data.tokenizer, is_run=True)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    """The object in a config.json, or {} where a run's reader has more to say about what is wrong with the file."""
+def _read_json(path: Path) -> Mapping[str, Any]:
+    """Object in a config.json; {} if there is none, since `run_directory.load_config` reports why it cannot be read."""
     if not path.is_file():
         return {}
     try:
@@ -98,12 +104,15 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def check_tokenizer(field: str, source: Source) -> None:
-    """Raises InputError unless `data.tokenizer` names the tokenizer of `source`.
+    """Checks that a run uses the tokenizer of its source.
 
     Args:
-        field: the value of `data.tokenizer`. A vocabulary that would be made from text is taken to be the source's where the
-            source's run names it alike.
-        source: whose ids the parameters know.
+      field: Value of `data.tokenizer`. The spec of a tokenizer that is trained on text, such as "words(40)", counts as the
+        source's tokenizer if the source's run has the same spec.
+      source: The model that training starts from.
+
+    Raises:
+      InputError: The tokenizers differ.
     """
     if tokenizers.is_trained(field):
         is_same = field == source.spec
@@ -116,8 +125,16 @@ def check_tokenizer(field: str, source: Source) -> None:
         )
 
 
-def check_own(init_from: str, workdir: Path) -> None:
-    """Raises InputError where `train.init_from` names another model than the converted one that `workdir` holds."""
+def check_converted(init_from: str, workdir: Path) -> None:
+    """Checks that `train.init_from` names no other model than the converted model in the run directory.
+
+    Args:
+      init_from: Value of `train.init_from`, "" for none.
+      workdir: A run directory that holds a converted model.
+
+    Raises:
+      InputError: It names another model.
+    """
     if init_from and os.path.realpath(init_from) != os.path.realpath(workdir):
         raise InputError(
             f"{workdir} holds a converted model, which training begins with, and train.init_from={init_from} names another: "
@@ -126,39 +143,39 @@ def check_own(init_from: str, workdir: Path) -> None:
 
 
 def check_model(model: LMConfig, source: Source, accept_changes: bool = False) -> str:
-    """Compares what `model` computes with what the model of `source` does.
+    """Checks that a model computes the same as its source's model.
 
     Args:
-        model: with sizes filled in, as `config.model_of` does.
-        source: whose parameters the model is to begin with.
-        accept_changes: allow differences; `load_params` still refuses parameters of other shapes.
+      model: The model's config, with sizes filled in by `config.model_of`.
+      source: The model that training starts from.
+      accept_changes: Allow differences; `load_params` still refuses parameters of other shapes.
 
     Returns:
-        The differences that were accepted, "" for none.
+      The differences that were accepted, as text; "" for none.
 
     Raises:
-        InputError: the models differ; the message names every field that does.
+      InputError: The models differ; the message names every field that does, and the flags that make them equal.
     """
     ours, theirs = _architecture(model), _architecture(source.model)
-    told, fix = [], []
+    differing, flags = [], []
     for name in (field.name for field in dataclasses.fields(LMConfig)):
         here, there = getattr(model, name), getattr(source.model, name)
-        # Sizes that are 0 on both sides follow from others, which are named.
+        # Fields that are 0 in both configs are derived from other fields, and these are named.
         if name in theirs and ours.get(name) != theirs[name] and here != there:
-            told.append(f"model.{name} is {here!r}, there {there!r}")
-            fix.append(shlex.quote(f"--config.model.{name}={there}"))
-    differences = "; ".join(told)
+            differing.append(f"model.{name} is {here!r}, in the source {there!r}")
+            flags.append(shlex.quote(f"--config.model.{name}={there}"))
+    differences = "; ".join(differing)
     if differences and not accept_changes:
         raise InputError(
-            f"train.init_from={source.directory} has another model ({differences}): set {' '.join(fix)}, or take the model "
+            f"train.init_from={source.directory} has another model ({differences}): set {' '.join(flags)}, or copy the model "
             f"from there, as experiments/lm/finetune.py:{source.directory} does; with --accept_changes, parameters of the same "
-            "shapes are taken all the same"
+            "shapes are used in spite of the differences"
         )
     return differences
 
 
 def _architecture(config: LMConfig) -> dict[str, Any]:
-    """The fields that decide which parameters there are and what is computed with them, in one spelling."""
+    """Fields that decide what a model computes; values that are written in several ways are resolved to one."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE}
     values |= {"kv_heads": config.kv_head_count, "head_dim": config.head_size, "mlp_dim": config.mlp_size}
     values["mixer"] = alternation(config.mixer)
@@ -168,41 +185,49 @@ def _architecture(config: LMConfig) -> dict[str, Any]:
 
 
 def load_params(source: Source, trainer: Trainer, plan: Plan) -> tuple[Any, str]:
-    """Reads the parameters of `source`, laid out as `trainer` has its own.
+    """Reads the parameters of a source.
 
     Args:
-        source: a run, of which the best checkpoint is taken, or a Hugging Face directory.
-        trainer: of a model that `check_model` has passed.
-        plan: the trainer's.
+      source: A run, of which the best checkpoint is read, or a Hugging Face directory.
+      trainer: Trainer of a model that `check_model` has passed; gives shapes and shardings.
+      plan: The trainer's plan.
 
     Returns:
-        The parameters, for `Trainer.init`, and a phrase that says where they are from.
+      The parameters, for `Trainer.init`, and a phrase on their origin.
 
     Raises:
-        InputError: the parameters cannot be read, or have other shapes than the model's.
+      InputError: The parameters cannot be read, or have other shapes than the model's.
     """
     if source.is_run:
-        # What rests on the host there comes to the devices first; `Trainer.init` puts it back.
-        run = runs.load(
-            source.directory, plan=dataclasses.replace(plan, offload_optimizer=False, offload_parameters=False)
-        )
-        found, phrase = run.params, f"{source.directory}, step {run.step}"
+        # Offloaded parameters come to the devices first; `Trainer.init` moves them to the host.
+        plan = dataclasses.replace(plan, offload_optimizer=False, offload_parameters=False)
+        run = runs.load(source.directory, plan=plan)
+        params, origin = run.params, f"{source.directory}, step {run.step}"
     else:
-        found, phrase = convert.load(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
+        params, origin = convert.load(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
     expected = trainer.state_shapes.params
-    shapes = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
-    theirs = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
-    for name in [*shapes, *theirs]:
-        if shapes.get(name) != theirs.get(name):
-            raise InputError(
-                f"train.init_from={source.directory} does not fit this model: the shape of params{name} is "
-                f"{theirs.get(name, 'not given')} there, and {shapes.get(name, 'none')} here: give the model its config"
-            )
+    _check_shapes(params, expected, source)
     if not source.is_run:
-        found = jax.tree.map(_put, expected, found)
-    return found, f"{phrase}, with its tokenizer"
+        params = jax.tree.map(_place, expected, params)
+    return params, f"{origin}, with its tokenizer"
 
 
-def _put(shape: Any, value: Any) -> jax.Array:
-    sharding = NamedSharding(shape.sharding.mesh, shape.sharding.spec)  # in the devices' memory
+def _check_shapes(params: Any, expected: Any, source: Source) -> None:
+    """Raises InputError unless the parameters of the source have the expected names and shapes."""
+    here, there = (
+        {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (expected, params)
+    )
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            raise InputError(
+                f"train.init_from={source.directory} does not fit this model: params{name} has the shape "
+                f"{there.get(name, 'none')} in the source, expected {here.get(name, 'none')}: set the model's fields to the "
+                "source's"
+            )
+
+
+def _place(shape: Any, value: Any) -> jax.Array:
+    """The array `value` with the sharding of `shape`, in the devices' memory."""
+    sharding = NamedSharding(shape.sharding.mesh, shape.sharding.spec)
     return jax.make_array_from_callback(shape.shape, sharding, lambda index: value[index])

@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits: it trains as AdamW does, in a quarter of the memory, on any layout."""
+"""AdamW with 8-bit moments: losses as with AdamW, a quarter of the memory, on any layout."""
 
 import math
 
@@ -21,7 +21,7 @@ from tests.training.test_step import KEY, LAYOUTS, ONE, B, T, batch_of, host, tr
 
 
 def run_of(layout=ONE, name="adamw8bit", **changes):
-    """(trainer, its first state, the loss of each batch as it is stepped on)."""
+    """`(trainer, initial state)`."""
     trainer = trainer_of(*layout, name=name, **changes)
     state = jax.device_put(
         jax.device_get(trainer_of(name=name, **changes).init(jax.random.key(0))),
@@ -31,6 +31,7 @@ def run_of(layout=ONE, name="adamw8bit", **changes):
 
 
 def steps(trainer, state, count, first=0):
+    """`(state, losses)` after `count` steps."""
     losses = []
     for seed in range(first, first + count):
         put = {name: jax.device_put(value, trainer.batch_sharding) for name, value in batch_of(seed).items()}
@@ -39,26 +40,26 @@ def steps(trainer, state, count, first=0):
     return state, np.array(losses)
 
 
-def resting(state):
-    """The path of each moment in 8 bits."""
-    found = jax.tree_util.tree_leaves_with_path(state.opt_state, is_leaf=lambda node: isinstance(node, Quantized))
-    return {sparse_rows.keys(path): leaf for path, leaf in found if isinstance(leaf, Quantized)}
+def quantized_moments(state):
+    """Path of a parameter -> its moment in 8 bits; of both moments, the second one."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.opt_state, is_leaf=lambda node: isinstance(node, Quantized))
+    return {sparse_rows.keys(path): leaf for path, leaf in leaves if isinstance(leaf, Quantized)}
 
 
-def test_moments_take_two_bytes_a_number():
+def test_moments_take_two_bytes_per_number():
     model = LMConfig(layers=4, dim=256, heads=4, vocab=264)
     shapes = make_trainer(LM(model), OptimizerConfig("adamw8bit"), Plan("single"), steps=9).state_shapes
     numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes.params))
     held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.opt_state))
     assert 2.0 < held / numbers < 2.2
-    assert all(path[-1] == "kernel" for path in resting(shapes))  # the embedding table is whole
+    assert all(path[-1] == "kernel" for path in quantized_moments(shapes))  # the embedding table keeps float32 moments
 
 
-def test_a_step_needs_less_memory():
-    """Six bytes a number are saved, and not spent again on the way from 8 bits to float32 and back."""
+def test_step_needs_less_memory_than_adamw():
+    """Six bytes per number are saved, and the conversion to float32 and back does not need them again."""
     model = LMConfig(layers=4, dim=64, heads=2, mlp_dim=2048, vocab=264, unroll=1)
 
-    def needs(name):
+    def memory_bytes(name):
         trainer = make_trainer(LM(model), OptimizerConfig(name), Plan("single"), steps=9)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(0))
         with jax.set_mesh(trainer.layout.mesh):
@@ -66,11 +67,11 @@ def test_a_step_needs_less_memory():
         memory = lowered.compile(ONCE).memory_analysis()
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
-    assert needs("adamw") - needs("adamw8bit") > 5 * model.non_embedding_parameters()
+    assert memory_bytes("adamw") - memory_bytes("adamw8bit") > 5 * model.non_embedding_parameters()
 
 
-def test_trains_as_adamw_does():
-    """Over 60 steps the loss stays within 1% of AdamW's, while it falls by a third."""
+def test_losses_match_adamw():
+    """Over 60 steps the losses are within 1 % of AdamW's, and fall by a third."""
     losses = [steps(*run_of(name=name, ema=0.0), 60)[1] for name in ("adamw", "adamw8bit")]
     assert losses[0][-1] < 0.67 * losses[0][0]
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.01)
@@ -78,22 +79,22 @@ def test_trains_as_adamw_does():
 
 
 @pytest.mark.parametrize("layout", ["fsdp 8", "3d"])
-def test_layouts_agree(layout):
-    """Rounding puts few numbers on the other side of an edge; each device holds its part of codes and scales."""
+def test_layouts_match_one_device(layout):
+    """Few codes differ, by rounding at a bin's edge; codes and scales are sharded."""
     state, losses = steps(*run_of(LAYOUTS[layout]), 4)
     expected, expected_losses = steps(*run_of(), 4)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
-    assert len(resting(state)) == 3
-    for path, found in resting(state).items():
-        other = resting(expected)[path]
-        assert np.mean(np.asarray(found.codes) != np.asarray(other.codes)) < 0.02
-        np.testing.assert_allclose(found.scales, other.scales, rtol=1e-3)
-        spec = found.codes.sharding.spec
-        assert found.codes.addressable_shards[0].data.size <= found.codes.size / 4
-        assert tuple(found.scales.sharding.spec) == tuple(spec[:2])
+    assert len(quantized_moments(state)) == 3
+    for path, actual in quantized_moments(state).items():
+        other = quantized_moments(expected)[path]
+        assert np.mean(np.asarray(actual.codes) != np.asarray(other.codes)) < 0.02
+        np.testing.assert_allclose(actual.scales, other.scales, rtol=1e-3)
+        spec = actual.codes.sharding.spec
+        assert actual.codes.addressable_shards[0].data.size <= actual.codes.size / 4
+        assert tuple(actual.scales.sharding.spec) == tuple(spec[:2])
 
 
-def test_step_that_is_not_finite_changes_nothing():
+def test_nonfinite_step_changes_nothing():
     trainer, state = run_of()
     state, _ = steps(trainer, state, 2)
     before = host((state.params, state.opt_state, state.ema))
@@ -104,7 +105,7 @@ def test_step_that_is_not_finite_changes_nothing():
         np.testing.assert_array_equal(old, new)
 
 
-def test_goes_on_from_a_checkpoint_on_another_layout(tmp_path):
+def test_checkpoint_restores_on_another_layout(tmp_path):
     trainer, state = run_of(LAYOUTS["fsdp 8"])
     state, _ = steps(trainer, state, 2)
     before = host(state)
@@ -112,24 +113,27 @@ def test_goes_on_from_a_checkpoint_on_another_layout(tmp_path):
     checkpoints.save(state, {}, {})
     checkpoints.wait()
     other = trainer_of(name="adamw8bit")
-    found, _, _ = checkpoints.restore(other.state_shapes)
+    actual, _, _ = checkpoints.restore(other.state_shapes)
     checkpoints.close()
-    for old, new in zip(before, host(found), strict=True):
+    for old, new in zip(before, host(actual), strict=True):
         assert old.dtype == new.dtype and old.tobytes() == new.tobytes()
-    assert np.isfinite(steps(other, found, 1, 2)[1]).all()
+    assert np.isfinite(steps(other, actual, 1, 2)[1]).all()
 
 
-def test_rows_that_a_batch_does_not_look_up_wait():
+def test_rows_outside_of_the_batch_stay_unchanged():
     trainer = test_sparse_rows.trainer_of(name="adamw8bit", rows=True)
     first, after = (test_sparse_rows.run(trainer, count)[1] for count in (0, 2))
-    same = [(new == old).all(axis=1) for new, old in zip(resting(after)["head",], resting(first)["head",], strict=True)]
+    same = [
+        (new == old).all(axis=1)
+        for new, old in zip(quantized_moments(after)["head",], quantized_moments(first)["head",], strict=True)
+    ]
     moved = (after.params["head"] != first.params["head"]).any(axis=1)
     assert 64 <= moved.sum() < test_sparse_rows.VOCAB
     assert all(waited[~moved].all() for waited in same) and not same[1][moved].any()
 
 
-def test_first_moment_without_a_second_moves_nothing_far():
-    """A number a thousandth of its row's largest, whose gradient ends: its second moment is under the least level."""
+def test_update_is_bounded_where_the_second_moment_underflows():
+    """A gradient of 1e-4 of its row's largest, which then ends: its second moment is below the smallest 8-bit level."""
     gradient = np.ones((64, 64), np.float32)
     gradient[:, 0] = 1e-4
     config = OptimizerConfig("adamw8bit", 1.0, schedule="constant", warmup=0, weight_decay=0.0, clip_norm=0.0, b2=0.999)

@@ -1,4 +1,4 @@
-"""The end of a step, layer by layer: as for all layers at once."""
+"""The update of a step: layer by layer, it does the same as for all layers at once."""
 
 import functools
 
@@ -27,22 +27,27 @@ def on_host(tree):
     return jax.device_put(tree, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=HOST))
 
 
-@pytest.mark.parametrize("fine", [None, False])
+@pytest.mark.parametrize("is_finite", [None, False])
 @pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"adafactor"}))
-def test_layers_that_are_moved_one_by_one(name, fine):
-    """Clipped, with an average; on the host or not is where each array was. adafactor is refused, as its test says."""
+def test_layerwise_update_matches_full_update(name, is_finite):
+    """With clipping and an average; every array stays in its memory. adafactor cannot be updated by layer."""
     config = OptimizerConfig(name=name, clip_norm=0.5, ema=0.9, warmup=0)
     optimizer = make_optimizer(config, 10)
-    found = {}
-    for apart in (False, True):
-        update = Update(config, optimizer, apart, LAYERS)
+    results = {}
+    for by_layers in (False, True):
+        update = Update(config, optimizer, by_layers, LAYERS)
 
         @jax.jit
         def step(old, grads, at, update=update):
             weight = jnp.float32(7)
             norm = update.norm(grads, weight)
             new = update(
-                old, grads, weight=weight, norm=norm, step=at, is_finite=fine if fine is None else jnp.array(fine)
+                old,
+                grads,
+                weight=weight,
+                norm=norm,
+                step=at,
+                is_finite=None if is_finite is None else jnp.array(is_finite),
             )
             return norm, new
 
@@ -50,26 +55,29 @@ def test_layers_that_are_moved_one_by_one(name, fine):
         state = params, optimizer.init(params), params
         for at in range(2):
             grads = drawn(at + 1)
-            if apart:
-                ours = {**grads, "layers": on_host(grads["layers"])}
+            if by_layers:
+                hosted = {**grads, "layers": on_host(grads["layers"])}
                 params = {**state[0], "layers": on_host(state[0]["layers"])}
-                norm, state = step((params, *state[1:]), ours, jnp.int32(at))
+                norm, state = step((params, *state[1:]), hosted, jnp.int32(at))
                 kinds = [
                     {x.sharding.memory_kind for x in jax.tree.leaves(tree)} for tree in (state[0]["layers"], state[1])
                 ]
                 assert kinds == [{HOST}, {"device"}]
             else:
                 norm, state = step(state, grads, jnp.int32(at))
-        found[apart] = jax.device_get((norm, state))
+        results[by_layers] = jax.device_get((norm, state))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(close, found[True], found[False])
-    assert fine is None or optax.tree.norm(jax.tree.map(jnp.subtract, found[True][1][0], drawn(0))) == 0
+    jax.tree.map(close, results[True], results[False])
+    assert is_finite is None or optax.tree.norm(jax.tree.map(jnp.subtract, results[True][1][0], drawn(0))) == 0
 
 
-def test_what_stands_beside_layers_is_passed_as_it_was():
-    """A counter moves once, however many layers there are."""
+def test_state_outside_of_layers_is_updated_once():
+    """A counter is increased once, whatever the number of layers."""
     state = {"layers": jnp.arange(4.0), "other": jnp.ones(2)}, jnp.int32(0)
-    double = lambda old, by: (jax.tree.map(lambda x: x * by["factor"], old[0]), old[1] + 1)  # noqa: E731
+
+    def double(old, by):
+        return jax.tree.map(lambda x: x * by["factor"], old[0]), old[1] + 1
+
     made, count = by_layer(double, state, {"factor": jnp.float32(2)})
     np.testing.assert_array_equal(made["layers"], [0, 2, 4, 6])
     assert count == 1 and made["other"].tolist() == [2, 2]

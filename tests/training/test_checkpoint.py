@@ -1,4 +1,4 @@
-"""Checkpoints give back what was saved, bit for bit, or say what is wrong; what was saved before stays."""
+"""Checkpoints: restoring is exact or raises, and earlier checkpoints stay intact."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from hpnlp.parallel.host_offload import hosted
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.checkpoint import FORMAT, Checkpointer
 from hpnlp.training.loss_scale import LossScale
-from hpnlp.training.step import TrainState
+from hpnlp.training.state_shardings import TrainState, shapes_with
 from hpnlp.types import InputError
 
 MESH = Plan("zero3").mesh()
@@ -24,7 +24,7 @@ PROGRESS = {"best": 1.2345678901234567, "bad_evals": 3, "seconds": {"step": 0.1}
 
 
 def state_at(step):
-    """A state whose values differ with the step, and hold what is easily lost: -0, denormals, infinities, NaN."""
+    """A state whose values depend on the step, among them -0, denormals, infinities and NaN."""
     draw = np.random.default_rng(step)
     kernel = draw.normal(size=(3, 16, 24)).astype(np.float32)
     kernel.flat[:5] = [-0.0, 1e-42, np.inf, -np.inf, np.nan]
@@ -45,13 +45,12 @@ def lay_out(state, mesh=MESH):
 
 def shapes(mesh=MESH, state=None):
     state = jax.eval_shape(lambda: state_at(0)) if state is None else state
-    shape = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
-    return jax.tree.map(shape, state, shardings(state, mesh))
+    return shapes_with(state, shardings(state, mesh))
 
 
-def assert_same_bits(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
@@ -84,7 +83,7 @@ def test_round_trip_is_exact(checkpointer):
     assert progress == PROGRESS
 
 
-def test_what_was_restored_can_be_saved_and_restored_again(checkpointer):
+def test_restored_state_can_be_saved_again(checkpointer):
     save(checkpointer(), 7)
     _, data, progress = checkpointer().restore(shapes())
     checkpoints = checkpointer()
@@ -96,7 +95,7 @@ def test_what_was_restored_can_be_saved_and_restored_again(checkpointer):
 
 
 @pytest.mark.parametrize("plan", [Plan(fsdp=2, tensor=4), Plan()])
-def test_restores_onto_another_mesh(checkpointer, plan):
+def test_restore_onto_another_mesh_is_exact(checkpointer, plan):
     save(checkpointer(), 7)
     mesh = plan.mesh()
     state, _, _ = checkpointer().restore(shapes(mesh))
@@ -104,21 +103,23 @@ def test_restores_onto_another_mesh(checkpointer, plan):
     assert state.params["layers"]["kernel"].sharding == NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
 
 
-def test_what_rests_on_the_host_is_saved_and_comes_back_there_or_not(checkpointer):
-    checkpoints, of = checkpointer(), shapes()
-    away = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=hosted(x.sharding)), of.opt_state)
+def test_offloaded_state_is_restored_to_host_or_device(checkpointer):
+    checkpoints, like = checkpointer(), shapes()
+    on_host = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=hosted(x.sharding)), like.opt_state
+    )
     state = state_at(1)
-    moved = jax.device_put(state.opt_state, jax.tree.map(lambda x: x.sharding, away))
+    moved = jax.device_put(state.opt_state, jax.tree.map(lambda x: x.sharding, on_host))
     checkpoints.save(dataclasses.replace(state, opt_state=moved), DATA, PROGRESS)
     checkpoints.wait()
-    for kind, opt_state in (("pinned_host", away), ("device", of.opt_state)):
-        found = checkpoints.restore(dataclasses.replace(of, opt_state=opt_state))[0]
-        assert_same_bits(found, state)
-        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found.opt_state)} == {kind}
-        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found.params)} == {"device"}
+    for kind, opt_state in (("pinned_host", on_host), ("device", like.opt_state)):
+        actual = checkpoints.restore(dataclasses.replace(like, opt_state=opt_state))[0]
+        assert_same_bits(actual, state)
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(actual.opt_state)} == {kind}
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(actual.params)} == {"device"}
 
 
-def test_parameters_for_use_are_the_averaged_ones(checkpointer):
+def test_restore_params_returns_averaged_parameters(checkpointer):
     save(checkpointer(), 7)
     state = state_at(7)
     assert_same_bits(checkpointer().restore_params(shapes()), state.ema)
@@ -129,7 +130,7 @@ def test_parameters_for_use_are_the_averaged_ones(checkpointer):
     assert_same_bits(checkpointer().restore_params(shapes(state=plain)), state.params)
 
 
-def test_loss_scale_goes_on_where_there_is_one(checkpointer):
+def test_loss_scale_is_restored(checkpointer):
     plain = dataclasses.replace(state_at(7), ema=None)
     scaled = lay_out(dataclasses.replace(state_at(8), scale=LossScale(jnp.float32(2.0**9), jnp.int32(17))))
     checkpoints = checkpointer()
@@ -152,7 +153,7 @@ def test_newest_and_best_are_kept(checkpointer):
     assert sorted(int(path.name) for path in again.directory.iterdir()) == [4, 6, 7]
 
 
-def test_what_was_never_saved_is_said(checkpointer):
+def test_restoring_an_absent_step_raises(checkpointer):
     with pytest.raises(InputError, match=r"no checkpoint .*there: none.*train first"):
         checkpointer().restore(shapes())
     save(checkpointer(), 3)
@@ -174,13 +175,13 @@ def two(tmp_path_factory):
 
 @pytest.fixture
 def damaged(two, tmp_path):
-    """A copy whose newest checkpoint may be damaged: its Checkpointer's directory of step 9."""
+    """Directory of checkpoint 9, the newest one, in a copy of `two`."""
     shutil.copytree(two, tmp_path / "run")
     return tmp_path / "run" / "checkpoints" / "9"
 
 
 def content(item):
-    """The file that holds the arrays of an item, or its JSON. (What each process wrote is merged into it.)"""
+    """The file that holds the arrays of an item, or its JSON."""
     return item / "metadata" if (item / "metadata").exists() else next((item / "d").iterdir())
 
 
@@ -199,7 +200,7 @@ def remove(path):
 
 
 @pytest.mark.parametrize(("item", "damage"), [("params", cut), ("rest", flip), ("data", remove), ("record", cut)])
-def test_damage_is_found_and_the_earlier_checkpoint_is_intact(damaged, checkpointer, capsys, item, damage):
+def test_damage_raises_and_the_earlier_checkpoint_is_intact(damaged, checkpointer, capsys, item, damage):
     path = content(damaged / item)
     damage(path)
     with pytest.raises(InputError) as caught:
@@ -214,8 +215,8 @@ def test_damage_is_found_and_the_earlier_checkpoint_is_intact(damaged, checkpoin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [cut, flip, remove])
-def test_no_damage_of_any_file_is_overlooked(two, tmp_path, damage):
-    """Whichever file is damaged, what is restored is what was saved, or an error."""
+def test_damage_of_any_file_raises_or_is_harmless(two, tmp_path, damage):
+    """Restoring is exact or raises, whichever file is damaged."""
     names = sorted(path.relative_to(two) for path in (two / "checkpoints" / "9").rglob("*") if path.is_file())
     refused = []
     for name in names:
@@ -232,10 +233,10 @@ def test_no_damage_of_any_file_is_overlooked(two, tmp_path, damage):
         finally:
             checkpoints.close()
             shutil.rmtree(tmp_path / "run")
-    assert len(refused) >= 7  # of each item what names it, and what holds it
+    assert len(refused) >= 7  # of each item, the file that lists it and the file that holds it
 
 
-def test_only_checkpoint_that_is_damaged(damaged, checkpointer):
+def test_damage_of_the_only_checkpoint_raises(damaged, checkpointer):
     shutil.rmtree(damaged.parent / "5")
     cut(content(damaged / "params"))
     with pytest.raises(InputError, match=f"delete {damaged}, and the run starts anew"):
@@ -243,7 +244,7 @@ def test_only_checkpoint_that_is_damaged(damaged, checkpointer):
 
 
 def test_unfinished_checkpoint_is_never_listed(damaged, checkpointer):
-    """As a kill in the middle of a save leaves it."""
+    """A kill in the middle of a save leaves such a checkpoint."""
     damaged.rename(damaged.with_name("9.orbax-checkpoint-tmp"))
     checkpoints = checkpointer()
     assert checkpoints.latest() == 5
@@ -252,8 +253,8 @@ def test_unfinished_checkpoint_is_never_listed(damaged, checkpointer):
     assert_same_bits(checkpointer().restore(shapes())[0], state_at(9))
 
 
-def test_reader_leaves_an_unfinished_checkpoint_alone(damaged):
-    """It may be in the making, by a process that trains."""
+def test_read_only_keeps_unfinished_checkpoints(damaged):
+    """A process that trains may be writing it."""
     unfinished = damaged.rename(damaged.with_name("9.orbax-checkpoint-tmp"))
     checkpoints = Checkpointer(damaged.parents[1], read_only=True)
     assert checkpoints.latest() == 5
@@ -262,25 +263,7 @@ def test_reader_leaves_an_unfinished_checkpoint_alone(damaged):
     assert unfinished.exists()
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        [1],
-        {"progress": None},
-        {"progress": {}},
-        {"progress": PROGRESS | {"seconds": {"step": "0.1"}}},
-        {"progress": PROGRESS | {"best": "low"}},
-        {"progress": PROGRESS | {"peak_memory_bytes": []}},
-    ],
-)
-def test_records_that_hold_other_values_are_damaged(damaged, checkpointer, record):
-    path = content(damaged / "record")
-    path.write_text(json.dumps(json.loads(path.read_text()) | record if isinstance(record, dict) else record))
-    with pytest.raises(InputError, match=r"checkpoint 9 cannot be read .*, and the run goes on from step 5"):
-        checkpointer().restore(shapes())
-
-
-def test_other_format_is_refused(damaged, checkpointer):
+def test_other_format_raises(damaged, checkpointer):
     path = content(damaged / "record")
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"format": FORMAT + 1}))
@@ -290,7 +273,7 @@ def test_other_format_is_refused(damaged, checkpointer):
         checkpointer().restore(shapes())
 
 
-def test_other_shapes_and_dtypes_are_refused(two, damaged, checkpointer):
+def test_other_shapes_and_dtypes_raise(two, damaged, checkpointer):
     wider = jax.tree.map(lambda leaf: leaf, shapes())
     wider.params["layers"]["kernel"] = jax.ShapeDtypeStruct(
         (3, 16, 32), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec())
@@ -306,7 +289,7 @@ def test_other_shapes_and_dtypes_are_refused(two, damaged, checkpointer):
 
 
 @pytest.mark.parametrize("name", ["[proj]", "a[b", "a*", "a?", "back\\slash", "gs:", "\udcff"])
-def test_paths_that_libraries_do_not_take_literally_are_refused(tmp_path, name):
+def test_paths_that_libraries_do_not_take_literally_raise(tmp_path, name):
     for workdir in (tmp_path / name / "run", tmp_path / name):
         for options in ({}, {"read_only": True}):
             with pytest.raises(InputError, match=r"rename that directory, or choose another one") as caught:
@@ -315,7 +298,7 @@ def test_paths_that_libraries_do_not_take_literally_are_refused(tmp_path, name):
     assert not list(tmp_path.iterdir())
 
 
-def test_odd_paths_that_are_taken_literally_are_fine(tmp_path):
+def test_unusual_literal_paths_work(tmp_path):
     directory = tmp_path / "a b]é%2F{x}~$HOME#'\"&;" / "gs:x"
     checkpoints = Checkpointer(directory)
     save(checkpoints, 7)
@@ -325,7 +308,7 @@ def test_odd_paths_that_are_taken_literally_are_fine(tmp_path):
 
 
 @pytest.mark.parametrize(("item", "damage"), [("params", remove), ("rest", cut), ("record", cut)])
-def test_saved_checkpoint_that_cannot_be_read_back_is_an_error(damaged, checkpointer, item, damage):
+def test_unreadable_saved_checkpoint_raises(damaged, checkpointer, item, damage):
     checkpoints = checkpointer()
     checkpoints.check_saved(9, shapes().params, shapes().step)
     files = [damaged / item / "manifest.ocdbt"] if item != "record" else [content(damaged / item)]
@@ -340,14 +323,14 @@ def test_saved_checkpoint_that_cannot_be_read_back_is_an_error(damaged, checkpoi
         checkpoints.check_saved(9, shapes().params, shapes().step)
 
 
-def test_reader_makes_nothing(tmp_path):
+def test_read_only_creates_nothing(tmp_path):
     checkpoints = Checkpointer(tmp_path / "run", read_only=True)
     assert checkpoints.latest() is None and checkpoints.best() is None
     checkpoints.close()
     assert not (tmp_path / "run").exists()
 
 
-def test_directory_that_cannot_be_made(tmp_path):
+def test_uncreatable_directory_raises(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file")
     with pytest.raises(InputError, match="cannot open .*checkpoints.*: check the path") as caught:
@@ -355,10 +338,28 @@ def test_directory_that_cannot_be_made(tmp_path):
     assert "intact" not in str(caught.value)  # there are none
 
 
-def test_earlier_checkpoints_are_called_intact_where_there_are_any(checkpointer):
+def test_disk_errors_mention_earlier_checkpoints_if_there_are_any(checkpointer):
     checkpoints = checkpointer()
     for intact in (False, True):
         with pytest.raises(InputError) as caught, checkpoints._disk("save to"):
             raise OSError("No space left on device")
         assert ("; earlier checkpoints are intact: free some space" in str(caught.value)) == intact
         save(checkpoints, 3 + intact)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        [1],
+        {"progress": None},
+        {"progress": {}},
+        {"progress": PROGRESS | {"seconds": {"step": "0.1"}}},
+        {"progress": PROGRESS | {"best": "low"}},
+        {"progress": PROGRESS | {"peak_memory_bytes": []}},
+    ],
+)
+def test_records_with_other_values_are_damaged(damaged, checkpointer, record):
+    path = content(damaged / "record")
+    path.write_text(json.dumps(json.loads(path.read_text()) | record if isinstance(record, dict) else record))
+    with pytest.raises(InputError, match=r"checkpoint 9 cannot be read .*, and the run"):
+        checkpointer().restore(shapes())

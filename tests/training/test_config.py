@@ -1,4 +1,4 @@
-"""One configuration: typed, checked, and the same after a trip through config.json."""
+"""Configuration of a run: types, checks, and config.json."""
 
 import json
 
@@ -14,7 +14,7 @@ def test_default_resolves_to_the_dataclasses():
     assert configs.resolve(configs.default()) == Config()
 
 
-def test_default_refuses_typos_and_wrong_types():
+def test_default_raises_on_unknown_fields_and_wrong_types():
     values = configs.default()
     with pytest.raises(AttributeError, match='Did you mean "dim" instead of "dims"?'):
         values.model.dims = 3
@@ -24,7 +24,7 @@ def test_default_refuses_typos_and_wrong_types():
         values.plan.fsdp = "all"  # None by default, and still an int
 
 
-def test_names_that_others_rely_on():
+def test_documented_fields_exist():
     names = """
         data.path data.tokenizer data.seq_len data.batch_size
         model.layers model.dim model.heads model.kv_heads model.mixer model.output model.dtype
@@ -35,7 +35,7 @@ def test_names_that_others_rely_on():
     assert set(names.split()) <= configs.flat(Config()).keys()
 
 
-def test_json_keeps_everything():
+def test_json_round_trips():
     values = configs.default()
     values.data.weights = (0.25, 0.75)
     values.plan.fsdp = 2
@@ -45,16 +45,16 @@ def test_json_keeps_everything():
     assert configs.from_json(configs.to_json(resolved)) == resolved
 
 
-def test_config_of_an_older_version_takes_defaults():
+def test_files_without_a_field_count_take_defaults():
     older = json.loads(configs.to_json(Config()))
     del older["train"]["sample"]
     del older["plan"]
-    del older["fields"]  # which those that count them have
+    del older["fields"]
     assert configs.from_json(json.dumps(older)) == Config()
 
 
 def test_fields_of_later_versions_take_defaults(monkeypatch):
-    """The file of a version without `train.sample` holds all that it was written with."""
+    """A file of a version without `train.sample` has fewer fields, and the count of these."""
     older = json.loads(configs.to_json(Config()))
     del older["train"]["sample"]
     older["fields"] -= 1
@@ -62,7 +62,7 @@ def test_fields_of_later_versions_take_defaults(monkeypatch):
 
 
 @pytest.mark.parametrize("lost", ["model.residual", "optimizer.learning_rate", "train.init_from"])
-def test_fields_that_a_file_has_lost_are_named(lost):
+def test_lost_fields_raise(lost):
     values = json.loads(configs.to_json(Config()))
     section, field = lost.split(".")
     del values[section][field]
@@ -79,7 +79,7 @@ def test_differences_name_both_values():
     assert configs.differences(Config(), new) == ["model.dim: 256 -> 512", "plan.tensor: None -> 2"]
 
 
-def test_whole_numbers_are_floats_where_floats_are_asked_for():
+def test_integers_become_floats():
     assert configs.resolve(ConfigDict({"optimizer": {"weight_decay": 0}})).optimizer.weight_decay == 0.0
 
 
@@ -137,7 +137,7 @@ def test_whole_numbers_are_floats_where_floats_are_asked_for():
         ({"model": {"dtype": "fp16"}}, "unknown model.dtype 'fp16': did you mean 'float16'?"),
     ],
 )
-def test_what_does_not_fit_is_said(values, message):
+def test_invalid_values_raise(values, message):
     with pytest.raises(InputError) as caught:
         configs.resolve(values)
     assert message in str(caught.value)
@@ -145,23 +145,22 @@ def test_what_does_not_fit_is_said(values, message):
 
 
 @pytest.mark.parametrize("profile", ["3", "3:", ":3", "0:3", "5:3", "a:b", "-1:3", "1:2:3"])
-def test_profile_that_is_no_range(profile):
+def test_invalid_profile_raises(profile):
     with pytest.raises(InputError, match=r'expected "first:last", steps from 1, as in "10:15"'):
         TrainConfig(profile=profile)
 
 
-def test_profile_range():
+def test_profile_range_is_parsed():
     assert TrainConfig().profile_range() == (0, 0)
     assert TrainConfig(profile="10:15").profile_range() == (10, 15)
 
 
-def test_sequence_length_that_is_none_is_left_to_the_data():
-    """Which names it, and not the stride that is more than it."""
+def test_invalid_seq_len_is_reported_before_eval_stride():
     with pytest.raises(InputError, match="data.seq_len=-1: expected at least 1"):
         configs.resolve({"train": {"eval_stride": 8}, "data": {"seq_len": -1}})
 
 
-def test_seeds_that_earlier_versions_wrote_are_cut_to_32_bits():
+def test_long_seeds_of_early_versions_are_cut_to_32_bits():
     text = configs.to_json(configs.resolve({})).replace('"seed": 0,', f'"seed": {2**40 + 7},', 1)
     sections = json.loads(text)
     assert sections["train"]["seed"] == 2**40 + 7
@@ -170,7 +169,7 @@ def test_seeds_that_earlier_versions_wrote_are_cut_to_32_bits():
         configs.resolve({"train": {"seed": 2**40 + 7}})
 
 
-def test_damaged_json_is_said():
+def test_damaged_json_raises():
     with pytest.raises(InputError, match="config.json is not valid JSON .*: restore it"):
         configs.from_json('{"model": {')
     with pytest.raises(InputError, match="it holds a list, not an object"):

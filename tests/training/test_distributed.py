@@ -1,4 +1,4 @@
-"""Several processes on one machine: they train as one would, stop together, and one goes on with what they saved."""
+"""Several processes on one machine: they match one process, stop together, and one process resumes their run."""
 
 import concurrent.futures
 import contextlib
@@ -46,7 +46,7 @@ def free_port():
 
 
 def start(workdir, processes, devices, *arguments, wait=120):
-    """Processes of `hpnlp train` on loopback, each with so many CPU devices."""
+    """Starts processes of `hpnlp train` that connect over loopback, each with `devices` CPU devices."""
     port, started = free_port(), []
     environment = os.environ | {
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
@@ -78,22 +78,22 @@ def losses(workdir):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_which_goes_on(tmp_path):
-    """On another mesh, from a checkpoint of parameters that were divided over both."""
+def test_two_processes_match_one_and_one_resumes_their_run(tmp_path):
+    """One process resumes on another mesh, from parameters that were sharded over both processes."""
     arguments = ["--config.train.steps=4", "--config.plan.name=zero3", "--config.plan.tensor=2"]
-    (said, code), (other, code_of_other) = finish(start(tmp_path / "two", 2, 4, *arguments))
-    assert (code, code_of_other) == (0, 0), said + other
-    assert "8 cpu devices (fsdp 4, tensor 2)" in said and "step 4" in said and "held-out bits a byte" in said
+    (output, code), (other, code_of_other) = finish(start(tmp_path / "two", 2, 4, *arguments))
+    assert (code, code_of_other) == (0, 0), output + other
+    assert "8 cpu devices (fsdp 4, tensor 2)" in output and "step 4" in output and "held-out bits a byte" in output
     assert "step 4" not in other and "held-out" not in other
-    assert other.count("process 1 of 2: process 0 says how the run goes") == 1
-    [(said, code)] = finish(start(tmp_path / "one", 1, 8, *arguments))
-    assert code == 0, said
-    two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert other.count("process 1 of 2: process 0 prints the progress") == 1
+    [(output, code)] = finish(start(tmp_path / "one", 1, 8, *arguments))
+    assert code == 0, output
+    two, single = losses(tmp_path / "two"), losses(tmp_path / "one")
     assert set(two) == {1, 2, 3, 4}
-    assert two == pytest.approx(one, rel=1e-5)
+    assert two == pytest.approx(single, rel=1e-5)
 
     longer = ["--accept_changes", "--config.train.steps=6"]
-    [(said, code)] = finish(
+    [(output, code)] = finish(
         start(
             tmp_path / "two",
             1,
@@ -104,59 +104,61 @@ def test_two_processes_train_as_one_which_goes_on(tmp_path):
             "--config.plan.data=2",
         )
     )
-    assert code == 0 and "going on from step 4" in said, said
-    [(said, code)] = finish(start(tmp_path / "one", 1, 1, *longer, "--config.plan.name=single"))
-    assert code == 0, said
-    two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
-    assert set(two) == set(range(1, 7)) and two == pytest.approx(one, rel=1e-5)
+    assert code == 0 and "going on from step 4" in output, output
+    [(output, code)] = finish(start(tmp_path / "one", 1, 1, *longer, "--config.plan.name=single"))
+    assert code == 0, output
+    two, single = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert set(two) == set(range(1, 7)) and two == pytest.approx(single, rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_one_stops_both(tmp_path, number):
+def test_signal_to_one_process_stops_both(tmp_path, number):
     started = start(tmp_path, 2, 2, "--config.train.steps=1000000")
     deadline = time.monotonic() + 200
-    # The second step begins when both processes have done the first, until which a signal ends the one that gets it.
+    # The second step begins when both processes have done the first; before, a signal ends the process that gets it.
     while not (tmp_path / "metrics.jsonl").exists() or max(losses(tmp_path), default=0) < 3:
         assert time.monotonic() < deadline and started[0].poll() is None
         time.sleep(0.2)
     started[1].send_signal(number)
-    (said, code), (_, code_of_other) = finish(started, timeout=120)
-    assert (code, code_of_other) == (130, 130), said
+    (output, code), (_, code_of_other) = finish(started, timeout=120)
+    assert (code, code_of_other) == (130, 130), output
     saved = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
-    assert f"SIGTERM: saved step {saved}" in said and max(losses(tmp_path)) == saved
+    assert f"SIGTERM: saved step {saved}" in output and max(losses(tmp_path)) == saved
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_others(tmp_path):
-    """And what was saved stays: the run goes on."""
+def test_death_of_a_process_ends_the_others(tmp_path):
+    """Saved checkpoints stay, and the run resumes from them."""
     started = start(tmp_path, 2, 2, "--config.train.steps=1000000", "--config.train.checkpoint_every=1")
     deadline = time.monotonic() + 200
-    while not any(path.name.isdigit() for path in (tmp_path / "checkpoints").glob("*")):  # others are not yet whole
+    while not any(path.name.isdigit() for path in (tmp_path / "checkpoints").glob("*")):  # others are incomplete
         assert time.monotonic() < deadline and started[0].poll() is None
         time.sleep(0.2)
     started[1].kill()
     (_, code), _ = finish(started, timeout=120)
     assert code != 0
     steps = f"--config.train.steps={max(losses(tmp_path)) + 2}"
-    [(said, code)] = finish(start(tmp_path, 1, 2, "--accept_changes", steps))
-    assert code == 0 and "going on from step" in said, said
+    [(output, code)] = finish(start(tmp_path, 1, 2, "--accept_changes", steps))
+    assert code == 0 and "going on from step" in output, output
 
 
-def test_what_is_said_where_another_process_is_lost(monkeypatch, capfd):
-    """Once, in a line; other errors are what they were, and those of a process that is alone."""
+def test_lost_process_ends_this_one_with_one_line(monkeypatch, capfd):
+    """Other errors are raised unchanged, and so are all errors of a single process."""
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
 
     def fail(reason, processes):
         monkeypatch.setattr(jax, "process_count", lambda: processes)
-        with distributed.others_may_die():
+        with distributed.exit_on_lost_process():
             raise jax.errors.JaxRuntimeError(reason)
 
     fail("UNKNOWN: Gloo AllGather failed: Connection reset by peer\nand a stack", 2)
     assert ended == [1]
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "has lost another one, it seems (UNKNOWN: Gloo AllGather failed: Conn" in said
+    output = capfd.readouterr().err
+    assert (
+        output.count("\n") == 1 and "has probably lost another process (UNKNOWN: Gloo AllGather failed: Conn" in output
+    )
     for reason, processes in (
         ("RESOURCE_EXHAUSTED: Out of memory", 2),
         ("INTERNAL: NCCL operation ncclCommInitRankConfig failed: unhandled cuda error", 2),
@@ -167,38 +169,40 @@ def test_what_is_said_where_another_process_is_lost(monkeypatch, capfd):
             fail(reason, processes)
 
 
-def test_a_coordinator_that_is_not_there():
+def test_absent_coordinator_raises():
     port = free_port()
-    with pytest.raises(InputError, match=f"no coordinator at 127.0.0.1:{port} in 1 s .* mend --coordinator"):
+    with pytest.raises(InputError, match=f"no coordinator at 127.0.0.1:{port} in 1 s .* correct --coordinator"):
         distributed.join(f"127.0.0.1:{port}", 2, 1, seconds=1)
 
 
-def test_an_ipv6_address_stands_in_brackets(monkeypatch):
-    """Before a port, and not where it stands alone; whether the machine has such addresses is not asked."""
+def test_brackets_of_ipv6_addresses_are_removed(monkeypatch):
+    """Whether the machine supports IPv6 does not matter."""
     here, there = socket.socketpair()
     asked = []
     monkeypatch.setattr(socket, "create_connection", lambda address, timeout: asked.append(address) or here)
-    distributed._knock("[::1]", 1234, 1, 20)
+    distributed._report_to_coordinator("[::1]", 1234, 1, 20)
     with there:
         assert asked == [("::1", 1234)] and there.recv(16) == b"1\n"
 
 
-def test_processes_that_do_not_come():
-    """The second of three does, and somebody who has nothing to say."""
+def test_absent_processes_raise():
+    """The second of three processes reports, and a stranger sends something else."""
     port = free_port()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         first = pool.submit(distributed.join, f"127.0.0.1:{port}", 3, 0, seconds=3)
-        distributed._knock("127.0.0.1", port, 1, 3)
+        distributed._report_to_coordinator("127.0.0.1", port, 1, 3)
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1")
-        with pytest.raises(InputError, match=rf"of 3 processes, 2 did not come to 127.0.0.1:{port} in 3 s: start each"):
+        with pytest.raises(
+            InputError, match=rf"of 3 processes, 2 did not connect to 127.0.0.1:{port} in 3 s: start each"
+        ):
             first.result(timeout=30)
 
 
-def test_a_port_that_somebody_has():
+def test_port_in_use_raises():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(InputError, match=f"--coordinator=127.0.0.1:{port}: port {port} cannot be had here"):
+        with pytest.raises(InputError, match=f"--coordinator=127.0.0.1:{port}: port {port} cannot be opened"):
             distributed.join(f"127.0.0.1:{port}", 2, 0, seconds=3)
 
 
@@ -217,7 +221,7 @@ def test_a_port_that_somebody_has():
         (("here:80", 2, -1), "--coordinator comes with --processes=N"),
     ],
 )
-def test_arguments_that_do_not_go_together(arguments, message):
+def test_invalid_arguments_raise(arguments, message):
     with pytest.raises(InputError, match=message):
         distributed.join(*arguments)
 
@@ -239,67 +243,67 @@ def test_arguments_that_do_not_go_together(arguments, message):
         ({"TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "2"}, 4),
     ],
 )
-def test_launchers_are_seen(environment, processes):
+def test_launchers_are_detected(environment, processes):
     assert distributed.launched(environment) == processes
 
 
-def test_a_launcher_that_jax_does_not_know(monkeypatch):
-    """Or whose processes it takes for others'."""
+def test_launcher_unknown_to_jax_raises(monkeypatch):
+    """Also a launcher whose processes JAX counts differently."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
-    with pytest.raises(InputError, match="started 2 processes, and JAX found 1: say who they are, by --coordinator"):
+    with pytest.raises(InputError, match="started 2 processes, and JAX found 1: pass --coordinator"):
         distributed.join()
 
     def unknown(**_):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", unknown)
-    with pytest.raises(InputError, match="say who they are, by --coordinator"):
+    with pytest.raises(InputError, match="pass --coordinator"):
         distributed.join()
 
 
-def test_processes_of_different_configs(monkeypatch):
+def test_different_configs_raise(monkeypatch):
     gathered = []
-    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own, *gathered]))
-    monkeypatch.setattr(distributed.multihost_utils, "broadcast_one_to_all", lambda own: own)
-    distributed.check_alike("one")  # alone
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda digest: np.stack([digest, *gathered]))
+    monkeypatch.setattr(distributed.multihost_utils, "broadcast_one_to_all", lambda digest: digest)
+    distributed.check_same_config("one")  # alone
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    own = np.frombuffer(hashlib.sha256(b"one").digest(), np.uint8)
-    gathered[:] = [own, own]
-    distributed.check_alike("one")
-    gathered[:] = [own, own[::-1]]
+    digest = np.frombuffer(hashlib.sha256(b"one").digest(), np.uint8)
+    gathered[:] = [digest, digest]
+    distributed.check_same_config("one")
+    gathered[:] = [digest, digest[::-1]]
     with pytest.raises(InputError, match="process 2 was given another config than process 0"):
-        distributed.check_alike("one")
+        distributed.check_same_config("one")
 
 
 def test_signals_after_the_last_step_stop_all_processes(monkeypatch):
-    stopping, others = distributed.Stopping(), [0]
-    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda own: np.stack([own, *others]))
-    stopping.agree()
+    stopping, received = distributed.Stopping(), [0]
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda number: np.stack([number, *received]))
+    stopping.synchronize()
     assert stopping.signal == ""  # alone
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    stopping.agree()
+    stopping.synchronize()
     assert stopping.signal == ""
-    others[:] = [int(signal.SIGTERM)]
-    stopping.agree()
+    received[:] = [int(signal.SIGTERM)]
+    stopping.synchronize()
     assert stopping.signal == "SIGTERM"
-    others[:] = [0]
-    stopping.agree()
+    received[:] = [0]
+    stopping.synchronize()
     assert stopping.signal == "SIGTERM"
 
 
 @contextlib.contextmanager
 def metadata(answers):
-    """A server that answers what a TPU's VM asks for, after a first refusal; where it is, and what it was asked."""
+    """`(address, requests)` of a metadata server with these attributes, which refuses the first request."""
     asked = []
 
     class Metadata(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append((self.path.rpartition("/")[2], self.headers["Metadata-Flavor"]))
-            found = answers.get(asked[-1][0])
-            self.send_response(503 if len(asked) == 1 else 200 if found else 404)
+            value = answers.get(asked[-1][0])
+            self.send_response(503 if len(asked) == 1 else 200 if value else 404)
             self.end_headers()
-            self.wfile.write((found or "nothing").encode())
+            self.wfile.write((value or "nothing").encode())
 
         def log_message(self, *arguments):
             pass
@@ -328,7 +332,7 @@ def metadata(answers):
         ({"worker-network-endpoints": "a,b"}, ["/dev/accel0"], True, "cpu", 0),
     ],
 )
-def test_hosts_of_a_pod_are_asked_for(monkeypatch, answers, chips, installed, platform, processes):
+def test_hosts_of_a_tpu_are_counted(monkeypatch, answers, chips, installed, platform, processes):
     monkeypatch.setattr(distributed.glob, "glob", lambda pattern: [chip for chip in chips if chip[:9] == pattern[:9]])
     monkeypatch.setattr(distributed, "find_spec", lambda name: installed or None)
     with metadata(answers) as (where, asked):
@@ -337,7 +341,7 @@ def test_hosts_of_a_pod_are_asked_for(monkeypatch, answers, chips, installed, pl
     assert {flavor for _, flavor in asked} <= {"Google"}
 
 
-def test_a_metadata_server_that_is_not_there(monkeypatch):
+def test_absent_metadata_server_gives_no_hosts(monkeypatch):
     monkeypatch.setattr(distributed.glob, "glob", lambda pattern: ["/dev/accel0"])
     monkeypatch.setattr(distributed, "find_spec", lambda name: True)
     assert distributed.launched({"GCE_METADATA_IP": f"127.0.0.1:{free_port()}"}) == 0
@@ -361,12 +365,12 @@ def test_a_metadata_server_that_is_not_there(monkeypatch):
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "JAX_LOCAL_DEVICE_IDS": "2,3"}, False),
     ],
 )
-def test_whose_gpus_those_are(environment, all_of_them):
+def test_environment_decides_on_gpus(environment, all_of_them):
     assert distributed.takes_all_gpus(environment) == all_of_them
 
 
 @pytest.mark.parametrize(("tasks", "visible"), [("1(x2)", "all"), ("8(x2)", "3")])
-def test_a_process_alone_on_its_node_takes_its_gpus(monkeypatch, tasks, visible):
+def test_single_process_of_a_node_takes_all_gpus(monkeypatch, tasks, visible):
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
     monkeypatch.setattr(jax.distributed, "initialize", lambda: jax.config.update("jax_cuda_visible_devices", "3"))
     try:
@@ -377,7 +381,7 @@ def test_a_process_alone_on_its_node_takes_its_gpus(monkeypatch, tasks, visible)
 
 
 class Held:
-    """A sharding, as a process sees it whose devices hold these rows."""
+    """A sharding of which this process's devices hold the given ranges of examples."""
 
     def __init__(self, *rows):
         self.rows = rows
@@ -386,17 +390,17 @@ class Held:
         return {i: (slice(*rows), slice(None)) for i, rows in enumerate(self.rows)}
 
 
-def test_what_a_process_reads():
+def test_batch_share_follows_the_sharding():
     mesh = Plan(data=4, tensor=2).mesh()
-    assert distributed.share(NamedSharding(mesh, PartitionSpec("data")), (16, 8)) == (0, 1)
-    assert distributed.share(Held((8, 12), (12, 16)), (16, 8)) == (1, 2)
-    assert distributed.share(Held((12, 16), (12, 16)), (16, 8)) == (3, 4)
-    assert distributed.share(Held((None, None)), (16, 8)) == (0, 1)
+    assert distributed.batch_share(NamedSharding(mesh, PartitionSpec("data")), (16, 8)) == (0, 1)
+    assert distributed.batch_share(Held((8, 12), (12, 16)), (16, 8)) == (1, 2)
+    assert distributed.batch_share(Held((12, 16), (12, 16)), (16, 8)) == (3, 4)
+    assert distributed.batch_share(Held((None, None)), (16, 8)) == (0, 1)
     for rows in (((0, 4), (8, 12)), ((2, 6),)):
-        with pytest.raises(InputError, match="which are no part of it"):
-            distributed.share(Held(*rows), (16, 8))
+        with pytest.raises(InputError, match="which are not one consecutive part of it"):
+            distributed.batch_share(Held(*rows), (16, 8))
     assert (
-        distributed.agreed(True)
-        and not distributed.agreed(False)
+        distributed.lead_value(True)
+        and not distributed.lead_value(False)
         and distributed.is_lead() == (jax.process_index() == 0)
     )

@@ -1,4 +1,4 @@
-"""The loop: whatever interrupts a run, what it leaves in its directory is what an undisturbed run leaves."""
+"""The training loop: interrupted runs resume and leave the same files as an undisturbed run."""
 
 import contextlib
 import dataclasses
@@ -23,8 +23,8 @@ from hpnlp.training.run_directory import claimed, load, load_config
 from hpnlp.types import InputError
 from tests import tiny
 
-# Every run here has the same programs, compiled once. Twelve steps: evaluated after 4 and 8, saved after 5, 10 and 12
-# (and where an evaluation was better), shown after 3, 6, 9 and 12.
+# All runs have the same programs, which are compiled once. Of twelve steps, 4 and 8 are evaluated, 5, 10, 12 and those with
+# an improved evaluation are saved, and 3, 6, 9 and 12 are displayed.
 CONFIG = {"plan__fsdp": 2, "train__eval_every": 4, "train__eval_batches": 1}
 
 
@@ -45,7 +45,7 @@ def saved_steps(workdir):
 
 
 def catch_trainer(patch, step=None):
-    """A list that gets the trainer of each run from now on. step: replaces its jitted step."""
+    """List to which the trainer of each further run is appended; `step` replaces its jitted step."""
     caught, make_trainer = [], loop.make_trainer
 
     def make(*args, **kwargs):
@@ -72,8 +72,8 @@ def assert_as_undisturbed(workdir, result, undisturbed):
     expected_dir, expected, _ = undisturbed
     assert read(workdir) == read(expected_dir)
     assert (result.step, result.interrupted, result.heldout) == (12, False, expected.heldout)
-    for found, other in zip(jax.tree.leaves(result.params), jax.tree.leaves(expected.params), strict=True):
-        assert np.asarray(found).tobytes() == np.asarray(other).tobytes()
+    for actual, other in zip(jax.tree.leaves(result.params), jax.tree.leaves(expected.params), strict=True):
+        assert np.asarray(actual).tobytes() == np.asarray(other).tobytes()
 
 
 def call_at(monkeypatch, step, action):
@@ -88,7 +88,7 @@ def call_at(monkeypatch, step, action):
     monkeypatch.setattr(loop, "JsonlWriter", Writer)
 
 
-def test_leaves_a_line_for_each_step_and_the_newest_checkpoints(undisturbed):
+def test_run_writes_a_line_per_step_and_the_newest_checkpoints(undisturbed):
     workdir, result, _ = undisturbed
     lines = metrics_of(workdir)
     training, scores = [line for line in lines if "loss" in line], [line for line in lines if "loss" not in line]
@@ -101,8 +101,8 @@ def test_leaves_a_line_for_each_step_and_the_newest_checkpoints(undisturbed):
     assert {"setup", "data", "step", "checkpoint", "eval"} == result.seconds.keys()
 
 
-def test_learning_rates_follow_the_batch(undisturbed, tmp_path):
-    """In the metrics; the config stays as it was written."""
+def test_learning_rates_follow_the_batch_size(undisturbed, tmp_path):
+    """The scaled rates are in the metrics; the config keeps the unscaled ones."""
     changes = {"optimizer__base_batch": 2, "optimizer__scaling": "sqrt", "train__steps": 1}
     train(tmp_path, **changes)
     rates = [metrics_of(workdir)[0]["learning_rate"] for workdir in (tmp_path, undisturbed[0])]
@@ -110,7 +110,7 @@ def test_learning_rates_follow_the_batch(undisturbed, tmp_path):
     assert load_config(tmp_path).optimizer == tiny.make(**CONFIG | changes).optimizer
 
 
-def test_heldout_bits_are_those_of_the_bytes(undisturbed):
+def test_heldout_bits_are_per_byte_of_text(undisturbed):
     _, result, _ = undisturbed
     corpus = result.corpus
     tokens = sum(batch["weights"].sum() for batch in corpus.heldout(batch_size=8))
@@ -123,13 +123,16 @@ def test_nothing_is_compiled_after_the_first_step(undisturbed):
     assert trainer.step.jitted._cache_size() == trainer.evaluate.jitted._cache_size() == 1
 
 
-def test_signal_saves_and_the_same_command_goes_on(undisturbed, tmp_path, monkeypatch, capsys):
+def test_run_stopped_by_signals_resumes_exactly(undisturbed, tmp_path, monkeypatch, capsys):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    for number, step in [(signal.SIGTERM, 3), (signal.SIGINT, 9)]:  # after 3 comes a step that is evaluated
+    for number, step in [(signal.SIGTERM, 3), (signal.SIGINT, 9)]:  # step 4 is evaluated
         with monkeypatch.context() as patch:
             call_at(patch, step, lambda number=number: os.kill(os.getpid(), number))
             result = train(tmp_path)
-        assert result.interrupted and result.step in (step + 1, step + 2)  # lines wait for a checkpoint in the making
+        assert result.interrupted and result.step in (
+            step + 1,
+            step + 2,
+        )  # lines are written after a checkpoint in progress
         assert saved_steps(tmp_path)[-1] == result.step
         assert f"{number.name}: saved step {result.step}; the same command goes on" in capsys.readouterr().out
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
@@ -137,32 +140,32 @@ def test_signal_saves_and_the_same_command_goes_on(undisturbed, tmp_path, monkey
     assert f"going on from step {result.step}" in capsys.readouterr().out
 
 
-AWAY, HERE = {"plan__offload_parameters": True}, {"plan__offload_parameters": False}
+OFFLOADED, ON_DEVICE = {"plan__offload_parameters": True}, {"plan__offload_parameters": False}
 
 
 @pytest.mark.parametrize(
     ("first", "then", "ema"),
     [
-        (AWAY, AWAY, 0.0),
-        pytest.param(AWAY, AWAY, 0.9, marks=pytest.mark.slow),
-        pytest.param(AWAY, HERE, 0.9, marks=pytest.mark.slow),
-        pytest.param(HERE, AWAY, 0.0, marks=pytest.mark.slow),
+        (OFFLOADED, OFFLOADED, 0.0),
+        pytest.param(OFFLOADED, OFFLOADED, 0.9, marks=pytest.mark.slow),
+        pytest.param(OFFLOADED, ON_DEVICE, 0.9, marks=pytest.mark.slow),
+        pytest.param(ON_DEVICE, OFFLOADED, 0.0, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_whose_layers_rest_on_the_host_goes_on(tmp_path, monkeypatch, first, then, ema):
-    """Bit for bit; to rounding where they rest elsewhere from then on. What it has trained and saved makes text."""
-    whole, parted, ema = tmp_path / "whole", tmp_path / "parted", {"optimizer__ema": ema}
-    expected = train(whole, **ema, **AWAY)
+def test_run_with_offloaded_layers_resumes(tmp_path, monkeypatch, first, then, ema):
+    """Bit for bit, or up to rounding if offloading changes. The trained and the saved parameters generate text."""
+    undivided, resumed, ema = tmp_path / "undivided", tmp_path / "resumed", {"optimizer__ema": ema}
+    expected = train(undivided, **ema, **OFFLOADED)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(expected.params["layers"])} == {"pinned_host"}
     with monkeypatch.context() as patch:
         call_at(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        assert train(parted, **ema, **first).interrupted
-    result = train(parted, accept_changes=first != then, **ema, **then)
+        assert train(resumed, **ema, **first).interrupted
+    result = train(resumed, accept_changes=first != then, **ema, **then)
     if first == then:
-        assert_as_undisturbed(parted, result, (whole, expected, None))
-    for found, line in zip(metrics_of(parted), metrics_of(whole), strict=True):
-        assert found == pytest.approx(line, rel=1e-4)
-    run, greedy = load(parted), {"tokens": 5, "temperature": 0.0}
+        assert_as_undisturbed(resumed, result, (undivided, expected, None))
+    for actual, line in zip(metrics_of(resumed), metrics_of(undivided), strict=True):
+        assert actual == pytest.approx(line, rel=1e-4)
+    run, greedy = load(resumed), {"tokens": 5, "temperature": 0.0}
     made = [
         np.concatenate(list(Generation(result.model, params, [np.array([65])], **greedy)), axis=1)
         for params in (result.params, run.params)
@@ -170,7 +173,7 @@ def test_a_run_whose_layers_rest_on_the_host_goes_on(tmp_path, monkeypatch, firs
     np.testing.assert_array_equal(*made)
 
 
-def test_says_what_was_left_out(tmp_path, capsys):
+def test_skipped_files_are_listed(tmp_path, capsys):
     (tmp_path / "text").mkdir()
     for i in range(20):
         (tmp_path / "text" / f"{i}.txt").write_text("a line of text\n" * 9)
@@ -183,14 +186,14 @@ def test_says_what_was_left_out(tmp_path, capsys):
     )
 
 
-def test_half_a_tokenizer_of_a_run_that_had_not_begun_is_written_again(tmp_path):
+def test_damaged_tokenizer_is_replaced_if_the_run_has_not_begun(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"type": "by')
     train(tmp_path, train__steps=1, train__eval_every=0)
     assert json.loads(read(tmp_path, "tokenizer.json"))["type"] == "bytes"
 
 
-def test_run_that_had_not_begun_may_come_back_as_another(tmp_path):
-    """As after a typing error that is only found where the model is built."""
+def test_run_that_has_not_begun_may_change_its_config(tmp_path):
+    """As after a misspelt field that raises only when the model is built."""
     with pytest.raises(InputError, match="unknown sampler 'unigrm'"):
         train(tmp_path, model__output="sampled(8,unigrm)", data__tokenizer="words(40)", train__steps=1)
     train(tmp_path, model__output="sampled(8)", train__steps=1, train__eval_every=0)
@@ -207,7 +210,7 @@ def crash():
 
 
 @pytest.mark.parametrize("tail", [pytest.param(b"", marks=pytest.mark.slow), b'{"step": 9, "lo'])
-def test_what_was_written_after_the_last_checkpoint_is_written_again(undisturbed, tmp_path, monkeypatch, tail):
+def test_lines_after_the_last_checkpoint_are_written_again(undisturbed, tmp_path, monkeypatch, tail):
     with monkeypatch.context() as patch, pytest.raises(Crash):
         call_at(patch, 9, crash)
         train(tmp_path)
@@ -217,17 +220,17 @@ def test_what_was_written_after_the_last_checkpoint_is_written_again(undisturbed
     assert_as_undisturbed(tmp_path, train(tmp_path), undisturbed)
 
 
-def test_finished_run_stays_as_it_is(undisturbed, monkeypatch):
+def test_finished_run_stays_unchanged(undisturbed, monkeypatch):
     workdir, expected, _ = undisturbed
     before = read(workdir)
     caught = catch_trainer(monkeypatch)
     result = train(workdir)
     assert (result.step, result.heldout, read(workdir)) == (12, expected.heldout, before)
-    assert result.seconds["setup"] > expected.seconds["setup"]  # that of the restart is added
+    assert result.seconds["setup"] > expected.seconds["setup"]  # the restart's set-up is added
     assert caught[0].step.jitted._cache_size() == 0
 
 
-def test_other_config_is_refused_unless_accepted(undisturbed):
+def test_other_config_raises_unless_accepted(undisturbed):
     workdir, expected, _ = undisturbed
     with pytest.raises(InputError) as caught:
         train(workdir, train__keep=3, train__eval_batches=2)
@@ -240,28 +243,28 @@ def test_other_config_is_refused_unless_accepted(undisturbed):
         assert json.loads(read(workdir, "config.json"))["train"]["keep"] == keep
 
 
-def test_one_process_at_a_time(tmp_path):
+def test_locked_workdir_raises(tmp_path):
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(InputError, match="another process trains in .*: wait for it, or choose another workdir"):
             train(tmp_path)
 
 
-def test_workdir_that_cannot_be_written(tmp_path):
+def test_unwritable_workdir_raises(tmp_path):
     (tmp_path / "file").write_text("")
     for workdir in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(InputError, match="cannot write to workdir .*: choose another --workdir"):
             train(workdir)
 
 
-def test_workdir_whose_checkpoints_could_not_be_read_back(tmp_path):
+def test_workdir_with_unreadable_checkpoint_paths_raises(tmp_path):
     for name in ("[proj]", "\udcff"):
         with pytest.raises(InputError, match="choose another one"):
             train(tmp_path / name / "run")
     assert not list(tmp_path.iterdir())
 
 
-def test_last_checkpoint_is_read_back_before_the_run_is_called_done(tmp_path, monkeypatch):
+def test_unreadable_last_checkpoint_raises(tmp_path, monkeypatch):
     class Losing(Checkpointer):
         def wait(self):
             super().wait()
@@ -273,7 +276,7 @@ def test_last_checkpoint_is_read_back_before_the_run_is_called_done(tmp_path, mo
         train(tmp_path)
 
 
-def test_run_that_does_not_fit_leaves_no_trace_in_the_next(tmp_path):
+def test_invalid_config_leaves_no_files(tmp_path):
     with pytest.raises(InputError, match="does not divide 8 devices"):
         train(tmp_path, plan__data=3)
     with pytest.raises(InputError, match="data.batch_size=9 does not split"):
@@ -281,13 +284,13 @@ def test_run_that_does_not_fit_leaves_no_trace_in_the_next(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_sequences_longer_than_the_model_allows(tmp_path):
+def test_sequences_longer_than_learned_positions_raise(tmp_path):
     with pytest.raises(InputError, match=r"data.seq_len=16 is longer than model.max_len=8"):
         train(tmp_path, model__position="learned", model__max_len=8)
 
 
-def test_stops_early_and_stays_so(tmp_path, capsys):
-    """The first evaluation is always better than none; no later one is by 100 nats."""
+def test_early_stop_is_final(tmp_path, capsys):
+    """The first evaluation always counts as an improvement; no later one improves by 100 nats."""
     options = {"train__patience": 2, "train__min_delta": 100.0, "train__eval_every": 2, "train__checkpoint_every": 0}
     for attempt in range(2):
         result = train(tmp_path, **options)
@@ -307,7 +310,7 @@ def test_profile_writes_a_trace(tmp_path, steps):
 
 
 @pytest.mark.slow
-def test_profile_of_steps_that_are_done_is_no_error(undisturbed, tmp_path, monkeypatch):
+def test_profile_of_finished_steps_is_ignored(undisturbed, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Crash):
         call_at(patch, 9, crash)
         train(tmp_path, train__profile="3:11")
@@ -335,9 +338,9 @@ def not_finite(state, batch, key):
     return dataclasses.replace(state, step=state.step + 1), bad | {"skipped": jnp.float32(1)}
 
 
-def test_hopeless_run_stops(tmp_path, monkeypatch, capfd):
+def test_nonfinite_steps_stop_the_run(tmp_path, monkeypatch, capfd):
     catch_trainer(monkeypatch, not_finite)
-    monkeypatch.setattr(loop, "HOPELESS", 8)
+    monkeypatch.setattr(loop, "MAX_NONFINITE_STEPS", 8)
     with pytest.raises(InputError, match="has not been finite for 8 steps, up to 8: lower optimizer.learning_rate"):
         train(tmp_path, train__eval_every=0)
     assert [(line["step"], line["loss"]) for line in metrics_of(tmp_path)] == [(step, None) for step in range(1, 9)]
@@ -347,32 +350,32 @@ def test_hopeless_run_stops(tmp_path, monkeypatch, capfd):
     )
 
 
-def test_run_is_not_hopeless_while_its_loss_scale_falls(tmp_path, monkeypatch):
+def test_nonfinite_steps_do_not_count_while_the_loss_scale_falls(tmp_path, monkeypatch):
     def falling(state, batch, key):
         state, bad = not_finite(state, batch, key)
         return state, bad | {"loss_scale": jnp.maximum(1.0, 16.0 / 2.0 ** (state.step - 1))}
 
     catch_trainer(monkeypatch, falling)
-    monkeypatch.setattr(loop, "HOPELESS", 4)
+    monkeypatch.setattr(loop, "MAX_NONFINITE_STEPS", 4)
     with pytest.raises(InputError, match="has not been finite for 4 steps, up to 8:"):  # from 5 on it is 1
         train(tmp_path, train__eval_every=0)
 
 
-def test_first_step_that_is_not_finite_stops_a_run_that_skips_none(tmp_path, monkeypatch):
+def test_first_nonfinite_step_stops_a_run_without_skipping(tmp_path, monkeypatch):
     catch_trainer(monkeypatch, not_finite)
     with pytest.raises(InputError, match="has not been finite for 1 steps, up to 1:"):
         train(tmp_path, optimizer__skip_nonfinite=False)
     assert saved_steps(tmp_path) == []
 
 
-def test_score_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch):
+def test_nonfinite_evaluation_is_never_the_best(tmp_path, monkeypatch):
     scores = iter([np.nan, 2.0, np.inf, 3.0])
     monkeypatch.setattr(loop, "heldout_loss", lambda *args: {"loss": next(scores)})
     train(tmp_path, train__eval_every=2, train__steps=8, train__checkpoint_every=0)
     assert saved_steps(tmp_path) == [4, 8]
 
 
-def test_evaluation_without_a_predicted_token(tmp_path):
+def test_evaluation_without_a_target_token_raises(tmp_path):
     row = json.dumps({"ask": "why " * 200, "say": "so"})
     (tmp_path / "held.jsonl").write_text(row)
     data = {"data__heldout_path": str(tmp_path / "held.jsonl"), "data__text_field": "say", "data__prompt_field": "ask"}
@@ -392,19 +395,22 @@ def test_debug_nans_stops_at_the_operation(tmp_path):
     ("code", "message"),
     [
         (errno.ENOSPC, "cannot write to .*: the disk is full: free some space and run the same command again"),
-        (errno.EACCES, r"cannot write to x.json \(Permission denied\): mend its permissions and run the same command"),
-        (errno.EROFS, r"cannot write to x.json \(Read-only file system\): mend"),
+        (
+            errno.EACCES,
+            r"cannot write to x.json \(Permission denied\): correct its permissions and run the same command",
+        ),
+        (errno.EROFS, r"cannot write to x.json \(Read-only file system\): correct"),
     ],
 )
-def test_directory_that_takes_no_more(tmp_path, code, message):
+def test_disk_errors_name_the_fix(tmp_path, code, message):
     with pytest.raises(InputError, match=message), claimed(tmp_path, tiny.make(), False):
         raise OSError(code, os.strerror(code), "x.json")
 
 
-def test_errors_of_standard_output_are_not_the_workdirs(tmp_path, monkeypatch):
+def test_errors_of_standard_output_are_raised_unchanged(tmp_path, monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
-        full.write("what nobody takes")
+        full.write("text that does not fit")
         with pytest.raises(OSError, match="No space left"), claimed(tmp_path, tiny.make(), False):
             full.flush()
         monkeypatch.undo()
@@ -413,7 +419,7 @@ def test_errors_of_standard_output_are_not_the_workdirs(tmp_path, monkeypatch):
 
 
 def config_as(kind, path):
-    """Makes a config.json at `path` that is none."""
+    """Makes an invalid config.json at `path`."""
     if kind == "directory":
         path.mkdir()
     elif kind == "loop":
@@ -431,7 +437,7 @@ def config_as(kind, path):
         ("field", r".*: config.json was written with 3 fields and holds 1: restore model.dim, "),
     ],
 )
-def test_config_that_cannot_be_read(tmp_path, kind, message):
+def test_unreadable_config_raises(tmp_path, kind, message):
     config_as(kind, tmp_path / "config.json")
     with pytest.raises(InputError, match=message):
         load(tmp_path)
@@ -441,7 +447,7 @@ def test_config_that_cannot_be_read(tmp_path, kind, message):
         pass
 
 
-def test_workdir_that_is_a_file_holds_no_run(tmp_path):
+def test_loading_a_file_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="file holds no run"):
         load(tmp_path / "file")
@@ -450,8 +456,8 @@ def test_workdir_that_is_a_file_holds_no_run(tmp_path):
 @pytest.mark.parametrize(
     ("output", "probable", "counted"), [("class", True, False), ("margin(2,8)", False, True)], ids=["class", "margin"]
 )
-def test_reports_say_only_what_the_output_layer_knows(tmp_path, output, probable, counted):
-    """No bits a byte of a loss that is of no probabilities, and no operations that the batch decides the number of."""
+def test_reports_leave_out_numbers_that_the_output_layer_lacks(tmp_path, output, probable, counted):
+    """No bits per byte without probabilities, and no number of operations if it depends on the batch."""
     result = train(tmp_path, model__output=output, model__tied=False, train__steps=2)
     assert ("bits_per_byte" in result.heldout) == probable
     assert (result.flops_per_step is not None) == counted
@@ -483,8 +489,8 @@ def test_reports_say_only_what_the_output_layer_knows(tmp_path, output, probable
         "adaptive(div_value=2)",
     ],
 )
-def test_words_with_their_counts(tmp_path, output):
-    """From the text to a report and a sample; and again from what the run has saved."""
+def test_output_layers_with_word_counts_train_and_resume(tmp_path, output):
+    """Through evaluation and sampling, and again from the saved run."""
     fields = {"model__output": output, "model__tied": False, "data__tokenizer": "words(40)", "train__steps": 3}
     result = train(tmp_path, **fields)
     assert np.isfinite(result.heldout["loss"])

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: small gradients of float16 models are kept, large ones are waited for, and nothing else changes."""
+"""Dynamic loss scaling: float16 gradients neither underflow nor overflow, and nothing else changes."""
 
 import dataclasses
 
@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.training.loss_scale import LEAST, PERIOD, LossScale, begin
-from tests.training.test_step import IN_PARTS, LAYOUTS, MODEL, ONE, Run, batch_of, fifty_steps, host, trainer_of
+from hpnlp.training.loss_scale import GROWTH_INTERVAL, MINIMUM, LossScale, initial
+from tests.training.test_step import ACCUMULATED, LAYOUTS, MODEL, ONE, Run, batch_of, host, reference_run, trainer_of
 
 HALF = dataclasses.replace(MODEL, dtype="float16")
 
@@ -18,37 +18,36 @@ def scale(value, finite=0):
 
 
 def begun(first, layout=ONE, model=MODEL, **changes):
-    """A run whose first scale is `first`, 0 for none."""
-    return Run(trainer_of(*layout, model, loss_scale=first, **changes), model, begin(first, model.dtype))
+    """A run whose initial scale is `first`, 0 for none."""
+    return Run(trainer_of(*layout, model, loss_scale=first, **changes), model, initial(first, model.dtype))
 
 
-def test_grows_after_a_period_without_overflow():
+def test_scale_grows_after_an_interval_without_overflow():
     step = jax.jit(LossScale.after)
     state = scale(8.0, 3)
-    for _ in range(PERIOD - 4):
+    for _ in range(GROWTH_INTERVAL - 4):
         state = step(state, True)
-    assert state == (8.0, PERIOD - 1)
+    assert state == (8.0, GROWTH_INTERVAL - 1)
     assert step(state, True) == (16.0, 0)
-    assert step(state, False) == (4.0, 0)  # and the period begins anew
-    assert step(scale(2.0**127, PERIOD - 1), True) == (2.0**127, 0)  # twice that is infinite
-    assert step(scale(1.5), False) == step(scale(LEAST), False) == (LEAST, 0)
+    assert step(state, False) == (4.0, 0)  # and counting starts anew
+    assert step(scale(2.0**127, GROWTH_INTERVAL - 1), True) == (2.0**127, 0)  # twice that is infinite
+    assert step(scale(1.5), False) == step(scale(MINIMUM), False) == (MINIMUM, 0)
 
 
-def test_float16_has_one_by_itself():
-    assert begin(None, "float16") == scale(1024.0)
-    assert begin(0.0, "float16") is begin(None, "float32") is begin(None, "bfloat16") is None
-    assert begin(8.0, "float32") == scale(8.0)
+def test_float16_has_a_scale_by_default():
+    assert initial(None, "float16") == scale(1024.0)
+    assert initial(0.0, "float16") is initial(None, "float32") is initial(None, "bfloat16") is None
+    assert initial(8.0, "float32") == scale(8.0)
 
 
 def zeros(run):
-    """The share of zeros in the gradients of the layers' matrices."""
-    found = jax.tree.leaves(run.gradients()["layers"])
-    found = np.concatenate([leaf.ravel() for leaf in found if leaf.ndim == 3])
-    return np.mean(found == 0)
+    """Share of zeros in the gradients of the layers' matrices."""
+    leaves = jax.tree.leaves(run.gradients()["layers"])
+    return np.mean(np.concatenate([leaf.ravel() for leaf in leaves if leaf.ndim == 3]) == 0)
 
 
-def test_small_gradients_are_kept():
-    """Tokens of small weight, as of a mean over a large batch: without a scale their gradients are less than float16 has."""
+def test_small_gradients_do_not_underflow():
+    """Tokens of small weight, as in a mean over a large batch: unscaled gradients underflow in float16."""
     batches = [batch_of(seed) for seed in range(20)]
     batches = [batch | {"weights": batch["weights"] * np.float32(2.0**-30)} for batch in batches]
     runs = {"full": begun(0.0), "scaled": begun(2.0**30, model=HALF), "plain": begun(0.0, model=HALF)}
@@ -63,7 +62,10 @@ def test_small_gradients_are_kept():
 
 def test_overflow_changes_nothing_but_the_scale():
     run = begun(2.0**20, model=HALF, skip_nonfinite=False)
-    everything = lambda: host(dataclasses.replace(run.state, step=None, scale=None))  # noqa: E731
+
+    def everything():
+        return host(dataclasses.replace(run.state, step=None, scale=None))
+
     before = everything()
     for step in range(3):
         metrics = run.step(batch_of(0))
@@ -77,15 +79,15 @@ def test_overflow_changes_nothing_but_the_scale():
     assert all(moved)
 
 
-def test_scale_rises_in_training():
+def test_scale_grows_in_training():
     run = begun(64.0)
-    run.state = dataclasses.replace(run.state, scale=scale(64.0, PERIOD - 2))
+    run.state = dataclasses.replace(run.state, scale=scale(64.0, GROWTH_INTERVAL - 2))
     assert [run.step(batch_of(0))["loss_scale"] for _ in range(3)] == [64.0, 64.0, 128.0]
 
 
-@pytest.mark.parametrize(("layout", "changes"), [("one", {}), ("one", IN_PARTS), ("data 8", {}), ("fsdp 8", {})])
-def test_layouts_and_parts_scale_alike(layout, changes):
-    """A power of two is exact in float32: after the overflows come the losses of a run without a scale."""
+@pytest.mark.parametrize(("layout", "changes"), [("one", {}), ("one", ACCUMULATED), ("data 8", {}), ("fsdp 8", {})])
+def test_layouts_and_accumulation_scale_alike(layout, changes):
+    """Scales are powers of two, exact in float32: after the overflows, losses are those of a run without a scale."""
     run = begun(2.0**126, (LAYOUTS | {"one": ONE})[layout], **changes)
     scales, losses = [], []
     for seed in range(5):
@@ -97,4 +99,4 @@ def test_layouts_and_parts_scale_alike(layout, changes):
         losses.append(metrics["loss"])
     overflows = len(scales) - 5
     assert overflows > 3 and scales == [2.0 ** (126 - min(step, overflows)) for step in range(len(scales))]
-    np.testing.assert_allclose(losses, fifty_steps(*ONE)[0][:5], rtol=1e-5)
+    np.testing.assert_allclose(losses, reference_run(*ONE)[0][:5], rtol=1e-5)

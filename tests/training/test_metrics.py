@@ -27,7 +27,7 @@ def write(workdir, steps, last_step=0):
     writer.close()
 
 
-def test_lines_are_on_disk_as_they_are_written(tmp_path):
+def test_lines_are_flushed_as_they_are_written(tmp_path):
     writer = JsonlWriter(tmp_path)
     for step in (1, 2):
         writer.write(step, {"loss": 0.5})
@@ -36,23 +36,30 @@ def test_lines_are_on_disk_as_they_are_written(tmp_path):
     writer.close()
 
 
-def test_no_digit_of_a_float32_is_lost(tmp_path):
+def test_float32_values_round_trip(tmp_path):
     values = np.random.default_rng(0).normal(size=200).astype(np.float32)
     writer = JsonlWriter(tmp_path)
     for step, value in enumerate(values):
         writer.write(step, {"loss": float(value)})
     writer.close()
-    found = np.array([json.loads(line)["loss"] for line in lines(tmp_path)], np.float32)
-    assert found.tobytes() == values.tobytes()
+    read = np.array([json.loads(line)["loss"] for line in lines(tmp_path)], np.float32)
+    assert read.tobytes() == values.tobytes()
 
 
-def test_every_line_is_json_also_where_a_loss_is_not_finite(tmp_path):
+def test_nonfinite_values_become_null(tmp_path):
     writer = JsonlWriter(tmp_path)
     writer.write(1, {"loss": float("nan"), "grad_norm": float("inf"), "learning_rate": 0.1})
     writer.close()
-    reject = lambda word: pytest.fail(f"{word} is no JSON")  # noqa: E731
-    found = json.loads(lines(tmp_path)[0], parse_constant=reject)
-    assert found == {"step": 1, "loss": None, "grad_norm": None, "learning_rate": 0.1}
+
+    def reject(word):
+        pytest.fail(f"{word} is no JSON")
+
+    assert json.loads(lines(tmp_path)[0], parse_constant=reject) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+        "learning_rate": 0.1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -67,7 +74,7 @@ def test_every_line_is_json_also_where_a_loss_is_not_finite(tmp_path):
         pytest.param(b"[" * 200_000 + b"\n", id="deep"),
     ],
 )
-def test_lines_after_the_checkpoint_are_written_again(tmp_path, tail):
+def test_lines_after_the_last_step_are_removed(tmp_path, tail):
     write(tmp_path, range(1, 7))
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(tail)
@@ -75,7 +82,7 @@ def test_lines_after_the_checkpoint_are_written_again(tmp_path, tail):
     assert [json.loads(line)["step"] for line in lines(tmp_path)] == list(range(1, 9))
 
 
-def test_going_on_from_the_last_line_changes_nothing(tmp_path):
+def test_resuming_from_the_last_line_changes_nothing(tmp_path):
     write(tmp_path, range(1, 7))
     before = (tmp_path / "metrics.jsonl").read_bytes()
     write(tmp_path, (), last_step=6)
@@ -84,13 +91,13 @@ def test_going_on_from_the_last_line_changes_nothing(tmp_path):
 
 def test_writers_are_found_by_name(monkeypatch):
     assert find_writers("") == []
-    monkeypatch.setitem(sys.modules, "tensorboardX", sys)  # whether it is there or not
+    monkeypatch.setitem(sys.modules, "tensorboardX", sys)  # so that the package need not be installed
     assert len(find_writers(" tensorboard,tensorboard")) == 2
     with pytest.raises(InputError, match="unknown train.writers 'tensorbord': did you mean 'tensorboard'?"):
         find_writers("tensorbord")
 
 
-def test_writers_that_cannot_be_made_are_told_before_one_is(monkeypatch):
+def test_unavailable_writers_raise(monkeypatch):
     with pytest.raises(
         InputError, match=r"train.writers 'tensorboard' takes no arguments: too many positional arguments"
     ):
@@ -113,7 +120,7 @@ def test_tensorboard_writes_events(tmp_path):
 
 
 class FakeWandb:
-    """The names of wandb that are used. runs: keyword arguments of init. rows: steps and values that its server has."""
+    """The part of wandb that is used. `runs`: keyword arguments of init. `rows`: steps and values that its server has."""
 
     def __init__(self):
         self.runs, self.rows, self.exits, self.offline, self.disabled = [], [], [], False, False
@@ -151,13 +158,13 @@ def fake_wandb(monkeypatch, tmp_path):
 
 
 def log_to_wandb(workdir, steps, last_step=0, spec="wandb"):
-    """Both writers, as the loop has them, up to a kill."""
+    """Writes `steps` to both writers, as the loop does, without closing the W&B run."""
     with contextlib.closing(JsonlWriter(workdir, last_step)) as jsonl:
         (make,) = find_writers(spec)
         writer = make(workdir=workdir, last_step=last_step)
         for step in steps:
-            for one in (jsonl, writer):
-                one.write(step, {"loss": 1.0 / step})
+            for target in (jsonl, writer):
+                target.write(step, {"loss": 1.0 / step})
     return writer
 
 
@@ -177,12 +184,12 @@ def test_wandb_gets_config_and_metrics(fake_wandb, tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize("known", [9, 7, 4, 2, 0])
 @pytest.mark.parametrize("offline", [False, True])
-def test_wandb_has_each_step_once_after_a_kill(fake_wandb, tmp_path, capsys, known, offline):
-    """Killed at step 9 with a checkpoint of step 5, where W&B has had the steps up to `known`."""
+def test_wandb_gets_each_step_once_after_a_kill(fake_wandb, tmp_path, capsys, known, offline):
+    """A run that was killed at step 9, with a checkpoint of step 5; W&B has received `known` steps."""
     fake_wandb.offline = offline
     log_to_wandb(tmp_path, range(1, 10))
     del fake_wandb.rows[known:]
-    before = len(fake_wandb.rows) if offline else 0  # offline, they lie in another directory
+    before = len(fake_wandb.rows) if offline else 0  # an offline run starts another directory
     log_to_wandb(tmp_path, range(6, 13), last_step=5).close()
     assert fake_wandb.rows[before:] == [(step, {"loss": 1.0 / step}) for step in range(1, 13)]
     first, second = fake_wandb.runs
@@ -190,7 +197,7 @@ def test_wandb_has_each_step_once_after_a_kill(fake_wandb, tmp_path, capsys, kno
     assert ("wandb sync" in capsys.readouterr().out) == offline
 
 
-def test_wandb_gets_what_is_not_finite_again_too(fake_wandb, tmp_path):
+def test_wandb_gets_nonfinite_values_on_resuming(fake_wandb, tmp_path):
     jsonl = JsonlWriter(tmp_path)
     jsonl.write(1, {"loss": float("nan")})
     jsonl.close()
@@ -199,7 +206,7 @@ def test_wandb_gets_what_is_not_finite_again_too(fake_wandb, tmp_path):
     assert step == 1 and np.isnan(values["loss"])
 
 
-def test_wandb_that_does_not_start_is_said(fake_wandb, tmp_path):
+def test_wandb_that_does_not_start_raises(fake_wandb, tmp_path):
     fake_wandb.error = RuntimeError("No API key configured.\nUse `wandb login`")
     with pytest.raises(InputError, match=r"No API key configured. Use `wandb login`.*set WANDB_MODE=offline"):
         log_to_wandb(tmp_path, ())
@@ -207,14 +214,14 @@ def test_wandb_that_does_not_start_is_said(fake_wandb, tmp_path):
         log_to_wandb(tmp_path, (), spec="wandb(projcet=x)")
 
 
-def test_training_survives_wandb(fake_wandb, tmp_path, capsys):
+def test_errors_of_wandb_do_not_stop_training(fake_wandb, tmp_path, capsys):
     writer = log_to_wandb(tmp_path, (1,))
     fake_wandb.error = ConnectionResetError("Connection lost")
     for step in (2, 3):
         writer.write(step, {"loss": 1.0})
     writer.close()
-    said = capsys.readouterr().err
-    assert said.startswith("W&B failed (ConnectionResetError: Connection lost)") and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("W&B failed (ConnectionResetError: Connection lost)") and error.count("\n") == 1
     assert len(fake_wandb.rows) == 1 and not fake_wandb.exits
     fake_wandb.error = None
     writer = log_to_wandb(tmp_path, ())
@@ -223,14 +230,14 @@ def test_training_survives_wandb(fake_wandb, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("W&B failed (TimeoutError: 60 s)")
 
 
-def test_wandb_knows_a_run_that_failed(fake_wandb, tmp_path):
+def test_wandb_gets_the_exit_code_of_a_failed_run(fake_wandb, tmp_path):
     with pytest.raises(KeyError), contextlib.ExitStack() as stack:
         stack.callback(log_to_wandb(tmp_path, ()).close)
         raise KeyError
     assert fake_wandb.exits == [1]
 
 
-def test_clock_adds_up_over_restarts():
+def test_clock_adds_to_earlier_seconds():
     clock = Clock({"step": 5.0, "data": 1.0})
     with clock("step"):
         pass
@@ -238,7 +245,7 @@ def test_clock_adds_up_over_restarts():
     assert clock.seconds["data"] == 1.0 and clock.seconds["eval"] == 0.0
 
 
-def test_clock_counts_what_failed():
+def test_clock_counts_failed_phases():
     clock = Clock()
     with pytest.raises(KeyError), clock("eval"):
         raise KeyError
@@ -246,7 +253,7 @@ def test_clock_counts_what_failed():
 
 
 def display(monkeypatch, terminal, kind="xterm"):
-    """A display of a run of 100 steps of 1000 tokens each, 10 a second by the clock and 20 a second by `busy`."""
+    """Output of a display of 100 steps of 1000 tokens each, at 10 steps/s by the clock and 20 steps/s by `busy`."""
     out, now = io.StringIO(), [50.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     monkeypatch.setenv("TERM", kind)
@@ -255,7 +262,7 @@ def display(monkeypatch, terminal, kind="xterm"):
     for step in (10, 20, 30):
         now[0] = 50.0 + step / 10
         shown.step(step, 3.0 - step / 100, busy=step / 20)
-    shown.say("a line [in brackets]")
+    shown.print("a line [in brackets]")
     shown.close()
     return out.getvalue()
 
@@ -287,20 +294,20 @@ def test_plain_lines_in_a_file_where_color_is_forced(monkeypatch):
     assert out.getvalue() == "step 10/100: loss 2.0000\n"
 
 
-def test_live_line_shows_what_takes_time_beside_steps(monkeypatch):
+def test_live_line_shows_the_status(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     for terminal in (True, False):
         out = io.StringIO()
         shown = Display(0, 100, 1000, Console(file=out, force_terminal=terminal, width=120))
-        shown.doing("scoring held-out text")
+        shown.status("scoring held-out text")
         shown.close()
         assert ("0/100 scoring held-out text" in out.getvalue()) == terminal
 
 
-def test_reading_that_takes_long_is_shown_now_and_then(monkeypatch):
+def test_long_reading_prints_its_progress(monkeypatch):
     out, now = io.StringIO(), [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    progress = metrics.now_and_then(5.0, Console(file=out, highlight=False))
+    progress = metrics.reading_progress(5.0, Console(file=out, highlight=False))
     for second in range(12):
         now[0] = float(second)
         progress("tokenising", second << 20, 3 << 30)
@@ -314,12 +321,12 @@ display = Display(0, 10, 1000)
 for step in range(1, 1000):
     display.step(step, 1.0, 1.0)
 display.close()
-print("so does what is printed later")
+print("later output is discarded, too")
 print("went on", file=sys.stderr)
 """
 
 
-def test_a_run_goes_on_when_nobody_reads_its_lines():
+def test_display_survives_a_closed_pipe():
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", PIPED], stdout=writer, stderr=subprocess.PIPE, text=True)

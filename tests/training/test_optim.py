@@ -1,4 +1,4 @@
-"""Optimizers and schedules by name, against closed forms and optax's own on single matrices."""
+"""Optimizers and schedules by name, compared with closed forms and with optax on single matrices."""
 
 import dataclasses
 
@@ -18,15 +18,18 @@ CONSTANT = OptimizerConfig(schedule="constant", warmup=0, clip_norm=0.0)
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """As in the step: optax is not clean under strict promotion."""
+    """As in the training step: optax does not run under strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 def parameters():
-    """What a model has: stacked matrices, a table, scales and biases."""
+    """Parameters as a model has: stacked matrices, tables, scales and biases."""
     draw = np.random.default_rng(0)
-    array = lambda *shape: jnp.asarray(draw.normal(size=shape) / np.sqrt(shape[-1]), jnp.float32)  # noqa: E731
+
+    def array(*shape):
+        return jnp.asarray(draw.normal(size=shape) / np.sqrt(shape[-1]), jnp.float32)
+
     return {
         "embed": {"table": array(12, 6)},
         "layers": {"up": {"kernel": array(3, 6, 8), "bias": array(3, 8)}, "norm": {"scale": 1.0 + array(3, 6)}},
@@ -45,7 +48,7 @@ def update(config, grads, params, steps=1):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_lowers_the_loss_of_a_small_problem(name):
+def test_optimizers_lower_the_loss(name):
     target, inputs = jax.tree.map(lambda x: x[::-1], parameters()), np.random.default_rng(1).normal(size=(16, 6))
 
     def predict(params):
@@ -56,7 +59,10 @@ def test_lowers_the_loss_of_a_small_problem(name):
         return h @ params["head"].T
 
     expected = predict(target)
-    loss = lambda params: jnp.mean((predict(params) - expected) ** 2)  # noqa: E731
+
+    def loss(params):
+        return jnp.mean((predict(params) - expected) ** 2)
+
     rate = {"sgd": 0.03, "lamb": 0.03, "lars": 1.0, "adagrad": 0.1}.get(name, 0.01)
     optimizer = make_optimizer(
         dataclasses.replace(CONSTANT, name=name, learning_rate=rate, weight_decay=1e-3), steps=60
@@ -87,16 +93,16 @@ PEAK, FINAL, STEPS, WARMUP = 0.5, 0.2, 40, 10
         ("wsd(decay=1.0)", PEAK * (1 + FINAL) / 2, PEAK * FINAL),
     ],
 )
-def test_schedules_have_their_closed_forms(schedule, half_way, end):
+def test_schedules_match_closed_forms(schedule, half_way, end):
     config = OptimizerConfig(learning_rate=PEAK, schedule=schedule, warmup=WARMUP, final=FINAL)
     rate = make_schedule(config, STEPS)
     rise = [float(rate(jnp.int32(step))) for step in range(WARMUP)]
     np.testing.assert_allclose(rise, PEAK * np.arange(1, WARMUP + 1) / WARMUP, rtol=1e-6)
-    found = [float(rate(jnp.int32(step))) for step in (WARMUP, WARMUP + (STEPS - WARMUP) // 2, STEPS)]
-    np.testing.assert_allclose(found, [PEAK, half_way, end], rtol=1e-6)
+    rates = [float(rate(jnp.int32(step))) for step in (WARMUP, WARMUP + (STEPS - WARMUP) // 2, STEPS)]
+    np.testing.assert_allclose(rates, [PEAK, half_way, end], rtol=1e-6)
 
 
-def test_every_schedule_is_tested_without_warmup():
+def test_schedules_without_warmup_start_at_the_peak():
     for name in SCHEDULES:
         rate = make_schedule(OptimizerConfig(learning_rate=PEAK, schedule=name, warmup=0), STEPS)
         assert float(rate(jnp.int32(0))) == pytest.approx(PEAK)
@@ -108,22 +114,22 @@ def test_warmup_longer_than_the_run_never_reaches_the_peak():
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
-def test_larger_batches_take_larger_steps(scaling, factor):
+def test_learning_rates_scale_with_the_batch_size(scaling, factor):
     config = OptimizerConfig(learning_rate=0.01, adam_learning_rate=0.003, base_batch=64, scaling=scaling)
     for batch, by in [(64, 1.0), (256, factor), (16, 1 / factor)]:
-        found = config.for_batch(batch)
-        assert (found.learning_rate, found.adam_learning_rate) == pytest.approx((0.01 * by, 0.003 * by))
-        peak = float(make_schedule(found, STEPS)(config.warmup - 1))
-        assert peak == pytest.approx(0.01 * by) and found.for_batch(batch) == found
+        scaled = config.for_batch(batch)
+        assert (scaled.learning_rate, scaled.adam_learning_rate) == pytest.approx((0.01 * by, 0.003 * by))
+        peak = float(make_schedule(scaled, STEPS)(config.warmup - 1))
+        assert peak == pytest.approx(0.01 * by) and scaled.for_batch(batch) == scaled
     with pytest.raises(InputError, match="optimizer.base_batch=64 scales learning rates by the batch"):
         make_optimizer(config, STEPS)
 
 
-def test_without_a_base_every_batch_takes_the_same_steps():
+def test_learning_rates_do_not_scale_without_base_batch():
     assert OptimizerConfig(scaling="sqrt").for_batch(4096) == OptimizerConfig(scaling="sqrt")
 
 
-def test_matrices_are_kernels_and_tables():
+def test_is_matrix_selects_kernels_and_tables():
     assert is_matrix(parameters()) == {
         "embed": {"table": True},
         "layers": {"up": {"kernel": True, "bias": False}, "norm": {"scale": False}},
@@ -132,8 +138,8 @@ def test_matrices_are_kernels_and_tables():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weight_decay_touches_matrices_only(name):
-    # lamb and lars scale each array's update by its own norm, so its ratio to the parameters is the rate and trust alone
+def test_weight_decay_changes_matrices_only(name):
+    # lamb and lars scale each array's update by its norm, so that rate and trust coefficient alone decide on the ratio.
     config = dataclasses.replace(CONSTANT, name=name, learning_rate=0.01, weight_decay=0.5, momentum=0.0)
     params = parameters()
     after = update(config, jax.tree.map(jnp.zeros_like, params), params)
@@ -156,12 +162,12 @@ def test_weight_decay_follows_the_schedule(name):
     params, rates = parameters(), make_schedule(config, 100)
     grads = jax.tree.map(jnp.zeros_like, params)
     expected = np.prod([1 - 0.5 * float(rates(step)) for step in range(12)])
-    found = update(config, grads, params, steps=12)["layers"]["up"]["kernel"] / params["layers"]["up"]["kernel"]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    ratio = update(config, grads, params, steps=12)["layers"]["up"]["kernel"] / params["layers"]["up"]["kernel"]
+    np.testing.assert_allclose(ratio, expected, rtol=1e-5)
 
 
-def moments(name, steps=3, **fields):
-    """How far one entry moves in each of `steps` updates with gradients 1, -2, 0.5, at rate 1 and without decay."""
+def updates_of(name, steps=3, **fields):
+    """Updates of one number with gradients 1, -2, 0.5, at rate 1 and without decay."""
     config = dataclasses.replace(CONSTANT, name=name, learning_rate=1.0, weight_decay=0.0, **fields)
     optimizer = make_optimizer(config, steps=100)
     params = {"bias": jnp.zeros(1)}
@@ -172,21 +178,21 @@ def moments(name, steps=3, **fields):
     return moved
 
 
-def test_moments_have_their_closed_forms():
+def test_updates_match_closed_forms():
     """Kingma and Ba 2015, algorithm 1; Chen et al. 2023, algorithm 2 (lion); heavy-ball momentum."""
-    assert moments("sgd", momentum=0.5) == pytest.approx([-1.0, -(0.5 - 2.0), -(0.25 - 1.0 + 0.5)])
-    assert moments("sgd", momentum=0.0) == pytest.approx([-1.0, 2.0, -0.5])
+    assert updates_of("sgd", momentum=0.5) == pytest.approx([-1.0, -(0.5 - 2.0), -(0.25 - 1.0 + 0.5)])
+    assert updates_of("sgd", momentum=0.0) == pytest.approx([-1.0, 2.0, -0.5])
     # lion: the sign of b1 m + (1 - b1) g, then m = b2 m + (1 - b2) g; b1 and b2 change places with the third sign
-    assert moments("lion", b1=0.1, b2=0.9) == [-1.0, 1.0, -1.0]
-    assert moments("lion", b1=0.9, b2=0.1) == [-1.0, -1.0, 1.0]
+    assert updates_of("lion", b1=0.1, b2=0.9) == [-1.0, 1.0, -1.0]
+    assert updates_of("lion", b1=0.9, b2=0.1) == [-1.0, -1.0, 1.0]
     m, v, expected = 0.0, 0.0, []
     for step, g in enumerate((1.0, -2.0, 0.5), 1):
         m, v = 0.6 * m + 0.4 * g, 0.7 * v + 0.3 * g * g
         expected.append(-(m / (1 - 0.6**step)) / (np.sqrt(v / (1 - 0.7**step)) + 1e-3))
-    assert moments("adamw", b1=0.6, b2=0.7, eps=1e-3) == pytest.approx(expected, rel=1e-5)
+    assert updates_of("adamw", b1=0.6, b2=0.7, eps=1e-3) == pytest.approx(expected, rel=1e-5)
 
 
-def test_muon_takes_stacked_layers_one_by_one():
+def test_muon_treats_stacked_layers_separately():
     params, draw = parameters(), np.random.default_rng(2)
     grads = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), jnp.float32), params)
     config = dataclasses.replace(CONSTANT, name="muon", learning_rate=0.02, weight_decay=0.1)
@@ -201,35 +207,38 @@ def test_muon_takes_stacked_layers_one_by_one():
         np.testing.assert_allclose(after[layer], single, rtol=1e-4, atol=1e-6)
 
 
-def test_layers_have_trust_ratios_of_their_own():
-    """A stack of layers moves as they do apart, by optax's lamb and lars."""
+def test_trust_ratios_of_stacked_layers_are_separate():
+    """A stack of layers is updated as optax's lamb and lars update separate layers."""
     options = {"weight_decay": 0.1, "momentum": 0.9, "learning_rate": 0.02}
     config = dataclasses.replace(CONSTANT, **options)
     theirs = {
         "lamb": optax.lamb(0.02, config.b1, config.b2, config.eps, weight_decay=0.1, mask=is_matrix),
         "lars": optax.lars(0.02, 0.1, is_matrix, trust_ratio_mask=is_matrix, momentum=0.9),
     }
-    # layers of different sizes, whose gradients are of other sizes
+    # Layers with norms of different sizes, and gradients of other sizes.
     sizes = jnp.asarray([0.1, 1.0, 10.0])
     params, draw = parameters(), np.random.default_rng(2)
-    resize = lambda x, by: x * by.reshape(-1, *[1] * (x.ndim - 1))  # noqa: E731
+
+    def resize(x, factors):
+        return x * factors.reshape(-1, *[1] * (x.ndim - 1))
+
     params["layers"] = jax.tree.map(lambda x: resize(x, sizes), params["layers"])
     grads = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), jnp.float32), params)
     grads["layers"] = jax.tree.map(lambda x: resize(x, sizes[::-1] ** 2), grads["layers"])
 
-    def apart(tree):
+    def unstack(tree):
         return tree | {"layers": [jax.tree.map(lambda x, i=i: x[i], tree["layers"]) for i in range(3)]}
 
     for name, optimizer in theirs.items():
-        found = update(dataclasses.replace(config, name=name), grads, params, steps=3)
-        expected, state = apart(params), optimizer.init(apart(params))
+        actual = update(dataclasses.replace(config, name=name), grads, params, steps=3)
+        expected, state = unstack(params), optimizer.init(unstack(params))
         for _ in range(3):
-            updates, state = optimizer.update(apart(grads), state, expected)
+            updates, state = optimizer.update(unstack(grads), state, expected)
             expected = optax.apply_updates(expected, updates)
-        chex.assert_trees_all_close(apart(found), expected, rtol=1e-5, atol=1e-7)
+        chex.assert_trees_all_close(unstack(actual), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_muon_moves_the_rest_by_adam_at_its_own_rate():
+def test_muon_uses_adam_for_other_parameters():
     params = parameters()
     grads = jax.tree.map(jnp.ones_like, params)
     config = dataclasses.replace(CONSTANT, learning_rate=0.02, schedule="linear", warmup=2)
@@ -247,7 +256,7 @@ def test_muon_moves_the_rest_by_adam_at_its_own_rate():
     np.testing.assert_allclose(after["layers"]["up"]["bias"], expected["layers"]["up"]["bias"], rtol=1e-5)
 
 
-def test_clipping_scales_to_the_norm_or_not_at_all():
+def test_clipping_limits_the_global_norm():
     params = {"kernel": jnp.zeros((2, 2))}
     grads = {"kernel": jnp.asarray([[3.0, 0.0], [0.0, 4.0]])}
     sgd = dataclasses.replace(CONSTANT, name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0)
@@ -277,11 +286,11 @@ def test_clipping_scales_to_the_norm_or_not_at_all():
         ({"weight_decay": -0.1}, "optimizer.weight_decay=-0.1: expected a number of at least 0"),
     ],
 )
-def test_bad_fields_are_refused(fields, message):
+def test_invalid_fields_raise(fields, message):
     with pytest.raises(InputError, match=message):
         OptimizerConfig(**fields)
 
 
-def test_bad_arguments_of_a_schedule_are_refused():
+def test_invalid_arguments_of_a_schedule_raise():
     with pytest.raises(InputError, match="schedule 'wsd' has no argument 'decays': did you mean 'decay'?"):
         make_schedule(OptimizerConfig(schedule="wsd(decays=0.1)"), STEPS)

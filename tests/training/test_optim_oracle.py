@@ -1,4 +1,4 @@
-"""AdamW of torch: ten steps along the same gradients."""
+"""AdamW, compared with torch over ten steps with the same gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ GRADIENTS = [draw(step, 0.05 if step % 2 else 0.3) for step in range(1, STEPS + 
 
 
 def cosine_after_two(step):
-    """Linear warm-up over two steps, then eight of a cosine to a tenth (Loshchilov and Hutter 2017, eq. 5)."""
+    """Linear warm-up over two steps, then a cosine to 1/10 over eight (Loshchilov and Hutter 2017, eq. 5)."""
     return (step + 1) / 2 if step < 2 else 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * (step - 2) / 8))
 
 
@@ -42,7 +42,7 @@ def cosine_after_two(step):
     ],
     ids=["plain", "clipped_cosine"],
 )
-def test_adamw_takes_the_steps_of_torch(options, rate):
+def test_adamw_matches_torch(options, rate):
     torch = pytest.importorskip("torch")
     peak, decay = 0.02, 0.3
     config = OptimizerConfig("adamw", learning_rate=peak, weight_decay=decay, b1=0.8, b2=0.95, eps=1e-3, **options)

@@ -1,4 +1,4 @@
-"""Signals that stop a run: at once before it has anything to lose, after saving later, and never for a repetition."""
+"""Signals that stop a run: at once before training, after saving in the loop; repeated signals are ignored."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from hpnlp.training import distributed, signals
 
-# C code that keeps the main thread for minutes, as compilation does.
+# C code that blocks the main thread for minutes, as compilation does.
 BUSY = """
 import hashlib
 from hpnlp.training import signals
@@ -33,7 +33,7 @@ def busy(*wrapper):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_signal_ends_a_process_at_once_also_in_c_code(number):
+def test_signal_ends_a_process_in_c_code_at_once(number):
     with busy() as process:
         process.send_signal(number)
         out, err = process.communicate(timeout=10)
@@ -43,7 +43,7 @@ def test_signal_ends_a_process_at_once_also_in_c_code(number):
     assert (process.returncode, out, err) == (130, "", line)
 
 
-def test_signal_ends_a_process_whose_stderr_nobody_reads():
+def test_signal_ends_a_process_with_a_full_stderr():
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
@@ -81,7 +81,7 @@ def test_first_signal_stops_the_run_and_only_a_later_ctrl_c_ends_it(monkeypatch,
     try:
         os.kill(os.getpid(), signal.SIGHUP)
         assert stopping(2) and stopping.signal == "SIGHUP"
-        os.kill(os.getpid(), signal.SIGHUP)  # to the process group, and passed on
+        os.kill(os.getpid(), signal.SIGHUP)  # sent to the process group, and passed on by the parent
         os.kill(os.getpid(), signal.SIGINT)
         now += 60.0
         os.kill(os.getpid(), signal.SIGTERM)

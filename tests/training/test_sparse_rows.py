@@ -1,4 +1,4 @@
-"""Training of some rows of a table: what a batch looks up moves as in the whole table, and nothing else does."""
+"""Row-sparse training: rows that a batch looks up are updated as in the full table, and no others are."""
 
 import dataclasses
 import functools
@@ -39,36 +39,36 @@ def trainer_of(output="sampled(64)", plan=None, devices=1, **changes):
 
 
 def run(trainer, steps=3, batch=batch_of):
-    """(metrics of each step, last state), from the same beginning on every layout."""
+    """`(metrics of each step, last state)`; the initial state is the same on every layout."""
     state, metrics = trainer.init(jax.random.key(0)), []
     for seed in range(steps):
         put = {name: jax.device_put(value, trainer.batch_sharding) for name, value in batch(seed).items()}
-        state, found = trainer.step(state, put, KEY)
-        metrics.append({name: float(value) for name, value in found.items()})
+        state, values = trainer.step(state, put, KEY)
+        metrics.append({name: float(value) for name, value in values.items()})
     return metrics, jax.device_get(state)
 
 
 @pytest.mark.parametrize(("output", "accumulate"), CASES)
-def test_adagrad_of_rows_is_adagrad(output, accumulate):
-    """Without weight decay it leaves a row without gradient as it is: clipped by the norm of the rows, whose duplicates sum."""
-    found, expected = (run(trainer_of(output, rows=yes, accumulate=accumulate)) for yes in (True, False))
-    for a, b in zip(found[0], expected[0], strict=True):
+def test_adagrad_on_rows_matches_adagrad(output, accumulate):
+    """Without weight decay, Adagrad leaves rows without gradient unchanged. Gradients of repeated ids are summed."""
+    actual, expected = (run(trainer_of(output, rows=yes, accumulate=accumulate)) for yes in (True, False))
+    for a, b in zip(actual[0], expected[0], strict=True):
         assert a == pytest.approx(b, rel=1e-5)
-    assert max(step["grad_norm"] for step in found[0]) > PLAIN.clip_norm
-    assert_leaves_close(found[1], expected[1], 1e-5)
+    assert max(step["grad_norm"] for step in actual[0]) > PLAIN.clip_norm
+    assert_leaves_close(actual[1], expected[1], 1e-5)
 
 
-def test_layouts_agree():
+def test_layouts_match_one_device():
     plan = Plan(data=2, fsdp=2, tensor=2)
-    found, expected = (run(trainer_of(rows=True, plan=p, devices=n)) for p, n in ((plan, 8), (None, 1)))
-    for a, b in zip(found[0], expected[0], strict=True):
+    actual, expected = (run(trainer_of(rows=True, plan=p, devices=n)) for p, n in ((plan, 8), (None, 1)))
+    for a, b in zip(actual[0], expected[0], strict=True):
         assert a == pytest.approx(b, rel=1e-5)
-    assert_leaves_close(found[1], expected[1], 1e-5)
+    assert_leaves_close(actual[1], expected[1], 1e-5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_rows_that_a_batch_does_not_look_up_wait(name):
-    """They and their statistics, weight decay and momentum included."""
+def test_rows_outside_of_the_batch_stay_unchanged(name):
+    """Rows and their statistics; weight decay and momentum included."""
     trainer = trainer_of(name=name, rows=True, weight_decay=0.1)
     first, after = run(trainer, 0)[1], run(trainer, 2)[1]
     tokens = np.unique([batch_of(seed)["tokens"] for seed in range(2)])
@@ -80,14 +80,17 @@ def test_rows_that_a_batch_does_not_look_up_wait(name):
             tables += 1
             np.testing.assert_array_equal(new[waited], old[waited])
             assert (new[tokens] != old[tokens]).any(axis=1).all()
-    assert tables == 3  # itself and two moments
+    assert tables == 3  # the table and its two moments
     head = (after.params["head"] != first.params["head"]).any(axis=1)
     assert 64 <= head.sum() < VOCAB
 
 
-def test_step_that_is_not_finite_changes_nothing():
+def test_nonfinite_step_changes_nothing():
     trainer = trainer_of(name="adamw", rows=True)
-    bad = lambda seed: {**batch_of(seed), "weights": np.full((8, T), np.nan, np.float32)}  # noqa: E731
+
+    def bad(seed):
+        return {**batch_of(seed), "weights": np.full((8, T), np.nan, np.float32)}
+
     before, (metrics, after) = run(trainer, 0)[1], run(trainer, 1, bad)
     assert metrics[0]["skipped"] == 1.0 and after.step == 1
     for old, new in zip(host(before.params), host(after.params), strict=True):
@@ -95,8 +98,8 @@ def test_step_that_is_not_finite_changes_nothing():
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
-def test_ids_that_are_no_word_spoil_no_row(token):
-    """A batch of them has a loss of NaN, and is skipped."""
+def test_invalid_ids_change_no_row(token):
+    """The loss of such a batch is NaN, and its step is skipped."""
     trainer = trainer_of(name="adamw", rows=True)
 
     def wrong(seed):
@@ -111,8 +114,8 @@ def test_ids_that_are_no_word_spoil_no_row(token):
         np.testing.assert_array_equal(old, new)
 
 
-def test_a_step_makes_no_array_of_the_tables_size():
-    """What it needs beside its state does not grow with the vocabulary."""
+def test_step_allocates_no_array_of_the_size_of_a_table():
+    """Temporary memory does not grow with the vocabulary."""
     model = LMConfig(layers=1, dim=16, heads=2, mlp_dim=32, vocab=100_000, max_len=T, output="sampled(64)", tied=False)
     trainer = make_trainer(LM(model), dataclasses.replace(PLAIN, name="adamw", rows=True), Plan("single"), steps=9)
     shapes = {name: jax.ShapeDtypeStruct((8, T), x.dtype) for name, x in batch_of(0).items()}
@@ -125,10 +128,10 @@ def test_a_step_makes_no_array_of_the_tables_size():
     assert memory.temp_size_in_bytes < table / 2
 
 
-def test_what_does_not_go_with_rows():
+def test_unsupported_combinations_raise():
     with pytest.raises(InputError, match="optimizer.rows=True: adafactor does not .* choose .*adamw"):
         OptimizerConfig("adafactor", rows=True)
-    with pytest.raises(InputError, match=r"optimizer.ema=0.9 with optimizer.rows=True.*leave one out"):
+    with pytest.raises(InputError, match=r"optimizer.ema=0.9 with optimizer.rows=True.*leave out one"):
         OptimizerConfig(rows=True, ema=0.9)
     tied = LM(LMConfig(layers=1, dim=32, heads=2, vocab=264, max_len=T))
     with pytest.raises(InputError, match="optimizer.rows=True.*set model.tied=False"):
@@ -136,7 +139,7 @@ def test_what_does_not_go_with_rows():
 
 
 @pytest.mark.parametrize(("ids", "size"), [([3, 0, 3, 11], 12), ([2, 2, 1, 0, 2], 3), ([4] * 9, 5), ([0], 1)])
-def test_lookups_are_those_of_the_table(ids, size):
+def test_lookups_match_the_full_table(ids, size):
     ids, table = np.array(ids, np.int32), np.arange(3 * size, dtype=np.float32).reshape(size, 3)
     kept = sparse_rows.distinct(jnp.asarray(ids), size)
     assert kept.shape == (min(len(ids), size),)
@@ -155,10 +158,10 @@ def test_lookups_are_those_of_the_table(ids, size):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("name", "twin"), [("adamw", "SparseAdam"), ("adagrad", "Adagrad")])
-def test_takes_the_steps_of_torch(name, twin):
-    """torch's sparse gradients of an embedding, with repeated ids."""
+def test_steps_match_torch(name, twin):
+    """Sparse gradients of a torch embedding, with repeated ids."""
     torch = pytest.importorskip("torch")
-    torch.sparse.check_sparse_tensor_invariants.enable()  # or it warns that they are not
+    torch.sparse.check_sparse_tensor_invariants.enable()  # otherwise torch warns that they are not checked
     rng = np.random.default_rng(0)
     table = rng.standard_normal((9, 4)).astype(np.float32)
     config = dataclasses.replace(PLAIN, name=name, learning_rate=0.1, clip_norm=0.0, eps=1e-10, rows=True)
@@ -173,7 +176,10 @@ def test_takes_the_steps_of_torch(name, twin):
         slopes = rng.standard_normal((5, 4)).astype(np.float32)
         at = {("table",): sparse_rows.distinct(jnp.asarray(ids), 9)}
         params, opt_state = sparse_rows.gather(state, at, shapes)
-        loss = lambda p, at=at, ids=ids, slopes=slopes: jnp.sum(sparse_rows.as_tables(p, at)["table"][ids] * slopes)  # noqa: E731
+
+        def loss(p, at=at, ids=ids, slopes=slopes):
+            return jnp.sum(sparse_rows.as_tables(p, at)["table"][ids] * slopes)
+
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(jax.grad(loss)(params), opt_state, params)
         state = sparse_rows.scatter(state, (optax.apply_updates(params, updates), opt_state), at, shapes)

@@ -1,4 +1,4 @@
-"""Warm start: a run begins with the parameters and the tokenizer of another run, or of a Hugging Face directory."""
+"""Warm start: a run starts from the parameters and tokenizer of another run or of a Hugging Face directory."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from hpnlp.types import InputError
 from tests import tiny
 
 FINETUNE = "experiments/lm/finetune.py"
-# A learning rate under which parameters stay as they were, to the last bit.
+# A learning rate of 0 leaves parameters unchanged, to the last bit.
 STILL = {"optimizer__learning_rate": 0.0, "optimizer__weight_decay": 0.0, "train__steps": 1}
 
 
@@ -32,7 +32,7 @@ def train(workdir, **overrides):
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory, quick_compiler):
-    """A run with a vocabulary of its own, averaged parameters, and a best checkpoint that is not its last."""
+    """A run with a trained vocabulary, averaged parameters, and a best checkpoint that is not the last one."""
     workdir = tmp_path_factory.mktemp("source") / "words"
     fields = {"data__tokenizer": "words(40)", "optimizer__ema": 0.5, "train__eval_every": 4, "train__eval_batches": 1}
     train(workdir, **fields, train__min_delta=0.0)
@@ -58,15 +58,15 @@ def finetuned(source, **overrides):
     return resolve(values)
 
 
-def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 @pytest.mark.parametrize("plan", [{"plan__name": "zero3"}, {"plan__tensor": 2, "plan__offload_parameters": True}])
-def test_parameters_and_tokenizer_of_a_run(words, tmp_path, capsys, plan):
-    """Under another layout than the source's, with a fresh optimizer; the first line says where they are from."""
+def test_starts_from_parameters_and_tokenizer_of_a_run(words, tmp_path, capsys, plan):
+    """Under another layout than the source's; the first line of output names the source."""
     source = load(words)
     result = loop.train(finetuned(words, **STILL, **plan), tmp_path / "run")
     assert_same(result.params, source.params)
@@ -76,7 +76,7 @@ def test_parameters_and_tokenizer_of_a_run(words, tmp_path, capsys, plan):
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
 
 
-def test_parameters_and_tokenizer_of_a_hugging_face_directory(checkpoint, tmp_path, capsys):
+def test_starts_from_a_hugging_face_directory(checkpoint, tmp_path, capsys):
     config, params = convert.load(checkpoint)
     result = loop.train(finetuned(checkpoint, **STILL, plan__name="zero3"), tmp_path / "run")
     assert_same(result.params, params)
@@ -87,8 +87,7 @@ def test_parameters_and_tokenizer_of_a_hugging_face_directory(checkpoint, tmp_pa
     assert load(tmp_path / "run").tokenizer.vocab_size == result.corpus.tokenizer.vocab_size
 
 
-def test_resumed_run_keeps_its_own_parameters(words, tmp_path, capsys):
-    """Also where the source is gone by then."""
+def test_resumed_run_does_not_need_the_source(words, tmp_path, capsys):
     source = tmp_path / "source"
     shutil.copytree(words, source)
     config = finetuned(source, train__steps=2, train__checkpoint_every=1, optimizer__learning_rate=1e-2)
@@ -100,7 +99,7 @@ def test_resumed_run_keeps_its_own_parameters(words, tmp_path, capsys):
     assert_same(again.params, first.params)
 
 
-def test_run_that_was_stopped_before_its_first_checkpoint_starts_from_the_source_again(words, tmp_path, capsys):
+def test_run_without_a_checkpoint_starts_from_the_source_again(words, tmp_path, capsys):
     config = finetuned(words, **STILL)
     run = tmp_path / "run"
     run.mkdir()
@@ -113,8 +112,8 @@ def test_run_that_was_stopped_before_its_first_checkpoint_starts_from_the_source
     assert_same(result.params, load(words).params)
 
 
-def test_configs_without_a_source_of_sizes_start_from_runs(words, tmp_path):
-    """A native run's own experiment on new data: the same fields, and `train.init_from`."""
+def test_config_with_equal_fields_starts_from_a_run(words, tmp_path):
+    """Without experiments/lm/finetune.py: a config with the run's fields and `train.init_from`."""
     result = train(tmp_path / "run", **STILL, data__tokenizer="words(40)", train__init_from=str(words))
     assert_same(result.params, load(words).params)
 
@@ -130,37 +129,39 @@ def test_configs_without_a_source_of_sizes_start_from_runs(words, tmp_path):
         ({"data__tokenizer": "words(30)"}, r"data.tokenizer='words\(30\)' is not the tokenizer that the parameters of"),
         (
             {"model__layers": 1, "model__mlp": "gelu", "model__mixer": "window(4,0)", "model__dtype": "bfloat16"},
-            r"has another model \(model.mixer is 'window\(4,0\)', there 'full'; model.mlp is 'gelu', there 'swiglu'; "
-            r"model.layers is 1, there 2\): set --config.model.mixer=full --config.model.mlp=swiglu --config.model.layers=2,",
+            r"has another model \(model.mixer is 'window\(4,0\)', in the source 'full'; model.mlp is 'gelu', in the source "
+            r"'swiglu'; model.layers is 1, in the source 2\): set --config.model.mixer=full --config.model.mlp=swiglu "
+            r"--config.model.layers=2,",
         ),
-        ({"model__dim": 32}, r"\(model.dim is 32, there 16\)"),
-        ({"model__rope_theta": 5e5}, r"\(model.rope_theta is 500000.0, there 10000.0\)"),
-        ({"model__position": "learned"}, r"\(model.position is 'learned', there 'rope'\)"),
-        ({"model__vocab": 64}, r"\(model.vocab is 64, there 23\)"),
+        ({"model__dim": 32}, r"\(model.dim is 32, in the source 16\)"),
+        ({"model__rope_theta": 5e5}, r"\(model.rope_theta is 500000.0, in the source 10000.0\)"),
+        ({"model__position": "learned"}, r"\(model.position is 'learned', in the source 'rope'\)"),
+        ({"model__vocab": 64}, r"\(model.vocab is 64, in the source 23\)"),
     ],
 )
-def test_sources_that_do_not_fit_are_refused_with_every_difference(words, tmp_path, fields, message):
+def test_sources_that_do_not_fit_raise(words, tmp_path, fields, message):
     with pytest.raises(InputError, match=message) as caught:
         train(tmp_path / "run", **{"data__tokenizer": "words(40)", "train__init_from": str(words)} | fields)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_other_models_with_parameters_of_the_same_shapes_are_accepted_on_demand(words, tmp_path, capsys):
+def test_accept_changes_allows_models_with_equal_shapes(words, tmp_path, capsys):
     fields = {"data__tokenizer": "words(40)", "train__init_from": str(words)} | STILL
     config = tiny.make(**fields, train__eval_every=0, model__mixer="window(4,0)")
     result = loop.train(config, tmp_path / "run", accept_changes=True)
     assert (
-        "with its tokenizer (model.mixer is 'window(4,0)', there 'full'): " in capsys.readouterr().out.splitlines()[0]
+        "with its tokenizer (model.mixer is 'window(4,0)', in the source 'full'): "
+        in capsys.readouterr().out.splitlines()[0]
     )
     assert_same(result.params, load(words).params)
     with pytest.raises(
-        InputError, match=r"does not fit this model: the shape of params\['embed'\]\['table'\] is \(23, 16\) there"
+        InputError, match=r"does not fit this model: params\['embed'\]\['table'\] has the shape \(23, 16\) in the"
     ):
         loop.train(tiny.make(**fields, model__dim=32), tmp_path / "wide", accept_changes=True)
 
 
-def test_directories_that_lack_a_part(words, checkpoint, tmp_path):
+def test_incomplete_sources_raise(words, checkpoint, tmp_path):
     for name, source, message in (
         ("tokenizer.json", words, "has no tokenizer.json: put back"),
         ("config.json", words, "has checkpoints and no config.json"),
@@ -177,8 +178,8 @@ def test_directories_that_lack_a_part(words, checkpoint, tmp_path):
         train(tmp_path / "run", data__tokenizer="words(40)", train__init_from=str(tmp_path / "empty"))
 
 
-def test_converted_run_is_trained_with_its_own_tokenizer(checkpoint, tmp_path, capsys):
-    """A model at step 0 in the workdir itself."""
+def test_converted_run_trains_with_its_tokenizer(checkpoint, tmp_path, capsys):
+    """The workdir holds the model as a checkpoint of step 0."""
     config, params = convert.load(checkpoint)
     run = tmp_path / "run"
     checkpoints = Checkpointer(run)
@@ -196,7 +197,7 @@ def test_converted_run_is_trained_with_its_own_tokenizer(checkpoint, tmp_path, c
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_runs_with_parameters_that_are_not_finite_are_refused(checkpoint, tmp_path, value):
+def test_nonfinite_parameters_raise(checkpoint, tmp_path, value):
     config, params = convert.load(checkpoint)
     params["layers"]["mix_norm"]["scale"][1, 3] = value
     checkpoints = Checkpointer(tmp_path / "run")
@@ -210,7 +211,7 @@ def test_runs_with_parameters_that_are_not_finite_are_refused(checkpoint, tmp_pa
         loop.train(finetuned(tmp_path / "run", **STILL), tmp_path / "tuned")
 
 
-def test_planner_takes_configs_with_a_source(words):
+def test_planner_accepts_configs_with_a_source(words):
     config = finetuned(words, plan__name="zero3")
     assert flat(config)["train.init_from"] == str(words)
     assert costs(config, 8).parameters == sum(leaf.size for leaf in jax.tree.leaves(load(words).params))

@@ -1,0 +1,152 @@
+"""The files of a report: reading metrics.jsonl and report.json, which may be damaged, and writing text atomically."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hpnlp.data.files import is_special
+from hpnlp.types import InputError
+
+# Fields of report.json that a comparison of runs reads: numbers, and sections or counts.
+_NUMBERS = (
+    "heldout_bits_per_byte",
+    "heldout_loss",
+    "heldout_bytes",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "seconds",
+    "parameters",
+)
+_SECTIONS = {"phase_seconds": ("data", "step"), "config": ("model.output",)}
+_MAY_BE_NONE = ("heldout_bits_per_byte", "heldout_loss")  # of runs whose score is not finite, or not in bits
+
+
+def read_metrics(workdir: str | Path, steps: int = 0) -> tuple[list[dict[str, Any]], str]:
+    """Reads metrics.jsonl. Damaged lines are left out.
+
+    Args:
+      workdir: The run directory.
+      steps: Number of steps that the run has done, each of which should have a line.
+
+    Returns:
+      The lines, in which a value that was not finite is None; and a sentence on what is absent from the file, or "".
+    """
+    path = Path(workdir) / "metrics.jsonl"
+    try:
+        parsed = [_metrics_line(line) for line in path.read_bytes().splitlines()]
+    except OSError as error:
+        reason = f"metrics.jsonl cannot be read ({error.strerror or error})"
+        return [], f"{reason}: loss.png shows no training loss, and skipped steps are not counted."
+    lines = [line for line in parsed if line is not None]
+    faults = []
+    if damaged := len(parsed) - len(lines):
+        faults.append(f"{damaged} of its {len(parsed)} lines are damaged")
+    if missing := max(0, steps - len({line["step"] for line in lines if "loss" in line})):
+        faults.append(f"{missing} of {steps} steps have no line")
+    if not faults:
+        return lines, ""
+    return (
+        lines,
+        f"metrics.jsonl is not complete, and neither are loss.png and the count of skipped steps: {'; '.join(faults)}.",
+    )
+
+
+def _metrics_line(text: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl: names with numbers or None, and the step; None if it is damaged."""
+    try:
+        line = json.loads(text)
+        is_numeric = all(value is None or isinstance(value, int | float) for value in line.values())
+        return line if is_numeric and line.get("step") is not None else None
+    except (ValueError, AttributeError, RecursionError):
+        return None
+
+
+def read_report(workdir: str | Path) -> dict[str, Any]:
+    """Reads report.json.
+
+    Args:
+      workdir: The run directory.
+
+    Returns:
+      The content of the file.
+
+    Raises:
+      InputError: There is no report.json, it cannot be read, or it lacks a field that comparisons need.
+    """
+    path = Path(workdir) / "report.json"
+    if is_special(path):
+        raise InputError(f"{path} is not a regular file: move it away, and run the training command again")
+    try:
+        report = json.loads(path.read_text("utf-8"), parse_constant=lambda word: None)
+        if fault := _fault(report):
+            raise ValueError(fault)
+        return report
+    except (FileNotFoundError, NotADirectoryError):
+        if not Path(workdir).is_dir():
+            raise InputError(f"there is no directory {str(workdir)!r}: name the workdir of a run") from None
+        raise InputError(
+            f"{workdir} has no report.json: finish the run first, with the command that began it"
+        ) from None
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror or error}): correct or remove it") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path} is not a report ({error}): run the training command again to write it anew"
+        ) from error
+
+
+def _fault(report: Any) -> str:
+    """The first reason why a report cannot be compared, for example because another version wrote it; "" if it can."""
+    if not isinstance(report, dict):
+        return f"it holds a {type(report).__name__}"
+    absent = [name for name in (*_NUMBERS, *_SECTIONS) if name not in report]
+    absent = absent or [
+        f"{section}[{name}]"
+        for section, names in _SECTIONS.items()
+        for name in names
+        if not isinstance(report[section], dict) or name not in report[section]
+    ]
+    if absent:
+        return f"it lacks {', '.join(absent)}"
+    numbers = {name: report[name] for name in _NUMBERS}
+    numbers |= {f"phase_seconds[{name}]": report["phase_seconds"][name] for name in _SECTIONS["phase_seconds"]}
+    for name, value in numbers.items():
+        if not _is_number(value) and not (value is None and name in _MAY_BE_NONE):
+            return f"{name} is {value!r:.40}"
+    for name in ("heldout_digest", "heldout_text_digest"):  # absent from reports of early versions
+        if not isinstance(report.get(name) or "", str):
+            return f"{name} is {report[name]!r:.40}"
+    if report.get("skipped_steps") is not None and not _is_number(report["skipped_steps"]):
+        return f"skipped_steps is {report['skipped_steps']!r:.40}"
+    return "" if isinstance(report["config"]["model.output"], str) else "config[model.output] is no spec"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a text file atomically.
+
+    Args:
+      path: The file.
+      text: Its content. Names of files that are not UTF-8 in it are written as they are.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(text.encode("utf-8", "surrogateescape"))
+    temporary.replace(path)
+
+
+def decimals(value: int | float | None, digits: str = ".4f") -> str:
+    """A number in a table.
+
+    Args:
+      value: The number, or None.
+      digits: Format of the number.
+
+    Returns:
+      The number as text; "-" for None.
+    """
+    return "-" if value is None else f"{value:{digits}}"

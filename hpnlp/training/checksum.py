@@ -1,0 +1,74 @@
+"""Checksums of the arrays in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.jit
+def _word_sums(tree: Any) -> Any:
+    """A uint32 checksum of each array: sum of word * (2 * index + 1) modulo 2^32.
+
+    The factors are odd, so that a flipped bit always changes the sum. The sum does not depend on the array's sharding.
+    """
+
+    def word_sum(x: jax.Array) -> jax.Array:
+        x = jax.device_put(x, jax.memory.Space.Device)  # arrays may rest in the host's memory
+        words = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+        index = jnp.zeros(x.shape, jnp.uint32)
+        for axis, size in enumerate(x.shape):
+            index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32)
+
+    return jax.tree.map(word_sum, tree)
+
+
+def type_of(leaf: Any) -> str:
+    """Dtype and shape of an array as text, such as `float32[264, 16]`.
+
+    Args:
+      leaf: An array or its shape.
+
+    Returns:
+      The text.
+    """
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def checksum(tree: Any) -> dict[str, str]:
+    """Checksums of the arrays of a tree.
+
+    Args:
+      tree: A tree of arrays.
+
+    Returns:
+      Path of each array -> `TYPE:SUM`, where TYPE is `type_of` the array, and SUM is a uint32 in which a flipped bit of the
+      array always shows.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    sums = jax.device_get(_word_sums(tree))
+    pairs = zip(leaves, jax.tree.leaves(sums), strict=True)
+    # The dtype is included because orbax casts silently to the dtype that a restore asks for.
+    return {jax.tree_util.keystr(path): f"{type_of(leaf)}:{int(word_sum)}" for (path, leaf), word_sum in pairs}
+
+
+def verify(expected: Mapping[str, Mapping[str, Any]], actual: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compares checksums.
+
+    Args:
+      expected: Item of a checkpoint -> checksums that were saved.
+      actual: Item -> checksums of what was read; items that were not read may be absent.
+
+    Raises:
+      ValueError: A checksum differs, or is absent on one side.
+    """
+    for item, sums in actual.items():
+        for name in sums.keys() | expected[item].keys():
+            if sums.get(name) != expected[item].get(name):
+                raise ValueError(
+                    f"{item}{name} is not what was saved: {sums.get(name)}, saved {expected[item].get(name)}"
+                )
