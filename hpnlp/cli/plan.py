@@ -60,15 +60,17 @@ def _run(argv: Sequence[str]) -> None:
     from hpnlp.planner import compiled, devices, render, search
     from hpnlp.training import config
 
-    if f.depth == "compiled" and f.devices > compiled.MAX_PRETENDED:
+    if f.depth == "compiled" and f.devices > compiled.MAX_SIMULATED:
         raise InputError(
-            f"--devices={f.devices}: --depth=compiled pretends at most {compiled.MAX_PRETENDED} devices on a CPU: take fewer, "
+            f"--devices={f.devices}: --depth=compiled pretends at most {compiled.MAX_SIMULATED} devices on a CPU: take fewer, "
             "or --depth=formulas"
         )
-    out = None if f.out is None else render.writable(cli.plot_path(f.out, "plan.png"))
+    out = None if f.out is None else cli.plot_path(f.out, "plan.png")
+    if out:
+        render.check_writable(out)
     device = lookup({**planner.DEVICES, "cpu": None}, f.device, "--device") or devices.this_cpu(f.devices)
     if f.depth == "tpu":
-        compiled.tpus(f.device, f.devices)  # or says why not
+        compiled.tpu_devices(f.device, f.devices)  # or says why not
     resolved = config.resolve(values)
     try:
         costs = planner.costs(resolved, f.devices)
@@ -80,15 +82,15 @@ def _run(argv: Sequence[str]) -> None:
         print(f"The config's own plan is left out: {error}")
     gc.enable()  # what follows may be long
     if costs and not costs.fits(device):
-        mend = search.mended(costs, device, functools.partial(_say, "changes tried"))
+        mend = search.smallest_change(costs, device, functools.partial(_say, "changes tried"))
         print(
             f"It fits with {mend[0]}: {mend[1].bytes / 1e9:.1f} GB, at least {mend[1].total_seconds(device):.3g} s a step"
-            f"{render.doubt(mend[1], device)}."
+            f"{render.tightness_warning(mend[1], device)}."
             if mend
             else "No change that was tried makes it fit: take more devices, a smaller batch or a smaller model."
         )
     if f.search:
-        found = search.ranked(resolved, f.devices, device, functools.partial(_say, "plans looked at"))
+        found = search.rank_plans(resolved, f.devices, device, functools.partial(_say, "plans looked at"))
         print(render.ranking(found, device, resolved.plan))
         costs = costs or next(iter(found), None)
     if costs and f.depth != "formulas":

@@ -55,14 +55,14 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp import report
-    from hpnlp.planner import shortage
+    from hpnlp.planner import out_of_memory
     from hpnlp.training import config, distributed, loop
 
     f = cli.FLAGS
     distributed.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
     distributed.check_alike(config.to_json(resolved))
-    with distributed.others_may_die(), shortage.explained(resolved):
+    with distributed.others_may_die(), out_of_memory.advised(resolved):
         result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
     if result.interrupted:
         sys.exit(signals.INTERRUPTED)
