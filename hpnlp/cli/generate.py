@@ -75,7 +75,8 @@ def run(argv: Sequence[str]) -> None:
     texts = _Texts(
         loaded.tokenizer, prompt_ids, [prompt_bytes(prompt).decode("utf-8", "replace") for prompt in prompts]
     )
-    count = _print_stream(generation, texts, loaded.eos_ids, f"reading a prompt of {length:,} tokens")
+    count = texts.extend(generation, loaded.eos_ids, f"reading a prompt of {length:,} tokens")
+    texts.finish()
     seconds = generation.seconds
     rate = count / max(seconds["decode"], 1e-9)
     _note(f"compile {seconds['compile']:.1f} s, prefill {1e3 * seconds['prefill']:.0f} ms, {rate:,.0f} tokens/s")
@@ -113,35 +114,35 @@ class _Texts:
         if self.is_single:
             print(self.texts[0], end="", flush=True)
 
+    def extend(self, generation: Generation, eos_ids: Sequence[int], waiting: str) -> int:
+        """Adds all tokens of a generation. Returns their number. `waiting` describes the time before the first of them."""
+        count, ended = 0, np.zeros(len(self.texts), bool)
+        chunks = iter(generation)
+        with _heartbeat(waiting):
+            first = next(chunks)
+        for chunk in itertools.chain([first], chunks):
+            stops = np.isin(chunk, eos_ids)
+            for index in np.flatnonzero(~ended).tolist():
+                # Padding follows the end of a text, and in some tokenizers every id stands for text, padding too.
+                ids = chunk[index, : stops[index].argmax() + 1] if stops[index].any() else chunk[index]
+                count += len(ids)
+                self.add(index, ids)
+            ended |= stops.any(axis=1)
+        return count
+
     def add(self, index: int, ids: Any, *, final: bool = False) -> None:
+        """Adds tokens to one of the texts; `final` adds incomplete characters too."""
         piece = self.streams[index].push(ids, final=final)
         self.texts[index] += piece
         if self.is_single:
             print(piece, end="", flush=True)
 
     def finish(self) -> None:
+        """Ends all texts, and prints those that were not printed while they grew."""
         for index in range(len(self.texts)):
             self.add(index, [], final=True)
         numbered = (f"--- prompt {number}\n{text}" for number, text in enumerate(self.texts, 1))
         print("" if self.is_single else "\n".join(numbered))
-
-
-def _print_stream(generation: Generation, texts: _Texts, eos_ids: Sequence[int], waiting: str) -> int:
-    """Prints the texts while they are generated. Returns the number of tokens."""
-    count, ended = 0, np.zeros(len(texts.texts), bool)
-    chunks = iter(generation)
-    with _heartbeat(waiting):
-        first = next(chunks)
-    for chunk in itertools.chain([first], chunks):
-        stops = np.isin(chunk, eos_ids)
-        for index in np.flatnonzero(~ended).tolist():
-            # Padding follows the end of a text, and in some tokenizers every id stands for text, padding too.
-            ids = chunk[index, : stops[index].argmax() + 1] if stops[index].any() else chunk[index]
-            count += len(ids)
-            texts.add(index, ids)
-        ended |= stops.any(axis=1)
-    texts.finish()
-    return count
 
 
 def _prompts() -> list[str]:

@@ -33,15 +33,6 @@ flags.DEFINE_string("config", None, "Experiment file, which defines get_config()
 flags.DEFINE_string("workdir", None, "Directory of the members' directories.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """One variant of a sweep."""
-
-    name: str  #: of its directory
-    flags: list[str]  #: config overrides of its `hpnlp train`
-    config: Any  #: its resolved config
-
-
 def run(argv: Sequence[str]) -> None:
     """Runs `hpnlp sweep`.
 
@@ -57,13 +48,13 @@ def run(argv: Sequence[str]) -> None:
     members = _resolve_members(path, _load_sweep(path), overrides)
     _make_directory(workdir)
     finished, failed = [], {}
-    for index, member in enumerate(members):
-        label = f"[{index + 1}/{len(members)}] {member.name}"
-        code = _train_member(path, workdir / member.name, member, label)
+    for index, (name, (member_flags, config)) in enumerate(members.items()):
+        directory, label = workdir / name, f"[{index + 1}/{len(members)}] {name}"
+        code = _train_unfinished([f"--config={path}", *member_flags], directory, config, label)
         if code is None:
-            finished.append(workdir / member.name)
+            finished.append(directory)
         else:
-            failed[member.name] = code
+            failed[name] = code
             print(f"{label}: not finished (exit code {code})", flush=True)
 
     if finished:
@@ -74,15 +65,15 @@ def run(argv: Sequence[str]) -> None:
         raise cli.InputError(_failure_message(failed, len(members)))
 
 
-def _train_member(path: str, directory: Path, member: Member, label: str) -> int | None:
+def _train_unfinished(member_flags: Sequence[str], directory: Path, config: Any, label: str) -> int | None:
     """Trains a member that has not finished: None when it is finished, else its exit code. Exits if a signal stopped it."""
-    already_finished = _is_finished(directory, member.config)
+    already_finished = _is_finished(directory, config)
     print(f"{label}: finished before" if already_finished else label, flush=True)
     if already_finished:
         return None
-    code, signal_name = _train([f"--config={path}", f"--workdir={directory}", *member.flags])
+    code, signal_name = _train([*member_flags, f"--workdir={directory}"])
     if signal_name:
-        signals.say(f"hpnlp: {signal_name}: stopped in {member.name}; the same command resumes there")
+        signals.say(f"hpnlp: {signal_name}: stopped in {directory.name}; the same command resumes there")
         sys.exit(signals.INTERRUPTED)
     return code if code or not (directory / "report.json").exists() else None
 
@@ -168,26 +159,28 @@ def _call_get_sweep(get_sweep: Callable[..., Any], argument: Sequence[str]) -> A
     return get_sweep(*(argument if signature(get_sweep).parameters else ()))
 
 
-def _resolve_members(path: str, sweep: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> list[Member]:
-    """All members, validated as far as is possible without reading their data.
+def _resolve_members(
+    path: str, sweep: Sequence[Mapping[str, Any]], overrides: Sequence[str]
+) -> dict[str, tuple[list[str], Any]]:
+    """All members, validated as far as is possible without reading their data: name -> (flags of `hpnlp train`, config).
 
     Raises InputError where a member is invalid, two are equal, or a member sets a field that an override sets to another value.
     """
-    members: list[Member] = []
+    members: dict[str, tuple[list[str], Any]] = {}
     for index, fields in enumerate(sweep):
         text = ",".join(f"{field.split('.')[-1]}={value}" for field, value in fields.items())
         name = f"{index:02d}-{re.sub(r'[^A-Za-z0-9=.,_-]+', '_', text)[:80]}"
-        member = _resolve_member(path, name, fields, overrides)
-        if equal := [other.name for other in members if other.config == member.config]:
+        member_flags, config = _resolve_member(path, name, fields, overrides)
+        if equal := [other for other, (_, other_config) in members.items() if other_config == config]:
             raise cli.InputError(
                 f"members {equal[0]} and {name} of get_sweep() have the same config: remove one of them"
             )
-        members.append(member)
+        members[name] = member_flags, config
     return members
 
 
-def _resolve_member(path: str, name: str, fields: Mapping[str, Any], overrides: Sequence[str]) -> Member:
-    """A member of a sweep. Raises InputError where it is invalid."""
+def _resolve_member(path: str, name: str, fields: Mapping[str, Any], overrides: Sequence[str]) -> tuple[list[str], Any]:
+    """Flags of `hpnlp train` and config of a member. Raises InputError where the member is invalid."""
     from hpnlp.training.config import resolve
 
     for override in overrides:
@@ -207,7 +200,7 @@ def _resolve_member(path: str, name: str, fields: Mapping[str, Any], overrides: 
         _check_member(config)
     except cli.InputError as error:
         raise cli.InputError(f"member {name} of get_sweep(): {error}; nothing was trained") from error
-    return Member(name, member_flags, config)
+    return member_flags, config
 
 
 def _check_member(config: Any) -> None:
