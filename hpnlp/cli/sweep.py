@@ -71,7 +71,7 @@ def _train_unfinished(member_flags: Sequence[str], directory: Path, config: Any,
     print(f"{label}: finished before" if already_finished else label, flush=True)
     if already_finished:
         return None
-    code, signal_name = _train([*member_flags, f"--workdir={directory}"])
+    code, signal_name = _MemberProcess().run([*member_flags, f"--workdir={directory}"])
     if signal_name:
         signals.say(f"hpnlp: {signal_name}: stopped in {directory.name}; the same command resumes there")
         sys.exit(signals.INTERRUPTED)
@@ -109,29 +109,33 @@ def _is_finished(directory: Path, config: Any) -> bool:
     return (directory / "report.json").exists() and not differences(load_config(directory), config)
 
 
-def _train(argv: Sequence[str]) -> tuple[int, str]:
-    """Runs `hpnlp train` in a process: its exit code, and the name of the signal that was received and passed on, or ""."""
-    received: list[str] = []
-    member: subprocess.Popen[bytes] | None = None
+class _MemberProcess:
+    """A process of `hpnlp train`, to which signals are passed on."""
 
-    def pass_on(number: int) -> None:
-        repeated = bool(received)
-        received.append(signal.Signals(number).name)
-        if member is not None:
-            # The member saves a checkpoint at the first signal, and exits at once at a later Ctrl-C.
-            member.send_signal(signal.SIGINT if repeated and number == signal.SIGINT else signal.SIGTERM)
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.received: list[str] = []  # names of signals
 
-    environment = os.environ | {signals.PARENT: str(os.getpid())}
-    with signals.reacting(pass_on):
-        # The member inherits the blocked signals, which wait until it has set its handlers.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals.NUMBERS)
-        try:
-            member = subprocess.Popen([sys.executable, "-m", "hpnlp", "train", *argv], env=environment)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        if received:  # before there was a member to pass the signal on to
-            member.terminate()
-        return member.wait(), "".join(received[:1])
+    def run(self, argv: Sequence[str]) -> tuple[int, str]:
+        """Trains. Returns the exit code and the name of the first signal that was received, or ""."""
+        environment = os.environ | {signals.PARENT: str(os.getpid())}
+        with signals.reacting(self.pass_on):
+            # The member inherits the blocked signals, which wait until it has set its handlers.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals.NUMBERS)
+            try:
+                self.process = subprocess.Popen([sys.executable, "-m", "hpnlp", "train", *argv], env=environment)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            if self.received:  # before there was a process to pass the signal on to
+                self.process.terminate()
+            return self.process.wait(), "".join(self.received[:1])
+
+    def pass_on(self, number: int) -> None:
+        """Passes a signal on: the member saves a checkpoint at the first one, and exits at once at a later Ctrl-C."""
+        repeated = bool(self.received)
+        self.received.append(signal.Signals(number).name)
+        if self.process is not None:
+            self.process.send_signal(signal.SIGINT if repeated and number == signal.SIGINT else signal.SIGTERM)
 
 
 def _load_sweep(config: str) -> list[Mapping[str, Any]]:

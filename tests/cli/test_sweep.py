@@ -186,7 +186,7 @@ def test_signals_are_passed_on_and_a_second_ctrl_c_is_too(monkeypatch):
             return 130
 
     monkeypatch.setattr(subprocess, "Popen", Member)
-    assert sweeps._train([]) == (130, "SIGINT")
+    assert sweeps._MemberProcess().run([]) == (130, "SIGINT")
     assert sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
 
 

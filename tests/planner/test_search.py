@@ -21,7 +21,9 @@ def no_progress(done, total):
 def test_smallest_change_fits(monkeypatch):
     estimate = planned(Plan("data"), data=DataConfig(seq_len=128, batch_size=256))
     assert not estimate.fits(SMALL)
-    flags, fitting = search.smallest_change(estimate, SMALL, no_progress)
+    change = search.smallest_change(estimate, SMALL, no_progress)
+    assert change is not None
+    flags, fitting = change
     assert fitting.fits(SMALL) and flags == "'--config.plan.remat=names(mixed)'"
     monkeypatch.setattr(search, "REMATS", ("none",))  # fewer changes, since all of them will be tried
     small, calls = planned(Plan("data"), devices=2), []
@@ -36,7 +38,9 @@ def test_smallest_change_offloads_last():
     offloaded = Plan("single", remat="full", offload_optimizer=True, offload_parameters=True)
     smallest = costs(dataclasses.replace(config, plan=offloaded), 1)
     device = dataclasses.replace(SMALL, memory=1.01 * smallest.bytes / USABLE)
-    flags, fitting = search.smallest_change(estimate, device, no_progress)
+    change = search.smallest_change(estimate, device, no_progress)
+    assert change is not None
+    flags, fitting = change
     assert fitting.config.plan == offloaded and fitting.bytes == smallest.bytes
     assert all(f"--config.plan.{name}" in flags for name in ("remat=full", "offload_optimizer", "offload_parameters"))
     layers = sum(x.size * 4 for x in jax.tree.leaves(trainer_of(config, 1).state_shapes.params["layers"]))
