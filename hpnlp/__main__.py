@@ -1,4 +1,4 @@
-"""`hpnlp COMMAND ...` and `python -m hpnlp COMMAND ...` are the same."""
+"""Command line: `hpnlp COMMAND ...`, or `python -m hpnlp COMMAND ...`."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ import traceback
 from typing import NoReturn
 
 COMMANDS = {
-    "train": "train what an experiment file describes, or go on with it, and report",
+    "train": "train the model of an experiment file, or resume its training, and write a report",
     "generate": "continue prompts with a trained model",
-    "sweep": "run an experiment's get_sweep(), what is not yet finished of it",
-    "compare": "one table and one plot of several runs",
-    "plan": "say what an experiment will take on devices that are not there, and which layouts fit",
-    "draw": "draw attention masks, their live tiles, and what they cost beside dense attention",
-    "convert": "Hugging Face checkpoints to runs, and back",
+    "sweep": "train all variants of an experiment that have not finished",
+    "compare": "compare runs in a table and a plot",
+    "plan": "estimate memory and time of an experiment on devices that need not exist, and find layouts that fit",
+    "draw": "draw attention masks and print their cost relative to dense attention",
+    "convert": "convert Hugging Face checkpoints to runs, and runs to checkpoints",
 }
-WATCHED = ("train", "sweep")  # commands that react to signals as `hpnlp.training.signals` describes
+HANDLES_SIGNALS = ("train", "sweep")  # commands that react to signals as `hpnlp.training.signals` describes
 
 
 def main() -> None:
-    """Runs the command that sys.argv names.
+    """Runs the command that `sys.argv` names, and exits the process with its exit code.
 
     Exit codes:
-        0: done.
-        1: a defect of hpnlp, with a traceback; or, without a message, a command that only prints into a closed pipe.
-        2: bad input or a fault of the machine, with one line; also where all files are written and stdout could not be.
-        130: Ctrl-C, with one line; training and sweeps also at the other signals of `hpnlp.training.signals`.
+        0: success.
+        1: a defect of hpnlp, with a traceback; or, without a message, a closed output pipe of a command that only prints.
+        2: invalid input or an error of the machine, with one line on stderr; or all files were written, but not stdout.
+        130: Ctrl-C, with one line on stderr; for train and sweep also the other signals of `hpnlp.training.signals`.
     """
-    atexit.register(gc.freeze)  # what is left when all is done need not be looked through
+    atexit.register(gc.freeze)  # skips the garbage collection of all objects when the process ends
     _open_standard_descriptors()
     argv = sys.argv[1:] or ["--help"]
     try:
         with contextlib.ExitStack() as stack:
-            if argv[0] in WATCHED:
+            if argv[0] in HANDLES_SIGNALS:
                 from hpnlp.training import signals
 
                 stack.enter_context(signals.watched())
-            _guarded(argv)
-    except KeyboardInterrupt:  # training saves first, and does not get here
+            _run_guarded(argv)
+    except KeyboardInterrupt:  # training saves a checkpoint instead of raising it
         print("hpnlp: interrupted", file=sys.stderr)
         sys.exit(130)
 
 
 def _open_standard_descriptors() -> None:
-    """Opens the null device as stdin, stdout or stderr where one is closed: the next file would take its place."""
+    """Opens the null device as stdin, stdout or stderr where one is closed, else the next opened file takes its descriptor."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -57,15 +57,15 @@ def _open_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def _guarded(argv: list[str]) -> None:
-    """Runs a command with its errors explained in one line, and with exit codes as `main` has them."""
-    from hpnlp.cli import output  # imports JAX, which takes a second
+def _run_guarded(argv: list[str]) -> None:
+    """Runs a command. Prints errors in one line, and exits with the codes of `main`."""
+    from hpnlp.cli import output  # after the signal handlers are set, since it imports JAX, which takes a second
 
     with output.guarded(argv) as stdout:
         code: object = 0
         try:
             try:
-                _main(argv[0])
+                _run_command(argv[0])
             finally:
                 sys.stdout.flush()
         except SystemExit as stop:
@@ -73,11 +73,11 @@ def _guarded(argv: list[str]) -> None:
         except BrokenPipeError:
             sys.exit(1)
         except Exception as error:
-            _refuse(error)
+            _exit_with_message(error)
         finally:
             if stdout.escaped:
                 print(
-                    f"hpnlp: stdout takes {stdout.encoding} only, and other characters were written as \\uXXXX: set "
+                    f"hpnlp: the encoding of stdout is {stdout.encoding}, and other characters were written as \\uXXXX: set "
                     "PYTHONIOENCODING=utf-8",
                     file=sys.stderr,
                 )
@@ -88,35 +88,36 @@ def _guarded(argv: list[str]) -> None:
             sys.exit(code)
 
 
-def _refuse(error: Exception) -> NoReturn:
-    """Exits with 2 and one line where the input or the machine is at fault; raises `error` again otherwise."""
-    from hpnlp.cli.errors import explained
+def _exit_with_message(error: Exception) -> NoReturn:
+    """Prints one line and exits with 2 for errors of the input and the machine; raises all other errors again."""
+    from hpnlp.cli.errors import machine_error_message
     from hpnlp.types import InputError
 
-    line = str(error) if isinstance(error, InputError) else explained(error)
-    if not line:
+    message = str(error) if isinstance(error, InputError) else machine_error_message(error)
+    if not message:
         raise error
     if "--debug" in sys.argv:
         traceback.print_exception(error)
-    print(f"hpnlp: {' '.join(line.split())}", file=sys.stderr)
+    print(f"hpnlp: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 
 def spare_threads() -> None:
-    """Threads for what a CPU's pretended devices wait for; before jax is imported.
+    """Sets NPROC so that XLA has spare threads for simulated CPU devices; takes effect before jax is imported.
 
-    XLA keeps one a device, and a collective holds one until all devices have come. Where two collectives do not depend on each
-    other, devices may enter them in different orders, and with no thread left for the other one none ever comes.
+    XLA starts one thread for each device, and a collective occupies a thread until all devices have reached it. Devices may
+    reach two independent collectives in different orders. With no thread left for the second one, no device ever reaches it.
     """
-    asked = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))[-1:]
-    asked += re.findall(r"^\d+$", os.environ.get("JAX_NUM_CPU_DEVICES", ""))
-    if asked:
-        # Those that this process may use, as XLA counts them.
+    devices = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))[-1:]
+    devices += re.findall(r"^\d+$", os.environ.get("JAX_NUM_CPU_DEVICES", ""))
+    if devices:
+        # Cores that this process may use, as XLA counts them.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        os.environ.setdefault("NPROC", str(max(4 * max(map(int, asked)), cores)))
+        os.environ.setdefault("NPROC", str(max(4 * max(map(int, devices)), cores)))
 
 
-def _main(name: str) -> None:
+def _run_command(name: str) -> None:
+    """Prints help or the version, or imports and runs a command."""
     spare_threads()
     if name in ("--help", "-h", "help"):
         print("hpnlp COMMAND [--flag=value ...]\n\nCommands (each has --help):")

@@ -1,4 +1,4 @@
-"""Commands: each turns flags into one call. What they share is here."""
+"""Commands of `hpnlp`, one module each; here are the flags and checks that they share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from absl import flags
 from hpnlp.types import InputError
 
 FLAGS = flags.FLAGS
-flags.DEFINE_bool("debug", False, "Show the traceback of an error that a bad input causes.")
+flags.DEFINE_bool("debug", False, "Print the traceback of errors that invalid input causes.")
 
-# Beginnings of what Python says of a value -> what was expected.
-REASONS = {
+# Beginning of Python's error message for a value -> the expected type, in words.
+EXPECTED = {
     "invalid literal for int()": "a whole number",
     "Exceeds the limit (4300 digits)": "a whole number",
     "could not convert string to float": "a number",
@@ -26,86 +26,112 @@ REASONS = {
 
 
 def parse(argv: Sequence[str], usage: str, positional: bool = False) -> list[str]:
-    """Parses flags and returns the positional arguments, which only some commands take.
+    """Parses the flags of a command; with --help, prints the help and exits.
 
-    Prints help and exits where it is asked for; raises InputError on a bad flag.
+    Args:
+        argv: "hpnlp COMMAND" and its arguments, without config overrides.
+        usage: text that --help prints before the flags.
+        positional: whether the command takes positional arguments.
+
+    Returns:
+        The positional arguments.
+
+    Raises:
+        InputError: a flag is unknown or has an invalid value, or there is an unexpected argument.
     """
     if any(arg in ("--help", "-h", "-help", "--helpfull") for arg in argv[1:]):
-        print(f"{usage.strip()}\n\nFlags:\n{_own_flags()}")
+        print(f"{usage.strip()}\n\nFlags:\n{_flag_help()}")
         raise SystemExit(0)
     try:
-        rest = FLAGS(list(argv))
+        arguments = FLAGS(list(argv))[1:]
     except flags.UnrecognizedFlagError as error:
-        section, dot, field = error.flagname.partition(".")
-        if dot and "config" not in FLAGS and section == "config":
-            raise InputError(
-                f"unknown flag --{error.flagname}: only train, sweep and plan take config fields"
-            ) from error
-        if dot and "config" in FLAGS and difflib.get_close_matches(section, ["config"]):
-            raise InputError(f"unknown flag --{error.flagname}: did you mean --config.{field}?") from error
-        if "config" in FLAGS and (fields := _config_flags(error.flagname)):
-            raise InputError(f"unknown flag --{error.flagname}: did you mean {' or '.join(fields)}?") from error
-        hint = "" if "Did you mean" in str(error) else f": {argv[0]} --help lists the flags"
-        raise InputError(f"{error}{hint}") from error
+        raise InputError(_unknown_flag_message(error, argv[0])) from error
     except flags.Error as error:
-        raise InputError(_plain(str(error))) from error
-    if len(rest) > 1 and not positional:
-        raise InputError(f"unexpected argument {rest[1]!r}: flags are written --name=value")
-    return rest[1:]
+        raise InputError(_invalid_flag_message(str(error))) from error
+    if arguments and not positional:
+        raise InputError(f"unexpected argument {arguments[0]!r}: flags are written --name=value")
+    return arguments
+
+
+def _unknown_flag_message(error: flags.UnrecognizedFlagError, command: str) -> str:
+    """The message for an unknown flag, with the flag that was probably meant."""
+    section, dot, field = error.flagname.partition(".")
+    unknown = f"unknown flag --{error.flagname}"
+    if dot and "config" not in FLAGS and section == "config":
+        return f"{unknown}: only train, sweep and plan take config fields"
+    if dot and "config" in FLAGS and difflib.get_close_matches(section, ["config"]):
+        return f"{unknown}: did you mean --config.{field}?"
+    if "config" in FLAGS and (fields := _config_flags(error.flagname)):
+        return f"{unknown}: did you mean {' or '.join(fields)}?"
+    return str(error) if "Did you mean" in str(error) else f"{error}: {command} --help lists the flags"
 
 
 def _config_flags(name: str) -> list[str]:
-    """The flags of the config fields that are called `name`, in any section."""
+    """Flags of the config fields with this name, in any section."""
     from hpnlp.cli import experiment
 
     return [f"--config.{field}" for field in experiment.field_types() if field.rpartition(".")[2] == name]
 
 
-def _plain(text: str) -> str:
-    """The message of absl for a flag whose value is of another type, in which Python's own reason is put in words."""
-    for reason, expected in REASONS.items():
-        flag, found, _ = text.partition(f": {reason}")
-        if found:
+def _invalid_flag_message(message: str) -> str:
+    """Absl's message for a flag with an invalid value; names the expected type instead of Python's conversion error."""
+    for reason, expected in EXPECTED.items():
+        flag, separator, _ = message.partition(f": {reason}")
+        if separator:
             return f"{flag if len(flag) <= 200 else flag[:200] + '...'}: expected {expected}"
-    return text
+    return message
 
 
 def required(name: str, example: str) -> str:
-    """The value of a flag that must be given."""
+    """The value of a required flag.
+
+    Args:
+        name: of the flag.
+        example: a value for the error message.
+
+    Returns:
+        The value, not empty.
+
+    Raises:
+        InputError: the flag is missing or empty, or --workdir is a file.
+    """
     value = getattr(FLAGS, name)
     if not value:
-        raise InputError(f"--{name} is needed, as in --{name}={example}")
+        raise InputError(f"--{name} is required, for example --{name}={example}")
     if name == "workdir" and Path(value).exists() and not Path(value).is_dir():
-        raise InputError(f"--workdir={value} is a file: name a directory, as --workdir={example}")
+        raise InputError(f"--workdir={value} is a file: use a directory, for example --workdir={example}")
     return value
 
 
 def plot_path(out: str, name: str) -> Path:
-    """The file that a picture goes to.
+    """The file that a plot is written to.
 
     Args:
-        out: as given: a file, whose suffix is .png where it has none, or a directory.
+        out: value of --out: a file, to which .png is added where it has no suffix, or a directory.
         name: of the file in a directory.
 
+    Returns:
+        The path of the file.
+
     Raises:
-        InputError: `out` is neither a file that may be written nor a directory, as /dev/full.
+        InputError: `out` is empty, or is neither a regular file nor a directory, such as /dev/full.
     """
     if not out:
-        raise InputError(f"--out is empty: name a file, as {name}, or a directory")
+        raise InputError(f"--out is empty: use a file, for example {name}, or a directory")
     path = Path(out)
     if path.is_dir() or out.endswith("/"):
         return path / name
     if path.exists() and not path.is_file():
-        raise InputError(f"--out={out} is not a regular file: name one, as {name}")
+        raise InputError(f"--out={out} is not a regular file: use a file, for example {name}")
     return path if path.suffix else path.with_suffix(".png")
 
 
 def prepare_jax() -> None:
-    """Compiled programs are kept between runs, and chatty libraries are quietened."""
+    """Enables the cache of compiled programs on disk, and silences log messages of libraries that errors repeat."""
     import jax
 
     _ignore_closed_loops()
-    # What orbax logs as an error, with a traceback for each of its threads and tasks, it raises as well.
+    # Orbax raises the errors that it logs, with a traceback for each of its threads and tasks.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.ERROR if FLAGS.debug else logging.CRITICAL)
     if not jax.config.values["jax_compilation_cache_dir"]:
@@ -115,8 +141,11 @@ def prepare_jax() -> None:
 
 
 def _ignore_closed_loops() -> None:
-    """Reads and writes that go on when another of them has failed report to orbax's event loop, which is closed by
-    then, and each would print a traceback."""
+    """Suppresses tracebacks that report a closed event loop.
+
+    When one read or write of orbax has failed, the others report to its event loop after it was closed, and each would print a
+    traceback.
+    """
     show, show_unraisable = sys.excepthook, sys.unraisablehook
 
     def is_known(error: BaseException | None) -> bool:
@@ -126,7 +155,11 @@ def _ignore_closed_loops() -> None:
     sys.unraisablehook = lambda it: None if is_known(it.exc_value) else show_unraisable(it)
 
 
-def _own_flags() -> str:
-    own = [f for module, defined in FLAGS.flags_by_module_dict().items() if module.startswith("hpnlp") for f in defined]
-    lines = [f"  --{f.name}{'' if f.boolean else '=' + str(f.default or '...')}\n      {f.help}" for f in own]
-    return "\n".join(lines)
+def _flag_help() -> str:
+    """The flags that modules of hpnlp have defined, with their defaults and help."""
+    by_module = FLAGS.flags_by_module_dict().items()
+    defined = [flag for module, module_flags in by_module if module.startswith("hpnlp") for flag in module_flags]
+    return "\n".join(
+        f"  --{flag.name}{'' if flag.boolean else '=' + str(flag.default or '...')}\n      {flag.help}"
+        for flag in defined
+    )

@@ -1,4 +1,4 @@
-"""`hpnlp compare`: one table and one plot of several runs."""
+"""`hpnlp compare`: a table and a plot of several runs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,36 @@ from hpnlp import cli
 USAGE = """
 hpnlp compare RUN RUN ... [--out=compare.png]
 
-Prints a table of finished runs (directories; one that holds a sweep stands for its members), best first, and draws
-quality against time and memory.
+Prints a table of finished runs, best first, and plots quality against time and memory. RUN is the workdir of a run, or of a
+sweep, which stands for all of its members.
 """
 
 flags.DEFINE_string(
-    "out", "compare.png", "File of the plot, or a directory for compare.png; the table goes beside it, as .md."
+    "out", "compare.png", "File of the plot, or a directory for compare.png; the table is written beside it as .md."
 )
 
 
 def run(argv: Sequence[str]) -> None:
+    """Runs `hpnlp compare`.
+
+    Args:
+        argv: "hpnlp compare" and the arguments of the command.
+
+    Raises:
+        InputError: there is no run, or one has no valid report.
+    """
     runs = cli.parse(argv, USAGE, positional=True)
     from hpnlp import report
 
     members = [member for name in runs for member in _members(Path(name))]
     if not members:
-        raise cli.InputError("no run is named: hpnlp compare RUN RUN ..., each a workdir with a report.json")
+        raise cli.InputError("no run: write hpnlp compare RUN RUN ..., each a workdir with a report.json")
     out = cli.plot_path(cli.FLAGS.out, "compare.png")
     table = report.compare(members, out)
     print(f"{table}\nwritten: {out}, {out.with_suffix('.md')}")
 
 
 def _members(path: Path) -> list[Path]:
-    inner = sorted(report.parent for report in path.glob("*/report.json"))
-    return inner if inner and not (path / "report.json").exists() else [path]
+    """The members of a sweep, or the run itself."""
+    members = sorted(report.parent for report in path.glob("*/report.json"))
+    return members if members and not (path / "report.json").exists() else [path]

@@ -1,4 +1,4 @@
-"""`hpnlp convert`: a checkpoint of Hugging Face to a run, and back."""
+"""`hpnlp convert`: converts a Hugging Face checkpoint to a run, or a run to a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -18,31 +18,38 @@ USAGE = """
 hpnlp convert --from=DIR --to=runs/x [--dtype=bfloat16]
 hpnlp convert --from=runs/x --to=DIR [--dtype=bfloat16] [--step=N]
 
-A directory with config.json, model.safetensors and tokenizer.json, of the family llama, mistral, qwen2, qwen3 or gpt2,
-becomes a run at step 0, which generate reads and train goes on with. A run becomes such a directory, which transformers
-reads.
+Converts a directory with config.json, model.safetensors and tokenizer.json, of the family llama, mistral, qwen2, qwen3 or gpt2,
+to a run at step 0, for `hpnlp generate` and `hpnlp train`. Converts a run to such a directory, for transformers.
 """
 
-flags.DEFINE_string("from", None, "A checkpoint of Hugging Face, or a run.")
-flags.DEFINE_string("to", None, "What to write: the other of the two.")
+flags.DEFINE_string("from", None, "Directory of a Hugging Face checkpoint, or of a run.")
+flags.DEFINE_string("to", None, "Directory to write: a run, or a Hugging Face checkpoint.")
 flags.DEFINE_string(
-    "dtype", "float32", "float32, bfloat16 or float16: what the run computes in, or tensors are stored in."
+    "dtype", "float32", "Dtype of the run's computation, or of the checkpoint's tensors: float32, bfloat16 or float16."
 )
 flags.DEFINE_integer(
-    "step", None, "The run's checkpoint to take; by default the best, or the newest where none was scored."
+    "step", None, "Step of the run's checkpoint; by default the best, or the newest if none was evaluated."
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Files of the tokenizer and of transformers' generate, which are copied as they are.
+# Files of the tokenizer and of transformers' generate(), which are copied unchanged.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 COMPANIONS = ("special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 
-# Families for which AutoTokenizer of transformers 5 builds its own normalizer and pre-tokenizer, whatever tokenizer.json says.
-OWN_TOKENIZER = ("qwen2",)
+# Families for which AutoTokenizer of transformers 5 ignores the normalizer and pre-tokenizer of tokenizer.json.
+FIXED_TOKENIZER = ("qwen2",)
 
 
 def run(argv: Sequence[str]) -> None:
+    """Runs `hpnlp convert`.
+
+    Args:
+        argv: "hpnlp convert" and the arguments of the command.
+
+    Raises:
+        InputError: a flag or the source is invalid, or the target cannot be written.
+    """
     cli.parse(argv, USAGE)
     source, target = Path(cli.required("from", "DIR")), Path(cli.required("to", "runs/x"))
     if cli.FLAGS.dtype not in DTYPES:
@@ -51,28 +58,35 @@ def run(argv: Sequence[str]) -> None:
     _check_target(target)
     cli.prepare_jax()
     try:
-        (_to_checkpoint if _is_run(source) else _to_run)(source, target)
+        if _is_run(source):
+            _to_checkpoint(source, target)
+        else:
+            _to_run(source, target)
     except OSError as error:
         if str(error.filename or "").startswith(str(source)):
             raise InputError(
-                f"cannot read {error.filename} ({error.strerror}): mend it, or name another --from"
+                f"cannot read {error.filename} ({error.strerror}): repair it, or use another --from"
             ) from error
-        raise InputError(f"cannot write --to={target} ({error.strerror}): free some space, or name another") from error
+        raise InputError(
+            f"cannot write --to={target} ({error.strerror}): free some space, or use another directory"
+        ) from error
 
 
 def _is_run(source: Path) -> bool:
-    return any((source / name).exists() for name in ("checkpoints", "metrics.jsonl"))  # the latter, if none was saved
+    """Whether a directory holds a run, which has metrics even before its first checkpoint."""
+    return any((source / name).exists() for name in ("checkpoints", "metrics.jsonl"))
 
 
 def _check_source(source: Path) -> None:
+    """Raises InputError where `source` is not a directory, or lacks what the flags name."""
     if not source.is_dir():
-        found = "is a file" if source.is_file() else "is not a directory"
+        problem = "is a file" if source.is_file() else "is not a directory"
         raise InputError(
-            f"--from={source} {found}: name the directory of a run, or of a checkpoint with its config.json"
+            f"--from={source} {problem}: use the directory of a run, or of a checkpoint with its config.json"
         )
     if cli.FLAGS.step is not None and not _is_run(source):
         raise InputError(
-            f"--step={cli.FLAGS.step}: {source} is a Hugging Face checkpoint, which has no steps: leave --step out"
+            f"--step={cli.FLAGS.step}: {source} is a Hugging Face checkpoint, which has no steps: remove --step"
         )
     for name in (*TOKENIZER, *COMPANIONS):
         path = source / name
@@ -81,23 +95,26 @@ def _check_source(source: Path) -> None:
 
 
 def _check_target(target: Path) -> None:
-    """Raises InputError where `target` cannot be made or already holds something, before time is spent on weights."""
+    """Raises InputError where `target` cannot be made or holds a run or checkpoint, before any weights are read."""
     for name in ("config.json", "checkpoints"):
         if os.path.lexists(target / name):
-            raise InputError(f"--to={target} holds {name} already: name an empty directory")
+            raise InputError(f"--to={target} already holds {name}: use an empty directory")
     parent = next(path for path in (target, *target.absolute().parents) if os.path.lexists(path))
     if not parent.is_dir():
-        raise InputError(f"cannot write --to={target}: {parent} is not a directory: name another")
+        raise InputError(f"cannot write --to={target}: {parent} is not a directory: use another directory")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(f"cannot write --to={target}: {parent} is read-only: name another")
+        raise InputError(f"cannot write --to={target}: {parent} is read-only: use another directory")
 
 
 def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
-    for name in filter(lambda name: (source / name).exists(), names):
-        shutil.copyfile(source / name, target / name)
+    """Copies those of the files that exist."""
+    for name in names:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 def _to_run(source: Path, target: Path) -> None:
+    """Writes a run at step 0 with the model and the tokenizer of a Hugging Face checkpoint."""
     from hpnlp.data import DataConfig, tokenizers
     from hpnlp.models.huggingface import convert
     from hpnlp.training import config
@@ -106,11 +123,11 @@ def _to_run(source: Path, target: Path) -> None:
 
     checked_directory(target, "--to")
     model = convert.load_config(source, cli.FLAGS.dtype)
-    convert.eos_ids(source)  # raises where it cannot be read
-    # Rows no longer than the model's positions reach, where these are learned.
+    convert.eos_ids(source)  # raises where they cannot be read
+    # Sequences are at most as long as the model's learned positions.
     data = DataConfig(seq_len=min(DataConfig.seq_len, model.max_len), tokenizer=str(target / "tokenizer.json"))
     values = config.Config(model=model, data=data)
-    runs.make_model(values, tokenizers.load(str(source)))  # raises where the tokenizer is not the model's
+    runs.make_model(values, tokenizers.load(str(source)))  # raises where the tokenizer does not fit the model
     _, params = convert.load(source, cli.FLAGS.dtype)
     target.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpointer(target)
@@ -119,7 +136,7 @@ def _to_run(source: Path, target: Path) -> None:
     checkpoints.close()
     _copy(source, target, (*TOKENIZER, *COMPANIONS))
     if not (target / convert.GENERATION).exists() and (settings := convert.generation_settings(source)):
-        # The config.json of a run does not say which ids end a text.
+        # The config.json of a run does not hold the ids that end a text.
         (target / convert.GENERATION).write_text(json.dumps(settings) + "\n")
     (target / "config.json").write_text(config.to_json(values))
     for remark in [*convert.remarks(source), *convert.generation_remarks(source)]:
@@ -128,6 +145,7 @@ def _to_run(source: Path, target: Path) -> None:
 
 
 def _to_checkpoint(source: Path, target: Path) -> None:
+    """Writes a Hugging Face checkpoint with the model and the tokenizer of a run."""
     from hpnlp.data import tokenizers
     from hpnlp.data.export import export
     from hpnlp.data.huggingface import HFTokenizer
@@ -147,10 +165,10 @@ def _to_checkpoint(source: Path, target: Path) -> None:
     tokenizers.load(str(target))
     _copy(source, target, COMPANIONS)
     if model.output != "full":
-        print(f"{target}: model.output={model.output!r} samples from a full softmax, which the checkpoint has")
-    if not is_copied and convert.model_type(target) in OWN_TOKENIZER:
+        print(f"{target}: model.output={model.output!r} estimates a full softmax, which the checkpoint has")
+    if not is_copied and convert.model_type(target) in FIXED_TOKENIZER:
         print(
-            f"{target}: transformers takes every tokenizer of model_type={convert.model_type(target)} for Qwen's own: load "
-            f"this one by PreTrainedTokenizerFast.from_pretrained({str(target)!r}), not by AutoTokenizer"
+            f"{target}: AutoTokenizer of transformers builds Qwen's tokenizer for model_type={convert.model_type(target)}: "
+            f"load this one with PreTrainedTokenizerFast.from_pretrained({str(target)!r}) instead"
         )
     print(f"{target}: a checkpoint. Next, in Python: AutoModelForCausalLM.from_pretrained({str(target)!r})")

@@ -1,4 +1,4 @@
-"""Experiment files: loaded, and their config overridden by flags, with every mistake told in one line."""
+"""Loads experiment files and applies config overrides; every mistake is an InputError of one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,61 +25,96 @@ EXAMPLE = "experiments/lm/bytes.py (in the repository of hpnlp)"
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`(argv without them, overrides)`, which are written --config.section.field=value."""
+    """Separates the overrides of a config from the other arguments.
+
+    Args:
+        argv: the program and its arguments.
+
+    Returns:
+        (`argv` without the overrides, the overrides), which are written --config.section.field=value.
+    """
     overrides = [arg for arg in argv[1:] if re.match(r"--?config\.", arg)]
     return [arg for arg in argv if arg not in overrides], overrides
 
 
 def load(path: str) -> ModuleType:
-    """The module of an experiment file. Raises InputError where there is none, or where it does not run."""
+    """Imports an experiment file.
+
+    Args:
+        path: of a Python file.
+
+    Returns:
+        Its module.
+
+    Raises:
+        InputError: there is no such file, or it raises an error.
+    """
     if not Path(path).is_file():
-        what = f"{path!r} is a directory" if Path(path).is_dir() else f"there is no file {path!r}"
-        raise InputError(f"--config: {what}: name an experiment file, as {EXAMPLE}")
+        problem = f"{path!r} is a directory" if Path(path).is_dir() else f"there is no file {path!r}"
+        raise InputError(f"--config: {problem}: use an experiment file, for example {EXAMPLE}")
     spec = importlib.util.spec_from_file_location("experiment", os.path.abspath(path))
     if spec is None or spec.loader is None or Path(path).suffix != ".py":
-        raise InputError(f"--config={path} is not a Python file: name an experiment file, as {EXAMPLE}")
+        raise InputError(f"--config={path} is not a Python file: use an experiment file, for example {EXAMPLE}")
     module = importlib.util.module_from_spec(spec)
     call(path, spec.loader.exec_module, module)
     return module
 
 
 def call(path: str, function: Any, *args: Any) -> Any:
-    """`function(*args)` of the experiment file at `path`; whatever it raises becomes an InputError with its file and line."""
+    """Calls a function of an experiment file, which may import the modules beside the file.
+
+    Args:
+        path: of the experiment file.
+        function: to call.
+        *args: its arguments.
+
+    Returns:
+        The result of the function.
+
+    Raises:
+        InputError: the function raised an error, with its file and line.
+    """
     try:
         with _siblings(Path(os.path.abspath(path)).parent):
             return function(*args)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit too: a command that ended there would seem to be done
-        # ml_collections wraps its errors in each other, and tells all that a config holds beside a name that it lacks.
-        told: Any = error
-        while isinstance(told, BaseException) and (len(told.args) == 1 or isinstance(told, SyntaxError)):
-            told = told.args[0]
-        text = re.sub(r' Other fields present: ".*?"(\n|$)', " ", str(told), flags=re.DOTALL)
-        raise InputError(f"{_place(path, error)}: {type(error).__name__}: {text}") from error
+    except BaseException as error:  # SystemExit too, which would end the command as if it had succeeded
+        raise InputError(f"{_location(path, error)}: {type(error).__name__}: {_message(error)}") from error
 
 
-def _place(path: str, error: BaseException) -> str:
-    """`file, line N` of an error in the experiment file at `path` or in a module beside it."""
+def _message(error: BaseException) -> str:
+    """The message of an error, without what ml_collections adds to it."""
+    # ml_collections wraps its errors in each other, and lists all fields of a config beside the name that it lacks.
+    message: Any = error
+    while isinstance(message, BaseException) and (len(message.args) == 1 or isinstance(message, SyntaxError)):
+        message = message.args[0]
+    return re.sub(r' Other fields present: ".*?"(\n|$)', " ", str(message), flags=re.DOTALL)
+
+
+def _location(path: str, error: BaseException) -> str:
+    """Place of an error in an experiment file or in a module beside it, as "FILE, line N"."""
     experiment = os.path.abspath(path)
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno))
-    beside = os.path.join(os.path.dirname(experiment), "")
-    elsewhere = os.path.join(os.path.dirname(hpnlp.__file__), "")
-    for name, line in reversed(frames):
-        name = os.path.abspath(name) if not name.startswith("<") else name
-        if name.startswith(beside) and not name.startswith(elsewhere) and "site-packages" not in name:
-            return f"{path if name == experiment else os.path.join(os.path.dirname(path), name[len(beside) :])}, line {line}"
+    directory = os.path.join(os.path.dirname(experiment), "")
+    package = os.path.join(os.path.dirname(hpnlp.__file__), "")
+    for file, line in reversed(frames):
+        file = os.path.abspath(file) if not file.startswith("<") else file
+        if file.startswith(directory) and not file.startswith(package) and "site-packages" not in file:
+            shown = path if file == experiment else os.path.join(os.path.dirname(path), file[len(directory) :])
+            return f"{shown}, line {line}"
     return path
 
 
 @contextlib.contextmanager
 def _siblings(directory: Path) -> Iterator[None]:
-    """Lets an experiment file import the modules of its directory, as Python lets a script.
+    """Puts the directory of an experiment file on the import path while it runs, as Python does for a script.
 
-    They come before installed modules of the same names, and not before those of Python itself. Afterwards they are forgotten,
-    and modules that they hid are back: another experiment may have other siblings of these names.
+    Its modules take precedence over installed modules of the same names, but not over the standard library. Afterwards they
+    are removed from `sys.modules`, and modules that they replaced are restored, since another experiment may have other modules
+    of these names.
     """
     names = {file.stem for file in directory.glob("*.py")} | {
         file.parent.name for file in directory.glob("*/__init__.py")
@@ -97,7 +132,7 @@ def _siblings(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # an experiment may take it out itself
+        with contextlib.suppress(ValueError):  # the experiment may have removed it
             sys.path.remove(str(directory))
         fresh = {name for name in sys.modules if "." not in name and name not in kept}
         fresh = {name for name in fresh if _lies_in(directory, sys.modules[name])}
@@ -108,58 +143,95 @@ def _siblings(directory: Path) -> Iterator[None]:
 
 def _lies_in(directory: Path, module: ModuleType | None) -> bool:
     """Whether a module is a file or a package of the directory."""
-    places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None) or ""]
-    return any(os.path.dirname(os.path.abspath(place)) == str(directory) for place in places if place)
+    paths = [*getattr(module, "__path__", ()), getattr(module, "__file__", None) or ""]
+    return any(os.path.dirname(os.path.abspath(path)) == str(directory) for path in paths if path)
 
 
 def read(path: str, overrides: Sequence[str] = ()) -> Any:
-    """The ConfigDict of the experiment file `path`, or `path:argument`, with flags as `split` gives them applied.
+    """The config of an experiment file.
 
-    Raises InputError for whatever is wrong with either.
+    Args:
+        path: of the file, or "FILE:ARGUMENT" with an argument of its get_config().
+        overrides: flags that set fields of the config, from `split`.
+
+    Returns:
+        A `ConfigDict`.
+
+    Raises:
+        InputError: the file, its config or an override is invalid.
     """
     path, *argument = path.split(":", 1)
     module = load(path)
     if not hasattr(module, "get_config"):
         raise InputError(f"--config={path} has no get_config(): define one that returns a config, as {EXAMPLE} does")
-    values = call(path, module.get_config, *argument)
-    if not isinstance(values, ConfigDict) or isinstance(values, FrozenConfigDict):
-        raise InputError(
-            f"{path}: get_config() returned {type(values).__name__}: return the ConfigDict that it begins with"
-        )
+    config = call(path, module.get_config, *argument)
     types = field_types()
-    held = {f"{name}.{field}" for name, fields in values.items() if isinstance(fields, ConfigDict) for field in fields}
-    if lacking := [name for name in types if name not in held]:
+    _check_config(path, config, types)
+    for override in overrides:
+        _check_override(override, types)
+    return _overridden(config, overrides, types)
+
+
+def _check_config(path: str, config: Any, types: Mapping[str, str]) -> None:
+    """Raises InputError where the result of get_config() is not a config with all fields."""
+    if not isinstance(config, ConfigDict) or isinstance(config, FrozenConfigDict):
         raise InputError(
-            f"{path}: get_config() returned a config without {', '.join(lacking[:3])}{', ...' * (len(lacking) > 3)}: begin "
+            f"{path}: get_config() returned {type(config).__name__}: return the ConfigDict of "
+            "hpnlp.training.config.default()"
+        )
+    sections = {name: section for name, section in config.items() if isinstance(section, ConfigDict)}
+    fields = {f"{name}.{field}" for name, section in sections.items() for field in section}
+    if missing := [name for name in types if name not in fields]:
+        raise InputError(
+            f"{path}: get_config() returned a config without {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}: begin "
             "with hpnlp.training.config.default()"
         )
-    for override in overrides:
-        name, equals, _ = override.lstrip("-").removeprefix("config.").partition("=")
-        fields = [field for field in types if field.startswith(f"{name}.")]
-        if fields:
-            raise InputError(f"{override}: {name} is a section: set one of its fields, as --config.{fields[0]}=VALUE")
-        if lookup(types, name, "config field") != "bool" and not equals:
-            raise InputError(f"{override} has no value: write {override}=VALUE ({types[name]})")
-    own, argv = flags.FlagValues(), ["", *overrides]
-    config_flags.DEFINE_config_dict("config", values, lock_config=True, flag_values=own, sys_argv=argv)
+
+
+def _check_override(override: str, types: Mapping[str, str]) -> None:
+    """Raises InputError where an override names no field, or has no value."""
+    name, equals, _ = override.lstrip("-").removeprefix("config.").partition("=")
+    fields = [field for field in types if field.startswith(f"{name}.")]
+    if fields:
+        raise InputError(
+            f"{override}: {name} is a section: set one of its fields, for example --config.{fields[0]}=VALUE"
+        )
+    if lookup(types, name, "config field") != "bool" and not equals:
+        raise InputError(f"{override} has no value: write {override}=VALUE ({types[name]})")
+
+
+def _overridden(config: ConfigDict, overrides: Sequence[str], types: Mapping[str, str]) -> Any:
+    """The config with its overrides applied. Raises InputError where a value has another type than its field."""
+    values, argv = flags.FlagValues(), ["", *overrides]
+    config_flags.DEFINE_config_dict("config", config, lock_config=True, flag_values=values, sys_argv=argv)
     try:
-        own(argv)
+        values(argv)
     except flags.Error as error:
-        at_fault = next(o for o in overrides if o.lstrip("-") in str(error))
-        expected = types[at_fault.lstrip("-").removeprefix("config.").partition("=")[0]]
-        at_fault = at_fault if len(at_fault) <= 200 else f"{at_fault[:200]}..."
-        raise InputError(f"{at_fault}: expected {'tuple, as (1,3)' if expected == 'tuple' else expected}") from error
-    return own["config"].value
+        override = next(override for override in overrides if override.lstrip("-") in str(error))
+        expected = types[override.lstrip("-").removeprefix("config.").partition("=")[0]]
+        shown = override if len(override) <= 200 else f"{override[:200]}..."
+        raise InputError(
+            f"{shown}: expected {'tuple, for example (1,3)' if expected == 'tuple' else expected}"
+        ) from error
+    return values["config"].value
 
 
 def field_types() -> dict[str, str]:
-    """section.field -> the name of its type, for every field of a config."""
+    """The types of all config fields.
+
+    Returns:
+        "section.field" -> name of the type; of a field that may be None, the other type.
+    """
     from hpnlp.training import config
 
-    def of(section: str, field: str) -> type:
-        hint = typing.get_type_hints(type(getattr(defaults, section)))[field]
-        return typing.get_args(hint)[0]  # of a field that may be None
-
     defaults = config.Config()
-    values = config.flat(defaults)
-    return {name: (of(*name.split(".")) if value is None else type(value)).__name__ for name, value in values.items()}
+    return {
+        name: (_type_of(defaults, *name.split(".")) if value is None else type(value)).__name__
+        for name, value in config.flat(defaults).items()
+    }
+
+
+def _type_of(defaults: Any, section: str, field: str) -> type:
+    """The type of a field whose default is None."""
+    hint = typing.get_type_hints(type(getattr(defaults, section)))[field]
+    return typing.get_args(hint)[0]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from absl import flags
@@ -16,92 +17,136 @@ from absl import flags
 from hpnlp import cli
 from hpnlp.types import InputError
 
+if TYPE_CHECKING:
+    from hpnlp.models.decode import Generation
+    from hpnlp.training.run_directory import Run
+
 USAGE = """
 hpnlp generate --workdir=runs/bytes --prompt="def " --tokens=200 --temperature=0.8 --top_p=0.95 --seed=0
 
-Continues a prompt, or several of any lengths as one batch (--prompt given again), with the model of a run. Text goes to
-stdout as it is made, that of several prompts at the end; what it took goes to stderr. --prompt_file=- reads prompts from
-stdin, as in: printf "def \nclass " | hpnlp generate --workdir=runs/bytes --prompt_file=-
+Continues prompts with the model of a run. Several prompts of any lengths (--prompt given more than once) are one batch. The
+text of a single prompt is streamed to stdout, the texts of several are printed at the end; timings are printed to stderr.
+--prompt_file=- reads prompts from stdin: printf "def \nclass " | hpnlp generate --workdir=runs/bytes --prompt_file=-
 """
 
-PROMPT_BYTES = 1 << 26  # of all prompts in a file, at most
-NOTED = 4096  # tokens of a prompt, from which reading it is announced
+MAX_PROMPT_BYTES = 1 << 26  # of all prompts of a file
+LONG_PROMPT = 4096  # tokens from which on the prefill is announced
 
-flags.DEFINE_string("workdir", None, "The run whose model writes.")
-flags.DEFINE_multi_string("prompt", [], "A text to continue; may be given again. Without one, the model begins itself.")
-flags.DEFINE_string("prompt_file", None, "A file of prompts, one a line; - for stdin. Empty lines are left out.")
-flags.DEFINE_integer("tokens", 200, "New tokens for each prompt.")
-flags.DEFINE_float("temperature", 0.8, "0 takes the most probable token each time; 1 draws as the model believes.")
-flags.DEFINE_integer("top_k", 0, "Draw among so many most probable tokens; 0 for all.")
-flags.DEFINE_float("top_p", 0.95, "Draw among the most probable tokens that together reach this probability.")
-flags.DEFINE_integer("seed", 0, "The same seed gives the same text; 0 to 2**32 - 1.")
-flags.DEFINE_integer("step", None, "The checkpoint to take; by default the best, or the newest where none was scored.")
+flags.DEFINE_string("workdir", None, "Directory of the run.")
+flags.DEFINE_multi_string(
+    "prompt", [], "Text to continue; may be given more than once. Without a prompt, the model starts from nothing."
+)
+flags.DEFINE_string("prompt_file", None, "File of prompts, one per line, or - for stdin. Empty lines are skipped.")
+flags.DEFINE_integer("tokens", 200, "Number of new tokens for each prompt.")
+flags.DEFINE_float("temperature", 0.8, "Temperature of sampling; 0 takes the most probable token each time.")
+flags.DEFINE_integer("top_k", 0, "Sample among the K most probable tokens; 0 for all.")
+flags.DEFINE_float("top_p", 0.95, "Sample among the most probable tokens whose probabilities sum to P.")
+flags.DEFINE_integer("seed", 0, "Seed of sampling, 0 to 2**32 - 1. Equal seeds give equal text.")
+flags.DEFINE_integer("step", None, "Step of the checkpoint; by default the best, or the newest if none was evaluated.")
 
 
 def run(argv: Sequence[str]) -> None:
+    """Runs `hpnlp generate`.
+
+    Args:
+        argv: "hpnlp generate" and the arguments of the command.
+
+    Raises:
+        InputError: a flag, a prompt or the run is invalid.
+    """
     cli.parse(argv, USAGE)
     prompts, workdir = _prompts(), cli.required("workdir", "runs/bytes")
     cli.prepare_jax()
 
     from hpnlp.data.prompt import prompt_bytes
-    from hpnlp.models import decode
-    from hpnlp.training import run_directory as runs
+    from hpnlp.training import run_directory
 
-    f = cli.FLAGS
-    loaded = runs.load(workdir, f.step)
-    tokenizer, model = loaded.tokenizer, loaded.model
-    encoded = [tokenizer.encode_prompt(prompt) for prompt in prompts]
-    read = max(len(ids) for ids in encoded)
-    if read >= NOTED:
-        _note(f"reading a prompt of {read:,} tokens")
+    loaded = run_directory.load(workdir, cli.FLAGS.step)
+    prompt_ids = [loaded.tokenizer.encode_prompt(prompt) for prompt in prompts]
+    length = max(len(ids) for ids in prompt_ids)
+    if length >= LONG_PROMPT:
+        _note(f"reading a prompt of {length:,} tokens")
     with _heartbeat("compiling"):
-        generation = decode.Generation(
-            model,
-            loaded.params,
-            encoded,
-            tokens=f.tokens,
-            temperature=f.temperature,
-            top_k=f.top_k,
-            top_p=f.top_p,
-            seed=f.seed,
-            eos_id=loaded.eos_ids,
-            pad_id=tokenizer.pad_id,
-            allowed=decode.speakable(tokenizer),
+        generation = _make_generation(loaded, prompt_ids)
+    if length + cli.FLAGS.tokens > loaded.model.config.max_len:
+        _note(
+            f"{length + cli.FLAGS.tokens} tokens are more than the {loaded.model.config.max_len} that the model was trained on"
         )
-    if read + f.tokens > model.config.max_len:
-        _note(f"{read + f.tokens} tokens are more than the {model.config.max_len} that the model was trained on")
-    streams = [decode.TextStream(tokenizer, ids) for ids in encoded]
-    texts = [prompt_bytes(prompt).decode("utf-8", "replace") for prompt in prompts]
-    alone, made = len(prompts) == 1, 0
-
-    def add(row: int, piece: str) -> None:
-        texts[row] += piece
-        if alone:
-            print(piece, end="", flush=True)
-
-    if alone:
-        print(texts[0], end="", flush=True)
-    chunks = iter(generation)
-    with _heartbeat(f"reading a prompt of {read:,} tokens"):
-        first = next(chunks)
-    ended = np.zeros(len(prompts), bool)
-    for chunk in itertools.chain([first], chunks):
-        stops = np.isin(chunk, loaded.eos_ids)
-        for row in np.flatnonzero(~ended).tolist():
-            # Pads follow the end of a row, and some tokenizers have none that stands for nothing.
-            ids = chunk[row, : stops[row].argmax() + 1] if stops[row].any() else chunk[row]
-            made += len(ids)
-            add(row, streams[row].push(ids))
-        ended |= stops.any(axis=1)
-    for row, stream in enumerate(streams):
-        add(row, stream.push([], final=True))
-    print("" if alone else "\n".join(f"--- prompt {number}\n{text}" for number, text in enumerate(texts, 1)))
+    texts = _Texts(
+        loaded.tokenizer, prompt_ids, [prompt_bytes(prompt).decode("utf-8", "replace") for prompt in prompts]
+    )
+    count = texts.extend(generation, loaded.eos_ids, f"reading a prompt of {length:,} tokens")
+    texts.finish()
     seconds = generation.seconds
-    rate = made / max(seconds["decode"], 1e-9)
+    rate = count / max(seconds["decode"], 1e-9)
     _note(f"compile {seconds['compile']:.1f} s, prefill {1e3 * seconds['prefill']:.0f} ms, {rate:,.0f} tokens/s")
 
 
+def _make_generation(loaded: Run, prompt_ids: Sequence[Any]) -> Generation:
+    """The continuation of the prompts, with the sampling of the flags."""
+    from hpnlp.models import decode
+
+    f = cli.FLAGS
+    return decode.Generation(
+        loaded.model,
+        loaded.params,
+        prompt_ids,
+        tokens=f.tokens,
+        temperature=f.temperature,
+        top_k=f.top_k,
+        top_p=f.top_p,
+        seed=f.seed,
+        eos_id=loaded.eos_ids,
+        pad_id=loaded.tokenizer.pad_id,
+        allowed=decode.speakable(loaded.tokenizer),
+    )
+
+
+class _Texts:
+    """Texts of a batch, which grow token by token; a single one is printed as it grows."""
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[Any], prompts: Sequence[str]) -> None:
+        from hpnlp.models.decode import TextStream
+
+        self.texts = list(prompts)
+        self.streams = [TextStream(tokenizer, ids) for ids in prompt_ids]
+        self.is_single = len(self.texts) == 1
+        if self.is_single:
+            print(self.texts[0], end="", flush=True)
+
+    def extend(self, generation: Generation, eos_ids: Sequence[int], waiting: str) -> int:
+        """Adds all tokens of a generation. Returns their number. `waiting` describes the time before the first of them."""
+        count, ended = 0, np.zeros(len(self.texts), bool)
+        chunks = iter(generation)
+        with _heartbeat(waiting):
+            first = next(chunks)
+        for chunk in itertools.chain([first], chunks):
+            stops = np.isin(chunk, eos_ids)
+            for index in np.flatnonzero(~ended).tolist():
+                # Padding follows the end of a text, and in some tokenizers every id stands for text, padding too.
+                ids = chunk[index, : stops[index].argmax() + 1] if stops[index].any() else chunk[index]
+                count += len(ids)
+                self.add(index, ids)
+            ended |= stops.any(axis=1)
+        return count
+
+    def add(self, index: int, ids: Any, *, final: bool = False) -> None:
+        """Adds tokens to one of the texts; `final` adds incomplete characters too."""
+        piece = self.streams[index].push(ids, final=final)
+        self.texts[index] += piece
+        if self.is_single:
+            print(piece, end="", flush=True)
+
+    def finish(self) -> None:
+        """Ends all texts, and prints those that were not printed while they grew."""
+        for index in range(len(self.texts)):
+            self.add(index, [], final=True)
+        numbered = (f"--- prompt {number}\n{text}" for number, text in enumerate(self.texts, 1))
+        print("" if self.is_single else "\n".join(numbered))
+
+
 def _prompts() -> list[str]:
+    """The prompts of all flags; one empty prompt without any."""
     prompts = list(cli.FLAGS.prompt)
     if cli.FLAGS.prompt_file is not None:
         prompts += _read_prompts(cli.FLAGS.prompt_file)
@@ -109,43 +154,45 @@ def _prompts() -> list[str]:
 
 
 def _read_prompts(name: str) -> list[str]:
-    """The lines of a file, or of stdin where it is named "-". Raises InputError unless it is UTF-8 text."""
-
-    def refused(reason: str, fix: str = "name a file of UTF-8 text, or - for stdin") -> InputError:
-        return InputError(f"--prompt_file={name}: {reason}: {fix}")
-
+    """The lines of a file, or of stdin for "-". Raises InputError unless it is UTF-8 text."""
     try:
         if name == "-":
-            data = sys.stdin.buffer.read(PROMPT_BYTES + 1) if sys.stdin else b""
+            data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if sys.stdin else b""
         else:
             with open(name, "rb") as file:
-                data = file.read(PROMPT_BYTES + 1)
+                data = file.read(MAX_PROMPT_BYTES + 1)
     except OSError as error:
-        raise refused(error.strerror or str(error)) from error
-    if len(data) > PROMPT_BYTES:
-        raise refused(f"it holds more than {PROMPT_BYTES >> 20} MiB", "give fewer or shorter prompts")
+        raise _prompt_file_error(name, error.strerror or str(error)) from error
+    if len(data) > MAX_PROMPT_BYTES:
+        raise _prompt_file_error(
+            name, f"it holds more than {MAX_PROMPT_BYTES >> 20} MiB", "use fewer or shorter prompts"
+        )
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise refused("it is UTF-16", "convert it, as with iconv -f UTF-16 -t UTF-8")
+        raise _prompt_file_error(name, "it is UTF-16", "convert it, for example with iconv -f UTF-16 -t UTF-8")
     if 0 in data:
-        raise refused(f"byte {data.index(0)} is zero, as in binary files and UTF-16")
+        raise _prompt_file_error(name, f"byte {data.index(0)} is zero, as in binary files and UTF-16")
     try:
         lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise refused(f"byte {error.start} is not UTF-8") from error
+        raise _prompt_file_error(name, f"byte {error.start} is not UTF-8") from error
     prompts = [line for line in (line.removesuffix("\r") for line in lines) if line]
     if not prompts:
-        raise refused("it holds no prompt", "write one a line")
+        raise _prompt_file_error(name, "it holds no prompt", "write one per line")
     return prompts
 
 
+def _prompt_file_error(name: str, reason: str, fix: str = "use a file of UTF-8 text, or - for stdin") -> InputError:
+    return InputError(f"--prompt_file={name}: {reason}: {fix}")
+
+
 @contextlib.contextmanager
-def _heartbeat(doing: str, every: float = 10.0) -> Iterator[None]:
-    """Prints a line every so many seconds while the block runs."""
-    done, begun = threading.Event(), time.monotonic()
+def _heartbeat(activity: str, interval: float = 10.0) -> Iterator[None]:
+    """Prints a line every `interval` seconds while the block runs."""
+    done, start = threading.Event(), time.monotonic()
 
     def report() -> None:
-        while not done.wait(every):
-            _note(f"{doing}: {time.monotonic() - begun:.0f} s so far")
+        while not done.wait(interval):
+            _note(f"{activity}: {time.monotonic() - start:.0f} s so far")
 
     thread = threading.Thread(target=report, daemon=True)
     thread.start()
@@ -157,4 +204,5 @@ def _heartbeat(doing: str, every: float = 10.0) -> Iterator[None]:
 
 
 def _note(line: str) -> None:
+    """Prints a line to stderr."""
     print(f"hpnlp: {line}", file=sys.stderr)

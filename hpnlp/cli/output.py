@@ -1,4 +1,4 @@
-"""Standard output and error of a command, which may be closed, full, or unable to show every character."""
+"""Standard output and error of a command, which may be closed, full, or of an encoding that lacks characters."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 
 from hpnlp.types import InputError
 
-# Commands whose only product is their output: they stop where it cannot be written. Others make files, and finish these.
+# Commands whose only result is their output stop where it cannot be written. All others finish the files that they write.
 PRINTS_ONLY = ("generate", "plan")
 HELP = ("help", "--help", "-h", "-help", "--helpfull", "--version")
 
 
 class Output:
-    """A text stream that is replaced with the null device when it fails.
+    """A text stream that is replaced by the null device when writing fails.
 
     Attributes:
-        failure: Reason why the stream could not be written, or "" while it can.
-        escaped: Whether a character that the stream's encoding lacks was written as a backslash escape.
+        failure: reason why the stream could not be written; "" while it can.
+        escaped: whether a character that the stream's encoding lacks was written as a backslash escape.
     """
 
     def __init__(self, stream: Any, stops: bool) -> None:
         """Wraps a stream.
 
         Args:
-            stream: Text stream, or None where the process was started without it.
-            stops: Whether writing raises InputError after a failure, which is otherwise only recorded.
+            stream: text stream, or None where the process was started without it.
+            stops: whether writing raises an error after a failure, which is otherwise only recorded.
         """
         self.failure, self.escaped = "" if stream else "it is closed", False
         self._stops = stops
@@ -38,7 +38,18 @@ class Output:
             self._stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
-        """Writes text. Raises BrokenPipeError, and InputError on another failure, where the command is to stop."""
+        """Writes text.
+
+        Args:
+            text: to write.
+
+        Returns:
+            The number of characters.
+
+        Raises:
+            BrokenPipeError: the reader has closed the pipe, and the command stops.
+            InputError: the stream cannot be written, and the command stops.
+        """
         try:
             text.encode(self._stream.encoding or "utf-8")
         except UnicodeEncodeError:
@@ -47,7 +58,7 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        """Writes what is buffered. Raises as `write`."""
+        """Writes the buffered text. Raises the errors of `write`."""
         self._attempt(self._stream.flush)
 
     def _attempt(self, function: Callable[[], object]) -> None:
@@ -66,7 +77,7 @@ class Output:
                 raise InputError(self.message) from error
 
     def _discard(self) -> None:
-        """Sends what is buffered, and all that follows, to the null device: Python flushes once more when it ends."""
+        """Redirects the stream to the null device, since Python flushes it once more at exit."""
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
@@ -74,8 +85,8 @@ class Output:
 
     @property
     def message(self) -> str:
-        """The line that describes the failure."""
-        return f"stdout cannot be written ({self.failure}): send it elsewhere, as > out.txt or > /dev/null"
+        """One line that describes the failure."""
+        return f"stdout cannot be written ({self.failure}): redirect it, for example with > out.txt or > /dev/null"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -83,12 +94,15 @@ class Output:
 
 @contextlib.contextmanager
 def guarded(argv: Sequence[str]) -> Iterator[Output]:
-    """Replaces sys.stdout and sys.stderr with an `Output` each, and yields that of stdout.
+    """Replaces `sys.stdout` and `sys.stderr` by an `Output` each while a command runs.
 
-    A command that makes files goes on where stdout fails; failures of stderr are ignored.
+    A command that writes files continues where stdout fails; failures of stderr are ignored.
 
     Args:
-        argv: The arguments of `hpnlp`: the command, and its flags.
+        argv: the command and its arguments.
+
+    Yields:
+        The `Output` of stdout.
     """
     stops = argv[0] in PRINTS_ONLY or any(arg in HELP for arg in argv)
     streams = sys.stdout, sys.stderr

@@ -1,13 +1,14 @@
-"""`hpnlp plan`: what an experiment will take on devices that are not there."""
+"""`hpnlp plan`: estimates memory, communication and time of an experiment on devices that need not exist."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import gc
 import os
 import re
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -16,29 +17,43 @@ from hpnlp.cli import experiment
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
+if TYPE_CHECKING:  # these import JAX, whose platform is chosen by the flags
+    from hpnlp.planner import Costs, Device
+    from hpnlp.training.config import Config
+
 USAGE = """
 hpnlp plan --config=experiments/lm/bytes.py --devices=512 --device=h200 [--config.plan.name=zero3 ...]
 
-Says what each device will hold, compute and send in a step, how long that takes at least by the device's data sheet, and,
-where it does not fit, the smallest change that would make it fit. Nothing is trained, and no accelerator is needed.
---out=plan.png draws both as stacked bars.
+Estimates the memory, work and communication of each device in a training step, a lower bound of its time by the device's data
+sheet, and, where the step does not fit, the smallest change that makes it fit. Nothing is trained; no accelerator is needed.
+--out=plan.png draws memory and time as stacked bars.
 
---depth=compiled compiles the step for so many pretended devices of this CPU as well (at most 2048), --depth=tpu for TPUs
-(with libtpu: pip install '.[tpu-aot]' in the repository of hpnlp), and says how far off the plan was. --search ranks plans
-that fit: of tensor, pipeline and sequence the sizes that are powers of two, and each stage of ZeRO. The config's own plan
-need not be one that these devices and the model allow; then --depth and --out are of the first.
+--depth=compiled also compiles the step for simulated devices of this CPU (at most 2048), and --depth=tpu for TPUs (with libtpu:
+pip install '.[tpu-aot]' in the repository of hpnlp); both print the error of the plan. --search ranks the plans that fit: all
+sizes of tensor, pipeline and sequence that are powers of two, with each stage of ZeRO. If the config's own plan is not valid
+for these devices and this model, --depth and --out use the first plan of the ranking.
 """
 
-flags.DEFINE_string("config", None, "An experiment file with get_config().")
-flags.DEFINE_integer("devices", 8, "How many.", lower_bound=1, upper_bound=2**31 - 1)
-flags.DEFINE_string("device", "h100", "Which: a100, h100, h200, v5e, v5p, or cpu, this machine's, as measured at once.")
-flags.DEFINE_enum("depth", "formulas", ["formulas", "compiled", "tpu"], "How far the step is followed.")
-flags.DEFINE_bool("search", False, "Rank plans for these devices that fit.")
-flags.DEFINE_string("out", None, "File of a picture, or a directory for plan.png; by default none is drawn.")
+flags.DEFINE_string("config", None, "Experiment file, which defines get_config().")
+flags.DEFINE_integer("devices", 8, "Number of devices.", lower_bound=1, upper_bound=2**31 - 1)
+flags.DEFINE_string("device", "h100", "Kind of device: a100, h100, h200, v5e, v5p, or cpu (this machine, measured).")
+flags.DEFINE_enum(
+    "depth", "formulas", ["formulas", "compiled", "tpu"], "Whether the step is also compiled, for CPU devices or TPUs."
+)
+flags.DEFINE_bool("search", False, "Rank the plans that fit on these devices.")
+flags.DEFINE_string("out", None, "File of the plot, or a directory for plan.png; by default nothing is drawn.")
 
 
 def run(argv: Sequence[str]) -> None:
-    gc.disable()  # it is a fifth of the time
+    """Runs `hpnlp plan`.
+
+    Args:
+        argv: "hpnlp plan" and the arguments of the command.
+
+    Raises:
+        InputError: a flag or the config is invalid, or no plan is valid.
+    """
+    gc.disable()  # garbage collection takes 1/5 of the time
     try:
         _run(argv)
     finally:
@@ -48,49 +63,34 @@ def run(argv: Sequence[str]) -> None:
 def _run(argv: Sequence[str]) -> None:
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE)
-    f, path = cli.FLAGS, cli.required("config", experiment.EXAMPLE)
-    values = experiment.read(path, overrides)
-    # Before anything is asked of JAX: what is said is to be the same on every machine.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    if f.depth == "compiled":
-        given = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
-        os.environ["XLA_FLAGS"] = f"{given} --xla_force_host_platform_device_count={f.devices}"
+    values = experiment.read(cli.required("config", experiment.EXAMPLE), overrides)
+    _simulate_devices()
 
     from hpnlp import planner
     from hpnlp.planner import compiled, devices, render, search
     from hpnlp.training import config
 
-    if f.depth == "compiled" and f.devices > compiled.MAX_PRETENDED:
+    f = cli.FLAGS
+    if f.depth == "compiled" and f.devices > compiled.MAX_SIMULATED:
         raise InputError(
-            f"--devices={f.devices}: --depth=compiled pretends at most {compiled.MAX_PRETENDED} devices on a CPU: take fewer, "
-            "or --depth=formulas"
+            f"--devices={f.devices}: --depth=compiled simulates at most {compiled.MAX_SIMULATED} devices on a CPU: use fewer "
+            "devices, or --depth=formulas"
         )
-    out = None if f.out is None else render.writable(cli.plot_path(f.out, "plan.png"))
+    out = None if f.out is None else cli.plot_path(f.out, "plan.png")
+    if out:
+        render.check_writable(out)
     device = lookup({**planner.DEVICES, "cpu": None}, f.device, "--device") or devices.this_cpu(f.devices)
     if f.depth == "tpu":
-        compiled.tpus(f.device, f.devices)  # or says why not
+        compiled.tpu_devices(f.device, f.devices)  # raises now rather than after the plan
     resolved = config.resolve(values)
-    try:
-        costs = planner.costs(resolved, f.devices)
-        print(render.table(costs, device, f.device))
-    except InputError as error:
-        if not f.search:
-            raise
-        costs = None
-        print(f"The config's own plan is left out: {error}")
-    gc.enable()  # what follows may be long
+    costs = _plan(resolved, device)
+    gc.enable()  # the next steps may take long
     if costs and not costs.fits(device):
-        mend = search.mended(costs, device, functools.partial(_say, "changes tried"))
-        print(
-            f"It fits with {mend[0]}: {mend[1].bytes / 1e9:.1f} GB, at least {mend[1].total_seconds(device):.3g} s a step"
-            f"{render.doubt(mend[1], device)}."
-            if mend
-            else "No change that was tried makes it fit: take more devices, a smaller batch or a smaller model."
-        )
+        _print_smallest_change(costs, device)
     if f.search:
-        found = search.ranked(resolved, f.devices, device, functools.partial(_say, "plans looked at"))
-        print(render.ranking(found, device, resolved.plan))
-        costs = costs or next(iter(found), None)
+        ranked = search.rank_plans(resolved, f.devices, device, _Progress("plans tried"))
+        print(render.ranking(ranked, device, resolved.plan))
+        costs = costs or next(iter(ranked), None)
     if costs and f.depth != "formulas":
         print(f"compiling for {f.devices} devices", file=sys.stderr)
         print(compiled.compare(costs, f.depth, f.device))
@@ -98,6 +98,50 @@ def _run(argv: Sequence[str]) -> None:
         print(render.draw(costs, device, f.device, out))
 
 
-def _say(what: str, done: int, of: int) -> None:
-    if done and (done % 8 == 0 or done == of):
-        print(f"{done} of {of} {what}", file=sys.stderr)
+def _simulate_devices() -> None:
+    """Makes JAX use the CPU, so that the plan is the same on every machine, with as many devices as are compiled for."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if cli.FLAGS.depth == "compiled":
+        kept = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+        os.environ["XLA_FLAGS"] = f"{kept} --xla_force_host_platform_device_count={cli.FLAGS.devices}"
+
+
+def _plan(config: Config, device: Device) -> Costs | None:
+    """Prints and returns the costs of the config's own plan; with --search, None where that plan is not valid."""
+    from hpnlp import planner
+    from hpnlp.planner import render
+
+    try:
+        costs = planner.costs(config, cli.FLAGS.devices)
+    except InputError as error:
+        if not cli.FLAGS.search:
+            raise
+        print(f"The plan of the config is not valid: {error}")
+        return None
+    print(render.table(costs, device, cli.FLAGS.device))
+    return costs
+
+
+def _print_smallest_change(costs: Costs, device: Device) -> None:
+    from hpnlp.planner import render, search
+
+    change = search.smallest_change(costs, device, _Progress("changes tried"))
+    if change is None:
+        print("None of the changes tried makes it fit: use more devices, a smaller batch or a smaller model.")
+        return
+    flags_of_change, fitting = change
+    print(
+        f"It fits with {flags_of_change}: {fitting.bytes / 1e9:.1f} GB, at least {fitting.total_seconds(device):.3g} s per step"
+        f"{render.tightness_warning(fitting, device)}."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Progress:
+    """Prints every eighth step of a search, and its end, to stderr."""
+
+    label: str
+
+    def __call__(self, done: int, total: int) -> None:
+        if done and (done % 8 == 0 or done == total):
+            print(f"{done} of {total} {self.label}", file=sys.stderr)

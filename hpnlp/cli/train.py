@@ -1,4 +1,4 @@
-"""`hpnlp train`: trains what an experiment file describes, or goes on with it, and reports."""
+"""`hpnlp train`: trains the model of an experiment file, or resumes its training, and writes a report."""
 
 from __future__ import annotations
 
@@ -16,36 +16,45 @@ from hpnlp.training import signals
 USAGE = """
 hpnlp train --config=experiments/lm/bytes.py --workdir=runs/bytes [--config.section.field=value ...]
 
-Trains to config.train.steps and reports. The same command in the same workdir goes on where it stopped. Ctrl-C,
-SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 have it saved after the step that it is at; before the first step they end it at once. Then
-it exits with 130. Ctrl-C again, two seconds later or more, ends it unsaved.
+Trains for config.train.steps steps and writes a report. Run the same command again to resume from the newest checkpoint.
 
-Several hosts: under srun, mpirun or on a TPU pod, the same command in each process, and one workdir that all see. Without a
-launcher, add --coordinator=HOST:PORT --processes=N --process=I.
+Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 save a checkpoint after the current step and exit with code 130; before the first
+step they exit at once. A second Ctrl-C, two seconds later or more, exits without saving.
+
+On several hosts (srun, mpirun, TPU pods), run the same command in each process, with a workdir that all of them share. Without
+a launcher, add --coordinator=HOST:PORT --processes=N --process=I.
 """
 
-flags.DEFINE_string("config", None, "An experiment file with get_config().")
-flags.DEFINE_string("workdir", None, "Where checkpoints, metrics and the report go.")
-flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0, for several processes that no launcher has started.")
-flags.DEFINE_integer("processes", 0, "How many there are; with --coordinator.")
-flags.DEFINE_integer("process", -1, "Which one this is, from 0; with --coordinator.")
-SECONDS = 10**6  # at most
-flags.DEFINE_integer("wait", 300, "Seconds to wait for the other processes.", lower_bound=1, upper_bound=SECONDS)
+flags.DEFINE_string("config", None, "Experiment file, which defines get_config().")
+flags.DEFINE_string("workdir", None, "Directory for checkpoints, metrics and the report.")
+flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0, for several processes without a launcher.")
+flags.DEFINE_integer("processes", 0, "Number of processes; requires --coordinator.")
+flags.DEFINE_integer("process", -1, "Index of this process, from 0; requires --coordinator.")
+MAX_SECONDS = 10**6
+flags.DEFINE_integer("wait", 300, "Seconds to wait for the other processes.", lower_bound=1, upper_bound=MAX_SECONDS)
 flags.DEFINE_integer(
     "heartbeat",
     100,
-    "Seconds without a sign of life after which a process is given up.",
+    "Seconds without a heartbeat after which a process counts as failed.",
     lower_bound=1,
-    upper_bound=SECONDS,
+    upper_bound=MAX_SECONDS,
 )
 flags.DEFINE_bool(
     "accept_changes",
     False,
-    "Go on in a workdir that another config made, or from a train.init_from whose model differs but for its shapes.",
+    "Resume a run with another config, or start from a train.init_from whose model differs in fields that keep all shapes.",
 )
 
 
 def run(argv: Sequence[str]) -> None:
+    """Runs `hpnlp train`.
+
+    Args:
+        argv: "hpnlp train" and the arguments of the command.
+
+    Raises:
+        InputError: a flag, the config, the data or the workdir is invalid.
+    """
     if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
         signals.follow(int(parent))
     argv, overrides = experiment.split(argv)
@@ -55,14 +64,14 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp import report
-    from hpnlp.planner import shortage
+    from hpnlp.planner import out_of_memory
     from hpnlp.training import config, distributed, loop
 
     f = cli.FLAGS
     distributed.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
     distributed.check_alike(config.to_json(resolved))
-    with distributed.others_may_die(), shortage.explained(resolved):
+    with distributed.others_may_die(), out_of_memory.advised(resolved):
         result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
     if result.interrupted:
         sys.exit(signals.INTERRUPTED)

@@ -1,6 +1,6 @@
-"""What a run will take before anybody pays for it: bytes, FLOPs, messages and seconds of a step on devices that are not there.
+"""Planner: memory, FLOPs, communication and time of a training step on devices that need not exist.
 
-The step's own trace is read, so that whatever the model, the mixer or the layout, what is said is of the program that will run.
+`costs` traces the step and reads its jaxpr, so that every model, mixer and layout is planned as the program that will run.
 """
 
 from hpnlp.planner.devices import DEVICES, Device

@@ -1,8 +1,8 @@
-"""What a layout sends, before it is run, and what its arrays take.
+"""Collectives of a training step: read from its jaxpr before it runs, and from a compiled program.
 
-Programs over a mesh name their collectives (`hpnlp.parallel`), so that what is sent can be read off the jaxpr, loops multiplied
-out, for any number of devices, with none of them at hand. What the compiler adds is little: it gathers the parameters that ZeRO
-1 and 2 have updated in parts, and sums the gradients of what stands outside of those programs.
+Programs over a mesh name their collectives (`hpnlp.parallel`), so that the messages can be read from the jaxpr, for any number
+of devices and without any of them. The compiler adds few: the all-gathers of parameters that ZeRO 1 and 2 have updated in
+shards, and the sums of gradients of arrays outside of `shard_map`.
 """
 
 from __future__ import annotations
@@ -11,39 +11,42 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.extend import core
 
 from hpnlp.models.lm import example_batch
-from hpnlp.parallel.host_offload import HOST
+from hpnlp.planner.jaxprs import needed_equations, open_jaxpr
+from hpnlp.planner.memory import held_bytes as held_bytes
 from hpnlp.training.step import Trainer
 from hpnlp.types import InputError
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective. axes: the mesh axes it goes over. devices: how many take part. size: bytes of the whole that is summed,
-    gathered, scattered, exchanged or passed on by one device. times: how often in a step.
-    """
+    """A collective of one array."""
 
-    kind: str
-    axes: tuple[str, ...]
-    devices: int
-    size: int
-    times: int = 1
+    kind: str  #: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute"
+    axes: tuple[str, ...]  #: the mesh axes that it goes over
+    devices: int  #: how many devices take part
+    size: int  #: bytes of the whole array that is summed, gathered, scattered or exchanged, or that a device passes on
+    times: int = 1  #: how often it runs in a step
 
     @property
     def bytes(self) -> float:
-        """What each device sends in a step, by ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce")."""
+        """Bytes that each device sends in a step, by ring algorithms.
+
+        References:
+            Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+        """
         n = self.devices
         share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(self.kind, (n - 1) / n)
         return self.times * share * self.size
 
 
-# jaxpr primitive -> (kind, whether its operand is a part of what counts)
+# Primitive -> (kind, whether its operand is one device's shard of the array that counts).
 PRIMITIVES = {
     "psum": ("all-reduce", False),
     "psum_invariant": ("all-reduce", False),
@@ -58,145 +61,191 @@ PRIMITIVES = {
 
 
 def traffic(jaxpr: Any, sizes: Mapping[str, int]) -> list[Collective]:
-    """The collectives of a program, as `jax.jit(f).trace(...).jaxpr` has it: each once, with how often it runs.
+    """Collectives of a program. A `cond` counts as the branch that sends most.
 
-    sizes: of the mesh's axes. A `cond` counts with its dearest branch.
-    Raises InputError on a collective in a loop of unknown length.
+    Args:
+        jaxpr: as `jax.jit(f).trace(...).jaxpr` returns it.
+        sizes: number of devices of each mesh axis.
+
+    Returns:
+        Each distinct collective once, with the number of times that it runs.
+
+    Raises:
+        InputError: a collective runs in a loop of unknown length.
     """
-    found: collections.Counter[Collective] = collections.Counter()
-    for one in _collectives(jaxpr, sizes, 1):
-        found[dataclasses.replace(one, times=1)] += one.times
-    return [dataclasses.replace(one, times=times) for one, times in found.items()]
+    return _merged(_jaxpr_collectives(jaxpr, sizes, 1))
 
 
-def live(jaxpr: Any) -> list[Any]:
-    """The equations that what a jaxpr returns depends on, or that do more than return, in order; compilers drop others."""
-    needed, found = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}, []
-    for equation in reversed(jaxpr.eqns):
-        # That a collective is over an axis counts as an effect, which keeps nothing alive.
-        acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
-        if acts or not needed.isdisjoint(equation.outvars):
-            found.append(equation)
-            needed.update(atom for atom in equation.invars if not isinstance(atom, core.Literal))
-    return found[::-1]
+def _merged(collectives: Iterable[Collective]) -> list[Collective]:
+    """Equal collectives as one that runs as often as they do together."""
+    times: collections.Counter[Collective] = collections.Counter()
+    for collective in collectives:
+        times[dataclasses.replace(collective, times=1)] += collective.times
+    return [dataclasses.replace(collective, times=count) for collective, count in times.items()]
 
 
-def _collectives(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterable[Collective]:
-    for equation in live(getattr(jaxpr, "jaxpr", jaxpr)):
-        name, params = equation.primitive.name, equation.params
-        if name in PRIMITIVES:
-            kind, part = PRIMITIVES[name]
-            axes = params.get("axes", params.get("axis_name"))
-            axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-            devices = math.prod(sizes[axis] for axis in axes)
-            for operand in equation.invars if devices > 1 else ():
-                size = operand.aval.size * operand.aval.dtype.itemsize * (devices if part else 1)
-                yield Collective(kind, axes, devices, size, times)
-            continue
-        inner = list(core.jaxprs_in_params(params))
-        if name == "cond":
-            branches = [list(_collectives(branch, sizes, times)) for branch in params["branches"]]
-            yield from max(branches, key=total)
-            continue
-        of_inner = params["length"] if name == "scan" else 1
-        for one in (one for body in inner for one in _collectives(body, sizes, times * of_inner)):
-            if name == "while":
-                raise InputError(
-                    f"{one.kind} over {one.axes} runs in a loop whose length is not known before it is run"
-                )
-            yield one
+def _jaxpr_collectives(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterator[Collective]:
+    for equation in needed_equations(open_jaxpr(jaxpr)):
+        if equation.primitive.name in PRIMITIVES:
+            yield from _operand_collectives(equation, sizes, times)
+        else:
+            yield from _body_collectives(equation, sizes, times)
 
 
-def total(sent: Iterable[Collective]) -> float:
-    """Bytes that each device sends."""
-    return sum((one.bytes for one in sent), 0.0)
+def _operand_collectives(equation: Any, sizes: Mapping[str, int], times: int) -> Iterator[Collective]:
+    """One collective for each operand; none over a single device."""
+    kind, is_shard = PRIMITIVES[equation.primitive.name]
+    axes = equation.params.get("axes", equation.params.get("axis_name"))
+    axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    devices = math.prod(sizes[axis] for axis in axes)
+    for operand in equation.invars if devices > 1 else ():
+        size = operand.aval.size * operand.aval.dtype.itemsize * (devices if is_shard else 1)
+        yield Collective(kind, axes, devices, size, times)
 
 
-def updated(params: Any, parts: Any) -> list[Collective]:
-    """What ZeRO 1 and 2 send beside: parameters that each device has updated a part of.
+def _body_collectives(equation: Any, sizes: Mapping[str, int], times: int) -> list[Collective]:
+    """Collectives in the body of a call, a loop or a branch."""
+    name, params = equation.primitive.name, equation.params
+    if name == "cond":
+        return max((list(_jaxpr_collectives(branch, sizes, times)) for branch in params["branches"]), key=total)
+    times *= params["length"] if name == "scan" else 1
+    collectives = [c for body in core.jaxprs_in_params(params) for c in _jaxpr_collectives(body, sizes, times)]
+    if name == "while" and collectives:
+        raise InputError(
+            f"{collectives[0].kind} over {collectives[0].axes} runs in a loop whose length is not known before it runs"
+        )
+    return collectives
 
-    params, parts: shapes with the shardings of the parameters and of their statistics.
+
+def total(collectives: Iterable[Collective]) -> float:
+    """Bytes that each device sends.
+
+    Args:
+        collectives: those of a step.
+
+    Returns:
+        The sum of their `bytes`.
     """
-    found = []
-    for whole, part in zip(jax.tree.leaves(params), jax.tree.leaves(parts), strict=True):
-        held = math.prod(whole.sharding.shard_shape(whole.shape))
-        more = held // math.prod(part.sharding.shard_shape(part.shape))
-        if more > 1:
-            found.append(Collective("all-gather", ("fsdp",), more, held * whole.dtype.itemsize))
-    return found
+    return sum((collective.bytes for collective in collectives), 0.0)
 
 
-def trace(trainer: Trainer, rows: int, length: int) -> Any:
-    """The training step of `rows` rows of `length` tokens, traced: its `jaxpr`, and `lower()`."""
-    batch = jax.eval_shape(lambda: example_batch(rows, length))
+def trace(trainer: Trainer, batch_size: int, length: int) -> Any:
+    """Traces a training step.
+
+    Args:
+        trainer: a trainer, on devices or on an abstract mesh.
+        batch_size: examples in a batch of all devices.
+        length: tokens of an example.
+
+    Returns:
+        A `jax.stages.Traced`, with its `jaxpr` and `lower()`.
+    """
+    batch = jax.eval_shape(lambda: example_batch(batch_size, length))
     return trainer.step.jitted.trace(trainer.state_shapes, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def step_traffic(trainer: Trainer, jaxpr: Any) -> list[Collective]:
-    """What a training step sends. jaxpr: of its trace. Raises InputError as `traffic`."""
+    """Collectives of a training step, those that the compiler adds for ZeRO included.
+
+    Args:
+        trainer: a trainer, on devices or on an abstract mesh.
+        jaxpr: of the step's trace.
+
+    Returns:
+        Each distinct collective once. `times` of -1 takes off an all-gather that the compiler does once instead of twice.
+
+    Raises:
+        InputError: a collective runs in a loop of unknown length.
+    """
     layout, params = trainer.layout, trainer.state_shapes.params
-    sent = traffic(jaxpr, layout.mesh.shape)
+    collectives = traffic(jaxpr, layout.mesh.shape)
     if layout.zero in (1, 2):
-        sent += updated(params, trainer.part_shapes)
+        collectives += _parameter_gathers(params, trainer.part_shapes)
     if layout.zero == 3 and "head" not in params:
-        # A table that is looked up and scored against is gathered by both, which the compiler does once.
-        whole = params["embed"]["table"]
-        size = whole.size * whole.dtype.itemsize // layout.size("vocab")
-        once = Collective("all-gather", ("fsdp",), layout.mesh.shape["fsdp"], size)
-        if any(dataclasses.replace(one, times=1) == once and one.times > 1 for one in sent):
-            sent.append(dataclasses.replace(once, times=-1))
-    return sent
+        # The lookup and the scores both gather a tied table, which the compiler does once.
+        table = params["embed"]["table"]
+        size = table.size * table.dtype.itemsize // layout.size("vocab")
+        gather = Collective("all-gather", ("fsdp",), layout.mesh.shape["fsdp"], size)
+        if any(dataclasses.replace(c, times=1) == gather and c.times > 1 for c in collectives):
+            collectives.append(dataclasses.replace(gather, times=-1))
+    return collectives
 
 
-def held_bytes(shapes: Any, *, hosted: bool = False) -> int:
-    """Bytes of arrays in each device's memory, or of what rests in its host's, from shapes that carry their shardings."""
-    own = (x for x in jax.tree.leaves(shapes) if (x.sharding.memory_kind == HOST) == hosted)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in own)
+def _parameter_gathers(params: Any, shards: Any) -> list[Collective]:
+    """All-gathers of the parameters that each device has updated a shard of, under ZeRO 1 and 2.
+
+    params, shards: shapes with the shardings of the parameters and of their optimizer statistics.
+    """
+    collectives = []
+    for parameter, shard in zip(jax.tree.leaves(params), jax.tree.leaves(shards), strict=True):
+        elements = math.prod(parameter.sharding.shard_shape(parameter.shape))
+        devices = elements // math.prod(shard.sharding.shard_shape(shard.shape))
+        if devices > 1:
+            collectives.append(Collective("all-gather", ("fsdp",), devices, elements * parameter.dtype.itemsize))
+    return collectives
 
 
-_ITEMS = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}
+_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
 
 def compiled_traffic(text: str) -> list[Collective]:
-    """The collectives of a compiled program, from its HLO text; without the names of the axes.
+    """Collectives of a compiled program.
 
-    Raises InputError on a collective in a loop whose length the text does not tell, or over devices that it does not tell.
+    Args:
+        text: the HLO text of the program, as `jax.stages.Compiled.as_text()` returns it.
+
+    Returns:
+        Each distinct collective once, without the names of mesh axes.
+
+    Raises:
+        InputError: a collective runs in a loop whose length is not in the text, or its devices cannot be read from it.
     """
-    bodies: dict[str, list[str]] = {}
-    lines: list[str] = []
+    computations: dict[str, list[str]] = {}
+    body: list[str] = []
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line):
-            lines = bodies["ENTRY" if head[1] else head[2]] = []
-        lines.append(line)
-    found: collections.Counter[Collective] = collections.Counter()
+            body = computations["ENTRY" if head[1] else head[2]] = []
+        else:
+            body.append(line)
     partitions = re.search(r"\bnum_partitions=(\d+)", text)
-    everyone = int(partitions[1]) if partitions else 1
+    return _merged(_hlo_collectives(computations, "ENTRY", 1, int(partitions[1]) if partitions else 1))
 
-    def walk(name: str, times: int) -> None:
-        for line in bodies[name][1:]:
-            if sent := re.search(rf" = (.*?) ({_KINDS})(-start)?\(", line):
-                kind, devices = sent[2], _group(line, everyone)
-                sizes = [_size(*shape) for shape in re.findall(r"(\w+)\[([\d,]*)\]", sent[1])]
-                if sent[3] and kind in ("all-gather", "collective-permute"):  # a pair of operand and result
-                    sizes = sizes[len(sizes) // 2 :]
-                whole = sum(sizes) * (devices if kind == "reduce-scatter" else 1)
-                if devices > 1:
-                    found[Collective(kind, (), devices, whole)] += times
-            for called, again in _calls(line):
-                if called in bodies:
-                    if again is None and re.search(rf"({_KINDS})(-start)?\(", "\n".join(bodies[called])):
-                        raise InputError(
-                            f"a collective runs in {called}, a loop whose length is not known before it is run"
-                        )
-                    walk(called, times * (again or 1))
 
-    walk("ENTRY", 1)
-    return [dataclasses.replace(one, times=times) for one, times in found.items()]
+def _hlo_collectives(
+    computations: Mapping[str, list[str]], name: str, times: int, all_devices: int
+) -> Iterator[Collective]:
+    """Collectives of a computation that runs so many times, and of those that it calls."""
+    for line in computations[name]:
+        if collective := _hlo_collective(line, times, all_devices):
+            yield collective
+        for callee, runs in _calls(line):
+            if callee not in computations:
+                continue
+            if runs is None and re.search(rf"({_KINDS})(-start)?\(", "\n".join(computations[callee])):
+                raise InputError(f"a collective runs in {callee}, a loop whose length is not known before it runs")
+            yield from _hlo_collectives(computations, callee, times * (runs or 1), all_devices)
+
+
+def _hlo_collective(line: str, times: int, all_devices: int) -> Collective | None:
+    """The collective of an HLO instruction."""
+    instruction = re.search(rf" = (.*?) ({_KINDS})(-start)?\(", line)
+    if not instruction:
+        return None
+    shapes, kind, is_start = instruction.groups()
+    devices = _group_size(line, all_devices)
+    sizes = [_array_bytes(*shape) for shape in re.findall(r"(\w+)\[([\d,]*)\]", shapes)]
+    if is_start and kind in ("all-gather", "collective-permute"):  # their type is a pair of operands and results
+        sizes = sizes[len(sizes) // 2 :]
+    size = sum(sizes) * (devices if kind == "reduce-scatter" else 1)
+    return Collective(kind, (), devices, size, times) if devices > 1 else None
 
 
 def _calls(line: str) -> list[tuple[str, int | None]]:
-    """(computation, how often it runs) of what an instruction calls; reductions' own are nothing here."""
+    """(computation, how often it runs) for what an HLO instruction calls; None where a loop's length is not in the text.
+
+    Reductions are left out: what they call is a scalar function.
+    """
     if loop := re.search(r"\bwhile\(.*body=%?([\w.-]+)", line):
         trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
         return [(loop[1], int(trips[1]) if trips else None)]
@@ -208,22 +257,22 @@ def _calls(line: str) -> list[tuple[str, int | None]]:
     return [(called[1], 1)] if called else []
 
 
-def _group(line: str, everyone: int) -> int:
-    """How many devices take part, of so many; of a permutation, 2 where it sends anything to another device."""
+def _group_size(line: str, all_devices: int) -> int:
+    """Number of devices that take part in a collective; of a permutation, 2 where any device sends to another."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
         return 2 if any(a != b for a, b in re.findall(r"\{(\d+),(\d+)", pairs[1])) else 1
     if mesh := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\S*\))? \{(.*?)\}", line):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
-        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in parts)
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(iota[1])
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
         return len(listed[1].split(","))
-    if unread := re.search(r"replica_groups=(?!\{\})\S*", line):
-        raise InputError(f"which devices a collective of the compiled program is over cannot be read: {unread[0]}")
-    return everyone  # where no groups are named, or none is in them
+    if unknown := re.search(r"replica_groups=(?!\{\})\S*", line):
+        raise InputError(f"the devices of a collective in the compiled program cannot be read: {unknown[0]}")
+    return all_devices  # no groups, or an empty list of them, stands for all devices
 
 
-def _size(dtype: str, shape: str) -> int:
-    return _ITEMS.get(dtype, 4) * math.prod(int(size) for size in shape.split(",") if size)
+def _array_bytes(dtype: str, shape: str) -> int:
+    return _ITEM_BYTES.get(dtype, 4) * math.prod(int(size) for size in shape.split(",") if size)

@@ -1,350 +1,306 @@
-"""What a program asks of one device, from its jaxpr: bytes of temporaries, and operations with their FLOPs and bytes.
+"""Cost of a program on one device, from its jaxpr: peak memory of its temporary buffers, and its operations.
 
-The jaxpr is read as a compiler would lay it out that fuses what it can: arrays have a place of their own where a product, a
-loop or a collective makes or reads them, and what lies between is computed on the way. A place is free again after its last
-reader.
-Inside a `shard_map` shapes are a device's own; outside, an array is as divided as what it is computed from.
+`program_cost` walks the equations of a jaxpr in order. HANDLERS maps a primitive to the function that accounts for it; a
+primitive that is not in the table is a call, whose body is walked in its place, or an elementwise operation.
+
+The compiler is modelled as one that fuses whatever it can. An array has a buffer where a product, a loop, a collective or
+another kernel reads or writes it; elementwise operations between those are fused into their readers and take no memory. A
+buffer is freed after its last reader (`liveness.peak_memory`). Inside `shard_map` shapes are those of one device; outside, an
+array is divided over as many devices as the operands that it is computed from.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.extend import core
-
 from hpnlp.measure import PRODUCTS
-from hpnlp.ops.attention.block_sparse.flash import SCOPE
-from hpnlp.planner.collectives import live
-from hpnlp.planner.liveness import Step, Value, is_hosted, peak, size_of
+from hpnlp.planner.jaxprs import (
+    LoopBody,
+    called_jaxpr,
+    device_bytes,
+    is_on_host,
+    open_jaxpr,
+    scan_body,
+    while_body,
+)
+from hpnlp.planner.liveness import Step, Value, peak_memory
+from hpnlp.planner.roofline import ProgramCost
+from hpnlp.planner.walker import Handler, Walker
 
-# Primitives whose result is another view of the same bytes.
-VIEWS = {
-    "copy", "expand_dims", "mesh_cast", "name", "optimization_barrier", "pcast", "pvary", "reshape", "reshard",
-    "sharding_constraint", "squeeze", "stop_gradient",
-}  # fmt: skip
-# Those whose operands and results have places of their own.
-PLACED = {
-    *PRODUCTS, "all_gather", "all_gather_invariant", "all_to_all", "cumlogsumexp", "cummax", "cumsum", "device_put",
-    "dynamic_update_slice", "ffi_call", "gather", "pallas_call", "ppermute", "psum", "psum_invariant", "reduce_scatter",
-    "scatter", "scatter-add", "sort", "top_k",
-}  # fmt: skip
-# Those that may write over their first operand.
-WRITES = {"dynamic_update_slice", "scatter", "scatter-add"}
-# Those that are not computed twice where two readers want them.
-DEAR = {"cos", "div", "erf", "exp", "log", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"}
-# Those that read more than they write, and are done once.
-SUMS = {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"}
-LOOPS = {"cond", "scan", "shard_map", "while"}
+# Arrays of at most so many bytes are scalars (counters, random keys), which no layout divides.
+SCALAR_BYTES = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """A kernel. flops: of its products, of operands of this dtype. bytes: read and written. times: how often it runs.
+def program_cost(jaxpr: Any, shards: Mapping[int, int] | None = None, *, donated: bool = False) -> ProgramCost:
+    """Peak memory and operations of a program on one device.
 
-    fused: part of attention, of which accelerators make one kernel that reads and writes no scores. hosted: its bytes come from
-    the host's memory, or go there.
+    A `cond` counts as its most expensive branch, a `while` loop as one iteration.
+
+    Args:
+        jaxpr: as `jax.jit(f).trace(...).jaxpr` returns it.
+        shards: number of devices that each argument is divided over, by the index of the argument; 1 where it is missing.
+        donated: whether results are written to the buffers of the arguments.
+
+    Returns:
+        The cost, without the memory of arguments and constants.
+
+    Cost: one walk over the equations, and another over the body of a loop for each time that its carry turns out to be
+    divided further than its initial value.
     """
-
-    flops: float
-    bytes: float
-    fused: bool = False
-    hosted: bool = False
-    times: int = 1
-    dtype: str = "float32"
+    return _walk_program(jaxpr, shards or {}, donated=donated)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """peak: the most bytes of temporaries that are live at once."""
+def _walk_program(
+    jaxpr: Any,
+    shards: Mapping[int, int],
+    per_device: bool = False,
+    *,
+    donated: bool = False,
+    temporaries: int = 0,
+    slices: int = 0,
+) -> tuple[ProgramCost, list[int]]:
+    """Cost of a program or of a loop's body, and the number of shards of each result.
 
-    peak: int
-    operations: tuple[Operation, ...]
-
-    @property
-    def flops(self) -> float:
-        return sum((one.flops * one.times for one in self.operations), 0.0)
-
-    @property
-    def flops_by_dtype(self) -> dict[str, float]:
-        """From the most."""
-        found: dict[str, float] = {}
-        for one in self.operations:
-            found[one.dtype] = found.get(one.dtype, 0.0) + one.flops * one.times
-        return {dtype: found[dtype] for dtype in sorted(found, key=lambda dtype: -found[dtype]) if found[dtype]}
-
-    @property
-    def bytes(self) -> float:
-        return sum((one.bytes * one.times for one in self.operations), 0.0)
-
-    @property
-    def hosted(self) -> float:
-        """Bytes from and to the host's memory."""
-        return sum((one.bytes * one.times for one in self.operations if one.hosted), 0.0)
-
-    def seconds(self, flops: Mapping[str, float], rate: float, fuses: bool) -> float:
-        """At least what it takes, with so many FLOP/s by dtype (float32's for one that is not named), and bytes a second to and
-        from memory (Williams et al. 2009). fuses: whether attention is one kernel."""
-        each = (
-            one.times
-            * max(one.flops / flops.get(one.dtype, flops["float32"]), 0.0 if fuses and one.fused else one.bytes / rate)
-            for one in self.operations
-            if not one.hosted
-        )
-        return sum(each, 0.0)
-
-
-def read(
-    jaxpr: Any, parts: Mapping[int, int] | None = None, *, donated: bool = False, carried: int = 0, cut: int = 0
-) -> Program:
-    """What a program asks of one device.
-
-    jaxpr: as `jax.jit(f).trace(...).jaxpr` has it. parts: of how many devices each argument is shared out over, by its number;
-    1 where it is not named. donated: what the program returns takes the place of its arguments. carried: how many of the first
-    arguments are temporaries, which it may write over. cut: how many of the last ones a loop cuts out of stacks: into
-    a place of their own where a product or several operations read them.
-    A `cond` counts with its dearest branch, a loop of unknown length as one turn. Cost: a walk through the equations.
+    per_device: whether shapes are those of one device. temporaries: how many of the first arguments are temporary buffers,
+    which may be written over. slices: how many of the last arguments a loop slices out of stacked operands.
     """
-    return _read(jaxpr, parts or {}, donated=donated, carried=carried, cut=cut)[0]
+    jaxpr = open_jaxpr(jaxpr)
+    walker = Walker(_handle, per_device)
+    arguments = [
+        walker.buffer(var.aval, shards.get(index, 1), external=index >= temporaries)
+        for index, var in enumerate(jaxpr.invars)
+    ]
+    first_slice = len(arguments) - slices
+    arguments[first_slice:] = [
+        Value(0, stack.shards, frozenset((stack,)), sliced=True) for stack in arguments[first_slice:]
+    ]
+    walker.steps.append(Step((), arguments[:temporaries]))
+    values = walker.walk(jaxpr, arguments)
+    results = [walker.materialize(value, atom.aval) for value, atom in zip(values, jaxpr.outvars, strict=True)]
+    cost = ProgramCost(peak_memory(walker.steps, results, donated), tuple(walker.operations))
+    return cost, [result.shards for result in results]
 
 
-def _read(
-    jaxpr: Any, parts: Mapping[int, int], own: bool = False, *, donated: bool = False, carried: int = 0, cut: int = 0
-) -> tuple[Program, list[int]]:
-    """As `read`, and of how many devices each result is shared out over. own: whether shapes are those of a device's part."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    reader = _Reader(own)
-    arguments = [reader.array(var.aval, parts.get(at, 1), given=at >= carried) for at, var in enumerate(jaxpr.invars)]
-    whole = len(arguments) - cut
-    arguments[whole:] = [Value(0, one.parts, frozenset((one,)), cut=True) for one in arguments[whole:]]
-    reader.steps.append(Step((), arguments[:carried], 0))
-    found = reader.run(jaxpr, arguments)
-    results = [reader.placed(value, atom.aval) for value, atom in zip(found, jaxpr.outvars, strict=True)]
-    return Program(peak(reader.steps, results, donated), tuple(reader.operations)), [one.parts for one in results]
+def _handle(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Accounts for an equation, and returns the values of its results."""
+    return HANDLERS.get(equation.primitive.name, _call_or_elementwise)(walker, equation, operands)
 
 
-class _Reader:
-    def __init__(self, own: bool) -> None:
-        self.steps: list[Step] = []
-        self.operations: list[Operation] = []
-        self.slices: dict[tuple[Value, int], Value] = {}
-        self.fused = False
-        self.own = own
-
-    def parts(self, operands: Sequence[Value]) -> int:
-        return 1 if self.own else max((operand.parts for operand in operands), default=1)
-
-    def array(self, aval: Any, parts: int = 1, *, given: bool = False) -> Value:
-        parts = 1 if self.own else parts
-        array = Value(size_of(aval) // parts, parts, frozenset(), given)
-        array.roots = frozenset((array,))
-        return array
-
-    def placed(self, value: Value, aval: Any) -> Value:
-        """The value in a place of its own."""
-        if value in value.roots:
-            return value
-        array = self.array(aval, value.parts)
-        roots = list(value.roots)
-        if value.cut:  # and read from there: accelerators make no copy, and it takes no time
-            self.steps.append(Step(roots, [array], 0))
-        else:
-            self.step(roots, [array], over=[(root, array) for root in roots])
-        return array
-
-    def step(
-        self, reads: Sequence[Value], makes: Sequence[Value], flops: float = 0.0, over: Any = (), **of_it: Any
-    ) -> None:
-        self.steps.append(Step(reads, makes, 0, over))
-        self.operations.append(Operation(flops, float(sum(a.size for a in (*reads, *makes))), self.fused, **of_it))
-
-    def run(self, jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
-        """What is returned, calls written out."""
-        outer = self.fused
-        env: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
-        env.update((var, self.array(var.aval, given=True)) for var in jaxpr.constvars)
-
-        equations = live(jaxpr)
-        reads = [*(atom for equation in equations for atom in equation.invars), *jaxpr.outvars]
-        uses = collections.Counter(atom for atom in reads if not isinstance(atom, core.Literal))
-        # A product that is rounded at once is written as rounded.
-        rounded = {
-            equation.invars[0]: equation.outvars[0].aval
-            for equation in equations
-            if equation.primitive.name == "convert_element_type" and uses[equation.invars[0]] == 1
-        }
-        written: set[Any] = set()
-
-        def value(atom: Any) -> Value:
-            return self.array(atom.aval, given=True) if isinstance(atom, core.Literal) else env[atom]
-
-        env.update((var, self.placed(env[var], var.aval)) for var in jaxpr.invars if env[var].cut and uses[var] > 1)
-        for equation in equations:
-            name, outs = equation.primitive.name, equation.outvars
-            operands = [value(atom) for atom in equation.invars]
-            self.fused = outer or SCOPE in str(equation.source_info.name_stack)
-            body = _called(equation)
-            if name in PRODUCTS and outs[0] in rounded:
-                written.add(outs[0])
-            if name in VIEWS or (name == "convert_element_type" and equation.invars[0] in written):
-                made = [_constrained(equation, operand) for operand in operands]
-            elif body is not None:
-                made = self.run(body, operands)
-            elif name == "shard_map":
-                made = self._of_device(equation, operands)
-            elif name == "scan" and 0 < equation.params["length"] <= equation.params.get("unroll", 1):
-                made = self._unrolled(equation, operands)
-            elif name in PLACED or name in LOOPS:
-                reads = [self.placed(one, atom.aval) for one, atom in zip(operands, equation.invars, strict=True)]
-                env.update(
-                    (a, r) for a, r in zip(equation.invars, reads, strict=True) if not isinstance(a, core.Literal)
-                )
-                made = self._loop(equation, reads) if name in LOOPS else self._kernel(equation, reads, rounded)
-            elif name in SUMS or (name in DEAR and uses[outs[0]] > 1):
-                roots = frozenset(root for operand in operands for root in operand.roots)
-                made = [self.placed(Value(0, self.parts(operands), roots), outs[0].aval)]
-            else:
-                roots = frozenset(root for operand in operands for root in operand.roots)
-                parts = self.parts(operands)
-                made = [Value(0, parts if size_of(var.aval) > 8 else 1, roots) for var in outs]
-            env.update(zip(outs, made, strict=True))
-        self.fused = outer
-        return [value(atom) for atom in jaxpr.outvars]
-
-    def _of_device(self, equation: Any, operands: Sequence[Value]) -> list[Value]:
-        """A `shard_map`, written out as a compiler does."""
-        body, outer = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"]), self.own
-        self.own = True
-        found = self.run(body, operands)
-        self.own, made = outer, []
-        for var, atom, one in zip(equation.outvars, body.outvars, found, strict=True):
-            one = one if one in one.roots else dataclasses.replace(one)
-            one.parts = max(1, size_of(var.aval) // max(size_of(atom.aval), 1))  # on the host, either is 0
-            made.append(one)
-        return made
-
-    def _unrolled(self, equation: Any, operands: Sequence[Value]) -> list[Value]:
-        """A loop whose turns all stand side by side: compilers fuse what one leaves for another, and make no stacks."""
-        body, consts, carried = _body(equation)
-        const, carry, stacks = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
-        length, made = equation.params["length"], []
-        for turn in range(length)[:: -1 if equation.params["reverse"] else 1]:
-            slices = [
-                one.turns[turn] if one.turns else self._slice(one, turn, atom.aval)
-                for one, atom in zip(stacks, body.invars[carried + consts :], strict=True)
-            ]
-            found = self.run(body, [*carry, *const, *slices])
-            carry = [self.placed(one, atom.aval) for one, atom in zip(found, body.outvars[:carried], strict=False)]
-            made.append(found[carried:])
-        made = made[:: -1 if equation.params["reverse"] else 1]
-        stacked = [
-            Value(0, max(one.parts for one in each), frozenset().union(*(one.roots for one in each)), turns=each)
-            for each in zip(*made, strict=True)
-        ]
-        return [*carry, *stacked]
-
-    def _slice(self, stack: Value, turn: int, aval: Any) -> Value:
-        """A turn's part of a stack, cut out once for all loops."""
-        if stack not in stack.roots:
-            return Value(0, stack.parts, stack.roots)
-        if (stack, turn) not in self.slices:
-            self.slices[stack, turn] = self.placed(Value(0, stack.parts, frozenset((stack,)), cut=True), aval)
-        return self.slices[stack, turn]
-
-    def _kernel(self, equation: Any, reads: Sequence[Value], rounded: Mapping[Any, Any]) -> list[Value]:
-        name = equation.primitive.name
-        parts = 1 if name in PRODUCTS else self.parts(reads)
-        made = [
-            self.array(rounded.get(var, var.aval) if name in PRODUCTS else var.aval, parts) for var in equation.outvars
-        ]
-        shared = self.parts(reads)
-        over = [(reads[0], made[0])] if name in WRITES else ()
-        hosted = any(is_hosted(atom.aval) for atom in (*equation.invars, *equation.outvars))
-        flops = PRODUCTS[name](equation) / shared if name in PRODUCTS else 0.0
-        self.step(
-            reads, made, flops, over, hosted=hosted, dtype=equation.invars[0].aval.dtype.name if flops else "float32"
-        )
-        return made
-
-    def _loop(self, equation: Any, reads: Sequence[Value]) -> list[Value]:
-        name, params = equation.primitive.name, equation.params
-        over: Any = ()
-        if name == "cond":
-            given = {at: one.parts for at, one in enumerate(reads[1:])}
-            branches = [_read(branch, given, self.own) for branch in params["branches"]]
-            inner, parts = max(branches, key=lambda one: (one[0].flops, one[0].bytes))
-            made = [self.array(var.aval, n) for var, n in zip(equation.outvars, parts, strict=True)]
-            inside = inner.peak - sum(array.size for array in made)
-        else:
-            body, consts, carried = _body(equation)
-            inner, parts = self._turn(equation, body, reads, consts, carried)
-            made = [self.array(var.aval, n) for var, n in zip(equation.outvars, parts, strict=True)]
-            inside = inner.peak - sum(array.size for array in made[:carried])
-            over = list(zip(reads[consts:], made[:carried], strict=False))
-        self.steps.append(Step(reads, made, max(0, inside), over))
-        times = params["length"] if name == "scan" else 1
-        self.operations += [
-            dataclasses.replace(one, times=one.times * times, fused=one.fused or self.fused) for one in inner.operations
-        ]
-        return made
-
-    def _turn(
-        self, equation: Any, body: Any, reads: Sequence[Value], consts: int, carried: int
-    ) -> tuple[Program, list[int]]:
-        """A turn of a loop, and of how many devices each result is shared out over.
-
-        What the loop carries is as divided as a turn leaves it: compilers lay out so what it begins with, as zeros. What is
-        given to the program counts as whole within.
-        """
-        cut = len(body.invars) - consts - carried if equation.primitive.name == "scan" else 0
-        first, rest = reads[consts : consts + carried], len(body.invars) - cut - carried
-        of_body = [*first, *reads[consts - rest : consts], *reads[len(reads) - cut :]]
-        while True:
-            given = {at: 1 if one.given else one.parts for at, one in enumerate(of_body)}
-            found, parts = _read(body, given, self.own, carried=carried, cut=cut)
-            apart = [(one, n) for one, n in zip(first, parts, strict=False) if n > one.parts and not one.given]
-            if not apart:
-                return found, parts
-            for one, n in apart:
-                one.size, one.parts = one.size * one.parts // n, n
+def _sources(operands: Sequence[Value]) -> frozenset[Value]:
+    return frozenset(source for operand in operands for source in operand.sources)
 
 
-def _body(equation: Any) -> tuple[Any, int, int]:
-    """The body of a loop, what it carries first; how many of the loop's operands come before these; how many they are."""
-    params = equation.params
-    closed = params["body_jaxpr" if equation.primitive.name == "while" else "jaxpr"]
-    body = getattr(closed, "jaxpr", closed)
-    if equation.primitive.name == "while":
-        carried, consts = len(equation.outvars), params["body_nconsts"]
-        before = params["cond_nconsts"] + consts
-    else:  # what is stacked has an axis more outside; the names of other counts change between versions of jax
-        carried = sum(map(_alike, zip(equation.outvars, body.outvars, strict=True)))
-        consts = before = sum(map(_alike, zip(equation.invars, body.invars, strict=True))) - carried
-    first = [*body.invars[consts : consts + carried], *body.invars[:consts], *body.invars[consts + carried :]]
-    return body.replace(invars=first), before, carried
+def _elementwise(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Fuses the results into their readers."""
+    sources, shards = _sources(operands), walker.shards(operands)
+    return [Value(0, shards if device_bytes(var.aval) > SCALAR_BYTES else 1, sources) for var in equation.outvars]
 
 
-def _alike(pair: tuple[Any, Any]) -> bool:
-    return len({len(getattr(atom.aval, "shape", ())) for atom in pair}) == 1
+def _expensive(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Fuses the result into a single reader, and stores it for several, which would compute it twice."""
+    single = walker.scope.uses[equation.outvars[0]] <= 1
+    return (_elementwise if single else _reduction)(walker, equation, operands)
 
 
-def _called(equation: Any) -> Any:
-    """The jaxpr of an equation that only calls it."""
-    name, inner = equation.primitive.name, list(core.jaxprs_in_params(equation.params))
-    if not inner or name in LOOPS or name in PLACED:
-        return None
-    body = getattr(inner[0], "jaxpr", inner[0])
-    return body if len(body.invars) == len(equation.invars) and len(body.outvars) == len(equation.outvars) else None
+def _reduction(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Stores the result: a reduction reads more than it writes, so that no reader repeats it."""
+    value = Value(0, walker.shards(operands), _sources(operands))
+    return [walker.materialize(value, equation.outvars[0].aval)]
 
 
-def _constrained(equation: Any, value: Value) -> Value:
-    """The value, as divided as the equation says."""
+def _view(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Returns the operands, divided as a sharding constraint states."""
     sharding, aval = equation.params.get("sharding"), equation.outvars[0].aval
-    # Within a `shard_map` the mesh is taken, and a constraint says nothing.
+    # Inside `shard_map` all mesh axes are manual, and constraints are without effect.
     if not hasattr(sharding, "spec") or not any(sharding.spec):
-        return value
-    parts = math.prod(aval.shape) // max(1, math.prod(sharding.shard_shape(aval.shape)))
-    return value if parts == value.parts else Value(0, parts, value.roots)
+        return list(operands)
+    shards = math.prod(aval.shape) // max(1, math.prod(sharding.shard_shape(aval.shape)))
+    return [value if value.shards == shards else Value(0, shards, value.sources) for value in operands]
+
+
+def _convert(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Converts on the fly; the result of a product was written in the dtype of its only reader."""
+    handler = _view if equation.invars[0] in walker.scope.rounded else _elementwise
+    return handler(walker, equation, operands)
+
+
+def _kernel(walker: Walker, equation: Any, operands: Sequence[Value], in_place: bool = False) -> list[Value]:
+    """Reads and writes buffers."""
+    reads = walker.materialize_operands(equation, operands)
+    shards = walker.shards(reads)
+    writes = [walker.buffer(var.aval, shards) for var in equation.outvars]
+    aliases = [(reads[0], writes[0])] if in_place else ()
+    on_host = any(is_on_host(atom.aval) for atom in (*equation.invars, *equation.outvars))
+    walker.record(reads, writes, aliases=aliases, on_host=on_host)
+    return writes
+
+
+def _update(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Writes over the first operand where it is not read again."""
+    return _kernel(walker, equation, operands, in_place=True)
+
+
+def _product(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """A matrix product or convolution: each device computes its share of the FLOPs.
+
+    The result counts as undivided until a constraint divides it, since the contracted axis may be the one that is divided.
+    """
+    reads = walker.materialize_operands(equation, operands)
+    writes = [walker.buffer(walker.scope.rounded.get(var, var.aval)) for var in equation.outvars]
+    flops = PRODUCTS[equation.primitive.name](equation) / walker.shards(reads)
+    on_host = any(is_on_host(atom.aval) for atom in (*equation.invars, *equation.outvars))
+    dtype = equation.invars[0].aval.dtype.name if flops else "float32"
+    walker.record(reads, writes, flops, on_host=on_host, dtype=dtype)
+    return writes
+
+
+def _call_or_elementwise(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Walks the body of an equation that only calls it (jit, checkpoint, custom derivatives) in place of the equation."""
+    body = called_jaxpr(equation)
+    if body is not None:
+        return walker.walk(body, operands)
+    return _elementwise(walker, equation, operands)
+
+
+def _shard_map(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Walks the body, whose shapes are those of one device, in place of the equation, as compilers inline it."""
+    body, outer = open_jaxpr(equation.params["jaxpr"]), walker.per_device
+    walker.per_device = True
+    values = walker.walk(body, operands)
+    walker.per_device = outer
+    results = []
+    for var, atom, value in zip(equation.outvars, body.outvars, values, strict=True):
+        # A fused value is copied, because its other readers in the body are not divided further.
+        result = value if value.has_buffer else dataclasses.replace(value)
+        result.shards = max(1, device_bytes(var.aval) // max(device_bytes(atom.aval), 1))  # 0 // 0 on the host
+        results.append(result)
+    return results
+
+
+def _cond(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Counts the branch with the most FLOPs, of equal ones that with the most bytes."""
+    reads = walker.materialize_operands(equation, operands)
+    shards = {index: read.shards for index, read in enumerate(reads[1:])}  # the first is the index of the branch
+    branches = [_walk_program(branch, shards, walker.per_device) for branch in equation.params["branches"]]
+    body, result_shards = max(branches, key=lambda branch: (branch[0].flops, branch[0].bytes))
+    writes = [walker.buffer(var.aval, count) for var, count in zip(equation.outvars, result_shards, strict=True)]
+    walker.record_body(reads, writes, body, scratch=body.peak - sum(write.size for write in writes))
+    return writes
+
+
+def _scan(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Walks each iteration of a fully unrolled loop, and one iteration of any other."""
+    length = equation.params["length"]
+    if 0 < length <= equation.params.get("unroll", 1):
+        return _unrolled(walker, equation, operands)
+    return _record_loop(walker, equation, operands, scan_body(equation), length)
+
+
+def _while(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Counts one iteration, since the number of iterations is not known."""
+    return _record_loop(walker, equation, operands, while_body(equation), runs=1)
+
+
+HANDLERS: dict[str, Handler] = {
+    "convert_element_type": _convert,
+    "shard_map": _shard_map,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+    **dict.fromkeys(PRODUCTS, _product),
+    # The result is another view of the same bytes.
+    **dict.fromkeys(
+        (
+            "copy", "expand_dims", "mesh_cast", "name", "optimization_barrier", "pcast", "pvary", "reshape", "reshard",
+            "sharding_constraint", "squeeze", "stop_gradient",
+        ),
+        _view,
+    ),
+    **dict.fromkeys(("dynamic_update_slice", "scatter", "scatter-add"), _update),
+    **dict.fromkeys(
+        (
+            "all_gather", "all_gather_invariant", "all_to_all", "cumlogsumexp", "cummax", "cumsum", "device_put", "ffi_call",
+            "gather", "pallas_call", "ppermute", "psum", "psum_invariant", "reduce_scatter", "sort", "top_k",
+        ),
+        _kernel,
+    ),
+    **dict.fromkeys(
+        ("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"), _reduction
+    ),
+    **dict.fromkeys(("cos", "div", "erf", "exp", "log", "logistic", "pow", "rsqrt", "sin", "sqrt", "tanh"), _expensive),
+}  # fmt: skip
+
+
+def _record_loop(walker: Walker, equation: Any, operands: Sequence[Value], body: LoopBody, runs: int) -> list[Value]:
+    reads = walker.materialize_operands(equation, operands)
+    cost, shards = _walk_iteration(walker, body, reads)
+    writes = [walker.buffer(var.aval, count) for var, count in zip(equation.outvars, shards, strict=True)]
+    scratch = cost.peak - sum(write.size for write in writes[: body.carries])
+    aliases = list(zip(reads[body.first_carry :], writes[: body.carries], strict=False))
+    walker.record_body(reads, writes, cost, scratch, aliases, runs)
+    return writes
+
+
+def _walk_iteration(walker: Walker, body: LoopBody, reads: Sequence[Value]) -> tuple[ProgramCost, list[int]]:
+    """Cost of one iteration, and the number of shards of each result.
+
+    The carry is divided as an iteration leaves it: compilers lay out its initial value (as zeros) alike. External buffers
+    count as undivided in the body.
+    """
+    carry = reads[body.first_carry : body.first_carry + body.carries]
+    constants = len(body.jaxpr.invars) - body.slices - body.carries
+    arguments = [*carry, *reads[body.first_carry - constants : body.first_carry], *reads[len(reads) - body.slices :]]
+    while True:
+        shards = {index: 1 if read.external else read.shards for index, read in enumerate(arguments)}
+        cost, result_shards = _walk_program(
+            body.jaxpr, shards, walker.per_device, temporaries=body.carries, slices=body.slices
+        )
+        further = [
+            (value, count)
+            for value, count in zip(carry, result_shards, strict=False)
+            if count > value.shards and not value.external
+        ]
+        if not further:
+            return cost, result_shards
+        for value, count in further:
+            value.size, value.shards = value.size * value.shards // count, count
+
+
+def _unrolled(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """Walks all iterations of a fully unrolled loop: compilers fuse what one leaves for the next, and make no stacks."""
+    body = scan_body(equation)
+    first_stack = body.first_carry + body.carries
+    constants, carry = operands[: body.first_carry], operands[body.first_carry : first_stack]
+    sliced = body.jaxpr.invars[first_stack:]
+    length, order = equation.params["length"], -1 if equation.params["reverse"] else 1
+    outputs = []
+    for index in range(length)[::order]:
+        slices = [
+            _slice(walker, stack, index, var.aval) for stack, var in zip(operands[first_stack:], sliced, strict=True)
+        ]
+        values = walker.walk(body.jaxpr, [*carry, *constants, *slices])
+        carry = [
+            walker.materialize(value, atom.aval)
+            for value, atom in zip(values, body.jaxpr.outvars[: body.carries], strict=False)
+        ]
+        outputs.append(values[body.carries :])
+    stacked = [
+        Value(0, max(value.shards for value in iterations), _sources(iterations), iterations=iterations)
+        for iterations in zip(*outputs[::order], strict=True)
+    ]
+    return [*carry, *stacked]
+
+
+def _slice(walker: Walker, stack: Value, index: int, aval: Any) -> Value:
+    """The slice of a stacked operand that an iteration reads, copied once for all loops."""
+    if stack.iterations:
+        return stack.iterations[index]
+    if not stack.has_buffer:
+        return Value(0, stack.shards, stack.sources)
+    if (stack, index) not in walker.slices:
+        value = Value(0, stack.shards, frozenset((stack,)), sliced=True)
+        walker.slices[stack, index] = walker.materialize(value, aval)
+    return walker.slices[stack, index]

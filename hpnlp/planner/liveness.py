@@ -1,70 +1,66 @@
-"""Arrays that have places in a device's memory, step after step, and the most bytes of them that are live at once."""
+"""Peak memory of a program, by liveness analysis of its buffers."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any
-
-import jax
 
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """What an equation makes. size: of a device's part, in bytes. parts: how many devices share it out. roots: the placed
-    arrays that it is computed from on the way, itself where it is one. given: in a place that is not the program's. cut: out
-    of a stack, by a loop. turns: what it is a stack of, where a loop has made it turn by turn."""
+    """The result of an equation, in a buffer of its own or fused into the equations that read it."""
 
-    size: int
-    parts: int
-    roots: frozenset[Value]
-    given: bool = False
-    cut: bool = False
-    turns: tuple[Value, ...] = ()
+    size: int  #: bytes of its buffer on one device, 0 where it has none
+    shards: int  #: number of devices that the array is divided over
+    sources: frozenset[Value]  #: buffers that it is computed from: itself alone where it has a buffer
+    external: bool = False  #: whether its buffer belongs to the caller: arguments and constants
+    sliced: bool = False  #: whether a loop cuts it out of a stacked operand
+    iterations: tuple[Value, ...] = ()  #: what each iteration left, for the stacked result of an unrolled loop
+
+    @property
+    def has_buffer(self) -> bool:
+        return self in self.sources
 
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """reads, makes: placed arrays. inside: bytes that it takes beside them. over: pairs of these of which the latter may take
-    the former's place."""
+    """An operation of a program that reads and writes buffers."""
 
     reads: Sequence[Value]
-    makes: Sequence[Value]
-    inside: int
-    over: Sequence[tuple[Value, Value]] = ()
+    writes: Sequence[Value]
+    scratch: int = 0  #: bytes that it needs while it runs, beside both
+    aliases: Sequence[tuple[Value, Value]] = ()  #: (input, output) pairs that may share a buffer
 
 
-def peak(steps: Sequence[Step], results: Sequence[Value], donated: bool) -> int:
-    """The most bytes that are live at once, of arrays that are in no place of a caller's. donated: results are in the place of
-    what was given."""
-    last = {array: at for at, step in enumerate(steps) for array in (*step.reads, *step.makes)}
-    apart = {array for array in last if array.given or (donated and array in results)}
-    last.update(dict.fromkeys((array for array in results if array in last), len(steps)))
-    ends: dict[int, list[Value]] = {}
-    for array, at in last.items():
-        ends.setdefault(at, []).append(array)
-    live = most = 0
-    for at, step in enumerate(steps):
-        dead = {array for array in ends.get(at, ()) if array not in apart}
-        fresh = {array for array in step.makes if array not in apart}
-        for old, new in step.over:
-            if old in dead and new in fresh and old.size == new.size:
-                dead.remove(old)
-                fresh.remove(new)
-        live += sum(array.size for array in fresh)
-        most = max(most, live + step.inside)
-        live -= sum(array.size for array in dead)
-    return most
+def peak_memory(steps: Sequence[Step], results: Sequence[Value], donated: bool) -> int:
+    """Peak memory of the buffers that a sequence of steps writes.
 
+    A buffer lives from the step that writes it to the last step that reads it, or to the end where it is a result. An output
+    takes the buffer of an input that it may alias where that input is not read again and has the same size.
 
-def is_hosted(aval: Any) -> bool:
-    """Whether it rests in the host's memory."""
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+    Args:
+        steps: in the order in which they run.
+        results: what the program returns.
+        donated: whether results are written to the buffers of donated arguments, and take no memory of their own.
 
-
-def size_of(aval: Any) -> int:
-    """Bytes on the device."""
-    if is_hosted(aval):
-        return 0
-    return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
+    Returns:
+        Bytes on one device; external buffers do not count.
+    """
+    last_use = {buffer: index for index, step in enumerate(steps) for buffer in (*step.reads, *step.writes)}
+    excluded = {buffer for buffer in last_use if buffer.external or (donated and buffer in results)}
+    last_use.update(dict.fromkeys((buffer for buffer in results if buffer in last_use), len(steps)))
+    last_used_at: dict[int, list[Value]] = {}
+    for buffer, index in last_use.items():
+        last_used_at.setdefault(index, []).append(buffer)
+    live = peak = 0
+    for index, step in enumerate(steps):
+        freed = {buffer for buffer in last_used_at.get(index, ()) if buffer not in excluded}
+        allocated = {buffer for buffer in step.writes if buffer not in excluded}
+        for source, target in step.aliases:
+            if source in freed and target in allocated and source.size == target.size:
+                freed.remove(source)
+                allocated.remove(target)
+        live += sum(buffer.size for buffer in allocated)
+        peak = max(peak, live + step.scratch)
+        live -= sum(buffer.size for buffer in freed)
+    return peak

@@ -1,4 +1,4 @@
-"""Plans that fit: the smallest change to one that does not, and all that are worth a try, ranked."""
+"""Search for plans that fit: the smallest change to a config that makes its step fit, and all plans, ranked by time."""
 
 from __future__ import annotations
 
@@ -11,127 +11,203 @@ from typing import Any, TypeVar
 
 from hpnlp.parallel.plan import AXES, Plan
 from hpnlp.planner.devices import USABLE, Device
-from hpnlp.planner.estimate import Costs, costs, state_bytes
+from hpnlp.planner.estimate import Costs, costs, trainer_of
+from hpnlp.planner.memory import state_bytes
 from hpnlp.training.config import Config
 from hpnlp.types import InputError
 
 T = TypeVar("T")
+Change = dict[str, Any]  # "section.field" of a config -> value
+Progress = Callable[[int, int], None]  # called with (done, total)
 
+# Sizes and policies that are tried, the ones that cost the least time first.
 REMATS = ("none", "names(mixed)", "full")
-TENSOR, PIPELINE, SEQUENCE = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8)  # sizes to choose from
+TENSOR, PIPELINE, SEQUENCE = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8)
+ACCUMULATE = (2, 4, 8)
 
 
-def mended(found: Costs, device: Device, said: Callable[[int, int], None]) -> tuple[str, Costs] | None:
-    """The smallest change to the config, as flags, with which a step fits; None where none of those tried does.
+def smallest_change(estimate: Costs, device: Device, progress: Progress) -> tuple[str, Costs] | None:
+    """The first change to a config that makes its step fit.
 
-    Tried are, from what costs the least time: parts of the state shared out, parts of the activations computed again, the batch
-    in parts, layers shared out, the optimizer's state on the host, the layers' parameters there; then pairs of these but the
-    last; and in the end all activations computed again, with some or all of the state on the host. said: is told how many of
-    how many are tried. Cost: a trace for each under which the state alone fits.
+    Changes are tried in the order of the time that they cost: sharding the state, rematerialisation, accumulation of gradients,
+    tensor parallelism, offloading the optimizer's state, offloading the layers' parameters; then pairs of all but the last; and
+    finally full rematerialisation with some or all of the state on the host.
+
+    Args:
+        estimate: of the config, which does not fit.
+        device: the accelerator.
+        progress: called with (changes tried, all changes) before each trial.
+
+    Returns:
+        The flags that make the change and the costs under it; None where no change makes the step fit.
+
+    Cost: one trace of the step for each change under which the state alone fits.
     """
-    config, sizes = found.config, found.sizes
-    dp = sizes["data"] * sizes["fsdp"]
-    changes: list[dict[str, Any]] = []
-    for zero in (1, 2, 3):
-        if dp > 1 and (zero > found.zero or sizes["data"] > 1):
-            changes.append({"plan.data": 1, "plan.fsdp": dp, "plan.zero": zero})
-    at = [remat for remat in REMATS if remat != config.plan.remat]
-    changes += [{"plan.remat": remat} for remat in at if remat != "none"]
-    changes += [{"optimizer.accumulate": config.optimizer.accumulate * times} for times in (2, 4, 8)]
-    for tensor in (2, 4, 8):
-        if dp % tensor == 0 and sizes["tensor"] == 1 and dp > 1:
-            changes.append({"plan.tensor": tensor, "plan.data": 1, "plan.fsdp": dp // tensor, "plan.zero": 3})
-    away = {} if config.plan.offload_optimizer else {"plan.offload_optimizer": True}
-    changes += [away] if away else []
-    host = {} if config.plan.offload_parameters else {"plan.offload_parameters": True}
-    pairs = [a | b for a, b in itertools.combinations(changes, 2) if not a.keys() & b.keys()]
-    last = {} if config.plan.remat == "full" else {"plan.remat": "full"}
-    last |= {"plan.data": 1, "plan.fsdp": dp, "plan.zero": 3} if dp > 1 and found.zero < 3 else {}
-    options = [*changes, host, *pairs, last | away, last | host, last | host | away]
-    options = [change for at, change in enumerate(options) if change and change not in options[:at]]
-    for tried, change in enumerate(options):
-        said(tried, len(options))
-        made = _costs_of(config, change, found.devices, device)
-        if made is not None and made.fits(device):
-            return flags(change), made
+    changes = _changes(estimate)
+    for index, change in enumerate(changes):
+        progress(index, len(changes))
+        changed_costs = _costs_if_valid(estimate.config, change, estimate.devices, device)
+        if changed_costs is not None and changed_costs.fits(device):
+            return flags(change), changed_costs
     return None
 
 
-def flags(change: dict[str, Any]) -> str:
-    """A change to a config, "section.field" -> value, as a shell takes it."""
+def _changes(estimate: Costs) -> list[Change]:
+    """All changes that `smallest_change` tries, in order and without duplicates."""
+    plan, sizes = estimate.config.plan, estimate.sizes
+    replicas = sizes["data"] * sizes["fsdp"]
+    single = [*_sharding_changes(estimate, replicas)]
+    single += [{"plan.remat": remat} for remat in REMATS if remat not in ("none", plan.remat)]
+    single += [{"optimizer.accumulate": estimate.config.optimizer.accumulate * times} for times in ACCUMULATE]
+    if sizes["tensor"] == 1 and replicas > 1:
+        single += [
+            {"plan.tensor": tensor, "plan.data": 1, "plan.fsdp": replicas // tensor, "plan.zero": 3}
+            for tensor in TENSOR[1:]
+            if replicas % tensor == 0
+        ]
+    optimizer: Change = {} if plan.offload_optimizer else {"plan.offload_optimizer": True}
+    parameters: Change = {} if plan.offload_parameters else {"plan.offload_parameters": True}
+    single += [optimizer] if optimizer else []
+    pairs = [a | b for a, b in itertools.combinations(single, 2) if not a.keys() & b.keys()]
+    last: Change = {} if plan.remat == "full" else {"plan.remat": "full"}
+    if replicas > 1 and estimate.zero < 3:
+        last |= {"plan.data": 1, "plan.fsdp": replicas, "plan.zero": 3}
+    changes = [*single, parameters, *pairs, last | optimizer, last | parameters, last | parameters | optimizer]
+    return [change for index, change in enumerate(changes) if change and change not in changes[:index]]
+
+
+def _sharding_changes(estimate: Costs, replicas: int) -> Iterator[Change]:
+    """Stages of ZeRO over all replicas that shard more of the state than the plan does."""
+    for zero in (1, 2, 3):
+        if replicas > 1 and (zero > estimate.zero or estimate.sizes["data"] > 1):
+            yield {"plan.data": 1, "plan.fsdp": replicas, "plan.zero": zero}
+
+
+def flags(change: Change) -> str:
+    """A change to a config as command-line flags.
+
+    Args:
+        change: "section.field" -> value.
+
+    Returns:
+        The flags, quoted for a shell.
+    """
     return " ".join(shlex.quote(f"--config.{name}={value}") for name, value in change.items())
 
 
-def ranked(config: Config, devices: int, device: Device, said: Callable[[int, int], None]) -> list[Costs]:
-    """Plans for so many devices that fit, by the time of a step, of the batch that the config has.
+def rank_plans(config: Config, devices: int, device: Device, progress: Progress) -> list[Costs]:
+    """All plans that fit, fastest first.
 
-    Each is taken with the least recomputation that fits. said: is told how many of how many are done. Cost: a trace of the
-    step, or up to three, for each plan whose state alone fits. Raises InputError where all plans are refused, as the first is,
-    and where no plan shares out the batch.
+    Each plan has the policy of rematerialisation that recomputes least among those that fit. The batch is that of the config.
+
+    Args:
+        config: a resolved config; its plan keeps the fields that are not searched.
+        devices: number of devices, which need not exist.
+        device: the accelerator.
+        progress: called with (plans tried, all plans).
+
+    Returns:
+        Costs, by the time of a step.
+
+    Raises:
+        InputError: no plan divides the batch, or no plan is valid, with the error of the first.
+
+    Cost: up to three traces of the step for each plan under which the state alone fits.
     """
     if next(_plans(config, devices), None) is None:
-        least = devices // math.gcd(devices, max(TENSOR) * max(PIPELINE) * max(SEQUENCE)) * config.optimizer.accumulate
+        multiple = devices // math.gcd(devices, max(TENSOR) * max(PIPELINE) * max(SEQUENCE))
         raise InputError(
-            f"data.batch_size={config.data.batch_size} with optimizer.accumulate={config.optimizer.accumulate} is shared out "
-            f"over {devices} devices by no plan that is searched: make it a multiple of {least}, or take other devices"
+            f"data.batch_size={config.data.batch_size} with optimizer.accumulate={config.optimizer.accumulate}: no plan "
+            f"divides it over {devices} devices; use a multiple of {multiple * config.optimizer.accumulate}, or other devices"
         )
-    refused: list[InputError] = []
-
-    def asked(function: Callable[[Config, int], T], plan: Plan) -> T | None:
-        try:
-            return function(dataclasses.replace(config, plan=plan), devices)
-        except InputError as error:
-            refused.append(error)
-            return None
-
-    sizes = {plan: size for plan in _plans(config, devices) if (size := asked(state_bytes, plan)) is not None}
+    errors: list[InputError] = []
+    sizes: dict[Plan, int] = {}
+    for plan in _plans(config, devices):
+        if (size := _attempt(_state_bytes, config, plan, devices, errors)) is not None:
+            sizes[plan] = size
     plans = [plan for plan, size in sizes.items() if size <= USABLE * device.memory]
-    known, fitting = len(plans) < len(sizes), []
-    for done, plan in enumerate(plans):
-        said(done, len(plans))
+    any_valid, fitting = len(plans) < len(sizes), []
+    for index, plan in enumerate(plans):
+        progress(index, len(plans))
         for remat in REMATS:
-            made = asked(costs, dataclasses.replace(plan, remat=remat))
-            if made is None:
+            estimate = _attempt(costs, config, dataclasses.replace(plan, remat=remat), devices, errors)
+            if estimate is None:
                 break
-            known = True
-            if made.fits(device):
-                fitting.append(made)
+            any_valid = True
+            if estimate.fits(device):
+                fitting.append(estimate)
                 break
-    if refused and not known:
-        raise refused[0]
-    said(len(plans), len(plans))
-    return sorted(fitting, key=lambda one: one.total_seconds(device))
+    if errors and not any_valid:
+        raise errors[0]
+    progress(len(plans), len(plans))
+    return sorted(fitting, key=lambda estimate: estimate.total_seconds(device))
+
+
+def _attempt(
+    function: Callable[[Config, int], T], config: Config, plan: Plan, devices: int, errors: list[InputError]
+) -> T | None:
+    """The function of the config under a plan; None, and the error in `errors`, where the plan is not valid."""
+    try:
+        return function(dataclasses.replace(config, plan=plan), devices)
+    except InputError as error:
+        errors.append(error)
+        return None
 
 
 def _plans(config: Config, devices: int) -> Iterator[Plan]:
-    """Devices shared out over tensor, pipeline and sequence by powers of two, the rest over data, or over fsdp with each stage
-    of ZeRO; a pipeline in one round. What else the config's plan says stays."""
-    rows = config.data.batch_size // config.optimizer.accumulate
+    """Plans to rank, for a batch that they divide.
+
+    The sizes of tensor, pipeline and sequence are powers of two; the other devices are replicas, over the data axis or, with
+    each stage of ZeRO, over fsdp. Pipelines have one round. Other fields are those of the config's plan.
+    """
+    examples = config.data.batch_size // config.optimizer.accumulate
     for tensor, pipeline, sequence in itertools.product(TENSOR, PIPELINE, SEQUENCE):
-        dp, left = divmod(devices, tensor * pipeline * sequence)
-        if left or not dp or rows % dp:
+        replicas, remainder = divmod(devices, tensor * pipeline * sequence)
+        if remainder or not replicas or examples % replicas:
             continue
-        sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": 1}
-        for zero in (0, 1, 2, 3) if dp > 1 else (0,):
-            own: dict[str, Any] = {"data": 1, "fsdp": dp} if zero else {"data": dp, "fsdp": 1}
-            # Named after what shares out the batch, or else the layers: what is left to say of it is short.
-            sharing = (axis for axis in ("data", "tensor", "pipeline", "sequence") if (sizes | own)[axis] > 1)
-            name = f"zero{zero}" if zero else next(sharing, "single")
-            open_ = {"name": name, "microbatches": 0, "rounds": 1, "recompute_stages": False}
-            yield dataclasses.replace(config.plan, **open_, **sizes, **own, zero=zero)
+        for zero in (0, 1, 2, 3) if replicas > 1 else (0,):
+            sizes = {
+                "data": 1 if zero else replicas,
+                "fsdp": replicas if zero else 1,
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "sequence": sequence,
+                "expert": 1,
+            }
+            # The name of an axis that has devices leaves few flags to add.
+            divided = (axis for axis in ("data", "tensor", "pipeline", "sequence") if sizes[axis] > 1)
+            name = f"zero{zero}" if zero else next(divided, "single")
+            stages: dict[str, Any] = {"microbatches": 0, "rounds": 1, "recompute_stages": False}
+            yield dataclasses.replace(config.plan, name=name, zero=zero, **sizes, **stages)
 
 
-def _costs_of(config: Config, change: dict[str, Any], devices: int, device: Device) -> Costs | None:
-    """None where the plan does not go together with the model or the batch, or the state alone does not fit."""
+def _state_bytes(config: Config, devices: int) -> int:
+    """Bytes of state and gradients on one device. Raises InputError for an invalid plan."""
+    return state_bytes(trainer_of(config, devices), config.data.batch_size, config.data.seq_len)
+
+
+def _costs_if_valid(config: Config, change: Change, devices: int, device: Device) -> Costs | None:
+    """Costs of a step after a change; None where the config is not valid with it, or the state alone does not fit."""
     try:
         config = changed(config, change)
-        return costs(config, devices) if state_bytes(config, devices) <= USABLE * device.memory else None
+        return costs(config, devices) if _state_bytes(config, devices) <= USABLE * device.memory else None
     except InputError:
         return None
 
 
-def changed(config: Config, change: dict[str, Any]) -> Config:
-    """A config with some of its fields, "section.field" or a whole section, set."""
+def changed(config: Config, change: Change) -> Config:
+    """A config with some of its fields replaced.
+
+    Args:
+        config: a config.
+        change: "section.field", or "section" for all of it, -> value.
+
+    Returns:
+        The new config.
+
+    Raises:
+        InputError: a value is not valid.
+    """
     for name, value in change.items():
         section, _, field = name.partition(".")
         if field:
@@ -140,9 +216,16 @@ def changed(config: Config, change: dict[str, Any]) -> Config:
     return config
 
 
-def named(costs: Costs) -> str:
-    """The plan of some costs, in short."""
-    sizes = [f"{axis} {costs.sizes[axis]}" for axis in AXES if costs.sizes[axis] > 1]
-    zero = [f"zero {costs.zero}"] if costs.zero else []
-    remat = [f"remat {costs.config.plan.remat}"] if costs.config.plan.remat != "none" else []
-    return ", ".join([" x ".join(sizes) or "one device", *zero, *remat])
+def plan_name(estimate: Costs) -> str:
+    """A short description of the plan of an estimate.
+
+    Args:
+        estimate: of a step.
+
+    Returns:
+        The sizes of the mesh, the stage of ZeRO and the policy of rematerialisation, without defaults.
+    """
+    sizes = [f"{axis} {estimate.sizes[axis]}" for axis in AXES if estimate.sizes[axis] > 1]
+    zero = [f"zero {estimate.zero}"] if estimate.zero else []
+    remat = estimate.config.plan.remat
+    return ", ".join([" x ".join(sizes) or "one device", *zero, *([f"remat {remat}"] if remat != "none" else [])])

@@ -1,4 +1,4 @@
-"""Command lines, run in this process where no process is what is tested."""
+"""Fixtures that run commands, in this process where possible."""
 
 import contextlib
 import dataclasses
@@ -19,47 +19,49 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass
 class Outcome:
-    """code: the exit code. out, err: what was printed."""
+    """The result of a command."""
 
-    code: int
-    out: str
-    err: str
+    code: int  #: exit code
+    out: str  #: stdout
+    err: str  #: stderr
 
 
 @contextlib.contextmanager
 def fresh_commands():
-    """Commands define their flags when they are imported, and several of them a flag of the same name: a process runs
-    one. So none is imported before, and what others had imported comes back after."""
+    """Removes the modules of commands and their flags for a while.
 
-    def take_away():
-        of_modules = flags.FLAGS.flags_by_module_dict().items()
-        taken = {name: list(own) for name, own in of_modules if name.startswith("hpnlp.cli")}
-        for flag in (flag for own in taken.values() for flag in own):
+    Commands define flags of the same names when they are imported, since a process runs only one of them.
+    """
+
+    def remove():
+        by_module = flags.FLAGS.flags_by_module_dict().items()
+        defined = {name: list(of_module) for name, of_module in by_module if name.startswith("hpnlp.cli")}
+        for flag in (flag for of_module in defined.values() for flag in of_module):
             delattr(flags.FLAGS, flag.name)
-        return taken, {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("hpnlp.cli")}
+        return defined, {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("hpnlp.cli")}
 
-    defined, modules = take_away()
+    defined, modules = remove()
     try:
         yield
     finally:
-        take_away()
+        remove()
         sys.modules.update(modules)
         if modules:
             hpnlp.cli = modules["hpnlp.cli"]
-        for name, own in defined.items():
-            for flag in own:
+        for name, of_module in defined.items():
+            for flag in of_module:
                 flags.FLAGS.register_flag_by_module(name, flag)
                 flags.FLAGS[flag.name] = flag
 
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """`run("train", "--workdir=...")` -> Outcome, in this process."""
+    """`run("train", "--workdir=...")` runs a command in this process and returns its Outcome."""
 
     def call(*argv):
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", ["hpnlp", *map(str, argv)])
-        for hook in ("excepthook", "unraisablehook"):  # which commands replace
+        for hook in ("excepthook", "unraisablehook"):  # commands replace these
             monkeypatch.setattr(sys, hook, getattr(sys, hook))
         code = 0
         with fresh_commands():
@@ -74,7 +76,7 @@ def run(capsys, monkeypatch):
 
 @pytest.fixture(scope="session")
 def start():
-    """`start("train", ...)` -> Popen of `python -m hpnlp train ...`."""
+    """`start("train", ...)` starts `python -m hpnlp train ...` and returns the Popen."""
 
     def call(*argv, wrapper=(), **options):
         command = [*wrapper, sys.executable, "-m", "hpnlp", *map(str, argv)]
@@ -87,7 +89,7 @@ def start():
 
 @pytest.fixture(scope="session")
 def finish():
-    """Waits for what `start` began: its Outcome."""
+    """`finish(process)` waits for a process of `start` and returns its Outcome."""
 
     def call(process, timeout=300):
         out, err = process.communicate(timeout=timeout)

@@ -1,4 +1,4 @@
-"""Bad input: one line that names the mend, exit code 2, no traceback unless --debug, and nothing lost."""
+"""Invalid input and errors of the machine: one line with the fix, exit code 2, no traceback without --debug, no data lost."""
 
 import errno
 import io
@@ -19,8 +19,8 @@ UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount"
 
 
 @pytest.fixture
-def refused(run):
-    """The line that a command answers with."""
+def error_of(run):
+    """`error_of("train", ...)` returns the error message of a command, which is one line."""
 
     def call(*argv):
         outcome = run(*argv)
@@ -32,9 +32,9 @@ def refused(run):
 
 
 @pytest.fixture
-def train(refused, tmp_path):
-    """The same for `train` with a config that is fine but for the arguments."""
-    return lambda *argv: refused("train", f"--config={tiny.EXPERIMENT}", f"--workdir={tmp_path / 'run'}", *argv)
+def train_error(error_of, tmp_path):
+    """`train_error(...)` returns the error message of training a valid config with these arguments."""
+    return lambda *argv: error_of("train", f"--config={tiny.EXPERIMENT}", f"--workdir={tmp_path / 'run'}", *argv)
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,16 @@ def train(refused, tmp_path):
         ("--config.modle.dim=3", "did you mean 'model.dim'?"),
         (
             "--config.model=3",
-            "--config.model=3: model is a section: set one of its fields, as --config.model.dim=VALUE",
+            "--config.model=3: model is a section: set one of its fields, for example --config.model.dim=VALUE",
         ),
         ("--conifg.model.dim=3", "unknown flag --conifg.model.dim: did you mean --config.model.dim?"),
         ("--skip_bad_lines", "unknown flag --skip_bad_lines: did you mean --config.data.skip_bad_lines?"),
         ("--name=adamw", "unknown flag --name: did you mean --config.optimizer.name or --config.plan.name?"),
         ("--config.train.steps=1e3", "hpnlp: --config.train.steps=1e3: expected int\n"),
-        ("--config.data.weights=(1,", "hpnlp: --config.data.weights=(1,: expected tuple, as (1,3)\n"),
+        ("--config.data.weights=(1,", "hpnlp: --config.data.weights=(1,: expected tuple, for example (1,3)\n"),
         ("--config.data.tokenizer=bpe", "tokenizer 'bpe' takes (size): missing a required argument: 'size'"),
         ("--config.train.profile=10:15", "train.profile='10:15' goes beyond train.steps=12"),
-        ("--config=tests", "--config: 'tests' is a directory: name an experiment file"),
+        ("--config=tests", "--config: 'tests' is a directory: use an experiment file"),
         (
             "--config.model.dim=wide",
             "--config.model.dim=wide: expected int\n",
@@ -97,7 +97,7 @@ def train(refused, tmp_path):
         ("--config.model.mixer=window(a)", "mixer 'window' has left='a': expected int"),
         ("--config.model.mixer=window(left=1,left=2)", "mixer 'window' is given 'left' more than once"),
         ("--config.model.mixer=random(4,999)", "RandomBlocks.count=999: expected at most 64"),
-        ("--config.model.mixer=bigbird(4,-3,1,1)", "bigbird window -3: expected an odd number of blocks"),
+        ("--config.model.mixer=bigbird(4,-3,1,1)", "bigbird window=-3: expected an odd number of blocks"),
         ("--config.model.mixer=full*True", "hpnlp: model.mixer='full*True' is not a spec"),
         ("--config.model.output=sampled(x)", "output layer 'sampled' has samples='x': expected int"),
         ("--config.model.output=full*2", "model.output='full*2' names 2 entries: expected exactly one"),
@@ -116,34 +116,35 @@ def train(refused, tmp_path):
         ),
     ],
 )
-def test_what_train_refuses(train, argument, message):
-    assert message in train(*argument.split(" "))
+def test_invalid_arguments_of_train_raise(train_error, argument, message):
+    assert message in train_error(*argument.split(" "))
 
 
-def test_sequence_longer_than_the_model_allows(train):
-    said = train("--config.model.position=learned", "--config.model.max_len=8")
-    assert "data.seq_len=16 is longer than model.max_len=8 learned positions: change one" in said
+def test_sequences_longer_than_learned_positions_raise(train_error):
+    message = train_error("--config.model.position=learned", "--config.model.max_len=8")
+    assert "data.seq_len=16 is longer than model.max_len=8 learned positions: change one" in message
 
 
-def test_workdir_among_the_text(train, run, text, tmp_path):  # noqa: F811  (a fixture)
+def test_workdir_inside_the_data_raises(train_error, run, text, tmp_path):  # noqa: F811  (a fixture)
     shutil.copytree(text, tmp_path / "text")
     for directory in (tmp_path, tmp_path / "run"):
         shutil.copytree(text, directory / "text", dirs_exist_ok=True)
-        assert "lies in data.path=" in train(f"--config.data.path={directory}")
+        assert "lies in data.path=" in train_error(f"--config.data.path={directory}")
     hidden = f"--workdir={tmp_path / '.runs' / 'a'}"
     argv = ("train", f"--config={tiny.EXPERIMENT}", f"--config.data.path={tmp_path}", hidden, "--config.train.steps=1")
     assert run(*argv).code == 0
 
 
-def test_text_that_cannot_be_read(train, tmp_path):
-    """One case of each kind; the others: tests/data."""
+def test_unreadable_text_raises(train_error, tmp_path):
+    """One case of each kind; further cases are in tests/data."""
     (tmp_path / "empty").mkdir()
-    assert str(tmp_path / "empty") in train(f"--config.data.path={tmp_path / 'empty'}")
+    assert str(tmp_path / "empty") in train_error(f"--config.data.path={tmp_path / 'empty'}")
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": \n')
-    assert "a.jsonl" in (said := train(f"--config.data.path={tmp_path / 'a.jsonl'}")) and "2" in said
+    message = train_error(f"--config.data.path={tmp_path / 'a.jsonl'}")
+    assert "a.jsonl" in message and "2" in message
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 30_000)
-    said = train(f"--config.data.path={tmp_path / 'latin.txt'}", "--config.data.tokenizer=words(50)")
-    assert "latin.txt" in said and "UTF-8" in said
+    message = train_error(f"--config.data.path={tmp_path / 'latin.txt'}", "--config.data.tokenizer=words(50)")
+    assert "latin.txt" in message and "UTF-8" in message
 
 
 @pytest.mark.parametrize(
@@ -175,37 +176,37 @@ def test_text_that_cannot_be_read(train, tmp_path):
         ("def get_config():\n    raise SystemExit('bye')", "experiment.py, line 2: SystemExit: bye\n"),
     ],
 )
-def test_experiment_file_that_is_at_fault(refused, tmp_path, source, message):
+def test_invalid_experiment_files_raise(error_of, tmp_path, source, message):
     path = tmp_path / "experiment.py"
     if source is not None and source.startswith("c."):
         source = f"from hpnlp.training.config import default\ndef get_config():\n    c = default()\n    {source}\n    return c"
     if source is not None:
         path.write_text(source)
-    assert message in refused("train", f"--config={path}", f"--workdir={tmp_path / 'run'}")
+    assert message in error_of("train", f"--config={path}", f"--workdir={tmp_path / 'run'}")
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (("trian",), "unknown command 'trian': did you mean 'train'?"),
-        (("train", "--workdir=x"), "--config is needed, as in --config=experiments/lm/bytes.py"),
-        (("train", f"--config={tiny.EXPERIMENT}"), "--workdir is needed, as in --workdir=runs/bytes"),
+        (("train", "--workdir=x"), "--config is required, for example --config=experiments/lm/bytes.py"),
+        (("train", f"--config={tiny.EXPERIMENT}"), "--workdir is required, for example --workdir=runs/bytes"),
         (("sweep", "--config=experiments/lm/bytes.py", "--workdir=x"), "has no get_sweep(): define one"),
         (
             ("generate", "--workdir=x", "--prompt_file=/no/such"),
-            "--prompt_file=/no/such: No such file or directory: name",
+            "--prompt_file=/no/such: No such file or directory: use",
         ),
-        (("compare",), "no run is named: hpnlp compare RUN RUN"),
+        (("compare",), "no run: write hpnlp compare RUN RUN"),
         (("compare", "/no/such/run"), "there is no directory '/no/such/run': name the workdir of a run"),
     ],
 )
-def test_what_commands_refuse(refused, argv, message):
-    assert message in refused(*argv)
+def test_missing_arguments_raise(error_of, argv, message):
+    assert message in error_of(*argv)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The directory of a run."""
+    """Directory of a finished run."""
     workdir = tmp_path_factory.mktemp("trained") / "run"
     config = tiny.make(train__steps=1)
     report.write(workdir, config, loop.train(config, workdir), "--config=tests/tiny.py")
@@ -214,7 +215,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def files(tmp_path, trained):
-    """What the arguments below name: {name}."""
+    """Paths by name, for the {name}s in the arguments below."""
     (tmp_path / "utf16").write_text("a prompt", "utf-16")
     (tmp_path / "wide").write_text("a prompt", "utf-16-le")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
@@ -242,9 +243,9 @@ def files(tmp_path, trained):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("generate --workdir={blank}", "blank is a file: name a directory, as --workdir=runs/bytes"),
-        ("train --config={config} --workdir={blank}", "blank is a file: name a directory"),
-        ("sweep --config={config} --workdir={blank}", "blank is a file: name a directory"),
+        ("generate --workdir={blank}", "blank is a file: use a directory, for example --workdir=runs/bytes"),
+        ("train --config={config} --workdir={blank}", "blank is a file: use a directory"),
+        ("sweep --config={config} --workdir={blank}", "blank is a file: use a directory"),
         ("train --config={config} --workdir={loop}/run", "loop/run (Too many levels of symbolic links)"),
         ("generate --workdir={loop}", "(Too many levels of symbolic links): restore it, or name another workdir"),
         ("generate --workdir={run}/" + "x" * 300, "(File name too long)"),
@@ -265,16 +266,16 @@ def files(tmp_path, trained):
         ("generate --workdir={run} --tokens=many", "flag --tokens=many: expected a whole number"),
         ("generate --workdir={run} --top_p=half", "flag --top_p=half: expected a number"),
         ("generate --workdir={run} --config.model.dim=3", "only train, sweep and plan take config fields"),
-        ("compare {run} --out=", "--out is empty: name a file, as compare.png, or a directory"),
+        ("compare {run} --out=", "--out is empty: use a file, for example compare.png, or a directory"),
         ("draw Causal() --block=99999999999999999999", "block=99999999999999999999: expected at most 2147483647"),
         ("draw Window(1,right=2,right=3)", "more than once"),
         ("compare {blank}", "blank"),
         ("compare {loop}", "loop"),
-        ("convert --from={blank} --to={dir}/new", "blank is a file: name the directory"),
+        ("convert --from={blank} --to={dir}/new", "blank is a file: use the directory"),
         ("convert --from={run} --to={blank}/x", "blank/x"),
         ("plan --config={config} --out={blank}/x.png", "blank/x.png"),
         ("draw Causal() --out={blank}/x.png", "cannot draw"),
-        ("draw {nested}", "expected masks, as Causal()"),
+        ("draw {nested}", "expected masks, such as Causal()"),
         ("draw Causal() --length=99999999999999999999", "length=99999999999999999999: expected at most 2147483647"),
         ("generate --workdir={run} --tokens=-1", "tokens=-1: expected at least 1"),
         ("generate --workdir={run} --tokens=0", "tokens=0: expected at least 1"),
@@ -283,26 +284,26 @@ def files(tmp_path, trained):
         ("generate --workdir={run} --seed=-1", "seed=-1: expected 0 to 4294967295"),
         ("generate --workdir={run} --seed=18446744073709551617", "seed=18446744073709551617: expected 0 to"),
         ("generate --workdir={run} --step=99999999999999999999", "no checkpoint 99999999999999999999"),
-        ("generate --workdir={run} --prompt_file={dir}", "Is a directory: name a file of UTF-8 text, or - for stdin"),
-        ("generate --workdir={run} --prompt_file={blank}", "blank: it holds no prompt: write one a line"),
+        ("generate --workdir={run} --prompt_file={dir}", "Is a directory: use a file of UTF-8 text, or - for stdin"),
+        ("generate --workdir={run} --prompt_file={blank}", "blank: it holds no prompt: write one per line"),
         ("generate --workdir={run} --prompt_file=", "--prompt_file=: No such file"),
         ("generate --workdir={run} --prompt_file=/dev/zero", "/dev/zero: it holds more than 64 MiB"),
-        ("generate --workdir={run} --prompt_file={utf16}", "utf16: it is UTF-16: convert it, as with iconv"),
+        ("generate --workdir={run} --prompt_file={utf16}", "utf16: it is UTF-16: convert it, for example with iconv"),
         ("generate --workdir={run} --prompt_file={wide}", "wide: byte 1 is zero, as in binary files and UTF-16"),
         ("generate --workdir={run} --prompt_file={latin}", "latin: byte 3 is not UTF-8"),
         (
             "plan --config={config} --devices=4096 --depth=compiled",
-            "pretends at most 2048 devices on a CPU: take fewer",
+            "simulates at most 2048 devices on a CPU: use fewer",
         ),
         ("plan --config={config} --devices=1000000000", "does not split into 1000000000 devices"),
         ("plan --config={config} --devices=-1", "--devices"),
         ("plan --config={config} --config.model.mixer={nested}", "is not a spec"),
     ],
 )
-def test_unusable_paths_and_numbers(refused, monkeypatch, files, argv, message):
-    for variable in ("JAX_PLATFORMS", "XLA_FLAGS"):  # which plan sets
+def test_unusable_paths_and_numbers_raise(error_of, monkeypatch, files, argv, message):
+    for variable in ("JAX_PLATFORMS", "XLA_FLAGS"):  # restored afterwards; plan sets them
         monkeypatch.setenv(variable, os.environ.get(variable, ""))
-    assert message in refused(*(argument.format(**files) for argument in argv.split()))
+    assert message in error_of(*(argument.format(**files) for argument in argv.split()))
 
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."
@@ -324,15 +325,15 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "cannot read or write /x (Permission denied)"),
     ],
 )
-def test_errors_of_the_machine_while_training(train, monkeypatch, error, message):
+def test_errors_of_the_machine_are_explained(train_error, monkeypatch, error, message):
     def fail(*args, **options):
         raise error
 
     monkeypatch.setattr(loop, "train", fail)
-    assert message in train()
+    assert message in train_error()
 
 
-def test_a_defect_shows_its_traceback(run, monkeypatch, tmp_path):
+def test_defects_of_hpnlp_raise(run, monkeypatch, tmp_path):
     def fail(*args, **options):
         raise KeyError("defect")
 
@@ -360,46 +361,45 @@ COMMANDS = {
         *((name, None, "it is closed") for name in ("help", "generate", "draw")),
     ],
 )
-def test_stdout_that_is_closed_or_full(run, monkeypatch, files, name, stdout, message):
-    """Files are complete, and one line says that the output is not."""
+def test_files_are_complete_if_stdout_is_closed_or_full(run, monkeypatch, files, name, stdout, message):
     monkeypatch.setenv("JAX_PLATFORMS", os.environ.get("JAX_PLATFORMS", ""))
     with open(stdout or os.devnull, "w", encoding="utf-8") as stream:
         monkeypatch.setattr(sys, "stdout", stream if stdout else None)
         outcome = run(*(argument.format(**files) for argument in COMMANDS[name].split()))
     assert outcome.code == 2
-    assert outcome.err.count("\n") == 1 and f"hpnlp: stdout cannot be written ({message}): send it" in outcome.err
-    made = {
+    assert outcome.err.count("\n") == 1 and f"hpnlp: stdout cannot be written ({message}): redirect it" in outcome.err
+    written = {
         "train": "new/report.md",
         "compare": "compare.md",
         "draw": "draw.png",
         "convert": "converted/tokenizer.json",
     }
-    assert name not in made or (files["dir"] / made[name]).stat().st_size
+    assert name not in written or (files["dir"] / written[name]).stat().st_size
     if name == "train":
         assert json.loads((files["dir"] / "new" / "report.json").read_text())
         assert (files["dir"] / "new" / "checkpoints" / "1").is_dir()
 
 
 @pytest.mark.parametrize("name", ["train", "generate"])
-def test_stdout_without_the_characters_that_are_needed(run, monkeypatch, files, name):
-    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", shown)
+def test_characters_that_stdout_lacks_are_escaped(run, monkeypatch, files, name):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
     argv = COMMANDS[name].replace("--prompt=a", "--prompt=\xe9").replace("/new", "/n\xe9w")
     outcome = run(*(argument.format(**files) for argument in argv.split()))
     assert outcome.code == 0
-    assert b"\\xe9" in shown.buffer.getvalue()
-    assert "stdout takes ascii only" in outcome.err.splitlines()[-1]
+    assert b"\\xe9" in stdout.buffer.getvalue()
+    assert "the encoding of stdout is ascii" in outcome.err.splitlines()[-1]
 
 
-def test_prompts_from_stdin(run, monkeypatch, trained):
+def test_prompts_are_read_from_stdin(run, monkeypatch, trained):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffthe fox\r\n\nthe dog".encode())))
     outcome = run("generate", f"--workdir={trained}", "--prompt_file=-", "--tokens=2")
     assert outcome.code == 0, outcome
     assert "--- prompt 1\nthe fox" in outcome.out and "--- prompt 2\nthe dog" in outcome.out
 
 
-def test_nothing_is_written_after_the_end_of_a_text(run, trained, tmp_path):
-    """Also where the model's eos is text, as generation_config.json may have it: the rows that have ended hold pads."""
+def test_text_ends_at_the_first_eos(run, trained, tmp_path):
+    """Also if ids of text end a text, as generation_config.json may state; finished rows of the batch hold padding."""
     workdir = shutil.copytree(trained, tmp_path / "run")
     (workdir / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(257))}))
     outcome = run(
@@ -410,12 +410,12 @@ def test_nothing_is_written_after_the_end_of_a_text(run, trained, tmp_path):
     assert second.startswith("the") and len(second) <= len("the") + 1
 
 
-def test_reading_a_long_prompt_is_announced(run, trained):
+def test_long_prompts_are_announced(run, trained):
     outcome = run("generate", f"--workdir={trained}", f"--prompt={'the fox ' * 600}", "--tokens=2")
     assert outcome.code == 0 and outcome.err.startswith("hpnlp: reading a prompt of 4,801 tokens\n")
 
 
-def test_debug_shows_the_traceback(run, tmp_path):
+def test_debug_prints_the_traceback(run, tmp_path):
     outcome = run("train", f"--config={tmp_path}/none.py", "--workdir=x", "--debug")
     assert outcome.code == 2
     assert (
@@ -423,56 +423,57 @@ def test_debug_shows_the_traceback(run, tmp_path):
     )
 
 
-def test_workdir_that_cannot_be_written(refused, tmp_path):
+def test_unwritable_workdir_raises(error_of, tmp_path):
     (tmp_path / "file").write_text("")
-    said = refused("train", f"--config={tiny.EXPERIMENT}", f"--workdir={tmp_path}/file/run")
-    assert "cannot write to workdir" in said and "choose another --workdir" in said
+    message = error_of("train", f"--config={tiny.EXPERIMENT}", f"--workdir={tmp_path}/file/run")
+    assert "cannot write to workdir" in message and "choose another --workdir" in message
 
 
-# --- What needs a process of its own: real file systems, and what libraries print when a process ends ---
+# --- In processes: tests with real file systems, and with messages that libraries print at exit ---
 
 
 @pytest.fixture(scope="module")
 def mounts():
-    """The command that makes file systems which nobody else sees; skips where it may not be used."""
+    """A wrapper that runs a shell script with private mounts; skips the test where mounting is not allowed."""
     probe = subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True)
     if probe.returncode:
         pytest.skip(f"mounting is not allowed here: {probe.stderr.strip()}")
     return lambda script, *args: [*UNSHARE, "sh", "-c", script, "sh", *args]
 
 
-def one_line(err):
+def single_line(err):
+    """Stderr of a process, which must be one line."""
     assert err.startswith("hpnlp: ") and err.count("\n") == 1
     return err
 
 
-def test_read_only_workdir(mounts, start, finish, tmp_path):
+def test_read_only_workdir_raises(mounts, start, finish, tmp_path):
     wrapper = mounts('mount -t tmpfs -o ro none "$1" && shift && exec "$@"', tmp_path)
     outcome = finish(start("train", f"--config={tiny.EXPERIMENT}", f"--workdir={tmp_path}/run", wrapper=wrapper))
     assert outcome.code == 2, outcome
-    assert "cannot write to workdir" in one_line(outcome.err) and "Read-only file system" in outcome.err
+    assert "cannot write to workdir" in single_line(outcome.err) and "Read-only file system" in outcome.err
 
 
 @pytest.mark.slow
-def test_device_that_is_not_there(start, finish, monkeypatch, trained):
+def test_missing_device_raises(start, finish, monkeypatch, trained):
     for platform in ("cuda", "nothing"):
         monkeypatch.setenv("JAX_PLATFORMS", platform)
         outcome = finish(start("generate", f"--workdir={trained}"))
         assert outcome.code == 2
-        assert f"JAX_PLATFORMS={platform} names a device that is not here" in one_line(outcome.err)
+        assert f"JAX_PLATFORMS={platform}: this machine has no such device" in single_line(outcome.err)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("redirection", "message"), [(">&-", "it is closed"), (">/dev/full", "No space left")])
-def test_stdout_of_a_process(start, finish, trained, redirection, message):
+def test_closed_or_full_stdout_of_a_process_raises(start, finish, trained, redirection, message):
     wrapper = ["sh", "-c", f'exec "$@" {redirection}', "sh"]
     outcome = finish(start("generate", f"--workdir={trained}", "--prompt=a", "--tokens=2", wrapper=wrapper))
-    assert outcome.code == 2 and message in one_line(outcome.err)
+    assert outcome.code == 2 and message in single_line(outcome.err)
 
 
 @pytest.mark.slow
-def test_full_disk_keeps_what_was_saved(mounts, start, finish, tmp_path):
-    """A disk that takes some checkpoints, and then is full; once there is room, the same command goes on."""
+def test_run_resumes_after_a_full_disk(mounts, start, finish, tmp_path):
+    """The disk has room for some checkpoints; with more room, the same command resumes from the last of them."""
     script = """
         mount -t tmpfs -o size=1400k none "$1" && mkdir "$1/run" && kept=$2 && disk=$1 && shift 2
         "$@" 1>&2; echo "code $?"
@@ -485,9 +486,9 @@ def test_full_disk_keeps_what_was_saved(mounts, start, finish, tmp_path):
     outcome = finish(start(*command, f"--workdir={tmp_path / 'disk' / 'run'}", wrapper=wrapper))
     assert outcome.out == "code 2\n", outcome
     assert "Traceback" not in outcome.err
-    (said,) = [line for line in outcome.err.splitlines() if line.startswith("hpnlp: ")]
-    assert "the disk is full" in said and "free some space" in said and "run the same command again" in said
-    assert outcome.err.splitlines()[-1] == said
+    (message,) = [line for line in outcome.err.splitlines() if line.startswith("hpnlp: ")]
+    assert "the disk is full" in message and "free some space" in message and "run the same command again" in message
+    assert outcome.err.splitlines()[-1] == message
 
     steps = [int(path.name) for path in (kept / "checkpoints").iterdir() if path.name.isdigit()]
     assert steps
@@ -498,8 +499,8 @@ def test_full_disk_keeps_what_was_saved(mounts, start, finish, tmp_path):
     assert lines == list(range(1, 13))
 
 
-def test_half_written_checkpoint(run, start, finish, tmp_path):
-    """A file of the newest checkpoint that was cut off; without that checkpoint, the run goes on from the one before."""
+def test_truncated_checkpoint_raises(run, start, finish, tmp_path):
+    """Without the damaged checkpoint, the run resumes from the one before."""
     command = ["train", f"--config={tiny.EXPERIMENT}", f"--workdir={tmp_path}"]
     assert run(*command).code == 0
     metrics = (tmp_path / "metrics.jsonl").read_bytes()
@@ -508,8 +509,8 @@ def test_half_written_checkpoint(run, start, finish, tmp_path):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     outcome = finish(start(*command))
     assert outcome.code == 2, outcome
-    said = one_line(outcome.err)
-    assert "checkpoint 12 cannot be read" in said and f"delete {newest}, and the run goes on from step 10" in said
+    message = single_line(outcome.err)
+    assert "checkpoint 12 cannot be read" in message and f"delete {newest}, and the run goes on from step 10" in message
     shutil.rmtree(newest)
     again = run(*command)
     assert again.code == 0 and "going on from step 10" in again.out

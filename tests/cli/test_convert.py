@@ -1,4 +1,4 @@
-"""`hpnlp convert`, both ways. The weights themselves: tests/models/test_convert.py."""
+"""`hpnlp convert` in both directions; the conversion of weights is tested in tests/models/test_convert.py."""
 
 import errno
 import json
@@ -22,11 +22,11 @@ from hpnlp.training import run_directory as runs
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.types import InputError
 
-EOS = None  # stands for the tokenizer's
+EOS = None  # stands for the tokenizer's eos_id
 
 
 def run(**options):
-    """The command, in this process, whose flags and compile cache stay as they were."""
+    """Runs the command in this process, and restores its flags and the compilation cache."""
     with pytest.MonkeyPatch.context() as patch, flagsaver.flagsaver():
         patch.setattr(cli, "prepare_jax", lambda: None)
         command.run(["hpnlp convert", *(f"--{name.rstrip('_')}={value}" for name, value in options.items())])
@@ -34,7 +34,7 @@ def run(**options):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A checkpoint of Hugging Face with a BPE tokenizer, and what transformers lays beside one."""
+    """A Hugging Face checkpoint with a BPE tokenizer and a generation_config.json."""
     directory = tmp_path_factory.mktemp("checkpoint")
     tokenizer = tokenizers.build("bpe(270)", [b"the quick brown fox, the lazy dog\n" * 20])
     config = LMConfig(
@@ -52,22 +52,22 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def converted(checkpoint, tmp_path_factory):
-    """The same as a run."""
+    """The checkpoint converted to a run."""
     directory = tmp_path_factory.mktemp("runs") / "new" / "x"
     run(from_=checkpoint, to=directory)
     return directory
 
 
-def test_a_run_can_be_read(checkpoint, converted):
+def test_converted_run_can_be_read(checkpoint, converted):
     values = runs.load_config(converted)
     assert values.model == convert.load(checkpoint)[0]
     tokenizer = runs.saved_tokenizer(converted)
     assert tokenizer is not None and tokenizer.vocab_size == values.model.vocab - 2
     runs.make_model(values, tokenizer)
-    assert values.data.seq_len == values.model.max_len == 32  # rows that positions reach
+    assert values.data.seq_len == values.model.max_len == 32  # no longer than the learned positions
 
 
-def test_there_and_back(checkpoint, converted, tmp_path):
+def test_round_trip_reproduces_all_files(checkpoint, converted, tmp_path):
     run(from_=converted, to=tmp_path / "back")
     names = {path.name for path in checkpoint.iterdir()}
     assert names == {path.name for path in (tmp_path / "back").iterdir()}
@@ -85,8 +85,8 @@ def test_there_and_back(checkpoint, converted, tmp_path):
         (None, None, (EOS,)),
     ],
 )
-def test_ids_that_end_a_text(checkpoint, tmp_path, settings, stated, expected):
-    """Those of generation_config.json, or without it of config.json, or else the tokenizer's eos."""
+def test_eos_ids_are_found(checkpoint, tmp_path, settings, stated, expected):
+    """In generation_config.json, else in config.json, else in the tokenizer."""
     source = shutil.copytree(checkpoint, tmp_path / "source")
     raw = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(raw | {"eos_token_id": stated}))
@@ -99,7 +99,7 @@ def test_ids_that_end_a_text(checkpoint, tmp_path, settings, stated, expected):
     assert ids == tuple(loaded.tokenizer.eos_id if i is EOS else i for i in expected)
 
 
-def test_settings_of_generate_that_are_not_applied_are_told(checkpoint, tmp_path, capsys):
+def test_generation_settings_that_are_not_applied_are_printed(checkpoint, tmp_path, capsys):
     source = shutil.copytree(checkpoint, tmp_path / "source")
     settings = {
         "repetition_penalty": 1.05,
@@ -110,33 +110,33 @@ def test_settings_of_generate_that_are_not_applied_are_told(checkpoint, tmp_path
     }
     (source / "generation_config.json").write_text(json.dumps(settings))
     run(from_=source, to=tmp_path / "run")
-    told = (
+    remark = (
         "generation_config.json sets repetition_penalty=1.05, suppress_tokens=[3], which hpnlp generate does not apply"
     )
-    assert f"{tmp_path / 'run'}: {told}\n" in capsys.readouterr().out
+    assert f"{tmp_path / 'run'}: {remark}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_written_checkpoints_are_read_back(converted, tmp_path, monkeypatch, name):
+def test_damaged_output_checkpoints_raise(converted, tmp_path, monkeypatch, name):
     copy, target = command._copy, tmp_path / "back"
 
-    def damaging(*args):
+    def copy_and_damage(*args):
         copy(*args)
         if (target / name).exists():
             (target / name).write_bytes((target / name).read_bytes()[:-100])
 
-    monkeypatch.setattr(command, "_copy", damaging)
+    monkeypatch.setattr(command, "_copy", copy_and_damage)
     with pytest.raises(InputError, match=name):
         run(from_=converted, to=target)
 
 
-def test_written_runs_are_read_back(checkpoint, tmp_path, monkeypatch):
+def test_damaged_output_runs_raise(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpointer, "save_params", lambda self, params: None)
     with pytest.raises(InputError, match="checkpoint 0 was written to .* and cannot be read back"):
         run(from_=checkpoint, to=tmp_path / "run")
 
 
-def test_errors_of_reading_name_the_source(checkpoint, tmp_path, monkeypatch):
+def test_read_errors_name_the_source(checkpoint, tmp_path, monkeypatch):
     def fail(*args):
         raise OSError(errno.EIO, "Input/output error", str(checkpoint / "model.safetensors"))
 
@@ -146,7 +146,7 @@ def test_errors_of_reading_name_the_source(checkpoint, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("qkv_bias", [False, True])
-def test_tokenizers_that_autotokenizer_does_not_read_are_told(tmp_path, capsys, qkv_bias):
+def test_tokenizers_that_autotokenizer_ignores_are_printed(tmp_path, capsys, qkv_bias):
     source = tmp_path / "run"
     model = LMConfig(dim=8, heads=2, layers=1, mlp_dim=24, vocab=264, max_len=32, qkv_bias=qkv_bias)
     shapes = jax.eval_shape(lambda: nn.meta.unbox(LM(model).init(jax.random.key(0), example_batch(1, 2))["params"]))
@@ -157,11 +157,11 @@ def test_tokenizers_that_autotokenizer_does_not_read_are_told(tmp_path, capsys, 
     (source / "config.json").write_text(configs.to_json(configs.Config(model=model)))
     capsys.readouterr()
     run(from_=source, to=tmp_path / "to")
-    told = f"load this one by PreTrainedTokenizerFast.from_pretrained('{tmp_path / 'to'}'), not by AutoTokenizer"
-    assert (told in capsys.readouterr().out) == qkv_bias
+    remark = f"load this one with PreTrainedTokenizerFast.from_pretrained('{tmp_path / 'to'}') instead"
+    assert (remark in capsys.readouterr().out) == qkv_bias
 
 
-def test_tokenizers_without_a_form_leave_no_checkpoint(converted, tmp_path, monkeypatch):
+def test_tokenizers_that_cannot_be_exported_leave_no_checkpoint(converted, tmp_path, monkeypatch):
     def fail(*args):
         raise InputError("no such form")
 
@@ -171,7 +171,7 @@ def test_tokenizers_without_a_form_leave_no_checkpoint(converted, tmp_path, monk
     assert not (tmp_path / "back").exists()
 
 
-def test_dtype_of_the_tensors(converted, tmp_path):
+def test_dtype_applies_to_tensors_of_the_checkpoint(converted, tmp_path):
     run(from_=converted, to=tmp_path / "back", dtype="bfloat16")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
     size = (tmp_path / "back" / "model.safetensors").stat().st_size
@@ -179,36 +179,36 @@ def test_dtype_of_the_tensors(converted, tmp_path):
     assert size < 0.6 * (tmp_path / "wide" / "model.safetensors").stat().st_size
 
 
-def test_dtype_of_the_run(checkpoint, tmp_path):
+def test_dtype_applies_to_the_run(checkpoint, tmp_path):
     run(from_=checkpoint, to=tmp_path / "run", dtype="bfloat16")
     assert runs.load_config(tmp_path / "run").model.dtype == "bfloat16"
 
 
-def test_what_is_refused(checkpoint, converted, tmp_path):
-    def refused(message, **options):
+def test_invalid_arguments_raise(checkpoint, converted, tmp_path):
+    def check(message, **options):
         with pytest.raises(InputError, match=message):
             run(**options)
 
     new = tmp_path / "new"
-    refused("--from is needed", to=new)
-    refused("--to=.* holds config.json already: name an empty directory", from_=checkpoint, to=converted)
-    refused("--from=.*nowhere is not a directory: name the directory", from_=tmp_path / "nowhere", to=new)
-    refused("--from=.*config.json is a file: name the directory", from_=checkpoint / "config.json", to=new)
-    refused("--step=3: .* is a Hugging Face checkpoint, which has no steps: leave", from_=checkpoint, to=new, step=3)
-    refused(r"no checkpoint 7 in .* \(there: 0\)", from_=converted, to=new, step=7)
-    refused(r"--to '.*/\[proj\]/x': .* choose another one", from_=checkpoint, to=tmp_path / "[proj]" / "x")
+    check("--from is required", to=new)
+    check("--to=.* already holds config.json: use an empty directory", from_=checkpoint, to=converted)
+    check("--from=.*nowhere is not a directory: use the directory", from_=tmp_path / "nowhere", to=new)
+    check("--from=.*config.json is a file: use the directory", from_=checkpoint / "config.json", to=new)
+    check("--step=3: .* is a Hugging Face checkpoint, which has no steps: remove", from_=checkpoint, to=new, step=3)
+    check(r"no checkpoint 7 in .* \(there: 0\)", from_=converted, to=new, step=7)
+    check(r"--to '.*/\[proj\]/x': .* choose another one", from_=checkpoint, to=tmp_path / "[proj]" / "x")
     assert not (tmp_path / "[proj]").exists()
     for dtype in ("bf16", "int8"):
-        refused(f"--dtype={dtype}: expected float32, bfloat16, float16", from_=checkpoint, to=new, dtype=dtype)
-        refused(f"--dtype={dtype}: expected float32, bfloat16, float16", from_=converted, to=new, dtype=dtype)
+        check(f"--dtype={dtype}: expected float32, bfloat16, float16", from_=checkpoint, to=new, dtype=dtype)
+        check(f"--dtype={dtype}: expected float32, bfloat16, float16", from_=converted, to=new, dtype=dtype)
     (tmp_path / "file").write_text("")
     for path in ("file", "file/x"):
-        refused("cannot write --to=.*: .*/file is not a directory", from_=checkpoint, to=tmp_path / path)
+        check("cannot write --to=.*: .*/file is not a directory", from_=checkpoint, to=tmp_path / path)
     (tmp_path / "loop").symlink_to("loop")
-    refused("cannot write --to=.*: .*/loop is not a directory", from_=checkpoint, to=tmp_path / "loop")
+    check("cannot write --to=.*: .*/loop is not a directory", from_=checkpoint, to=tmp_path / "loop")
     with pytest.MonkeyPatch.context() as patch:  # root may write anywhere
         patch.setattr(os, "access", lambda path, mode: False)
-        refused("cannot write --to=.*: .* is read-only", from_=checkpoint, to=new)
+        check("cannot write --to=.*: .* is read-only", from_=checkpoint, to=new)
     assert not new.exists()
 
 
@@ -222,12 +222,12 @@ def _directory(path):
     path.mkdir()
 
 
-DAMAGES = {  # name -> (file, change, message)
+DAMAGES = {  # name -> (file, function that damages it, message)
     "no_config": ("config.json", Path.unlink, "config.json does not exist"),
     "binary_config": ("config.json", lambda path: path.write_bytes(b"\x00\xff"), "config.json: .*utf-8"),
     "looping_config": ("config.json", _loop, "config.json: .*symbolic links"),
     "config_directory": ("config.json", _directory, "config.json: .*[Dd]irectory"),
-    "another_family": (
+    "unknown_family": (
         "config.json",
         lambda path: path.write_text('{"model_type": "opt"}'),
         "model_type='opt' is not supported: choose a model of one of llama, ",
@@ -281,7 +281,7 @@ DAMAGES = {  # name -> (file, change, message)
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_checkpoints_are_refused_in_one_line(name, checkpoint, tmp_path):
+def test_damaged_checkpoints_raise(name, checkpoint, tmp_path):
     file, change, message = DAMAGES[name]
     source = shutil.copytree(checkpoint, tmp_path / "source")
     change(source / file)
@@ -291,7 +291,7 @@ def test_damaged_checkpoints_are_refused_in_one_line(name, checkpoint, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-def test_tokenizer_that_is_missing_or_not_the_models(checkpoint, tmp_path):
+def test_missing_or_foreign_tokenizers_raise(checkpoint, tmp_path):
     source = tmp_path / "source"
     convert.save(*convert.load(checkpoint), source)
     with pytest.raises(InputError, match=r"cannot read the tokenizer .*source/tokenizer.json"):
@@ -308,10 +308,10 @@ def test_tokenizer_that_is_missing_or_not_the_models(checkpoint, tmp_path):
 def test_transformers_reads_weights_and_tokenizer(converted, tmp_path):
     transformers = pytest.importorskip("transformers")
     run(from_=converted, to=tmp_path / "back")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
-    ours = runs.saved_tokenizer(converted)
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    tokenizer = runs.saved_tokenizer(converted)
     text = "the lazy fox\n"
-    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text.encode()).tolist()
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    assert expected(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text.encode()).tolist()
+    assert (expected.bos_token_id, expected.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    assert (model.config.bos_token_id, model.config.eos_token_id) == (ours.bos_id, ours.eos_id)
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)

@@ -1,4 +1,4 @@
-"""`hpnlp draw`. Expressions: tests/test_mask_parser.py; pictures: tests/test_mask_plot.py."""
+"""`hpnlp draw`; expressions are tested in tests/test_mask_parser.py, images in tests/test_mask_plot.py."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from hpnlp.mask_parser import NAMES
 EXPRESSION = "Causal() & (Window(64) | Global(8))"
 
 
-def test_one_mask(run, tmp_path):
+def test_one_mask_is_drawn(run, tmp_path):
     outcome = run("draw", EXPRESSION, f"--out={tmp_path / 'a'}")
     assert outcome.code == 0 and outcome.err == ""
     assert "| 256 x 256 | 16 | 81 of 256 | 42 | 31.6 % | 24.5 % |" in outcome.out
@@ -20,7 +20,7 @@ def test_one_mask(run, tmp_path):
     assert matplotlib.image.imread(tmp_path / "a.png").size
 
 
-def test_a_gallery_and_its_sizes(run, tmp_path):
+def test_several_masks_are_drawn_with_the_sizes_of_the_flags(run, tmp_path):
     sizes = ("--length=30", "--keys=20", "--block=10", f"--out={tmp_path / 'a.png'}")
     outcome = run("draw", "Full()", "sparse_transformer_fixed(8, 2, heads=2)", "~Causal()", *sizes)
     assert outcome.code == 0
@@ -31,11 +31,11 @@ def test_a_gallery_and_its_sizes(run, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((), 'no mask is given: write hpnlp draw "Causal() & (Window(64) | Global(8))"'),
+        ((), 'no mask: write hpnlp draw "Causal() & (Window(64) | Global(8))"'),
         (("Causal() & Windw(64)",), "column 12, 'Windw': unknown mask 'Windw': did you mean 'Window'?"),
         (
             ("bigbird(4, window=2001, random=0)",),
-            "bigbird window 2001: expected an odd number of blocks, the own one in the middle, at most 129",
+            "bigbird window=2001: expected an odd number of blocks, the query's block in the middle, at most 129",
         ),
         ((" | ".join(["Window(1)"] * 400),), "nested too deeply"),
         (("~" * 700 + "Causal()",), "is nested too deeply"),
@@ -45,18 +45,18 @@ def test_a_gallery_and_its_sizes(run, tmp_path):
         (("Causal()", "--out=a.doc"), "name a file that can be written, as pattern.png"),
     ],
 )
-def test_what_is_refused(run, argv, message):
+def test_invalid_arguments_raise(run, argv, message):
     outcome = run("draw", *argv)
     assert outcome.code == 2 and outcome.err.count("\n") == 1
     assert outcome.err.startswith("hpnlp: ") and message in outcome.err
 
 
-def test_help_names_every_mask(run):
+def test_help_lists_every_mask(run):
     outcome = run("draw", "--help")
     assert outcome.code == 0 and all(f"  {name}(" in outcome.out for name in NAMES)
 
 
-def test_commands_of_the_documentation_draw(run, tmp_path, monkeypatch):
+def test_commands_of_the_documentation_run(run, tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs/guide/attention.md").read_text("utf-8")
     commands = re.findall(r"^hpnlp (draw .*)$", page, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
@@ -66,6 +66,6 @@ def test_commands_of_the_documentation_draw(run, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["patterns.png"]
 
 
-def test_a_device_is_no_place_for_a_picture(run):
+def test_output_to_a_device_raises(run):
     outcome = run("draw", "Causal()", "--out=/dev/full")
     assert (outcome.code, outcome.out) == (2, "") and "--out=/dev/full is not a regular file" in outcome.err

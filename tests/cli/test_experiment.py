@@ -1,4 +1,4 @@
-"""Experiment files import the modules beside them, each experiment its own."""
+"""Imports of experiment files from their own directory."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ def write(directory, steps, name="exp.py"):
     (directory / name).write_text(IMPORTING)
 
 
-def test_siblings_are_imported_each_experiment_its_own(tmp_path, monkeypatch):
+def test_each_experiment_imports_the_modules_of_its_directory(tmp_path, monkeypatch):
     write(tmp_path / "a", 4)
     write(tmp_path / "b", 5)
     (tmp_path / "installed").mkdir()
@@ -57,7 +57,7 @@ def test_siblings_are_imported_each_experiment_its_own(tmp_path, monkeypatch):
         ("", "exp.py, line 2: ImportError: cannot import name 'STEPS' from 'common'"),
     ],
 )
-def test_errors_of_siblings_name_their_file_and_line(tmp_path, monkeypatch, source, message):
+def test_errors_in_imported_modules_name_file_and_line(tmp_path, monkeypatch, source, message):
     write(tmp_path / "a", 4)
     (tmp_path / "a" / "common.py").write_text(source)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The commands that a report prints run as they are printed."""
+"""The commands that a report proposes run as printed."""
 
 import re
 import shlex
@@ -11,13 +11,13 @@ pytestmark = pytest.mark.slow  # several runs each
 
 
 def commands_of(report):
-    """The commands in the list under "Next:", as argument lists without the program."""
+    """Arguments of the commands under "Next:" in a report."""
     spans = re.findall(r"^- [^`\n]+: (`+)(hpnlp .*)\1$", report.partition("\nNext:\n")[2], re.MULTILINE)
     return [shlex.split(command)[1:] for _, command in spans]
 
 
 def check(run, *argv):
-    """Trains, and runs what the report proposes, in the order given and again in the other."""
+    """Trains, and runs the proposed commands, the last one first. Yields each command and its outcome."""
     outcome = run("train", *argv, "--config.train.steps=2", "--config.data.heldout_bytes=500")
     assert outcome.code == 0, outcome
     commands = commands_of(outcome.out)
@@ -28,8 +28,8 @@ def check(run, *argv):
         yield command, outcome
 
 
-def test_commands_of_a_weighted_run_in_a_directory_with_spaces(run, text, tmp_path, monkeypatch):  # noqa: F811
-    """A vocabulary without the prompt, learned positions, and sources with weights."""
+def test_commands_run_for_weighted_data_and_a_directory_with_spaces(run, text, tmp_path, monkeypatch):  # noqa: F811
+    """Also with a vocabulary that lacks the prompt, and learned positions."""
     monkeypatch.chdir(tmp_path)
     paths = f"{text}/0*.txt,{text}/1*.txt"
     fields = [f"--config.data.path={paths}", "--config.data.weights=(1,3)", "--config.data.tokenizer=words(40)"]
@@ -43,8 +43,8 @@ def test_commands_of_a_weighted_run_in_a_directory_with_spaces(run, text, tmp_pa
     assert (tmp_path / "my runs" / "a 'b'-tuned" / "report.json").exists()
 
 
-def test_commands_of_a_fine_tuned_run_in_its_own_directory(run, tmp_path, monkeypatch):
-    """A config with an argument, and a workdir that is where the commands are given."""
+def test_commands_run_for_a_fine_tuned_run_in_the_current_directory(run, tmp_path, monkeypatch):
+    """With a config that takes an argument, and --workdir=. as the workdir."""
     experiment = tiny.EXPERIMENT.replace("tests/tiny.py", "experiments/lm/finetune.py")
     assert (
         run("train", f"--config={tiny.EXPERIMENT}", f"--workdir={tmp_path / 'a'}", "--config.train.steps=2").code == 0

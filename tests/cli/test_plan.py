@@ -1,4 +1,4 @@
-"""`hpnlp plan`. What it says is tested in tests/planner."""
+"""`hpnlp plan`; its numbers are tested in tests/planner."""
 
 import os
 import re
@@ -20,13 +20,13 @@ FIELDS = (
 
 @pytest.fixture
 def plan(run, tmp_path, monkeypatch):
-    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):  # which it sets for its own process
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):  # restored afterwards; the command sets them
         monkeypatch.setenv(name, os.environ.get(name, ""))
     out = tmp_path / "plan.png"
     return lambda *argv: run("plan", "--config=experiments/lm/bytes.py", *FIELDS, f"--out={out}", *argv), out
 
 
-def test_a_plan_for_many_devices(plan):
+def test_plan_for_many_devices_is_printed_and_drawn(plan):
     call, out = plan
     outcome = call("--devices=64", "--device=v5e", "--config.plan.name=zero3")
     assert outcome.code == 0 and outcome.err == ""
@@ -35,7 +35,7 @@ def test_a_plan_for_many_devices(plan):
     assert matplotlib.image.imread(out).size
 
 
-def test_what_does_not_fit_is_told_with_its_mend(plan):
+def test_smallest_change_is_printed_if_the_step_does_not_fit(plan):
     call, _ = plan
     large = ("--config.model.layers=32", "--config.model.dim=4096", "--config.model.heads=32")
     outcome = call(*large, "--devices=64", "--device=h100", "--config.plan.name=data")
@@ -53,23 +53,23 @@ def test_a_directory_gets_a_picture_of_its_own_name(plan, tmp_path):
     assert not (tmp_path / "pictures.png").exists()
 
 
-def test_a_search_and_a_compiled_step(plan):
+def test_search_and_compiled_step_are_printed(plan):
     call, _ = plan
     outcome = call("--devices=2", "--search", "--depth=compiled")
     assert outcome.code == 0
     assert re.search(r"the first: --config.plan.name=(data|zero\d|tensor|pipeline|sequence)\b", outcome.out)
     assert "False" not in outcome.out and "microbatches=0" not in outcome.out
-    counted = [line.split() for line in outcome.err.splitlines() if line.endswith("plans looked at")]
+    counted = [line.split() for line in outcome.err.splitlines() if line.endswith("plans tried")]
     assert counted[-1][0] == counted[-1][2] and outcome.err.endswith("compiling for 2 devices\n")
-    assert "all that is sent, bytes" in outcome.out and "Compiled in" in outcome.out
+    assert "communication, bytes" in outcome.out and "Compiled in" in outcome.out
 
 
-def test_a_search_leaves_out_a_plan_that_does_not_divide_the_devices(plan):
+def test_search_continues_after_an_invalid_plan(plan):
     call, out = plan
     outcome = call("--devices=2", "--search", "--config.model.layers=1", "--config.plan.data=3")
     assert outcome.code == 0
-    told, ranking = outcome.out.split("\n", 1)
-    assert told.startswith("The config's own plan is left out: plan (data=3) does not divide 2 devices")
+    first, ranking = outcome.out.split("\n", 1)
+    assert first.startswith("The plan of the config is not valid: plan (data=3) does not divide 2 devices")
     assert "data 2 " in ranking and "the first: --config.plan.name=" in ranking
     assert matplotlib.image.imread(out).size
 
@@ -81,19 +81,19 @@ def test_a_search_leaves_out_a_plan_that_does_not_divide_the_devices(plan):
         (("--device=gpu",), "unknown --device 'gpu': did you mean 'cpu'?"),
         (("--devices=0",), "--devices"),
         (("--devices=999999999999999999999999",), "--devices"),
-        (("--out=",), "--out is empty: name a file, as plan.png, or a directory"),
+        (("--out=",), "--out is empty: use a file, for example plan.png, or a directory"),
         (("--depth=deep",), "--depth"),
         (("--devices=7", "--config.data.batch_size=64"), "data.batch_size=64 does not split into 7 devices' rows"),
         (("--config.data.batch_size=0",), "data.batch_size=0: expected at least 1"),
         (("--config.plan.name=zero4",), "unknown plan.name 'zero4'"),
         (
             ("--out=nowhere/plan.png",),
-            "--out=nowhere/plan.png cannot be written: name a file in a directory that is there",
+            "--out=nowhere/plan.png cannot be written: use a file in an existing directory",
         ),
-        (("--out=plan.gif",), "--out=plan.gif: no picture ends so; take .png"),
+        (("--out=plan.gif",), "--out=plan.gif: unknown image format; use .png"),
         (("--depth=tpu", "--device=h100"), "--depth=tpu compiles for --device=v5e or v5p, not for h100"),
     ],
 )
-def test_bad_input(plan, flags, message):
+def test_invalid_arguments_raise(plan, flags, message):
     outcome = plan[0](*flags)
     assert outcome.code == 2 and message in outcome.err and outcome.err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`hpnlp sweep`: every member trains, whatever becomes of the others, and the same command goes on."""
+"""`hpnlp sweep`: members are validated first, train independently, and are resumed by the same command."""
 
 import os
 import signal
@@ -25,11 +25,11 @@ def get_sweep():
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
-    """`sweep(members)` -> the arguments of a sweep of them, in `tmp_path / "runs"`."""
+    """`sweep(members)` writes an experiment and returns the arguments of its sweep, in `tmp_path / "runs"`."""
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(tiny.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     )
-    # One device: members are processes, and start quicker. The last flag counts.
+    # Members are processes, which start faster with one device. The last flag counts.
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1")
 
     def write(members, argument=""):
@@ -41,12 +41,12 @@ def sweep(tmp_path, monkeypatch):
 
 def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
     (tmp_path / "runs" / "other").mkdir(parents=True)
-    (tmp_path / "runs" / "other" / "report.json").write_text("{}")  # of another run, which is none of ours
+    (tmp_path / "runs" / "other" / "report.json").write_text("{}")  # another run, which is not a member
     command = sweep([{"data.seq_len": 100000}, {"train.seed": 1}], argument=":2")
     outcome = run(*command)
     assert outcome.code == 2
     assert outcome.err == (
-        "hpnlp: 1 of 2 members did not finish: 00-seq_len=100000, refused for what is said above: mend that first\n"
+        "hpnlp: 1 of 2 members did not finish: 00-seq_len=100000 (see the errors above, and fix them first)\n"
     )
     assert "[1/2] 00-seq_len=100000: not finished (exit code 2)" in outcome.out
     table = [line for line in outcome.out.splitlines() if line.startswith("| ")]
@@ -54,16 +54,16 @@ def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
     assert (tmp_path / "runs" / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "runs" / "compare.md").read_text() in outcome.out
 
-    # The same command again: what is finished stays as it is.
+    # The same command skips finished members.
     before = (tmp_path / "runs" / "01-seed=1" / "report.json").stat().st_mtime_ns
     outcome = run(*command)
     assert outcome.code == 2 and "[2/2] 01-seed=1: finished before" in outcome.out
     assert (tmp_path / "runs" / "01-seed=1" / "report.json").stat().st_mtime_ns == before
 
-    # A finished member of another config is refused, and not taken for one of this command.
+    # A finished member with another config is an error, and does not count as finished.
     finished = (tmp_path / "runs" / "01-seed=1" / "report.json").read_text()
     outcome = run(*sweep([{"data.seq_len": 100000}, {"train.seed": 1}], argument=":3"))
-    assert outcome.code == 2 and "finish: 00-seq_len=100000, 01-seed=1, refused" in outcome.err
+    assert outcome.code == 2 and "finish: 00-seq_len=100000, 01-seed=1 (see the errors above" in outcome.err
     assert "| " not in outcome.out
     assert (tmp_path / "runs" / "01-seed=1" / "report.json").read_text() == finished
 
@@ -100,12 +100,12 @@ def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
         (
             [{"train.seed": 1}, {"model.dim": 16}, {"train.seed": 0}],
             [],
-            "members 01-dim=16 and 02-seed=0 of get_sweep() are the same config: take one out",
+            "members 01-dim=16 and 02-seed=0 of get_sweep() have the same config: remove one of them",
         ),
         (
             [{"train.seed": 1}],
             ["--config.train.seed=2"],
-            "--config.train.seed=2: member 00-seed=1 of get_sweep() sets train.seed=1 itself: leave the flag out",
+            "--config.train.seed=2: member 00-seed=1 of get_sweep() sets train.seed=1: remove the flag",
         ),
         (
             [{"train.seed": 1}, {"data.path": "/no/such"}],
@@ -137,11 +137,11 @@ def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
             [],
             "member 01-writers=tensorbord of get_sweep(): unknown train.writers 'tensorbord'",
         ),
-        ([{"data.path": "a\0b"}], [], "member 00-path=a_b of get_sweep(): a value holds a NUL"),
-        ([{1: 2}], [], 'return a list as [{"model.dim": 64}, ...]'),
+        ([{"data.path": "a\0b"}], [], "member 00-path=a_b of get_sweep(): a value has a NUL"),
+        ([{1: 2}], [], 'return a list such as [{"model.dim": 64}, ...]'),
     ],
 )
-def test_all_members_are_checked_before_the_first_trains(sweep, run, tmp_path, members, argv, message):
+def test_invalid_members_raise_before_the_first_one_trains(sweep, run, tmp_path, members, argv, message):
     outcome = run(*sweep(members), *argv)
     assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
     assert message in outcome.err and not (tmp_path / "runs").exists()
@@ -149,27 +149,29 @@ def test_all_members_are_checked_before_the_first_trains(sweep, run, tmp_path, m
 
 @pytest.mark.parametrize(
     ("workdir", "message"),
-    [("[proj]/runs", "checkpoints under a path with '['"), ("file/runs", "cannot make --workdir=")],
+    [
+        ("[proj]/runs", "checkpoints under a path with '[' could not be read back"),
+        ("file/runs", "cannot make --workdir="),
+    ],
 )
-def test_workdirs_that_cannot_hold_runs_are_refused_before_the_first_member(sweep, run, tmp_path, workdir, message):
+def test_invalid_workdirs_raise_before_the_first_member_trains(sweep, run, tmp_path, workdir, message):
     (tmp_path / "file").write_text("")
     outcome = run(*sweep([{"train.seed": 1}])[:-1], f"--workdir={tmp_path / workdir}")
     assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
     assert message in outcome.err and not (tmp_path / "[proj]").exists()
 
 
-def begun(process, lines):
-    """Waits until a member has trained a step."""
+def wait_for_first_step(process, lines):
     while not (lines.exists() and lines.stat().st_size):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
 
 
-def saved(directory):
+def saved_steps(directory):
     return [path.name for path in (directory / "checkpoints").iterdir() if path.name.isdigit()]
 
 
-def test_signals_to_the_sweep_alone_stop_its_member_and_a_later_ctrl_c_ends_it(monkeypatch):
+def test_signals_are_passed_on_and_a_second_ctrl_c_is_too(monkeypatch):
     sent = []
 
     class Member:
@@ -184,59 +186,52 @@ def test_signals_to_the_sweep_alone_stop_its_member_and_a_later_ctrl_c_ends_it(m
             return 130
 
     monkeypatch.setattr(subprocess, "Popen", Member)
-    assert sweeps._train([]) == (130, "SIGINT")
+    assert sweeps._MemberProcess().run([]) == (130, "SIGINT")
     assert sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_to_the_group_saves_the_member_and_ends_the_list(sweep, start, finish, tmp_path, number):
+def test_signal_to_the_process_group_saves_the_member_and_ends_the_sweep(sweep, start, finish, tmp_path, number):
     command = [*sweep([{"train.seed": 1}, {"train.seed": 2}]), "--config.train.steps=1000000"]
     process = start(*command, start_new_session=True)
-    begun(process, tmp_path / "runs" / "00-seed=1" / "metrics.jsonl")
-    os.killpg(process.pid, number)  # as a terminal does; the sweep passes it on as well
+    wait_for_first_step(process, tmp_path / "runs" / "00-seed=1" / "metrics.jsonl")
+    os.killpg(process.pid, number)  # as a terminal does; the sweep passes the signal on too
     outcome = finish(process)
     assert outcome.code == 130
-    said = outcome.err.splitlines()
+    lines = outcome.err.splitlines()
     assert (
-        len(said) == 2 and ": saving after this step; Ctrl-C again, after 2 s, ends the run without saving" in said[0]
+        len(lines) == 2 and ": saving after this step; Ctrl-C again, after 2 s, ends the run without saving" in lines[0]
     )
-    assert said[1] == f"hpnlp: {number.name}: stopped in 00-seed=1; the same command goes on from there"
+    assert lines[1] == f"hpnlp: {number.name}: stopped in 00-seed=1; the same command resumes there"
     assert ": saved step" in outcome.out and "[2/2]" not in outcome.out
-    assert saved(tmp_path / "runs" / "00-seed=1")
+    assert saved_steps(tmp_path / "runs" / "00-seed=1")
 
 
 @pytest.mark.slow
-def test_member_saves_and_stops_when_the_sweep_is_killed(sweep, start, tmp_path):
+def test_member_saves_and_exits_when_the_sweep_is_killed(sweep, start, tmp_path):
     process = start(*sweep([{"train.seed": 1}]), "--config.train.steps=1000000")
     member = tmp_path / "runs" / "00-seed=1"
-    begun(process, member / "metrics.jsonl")
+    wait_for_first_step(process, member / "metrics.jsonl")
     process.kill()
-    out, err = process.communicate(timeout=60)  # the member holds the pipes as long as it lives
+    out, err = process.communicate(timeout=60)  # the member holds the pipes until it exits
     assert process.returncode == -signal.SIGKILL
     assert "SIGTERM: saved step" in out and "SIGTERM: saving after this step" in err
-    assert saved(member)
+    assert saved_steps(member)
 
 
-def test_workdir_is_checked_before_the_first_member_trains(sweep, run, tmp_path):
-    *command, _ = sweep([{"train.seed": 1}, {"train.seed": 2}])
-    outcome = run(*command, f"--workdir={tmp_path}/[proj]")
-    assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
-    assert "checkpoints under a path with '[' could not be read back" in outcome.err
-
-
-def test_get_sweep_that_is_no_function(sweep, run, tmp_path):
+def test_get_sweep_must_be_a_function(sweep, run, tmp_path):
     command = sweep([{"train.seed": 1}])
     (tmp_path / "sweep.py").write_text(
         (tmp_path / "sweep.py").read_text().replace("def get_sweep", "get_sweep = 3\ndef f")
     )
     outcome = run(*command)
     assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
-    assert "get_sweep is no function: define one that returns a list of overrides" in outcome.err
+    assert "get_sweep is not a function: define one that returns a list of overrides" in outcome.err
 
 
 @pytest.mark.parametrize("members", [None, [], {}, "seeds", [1], [["train.seed"]]])
-def test_what_is_no_sweep(sweep, run, members):
+def test_invalid_results_of_get_sweep_raise(sweep, run, members):
     outcome = run(*sweep(members))
     assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
-    assert 'return a list as [{"model.dim": 64}, ...]' in outcome.err
+    assert 'return a list such as [{"model.dim": 64}, ...]' in outcome.err

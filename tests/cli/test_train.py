@@ -1,4 +1,4 @@
-"""`hpnlp train` as a process: what it leaves, how it ends, and what it makes of being killed."""
+"""`hpnlp train`: its files, exit codes and help, and how it resumes after it was killed."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests import tiny
 
 ROOT = Path(__file__).parents[2]
 INTERVAL, STEPS = 4, 30
-# Shown, evaluated and saved after numbers of steps that do not divide each other.
+# The intervals of logging, evaluation and checkpoints do not divide each other.
 COMMAND = [
     "train",
     f"--config={tiny.EXPERIMENT}",
@@ -39,7 +39,7 @@ def metrics_of(workdir):
 
 
 def last_step(workdir):
-    """The step of the last whole line."""
+    """Step of the last complete line of metrics; 0 without any."""
     path = workdir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return json.loads(lines[-1])["step"] if lines else 0
@@ -57,7 +57,7 @@ def undisturbed(start, finish, tmp_path_factory):
     return workdir, finish(start(*COMMAND, f"--workdir={workdir}"))
 
 
-def test_finishes_and_reports(undisturbed):
+def test_training_finishes_and_reports(undisturbed):
     workdir, outcome = undisturbed
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("starting: 0.01M parameters, 8 cpu devices (data 8), 30 steps of 8 x 16 tokens, in ")
@@ -66,8 +66,8 @@ def test_finishes_and_reports(undisturbed):
 
     report = json.loads((workdir / "report.json").read_text())
     assert report["steps"] == STEPS
-    promised = "heldout_bits_per_byte gzip_bits_per_byte xz_bits_per_byte tokens_per_second peak_memory_bytes seconds"
-    assert all(report[name] > 0 for name in promised.split())
+    names = "heldout_bits_per_byte gzip_bits_per_byte xz_bits_per_byte tokens_per_second peak_memory_bytes seconds"
+    assert all(report[name] > 0 for name in names.split())
     assert sum(report["phase_seconds"].values()) < report["seconds"] < 600
     assert (workdir / "report.md").read_text() in outcome.out
     assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -77,7 +77,7 @@ def test_finishes_and_reports(undisturbed):
     assert steps == list(range(1, STEPS + 1))
 
 
-def test_finished_run_is_quick_and_stays_as_it_is(undisturbed, run):
+def test_finished_run_is_not_trained_again(undisturbed, run):
     workdir, _ = undisturbed
     before, report = metrics_of(workdir), json.loads((workdir / "report.json").read_text())
     outcome = run(*COMMAND, f"--workdir={workdir}")
@@ -88,11 +88,11 @@ def test_finished_run_is_quick_and_stays_as_it_is(undisturbed, run):
     assert again["tokens_per_second"] == pytest.approx(report["tokens_per_second"], rel=1e-3)
     assert (
         again["peak_memory_bytes"] >= 0.95 * report["peak_memory_bytes"]
-    )  # scoring alone takes less than training did
+    )  # scoring alone takes less memory than training
 
 
 @pytest.mark.slow
-def test_killed_and_ended_runs_go_on_bit_for_bit(undisturbed, start, finish, tmp_path):
+def test_killed_and_interrupted_runs_resume_bit_for_bit(undisturbed, start, finish, tmp_path):
     expected_dir, _ = undisturbed
     workdir = tmp_path / "run"
     command = [*COMMAND, f"--workdir={workdir}"]
@@ -110,8 +110,8 @@ def test_killed_and_ended_runs_go_on_bit_for_bit(undisturbed, start, finish, tmp
     wait_for_step(process, workdir, 5 * INTERVAL)
     process.terminate()
     ended = finish(process)
-    told = "SIGTERM: saving after this step; Ctrl-C again, after 2 s, ends the run without saving\n"
-    assert (ended.code, ended.err) == (130, told)
+    message = "SIGTERM: saving after this step; Ctrl-C again, after 2 s, ends the run without saving\n"
+    assert (ended.code, ended.err) == (130, message)
     assert re.search(rf"^going on from step {saved}: ", ended.out, re.MULTILINE)
     (step,) = re.findall(r"^SIGTERM: saved step (\d+); the same command goes on from there$", ended.out, re.MULTILINE)
     assert not (workdir / "report.json").exists()
@@ -125,21 +125,24 @@ def test_killed_and_ended_runs_go_on_bit_for_bit(undisturbed, start, finish, tmp
 
 
 def wandb_records(path):
-    """What a .wandb file holds: protocol buffers in the log format of LevelDB, blocks of 32 KiB, behind 7 bytes of its own."""
+    """Records of a .wandb file.
+
+    They are protocol buffers in the log format of LevelDB, which has blocks of 32 KiB, after a header of 7 bytes.
+    """
     from wandb.proto import wandb_internal_pb2
 
-    data, at, part = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:  # too little for a head
-            at += left
+    data, position, record = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:  # too little for the header of a fragment
+            position += left
             continue
-        _, size, kind = struct.unpack_from("<IHB", data, at)
-        part += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last of several parts
-            yield wandb_internal_pb2.Record.FromString(part)
-            part = b""
+        _, size, kind = struct.unpack_from("<IHB", data, position)
+        record += data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # a complete record, or the last fragment of one
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
 
 
 @pytest.mark.slow
@@ -157,35 +160,35 @@ def test_wandb_offline_has_each_step_of_a_killed_run_once(start, finish, tmp_pat
     finish(process)
     outcome = finish(start(*command))
     assert (outcome.code, outcome.err) == (0, "")
-    said = [line for line in outcome.out.splitlines() if "W&B" in line or line.startswith("wandb")]
-    assert said == [f"W&B: offline; to send this run: wandb sync {workdir / 'wandb' / 'latest-run'}"]
+    lines = [line for line in outcome.out.splitlines() if "W&B" in line or line.startswith("wandb")]
+    assert lines == [f"W&B: offline; to send this run: wandb sync {workdir / 'wandb' / 'latest-run'}"]
 
     (path,) = (workdir / "wandb" / "latest-run").glob("*.wandb")
-    assert len(list((workdir / "wandb").glob("offline-run-*"))) == 2  # of the killed run, too
+    assert len(list((workdir / "wandb").glob("offline-run-*"))) == 2  # one of the killed process
     records = list(wandb_records(path))
     (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert (run.run_id, run.project) == ((workdir / "wandb_id").read_text(), "trials")
     assert {item.key: json.loads(item.value_json) for item in run.config.update}["train"]["steps"] == STEPS
-    expected, found = {}, {}
+    expected, logged = {}, {}
     for line in map(json.loads, metrics_of(workdir).splitlines()):
         expected.setdefault(line.pop("step"), {}).update(line)
     for record in records:
         if record.WhichOneof("record_type") == "history":
             row = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            assert row["_step"] not in found
-            found[row["_step"]] = {name: value for name, value in row.items() if not name.startswith("_")}
-    assert found == expected and list(found) == list(range(1, STEPS + 1))
+            assert row["_step"] not in logged
+            logged[row["_step"]] = {name: value for name, value in row.items() if not name.startswith("_")}
+    assert logged == expected and list(logged) == list(range(1, STEPS + 1))
     assert set(ROOT.iterdir()) == tree
-    assert {one.name for one in tmp_path.iterdir()} <= {"run", "cache"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"run", "cache"}
 
 
-def test_other_config_is_refused_with_what_differs(undisturbed, run):
+def test_changed_config_raises_with_the_changes(undisturbed, run):
     workdir, _ = undisturbed
     before = metrics_of(workdir)
     outcome = run(*COMMAND, f"--workdir={workdir}", "--config.model.dim=32", "--config.train.seed=5")
     assert outcome.code == 2 and outcome.err.count("\n") == 1
     assert "(model.dim: 16 -> 32; train.seed: 0 -> 5)" in outcome.err and "--accept_changes" in outcome.err
-    # The parameters cannot follow, also where that is accepted; nothing is lost by trying.
+    # Accepted changes that the checkpoint does not fit raise too, and leave the run unchanged.
     outcome = run(*COMMAND, f"--workdir={workdir}", "--config.model.dim=32", "--accept_changes")
     assert outcome.code == 2 and outcome.err.count("\n") == 1
     assert "checkpoint 30 in " in outcome.err and " does not fit this config: params['embed']['table']" in outcome.err
@@ -197,7 +200,7 @@ def test_other_config_is_refused_with_what_differs(undisturbed, run):
     assert metrics_of(workdir) == before
 
 
-def test_checkpoints_without_their_config(undisturbed, run, tmp_path):
+def test_checkpoints_without_config_raise(undisturbed, run, tmp_path):
     shutil.copytree(undisturbed[0], tmp_path / "run")
     (tmp_path / "run" / "config.json").unlink()
     outcome = run(*COMMAND, f"--workdir={tmp_path / 'run'}")
@@ -207,19 +210,19 @@ def test_checkpoints_without_their_config(undisturbed, run, tmp_path):
     assert run(*COMMAND, f"--workdir={tmp_path / 'run'}", "--accept_changes").code == 0
 
 
-def test_metrics_without_their_config(undisturbed, run, tmp_path):
-    """Else the tokenizer that is there would be taken, whatever the config says."""
+def test_metrics_without_config_raise(undisturbed, run, tmp_path):
+    """The run would use the saved tokenizer whatever the config says."""
     workdir = tmp_path / "run"
     workdir.mkdir()
     for name in ("metrics.jsonl", "tokenizer.json"):
         shutil.copy(undisturbed[0] / name, workdir)
     outcome = run(*COMMAND, f"--workdir={workdir}", "--config.data.tokenizer=words(90)")
     assert outcome.code == 2 and "has metrics.jsonl and no config.json: restore it, choose another" in outcome.err
-    (workdir / "metrics.jsonl").write_text("")  # a run that stopped before its first step may come back as another
+    (workdir / "metrics.jsonl").write_text("")  # a run without any step may change its config
     assert run(*COMMAND, f"--workdir={workdir}", "--config.data.tokenizer=words(90)").code == 0
 
 
-def test_config_may_be_changed_where_that_is_accepted(undisturbed, run, tmp_path):
+def test_accept_changes_allows_another_config(undisturbed, run, tmp_path):
     workdir, _ = undisturbed
     command = [*COMMAND, f"--workdir={workdir}", "--config.train.keep=5"]
     assert run(*command).code == 2
@@ -235,23 +238,23 @@ def test_commands_are_listed(run, argv):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help(run, command):
+def test_every_command_has_help(run, command):
     outcome = run(command, "--help")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith(f"hpnlp {command} ") and "Flags:" in outcome.out and "--debug" in outcome.out
 
 
-def test_help_of_train_names_every_field(run):
+def test_help_of_train_lists_fields_with_their_names(run):
     out = run("train", "--help").out
     assert "--accept_changes" in out
-    for meaning in (
+    for text in (
         "--config.model.kv_heads=0\n      K, 0 for N.",
         "--config.model.rope_theta=10000.0\n      the base",
         "Names: adamw, adamw8bit,",
         "Names: constant, linear,",
         "--config.train.keep=2\n      see checkpoint_every.",
     ):
-        assert meaning in out
+        assert text in out
 
 
 @pytest.mark.parametrize("name", vars(Config()))
@@ -264,8 +267,8 @@ def test_help_explains_every_field_and_no_other(name):
     assert not {field.partition(".")[2] for field in names} - explained.keys()
 
 
-def test_pretended_devices_get_threads_to_spare(monkeypatch):
-    """Else collectives that do not depend on each other can wait for each other's threads for ever."""
+def test_simulated_devices_have_spare_threads(monkeypatch):
+    """Without them, independent collectives can wait for each other's threads forever."""
     monkeypatch.setenv("XLA_FLAGS", "--a --xla_force_host_platform_device_count=1000 --b")
     monkeypatch.setenv("NPROC", "7")
     spare_threads()
@@ -280,7 +283,7 @@ def test_pretended_devices_get_threads_to_spare(monkeypatch):
 
 
 @pytest.mark.parametrize(("linux", "cores"), [(True, 30), (False, 500)])
-def test_threads_are_no_fewer_than_the_cores_that_may_be_used(monkeypatch, linux, cores):
+def test_threads_are_at_least_the_usable_cores(monkeypatch, linux, cores):
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     monkeypatch.delenv("NPROC")
@@ -296,7 +299,7 @@ def test_version(run):
     assert run("--version").out == f"{hpnlp.__version__}\n"
 
 
-def test_other_errors_end_with_a_traceback_and_1():
+def test_defects_exit_with_a_traceback_and_1():
     program = (
         "from hpnlp import __main__ as m; m.COMMANDS['tain'] = ''; import sys; sys.argv = ['hpnlp', 'tain']; m.main()"
     )
@@ -305,26 +308,26 @@ def test_other_errors_end_with_a_traceback_and_1():
     assert "Traceback" in outcome.stderr and "No module named 'hpnlp.cli.tain'" in outcome.stderr
 
 
-def test_ctrl_c_ends_with_a_line_and_130(monkeypatch, capsys):
-    def interrupted(command):
+def test_ctrl_c_exits_with_one_line_and_130(monkeypatch, capsys):
+    def interrupt(command):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpnlp.__main__._main", interrupted)
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr("hpnlp.__main__._run_command", interrupt)
+    with pytest.raises(SystemExit) as exited:
         main()
-    assert (ended.value.code, capsys.readouterr().err) == (130, "hpnlp: interrupted\n")
+    assert (exited.value.code, capsys.readouterr().err) == (130, "hpnlp: interrupted\n")
 
 
 @pytest.mark.parametrize(
-    ("command", "number", "said"),
+    ("command", "number", "message"),
     [
         ("train", signal.SIGTERM, "SIGTERM: ended at once; what was saved before stays"),
         ("sweep", signal.SIGINT, "SIGINT: ended at once; what was saved before stays"),
         ("generate", signal.SIGINT, "interrupted"),
     ],
 )
-def test_signal_while_modules_are_imported_ends_with_a_line_and_130(
-    start, finish, tmp_path, monkeypatch, command, number, said
+def test_signal_during_imports_exits_with_one_line_and_130(
+    start, finish, tmp_path, monkeypatch, command, number, message
 ):
     (tmp_path / "jax.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
@@ -332,11 +335,11 @@ def test_signal_while_modules_are_imported_ends_with_a_line_and_130(
     assert process.stdout.readline() == "importing\n"
     process.send_signal(number)
     outcome = finish(process, timeout=10)
-    assert outcome.code == 130 and outcome.err.count("\n") == 1 and outcome.err.startswith(f"hpnlp: {said}")
+    assert outcome.code == 130 and outcome.err.count("\n") == 1 and outcome.err.startswith(f"hpnlp: {message}")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])
-def test_closed_pipe_ends_it_without_a_word(argv):
+def test_closed_pipe_exits_without_output(argv):
     reader, writer = os.pipe()
     os.close(reader)
     outcome = subprocess.run([sys.executable, "-m", "hpnlp", *argv], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
@@ -345,8 +348,8 @@ def test_closed_pipe_ends_it_without_a_word(argv):
 
 
 @pytest.mark.slow
-def test_twenty_kills(text, tmp_path, monkeypatch):
-    """Twenty kills at random moments, while compiling and while saving among them; on one device, as the bench has it."""
+def test_no_step_is_lost_in_twenty_kills(text, tmp_path, monkeypatch):
+    """Kills at random moments, also during compilation and saving; on one device, as in the benchmark."""
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1")
     bench = [sys.executable, "experiments/bench/resume.py", "--steps=60", f"--path={text}", f"--out={tmp_path}"]
     subprocess.run(bench, cwd=ROOT, check=True, capture_output=True)

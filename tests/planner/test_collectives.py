@@ -1,4 +1,4 @@
-"""What a layout is said to cost is what the compiled program does, and what arrays on devices take."""
+"""Collectives of training steps: read from the jaxpr, beside those of the compiled program and of formulas."""
 
 import dataclasses
 import functools
@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.parallel.plan import Plan
-from hpnlp.planner.collectives import Collective, compiled_traffic, held_bytes, step_traffic, total, trace, traffic
+from hpnlp.planner.collectives import Collective, compiled_traffic, step_traffic, total, trace, traffic
+from hpnlp.planner.memory import held_bytes
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
@@ -48,30 +49,33 @@ def compiled_step(trainer):
         return trace(trainer, B, T).lower().compile(ONCE).as_text()
 
 
+def planned_and_compiled(trainer):
+    return step_traffic(trainer, trace(trainer, B, T).jaxpr), compiled_traffic(compiled_step(trainer))
+
+
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
-def test_what_is_sent_is_what_was_said(name):
-    trainer = trainer_of(LAYOUTS[name])
-    said, found = step_traffic(trainer, trace(trainer, B, T).jaxpr), compiled_traffic(compiled_step(trainer))
-    assert total(said) == pytest.approx(total(found), rel=0.02)
+def test_collectives_match_the_compiled_program(name):
+    planned, compiled = planned_and_compiled(trainer_of(LAYOUTS[name]))
+    assert total(planned) == pytest.approx(total(compiled), rel=0.02)
     for kind in ("reduce-scatter", "collective-permute", "all-to-all"):
-        pair = [total(one for one in sent if one.kind == kind) for sent in (said, found)]
-        assert pair[0] == pytest.approx(pair[1], rel=0.02)
+        totals = [total(c for c in collectives if c.kind == kind) for collectives in (planned, compiled)]
+        assert totals[0] == pytest.approx(totals[1], rel=0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [Plan("zero3"), Plan("zero1", tensor=2)], ids=["zero3", "zero1 4 x tensor 2"])
 @pytest.mark.parametrize(("fields", "optimizer"), [({"residual": "reversible"}, "adamw"), ({"unroll": 1}, "muon")])
-def test_what_other_steps_send_is_what_was_said(fields, optimizer, plan):
-    """Branches by themselves, of which each takes its own parameters; and an update that wants whole matrices."""
+def test_collectives_of_reversible_layers_and_of_muon_match_the_compiled_program(fields, optimizer, plan):
+    """Reversible branches gather their own parameters; Muon's update needs whole matrices."""
     model = LM(dataclasses.replace(CONFIG, **fields))
     trainer = make_trainer(model, OptimizerConfig(optimizer), plan, steps=10)
-    said, found = step_traffic(trainer, trace(trainer, B, T).jaxpr), compiled_traffic(compiled_step(trainer))
-    assert total(said) == pytest.approx(total(found), rel=0.02)
+    planned, compiled = planned_and_compiled(trainer)
+    assert total(planned) == pytest.approx(total(compiled), rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["data", "zero1", "zero2", "zero3", "3d"])
-def test_zero_sends_what_its_paper_says(name):
-    """Of P bytes of parameters over N devices, data parallelism sends 2 P (N - 1) / N; stages 1, 2 and 3 as follows."""
+def test_traffic_of_zero_matches_its_paper(name):
+    """With P bytes of parameters on N devices, data parallelism sends 2 P (N - 1) / N bytes, and ZeRO `share` P (N - 1) / N."""
     config = LMConfig(layers=8, dim=64, heads=4, mlp_dim=256, vocab=64, max_len=T, unroll=1, tied=False)
     trainer = trainer_of(LAYOUTS[name], None, config)
     size = sum(x.size for x in jax.tree.leaves(trainer.state_shapes.params)) * 4
@@ -83,21 +87,21 @@ def test_zero_sends_what_its_paper_says(name):
     )
 
 
-def bytes_a_parameter(zero, devices):
-    """float32 parameters and Adam's two moments; of the stages of ZeRO, what each device has."""
+def bytes_per_parameter(zero, devices):
+    """float32 parameters and Adam's two moments on each device, under each stage of ZeRO."""
     return {0: 12, 1: 4 + 8 / devices, 2: 4 + 8 / devices, 3: 12 / devices}[zero]
 
 
 @pytest.mark.parametrize("devices", [8, 64, 512])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_state_is_divided_as_the_formula_says(zero, devices):
-    """Over devices that are not there; the rest is norms, which stay whole."""
+def test_state_bytes_match_formula(zero, devices):
+    """For devices that need not exist. Norms are not divided."""
     config = LMConfig(layers=2, dim=512, heads=8, mlp_dim=1024, vocab=512, max_len=64, unroll=0)
     trainer = trainer_of(Plan("zero3", zero=zero), devices, config)
     shapes = trainer.state_shapes
     count = sum(x.size for x in jax.tree.leaves(shapes.params))
     vectors = sum(x.size for x in jax.tree.leaves(shapes.params) if min(x.shape) <= 2 and x.ndim == 2 or x.ndim == 1)
-    expected = (count - vectors) * bytes_a_parameter(zero, devices) + 12 * vectors + 8  # and two counters
+    expected = (count - vectors) * bytes_per_parameter(zero, devices) + 12 * vectors + 8  # two counters
     assert held_bytes(shapes) == pytest.approx(expected, rel=0.005)
     if devices == 8 and zero == 3:
         state = trainer_of(Plan("zero3", zero=zero), None, config).init(jax.random.key(0))
@@ -106,39 +110,39 @@ def test_state_is_divided_as_the_formula_says(zero, devices):
 
 
 @pytest.mark.parametrize("fields", [{"output": "sampled(16)"}, {"dim": 36, "heads": 2, "vocab": 257}])
-def test_a_table_that_is_not_gathered_twice(fields):
-    """The loss is left to the compiler, or the table is not divided; else one of two gathers is taken off."""
-    whole, other = (trainer_of(Plan("zero3"), 8, dataclasses.replace(CONFIG, **more)) for more in ({}, fields))
-    least = [min(one.times for one in step_traffic(of, trace(of, B, T).jaxpr)) for of in (whole, other)]
-    assert least[0] == -1 and least[1] > 0
+def test_second_gather_of_a_table_is_not_counted(fields):
+    """Neither where the compiler shards the loss, nor where the table is not divided; elsewhere one of two is taken off."""
+    trainers = [trainer_of(Plan("zero3"), 8, dataclasses.replace(CONFIG, **changes)) for changes in ({}, fields)]
+    fewest = [min(c.times for c in step_traffic(trainer, trace(trainer, B, T).jaxpr)) for trainer in trainers]
+    assert fewest[0] == -1 and fewest[1] > 0
 
 
-def test_a_pipeline_sums_gradients_once():
-    """However many microbatches there are."""
+def test_pipeline_sums_gradients_once():
     trainers = [trainer_of(Plan(pipeline=2, microbatches=count)) for count in (1, 4)]
-    sent = [step_traffic(trainer, trace(trainer, 16, T).jaxpr) for trainer in trainers]
-    few, many = (total(one for one in some if one.axes == ("data",)) for some in sent)
-    assert few == many > 0
+    steps = [step_traffic(trainer, trace(trainer, 16, T).jaxpr) for trainer in trainers]
+    single, several = (total(c for c in collectives if c.axes == ("data",)) for collectives in steps)
+    assert single == several > 0
 
 
 @pytest.mark.parametrize(("mixer", "hops"), [("full", 8), ("window(4,0)", 2)])
-def test_a_ring_sends_what_is_used(mixer, hops):
-    """Keys and values to the next hop, not from the last; in the backward pass their gradients too, which then go home."""
+def test_ring_sends_only_visible_keys(mixer, hops):
+    """Keys and values go to the next hop, but not from the last; in the backward pass their gradients too, and then home."""
     length = 64
     trainer = trainer_of(Plan("sequence"), None, dataclasses.replace(CONFIG, mixer=mixer, max_len=length, unroll=1))
     traced = trace(trainer, B, length)
     with jax.set_mesh(trainer.layout.mesh):
         text = traced.lower().compile(ONCE).as_text()
     size = B * length // 8 * CONFIG.dim * 4
-    for sent in (step_traffic(trainer, traced.jaxpr), compiled_traffic(text)):
-        arrays = sum(one.bytes / size for one in sent if one.kind == "collective-permute" and one.size >= size)
+    for collectives in (step_traffic(trainer, traced.jaxpr), compiled_traffic(text)):
+        permutes = (c for c in collectives if c.kind == "collective-permute" and c.size >= size)
+        arrays = sum(c.bytes / size for c in permutes)
         assert arrays == CONFIG.layers * ((hops - 1) * (2 + 4) + 2)
 
 
-def test_a_permutation_whose_first_device_keeps_its_own():
+def test_permutation_counts_unless_all_devices_keep_their_shard():
     text = "ENTRY %main (x: f32[4]) -> f32[4] {\n %p = f32[4]{0} collective-permute(%x), source_target_pairs={PAIRS}\n}"
-    found = [compiled_traffic(text.replace("PAIRS", pairs)) for pairs in ("{0,0},{1,2},{2,1}", "{0,0},{1,1}")]
-    assert found == [[Collective("collective-permute", (), 2, 16)], []]
+    collectives = [compiled_traffic(text.replace("PAIRS", pairs)) for pairs in ("{0,0},{1,2},{2,1}", "{0,0},{1,1}")]
+    assert collectives == [[Collective("collective-permute", (), 2, 16)], []]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_a_permutation_whose_first_device_keeps_its_own():
         ("{}", 8),
     ],
 )
-def test_groups_as_programs_write_them(groups, devices):
+def test_replica_groups_are_read(groups, devices):
     text = (
         "HloModule jit_f, is_scheduled=true, replica_count=1, num_partitions=8\n\nENTRY %main (x: f32[4]) -> f32[4] {\n"
     )
@@ -160,13 +164,14 @@ def test_groups_as_programs_write_them(groups, devices):
     assert compiled_traffic(text.replace("GROUPS", groups)) == [Collective("all-reduce", (), devices, 16)]
 
 
-def test_groups_that_cannot_be_read_are_refused():
+def test_unknown_replica_groups_raise():
     text = "ENTRY %main (x: f32[4]) -> f32[4] {\n %s = f32[4]{0} all-reduce(%x), replica_groups=<8>\n}"
     with pytest.raises(InputError, match="replica_groups=<8>"):
         compiled_traffic(text)
 
 
-def over(body, *shapes):
+def traffic_of(body, *shapes):
+    """Collectives of a function inside `shard_map`."""
     run = jax.shard_map(
         body, mesh=MESH, in_specs=PartitionSpec("data", "tensor"), out_specs=PartitionSpec("data", "tensor")
     )
@@ -174,17 +179,19 @@ def over(body, *shapes):
     return traffic(traced.jaxpr, MESH.shape)
 
 
-def test_loops_are_multiplied_out_and_branches_counted_once():
-    def turn(carry, _):
+def test_loops_multiply_and_the_largest_branch_counts():
+    def iteration(carry, _):
         return jax.lax.ppermute(carry, "tensor", [(0, 1)]), None
 
-    def body(x):
-        x = jax.lax.scan(turn, x, None, length=5)[0]
-        few = lambda x: jax.lax.ppermute(x, "data", [(0, 1)])  # noqa: E731
-        return jax.lax.cond(x[0, 0] > 0, lambda x: few(few(x)), few, x)
+    def send(x):
+        return jax.lax.ppermute(x, "data", [(0, 1)])
 
-    found = over(body, (4, 8))
-    assert sorted(found, key=lambda one: one.axes) == [
+    def body(x):
+        x = jax.lax.scan(iteration, x, None, length=5)[0]
+        return jax.lax.cond(x[0, 0] > 0, lambda x: send(send(x)), send, x)
+
+    collectives = traffic_of(body, (4, 8))
+    assert sorted(collectives, key=lambda collective: collective.axes) == [
         Collective("collective-permute", ("data",), 2, 2 * 2 * 4, 2),
         Collective("collective-permute", ("tensor",), 4, 2 * 2 * 4, 5),
     ]
@@ -198,26 +205,25 @@ def test_bytes_of_each_kind():
     assert sizes == {"all-reduce": 1500.0, "all-gather": 750.0, "collective-permute": 1000.0}
 
 
-def test_what_nobody_reads_is_not_sent():
-    """Compilers drop it, whether it stands by itself or in a loop."""
+def test_unused_collectives_do_not_count():
+    """Compilers remove them, in loops too."""
 
     def body(x):
-        def turn(x, _):
+        def iteration(x, _):
             unread = jax.lax.all_gather(x, "tensor")
             return x + 0 * jax.lax.psum(x, "data") if unread.ndim else x, None
 
         jax.lax.all_gather(x, "data")
-        return jax.lax.scan(turn, x, None, length=2)[0]
+        return jax.lax.scan(iteration, x, None, length=2)[0]
 
-    assert over(body, (4, 8)) == [Collective("all-reduce", ("data",), 2, 2 * 2 * 4, 2)]
+    assert traffic_of(body, (4, 8)) == [Collective("all-reduce", ("data",), 2, 2 * 2 * 4, 2)]
 
 
-def test_a_loop_of_unknown_length_is_refused():
+def test_collective_in_loop_of_unknown_length_raises():
     def body(x):
-        turn = lambda x: jax.lax.ppermute(x, "tensor", [(0, 1)])  # noqa: E731
-        return jax.lax.while_loop(lambda x: x[0, 0] < 3, turn, x)
+        return jax.lax.while_loop(lambda x: x[0, 0] < 3, lambda x: jax.lax.ppermute(x, "tensor", [(0, 1)]), x)
 
     with pytest.raises(
         InputError, match="collective-permute over .'tensor',. runs in a loop whose length is not known"
     ):
-        over(body, (4, 8))
+        traffic_of(body, (4, 8))

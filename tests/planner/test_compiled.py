@@ -1,4 +1,4 @@
-"""Programs that are compiled for devices that are not there."""
+"""Steps compiled for devices that do not exist, beside their plans."""
 
 import os
 from types import SimpleNamespace
@@ -11,8 +11,20 @@ from hpnlp.data.stream import DataConfig
 from hpnlp.models.lm import LMConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner import compiled, costs
+from hpnlp.planner.collectives import total
+from hpnlp.planner.estimate import trainer_of
+from hpnlp.planner.memory import held_bytes
 from hpnlp.training.config import Config
 from hpnlp.types import InputError
+from tests.planner.common import planned
+
+
+def test_compiled_step_matches_its_plan():
+    estimate = planned(Plan("data", data=2, fsdp=2, tensor=2, zero=3))
+    step = compiled.compile_step(estimate, "compiled", "h100")
+    assert step.arguments == pytest.approx(held_bytes(trainer_of(estimate.config, 8).state_shapes), rel=0.05)
+    assert step.collectives is not None
+    assert total(step.collectives) == pytest.approx(total(estimate.collectives), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -27,42 +39,44 @@ from hpnlp.types import InputError
         ("v5p", 512, "v5p:8x8x8", (2, 2, 1)),
     ],
 )
-def test_a_slice_is_asked_for_whose_hosts_divide_it(monkeypatch, device, count, name, host):
-    asked = {}
+def test_tpu_slice_has_sides_that_its_hosts_divide(monkeypatch, device, count, name, host):
+    arguments = {}
 
-    def described(**what):
-        asked.update(what)
+    def describe(**kwargs):
+        arguments.update(kwargs)
         return SimpleNamespace(devices=[object()] * count)
 
-    monkeypatch.setattr(topologies, "get_topology_desc", described)
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
     monkeypatch.setattr(os, "environ", {"TPU_WORKER_HOSTNAMES": "mine"})
-    assert len(compiled.tpus(device, count)) == count
-    assert asked == {"platform": "tpu", "topology_name": name, "chips_per_host_bounds": host}
-    # What somebody has set stays so.
+    assert len(compiled.tpu_devices(device, count)) == count
+    assert arguments == {"platform": "tpu", "topology_name": name, "chips_per_host_bounds": host}
+    # Variables that are set stay.
     assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine" and os.environ["TPU_SKIP_MDS_QUERY"] == "1"
 
 
-def test_a_slice_that_there_is_not_is_told(monkeypatch):
-    def described(**_):
+def test_missing_tpu_slice_raises(monkeypatch):
+    def fail(**_):
         raise RuntimeError("no such\nlayout")
 
-    monkeypatch.setattr(topologies, "get_topology_desc", described)
+    monkeypatch.setattr(topologies, "get_topology_desc", fail)
     monkeypatch.setattr(os, "environ", {})
-    with pytest.raises(InputError, match=r"no TPU slice v5e:1x3 \(no such layout\): pip install '.\[tpu-aot\]'"):
-        compiled.tpus("v5e", 3)
+    message = r"no TPU slice v5e:1x3 \(no such layout\): install libtpu \(pip install '.\[tpu-aot\]'"
+    with pytest.raises(InputError, match=message):
+        compiled.tpu_devices("v5e", 3)
 
 
-def test_a_program_whose_text_cannot_be_had_is_compared_in_memory(monkeypatch):
-    """As where jaxlib reads what a newer libtpu has written."""
+def test_unreadable_program_is_compared_without_communication(monkeypatch):
+    """jaxlib cannot read the programs of a newer libtpu."""
 
-    def unreadable(_):
+    def fail(_):
         raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
 
-    config = Config(model=LMConfig(layers=1, dim=32, heads=2, vocab=264), data=DataConfig(seq_len=32, batch_size=2))
-    found = costs(Config(model=config.model, data=config.data, plan=Plan("single")), 1)
-    monkeypatch.setattr(jax.stages.Compiled, "as_text", unreadable)
-    said = compiled.compare(found, "compiled", "cpu")
-    assert "\ntemporaries, bytes " in said and said.endswith(
-        "What is sent could not be compared: the compiled program's text does not tell it."
+    model = LMConfig(layers=1, dim=32, heads=2, vocab=264)
+    config = Config(model=model, data=DataConfig(seq_len=32, batch_size=2), plan=Plan("single"))
+    estimate = costs(config, 1)
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", fail)
+    table = compiled.compare(estimate, "compiled", "cpu")
+    assert "\ntemporaries, bytes " in table and table.endswith(
+        "The communication was not compared: it cannot be read from the text of the compiled program."
     )
-    assert "all that is sent" not in said
+    assert "communication, bytes" not in table
