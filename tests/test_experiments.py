@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from hpnlp.cli import experiment
-from hpnlp.data import text as sources
+from hpnlp.data import sources
 from hpnlp.data.stream import prepare
 from hpnlp.training.config import resolve
 from hpnlp.training.run_directory import make_model

@@ -23,7 +23,7 @@ from absl import app, flags
 from jax.flatten_util import ravel_pytree
 
 from hpnlp import cli, measure
-from hpnlp.models.lm import LM, LMConfig, apart, example_batch
+from hpnlp.models.lm import LM, LMConfig, example_batch, separate_layers
 from hpnlp.training.optim import OptimizerConfig, is_matrix, make_optimizer
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -59,7 +59,7 @@ def end_to_end(decays: jax.Array, params: Any, state: Any, grads: Any) -> tuple[
 
 
 def together(params: Any) -> Any:
-    """Undoes `apart`."""
+    """Undoes `separate_layers`."""
     return {**params, "layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
 
@@ -70,7 +70,7 @@ def main(_: Any) -> None:
     )
     stacks = jax.jit(lambda key: nn.meta.unbox(model.init(key, example_batch(1, 8)))["params"])(jax.random.key(0))
     grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape) / 100, stacks)
-    layers, grads_of_layers = apart(stacks), apart(grads)
+    layers, grads_of_layers = separate_layers(stacks), separate_layers(grads)
     vector = ravel_pytree(stacks)[0]
     is_decayed = is_matrix(stacks)
     decays = ravel_pytree(jax.tree.map(lambda x, d: jnp.full(x.shape, float(d)), stacks, is_decayed))[0]

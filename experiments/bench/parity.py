@@ -27,7 +27,7 @@ from hpnlp import measure  # noqa: E402
 from hpnlp.data.stream import DataConfig, prepare  # noqa: E402
 from hpnlp.models.lm import LM, LMConfig  # noqa: E402
 from hpnlp.parallel.plan import Plan  # noqa: E402
-from hpnlp.planner import collectives  # noqa: E402
+from hpnlp.planner import collectives, memory  # noqa: E402
 from hpnlp.training.optim import OptimizerConfig  # noqa: E402
 from hpnlp.training.step import make_trainer  # noqa: E402
 
@@ -56,7 +56,7 @@ def train(plan: Plan, batches: list[Any], vocab: int) -> tuple[np.ndarray, list[
     state, losses, gradients = trainer.init(key), [], []
     costs = {
         "state_bytes": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state)),
-        "state_bytes_planned": collectives.held_bytes(trainer.state_shapes),
+        "state_bytes_planned": memory.held_bytes(trainer.state_shapes),
         "sent_bytes_planned": collectives.total(
             collectives.step_traffic(trainer, collectives.trace(trainer, *batches[0]["tokens"].shape).jaxpr)
         ),

@@ -56,7 +56,7 @@ def planned(settings: str, depth: str, devices: int = 512) -> tuple[float, str]:
 
 def off(said: str) -> dict[str, float]:
     """How far the plan's bytes are off the compiled program's, in parts of these."""
-    found = re.findall(r"^(state|temporaries|all that is sent), bytes .*?([+-][\d.]+) %$", said, re.MULTILINE)
+    found = re.findall(r"^(state|temporaries|communication), bytes .*?([+-][\d.]+) %$", said, re.MULTILINE)
     return {f"{what} off": round(float(percent) / 100, 6) for what, percent in found}
 
 

@@ -279,7 +279,7 @@ def plan(rows: Rows) -> list[tuple[str, str]]:
     ] + [
         (
             f"planned over compiled for {row['devices']} devices, {row['model']} parameters: state; temporaries; sent",
-            "; ".join(f"{row[f'{what} off']:+.1%}" for what in ("state", "temporaries", "all that is sent")),
+            "; ".join(f"{row[f'{what} off']:+.1%}" for what in ("state", "temporaries", "communication")),
         )
         for row in rows
         if "state off" in row

@@ -22,7 +22,7 @@ import numpy as np
 from absl import app, flags
 
 from hpnlp import cli, measure
-from hpnlp.models.lm import LM, LMConfig, apart, example_batch
+from hpnlp.models.lm import LM, LMConfig, example_batch, separate_layers
 
 RESULTS = Path(__file__).parents[1] / "results"
 BASE = LMConfig(dim=256, heads=4, vocab=264, max_len=256, unroll=1)
@@ -67,7 +67,7 @@ def bench(layers: int, rounds: int) -> list[dict[str, Any]]:
     programs = {
         name: measure.compile(jax.grad(functools.partial(loss, model)), params, batch) for name, model in models.items()
     }
-    kept = jax.jit(jax.grad(lambda p: loss(models["reversible"], apart(p), batch)))(params)
+    kept = jax.jit(jax.grad(lambda p: loss(models["reversible"], separate_layers(p), batch)))(params)
     error = distance(programs["reversible"](params, batch), kept)
     if error > 1e-3:
         sys.exit(f"{layers} layers: gradients are off by {error:.1e}: nothing is reported")

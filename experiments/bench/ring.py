@@ -24,9 +24,9 @@ from absl import app, flags  # noqa: E402
 from hpnlp import measure  # noqa: E402
 from hpnlp.models.lm import LM, LMConfig, example_batch, masks_of  # noqa: E402
 from hpnlp.ops.attention.block_sparse.block_mask import density  # noqa: E402
-from hpnlp.parallel.context_parallel import arrangement, course  # noqa: E402
+from hpnlp.parallel.context_parallel import assign_chunks, make_schedule  # noqa: E402
 from hpnlp.parallel.plan import Plan  # noqa: E402
-from hpnlp.planner.collectives import held_bytes  # noqa: E402
+from hpnlp.planner.memory import held_bytes  # noqa: E402
 from hpnlp.training.optim import OptimizerConfig  # noqa: E402
 from hpnlp.training.step import make_trainer  # noqa: E402
 
@@ -56,8 +56,8 @@ def bench(mixer: str, length: int) -> list[dict[str, Any]]:
             row["over_one"] = row["activation_bytes"] / rows[0]["activation_bytes"]
         if layout == "ring":
             (mask,) = set(masks_of(model))
-            going = course(mask, length, arrangement([mask], length, DEVICES))
-            done, possible = going.steps
+            going = make_schedule(mask, length, assign_chunks([mask], length, DEVICES))
+            done, possible = going.pair_counts
             row |= {
                 "pairs_done": done, "pairs_possible": possible, "rounds_done": going.count, "rounds_possible": DEVICES,
                 "density": density(mask, length, length),

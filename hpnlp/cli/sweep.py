@@ -73,7 +73,7 @@ def _train_unfinished(member_flags: Sequence[str], directory: Path, config: Any,
         return None
     code, signal_name = _MemberProcess().run([*member_flags, f"--workdir={directory}"])
     if signal_name:
-        signals.say(f"hpnlp: {signal_name}: stopped in {directory.name}; the same command resumes there")
+        signals.write_line(f"hpnlp: {signal_name}: stopped in {directory.name}; the same command resumes there")
         sys.exit(signals.INTERRUPTED)
     return code if code or not (directory / "report.json").exists() else None
 
@@ -215,7 +215,7 @@ def _check_member(config: Any) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from hpnlp.data import text
+    from hpnlp.data import sources
     from hpnlp.parallel.plan import PLANS, Plan
     from hpnlp.planner.estimate import trainer_of
     from hpnlp.spec import lookup
@@ -223,7 +223,7 @@ def _check_member(config: Any) -> None:
 
     for field in ("path", "heldout_path"):
         if paths := getattr(config.data, field):
-            text.find(paths, f"data.{field}")
+            sources.find(paths, f"data.{field}")
     find_writers(config.train.writers)
     lookup(PLANS, config.plan.name, "plan.name")
     trainer_of(dataclasses.replace(config, plan=Plan("single", remat=config.plan.remat)), 1)

@@ -70,8 +70,8 @@ def run(argv: Sequence[str]) -> None:
     f = cli.FLAGS
     distributed.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
-    distributed.check_alike(config.to_json(resolved))
-    with distributed.others_may_die(), out_of_memory.advised(resolved):
+    distributed.check_same_config(config.to_json(resolved))
+    with distributed.exit_on_lost_process(), out_of_memory.advised(resolved):
         result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
     if result.interrupted:
         sys.exit(signals.INTERRUPTED)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp import measure
 from hpnlp.data.huggingface import HFTokenizer
-from hpnlp.models.lm import LM, apart
+from hpnlp.models.lm import LM, separate_layers
 from hpnlp.ops.sampling import pick
 from hpnlp.parallel import host_offload
 from hpnlp.types import InputError, Tokenizer
@@ -109,8 +109,8 @@ class Generation:
         ids = {"eos": jnp.asarray(self._eos), "pad": jnp.int32(pad_id)}
 
         start = time.perf_counter()
-        params = host_offload.here(params)
-        sharding, params = _replicated(params), jax.jit(apart)(params)
+        params = host_offload.to_device(params)
+        sharding, params = _replicated(params), jax.jit(separate_layers)(params)
         self._prefill_args, self._decode_args = (params, padded, lengths), (params, draw, ids)
         prefill, decode = _jitted(sharding)
         static = {"model": model, "capacity": padded.shape[1] + _round_up(tokens, CHUNK)}
@@ -298,7 +298,7 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def speakable(tokenizer: Tokenizer) -> np.ndarray:
+def drawable_ids(tokenizer: Tokenizer) -> np.ndarray:
     """Ids that may be drawn: those that stand for text, and not the id of unknown text.
 
     A tokenizer that others have made keeps its special tokens: `transformers` draws them as well, and decoding leaves them out.
@@ -366,7 +366,7 @@ def sample_text(model: LM, params: Any, tokenizer: Tokenizer, length: int, seed:
     Returns:
         About `length` bytes of text.
     """
-    allowed = speakable(tokenizer)
+    allowed = drawable_ids(tokenizer)
     start = tokenizer.bos_id if tokenizer.bos_id is not None else int(np.flatnonzero(allowed)[0])
     tokens = min(length, model.config.max_len - 1) if model.config.position == "learned" else length
     if tokens < 1:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.models.layer_stack import LayerStack
-from hpnlp.nn.attention import Context, alternation
+from hpnlp.nn.attention import Context, mixer_period
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.layers import GATED, NORMS, Embed, dropout, embed_init, param
 from hpnlp.nn.mixers import MIXERS
@@ -74,7 +74,7 @@ class LMConfig(BlockConfig):
     def __post_init__(self) -> None:
         self._check_ranges()
         super().__post_init__()
-        period = len(alternation(self.mixer))
+        period = len(mixer_period(self.mixer))
         if period > self.layers:
             raise InputError(
                 f"model.mixer={self.mixer!r} takes {period} layers for one turn, but model.layers={self.layers}: name fewer "
@@ -95,7 +95,7 @@ class LMConfig(BlockConfig):
         for name in ("norm_eps", "rope_theta"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"model.{name}={getattr(self, name)}: expected a finite number over 0")
-        # Checked before `alternation` writes the repeats out.
+        # Checked before `mixer_period` writes the repeats out.
         mixers = sum(spec.repeat for spec in parse(self.mixer, "model.mixer"))
         if mixers > LIMITS["layers"]:
             raise InputError(
@@ -109,7 +109,7 @@ class LMConfig(BlockConfig):
         Returns:
             Logical axis -> (size, the config field that sets it).
         """
-        period = len(alternation(self.mixer))
+        period = len(mixer_period(self.mixer))
         return {
             "heads": (self.heads, "model.heads"),
             "kv_heads": (self.kv_head_count, "model.kv_heads"),
@@ -117,7 +117,7 @@ class LMConfig(BlockConfig):
             "vocab": (self.vocab, "model.vocab"),
             "layers": (self.layers, "model.layers"),
             # Each stage of a pipeline begins with the first mixer of a period, so stages hold complete periods.
-            "turns": (self.layers // period if self.layers % period == 0 else 1, "model.mixer"),
+            "periods": (self.layers // period if self.layers % period == 0 else 1, "model.mixer"),
         }
 
     def non_embedding_parameters(self) -> int:
@@ -184,7 +184,7 @@ class LM(nn.Module):
         """The Block of each mixer. They are no submodules: their parameters are slices of those under "layers"."""
         # Residual branches start small, so that the variance of the stream does not grow with depth (GPT-2, sec. 2.3).
         out_init = nn.initializers.variance_scaling(1.0 / (2 * self.config.layers), "fan_in", "truncated_normal")
-        mixers = alternation(self.config.mixer)
+        mixers = mixer_period(self.config.mixer)
         return [Block(self.config, out_init, mixer, tensor_parallel, parent=None) for mixer in mixers]
 
     def _init_layers(self, rng: jax.Array) -> Any:
@@ -398,7 +398,7 @@ def _positions(tokens: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
 
 
-def apart(params: Any) -> Any:
+def separate_layers(params: Any) -> Any:
     """Splits the stacked parameters of layers into separate arrays.
 
     For decoding, which reads the parameters for every token: XLA copies a layer out of the stack whenever it is used. The copy
@@ -427,7 +427,7 @@ def mixers_of(model: LM) -> list[Any]:
     Returns:
         One period of mixers, which the layers take in turn.
     """
-    return [build(mixer, MIXERS, "mixer") for mixer in alternation(model.config.mixer)]
+    return [build(mixer, MIXERS, "mixer") for mixer in mixer_period(model.config.mixer)]
 
 
 def masks_of(model: LM) -> list[Any]:

@@ -63,7 +63,7 @@ ROPE_SCALINGS: dict[str, Any] = {
 }
 
 
-def alternation(text: str) -> tuple[Spec, ...]:
+def mixer_period(text: str) -> tuple[Spec, ...]:
     """The shortest period of the mixers that layers take in turn.
 
     Args:

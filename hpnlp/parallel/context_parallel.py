@@ -25,7 +25,7 @@ from jaxtyping import Array
 from hpnlp.ops.attention import Full, merge
 from hpnlp.ops.custom_vjp import tied
 from hpnlp.parallel.layout import Layout
-from hpnlp.parallel.ring_schedule import Chunks, RingSchedule, arrangement, course
+from hpnlp.parallel.ring_schedule import Chunks, RingSchedule, assign_chunks, make_schedule
 from hpnlp.parallel.varying import zeros_like
 from hpnlp.types import InputError, MixerInputs, MixerOutput, check_method
 
@@ -35,7 +35,7 @@ AXIS = "sequence"
 _Partial = Callable[..., tuple[Array, Array]]
 
 
-def arranged(layout: Layout, masks: Sequence[Any], length: int) -> tuple[Chunks | None, np.ndarray | None]:
+def token_order(layout: Layout, masks: Sequence[Any], length: int) -> tuple[Chunks | None, np.ndarray | None]:
     """Order of the tokens of each sequence over the devices of a ring.
 
     Args:
@@ -58,13 +58,15 @@ def arranged(layout: Layout, masks: Sequence[Any], length: int) -> tuple[Chunks 
             f"sequences of {length} tokens do not divide into two chunks for each of plan.sequence={devices} devices: make "
             f"data.seq_len a multiple of {2 * devices}, or choose plan.exchange=heads"
         )
-    chunks = arrangement([mask for mask in masks if mask.heads is None], length, devices)
+    chunks = assign_chunks([mask for mask in masks if mask.heads is None], length, devices)
     size = length // (2 * devices)
     indices = np.concatenate([np.arange(chunk * size, (chunk + 1) * size) for pair in chunks for chunk in pair])
     return chunks, None if (np.diff(indices) == 1).all() else indices
 
 
-def check(layout: Layout, mixers: Sequence[Any], masks: Sequence[Any], heads: Sequence[int], dropout: float) -> None:
+def check_support(
+    layout: Layout, mixers: Sequence[Any], masks: Sequence[Any], heads: Sequence[int], dropout: float
+) -> None:
     """Checks that a layout which divides sequences or heads supports a model.
 
     Args:
@@ -183,7 +185,7 @@ def ring(mixer: Any, inputs: MixerInputs, mask: Any, chunks: Chunks) -> MixerOut
     if mask.heads is not None:
         raise InputError("heads with masks of their own do not run on a ring: set plan.sequence=1")
     assert inputs.q is not None and inputs.k is not None and inputs.v is not None
-    schedule = course(mask, inputs.q.shape[1] * lax.axis_size(AXIS), chunks)
+    schedule = make_schedule(mask, inputs.q.shape[1] * lax.axis_size(AXIS), chunks)
 
     def partial(mask: Any, q: Array, k: Array, v: Array, query_info: Any, key_info: Any) -> tuple[Array, Array]:
         (positions, segment_ids), (kv_positions, kv_segment_ids) = query_info, key_info

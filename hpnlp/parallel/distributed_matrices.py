@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec
 _Exchanges = list[tuple[str, int]]
 
 
-def of_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+def apply_to_matrices(
+    function: Callable[[jax.Array], jax.Array], x: jax.Array, mesh: Any, spec: PartitionSpec
+) -> jax.Array:
     """Computes `function(x)` where each matrix of x is divided over devices.
 
     The n devices that hold shards of a stack of L matrices exchange them by all-to-alls, so that each has ceil(L / n) complete

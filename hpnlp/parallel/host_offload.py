@@ -16,7 +16,7 @@ from jax import lax
 HOST = "pinned_host"  # the memory that devices copy from without the host's help
 
 
-def hosted(shardings: Any) -> Any:
+def on_host(shardings: Any) -> Any:
     """Moves shardings to the host's memory.
 
     Args:
@@ -28,7 +28,7 @@ def hosted(shardings: Any) -> Any:
     return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), shardings)
 
 
-def hosted_layers(shardings: Any) -> Any:
+def layers_on_host(shardings: Any) -> Any:
     """Moves the shardings of the layers' parameters to the host's memory.
 
     Args:
@@ -37,10 +37,10 @@ def hosted_layers(shardings: Any) -> Any:
     Returns:
         The same shardings, those under "layers" with memory kind HOST.
     """
-    return {**shardings, "layers": hosted(shardings["layers"])}
+    return {**shardings, "layers": on_host(shardings["layers"])}
 
 
-def fetched(tree: Any, after: jax.Array) -> Any:
+def to_device_after(tree: Any, after: jax.Array) -> Any:
     """Copies arrays from the host to the device once `after` has been computed.
 
     Args:
@@ -51,10 +51,10 @@ def fetched(tree: Any, after: jax.Array) -> Any:
         The tree in the device's memory.
     """
     tree, _ = lax.optimization_barrier((tree, after))
-    return here(tree)
+    return to_device(tree)
 
 
-def here(tree: Any) -> Any:
+def to_device(tree: Any) -> Any:
     """Copies arrays from the host to the device; arrays on the device are returned as they are.
 
     Args:
@@ -93,7 +93,7 @@ def by_layer(function: Callable[..., Any], state: Any, *operands: Any) -> Any:
     state_stacks, operand_stacks = stacks[: state_treedef.num_leaves], stacks[state_treedef.num_leaves :]
 
     def call(nodes: list[Any]) -> list[Any]:
-        return state_treedef.flatten_up_to(function(*treedef.unflatten(here(nodes))))
+        return state_treedef.flatten_up_to(function(*treedef.unflatten(to_device(nodes))))
 
     def update_layer(stacks: list[Any], i: jax.Array) -> tuple[list[Any], None]:
         layer = jax.tree.map(lambda stack: lax.dynamic_slice_in_dim(stack, i, 1), [*stacks, *operand_stacks])

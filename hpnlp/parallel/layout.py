@@ -92,7 +92,7 @@ class Layout:
             axes[dim] = (*axes[dim], zero.AXIS)
         return _partition_spec(axes)
 
-    def tree(self, names: Any, shapes: Any, *, divided: bool) -> Any:
+    def state_specs(self, names: Any, shapes: Any, *, divided: bool) -> Any:
         """PartitionSpecs of a tree of arrays.
 
         Args:
@@ -197,7 +197,7 @@ class Layout:
         """
         if not (self.zero > 0 or self.mesh.shape["tensor"] > 1 or self.mesh.shape["pipeline"] > 1):
             return []
-        specs = jax.tree.leaves(self.tree(names, shapes, divided=self.zero > 0), is_leaf=_is_spec)
+        specs = jax.tree.leaves(self.state_specs(names, shapes, divided=self.zero > 0), is_leaf=_is_spec)
         leaves = jax.tree_util.tree_leaves_with_path(shapes)
         axes = jax.tree.leaves(names, is_leaf=lambda node: node is None or isinstance(node, tuple))
         return [

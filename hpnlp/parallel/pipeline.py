@@ -51,7 +51,7 @@ Run = Callable[..., tuple[jax.Array, Aux]]
 Stage = Callable[..., tuple[jax.Array, Aux]]
 
 
-def through(
+def run_layers(
     layout: Layout, names: Any, run: Run, params: Any, x: Float[Array, "B T D"], context: Any, rng: jax.Array | None
 ) -> tuple[Float[Array, "B T D"], Aux]:
     """Runs all layers of a model over a mesh.
@@ -107,7 +107,7 @@ def _tensor_parallel(layout: Layout, length: int, gather: Callable[[Any], Any], 
     """
 
     def gather_from_host(shards: Any) -> Any:
-        return gather(host_offload.here(shards))
+        return gather(host_offload.to_device(shards))
 
     fields: dict[str, Any] = {"gather": gather_from_host if layout.offload_parameters else gather}
     if layout.size("length") > 1:

@@ -55,12 +55,12 @@ class RingSchedule:
         return range(self.first_hop, self.first_hop + self.hop_count)
 
     @property
-    def steps(self) -> tuple[int, int]:
+    def pair_counts(self) -> tuple[int, int]:
         """(pairs of chunks that are computed, all pairs of chunks), over all devices."""
         return sum(kind != HIDDEN for row in self.kinds for kind in row), len(self.kinds) ** 2
 
 
-def course(mask: Mask, length: int, chunks: Chunks) -> RingSchedule:
+def make_schedule(mask: Mask, length: int, chunks: Chunks) -> RingSchedule:
     """Schedules a mask over a ring.
 
     A mask that depends on i - j alone looks the same for all pairs of chunks at the same distance. Any other mask is over
@@ -127,7 +127,7 @@ def _shortest_range(hops: set[int], devices: int) -> tuple[int, int]:
     return (start + gaps[start]) % devices, devices - gaps[start]
 
 
-def arrangement(masks: Sequence[Mask], length: int, devices: int) -> Chunks:
+def assign_chunks(masks: Sequence[Mask], length: int, devices: int) -> Chunks:
     """Assigns chunks to devices, in sequence order or as a zigzag, whichever is faster for all masks together.
 
     Args:
@@ -147,7 +147,7 @@ def _cost(masks: Sequence[Mask], length: int, chunks: Chunks) -> float:
     """Work of the slowest device, summed over the hops of all masks, in visible pairs of chunks."""
     cost, devices, chunk_table = 0.0, len(chunks), np.array(chunks)
     for mask in masks:
-        schedule = course(mask, length, chunks)
+        schedule = make_schedule(mask, length, chunks)
         work = np.array([0.0, 1.0, *[PARTIAL_COST] * len(schedule.masks)])[np.array(schedule.kinds)]
         for hop in schedule.hops:
             cost += max(work[np.ix_(chunk_table[d], chunk_table[(d - hop) % devices])].sum() for d in range(devices))

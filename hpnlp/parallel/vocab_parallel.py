@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.custom_vjp import vary_alike
-from hpnlp.ops.softmax import without_silent
+from hpnlp.ops.softmax import zero_ignored_tokens
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.varying import sum_over_devices
 from hpnlp.parallel.zero import is_zero2
@@ -110,7 +110,7 @@ def loss(
             labels, weights = (tensor_parallel.local_tokens(x, 1) for x in (labels, weights))
         h, labels, weights = _flatten(h), _flatten(labels), _flatten(weights)
         if vocab_axes:
-            h, labels = without_silent(h, labels, weights)
+            h, labels = zero_ignored_tokens(h, labels, weights)
             out = layer.weighted(_merged_nll(vocab_axes, layer, table, h, labels), labels, weights)
         else:
             out = layer.loss(table, h, labels, weights)

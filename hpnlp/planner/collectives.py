@@ -19,7 +19,6 @@ from jax.extend import core
 
 from hpnlp.models.lm import example_batch
 from hpnlp.planner.jaxprs import needed_equations, open_jaxpr
-from hpnlp.planner.memory import held_bytes as held_bytes
 from hpnlp.training.step import Trainer
 from hpnlp.types import InputError
 
@@ -160,7 +159,7 @@ def step_traffic(trainer: Trainer, jaxpr: Any) -> list[Collective]:
     layout, params = trainer.layout, trainer.state_shapes.params
     collectives = traffic(jaxpr, layout.mesh.shape)
     if layout.zero in (1, 2):
-        collectives += _parameter_gathers(params, trainer.part_shapes)
+        collectives += _parameter_gathers(params, trainer.gradient_shapes)
     if layout.zero == 3 and "head" not in params:
         # The lookup and the scores both gather a tied table, which the compiler does once.
         table = params["embed"]["table"]

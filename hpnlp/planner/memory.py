@@ -63,7 +63,7 @@ def gradient_bytes(trainer: Trainer, batch_size: int, length: int) -> int:
     Returns:
         Bytes; a table that is trained sparsely counts with the rows that the batch touches.
     """
-    shapes = trainer.part_shapes if trainer.layout.zero >= 2 else trainer.state_shapes.params
+    shapes = trainer.gradient_shapes if trainer.layout.zero >= 2 else trainer.state_shapes.params
     rows_trained = trainer.rows_trained(batch_size, length)
 
     def gradient(path: Any, parameter: Any) -> Any:

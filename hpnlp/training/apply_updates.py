@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from hpnlp.models.lm import LM
-from hpnlp.nn.attention import alternation
+from hpnlp.nn.attention import mixer_period
 from hpnlp.parallel import host_offload
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError
@@ -124,7 +124,7 @@ def check_by_layer(model: LM, config: OptimizerConfig) -> None:
             "plan.offload_parameters=True fetches a layer once in a backward pass, and model.residual='reversible' takes each "
             f"branch by itself: set model.residual='plain' and plan.remat='full', {alternative}"
         )
-    if len(alternation(c.mixer)) > 1:
+    if len(mixer_period(c.mixer)) > 1:
         raise InputError(
             f"plan.offload_parameters=True fetches one layer at a time, and model.mixer={c.mixer!r} alternates several: "
             f"name one mixer, {alternative}"

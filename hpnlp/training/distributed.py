@@ -385,6 +385,3 @@ def batch_share(sharding: Any, shape: tuple[int, int]) -> tuple[int, int]:
             "consecutive part of it: choose sizes of the plan so that each process holds consecutive examples"
         )
     return first // count, shape[0] // count
-
-
-others_may_die, check_alike = exit_on_lost_process, check_same_config  # the old names

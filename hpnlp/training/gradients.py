@@ -114,7 +114,7 @@ class Gradients:
                 return leaf
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.layout.mesh, spec))
 
-        return jax.tree_util.tree_map_with_path(shard, params, self.layout.tree(self.axes, params, divided=True))
+        return jax.tree_util.tree_map_with_path(shard, params, self.layout.state_specs(self.axes, params, divided=True))
 
     def _with_shards(self, shards: Any, params: Any, ids: Any) -> Any:
         """Parameters for the model, from replicated ones and the shards that gradients are taken with respect to."""
@@ -160,7 +160,7 @@ def loss(model: LM, params: Any, batch: Batch, key: jax.Array | None) -> LossOut
       The sum of the losses, its weight and the layers' metrics.
     """
     if model.model_parallel is None:
-        params = host_offload.here(params)
+        params = host_offload.to_device(params)
     rngs = {} if key is None else _rngs(key)
     out: Any = model.apply({"params": params}, batch, key is None, rngs=rngs, method="loss")
     return out

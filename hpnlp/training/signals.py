@@ -210,6 +210,3 @@ def follow(parent: int) -> None:
         _react(signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-say = write_line  # the old name

@@ -54,7 +54,7 @@ def state_shardings(layout: Layout, plan: Plan, axes: Any, statistic_specs: Any,
     Returns:
       Parameters by their logical axes, and each statistic of the optimizer as the parameter that it belongs to.
     """
-    param_specs = layout.tree(axes, shapes.params, divided=layout.zero == 3)
+    param_specs = layout.state_specs(axes, shapes.params, divided=layout.zero == 3)
     params, statistics = (
         jax.tree.map(lambda _, spec: NamedSharding(layout.mesh, spec), shapes.params, specs)
         for specs in (param_specs, statistic_specs)
@@ -67,10 +67,10 @@ def state_shardings(layout: Layout, plan: Plan, axes: Any, statistic_specs: Any,
         scale=jax.tree.map(lambda _: layout.sharding(), shapes.scale),
     )
     if plan.offload_optimizer:
-        state = dataclasses.replace(state, opt_state=host_offload.hosted(state.opt_state))
+        state = dataclasses.replace(state, opt_state=host_offload.on_host(state.opt_state))
     if plan.offload_parameters:
-        ema = state.ema and host_offload.hosted_layers(state.ema)
-        state = dataclasses.replace(state, params=host_offload.hosted_layers(state.params), ema=ema)
+        ema = state.ema and host_offload.layers_on_host(state.ema)
+        state = dataclasses.replace(state, params=host_offload.layers_on_host(state.params), ema=ema)
     return state
 
 

@@ -76,11 +76,6 @@ class Trainer:
     rows_trained: Callable[[int, int], Mapping[sparse_rows.Path, int]]
     single_device: Callable[[], Trainer] | None
 
-    @property
-    def part_shapes(self) -> Any:
-        """The old name of `gradient_shapes`."""
-        return self.gradient_shapes
-
     def flops(self, examples: int, length: int) -> int | None:
         """Floating-point operations of the matrix products of one step, recomputation included.
 
@@ -129,7 +124,7 @@ def make_trainer(
     layout = plan.layout(model.config.sizes(), devices)
     _check_compatible(model, config, plan, layout)
     axes, param_shapes = axes_and_shapes(model.clone(remat=plan.remat))
-    statistic_specs = layout.tree(axes, param_shapes, divided=layout.zero >= 1)
+    statistic_specs = layout.state_specs(axes, param_shapes, divided=layout.zero >= 1)
     # jax_debug_nans re-executes the program operation by operation, which does not terminate inside shard_map.
     single = (layout.mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
     optimizer = make_optimizer(config, steps, None if single else _apply_to_whole(layout.mesh, statistic_specs))
@@ -196,7 +191,7 @@ def make_trainer(
 def _check_compatible(model: LM, config: OptimizerConfig, plan: Plan, layout: Layout) -> None:
     """Raises InputError if a plan does not fit a model's mixers and residuals, or the optimizer."""
     c = model.config
-    context_parallel.check(layout, mixers_of(model), masks_of(model), (c.heads, c.kv_head_count), c.dropout)
+    context_parallel.check_support(layout, mixers_of(model), masks_of(model), (c.heads, c.kv_head_count), c.dropout)
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(
             "model.residual='reversible': pipeline stages that gather their parameters in the backward pass (ZeRO "
@@ -258,7 +253,7 @@ class _StepFunctions:
         norm = self.update.norm(grads, scaled)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
         if self.fetches_optimizer:
-            state = dataclasses.replace(state, opt_state=host_offload.fetched(state.opt_state, norm))
+            state = dataclasses.replace(state, opt_state=host_offload.to_device_after(state.opt_state, norm))
         skips = self.update.config.skip_nonfinite or state.scale is not None
         params, opt_state, ema = self.update(
             (state.params, state.opt_state, state.ema),
@@ -315,9 +310,9 @@ def _model_parallel(layout: Layout, axes: Any, masks: Any) -> ModelParallel:
     """Functions that run a model over a mesh. `axes`: logical axis names of its parameters; `masks`: those of its layers."""
     return ModelParallel(
         embedding_lookup=functools.partial(vocab_parallel.lookup, layout),
-        run_layers=functools.partial(pipeline.through, layout, axes["layers"]),
+        run_layers=functools.partial(pipeline.run_layers, layout, axes["layers"]),
         loss=functools.partial(vocab_parallel.loss, layout),
-        token_order=functools.partial(context_parallel.arranged, layout, masks),
+        token_order=functools.partial(context_parallel.token_order, layout, masks),
     )
 
 
@@ -326,7 +321,7 @@ def _apply_to_whole(mesh: Any, specs: Any) -> ApplyToWhole:
     by_path = {sparse_rows.keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
 
     def apply(path: sparse_rows.Path, function: Callable[..., Any], x: jax.Array) -> jax.Array:
-        return distributed_matrices.of_whole(function, x, mesh, by_path[path])
+        return distributed_matrices.apply_to_matrices(function, x, mesh, by_path[path])
 
     return apply
 
@@ -355,4 +350,4 @@ def check_batch(layout: Layout, batch_size: int, seq_len: int, accumulate: int) 
             f"data.seq_len={seq_len} does not divide over plan.sequence={layout.size('length')}: make it a multiple"
         )
     pipeline.microbatches(layout, batch_size // accumulate)
-    context_parallel.arranged(layout, (), seq_len)
+    context_parallel.token_order(layout, (), seq_len)

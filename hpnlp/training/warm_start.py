@@ -17,7 +17,7 @@ from hpnlp.data import tokenizers
 from hpnlp.data.stream import tokenizer_digest
 from hpnlp.models.huggingface import convert, families
 from hpnlp.models.lm import LMConfig
-from hpnlp.nn.attention import alternation
+from hpnlp.nn.attention import mixer_period
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import run_directory as runs
 from hpnlp.training.step import Trainer
@@ -178,7 +178,7 @@ def _architecture(config: LMConfig) -> dict[str, Any]:
     """Fields that decide what a model computes; values that are written in several ways are resolved to one."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE}
     values |= {"kv_heads": config.kv_head_count, "head_dim": config.head_size, "mlp_dim": config.mlp_size}
-    values["mixer"] = alternation(config.mixer)
+    values["mixer"] = mixer_period(config.mixer)
     unused = [] if config.position == "learned" else ["max_len"]
     unused += [] if config.position == "rope" else ["rope_theta", "rope_scaling"]
     return {name: value for name, value in values.items() if name not in unused}

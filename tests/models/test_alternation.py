@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.lm import LM, LMConfig, apart, example_batch
-from hpnlp.nn.attention import alternation
+from hpnlp.models.lm import LM, LMConfig, example_batch, separate_layers
+from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full, Window
@@ -32,7 +32,7 @@ PERIODS = {"mixer": "window(2,0),full", "layers": 5}  # two periods, and one mor
     ],
 )
 def test_alternation_is_the_shortest_period(text, period):
-    assert alternation(text) == period
+    assert mixer_period(text) == period
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_every_mixer_learns_in_two_steps():
 def test_gradients_equal_those_layer_by_layer():
     model, params = make(**PERIODS)
     batch = make_batch(2, 9)
-    expected, by_layer = run(jax.value_and_grad(lambda p: loss_of(model, apart(p), batch)), params)
+    expected, by_layer = run(jax.value_and_grad(lambda p: loss_of(model, separate_layers(p), batch)), params)
     for unroll, remat in ((1, "none"), (3, "dots")):
         other = LM(dataclasses.replace(model.config, unroll=unroll), remat=remat)
         loss, grads = run(jax.value_and_grad(lambda p, other=other: loss_of(other, p, batch)), params)
@@ -87,7 +87,7 @@ def test_prefill_and_extend_equal_separate_layers():
             states.append(h[:, 0])
         return jnp.stack(states), caches
 
-    (h, caches), (expected, by_layer) = run(decode, params), run(decode, apart(params))
+    (h, caches), (expected, by_layer) = run(decode, params), run(decode, separate_layers(params))
     np.testing.assert_allclose(h, expected, atol=1e-5)
     assert [cache.k.shape[1] for cache in by_layer] == [3, 12, 3, 12, 3]
     stacked, remaining = caches

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from hpnlp import measure
 from hpnlp.data.tokenizers import ByteTokenizer, WordTokenizer
 from hpnlp.models import decode
-from hpnlp.models.decode import Generation, TextStream, sample_text, speakable
+from hpnlp.models.decode import Generation, TextStream, drawable_ids, sample_text
 from hpnlp.models.lm import LM, LMConfig, axes_of, example_batch
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
@@ -132,7 +132,7 @@ def test_several_ids_may_end_a_row():
 
 
 def test_special_ids_are_never_drawn():
-    allowed = speakable(ByteTokenizer())
+    allowed = drawable_ids(ByteTokenizer())
     np.testing.assert_array_equal(np.flatnonzero(~allowed), np.arange(256, 264))
     for mask in (allowed, allowed[:150]):  # the table may have more rows than the tokenizer has ids
         ids = generate(PROMPTS, tokens=32, temperature=100.0, eos_id=257, pad_id=260, allowed=mask)
@@ -143,13 +143,13 @@ def test_special_ids_are_never_drawn():
 
 def test_speakable_excludes_special_words():
     tokenizer = WordTokenizer(["fox", "dog", "\n"])
-    assert np.flatnonzero(speakable(tokenizer)).tolist() == [4, 5, 6]
+    assert np.flatnonzero(drawable_ids(tokenizer)).tolist() == [4, 5, 6]
 
 
 def test_parameters_on_several_devices_and_on_the_host():
     model, params = make()
     layout = Plan(data=1, fsdp=4, tensor=2).layout(model.config.sizes())
-    specs = layout.tree(axes_of(model), params, divided=True)
+    specs = layout.state_specs(axes_of(model), params, divided=True)
     spread = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
     resting = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(HOST)), spread["layers"])
     for placed in (spread, {**spread, "layers": resting}):

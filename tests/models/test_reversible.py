@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpnlp import measure
-from hpnlp.models.lm import LM, apart, example_batch
+from hpnlp.models.lm import LM, example_batch, separate_layers
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full
@@ -51,7 +51,7 @@ def test_gradients_equal_those_layer_by_layer(fields, monkeypatch):
 
     actual, expected = (
         run(jax.value_and_grad(loss, has_aux=True), params),
-        run(jax.value_and_grad(lambda p: loss(apart(p)), has_aux=True), params),
+        run(jax.value_and_grad(lambda p: loss(separate_layers(p)), has_aux=True), params),
     )
     assert actual[0][1].keys() == ({"size_loss", "tokens"} if "reporting" in model.config.mixer else set())
     for a, b in zip(jax.tree.leaves(actual[0]), jax.tree.leaves(expected[0]), strict=True):

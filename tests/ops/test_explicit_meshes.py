@@ -124,7 +124,7 @@ def losses_of_whole_vocabularies(a):
         "stats": plain(h, table, labels, return_stats=True, reduction="none"),
         "partial": cross_entropy.partial_cross_entropy(h, table, labels, 0, bias=bias),
         "merged": cross_entropy.merged_lse(h, h + 1.0),
-        "without_silent": cross_entropy.without_silent(h, labels, (labels > 3).astype(jnp.float32)),
+        "without_silent": cross_entropy.zero_ignored_tokens(h, labels, (labels > 3).astype(jnp.float32)),
         "logits": cross_entropy.logits(h, table, bias=bias),
         "vmf": vmf.vmf_loss(h, h + 1.0, weights=(labels > 3).astype(jnp.float32)),
         "log_normalizer": vmf.log_normalizer(4, jnp.abs(h) + 1.0),

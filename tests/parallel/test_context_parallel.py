@@ -13,7 +13,7 @@ from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Causal, Full, PerHead, attend
 from hpnlp.parallel import context_parallel
-from hpnlp.parallel.context_parallel import arranged
+from hpnlp.parallel.context_parallel import token_order
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
@@ -183,5 +183,5 @@ def test_unsupported_mixers_and_lengths_raise():
     assert "Louder takes `partial` from ExactMixer and `__call__` from Louder" in error_message(Louder())
     assert "divides 2 heads of k over plan.sequence=4 devices: choose" in error_message(ExactMixer(), "heads")
     with pytest.raises(InputError, match="sequences of 36 tokens do not divide into two chunks .* multiple of 8"):
-        arranged(layout_of("ring"), [], 36)
-    assert arranged(layout_of("heads"), [], 36) == (None, None)
+        token_order(layout_of("ring"), [], 36)
+    assert token_order(layout_of("heads"), [], 36) == (None, None)

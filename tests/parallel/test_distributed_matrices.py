@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hpnlp.models.lm import LM, LMConfig, example_batch
-from hpnlp.parallel.distributed_matrices import of_whole
+from hpnlp.parallel.distributed_matrices import apply_to_matrices
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.muon import scale_by_muon
 from hpnlp.training.optim import OptimizerConfig
@@ -43,7 +43,9 @@ def test_function_sees_complete_matrices_in_place(shape, spec):
         return reversed_x * jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) - jnp.cumsum(x, axis=-1)
 
     sharding = NamedSharding(MESH, spec)
-    result = jax.jit(lambda x: of_whole(function, x, MESH, spec), in_shardings=sharding, out_shardings=sharding)(x)
+    result = jax.jit(
+        lambda x: apply_to_matrices(function, x, MESH, spec), in_shardings=sharding, out_shardings=sharding
+    )(x)
     np.testing.assert_allclose(result, function(x), rtol=1e-6, atol=1e-6)
 
 
@@ -56,7 +58,8 @@ def test_devices_divide_a_stack():
 
     for spec in (P(None, "fsdp"), P(None, "fsdp", "tensor"), P("pipeline", "fsdp", "tensor")):
         jax.eval_shape(
-            lambda x, spec=spec: of_whole(function, x, MESH, spec), jax.ShapeDtypeStruct((6, 4, 8), jnp.float32)
+            lambda x, spec=spec: apply_to_matrices(function, x, MESH, spec),
+            jax.ShapeDtypeStruct((6, 4, 8), jnp.float32),
         )
     assert shapes == [(3, 4, 8), (2, 4, 8), (1, 4, 8)]
 
@@ -83,7 +86,7 @@ def test_all_leading_axes_belong_to_the_stack():
     """Muon of [L, E, A, B] over devices updates each matrix like Muon of that matrix on one device."""
     grads = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4, 8)), jnp.float32)
     spec = P("pipeline", None, "fsdp", "tensor")
-    divided = scale_by_muon(0.9, 1e-8, lambda path, function, x: of_whole(function, x, MESH, spec))
+    divided = scale_by_muon(0.9, 1e-8, lambda path, function, x: apply_to_matrices(function, x, MESH, spec))
     single = scale_by_muon(0.9, 1e-8)
     tree = {"kernel": jax.device_put(grads, NamedSharding(MESH, spec))}
     updates = jax.jit(divided.update)(tree, divided.init(tree))[0]["kernel"]

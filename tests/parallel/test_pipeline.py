@@ -59,7 +59,7 @@ def on_one_device(params, x, context):
 def staged(plan, devices=8):
     layout = plan.layout({"layers": (LAYERS, "model.layers")}, jax.devices()[:devices])
     names = {"w": ("layers", "embed", "hidden")}
-    return lambda params, x, context: pipeline.through(layout, names, run, params, x, context, None)
+    return lambda params, x, context: pipeline.run_layers(layout, names, run, params, x, context, None)
 
 
 @pytest.mark.parametrize(

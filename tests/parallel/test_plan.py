@@ -158,7 +158,7 @@ def shapes_of(config):
 def test_every_matrix_is_divided():
     """Over fsdp 4 x tensor 2, all arrays but vectors are divided over eight devices, and positions over fsdp only."""
     layout, shapes = Plan(fsdp=4, tensor=2).layout(CONFIG.sizes()), shapes_of(CONFIG)
-    specs = layout.tree(axes_of(LM(CONFIG)), shapes, divided=True)
+    specs = layout.state_specs(axes_of(LM(CONFIG)), shapes, divided=True)
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), strict=True):
         name = jax.tree_util.keystr(path)
         shards = leaf.size // math.prod(NamedSharding(layout.mesh, spec).shard_shape(leaf.shape))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpnlp.ops.attention import Blockwise, Causal, Dilated, Full, Global, Strided, Window
-from hpnlp.parallel.ring_schedule import FIRST_MASK, HIDDEN, VISIBLE, RingSchedule, arrangement, course
+from hpnlp.parallel.ring_schedule import FIRST_MASK, HIDDEN, VISIBLE, RingSchedule, assign_chunks, make_schedule
 
 T = 64
 PLAIN = tuple((2 * d, 2 * d + 1) for d in range(4))
@@ -34,7 +34,7 @@ def dense(mask, length=T):
 @pytest.mark.parametrize("chunks", [PLAIN, ZIGZAG], ids=["plain", "zigzag"])
 def test_schedule_equals_mask(name, chunks):
     """Hidden pairs of chunks allow no pair of tokens, visible ones all, and the others those of their mask."""
-    schedule = course(MASKS[name], T, chunks)
+    schedule = make_schedule(MASKS[name], T, chunks)
     assert isinstance(schedule, RingSchedule)
     if not MASKS[name].relative:
         assert schedule.masks == (MASKS[name],) and schedule.hop_count == 4
@@ -60,23 +60,23 @@ def test_mask_is_evaluated_on_few_pairs_of_tokens(monkeypatch):
     """Once or a few times for each distance, however long the chunks are."""
     evaluated, at = [], Dilated.at
     monkeypatch.setattr(Dilated, "at", lambda mask, q, k: evaluated.append(np.broadcast(q, k).size) or at(mask, q, k))
-    course(Dilated(5, 3), 8192, ZIGZAG)
+    make_schedule(Dilated(5, 3), 8192, ZIGZAG)
     assert 2 * 8192 <= sum(evaluated) <= 4 * 8192
 
 
 def test_work_is_proportional_to_the_mask():
     """For a window, the computed pairs and the hops; for a causal mask, the same work on every device."""
     chunks = tuple((2 * d, 2 * d + 1) for d in range(8))
-    schedule = course(Causal() & Window(63, 0), 1024, chunks)
+    schedule = make_schedule(Causal() & Window(63, 0), 1024, chunks)
     computed, total = schedule.steps
     assert (computed, total) == (16 + 15, 256) and (schedule.first_hop, schedule.hop_count) == (0, 2)
-    both = course(Window(64, 64), 1024, chunks)
+    both = make_schedule(Window(64, 64), 1024, chunks)
     assert (both.first_hop % 8, both.hop_count) == (7, 3)
-    assert course(MASKS["empty"], T, PLAIN).hop_count == 0
+    assert make_schedule(MASKS["empty"], T, PLAIN).hop_count == 0
 
-    zigzag = arrangement([Causal()], 1024, 8)
+    zigzag = assign_chunks([Causal()], 1024, 8)
     assert zigzag == tuple((d, 15 - d) for d in range(8))
-    kinds = np.array(course(Causal(), 1024, zigzag).kinds)
+    kinds = np.array(make_schedule(Causal(), 1024, zigzag).kinds)
     work = np.array(
         [
             [np.sum(kinds[np.ix_(pair, zigzag[(d - hop) % 8])] != HIDDEN) for hop in range(8)]
@@ -88,7 +88,7 @@ def test_work_is_proportional_to_the_mask():
 
 @pytest.mark.parametrize("mask", [Full(), Causal() & Window(100, 0), Window(30, 30)])
 def test_tokens_keep_their_order_where_a_zigzag_is_not_faster(mask):
-    assert arrangement([mask], 1024, 8) == tuple((2 * d, 2 * d + 1) for d in range(8))
+    assert assign_chunks([mask], 1024, 8) == tuple((2 * d, 2 * d + 1) for d in range(8))
 
 
 @settings(deadline=None, max_examples=30)
@@ -99,7 +99,7 @@ def test_hops_cover_all_visible_pairs_of_any_window(left, right, shift, devices)
         tuple((2 * d, 2 * d + 1) for d in range(devices)),
         tuple((d, 2 * devices - 1 - d) for d in range(devices)),
     ):
-        schedule, allowed = course(mask, length, chunks), mask.to_dense(length)
+        schedule, allowed = make_schedule(mask, length, chunks), mask.to_dense(length)
         hops = {hop % devices for hop in schedule.hops}
         for d in range(devices):
             for other in range(devices):

@@ -44,7 +44,12 @@ over_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 def in_loops(monkeypatch):
     """Chunks of 8 tokens and blocks of about 32 words, so that each device runs several."""
     module = sys.modules[linear_cross_entropy.__module__]
-    for name, size in {"CHUNK": 8 * V, "FEWEST": 8, "LOGITS": 32 * N, "SMALLEST": 32}.items():
+    for name, size in {
+        "MAX_CHUNK_LOGITS": 8 * V,
+        "MIN_CHUNK_TOKENS": 8,
+        "BLOCK_LOGITS": 32 * N,
+        "MIN_BLOCK_WORDS": 32,
+    }.items():
         monkeypatch.setattr(module, name, size)
 
 

@@ -74,7 +74,7 @@ def test_gradients_of_rows_match_the_compiled_program(plan, width):
     config = Config(model, DataConfig(seq_len=32, batch_size=16), OptimizerConfig(rows=True), plan=plan)
     trainer = trainer_of(config, jax.devices())
     tables = sum(trainer.rows_trained(16, 32).values()) * width * 4
-    shapes = trainer.state_shapes.params if plan.name == "data" else trainer.part_shapes
+    shapes = trainer.state_shapes.params if plan.name == "data" else trainer.gradient_shapes
     layers = {name: shape for name, shape in shapes.items() if name not in ("embed", "head")}
     assert gradient_bytes(trainer, 16, 32) == held_bytes(layers) + tables
     with jax.set_mesh(trainer.layout.mesh):

@@ -11,7 +11,6 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hpnlp.parallel.host_offload import hosted
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.checkpoint import FORMAT, Checkpointer
 from hpnlp.training.loss_scale import LossScale
@@ -106,7 +105,7 @@ def test_restore_onto_another_mesh_is_exact(checkpointer, plan):
 def test_offloaded_state_is_restored_to_host_or_device(checkpointer):
     checkpoints, like = checkpointer(), shapes()
     on_host = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=hosted(x.sharding)), like.opt_state
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host(x.sharding)), like.opt_state
     )
     state = state_at(1)
     moved = jax.device_put(state.opt_state, jax.tree.map(lambda x: x.sharding, on_host))

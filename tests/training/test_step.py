@@ -271,9 +271,9 @@ def put(run, batch):
         (
             Plan(pipeline=2),
             {"mixer": "window(3,0),full"},
-            "turns of model.mixer=1 does not divide into plan.pipeline=2",
+            "periods of model.mixer=1 does not divide into plan.pipeline=2",
         ),
-        (Plan(pipeline=2), {"mixer": "window(3,0)*2,full", "layers": 4}, "turns of model.mixer=1 does not divide"),
+        (Plan(pipeline=2), {"mixer": "window(3,0)*2,full", "layers": 4}, "periods of model.mixer=1 does not divide"),
         (
             Plan(sequence=2),
             {"dropout": 0.1},

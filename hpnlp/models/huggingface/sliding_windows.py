@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpnlp.models.huggingface.config_values import checked_value
-from hpnlp.nn.attention import alternation
+from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.spec import build, shortened
 from hpnlp.types import InputError
@@ -117,7 +117,7 @@ def windows_json(mixer: str, layers: int, allowed: WindowLayers) -> dict[str, An
 def _windows_of(mixer: str, layers: int) -> list[int | None] | None:
     """The windows of a mixer, or None if it is neither full attention nor windows."""
     period = []
-    for spec in alternation(mixer):
+    for spec in mixer_period(mixer):
         if spec.name == "window":
             period.append(build(spec, MIXERS, "mixer").pattern.left + 1)
         elif spec.name == "full":

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.sampling import sample
-from hpnlp.ops.softmax import without_silent
+from hpnlp.ops.softmax import zero_ignored_tokens
 from hpnlp.types import InputError, LossOut, WordStats
 
 
@@ -56,7 +56,7 @@ class OutputLayer(nn.Module, kw_only=True):
         Returns:
           The sum, the sum of the weights, and averages that the layer reports.
         """
-        h, labels = without_silent(h, labels, weights)
+        h, labels = zero_ignored_tokens(h, labels, weights)
         return self.weighted(self.nll(table, h, labels), labels, weights)
 
     def weighted(

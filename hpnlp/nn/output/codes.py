@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.nn.layers import Dense
 from hpnlp.nn.output.base import OutputLayer
 from hpnlp.ops.softmax import binary_codes as ops
-from hpnlp.ops.softmax import without_silent
+from hpnlp.ops.softmax import zero_ignored_tokens
 from hpnlp.types import InputError, LossOut
 
 
@@ -50,7 +50,7 @@ class BinaryOutput(OutputLayer):
         weights: Float[Array, " N"],
         rng: jax.Array | None = None,
     ) -> LossOut:
-        h, labels = without_silent(h, labels, weights)
+        h, labels = zero_ignored_tokens(h, labels, weights)
         losses = self._losses(h, labels, "normalized" if rng is None else self.objective)
         return self.weighted(losses, labels, weights)
 

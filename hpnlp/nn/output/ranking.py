@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.nn.layers import Dense
 from hpnlp.nn.output.base import OutputLayer
 from hpnlp.ops.search import exact_search
-from hpnlp.ops.softmax import logits, without_silent
+from hpnlp.ops.softmax import logits, zero_ignored_tokens
 from hpnlp.ops.softmax.margin import hardest, margin_loss
 from hpnlp.ops.softmax.proposals import Uniform, sample
 from hpnlp.ops.softmax.sampled_losses import scores
@@ -76,7 +76,7 @@ class MarginOutput(RankingOutput):
         weights: Float[Array, " N"],
         rng: jax.Array | None = None,
     ) -> LossOut:
-        h, labels = without_silent(h, labels, weights)
+        h, labels = zero_ignored_tokens(h, labels, weights)
         if self.samples:
             ids = self._samples(labels, jax.random.key(0) if rng is None else rng)
             target, noise = scores(h, table[labels], table[ids])
@@ -127,7 +127,7 @@ class VMFOutput(RankingOutput):
         rng: jax.Array | None = None,
     ) -> LossOut:
         # The regularised loss is trained; without an rng, the negative log-density is reported.
-        h, labels = without_silent(h, labels, weights)
+        h, labels = zero_ignored_tokens(h, labels, weights)
         if rng is None:
             return self.weighted(-self.log_density(table, h, labels), labels, weights)
         states, words = self.project(h.astype(jnp.float32)), jax.lax.stop_gradient(table)[labels]

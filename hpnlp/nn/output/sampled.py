@@ -16,7 +16,7 @@ from hpnlp.nn.output.base import required_counts
 from hpnlp.nn.output.full import FullOutput
 from hpnlp.nn.output.ranking import RankingOutput
 from hpnlp.ops.softmax import sampled_losses as ops
-from hpnlp.ops.softmax import without_silent
+from hpnlp.ops.softmax import zero_ignored_tokens
 from hpnlp.ops.softmax.proposals import LogUniform, Sampler, Samples, Uniform, sample, unigram
 from hpnlp.spec import lookup
 from hpnlp.types import InputError, LossOut, WordStats
@@ -60,7 +60,7 @@ class _Sampling(FullOutput):
     ) -> LossOut:
         if rng is None:
             return super().loss(table, h, labels, weights)
-        h, labels = without_silent(h, labels, weights)
+        h, labels = zero_ignored_tokens(h, labels, weights)
         samples = self._samples(labels, rng)
         losses, aux = self._losses(h, table[labels], table[samples.ids], samples, labels, weights)
         return self.weighted(losses, labels, weights, aux)

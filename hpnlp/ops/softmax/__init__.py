@@ -5,7 +5,7 @@ from hpnlp.ops.softmax.cross_entropy import (
     logits,
     merged_lse,
     partial_cross_entropy,
-    without_silent,
+    zero_ignored_tokens,
 )
 
-__all__ = ["linear_cross_entropy", "logits", "merged_lse", "partial_cross_entropy", "without_silent"]
+__all__ = ["linear_cross_entropy", "logits", "merged_lse", "partial_cross_entropy", "zero_ignored_tokens"]

@@ -20,13 +20,13 @@ from hpnlp.types import InputError
 IMPLS = ("auto", "tokens", "vocabulary", "reference")
 REDUCTIONS = ("mean", "sum", "none")
 # Logits of a block of words: 16 MiB, which is large enough for fast products.
-LOGITS = 1 << 22
+BLOCK_LOGITS = 1 << 22
 # Words of a block at least, however many tokens there are.
-SMALLEST = 128
+MIN_BLOCK_WORDS = 128
 # Logits of a chunk of tokens at most: 64 MiB.
-CHUNK = 1 << 24
+MAX_CHUNK_LOGITS = 1 << 24
 # Tokens of a chunk at least for "auto" to choose chunks: with fewer, reading all word vectors takes longer than the product.
-FEWEST = 256
+MIN_CHUNK_TOKENS = 256
 
 
 @array_op("M V", h="M", table="V")
@@ -130,7 +130,7 @@ def linear_cross_entropy(
     if ignore_index is not None:
         factors = jnp.where(labels == ignore_index, 0.0, factors)
     ignored = factors == 0
-    h, labels = without_silent(h, labels.astype(jnp.int32), factors)
+    h, labels = zero_ignored_tokens(h, labels.astype(jnp.int32), factors)
     h, w = widened(h, w)
     factors = jnp.where((labels >= 0) & (labels < vocab), factors, jnp.nan)
 
@@ -143,10 +143,10 @@ def linear_cross_entropy(
         with_logit_sum=label_smoothing != 0,
         with_argmax=return_stats,
     )
-    chunk_tokens = max(min(tokens, block_size or CHUNK // vocab), 1)
-    chunks_pay = is_scalar and block_size is None and chunk_tokens >= min(tokens, FEWEST)
+    chunk_tokens = max(min(tokens, block_size or MAX_CHUNK_LOGITS // vocab), 1)
+    chunks_pay = is_scalar and block_size is None and chunk_tokens >= min(tokens, MIN_CHUNK_TOKENS)
     if impl == "tokens" or (impl == "auto" and chunks_pay):
-        chunk_vocab_block = min(max(LOGITS // 2 // chunk_tokens, SMALLEST), vocab)
+        chunk_vocab_block = min(max(BLOCK_LOGITS // 2 // chunk_tokens, MIN_BLOCK_WORDS), vocab)
         spec = dataclasses.replace(spec, chunk_tokens=chunk_tokens, chunk_vocab_block=chunk_vocab_block)
         loss = chunked_cross_entropy.weighted_sum(spec, h, w, bias, labels, factors)
         return loss / _nonzero_sum(factors) if reduction == "mean" else loss
@@ -233,7 +233,7 @@ def merged_lse(first: Float[Array, "*shape"], *others: Float[Array, "*shape"]) -
 
 
 @array_op("N", h="N")
-def without_silent(
+def zero_ignored_tokens(
     h: Float[Array, "N D"], labels: Int[Array, " N"], weights: Float[Array, " N"]
 ) -> tuple[Float[Array, "N D"], Int[Array, " N"]]:
     """Replaces tokens of weight 0 by zeros and label 0, so that a NaN or an invalid label there does not reach a gradient.
@@ -263,11 +263,11 @@ def _nonzero_sum(factors: Array) -> Float[Array, ""]:
 
 
 def _vocab_block(tokens: int, vocab: int) -> int:
-    """Words of a block: about LOGITS / tokens, and a divisor of the vocabulary if one is near.
+    """Words of a block: about BLOCK_LOGITS / tokens, and a divisor of the vocabulary if one is near.
 
     Otherwise a slice of the table has to be copied.
     """
-    size = min(max(LOGITS // max(tokens, 1), SMALLEST), vocab)
+    size = min(max(BLOCK_LOGITS // max(tokens, 1), MIN_BLOCK_WORDS), vocab)
     divisors = [n for n in range(max(size // 2, 1), min(2 * size, vocab) + 1) if vocab % n == 0]
     return min(divisors, key=lambda n: abs(n - size), default=size)
 

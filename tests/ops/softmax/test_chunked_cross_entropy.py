@@ -119,8 +119,8 @@ def nonlinear_loss(labels, options, **more):
 @pytest.mark.parametrize(("n", "vocab", "dim", "block"), SIZES, ids=str)
 def test_token_chunks_gradients_match_reference(monkeypatch, n, vocab, dim, block, name):
     """Chunks divide the tokens or not, and blocks divide the words or not."""
-    monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "LOGITS", 30)
-    monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "SMALLEST", 4)
+    monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "BLOCK_LOGITS", 30)
+    monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "MIN_BLOCK_WORDS", 4)
     h, w, labels, extra = arrays(n, vocab, dim)
     ours, reference = (
         once(jax.value_and_grad(nonlinear_loss(labels, OPTIONS[name], **more), (0, 1, 2)), h, w, extra)
@@ -365,7 +365,7 @@ def test_slices_merge_to_the_full_loss(cuts):
 
 def test_eight_devices_match_one(monkeypatch):
     """The vocabulary or the tokens are on a manual axis, or on an automatic one."""
-    monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "LOGITS", 16 * 16)
+    monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "BLOCK_LOGITS", 16 * 16)
     h, w, labels, _ = arrays(16, 1024, ignored=False)
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     replicated, cut = jax.P(), jax.P("d")

@@ -1,7 +1,0 @@
-"""Former name of `sources`."""
-
-import sysconfig
-
-from hpnlp.data.sources import find
-
-__all__ = ["find", "sysconfig"]
