@@ -29,18 +29,14 @@ def commands() -> str:
 
 def fields() -> str:
     """A table for each section of the config."""
-    from hpnlp.cli.fields import explanations, help_of, tables
-    from hpnlp.training.config import Config
+    from hpnlp.cli.fields import described
 
-    names, sections = tables(), []
-    for title, section in vars(Config()).items():
-        lines = [f"### {title}\n", f"{explanations(section)[0]}\n", "| field | default | meaning |", "|---|---|---|"]
-        for field, text in help_of(section).items():
-            entries = names.get(f"{title}.{field}")
-            meaning = f"{text}. Names: {', '.join(f'`{entry}`' for entry in entries)}." if entries else f"{text}."
-            default = repr(getattr(section, field))
-            escaped = meaning.replace("|", "\\|")
-            lines.append(f"| `{title}.{field}` | `{default}` | {escaped} |")
+    sections = []
+    for title, summary, rows in described():
+        lines = [f"### {title}\n", f"{summary}\n", "| field | default | meaning |", "|---|---|---|"]
+        for name, default, text in rows:
+            escaped = text.replace("|", "\\|")
+            lines.append(f"| `{title}.{name}` | `{default!r}` | {escaped} |")
         sections.append("\n".join(lines) + "\n")
     return "\n".join(sections)
 

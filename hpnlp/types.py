@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
+T = TypeVar("T")
 
 # Auxiliary results of a layer: name -> (sum, weight). Names that end in `_loss` are added to the training loss.
 Aux = Mapping[str, tuple[Array, Array]]
@@ -28,6 +29,20 @@ class InputError(ValueError):
 
     The command line prints the message as one line and exits with status 2.
     """
+
+
+def option(default: T, help: str) -> T:
+    """A field of a config dataclass, with the help that `--help` and the documentation print.
+
+    Args:
+      default: Default value.
+      help: What the field means, with units and special values.
+
+    Returns:
+      The dataclass field; typed as its value, for type checkers.
+    """
+    field: Any = dataclasses.field(default=default, metadata={"help": help})
+    return field
 
 
 @jax.tree_util.register_dataclass

@@ -1,42 +1,12 @@
-"""Help on config fields, read from the docstrings of their dataclasses, and the names that they may hold."""
+"""Help on config fields, and the names that they may hold."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
-
-# The beginning of a sentence that explains fields: "name:" or "name, name:".
-_LABEL = re.compile(r"(?:^|(?<=[.;] ))(\w+(?:, \w+)*): ")
-
-
-def explanations(section: Any) -> tuple[str, dict[str, str]]:
-    """Reads the docstrings of a dataclass and of the dataclasses that it extends.
-
-    Returns:
-        The sentences before the first explanation, and name -> explanation in the order of the text.
-    """
-    summary, found = "", {}
-    for kind in reversed([kind for kind in type(section).__mro__ if dataclasses.is_dataclass(kind)]):
-        parts = _LABEL.split(" ".join((inspect.getdoc(kind) or "").split()))
-        summary = parts[0].strip()
-        for names, text in zip(parts[1::2], parts[2::2], strict=True):
-            found |= dict.fromkeys(names.split(", "), text.strip().rstrip(";."))
-    return summary, found
-
-
-def help_of(section: Any) -> dict[str, str]:
-    """Field -> its explanation, or "see" the field whose explanation mentions it; "" where there is neither."""
-    found = explanations(section)[1]
-
-    def one(name: str) -> str:
-        mentions = (f"see {other}" for other, text in found.items() if re.search(rf"\b{name}\b", text))
-        return found.get(name) or next(mentions, "")
-
-    return {field.name: one(field.name) for field in dataclasses.fields(section)}
 
 
 def tables() -> dict[str, Iterable[str]]:
@@ -66,17 +36,35 @@ def tables() -> dict[str, Iterable[str]]:
     }
 
 
-def listed() -> str:
-    """Every config field with its default, its explanation and its names, for --help."""
+def described() -> Iterator[tuple[str, str, list[tuple[str, Any, str]]]]:
+    """Sections of the config.
+
+    Yields:
+      Name of a section, its summary, and (field, default, help) of each of its fields; the help lists the names that the field
+      may hold.
+    """
     from hpnlp.training import config
 
     names = tables()
-    lines = ["", "Config fields and their defaults (an experiment file sets its own):"]
     for title, section in vars(config.Config()).items():
-        lines += ["", f"{title}: {explanations(section)[0]}", ""]
-        for field, text in help_of(section).items():
-            lines.append(f"  --config.{title}.{field}={getattr(section, field)!r}")
-            entries = names.get(f"{title}.{field}")
-            told = [text, f"Names: {', '.join(entries)}"] if entries else [text]
-            lines += textwrap.wrap(". ".join(told) + ".", 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        rows = []
+        for field in dataclasses.fields(section):
+            entries = names.get(f"{title}.{field.name}")
+            text = field.metadata["help"] + (f" Names: {', '.join(entries)}." if entries else "")
+            rows.append((field.name, getattr(section, field.name), text))
+        yield title, (inspect.getdoc(type(section)) or "").partition("\n")[0], rows
+
+
+def listed() -> str:
+    """Every config field with its default, its help and its names, for --help.
+
+    Returns:
+      The text.
+    """
+    lines = ["", "Config fields and their defaults (an experiment file sets its own):"]
+    for title, summary, rows in described():
+        lines += ["", f"{title}: {summary}", ""]
+        for name, default, text in rows:
+            lines.append(f"  --config.{title}.{name}={default!r}")
+            lines += textwrap.wrap(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines) + "\n"

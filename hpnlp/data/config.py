@@ -6,48 +6,66 @@ import dataclasses
 
 from hpnlp.data.packing import PACKINGS
 from hpnlp.spec import lookup
-from hpnlp.types import InputError
+from hpnlp.types import InputError, option
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Text to read, and how it is split, tokenised and cut into batches.
+    """Text to read, and how it is split, tokenised and cut into batches."""
 
-    path: "stdlib" (source code of the running Python's standard library, without tests and site-packages; "stdlib+tests" with
-      tests), a file, a directory or a glob. Several are separated by commas, and each file is read once. The extension of a
-      file decides its format, which is JSONL, `.json` (an array of records or strings; other JSON is text), Parquet, `.npy`
-      (token ids), or text. Text and JSON may be compressed, as `.gz` or `.zst`.
-    weights: share of each source of `path` in the training tokens, to within 1 %; () reads every source once per epoch.
-    tokenizer: "bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", or the path of a tokenizer.json.
-    text_field: field of records (JSONL, JSON arrays, Parquet) that holds the text. prompt_field: field that holds a prompt,
-      which stands before the text and carries no loss; "" for no prompt.
-    skip_bad_lines: leave out, and count in the summary, lines of text that are not UTF-8 and records that are not JSON or have
-      no valid text. Otherwise these are errors, as far as the tokenizer needs UTF-8.
-    seq_len: tokens per row. batch_size: rows per optimizer step, over all processes.
-    heldout: fraction of documents held out, chosen by a hash of their names; one document if the fraction leaves no text on one
-      side. A single text file counts as many documents, because it is cut into pieces at line ends. Fewer than 50 documents are
-      cut in the same way if the fraction of their number is less than one, as for 2 files, or for 49 files and 0.02.
-    heldout_path: text to hold out instead, all of it; files that are also under `path` are not trained on.
-    heldout_bytes: evaluate on a fixed sample of the held-out documents of at most this many bytes, but at least one document; 0
-      takes all. Documents over the limit are not trained on.
-    packing: "concat" lays documents one after another and cuts rows when they are full; "fit" keeps documents whole, or in
-      pieces of seq_len, and fills rows with documents that fit.
-    cache: directory of tokenised text; "" is $HPNLP_CACHE, or hpnlp under $XDG_CACHE_HOME or ~/.cache.
-    """
-
-    path: str = "stdlib"
-    weights: tuple[float, ...] = ()
-    tokenizer: str = "bytes"
-    text_field: str = "text"
-    prompt_field: str = ""
-    skip_bad_lines: bool = False
-    seq_len: int = 256
-    batch_size: int = 16
-    heldout: float = 0.02
-    heldout_path: str = ""
-    heldout_bytes: int = 1_000_000
-    packing: str = "concat"
-    cache: str = ""
+    path: str = option(
+        "stdlib",
+        '"stdlib" (source code of the running Python\'s standard library, without tests and site-packages; '
+        '"stdlib+tests" with tests), a file, a directory or a glob. Several are separated by commas, and each '
+        "file is read once. The extension of a file decides its format, which is JSONL, `.json` (an array of "
+        "records or strings; other JSON is text), Parquet, `.npy` (token ids), or text. Text and JSON may be "
+        "compressed, as `.gz` or `.zst`.",
+    )
+    weights: tuple[float, ...] = option(
+        (),
+        "Share of each source of `path` in the training tokens, to within 1 %; () reads every source once per epoch.",
+    )
+    tokenizer: str = option(
+        "bytes",
+        '"bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", or the path of a tokenizer.json.',
+    )
+    text_field: str = option("text", "Field of records (JSONL, JSON arrays, Parquet) that holds the text.")
+    prompt_field: str = option(
+        "",
+        'Field that holds a prompt, which stands before the text and carries no loss; "" for no prompt.',
+    )
+    skip_bad_lines: bool = option(
+        False,
+        "Leave out, and count in the summary, lines of text that are not UTF-8 and records that are not JSON or "
+        "have no valid text. Otherwise these are errors, as far as the tokenizer needs UTF-8.",
+    )
+    seq_len: int = option(256, "Tokens per row.")
+    batch_size: int = option(16, "Rows per optimizer step, over all processes.")
+    heldout: float = option(
+        0.02,
+        "Fraction of documents held out, chosen by a hash of their names; one document if the fraction leaves no "
+        "text on one side. A single text file counts as many documents, because it is cut into pieces at line "
+        "ends. Fewer than 50 documents are cut in the same way if the fraction of their number is less than one, "
+        "as for 2 files, or for 49 files and 0.02.",
+    )
+    heldout_path: str = option(
+        "",
+        "Text to hold out instead, all of it; files that are also under `path` are not trained on.",
+    )
+    heldout_bytes: int = option(
+        1_000_000,
+        "Evaluate on a fixed sample of the held-out documents of at most this many bytes, but at least one "
+        "document; 0 takes all. Documents over the limit are not trained on.",
+    )
+    packing: str = option(
+        "concat",
+        '"concat" lays documents one after another and cuts rows when they are full; "fit" keeps documents whole, '
+        "or in pieces of seq_len, and fills rows with documents that fit.",
+    )
+    cache: str = option(
+        "",
+        'Directory of tokenised text; "" is $HPNLP_CACHE, or hpnlp under $XDG_CACHE_HOME or ~/.cache.',
+    )
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size"):

@@ -22,7 +22,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.spec import build, did_you_mean, lookup, parse, parse_one, shortened
-from hpnlp.types import NO_TENSOR_PARALLEL, Aux, InputError, LossOut, ModelParallel, TensorParallel, WordStats
+from hpnlp.types import NO_TENSOR_PARALLEL, Aux, InputError, LossOut, ModelParallel, TensorParallel, WordStats, option
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -47,29 +47,29 @@ LIMITS = {
 
 @dataclasses.dataclass(frozen=True)
 class LMConfig(BlockConfig):
-    """A causal language model. Its sizes are limited: at most 4096 layers, and a width of 2^18.
+    """A causal language model.
 
-    layers: number of Blocks, L.
-    vocab: rows of the embedding table, V, 0 for the tokenizer's.
-    max_len: longest sequence that learned positions reach, 0 for data.seq_len.
-    output: output layer, an entry of OUTPUTS.
-    tied: the output layer shares the embedding table, if its rows are words.
-    dtype: of the activations; parameters stay float32.
-    unroll: number of layers in one iteration of the loop over layers, 0 for all; one period of the mixers where plan.remat
-    recomputes.
-    residual: "plain"; or "reversible", whose backward pass recomputes activations from the end, so that they take the memory of
-    one layer, in about the time of plan.remat=full. It is another function of the same parameters, with two streams that begin
-    as the embedding and end as their mean, in float32 whatever the dtype (`ops.reversible`).
+    Sizes have upper limits, LIMITS.
     """
 
-    layers: int = 4
-    vocab: int = 0
-    max_len: int = 0
-    output: str = "full"
-    tied: bool = True
-    dtype: str = "float32"
-    unroll: int = 0
-    residual: str = "plain"
+    layers: int = option(4, "Number of Blocks L.")
+    vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
+    max_len: int = option(0, "Longest sequence that learned positions reach, 0 for data.seq_len.")
+    output: str = option("full", "Output layer, an entry of OUTPUTS.")
+    tied: bool = option(True, "The output layer shares the embedding table, if its rows are words.")
+    dtype: str = option("float32", "Dtype of the activations; parameters stay float32.")
+    unroll: int = option(
+        0,
+        "Number of layers in one iteration of the loop over layers, 0 for all; one period of the mixers where "
+        "plan.remat recomputes.",
+    )
+    residual: str = option(
+        "plain",
+        '"plain"; or "reversible", whose backward pass recomputes activations from the end, so that they take the '
+        "memory of one layer, in about the time of plan.remat=full. It is another function of the same "
+        "parameters, with two streams that begin as the embedding and end as their mean, in float32 whatever the "
+        "dtype (`ops.reversible`).",
+    )
 
     def __post_init__(self) -> None:
         self._check_ranges()

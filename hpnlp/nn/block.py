@@ -12,50 +12,37 @@ from jaxtyping import Array, Float
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.layers import GATED, MLP, NORMS, Initializer, dropout
 from hpnlp.spec import Spec, lookup
-from hpnlp.types import NO_TENSOR_PARALLEL, Aux, InputError, TensorParallel
+from hpnlp.types import NO_TENSOR_PARALLEL, Aux, InputError, TensorParallel, option
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """Sizes and parts of a Block.
+    """Shape of a Block."""
 
-    dim: D, the model size.
-    heads: N, the number of query heads.
-    kv_heads: K, 0 for N. The number of key and value heads, a divisor of N.
-    head_dim: H, 0 for D / N. The size of a head.
-    mixer: an entry of MIXERS, or several that the layers take in turn, as in "window(256,0)*5,full".
-    mlp: an entry of MLPS.
-    mlp_dim: columns of the MLP, 0 for 4 D (gated MLPs, 8 D / 3, rounded up to a multiple of 64).
-    norm: an entry of NORMS, "rms" or "layer".
-    norm_eps: added to the variance in norms.
-    position: "rope", "learned" or "none".
-    rope_theta: the base of RoPE's wavelengths.
-    rope_scaling: "none", "linear(factor)", "ntk(factor)", "llama3(factor, low, high, length)" or "yarn(factor,
-    original_length)".
-    qk_norm: norms of each head's queries and keys, before RoPE.
-    qkv_bias: biases on queries, keys and values.
-    out_bias: a bias on attention's output.
-    mlp_bias: biases in MLPs.
-    dropout: rate of dropout on each branch's result and on attention probabilities.
-    """
-
-    dim: int = 256
-    heads: int = 4
-    kv_heads: int = 0
-    head_dim: int = 0
-    mixer: str = "full"
-    mlp: str = "swiglu"
-    mlp_dim: int = 0
-    norm: str = "rms"
-    norm_eps: float = 1e-6
-    position: str = "rope"
-    rope_theta: float = 10000.0
-    rope_scaling: str = "none"
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    dropout: float = 0.0
+    dim: int = option(256, "Model size D.")
+    heads: int = option(4, "Number of query heads N.")
+    kv_heads: int = option(0, "Number of key and value heads K, a divisor of N; 0 for N.")
+    head_dim: int = option(0, "Head size H, 0 for D / N.")
+    mixer: str = option(
+        "full",
+        'An entry of MIXERS, or several that the layers take in turn, as in "window(256,0)*5,full".',
+    )
+    mlp: str = option("swiglu", "An entry of MLPS.")
+    mlp_dim: int = option(0, "Columns of the MLP, 0 for 4 D (gated MLPs, 8 D / 3, rounded up to a multiple of 64).")
+    norm: str = option("rms", "An entry of NORMS.")
+    norm_eps: float = option(1e-6, "Added to the variance in norms.")
+    position: str = option("rope", '"rope", "learned" or "none".')
+    rope_theta: float = option(10000.0, "The base of RoPE's wavelengths.")
+    rope_scaling: str = option(
+        "none",
+        "An entry of ROPE_SCALINGS: linear(factor), ntk(factor), llama3(factor, low, high, length), yarn(factor, "
+        "original_length).",
+    )
+    qk_norm: bool = option(False, "Norms of each head's queries and keys, before RoPE.")
+    qkv_bias: bool = option(False, "Biases on queries, keys and values.")
+    out_bias: bool = option(False, "A bias on attention's output.")
+    mlp_bias: bool = option(False, "Biases in MLPs.")
+    dropout: float = option(0.0, "Rate of dropout on each branch's result and on attention probabilities.")
 
     def __post_init__(self) -> None:
         if min(self.dim, self.heads) < 1:

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.remat import policy
 from hpnlp.spec import did_you_mean, lookup
-from hpnlp.types import InputError
+from hpnlp.types import InputError, option
 
 EXCHANGES = ("ring", "heads")
 # Mesh axes, in order of rising communication: devices that are neighbours in the mesh are neighbours in the machine, and the
@@ -63,47 +63,64 @@ Sizes = dict[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Layout of a run on devices, and what is rematerialised or offloaded.
+    """Layout of a run on devices, and what is rematerialised or offloaded."""
 
-    name: an entry of PLANS, which fills in the sizes left None. One size may be -1, for all remaining devices.
-    pipeline: number of stages, each with its own layers (Huang et al. 2019, "GPipe").
-    data: number of replicas, each with its own part of the batch.
-    fsdp: number of devices, each with its own part of the batch, that divide the training state as zero says.
-    expert: reserved for mixtures of experts, 1.
-    sequence: number of devices that divide each sequence, by exchange.
-    tensor: number of devices that divide each layer's heads and MLP columns, and the vocabulary (Shoeybi et al. 2019,
-    "Megatron-LM").
-    zero: ZeRO stage of the axis fsdp (Rajbhandari et al. 2020, "ZeRO"), 0 to divide nothing, 1 the optimizer state, 2 also
-    gradients, 3 also parameters.
-    microbatches: number of microbatches that each device's sequences pass the pipeline in, 0 for up to four times the stages.
-    rounds: number of chunks of layers per stage, and of passes of a microbatch through the stages (Narayanan et al. 2021,
-    "Efficient large-scale language model training on GPU clusters", sec. 2.2.2). More rounds make the pipeline bubble smaller
-    and send more.
-    recompute_stages: keep only the input of each stage, microbatch and round for the backward pass, which runs the stage again,
-    and with remat also each layer, for one microbatch at a time.
-    exchange: what the devices of a sequence send each other, "ring" (keys and values) or "heads" (all tokens of some heads).
-    remat: what the backward pass recomputes, an entry of `parallel.remat.REMAT`: "none", "full", "dots", "names(mixed,hidden)"
-    or "offload(mixed)".
-    offload_optimizer: keep the optimizer state in the host's memory, and on the device during the update only.
-    offload_parameters: keep the layers' parameters, their gradients and averages in the host's memory, and one layer's at a
-    time on the device, in the forward pass, the backward pass and the update.
-    """
-
-    name: str = "data"
-    pipeline: int | None = None
-    data: int | None = None
-    fsdp: int | None = None
-    expert: int | None = None
-    sequence: int | None = None
-    tensor: int | None = None
-    zero: int | None = None
-    microbatches: int = 0
-    rounds: int = 1
-    recompute_stages: bool = False
-    exchange: str = "ring"
-    remat: str = "none"
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
+    name: str = option(
+        "data",
+        "An entry of PLANS, which fills in the sizes left None. One size may be -1, for all remaining devices.",
+    )
+    pipeline: int | None = option(None, 'Number of stages, each with its own layers (Huang et al. 2019, "GPipe").')
+    data: int | None = option(None, "Number of replicas, each with its own part of the batch.")
+    fsdp: int | None = option(
+        None,
+        "Number of devices, each with its own part of the batch, that divide the training state as zero says.",
+    )
+    expert: int | None = option(None, "Reserved for mixtures of experts, 1.")
+    sequence: int | None = option(None, "Number of devices that divide each sequence, by exchange.")
+    tensor: int | None = option(
+        None,
+        "Number of devices that divide each layer's heads and MLP columns, and the vocabulary (Shoeybi et al. "
+        '2019, "Megatron-LM").',
+    )
+    zero: int | None = option(
+        None,
+        'ZeRO stage of the axis fsdp (Rajbhandari et al. 2020, "ZeRO"), 0 to divide nothing, 1 the optimizer '
+        "state, 2 also gradients, 3 also parameters.",
+    )
+    microbatches: int = option(
+        0,
+        "Number of microbatches that each device's sequences pass the pipeline in, 0 for up to four times the stages.",
+    )
+    rounds: int = option(
+        1,
+        "Number of chunks of layers per stage, and of passes of a microbatch through the stages (Narayanan et al. "
+        '2021, "Efficient large-scale language model training on GPU clusters", sec. 2.2.2). More rounds make the '
+        "pipeline bubble smaller and send more.",
+    )
+    recompute_stages: bool = option(
+        False,
+        "Keep only the input of each stage, microbatch and round for the backward pass, which runs the stage "
+        "again, and with remat also each layer, for one microbatch at a time.",
+    )
+    exchange: str = option(
+        "ring",
+        'What the devices of a sequence send each other, "ring" (keys and values) or "heads" (all tokens of some '
+        "heads).",
+    )
+    remat: str = option(
+        "none",
+        'What the backward pass recomputes, an entry of `parallel.remat.REMAT`: "none", "full", "dots", '
+        '"names(mixed,hidden)" or "offload(mixed)".',
+    )
+    offload_optimizer: bool = option(
+        False,
+        "Keep the optimizer state in the host's memory, and on the device during the update only.",
+    )
+    offload_parameters: bool = option(
+        False,
+        "Keep the layers' parameters, their gradients and averages in the host's memory, and one layer's at a "
+        "time on the device, in the forward pass, the backward pass and the update.",
+    )
 
     def __post_init__(self) -> None:
         if self.zero not in (None, 0, 1, 2, 3):

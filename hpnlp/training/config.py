@@ -16,7 +16,7 @@ from hpnlp.models.lm import LM, LMConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, shortened
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.types import InputError, WordStats
+from hpnlp.types import InputError, WordStats, option
 
 # Largest values of integer fields outside of `model`, which checks its own. Random keys hold 32 bits of a seed; steps,
 # positions and token ids are counted in int32.
@@ -35,37 +35,38 @@ COUNT = "fields"
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Length, evaluation, checkpoints and outputs of a run.
+    """Length, evaluation, checkpoints and outputs of a run."""
 
-    steps: number of optimizer steps, up to 10^9. seed: seed of parameters, data order and dropout, up to 2^32 - 1. init_from: a
-    run's workdir (its best checkpoint is used) or a directory in the Hugging Face layout, whose parameters and tokenizer
-    training starts from, "" for none; the optimizer and the data start anew, and a run that has saved a checkpoint resumes
-    from that. log_every: steps between fetching and writing metrics. eval_every: steps between evaluations on held-out text, 0
-    for one at the end only. eval_batches: batches of an evaluation, 0 for all; the one at the end takes all. eval_stride:
-    number of tokens at the end of each evaluated row that are scored, the tokens before them being context, 0 for all tokens.
-    checkpoint_every: steps between checkpoints, 0 for one at the end only. keep: number of newest checkpoints to keep, beside
-    the best one. patience: evaluations without an improvement after which the run stops, 0 for no early stopping. min_delta:
-    least decrease of the held-out loss, in nats per token, that counts as an improvement. profile: first and last step of a
-    profiler trace, as in "10:15", "" for none. debug_nans: stop at the operation that makes a NaN. writers: further metric
-    writers, as in "tensorboard,wandb", where wandb(PROJECT) names the project. sample: bytes of generated text in the report,
-    0 for none.
-    """
-
-    steps: int = 1000
-    seed: int = 0
-    init_from: str = ""
-    log_every: int = 20
-    eval_every: int = 0
-    eval_batches: int = 16
-    eval_stride: int = 0
-    checkpoint_every: int = 200
-    keep: int = 2
-    patience: int = 0
-    min_delta: float = 0.0
-    profile: str = ""
-    debug_nans: bool = False
-    writers: str = ""
-    sample: int = 200
+    steps: int = option(1000, "Number of optimizer steps, up to 10^9.")
+    seed: int = option(0, "Seed of parameters, data order and dropout, up to 2^32 - 1.")
+    init_from: str = option(
+        "",
+        "A run's workdir (its best checkpoint is used) or a directory in the Hugging Face layout, whose "
+        'parameters and tokenizer training starts from, "" for none; the optimizer and the data start anew, and a '
+        "run that has saved a checkpoint resumes from that.",
+    )
+    log_every: int = option(20, "Steps between fetching and writing metrics.")
+    eval_every: int = option(0, "Steps between evaluations on held-out text, 0 for one at the end only.")
+    eval_batches: int = option(16, "Batches of an evaluation, 0 for all; the one at the end takes all.")
+    eval_stride: int = option(
+        0,
+        "Number of tokens at the end of each evaluated row that are scored, the tokens before them being context, "
+        "0 for all tokens.",
+    )
+    checkpoint_every: int = option(200, "Steps between checkpoints, 0 for one at the end only.")
+    keep: int = option(2, "Number of newest checkpoints to keep, beside the best one.")
+    patience: int = option(0, "Evaluations without an improvement after which the run stops, 0 for no early stopping.")
+    min_delta: float = option(
+        0.0,
+        "Least decrease of the held-out loss, in nats per token, that counts as an improvement.",
+    )
+    profile: str = option("", 'First and last step of a profiler trace, as in "10:15", "" for none.')
+    debug_nans: bool = option(False, "Stop at the operation that makes a NaN.")
+    writers: str = option(
+        "",
+        'Further metric writers, as in "tensorboard,wandb", where wandb(PROJECT) names the project.',
+    )
+    sample: int = option(200, "Bytes of generated text in the report, 0 for none.")
 
     def __post_init__(self) -> None:
         positive = ("steps", "log_every", "keep")
@@ -232,15 +233,15 @@ def _from_dict(dataclass: Any, values: Any, prefix: str) -> Any:
 def _typed(type_hint: Any, value: Any, name: str) -> Any:
     """`value`, checked against the type of the field `name`; integers become floats, and lists tuples, where these are due."""
     allowed = typing.get_args(type_hint) if isinstance(type_hint, type(int | None)) else (type_hint,)
-    for option in allowed:
-        if typing.get_origin(option) is tuple and isinstance(value, list | tuple):
-            return tuple(_typed(typing.get_args(option)[0], item, name) for item in value)
-        if option is float and isinstance(value, int) and not isinstance(value, bool):
+    for kind in allowed:
+        if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
+            return tuple(_typed(typing.get_args(kind)[0], item, name) for item in value)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
             # An integer over the largest float becomes infinity, which Config refuses with the field's name.
             return float(value) if abs(value) < 2**1023 else math.inf
-        if isinstance(option, type) and type(value) is option:
+        if isinstance(kind, type) and type(value) is kind:
             return value
-    expected = " or ".join(getattr(option, "__name__", str(option)) for option in allowed)
+    expected = " or ".join(getattr(kind, "__name__", str(kind)) for kind in allowed)
     raise InputError(
         f"config field {name}={shortened(value, 40)} is of type {type(value).__name__}: expected {expected}"
     )

@@ -15,7 +15,7 @@ from hpnlp.ops.dynamic_quantization import Quantized, dequantize, quantize
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.training import sparse_rows
 from hpnlp.training.muon import ApplyToWhole, scale_by_muon
-from hpnlp.types import InputError
+from hpnlp.types import InputError, option
 
 # Matrices with fewer numbers keep float32 moments under adamw8bit: their memory does not matter.
 MIN_QUANTIZED_SIZE = 4096
@@ -28,44 +28,51 @@ _QUANTIZED = ("kernel", "head")
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer, learning rate and processing of gradients.
+    """Optimizer, learning rate and processing of gradients."""
 
-    name: an entry of OPTIMIZERS. learning_rate: the peak learning rate. schedule: an entry of SCHEDULES, with its arguments,
-    which starts after the warm-up. warmup: steps of linear rise from 0 to the peak, 0 for none. final: the last learning rate
-    as a fraction of the peak. weight_decay: decoupled weight decay, multiplied by the learning rate, of matrices and tables
-    only. b1: decay of the first moment. b2: decay of the second moment. eps: constant added to the denominator.
-    momentum: decay of the momentum of lars, sgd and muon. adam_learning_rate: learning rate of the
-    parameters that muon leaves to Adam (norms, biases, tables), 0 for learning_rate. clip_norm: gradients with a larger global
-    norm are scaled down to it, 0 for no clipping. accumulate: number of parts of a batch whose gradients are computed one
-    after another and summed. skip_nonfinite: a step whose gradient norm is not finite leaves the state unchanged.
-    loss_scale: initial factor of the loss for float16 gradients (see training/loss_scale.py), 0 for none, None for 1024 with
-    model.dtype=float16 and none otherwise; with loss scaling, steps that are not finite are always skipped. ema: decay of an
-    average of the parameters that evaluation, generation and export use, 0 for no average. rows: train only the rows of a
-    table that a batch looks up (embeddings, sampled and tree outputs; needs model.tied=False), so that moments and weight
-    decay of the other rows wait (lazy Adam). base_batch: batch size that the learning rates are meant for, 0 for any; for
-    another batch size they are scaled. scaling: an entry of SCALINGS, the factor of the learning rates as a function of
-    batch_size / base_batch.
-    """
-
-    name: str = "adamw"
-    learning_rate: float = 1e-3
-    schedule: str = "cosine"
-    warmup: int = 50
-    final: float = 0.1
-    weight_decay: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    momentum: float = 0.95
-    adam_learning_rate: float = 0.0
-    clip_norm: float = 1.0
-    accumulate: int = 1
-    skip_nonfinite: bool = True
-    loss_scale: float | None = None
-    ema: float = 0.0
-    rows: bool = False
-    base_batch: int = 0
-    scaling: str = "linear"
+    name: str = option("adamw", "An entry of OPTIMIZERS.")
+    learning_rate: float = option(1e-3, "The peak learning rate.")
+    schedule: str = option("cosine", "An entry of SCHEDULES, with its arguments, which starts after the warm-up.")
+    warmup: int = option(50, "Steps of linear rise from 0 to the peak, 0 for none.")
+    final: float = option(0.1, "The last learning rate as a fraction of the peak.")
+    weight_decay: float = option(
+        0.1,
+        "Decoupled weight decay, multiplied by the learning rate, of matrices and tables only.",
+    )
+    b1: float = option(0.9, "Decay of the first moment.")
+    b2: float = option(0.95, "Decay of the second moment.")
+    eps: float = option(1e-8, "Constant added to the denominator.")
+    momentum: float = option(0.95, "Decay of the momentum of lars, sgd and muon.")
+    adam_learning_rate: float = option(
+        0.0,
+        "Learning rate of the parameters that muon leaves to Adam (norms, biases, tables), 0 for learning_rate.",
+    )
+    clip_norm: float = option(1.0, "Gradients with a larger global norm are scaled down to it, 0 for no clipping.")
+    accumulate: int = option(1, "Number of parts of a batch whose gradients are computed one after another and summed.")
+    skip_nonfinite: bool = option(True, "A step whose gradient norm is not finite leaves the state unchanged.")
+    loss_scale: float | None = option(
+        None,
+        "Initial factor of the loss for float16 gradients (see training/loss_scale.py), 0 for none, None for 1024 "
+        "with model.dtype=float16 and none otherwise; with loss scaling, steps that are not finite are always "
+        "skipped.",
+    )
+    ema: float = option(
+        0.0,
+        "Decay of an average of the parameters that evaluation, generation and export use, 0 for no average.",
+    )
+    rows: bool = option(
+        False,
+        "Train only the rows of a table that a batch looks up (embeddings, sampled and tree outputs; needs "
+        "model.tied=False), so that moments and weight decay of the other rows wait (lazy Adam).",
+    )
+    base_batch: int = option(
+        0,
+        "Batch size that the learning rates are meant for, 0 for any; for another batch size they are scaled.",
+    )
+    scaling: str = option(
+        "linear",
+        "An entry of SCALINGS, the factor of the learning rates as a function of batch_size / base_batch.",
+    )
 
     def __post_init__(self) -> None:
         lookup(OPTIMIZERS, self.name, "optimizer.name")

@@ -16,7 +16,7 @@ import pytest
 import hpnlp
 from hpnlp.__main__ import COMMANDS, main, spare_threads
 from hpnlp.cli import fields
-from hpnlp.training.config import Config
+from hpnlp.training.config import Config, flat
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -248,23 +248,20 @@ def test_help_of_train_lists_fields_with_their_names(run):
     out = run("train", "--help").out
     assert "--accept_changes" in out
     for text in (
-        "--config.model.kv_heads=0\n      K, 0 for N.",
-        "--config.model.rope_theta=10000.0\n      the base",
+        "--config.model.kv_heads=0\n      Number of key and value heads K,",
+        "--config.model.rope_theta=10000.0\n      The base",
         "Names: adamw, adamw8bit,",
         "Names: constant, linear,",
-        "--config.train.keep=2\n      see checkpoint_every.",
+        "--config.train.keep=2\n      Number of newest checkpoints to keep",
     ):
         assert text in out
 
 
-@pytest.mark.parametrize("name", vars(Config()))
-def test_help_explains_every_field_and_no_other(name):
-    section = getattr(Config(), name)
-    explained = fields.help_of(section)
-    assert not [field for field, text in explained.items() if not text]
-    assert not fields.explanations(section)[1].keys() - explained.keys()
-    names = [field for field in fields.tables() if field.startswith(f"{name}.")]
-    assert not {field.partition(".")[2] for field in names} - explained.keys()
+def test_every_field_has_help_and_names_belong_to_fields():
+    described = {f"{title}.{name}": text for title, _, rows in fields.described() for name, _, text in rows}
+    assert described.keys() == flat(Config()).keys()
+    assert not [name for name, text in described.items() if not text.strip().endswith(".")]
+    assert fields.tables().keys() <= described.keys()
 
 
 def test_simulated_devices_have_spare_threads(monkeypatch):
