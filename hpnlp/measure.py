@@ -56,16 +56,16 @@ def count_flops(fn: Callable[..., Any], *args: Any, while_trips: int | None = No
     Elementwise operations, reductions, factorizations and calls into libraries (cuDNN attention) are not included.
 
     Args:
-        fn: a function, jitted or not.
-        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-        while_trips: assumed number of iterations of each loop whose length is unknown.
-        **kwargs: its keyword arguments.
+      fn: a function, jitted or not.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      while_trips: assumed number of iterations of each loop whose length is unknown.
+      **kwargs: its keyword arguments.
 
     Returns:
-        The number of FLOPs.
+      The number of FLOPs.
 
     Raises:
-        InputError: a loop of unknown length contains products, and `while_trips` is None.
+      InputError: a loop of unknown length contains products, and `while_trips` is None.
 
     Cost: one trace; nothing is compiled.
     """
@@ -164,10 +164,10 @@ class Memory:
     """Memory of a compiled program on one device, in bytes.
 
     Attributes:
-        argument: arguments.
-        output: results.
-        temp: temporary buffers, which are allocated as one block for the whole run.
-        alias: results that reuse the memory of donated arguments.
+      argument: arguments.
+      output: results.
+      temp: temporary buffers, which are allocated as one block for the whole run.
+      alias: results that reuse the memory of donated arguments.
     """
 
     argument: int
@@ -186,11 +186,11 @@ class Compiled:
     """A compiled program, which is called like the function that it was made from, without static arguments.
 
     Attributes:
-        executable: the compiled program of JAX.
-        jaxpr: the traced function.
-        trace_seconds: duration of tracing.
-        compile_seconds: duration of lowering and compilation; little if a persistent cache holds the program.
-        memory: of one device.
+      executable: the compiled program of JAX.
+      jaxpr: the traced function.
+      trace_seconds: duration of tracing.
+      compile_seconds: duration of lowering and compilation; little if a persistent cache holds the program.
+      memory: of one device.
     """
 
     executable: Any
@@ -218,17 +218,17 @@ def compile(
     """Compiles a function for given arguments, so that time, memory and FLOPs are those of the same program.
 
     Args:
-        fn: a function, jitted or not.
-        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-        jit_options: arguments of `jax.jit` (donate_argnums, static_argnames, in_shardings, ...), if `fn` is not jitted.
-        compiler_options: options of XLA for this program.
-        **kwargs: its keyword arguments.
+      fn: a function, jitted or not.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      jit_options: arguments of `jax.jit` (donate_argnums, static_argnames, in_shardings, ...), if `fn` is not jitted.
+      compiler_options: options of XLA for this program.
+      **kwargs: its keyword arguments.
 
     Returns:
-        The compiled program.
+      The compiled program.
 
     Raises:
-        InputError: `jit_options` for a function that is jitted already.
+      InputError: `jit_options` for a function that is jitted already.
     """
     if jit_options and hasattr(fn, "trace"):
         raise InputError(f"jit_options={sorted(jit_options)}: fn is jitted already, pass the options to its jax.jit")
@@ -260,10 +260,10 @@ class Timing:
         """Ratio to another function that was timed in the same rounds.
 
         Args:
-            other: timing of the other function.
+          other: timing of the other function.
 
         Returns:
-            The median of the ratios of each round, in which a drift of the machine cancels.
+          The median of the ratios of each round, in which a drift of the machine cancels.
         """
         return statistics.median(a / b for a, b in zip(self.all, other.all, strict=True))
 
@@ -276,16 +276,16 @@ def timeit(
     Each call waits for the JAX arrays that it returns; a function of another library must wait by itself.
 
     Args:
-        functions: name -> function without arguments.
-        rounds: number of measurements of each function.
-        warmup: number of calls before the first measurement, at least one. They compile, and fill caches.
-        min_seconds: a measurement repeats the call for about this long, and is the mean.
+      functions: name -> function without arguments.
+      rounds: number of measurements of each function.
+      warmup: number of calls before the first measurement, at least one. They compile, and fill caches.
+      min_seconds: a measurement repeats the call for about this long, and is the mean.
 
     Returns:
-        name -> Timing.
+      name -> Timing.
 
     Raises:
-        InputError: `rounds` or `warmup` below one.
+      InputError: `rounds` or `warmup` below one.
     """
     for name, value in (("rounds", rounds), ("warmup", warmup)):
         if value < 1:
@@ -313,7 +313,7 @@ def peak_memory_bytes() -> int:
     """Peak memory so far.
 
     Returns:
-        Bytes of the local device with the highest peak; where devices do not report it (CPU), of the process.
+      Bytes of the local device with the highest peak; where devices do not report it (CPU), of the process.
     """
     stats = [device.memory_stats() for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
@@ -324,7 +324,7 @@ def memory_bytes() -> int:
     """Memory of one local device; where devices do not report it (CPU), an equal share of `machine_bytes`.
 
     Returns:
-        Bytes.
+      Bytes.
     """
     devices = jax.local_devices()
     limits = [s["bytes_limit"] for s in (device.memory_stats() for device in devices) if s and "bytes_limit" in s]
@@ -335,7 +335,7 @@ def machine_bytes() -> int:
     """Memory that this process may use: the machine's, or the limit of the control group if it is less.
 
     Returns:
-        Bytes.
+      Bytes.
     """
     groups = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
     limits = [text for path in groups if path.exists() and (text := path.read_text().strip()).isdigit()]
@@ -346,10 +346,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that a device or the machine could not allocate an array.
 
     Args:
-        error: any exception.
+      error: any exception.
 
     Returns:
-        True for an out-of-memory error.
+      True for an out-of-memory error.
     """
     exhausted = isinstance(error, jax.errors.JaxRuntimeError) and re.search(
         "RESOURCE_EXHAUSTED|Out of memory", str(error)
@@ -373,10 +373,10 @@ def peak_flops(device_kind: str) -> float | None:
     """Peak dense bf16 FLOP/s of one device, from its data sheet.
 
     Args:
-        device_kind: as JAX reports it.
+      device_kind: as JAX reports it.
 
     Returns:
-        FLOP/s, or None for a device that is not in PEAK_FLOPS (such as any CPU).
+      FLOP/s, or None for a device that is not in PEAK_FLOPS (such as any CPU).
     """
     # Only complete words match: an L40 is not an L4.
     known = [key for key in PEAK_FLOPS if re.search(rf"\b{re.escape(key)}\b", device_kind, re.IGNORECASE)]
@@ -391,15 +391,15 @@ def training_flops(parameters: int, tokens: int, *, layers: int, width: int, len
     does not halve).
 
     Args:
-        parameters: number of parameters, without embedding tables.
-        tokens: tokens of the step, over all devices.
-        layers: number of attention layers.
-        width: heads x head size of one layer.
-        length: tokens per sequence.
-        causal: whether attention is causal.
+      parameters: number of parameters, without embedding tables.
+      tokens: tokens of the step, over all devices.
+      layers: number of attention layers.
+      width: heads x head size of one layer.
+      length: tokens per sequence.
+      causal: whether attention is causal.
 
     Returns:
-        The number of FLOPs.
+      The number of FLOPs.
     """
     attention = 12 * layers * width * length * tokens
     return 6.0 * parameters * tokens + (attention / 2 if causal else attention)
@@ -409,13 +409,13 @@ def mfu(flops: float, seconds: float, *, devices: int = 1, device_kind: str | No
     """Model FLOPs utilisation: the fraction of the peak dense bf16 FLOP/s that is used.
 
     Args:
-        flops: FLOPs of a step, as `training_flops` counts them.
-        seconds: duration of the step.
-        devices: number of devices.
-        device_kind: as JAX reports it; None for that of the first local device.
+      flops: FLOPs of a step, as `training_flops` counts them.
+      seconds: duration of the step.
+      devices: number of devices.
+      device_kind: as JAX reports it; None for that of the first local device.
 
     Returns:
-        A fraction of 1, or None for a device that is not in PEAK_FLOPS.
+      A fraction of 1, or None for a device that is not in PEAK_FLOPS.
     """
     peak = peak_flops(jax.local_devices()[0].device_kind if device_kind is None else device_kind)
     return None if peak is None else flops / (seconds * devices * peak)
@@ -425,7 +425,7 @@ def environment() -> dict[str, Any]:
     """Environment of a measurement, without host name, user name and paths.
 
     Returns:
-        Versions, devices, processor and commit.
+      Versions, devices, processor and commit.
     """
     device = jax.local_devices()[0]
     commit, dirty = _commit()
@@ -476,15 +476,15 @@ def write_result(name: str, rows: Sequence[dict[str, Any]], directory: str | os.
     """Writes the environment and the rows of a benchmark to `<name>-<device>.json`, atomically.
 
     Args:
-        name: of the benchmark.
-        rows: name -> plain value or numpy scalar, one dict per row.
-        directory: of the file; it is created if missing.
+      name: of the benchmark.
+      rows: name -> plain value or numpy scalar, one dict per row.
+      directory: of the file; it is created if missing.
 
     Returns:
-        The path of the file.
+      The path of the file.
 
     Raises:
-        ValueError: a value is NaN or infinite, which JSON cannot represent.
+      ValueError: a value is NaN or infinite, which JSON cannot represent.
     """
     measured_in = environment()
     result = {"bench": name, "environment": measured_in, "rows": rows}

@@ -51,19 +51,19 @@ class MixerInputs:
     """Inputs of a mixer. Fields that the mixer does not list in `needs` may be None.
 
     Attributes:
-        x: normalised hidden states `[B, T, D]`.
-        q: projected queries `[B, T, N, H]`, with RoPE applied if the mixer has `wants_rope`.
-        k: projected keys `[B, S, K, H]`, with RoPE as for q.
-        v: projected values `[B, S, K, H]`.
-        positions: int32 `[B, T]`, positions of the queries within their documents.
-        kv_positions: int32 `[B, S]`, positions of the keys.
-        segment_ids: int32 `[B, T]`; tokens of different segments do not attend to each other.
-        kv_segment_ids: int32 `[B, S]`, segments of the keys.
-        memory: output of an encoder or a retriever.
-        rng: key for dropout and random features.
-        streams: int32 `[B, N]`, a number for each sequence and head; attention dropout depends on it, so that every
-            layout over devices drops the same entries.
-        deterministic: True switches dropout off.
+      x: normalised hidden states `[B, T, D]`.
+      q: projected queries `[B, T, N, H]`, with RoPE applied if the mixer has `wants_rope`.
+      k: projected keys `[B, S, K, H]`, with RoPE as for q.
+      v: projected values `[B, S, K, H]`.
+      positions: int32 `[B, T]`, positions of the queries within their documents.
+      kv_positions: int32 `[B, S]`, positions of the keys.
+      segment_ids: int32 `[B, T]`; tokens of different segments do not attend to each other.
+      kv_segment_ids: int32 `[B, S]`, segments of the keys.
+      memory: output of an encoder or a retriever.
+      rng: key for dropout and random features.
+      streams: int32 `[B, N]`, a number for each sequence and head; attention dropout depends on it, so that every
+          layout over devices drops the same entries.
+      deterministic: True switches dropout off.
     """
 
     x: Array | None = None
@@ -86,8 +86,8 @@ class MixerOutput:
     """Result of a mixer.
 
     Attributes:
-        o: `[B, T, N, H]`, the mixed values before the output projection.
-        aux: statistics and losses of the mixer.
+      o: `[B, T, N, H]`, the mixed values before the output projection.
+      aux: statistics and losses of the mixer.
     """
 
     o: Array
@@ -100,10 +100,10 @@ def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:
     A subclass that changes `__call__` alone computes another function than the method that it inherits.
 
     Args:
-        mixer: the mixer.
-        name: of the method that is about to be called in place of `__call__`.
-        caller: what calls the method, for the message.
-        fix: another way out, for the message.
+      mixer: the mixer.
+      name: of the method that is about to be called in place of `__call__`.
+      caller: what calls the method, for the message.
+      fix: another way out, for the message.
     """
     bases = type(mixer).__mro__
     of_call, of_method = (next((base for base in bases if method in vars(base)), None) for method in ("__call__", name))
@@ -123,9 +123,9 @@ class LossOut:
     """Loss of a batch.
 
     Attributes:
-        sum: float32 scalar, the weighted sum of the tokens' losses in nats.
-        weight: float32 scalar, the sum of the tokens' weights.
-        aux: auxiliary losses and statistics of the layers.
+      sum: float32 scalar, the weighted sum of the tokens' losses in nats.
+      weight: float32 scalar, the sum of the tokens' weights.
+      aux: auxiliary losses and statistics of the layers.
     """
 
     sum: Array
@@ -139,8 +139,8 @@ class TableRows:
     """A subset of the rows of a table `[V, D]`, indexed by row id like the full table: `rows[ids]`.
 
     Attributes:
-        ids: int32 `[R]`, ascending and distinct; unused entries at the end hold numbers of at least V.
-        values: `[R, D]`, the rows of these ids.
+      ids: int32 `[R]`, ascending and distinct; unused entries at the end hold numbers of at least V.
+      values: `[R, D]`, the rows of these ids.
     """
 
     ids: Array
@@ -150,10 +150,10 @@ class TableRows:
         """Indices of rows in `values`.
 
         Args:
-            ids: int32 `[...]`, ids of rows.
+          ids: int32 `[...]`, ids of rows.
 
         Returns:
-            int32 `[...]`, the index of each id in `self.ids`; R for an id that is not among them.
+          int32 `[...]`, the index of each id in `self.ids`; R for an id that is not among them.
 
         Cost: log2(R) steps per id.
         """
@@ -172,8 +172,8 @@ class Zero2Parameter:
     """A parameter that every device holds in full, while each device keeps a shard of its gradient (ZeRO-2).
 
     Attributes:
-        full: the parameter, which the forward pass reads; it receives no gradient. Or its PartitionSpec.
-        shard: the same array, laid out as its gradient is to be, which receives the gradient. Or its PartitionSpec.
+      full: the parameter, which the forward pass reads; it receives no gradient. Or its PartitionSpec.
+      shard: the same array, laid out as its gradient is to be, which receives the gradient. Or its PartitionSpec.
     """
 
     full: Any
@@ -188,8 +188,8 @@ class WordStats:
     numbers at every call.)
 
     Attributes:
-        counts: int64 `[V]`, number of occurrences of each id.
-        order: int64 `[V]`, a permutation of the ids that places words of similar use side by side; None if unknown.
+      counts: int64 `[V]`, number of occurrences of each id.
+      order: int64 `[V]`, a permutation of the ids that places words of similar use side by side; None if unknown.
     """
 
     counts: np.ndarray
@@ -216,10 +216,10 @@ class WordStats:
         """The statistics of a larger vocabulary whose further ids do not occur.
 
         Args:
-            vocab: size of the larger vocabulary.
+          vocab: size of the larger vocabulary.
 
         Returns:
-            Statistics of `vocab` ids; the further ids come last in `order`.
+          Statistics of `vocab` ids; the further ids come last in `order`.
         """
         further = np.arange(len(self.counts), vocab)
         order = None if self.order is None else np.concatenate([self.order, further])
@@ -231,13 +231,13 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     Attributes:
-        vocab_size: ids are in `[0, vocab_size)`.
-        bos_id: id that begins a document, None if the tokenizer has none.
-        eos_id: id that ends a document, None if the tokenizer has none.
-        pad_id: id of padding.
-        stats: word statistics of the text that the vocabulary was made from, if known.
-        lossless: True if `decode(encode(x)) == x` for every x that `encode` accepts, and there is a bos. Without bos nothing
-            predicts the first token of a document, and bits per byte would count bytes that cost nothing.
+      vocab_size: ids are in `[0, vocab_size)`.
+      bos_id: id that begins a document, None if the tokenizer has none.
+      eos_id: id that ends a document, None if the tokenizer has none.
+      pad_id: id of padding.
+      stats: word statistics of the text that the vocabulary was made from, if known.
+      lossless: True if `decode(encode(x)) == x` for every x that `encode` accepts, and there is a bos. Without bos nothing
+          predicts the first token of a document, and bits per byte would count bytes that cost nothing.
     """
 
     vocab_size: int
@@ -251,13 +251,13 @@ class Tokenizer(Protocol):
         """Ids of one document, without bos and eos.
 
         Args:
-            text: the document.
+          text: the document.
 
         Returns:
-            int32 `[tokens]`.
+          int32 `[tokens]`.
 
         Raises:
-            InputError: the tokenizer cannot read `text`.
+          InputError: the tokenizer cannot read `text`.
         """
         ...
 
@@ -265,13 +265,13 @@ class Tokenizer(Protocol):
         """Ids of a prompt: as `encode`, preceded by bos if the tokenizer has one.
 
         Args:
-            text: the prompt.
+          text: the prompt.
 
         Returns:
-            int32 `[tokens]`.
+          int32 `[tokens]`.
 
         Raises:
-            InputError: parts of `text` have no id of their own; the message names every one of them.
+          InputError: parts of `text` have no id of their own; the message names every one of them.
         """
         ...
 
@@ -279,10 +279,10 @@ class Tokenizer(Protocol):
         """Text of ids.
 
         Args:
-            ids: int `[tokens]`.
+          ids: int `[tokens]`.
 
         Returns:
-            The bytes that the ids stand for; special ids stand for nothing.
+          The bytes that the ids stand for; special ids stand for nothing.
         """
         ...
 
@@ -290,7 +290,7 @@ class Tokenizer(Protocol):
         """Writes the tokenizer to a file, which `hpnlp.data.tokenizers.load` reads back.
 
         Args:
-            path: of the file `tokenizer.json`.
+          path: of the file `tokenizer.json`.
         """
         ...
 
@@ -314,11 +314,11 @@ class TensorParallel:
         """Number of the device's heads or columns.
 
         Args:
-            name: "heads" or "mlp".
-            size: number of heads or columns on all devices together.
+          name: "heads" or "mlp".
+          size: number of heads or columns on all devices together.
 
         Returns:
-            The device's share of `size`.
+          The device's share of `size`.
         """
         return size
 
@@ -326,11 +326,11 @@ class TensorParallel:
         """Index of the device's first head or column.
 
         Args:
-            name: "heads" or "mlp".
-            size: number of heads or columns on all devices together.
+          name: "heads" or "mlp".
+          size: number of heads or columns on all devices together.
 
         Returns:
-            An int, or an int32 scalar inside `shard_map`.
+          An int, or an int32 scalar inside `shard_map`.
         """
         return 0
 
@@ -338,10 +338,10 @@ class TensorParallel:
         """Gathers the hidden states that a branch reads.
 
         Args:
-            x: `[B, t, D]`, for the device's tokens.
+          x: `[B, t, D]`, for the device's tokens.
 
         Returns:
-            `[B, T, D]`, for all tokens of the device's sequences.
+          `[B, T, D]`, for all tokens of the device's sequences.
         """
         return x
 
@@ -349,11 +349,11 @@ class TensorParallel:
         """Sums the devices' partial results of a branch.
 
         Args:
-            y: `[B, T, D]`, the device's partial result.
-            name: logical name of the contracted axis, whose devices hold the other partial results.
+          y: `[B, T, D]`, the device's partial result.
+          name: logical name of the contracted axis, whose devices hold the other partial results.
 
         Returns:
-            `[B, t, D]`, the sum for the device's tokens.
+          `[B, t, D]`, the sum for the device's tokens.
         """
         return y
 
@@ -361,11 +361,11 @@ class TensorParallel:
         """Selects the device's tokens.
 
         Args:
-            x: an array over all tokens that a branch reads.
-            axis: the axis of tokens.
+          x: an array over all tokens that a branch reads.
+          axis: the axis of tokens.
 
         Returns:
-            The slice of x for the device's tokens.
+          The slice of x for the device's tokens.
         """
         return x
 
@@ -373,12 +373,12 @@ class TensorParallel:
         """Runs a mixer on the device's tokens and heads.
 
         Args:
-            mixer: a mixer.
-            inputs: of the device's tokens and heads.
-            mask: a static Mask over all tokens.
+          mixer: a mixer.
+          inputs: of the device's tokens and heads.
+          mask: a static Mask over all tokens.
 
         Returns:
-            `mixer(inputs, mask)`, for the device's tokens and heads.
+          `mixer(inputs, mask)`, for the device's tokens and heads.
         """
         return mixer(inputs, mask)
 
@@ -386,10 +386,10 @@ class TensorParallel:
         """Excludes parameters that the backward pass gathers again from the values that a policy saves.
 
         Args:
-            policy: of `jax.checkpoint`; None saves everything.
+          policy: of `jax.checkpoint`; None saves everything.
 
         Returns:
-            A policy of `jax.checkpoint`, or None.
+          A policy of `jax.checkpoint`, or None.
         """
         return policy
 
@@ -397,10 +397,10 @@ class TensorParallel:
         """Gathers the parameters of one layer.
 
         Args:
-            params: the device's shards.
+          params: the device's shards.
 
         Returns:
-            A tree of full parameters (of the device's heads and columns).
+          A tree of full parameters (of the device's heads and columns).
         """
         return params
 
@@ -413,12 +413,12 @@ class ModelParallel:
     """The embedding lookup, the layers and the loss of a model, each as a program over a mesh.
 
     Attributes:
-        embedding_lookup: `(table, ids [B, T], dtype) -> x [B, T, D]`.
-        run_layers: `(run, stacked parameters, x, context, rng) -> (x, aux)` for all layers, where
-            `run(tensor_parallel, parameters of some layers, x, context, rng, index of the first) -> (x, aux)`.
-        loss: `(output layer, *arguments of its loss) -> LossOut`.
-        token_order: `(sequence length) -> (order, indices)`. order: what `run` needs to know about the order of the tokens
-            on the devices, static. indices: int `[T]`, the tokens in that order, or None if they keep their order.
+      embedding_lookup: `(table, ids [B, T], dtype) -> x [B, T, D]`.
+      run_layers: `(run, stacked parameters, x, context, rng) -> (x, aux)` for all layers, where
+          `run(tensor_parallel, parameters of some layers, x, context, rng, index of the first) -> (x, aux)`.
+      loss: `(output layer, *arguments of its loss) -> LossOut`.
+      token_order: `(sequence length) -> (order, indices)`. order: what `run` needs to know about the order of the tokens
+          on the devices, static. indices: int `[T]`, the tokens in that order, or None if they keep their order.
     """
 
     embedding_lookup: Callable[..., Array]

@@ -29,15 +29,15 @@ def parse(argv: Sequence[str], usage: str, positional: bool = False) -> list[str
     """Parses the flags of a command; with --help, prints the help and exits.
 
     Args:
-        argv: "hpnlp COMMAND" and its arguments, without config overrides.
-        usage: text that --help prints before the flags.
-        positional: whether the command takes positional arguments.
+      argv: "hpnlp COMMAND" and its arguments, without config overrides.
+      usage: text that --help prints before the flags.
+      positional: whether the command takes positional arguments.
 
     Returns:
-        The positional arguments.
+      The positional arguments.
 
     Raises:
-        InputError: a flag is unknown or has an invalid value, or there is an unexpected argument.
+      InputError: a flag is unknown or has an invalid value, or there is an unexpected argument.
     """
     if any(arg in ("--help", "-h", "-help", "--helpfull") for arg in argv[1:]):
         print(f"{usage.strip()}\n\nFlags:\n{_flag_help()}")
@@ -86,14 +86,14 @@ def required(name: str, example: str) -> str:
     """The value of a required flag.
 
     Args:
-        name: of the flag.
-        example: a value for the error message.
+      name: of the flag.
+      example: a value for the error message.
 
     Returns:
-        The value, not empty.
+      The value, not empty.
 
     Raises:
-        InputError: the flag is missing or empty, or --workdir is a file.
+      InputError: the flag is missing or empty, or --workdir is a file.
     """
     value = getattr(FLAGS, name)
     if not value:
@@ -107,14 +107,14 @@ def plot_path(out: str, name: str) -> Path:
     """The file that a plot is written to.
 
     Args:
-        out: value of --out: a file, to which .png is added where it has no suffix, or a directory.
-        name: of the file in a directory.
+      out: value of --out: a file, to which .png is added where it has no suffix, or a directory.
+      name: of the file in a directory.
 
     Returns:
-        The path of the file.
+      The path of the file.
 
     Raises:
-        InputError: `out` is empty, or is neither a regular file nor a directory, such as /dev/full.
+      InputError: `out` is empty, or is neither a regular file nor a directory, such as /dev/full.
     """
     if not out:
         raise InputError(f"--out is empty: use a file, for example {name}, or a directory")

@@ -25,10 +25,10 @@ def run(argv: Sequence[str]) -> None:
     """Runs `hpnlp compare`.
 
     Args:
-        argv: "hpnlp compare" and the arguments of the command.
+      argv: "hpnlp compare" and the arguments of the command.
 
     Raises:
-        InputError: there is no run, or one has no valid report.
+      InputError: there is no run, or one has no valid report.
     """
     runs = cli.parse(argv, USAGE, positional=True)
     from hpnlp import report

@@ -45,10 +45,10 @@ def run(argv: Sequence[str]) -> None:
     """Runs `hpnlp convert`.
 
     Args:
-        argv: "hpnlp convert" and the arguments of the command.
+      argv: "hpnlp convert" and the arguments of the command.
 
     Raises:
-        InputError: a flag or the source is invalid, or the target cannot be written.
+      InputError: a flag or the source is invalid, or the target cannot be written.
     """
     cli.parse(argv, USAGE)
     source, target = Path(cli.required("from", "DIR")), Path(cli.required("to", "runs/x"))

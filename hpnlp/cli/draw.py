@@ -30,10 +30,10 @@ def run(argv: Sequence[str]) -> None:
     """Runs `hpnlp draw`.
 
     Args:
-        argv: "hpnlp draw" and the arguments of the command.
+      argv: "hpnlp draw" and the arguments of the command.
 
     Raises:
-        InputError: there is no mask, or a mask or flag is invalid.
+      InputError: there is no mask, or a mask or flag is invalid.
     """
     expressions = cli.parse(argv, USAGE + _masks(argv), positional=True)
     if not expressions:

@@ -15,10 +15,10 @@ def machine_error_message(error: Exception) -> str:
     """Explains an error whose cause lies outside of hpnlp: memory, devices or files.
 
     Args:
-        error: that a command raised.
+      error: that a command raised.
 
     Returns:
-        One line with the fix; "" for all other errors, which are defects of hpnlp.
+      One line with the fix; "" for all other errors, which are defects of hpnlp.
     """
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
     if _is_out_of_memory(error):

@@ -28,10 +28,10 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separates the overrides of a config from the other arguments.
 
     Args:
-        argv: the program and its arguments.
+      argv: the program and its arguments.
 
     Returns:
-        (`argv` without the overrides, the overrides), which are written --config.section.field=value.
+      (`argv` without the overrides, the overrides), which are written --config.section.field=value.
     """
     overrides = [arg for arg in argv[1:] if re.match(r"--?config\.", arg)]
     return [arg for arg in argv if arg not in overrides], overrides
@@ -41,13 +41,13 @@ def load(path: str) -> ModuleType:
     """Imports an experiment file.
 
     Args:
-        path: of a Python file.
+      path: of a Python file.
 
     Returns:
-        Its module.
+      Its module.
 
     Raises:
-        InputError: there is no such file, or it raises an error.
+      InputError: there is no such file, or it raises an error.
     """
     if not Path(path).is_file():
         problem = f"{path!r} is a directory" if Path(path).is_dir() else f"there is no file {path!r}"
@@ -64,15 +64,15 @@ def call(path: str, function: Any, *args: Any) -> Any:
     """Calls a function of an experiment file, which may import the modules beside the file.
 
     Args:
-        path: of the experiment file.
-        function: to call.
-        *args: its arguments.
+      path: of the experiment file.
+      function: to call.
+      *args: its arguments.
 
     Returns:
-        The result of the function.
+      The result of the function.
 
     Raises:
-        InputError: the function raised an error, with its file and line.
+      InputError: the function raised an error, with its file and line.
     """
     try:
         with _siblings(Path(os.path.abspath(path)).parent):
@@ -151,14 +151,14 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     """The config of an experiment file.
 
     Args:
-        path: of the file, or "FILE:ARGUMENT" with an argument of its get_config().
-        overrides: flags that set fields of the config, from `split`.
+      path: of the file, or "FILE:ARGUMENT" with an argument of its get_config().
+      overrides: flags that set fields of the config, from `split`.
 
     Returns:
-        A `ConfigDict`.
+      A `ConfigDict`.
 
     Raises:
-        InputError: the file, its config or an override is invalid.
+      InputError: the file, its config or an override is invalid.
     """
     path, *argument = path.split(":", 1)
     module = load(path)
@@ -220,7 +220,7 @@ def field_types() -> dict[str, str]:
     """The types of all config fields.
 
     Returns:
-        "section.field" -> name of the type; of a field that may be None, the other type.
+      "section.field" -> name of the type; of a field that may be None, the other type.
     """
     from hpnlp.training import config
 

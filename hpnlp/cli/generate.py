@@ -49,10 +49,10 @@ def run(argv: Sequence[str]) -> None:
     """Runs `hpnlp generate`.
 
     Args:
-        argv: "hpnlp generate" and the arguments of the command.
+      argv: "hpnlp generate" and the arguments of the command.
 
     Raises:
-        InputError: a flag, a prompt or the run is invalid.
+      InputError: a flag, a prompt or the run is invalid.
     """
     cli.parse(argv, USAGE)
     prompts, workdir = _prompts(), cli.required("workdir", "runs/bytes")

@@ -20,16 +20,16 @@ class Output:
     """A text stream that is replaced by the null device when writing fails.
 
     Attributes:
-        failure: reason why the stream could not be written; "" while it can.
-        escaped: whether a character that the stream's encoding lacks was written as a backslash escape.
+      failure: reason why the stream could not be written; "" while it can.
+      escaped: whether a character that the stream's encoding lacks was written as a backslash escape.
     """
 
     def __init__(self, stream: Any, stops: bool) -> None:
         """Wraps a stream.
 
         Args:
-            stream: text stream, or None where the process was started without it.
-            stops: whether writing raises an error after a failure, which is otherwise only recorded.
+          stream: text stream, or None where the process was started without it.
+          stops: whether writing raises an error after a failure, which is otherwise only recorded.
         """
         self.failure, self.escaped = "" if stream else "it is closed", False
         self._stops = stops
@@ -41,14 +41,14 @@ class Output:
         """Writes text.
 
         Args:
-            text: to write.
+          text: to write.
 
         Returns:
-            The number of characters.
+          The number of characters.
 
         Raises:
-            BrokenPipeError: the reader has closed the pipe, and the command stops.
-            InputError: the stream cannot be written, and the command stops.
+          BrokenPipeError: the reader has closed the pipe, and the command stops.
+          InputError: the stream cannot be written, and the command stops.
         """
         try:
             text.encode(self._stream.encoding or "utf-8")
@@ -99,10 +99,10 @@ def guarded(argv: Sequence[str]) -> Iterator[Output]:
     A command that writes files continues where stdout fails; failures of stderr are ignored.
 
     Args:
-        argv: the command and its arguments.
+      argv: the command and its arguments.
 
     Yields:
-        The `Output` of stdout.
+      The `Output` of stdout.
     """
     stops = argv[0] in PRINTS_ONLY or any(arg in HELP for arg in argv)
     streams = sys.stdout, sys.stderr

@@ -48,10 +48,10 @@ def run(argv: Sequence[str]) -> None:
     """Runs `hpnlp plan`.
 
     Args:
-        argv: "hpnlp plan" and the arguments of the command.
+      argv: "hpnlp plan" and the arguments of the command.
 
     Raises:
-        InputError: a flag or the config is invalid, or no plan is valid.
+      InputError: a flag or the config is invalid, or no plan is valid.
     """
     gc.disable()  # garbage collection takes 1/5 of the time
     try:

@@ -37,10 +37,10 @@ def run(argv: Sequence[str]) -> None:
     """Runs `hpnlp sweep`.
 
     Args:
-        argv: "hpnlp sweep" and the arguments of the command.
+      argv: "hpnlp sweep" and the arguments of the command.
 
     Raises:
-        InputError: a flag or a member is invalid, or a member did not finish.
+      InputError: a flag or a member is invalid, or a member did not finish.
     """
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE)

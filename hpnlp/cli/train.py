@@ -50,10 +50,10 @@ def run(argv: Sequence[str]) -> None:
     """Runs `hpnlp train`.
 
     Args:
-        argv: "hpnlp train" and the arguments of the command.
+      argv: "hpnlp train" and the arguments of the command.
 
     Raises:
-        InputError: a flag, the config, the data or the workdir is invalid.
+      InputError: a flag, the config, the data or the workdir is invalid.
     """
     if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
         signals.follow(int(parent))

@@ -47,11 +47,11 @@ def measure(training: bytes | None, heldout: bytes) -> dict[str, float | None]:
     """Measures gzip and xz on the held-out text, and xz on the held-out text after the training text.
 
     Args:
-        training: Text that xz compresses first; None to leave out that figure.
-        heldout: Text to compress, at least one byte.
+      training: Text that xz compresses first; None to leave out that figure.
+      heldout: Text to compress, at least one byte.
 
     Returns:
-        Bits per byte of `heldout` for each name in NAMES; None for a figure that is left out.
+      Bits per byte of `heldout` for each name in NAMES; None for a figure that is left out.
     """
     alone = _xz_bytes([heldout])
     after = None if training is None else _xz_bytes([training, heldout]) - _xz_bytes([training])
@@ -80,7 +80,7 @@ class Baselines:
         """Starts the measurement, unless the cache holds its result or the text is small.
 
         Args:
-            corpus: The corpus.
+          corpus: The corpus.
         """
         from hpnlp.data import token_store
 
@@ -117,11 +117,11 @@ class Baselines:
         """Waits for the measurement.
 
         Args:
-            log: Called with a message if the process is still running.
+          log: Called with a message if the process is still running.
 
         Returns:
-            The figures of `measure`, None for a figure that could not be measured, and `xz_trained_share`, the share of the
-            training text that xz compressed first: the last 64 MiB.
+          The figures of `measure`, None for a figure that could not be measured, and `xz_trained_share`, the share of the
+          training text that xz compressed first: the last 64 MiB.
         """
         from hpnlp.data import token_store
         from hpnlp.types import InputError
@@ -164,7 +164,7 @@ def main(length: int) -> None:
     """Reads the training text and then the held-out text from stdin, and prints the figures of `measure` as JSON.
 
     Args:
-        length: Size of the training text in bytes.
+      length: Size of the training text in bytes.
     """
     os.nice(19)
     threading.Thread(target=_exit_after, args=(os.getppid(),), daemon=True).start()

@@ -30,18 +30,18 @@ class Corpus:
     """Tokenised text, split and memory-mapped; made by `stream.prepare`.
 
     Attributes:
-        config: The config.
-        tokenizer: The tokenizer of the text.
-        directory: The cache entry.
-        is_cached: True if the cache held the tokens already.
-        train_tokens: Number of training tokens, bos and eos included.
-        train_documents: Number of training documents.
-        heldout_tokens: Number of held-out tokens, bos and eos included.
-        heldout_documents: Number of held-out documents.
-        heldout_bytes: Size of `read_heldout()`.
-        heldout_digest: Digest of the held-out tokens.
-        summary: One line with the sizes of both sides, the held-out share, the cache entry if it was used, and counts of
-            what is not read.
+      config: The config.
+      tokenizer: The tokenizer of the text.
+      directory: The cache entry.
+      is_cached: True if the cache held the tokens already.
+      train_tokens: Number of training tokens, bos and eos included.
+      train_documents: Number of training documents.
+      heldout_tokens: Number of held-out tokens, bos and eos included.
+      heldout_documents: Number of held-out documents.
+      heldout_bytes: Size of `read_heldout()`.
+      heldout_digest: Digest of the held-out tokens.
+      summary: One line with the sizes of both sides, the held-out share, the cache entry if it was used, and counts of
+          what is not read.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Corpus:
         """Opens a cache entry.
 
         Args:
-            config: The config.
-            tokenizer: The tokenizer of the text.
-            directory: The cache entry.
-            record: Result of `Ingest.write`.
-            is_cached: Whether the cache held the entry already.
+          config: The config.
+          tokenizer: The tokenizer of the text.
+          directory: The cache entry.
+          record: Result of `Ingest.write`.
+          is_cached: Whether the cache held the entry already.
 
         Raises:
-            InputError: The training text is shorter than one row, or the held-out text than two tokens.
+          InputError: The training text is shorter than one row, or the held-out text than two tokens.
         """
         self.config = config
         self.tokenizer = tokenizer
@@ -119,7 +119,7 @@ class Corpus:
         """Reads the original bytes of the held-out text.
 
         Returns:
-            The documents one after another, without prompts.
+          The documents one after another, without prompts.
         """
         return self._heldout.raw()
 
@@ -127,11 +127,11 @@ class Corpus:
         """Reads the end of the training text, decoded from its tokens, prompts included.
 
         Args:
-            limit: Maximum number of bytes.
+          limit: Maximum number of bytes.
 
         Returns:
-            The last `limit` bytes of the concatenated training documents, and the share of all training tokens that these bytes
-            are. The text is exact if the tokenizer is lossless.
+          The last `limit` bytes of the concatenated training documents, and the share of all training tokens that these bytes
+          are. The text is exact if the tokenizer is lossless.
         """
         documents: list[bytes] = []
         size, index = 0, self.train_documents
@@ -149,15 +149,15 @@ class Corpus:
         `[p b, (p + 1) b)`: the shards of all processes together are the batch that a single process would get.
 
         Args:
-            seed: Seed of the order, at least 0.
-            process_index: Index of this process.
-            process_count: Number of processes, which divides `batch_size`.
+          seed: Seed of the order, at least 0.
+          process_index: Index of this process.
+          process_count: Number of processes, which divides `batch_size`.
 
         Returns:
-            An iterator over batches of arrays [b, T]; see `packing.assemble`.
+          An iterator over batches of arrays [b, T]; see `packing.assemble`.
 
         Raises:
-            InputError: An argument is out of range, or a source has no training text.
+          InputError: An argument is out of range, or a source has no training text.
         """
         import grain  # takes half a second to import
 
@@ -197,18 +197,18 @@ class Corpus:
         gets the same number of batches.
 
         Args:
-            batch_size: Rows per batch over all processes.
-            stride: Distance between the starts of rows; None for `seq_len`. Below `seq_len`, every token has at least
-                `seq_len - stride` tokens of context if its document has them.
-            limit: Maximum number of batches, whose rows are spread evenly over the text; None for all.
-            process_index: Index of this process.
-            process_count: Number of processes, which divides `batch_size`.
+          batch_size: Rows per batch over all processes.
+          stride: Distance between the starts of rows; None for `seq_len`. Below `seq_len`, every token has at least
+              `seq_len - stride` tokens of context if its document has them.
+          limit: Maximum number of batches, whose rows are spread evenly over the text; None for all.
+          process_index: Index of this process.
+          process_count: Number of processes, which divides `batch_size`.
 
         Returns:
-            An iterator over batches of arrays [batch_size / process_count, T]; see `packing.assemble`.
+          An iterator over batches of arrays [batch_size / process_count, T]; see `packing.assemble`.
 
         Raises:
-            InputError: An argument is out of range.
+          InputError: An argument is out of range.
         """
         seq_len = self.config.seq_len
         if stride is not None and not 1 <= stride <= seq_len:
@@ -266,8 +266,8 @@ class Batches:
         """Wraps an iterator of grain.
 
         Args:
-            batches: A `grain.DatasetIterator` over batches.
-            made_from: Name -> digest or option on which the batches depend; compared by `set_state`.
+          batches: A `grain.DatasetIterator` over batches.
+          made_from: Name -> digest or option on which the batches depend; compared by `set_state`.
         """
         self._batches = batches
         self._made_from = dict(made_from)
@@ -282,7 +282,7 @@ class Batches:
         """Reads the position of the iterator.
 
         Returns:
-            A JSON-able state for `set_state`.
+          A JSON-able state for `set_state`.
         """
         return {"version": _STATE_VERSION, **self._made_from, "batches": self._batches.get_state()["next_index"]}
 
@@ -290,10 +290,10 @@ class Batches:
         """Moves to the position of an earlier `get_state`.
 
         Args:
-            state: Result of `get_state` of an iterator over the same data.
+          state: Result of `get_state` of an iterator over the same data.
 
         Raises:
-            InputError: The state is damaged, or of other data.
+          InputError: The state is damaged, or of other data.
         """
         try:
             version, batches = state["version"], int(state["batches"])

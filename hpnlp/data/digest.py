@@ -36,10 +36,10 @@ class Snapshot:
         """Takes the snapshot.
 
         Args:
-            paths: Regular files.
+          paths: Regular files.
 
         Raises:
-            InputError: A path is not a regular file.
+          InputError: A path is not a regular file.
         """
         self._paths = tuple(paths)
         self._taken = time.time()
@@ -56,11 +56,11 @@ class Snapshot:
         """Computes the digest of the content of all files in the order of the paths.
 
         Args:
-            root: Directory of the cache that remembers digests.
-            progress: Called while 16 MiB or more are hashed.
+          root: Directory of the cache that remembers digests.
+          progress: Called while 16 MiB or more are hashed.
 
         Returns:
-            The digest in hexadecimal.
+          The digest in hexadecimal.
         """
         if not self._digest:
             if self._bytes < _REMEMBERED_BYTES or not self._is_settled:
@@ -76,7 +76,7 @@ class Snapshot:
         """Checks that no file has changed since the snapshot was taken.
 
         Raises:
-            InputError: A file has changed.
+          InputError: A file has changed.
         """
         for path, stamp in zip(self._paths, self._stamps, strict=True):
             if _stamp(path) != stamp:

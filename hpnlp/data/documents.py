@@ -30,12 +30,12 @@ class Document:
     """One document.
 
     Attributes:
-        name: Name by which the document is held out or not; unchanged when data is added after the document.
-        text: Text as bytes, or token ids [T] of any integer dtype for pre-tokenised data.
-        where: Place of the document, for error messages.
-        prompt: Text before `text` that carries no loss.
-        offset: Index of the first byte, or id, of `text` in the file that `where` names.
-        is_record: True for a complete record, False for a piece of a file.
+      name: Name by which the document is held out or not; unchanged when data is added after the document.
+      text: Text as bytes, or token ids [T] of any integer dtype for pre-tokenised data.
+      where: Place of the document, for error messages.
+      prompt: Text before `text` that carries no loss.
+      offset: Index of the first byte, or id, of `text` in the file that `where` names.
+      is_record: True for a complete record, False for a piece of a file.
     """
 
     name: str
@@ -50,8 +50,8 @@ class NotTextError(InputError):
     """Bytes that are not UTF-8, given to a tokenizer that needs text.
 
     Attributes:
-        offset: Index of the first invalid byte.
-        byte: Value of that byte.
+      offset: Index of the first invalid byte.
+      byte: Value of that byte.
     """
 
     def __init__(self, offset: int, byte: int, where: str = ""):
@@ -68,13 +68,13 @@ def to_text(data: bytes) -> str:
     """Decodes UTF-8.
 
     Args:
-        data: Encoded text.
+      data: Encoded text.
 
     Returns:
-        The decoded text.
+      The decoded text.
 
     Raises:
-        NotTextError: `data` is not UTF-8.
+      NotTextError: `data` is not UTF-8.
     """
     try:
         return data.decode()
@@ -87,11 +87,11 @@ class DocumentReader:
     """Reads the documents of sources with the options of a `DataConfig`.
 
     Attributes:
-        fields: Fields of records that hold the text and the prompt.
-        left_out: Counts what is not read.
-        eos_id: Token after which arrays of ids are split into documents; None for no splits.
-        skip_bad_lines: Leave out and count lines of text that are not UTF-8, and records without valid text.
-        cut_finely: Cut text files into pieces of 1 to 64 KiB, about 1 % of the source, as a source of one file always is.
+      fields: Fields of records that hold the text and the prompt.
+      left_out: Counts what is not read.
+      eos_id: Token after which arrays of ids are split into documents; None for no splits.
+      skip_bad_lines: Leave out and count lines of text that are not UTF-8, and records without valid text.
+      cut_finely: Cut text files into pieces of 1 to 64 KiB, about 1 % of the source, as a source of one file always is.
     """
 
     fields: records.Fields
@@ -104,13 +104,13 @@ class DocumentReader:
         """Reads the documents of a source in the order of its files.
 
         Args:
-            source: The files.
+          source: The files.
 
         Yields:
-            Documents with at least one byte or token id of text.
+          Documents with at least one byte or token id of text.
 
         Raises:
-            InputError: A file cannot be read or holds an invalid record. The message names the file and the place in it.
+          InputError: A file cannot be read or holds an invalid record. The message names the file and the place in it.
         """
         cuts_finely = self.cut_finely or len(source.files) == 1
         max_bytes = _piece_size(sum(file.text_bytes for file in source.files)) if cuts_finely else _MAX_BYTES
@@ -215,11 +215,11 @@ def pieces(stream: io.BufferedIOBase, limit: int) -> Iterator[bytes]:
     """Cuts a stream into pieces that end at line ends, or else between UTF-8 characters.
 
     Args:
-        stream: The stream, which is read once.
-        limit: Maximum size of a piece in bytes.
+      stream: The stream, which is read once.
+      limit: Maximum size of a piece in bytes.
 
     Yields:
-        Non-empty pieces that concatenate to the stream's content.
+      Non-empty pieces that concatenate to the stream's content.
     """
     carried = b""
     while True:
@@ -268,11 +268,11 @@ def split_ids(ids: np.ndarray, eos_id: int | None) -> Iterator[tuple[int, int]]:
     If the first 2^20 ids hold no eos other than a final one, the array is cut into pieces as a single text file is.
 
     Args:
-        ids: Integers [tokens].
-        eos_id: The id of eos, or None.
+      ids: Integers [tokens].
+      eos_id: The id of eos, or None.
 
     Yields:
-        Ranges `(start, end)`, one after another.
+      Ranges `(start, end)`, one after another.
     """
     start = 0
     has_ends = eos_id is not None and np.any(ids[:-1][:_MAX_BYTES] == eos_id)  # a final eos separates nothing

@@ -24,11 +24,11 @@ def export(tokenizer: Tokenizer, directory: str) -> None:
     text as text.
 
     Args:
-        tokenizer: A tokenizer of `hpnlp.data.tokenizers.build` or `load`.
-        directory: An existing directory.
+      tokenizer: A tokenizer of `hpnlp.data.tokenizers.build` or `load`.
+      directory: An existing directory.
 
     Raises:
-        InputError: The tokenizer is of another class.
+      InputError: The tokenizer is of another class.
     """
     if isinstance(tokenizer, HFTokenizer):
         tokenizer.save(os.path.join(directory, "tokenizer.json"))

@@ -35,9 +35,9 @@ def ignore_progress(step: str, done: int, total: int) -> None:
     """Does nothing; a `Progress`.
 
     Args:
-        step: Name of the step.
-        done: Bytes that were read.
-        total: Bytes to read.
+      step: Name of the step.
+      done: Bytes that were read.
+      total: Bytes to read.
     """
 
 
@@ -45,10 +45,10 @@ def printable(name: str) -> str:
     """Escapes the characters of a file name that a terminal cannot show.
 
     Args:
-        name: File name or path.
+      name: File name or path.
 
     Returns:
-        The name with escapes for line ends, control characters, and surrogates (bytes that are not UTF-8).
+      The name with escapes for line ends, control characters, and surrogates (bytes that are not UTF-8).
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
@@ -57,10 +57,10 @@ def compression(name: str) -> str:
     """Extension of the compression of a file.
 
     Args:
-        name: File name or path.
+      name: File name or path.
 
     Returns:
-        ".gz" or ".zst", the compressions that can be read, or "" for none of them.
+      ".gz" or ".zst", the compressions that can be read, or "" for none of them.
     """
     extension = os.path.splitext(name)[1].lower()
     return extension if extension in _UNPACK else ""
@@ -70,10 +70,10 @@ def uncompressed(name: str) -> str:
     """Removes the extension of a compression.
 
     Args:
-        name: File name or path.
+      name: File name or path.
 
     Returns:
-        The name without a final ".gz" or ".zst".
+      The name without a final ".gz" or ".zst".
     """
     return name[: len(name) - len(compression(name))]
 
@@ -87,13 +87,13 @@ def check_regular(path: str) -> os.stat_result:
     """Checks that a path is a regular file: reading a FIFO or a device may never end.
 
     Args:
-        path: Path of the file.
+      path: Path of the file.
 
     Returns:
-        The file's status.
+      The file's status.
 
     Raises:
-        InputError: The path does not exist or is not a regular file.
+      InputError: The path does not exist or is not a regular file.
     """
     try:
         status = os.stat(path)
@@ -108,11 +108,11 @@ def unreadable(path: str, error: OSError) -> InputError:
     """Converts an OSError raised while reading a file.
 
     Args:
-        path: Path of the file.
-        error: The error.
+      path: Path of the file.
+      error: The error.
 
     Returns:
-        The InputError to raise, whose message is one line.
+      The InputError to raise, whose message is one line.
     """
     reason = " ".join(str(error.strerror or error).split())  # messages of pyarrow have several lines
     return InputError(f"cannot read {path!r}: {reason}: mend or remove it")
@@ -123,13 +123,13 @@ def open_text(path: str) -> Iterator[io.BufferedReader]:
     """Opens a file for reading bytes, which are decompressed as they are read if the extension is .gz or .zst.
 
     Args:
-        path: Path of a regular file.
+      path: Path of a regular file.
 
     Yields:
-        A stream. `peek()` on the new stream returns at least SNIFF bytes, or the complete content.
+      A stream. `peek()` on the new stream returns at least SNIFF bytes, or the complete content.
 
     Raises:
-        InputError: The file cannot be read, or its compressed data is damaged or truncated; also raised inside the context.
+      InputError: The file cannot be read, or its compressed data is damaged or truncated; also raised inside the context.
     """
     check_regular(path)
     packed = compression(path)
@@ -165,10 +165,10 @@ def foreign_encoding(head: bytes) -> str:
     """Detects text in UTF-16 or UTF-32.
 
     Args:
-        head: The first bytes of a file.
+      head: The first bytes of a file.
 
     Returns:
-        Name of the encoding as iconv takes it, or "" for everything else.
+      Name of the encoding as iconv takes it, or "" for everything else.
     """
     for bom, name in _BOMS:
         if head.startswith(bom):
@@ -197,11 +197,11 @@ def not_utf8(path: str, encoding: str) -> InputError:
     """Makes the error for text in UTF-16 or UTF-32.
 
     Args:
-        path: Path of the file.
-        encoding: Name of its encoding, as `foreign_encoding` returns it.
+      path: Path of the file.
+      encoding: Name of its encoding, as `foreign_encoding` returns it.
 
     Returns:
-        The InputError to raise, with the command that converts the file.
+      The InputError to raise, with the command that converts the file.
     """
     quoted = shlex.quote(printable(path))
     unpack = _UNPACK.get(compression(path))

@@ -52,12 +52,12 @@ class HFTokenizer:
         """Wraps a tokenizer of the `tokenizers` package, which it configures.
 
         Args:
-            inner: A `tokenizers.Tokenizer`.
-            config: Content of tokenizer_config.json. Special tokens whose roles are missing there are found by their names.
-            start_id: Id with which an empty prompt without special tokens starts; bos if it is not an id.
+          inner: A `tokenizers.Tokenizer`.
+          config: Content of tokenizer_config.json. Special tokens whose roles are missing there are found by their names.
+          start_id: Id with which an empty prompt without special tokens starts; bos if it is not an id.
 
         Raises:
-            InputError: `config` names a special token that the tokenizer lacks.
+          InputError: `config` names a special token that the tokenizer lacks.
         """
         # A file may set a maximum length, at which documents would be cut silently.
         inner.no_truncation()
@@ -97,11 +97,11 @@ class HFTokenizer:
         """Trains byte-level BPE with GPT-2's splitting of text into words.
 
         Args:
-            size: Maximum number of ids, special tokens included.
-            texts: Documents, UTF-8, which are read once.
+          size: Maximum number of ids, special tokens included.
+          texts: Documents, UTF-8, which are read once.
 
         Returns:
-            The tokenizer.
+          The tokenizer.
 
         References: Sennrich et al. 2016, "Neural machine translation of rare words with subword units".
         """
@@ -129,10 +129,10 @@ class HFTokenizer:
         """Encodes several texts on all cores.
 
         Args:
-            texts: Documents, UTF-8.
+          texts: Documents, UTF-8.
 
         Returns:
-            Token ids int32 [T] of each text.
+          Token ids int32 [T] of each text.
         """
         encoded = self._inner.encode_batch_fast([to_text(text) for text in texts], add_special_tokens=False)
         return [np.array(e.ids, np.int32) for e in encoded]
@@ -171,14 +171,14 @@ class HFTokenizer:
         """Makes the tokenizer of a tokenizer.json, and reads the config files in the same directory.
 
         Args:
-            text: Content of tokenizer.json.
-            path: Its path.
+          text: Content of tokenizer.json.
+          path: Its path.
 
         Returns:
-            The tokenizer.
+          The tokenizer.
 
         Raises:
-            InputError: A file is damaged, or the files contradict each other.
+          InputError: A file is damaged, or the files contradict each other.
         """
         hf = _import_tokenizers()
         try:
@@ -252,7 +252,7 @@ def byte_of_character() -> dict[str, int]:
     """Builds the table of the characters in which byte-level tokenizers write bytes.
 
     Returns:
-        Character -> byte. Visible characters of Latin-1 stand for themselves, other bytes for characters from U+0100 on.
+      Character -> byte. Visible characters of Latin-1 stand for themselves, other bytes for characters from U+0100 on.
     """
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [value for value in range(256) if value not in set(visible)]

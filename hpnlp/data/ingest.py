@@ -34,10 +34,10 @@ def hash_fraction(name: str) -> float:
     """Hashes a name to a number in [0, 1), which decides alone whether the document of that name is held out.
 
     Args:
-        name: Name of a document.
+      name: Name of a document.
 
     Returns:
-        A multiple of 2^-48.
+      A multiple of 2^-48.
     """
     digest = hashlib.blake2s(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
@@ -48,13 +48,13 @@ class Ingest:
     """Sources of a corpus and the options that decide how they are read and split.
 
     Attributes:
-        sources: Text to train on, a part of which is held out unless `heldout_sources` are given.
-        heldout_sources: Text to hold out as a whole.
-        text_field: See `DataConfig`.
-        prompt_field: See `DataConfig`.
-        heldout: See `DataConfig`.
-        heldout_bytes: See `DataConfig`.
-        skip_bad_lines: See `DataConfig`.
+      sources: Text to train on, a part of which is held out unless `heldout_sources` are given.
+      heldout_sources: Text to hold out as a whole.
+      text_field: See `DataConfig`.
+      prompt_field: See `DataConfig`.
+      heldout: See `DataConfig`.
+      heldout_bytes: See `DataConfig`.
+      skip_bad_lines: See `DataConfig`.
     """
 
     sources: tuple[Source, ...]
@@ -74,7 +74,7 @@ class Ingest:
         """Lists everything that the result depends on, except the tokenizer and the content of the files.
 
         Returns:
-            A JSON-able value.
+          A JSON-able value.
         """
         options = [self.text_field, self.prompt_field, self.heldout, self.heldout_bytes, self.skip_bad_lines]
         files = [
@@ -87,13 +87,13 @@ class Ingest:
         """Reads the text from which a vocabulary is made: the training documents, or an even sample of a large corpus.
 
         Args:
-            progress: Called while text is read.
+          progress: Called while text is read.
 
         Yields:
-            Prompts and texts.
+          Prompts and texts.
 
         Raises:
-            InputError: A file cannot be read, holds token ids, or is not UTF-8.
+          InputError: A file cannot be read, holds token ids, or is not UTF-8.
         """
         for file in (file for source in self.sources for file in source.files):
             if file.kind == "tokens":
@@ -123,16 +123,16 @@ class Ingest:
         candidates are neither evaluated nor trained on, so that no document changes sides when data is added.
 
         Args:
-            directory: An empty directory.
-            tokenizer: The tokenizer.
-            progress: Called while text is read.
+          directory: An empty directory.
+          tokenizer: The tokenizer.
+          progress: Called while text is read.
 
         Returns:
-            A JSON-able record: "train" and "heldout" for `Tokens`, "aside" with the sizes of what is on neither side,
-            "bounds" with the number of training tokens before and after each source, and "left_out" with a `LeftOut`.
+          A JSON-able record: "train" and "heldout" for `Tokens`, "aside" with the sizes of what is on neither side,
+          "bounds" with the number of training tokens before and after each source, and "left_out" with a `LeftOut`.
 
         Raises:
-            InputError: A file cannot be read or does not suit the tokenizer, or a source holds no text.
+          InputError: A file cannot be read or does not suit the tokenizer, or a source holds no text.
         """
         threshold, cut_finely = self._split(tokenizer.eos_id)
         left_out = LeftOut()

@@ -23,10 +23,10 @@ class Segments:
     """Segments of the rows of a batch, sorted by row. All arrays are integers [segments].
 
     Attributes:
-        row: Index of the segment's row in the batch.
-        start: Index of the segment's first token in `Tokens.tokens`.
-        length: Number of the segment's tokens that are inputs.
-        loss_from: Labels before this token carry no loss; None for no such limit.
+      row: Index of the segment's row in the batch.
+      start: Index of the segment's first token in `Tokens.tokens`.
+      length: Number of the segment's tokens that are inputs.
+      loss_from: Labels before this token carry no loss; None for no such limit.
     """
 
     row: np.ndarray
@@ -45,11 +45,11 @@ class ConcatRows:
         """Lays out the rows.
 
         Args:
-            tokens: The documents.
-            seq_len: Number of inputs per row.
-            ranges: Token ranges `(start, end)` of complete documents; no row holds tokens of two ranges.
-            stride: Distance between the starts of consecutive rows; None for `seq_len`. Below `seq_len`, rows overlap, and the
-                overlap is context without loss.
+          tokens: The documents.
+          seq_len: Number of inputs per row.
+          ranges: Token ranges `(start, end)` of complete documents; no row holds tokens of two ranges.
+          stride: Distance between the starts of consecutive rows; None for `seq_len`. Below `seq_len`, rows overlap, and the
+              overlap is context without loss.
         """
         self._tokens = tokens
         self._seq_len = seq_len
@@ -68,10 +68,10 @@ class ConcatRows:
         """Computes the segments of rows.
 
         Args:
-            rows: Row numbers, integers [B].
+          rows: Row numbers, integers [B].
 
         Returns:
-            The segments.
+          The segments.
         """
         ends = self._tokens.ends
         range_index = np.searchsorted(self._first_rows, rows, "right") - 1
@@ -106,9 +106,9 @@ class FitRows:
         """Packs all rows.
 
         Args:
-            tokens: The documents.
-            seq_len: Number of inputs per row.
-            ranges: Token ranges `(start, end)` of complete documents; no row holds tokens of two ranges.
+          tokens: The documents.
+          seq_len: Number of inputs per row.
+          ranges: Token ranges `(start, end)` of complete documents; no row holds tokens of two ranges.
         """
         self._first_rows = [0]
         packed = []
@@ -129,10 +129,10 @@ class FitRows:
         """Computes the segments of rows.
 
         Args:
-            rows: Row numbers, integers [B].
+          rows: Row numbers, integers [B].
 
         Returns:
-            The segments.
+          The segments.
         """
         first = np.where(rows > 0, self._row_ends[rows - 1], 0)
         count = self._row_ends[rows] - first
@@ -206,14 +206,14 @@ def assemble(tokens: Tokens, segments: Segments, rows: int, seq_len: int, pad_id
     loss, and 1 elsewhere. Segment ids count from 1 within a row, and 0 is padding. Positions count from 0 within a segment.
 
     Args:
-        tokens: The documents.
-        segments: Segments of the rows.
-        rows: Number of rows, B.
-        seq_len: Number of inputs per row, T.
-        pad_id: Token id of padding.
+      tokens: The documents.
+      segments: Segments of the rows.
+      rows: Number of rows, B.
+      seq_len: Number of inputs per row, T.
+      pad_id: Token id of padding.
 
     Returns:
-        "tokens", "labels", "segment_ids" and "positions", int32 [B, T], and "weights", float32 [B, T].
+      "tokens", "labels", "segment_ids" and "positions", int32 [B, T], and "weights", float32 [B, T].
 
     Cost: O(B T); no other tokens are read.
     """

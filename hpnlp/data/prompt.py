@@ -13,10 +13,10 @@ def prompt_bytes(text: str) -> bytes:
     """Encodes a prompt; bytes of a command line that are not UTF-8 reach Python as lone surrogates, and become bytes again.
 
     Args:
-        text: The prompt.
+      text: The prompt.
 
     Returns:
-        The prompt's bytes.
+      The prompt's bytes.
     """
     return text.encode("utf-8", "surrogateescape")
 
@@ -25,14 +25,14 @@ def with_bos(ids: np.ndarray, bos_id: int | None) -> np.ndarray:
     """Puts bos before a prompt that does not start with it.
 
     Args:
-        ids: Token ids of the prompt, int32 [T].
-        bos_id: The id of bos, or None.
+      ids: Token ids of the prompt, int32 [T].
+      bos_id: The id of bos, or None.
 
     Returns:
-        The ids, at least one.
+      The ids, at least one.
 
     Raises:
-        InputError: The prompt is empty and there is no bos.
+      InputError: The prompt is empty and there is no bos.
     """
     if bos_id is not None and (len(ids) == 0 or ids[0] != bos_id):
         return np.concatenate([np.array([bos_id], np.int32), ids])
@@ -45,11 +45,11 @@ def unknown_parts(missing: Iterable[str], vocab_size: int) -> InputError:
     """Makes the error for a prompt with parts that have no id.
 
     Args:
-        missing: The parts, which may repeat.
-        vocab_size: Number of ids of the tokenizer.
+      missing: The parts, which may repeat.
+      vocab_size: Number of ids of the tokenizer.
 
     Returns:
-        The InputError to raise.
+      The InputError to raise.
     """
     names = ", ".join(map(repr, dict.fromkeys(missing)))
     return InputError(

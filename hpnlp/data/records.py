@@ -37,10 +37,10 @@ class Record(NamedTuple):
     """One record.
 
     Attributes:
-        number: Index in the file, from 0; records that are left out count as well.
-        where: Place of the record, for error messages.
-        prompt: Bytes of the prompt field.
-        text: Bytes of the text field.
+      number: Index in the file, from 0; records that are left out count as well.
+      where: Place of the record, for error messages.
+      prompt: Bytes of the prompt field.
+      text: Bytes of the text field.
     """
 
     number: int
@@ -57,13 +57,13 @@ def json_lines(stream: io.BufferedReader, path: str, fields: Fields, report_bad:
     """Reads a file with one JSON object per line; empty lines are ignored.
 
     Args:
-        stream: Content of the file.
-        path: Name of the file, for error messages.
-        fields: Fields of the records to read.
-        report_bad: Called for lines that hold no valid record.
+      stream: Content of the file.
+      path: Name of the file, for error messages.
+      fields: Fields of the records to read.
+      report_bad: Called for lines that hold no valid record.
 
     Yields:
-        The valid records.
+      The valid records.
     """
     for number, where, line in _lines(stream, path, report_bad):
         if not line.strip():
@@ -98,17 +98,17 @@ def json_array(stream: io.BufferedReader, path: str, fields: Fields, report_bad:
     """Reads a file that holds one JSON array of objects or strings, one element at a time.
 
     Args:
-        stream: Content of the file.
-        path: Name of the file, for error messages.
-        fields: Fields of the records to read; an element that is a string is the text of a record.
-        report_bad: Called for elements that are no valid record.
+      stream: Content of the file.
+      path: Name of the file, for error messages.
+      fields: Fields of the records to read; an element that is a string is the text of a record.
+      report_bad: Called for elements that are no valid record.
 
     Yields:
-        The valid records.
+      The valid records.
 
     Raises:
-        InputError: The file is not a JSON array. The error is raised even if bad records are skipped, because
-            after a syntax error the end of an element cannot be detected.
+      InputError: The file is not a JSON array. The error is raised even if bad records are skipped, because
+          after a syntax error the end of an element cannot be detected.
     """
     for number, value in enumerate(_ArrayReader(stream, path)):
         where = f"{path}, record {number + 1}"
@@ -125,12 +125,12 @@ def is_array(head: bytes, fields: Fields, walked: bool) -> bool:
     """Detects whether a `.json` file is an array of records; otherwise it is read as text.
 
     Args:
-        head: The first bytes of the file.
-        fields: Fields of the records to read.
-        walked: True if the file was found in a directory. An array of objects without the text field is then text.
+      head: The first bytes of the file.
+      fields: Fields of the records to read.
+      walked: True if the file was found in a directory. An array of objects without the text field is then text.
 
     Returns:
-        True for an array of records.
+      True for an array of records.
     """
     start = re.match(rb'(?:\xef\xbb\xbf)?[ \t\r\n]*\[[ \t\r\n]*(["{\]])', head)
     if not start or not walked or start[1] != b"{":
@@ -227,14 +227,14 @@ def parquet(path: str, fields: Fields) -> Iterator[Record]:
     """Reads the rows of a Parquet file in batches, and only the columns of `fields`.
 
     Args:
-        path: Path of the file.
-        fields: Columns that hold the text and the prompt.
+      path: Path of the file.
+      fields: Columns that hold the text and the prompt.
 
     Yields:
-        The rows; null is an empty text.
+      The rows; null is an empty text.
 
     Raises:
-        InputError: pyarrow is missing, the file is damaged, or a column is missing or holds no strings.
+      InputError: pyarrow is missing, the file is damaged, or a column is missing or holds no strings.
     """
     try:
         import pyarrow as pa

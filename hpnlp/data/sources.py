@@ -34,9 +34,9 @@ class File:
     """A file of a source.
 
     Attributes:
-        path: Absolute path.
-        name: Path within the source, which stays the same when the source is moved.
-        size: Size on disk in bytes.
+      path: Absolute path.
+      name: Path within the source, which stays the same when the source is moved.
+      size: Size on disk in bytes.
     """
 
     path: str
@@ -59,10 +59,10 @@ class Source:
     """The files that one path of `data.path` stands for.
 
     Attributes:
-        path: The path as the user wrote it.
-        files: Files sorted by name.
-        walked: True if the path is a directory, of which unsuitable files are left out.
-        left_out: Files that were left out.
+      path: The path as the user wrote it.
+      files: Files sorted by name.
+      walked: True if the path is a directory, of which unsuitable files are left out.
+      left_out: Files that were left out.
     """
 
     path: str
@@ -78,8 +78,8 @@ class LeftOut(dict[str, list[Any]]):
         """Counts one file, document or line.
 
         Args:
-            reason: The reason why it is not read.
-            name: Its name, kept for the first of a reason.
+          reason: The reason why it is not read.
+          name: Its name, kept for the first of a reason.
         """
         self.setdefault(reason, [0, name])[0] += 1
 
@@ -87,7 +87,7 @@ class LeftOut(dict[str, list[Any]]):
         """Adds further counts.
 
         Args:
-            other: The counts to add.
+          other: The counts to add.
         """
         for reason, (count, first) in other.items():
             self.setdefault(reason, [0, first])[0] += count
@@ -102,7 +102,7 @@ class LeftOut(dict[str, list[Any]]):
         """Formats the counts for an error message.
 
         Returns:
-            " (left out: ...)", or "" if nothing is left out.
+          " (left out: ...)", or "" if nothing is left out.
         """
         return f" (left out: {self})" if self else ""
 
@@ -111,14 +111,14 @@ def find(paths: str, argument: str) -> tuple[Source, ...]:
     """Lists the files of each of several paths. A file that several paths lead to belongs to the first of them.
 
     Args:
-        paths: "stdlib" or "stdlib+tests", a file, a directory or a glob; several are separated by commas.
-        argument: Name of the config field that holds `paths`, for error messages.
+      paths: "stdlib" or "stdlib+tests", a file, a directory or a glob; several are separated by commas.
+      argument: Name of the config field that holds `paths`, for error messages.
 
     Returns:
-        One source per path.
+      One source per path.
 
     Raises:
-        InputError: A path does not exist, or no file is left to read in it.
+      InputError: A path does not exist, or no file is left to read in it.
     """
     return distinct([_find_one(path.strip(), argument) for path in paths.split(",")], argument, (), "given twice")
 
@@ -130,16 +130,16 @@ def distinct(sources: Sequence[Source], argument: str, known: Iterable[str], rea
     Within a source the name with the fewest directories is kept, so that adding a link changes nothing.
 
     Args:
-        sources: Sources to filter.
-        argument: Name of the config field that holds the paths, for error messages.
-        known: Paths of further files to leave out.
-        reason: Reason under which the removed files are counted in `Source.left_out`.
+      sources: Sources to filter.
+      argument: Name of the config field that holds the paths, for error messages.
+      known: Paths of further files to leave out.
+      reason: Reason under which the removed files are counted in `Source.left_out`.
 
     Returns:
-        The sources with the remaining files.
+      The sources with the remaining files.
 
     Raises:
-        InputError: No file of a source remains.
+      InputError: No file of a source remains.
     """
     seen, result = {os.path.realpath(path) for path in known}, []
     for source in sources:

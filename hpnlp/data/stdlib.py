@@ -48,13 +48,13 @@ class WordCorpus:
     """A corpus on disk.
 
     Attributes:
-        path: Glob for `DataConfig.path`, of one file per source file that has words.
-        files: Number of these files.
-        skipped: Number of source files that Python cannot parse.
-        words: Number of words.
-        types: Number of distinct words.
-        sha256: Digest of the files' text in the order of their names.
-        python: Version of Python whose library it is.
+      path: Glob for `DataConfig.path`, of one file per source file that has words.
+      files: Number of these files.
+      skipped: Number of source files that Python cannot parse.
+      words: Number of words.
+      types: Number of distinct words.
+      sha256: Digest of the files' text in the order of their names.
+      python: Version of Python whose library it is.
     """
 
     path: str
@@ -70,14 +70,14 @@ def write_corpus(name: str, cache: str = "") -> WordCorpus:
     """Writes a corpus to the cache, unless it is there already. The first call takes seconds, for one pass over the library.
 
     Args:
-        name: An entry of CORPORA.
-        cache: See `DataConfig.cache`.
+      name: An entry of CORPORA.
+      cache: See `DataConfig.cache`.
 
     Returns:
-        The corpus.
+      The corpus.
 
     Raises:
-        InputError: The name is unknown, or the cache cannot be written.
+      InputError: The name is unknown, or the cache cannot be written.
     """
     paths, _ = lookup(CORPORA, name, "corpus")
     (source,) = sources.find(paths, "the standard library")
@@ -129,13 +129,13 @@ def docs(source: bytes) -> Iterator[list[str]]:
     """Splits docstrings and comments into lower-case words of letters.
 
     Args:
-        source: Content of a Python file.
+      source: Content of a Python file.
 
     Yields:
-        The words of each docstring and comment, in the order of their first lines.
+      The words of each docstring and comment, in the order of their first lines.
 
     Raises:
-        SyntaxError: `source` is not valid Python. ValueError and tokenize.TokenError are raised for further faults.
+      SyntaxError: `source` is not valid Python. ValueError and tokenize.TokenError are raised for further faults.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax
@@ -156,10 +156,10 @@ def code(source: bytes) -> Iterator[list[str]]:
     """Splits lines of code into names, numbers and single punctuation marks.
 
     Args:
-        source: Content of a file; bytes that are not UTF-8 become U+FFFD.
+      source: Content of a file; bytes that are not UTF-8 become U+FFFD.
 
     Yields:
-        The words of each line.
+      The words of each line.
     """
     for line in source.decode("utf-8", "replace").splitlines():
         yield _CODE.findall(line)
@@ -169,10 +169,10 @@ def whitespace(source: bytes) -> Iterator[list[str]]:
     """Splits lines at whitespace.
 
     Args:
-        source: Content of a file; bytes that are not UTF-8 become U+FFFD.
+      source: Content of a file; bytes that are not UTF-8 become U+FFFD.
 
     Yields:
-        The words of each line.
+      The words of each line.
     """
     for line in source.decode("utf-8", "replace").splitlines():
         yield line.split()

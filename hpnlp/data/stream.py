@@ -29,15 +29,15 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
     """Reads, splits and tokenises the text of a config, or finds the result in the cache.
 
     Args:
-        config: The config.
-        tokenizer: Used in place of `config.tokenizer`, for example the saved tokenizer of a run that is resumed.
-        progress: Called as `progress(step, bytes_done, bytes_total)` while text is read.
+      config: The config.
+      tokenizer: Used in place of `config.tokenizer`, for example the saved tokenizer of a run that is resumed.
+      progress: Called as `progress(step, bytes_done, bytes_total)` while text is read.
 
     Returns:
-        The corpus.
+      The corpus.
 
     Raises:
-        InputError: The text, the config or the cache is invalid.
+      InputError: The text, the config or the cache is invalid.
 
     Cost: one pass over the text, and one more if a vocabulary is made. Memory does not grow with the text.
     """
@@ -106,13 +106,13 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """Hashes the files that a tokenizer saves, in a temporary directory.
 
     Args:
-        tokenizer: The tokenizer.
+      tokenizer: The tokenizer.
 
     Returns:
-        A digest in hexadecimal that is equal for tokenizers whose files are equal.
+      A digest in hexadecimal that is equal for tokenizers whose files are equal.
 
     Raises:
-        InputError: The temporary directory cannot be written.
+      InputError: The temporary directory cannot be written.
     """
     digest = hashlib.blake2b(digest_size=16)
     try:

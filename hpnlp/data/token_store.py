@@ -30,13 +30,13 @@ def cache_root(configured: str) -> str:
     """Directory of the cache: `configured`, else $HPNLP_CACHE, else hpnlp under $XDG_CACHE_HOME or ~/.cache.
 
     Args:
-        configured: The value of `DataConfig.cache`; "" for the default.
+      configured: The value of `DataConfig.cache`; "" for the default.
 
     Returns:
-        An absolute path, which need not exist.
+      An absolute path, which need not exist.
 
     Raises:
-        InputError: The path contains a NUL character.
+      InputError: The path contains a NUL character.
     """
     if "\0" in configured:
         raise InputError(f"data.cache={configured!r} has a NUL in it: pass a directory")
@@ -50,10 +50,10 @@ def key_of(value: Any) -> str:
     """Hashes a JSON-able value to a name.
 
     Args:
-        value: The value.
+      value: The value.
 
     Returns:
-        32 hexadecimal digits.
+      32 hexadecimal digits.
     """
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -66,15 +66,15 @@ def cached(root: str, name: str, write: Callable[[str], Mapping[str, Any]]) -> t
     recorded is made again.
 
     Args:
-        root: Directory of the cache.
-        name: Name of the entry.
-        write: Called as `write(directory) -> record` if there is no complete entry. The record must be JSON-able.
+      root: Directory of the cache.
+      name: Name of the entry.
+      write: Called as `write(directory) -> record` if there is no complete entry. The record must be JSON-able.
 
     Returns:
-        The entry's directory and its record.
+      The entry's directory and its record.
 
     Raises:
-        InputError: The disk is full or cannot be written.
+      InputError: The disk is full or cannot be written.
     """
     final = os.path.join(root, name)
     record = _read_record(final)
@@ -107,11 +107,11 @@ def find(root: str, name: str) -> dict[str, Any] | None:
     """Looks an entry of the cache up.
 
     Args:
-        root: Directory of the cache.
-        name: Name of the entry.
+      root: Directory of the cache.
+      name: Name of the entry.
 
     Returns:
-        The entry's record, or None if there is no complete entry.
+      The entry's record, or None if there is no complete entry.
     """
     return _read_record(os.path.join(root, name))
 
@@ -176,10 +176,10 @@ class TokenWriter:
         """Creates the files.
 
         Args:
-            directory: An existing directory.
-            name: First part of the files' names.
-            vocab_size: Number of ids of the tokenizer; up to 2^16 the ids are stored as uint16, above as uint32.
-            keep_raw: Also store the original bytes of each document, for `Tokens.raw`.
+          directory: An existing directory.
+          name: First part of the files' names.
+          vocab_size: Number of ids of the tokenizer; up to 2^16 the ids are stored as uint16, above as uint32.
+          keep_raw: Also store the original bytes of each document, for `Tokens.raw`.
         """
         self.tokens = 0
         self.documents = 0
@@ -197,9 +197,9 @@ class TokenWriter:
         """Appends one document.
 
         Args:
-            ids: Token ids, integers [T], at least one.
-            skip: Number of initial tokens that carry no loss, at least one, because no token precedes the first.
-            raw: The original bytes; used if `keep_raw`.
+          ids: Token ids, integers [T], at least one.
+          skip: Number of initial tokens that carry no loss, at least one, because no token precedes the first.
+          raw: The original bytes; used if `keep_raw`.
         """
         self.tokens += len(ids)
         self.documents += 1
@@ -221,7 +221,7 @@ class TokenWriter:
         """Describes the files.
 
         Returns:
-            A JSON-able record with sizes and a digest of the tokens, with which `Tokens` opens the files.
+          A JSON-able record with sizes and a digest of the tokens, with which `Tokens` opens the files.
         """
         return {
             "tokens": self.tokens,
@@ -243,18 +243,18 @@ class Tokens:
     """Memory-mapped documents of a `TokenWriter`.
 
     Attributes:
-        tokens: Token ids of all documents one after another, uint16 or uint32 [tokens].
-        ends: Index in `tokens` after the last token of each document, int64 [documents].
-        skips: Number of initial tokens of each document that carry no loss, int32 [documents].
+      tokens: Token ids of all documents one after another, uint16 or uint32 [tokens].
+      ends: Index in `tokens` after the last token of each document, int64 [documents].
+      skips: Number of initial tokens of each document that carry no loss, int32 [documents].
     """
 
     def __init__(self, directory: str, name: str, record: Mapping[str, Any]):
         """Opens the files.
 
         Args:
-            directory: Directory of the files.
-            name: First part of the files' names.
-            record: Result of `TokenWriter.record`.
+          directory: Directory of the files.
+          name: First part of the files' names.
+          record: Result of `TokenWriter.record`.
         """
         prefix = os.path.join(directory, name)
         self.tokens = _map_array(f"{prefix}.tokens", np.dtype(record["dtype"]), record["tokens"])
@@ -267,10 +267,10 @@ class Tokens:
         """Reads one document.
 
         Args:
-            index: Number of the document.
+          index: Number of the document.
 
         Returns:
-            Token ids, uint16 or uint32 [T].
+          Token ids, uint16 or uint32 [T].
         """
         return self.tokens[self.ends[index - 1] if index else 0 : self.ends[index]]
 
@@ -278,13 +278,13 @@ class Tokens:
         """Reads the original bytes of a document; the writer must have had `keep_raw`.
 
         Args:
-            index: Number of the document; None for all documents.
+          index: Number of the document; None for all documents.
 
         Returns:
-            The bytes.
+          The bytes.
 
         Raises:
-            InputError: The file cannot be read.
+          InputError: The file cannot be read.
         """
         start = int(self._raw_ends[index - 1]) if index else 0
         try:

@@ -94,10 +94,10 @@ def is_trained(spec: str) -> bool:
     """Detects whether a tokenizer is trained on text.
 
     Args:
-        spec: See `build`.
+      spec: See `build`.
 
     Returns:
-        True if `build(spec, texts)` reads the texts.
+      True if `build(spec, texts)` reads the texts.
     """
     return specs.is_name(spec) and specs.parse_one(spec, "data.tokenizer").name in _TRAINED_SIZES
 
@@ -106,13 +106,13 @@ def sizes(spec: str) -> tuple[int, int]:
     """Computes bounds of a tokenizer's vocabulary size that hold for every training text.
 
     Args:
-        spec: See `build`.
+      spec: See `build`.
 
     Returns:
-        The smallest and the largest possible number of ids.
+      The smallest and the largest possible number of ids.
 
     Raises:
-        InputError: As for `build`, except for errors of the texts.
+      InputError: As for `build`, except for errors of the texts.
     """
     if is_trained(spec):
         return specs.build(specs.parse_one(spec, "data.tokenizer"), _TRAINED_SIZES, "tokenizer")
@@ -124,14 +124,14 @@ def build(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
     """Makes the tokenizer of a spec string. The result depends on `spec` and `texts` alone.
 
     Args:
-        spec: "bytes", "words(30000)", "words(30000, by=whitespace)", "bpe(8192)", or the path of a tokenizer.json.
-        texts: Documents from which a vocabulary is made; read once, and only if `is_trained(spec)`.
+      spec: "bytes", "words(30000)", "words(30000, by=whitespace)", "bpe(8192)", or the path of a tokenizer.json.
+      texts: Documents from which a vocabulary is made; read once, and only if `is_trained(spec)`.
 
     Returns:
-        The tokenizer.
+      The tokenizer.
 
     Raises:
-        InputError: An unknown name, an invalid argument, an unreadable file, or text that is not UTF-8.
+      InputError: An unknown name, an invalid argument, an unreadable file, or text that is not UTF-8.
     """
     if not specs.is_name(spec):
         return load(spec)
@@ -142,13 +142,13 @@ def load(path: str) -> Tokenizer:
     """Reads a tokenizer that `Tokenizer.save` or Hugging Face has written.
 
     Args:
-        path: Path of a `tokenizer.json`, or of the directory that holds it.
+      path: Path of a `tokenizer.json`, or of the directory that holds it.
 
     Returns:
-        The tokenizer.
+      The tokenizer.
 
     Raises:
-        InputError: The file is missing, damaged, or of another kind.
+      InputError: The file is missing, damaged, or of another kind.
     """
     if os.path.isdir(path):
         path = os.path.join(path, "tokenizer.json")
@@ -210,8 +210,8 @@ def save_whole(tokenizer: Tokenizer, directory: str) -> None:
     """Saves a tokenizer so that neither a kill nor a full disk leaves an incomplete file.
 
     Args:
-        tokenizer: The tokenizer.
-        directory: An existing directory, which receives tokenizer.json and its config files.
+      tokenizer: The tokenizer.
+      directory: An existing directory, which receives tokenizer.json and its config files.
     """
     fresh = os.path.join(directory, "tokenizer.tmp")
     shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
@@ -229,11 +229,11 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[bytes]) -> list[np.ndarray]
     """Encodes several texts, on all cores if the tokenizer supports it.
 
     Args:
-        tokenizer: The tokenizer.
-        texts: Documents.
+      tokenizer: The tokenizer.
+      texts: Documents.
 
     Returns:
-        The result of `tokenizer.encode` for each text.
+      The result of `tokenizer.encode` for each text.
     """
     if isinstance(tokenizer, HFTokenizer):
         return tokenizer.encode_batch(texts)

@@ -19,11 +19,11 @@ def similar_order(documents: Sequence[np.ndarray], vocab: int) -> np.ndarray:
     The order is deterministic on one machine; another machine may round its linear algebra differently.
 
     Args:
-        documents: Token ids, integers [T] each.
-        vocab: Number of ids, V.
+      documents: Token ids, integers [T] each.
+      vocab: Number of ids, V.
 
     Returns:
-        Every id once, integers [V].
+      Every id once, integers [V].
 
     Cost: O(tokens + V) memory plus about 100 MB; seconds for millions of tokens, plus about 0.1 ms per word.
     """
@@ -37,12 +37,12 @@ def word_vectors(documents: Sequence[np.ndarray], vocab: int, dim: int = DIM) ->
     with the neighbours' counts raised to the power 0.75, projected to the first principal directions.
 
     Args:
-        documents: Token ids, integers [T] each.
-        vocab: Number of ids, V.
-        dim: Number of principal directions, M.
+      documents: Token ids, integers [T] each.
+      vocab: Number of ids, V.
+      dim: Number of principal directions, M.
 
     Returns:
-        Vectors float32 [V, M]; 0 for words without neighbours.
+      Vectors float32 [V, M]; 0 for words without neighbours.
 
     References: Levy, Goldberg and Dagan 2015, "Improving distributional similarity with lessons learned from word embeddings".
     """

@@ -45,12 +45,12 @@ class WordTokenizer:
         """Makes the tokenizer of a vocabulary.
 
         Args:
-            words: The vocabulary without special tokens, in order of falling frequency, as log-uniform proposals expect.
-            stats: Counts of all ids, special tokens first, in the text from which the vocabulary was made.
-            by: An entry of SPLITS.
+          words: The vocabulary without special tokens, in order of falling frequency, as log-uniform proposals expect.
+          stats: Counts of all ids, special tokens first, in the text from which the vocabulary was made.
+          by: An entry of SPLITS.
 
         Raises:
-            InputError: `by` is unknown, words repeat, or `stats` is not of this vocabulary.
+          InputError: `by` is unknown, words repeat, or `stats` is not of this vocabulary.
         """
         self.by = by
         self._pattern, separated = specs.lookup(self.SPLITS, by, "split of words by")
@@ -81,12 +81,12 @@ class WordTokenizer:
         """Makes the tokenizer of the most frequent words of a text; words of equal count are taken in alphabetical order.
 
         Args:
-            cap: Maximum size of the vocabulary, special tokens included.
-            texts: Documents, which are read once.
-            by: An entry of SPLITS.
+          cap: Maximum size of the vocabulary, special tokens included.
+          texts: Documents, which are read once.
+          by: An entry of SPLITS.
 
         Returns:
-            The tokenizer, with `stats`.
+          The tokenizer, with `stats`.
 
         Cost: one pass over the text, then seconds plus about 0.1 ms per word for the order of similar words, which is computed
         from up to 8 million words of documents that are spread evenly over the text.
@@ -151,8 +151,8 @@ class _Sample:
     """An even sample of documents with at most _COMPARED words in all.
 
     Attributes:
-        documents: Sampled documents, int32 [words]; words are numbered by `numbers`.
-        numbers: Word -> its number, in the order of first occurrence.
+      documents: Sampled documents, int32 [words]; words are numbered by `numbers`.
+      numbers: Word -> its number, in the order of first occurrence.
     """
 
     def __init__(self) -> None:

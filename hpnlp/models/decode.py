@@ -56,8 +56,8 @@ class Generation:
     eos and is padded after it. Iteration ends when all sequences have ended, or after the requested number of tokens.
 
     Attributes:
-        programs: the compiled "prefill" and "decode".
-        seconds: time spent so far by "compile" (including tracing), "prefill" and "decode".
+      programs: the compiled "prefill" and "decode".
+      seconds: time spent so far by "compile" (including tracing), "prefill" and "decode".
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class Generation:
         """Checks the arguments and compiles the programs; computes nothing else.
 
         Args:
-            model: the model.
-            params: its parameters, on any layout, in the device's or the host's memory.
-            prompts: ids of each prompt, at least one, of any lengths.
-            tokens: number of new tokens per sequence.
-            temperature: of the softmax; 0 takes the most probable id.
-            top_k: number of most probable ids to draw from, 0 for all.
-            top_p: draw from the most probable ids that together reach this probability.
-            seed: of 32 bits. A sequence's tokens depend on it, on the index of the sequence and on its prompt, not on the other
-                prompts.
-            eos_id: id or ids that end a sequence, None for sequences without end.
-            pad_id: id after the end.
-            allowed: bool `[V']`, the ids that may be drawn in addition to eos; None for all. Ids from V' on may not be drawn.
+          model: the model.
+          params: its parameters, on any layout, in the device's or the host's memory.
+          prompts: ids of each prompt, at least one, of any lengths.
+          tokens: number of new tokens per sequence.
+          temperature: of the softmax; 0 takes the most probable id.
+          top_k: number of most probable ids to draw from, 0 for all.
+          top_p: draw from the most probable ids that together reach this probability.
+          seed: of 32 bits. A sequence's tokens depend on it, on the index of the sequence and on its prompt, not on the other
+              prompts.
+          eos_id: id or ids that end a sequence, None for sequences without end.
+          pad_id: id after the end.
+          allowed: bool `[V']`, the ids that may be drawn in addition to eos; None for all. Ids from V' on may not be drawn.
 
         Raises:
-            InputError: invalid arguments, or caches that do not fit in memory.
+          InputError: invalid arguments, or caches that do not fit in memory.
 
         Cost: one pass over the prompts, padded to a common length, then one pass over a token and one read of the caches per
         new token. Programs are cached for prompts of similar length.
@@ -304,10 +304,10 @@ def drawable_ids(tokenizer: Tokenizer) -> np.ndarray:
     A tokenizer that others have made keeps its special tokens: `transformers` draws them as well, and decoding leaves them out.
 
     Args:
-        tokenizer: a tokenizer.
+      tokenizer: a tokenizer.
 
     Returns:
-        bool `[vocab_size]`.
+      bool `[vocab_size]`.
     """
     if isinstance(tokenizer, HFTokenizer) and not tokenizer.is_trained_here:
         return np.isin(np.arange(tokenizer.vocab_size), tokenizer.ids)
@@ -323,8 +323,8 @@ class TextStream:
         """Starts a stream.
 
         Args:
-            tokenizer: of the ids.
-            prompt: ids that precede the stream, whose own text is left out.
+          tokenizer: of the ids.
+          prompt: ids that precede the stream, whose own text is left out.
         """
         self._tokenizer = tokenizer
         self._ids = [int(i) for i in prompt]
@@ -335,11 +335,11 @@ class TextStream:
         """Adds ids to the stream.
 
         Args:
-            ids: further ids.
-            final: True if no more ids will follow.
+          ids: further ids.
+          final: True if no more ids will follow.
 
         Returns:
-            The text that they complete.
+          The text that they complete.
         """
         self._ids += [int(i) for i in ids]
         # All ids are decoded, because the text of a token may depend on the preceding ones.
@@ -357,14 +357,14 @@ def sample_text(model: LM, params: Any, tokenizer: Tokenizer, length: int, seed:
     """Samples text without a prompt, at SAMPLE_TEMPERATURE and SAMPLE_TOP_P, or greedily if there are no probabilities.
 
     Args:
-        model: the model.
-        params: its parameters.
-        tokenizer: of the model.
-        length: bytes of text.
-        seed: of the samples.
+      model: the model.
+      params: its parameters.
+      tokenizer: of the model.
+      length: bytes of text.
+      seed: of the samples.
 
     Returns:
-        About `length` bytes of text.
+      About `length` bytes of text.
     """
     allowed = drawable_ids(tokenizer)
     start = tokenizer.bos_id if tokenizer.bos_id is not None else int(np.flatnonzero(allowed)[0])

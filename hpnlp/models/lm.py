@@ -107,7 +107,7 @@ class LMConfig(BlockConfig):
         """Sizes of the logical axes that a mesh may divide.
 
         Returns:
-            Logical axis -> (size, the config field that sets it).
+          Logical axis -> (size, the config field that sets it).
         """
         period = len(mixer_period(self.mixer))
         return {
@@ -124,7 +124,7 @@ class LMConfig(BlockConfig):
         """Number of weights in the layers' matrices.
 
         Returns:
-            The number, without biases, norms and the tables.
+          The number, without biases, norms and the tables.
         """
         attention = 2 * self.dim * self.head_size * (self.heads + self.kv_head_count)
         mlp = (3 if self.mlp in GATED else 2) * self.dim * self.mlp_size
@@ -138,10 +138,10 @@ class LM(nn.Module):
     are the tokens that follow; segment id 0 marks padding.
 
     Attributes:
-        config: sizes and parts of the model.
-        stats: word statistics of the text, for output layers that need them.
-        model_parallel: embedding lookup, layers and loss over several devices, for `loss`; None for one device.
-        remat: rematerialisation policy of the layers, as `Plan.remat`.
+      config: sizes and parts of the model.
+      stats: word statistics of the text, for output layers that need them.
+      model_parallel: embedding lookup, layers and loss over several devices, for `loss`; None for one device.
+      remat: rematerialisation policy of the layers, as `Plan.remat`.
     """
 
     config: LMConfig
@@ -215,15 +215,15 @@ class LM(nn.Module):
         """Hidden states of tokens.
 
         Args:
-            tokens: ids.
-            context: positions, segments and mask.
-            caches: of the tokens that precede, as an earlier call returned them, or None.
+          tokens: ids.
+          context: positions, segments and mask.
+          caches: of the tokens that precede, as an earlier call returned them, or None.
 
         Returns:
-            `(hidden states after the final norm, caches, aux)`.
+          `(hidden states after the final norm, caches, aux)`.
 
         Raises:
-            InputError: more tokens than learned positions.
+          InputError: more tokens than learned positions.
         """
         c, parallel = self.config, self.model_parallel
         x = self._embed(tokens, context)
@@ -293,11 +293,11 @@ class LM(nn.Module):
         """The loss of a batch.
 
         Args:
-            batch: tokens, labels, segment_ids, positions and weights.
-            deterministic: no dropout and no sampling in the output layer; otherwise the rngs "dropout" and "output" are used.
+          batch: tokens, labels, segment_ids, positions and weights.
+          deterministic: no dropout and no sampling in the output layer; otherwise the rngs "dropout" and "output" are used.
 
         Returns:
-            The loss summed over tokens, in nats, with what the layers report.
+          The loss summed over tokens, in nats, with what the layers report.
         """
         order = indices = None
         ids = jnp.arange(batch["tokens"].size, dtype=jnp.int32).reshape(batch["tokens"].shape)
@@ -324,14 +324,14 @@ class LM(nn.Module):
         """Rows of tables that `loss` of this batch looks up with the same rngs.
 
         Args:
-            batch: as for `loss`.
+          batch: as for `loss`.
 
         Returns:
-            Path of a table among the parameters -> ids, with repetitions. `TableRows` of them may replace the table. Tables
-            that are used in full are left out.
+          Path of a table among the parameters -> ids, with repetitions. `TableRows` of them may replace the table. Tables
+          that are used in full are left out.
 
         Raises:
-            InputError: the embedding and the output layer share their table.
+          InputError: the embedding and the output layer share their table.
         """
         if self.config.tied:
             raise InputError(
@@ -347,10 +347,10 @@ class LM(nn.Module):
         """Logits of every next token.
 
         Args:
-            tokens: ids, one document per sequence.
+          tokens: ids, one document per sequence.
 
         Returns:
-            Float32 logits.
+          Float32 logits.
         """
         h, _, _ = self.hidden(tokens, Context(_positions(tokens), None, Causal()))
         return self.output.logits(self.table, h.reshape(-1, h.shape[-1])).reshape(*tokens.shape, -1)
@@ -361,12 +361,12 @@ class LM(nn.Module):
         """Runs prompts through the model and fills caches.
 
         Args:
-            tokens: ids of the prompts, padded at the end.
-            lengths: number of tokens of each prompt.
-            capacity: number of tokens per sequence that the caches have room for.
+          tokens: ids of the prompts, padded at the end.
+          lengths: number of tokens of each prompt.
+          capacity: number of tokens per sequence that the caches have room for.
 
         Returns:
-            `(hidden state of each prompt's last token, caches)`.
+          `(hidden state of each prompt's last token, caches)`.
         """
         positions = _positions(tokens)
         segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
@@ -379,12 +379,12 @@ class LM(nn.Module):
         """Runs further tokens, which continue those in the caches.
 
         Args:
-            tokens: ids.
-            positions: of the tokens.
-            caches: of all preceding tokens.
+          tokens: ids.
+          positions: of the tokens.
+          caches: of all preceding tokens.
 
         Returns:
-            `(hidden states, the extended caches)`.
+          `(hidden states, the extended caches)`.
         """
         h, caches, _ = self.hidden(tokens, Context(positions, None, Causal()), caches)
         return h, caches
@@ -406,10 +406,10 @@ def separate_layers(params: Any) -> Any:
     separate parameters run one by one, whatever `unroll` is.
 
     Args:
-        params: parameters of a model.
+      params: parameters of a model.
 
     Returns:
-        The parameters, with a tuple of one tree per layer under "layers".
+      The parameters, with a tuple of one tree per layer under "layers".
     """
     stack = params["layers"]
     if isinstance(stack, tuple):
@@ -422,10 +422,10 @@ def mixers_of(model: LM) -> list[Any]:
     """The mixers of a model's layers.
 
     Args:
-        model: a model.
+      model: a model.
 
     Returns:
-        One period of mixers, which the layers take in turn.
+      One period of mixers, which the layers take in turn.
     """
     return [build(mixer, MIXERS, "mixer") for mixer in mixer_period(model.config.mixer)]
 
@@ -434,10 +434,10 @@ def masks_of(model: LM) -> list[Any]:
     """The masks of a model's layers.
 
     Args:
-        model: a model.
+      model: a model.
 
     Returns:
-        The mask of each mixer of one period, with causality.
+      The mask of each mixer of one period, with causality.
     """
     return [mixer.within(Causal()) for mixer in mixers_of(model)]
 
@@ -446,10 +446,10 @@ def axes_of(model: LM) -> Any:
     """Logical axis names of a model's parameters. Allocates nothing.
 
     Args:
-        model: a model.
+      model: a model.
 
     Returns:
-        A tree like the parameters of tuples of names.
+      A tree like the parameters of tuples of names.
     """
     return axes_and_shapes(model)[0]
 
@@ -458,10 +458,10 @@ def axes_and_shapes(model: LM) -> tuple[Any, Any]:
     """Logical axis names and shapes of a model's parameters. Allocates nothing.
 
     Args:
-        model: a model.
+      model: a model.
 
     Returns:
-        `(axes, shapes)`: trees like the parameters of tuples of names (None for a parameter without names) and of shapes.
+      `(axes, shapes)`: trees like the parameters of tuples of names (None for a parameter without names) and of shapes.
     """
     boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), example_batch(1, 8)))["params"]
 
@@ -476,11 +476,11 @@ def example_batch(rows: int, length: int) -> dict[str, jax.Array]:
     """A batch of zeros with the shapes and dtypes of a batch of data.
 
     Args:
-        rows: number of sequences, B.
-        length: tokens per sequence, T.
+      rows: number of sequences, B.
+      length: tokens per sequence, T.
 
     Returns:
-        The batch, all of whose tokens have segment id 1 and weight 1.
+      The batch, all of whose tokens have segment id 1 and weight 1.
     """
     ints = jnp.zeros((rows, length), jnp.int32)
     return {

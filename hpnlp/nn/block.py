@@ -86,10 +86,10 @@ class Block(nn.Module):
     """Two pre-normed branches: `mix` (attention) and `feed` (MLP). `__call__` adds them to a single stream.
 
     Attributes:
-        config: sizes and parts.
-        out_init: initialiser of the projections that write to the residual stream.
-        mixer: the mixer of this Block, one of `config.mixer`.
-        tensor_parallel: division of heads and MLP columns over devices.
+      config: sizes and parts.
+      out_init: initialiser of the projections that write to the residual stream.
+      mixer: the mixer of this Block, one of `config.mixer`.
+      tensor_parallel: division of heads and MLP columns over devices.
     """
 
     config: BlockConfig
@@ -124,12 +124,12 @@ class Block(nn.Module):
         """The mixing branch, without its residual.
 
         Args:
-            x: hidden states.
-            context: positions, segments and mask.
-            cache: of the tokens that precede x, or None.
+          x: hidden states.
+          context: positions, segments and mask.
+          cache: of the tokens that precede x, or None.
 
         Returns:
-            `(y [B, T, D], cache or None, aux)`.
+          `(y [B, T, D], cache or None, aux)`.
         """
         y, cache, aux = self.attention(self.mix_norm(x), context, cache)
         return self._drop(y, context), cache, aux
@@ -138,11 +138,11 @@ class Block(nn.Module):
         """The feed-forward branch, without its residual.
 
         Args:
-            x: hidden states.
-            context: ids of the tokens, for dropout.
+          x: hidden states.
+          context: ids of the tokens, for dropout.
 
         Returns:
-            `(y [B, T, D], aux)`.
+          `(y [B, T, D], aux)`.
         """
         return self._drop(self.mlp(self.feed_norm(x)), context), {}
 
@@ -150,12 +150,12 @@ class Block(nn.Module):
         """Adds both branches to a single stream, one after the other.
 
         Args:
-            x: hidden states.
-            context: positions, segments and mask.
-            cache: of the tokens that precede x, or None.
+          x: hidden states.
+          context: positions, segments and mask.
+          cache: of the tokens that precede x, or None.
 
         Returns:
-            `(x [B, T, D], cache or None, aux)`.
+          `(x [B, T, D], cache or None, aux)`.
         """
         y, cache, aux = self.mix(x, context, cache)
         x = x + y

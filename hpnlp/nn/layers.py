@@ -30,14 +30,14 @@ def param(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...
     """A float32 parameter of a module.
 
     Args:
-        module: the module.
-        name: of the parameter.
-        init: initialiser.
-        shape: of the parameter.
-        axes: logical names of its axes.
+      module: the module.
+      name: of the parameter.
+      init: initialiser.
+      shape: of the parameter.
+      axes: logical names of its axes.
 
     Returns:
-        The parameter: an array, or the `TableRows` or `Zero2Parameter` that was passed in its place.
+      The parameter: an array, or the `TableRows` or `Zero2Parameter` that was passed in its place.
     """
     variable = module.get_variable("params", name)
     if isinstance(variable, TableRows | Zero2Parameter):
@@ -50,12 +50,12 @@ class Dense(nn.Module):
     """`x @ kernel + bias` over the last axis.
 
     Attributes:
-        features: output features.
-        axes: logical names of the kernel's input and output axis.
-        use_bias: add a bias.
-        init: initialiser of the kernel.
-        tensor_parallel: for the last product of a branch, of whose input axis each device may have a slice; the devices'
-            partial products are summed.
+      features: output features.
+      axes: logical names of the kernel's input and output axis.
+      use_bias: add a bias.
+      init: initialiser of the kernel.
+      tensor_parallel: for the last product of a branch, of whose input axis each device may have a slice; the devices'
+          partial products are summed.
     """
 
     features: int
@@ -78,9 +78,9 @@ class Embed(nn.Module):
     """A table of rows, looked up by id.
 
     Attributes:
-        rows: number of rows.
-        dim: features of a row.
-        axis: logical name of the axis of rows.
+      rows: number of rows.
+      dim: features of a row.
+      axis: logical name of the axis of rows.
     """
 
     rows: int
@@ -138,11 +138,11 @@ class MLP(nn.Module):
     """The feed-forward branch: `down(f(up(x)))`, or `down(f(gate(x)) * up(x))` for the kinds in GATED.
 
     Attributes:
-        hidden: number of columns of up and gate.
-        kind: entry of MLPS, the activation f.
-        use_bias: biases on all projections.
-        down_init: initialiser of the last projection.
-        tensor_parallel: division of the columns over devices.
+      hidden: number of columns of up and gate.
+      kind: entry of MLPS, the activation f.
+      use_bias: biases on all projections.
+      down_init: initialiser of the last projection.
+      tensor_parallel: division of the columns over devices.
     """
 
     hidden: int
@@ -170,14 +170,14 @@ def dropout(
     """Zeroes entries at random and scales the others by 1 / (1 - rate).
 
     Args:
-        x: an array.
-        rate: probability that an entry is zeroed.
-        rng: key; None for no dropout.
-        ids: a number for each token. An entry's fate depends on it and on the index in D only, so that every layout over
-            devices drops the same entries.
+      x: an array.
+      rate: probability that an entry is zeroed.
+      rng: key; None for no dropout.
+      ids: a number for each token. An entry's fate depends on it and on the index in D only, so that every layout over
+          devices drops the same entries.
 
     Returns:
-        The array, in the dtype of x.
+      The array, in the dtype of x.
     """
     if rng is None or rate == 0.0:
         return x

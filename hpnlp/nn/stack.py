@@ -33,18 +33,18 @@ def run_layers(
     of the last, incomplete period after the loop. Separate parameters run layer by layer.
 
     Args:
-        layers: the forms of the layers, of one period.
-        x: input of the first layer, an array or a tree of arrays.
-        params: parameters of all layers, stacked on a first axis, or a tuple of one tree per layer.
-        caches: None, or caches that an earlier call returned. For separate parameters, a tuple of one cache per layer. For
-            stacked ones, `(by form, remaining)`: for each form, its caches stacked over periods; and one cache for each layer
-            after the loop.
-        count: number of layers.
-        unroll: number of layers in one iteration of the loop, rounded up to complete periods.
-        first: index of the first layer.
+      layers: the forms of the layers, of one period.
+      x: input of the first layer, an array or a tree of arrays.
+      params: parameters of all layers, stacked on a first axis, or a tuple of one tree per layer.
+      caches: None, or caches that an earlier call returned. For separate parameters, a tuple of one cache per layer. For
+          stacked ones, `(by form, remaining)`: for each form, its caches stacked over periods; and one cache for each layer
+          after the loop.
+      count: number of layers.
+      unroll: number of layers in one iteration of the loop, rounded up to complete periods.
+      first: index of the first layer.
 
     Returns:
-        `(x, caches, aux)`, with aux summed over layers.
+      `(x, caches, aux)`, with aux summed over layers.
     """
     indices = _layer_indices(count, first)
     if isinstance(params, tuple):
@@ -91,15 +91,15 @@ def run_reversible_layers(
     """Runs a stack of reversible layers, whose backward pass recomputes activations from the output.
 
     Args:
-        branches: the branches of each form, of one period.
-        x: the two streams.
-        params: parameters of all layers, stacked on a first axis.
-        count: number of layers.
-        operands: passed to every branch.
-        first: index of the first layer.
+      branches: the branches of each form, of one period.
+      x: the two streams.
+      params: parameters of all layers, stacked on a first axis.
+      count: number of layers.
+      operands: passed to every branch.
+      first: index of the first layer.
 
     Returns:
-        `(x, aux)`, with aux summed over layers.
+      `(x, aux)`, with aux summed over layers.
     """
     x1, x2, reports = reversible(branches, (params, _layer_indices(count, first)), *x, *operands)
     return (x1, x2), _sum_by_name(
@@ -111,11 +111,11 @@ def reversible_layer(branches: BranchPair, operands: tuple[Any, ...]) -> Layer:
     """A layer that computes in `run_layers`, with a cache, the same function as its branches in `run_reversible_layers`.
 
     Args:
-        branches: (mix, feed).
-        operands: passed to both branches.
+      branches: (mix, feed).
+      operands: passed to both branches.
 
     Returns:
-        The layer. Its backward pass keeps activations.
+      The layer. Its backward pass keeps activations.
     """
     mix, feed = branches
 

@@ -20,10 +20,10 @@ def as_arrays(tree: Any) -> Any:
     that jax does not use (float64), and arithmetic among them is numpy's. Other leaves are returned as they are.
 
     Args:
-        tree: arrays, numbers, functions and None in any containers that are pytrees.
+      tree: arrays, numbers, functions and None in any containers that are pytrees.
 
     Returns:
-        The tree, with jax arrays for numpy arrays. The zero tangents of integers (float0) stay numpy arrays.
+      The tree, with jax arrays for numpy arrays. The zero tangents of integers (float0) stay numpy arrays.
     """
     leaves, structure = jax.tree.flatten(tree)
     if not has_numpy(leaves):

@@ -24,13 +24,13 @@ def apply_to_matrices(
     matrices, and exchange the results back. A single matrix is gathered, and all devices compute the same result.
 
     Args:
-        function: maps each matrix of a stack `[L, A, B]` to another matrix of the same shape.
-        x: `[..., A, B]`.
-        mesh: the mesh.
-        spec: the layout of x, and of the result, on the mesh.
+      function: maps each matrix of a stack `[L, A, B]` to another matrix of the same shape.
+      x: `[..., A, B]`.
+      mesh: the mesh.
+      spec: the layout of x, and of the result, on the mesh.
 
     Returns:
-        `function(x)`, `[..., A, B]`, laid out by `spec`.
+      `function(x)`, `[..., A, B]`, laid out by `spec`.
 
     Cost: for each mesh axis that divides matrices, every device sends (n - 1) / n of its shards, once forth and once back.
     Where n does not divide L, the cost is that of the next multiple of n.

@@ -20,10 +20,10 @@ def on_host(shardings: Any) -> Any:
     """Moves shardings to the host's memory.
 
     Args:
-        shardings: a tree of shardings.
+      shardings: a tree of shardings.
 
     Returns:
-        The same shardings with memory kind HOST.
+      The same shardings with memory kind HOST.
     """
     return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), shardings)
 
@@ -32,10 +32,10 @@ def layers_on_host(shardings: Any) -> Any:
     """Moves the shardings of the layers' parameters to the host's memory.
 
     Args:
-        shardings: a dict like the parameters, with the key "layers".
+      shardings: a dict like the parameters, with the key "layers".
 
     Returns:
-        The same shardings, those under "layers" with memory kind HOST.
+      The same shardings, those under "layers" with memory kind HOST.
     """
     return {**shardings, "layers": on_host(shardings["layers"])}
 
@@ -44,11 +44,11 @@ def to_device_after(tree: Any, after: jax.Array) -> Any:
     """Copies arrays from the host to the device once `after` has been computed.
 
     Args:
-        tree: a tree of arrays, in the host's or the device's memory.
-        after: the array that the copies wait for, so that the device does not hold them earlier.
+      tree: a tree of arrays, in the host's or the device's memory.
+      after: the array that the copies wait for, so that the device does not hold them earlier.
 
     Returns:
-        The tree in the device's memory.
+      The tree in the device's memory.
     """
     tree, _ = lax.optimization_barrier((tree, after))
     return to_device(tree)
@@ -58,10 +58,10 @@ def to_device(tree: Any) -> Any:
     """Copies arrays from the host to the device; arrays on the device are returned as they are.
 
     Args:
-        tree: a tree of arrays, in the host's or the device's memory.
+      tree: a tree of arrays, in the host's or the device's memory.
 
     Returns:
-        The tree in the device's memory. Gradients by an array from the host are copied back to the host.
+      The tree in the device's memory. Gradients by an array from the host are copied back to the host.
     """
     return jax.tree.map(_on_device, tree)
 
@@ -80,12 +80,12 @@ def by_layer(function: Callable[..., Any], state: Any, *operands: Any) -> Any:
     call with their original values.
 
     Args:
-        function: `function(state, *operands) -> state`.
-        state: a tree of arrays, in the host's or the device's memory.
-        operands: trees of arrays likewise.
+      function: `function(state, *operands) -> state`.
+      state: a tree of arrays, in the host's or the device's memory.
+      operands: trees of arrays likewise.
 
     Returns:
-        The new state; each array is in the memory that it came from.
+      The new state; each array is in the memory that it came from.
     """
     nodes, treedef = jax.tree.flatten((state, *operands), is_leaf=_has_layers)
     state_treedef = jax.tree.structure(state, is_leaf=_has_layers)

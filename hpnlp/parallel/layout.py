@@ -26,10 +26,10 @@ class Layout:
     """A Plan resolved on a mesh.
 
     Attributes:
-        mesh: the devices; an AbstractMesh for devices that are not there.
-        rules: logical axis -> the mesh axes that divide it, each of more than one device.
-        zero: the ZeRO stage of the mesh axis `fsdp`, 0 to 3.
-        microbatches, exchange, rounds, recompute_stages, offload_parameters: fields of the Plan.
+      mesh: the devices; an AbstractMesh for devices that are not there.
+      rules: logical axis -> the mesh axes that divide it, each of more than one device.
+      zero: the ZeRO stage of the mesh axis `fsdp`, 0 to 3.
+      microbatches, exchange, rounds, recompute_stages, offload_parameters: fields of the Plan.
     """
 
     mesh: Mesh | AbstractMesh
@@ -45,10 +45,10 @@ class Layout:
         """Number of shards that logical axes are divided into.
 
         Args:
-            names: logical axes.
+          names: logical axes.
 
         Returns:
-            The product of the sizes of the mesh axes that divide them.
+          The product of the sizes of the mesh axes that divide them.
         """
         return math.prod(self.mesh.shape[axis] for name in names for axis in self.rules[name])
 
@@ -56,10 +56,10 @@ class Layout:
         """PartitionSpec of an array.
 
         Args:
-            names: the logical name of each axis; None for an axis that is not divided.
+          names: the logical name of each axis; None for an axis that is not divided.
 
         Returns:
-            The PartitionSpec. ZeRO does not divide the array.
+          The PartitionSpec. ZeRO does not divide the array.
         """
         return _partition_spec([self.rules[name] if name else () for name in names])
 
@@ -67,10 +67,10 @@ class Layout:
         """Sharding of an array.
 
         Args:
-            names: as for `spec`; no names for a replicated array.
+          names: as for `spec`; no names for a replicated array.
 
         Returns:
-            A NamedSharding of `spec(*names)`.
+          A NamedSharding of `spec(*names)`.
         """
         return NamedSharding(self.mesh, self.spec(*names))
 
@@ -78,12 +78,12 @@ class Layout:
         """PartitionSpec of a parameter, a gradient or an optimizer statistic.
 
         Args:
-            names: logical names of the parameter's axes, or None.
-            shape: of the array. If its rank differs from the number of names (a factored statistic), it is replicated.
-            divided: whether ZeRO divides the array over `fsdp`; see `zero.fsdp_dimension`.
+          names: logical names of the parameter's axes, or None.
+          shape: of the array. If its rank differs from the number of names (a factored statistic), it is replicated.
+          divided: whether ZeRO divides the array over `fsdp`; see `zero.fsdp_dimension`.
 
         Returns:
-            The PartitionSpec.
+          The PartitionSpec.
         """
         if names is None or len(names) != len(shape):
             return PartitionSpec()
@@ -96,12 +96,12 @@ class Layout:
         """PartitionSpecs of a tree of arrays.
 
         Args:
-            names: a tree of tuples of logical names, None for an array without names.
-            shapes: a tree of arrays or their shapes.
-            divided: as for `state_spec`.
+          names: a tree of tuples of logical names, None for an array without names.
+          shapes: a tree of arrays or their shapes.
+          divided: as for `state_spec`.
 
         Returns:
-            A tree of PartitionSpecs.
+          A tree of PartitionSpecs.
         """
         return jax.tree.map(lambda n, x: self.state_spec(n, x.shape, divided=divided), names, shapes, is_leaf=_is_names)
 
@@ -114,10 +114,10 @@ class Layout:
         """Tensor parallelism of Blocks.
 
         Args:
-            length: tokens per sequence.
+          length: tokens per sequence.
 
         Returns:
-            A MeshTensorParallel, with sequence parallelism if the tokens divide over the axis `tensor`.
+          A MeshTensorParallel, with sequence parallelism if the tokens divide over the axis `tensor`.
         """
         devices = self.mesh.shape["tensor"]
         shards_tokens = devices > 1 and length % (devices * self.size("length")) == 0
@@ -127,10 +127,10 @@ class Layout:
         """PartitionSpec of hidden states `[B, T, D]` between Blocks.
 
         Args:
-            length: tokens per sequence.
+          length: tokens per sequence.
 
         Returns:
-            The PartitionSpec.
+          The PartitionSpec.
         """
         axes = ("tensor",) if self.tensor_parallel(length).shards_tokens else ()
         return _partition_spec([self.rules["batch"], (*self.rules["length"], *axes), ()])
@@ -139,10 +139,10 @@ class Layout:
         """Checks that sequences and tokens divide over the mesh.
 
         Args:
-            shape: `(B, T)` of a batch.
+          shape: `(B, T)` of a batch.
 
         Raises:
-            InputError: one of them does not divide.
+          InputError: one of them does not divide.
         """
         for size, name, unit in zip(shape, ("batch", "length"), ("sequences", "tokens per sequence"), strict=True):
             if size % self.size(name):
@@ -153,13 +153,13 @@ class Layout:
         """Specs under which parameters enter a `shard_map`, and the function that gathers them there.
 
         Args:
-            names: a tree like `params` of tuples of logical names.
-            params: a tree of arrays and `Zero2Parameter`s.
-            stacked: True if the function is given slices of the first axis ("layers") instead of the complete stacks.
+          names: a tree like `params` of tuples of logical names.
+          params: a tree of arrays and `Zero2Parameter`s.
+          stacked: True if the function is given slices of the first axis ("layers") instead of the complete stacks.
 
         Returns:
-            `(specs, gather)`. specs: a tree of PartitionSpecs. gather: maps a tree of a device's shards to full parameters;
-            its derivative reduce-scatters gradients as the ZeRO stage has it.
+          `(specs, gather)`. specs: a tree of PartitionSpecs. gather: maps a tree of a device's shards to full parameters;
+          its derivative reduce-scatters gradients as the ZeRO stage has it.
         """
         specs = jax.tree.map(self._parameter_spec, names, params, is_leaf=_is_names)
         gather_dimension = functools.partial(self._gather_dimension, stacked=stacked)
@@ -189,11 +189,11 @@ class Layout:
         """Matrices that every device holds in full although the plan divides parameters or their statistics.
 
         Args:
-            names: a tree of tuples of logical names, None for an array without names.
-            shapes: a tree of arrays or their shapes.
+          names: a tree of tuples of logical names, None for an array without names.
+          shapes: a tree of arrays or their shapes.
 
         Returns:
-            The path and shape of each such matrix; empty if the plan divides no parameters at all.
+          The path and shape of each such matrix; empty if the plan divides no parameters at all.
         """
         if not (self.zero > 0 or self.mesh.shape["tensor"] > 1 or self.mesh.shape["pipeline"] > 1):
             return []

@@ -57,19 +57,19 @@ def run_layers(
     """Runs all layers of a model over a mesh.
 
     Args:
-        layout: of the run.
-        names: logical names of the parameters' axes, of which the first is "layers".
-        run: runs some layers on one device.
-        params: stacked in the layers' order, `[L, ...]`, laid out by the layout.
-        x: hidden states, laid out by `Layout.activations`.
-        context: a pytree of arrays `[B, ...]` and `[B, T, ...]`.
-        rng: key for dropout, or None.
+      layout: of the run.
+      names: logical names of the parameters' axes, of which the first is "layers".
+      run: runs some layers on one device.
+      params: stacked in the layers' order, `[L, ...]`, laid out by the layout.
+      x: hidden states, laid out by `Layout.activations`.
+      context: a pytree of arrays `[B, ...]` and `[B, T, ...]`.
+      rng: key for dropout, or None.
 
     Returns:
-        `(x, aux)`: the hidden states after all layers, and what the layers report, summed over layers and devices.
+      `(x, aux)`: the hidden states after all layers, and what the layers report, summed over layers and devices.
 
     Raises:
-        InputError: a device's sequences do not divide into microbatches.
+      InputError: a device's sequences do not divide into microbatches.
 
     Cost: with stages, the gradients of parameters are summed over `data` once per pass. Parameters that ZeRO divides are
     gathered in every tick, forward and backward, and their gradients scattered. With rounds, see `_redistribute`.
@@ -131,14 +131,14 @@ def microbatches(layout: Layout, rows: int) -> int:
     the stages.
 
     Args:
-        layout: of the run.
-        rows: sequences of the batch, over all devices.
+      layout: of the run.
+      rows: sequences of the batch, over all devices.
 
     Returns:
-        The number of microbatches that each device's sequences are divided into; 1 without a pipeline.
+      The number of microbatches that each device's sequences are divided into; 1 without a pipeline.
 
     Raises:
-        InputError: the sequences do not divide into microbatches, or the microbatches into groups.
+      InputError: the sequences do not divide into microbatches, or the microbatches into groups.
     """
     sequences, stages, count = rows // layout.size("batch"), layout.size("layers"), layout.microbatches
     if stages == 1:
@@ -163,12 +163,12 @@ def ticks(stages: int, count: int, rounds: int) -> int:
     """Duration of a pass in ticks. In a tick, a stage runs one microbatch through one chunk of its layers.
 
     Args:
-        stages: S.
-        count: M, the number of microbatches.
-        rounds: R.
+      stages: S.
+      count: M, the number of microbatches.
+      rounds: R.
 
     Returns:
-        R M + S - 1.
+      R M + S - 1.
     """
     return rounds * count + stages - 1
 

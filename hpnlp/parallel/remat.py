@@ -70,12 +70,12 @@ def policy(text: str) -> Any:
     """Parses a rematerialisation policy.
 
     Args:
-        text: a spec string such as "names(mixed, hidden)", an entry of REMAT.
+      text: a spec string such as "names(mixed, hidden)", an entry of REMAT.
 
     Returns:
-        A policy of `jax.checkpoint`; None for "none", which keeps everything.
+      A policy of `jax.checkpoint`; None for "none", which keeps everything.
 
     Raises:
-        InputError: unknown policy or name.
+      InputError: unknown policy or name.
     """
     return build(parse_one(text, "plan.remat"), REMAT, "plan.remat")

@@ -39,13 +39,13 @@ class MeshTensorParallel(TensorParallel):
     Methods are called inside `jax.shard_map`.
 
     Attributes:
-        mesh_axes: "heads", "mlp" and "vocab" -> the mesh axes that divide them.
-        shards_tokens: True where, between branches, each device of the axis `tensor` holds a slice of the tokens of each
-            sequence (sequence parallelism); False where it holds all of them.
-        run_mixer: `(mixer, inputs, mask) -> MixerOutput` for the device's tokens.
-        gather: makes a layer's full parameters from the device's shards.
-        regathered_sizes: numbers of elements that parameters have before and after `gather`, where the backward pass gathers
-            them again; empty where it keeps the gathered parameters.
+      mesh_axes: "heads", "mlp" and "vocab" -> the mesh axes that divide them.
+      shards_tokens: True where, between branches, each device of the axis `tensor` holds a slice of the tokens of each
+          sequence (sequence parallelism); False where it holds all of them.
+      run_mixer: `(mixer, inputs, mask) -> MixerOutput` for the device's tokens.
+      gather: makes a layer's full parameters from the device's shards.
+      regathered_sizes: numbers of elements that parameters have before and after `gather`, where the backward pass gathers
+          them again; empty where it keeps the gathered parameters.
     """
 
     is_identity: ClassVar[bool] = False

@@ -16,11 +16,11 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Marks an array as varying over mesh axes. Its cotangent is summed over these axes.
 
     Args:
-        x: an array of any shape.
-        axes: names of mesh axes; those that x varies over already are ignored.
+      x: an array of any shape.
+      axes: names of mesh axes; those that x varies over already are ignored.
 
     Returns:
-        x, marked.
+      x, marked.
     """
     new_axes = tuple(sorted(set(axes) - jax.typeof(x).manual_axis_type.varying))
     return lax.pcast(x, new_axes, to="varying") if new_axes else x
@@ -30,11 +30,11 @@ def sum_over_devices(value: jax.Array, weight: jax.Array) -> tuple[jax.Array, ja
     """Sums a value and its weight over all mesh axes that at least one of them varies over.
 
     Args:
-        value: an array of any shape.
-        weight: an array of any shape.
+      value: an array of any shape.
+      weight: an array of any shape.
 
     Returns:
-        The two sums, the same on all devices.
+      The two sums, the same on all devices.
     """
     value, weight = vary_alike(value, weight)
     axes = tuple(sorted(jax.typeof(value).manual_axis_type.varying))
@@ -45,10 +45,10 @@ def zeros_like(shape: Any) -> jax.Array:
     """Creates zeros that vary over the same mesh axes as a traced array.
 
     Args:
-        shape: a result of `jax.eval_shape`.
+      shape: a result of `jax.eval_shape`.
 
     Returns:
-        Zeros of that shape and dtype.
+      Zeros of that shape and dtype.
     """
     axes = tuple(sorted(shape.manual_axis_type.varying)) if hasattr(shape, "manual_axis_type") else ()
     zeros = jnp.zeros(shape.shape, shape.dtype)

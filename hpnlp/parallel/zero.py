@@ -41,13 +41,13 @@ def fsdp_dimension(
     never divided over `fsdp`. Vectors are not divided either: they are too small to be worth the messages.
 
     Args:
-        names: logical names of the array's axes.
-        shape: of the array.
-        mesh_axes: for each dimension, the mesh axes that divide it already.
-        mesh_shape: mesh axis -> size.
+      names: logical names of the array's axes.
+      shape: of the array.
+      mesh_axes: for each dimension, the mesh axes that divide it already.
+      mesh_shape: mesh axis -> size.
 
     Returns:
-        The dimension, or NOT_DIVIDED.
+      The dimension, or NOT_DIVIDED.
     """
     if sum(name != "layers" for name in names) <= 1:
         return NOT_DIVIDED
@@ -62,10 +62,10 @@ def divided_dimension(spec: PartitionSpec) -> int:
     """Finds the dimension that a PartitionSpec divides over `fsdp`.
 
     Args:
-        spec: of an array.
+      spec: of an array.
 
     Returns:
-        The dimension, or NOT_DIVIDED.
+      The dimension, or NOT_DIVIDED.
     """
     divided = [dim for dim, axes in enumerate(spec) if axes == AXIS or (isinstance(axes, tuple) and AXIS in axes)]
     return divided[0] if divided else NOT_DIVIDED
@@ -75,10 +75,10 @@ def full_shape(leaf: Any) -> tuple[int, ...]:
     """Shape of a parameter.
 
     Args:
-        leaf: an array, or a `Zero2Parameter`.
+      leaf: an array, or a `Zero2Parameter`.
 
     Returns:
-        The shape of the array, or of the full parameter.
+      The shape of the array, or of the full parameter.
     """
     return leaf.full.shape if is_zero2(leaf) else leaf.shape
 
@@ -87,10 +87,10 @@ def is_zero2(node: Any) -> bool:
     """Whether a node of a tree is a `Zero2Parameter`.
 
     Args:
-        node: of a tree of parameters.
+      node: of a tree of parameters.
 
     Returns:
-        True for a `Zero2Parameter`, False for an array or a container.
+      True for a `Zero2Parameter`, False for an array or a container.
     """
     return isinstance(node, Zero2Parameter)
 
@@ -99,13 +99,13 @@ def gather_parameter(leaf: Any, dim: int, token_axes: tuple[str, ...]) -> jax.Ar
     """Makes a full parameter inside `shard_map`; the derivative reduce-scatters its gradient over `fsdp`.
 
     Args:
-        leaf: the device's shard (stage 3, or a parameter that is not divided), or a `Zero2Parameter` (stage 2).
-        dim: the dimension that is divided over `fsdp`, or NOT_DIVIDED.
-        token_axes: mesh axes whose devices have different tokens. The gradient is summed over the axes other than `fsdp`
-            after the reduce-scatter, when it is a shard.
+      leaf: the device's shard (stage 3, or a parameter that is not divided), or a `Zero2Parameter` (stage 2).
+      dim: the dimension that is divided over `fsdp`, or NOT_DIVIDED.
+      token_axes: mesh axes whose devices have different tokens. The gradient is summed over the axes other than `fsdp`
+          after the reduce-scatter, when it is a shard.
 
     Returns:
-        The full parameter.
+      The full parameter.
     """
     if dim == NOT_DIVIDED:
         return leaf.shard if is_zero2(leaf) else leaf

@@ -38,7 +38,7 @@ class Collective:
         """Bytes that each device sends in a step, by ring algorithms.
 
         References:
-            Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+          Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
         """
         n = self.devices
         share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(self.kind, (n - 1) / n)
@@ -63,14 +63,14 @@ def traffic(jaxpr: Any, sizes: Mapping[str, int]) -> list[Collective]:
     """Collectives of a program. A `cond` counts as the branch that sends most.
 
     Args:
-        jaxpr: as `jax.jit(f).trace(...).jaxpr` returns it.
-        sizes: number of devices of each mesh axis.
+      jaxpr: as `jax.jit(f).trace(...).jaxpr` returns it.
+      sizes: number of devices of each mesh axis.
 
     Returns:
-        Each distinct collective once, with the number of times that it runs.
+      Each distinct collective once, with the number of times that it runs.
 
     Raises:
-        InputError: a collective runs in a loop of unknown length.
+      InputError: a collective runs in a loop of unknown length.
     """
     return _merged(_jaxpr_collectives(jaxpr, sizes, 1))
 
@@ -120,10 +120,10 @@ def total(collectives: Iterable[Collective]) -> float:
     """Bytes that each device sends.
 
     Args:
-        collectives: those of a step.
+      collectives: those of a step.
 
     Returns:
-        The sum of their `bytes`.
+      The sum of their `bytes`.
     """
     return sum((collective.bytes for collective in collectives), 0.0)
 
@@ -132,12 +132,12 @@ def trace(trainer: Trainer, batch_size: int, length: int) -> Any:
     """Traces a training step.
 
     Args:
-        trainer: a trainer, on devices or on an abstract mesh.
-        batch_size: examples in a batch of all devices.
-        length: tokens of an example.
+      trainer: a trainer, on devices or on an abstract mesh.
+      batch_size: examples in a batch of all devices.
+      length: tokens of an example.
 
     Returns:
-        A `jax.stages.Traced`, with its `jaxpr` and `lower()`.
+      A `jax.stages.Traced`, with its `jaxpr` and `lower()`.
     """
     batch = jax.eval_shape(lambda: example_batch(batch_size, length))
     return trainer.step.jitted.trace(trainer.state_shapes, batch, jax.eval_shape(lambda: jax.random.key(0)))
@@ -147,14 +147,14 @@ def step_traffic(trainer: Trainer, jaxpr: Any) -> list[Collective]:
     """Collectives of a training step, those that the compiler adds for ZeRO included.
 
     Args:
-        trainer: a trainer, on devices or on an abstract mesh.
-        jaxpr: of the step's trace.
+      trainer: a trainer, on devices or on an abstract mesh.
+      jaxpr: of the step's trace.
 
     Returns:
-        Each distinct collective once. `times` of -1 takes off an all-gather that the compiler does once instead of twice.
+      Each distinct collective once. `times` of -1 takes off an all-gather that the compiler does once instead of twice.
 
     Raises:
-        InputError: a collective runs in a loop of unknown length.
+      InputError: a collective runs in a loop of unknown length.
     """
     layout, params = trainer.layout, trainer.state_shapes.params
     collectives = traffic(jaxpr, layout.mesh.shape)
@@ -192,13 +192,13 @@ def compiled_traffic(text: str) -> list[Collective]:
     """Collectives of a compiled program.
 
     Args:
-        text: the HLO text of the program, as `jax.stages.Compiled.as_text()` returns it.
+      text: the HLO text of the program, as `jax.stages.Compiled.as_text()` returns it.
 
     Returns:
-        Each distinct collective once, without the names of mesh axes.
+      Each distinct collective once, without the names of mesh axes.
 
     Raises:
-        InputError: a collective runs in a loop whose length is not in the text, or its devices cannot be read from it.
+      InputError: a collective runs in a loop whose length is not in the text, or its devices cannot be read from it.
     """
     computations: dict[str, list[str]] = {}
     body: list[str] = []

@@ -36,11 +36,11 @@ class Device:
         """Lower bound of the time of a collective, whose messages are sent one after the other.
 
         Args:
-            collective: with all its runs.
-            sizes: number of devices of each mesh axis.
+          collective: with all its runs.
+          sizes: number of devices of each mesh axis.
 
         Returns:
-            Seconds in a step.
+          Seconds in a step.
         """
         return collective.bytes / self.collective_bandwidth(collective.axes, sizes)
 
@@ -51,11 +51,11 @@ class Device:
         another device's network card (as NCCL does).
 
         Args:
-            axes: those that the collective goes over.
-            sizes: number of devices of each mesh axis.
+          axes: those that the collective goes over.
+          sizes: number of devices of each mesh axis.
 
         Returns:
-            At most the bandwidth of a fast link.
+          At most the bandwidth of a fast link.
         """
         innermost = max(AXES.index(axis) for axis in axes)
         stride = math.prod(sizes[axis] for axis in AXES[innermost + 1 :])
@@ -98,10 +98,10 @@ def this_cpu(devices: int) -> Device:
     """One simulated device of this machine, measured with a product of 1024 x 1024 and a copy of 64 MB.
 
     Args:
-        devices: how many simulated devices share the machine.
+      devices: how many simulated devices share the machine.
 
     Returns:
-        A device with a share of the machine's memory and rates.
+      A device with a share of the machine's memory and rates.
     """
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         a, b = jnp.ones((1024, 1024)), jnp.ones((16 << 20,))

@@ -15,10 +15,10 @@ def open_jaxpr(jaxpr: Any) -> Any:
     """The jaxpr with the equations.
 
     Args:
-        jaxpr: a jaxpr, closed or not.
+      jaxpr: a jaxpr, closed or not.
 
     Returns:
-        The open jaxpr; from JAX 0.12 on the two are the same.
+      The open jaxpr; from JAX 0.12 on the two are the same.
     """
     return getattr(jaxpr, "jaxpr", jaxpr)
 
@@ -27,10 +27,10 @@ def needed_equations(jaxpr: Any) -> list[Any]:
     """Equations that the results depend on or that have side effects; compilers remove all others as dead code.
 
     Args:
-        jaxpr: an open jaxpr.
+      jaxpr: an open jaxpr.
 
     Returns:
-        The equations, in order.
+      The equations, in order.
     """
     needed, equations = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}, []
     for equation in reversed(jaxpr.eqns):
@@ -46,10 +46,10 @@ def called_jaxpr(equation: Any) -> Any:
     """The body of an equation that only calls it, such as `jit`, `checkpoint` or a custom derivative.
 
     Args:
-        equation: of a jaxpr.
+      equation: of a jaxpr.
 
     Returns:
-        An open jaxpr with the operands and results of the equation; None for other equations.
+      An open jaxpr with the operands and results of the equation; None for other equations.
     """
     bodies = list(core.jaxprs_in_params(equation.params))
     if not bodies:
@@ -73,10 +73,10 @@ def scan_body(equation: Any) -> LoopBody:
     """The body of a `scan`.
 
     Args:
-        equation: the scan.
+      equation: the scan.
 
     Returns:
-        The body.
+      The body.
     """
     # The names of the counts among the parameters differ between versions of JAX: count the operands without a further axis.
     body = open_jaxpr(equation.params["jaxpr"])
@@ -91,10 +91,10 @@ def while_body(equation: Any) -> LoopBody:
     """The body of a `while` loop.
 
     Args:
-        equation: the loop.
+      equation: the loop.
 
     Returns:
-        The body, without slices.
+      The body, without slices.
     """
     params = equation.params
     body = open_jaxpr(params["body_jaxpr"])
@@ -116,10 +116,10 @@ def is_on_host(aval: Any) -> bool:
     """Whether an array rests in host memory.
 
     Args:
-        aval: the abstract value of a jaxpr's variable.
+      aval: the abstract value of a jaxpr's variable.
 
     Returns:
-        False for values without a memory space.
+      False for values without a memory space.
     """
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
@@ -128,10 +128,10 @@ def device_bytes(aval: Any) -> int:
     """Bytes of an array in device memory, undivided.
 
     Args:
-        aval: the abstract value of a jaxpr's variable.
+      aval: the abstract value of a jaxpr's variable.
 
     Returns:
-        0 for arrays in host memory and for values that are no arrays.
+      0 for arrays in host memory and for values that are no arrays.
     """
     if is_on_host(aval):
         return 0

@@ -39,12 +39,12 @@ def peak_memory(steps: Sequence[Step], results: Sequence[Value], donated: bool) 
     takes the buffer of an input that it may alias where that input is not read again and has the same size.
 
     Args:
-        steps: in the order in which they run.
-        results: what the program returns.
-        donated: whether results are written to the buffers of donated arguments, and take no memory of their own.
+      steps: in the order in which they run.
+      results: what the program returns.
+      donated: whether results are written to the buffers of donated arguments, and take no memory of their own.
 
     Returns:
-        Bytes on one device; external buffers do not count.
+      Bytes on one device; external buffers do not count.
     """
     last_use = {buffer: index for index, step in enumerate(steps) for buffer in (*step.reads, *step.writes)}
     excluded = {buffer for buffer in last_use if buffer.external or (donated and buffer in results)}

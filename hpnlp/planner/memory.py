@@ -17,14 +17,14 @@ def memory_estimate(trainer: Trainer, peak: int, batch_size: int, length: int) -
     """Bytes of a training step in the memory of one device, by use.
 
     Args:
-        trainer: a trainer, on devices or on an abstract mesh.
-        peak: peak bytes of the step's temporary buffers (`jaxpr_cost.program_cost`), gradients included.
-        batch_size: examples in a batch of all devices.
-        length: tokens of an example.
+      trainer: a trainer, on devices or on an abstract mesh.
+      peak: peak bytes of the step's temporary buffers (`jaxpr_cost.program_cost`), gradients included.
+      batch_size: examples in a batch of all devices.
+      length: tokens of an example.
 
     Returns:
-        Bytes of "parameters", "optimizer" (its state), "average" (of the parameters), "gradients" and "activations". The last
-        are all temporary buffers at the peak that are not gradients. Uses without any bytes are left out.
+      Bytes of "parameters", "optimizer" (its state), "average" (of the parameters), "gradients" and "activations". The last
+      are all temporary buffers at the peak that are not gradients. Uses without any bytes are left out.
     """
     shapes = trainer.state_shapes
     gradients = min(peak, gradient_bytes(trainer, batch_size, length))
@@ -42,12 +42,12 @@ def state_bytes(trainer: Trainer, batch_size: int, length: int) -> int:
     """Bytes of the training state and the gradients in the memory of one device, known without a trace of the step.
 
     Args:
-        trainer: a trainer, on devices or on an abstract mesh.
-        batch_size: examples in a batch of all devices.
-        length: tokens of an example.
+      trainer: a trainer, on devices or on an abstract mesh.
+      batch_size: examples in a batch of all devices.
+      length: tokens of an example.
 
     Returns:
-        A lower bound of what the step needs.
+      A lower bound of what the step needs.
     """
     return held_bytes(trainer.state_shapes) + gradient_bytes(trainer, batch_size, length)
 
@@ -56,12 +56,12 @@ def gradient_bytes(trainer: Trainer, batch_size: int, length: int) -> int:
     """Bytes of the gradients of a batch in the memory of one device.
 
     Args:
-        trainer: a trainer, on devices or on an abstract mesh.
-        batch_size: examples in a batch of all devices.
-        length: tokens of an example.
+      trainer: a trainer, on devices or on an abstract mesh.
+      batch_size: examples in a batch of all devices.
+      length: tokens of an example.
 
     Returns:
-        Bytes; a table that is trained sparsely counts with the rows that the batch touches.
+      Bytes; a table that is trained sparsely counts with the rows that the batch touches.
     """
     shapes = trainer.gradient_shapes if trainer.layout.zero >= 2 else trainer.state_shapes.params
     rows_trained = trainer.rows_trained(batch_size, length)
@@ -80,11 +80,11 @@ def held_bytes(shapes: Any, *, hosted: bool = False) -> int:
     """Bytes of arrays in the memory of one device or of its host.
 
     Args:
-        shapes: a tree of arrays or of shapes with shardings.
-        hosted: whether to count the arrays in host memory instead of those in device memory.
+      shapes: a tree of arrays or of shapes with shardings.
+      hosted: whether to count the arrays in host memory instead of those in device memory.
 
     Returns:
-        Bytes of one device's shards.
+      Bytes of one device's shards.
     """
     leaves = (x for x in jax.tree.leaves(shapes) if (x.sharding.memory_kind == HOST) == hosted)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
@@ -94,10 +94,10 @@ def state_shards(trainer: Trainer) -> dict[int, int]:
     """Number of devices that each array of the training state is divided over.
 
     Args:
-        trainer: a trainer, on devices or on an abstract mesh.
+      trainer: a trainer, on devices or on an abstract mesh.
 
     Returns:
-        The number of shards by the index of the array among the arguments of the step; empty arrays are left out.
+      The number of shards by the index of the array among the arguments of the step; empty arrays are left out.
     """
     leaves = enumerate(jax.tree.leaves(trainer.state_shapes))
     return {index: math.prod(x.shape) // math.prod(x.sharding.shard_shape(x.shape)) for index, x in leaves if x.size}

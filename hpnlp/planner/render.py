@@ -26,12 +26,12 @@ def table(costs: Costs, device: Device, kind: str) -> str:
     """Table of the memory, work, communication and time of a step.
 
     Args:
-        costs: of the step.
-        device: the accelerator.
-        kind: its name, an entry of `DEVICES` or "cpu".
+      costs: of the step.
+      device: the accelerator.
+      kind: its name, an entry of `DEVICES` or "cpu".
 
     Returns:
-        Lines of text.
+      Lines of text.
     """
     tokens = costs.config.data.batch_size * costs.config.data.seq_len
     lines = [
@@ -93,11 +93,11 @@ def tightness_warning(costs: Costs, device: Device) -> str:
     """Warning that follows "it fits" where the estimate may be off by more than the memory that is left.
 
     Args:
-        costs: of a step.
-        device: the accelerator.
+      costs: of a step.
+      device: the accelerator.
 
     Returns:
-        A clause, or an empty string where the step fits with enough to spare or does not fit.
+      A clause, or an empty string where the step fits with enough to spare or does not fit.
     """
     if not costs.is_tight(device):
         return ""
@@ -130,12 +130,12 @@ def ranking(estimates: Sequence[Costs], device: Device, config_plan: Plan) -> st
     """Table of plans, with the flags that select the first.
 
     Args:
-        estimates: costs of a step under each plan, in the order of the table.
-        device: the accelerator.
-        config_plan: the plan of the config that the flags are added to.
+      estimates: costs of a step under each plan, in the order of the table.
+      device: the accelerator.
+      config_plan: the plan of the config that the flags are added to.
 
     Returns:
-        Lines of text.
+      Lines of text.
     """
     if not estimates:
         return "No plan fits: use more devices, a smaller batch or a smaller model."
@@ -176,16 +176,16 @@ def draw(costs: Costs, device: Device, kind: str, path: Path) -> Path:
     """Draws the memory and the time of a step as stacked bars.
 
     Args:
-        costs: of the step.
-        device: the accelerator.
-        kind: its name.
-        path: the file.
+      costs: of the step.
+      device: the accelerator.
+      kind: its name.
+      path: the file.
 
     Returns:
-        `path`.
+      `path`.
 
     Raises:
-        InputError: the file cannot be written.
+      InputError: the file cannot be written.
     """
     from matplotlib.figure import Figure  # without pyplot, which would change a notebook's backend
 
@@ -217,10 +217,10 @@ def check_writable(path: Path) -> None:
     """Checks that a plot can be written, before the step is planned.
 
     Args:
-        path: the file.
+      path: the file.
 
     Raises:
-        InputError: the image format is unknown, or the file cannot be written.
+      InputError: the image format is unknown, or the file cannot be written.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"--out={path}: unknown image format; use {', '.join(SUFFIXES)}")

@@ -54,15 +54,15 @@ class ProgramCost:
         An operation takes the time of its products or of its memory traffic, whichever is longer.
 
         Args:
-            flops: FLOP/s by dtype; dtypes that are not in it run at the rate of float32.
-            memory_bandwidth: bytes per second from and to device memory.
-            fuses_attention: whether attention is one kernel, whose intermediate results cost no memory traffic.
+          flops: FLOP/s by dtype; dtypes that are not in it run at the rate of float32.
+          memory_bandwidth: bytes per second from and to device memory.
+          fuses_attention: whether attention is one kernel, whose intermediate results cost no memory traffic.
 
         Returns:
-            Seconds.
+          Seconds.
 
         References:
-            Williams et al. 2009, "Roofline: an insightful visual performance model for multicore architectures".
+          Williams et al. 2009, "Roofline: an insightful visual performance model for multicore architectures".
         """
         return sum(
             (

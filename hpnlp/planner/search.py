@@ -34,12 +34,12 @@ def smallest_change(estimate: Costs, device: Device, progress: Progress) -> tupl
     finally full rematerialisation with some or all of the state on the host.
 
     Args:
-        estimate: of the config, which does not fit.
-        device: the accelerator.
-        progress: called with (changes tried, all changes) before each trial.
+      estimate: of the config, which does not fit.
+      device: the accelerator.
+      progress: called with (changes tried, all changes) before each trial.
 
     Returns:
-        The flags that make the change and the costs under it; None where no change makes the step fit.
+      The flags that make the change and the costs under it; None where no change makes the step fit.
 
     Cost: one trace of the step for each change under which the state alone fits.
     """
@@ -87,10 +87,10 @@ def flags(change: Change) -> str:
     """A change to a config as command-line flags.
 
     Args:
-        change: "section.field" -> value.
+      change: "section.field" -> value.
 
     Returns:
-        The flags, quoted for a shell.
+      The flags, quoted for a shell.
     """
     return " ".join(shlex.quote(f"--config.{name}={value}") for name, value in change.items())
 
@@ -101,16 +101,16 @@ def rank_plans(config: Config, devices: int, device: Device, progress: Progress)
     Each plan has the policy of rematerialisation that recomputes least among those that fit. The batch is that of the config.
 
     Args:
-        config: a resolved config; its plan keeps the fields that are not searched.
-        devices: number of devices, which need not exist.
-        device: the accelerator.
-        progress: called with (plans tried, all plans).
+      config: a resolved config; its plan keeps the fields that are not searched.
+      devices: number of devices, which need not exist.
+      device: the accelerator.
+      progress: called with (plans tried, all plans).
 
     Returns:
-        Costs, by the time of a step.
+      Costs, by the time of a step.
 
     Raises:
-        InputError: no plan divides the batch, or no plan is valid, with the error of the first.
+      InputError: no plan divides the batch, or no plan is valid, with the error of the first.
 
     Cost: up to three traces of the step for each plan under which the state alone fits.
     """
@@ -199,14 +199,14 @@ def changed(config: Config, change: Change) -> Config:
     """A config with some of its fields replaced.
 
     Args:
-        config: a config.
-        change: "section.field", or "section" for all of it, -> value.
+      config: a config.
+      change: "section.field", or "section" for all of it, -> value.
 
     Returns:
-        The new config.
+      The new config.
 
     Raises:
-        InputError: a value is not valid.
+      InputError: a value is not valid.
     """
     for name, value in change.items():
         section, _, field = name.partition(".")
@@ -220,10 +220,10 @@ def plan_name(estimate: Costs) -> str:
     """A short description of the plan of an estimate.
 
     Args:
-        estimate: of a step.
+      estimate: of a step.
 
     Returns:
-        The sizes of the mesh, the stage of ZeRO and the policy of rematerialisation, without defaults.
+      The sizes of the mesh, the stage of ZeRO and the policy of rematerialisation, without defaults.
     """
     sizes = [f"{axis} {estimate.sizes[axis]}" for axis in AXES if estimate.sizes[axis] > 1]
     zero = [f"zero {estimate.zero}"] if estimate.zero else []

@@ -29,13 +29,13 @@ class Walker:
     """Walks jaxprs and records the steps and operations of the program that they make.
 
     Attributes:
-        handle: accounts for an equation: records its kernels and returns the values of its results.
-        per_device: whether shapes are those of one device, as inside `shard_map`.
-        steps: what has been recorded of the program's buffers.
-        operations: what has been recorded of its kernels.
-        slices: slices of stacked operands that have been copied, by the stack and the index of the iteration.
-        scope: variables of the jaxpr that is being walked.
-        in_attention: whether the equation that is being walked is part of attention.
+      handle: accounts for an equation: records its kernels and returns the values of its results.
+      per_device: whether shapes are those of one device, as inside `shard_map`.
+      steps: what has been recorded of the program's buffers.
+      operations: what has been recorded of its kernels.
+      slices: slices of stacked operands that have been copied, by the stack and the index of the iteration.
+      scope: variables of the jaxpr that is being walked.
+      in_attention: whether the equation that is being walked is part of attention.
     """
 
     def __init__(self, handle: Handler, per_device: bool) -> None:
@@ -51,10 +51,10 @@ class Walker:
         """Number of devices that the result of an equation is divided over.
 
         Args:
-            operands: of the equation.
+          operands: of the equation.
 
         Returns:
-            The most shards of any operand; 1 inside `shard_map`.
+          The most shards of any operand; 1 inside `shard_map`.
         """
         return 1 if self.per_device else max((operand.shards for operand in operands), default=1)
 
@@ -62,12 +62,12 @@ class Walker:
         """A value in a new buffer.
 
         Args:
-            aval: abstract value of the array.
-            shards: number of devices that the array is divided over.
-            external: whether the buffer belongs to the caller.
+          aval: abstract value of the array.
+          shards: number of devices that the array is divided over.
+          external: whether the buffer belongs to the caller.
 
         Returns:
-            The value.
+          The value.
         """
         shards = 1 if self.per_device else shards
         buffer = Value(device_bytes(aval) // shards, shards, frozenset(), external)
@@ -78,10 +78,10 @@ class Walker:
         """The value of an operand.
 
         Args:
-            atom: a variable or a literal.
+          atom: a variable or a literal.
 
         Returns:
-            The value.
+          The value.
         """
         return self.buffer(atom.aval, external=True) if isinstance(atom, core.Literal) else self.scope.values[atom]
 
@@ -89,11 +89,11 @@ class Walker:
         """Puts a value into a buffer.
 
         Args:
-            value: a value; one without a buffer is written to a new one by a fused operation.
-            aval: abstract value of the array.
+          value: a value; one without a buffer is written to a new one by a fused operation.
+          aval: abstract value of the array.
 
         Returns:
-            A value with a buffer.
+          A value with a buffer.
         """
         if value.has_buffer:
             return value
@@ -109,11 +109,11 @@ class Walker:
         """Puts the operands of an equation into buffers, which later readers of the same variables share.
 
         Args:
-            equation: the equation.
-            operands: its values.
+          equation: the equation.
+          operands: its values.
 
         Returns:
-            Values with buffers.
+          Values with buffers.
         """
         reads = [self.materialize(value, atom.aval) for value, atom in zip(operands, equation.invars, strict=True)]
         for atom, read in zip(equation.invars, reads, strict=True):
@@ -134,12 +134,12 @@ class Walker:
         """Records a kernel.
 
         Args:
-            reads: buffers that it reads.
-            writes: buffers that it writes.
-            flops: of its products.
-            aliases: (input, output) pairs that may share a buffer.
-            on_host: whether it moves bytes from or to host memory.
-            dtype: of the products' operands.
+          reads: buffers that it reads.
+          writes: buffers that it writes.
+          flops: of its products.
+          aliases: (input, output) pairs that may share a buffer.
+          on_host: whether it moves bytes from or to host memory.
+          dtype: of the products' operands.
         """
         self.steps.append(Step(reads, writes, aliases=aliases))
         size = float(sum(buffer.size for buffer in (*reads, *writes)))
@@ -157,12 +157,12 @@ class Walker:
         """Records a loop or a branch with the operations of its body.
 
         Args:
-            reads: buffers that it reads.
-            writes: buffers that it writes.
-            body: cost of one run of the body.
-            scratch: bytes that the body needs beside both; at least 0.
-            aliases: (input, output) pairs that may share a buffer.
-            runs: how often the body runs.
+          reads: buffers that it reads.
+          writes: buffers that it writes.
+          body: cost of one run of the body.
+          scratch: bytes that the body needs beside both; at least 0.
+          aliases: (input, output) pairs that may share a buffer.
+          runs: how often the body runs.
         """
         self.steps.append(Step(reads, writes, max(0, scratch), aliases))
         self.operations += [
@@ -176,11 +176,11 @@ class Walker:
         """Records the equations of a jaxpr in order.
 
         Args:
-            jaxpr: an open jaxpr.
-            arguments: values of its arguments.
+          jaxpr: an open jaxpr.
+          arguments: values of its arguments.
 
         Returns:
-            Values of its results.
+          Values of its results.
         """
         caller_scope, caller_in_attention = self.scope, self.in_attention
         equations = needed_equations(jaxpr)

@@ -22,9 +22,9 @@ class StoredTensor:
     """A tensor in an open safetensors file.
 
     Attributes:
-        path: Path of the file.
-        file: The open file.
-        name: Name of the tensor in the file.
+      path: Path of the file.
+      file: The open file.
+      name: Name of the tensor in the file.
     """
 
     path: Path
@@ -35,7 +35,7 @@ class StoredTensor:
         """Reads the tensor.
 
         Returns:
-            Its value as float32; float16 and bfloat16 are widened.
+          Its value as float32; float16 and bfloat16 are widened.
         """
         with raises_input_errors(self.path, "download it again"):
             return self.file.get_tensor(self.name).astype(np.float32, copy=False)
@@ -44,7 +44,7 @@ class StoredTensor:
         """Reads the file's header alone.
 
         Returns:
-            The shape, and the dtype as safetensors names it.
+          The shape, and the dtype as safetensors names it.
         """
         view = self.file.get_slice(self.name)
         return tuple(view.get_shape()), view.get_dtype()
@@ -54,15 +54,15 @@ def open_tensors(directory: Path, base: str, stack: contextlib.ExitStack) -> dic
     """Opens the safetensors files of a checkpoint.
 
     Args:
-        directory: Directory of the checkpoint.
-        base: First part of the names of all tensors but the head; added if a checkpoint leaves it out.
-        stack: Closes the files.
+      directory: Directory of the checkpoint.
+      base: First part of the names of all tensors but the head; added if a checkpoint leaves it out.
+      stack: Closes the files.
 
     Returns:
-        Full name -> tensor.
+      Full name -> tensor.
 
     Raises:
-        InputError: A file is missing or damaged.
+      InputError: A file is missing or damaged.
     """
     safetensors = import_safetensors()
     tensors: dict[str, StoredTensor] = {}
@@ -99,13 +99,13 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Args:
-        path: Path of the file.
+      path: Path of the file.
 
     Returns:
-        The object.
+      The object.
 
     Raises:
-        InputError: The file is missing, damaged, or holds another value.
+      InputError: The file is missing, damaged, or holds another value.
     """
     if path.is_fifo():  # which may have no end
         raise InputError(f"{path} is not a regular file: download it again")
@@ -120,8 +120,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes a JSON object.
 
     Args:
-        path: Path of the file.
-        value: The object.
+      path: Path of the file.
+      value: The object.
     """
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
@@ -130,13 +130,13 @@ def import_safetensors(module: str = "") -> Any:
     """Imports safetensors, which is an extra, only where it is needed.
 
     Args:
-        module: Name of a module in the package; "" for the package itself.
+      module: Name of a module in the package; "" for the package itself.
 
     Returns:
-        The module.
+      The module.
 
     Raises:
-        InputError: The package is missing.
+      InputError: The package is missing.
     """
     try:
         return importlib.import_module(f"safetensors.{module}" if module else "safetensors")
@@ -149,15 +149,15 @@ def raises_input_errors(path: Path, fix: str, *damage: type[Exception]) -> Itera
     """Converts errors of reading or writing a file to InputErrors.
 
     Args:
-        path: Path of the file.
-        fix: Advice that ends the message.
-        *damage: Further exceptions that mean a damaged file, besides OSError and those of safetensors.
+      path: Path of the file.
+      fix: Advice that ends the message.
+      *damage: Further exceptions that mean a damaged file, besides OSError and those of safetensors.
 
     Yields:
-        None.
+      None.
 
     Raises:
-        InputError: One of these errors was raised in the context.
+      InputError: One of these errors was raised in the context.
     """
     try:
         yield

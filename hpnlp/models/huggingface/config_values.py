@@ -16,16 +16,16 @@ def checked_value(raw: Mapping[str, Any], key: str, kind: type, source: str) -> 
     """Reads a value of a config.json.
 
     Args:
-        raw: Content of the file.
-        key: Key of the value.
-        kind: int or float for a positive number, or bool.
-        source: Name of the file, for error messages.
+      raw: Content of the file.
+      key: Key of the value.
+      kind: int or float for a positive number, or bool.
+      source: Name of the file, for error messages.
 
     Returns:
-        The value, of type `kind`.
+      The value, of type `kind`.
 
     Raises:
-        InputError: The value is missing or invalid.
+      InputError: The value is missing or invalid.
     """
     if key not in raw:
         raise InputError(f"{source}: {key} is missing: add it, or take the file from where the weights came from")
@@ -39,13 +39,13 @@ def unsupported(source: str, key: str, value: Any, supported: Iterable[Any]) -> 
     """Makes the error for a setting under which `LM` would compute something else.
 
     Args:
-        source: Name of the file.
-        key: Key of the setting.
-        value: Its value in the file.
-        supported: Values that are supported.
+      source: Name of the file.
+      key: Key of the setting.
+      value: Its value in the file.
+      supported: Values that are supported.
 
     Returns:
-        The InputError to raise.
+      The InputError to raise.
     """
     fix = f"choose a model with {key}={' or '.join(map(json.dumps, supported))}"
     return InputError(f"{source}: {key}={json.dumps(value)} is not supported: {fix}")

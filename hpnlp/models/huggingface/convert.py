@@ -69,11 +69,11 @@ class Tensor:
     """One tensor of a checkpoint and the parameters that it holds, concatenated on the last axis.
 
     Attributes:
-        name: Name in the checkpoint.
-        shape: Shape in the checkpoint.
-        paths: Paths of the parameters.
-        layer: Index of the layer in the stacked parameters; None for parameters outside the layers.
-        transposed: True if the checkpoint stores the transpose.
+      name: Name in the checkpoint.
+      shape: Shape in the checkpoint.
+      paths: Paths of the parameters.
+      layer: Index of the layer in the stacked parameters; None for parameters outside the layers.
+      transposed: True if the checkpoint stores the transpose.
     """
 
     name: str
@@ -86,8 +86,8 @@ class Tensor:
         """Writes the value of the tensor into the parameters.
 
         Args:
-            value: The checkpoint's value.
-            params: Path -> array, which is changed.
+          value: The checkpoint's value.
+          params: Path -> array, which is changed.
         """
         value = value.T if self.transposed else value
         start = 0
@@ -101,11 +101,11 @@ class Tensor:
         """Makes the value of the tensor from the parameters.
 
         Args:
-            params: Path -> array.
-            dtype: dtype of the result.
+          params: Path -> array.
+          dtype: dtype of the result.
 
         Returns:
-            The checkpoint's value, contiguous, because safetensors writes buffers in the order of memory.
+          The checkpoint's value, contiguous, because safetensors writes buffers in the order of memory.
         """
         arrays = [np.asarray(params[path] if self.layer is None else params[path][self.layer]) for path in self.paths]
         value = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
@@ -116,14 +116,14 @@ def load_config(directory: str | Path, dtype: str = "float32") -> LMConfig:
     """Reads the config of a model from config.json alone.
 
     Args:
-        directory: Directory of the checkpoint.
-        dtype: Entry of DTYPES in which the model is to compute.
+      directory: Directory of the checkpoint.
+      dtype: Entry of DTYPES in which the model is to compute.
 
     Returns:
-        The config.
+      The config.
 
     Raises:
-        InputError: The file is missing or damaged, or describes a model that LM does not compute.
+      InputError: The file is missing or damaged, or describes a model that LM does not compute.
     """
     directory = Path(directory)
     lookup(DTYPES, dtype, "dtype")
@@ -141,15 +141,15 @@ def load(directory: str | Path, dtype: str = "float32") -> tuple[LMConfig, dict[
     """Reads the model of a directory that `save_pretrained` of transformers has written.
 
     Args:
-        directory: Directory with config.json and the safetensors files.
-        dtype: Entry of DTYPES in which the model is to compute.
+      directory: Directory with config.json and the safetensors files.
+      dtype: Entry of DTYPES in which the model is to compute.
 
     Returns:
-        The config, with `dtype`, and the parameters of `LM.init` as float32 numpy arrays.
+      The config, with `dtype`, and the parameters of `LM.init` as float32 numpy arrays.
 
     Raises:
-        InputError: A file is missing or damaged, tensors do not match config.json, a tensor is not finite in float32 or in
-            `dtype`, or config.json describes a model that LM does not compute.
+      InputError: A file is missing or damaged, tensors do not match config.json, a tensor is not finite in float32 or in
+          `dtype`, or config.json describes a model that LM does not compute.
 
     Cost: memory for the parameters in float32 and one tensor of the checkpoint.
     """
@@ -178,10 +178,10 @@ def model_type(directory: str | Path) -> str:
     """Reads the model_type of a checkpoint that `save` has written.
 
     Args:
-        directory: Directory of the checkpoint.
+      directory: Directory of the checkpoint.
 
     Returns:
-        A key of FAMILIES.
+      A key of FAMILIES.
     """
     return read_json(Path(directory) / CONFIG)["model_type"]
 
@@ -190,10 +190,10 @@ def remarks(directory: str | Path) -> list[str]:
     """Describes differences between the model of `load` and the one of transformers.
 
     Args:
-        directory: Directory of the checkpoint.
+      directory: Directory of the checkpoint.
 
     Returns:
-        One line per difference.
+      One line per difference.
     """
     return rope_remarks(read_json(Path(directory) / CONFIG))
 
@@ -202,10 +202,10 @@ def generation_settings(directory: str | Path) -> dict[str, Any]:
     """Reads the settings of `generate` in transformers.
 
     Args:
-        directory: Directory of the checkpoint.
+      directory: Directory of the checkpoint.
 
     Returns:
-        Content of generation_config.json; without that file, the ids of bos and eos in config.json.
+      Content of generation_config.json; without that file, the ids of bos and eos in config.json.
     """
     path = _generation_file(directory)
     settings = read_json(path)
@@ -224,13 +224,13 @@ def eos_ids(directory: str | Path) -> tuple[int, ...]:
     """Reads the ids at which `generate` of transformers ends a text.
 
     Args:
-        directory: Directory of the checkpoint.
+      directory: Directory of the checkpoint.
 
     Returns:
-        The ids; () if the checkpoint names none.
+      The ids; () if the checkpoint names none.
 
     Raises:
-        InputError: The file is damaged, or eos_token_id is neither an id nor a list of ids.
+      InputError: The file is damaged, or eos_token_id is neither an id nor a list of ids.
     """
     value = generation_settings(directory).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
@@ -246,10 +246,10 @@ def generation_remarks(directory: str | Path) -> list[str]:
     """Describes settings of generation_config.json that change greedy continuations in transformers but not in hpnlp.
 
     Args:
-        directory: Directory of the checkpoint.
+      directory: Directory of the checkpoint.
 
     Returns:
-        At most one line, which lists the settings.
+      At most one line, which lists the settings.
     """
     settings = generation_settings(directory)
     ignored = [
@@ -273,17 +273,17 @@ def save(
     """Writes a directory that `from_pretrained` of transformers reads: config.json and model.safetensors.
 
     Args:
-        config: The model.
-        params: Parameters of `LM.init`, numpy or jax arrays.
-        directory: Created if it is missing; must not hold a checkpoint.
-        dtype: Entry of DTYPES in which the tensors are stored.
-        bos_id: Id of bos in the tokenizer, for `generate` of transformers.
-        eos_id: Id of eos in the tokenizer, for `generate` of transformers.
-        shard_bytes: A larger model is split into files of at most this size, or of one tensor.
+      config: The model.
+      params: Parameters of `LM.init`, numpy or jax arrays.
+      directory: Created if it is missing; must not hold a checkpoint.
+      dtype: Entry of DTYPES in which the tensors are stored.
+      bos_id: Id of bos in the tokenizer, for `generate` of transformers.
+      eos_id: Id of eos in the tokenizer, for `generate` of transformers.
+      shard_bytes: A larger model is split into files of at most this size, or of one tensor.
 
     Raises:
-        InputError: No family has such a model, `params` do not match `config` or are not finite in `dtype`, the directory holds
-            a checkpoint, or writing fails.
+      InputError: No family has such a model, `params` do not match `config` or are not finite in `dtype`, the directory holds
+          a checkpoint, or writing fails.
 
     Cost: memory for the tensors of one file.
     """
@@ -326,10 +326,10 @@ def check_readable(directory: str | Path) -> None:
     """Reads config.json and the header of each safetensors file, which contains the file's size.
 
     Args:
-        directory: Directory of the checkpoint.
+      directory: Directory of the checkpoint.
 
     Raises:
-        InputError: A file cannot be read.
+      InputError: A file cannot be read.
     """
     directory = Path(directory)
     with contextlib.ExitStack() as stack:

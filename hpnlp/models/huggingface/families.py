@@ -29,17 +29,17 @@ class Family:
     """Names of one `model_type` for the fields of an LMConfig and for its parameters.
 
     Attributes:
-        architecture: Class in transformers.
-        fields: Key of config.json -> fields of LMConfig that it sets.
-        activation: Key of the MLP's activation.
-        activations: Value of that key -> LMConfig.mlp.
-        fixed: Fields of LMConfig that have the same value in all models of the family.
-        defaults: Values that transformers assumes for keys that config.json lacks; all other keys are required.
-        accepted: Key -> values under which the family computes the same as LM.
-        modules: Module of the checkpoint, with `{}` for the layer -> modules of LM that it concatenates on the last axis.
-        base: First part of all names but the head's, which a checkpoint of the model without a head leaves out.
-        transposed: True if matrices are stored as [out, in].
-        windows: Layers that may have a sliding window.
+      architecture: Class in transformers.
+      fields: Key of config.json -> fields of LMConfig that it sets.
+      activation: Key of the MLP's activation.
+      activations: Value of that key -> LMConfig.mlp.
+      fixed: Fields of LMConfig that have the same value in all models of the family.
+      defaults: Values that transformers assumes for keys that config.json lacks; all other keys are required.
+      accepted: Key -> values under which the family computes the same as LM.
+      modules: Module of the checkpoint, with `{}` for the layer -> modules of LM that it concatenates on the last axis.
+      base: First part of all names but the head's, which a checkpoint of the model without a head leaves out.
+      transposed: True if matrices are stored as [out, in].
+      windows: Layers that may have a sliding window.
     """
 
     architecture: str
@@ -213,15 +213,15 @@ def fields_of(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Reads the fields of LMConfig from a config.json.
 
     Args:
-        raw: Content of the file.
-        source: Name of the file, for error messages.
+      raw: Content of the file.
+      source: Name of the file, for error messages.
 
     Returns:
-        Name -> value of the fields that the file sets.
+      Name -> value of the fields that the file sets.
 
     Raises:
-        InputError: The model_type is not in FAMILIES, a value is missing or invalid, or a setting makes the model compute
-            something that LM does not.
+      InputError: The model_type is not in FAMILIES, a value is missing or invalid, or a setting makes the model compute
+          something that LM does not.
     """
     family = family_of(raw, source)
     for key, fix in REFUSED.items():
@@ -249,14 +249,14 @@ def family_of(raw: Mapping[str, Any], source: str) -> Family:
     """Looks up the family of a config.json.
 
     Args:
-        raw: Content of the file.
-        source: Name of the file, for error messages.
+      raw: Content of the file.
+      source: Name of the file, for error messages.
 
     Returns:
-        The family of its model_type.
+      The family of its model_type.
 
     Raises:
-        InputError: model_type is missing or not in FAMILIES.
+      InputError: model_type is missing or not in FAMILIES.
     """
     if "model_type" not in raw or not isinstance(raw["model_type"], str):
         raise InputError(f"{source}: model_type is missing or not a string: expected one of {', '.join(FAMILIES)}")
@@ -271,14 +271,14 @@ def config_json(config: LMConfig) -> dict[str, Any]:
     """Writes the config.json of the first family that computes the same function.
 
     Args:
-        config: The model. A sampled softmax is written as the full softmax over the same table.
+      config: The model. A sampled softmax is written as the full softmax over the same table.
 
     Returns:
-        The values of config.json. If no family has the model's windows, windows of at least max_len tokens become full
-        attention.
+      The values of config.json. If no family has the model's windows, windows of at least max_len tokens become full
+      attention.
 
     Raises:
-        InputError: No family has such a model; the message names the fields that differ in the most similar family.
+      InputError: No family has such a model; the message names the fields that differ in the most similar family.
     """
     for field in ("vocab", "max_len"):
         if getattr(config, field) < 1:

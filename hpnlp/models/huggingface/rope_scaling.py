@@ -49,10 +49,10 @@ def parse_scaling(text: str) -> Scaling:
     """Parses a spec string.
 
     Args:
-        text: `LMConfig.rope_scaling`.
+      text: `LMConfig.rope_scaling`.
 
     Returns:
-        The scaling.
+      The scaling.
     """
     return build(parse_one(text, "model.rope_scaling"), ROPE_SCALINGS, "RoPE scaling")
 
@@ -61,14 +61,14 @@ def read_rope(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Reads theta and scaling, which are in rope_parameters since transformers 5, in rope_theta and rope_scaling before.
 
     Args:
-        raw: Content of config.json, with the family's defaults.
-        source: Name of the file, for error messages.
+      raw: Content of config.json, with the family's defaults.
+      source: Name of the file, for error messages.
 
     Returns:
-        The fields rope_theta and rope_scaling of LMConfig.
+      The fields rope_theta and rope_scaling of LMConfig.
 
     Raises:
-        InputError: A value is missing, invalid or unsupported.
+      InputError: A value is missing, invalid or unsupported.
     """
     rope = _merge_spellings(raw, source)
     kind = rope["rope_type"] if "rope_type" in rope else rope["type"]
@@ -108,13 +108,13 @@ def rope_json(config: LMConfig) -> dict[str, Any]:
     """Writes theta and scaling in both spellings, so that every version of transformers reads them.
 
     Args:
-        config: The model.
+      config: The model.
 
     Returns:
-        Values of config.json.
+      Values of config.json.
 
     Raises:
-        InputError: transformers lacks the scaling; the message names an equivalent theta.
+      InputError: transformers lacks the scaling; the message names an equivalent theta.
     """
     scaling = parse_scaling(config.rope_scaling if config.position == "rope" else "none")
     if scaling.kind == "ntk":
@@ -136,10 +136,10 @@ def rope_remarks(raw: Mapping[str, Any]) -> list[str]:
     """Describes differences between the RoPE of transformers and of `LM`.
 
     Args:
-        raw: Content of config.json.
+      raw: Content of config.json.
 
     Returns:
-        One line per difference.
+      One line per difference.
     """
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if settings.get("rope_type", settings.get("type")) != "dynamic":

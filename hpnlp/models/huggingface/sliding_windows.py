@@ -35,15 +35,15 @@ def read_windows(raw: Mapping[str, Any], allowed: WindowLayers, source: str) -> 
     """Reads the windows of a config.json.
 
     Args:
-        raw: Content of the file, with the family's defaults.
-        allowed: Layers that may have a window; not NONE.
-        source: Name of the file, for error messages.
+      raw: Content of the file, with the family's defaults.
+      allowed: Layers that may have a window; not NONE.
+      source: Name of the file, for error messages.
 
     Returns:
-        The window of each layer.
+      The window of each layer.
 
     Raises:
-        InputError: A value is missing or invalid, or the values contradict each other.
+      InputError: A value is missing or invalid, or the values contradict each other.
     """
     layers = checked_value(raw, "num_hidden_layers", int, source)
     size = _read_size(raw, allowed, source)
@@ -89,12 +89,12 @@ def windows_json(mixer: str, layers: int, allowed: WindowLayers) -> dict[str, An
     """Writes windows as values of config.json.
 
     Args:
-        mixer: `LMConfig.mixer`.
-        layers: Number of layers.
-        allowed: Layers of the family that may have a window.
+      mixer: `LMConfig.mixer`.
+      layers: Number of layers.
+      allowed: Layers of the family that may have a window.
 
     Returns:
-        The values. Windows that the family cannot express are missing or changed.
+      The values. Windows that the family cannot express are missing or changed.
     """
     if allowed is WindowLayers.NONE:
         return {}
@@ -131,10 +131,10 @@ def mixer_of(windows: list[int | None]) -> str:
     """Writes windows as a mixer.
 
     Args:
-        windows: The window of each layer, at least one.
+      windows: The window of each layer, at least one.
 
     Returns:
-        The spec string of the shortest period, with runs of equal layers as repeats.
+      The spec string of the shortest period, with runs of equal layers as repeats.
     """
     layers = range(len(windows))
     period = next(n for n in range(1, len(windows) + 1) if all(windows[i] == windows[i % n] for i in layers))
@@ -149,12 +149,12 @@ def canonical_mixer(mixer: str, layers: int, length: int | None = None) -> str:
     """Rewrites a mixer so that equal windows have equal spec strings.
 
     Args:
-        mixer: `LMConfig.mixer`.
-        layers: Number of layers.
-        length: Windows of at least this many tokens become full attention; None for no such windows.
+      mixer: `LMConfig.mixer`.
+      layers: Number of layers.
+      length: Windows of at least this many tokens become full attention; None for no such windows.
 
     Returns:
-        The spec string; `mixer` itself if it is neither full attention nor windows.
+      The spec string; `mixer` itself if it is neither full attention nor windows.
     """
     windows = _windows_of(mixer, layers)
     if windows is None:

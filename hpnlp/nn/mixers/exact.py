@@ -24,10 +24,10 @@ class ExactMixer(nn.Module):
     the document alone.
 
     Attributes:
-        pattern: the mask of the mixer.
-        dropout: rate of dropout on attention probabilities.
-        needs: the projections that the mixer reads.
-        wants_rope: whether RoPE is applied to queries and keys.
+      pattern: the mask of the mixer.
+      dropout: rate of dropout on attention probabilities.
+      needs: the projections that the mixer reads.
+      wants_rope: whether RoPE is applied to queries and keys.
 
     Cost: as `attend`: products for the blocks with visible pairs, and memory linear in T and S.
     """
@@ -62,13 +62,13 @@ class ExactMixer(nn.Module):
         """Creates a cache of a prompt.
 
         Args:
-            inputs: k and v of the prompt; segment_ids, of which the first tokens have a positive id and padding has 0, or None
-                for a prompt without padding.
-            mask: a static Mask.
-            capacity: number of tokens per sequence that the cache has room for.
+          inputs: k and v of the prompt; segment_ids, of which the first tokens have a positive id and padding has 0, or None
+              for a prompt without padding.
+          mask: a static Mask.
+          capacity: number of tokens per sequence that the cache has room for.
 
         Returns:
-            The cache.
+          The cache.
         """
         assert inputs.k is not None and inputs.v is not None
         batch, length = inputs.k.shape[:2]
@@ -82,15 +82,15 @@ class ExactMixer(nn.Module):
         """Mixes further tokens with all preceding ones; see `extend_cache`.
 
         Args:
-            inputs: q, k and v of the further tokens. A sequence is one segment.
-            mask: a static Mask.
-            cache: of the preceding tokens.
+          inputs: q, k and v of the further tokens. A sequence is one segment.
+          mask: a static Mask.
+          cache: of the preceding tokens.
 
         Returns:
-            `(o [B, T, N, H], the extended cache)`.
+          `(o [B, T, N, H], the extended cache)`.
 
         Raises:
-            InputError: dropout is on.
+          InputError: dropout is on.
         """
         if self.dropout and not inputs.deterministic:
             raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
@@ -101,11 +101,11 @@ class ExactMixer(nn.Module):
         """Partial attention over some of the keys, which `merge` joins with the results over other keys.
 
         Args:
-            inputs: q, and k and v of the same or another length.
-            mask: the complete mask, as `within` returns it.
+          inputs: q, and k and v of the same or another length.
+          mask: the complete mask, as `within` returns it.
 
         Returns:
-            `(o [B, T, N, H], float32 lse [B, T, N])`.
+          `(o [B, T, N, H], float32 lse [B, T, N])`.
         """
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         return attend(  # pyright: ignore[reportReturnType]
@@ -124,10 +124,10 @@ class ExactMixer(nn.Module):
         """Intersects the pattern with a mask.
 
         Args:
-            mask: a static Mask.
+          mask: a static Mask.
 
         Returns:
-            The mask of the pairs that both allow.
+          The mask of the pairs that both allow.
         """
         return self.pattern & mask
 
@@ -136,10 +136,10 @@ def exact_mixer(pattern: Callable[..., Mask | PerHead]) -> Callable[..., ExactMi
     """Makes an entry of MIXERS from a pattern.
 
     Args:
-        pattern: a function that returns a mask.
+      pattern: a function that returns a mask.
 
     Returns:
-        A function with the arguments of `pattern`, and `dropout` and `name`, that returns an ExactMixer.
+      A function with the arguments of `pattern`, and `dropout` and `name`, that returns an ExactMixer.
     """
     signature = inspect.signature(pattern)
     module_parameters = inspect.signature(ExactMixer).parameters

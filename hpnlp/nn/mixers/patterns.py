@@ -10,10 +10,10 @@ def blockwise(block: int = 64) -> Mask:
     """Blocks of the sequence attend to themselves (Qiu et al. 2020, "BlockBERT").
 
     Args:
-        block: tokens per block.
+      block: tokens per block.
 
     Returns:
-        The mask.
+      The mask.
     """
     return Blockwise(block)
 
@@ -22,11 +22,11 @@ def window(left: int = 256, right: int | None = None) -> Mask:
     """Sliding window around the token.
 
     Args:
-        left: number of preceding tokens.
-        right: number of following tokens; None for as many as `left`.
+      left: number of preceding tokens.
+      right: number of following tokens; None for as many as `left`.
 
     Returns:
-        The mask.
+      The mask.
     """
     return Window(left, right)
 
@@ -35,11 +35,11 @@ def dilated(width: int = 63, dilation: int = 4) -> Mask:
     """Dilated window around the token (Beltagy et al. 2020, "Longformer", sec. 3.1).
 
     Args:
-        width: number of tokens to each side.
-        dilation: distance between them.
+      width: number of tokens to each side.
+      dilation: distance between them.
 
     Returns:
-        The mask.
+      The mask.
     """
     return Dilated(width, dilation)
 
@@ -48,11 +48,11 @@ def strided(stride: int = 64, heads: int | None = None) -> Mask | PerHead:
     """Strided attention of the Sparse Transformer.
 
     Args:
-        stride: distance of the strided tokens, and length of the window.
-        heads: as for `ops.attention.sparse_transformer_strided`.
+      stride: distance of the strided tokens, and length of the window.
+      heads: as for `ops.attention.sparse_transformer_strided`.
 
     Returns:
-        The mask.
+      The mask.
     """
     return attention.sparse_transformer_strided(stride, heads=heads, causal=False)
 
@@ -61,12 +61,12 @@ def fixed(block: int = 64, columns: int = 8, heads: int | None = None) -> Mask |
     """Fixed attention of the Sparse Transformer.
 
     Args:
-        block: tokens per block.
-        columns: number of tokens at the end of each block that all later tokens attend to.
-        heads: as for `ops.attention.sparse_transformer_fixed`.
+      block: tokens per block.
+      columns: number of tokens at the end of each block that all later tokens attend to.
+      heads: as for `ops.attention.sparse_transformer_fixed`.
 
     Returns:
-        The mask.
+      The mask.
     """
     return attention.sparse_transformer_fixed(block, columns, heads=heads, causal=False)
 
@@ -75,13 +75,13 @@ def random(block: int = 64, count: int = 3, seed: int = 0, among: int | None = N
     """Random blocks, the same for all queries of a block, and the token itself.
 
     Args:
-        block: tokens per block.
-        count: number of random blocks.
-        seed: of the draw.
-        among: as for `ops.attention.RandomBlocks`.
+      block: tokens per block.
+      count: number of random blocks.
+      seed: of the draw.
+      among: as for `ops.attention.RandomBlocks`.
 
     Returns:
-        The mask.
+      The mask.
     """
     return RandomBlocks(block, count, seed, among) | Window(0)
 
@@ -90,10 +90,10 @@ def global_(count: int = 64) -> Mask:
     """Global tokens, which attend to all tokens and are attended to by all; other tokens attend to themselves too.
 
     Args:
-        count: number of global tokens, at the beginning of the sequence.
+      count: number of global tokens, at the beginning of the sequence.
 
     Returns:
-        The mask.
+      The mask.
     """
     return Global(count) | Window(0)
 
@@ -102,12 +102,12 @@ def longformer(window: int = 512, global_tokens: int = 0, dilation: int = 1) -> 
     """Window and global tokens of Longformer.
 
     Args:
-        window: number of tokens to both sides together, even.
-        global_tokens: number of global tokens at the beginning of the sequence.
-        dilation: distance between the tokens of the window.
+      window: number of tokens to both sides together, even.
+      global_tokens: number of global tokens at the beginning of the sequence.
+      dilation: distance between the tokens of the window.
 
     Returns:
-        The mask.
+      The mask.
     """
     return attention.longformer(window, global_tokens, dilation)
 
@@ -118,15 +118,15 @@ def bigbird(
     """Window, global and random blocks of Big Bird.
 
     Args:
-        block: tokens per block.
-        window: number of blocks around the token's block, odd.
-        global_blocks: number of global blocks at the beginning of the sequence.
-        random: number of random blocks.
-        seed: of the draw.
-        among: number of blocks to draw from; None to draw from the blocks up to the token's own.
+      block: tokens per block.
+      window: number of blocks around the token's block, odd.
+      global_blocks: number of global blocks at the beginning of the sequence.
+      random: number of random blocks.
+      seed: of the draw.
+      among: number of blocks to draw from; None to draw from the blocks up to the token's own.
 
     Returns:
-        The mask.
+      The mask.
     """
     mask = attention.bigbird(block, window, global_blocks, random=0)
     return mask | RandomBlocks(block, random, seed, among) if random else mask
