@@ -95,15 +95,18 @@ class MixerOutput:
 
 
 def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:
-    """Raises InputError unless a mixer's method `name` and its `__call__` come from the same class.
+    """Checks that a mixer's method and its `__call__` come from the same class.
 
     A subclass that changes `__call__` alone computes another function than the method that it inherits.
 
     Args:
-      mixer: the mixer.
-      name: of the method that is about to be called in place of `__call__`.
-      caller: what calls the method, for the message.
-      fix: another way out, for the message.
+      mixer: The mixer.
+      name: Name of the method that is about to be called in place of `__call__`.
+      caller: Caller of the method, for the message.
+      fix: Another way out, for the message.
+
+    Raises:
+      InputError: The mixer has no such method, or takes it from another class than `__call__`.
     """
     bases = type(mixer).__mro__
     of_call, of_method = (next((base for base in bases if method in vars(base)), None) for method in ("__call__", name))

@@ -10,7 +10,11 @@ from typing import Any
 
 
 def tables() -> dict[str, Iterable[str]]:
-    """Config field -> the names that it may hold."""
+    """Config fields that hold names of table entries.
+
+    Returns:
+      Field, as in `model.mixer`, -> the names that it may hold.
+    """
     from hpnlp.data import tokenizers
     from hpnlp.models import lm
     from hpnlp.nn import attention, layers

@@ -79,7 +79,14 @@ def uncompressed(name: str) -> str:
 
 
 def is_special(path: str | os.PathLike[str]) -> bool:
-    """True for a FIFO, a socket or a device: reading or opening one may wait forever."""
+    """Whether a path is a FIFO, a socket or a device: reading or opening one may wait forever.
+
+    Args:
+      path: Any path.
+
+    Returns:
+      False for files, directories and paths that do not exist.
+    """
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
