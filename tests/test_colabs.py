@@ -24,8 +24,6 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # LLVM's take longer than such small programs run
     monkeypatch.setenv("MPLBACKEND", "Agg")
     notebook = nbformat.read(path, as_version=4)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
-    assert all(cell.get("execution_count") for cell in code), "a cell has not been executed: run `make notebooks`"
     where = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
