@@ -100,7 +100,7 @@ class Generation:
         arrays = [np.asarray(prompt, np.int32) for prompt in prompts]
         _check_options(model, tokens, temperature, top_k, top_p, seed)
         _check_prompts(model, arrays, tokens)
-        eos_ids = [] if eos_id is None else [*eos_id] if isinstance(eos_id, Sequence) else [eos_id]
+        eos_ids = _eos_ids(eos_id, model.config.vocab)
         drawable = _drawable_ids(model.config.vocab, eos_ids, allowed)
         padded, lengths = _pad(model, arrays, pad_id)
         draw: dict[str, Any] = {"key": jax.random.key(seed), "allowed": jnp.asarray(drawable)}
@@ -143,12 +143,18 @@ class Generation:
         self.seconds[phase] += time.perf_counter() - start
 
 
+def _eos_ids(eos_id: int | Sequence[int] | None, vocab: int) -> list[int]:
+    """The ids that end a sequence; raises InputError if one is not an id of the model."""
+    ids = [] if eos_id is None else [*eos_id] if isinstance(eos_id, Sequence) else [eos_id]
+    if any(not 0 <= i < vocab for i in ids):
+        raise InputError(f"eos_id={eos_id}: expected ids of the model's {vocab}, or None for sequences without end")
+    return ids
+
+
 def _drawable_ids(vocab: int, eos_ids: Sequence[int], allowed: np.ndarray | None) -> np.ndarray:
     """The ids that may be drawn, bool `[V]`."""
     drawable = np.zeros(vocab, bool)
     drawable[: vocab if allowed is None else len(allowed)] = True if allowed is None else allowed[:vocab]
-    if any(not 0 <= i < vocab for i in eos_ids):
-        raise InputError(f"eos_id={eos_ids}: expected ids of the model's {vocab}, or None for sequences without end")
     drawable[[*eos_ids]] = True
     if not drawable.any():
         raise InputError("allowed: no id may be drawn: allow at least one")

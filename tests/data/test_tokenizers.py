@@ -261,9 +261,7 @@ def test_post_processor_adds_special_tokens_to_prompts(name, tmp_path):
     assert tokenizer.encode(b"the cat").tolist() == make_bpe().encode("the cat").ids  # documents get no special tokens
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"), [({"bos_token_id": 7}, 7), ({"bos_token_id": 10**6}, 0), ({}, 0), ([7], 0)]
-)
+@pytest.mark.parametrize(("settings", "expected"), [({"bos_token_id": 7}, 7), ({"bos_token_id": 10**6}, 0), ({}, 0)])
 def test_empty_prompts_start_like_generate(settings, expected, tmp_path):
     """Without special tokens of a post-processor: with the bos of generation_config.json, or else of the tokenizer."""
     make_bpe().save(str(tmp_path / "tokenizer.json"))
@@ -271,6 +269,9 @@ def test_empty_prompts_start_like_generate(settings, expected, tmp_path):
     tokenizer = load(str(tmp_path))
     assert tokenizer.encode_prompt("").tolist() == [expected]
     assert tokenizer.encode_prompt("the").tolist() == tokenizer.encode(b"the").tolist()
+    (tmp_path / "generation_config.json").write_text("[7]")
+    with pytest.raises(InputError, match="generation_config.json': it holds a list, not an object"):
+        load(str(tmp_path))
 
 
 def test_bpe_of_older_versions_begins_prompts_with_bos(trained, tmp_path):

@@ -181,7 +181,7 @@ CALLS = {
         (cross_entropy.partial_cross_entropy, (H, TABLE, LABELS, np.array(2))),
     ),
     "softmax.cross_entropy.merged_lse": ((cross_entropy.merged_lse, (x(N), x(N))),),
-    "softmax.cross_entropy.without_silent": ((cross_entropy.zero_ignored_tokens, (H, LABELS, WEIGHTS)),),
+    "softmax.cross_entropy.zero_ignored_tokens": ((cross_entropy.zero_ignored_tokens, (H, LABELS, WEIGHTS)),),
     "softmax.adaptive.adaptive_nll": (
         (
             lambda h, head, tails, y, b: adaptive.adaptive_nll(h, head, tails, y, **ADAPTIVE, head_bias=b),

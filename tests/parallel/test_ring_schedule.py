@@ -68,7 +68,7 @@ def test_work_is_proportional_to_the_mask():
     """For a window, the computed pairs and the hops; for a causal mask, the same work on every device."""
     chunks = tuple((2 * d, 2 * d + 1) for d in range(8))
     schedule = make_schedule(Causal() & Window(63, 0), 1024, chunks)
-    computed, total = schedule.steps
+    computed, total = schedule.pair_counts
     assert (computed, total) == (16 + 15, 256) and (schedule.first_hop, schedule.hop_count) == (0, 2)
     both = make_schedule(Window(64, 64), 1024, chunks)
     assert (both.first_hop % 8, both.hop_count) == (7, 3)

@@ -110,7 +110,7 @@ def test_checkpoint_restores_on_another_layout(tmp_path):
     state, _ = steps(trainer, state, 2)
     before = host(state)
     checkpoints = Checkpointer(tmp_path)
-    checkpoints.save(state, {}, {})
+    checkpoints.save(state, {}, {"best": None, "bad_evals": 0, "seconds": {}})
     checkpoints.wait()
     other = trainer_of(name="adamw8bit")
     actual, _, _ = checkpoints.restore(other.state_shapes)

@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from hpnlp.parallel.host_offload import on_host
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.checkpoint import FORMAT, Checkpointer
 from hpnlp.training.loss_scale import LossScale
@@ -104,14 +105,14 @@ def test_restore_onto_another_mesh_is_exact(checkpointer, plan):
 
 def test_offloaded_state_is_restored_to_host_or_device(checkpointer):
     checkpoints, like = checkpointer(), shapes()
-    on_host = jax.tree.map(
+    hosted = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host(x.sharding)), like.opt_state
     )
     state = state_at(1)
-    moved = jax.device_put(state.opt_state, jax.tree.map(lambda x: x.sharding, on_host))
+    moved = jax.device_put(state.opt_state, jax.tree.map(lambda x: x.sharding, hosted))
     checkpoints.save(dataclasses.replace(state, opt_state=moved), DATA, PROGRESS)
     checkpoints.wait()
-    for kind, opt_state in (("pinned_host", on_host), ("device", like.opt_state)):
+    for kind, opt_state in (("pinned_host", hosted), ("device", like.opt_state)):
         actual = checkpoints.restore(dataclasses.replace(like, opt_state=opt_state))[0]
         assert_same_bits(actual, state)
         assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(actual.opt_state)} == {kind}

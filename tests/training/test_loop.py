@@ -470,7 +470,7 @@ def test_reports_leave_out_numbers_that_the_output_layer_lacks(tmp_path, output,
     text = render(tmp_path, tiny.make(**CONFIG | {"model__output": output}), numbers, "")
     assert ("--temperature=0`" in text) != probable and ("nats" in text) == probable
     if not probable:
-        with pytest.raises(InputError, match="gives no probabilities to draw from; take 0"):
+        with pytest.raises(InputError, match="has no probabilities to draw from; set temperature to 0"):
             next(iter(Generation(result.model, result.params, [np.array([1])], tokens=2, temperature=0.5)))
 
 
