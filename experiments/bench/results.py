@@ -23,11 +23,27 @@ import numpy as np
 from hpnlp.data.baselines import NAMES
 from hpnlp.plots import smooth
 
-BAR = r"\|"  # in a table of Markdown, a bar that is text
+BAR = r"\|"  # a literal bar in a cell of a Markdown table
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 IMAGES = ROOT / "docs" / "images"
 Rows = Sequence[Mapping[str, Any]]
+# Names of ratios in the result files that need more than `describe_ratio` to be understood by themselves.
+RATIO_LABELS = {
+    "over our dense": "time relative to dense attention of hpnlp",
+    "over our dense by its square law": "time relative to 16 times dense attention of hpnlp at T 4096",
+    "over the faster of jax.nn and naive": "time relative to the faster of jax.nn and naive JAX",
+    "time over full": "time relative to the full softmax",
+    "time over naive": "time relative to naive JAX",
+    "temporary memory over naive": "temporary memory relative to naive JAX",
+    "bias of the gradient by h": "relative bias of the gradient with respect to h",
+}
+
+
+def describe_ratio(name: str) -> str:
+    """The label of a ratio: "time over torch" and "over torch" both become "time relative to torch"."""
+    label = f"time {name}" if name.startswith("over ") else name
+    return RATIO_LABELS.get(name, label.replace(" over ", " relative to "))
 
 
 def demo(rows: Rows) -> list[tuple[str, str]]:
@@ -35,14 +51,15 @@ def demo(rows: Rows) -> list[tuple[str, str]]:
     compressors = [f"{name} {row[field]:.3f}" for field, name in NAMES.items() if row.get(field) is not None]
     return [
         ("held-out bits per byte after `make demo`", f"{row['heldout_bits_per_byte']:.3f} ({', '.join(compressors)})"),
-        ("its wall time, from process start to report", f"{row['seconds']:.0f} s"),
+        ("`make demo`: wall time from process start to report", f"{row['seconds']:.0f} s"),
     ]
 
 
 def train_step(rows: Rows) -> list[tuple[str, str]]:
     return [
         (
-            f"step, {row['layers']} layers, D {row['dim']}, T {row['length']}, B {row['batch']}: time over torch eager's",
+            f"training step, {row['layers']} layers, D {row['dim']}, T {row['length']}, B {row['batch']}: "
+            "time relative to torch eager",
             f"{row['ours_over_torch']:.2f} ({row['ours_ms']:.0f} ms; plain Flax {row['flax_over_torch']:.2f})",
         )
         for row in rows
@@ -51,90 +68,108 @@ def train_step(rows: Rows) -> list[tuple[str, str]]:
 
 def attention(rows: Rows) -> list[tuple[str, str]]:
     return [
-        (f"attention, {row['what']}: {name}", f"{ratio:.3g}") for row in rows for name, ratio in row["ratios"].items()
+        (f"attention, {row['what']}: {describe_ratio(name)}", f"{ratio:.3g}")
+        for row in rows
+        for name, ratio in row["ratios"].items()
     ]
 
 
 def softmax(rows: Rows) -> list[tuple[str, str]]:
-    return [(f"{row['what']}: {name}", f"{ratio:.3g}") for row in rows for name, ratio in row["ratios"].items()]
+    return [
+        (f"{row['what']}: {describe_ratio(name)}", f"{ratio:.3g}")
+        for row in rows
+        for name, ratio in row["ratios"].items()
+    ]
 
 
 def estimates(rows: Rows) -> list[tuple[str, str]]:
-    """Biases with their standard errors, and errors."""
+    """Biases with the standard errors of their measurement, and numerical errors."""
     lines = []
     for row in rows:
-        (name, off), *error = row["ratios"].items()
-        spread = "".join(f" (standard error of the measurement {x:.1g})" for _, x in error)
-        lines.append((f"{row['what']}: {name}", f"{off:.2g}{spread}"))
+        (name, error), *standard_errors = row["ratios"].items()
+        spread = "".join(f" (standard error of the measurement {x:.1g})" for _, x in standard_errors)
+        lines.append((f"{row['what']}: {describe_ratio(name)}", f"{error:.2g}{spread}"))
     return lines
 
 
-# How many words the corpora of experiments/softmax/ have.
+# Vocabulary sizes of the corpora of experiments/softmax/.
 CORPORA = {"docs": "12,000", "code": "110,000", "whitespace": "400,000"}
 
 
 def output_layers(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of output layers, from what a training step takes and what perplexity it comes to over each corpus.
+    """The Markdown table of the output layers: time and memory of a training step, and perplexity, on each corpus.
 
-    results: by the name of their bench. Empty where nothing of it is measured.
+    Args:
+      results: the result files by the name of their benchmark.
+
+    Returns:
+      The table, or an empty string if no output layer has been measured.
     """
     columns: dict[str, dict[str, str]] = {}  # heading -> layer -> figure
     environment: Mapping[str, Any] = {}
     for corpus, words in CORPORA.items():
-        if found := results.get(f"softmax_steps_{corpus}"):
-            environment = found["environment"]
-            column = columns.setdefault(f"step, {words} words", {})
-            for row in found["rows"]:
+        if measured := results.get(f"softmax_steps_{corpus}"):
+            environment = measured["environment"]
+            column = columns.setdefault(f"time (memory) of a step, {words} words", {})
+            for row in measured["rows"]:
                 memory = sum(row["megabytes"].values())
                 column[row["output"]] = f"{row['ratios']['time over full']:.2g} ({memory:,.0f} MB)"
     for corpus, words in CORPORA.items():
-        for bench, what in ((corpus, "steps"), (f"{corpus}_time", "time")):
-            if found := results.get(f"softmax_quality_{bench}"):
-                column = columns.setdefault(f"perplexity, same {what}, {words}", {})
-                column.update({row["output"]: f"{row['ratios']['over full']:.3f}" for row in found["rows"]})
+        for bench, budget in ((corpus, "number of steps"), (f"{corpus}_time", "training time")):
+            if measured := results.get(f"softmax_quality_{bench}"):
+                column = columns.setdefault(f"perplexity at equal {budget}, {words} words", {})
+                column.update({row["output"]: f"{row['ratios']['over full']:.3f}" for row in measured["rows"]})
     layers = list(dict.fromkeys(layer for column in columns.values() for layer in column))
     if not layers:
         return ""
     lines = [["output layer", *columns], ["---"] * (len(columns) + 1)]
     lines += [[f"`{layer}`", *(column.get(layer, "") for column in columns.values())] for layer in layers]
-    return "\n".join([f"Over `full`, on {machine(environment)}:", "", *(f"| {' | '.join(line)} |" for line in lines)])
+    return "\n".join(
+        [
+            f"Times and perplexities are relative to `full`, measured on {machine(environment)}:",
+            "",
+            *(f"| {' | '.join(line)} |" for line in lines),
+        ]
+    )
 
 
 def plot_tradeoff(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """For each corpus, perplexity against the time of a step, both over the full softmax's."""
-    found = []
+    """For each corpus, perplexity against the time of a step, both relative to the full softmax."""
+    corpora = []
     for corpus, words in CORPORA.items():
         if {f"softmax_steps_{corpus}", f"softmax_quality_{corpus}"} <= results.keys():
-            steps, qualities = (results[f"softmax_{what}_{corpus}"]["rows"] for what in ("steps", "quality"))
+            steps, qualities = (results[f"softmax_{bench}_{corpus}"]["rows"] for bench in ("steps", "quality"))
             times = {row["output"]: row["ratios"]["time over full"] for row in steps}
-            found.append(
+            corpora.append(
                 (words, [(row["output"], times[row["output"]], row["ratios"]["over full"]) for row in qualities])
             )
-    if not found:
+    if not corpora:
         return
-    worst = 1.25
-    layers = list(dict.fromkeys(layer for _, points in found for layer, _, ratio in points if ratio <= worst))
+    max_ratio = 1.25
+    layers = list(dict.fromkeys(layer for _, points in corpora for layer, _, ratio in points if ratio <= max_ratio))
     styles = {layer: f"C{i % 10}{'os^'[i // 10]}" for i, layer in enumerate(layers)}
     figure, axes = plt.subplots(
-        1, len(found), figsize=(2.2 + 3.2 * len(found), 3.8), layout="constrained", squeeze=False
+        1, len(corpora), figsize=(2.2 + 3.2 * len(corpora), 3.8), layout="constrained", squeeze=False
     )
-    for axis, (words, points) in zip(axes[0], found, strict=True):
+    for axis, (words, points) in zip(axes[0], corpora, strict=True):
         for layer, time, ratio in points:
-            if ratio <= worst:
+            if ratio <= max_ratio:
                 axis.plot(time, ratio, styles[layer], label=layer)
-        axis.set(xscale="log", xlabel="time of a training step over full's", title=f"{words} words")
+        axis.set(xscale="log", xlabel="time of a training step relative to full", title=f"{words} words")
         decade = min(time for _, time, _ in points) > 0.1
         axis.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 3, 5) if decade else (1, 2, 5)))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         axis.grid(alpha=0.3)
-        if left := sum(ratio > worst for _, _, ratio in points):
-            axis.text(0.98, 0.98, f"{left} above {worst}", transform=axis.transAxes, ha="right", va="top", fontsize=8)
+        if omitted := sum(ratio > max_ratio for _, _, ratio in points):
+            axis.text(
+                0.98, 0.98, f"{omitted} above {max_ratio}", transform=axis.transAxes, ha="right", va="top", fontsize=8
+            )
     handles = [
         matplotlib.lines.Line2D([], [], linestyle="", color=f[:-1], marker=f[-1], label=n) for n, f in styles.items()
     ]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
-    axes[0, 0].set_ylabel("held-out perplexity over full's, same steps")
+    axes[0, 0].set_ylabel("held-out perplexity relative to full, equal number of steps")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -145,28 +180,28 @@ def machine(environment: Mapping[str, Any]) -> str:
 
 
 def plot_softmax(rows: Rows, path: Path) -> None:
-    """What a step of each output layer takes, beside the full one's, at each size of the vocabulary."""
+    """Time of a step of each output layer relative to the full softmax, for each vocabulary size."""
     figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
-    found: dict[str, dict[str, float]] = {}  # size -> layer -> ratio
+    ratios_by_size: dict[str, dict[str, float]] = {}  # vocabulary size -> layer -> ratio
     for row in rows:
         if step := re.fullmatch(r"(?:training )?step of (.*), V ([\d,]+)", row["what"]):
-            found.setdefault(step[2], {})[step[1]] = row["ratios"]["time over full"]
-    names = list(dict.fromkeys(name for ratios in found.values() for name in ratios))
-    height = 0.76 / len(found)
-    for offset, (size, ratios) in enumerate(found.items()):
-        places = [names.index(name) + (height + 0.02) * offset for name in ratios]
-        axes.barh(places, list(ratios.values()), height, label=f"V {size}")
-    axes.set_yticks([i + (height + 0.02) * (len(found) - 1) / 2 for i in range(len(names))], names)
+            ratios_by_size.setdefault(step[2], {})[step[1]] = row["ratios"]["time over full"]
+    names = list(dict.fromkeys(name for ratios in ratios_by_size.values() for name in ratios))
+    height = 0.76 / len(ratios_by_size)
+    for offset, (size, ratios) in enumerate(ratios_by_size.items()):
+        heights = [names.index(name) + (height + 0.02) * offset for name in ratios]
+        axes.barh(heights, list(ratios.values()), height, label=f"V {size}")
+    axes.set_yticks([i + (height + 0.02) * (len(ratios_by_size) - 1) / 2 for i in range(len(names))], names)
     axes.invert_yaxis()
     axes.axvline(1, color="gray", linestyle=":")
-    axes.set(xscale="log", xlabel="time of a step over the full softmax's, Adam included")
+    axes.set(xscale="log", xlabel="time of a step relative to the full softmax, Adam included")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def plot_attention(rows: Rows, path: Path) -> None:
-    """Time over our own dense against the share of the pairs that a pattern keeps."""
+    """Time relative to dense attention of hpnlp against the fraction of the pairs that a pattern allows."""
     figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
     names = list(dict.fromkeys(row["what"].rpartition(", T ")[0] for row in rows if "density" in row))
     for row in rows:
@@ -176,8 +211,9 @@ def plot_attention(rows: Rows, path: Path) -> None:
             label = name if length == "4096" else None
             axes.plot(row["density"], next(iter(row["ratios"].values())), marker, color=color, label=label)
     low = min(row["density"] for row in rows if "density" in row)
-    axes.plot([low, 1], [low, 1], ":", color="gray", label="what it keeps")
-    axes.set(xscale="log", yscale="log", xlabel="share of the pairs that the pattern keeps", ylabel="time over dense")
+    axes.plot([low, 1], [low, 1], ":", color="gray", label="time proportional to the pairs")
+    axes.set(xscale="log", yscale="log", xlabel="fraction of the pairs that the pattern allows")
+    axes.set_ylabel("time relative to dense")
     axes.set_title("forward and backward; circles T 4096, triangles T 16384", fontsize=9)
     axes.legend(frameon=False, fontsize=7)
     figure.savefig(path, dpi=130)
@@ -187,8 +223,11 @@ def plot_attention(rows: Rows, path: Path) -> None:
 def loop(rows: Rows) -> list[tuple[str, str]]:
     row = rows[0]
     return [
-        (f"{row['steps']} steps of the loop over bare jitted steps", f"{row['loop_over_bare']:.3f}"),
-        ("`import hpnlp` beyond `import jax`", f"{1e3 * row['import_seconds']:.1f} ms"),
+        (
+            f"{row['steps']} steps of the training loop: time relative to the bare jitted steps",
+            f"{row['loop_over_bare']:.3f}",
+        ),
+        ("`import hpnlp` after `import jax`: additional time", f"{1e3 * row['import_seconds']:.1f} ms"),
     ]
 
 
@@ -198,41 +237,42 @@ def decode(rows: Rows) -> list[tuple[str, str]]:
         model = f"{row['layers']} layers, D {row['dim']}, {row['model']}"
         if row["what"] == "prefill":
             figure = f"{row['prefill_over_forward']:.2f} ({row['prefill_ms']:.0f} ms)"
-            lines.append((f"prefill of {row['prompt']} tokens over one forward pass, {model}", figure))
+            lines.append((f"prefill of {row['prompt']} tokens, {model}: time relative to one forward pass", figure))
         else:
             prompts = f"{row['batch']} prompt{'s' * (row['batch'] > 1)}"
             figure = f"{row['speedup']:.1f} ({row['ours_tokens_per_second']:,.0f} tokens/s)"
-            lines.append((f"decoding, {prompts}, {model}: tokens/s over torch eager's with a cache", figure))
+            lines.append((f"decoding, {prompts}, {model}: tokens/s relative to torch eager with a cache", figure))
     return lines
 
 
 def parity(rows: Rows) -> list[tuple[str, str]]:
-    """The worst of all layouts."""
+    """The largest differences over all layouts."""
     layouts, names = rows[1:], "; ".join(row["layout"] for row in rows[1:])
-    worst = [max(row[name] for row in layouts) for name in ("loss_relative", "gradient_relative")]
-    apart = [
-        max(abs(row[f"{what}_bytes"] / row[f"{what}_bytes_planned"] - 1) for row in layouts)
-        for what in ("state", "sent")
+    differences = [max(row[name] for row in layouts) for name in ("loss_relative", "gradient_relative")]
+    plan_errors = [
+        max(abs(row[f"{kind}_bytes"] / row[f"{kind}_bytes_planned"] - 1) for row in layouts)
+        for kind in ("state", "sent")
     ]
-    many = f"{len(layouts)} layouts of 8 devices"
+    compared = f"{len(layouts)} layouts of 8 devices"
     return [
         (
-            f"{many} ({names}) against one device: loss over {layouts[0]['steps']} steps; first gradients, each leaf; relative",
-            f"at most {worst[0]:.1e}; {worst[1]:.1e}",
+            f"{compared} ({names}) and one device: largest relative difference of losses over "
+            f"{layouts[0]['steps']} steps; of first gradients, array by array",
+            f"{differences[0]:.1e}; {differences[1]:.1e}",
         ),
         (
-            f"{many}: bytes that a device holds; and sends in a step; off those planned",
-            f"at most {apart[0]:.2%}; {apart[1]:.2%}",
+            f"{compared}: largest relative error of the planned bytes of a device: state; sent in a step",
+            f"{plan_errors[0]:.2%}; {plan_errors[1]:.2%}",
         ),
     ]
 
 
 def bubble(rows: Rows) -> list[tuple[str, str]]:
     counted = [row for row in rows if "idle_counted" in row]
-    apart = max(abs(row["idle_counted"] - row["idle_formula"]) for row in counted)
+    difference = max(abs(row["idle_counted"] - row["idle_formula"]) for row in counted)
     idle = [row["idle_formula"] for row in counted]
-    what = f"{len(counted)} schedules of {rows[0]['stages']} stages, 1 to 4 rounds: idle part of the time, as counted"
-    return [(what, f"{max(idle):.3f} to {min(idle):.3f}, at most {apart:.1e} off the formula")]
+    label = f"{len(counted)} pipeline schedules, {rows[0]['stages']} stages, 1 to 4 rounds: idle fraction of the time"
+    return [(label, f"{max(idle):.3f} to {min(idle):.3f}, differs from the formula by at most {difference:.1e}")]
 
 
 def remat(rows: Rows) -> list[tuple[str, str]]:
@@ -240,14 +280,14 @@ def remat(rows: Rows) -> list[tuple[str, str]]:
     size = f"{first['parameters'] / 1e6:.0f}M parameters, T {first['length']}"
     lines = [
         (
-            f"`plan.remat={row['remat']}`, step of {size}, B {row['rows']}: temporaries; as planned",
+            f"`plan.remat={row['remat']}`, step of {size}, B {row['rows']}: temporary memory; error of the plan",
             f"{row['temp_bytes'] / 2**20:,.0f} MiB; {row['temp_bytes_planned'] / row['temp_bytes'] - 1:+.1%}",
         )
         for row in rows
     ]
     return lines + [
         (
-            f"`plan.remat={row['remat']}`, step of {size}, B {row['timed_rows']}: time over that of `{first['remat']}`",
+            f"`plan.remat={row['remat']}`, step of {size}, B {row['timed_rows']}: time relative to `{first['remat']}`",
             f"{row['time_over_first']:.2f} ({row['ms']:,.0f} ms)",
         )
         for row in rows
@@ -255,31 +295,37 @@ def remat(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
+# The layouts of ring.py -> their description.
+EXCHANGES = {"ring": "exchanged in a ring", "heads": "exchanged by heads (all-to-all)"}
+
+
 def ring(rows: Rows) -> list[tuple[str, str]]:
     lines = []
     for row in rows:
-        what = f"`{row['mixer']}`, a row of {row['length']:,} tokens over {row['devices']} devices, {row['layout']}"
+        exchange = EXCHANGES.get(row["layout"], row["layout"])
+        setting = f"`{row['mixer']}`, a sequence of {row['length']:,} tokens over {row['devices']} devices, {exchange}"
         if "over_one" in row:
-            lines.append((f"{what}: activations over those of one device", f"1 / {1 / row['over_one']:.1f}"))
+            label = f"{setting}: activation memory relative to one device"
+            lines.append((label, f"1 / {1 / row['over_one']:.1f}"))
         if "pairs_done" in row:
-            done = f"{row['pairs_done'] / row['pairs_possible']:.3f}; {row['rounds_done'] / row['rounds_possible']:.3f}"
-            lines.append(
-                (f"{what}: pairs of chunks done over all; rounds; the mask's share", f"{done}; {row['density']:.3f}")
-            )
+            label = f"{setting}: fraction of chunk pairs computed; of ring rounds taken; of token pairs that the mask allows"
+            pairs, rounds = (row[f"{kind}_done"] / row[f"{kind}_possible"] for kind in ("pairs", "rounds"))
+            lines.append((label, f"{pairs:.3f}; {rounds:.3f}; {row['density']:.3f}"))
     return lines
 
 
 def plan(rows: Rows) -> list[tuple[str, str]]:
     return [
         (
-            f"`hpnlp plan` of {row['model']} parameters for {row['devices']} devices, {row['depth']}",
+            f"`hpnlp plan --depth={row['depth']}` of a model of {row['model']} parameters for {row['devices']} devices: time",
             f"{row['seconds']:.1f} s",
         )
         for row in rows
     ] + [
         (
-            f"planned over compiled for {row['devices']} devices, {row['model']} parameters: state; temporaries; sent",
-            "; ".join(f"{row[f'{what} off']:+.1%}" for what in ("state", "temporaries", "communication")),
+            f"plan for {row['devices']} devices, {row['model']} parameters, relative error against the compiled program: "
+            "state; temporary memory; bytes sent",
+            "; ".join(f"{row[f'{kind} off']:+.1%}" for kind in ("state", "temporaries", "communication")),
         )
         for row in rows
         if "state off" in row
@@ -287,68 +333,90 @@ def plan(rows: Rows) -> list[tuple[str, str]]:
 
 
 def plan_tpu(rows: Rows) -> list[tuple[str, str]]:
-    found = [row["temporaries off"] for row in rows]
-    what = f"{len(rows)} steps of 110M and 7B parameters on 1 to 512 TPUs: planned over compiled temporaries"
-    return [(what, f"{min(found):+.0%} to {max(found):+.0%}")]
+    errors = [row["temporaries off"] for row in rows]
+    label = (
+        f"plans of {len(rows)} steps of 110M and 7B parameters on 1 to 512 TPUs: "
+        "relative error of the temporary memory against the compiled program"
+    )
+    return [(label, f"{min(errors):+.0%} to {max(errors):+.0%}")]
 
 
 def resume(rows: Rows) -> list[tuple[str, str]]:
     row = rows[0]
     lost, lines = row["steps_lost_beyond_interval"], f"of {row['lines_of_each']} in each of {row['runs_compared']} runs"
     return [
-        (f"{row['kills']} times kill -9: steps lost beyond one checkpoint interval", str(lost)),
-        ("lines of metrics that differ in any bit from an undisturbed run's", f"{row['lines_that_differ']} {lines}"),
+        (f"training killed {row['kills']} times by `kill -9`: steps lost beyond one checkpoint interval", str(lost)),
+        (
+            "lines of metrics that differ in any bit from those of an uninterrupted run",
+            f"{row['lines_that_differ']} {lines}",
+        ),
     ]
 
 
+# The stacks of reversible.py -> their description.
+STACKS = {"plain": "plain", "remat": "rematerialised", "reversible": "reversible"}
+
+
 def reversible(rows: Rows) -> list[tuple[str, str]]:
-    """Of the fewest and the most layers, and of each stack of the most."""
+    """Memory by depth, and memory and time of each kind of stack at the greatest depth."""
     deep = max(row["layers"] for row in rows)
-    few, many = (
+    shallow_stacks, deep_stacks = (
         {row["stack"]: row for row in rows if row["layers"] == n} for n in (min(r["layers"] for r in rows), deep)
     )
-    plain, ours = many["plain"], many["reversible"]
+    plain, ours = deep_stacks["plain"], deep_stacks["reversible"]
     size = f"D {ours['dim']}, T {ours['length']}, B {ours['batch']}"
     lines = [
         (
-            f"memory of reversible layers, {size}: {deep} layers over {few['reversible']['layers']}",
-            f"{ours['temp_bytes'] / few['reversible']['temp_bytes']:.3f}",
+            f"temporary memory of reversible layers, {size}: {deep} layers relative to "
+            f"{shallow_stacks['reversible']['layers']} layers",
+            f"{ours['temp_bytes'] / shallow_stacks['reversible']['temp_bytes']:.3f}",
         )
     ]
     lines += [
         (
-            f"gradient, {deep} layers, {size}, {row['stack']}: memory; time over plain's",
+            f"gradient, {deep} layers, {size}, {STACKS[row['stack']]} layers: temporary memory; time relative to plain layers",
             f"{row['temp_bytes'] / 2**20:,.0f} MiB; {row['time_over_plain']:.2f} ({row['ms']:.0f} ms)",
         )
-        for row in (plain, many["remat"], ours)
+        for row in (plain, deep_stacks["remat"], ours)
     ]
     error = f"{ours['gradient_error']:.1e}"
-    return [*lines, (f"gradients of {deep} reversible layers against the same ones kept: relative", error)]
+    label = f"gradients of {deep} reversible layers: relative difference from the same layers with stored activations"
+    return [*lines, (label, error)]
+
+
+# The forms of adamw.py -> their description.
+ADAMW_FORMS = {
+    "stacks": "stacked layers",
+    "layers": "separate layers",
+    "flat": "moments as flat vectors",
+    "all flat": "everything as flat vectors",
+}
 
 
 def adamw(rows: Rows) -> list[tuple[str, str]]:
-    """Each form of one update; the MiB are temporaries."""
+    """Time, bandwidth and temporary memory of each form of the update."""
     lines = []
     for row in rows:
-        what = f"AdamW of {row['parameters'] / 1e6:.0f}M parameters, {row['form']} ({row['arrays']} arrays)"
-        took = f"{row['ms']:.0f} ms, {row['gb_per_second']:.0f} GB/s, {row['temp_bytes'] >> 20} MiB"
-        lines.append((f"{what}: time over stacks'", f"{row['time_over_stacks']:.2f} ({took})"))
+        arrays = f"{row['arrays']} array{'s' * (row['arrays'] > 1)}"
+        update = f"AdamW of {row['parameters'] / 1e6:.0f}M parameters, {ADAMW_FORMS[row['form']]} ({arrays})"
+        figures = f"{row['ms']:.0f} ms, {row['gb_per_second']:.0f} GB/s, {row['temp_bytes'] >> 20} MiB temporary memory"
+        lines.append((f"{update}: time relative to stacked layers", f"{row['time_over_stacks']:.2f} ({figures})"))
     return lines
 
 
 def large_batch(rows: Rows) -> list[tuple[str, str]]:
-    """What the best recipe of the small batch comes to, and what others lose against it at the same number of tokens."""
+    """Loss of the best recipe for the small batch, and of the others relative to it at the same number of tokens."""
     best = min((row for row in rows if row["rule"] == "small"), key=lambda row: row["loss"])
-    rules = {"none": "as it was"}
+    rules = {"none": "unchanged", "sqrt": "scaled by the square root", "linear": "scaled linearly"}
     return [
         (
             f"{best['optimizer']}, batches of {best['batch'] * best['length']:,} bytes: held-out loss",
-            f"{best['loss']:.3f} nats a byte ({best['steps']:,} steps)",
+            f"{best['loss']:.3f} nats per byte ({best['steps']:,} steps)",
         )
     ] + [
         (
-            f"{row['optimizer']}, batches of {row['batch'] * row['length']:,} bytes, rate "
-            f"{rules.get(row['rule'], 'by ' + row['rule'])}: held-out loss over that",
+            f"{row['optimizer']}, batches of {row['batch'] * row['length']:,} bytes, learning rate "
+            f"{rules[row['rule']]}: held-out loss relative to the small batch",
             f"{row['over_small']:.3f} ({row['steps']:,} steps)",
         )
         for row in rows
@@ -357,22 +425,24 @@ def large_batch(rows: Rows) -> list[tuple[str, str]]:
 
 
 def suite(rows: Rows) -> list[tuple[str, str]]:
-    return [("`make test`, after set-up", f"{rows[0]['seconds'] / 60:.1f} min ({rows[0]['passed']} tests)")]
+    return [("`make test` after set-up: wall time", f"{rows[0]['seconds'] / 60:.1f} min ({rows[0]['passed']} tests)")]
 
 
 def gpu_step(rows: Rows) -> list[tuple[str, str]]:
     timed = [row for row in rows if "step_ms" in row]
     lines = []
     if best := max((row for row in timed if row["mfu"]), key=lambda row: row["mfu"], default=None):
-        what = f"step of {best['parameters'] / 1e6:.0f}M parameters, bfloat16, T {best['length']}, B {best['batch']}"
+        label = f"step of {best['parameters'] / 1e6:.0f}M parameters, bfloat16, T {best['length']}, B {best['batch']}"
         figure = f"{100 * best['mfu']:.0f} % ({best['step_ms']:.0f} ms, {best['tokens_per_second']:,.0f} tokens/s)"
-        lines.append((f"{what}, `{best['setting']}`: MFU", figure))
+        lines.append((f"{label}, `{best['setting']}`: MFU", figure))
     if ratios := [row["planned_over_measured"] for row in timed]:
-        what = f"{len(ratios)} of these by batch and recomputation: planned time over measured"
-        lines.append((what, f"{min(ratios):.2f} to {max(ratios):.2f}"))
+        label = (
+            f"{len(ratios)} combinations of batch size and rematerialisation: planned time relative to measured time"
+        )
+        lines.append((label, f"{min(ratios):.2f} to {max(ratios):.2f}"))
     return lines + [
         (
-            f"the same with `{row['setting']}`, B {row['batch']}: memory freed; time over that without",
+            f"step with `{row['setting']}`, B {row['batch']}: device memory freed; time relative to no offloading",
             f"{row['freed_bytes'] / 1e9:.2f} GB; {row['time_over_without']:.2f}",
         )
         for row in timed
@@ -380,7 +450,7 @@ def gpu_step(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
-# result file (before the device) -> its lines of the table: (what was measured, the figure)
+# name of the result file without the device -> a function to lines of the table: (label, figure)
 TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "demo": demo,
     "train_step": train_step,
@@ -415,7 +485,7 @@ def plot_demo(rows: Rows, path: Path) -> None:
     for (field, name), style in zip(NAMES.items(), (":", "-.", "--"), strict=True):
         if row.get(field) is not None:
             axes.axhline(row[field], color="gray", linestyle=style, label=f"held-out: {name}")
-    axes.set(xlabel=f"step of {row['tokens'] // row['steps']:,} bytes", ylabel="bits a byte", ylim=(1, 5))
+    axes.set(xlabel=f"step of {row['tokens'] // row['steps']:,} bytes", ylabel="bits per byte", ylim=(1, 5))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -430,7 +500,7 @@ def plot_train_step(rows: Rows, path: Path) -> None:
         )
     labels = [f"{row['layers']} x D {row['dim']}\nT {row['length']}, B {row['batch']}" for row in rows]
     axes.set_xticks(range(len(rows)), labels)
-    axes.set(ylabel="ms a step")
+    axes.set(ylabel="ms per step")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -444,29 +514,37 @@ PLOTS: dict[str, Callable[[Rows, Path], None]] = {
 }
 
 
-# The figures of the README: (label, bench, beginning of the figure's name in that bench's table).
+# The figures of the README: (label, benchmark, beginning of the figure's label in the table of that benchmark).
 HEADLINE = [
     ("byte-level language model after `make demo`: held-out bits per byte", "demo", "held-out bits per byte"),
-    ("training step, 4 layers, D 192, T 256, B 16: time over torch eager's", "train_step", "step, 4 layers, D 192"),
     (
-        "dense attention, T 4096, forward and backward: time over torch SDPA's",
-        "attention",
-        "attention, dense, T 4096: over torch",
+        "training step, 4 layers, D 192, T 256, B 16: time relative to torch eager",
+        "train_step",
+        "training step, 4 layers, D 192",
     ),
     (
-        "strided attention, T 16,384: time over dense",
+        "dense attention, T 4096, forward and backward: time relative to torch SDPA",
+        "attention",
+        "attention, dense, T 4096: time relative to torch",
+    ),
+    (
+        "strided attention, T 16,384: time relative to dense attention",
         "attention",
         "attention, causal strided, window 64, stride 64, T 16384",
     ),
-    ("exact loss, V 262,144: temporary memory over that with logits", "softmax", "exact, V 262,144: temporary memory"),
     (
-        "`sampled(1024)` by rows, V 262,144: time of a step over full softmax's",
+        "exact loss, V 262,144: temporary memory relative to naive JAX, which stores the logits",
+        "softmax",
+        "exact, V 262,144: temporary memory",
+    ),
+    (
+        "`sampled(1024)` by rows, V 262,144: time of a step relative to the full softmax",
         "softmax_layers",
         "step of sampled(1024) by rows, V 262,144",
     ),
-    ("decoding with a KV cache, 1 prompt: tokens/s over torch eager's", "decode", "decoding, 1 prompt"),
+    ("decoding with a KV cache, 1 prompt: tokens/s relative to torch eager", "decode", "decoding, 1 prompt"),
     (
-        "16 layouts of 8 devices: loss over 100 steps; first gradients; relative difference from one device",
+        "16 layouts of 8 devices and one device: largest relative difference of losses over 100 steps; of first gradients",
         "parity",
         "16 layouts of 8 devices (data",
     ),
@@ -474,22 +552,22 @@ HEADLINE = [
 
 
 def headline(lines: Mapping[str, Sequence[tuple[str, str]]]) -> str:
-    """The table of HEADLINE. lines: by bench, the lines of its table."""
+    """The table of HEADLINE. lines: the lines of each benchmark's table."""
     rows = []
     for label, bench, beginning in HEADLINE:
-        figure = next(figure for what, figure in lines[bench] if what.startswith(beginning))
+        figure = next(figure for text, figure in lines[bench] if text.startswith(beginning))
         rows.append(f"| {label} | {figure} |")
     return "\n".join(["| measured on two CPU cores | |", "|---|---|", *rows])
 
 
 def replace_section(path: Path, name: str, text: str) -> None:
-    """Replaces what stands between `<!-- name -->` and `<!-- /name -->`. Raises ValueError where a mark is missing."""
-    content, marks = path.read_text("utf-8"), (f"<!-- {name} -->\n", f"<!-- /{name} -->")
-    before, _, rest = content.partition(marks[0])
-    _, closing, after = rest.partition(marks[1])
+    """Replaces the text between `<!-- name -->` and `<!-- /name -->`. Raises ValueError if a marker is missing."""
+    content, markers = path.read_text("utf-8"), (f"<!-- {name} -->\n", f"<!-- /{name} -->")
+    before, _, remainder = content.partition(markers[0])
+    _, closing, after = remainder.partition(markers[1])
     if not closing:
-        raise ValueError(f"{path} has no section {marks[0].strip()} ... {marks[1]}")
-    path.write_text(f"{before}{marks[0]}{text}\n{closing}{after}", "utf-8")
+        raise ValueError(f"{path} has no section {markers[0].strip()} ... {markers[1]}")
+    path.write_text(f"{before}{markers[0]}{text}\n{closing}{after}", "utf-8")
 
 
 def main() -> None:
@@ -505,13 +583,13 @@ def main() -> None:
         bench = result["bench"]
         lines[bench] = TABLE[bench](result["rows"])
         rows = by_device.setdefault(machine(result["environment"]), [])
-        rows.extend((what, figure, path.name) for what, figure in lines[bench])
+        rows.extend((label, figure, path.name) for label, figure in lines[bench])
         if bench in PLOTS:
             PLOTS[bench](result["rows"], IMAGES / f"{path.stem}.png")
             plots.append(f"![{bench}](images/{path.stem}.png)")
     tables = [
-        f"Measured on {device}:\n\n| what | measured | file |\n|---|---|---|\n"
-        + "\n".join(f"| {what.replace('|', BAR)} | {figure} | `{name}` |" for what, figure, name in rows)
+        f"Measured on {device}:\n\n| measurement | result | file |\n|---|---|---|\n"
+        + "\n".join(f"| {label.replace('|', BAR)} | {figure} | `{name}` |" for label, figure, name in rows)
         for device, rows in by_device.items()
     ]
     tradeoff = IMAGES / "softmax_tradeoff-cpu.png"
