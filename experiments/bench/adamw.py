@@ -1,11 +1,12 @@
-"""AdamW's update of 108M parameters: array by array, as XLA fuses it, beside one pass over flat state.
+"""Compares AdamW's update of 108M parameters array by array, as XLA fuses it, with one pass over flat state.
 
     python experiments/bench/adamw.py [--layers=12] [--dim=768] [--rounds=9]
 
-"stacks" is what training runs: the layers' parameters are stacks, a dozen arrays in all. "layers" has the same layer by layer,
-some 150 arrays. "flat" keeps the moments as one vector each, and lays gradients and parameters end to end for the pass;
-"all flat" has these so to begin with, which no model has: what a kernel of one pass could come to. All must agree, or nothing
-is reported. A minute on two cores; on an accelerator the same command.
+"stacks" is the form that training uses: the layers' parameters are stacked, about ten arrays in all. "layers" has separate
+arrays for each layer, about a hundred. "flat" stores each moment as one vector, and concatenates gradients and parameters for
+the update. "all flat" has gradients and parameters as vectors from the start, which no model has: it is the limit for a kernel
+that makes one pass. If the results differ, nothing is reported. Takes a minute on two cores; the same command runs on an
+accelerator.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ CONFIG = OptimizerConfig(schedule="constant", warmup=0, clip_norm=0.0)
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("layers", 12, "Layers.", lower_bound=1)
 flags.DEFINE_integer("dim", 768, "Width.", lower_bound=64)
-flags.DEFINE_integer("rounds", 9, "Measurements of each; the median counts.")
+flags.DEFINE_integer("rounds", 9, "Measurements of each form; the median is reported.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
 def by_array(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-    """optax's, an array at a time."""
+    """The update of optax, one array at a time."""
     updates, state = make_optimizer(CONFIG, 1000).update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
 
 def flat(decays: jax.Array, params: jax.Array, state: Any, grads: jax.Array) -> tuple[jax.Array, Any]:
-    """The same (Loshchilov & Hutter 2019, algorithm 2) of vectors. decays: 1 for what decays, 0 for what does not."""
+    """The same update (Loshchilov & Hutter 2019, algorithm 2) of vectors. decays: 1 where weights decay, 0 elsewhere."""
     c, (count, mu, nu) = CONFIG, state
     count = count + 1
     mu, nu = c.b1 * mu + (1 - c.b1) * grads, c.b2 * nu + (1 - c.b2) * grads**2
@@ -51,16 +52,16 @@ def flat(decays: jax.Array, params: jax.Array, state: Any, grads: jax.Array) -> 
     return params - c.learning_rate * (step + c.weight_decay * decays * params), (count, mu, nu)
 
 
-def end_to_end(decays: jax.Array, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-    """`flat` of trees, but for the state."""
-    vector, back = ravel_pytree(params)
+def with_flat_moments(decays: jax.Array, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+    """Applies `flat` to trees of parameters and gradients, with a flat state."""
+    vector, unravel = ravel_pytree(params)
     vector, state = flat(decays, vector, state, ravel_pytree(grads)[0])
-    return back(vector), state
+    return unravel(vector), state
 
 
-def together(params: Any) -> Any:
-    """Undoes `separate_layers`."""
-    return {**params, "layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
+def stack_layers(params: Any) -> Any:
+    """The inverse of `separate_layers`."""
+    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
 
 
 def main(_: Any) -> None:
@@ -79,31 +80,31 @@ def main(_: Any) -> None:
     forms = {
         "stacks": (by_array, stacks, optimizer.init(stacks), grads),
         "layers": (by_array, layers, optimizer.init(layers), grads_of_layers),
-        "flat": (functools.partial(end_to_end, decays), stacks, zeros, grads),
+        "flat": (functools.partial(with_flat_moments, decays), stacks, zeros, grads),
         "all flat": (functools.partial(flat, decays), vector, zeros, ravel_pytree(grads)[0]),
     }
 
-    steps, found, memory = {}, {}, {}
-    for name, (update, params, state, given) in forms.items():
-        program = jax.jit(update, donate_argnums=(0, 1)).lower(params, state, given).compile()
+    steps, updated, memory = {}, {}, {}
+    for name, (update, params, state, gradients) in forms.items():
+        program = jax.jit(update, donate_argnums=(0, 1)).lower(params, state, gradients).compile()
         stats = program.memory_analysis()
         memory[name] = stats.temp_size_in_bytes if stats else 0
         held = [jax.tree.map(jnp.copy, (params, state))]
 
-        def step(program: Any = program, held: list[Any] = held, given: Any = given) -> Any:
-            held[0] = program(*held[0], given)
+        def step(program: Any = program, held: list[Any] = held, gradients: Any = gradients) -> Any:
+            held[0] = program(*held[0], gradients)
             return held[0]
 
         step()
-        found[name] = ravel_pytree(together(held[0][0]) if name == "layers" else held[0][0])[0]
+        updated[name] = ravel_pytree(stack_layers(held[0][0]) if name == "layers" else held[0][0])[0]
         steps[name] = step
-    for name, params in found.items():
-        off = float(jnp.max(jnp.abs(params - found["stacks"])))
-        if off > 1e-6:
-            sys.exit(f"{name}: parameters are off by {off:.1e}: nothing is reported")
+    for name, params in updated.items():
+        error = float(jnp.max(jnp.abs(params - updated["stacks"])))
+        if error > 1e-6:
+            sys.exit(f"{name}: parameters differ from those of stacks by {error:.1e}: nothing is reported")
 
     times = measure.timeit(steps, rounds=FLAGS.rounds)
-    moved = 7 * 4 * vector.size  # parameters, gradients and moments are read, and all but gradients written
+    moved = 7 * 4 * vector.size  # reads parameters, gradients and moments, writes all but gradients
     rows = []
     for name, (_, params, _, _) in forms.items():
         row = {

@@ -1,10 +1,11 @@
-"""How much of a pipeline's time is idle, against the formula; and what its schedules keep, send and take.
+"""Measures the idle fraction of pipelines against the formula, and memory, traffic and time of their schedules.
 
 python experiments/bench/bubble.py [--stages=4] [--measurements=5]
 
-On pretended devices of one machine, which share its cores, an idle stage costs time that it would not cost elsewhere, so that
-what is idle is counted: the products of a step's layers, loops multiplied out, over those of the model. Seconds are of the same
-batch in ever smaller microbatches, here with all stages on the same cores. Memory is what the compiler sets aside for a device.
+Simulated devices share the cores of one machine, so that an idle stage takes time that it would not take on real devices.
+Idle work is therefore counted: the matrix products of a step's layers, loops multiplied out, relative to those of the model.
+Times are of the same batch in ever smaller microbatches, with all stages on the same cores. Memory is the compiler's temporary
+memory of a device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hpnlp.training.step import Trainer, make_trainer  # noqa: E402
 
 RESULTS = Path(__file__).parents[1] / "results"
 LENGTH = 32
-# (rounds, what is kept for the backward pass) of each number of microbatches.
+# (rounds, activations stored for the backward pass), each measured with several numbers of microbatches.
 KINDS = [(1, "all"), (2, "all"), (4, "all"), (1, "layers"), (1, "stages"), (4, "stages")]
 
 
@@ -39,19 +40,21 @@ def trainer_of(plan: Plan, layers: int) -> Trainer:
     return make_trainer(LM(config), OptimizerConfig(), plan, steps=100, devices=devices)
 
 
-def of_layers(plan: Plan, layers: int, rows: int) -> int:
-    """Floating-point operations of so many layers in one step, on all devices together, those of idle ticks too."""
+def layer_flops(plan: Plan, layers: int, rows: int) -> int:
+    """Floating-point operations of `layers` layers in one step on all devices together, idle ticks included."""
     batch, key = jax.eval_shape(lambda: example_batch(rows, LENGTH)), jax.eval_shape(lambda: jax.random.key(0))
     trainers = [trainer_of(plan, count) for count in (layers, 2 * layers)]
-    some, twice = (measure.count_flops(one.step.jitted, one.state_shapes, batch, key) for one in trainers)
-    return twice - some
+    single, double = (
+        measure.count_flops(trainer.step.jitted, trainer.state_shapes, batch, key) for trainer in trainers
+    )
+    return double - single  # embedding, output layer and optimizer cancel
 
 
 def main(_: Any) -> None:
     stages = FLAGS.stages
     layers, rows = 4 * stages, 8 * stages
-    useful = of_layers(Plan("single"), layers, rows)
-    found, steps = [], {}
+    useful = layer_flops(Plan("single"), layers, rows)
+    results, steps = [], {}
     for rounds, kept in KINDS:
         for count in (stages, 2 * stages, 4 * stages, 8 * stages):
             plan = Plan(
@@ -67,13 +70,12 @@ def main(_: Any) -> None:
             key = jax.random.key(0)
             with jax.set_mesh(trainer.layout.mesh):
                 compiled = trainer.step.jitted.lower(trainer.state_shapes, batch, key).compile()
-            lasting = pipeline.ticks(stages, count, rounds)
             row = {
                 "stages": stages,
                 "rounds": rounds,
                 "microbatches": count,
                 "kept": kept,
-                "ticks": lasting,
+                "ticks": pipeline.ticks(stages, count, rounds),
                 "idle_formula": (stages - 1) / (rounds * count + stages - 1),
                 "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
                 "sent_bytes": collectives.total(collectives.compiled_traffic(compiled.as_text())),
@@ -81,20 +83,20 @@ def main(_: Any) -> None:
                     collectives.step_traffic(trainer, collectives.trace(trainer, rows, LENGTH).jaxpr)
                 ),
             }
-            if kept == "all":  # else what is computed again counts, too
-                row["idle_counted"] = 1 - useful / of_layers(plan, layers, rows)
-            found.append(row)
+            if kept == "all":  # otherwise recomputed products would be counted as well
+                row["idle_counted"] = 1 - useful / layer_flops(plan, layers, rows)
+            results.append(row)
             steps[rounds, kept, count] = step_of(compiled, trainer, batch, key)
             print(row, flush=True)
     timed = measure.timeit({str(name): step for name, step in steps.items()}, rounds=FLAGS.measurements)
-    for row, timing in zip(found, timed.values(), strict=True):
+    for row, timing in zip(results, timed.values(), strict=True):
         row["seconds"] = timing.median
         print([row[name] for name in ("rounds", "kept", "microbatches", "seconds")])
-    print(measure.write_result("bubble", found, FLAGS.out))
+    print(measure.write_result("bubble", results, FLAGS.out))
 
 
 def step_of(compiled: Any, trainer: Trainer, batch: Any, key: jax.Array) -> Any:
-    """One step after another, of a state of its own."""
+    """A function that takes one training step after another with a state of its own."""
     held = [trainer.init(key)]
 
     def step() -> Any:

@@ -1,14 +1,14 @@
-"""Decoding and prefill beside the same model in torch eager with a cache, one process, interleaved.
+"""Measures decoding and prefill against the same model in torch eager with a cache, interleaved in one process.
 
     python experiments/bench/decode.py [--models=demo,gpt2] [--batches=1,8] [--new_tokens=256] [--rounds=7]
 
 "demo" is the model of experiments/lm/bytes.py (RMSNorm, RoPE); "gpt2" is GPT-2's shape (LayerNorm, learned positions,
-biases), which torch has fused kernels for. The prompts of a batch differ in length; torch, which has no per-row lengths,
-gets them all at the longest, and is timed with the number of threads that suits it best. Both draw at temperature 0.8.
-Ours runs through the call that users make, prefill included; what it compiles is not.
+biases), for which torch has fused kernels. The prompts of a batch differ in length; the torch model, which has no lengths
+per prompt, gets all of them at the longest length, and is timed with its best number of threads. Both sample at temperature
+0.8. hpnlp is timed by its public interface, prefill included, compilation excluded.
 
-Torch starts from our weights. Its logits must agree with ours to 1e-4, and every id that we decode greedily must be
-its best to 1e-4, or nothing is reported.
+The torch model has the same weights. Its logits must agree with those of hpnlp to 1e-4, and the logit of every greedily decoded
+id must be within 1e-4 of its largest one; otherwise nothing is reported.
 """
 
 from __future__ import annotations
@@ -46,25 +46,24 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("models", list(SHAPES), f"Which of {', '.join(SHAPES)}.")
-flags.DEFINE_list("batches", ["1", "8"], "How many prompts at once.")
+flags.DEFINE_list("models", list(SHAPES), f"Models to measure, of {', '.join(SHAPES)}.")
+flags.DEFINE_list("batches", ["1", "8"], "Numbers of prompts in a batch.")
 flags.DEFINE_integer("layers", 4, "Layers.")
 flags.DEFINE_integer("dim", 192, "Model dimension.")
 flags.DEFINE_integer("heads", 6, "Heads.")
 flags.DEFINE_integer("prompt", 64, "Length of the longest prompt.")
-flags.DEFINE_integer("new_tokens", 256, "New tokens a row.")
+flags.DEFINE_integer("new_tokens", 256, "New tokens per prompt.")
 flags.DEFINE_integer("prefill", 1024, "Length of the prompt whose prefill is timed.")
-flags.DEFINE_integer("rounds", 7, "Measurements of each; the median counts.")
+flags.DEFINE_integer("rounds", 7, "Measurements of each program; the median is reported.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
 class TorchLM:
-    """The same model in torch, its weights copied from ours, with a preallocated cache."""
+    """The same model in torch with a preallocated cache; weights are copied from the Flax parameters."""
 
     def __init__(self, params: Any, config: LMConfig) -> None:
         self.config = config
-        take = lambda leaf: torch.from_numpy(np.array(leaf))  # noqa: E731
-        params = jax.tree.map(take, params)
+        params = jax.tree.map(lambda leaf: torch.from_numpy(np.array(leaf)), params)
         self.table, self.final_norm = params["embed"]["table"], params["final_norm"]
         self.positions = params["positions"]["table"] if config.position == "learned" else None
         self.layers = []
@@ -78,8 +77,8 @@ class TorchLM:
                 weights["kernel"] = weights["kernel"].mT.contiguous()
             self.layers.append((layer["mix_norm"], layer["feed_norm"], dense))
         angles = np.arange(config.max_len)[:, None] * frequencies(config.head_size)[None]
-        turns = np.concatenate([np.cos(angles)] * 2, -1), np.concatenate([-np.sin(angles), np.sin(angles)], -1)
-        self.cos, self.sin = (torch.from_numpy(x[:, None].astype(np.float32)) for x in turns)
+        rotations = np.concatenate([np.cos(angles)] * 2, -1), np.concatenate([-np.sin(angles), np.sin(angles)], -1)
+        self.cos, self.sin = (torch.from_numpy(x[:, None].astype(np.float32)) for x in rotations)
 
     def cache(self, rows: int, capacity: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         c = self.config
@@ -87,7 +86,7 @@ class TorchLM:
         return [(torch.empty(shape), torch.empty(shape)) for _ in range(c.layers)]
 
     def __call__(self, tokens: torch.Tensor, cache: Any, at: int) -> torch.Tensor:
-        """Final hidden states of tokens that stand at positions `at` and on; their keys and values go to the cache."""
+        """Final hidden states of tokens at positions `at` and after; writes their keys and values to the cache."""
         c, (rows, length), half = self.config, tokens.shape, self.config.head_size // 2
         end = at + length
         x = F.embedding(tokens, self.table)
@@ -138,29 +137,33 @@ def make(name: str) -> tuple[LM, Any, TorchLM]:
     return model, params, TorchLM(params, config)
 
 
+def int64_tensor(ids: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(ids.astype(np.int64))
+
+
 def check(name: str, model: LM, params: Any, theirs: TorchLM) -> None:
-    """Exits unless our logits and torch's agree, in one pass and with caches."""
+    """Exits unless the logits of both models agree, in one pass and with caches."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB, (2, FLAGS.prompt), dtype=np.int32)
-    long = lambda x: torch.from_numpy(x.astype(np.int64))  # noqa: E731
     logits = np.asarray(jax.jit(lambda p, t: model.apply({"params": p}, t, method="logits"))(params, tokens))
     cache, split = theirs.cache(2, FLAGS.prompt), FLAGS.prompt // 2
-    parts = [theirs.logits(long(tokens[:, :split]), cache, 0)]
-    parts += [theirs.logits(long(tokens[:, i : i + 1]), cache, i) for i in range(split, FLAGS.prompt)]
-    apart = np.abs(torch.cat(parts, 1).numpy() - logits).max()
+    chunks = [theirs.logits(int64_tensor(tokens[:, :split]), cache, 0)]
+    chunks += [theirs.logits(int64_tensor(tokens[:, i : i + 1]), cache, i) for i in range(split, FLAGS.prompt)]
+    difference = np.abs(torch.cat(chunks, 1).numpy() - logits).max()
 
     prompts = [row[:length] for row, length in zip(tokens, (FLAGS.prompt, FLAGS.prompt // 3), strict=True)]
     ids = np.concatenate(list(Generation(model, params, prompts, tokens=32, temperature=0.0)), axis=1)
-    short_of_best = 0.0
+    greedy_gap = 0.0  # largest difference between torch's best logit and its logit of the decoded id
     for prompt, row in zip(prompts, ids, strict=True):
         text = np.concatenate([prompt, row])[None]
-        seen = theirs.logits(long(text), theirs.cache(1, text.shape[1]), 0).numpy()[0, len(prompt) - 1 : -1]
-        short_of_best = max(short_of_best, float((seen.max(-1) - seen[np.arange(32), row]).max()))
-    if apart > TOLERANCE or short_of_best > TOLERANCE:
+        scores = theirs.logits(int64_tensor(text), theirs.cache(1, text.shape[1]), 0).numpy()[0, len(prompt) - 1 : -1]
+        greedy_gap = max(greedy_gap, float((scores.max(-1) - scores[np.arange(32), row]).max()))
+    if difference > TOLERANCE or greedy_gap > TOLERANCE:
         sys.exit(
-            f"{name}: logits differ from torch's by {apart:.1e}, greedy ids fall short by {short_of_best:.1e}: no report"
+            f"{name}: logits differ from torch's by {difference:.1e}, and logits of greedy ids are {greedy_gap:.1e} "
+            "below torch's largest: nothing is reported"
         )
-    print(f"{name}: logits agree with torch's to {apart:.1e}, greedy ids to {short_of_best:.1e}", flush=True)
+    print(f"{name}: logits agree with torch's to {difference:.1e}, greedy ids to {greedy_gap:.1e}", flush=True)
 
 
 def bench_decode(name: str, model: LM, params: Any, theirs: TorchLM, batch: int) -> dict[str, Any]:
@@ -201,7 +204,7 @@ def bench_decode(name: str, model: LM, params: Any, theirs: TorchLM, batch: int)
 def bench_prefill(name: str, model: LM, params: Any, theirs: TorchLM) -> dict[str, Any]:
     length = FLAGS.prefill
     tokens = np.random.default_rng(2).integers(0, VOCAB, (1, length), dtype=np.int32)
-    wide = torch.from_numpy(tokens.astype(np.int64))
+    torch_tokens = int64_tensor(tokens)
     forward = measure.compile(lambda p, t: model.apply({"params": p}, t, method="logits"), params, tokens)
 
     def prefill() -> Generation:
@@ -211,12 +214,14 @@ def bench_prefill(name: str, model: LM, params: Any, theirs: TorchLM) -> dict[st
 
     calls: dict[str, Any] = {"forward": lambda: forward(params, tokens)}
     for n in threads():
-        calls[f"torch_{n}"] = lambda n=n: (torch.set_num_threads(n), theirs(wide, theirs.cache(1, length), 0))
+        calls[f"torch_{n}"] = lambda n=n: (torch.set_num_threads(n), theirs(torch_tokens, theirs.cache(1, length), 0))
     run, rounds = prefill(), []
-    for _ in range(FLAGS.rounds):  # prefill tells its own time, so it takes its turns here
-        seconds = prefill().seconds["prefill"]
-        rounds.append({"prefill": seconds, **{label: t.median for label, t in measure.timeit(calls, rounds=1).items()}})
-    times = {label: measure.Timing(tuple(each[label] for each in rounds)) for label in rounds[0]}
+    for _ in range(FLAGS.rounds):  # Generation measures its prefill itself, so the interleaving is done here
+        prefill_seconds = prefill().seconds["prefill"]
+        rounds.append(
+            {"prefill": prefill_seconds, **{label: t.median for label, t in measure.timeit(calls, rounds=1).items()}}
+        )
+    times = {label: measure.Timing(tuple(seconds[label] for seconds in rounds)) for label in rounds[0]}
     row = {
         "what": "prefill", "model": name, "batch": 1, "prompt": length,
         "layers": FLAGS.layers, "dim": FLAGS.dim, "heads": FLAGS.heads,

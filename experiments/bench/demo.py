@@ -1,7 +1,7 @@
-"""Runs the main job as a user would and keeps what it reports.
+"""Runs `hpnlp train` on the configuration of `make demo` and stores its report.
 
 python experiments/bench/demo.py
-python experiments/bench/demo.py --compressors  # only these again, of the same text, in half a minute
+python experiments/bench/demo.py --compressors  # measures only the compressors again, on the same text, in half a minute
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[2]
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the result goes.")
-flags.DEFINE_bool("cold", True, "Start without any compiled program from earlier runs, as on a new machine.")
-flags.DEFINE_bool("compressors", False, "Measure only the compressors again, in the file that is there.")
+flags.DEFINE_bool("cold", True, "Start without compiled programs of earlier runs, as on a new machine.")
+flags.DEFINE_bool("compressors", False, "Measure only the compressors again, and update the existing result.")
 
 
 def measure_compressors(path: Path) -> None:
-    """Puts the compressors' figures into an earlier result, whose held-out text must be what this machine has."""
+    """Updates the compressors' figures of an earlier result. Exits unless its held-out text equals that of this machine."""
     result = json.loads(path.read_text())
     (row,) = result["rows"]
     fields = {name.removeprefix("data."): value for name, value in row["config"].items() if name.startswith("data.")}
@@ -37,10 +37,12 @@ def measure_compressors(path: Path) -> None:
     started = time.perf_counter()
     numbers = baselines.Baselines(corpus).result(print)
     print(numbers, f"{time.perf_counter() - started:.1f} s")
-    same = [corpus.heldout_bytes == row["heldout_bytes"]]
-    same += [numbers[name] == row[name] for name in ("gzip_bits_per_byte", "xz_bits_per_byte")]
-    if not all(same):
-        raise SystemExit(f"{path} is of another text (the standard library of another Python): run the whole demo")
+    matches = [corpus.heldout_bytes == row["heldout_bytes"]]
+    matches += [numbers[name] == row[name] for name in ("gzip_bits_per_byte", "xz_bits_per_byte")]
+    if not all(matches):
+        raise SystemExit(
+            f"{path} was measured on other text (the standard library of another Python): run without --compressors"
+        )
     row |= numbers
     path.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -63,7 +65,9 @@ def main(_: Any) -> None:
         report = json.loads(Path(directory, "run", "report.json").read_text())
         lines = [json.loads(line) for line in Path(directory, "run", "metrics.jsonl").read_text().splitlines()]
     row = {name: value for name, value in report.items() if name != "environment"}
-    row["curve"] = [[line["step"], line["loss"]] for line in lines if "loss" in line]  # nats a token, which is a byte
+    row["curve"] = [
+        [line["step"], line["loss"]] for line in lines if "loss" in line
+    ]  # nats per token, and a token is a byte
     print(measure.write_result("demo", [row], FLAGS.out))
 
 

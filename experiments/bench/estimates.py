@@ -1,10 +1,11 @@
-"""How far estimates are from what they stand for: the gradient of the sampled softmax, and logarithms of Bessel functions.
+"""Measures the bias of the sampled softmax's gradient, and the error of logarithms of Bessel functions.
 
     python experiments/bench/estimates.py [--draws=3000] [--grid=60]
 
-The first against the exact softmax's gradient, as a mean over draws of a quarter of the vocabulary; the standard error of
-that mean, which is the least that could be seen, stands beside it. The second against mpmath with 60 digits, for dimensions
-from 32 to 4096 and concentrations from 1e-3 to 1e5. Needs mpmath (extra `oracles`). Less than a minute on two cores.
+The mean gradient over draws of a quarter of the vocabulary is compared with the gradient of the exact softmax; its standard
+error, the smallest bias that could be detected, is reported with it. Bessel functions are compared with mpmath at 60 digits,
+for dimensions from 32 to 4096 and concentrations from 1e-3 to 1e5. Needs mpmath (extra `oracles`). Takes less than a minute on
+two cores.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 DIMS = (32, 64, 100, 300, 512, 1024, 2048, 4096)
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("draws", 3000, "Draws of the samples, whose mean gradient is compared.")
+flags.DEFINE_integer("draws", 3000, "Draws of negative samples; their mean gradient is compared.")
 flags.DEFINE_integer("grid", 60, "Concentrations for each dimension.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
@@ -37,7 +38,7 @@ flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 def sampled(
     h: jax.Array, w: jax.Array, labels: jax.Array, key: jax.Array, *, corrected: bool, unique: bool
 ) -> jax.Array:
-    """The sum of the losses with a quarter of the words as samples."""
+    """The sum of the sampled losses with a quarter of the words as negative samples."""
     count = len(w) // 4
     samples = sample(LogUniform(len(w)), key, count, labels, unique=unique)
     if not corrected:
@@ -46,7 +47,7 @@ def sampled(
 
 
 def gradient_bias(vocab: int, draws: int) -> list[dict[str, Any]]:
-    """|mean gradient by h - exact| / |exact|: frequent words are frequent labels, scores have a deviation of 1.5."""
+    """|mean gradient of h - exact| / |exact|. Labels follow the proposal, scores have a standard deviation of 1.5."""
     tokens, dim = 64, 16
     rng = np.random.default_rng(0)
     q = np.log1p(1 / np.arange(1.0, vocab + 1)) / np.log(vocab + 1)
@@ -58,11 +59,11 @@ def gradient_bias(vocab: int, draws: int) -> list[dict[str, Any]]:
     rows = []
     forms = {"": (True, False), ", without repetition": (True, True), ", correction left out": (False, False)}
     for name, (corrected, unique) in forms.items():
-        one = jax.jit(jax.grad(functools.partial(sampled, corrected=corrected, unique=unique)))
-        each = np.stack([one(h, w, labels, key) for key in jax.random.split(jax.random.key(4), draws)])
-        off = float(np.linalg.norm(each.mean(axis=0, dtype=np.float64) - exact)) / norm
-        error = float(np.sqrt(each.var(axis=0, dtype=np.float64).sum() / draws)) / norm
-        ratios = {"bias of the gradient by h": off, "standard error of the mean": error}
+        gradient = jax.jit(jax.grad(functools.partial(sampled, corrected=corrected, unique=unique)))
+        estimates = np.stack([gradient(h, w, labels, key) for key in jax.random.split(jax.random.key(4), draws)])
+        bias = float(np.linalg.norm(estimates.mean(axis=0, dtype=np.float64) - exact)) / norm
+        error = float(np.sqrt(estimates.var(axis=0, dtype=np.float64).sum() / draws)) / norm
+        ratios = {"bias of the gradient by h": bias, "standard error of the mean": error}
         rows.append({"what": f"sampled softmax, V {vocab:,}, S = V/4{name}", "ratios": ratios, "draws": draws})
         print(rows[-1], flush=True)
     return rows
@@ -74,13 +75,13 @@ def logarithm_error(dtype: str, grid: int) -> dict[str, Any]:
     worst = (0.0, 0, 0.0)
     for dim in DIMS:
         with jax.enable_x64(dtype == "float64"):
-            found = np.asarray(jax.jit(functools.partial(log_iv, dim / 2 - 1))(jnp.asarray(kappas, dtype)))
-        for kappa, value in zip(kappas, found, strict=True):
+            values = np.asarray(jax.jit(functools.partial(log_iv, dim / 2 - 1))(jnp.asarray(kappas, dtype)))
+        for kappa, value in zip(kappas, values, strict=True):
             with mpmath.workdps(60):
                 exact = mpmath.log(mpmath.besseli(mpmath.mpf(dim) / 2 - 1, mpmath.mpf(float(kappa)), maxterms=10**7))
-                off = abs(float(mpmath.mpf(float(value)) - exact))
+                error = abs(float(mpmath.mpf(float(value)) - exact))
             scale = max(1.0, abs(float(exact))) if dtype == "float32" else 1.0
-            worst = max(worst, (off / scale, dim, float(kappa)))
+            worst = max(worst, (error / scale, dim, float(kappa)))
     kind = "relative" if dtype == "float32" else "absolute"
     ratios = {f"largest {kind} error, dimensions 32 to 4096, concentrations 1e-3 to 1e5": worst[0]}
     row = {"what": f"log I_v, {dtype}", "ratios": ratios, "at": {"dim": worst[1], "kappa": worst[2]}}

@@ -1,10 +1,10 @@
-"""Tries each mask with each feature, and writes the table of docs/guide/attention.md.
+"""Runs each mask with each feature of attention, and writes the table of docs/guide/attention.md.
 
     python experiments/bench/features.py
 
-A cell is tried: `attend` (impl="xla", past its short-sequence form) against `reference`, output and log-sum-exp; or a
-cache, token by token, against the full pass. "yes" where they agree, "refused" where a typed error says that it cannot be.
-Whatever else happens ends the run. The kernels' columns say what they accept; their own tests hold them to it.
+Each cell is the result of a run: the block-sparse executor against `reference`, output and log-sum-exp; or decoding with a
+cache, token by token, against the full pass. "yes" means that they agree, "refused" that an InputError was raised; any other
+outcome ends the run. The columns of the kernels list what they accept, without a run; their tests cover the rest.
 """
 
 from __future__ import annotations
@@ -37,23 +37,25 @@ def arrays(kv_heads: int = 4, dtype: Any = jnp.float32) -> list[jax.Array]:
     return [jnp.asarray(rng.standard_normal((2, LENGTH, heads, 8)), dtype) for heads in (4, kv_heads, kv_heads)]
 
 
-def agree(mask: Any, qkv: list[jax.Array], tolerance: float = 1e-5, **options: Any) -> None:
-    """Raises AssertionError where outputs or log-sum-exps differ from the reference's."""
+def assert_equals_reference(mask: Any, qkv: list[jax.Array], tolerance: float = 1e-5, **options: Any) -> None:
+    """Raises AssertionError if outputs or log-sum-exps differ from those of the reference."""
 
     def run(function: Callable[..., Any]) -> Any:
-        call = lambda qkv: function(*qkv, mask, return_lse=True, **options)  # noqa: E731
+        def call(qkv: list[jax.Array]) -> Any:
+            return function(*qkv, mask, return_lse=True, **options)
+
         return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})(qkv)
 
-    def in_scans(*qkv_mask: Any, **operands: Any) -> Any:
+    def block_sparse(*qkv_mask: Any, **operands: Any) -> Any:
         return flash(*qkv_mask, Operands(**operands), form=Form.PERMUTED, block_size=8)
 
-    mine, twin = run(in_scans), run(reference)
-    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(twin), strict=True):
+    actual, expected = run(block_sparse), run(reference)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=tolerance, rtol=tolerance)
 
 
-def decoded(mask: Any) -> None:
-    """Prompts of 20 and 13 tokens, then four more one by one."""
+def assert_decoding_equals_reference(mask: Any) -> None:
+    """Compares prompts of 20 and 13 tokens and four more tokens, one by one, with the full pass."""
     mask, (q, k, v), lengths = mask & Causal(), arrays(), np.array([20, 13])
     full, rows = np.asarray(reference(q, k, v, mask)), np.arange(2)
     cache = start_cache(k[:, :20], v[:, :20], jnp.asarray(lengths, jnp.int32), mask, 30)
@@ -64,32 +66,41 @@ def decoded(mask: Any) -> None:
         lengths = lengths + 1
 
 
+def int32(values: Any) -> jax.Array:
+    return jnp.asarray(values, jnp.int32)
+
+
+def with_option(**options: Any) -> Callable[[Any], None]:
+    """A feature that is an option of attention."""
+    return lambda mask: assert_equals_reference(mask, arrays(), **options)
+
+
 def features() -> dict[str, Callable[[Any], None]]:
-    rng, ints = np.random.default_rng(1), lambda x: jnp.asarray(x, jnp.int32)
-    segments = ints(np.sort(rng.integers(0, 3, (2, LENGTH)), 1))
-    positions = ints(rng.permuted(np.tile(np.arange(LENGTH), (2, 1)), axis=1))
+    """Name of the feature -> a function of a mask that raises InputError if the feature is refused."""
+    rng = np.random.default_rng(1)
+    segments = int32(np.sort(rng.integers(0, 3, (2, LENGTH)), 1))
+    positions = int32(rng.permuted(np.tile(np.arange(LENGTH), (2, 1)), axis=1))
     bias = jnp.asarray(rng.standard_normal((4, LENGTH, LENGTH)), jnp.float32)
     dense = jnp.asarray(rng.random((2, 1, LENGTH, LENGTH)) < 0.7)
-    with_option = lambda **options: lambda mask: agree(mask, arrays(), **options)  # noqa: E731
     return {
         "odd length": with_option(),
-        "causal": lambda mask: agree(mask & Causal(), arrays()),
-        "grouped heads": lambda mask: agree(mask, arrays(kv_heads=2)),
+        "causal": lambda mask: assert_equals_reference(mask & Causal(), arrays()),
+        "grouped heads": lambda mask: assert_equals_reference(mask, arrays(kv_heads=2)),
         "segments": with_option(segment_ids=segments),
-        "lengths": with_option(kv_lengths=ints([28, 0])),
+        "lengths": with_option(kv_lengths=int32([28, 0])),
         "positions": with_option(positions=positions),
         "dense mask": with_option(dense_mask=dense),
-        "global tokens": with_option(global_tokens=ints([[3, -1], [0, 30]])),
+        "global tokens": with_option(global_tokens=int32([[3, -1], [0, 30]])),
         "bias": with_option(bias=bias),
         "soft cap": with_option(soft_cap=2.0),
         "sinks": with_option(sinks=jnp.arange(4.0)),
         "dropout": with_option(dropout_rate=0.3, rng=jax.random.key(0)),
-        "bf16": lambda mask: agree(mask, arrays(dtype=jnp.bfloat16), tolerance=6e-2),
-        "decode": decoded,
+        "bf16": lambda mask: assert_equals_reference(mask, arrays(dtype=jnp.bfloat16), tolerance=6e-2),
+        "decode": assert_decoding_equals_reference,
     }
 
 
-def tried(feature: Callable[[Any], None], mask: Mask | PerHead) -> str:
+def outcome(feature: Callable[[Any], None], mask: Mask | PerHead) -> str:
     try:
         feature(mask)
     except InputError:
@@ -98,11 +109,11 @@ def tried(feature: Callable[[Any], None], mask: Mask | PerHead) -> str:
 
 
 def accepts(mask: Any) -> list[str]:
-    """What the kernels say of bfloat16 arrays of head dim 64."""
+    """Whether cuDNN, Pallas and Splash accept the mask for bfloat16 arrays of head size 64."""
     x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
-    none = Operands()
-    reasons = cudnn.limits(x, x, x, mask, none), pallas_gpu.limits(x, x, x, mask, none, interpret=True)
-    splash = splash_tpu.limits(jnp.zeros(x.shape, x.dtype), x, x, mask, none) if mask.heads is None else []
+    no_operands = Operands()
+    reasons = cudnn.limits(x, x, x, mask, no_operands), pallas_gpu.limits(x, x, x, mask, no_operands, interpret=True)
+    splash = splash_tpu.limits(jnp.zeros(x.shape, x.dtype), x, x, mask, no_operands) if mask.heads is None else []
     return ["refused" if limits else "yes" for limits in (*reasons, splash)]
 
 
@@ -114,7 +125,7 @@ def main() -> None:
     ]
     for name, pattern in MASKS.items():
         mask = pattern.examples[0]
-        cells = [tried(feature, mask) for feature in columns.values()]
+        cells = [outcome(feature, mask) for feature in columns.values()]
         lines.append("| " + " | ".join((f"`{name}`", *cells, *accepts(mask))) + " |")
         print(lines[-1], flush=True)
     replace_section(ROOT / "docs" / "guide" / "attention.md", "features", "\n".join(lines))

@@ -1,16 +1,16 @@
-"""What a batch 16 times as large loses at the same number of tokens, by optimizer and by how its learning rate follows.
+"""Measures the loss of a batch 16 times as large at the same number of tokens, by optimizer and learning-rate scaling.
 
     python experiments/bench/large_batch.py [--tokens=4194304] [--seeds=2] [--optimizers=adamw,lamb]
 
-A byte-level language model of the standard library's source sees the same number of tokens in batches of B rows and of
-16 B, so that the large batch has a sixteenth of the steps. Learning rates are tuned for B alone: AdamW and LAMB each take
-the best of RATES, four to an optimizer, a factor of two apart, by the held-out loss of the first seed. For 16 B nothing is
-tuned: rates follow by `optimizer.scaling`, or stay ("none"). Warm-up lasts for the same share of the tokens everywhere.
-Losses are of the same held-out text, in nats a byte, and no times are taken, so that a busy machine measures the same.
+A byte-level language model of the standard library's source is trained on the same number of tokens in batches of B sequences
+and of 16 B, so that the large batch takes 1/16 of the steps. Learning rates are tuned for B only: AdamW and LAMB each take the
+best of four RATES, a factor of two apart, by the held-out loss of the first seed. For 16 B nothing is tuned: rates are scaled
+by `optimizer.scaling`, or unchanged ("none"). Warm-up always lasts for the same fraction of the tokens. Losses are of the same
+held-out text, in nats per byte; no times are measured, so that other load on the machine does not change the result.
 
-You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes" (LAMB, the root); Goyal et al. 2017,
-"Accurate, large minibatch SGD" (linear, warm-up); Malladi et al. 2022, "On the SDEs and scaling rules for adaptive gradient
-algorithms" (the root for Adam).
+You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes" (LAMB, square-root scaling); Goyal et
+al. 2017, "Accurate, large minibatch SGD" (linear scaling, warm-up); Malladi et al. 2022, "On the SDEs and scaling rules for
+adaptive gradient algorithms" (square-root scaling for Adam).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ RATES = {"adamw": (2.5e-4, 5e-4, 1e-3, 2e-3), "lamb": (1.25e-3, 2.5e-3, 5e-3, 1e
 RULES = ("none", "sqrt", "linear")
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("optimizers", list(RATES), "Of RATES.")
-flags.DEFINE_integer("tokens", 2**22, "Tokens that every run sees.")
-flags.DEFINE_integer("seeds", 2, "Runs of each recipe, the mean of whose losses counts.")
+flags.DEFINE_list("optimizers", list(RATES), "Optimizers to measure, of RATES.")
+flags.DEFINE_integer("tokens", 2**22, "Training tokens of each run.")
+flags.DEFINE_integer("seeds", 2, "Runs of each recipe; the mean of their losses is reported.")
 flags.DEFINE_string("path", "stdlib", "The text, as data.path.")
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Where the result goes.")
 
 
 def config_of(optimizer: str, rate: float, batch: int, rule: str, tokens: int, seed: int) -> Config:
-    """Of one run. rate: at ROWS rows. rule: how it follows the batch."""
+    """The configuration of a run. rate: learning rate at ROWS sequences. rule: how it scales with the batch."""
     steps = tokens // (batch * LENGTH)
     values = default()
     values.data.update(path=FLAGS.path, seq_len=LENGTH, batch_size=batch, heldout_bytes=100_000)
@@ -58,7 +58,7 @@ def config_of(optimizer: str, rate: float, batch: int, rule: str, tokens: int, s
 
 
 def final_loss(config: Config) -> float:
-    """Of held-out text after training, in nats a byte."""
+    """Held-out loss after training, in nats per byte."""
     corpus = prepare(config.data)
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     model = make_model(config, corpus.tokenizer)
@@ -72,7 +72,7 @@ def final_loss(config: Config) -> float:
 
 
 def row_of(rule: str, configs: list[Config], losses: list[float]) -> dict[str, Any]:
-    """Of runs that differ in their seeds."""
+    """The row of runs that differ only in their seeds."""
     config = configs[0]
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     row = {"optimizer": optimizer.name, "rule": rule, "batch": config.data.batch_size, "length": LENGTH}

@@ -1,8 +1,8 @@
-"""What the training loop costs beside bare jitted steps, and what `import hpnlp` costs beside `import jax`.
+"""Measures the training loop against bare jitted steps, and the time of `import hpnlp` after `import jax`.
 
     python experiments/bench/loop.py [--steps=300] [--rounds=3]
 
-The loop runs with data, logging, checkpoints every 100 steps and evaluation off; the bare steps run the same compiled
+The loop runs with data, logging and checkpoints every 100 steps, without evaluation; the bare steps run the same compiled
 function on one batch that stays on the device. Both are timed after the first step, which compiles.
 """
 
@@ -31,13 +31,13 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("steps", 300, "Steps of each measurement.")
-flags.DEFINE_integer("rounds", 3, "Measurements of each, in turn; the median of the ratios counts.")
-flags.DEFINE_integer("imports", 7, "Measurements of each import, in turn.")
+flags.DEFINE_integer("rounds", 3, "Interleaved measurements of both; the median of the ratios is reported.")
+flags.DEFINE_integer("imports", 7, "Measurements of the import.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
 def loop_seconds(config: configs.Config) -> float:
-    """Wall time of the loop's steps: all of it but what came before the first and after the last checkpoint."""
+    """Wall time of the loop's steps, without the set-up before the first and the evaluation after the last."""
     with tempfile.TemporaryDirectory() as workdir, contextlib.redirect_stdout(io.StringIO()):
         start = time.perf_counter()
         result = loop.train(config, workdir)
@@ -46,6 +46,7 @@ def loop_seconds(config: configs.Config) -> float:
 
 
 def bare_seconds(config: configs.Config) -> float:
+    """Wall time of the same number of jitted steps on one batch."""
     from hpnlp.data.stream import prepare
 
     corpus = prepare(config.data)
@@ -77,13 +78,13 @@ def main(_: Any) -> None:
     values.train.update(steps=FLAGS.steps, checkpoint_every=100, log_every=10)
     config = configs.resolve(values)
     pairs = [(loop_seconds(config), bare_seconds(config)) for _ in range(FLAGS.rounds)]
-    ratio = statistics.median(mine / bare for mine, bare in pairs)
+    ratio = statistics.median(loop_time / bare for loop_time, bare in pairs)
     imports = statistics.median(import_seconds("hpnlp") for _ in range(FLAGS.imports))
     print(f"loop / bare steps {ratio:.3f} ({pairs}); import hpnlp beyond import jax {1e3 * imports:.1f} ms")
     row = {
         "steps": FLAGS.steps,
         "loop_over_bare": ratio,
-        "loop_seconds": [mine for mine, _ in pairs],
+        "loop_seconds": [loop_time for loop_time, _ in pairs],
         "bare_seconds": [bare for _, bare in pairs],
         "import_seconds": imports,
     }

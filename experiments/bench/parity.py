@@ -1,12 +1,12 @@
-"""Whether a layout changes what is computed: loss over 100 steps and the first gradients, against one device; and whether it
-costs what was planned: bytes of state, and bytes sent in a step, against the arrays' and the compiled program's.
+"""Compares each layout with one device, and its memory and traffic with the plan.
 
-python experiments/bench/parity.py [--steps=100]
+    python experiments/bench/parity.py [--steps=100]
 
-Eight CPU devices, unless there are eight others. The learning rate rises to 1e-3 and falls again: at a constant one, parameters
-of one device that begin 6e-8 apart, one rounding, come to losses that are 4e-5 apart, and no layout could be told from that; so
-they come to 4e-7. Rows differ in their numbers of target tokens; gradients are Adam's
-first moment after one step, unclipped.
+Losses over 100 steps and the first gradients are compared with those of one device; planned bytes of state and planned bytes
+sent in a step are compared with the arrays and the compiled program. Runs on eight simulated CPU devices, or on eight real
+ones. The learning rate rises to 1e-3 and falls again: at a constant rate, initial parameters that differ by one rounding (6e-8)
+lead to losses that differ by 4e-5 on one device, which would hide any error of a layout; with the schedule they differ by 4e-7.
+Sequences have different numbers of target tokens; gradients are Adam's first moment after one step, unclipped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup=50, clip_norm=0.0)
 
 
 def train(plan: Plan, batches: list[Any], vocab: int) -> tuple[np.ndarray, list[np.ndarray], dict[str, float]]:
-    """`(losses, gradients of the first step, bytes of a device: of state, and sent in a step)`, as planned and as they are."""
+    """`(losses, gradients of the first step, bytes)`: bytes of a device's state and traffic, planned and actual."""
     length = batches[0]["tokens"].shape[1]
     model = LM(LMConfig(layers=8, dim=64, heads=8, vocab=vocab, max_len=length))
     trainer = make_trainer(model, OPTIMIZER, plan, steps=len(batches))
@@ -84,9 +84,9 @@ def main(_: Any) -> None:
         losses, gradients, costs = train(plan, batches, corpus.tokenizer.vocab_size)
         if not rows:
             expected, expected_gradients = losses, gradients
-        apart = [
-            float(np.linalg.norm(found - other) / np.linalg.norm(other))
-            for found, other in zip(gradients, expected_gradients, strict=True)
+        differences = [
+            float(np.linalg.norm(actual - reference) / np.linalg.norm(reference))
+            for actual, reference in zip(gradients, expected_gradients, strict=True)
         ]
         rows.append(
             {
@@ -95,7 +95,7 @@ def main(_: Any) -> None:
                 "first_loss": float(losses[0]),
                 "last_loss": float(losses[-1]),
                 "loss_relative": float(np.max(np.abs(losses - expected) / expected)),
-                "gradient_relative": max(apart),
+                "gradient_relative": max(differences),
                 **costs,
             }
         )

@@ -1,11 +1,11 @@
-"""How long `hpnlp plan` takes for 512 devices, from the command to its end: by formulas, and compiled for pretended ones.
+"""Measures the wall time of `hpnlp plan` for 512 devices: by formulas, and compiled for simulated devices.
 
     python experiments/bench/plan.py [--measurements=5] [--depths=formulas,compiled]
     python experiments/bench/plan.py --tpu
 
-Models of 110 M parameters (zero1) and of 7 B (zero3 over 64, tensor 8). Compiled, once each, it also says how far off the
-plan's bytes are. A minute on two cores. --tpu compiles for TPUs that are only described (extra tpu-aot), the 110 M model for
-one and eight as well, under several plans: some 15 minutes.
+Models of 110M parameters (zero1) and of 7B (zero3 over 64, tensor 8). Compiling, which is measured once, also gives the error
+of the planned bytes. Takes a minute on two cores. --tpu compiles for TPUs without having them (extra tpu-aot), the 110M model
+also for one and eight devices under several plans, which takes about 15 minutes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ REMAT = ("none", "dots", "names(projected,mixed,hidden)", "names", "full")
 PLANS = ("zero3", "tensor", "data plan.pipeline=4", "sequence", "3d")
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("measurements", 5, "Of each by formulas; the median counts.")
-flags.DEFINE_list("depths", ["formulas", "compiled"], "Depths.")
-flags.DEFINE_bool("tpu", False, "Compile for TPUs, and write plan_tpu.")
+flags.DEFINE_integer("measurements", 5, "Measurements of each plan by formulas; the median is reported.")
+flags.DEFINE_list("depths", ["formulas", "compiled"], "Values of --depth.")
+flags.DEFINE_bool("tpu", False, "Compile for TPUs, and write the result plan_tpu.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
 def planned(settings: str, depth: str, devices: int = 512) -> tuple[float, str]:
-    """`(seconds, what it says)`."""
+    """`(seconds, output)` of `hpnlp plan`."""
     overrides = [f"--config.{setting}" for setting in settings.split()]
     config = ROOT / "experiments" / "lm" / "bytes.py"
     command = [sys.executable, "-m", "hpnlp", "plan", f"--config={config}", f"--devices={devices}", "--device=v5p"]
@@ -54,10 +54,10 @@ def planned(settings: str, depth: str, devices: int = 512) -> tuple[float, str]:
     return seconds, done.stdout
 
 
-def off(said: str) -> dict[str, float]:
-    """How far the plan's bytes are off the compiled program's, in parts of these."""
-    found = re.findall(r"^(state|temporaries|communication), bytes .*?([+-][\d.]+) %$", said, re.MULTILINE)
-    return {f"{what} off": round(float(percent) / 100, 6) for what, percent in found}
+def relative_errors(output: str) -> dict[str, float]:
+    """Relative errors of the planned bytes against the compiled program, read from the output of `hpnlp plan`."""
+    errors = re.findall(r"^(state|temporaries|communication), bytes .*?([+-][\d.]+) %$", output, re.MULTILINE)
+    return {f"{kind} off": round(float(percent) / 100, 6) for kind, percent in errors}
 
 
 def compiled_for_tpus() -> None:
@@ -65,11 +65,11 @@ def compiled_for_tpus() -> None:
     eight = {("110M", 8, plan): f"{SMALL} data.batch_size=64 plan.name={plan}" for plan in PLANS}
     many = {(model, 512, ""): settings for model, settings in MODELS.items()}
     rows = []
-    for (model, devices, what), settings in (single | eight | many).items():
+    for (model, devices, variant), settings in (single | eight | many).items():
         for dtype in ("float32", "bfloat16") if model == "7B" else ("float32",):
-            seconds, said = planned(f"{settings} model.unroll=1 model.dtype={dtype}", "tpu", devices)
-            of_it = {"model": model, "devices": devices, "plan": what, "dtype": dtype}
-            rows.append({**of_it, "device": "v5p", "seconds": seconds, **off(said)})
+            seconds, output = planned(f"{settings} model.unroll=1 model.dtype={dtype}", "tpu", devices)
+            setting = {"model": model, "devices": devices, "plan": variant, "dtype": dtype}
+            rows.append({**setting, "device": "v5p", "seconds": seconds, **relative_errors(output)})
             print(rows[-1], flush=True)
     print(measure.write_result("plan_tpu", rows, FLAGS.out))
 
@@ -80,13 +80,13 @@ def main(_: Any) -> None:
     rows = []
     for depth in FLAGS.depths:
         for model in MODELS:
-            planned(MODELS[model], "formulas")  # what is read from disk is read once
-            found = [planned(MODELS[model], depth) for _ in range(FLAGS.measurements if depth == "formulas" else 1)]
+            planned(MODELS[model], "formulas")  # warms the file cache
+            results = [planned(MODELS[model], depth) for _ in range(FLAGS.measurements if depth == "formulas" else 1)]
             row: dict[str, Any] = {
                 "model": model, "depth": depth, "devices": 512,
-                "seconds": statistics.median(seconds for seconds, _ in found), "all_seconds": [s for s, _ in found],
+                "seconds": statistics.median(seconds for seconds, _ in results), "all_seconds": [s for s, _ in results],
             }  # fmt: skip
-            row |= off(found[0][1])
+            row |= relative_errors(results[0][1])
             print(row, flush=True)
             rows.append(row)
     print(measure.write_result("plan", rows, FLAGS.out))

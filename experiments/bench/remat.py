@@ -1,11 +1,10 @@
-"""What each policy of `plan.remat` keeps and takes, and how far off `hpnlp plan` was: of a model of 110 M parameters.
+"""Measures memory and time of each policy of `plan.remat` for a model of 110M parameters, and the error of the plan.
 
     python experiments/bench/remat.py [--rows=8] [--timed_rows=2] [--measurements=3]
 
-A step of 12 layers, D 768, T 512, V 30,528, AdamW, on one device. Bytes are those of the compiled program beside its arguments
-and results, gradients among them, against those that were planned from the trace; time is of steps with fewer rows, the
-policies side by side. A policy that keeps less and takes no less memory than `none` is an error. A quarter of an hour on two
-cores, and 16 GiB.
+A step of 12 layers, D 768, T 512, V 30,528, AdamW, on one device. Bytes are the temporary memory of the compiled program,
+gradients included, and are compared with the plan made from the trace. Time is of steps with fewer sequences, the policies
+interleaved. A policy that takes no less memory than `none` is an error. Takes 15 minutes on two cores, and 16 GiB.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ POLICIES = ["none", "dots", "names(projected,mixed,hidden)", "names(mixed,hidden
 MODEL = LMConfig(layers=12, dim=768, heads=12, vocab=30_528, max_len=512, mlp="gelu")
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("rows", 8, "Rows of the step whose bytes are counted.")
-flags.DEFINE_integer("timed_rows", 2, "Rows of the step that is timed; 0 for none.")
-flags.DEFINE_integer("measurements", 3, "Measurements of each; the median counts.")
-flags.DEFINE_spaceseplist("policies", POLICIES, "Entries of plan.remat.")
+flags.DEFINE_integer("rows", 8, "Sequences of the step whose memory is measured.")
+flags.DEFINE_integer("timed_rows", 2, "Sequences of the step that is timed; 0 for no timing.")
+flags.DEFINE_integer("measurements", 3, "Measurements of each step; the median is reported.")
+flags.DEFINE_spaceseplist("policies", POLICIES, "Values of plan.remat.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
 def config_of(remat: str, rows: int) -> Config:
-    given = {
+    overrides = {
         "model": MODEL,
         "plan": Plan("single", remat=remat),
         "data.seq_len": MODEL.max_len,
         "data.batch_size": rows,
     }
-    return changed(resolve(default()), given)
+    return changed(resolve(default()), overrides)
 
 
 def bench(remat: str, rows: int) -> dict[str, Any]:
@@ -52,20 +51,20 @@ def bench(remat: str, rows: int) -> dict[str, Any]:
     batch, key = (
         jax.eval_shape(make) for make in (lambda: example_batch(rows, MODEL.max_len), lambda: jax.random.key(0))
     )
-    found = measure.compile(trainer.step.jitted, trainer.state_shapes, batch, key)
+    program = measure.compile(trainer.step.jitted, trainer.state_shapes, batch, key)
     gradients = costs.memory["gradients"]
     row = {
         "remat": remat, "rows": rows, "length": MODEL.max_len, "layers": MODEL.layers, "dim": MODEL.dim,
-        "parameters": costs.parameters, "temp_bytes": found.memory.temp, "temp_bytes_planned": costs.program.peak,
-        "activation_bytes": found.memory.temp - gradients, "activation_bytes_planned": costs.memory["activations"],
-        "matmul_gflops": found.flops / 1e9,
+        "parameters": costs.parameters, "temp_bytes": program.memory.temp, "temp_bytes_planned": costs.program.peak,
+        "activation_bytes": program.memory.temp - gradients, "activation_bytes_planned": costs.memory["activations"],
+        "matmul_gflops": program.flops / 1e9,
     }  # fmt: skip
     print(row, flush=True)
     return row
 
 
 def step_of(remat: str, rows: int) -> Any:
-    """One step after another, of a state of its own."""
+    """A function that takes one training step after another with a state of its own."""
     trainer = trainer_of(config_of(remat, rows), jax.devices()[:1])
     key = jax.random.key(0)
     batch = jax.device_put(jax.jit(example_batch, static_argnums=(0, 1))(rows, MODEL.max_len), trainer.batch_sharding)

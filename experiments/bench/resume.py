@@ -1,10 +1,10 @@
-"""What kill -9 costs: steps that are lost, and losses that differ from an undisturbed run's in any bit.
+"""Measures the steps lost by `kill -9`, and whether resumed runs equal an uninterrupted run bit for bit.
 
-python experiments/bench/resume.py [--kills=20] [--steps=150] [--path=stdlib]
+    python experiments/bench/resume.py [--kills=20] [--steps=150] [--path=stdlib]
 
-A small run is killed at random moments of its life, while it compiles for the first time and while it saves, and
-started again with the same command, until the kills are used up; a run that finishes between them is compared, and
-another one begun. What was shown after the newest complete checkpoint is lost and computed again.
+A small run is killed at random moments, during its first compilation and while it saves, and restarted with the same command.
+A run that finishes is compared with an uninterrupted one, and the next run begins, until the number of kills is reached. Steps
+logged after the newest complete checkpoint are lost and computed again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpnlp import measure
 
 ROOT = Path(__file__).parents[2]
 INTERVAL = 10
-# Shown, evaluated and saved after numbers of steps that do not divide each other.
+# The intervals of logging, evaluation and checkpoints do not divide each other.
 SETTING = {
     "model.layers": 2,
     "model.dim": 64,
@@ -47,13 +47,13 @@ FLAGS = flags.FLAGS
 
 
 def lines_of(workdir: Path) -> list[bytes]:
-    """The whole lines of metrics.jsonl."""
+    """The complete lines of metrics.jsonl."""
     path = workdir / "metrics.jsonl"
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
 def saved_step(workdir: Path) -> int:
-    """Of the newest complete checkpoint."""
+    """The step of the newest complete checkpoint, or 0."""
     names = [path.name for path in workdir.glob("checkpoints/*")]
     return max((int(name) for name in names if name.isdigit()), default=0)
 
@@ -63,18 +63,18 @@ def is_saving(workdir: Path) -> bool:
 
 
 class Runs:
-    """Starts the same training over and over, in directories under `root`."""
+    """Starts the same training run in directories under `root`."""
 
     def __init__(self, root: Path, path: str, steps: int) -> None:
         self.root = root
         overrides = {**SETTING, "train.steps": steps, "data.path": path, "data.cache": root / "data"}
         command = [sys.executable, "-m", "hpnlp", "train", "--config=experiments/lm/bytes.py"]
         self.command = command + [f"--config.{name}={value}" for name, value in overrides.items()]
-        self.fresh = itertools.count()
+        self.cache_numbers = itertools.count()
 
     def start(self, workdir: Path, cold: bool = False) -> subprocess.Popen[bytes]:
-        """cold: as if no program had been compiled before."""
-        programs = self.root / (f"xla{next(self.fresh)}" if cold else "xla")
+        """Starts or resumes a run. cold: with an empty compilation cache."""
+        programs = self.root / (f"xla{next(self.cache_numbers)}" if cold else "xla")
         environment = os.environ | {
             "JAX_COMPILATION_CACHE_DIR": str(programs),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -84,7 +84,7 @@ class Runs:
         )
 
     def finish(self, workdir: Path) -> tuple[float, float]:
-        """Runs to the end: seconds until the first line, and in all."""
+        """Runs to the end. Returns the seconds until the first line of metrics, and in total."""
         begun = time.perf_counter()
         process, first = self.start(workdir), 0.0
         while process.poll() is None:
@@ -97,7 +97,7 @@ class Runs:
 
 
 def kill_when(process: subprocess.Popen[bytes], ready: Callable[[], bool]) -> bool:
-    """Kills as soon as `ready`; False where the process has ended before."""
+    """Kills the process as soon as `ready` holds. Returns False if the process ended before."""
     while not ready():
         if process.poll() is not None:
             return False
@@ -111,27 +111,27 @@ def main(_: Any) -> None:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         runs = Runs(root, FLAGS.path, FLAGS.steps)
-        cold, _ = runs.finish(root / "undisturbed")
+        cold_seconds, _ = runs.finish(root / "undisturbed")
         expected = lines_of(root / "undisturbed")
-        _, whole = runs.finish(root / "again")
+        _, total_seconds = runs.finish(root / "again")
 
         def differing(workdir: Path) -> int:
             pairs = itertools.zip_longest(lines_of(workdir), expected)
-            return sum(found != line for found, line in pairs)
+            return sum(actual != line for actual, line in pairs)
 
         rows, differ, compared, number = [], differing(root / "again"), 1, 0
         while len(rows) < FLAGS.kills:
             workdir, kind = root / f"run{number}", KINDS[len(rows) % len(KINDS)]
             process, begun = runs.start(workdir, cold=kind == "compiling"), time.perf_counter()
-            after = draw.uniform(0.3, 1.0) * cold if kind == "compiling" else draw.uniform(0.0, whole)
-            saves = draw.randrange(3)  # how many of them pass
-            seen = {saved_step(workdir)}
+            after = draw.uniform(0.3, 1.0) * cold_seconds if kind == "compiling" else draw.uniform(0.0, total_seconds)
+            saves = draw.randrange(3)  # completed before the kill
+            saved_steps = {saved_step(workdir)}
 
             def ready() -> bool:
-                if kind != "saving":  # noqa: B023  (called in this round only)
+                if kind != "saving":  # noqa: B023  (called only in this iteration)
                     return time.perf_counter() - begun > after  # noqa: B023
-                seen.add(saved_step(workdir))  # noqa: B023
-                return len(seen) > saves and is_saving(workdir)  # noqa: B023
+                saved_steps.add(saved_step(workdir))  # noqa: B023
+                return len(saved_steps) > saves and is_saving(workdir)  # noqa: B023
 
             if not kill_when(process, ready):
                 if process.returncode:
@@ -169,9 +169,9 @@ def main(_: Any) -> None:
 KINDS = ("any moment", "any moment", "saving", "compiling")
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("kills", 20, "How many.")
-    flags.DEFINE_integer("steps", 150, "Of each run.")
-    flags.DEFINE_integer("seed", 0, "Of the moments.")
-    flags.DEFINE_string("path", "stdlib", "The text.")
+    flags.DEFINE_integer("kills", 20, "Number of kills.")
+    flags.DEFINE_integer("steps", 150, "Steps of each run.")
+    flags.DEFINE_integer("seed", 0, "Seed of the moments of the kills.")
+    flags.DEFINE_string("path", "stdlib", "The text, as data.path.")
     flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the result goes.")
     app.run(main)

@@ -1,11 +1,10 @@
-"""What the activations of a deep model take, and its gradient: kept, recomputed layer by layer, and reversible.
+"""Measures memory and time of a deep model's gradient: activations stored, rematerialised by layer, and reversible.
 
     python experiments/bench/reversible.py [--layers=4,8,16,32] [--rounds=5]
 
-Gradients of one and the same compiled program each: bytes beside arguments and results, which hold parameters and their
-gradients, and time, the three stacks of a depth side by side. Reversible layers are another function than plain ones; their
-gradients are compared with those of the same layers taken one by one, which keep their activations, or nothing is reported.
-Some minutes on two cores.
+Temporary memory, which excludes parameters and gradients, and time of one compiled gradient, the three stacks of a depth
+interleaved. Reversible layers compute another function than plain ones; their gradients must agree with those of the same
+layers applied separately, which store their activations, or nothing is reported. Takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ STACKS = {"plain": ("plain", "none"), "remat": ("plain", "full"), "reversible": 
 ROWS, LENGTH = 8, 256
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("layers", ["4", "8", "16", "32"], "Depths.")
-flags.DEFINE_integer("rounds", 5, "Measurements of each; the median counts.")
+flags.DEFINE_list("layers", ["4", "8", "16", "32"], "Numbers of layers.")
+flags.DEFINE_integer("rounds", 5, "Measurements of each stack; the median is reported.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
 def batch_of() -> dict[str, jax.Array]:
-    """Tokens by chance, each to be predicted from those before."""
+    """Random tokens, each labelled with the next one."""
     tokens = np.random.default_rng(0).integers(0, BASE.vocab, (ROWS, LENGTH + 1)).astype(np.int32)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
     batch = example_batch(ROWS, LENGTH)
@@ -48,13 +47,13 @@ def loss(model: LM, params: Any, batch: Any) -> jax.Array:
     return out.sum / out.weight
 
 
-def distance(found: Any, expected: Any) -> float:
-    """Relative, of all parameters together."""
-    off, size = (
+def relative_distance(actual: Any, expected: Any) -> float:
+    """Norm of the difference of two trees, relative to the norm of `expected`."""
+    squared_error, squared_norm = (
         sum(float(np.sum(np.square(np.asarray(x, np.float64)))) for x in jax.tree.leaves(tree))
-        for tree in (jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, found, expected), expected)
+        for tree in (jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, actual, expected), expected)
     )
-    return (off / size) ** 0.5
+    return (squared_error / squared_norm) ** 0.5
 
 
 def bench(layers: int, rounds: int) -> list[dict[str, Any]]:
@@ -67,14 +66,14 @@ def bench(layers: int, rounds: int) -> list[dict[str, Any]]:
     programs = {
         name: measure.compile(jax.grad(functools.partial(loss, model)), params, batch) for name, model in models.items()
     }
-    kept = jax.jit(jax.grad(lambda p: loss(models["reversible"], separate_layers(p), batch)))(params)
-    error = distance(programs["reversible"](params, batch), kept)
+    stored = jax.jit(jax.grad(lambda p: loss(models["reversible"], separate_layers(p), batch)))(params)
+    error = relative_distance(programs["reversible"](params, batch), stored)
     if error > 1e-3:
-        sys.exit(f"{layers} layers: gradients are off by {error:.1e}: nothing is reported")
+        sys.exit(f"{layers} layers: gradients differ by {error:.1e}: nothing is reported")
 
     calls = {name: functools.partial(program, params, batch) for name, program in programs.items()}
     times = measure.timeit(calls, rounds=rounds)
-    found = []
+    rows = []
     for name, program in programs.items():
         row = {
             "stack": name, "layers": layers, "dim": BASE.dim, "length": LENGTH, "batch": ROWS,
@@ -85,8 +84,8 @@ def bench(layers: int, rounds: int) -> list[dict[str, Any]]:
         if name == "reversible":
             row["gradient_error"] = error
         print({key: value for key, value in row.items() if key != "all_ms"}, flush=True)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def main(_: Any) -> None:

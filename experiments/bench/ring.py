@@ -1,11 +1,11 @@
-"""What a device needs to train on long rows that eight share, against one device alone; and what a window spares a ring.
+"""Measures activation memory of a device when eight share a long sequence, and the work that a window saves a ring.
 
     python experiments/bench/ring.py [--length=16384]
 
-Temporaries of the compiled step of a model of 4 layers, D 256, on one device and as `plan.sequence` lays it out; activations
-are what they are without the gradients, which every device has whole. Nothing is run: that both compute the same is tested
-and, over 100 steps, measured by parity.py. Of each mask, the pairs of chunks of tokens that the ring computes over all there
-are, the rounds that keys go over all, and the share of the pairs of tokens that the mask allows.
+Temporary memory of the compiled step of a model of 4 layers, D 256, on one device and under `plan.sequence`. Activation memory
+is temporary memory without the gradients, which every device stores in full. Nothing is run: tests and parity.py check that
+both compute the same. For each mask: the pairs of token chunks that the ring computes out of all pairs, the rounds it takes out
+of all rounds, and the fraction of token pairs that the mask allows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIXERS = ["full", "window(2047,0)", "window(511,0)"]
 PLANS = {"one device": Plan("single"), "ring": Plan("sequence"), "heads": Plan("sequence", exchange="heads")}
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("length", 16_384, "Tokens of the one row.")
+flags.DEFINE_integer("length", 16_384, "Tokens of the sequence.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
@@ -46,20 +46,20 @@ def bench(mixer: str, length: int) -> list[dict[str, Any]]:
     for layout, plan in PLANS.items():
         trainer = make_trainer(model, OptimizerConfig(), plan, steps=100)
         with jax.set_mesh(trainer.layout.mesh):
-            found = measure.compile(trainer.step.jitted, trainer.state_shapes, batch, key)
+            program = measure.compile(trainer.step.jitted, trainer.state_shapes, batch, key)
         gradients = held_bytes(trainer.state_shapes.params)
         row: dict[str, Any] = {
             "mixer": mixer, "layout": layout, "length": length, "devices": trainer.layout.mesh.size,
-            "temp_bytes": found.memory.temp, "activation_bytes": found.memory.temp - gradients,
+            "temp_bytes": program.memory.temp, "activation_bytes": program.memory.temp - gradients,
         }  # fmt: skip
         if rows:
             row["over_one"] = row["activation_bytes"] / rows[0]["activation_bytes"]
         if layout == "ring":
             (mask,) = set(masks_of(model))
-            going = make_schedule(mask, length, assign_chunks([mask], length, DEVICES))
-            done, possible = going.pair_counts
+            schedule = make_schedule(mask, length, assign_chunks([mask], length, DEVICES))
+            computed, possible = schedule.pair_counts
             row |= {
-                "pairs_done": done, "pairs_possible": possible, "rounds_done": going.count, "rounds_possible": DEVICES,
+                "pairs_done": computed, "pairs_possible": possible, "rounds_done": schedule.count, "rounds_possible": DEVICES,
                 "density": density(mask, length, length),
             }  # fmt: skip
         print(row, flush=True)

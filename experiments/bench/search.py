@@ -1,11 +1,11 @@
-"""Approximate search for the largest inner products beside exact search and faiss, on a table of trained embeddings.
+"""Measures approximate maximum inner product search against exact search and faiss, on trained embeddings.
 
     python experiments/bench/search.py --run=WORKDIR
     python experiments/bench/search.py --table=TABLE.npy --queries=QUERIES.npy
 
-A run gives the table of its output layer, and as queries the hidden states of held-out tokens. Settings are chosen on some
-queries, and recall and time are of others: of each method the fastest setting whose recall@10 reaches a target, as users call
-it. What is measured first has to find what sorting all scores in float64 finds.
+A run provides the table of its output layer and, as queries, hidden states of held-out tokens. For each method, the fastest
+setting whose recall@10 reaches a target is chosen on separate queries; recall and time are measured on the others by the public
+interface. Indexes that search everything are first compared with sorting all scores in float64.
 """
 
 from __future__ import annotations
@@ -38,49 +38,49 @@ TUNING = 500
 PROBES = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("run", "", "A finished run, whose table and held-out tokens are taken.")
-flags.DEFINE_string("table", "", "Instead of a run: a file of numpy, [V, D].")
-flags.DEFINE_string("queries", "", "With a table: a file of numpy, [Q, D].")
-flags.DEFINE_list("methods", ["ivf", "lsh", "faiss"], "Of ivf, lsh, faiss.")
-flags.DEFINE_integer("rounds", 5, "Measurements of each; the median counts.")
+flags.DEFINE_string("run", "", "A finished run, which provides the table and held-out tokens.")
+flags.DEFINE_string("table", "", "Instead of a run: a .npy file, [V, D].")
+flags.DEFINE_string("queries", "", "With --table: a .npy file, [Q, D].")
+flags.DEFINE_list("methods", ["ivf", "lsh", "faiss"], "Methods to measure, of ivf, lsh, faiss.")
+flags.DEFINE_integer("rounds", 5, "Measurements of each index; the median is reported.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
-def of_run(workdir: str) -> tuple[np.ndarray, np.ndarray]:
+def load_run(workdir: str) -> tuple[np.ndarray, np.ndarray]:
     """The table of a run's output layer, and hidden states of held-out tokens."""
     run = load(workdir)
     params = {"params": run.params}
-    states, wanted = [], TUNING + COUNTS[-1]
+    states, count = [], TUNING + COUNTS[-1]
     for batch in prepare(run.config.data, run.tokenizer).heldout(batch_size=run.config.data.batch_size):
         context = Context(batch["positions"], batch["segment_ids"], Causal())
         h, _, _ = jax.jit(run.model.apply, static_argnames="method")(params, batch["tokens"], context, method="hidden")
         states.append(np.asarray(h)[np.asarray(batch["weights"]) > 0])
-        if sum(map(len, states)) >= 4 * wanted:
+        if sum(map(len, states)) >= 4 * count:
             break
     queries = np.concatenate(states)
-    queries = queries[np.random.default_rng(0).permutation(len(queries))[:wanted]]
+    queries = queries[np.random.default_rng(0).permutation(len(queries))[:count]]
     table = np.asarray(run.model.apply(params, method=lambda model: model.table))
     logits = run.model.apply(params, queries[:8], method=lambda model, h: model.output.logits(model.table, h))
     if not np.allclose(logits, queries[:8] @ table.T, atol=1e-2):
-        sys.exit(f"{workdir}: the scores of model.output={run.config.model.output} are no inner products with a table")
+        sys.exit(f"{workdir}: the scores of model.output={run.config.model.output} are not inner products with a table")
     return table, queries
 
 
 def check(table: np.ndarray, queries: np.ndarray) -> None:
-    """Exits where an index that looks at everything does not find the best, of 20,000 rows."""
+    """Exits unless indexes that search all of 20,000 rows find the same rows as sorting."""
     w, q = table[:20_000], queries[:50]
     scores = q.astype(np.float64) @ w.T.astype(np.float64)
     true = -np.sort(-scores, axis=1)[:, :K]
-    every = f"ivf(cells=16,probes=16), exact, lsh(bits=2,tables=1,probes=4,candidates={len(w)}), faiss"
-    for kind in every.split(", "):
-        found, ids = Index(kind).build(w).search(q, K)
-        worst = max(np.abs(x - true).max() for x in (found, np.take_along_axis(scores, np.asarray(ids), axis=1)))
-        if not worst < 1e-4 * np.abs(true).max():
-            sys.exit(f"{kind} differs from sorting all scores by {worst:.1e}: nothing is reported")
+    exhaustive = f"ivf(cells=16,probes=16), exact, lsh(bits=2,tables=1,probes=4,candidates={len(w)}), faiss"
+    for kind in exhaustive.split(", "):
+        values, ids = Index(kind).build(w).search(q, K)
+        error = max(np.abs(x - true).max() for x in (values, np.take_along_axis(scores, np.asarray(ids), axis=1)))
+        if not error < 1e-4 * np.abs(true).max():
+            sys.exit(f"{kind} differs from sorting all scores by {error:.1e}: nothing is reported")
 
 
 def settings(method: str, vocab: int) -> Iterator[str]:
-    """Spec strings of indexes to be built; how much they probe comes later."""
+    """Spec strings of indexes to build; `fastest` varies the number of probes."""
     root = vocab.bit_length() // 2
     cells = [1 << i for i in range(root - 1, root + 4) if (1 << i) * 8 <= vocab]
     if method == "lsh":
@@ -91,60 +91,62 @@ def settings(method: str, vocab: int) -> Iterator[str]:
 
 
 def fastest(method: str, table: np.ndarray, q: np.ndarray, true: Any) -> dict[float, Index]:
-    """The fastest index of those that reach each target, by some measurements that are not the ones reported."""
+    """Target recall -> the fastest index that reaches it, by preliminary measurements."""
     best: dict[float, tuple[float, Index]] = {}
     for spec in settings(method, len(table)):
         index = Index(spec).build(table)
         targets = list(TARGETS)
         for probes in PROBES:
             try:
-                tried = index.probing(probes)
-                found = recall(tried.search(q, K)[1], true)
-            except InputError:  # more than there are
+                candidate = index.probing(probes)
+                achieved = recall(candidate.search(q, K)[1], true)
+            except InputError:  # the index has fewer cells or buckets
                 break
-            if found < targets[0]:
+            if achieved < targets[0]:
                 continue
-            seconds = measure.timeit({"": lambda tried=tried: tried.search(q, K)}, rounds=3)[""].min
-            print(f"  {tried.kind}: recall {found:.3f}, {seconds * 1e3:.1f} ms for {len(q)} queries", flush=True)
-            while targets and found >= targets[0]:
+            seconds = measure.timeit({"": lambda index=candidate: index.search(q, K)}, rounds=3)[""].min
+            print(f"  {candidate.kind}: recall {achieved:.3f}, {seconds * 1e3:.1f} ms for {len(q)} queries", flush=True)
+            while targets and achieved >= targets[0]:
                 target = targets.pop(0)
-                best[target] = min(best.get(target, (np.inf, tried)), (seconds, tried), key=lambda x: x[0])
+                best[target] = min(best.get(target, (np.inf, candidate)), (seconds, candidate), key=lambda x: x[0])
             if not targets:
                 break
     return {target: index for target, (_, index) in best.items()}
 
 
-def compare(where: str, target: float, indexes: dict[str, Index], q: np.ndarray, true: np.ndarray) -> dict[str, Any]:
-    found = {name: recall(index.search(q, K)[1], true[: len(q)]) for name, index in indexes.items()}
+def compare(setting: str, target: float, indexes: dict[str, Index], q: np.ndarray, true: np.ndarray) -> dict[str, Any]:
+    recalls = {name: recall(index.search(q, K)[1], true[: len(q)]) for name, index in indexes.items()}
     times = measure.timeit({n: lambda i=i: i.search(q, K) for n, i in indexes.items()}, rounds=FLAGS.rounds)
     ratios = {f"time of {name} over exact": x.over(times["exact"]) for name, x in times.items() if name != "exact"}
-    what = f"search, {where}, recall@{K} of {target}"
-    print(f"{what}: {', '.join(f'{name} {x:.3g}' for name, x in ratios.items())}", flush=True)
+    label = f"search, {setting}, recall@{K} of {target}"
+    print(f"{label}: {', '.join(f'{name} {x:.3g}' for name, x in ratios.items())}", flush=True)
     kinds = {name: str(index.kind) for name, index in indexes.items()}
     seconds = {name: list(x.all) for name, x in times.items()}
     medians = {name: x.median for name, x in times.items()}
-    return {"what": what, "ratios": ratios, "recall": found, "kinds": kinds, "s": medians, "all_s": seconds}
+    return {"what": label, "ratios": ratios, "recall": recalls, "kinds": kinds, "s": medians, "all_s": seconds}
 
 
 def main(_: Any) -> None:
     cli.prepare_jax()
     if not FLAGS.run and not (FLAGS.table and FLAGS.queries):
-        sys.exit("--run=WORKDIR, or --table=FILE.npy and --queries=FILE.npy, are needed")
-    table, queries = of_run(FLAGS.run) if FLAGS.run else (np.load(FLAGS.table), np.load(FLAGS.queries))
+        sys.exit("--run=WORKDIR, or --table=FILE.npy and --queries=FILE.npy, are required")
+    table, queries = load_run(FLAGS.run) if FLAGS.run else (np.load(FLAGS.table), np.load(FLAGS.queries))
     if len(queries) < TUNING + COUNTS[-1]:
-        sys.exit(f"{len(queries)} queries: at least {TUNING + COUNTS[-1]} are needed")
+        sys.exit(f"got {len(queries)} queries, expected at least {TUNING + COUNTS[-1]}")
     faiss.omp_set_num_threads(measure.environment()["cores"])
     check(table, queries)
     tuning, queries = queries[:TUNING], queries[TUNING:]
-    every = {"exact": Index("exact").build(table), "faiss flat": Index("faiss").build(table)}
-    true, others = (np.asarray(every["exact"].search(q, K)[1]) for q in (tuning, queries[: COUNTS[-1]]))
-    tuned = {method: fastest(method, table, tuning, true) for method in FLAGS.methods}
+    references = {"exact": Index("exact").build(table), "faiss flat": Index("faiss").build(table)}
+    true_tuning, true_ids = (np.asarray(references["exact"].search(q, K)[1]) for q in (tuning, queries[: COUNTS[-1]]))
+    tuned = {method: fastest(method, table, tuning, true_tuning) for method in FLAGS.methods}
     tuned["faiss ivf"] = tuned.pop("faiss", {})
     rows = []
     for target, count in itertools.product(TARGETS, COUNTS):
-        indexes = every | {method: best[target] for method, best in tuned.items() if target in best}
+        indexes = references | {method: best[target] for method, best in tuned.items() if target in best}
         rows.append(
-            compare(f"V {len(table):,}, D {table.shape[1]}, {count} queries", target, indexes, queries[:count], others)
+            compare(
+                f"V {len(table):,}, D {table.shape[1]}, {count} queries", target, indexes, queries[:count], true_ids
+            )
         )
     print(measure.write_result("search", rows, FLAGS.out))
 
