@@ -1,12 +1,13 @@
-# Everything runs from here; `make` alone lists what there is.
+# Entry points of development; `make` alone lists them.
 #
-# The environment is .venv, or .venv-3.12 where PYTHON=python3.12 is given, so that interpreters do not overwrite each
-# other's; VENV=... puts it elsewhere. It is set up when first needed, and again when setup.py, constraints.txt, the
-# interpreter or the checkout's place changes. A set-up that did not finish is started afresh.
+# The environment is .venv, or .venv-3.12 with PYTHON=python3.12, so that each interpreter has its own; VENV=... selects
+# another directory. It is set up when first needed, and again when setup.py, constraints.txt, the interpreter or the path of
+# the checkout changes. A set-up that did not finish is repeated from the start.
 
 CANDIDATES := $(or $(PYTHON),python3 python3.12 python3.11 python3.13 python3.14)
-# The first of them that runs and is new enough: its version, a key of what an environment depends on, and its path.
-# In an active environment these are of the interpreter beneath, so that .venv neither changes nor is made by itself.
+# The first candidate that runs and is new enough: its version, a key of the interpreter and the checkout, and its path.
+# In an active environment these describe the base interpreter, so that an active .venv is neither replaced nor used as its
+# own base.
 IDENTIFY := import hashlib, os, sys; assert sys.version_info >= (3, 11); \
 	key = hashlib.sha256(repr((sys.version, os.path.realpath(sys.base_prefix), os.getcwd())).encode()).hexdigest()[:12]; \
 	print("%d.%d %s %s" % (*sys.version_info[:2], key, getattr(sys, "_base_executable", "") or sys.executable))
@@ -23,18 +24,18 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=worksteal
 
 help:
 	@echo 'make demo       set up, and train a byte-level language model for some minutes, to $$WORKDIR ($(WORKDIR))'
-	@echo 'make test       set up, and run the tests of the first tier'
-	@echo 'make test-all   run the tests that `make test` leaves out: oracles (torch, transformers), slow ones, notebooks'
-	@echo 'make lint       check format and style      make format     mend what can be mended'
-	@echo 'make types      check types                 make contracts  check which part imports which'
-	@echo 'make docs       build the documentation into site/, strictly'
+	@echo 'make test       set up, and run the tests'
+	@echo 'make test-all   run the tests that `make test` excludes: oracles (torch, transformers), slow tests, notebooks'
+	@echo 'make lint       check format and style      make format     format, and fix style errors'
+	@echo 'make types      check types                 make contracts  check the imports between packages'
+	@echo 'make docs       build the documentation into site/; warnings are errors'
 	@echo 'make notebooks  execute the notebooks and store their outputs'
 	@echo 'make results    generate tables and plots of the documentation from experiments/results/'
-	@echo 'make constraints  pin anew what the tests run with (needs python3.11 and python3.12)'
-	@echo 'make clean      remove environments and caches; runs stay'
+	@echo 'make constraints  update constraints.txt, the versions that the tests run with (needs python3.11 and python3.12)'
+	@echo 'make clean      remove environments and caches, but no runs'
 	@echo
-	@echo 'PYTHON=python3.12 takes that interpreter, and .venv-3.12. ARGS="..." goes to the command that is run.'
-	@echo 'On Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares test-all the CUDA build of torch.'
+	@echo 'PYTHON=python3.12 uses that interpreter and .venv-3.12. ARGS="..." is passed to the command.'
+	@echo 'On Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu avoids the CUDA build of torch in test-all.'
 
 demo: $(MADE)-runtime
 	$(BIN)/hpnlp train --config=experiments/lm/bytes.py --workdir=$(WORKDIR) $(ARGS)
@@ -75,7 +76,7 @@ clean:
 	rm -rf .venv .venv-* build site .cache *.egg-info .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
-# Stamps of what is installed, named after the interpreter and this directory; dev holds all that test holds, and so on.
+# Stamp files of installed extras, named after the interpreter and this directory; each extra includes the previous one.
 $(MADE)-runtime: setup.py constraints.txt | python
 	$(call install,.,runtime)
 $(MADE)-test: setup.py constraints.txt | python
@@ -83,28 +84,28 @@ $(MADE)-test: setup.py constraints.txt | python
 $(MADE)-dev: setup.py constraints.txt | python
 	$(call install,.[dev],runtime test dev)
 
-# Bytecode is left to the first import: most of what is installed is never imported, and compiling it takes half a minute.
+# No bytecode is compiled here: most installed modules are never imported, and compiling them takes half a minute.
 pip = $(BIN)/python -I -m pip install $(1) --disable-pip-version-check --no-compile \
 	--constraint constraints.txt --editable '$(2)'
 
 define install
 	@if [ -e $(VENV) ] && ! ls $(VENV)/.hpnlp-* >/dev/null 2>&1; then \
-		echo "$(VENV) is not of this Makefile's making: move it away, or choose another place with VENV=..."; exit 1; fi
-	@echo "Setting up $(VENV) for $(lastword $(2)): once, and a minute or two."
+		echo "$(VENV) was not made by this Makefile: move it away, or choose another directory with VENV=..."; exit 1; fi
+	@echo "Setting up $(VENV) for $(lastword $(2)). This happens once and takes a minute or two."
 	@if [ ! -e $(MADE) ] || [ -e $(UNFINISHED) ]; then \
 		rm -rf $(VENV) && mkdir -p $(VENV) && touch $(UNFINISHED) && '$(wordlist 3,99,$(FOUND))' -m venv $(VENV) && touch $(MADE); fi
 	@touch $(UNFINISHED)
-	@$(call pip,-qq,$(1)) || { echo 'Once more, with all that pip says:'; $(call pip,,$(1)); }
+	@$(call pip,-qq,$(1)) || { echo 'The installation failed. Repeating it with the full output of pip:'; $(call pip,,$(1)); }
 	@touch $(foreach level,$(2),$(MADE)-$(level)) && rm $(UNFINISHED)
 endef
 
 python:
-	@test -n "$(FOUND)" || { echo "None of these runs and is Python 3.11 or later: $(CANDIDATES)."; \
+	@test -n "$(FOUND)" || { echo "Found no working Python 3.11 or later among: $(CANDIDATES)."; \
 		echo "Install one, or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
 
-# What is installed has no bytecode yet (below): without it each of the processes that tests start would compile all of jax.
+# Packages are installed without bytecode (above). The first import must write it, or every process would compile jax again.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Targets share one environment, and pip must not run twice in it at a time.
+# Targets share one environment, in which pip must not run twice at the same time.
 .NOTPARALLEL:
 .PHONY: help demo test test-all lint format types contracts constraints docs notebooks results clean python

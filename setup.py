@@ -1,4 +1,4 @@
-"""Packaging of hpnlp. Tools are configured in pyproject.toml, tested versions stand in constraints.txt."""
+"""Packaging of hpnlp. Tools are configured in pyproject.toml, tested versions are listed in constraints.txt."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-# Read, not imported: importing would need the dependencies that are about to be installed.
+# Read from the source, since importing hpnlp needs the dependencies that are about to be installed.
 VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "hpnlp/__init__.py").read_text("utf-8"), re.MULTILINE)[1]
 README = HERE / "README.md"
 
@@ -25,11 +25,11 @@ REQUIRES = [
     "rich>=15.0",
 ]
 
-# No extra may bring TensorFlow: hpnlp stands beside it in an environment, never on it.
+# No extra may install TensorFlow, on which hpnlp does not depend.
 EXTRAS = {
     "cuda": ["jax[cuda12]>=0.10.2"],
     "tpu": ["jax[tpu]>=0.10.2"],
-    # libtpu compiles without a TPU, for `hpnlp plan --depth=tpu`; jax knows which one goes with it.
+    # libtpu compiles without a TPU, for `hpnlp plan --depth=tpu`; jax pins the version of libtpu.
     "tpu-aot": ["jax[tpu]>=0.10.2"],
     "faiss": ["faiss-cpu>=1.15"],
     "hf": ["safetensors>=0.8", "tokenizers>=0.23"],
@@ -38,9 +38,9 @@ EXTRAS = {
     "wandb": ["wandb>=0.31"],
     "docs": ["mkdocs>=1.6", "mkdocs-jupyter>=0.26", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
     "notebooks": ["ipykernel>=7.4", "nbclient>=0.11", "nbformat>=5.11"],
-    # Implementations that nobody here wrote, to test against; pinned, so that a red test means a change on our side.
-    # On Linux, PyPI's torch is a CUDA build that brings several GB of libraries; the tests need none of it. Where pip
-    # knows PyTorch's own index as well, it takes the CPU build, whose local version "2.13.0+cpu" sorts higher:
+    # Independent implementations to test against; pinned, so that a failing test means a change in hpnlp.
+    # On Linux, PyPI's torch is a CUDA build with several GB of libraries that no test needs. If pip also has PyTorch's
+    # index, it prefers the CPU build, whose local version "2.13.0+cpu" sorts higher:
     #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-all
     "oracles": ["faiss-cpu==1.15.1", "mpmath==1.3.0", "torch==2.13.0", "transformers==5.23.0"],
 }
@@ -56,7 +56,7 @@ EXTRAS["test"] = [
 ]
 EXTRAS["dev"] = [
     "import-linter>=2.16",
-    "pyright[nodejs]>=1.1.414",  # with its own node: without it, pyright fetches one from outside the package index
+    "pyright[nodejs]>=1.1.414",  # installs node from the package index; otherwise pyright downloads it from elsewhere
     "ruff>=0.17.5",
     *EXTRAS["test"],
     *EXTRAS["docs"],

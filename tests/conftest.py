@@ -1,4 +1,4 @@
-"""What every test stands on: eight CPU devices, strict types where the maths is, no trace counts left over."""
+"""Set-up of all tests: eight CPU devices, strict promotion in tests of operations, fresh trace counts."""
 
 import collections
 import gc
@@ -7,26 +7,28 @@ import os
 import re
 import signal
 
-# Before jax is imported, and inherited by the processes that tests start.
-# LLVM gets a program in one part: dividing it over threads costs a fifth more, and the workers fill the cores anyway.
+# Set before jax is imported, and inherited by the processes that tests start.
+# Programs are compiled in one part: splitting them over threads costs 20 % more, and the workers use all cores anyway.
 FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_cpu_parallel_codegen_split_count=1"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # Compiling is most of what tests do, and these emitters, which later releases have no choice of, take three times as long.
+    # Tests mostly compile, and the fusion emitters, which later releases always use, take three times as long.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["JAX_PLATFORMS"] = os.environ.get("HPNLP_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
-os.environ["NPROC"] = "32"  # of hpnlp.__main__.spare_threads
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of numpy: its threads spin while they wait for a core that a worker has
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in the background so
+os.environ["NPROC"] = "32"  # the value that hpnlp.__main__.spare_threads sets
+os.environ["OPENBLAS_NUM_THREADS"] = (
+    "1"  # numpy's threads would spin while they wait for a core that another worker uses
+)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background processes with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
-gc.set_threshold(50_000)  # at the 700 of Python, tracing spends a tenth of its time in looking for garbage
+gc.set_threshold(50_000)  # at Python's default of 700, tracing spends 10 % of its time in garbage collection
 
 import chex  # noqa: E402  (imports jax)
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# Compiling makes first examples slow, so no deadline. The same examples in every run, so that a red run repeats.
+# No deadline, since first examples compile. The same examples in every run, so that failures are reproducible.
 hypothesis.settings.register_profile("hpnlp", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("hpnlp")
 
@@ -35,27 +37,31 @@ STRICT = re.compile(r"tests[/\\](ops|nn|models)[/\\]")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--thin", type=int, default=1, metavar="N", help="of each file's cases, run the first and each Nth after it"
+        "--thin",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run only every Nth test of each file, beginning with the first",
     )
 
 
-@pytest.hookimpl(trylast=True)  # of what the marks have left
+@pytest.hookimpl(trylast=True)  # after the selection by markers
 def pytest_collection_modifyitems(config, items):
-    kept, left, seen = [], [], collections.Counter()
+    selected, deselected, counts = [], [], collections.Counter()
     for item in items:
-        (left if seen[item.path] % config.getoption("thin") else kept).append(item)
-        seen[item.path] += 1
-    items[:] = kept
-    config.hook.pytest_deselected(items=left)
+        (deselected if counts[item.path] % config.getoption("thin") else selected).append(item)
+        counts[item.path] += 1
+    items[:] = selected
+    config.hook.pytest_deselected(items=deselected)
 
 
 def pytest_collection_finish():
-    gc.freeze()  # what is imported by now stays: no collection needs to walk through it
+    gc.freeze()  # imported modules stay alive, so that garbage collection need not traverse them
 
 
 @pytest.fixture(autouse=True)
 def strict_numerics(request):
-    """In tests of ops, nn and models, no dtype and no rank is promoted in silence."""
+    """Makes implicit promotion of dtypes and ranks an error in tests of ops, nn and models."""
     if not STRICT.search(str(request.path)):
         yield
         return
@@ -65,6 +71,6 @@ def strict_numerics(request):
 
 @pytest.fixture(autouse=True)
 def fresh_trace_counter():
-    """`chex.assert_max_traces` counts by function, over the whole process."""
+    """Resets the counts of `chex.assert_max_traces`, which are global to the process."""
     yield
     chex.clear_trace_counter()

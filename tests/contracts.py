@@ -1,7 +1,7 @@
-"""What every mask, mixer and output layer must do, whichever it is: `test_contracts.py` runs all of it over each entry.
+"""Cases and helpers of `test_contracts.py`, which runs the same tests on every mask, mixer and output layer.
 
-A new entry of MIXERS or OUTPUTS is tested as soon as it stands in its table; where its arguments have no defaults, or
-where it is no softmax over all that the mask allows, it needs a line in EXAMPLES or TWINS.
+A new entry of MIXERS or OUTPUTS is tested without further code. If its arguments have no defaults, it needs an entry in
+EXAMPLES; a mixer that is not softmax attention over all pairs that the mask allows needs one in REFERENCES.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from hpnlp.ops.attention.masks.table import MASKS as PATTERN_TABLE
 from hpnlp.spec import build, parse_one
 from hpnlp.types import MixerInputs, WordStats
 
-# How far two forms of one result may lie apart, absolutely and relatively, where the numbers are of order 1.
+# Absolute and relative tolerance between two forms of one result whose values are of order 1.
 TOLERANCE = {jnp.dtype("float32"): 5e-6, jnp.dtype("float16"): 8e-3, jnp.dtype("bfloat16"): 6e-2}
-# Most programs of tests run once: LLVM's optimizations would take longer than they save.
+# Compiler options of programs that run once, for which LLVM's optimizations take longer than they save.
 ONCE = {"xla_backend_optimization_level": 0}
 
 MASKS = (Full(), Causal())
-# Every pattern of the table, with small numbers, and combinations.
+# Every pattern of the table with small arguments, and combinations of patterns.
 PATTERNS = (
     *(mask for pattern in PATTERN_TABLE.values() for mask in pattern.examples if mask.heads is None),
     ~attention.Window(4),
     attention.Strided(5).shift(2),
 )
 
-# What the mixers of static patterns see, in small: blocks that documents cut, and rings that a few tokens fill.
+# Spec of a mixer with a static pattern -> its mask. The arguments are small, so that documents cut blocks and a few tokens fill
+# the cache of a window.
 EXACT = {
     "full": Full(),
     "blockwise(5)": attention.Blockwise(5),
@@ -51,7 +52,7 @@ EXACT = {
     "longformer(4,1)": attention.Window(2) | attention.Global(1),
     "bigbird(2,3,1,1,among=2)": attention.bigbird(2, 3, 1, 1, among=2),
 }
-# Spec strings that stand for table entries; an entry without one is taken by its bare name.
+# Table entry -> its spec strings in tests. Entries that are missing here are tested by their bare names.
 EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec in EXACT} | {
     "sampled": (
         "sampled(2)",
@@ -74,10 +75,10 @@ MIXER_SPECS = tuple(spec for name in MIXERS for spec in EXAMPLES.get(name, (name
 OUTPUT_SPECS = tuple(spec for name in OUTPUTS for spec in EXAMPLES.get(name, (name,)))
 
 
-def assert_close(found, expected, dtype="float32"):
-    """Leaf by leaf, in dtype and value."""
+def assert_close(actual, expected, dtype="float32"):
+    """Compares two trees leaf by leaf, in dtype, shape and value."""
     tolerance = TOLERANCE[jnp.dtype(dtype)]
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
@@ -87,43 +88,43 @@ def assert_close(found, expected, dtype="float32"):
 
 @contextlib.contextmanager
 def executor_with(*changes):
-    """The executor of attention with constants of its modules changed, each a (module, name, value).
+    """Replaces constants of the attention executor's modules, each given as (module, name, value).
 
-    What it has planned and traced with others is forgotten, before and after: a call of the same shapes would be answered
-    from there.
+    Its caches of schedules and traces are cleared before and after, since calls of the same shapes would reuse them.
     """
     traces = (_traced_once(function).clear_cache for function in (_forward, _backward))
-    kept = (decompose.decompose.cache_clear, decompose._best_tiles.cache_clear, *traces)
+    clear_functions = (decompose.decompose.cache_clear, decompose._best_tiles.cache_clear, *traces)
     with pytest.MonkeyPatch.context() as patch:
         for change in changes:
             patch.setattr(*change)
-        for forget in kept:
-            forget()
+        for clear in clear_functions:
+            clear()
         try:
             yield
         finally:
-            for forget in kept:
-                forget()
+            for clear in clear_functions:
+                clear()
 
 
 def assert_float16_has_gradients(loss, h, table):
-    """Of `loss(h, table)`, a sum of many small parts: those of h and of a float32 table are as of a float32 h, row by row."""
+    """Compares gradients of `loss(h, table)`, a sum of many small terms, for float16 h with those for float32 h by rows."""
     h = h.astype(jnp.float16)
-    slope = jax.grad(loss, (0, 1))
-    found, expected = once(slope, h, table), once(slope, h.astype(jnp.float32), table)
-    assert [x.dtype for x in found] == [jnp.float16, table.dtype]
-    for a, b in zip(found, expected, strict=True):
+    gradient = jax.grad(loss, (0, 1))
+    actual, expected = once(gradient, h, table), once(gradient, h.astype(jnp.float32), table)
+    assert [x.dtype for x in actual] == [jnp.float16, table.dtype]
+    for a, b in zip(actual, expected, strict=True):
         error, size = (np.linalg.norm(x, axis=1) for x in (np.asarray(a, np.float32) - b, b))
         least = float(jnp.finfo(jnp.float16).smallest_subnormal) if a.dtype == jnp.float16 else 0.0
         assert (error <= 0.02 * size + least).all() and size.any()
 
 
 def once(function, *args):
+    """Compiles without optimizations and calls."""
     return jax.jit(function, compiler_options=ONCE)(*args)
 
 
 class Mixing:
-    """A mixer over inputs of its own choice: B 2, N 4, K 2, H 8, D 16, rows of three segments."""
+    """A mixer with random inputs: B 2, N 4, K 2, H 8, D 16, sequences of three segments."""
 
     def __init__(self, spec, length, dtype="float32", seed=0):
         self.module = build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None)
@@ -139,12 +140,12 @@ class Mixing:
         self.params = self.module.init(jax.random.key(0), self.inputs(self.arrays), Causal())
 
     def inputs(self, arrays, **fields):
-        """The record that the mixer gets: of q, k and v what it declares, and x."""
-        taken = {name: arrays[name] for name in ("x", *self.module.needs)}
-        return MixerInputs(**taken, **fields)
+        """The inputs of the mixer: x, and those of q, k and v that it declares to need."""
+        declared = {name: arrays[name] for name in ("x", *self.module.needs)}
+        return MixerInputs(**declared, **fields)
 
     def packed(self, arrays):
-        """As `inputs`, in segments."""
+        """`inputs` with segment ids and positions."""
         ids, positions = self.segment_ids, self.positions
         return self.inputs(arrays, segment_ids=ids, kv_segment_ids=ids, positions=positions, kv_positions=positions)
 
@@ -153,7 +154,7 @@ class Mixing:
 
 
 def exact(mixing, arrays, mask, segment_ids):
-    """The twin of a mixer that is softmax attention over all that its pattern and the mask allow within a document."""
+    """The reference of mixers that are softmax attention over all pairs that their pattern, the mask and the segments allow."""
     q, k, v = (arrays[name] for name in "qkv")
     positions = None if segment_ids is None else mixing.positions
     operands = {"segment_ids": segment_ids, "kv_segment_ids": segment_ids}
@@ -161,17 +162,17 @@ def exact(mixing, arrays, mask, segment_ids):
     return reference(q, k, v, EXACT[mixing.spec] & mask, **operands)
 
 
-# name -> (mixing, arrays, mask, segment ids or None) -> o: what a mixer is held against.
-TWINS = {spec.partition("(")[0]: exact for spec in EXACT}
+# Name of a mixer -> its reference: (mixing, arrays, mask, segment ids or None) -> o.
+REFERENCES = {spec.partition("(")[0]: exact for spec in EXACT}
 
 
-def twin(mixing, arrays, mask, segment_ids=None):
-    return TWINS[parse_one(mixing.spec, "mixer").name](mixing, arrays, mask, segment_ids)
+def reference_output(mixing, arrays, mask, segment_ids=None):
+    return REFERENCES[parse_one(mixing.spec, "mixer").name](mixing, arrays, mask, segment_ids)
 
 
 @functools.cache
 class Output:
-    """An output layer over a random table and states of order 1, which tests share and none changes."""
+    """An output layer with a random table and hidden states of order 1. Tests share the instances and must not modify them."""
 
     def __init__(self, spec, count=11, vocab=13, dim=8, dtype="float32"):
         rng = np.random.default_rng(0)
@@ -183,8 +184,8 @@ class Output:
         self.labels = jnp.asarray(rng.integers(0, vocab, count), jnp.int32)
         self.weights = jnp.asarray(rng.integers(0, 3, count), jnp.float32)
         self.rng = jax.random.key(3)
-        given = (self.table, self.h, self.labels, self.weights)
-        boxed = jax.jit(lambda key: self.module.init(key, *given, method="loss"), compiler_options=ONCE)(self.rng)
+        operands = (self.table, self.h, self.labels, self.weights)
+        boxed = jax.jit(lambda key: self.module.init(key, *operands, method="loss"), compiler_options=ONCE)(self.rng)
         self.params = nn.meta.unbox(boxed)
 
     def call(self, method, *args, params=None, **kwargs):

@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last, in a tiny setting."""
+"""Every notebook runs from first to last cell with tiny sizes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     monkeypatch.setenv("HPNLP_NOTEBOOK_STEPS", "6")
     monkeypatch.setenv("HPNLP_NOTEBOOK_LENGTH", "128")
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # LLVM's take longer than such small programs run
+    monkeypatch.setenv(
+        "JAX_DISABLE_MOST_OPTIMIZATIONS", "1"
+    )  # LLVM's optimizations take longer than these small programs run
     monkeypatch.setenv("MPLBACKEND", "Agg")
     notebook = nbformat.read(path, as_version=4)
-    where = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
-    shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert any("image/png" in output.get("data", {}) for output in shown), "nothing is drawn"
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("image/png" in output.get("data", {}) for output in outputs), "the notebook draws no figure"
 
 
-def test_gallery_shows_every_mask() -> None:
+def test_attention_notebook_shows_every_mask() -> None:
     notebook = json.loads((NOTEBOOKS[0].parent / "attention_patterns.ipynb").read_text("utf-8"))
     text = {kind: "".join(line for cell in notebook["cells"] if cell["cell_type"] == kind for line in cell["source"])
             for kind in ("code", "markdown")}  # fmt: skip
     for name in MASKS:
-        assert f"`{name}`" in text["markdown"], f"no sentence about {name}"
+        assert f"`{name}`" in text["markdown"], f"no description of {name}"
         assert re.search(rf"\b{name}\(", text["code"]), f"{name} is not drawn"

@@ -1,4 +1,4 @@
-"""Every contract over every entry of the tables, and over every mask; see contracts.py."""
+"""Tests that every mask, mixer and output layer must pass; the cases are in contracts.py."""
 
 import copy
 
@@ -21,20 +21,20 @@ from tests.contracts import MIXER_SPECS, OUTPUT_SPECS, PATTERNS, Mixing, Output,
 
 mixers = pytest.mark.parametrize("spec", MIXER_SPECS)
 FIRST = {spec.partition("(")[0]: spec for spec in reversed(OUTPUT_SPECS)}.values()
-outputs = pytest.mark.parametrize(  # further forms of an entry are left to the second tier
+outputs = pytest.mark.parametrize(  # further forms of an entry are marked slow
     "spec", [spec if spec in FIRST else pytest.param(spec, marks=pytest.mark.slow) for spec in OUTPUT_SPECS]
 )
 
 
 @pytest.fixture(autouse=True)
 def strict():
-    """As in the tests of ops and nn."""
+    """Implicit promotion is an error, as in the tests of ops and nn."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
 
 
 def test_every_entry_has_a_case():
-    assert {spec.partition("(")[0] for spec in MIXER_SPECS} == MIXERS.keys() == contracts.TWINS.keys()
+    assert {spec.partition("(")[0] for spec in MIXER_SPECS} == MIXERS.keys() == contracts.REFERENCES.keys()
     assert {spec.partition("(")[0] for spec in OUTPUT_SPECS} == OUTPUTS.keys()
 
 
@@ -47,17 +47,17 @@ patterns = pytest.mark.parametrize("mask", PATTERNS, ids=repr)
 @patterns
 @given(q=RANGES, k=RANGES)
 def test_tile_is_sound(mask, q, k):
-    """`some` False only where no pair is allowed, `every` True only where all are; asked one by one or many at once."""
-    see = mask.at(np.arange(q[0], q[1] + 1)[:, None], np.arange(k[0], k[1] + 1)[None, :])
+    """`some` is False only if no pair is allowed, `every` True only if all are; for single tiles and arrays of tiles."""
+    visible = mask.at(np.arange(q[0], q[1] + 1)[:, None], np.arange(k[0], k[1] + 1)[None, :])
     some, every = mask.tile(*q, *k)
-    assert some or not see.any()
-    assert see.all() or not every
-    for found, one in zip(mask.tile(*(np.full(3, x) for x in (*q, *k))), (some, every), strict=True):
-        np.testing.assert_array_equal(np.broadcast_to(found, 3), np.full(3, bool(one)))
+    assert some or not visible.any()
+    assert visible.all() or not every
+    for batched, single in zip(mask.tile(*(np.full(3, x) for x in (*q, *k))), (some, every), strict=True):
+        np.testing.assert_array_equal(np.broadcast_to(batched, 3), np.full(3, bool(single)))
 
 
 @patterns
-def test_masks_are_values_in_numpy_and_jax(mask):
+def test_masks_are_values_and_agree_in_numpy_and_jax(mask):
     assert hash(mask) == hash(copy.deepcopy(mask)) and mask == copy.deepcopy(mask)
     q, k = np.arange(45, dtype=np.int32)[:, None], np.arange(-2, 41, dtype=np.int32)[None, :]
     in_numpy = mask.at(q, k)
@@ -69,8 +69,8 @@ def test_masks_are_values_in_numpy_and_jax(mask):
 
 
 @patterns
-def test_tile_is_sound_of_traced_bounds(mask):
-    """As plans that are made at run time ask it."""
+def test_tile_is_sound_for_traced_bounds(mask):
+    """Schedules that are made at run time pass traced bounds."""
     q, k = np.arange(0, 44, 4), np.arange(0, 40, 5)
     q0, q1, k0, k1 = (jnp.asarray(x, jnp.int32) for x in (q[:, None], q[:, None] + 3, k[None], k[None] + 4))
     some, every = jax.jit(lambda *bounds: mask.tile(*bounds))(q0, q1, k0, k1)
@@ -87,11 +87,11 @@ def test_tile_is_sound_of_traced_bounds(mask):
     ("mask", "length", "dtype"),
     [(Full(), 1, "float32"), (Full(), 13, "float32"), (Causal(), 13, "float32"), (Causal(), 37, "bfloat16")],
 )
-def test_mixer_equals_its_twin(spec, mask, length, dtype):
-    """Values and gradients, in segments."""
+def test_mixer_matches_its_reference(spec, mask, length, dtype):
+    """Compares values and gradients, with segments."""
     mixing = Mixing(spec, length, dtype)
 
-    def scored(function):
+    def gradients_and_output(function):
         def score(arrays):
             o = function(arrays)
             signs = jnp.asarray(np.random.default_rng(1).standard_normal(o.shape), jnp.float32)
@@ -99,15 +99,15 @@ def test_mixer_equals_its_twin(spec, mask, length, dtype):
 
         return once(jax.grad(score, has_aux=True), mixing.arrays)
 
-    found = scored(lambda arrays: mixing(mixing.packed(arrays), mask))
-    expected = scored(lambda arrays: contracts.twin(mixing, arrays, mask, mixing.segment_ids))
-    assert found[1].shape == (2, length, 4, 8)
-    assert_close(found, expected, dtype)
+    actual = gradients_and_output(lambda arrays: mixing(mixing.packed(arrays), mask))
+    expected = gradients_and_output(lambda arrays: contracts.reference_output(mixing, arrays, mask, mixing.segment_ids))
+    assert actual[1].shape == (2, length, 4, 8)
+    assert_close(actual, expected, dtype)
 
 
 @mixers
 def test_mixer_gives_forbidden_pairs_no_gradient(spec):
-    """d out[i] / d in[j] is exactly 0 unless j <= i in one segment, and not 0 at j = i; for x and all it asks for."""
+    """d out[i] / d in[j] is exactly 0 unless j <= i in one segment, and not 0 at j = i; for x, q, k and v."""
     mixing = Mixing(spec, 11)
 
     def sums(arrays):
@@ -115,33 +115,33 @@ def test_mixer_gives_forbidden_pairs_no_gradient(spec):
 
     jacobians = once(jax.jacrev(sums), mixing.arrays)
     ids = np.asarray(mixing.segment_ids)
-    may = np.tri(11, dtype=bool)[None] & (ids[:, :, None] == ids[:, None, :])
-    reach = np.zeros_like(may)
+    allowed = np.tri(11, dtype=bool)[None] & (ids[:, :, None] == ids[:, None, :])
+    reached = np.zeros_like(allowed)
     for jacobian in jacobians.values():
-        moved = np.abs(np.asarray(jacobian)).reshape(2, 11, 2, 11, -1).sum(axis=-1)
-        assert not moved[0, :, 1].any() and not moved[1, :, 0].any()  # rows of a batch
-        reach |= np.stack([moved[0, :, 0], moved[1, :, 1]]) > 0
-    assert not (reach & ~may).any()
-    assert reach[:, 1:].any() and np.einsum("bii->bi", reach | ~may).all()
+        influence = np.abs(np.asarray(jacobian)).reshape(2, 11, 2, 11, -1).sum(axis=-1)
+        assert not influence[0, :, 1].any() and not influence[1, :, 0].any()  # sequences are independent
+        reached |= np.stack([influence[0, :, 0], influence[1, :, 1]]) > 0
+    assert not (reached & ~allowed).any()
+    assert reached[:, 1:].any() and np.einsum("bii->bi", reached | ~allowed).all()
 
 
 @mixers
-def test_mixer_keeps_segments_apart(spec):
-    """1e4 in one segment changes no bit of another."""
+def test_mixer_isolates_segments(spec):
+    """Values of 1e4 in one segment change no bit of the output of another."""
     mixing = Mixing(spec, 23)
     other = (mixing.segment_ids == 1)[:, :, None, None]
-    loud = {
+    large = {
         name: jnp.where(other.reshape(2, 23, *[1] * (array.ndim - 2)), jnp.float32(1e4), array)
         for name, array in mixing.arrays.items()
     }
-    quiet_o, loud_o = (once(lambda a: mixing(mixing.packed(a), Causal()), arrays) for arrays in (mixing.arrays, loud))
+    o, large_o = (once(lambda a: mixing(mixing.packed(a), Causal()), arrays) for arrays in (mixing.arrays, large))
     elsewhere = np.asarray(mixing.segment_ids) != 1
     assert elsewhere.any() and not elsewhere.all()
-    np.testing.assert_array_equal(np.asarray(quiet_o)[elsewhere], np.asarray(loud_o)[elsewhere])
+    np.testing.assert_array_equal(np.asarray(o)[elsewhere], np.asarray(large_o)[elsewhere])
 
 
 @mixers
-def test_mixer_is_one_trace(spec):
+def test_mixer_is_traced_once(spec):
     first, second = Mixing(spec, 9), Mixing(spec, 9, seed=1)
     once_traced = chex.assert_max_traces(lambda arrays: first(first.inputs(arrays), Causal()), n=1)
     call = jax.jit(once_traced, compiler_options=contracts.ONCE)
@@ -149,15 +149,17 @@ def test_mixer_is_one_trace(spec):
 
 
 @mixers
-def test_mixer_with_a_cache_equals_the_full_pass(spec):
-    """Rows of 2 and 7 tokens, of which the second may be more than a ring holds; then one by one, then two at once."""
+def test_mixer_with_cache_matches_full_pass(spec):
+    """Prompts of 2 and 7 tokens, the second longer than some caches; then steps of one, one and two tokens."""
     mixing, length, capacity = Mixing(spec, 11), np.array([2, 7]), 12
     full = np.asarray(once(lambda arrays: mixing(mixing.inputs(arrays), Causal()), mixing.arrays))
     rows = np.arange(2)[:, None]
 
-    def take(places):
-        places = jnp.asarray(places, jnp.int32)
-        return mixing.inputs({name: array[rows, places] for name, array in mixing.arrays.items()}, positions=places)
+    def take(positions):
+        positions = jnp.asarray(positions, jnp.int32)
+        return mixing.inputs(
+            {name: array[rows, positions] for name, array in mixing.arrays.items()}, positions=positions
+        )
 
     def start(inputs):
         return mixing.module.apply(mixing.params, inputs, Causal(), capacity, method="init_cache")
@@ -170,9 +172,9 @@ def test_mixer_with_a_cache_equals_the_full_pass(spec):
     filled = jnp.asarray(prompt < length[:, None], jnp.int32)
     cache = once(start, type(inputs)(**vars(inputs) | {"segment_ids": filled}))
     for count in (1, 1, 2):
-        places = length[:, None] + np.arange(count)[None]
-        o, cache = once(extend, take(places), cache)
-        np.testing.assert_allclose(o, full[rows, places], atol=contracts.TOLERANCE[o.dtype])
+        positions = length[:, None] + np.arange(count)[None]
+        o, cache = once(extend, take(positions), cache)
+        np.testing.assert_allclose(o, full[rows, positions], atol=contracts.TOLERANCE[o.dtype])
         length = length + count
 
 
@@ -181,8 +183,8 @@ def test_mixer_with_a_cache_equals_the_full_pass(spec):
 
 @outputs
 @pytest.mark.parametrize(("count", "vocab", "dtype"), [(11, 13, "float32"), (1, 7, "float32"), (11, 13, "bfloat16")])
-def test_output_reports_the_weighted_sum_of_nll(spec, count, vocab, dtype):
-    """Without an rng, whatever it trains: perplexities of different layers are of one kind."""
+def test_output_loss_without_rng_is_weighted_sum_of_nll(spec, count, vocab, dtype):
+    """Holds for every training loss, so that perplexities of different layers are comparable."""
     case = Output(spec, count, vocab, dtype=dtype)
     loss = once(lambda h, w: case.call("loss", case.table, h, case.labels, w), case.h, case.weights)
     assert loss.sum.dtype == loss.weight.dtype == jnp.float32
@@ -197,43 +199,44 @@ def test_output_reports_the_weighted_sum_of_nll(spec, count, vocab, dtype):
 
 
 @outputs
-def test_output_takes_no_notice_of_tokens_without_weight(spec):
-    """Whatever stands there: NaN, or a label that is no id. Of no gradient, and of no report."""
+def test_output_ignores_tokens_without_weight(spec):
+    """Loss, statistics and gradients are the same with NaN states or invalid labels at such tokens."""
     case = Output(spec)
     weights = case.weights.at[::2].set(0.0).at[1].set(1.0)
-    silent = np.asarray(weights) == 0
+    ignored = np.asarray(weights) == 0
     labels, h = case.labels.at[0].set(-100), case.h.at[2].set(jnp.nan)
 
-    def loss(given, h, labels):
-        table, params = given
+    def loss(trained, h, labels):
+        table, params = trained
         out = case.call("loss", table, h, labels, weights, case.rng, params=params)
         return out.sum, (out.weight, out.aux)
 
     both = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=contracts.ONCE)
-    given = case.table, case.params
-    value, (by_given, by_h) = both(given, h, labels)
-    assert_close((value, by_given), (lambda out: (out[0], out[1][0]))(both(given, case.h, case.labels)))
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, by_given, by_h)))
-    assert not np.asarray(by_h)[silent].any() and np.asarray(by_h)[~silent].any(axis=1).all()
+    trained = case.table, case.params
+    value, (by_trained, by_h) = both(trained, h, labels)
+    expected_value, (expected_by_trained, _) = both(trained, case.h, case.labels)
+    assert_close((value, by_trained), (expected_value, expected_by_trained))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, by_trained, by_h)))
+    assert not np.asarray(by_h)[ignored].any() and np.asarray(by_h)[~ignored].any(axis=1).all()
 
 
 @outputs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_output_predicts_by_its_own_probabilities(spec, dtype):
-    """nll, log_prob, top_k and the best sample say the same, to float32; a probability sums to one."""
+def test_output_predictions_are_consistent(spec, dtype):
+    """nll, log_prob, top_k and the sample at temperature 0 agree to float32; probabilities sum to one."""
     case = Output(spec, dtype=dtype)
 
     def everything(h):
         best = case.call("sample", case.table, h, case.rng, temperature=0.0)
-        found = case.call("logits", case.table, h), case.call("top_k", case.table, h, 3), best
+        results = case.call("logits", case.table, h), case.call("top_k", case.table, h, 3), best
         if not case.module.is_normalized:
-            return found
-        return *found, case.call("log_prob", case.table, h), case.call("nll", case.table, h, case.labels)
+            return results
+        return *results, case.call("log_prob", case.table, h), case.call("nll", case.table, h, case.labels)
 
-    logits, (values, ids), best, *probable = once(everything, case.h)
+    logits, (values, ids), best, *probabilities = once(everything, case.h)
     scores = logits
     if case.module.is_normalized:
-        scores, nll = probable
+        scores, nll = probabilities
         np.testing.assert_allclose(np.exp(np.asarray(scores, np.float64)).sum(axis=1), 1.0, rtol=1e-5)
         assert_close(nll, -jnp.take_along_axis(scores, case.labels[:, None], axis=1)[:, 0])
         assert_close(scores, jax.nn.log_softmax(logits, axis=1))
@@ -244,93 +247,93 @@ def test_output_predicts_by_its_own_probabilities(spec, dtype):
 
 
 @outputs
-def test_output_takes_the_rows_that_it_names(spec):
-    """With these in place of its table, the same loss with the same gradients; all others have none."""
+def test_output_loss_needs_only_its_rows(spec):
+    """Given only the rows of `rows`, loss and gradients are the same; other rows of the table have no gradient."""
     case = Output(spec, 5, 61)
 
-    def named(key):
+    def row_ids(key):
         ids = case.call("rows", jnp.where(case.weights == 0, 0, case.labels), key)
         return None if ids is None else distinct(ids, 61)
 
-    kept = once(named, case.rng)
-    if kept is None:
+    selected = once(row_ids, case.rng)
+    if selected is None:
         assert spec in ("full", "margin(3,0,20)") or case.module.rows_are not in ("words", "nodes")
         return
 
-    def loss(table, h, kept):
-        table = table if kept is None else TableRows(kept, table)
+    def loss(table, h, selected):
+        table = table if selected is None else TableRows(selected, table)
         return case.call("loss", table, h, case.labels, case.weights, case.rng).sum
 
-    slopes = jax.value_and_grad(loss, (0, 1))
-    some = case.table.at[kept].get(mode="fill", fill_value=0)
-    value, (by_rows, by_h) = once(slopes, some, case.h, kept)
-    expected, (by_table, by_h_too) = once(slopes, case.table, case.h, None)
-    assert_close((value, by_h), (expected, by_h_too))
-    assert_close(jnp.zeros_like(by_table).at[kept].set(by_rows, mode="drop"), by_table)
+    loss_and_gradients = jax.value_and_grad(loss, (0, 1))
+    rows = case.table.at[selected].get(mode="fill", fill_value=0)
+    value, (by_rows, by_h) = once(loss_and_gradients, rows, case.h, selected)
+    expected, (by_table, expected_by_h) = once(loss_and_gradients, case.table, case.h, None)
+    assert_close((value, by_h), (expected, expected_by_h))
+    assert_close(jnp.zeros_like(by_table).at[selected].set(by_rows, mode="drop"), by_table)
 
 
 @outputs
-def test_output_has_no_loss_for_what_is_no_word(spec):
-    """Where a token counts: NaN, with an rng and without, and not the loss of some other word."""
+def test_output_loss_of_invalid_labels_is_nan(spec):
+    """A label outside of the vocabulary at a token with weight gives NaN, with an rng and without."""
     case = Output(spec)
     weights = jnp.ones_like(case.weights)
 
     def losses(labels):
         return [case.call("loss", case.table, case.h, labels, weights, rng).sum for rng in (None, case.rng)]
 
-    found = once(jax.vmap(losses), jnp.stack([case.labels.at[4].set(wrong) for wrong in (0, -1, 13, -100)]))
-    for loss in found:
+    labels = jnp.stack([case.labels.at[4].set(label) for label in (0, -1, 13, -100)])
+    for loss in once(jax.vmap(losses), labels):
         np.testing.assert_array_equal(np.isnan(loss), [False, True, True, True])
 
 
 @outputs
-def test_output_that_merges_is_the_sum_of_its_partials(spec):
-    """Where it says so, nothing of its loss is lost when slices of the table are scored apart."""
+def test_output_loss_equals_merged_partials(spec):
+    """If `merges` is True, the loss follows from the partial results of slices of the table."""
     case = Output(spec)
     for rng in (None, case.rng):
         if not case.call("merges", rng):
             continue
 
         def both(h, start, rng=rng):
-            partial = lambda start, rows: case.call("partial", rows, start, h, case.labels)  # noqa: E731
-            lse, logit = zip(partial(0, case.table[:5]), partial(start, case.table[5:]), strict=True)
-            each = jnp.logaddexp(*lse) - sum(logit)
-            merged = LossOut((each * case.weights).sum(), case.weights.sum())
+            slices = (0, case.table[:5]), (start, case.table[5:])
+            lse, logit = zip(*(case.call("partial", rows, at, h, case.labels) for at, rows in slices), strict=True)
+            nll = jnp.logaddexp(*lse) - sum(logit)
+            merged = LossOut((nll * case.weights).sum(), case.weights.sum())
             return case.call("loss", case.table, h, case.labels, case.weights, rng), merged
 
         assert_close(*once(both, case.h, jnp.int32(5)))
 
 
 @outputs
-def test_output_is_one_trace(spec):
+def test_output_is_traced_once(spec):
     case = Output(spec)
 
-    def loss(given, h, rng):
-        return case.call("loss", given[0], h, case.labels, case.weights, rng, params=given[1]).sum
+    def loss(trained, h, rng):
+        table, params = trained
+        return case.call("loss", table, h, case.labels, case.weights, rng, params=params).sum
 
     step = jax.jit(jax.grad(chex.assert_max_traces(loss, n=1)), compiler_options=contracts.ONCE)
-    given = case.table, case.params
+    trained = case.table, case.params
     pairs = zip(
-        *(jax.tree.leaves(step(given, h, jax.random.key(k))) for k, h in ((3, case.h), (4, -case.h))), strict=True
+        *(jax.tree.leaves(step(trained, h, jax.random.key(k))) for k, h in ((3, case.h), (4, -case.h))), strict=True
     )
     assert any(np.any(a != b) for a, b in pairs)
 
 
 @outputs
-def test_output_learns(spec):
-    """Its loss with the rng, followed downhill, makes the labels' words the best: a gradient of the wrong sign, or of another
-    word, does not."""
+def test_gradient_descent_makes_labels_most_probable(spec):
+    """Fails for gradients of the wrong sign, or with respect to the wrong words."""
     case = Output(spec)
     weights = jnp.ones_like(case.weights)
 
-    def loss(given, key):
-        return case.call("loss", given[0], given[1], case.labels, weights, key, params=given[2]).sum
+    def loss(trained, key):
+        table, h, params = trained
+        return case.call("loss", table, h, case.labels, weights, key, params=params).sum
 
-    def step(given, key):
-        return jax.tree.map(lambda x, g: x - 0.1 * g, given, jax.grad(loss)(given, key)), None
+    def step(trained, key):
+        return jax.tree.map(lambda x, g: x - 0.1 * g, trained, jax.grad(loss)(trained, key)), None
 
     keys = jax.random.split(jax.random.key(0), 300)
-    run = lambda given: jax.lax.scan(step, given, keys)[0]  # noqa: E731
-    table, h, params = once(run, (case.table, case.h, case.params))
+    table, h, params = once(lambda trained: jax.lax.scan(step, trained, keys)[0], (case.table, case.h, case.params))
     _, best = once(lambda: case.call("top_k", table, h, 1, params=params))
     np.testing.assert_array_equal(best[:, 0], case.labels)

@@ -1,4 +1,4 @@
-"""Experiment files: every member of every sweep is a config that holds, and those over large vocabularies train."""
+"""Experiment files: every member of every sweep is a valid config, and those with large vocabularies train."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from tests.tiny import quick_compiler, text, xla_cache  # noqa: F401  (fixtures)
 ROOT = Path(__file__).parents[1] / "experiments"
 WORDS = str(ROOT / "softmax" / "words.py")
 LAYERS, LARGE = experiment.load(WORDS).LAYERS, experiment.load(WORDS).LARGE
-# As small as may be: layers with 2048 frequent words want some more.
+# As small as possible; layers with 2048 frequent words need a larger vocabulary.
 TINY = {
     "data.tokenizer": "words(2100, by=whitespace)",
     "data.seq_len": 8,
@@ -37,7 +37,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """A standard library of twelve files, which document 2197 words of three letters."""
+    """A substitute for the standard library: twelve files with 2197 words of three letters in their docstrings."""
     root = tmp_path_factory.mktemp("library")
     words = ["".join(letters) for letters in itertools.product("abcdefghijklm", repeat=3)]
     for i in range(12):
@@ -58,7 +58,7 @@ def test_members_of_sweeps_resolve(path):
 
 
 @pytest.mark.parametrize("which", ["docs", "code", "whitespace"])
-def test_words_of_a_corpus(library, which):
+def test_configs_of_every_corpus_make_models(library, which):
     config = config_of(f"{WORDS}:{which}", {})
     assert config.data.batch_size * config.data.seq_len == 2048 and not config.model.tied
     assert f"words-{which}-" in config.data.path and "by=whitespace" in config.data.tokenizer
@@ -67,21 +67,21 @@ def test_words_of_a_corpus(library, which):
     assert all(make_model(config_of(f"{WORDS}:{which}", member), prepare(config.data).tokenizer) for member in members)
 
 
-def made(layer):
-    """The corpus and the trainer of a layer on one device."""
+def make_layer_trainer(layer):
+    """The corpus, and the trainer of a model with this output layer on one device."""
     config = config_of(WORDS, TINY | experiment.load(WORDS).member(layer))
     corpus = prepare(config.data)
-    model, one = make_model(config, corpus.tokenizer), jax.devices()[:1]
-    return corpus, make_trainer(model, config.optimizer, config.plan, steps=2, devices=one)
+    model = make_model(config, corpus.tokenizer)
+    return corpus, make_trainer(model, config.optimizer, config.plan, steps=2, devices=jax.devices()[:1])
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_every_layer_has_a_step(library, layer):
-    assert made(layer)[1].state_shapes.params["embed"]["table"].shape == (2100, 16)
+def test_every_layer_has_a_trainer(library, layer):
+    assert make_layer_trainer(layer)[1].state_shapes.params["embed"]["table"].shape == (2100, 16)
 
 
-def test_two_steps(library):
-    corpus, trainer = made("sampled(1024)")
+def test_two_steps_give_finite_losses(library):
+    corpus, trainer = make_layer_trainer("sampled(1024)")
     key = jax.random.key(0)
     state, batches = trainer.init(key), corpus.train(seed=0)
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_two_steps(library):
     batches.close()
 
 
-def test_equal_time(tmp_path):
+def test_equal_time_sweep_scales_steps_by_measured_times(tmp_path):
     module = experiment.load(WORDS)
     module.TIMES = tmp_path / "steps_{}.json"
     with pytest.raises(InputError, match=r"steps_docs.json: run python experiments/softmax/steps.py --only=docs first"):
@@ -104,7 +104,7 @@ def test_equal_time(tmp_path):
 
 
 @pytest.mark.slow
-def test_large_batch(library, tmp_path):
+def test_large_batch_benchmark_writes_all_rules(library, tmp_path):
     bench = [sys.executable, str(ROOT / "bench" / "large_batch.py"), "--optimizers=lamb", "--tokens=1024", "--seeds=2"]
     command = [*bench, f"--path={library}/*.py", f"--out={tmp_path}"]
     subprocess.run(command, cwd=ROOT.parent, check=True, capture_output=True)
@@ -118,6 +118,6 @@ def test_large_batch(library, tmp_path):
     assert all(row["steps"] * row["batch"] == small["steps"] * small["batch"] for row in large)
 
 
-def test_unknown_corpus():
+def test_unknown_corpus_raises():
     with pytest.raises(InputError, match="unknown corpus 'dogs': did you mean 'docs'?"):
         experiment.read(f"{WORDS}:dogs")

@@ -1,4 +1,4 @@
-"""A text, a model and a run that are small enough for every test; also an experiment file, for commands."""
+"""A small text, model and run for tests. The module is also an experiment file for tests of commands."""
 
 import os
 import random
@@ -43,7 +43,7 @@ def get_config():
 
 
 def make(**overrides):
-    """The Config with overrides, written section__field=value."""
+    """The Config with overrides, given as section__field=value."""
     values = get_config()
     values.update_from_flattened_dict({name.replace("__", "."): value for name, value in overrides.items()})
     return resolve(values)
@@ -51,7 +51,7 @@ def make(**overrides):
 
 @pytest.fixture(scope="session", autouse=True)
 def text(tmp_path_factory):
-    """A directory of small files, named in the environment for the processes that tests start; so is all they cache."""
+    """A directory of small text files. Environment variables pass it and a cache directory to processes that tests start."""
     root = tmp_path_factory.mktemp("tiny")
     draw = random.Random(0)
     for i in range(12):
@@ -71,19 +71,19 @@ def xla_cache(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compiler(xla_cache):
-    """Programs of few steps: LLVM's optimizations take longer than they save, and the same ones come again and again."""
+    """Disables LLVM's optimizations, which take longer than they save, and caches compiled programs for the session."""
     options = {
         "jax_compilation_cache_dir": str(xla_cache),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_disable_most_optimizations": True,
     }
-    before = {name: jax.config.values[name] for name in options}
+    previous = {name: jax.config.values[name] for name in options}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in options.items():
             patch.setenv(name.upper(), str(value))
             jax.config.update(name, value)
-        reset_cache()  # which looks at its options once
+        reset_cache()  # the cache reads its options only once
         yield
-    for name, value in before.items():
+    for name, value in previous.items():
         jax.config.update(name, value)
     reset_cache()

@@ -1,11 +1,11 @@
-"""The exact loss over a large vocabulary beside naive JAX and torch, and a step of the output layers, interleaved.
+"""Measures the exact loss over a large vocabulary against naive JAX and torch, and a step of every output layer.
 
     python experiments/bench/softmax.py [--only=exact,large,kept,bfloat16,layers] [--rounds=5]
 
-N 4096, D 512, float32, gradients by h and w; `linear_cross_entropy` as anybody calls it, labels by Zipf's law. Losses and
-gradients are held against float64 first; what differs is not reported. A process of users' own returns freed memory to the
-system; training keeps it (`hpnlp.training.allocator`), which is worth more to programs with large temporaries, naive JAX above
-all: "kept" is the same comparison where all keep it, in a process of its own.
+N 4096, D 512, float32, gradients with respect to h and w; the public call `linear_cross_entropy`, labels by Zipf's law,
+programs interleaved. Losses and gradients are first compared with float64; if they differ, nothing is reported. By default, a
+process returns freed memory to the system; training keeps it (`hpnlp.training.allocator`), which saves most for programs with
+large temporaries, above all naive JAX. "kept" is the same comparison with freed memory kept, in a separate process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpnlp import cli, measure
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.softmax import linear_cross_entropy
 from hpnlp.spec import build, parse_one
-from hpnlp.training import sparse_rows as gathered
+from hpnlp.training import sparse_rows
 from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.types import WordStats
 
@@ -44,14 +44,14 @@ BY_ROWS = (
 )  # fmt: skip
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("only", [], "Which of the benchmarks; all where empty.")
-flags.DEFINE_integer("rounds", 5, "Measurements of each; the median counts.")
+flags.DEFINE_list("only", [], "Names of the benchmarks to run; empty for all.")
+flags.DEFINE_integer("rounds", 5, "Measurements of each program; the median is reported.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 flags.DEFINE_bool("keep", False, "Internal: keeps freed memory, and prints the rows instead of writing them.")
 
 
 def arrays(vocab: int, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """h, w of scores of order 1, and labels."""
+    """h [TOKENS, DIM] and w [vocab, DIM], whose scores are of order 1, and labels [TOKENS]."""
     rng = np.random.default_rng(0)
     h, w = (rng.standard_normal((rows, DIM), np.float32) / DIM**0.25 for rows in (TOKENS, vocab))
     labels = np.minimum(rng.zipf(1.2, TOKENS), vocab) - 1
@@ -62,14 +62,14 @@ def naive(h: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(h @ w.T, labels).mean()
 
 
-def compiled(loss: Callable[..., Any], *given: jax.Array) -> tuple[Callable[[], Any], int]:
-    """A call of the loss with its gradients by h and w, and its temporary bytes."""
-    program = measure.compile(jax.value_and_grad(loss, (0, 1)), *given)
-    return lambda: program(*given), program.memory.temp
+def compiled(loss: Callable[..., Any], *operands: jax.Array) -> tuple[Callable[[], Any], int]:
+    """A call of the loss with its gradients of h and w, and its temporary bytes."""
+    program = measure.compile(jax.value_and_grad(loss, (0, 1)), *operands)
+    return lambda: program(*operands), program.memory.temp
 
 
 def in_float64(h: np.ndarray, w: np.ndarray, labels: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-    """The mean loss and its gradients, some tokens at a time."""
+    """The mean loss and its gradients, chunk by chunk over the tokens."""
     h, w = (np.asarray(x, np.float64) for x in (h, w))
     total, dh, dw = 0.0, np.zeros_like(h), np.zeros_like(w)
     for at in np.array_split(np.arange(len(h)), max(len(h) * len(w) // 2**25, 1)):
@@ -85,42 +85,42 @@ def in_float64(h: np.ndarray, w: np.ndarray, labels: np.ndarray) -> tuple[float,
 
 
 def check() -> None:
-    """Exits where a form of the loss is not the exact one: in one piece, and in chunks or blocks that do not divide it."""
+    """Exits unless every form of the loss is exact, also with block sizes that do not divide the operands."""
     h, w, labels = arrays(1009)
     for impl, size in (("auto", None), ("tokens", 1000), ("vocabulary", 128)):
         loss = functools.partial(linear_cross_entropy, impl=impl, block_size=size)
         loss, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(h, w, labels)
         expected = in_float64(h, w, np.asarray(labels))
-        for found, exact in zip((loss, *grads), expected, strict=True):
-            worst = float(np.max(np.abs(np.asarray(found) - exact)) / np.max(np.abs(exact)))
-            if not worst < 5e-6:
+        for actual, exact in zip((loss, *grads), expected, strict=True):
+            error = float(np.max(np.abs(np.asarray(actual) - exact)) / np.max(np.abs(exact)))
+            if not error < 5e-6:
                 sys.exit(
-                    f"impl={impl!r} with block_size={size} differs from float64 by {worst:.1e}: nothing is reported"
+                    f"impl={impl!r} with block_size={size} differs from float64 by {error:.1e}: nothing is reported"
                 )
 
 
-def row(what: str, times: dict[str, measure.Timing], ratios: dict[str, float], **more: Any) -> dict[str, Any]:
+def row(label: str, times: dict[str, measure.Timing], ratios: dict[str, float], **fields: Any) -> dict[str, Any]:
     shown = ", ".join(f"{name} {timing.median:.3f} s" for name, timing in times.items())
-    print(f"{what}: {', '.join(f'{name} {x:.4g}' for name, x in ratios.items())} ({shown})", flush=True)
+    print(f"{label}: {', '.join(f'{name} {x:.4g}' for name, x in ratios.items())} ({shown})", flush=True)
     seconds = {name: list(timing.all) for name, timing in times.items()}
-    return {"what": what, "ratios": ratios, "s": {n: t.median for n, t in times.items()}, "all_s": seconds, **more}
+    return {"what": label, "ratios": ratios, "s": {n: t.median for n, t in times.items()}, "all_s": seconds, **fields}
 
 
-def compare(what: str, vocab: int, rounds: int, peers: bool) -> dict[str, Any]:
-    given = arrays(vocab)
-    programs = {"ours": compiled(linear_cross_entropy, *given), "naive": compiled(naive, *given)}
+def compare(label: str, vocab: int, rounds: int, peers: bool) -> dict[str, Any]:
+    operands = arrays(vocab)
+    programs = {"ours": compiled(linear_cross_entropy, *operands), "naive": compiled(naive, *operands)}
     calls = {name: call for name, (call, _) in programs.items()}
     if peers:
-        calls["torch"] = torch_call(*given)
+        calls["torch"] = torch_call(*operands)
     times = measure.timeit(calls, rounds=rounds)
     temp = {name: bytes_ for name, (_, bytes_) in programs.items()}
     ratios = {f"time over {name}": times["ours"].over(times[name]) for name in calls if name != "ours"}
     ratios["temporary memory over naive"] = temp["ours"] / temp["naive"]
-    return row(what, times, ratios, megabytes={name: x / 1e6 for name, x in temp.items()})
+    return row(label, times, ratios, megabytes={name: x / 1e6 for name, x in temp.items()})
 
 
 def torch_call(h: jax.Array, w: jax.Array, labels: jax.Array) -> Callable[[], Any]:
-    """torch's own loss without logits, with its chunks, whose loss must be ours."""
+    """A call of torch's chunked linear_cross_entropy. Exits unless its loss equals that of hpnlp."""
     import torch
     import torch.nn.functional as F
 
@@ -133,19 +133,19 @@ def torch_call(h: jax.Array, w: jax.Array, labels: jax.Array) -> Callable[[], An
         loss = F.linear_cross_entropy(states, table, numbers, options=options)
         return loss, torch.autograd.grad(loss, (states, table))
 
-    found, ours = float(call()[0].detach()), float(jax.jit(linear_cross_entropy)(h, w, labels))
-    if abs(found - ours) > 1e-4:
-        sys.exit(f"torch's loss is {found}, ours {ours}: nothing is reported")
+    theirs, ours = float(call()[0].detach()), float(jax.jit(linear_cross_entropy)(h, w, labels))
+    if abs(theirs - ours) > 1e-4:
+        sys.exit(f"the loss of torch is {theirs}, that of hpnlp {ours}: nothing is reported")
     return call
 
 
 def bench_exact(rounds: int) -> list[dict[str, Any]]:
-    what = "exact, V 50,000" + (", freed memory kept" if FLAGS.keep else "")
-    return [compare(what, 50_000, rounds, peers=not FLAGS.keep)]
+    label = "exact, V 50,000" + (", freed memory kept" if FLAGS.keep else "")
+    return [compare(label, 50_000, rounds, peers=not FLAGS.keep)]
 
 
 def bench_large(rounds: int) -> list[dict[str, Any]]:
-    return [compare("exact, V 262,144", 262_144, min(rounds, 3), peers=False)]  # half a minute a call
+    return [compare("exact, V 262,144", 262_144, min(rounds, 3), peers=False)]  # a call takes half a minute
 
 
 def bench_kept(rounds: int) -> list[dict[str, Any]]:
@@ -157,28 +157,29 @@ def bench_kept(rounds: int) -> list[dict[str, Any]]:
 
 
 def bench_bfloat16(rounds: int) -> list[dict[str, Any]]:
-    """How far sums in float32 of products of bfloat16 numbers are from float64's of the same numbers."""
-    given = arrays(131_072, jnp.bfloat16)
-    loss, grads = jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1)))(*given)
-    exact, dh, dw = in_float64(*(np.asarray(x, np.float32) for x in given[:2]), np.asarray(given[2]))
-    off = lambda x, y: float(np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y))  # noqa: E731
+    """Error of float32 sums of bfloat16 products against float64 sums of the same numbers."""
+    operands = arrays(131_072, jnp.bfloat16)
+    loss, grads = jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1)))(*operands)
+    exact, dh, dw = in_float64(*(np.asarray(x, np.float32) for x in operands[:2]), np.asarray(operands[2]))
     ratios = {"absolute error of the mean loss": abs(float(loss) - exact)}
-    ratios |= {"relative error of dh": off(grads[0], dh), "relative error of dw": off(grads[1], dw)}
+    for name, actual, expected in (("dh", grads[0], dh), ("dw", grads[1], dw)):
+        error = np.linalg.norm(np.asarray(actual, np.float64) - expected)
+        ratios[f"relative error of {name}"] = float(error / np.linalg.norm(expected))
     return [row("exact, bfloat16, V 131,072", {}, ratios)]
 
 
 def bench_layers(rounds: int) -> list[dict[str, Any]]:
-    """A step of each output layer with Adam for its parameters and its gradient by h, beside the full one's.
+    """A step of each output layer, with Adam for its parameters and the gradient of h, relative to the full softmax.
 
-    By rows: the optimizer moves those rows of the table that the step looks up, as `optimizer.rows=True` has it. The full step
-    of the larger vocabulary lasts half a minute, and is measured once before the others, which take no tenth.
+    "by rows": the optimizer updates only the rows of the table that the step looks up, as with `optimizer.rows=True`. The full
+    step of the larger vocabulary takes half a minute and is measured separately, before the others, which take less than 1/10.
     """
-    found = []
+    results = []
     for vocab in (50_000, 262_144):
         full, memory = step_of("full", vocab)
         alone = measure.timeit({"full": full}, rounds=2) if vocab > 2**17 else {}
         if alone:
-            full = None  # its table and Adam's are 1.6 GB
+            full = None  # frees 1.6 GB of the table and its Adam moments
         for spec, rows in [*((spec, False) for spec in LAYERS), *((spec, True) for spec in BY_ROWS)]:
             call, temp = step_of(spec, vocab, rows)
             if alone:
@@ -188,37 +189,38 @@ def bench_layers(rounds: int) -> list[dict[str, Any]]:
                 times = measure.timeit({spec: call, "full": full}, rounds=rounds)
                 ratio = times[spec].over(times["full"])
             megabytes = {spec: temp / 1e6, "full": memory / 1e6}
-            what = f"step of {spec}{' by rows' * rows}, V {vocab:,}"
-            found.append(row(what, times, {"time over full": ratio}, megabytes=megabytes))
-    return found
+            label = f"step of {spec}{' by rows' * rows}, V {vocab:,}"
+            results.append(row(label, times, {"time over full": ratio}, megabytes=megabytes))
+    return results
 
 
 def step_of(spec: str, vocab: int, rows: bool = False) -> tuple[Callable[[], Any], int]:
+    """A call of the step of an output layer, and its temporary bytes. rows: update only the rows that it looks up."""
     h, table, labels = arrays(vocab)
     stats = WordStats((1e8 / (np.arange(vocab) + 2.7)).astype(np.int64))
     layer = build(parse_one(spec, "output layer"), OUTPUTS, "output layer", vocab=vocab, dim=DIM, stats=stats)
     weights, key = jnp.ones(TOKENS), jax.random.key(0)
-    given = None if not layer.rows_are else table
-    params = jax.jit(functools.partial(layer.init, method="loss"))(key, given, h, labels, weights)
-    params = {"own": jax.tree.map(jnp.asarray, jax.tree.leaves(params)), "table": given}
+    initial_table = None if not layer.rows_are else table
+    params = jax.jit(functools.partial(layer.init, method="loss"))(key, initial_table, h, labels, weights)
+    params = {"layer": jax.tree.map(jnp.asarray, jax.tree.leaves(params)), "table": initial_table}
     tree = jax.tree.structure(
-        jax.eval_shape(functools.partial(layer.init, method="loss"), key, given, h, labels, weights)
+        jax.eval_shape(functools.partial(layer.init, method="loss"), key, initial_table, h, labels, weights)
     )
     adam = optax.adam(1e-3)
     shapes = {("table",): table.shape}
 
-    def step(whole: Any, h: jax.Array, labels: jax.Array, key: jax.Array) -> Any:
+    def step(params_and_state: Any, h: jax.Array, labels: jax.Array, key: jax.Array) -> Any:
         def loss(params: Any, h: jax.Array) -> jax.Array:
-            params = gathered.as_tables(params, ids)
-            own = jax.tree.unflatten(tree, params["own"])
-            return layer.apply(own, params["table"], h, labels, weights, key, method="loss").sum / TOKENS
+            params = sparse_rows.as_tables(params, ids)
+            layer_params = jax.tree.unflatten(tree, params["layer"])
+            return layer.apply(layer_params, params["table"], h, labels, weights, key, method="loss").sum / TOKENS
 
-        found = layer.apply(jax.tree.unflatten(tree, whole[0]["own"]), labels, key, method="rows")
-        ids = {} if found is None or not rows else {("table",): gathered.distinct(found, vocab)}
-        params, state = gathered.gather(whole, ids, shapes)
+        row_ids = layer.apply(jax.tree.unflatten(tree, params_and_state[0]["layer"]), labels, key, method="rows")
+        ids = {} if row_ids is None or not rows else {("table",): sparse_rows.distinct(row_ids, vocab)}
+        params, state = sparse_rows.gather(params_and_state, ids, shapes)
         grads, dh = jax.grad(loss, (0, 1))(params, h)
         updates, state = adam.update(grads, state)
-        return gathered.scatter(whole, (optax.apply_updates(params, updates), state), ids, shapes), dh
+        return sparse_rows.scatter(params_and_state, (optax.apply_updates(params, updates), state), ids, shapes), dh
 
     held = [(params, jax.jit(adam.init)(params))]
     program = measure.compile(step, held[0], h, labels, key, jit_options={"donate_argnums": 0})
@@ -244,9 +246,9 @@ def main(_: Any) -> None:
         keep_freed_memory()
     cli.prepare_jax()
     check()
-    found = {name: BENCHES[name](FLAGS.rounds) for name in FLAGS.only or BENCHES}
-    layers = found.pop("layers", [])
-    exact = [row for rows in found.values() for row in rows]
+    results = {name: BENCHES[name](FLAGS.rounds) for name in FLAGS.only or BENCHES}
+    layers = results.pop("layers", [])
+    exact = [row for rows in results.values() for row in rows]
     if FLAGS.keep:
         print(json.dumps(exact))
         return

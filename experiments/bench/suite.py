@@ -1,4 +1,4 @@
-"""How long `make test` takes once everything is set up, and how many tests it runs.
+"""Measures the wall time of `make test` after set-up, and its number of tests.
 
 python experiments/bench/suite.py
 """

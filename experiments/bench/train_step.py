@@ -1,11 +1,10 @@
-"""The training step beside the same model in torch eager and in plain Flax, one process, interleaved.
+"""Measures the training step against the same model in torch eager and in plain Flax, interleaved in one process.
 
     python experiments/bench/train_step.py [--sizes=small,demo] [--rounds=7]
 
-The model is GPT-2's shape (LayerNorm, learned positions, biases, tanh GELU, tied head), which torch has fused kernels
-for. Ours runs through the call that the training loop makes: segment ids, clipping by global norm, AdamW, metrics, the
-check for non-finite gradients. All three start from the same weights; their losses and first gradients must agree, or
-nothing is reported.
+The model has GPT-2's shape (LayerNorm, learned positions, biases, tanh GELU, tied head), for which torch has fused kernels.
+The step of hpnlp is the one that the training loop calls: segment ids, clipping by global norm, AdamW, metrics, the check for
+non-finite gradients. All three start from the same weights; unless their first two losses agree, nothing is reported.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ SIZES = {  # layers, D, heads, T, B
 }
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("sizes", list(SIZES), f"Which of {', '.join(SIZES)}.")
-flags.DEFINE_integer("rounds", 7, "Measurements of each; the median counts.")
-flags.DEFINE_integer("threads", 0, "Torch's threads; 0 for one a core.")
+flags.DEFINE_list("sizes", list(SIZES), f"Sizes to measure, of {', '.join(SIZES)}.")
+flags.DEFINE_integer("rounds", 7, "Measurements of each step; the median is reported.")
+flags.DEFINE_integer("threads", 0, "Threads of torch; 0 for one per core.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
 class TorchLM(torch.nn.Module):
-    """The same model in torch, its weights copied from ours."""
+    """The same model in torch; weights are copied from the Flax parameters."""
 
     def __init__(self, params: Any, heads: int) -> None:
         super().__init__()
@@ -63,8 +62,10 @@ class TorchLM(torch.nn.Module):
                 self.register_parameter(f"{name}{index}", torch.nn.Parameter(torch.from_numpy(np.array(matrix))))
         for index in range(self.layers):  # torch users fuse the three projections
             for kind in ("kernel", "bias"):
-                parts = [self._parameters.pop(f"layers_attention_{n}_{kind}{index}") for n in "qkv"]
-                self.register_parameter(f"qkv_{kind}{index}", torch.nn.Parameter(torch.cat([p.data for p in parts])))
+                projections = [self._parameters.pop(f"layers_attention_{n}_{kind}{index}") for n in "qkv"]
+                self.register_parameter(
+                    f"qkv_{kind}{index}", torch.nn.Parameter(torch.cat([p.data for p in projections]))
+                )
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         p = self._parameters
@@ -84,7 +85,7 @@ class TorchLM(torch.nn.Module):
 
 
 class FlaxLM(nn.Module):
-    """The same model as most would write it: Flax's own layers, jax.nn's attention, optax's loss."""
+    """The same model as most would write it: layers of Flax, attention of jax.nn, loss of optax."""
 
     layers: int
     dim: int
@@ -109,13 +110,13 @@ class FlaxLM(nn.Module):
 
 
 def flax_params(params: Any) -> Any:
-    """Our parameters under the names of FlaxLM."""
+    """The parameters of `LM` under the names of FlaxLM."""
     layers, out = params["layers"], {}
     for i in range(layers["mix_norm"]["scale"].shape[0]):
-        at = lambda tree: jax.tree.map(lambda leaf: leaf[i], tree)  # noqa: B023, E731
-        out |= {f"{name}{i}": at(layers[name]) for name in ("mix_norm", "feed_norm")}
-        out |= {f"{name}{i}": at(layers["attention"][name]) for name in ("q", "k", "v", "out")}
-        out |= {f"{name}{i}": at(layers["mlp"][name]) for name in ("up", "down")}
+        layer = jax.tree.map(lambda leaf: leaf[i], layers)  # noqa: B023
+        out |= {f"{name}{i}": layer[name] for name in ("mix_norm", "feed_norm")}
+        out |= {f"{name}{i}": layer["attention"][name] for name in ("q", "k", "v", "out")}
+        out |= {f"{name}{i}": layer["mlp"][name] for name in ("up", "down")}
     embeds = {name: {"embedding": params[name]["table"]} for name in ("embed", "positions")}
     return out | embeds | {"final_norm": params["final_norm"]}
 
@@ -142,19 +143,17 @@ def bench(size: str, rounds: int) -> dict[str, Any]:
     state = trainer.init(key)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, VOCAB, (batch, length + 1))
-    ints = lambda x: np.ascontiguousarray(np.broadcast_to(x, (batch, length)), np.int32)  # noqa: E731
-    rows = {
-        "tokens": ints(ids[:, :-1]),
-        "labels": ints(ids[:, 1:]),
-        "segment_ids": ints(1),
-        "positions": ints(np.arange(length)),
-        "weights": np.ones((batch, length), np.float32),
+    integers = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "segment_ids": 1, "positions": np.arange(length)}
+    data = {
+        name: np.ascontiguousarray(np.broadcast_to(values, (batch, length)), np.int32)
+        for name, values in integers.items()
     }
-    rows = {name: jax.device_put(array, trainer.batch_sharding) for name, array in rows.items()}
+    data["weights"] = np.ones((batch, length), np.float32)
+    data = {name: jax.device_put(array, trainer.batch_sharding) for name, array in data.items()}
 
     torch_model = TorchLM(state.params, heads)
     torch_optimizer = torch.optim.AdamW(torch_model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
-    tokens, labels = (torch.from_numpy(np.asarray(rows[name], np.int64)) for name in ("tokens", "labels"))
+    tokens, labels = (torch.from_numpy(np.asarray(data[name], np.int64)) for name in ("tokens", "labels"))
 
     def torch_step() -> torch.Tensor:
         loss = torch_model(tokens, labels)
@@ -169,7 +168,7 @@ def bench(size: str, rounds: int) -> dict[str, Any]:
 
     @jax.jit
     def flax_step(params: Any, opt_state: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: flax_model.apply({"params": p}, rows["tokens"], rows["labels"]))(
+        loss, grads = jax.value_and_grad(lambda p: flax_model.apply({"params": p}, data["tokens"], data["labels"]))(
             params
         )
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -178,7 +177,7 @@ def bench(size: str, rounds: int) -> dict[str, Any]:
     held: dict[str, Any] = {"ours": state, "flax": (params, tx.init(params))}
 
     def ours() -> Any:
-        held["ours"], metrics = trainer.step(held["ours"], rows, key)
+        held["ours"], metrics = trainer.step(held["ours"], data, key)
         return metrics
 
     def plain_flax() -> Any:
@@ -187,7 +186,7 @@ def bench(size: str, rounds: int) -> dict[str, Any]:
 
     first = [float(ours()["loss"]), float(torch_step().detach()), float(plain_flax())]
     second = [float(ours()["loss"]), float(torch_step().detach()), float(plain_flax())]
-    for losses in (first, second):  # the second loss has seen the gradients
+    for losses in (first, second):  # the second loss depends on the first gradients
         if np.ptp(losses) > 2e-4 * losses[0]:
             sys.exit(f"{size}: ours, torch and Flax disagree ({losses}): nothing is reported")
 

@@ -1,4 +1,4 @@
-"""A byte-level language model of the Python standard library's own source.
+"""A byte-level language model of the Python standard library's source.
 
 hpnlp train --config=experiments/lm/bytes.py --workdir=runs/bytes
 """

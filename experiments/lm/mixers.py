@@ -1,10 +1,10 @@
-"""How the layers of the byte-level language model mix: every attention pattern, and one alternation.
+"""A sweep of the byte-level language model over the attention patterns, and one alternation of two.
 
     hpnlp sweep --config=experiments/lm/mixers.py --workdir=runs/mixers
     hpnlp compare runs/mixers --out=runs/mixers.png
 
-The demo's model, 100 steps of rows of 512 bytes; patterns are in proportion to that. Patterns save time on longer rows:
-raise `data.seq_len` and their sizes to see it.
+The model of `make demo`, 100 steps on sequences of 512 bytes, with patterns of corresponding sizes. Patterns save time on
+longer sequences: increase `data.seq_len` and the sizes of the patterns to measure that.
 """
 
 from __future__ import annotations

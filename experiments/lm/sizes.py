@@ -1,8 +1,8 @@
-"""How width and depth trade quality against time and memory, at a fixed number of tokens.
+"""A sweep of width and depth at a fixed number of tokens: quality against time and memory.
 
     hpnlp sweep --config=experiments/lm/sizes.py --workdir=runs/sizes
 
-Four models of the byte-level language model, 100 steps each.
+Four sizes of the byte-level language model, 100 steps each.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a training step of each output layer takes, in time and memory, at the sizes of `words.py`.
+"""Measures time and memory of a training step of each output layer, at the sizes of `words.py`.
 
     python experiments/softmax/steps.py [--only=docs,code,whitespace] [--rounds=5]
 
-Through the step that the training loop makes: trunk, embedding, AdamW, clipping and metrics, on a batch of the corpus. All
-layers take turns, and the median of the ratios counts; over 131,072 words each is measured alone, because two would not fit
-into the memory of a small machine, and the full one, which takes many seconds, twice.
+The step is the one that the training loop calls: model, AdamW, clipping and metrics, on a batch of the corpus. Layers are
+interleaved, and the median of the ratios is reported. Above 131,072 words each layer is measured separately, because two do not
+fit into the memory of a small machine, and the full one, which takes many seconds, only twice.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ HERE = Path(__file__).parent
 WORDS = str(HERE / "words.py")
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("only", ["docs", "code", "whitespace"], "Which of the corpora.")
-flags.DEFINE_integer("rounds", 5, "Measurements of each; the median counts.")
-flags.DEFINE_string("out", str(HERE.parent / "results"), "Where the results go, a file a corpus.")
+flags.DEFINE_list("only", ["docs", "code", "whitespace"], "Corpora to measure.")
+flags.DEFINE_integer("rounds", 5, "Measurements of each step; the median is reported.")
+flags.DEFINE_string("out", str(HERE.parent / "results"), "Where the results go, one file per corpus.")
 
 
 Step = tuple[Callable[[], Any], measure.Memory, int]
 
 
-def step_of(which: str, overrides: Mapping[str, Any], corpus: Corpus) -> Step:
-    """A call of the compiled step on a batch, its memory, and how many parameters the model has."""
-    config = resolve(experiment.read(f"{WORDS}:{which}", [f"--config.{name}={v}" for name, v in overrides.items()]))
+def step_of(corpus_name: str, overrides: Mapping[str, Any], corpus: Corpus) -> Step:
+    """A call of the compiled step on a batch, its memory, and the number of parameters of the model."""
+    config = resolve(
+        experiment.read(f"{WORDS}:{corpus_name}", [f"--config.{name}={v}" for name, v in overrides.items()])
+    )
     model = make_model(config, corpus.tokenizer)
     trainer = make_trainer(model, config.optimizer, config.plan, steps=config.train.steps)
     key = jax.random.key(0)
@@ -56,24 +58,24 @@ def step_of(which: str, overrides: Mapping[str, Any], corpus: Corpus) -> Step:
     return call, program.memory, parameters
 
 
-def bench(which: str, rounds: int) -> list[dict[str, Any]]:
-    corpus = prepare(resolve(experiment.read(f"{WORDS}:{which}")).data)
+def bench(corpus_name: str, rounds: int) -> list[dict[str, Any]]:
+    corpus = prepare(resolve(experiment.read(f"{WORDS}:{corpus_name}")).data)
     vocab = corpus.tokenizer.vocab_size
-    members = {own["model.output"]: own for own in experiment.load(WORDS).get_sweep(which)}
-    about: dict[str, Any] = {}  # (memory, parameters)
+    members = {member["model.output"]: member for member in experiment.load(WORDS).get_sweep(corpus_name)}
+    sizes: dict[str, Any] = {}  # layer -> (memory, parameters)
     if vocab <= 2**17:
-        steps = {layer: step_of(which, own, corpus) for layer, own in members.items()}
+        steps = {layer: step_of(corpus_name, overrides, corpus) for layer, overrides in members.items()}
         times = measure.timeit({layer: call for layer, (call, *_) in steps.items()}, rounds=rounds)
-        about = {layer: rest for layer, (_, *rest) in steps.items()}
+        sizes = {layer: size for layer, (_, *size) in steps.items()}
         ratios = {layer: times[layer].over(times["full"]) for layer in members}
     else:
         times = {}
-        for layer, own in members.items():
-            call, *about[layer] = step_of(which, own, corpus)
+        for layer, overrides in members.items():
+            call, *sizes[layer] = step_of(corpus_name, overrides, corpus)
             times |= measure.timeit({layer: call}, rounds=2 if layer == "full" else rounds)
-            del call  # with its parameters and Adam's
+            del call  # frees its parameters and Adam moments
         ratios = {layer: times[layer].median / times["full"].median for layer in members}
-    return [row(layer, vocab, times[layer], ratios[layer], *about[layer]) for layer in members]
+    return [row(layer, vocab, times[layer], ratios[layer], *sizes[layer]) for layer in members]
 
 
 def row(
@@ -97,9 +99,9 @@ def row(
 
 def main(_: Any) -> None:
     cli.prepare_jax()
-    for which in FLAGS.only:
-        rows = bench(which, FLAGS.rounds)
-        print(measure.write_result(f"softmax_steps_{which}", rows, FLAGS.out))
+    for corpus_name in FLAGS.only:
+        rows = bench(corpus_name, FLAGS.rounds)
+        print(measure.write_result(f"softmax_steps_{corpus_name}", rows, FLAGS.out))
 
 
 if __name__ == "__main__":

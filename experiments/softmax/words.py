@@ -1,21 +1,21 @@
-"""Every output layer over a large vocabulary, on the same small trunk and for the same steps: words of Python's own library.
+"""A sweep of the output layers over large vocabularies: words of the Python standard library, one small model.
 
     hpnlp sweep --config=experiments/softmax/words.py:docs --workdir=runs/docs
     hpnlp compare runs/docs --out=runs/docs.png
 
-After the colon stands a corpus of `hpnlp.data.stdlib`: docs (12,000 words, the default), code (110,000), whitespace (400,000).
-The rarest words stay out of the vocabulary, so that there is an `<unk>` to learn: of the held-out words, 2 %, 2 % and 19 % are
-none that the training text has. docs compares all layers; the others those that have probabilities and promise something,
-and the full one, last, because a step of it takes seconds. A checkpoint of whitespace has 1.2 GB.
+The name after the colon is a corpus of `hpnlp.data.stdlib`: docs (12,000 words, the default), code (110,000), whitespace
+(400,000). The rarest words are not in the vocabulary, so that `<unk>` is learned: 2 %, 2 % and 19 % of the held-out words do
+not occur in the training text. docs compares all layers; the others compare a choice of layers with probabilities, with full
+last, because a step of it takes seconds. A checkpoint of whitespace has 1.2 GB.
 
-Layers that look up some rows of their table train these alone (`optimizer.rows`); over the larger vocabularies all but full
-train the embedding so, too.
+Layers that look up some rows of their table update only these (`optimizer.rows`); with the larger vocabularies all layers
+except full update the embedding in this way, too.
 
-What is hoped for is test perplexity over that of full: sampled 1.02, nce 1.05, adaptive 1.02, class 1.05, hierarchical 1.15,
-binary_ecc(2048), which is a softmax and a code that corrects errors, 1.10. negative_sampling, margin and vmf have none.
+Expected held-out perplexities relative to full: sampled 1.02, nce 1.05, adaptive 1.02, class 1.05, hierarchical 1.15,
+binary_ecc(2048), a softmax with an error-correcting code, 1.10. negative_sampling, margin and vmf have no perplexity.
 
-`docs-time` gives those that the others compare the time of 400 steps of full, and so other numbers of steps, by what this has
-measured before:
+`docs-time` trains this choice of layers on docs for the time of 400 steps of full. The numbers of steps follow from earlier
+measurements:
 
     python experiments/softmax/steps.py --only=docs
     hpnlp sweep --config=experiments/softmax/words.py:docs-time --workdir=runs/docs-time
@@ -34,9 +34,9 @@ from hpnlp.spec import lookup
 from hpnlp.training.config import default
 from hpnlp.types import InputError
 
-# How many steps of full every member of docs-time has the time of.
+# Every member of docs-time trains for the time that this number of steps of full takes.
 BUDGET = 400
-# corpus -> (ids of the tokenizer, share of the files that is held out, steps)
+# corpus -> (size of the vocabulary, fraction of the files that is held out, steps)
 SIZES = {"docs": (12_000, 0.05, 1000), "code": (110_000, 0.02, 400), "whitespace": (400_000, 0.02, 200)}
 LAYERS = (
     "full", "sampled(1024)", "nce(1024,unigram)", "adaptive(div_value=2)", "class(by=mass)", "hierarchical",
@@ -66,7 +66,7 @@ def get_config(which: str = "docs") -> ConfigDict:
     config.model.dim = 128
     config.model.heads = 4
     config.model.mlp = "gelu"
-    config.model.tied = False  # where rows are no words, there is nothing to share
+    config.model.tied = False  # tables whose rows are not words cannot be shared
     config.optimizer.learning_rate = 3e-3
     config.optimizer.final = 0.0
     config.train.steps = steps
@@ -87,18 +87,18 @@ def get_sweep(which: str = "docs") -> list[dict[str, Any]]:
 
 
 def member(layer: str, corpus: str = "docs") -> dict[str, Any]:
-    """The overrides that choose a layer."""
-    if layer == "vmf":  # leaves its table as it is: the embedding's rows say something of the words, its own would not
+    """The overrides that select an output layer."""
+    if layer == "vmf":  # does not train its table: the embedding's rows carry meaning, an untrained table would not
         return {"model.output": layer, "model.tied": True}
     rows = layer.partition("(")[0] in BY_ROWS if corpus == "docs" else layer != "full"
     return {"model.output": layer, "optimizer.rows": rows}
 
 
 def times_over_full(corpus: str) -> dict[str, float]:
-    """layer -> the time of its step over full's, as `steps.py` has measured it."""
+    """Layer -> time of its step relative to full, as measured by `steps.py`."""
     path = Path(str(TIMES).format(corpus))
     try:
         rows = json.loads(path.read_text())["rows"]
     except FileNotFoundError:
-        raise InputError(f"there is no {path}: run python experiments/softmax/steps.py --only={corpus} first") from None
+        raise InputError(f"found no {path}: run python experiments/softmax/steps.py --only={corpus} first") from None
     return {row["output"]: row["ratios"]["time over full"] for row in rows}
