@@ -58,6 +58,10 @@ flags.DEFINE_integer("rounds", 7, "Measurements of each program; the median is r
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
+def linear(x: torch.Tensor, weights: Any) -> torch.Tensor:
+    return F.linear(x, weights["kernel"], weights.get("bias"))
+
+
 class TorchLM:
     """The same model in torch with a preallocated cache; weights are copied from the Flax parameters."""
 
@@ -94,16 +98,15 @@ class TorchLM:
             x = x + self.positions[at:end]
         cos, sin = self.cos[at:end], self.sin[at:end]
         for (mix, feed, dense), (keys, values) in zip(self.layers, cache, strict=True):
-            linear = lambda x, name: F.linear(x, dense[name]["kernel"], dense[name].get("bias"))  # noqa: B023, E731
-            q, k, v = linear(self.norm(x, mix), "qkv").view(rows, length, 3, c.heads, -1).unbind(2)
+            q, k, v = linear(self.norm(x, mix), dense["qkv"]).view(rows, length, 3, c.heads, -1).unbind(2)
             if c.position == "rope":
                 q, k = (y * cos + torch.cat([y[..., half:], y[..., :half]], -1) * sin for y in (q, k))
             keys[:, :, at:end], values[:, :, at:end] = k.transpose(1, 2), v.transpose(1, 2)
             o = F.scaled_dot_product_attention(
                 q.transpose(1, 2), keys[:, :, :end], values[:, :, :end], is_causal=length > 1
             )
-            x = x + linear(o.transpose(1, 2).reshape(rows, length, -1), "out")
-            x = x + linear(F.gelu(linear(self.norm(x, feed), "up"), approximate="tanh"), "down")
+            x = x + linear(o.transpose(1, 2).reshape(rows, length, -1), dense["out"])
+            x = x + linear(F.gelu(linear(self.norm(x, feed), dense["up"]), approximate="tanh"), dense["down"])
         return self.norm(x, self.final_norm)
 
     def norm(self, x: torch.Tensor, weights: Any) -> torch.Tensor:

@@ -72,7 +72,7 @@ def gradient_bias(vocab: int, draws: int) -> list[dict[str, Any]]:
 def logarithm_error(dtype: str, grid: int) -> dict[str, Any]:
     """The largest error of log I_v: relative to max(1, |log I_v|) in float32, absolute in float64."""
     kappas = np.logspace(-3, 5, grid).astype(np.float32)
-    worst = (0.0, 0, 0.0)
+    largest = (0.0, 0, 0.0)  # (error, dimension, concentration)
     for dim in DIMS:
         with jax.enable_x64(dtype == "float64"):
             values = np.asarray(jax.jit(functools.partial(log_iv, dim / 2 - 1))(jnp.asarray(kappas, dtype)))
@@ -81,10 +81,10 @@ def logarithm_error(dtype: str, grid: int) -> dict[str, Any]:
                 exact = mpmath.log(mpmath.besseli(mpmath.mpf(dim) / 2 - 1, mpmath.mpf(float(kappa)), maxterms=10**7))
                 error = abs(float(mpmath.mpf(float(value)) - exact))
             scale = max(1.0, abs(float(exact))) if dtype == "float32" else 1.0
-            worst = max(worst, (error / scale, dim, float(kappa)))
+            largest = max(largest, (error / scale, dim, float(kappa)))
     kind = "relative" if dtype == "float32" else "absolute"
-    ratios = {f"largest {kind} error, dimensions 32 to 4096, concentrations 1e-3 to 1e5": worst[0]}
-    row = {"what": f"log I_v, {dtype}", "ratios": ratios, "at": {"dim": worst[1], "kappa": worst[2]}}
+    ratios = {f"largest {kind} error, dimensions 32 to 4096, concentrations 1e-3 to 1e5": largest[0]}
+    row = {"what": f"log I_v, {dtype}", "ratios": ratios, "at": {"dim": largest[1], "kappa": largest[2]}}
     print(row, flush=True)
     return row
 

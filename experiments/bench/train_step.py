@@ -67,19 +67,26 @@ class TorchLM(torch.nn.Module):
                     f"qkv_{kind}{index}", torch.nn.Parameter(torch.cat([p.data for p in projections]))
                 )
 
+    def norm(self, x: torch.Tensor, name: str, layer: int) -> torch.Tensor:
+        p = self._parameters
+        return F.layer_norm(x, x.shape[-1:], p[f"layers_{name}_scale{layer}"], p[f"layers_{name}_bias{layer}"])
+
+    def linear(self, x: torch.Tensor, name: str, layer: int) -> torch.Tensor:
+        p = self._parameters
+        return F.linear(x, p[f"layers_{name}_kernel{layer}"], p[f"layers_{name}_bias{layer}"])
+
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         p = self._parameters
         rows, length = tokens.shape
         x = F.embedding(tokens, p["embed_table"]) + p["positions_table"][:length]
         dim = x.shape[-1]
         for i in range(self.layers):
-            norm = lambda x, name: F.layer_norm(x, (dim,), p[f"layers_{name}_scale{i}"], p[f"layers_{name}_bias{i}"])  # noqa: B023, E731
-            linear = lambda x, name: F.linear(x, p[f"layers_{name}_kernel{i}"], p[f"layers_{name}_bias{i}"])  # noqa: B023, E731
-            qkv = F.linear(norm(x, "mix_norm"), p[f"qkv_kernel{i}"], p[f"qkv_bias{i}"])
+            qkv = F.linear(self.norm(x, "mix_norm", i), p[f"qkv_kernel{i}"], p[f"qkv_bias{i}"])
             q, k, v = (y.view(rows, length, self.heads, -1).transpose(1, 2) for y in qkv.chunk(3, dim=-1))
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + linear(o.transpose(1, 2).reshape(rows, length, dim), "attention_out")
-            x = x + linear(F.gelu(linear(norm(x, "feed_norm"), "mlp_up"), approximate="tanh"), "mlp_down")
+            x = x + self.linear(o.transpose(1, 2).reshape(rows, length, dim), "attention_out", i)
+            hidden = self.linear(self.norm(x, "feed_norm", i), "mlp_up", i)
+            x = x + self.linear(F.gelu(hidden, approximate="tanh"), "mlp_down", i)
         x = F.layer_norm(x, (dim,), p["final_norm_scale"], p["final_norm_bias"])
         return F.cross_entropy(F.linear(x, p["embed_table"]).view(-1, VOCAB), labels.reshape(-1))
 
