@@ -16,9 +16,8 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ["JAX_PLATFORMS"] = os.environ.get("HPNLP_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ["NPROC"] = "32"  # the value that hpnlp.__main__.spare_threads sets
-os.environ["OPENBLAS_NUM_THREADS"] = (
-    "1"  # numpy's threads would spin while they wait for a core that another worker uses
-)
+# Several threads of numpy would spin while they wait for a core that another worker uses.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background processes with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(50_000)  # at Python's default of 700, tracing spends 10 % of its time in garbage collection
@@ -37,11 +36,7 @@ STRICT = re.compile(r"tests[/\\](ops|nn|models)[/\\]")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--thin",
-        type=int,
-        default=1,
-        metavar="N",
-        help="run only every Nth test of each file, beginning with the first",
+        "--thin", type=int, default=1, metavar="N", help="run every Nth test of each file, beginning with the first"
     )
 
 

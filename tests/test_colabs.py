@@ -21,9 +21,8 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     monkeypatch.setenv("HPNLP_NOTEBOOK_STEPS", "6")
     monkeypatch.setenv("HPNLP_NOTEBOOK_LENGTH", "128")
-    monkeypatch.setenv(
-        "JAX_DISABLE_MOST_OPTIMIZATIONS", "1"
-    )  # LLVM's optimizations take longer than these small programs run
+    # LLVM's optimizations take longer than these small programs run.
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     monkeypatch.setenv("MPLBACKEND", "Agg")
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}

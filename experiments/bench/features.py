@@ -109,7 +109,7 @@ def outcome(feature: Callable[[Any], None], mask: Mask | PerHead) -> str:
 
 
 def accepts(mask: Any) -> list[str]:
-    """Whether cuDNN, Pallas and Splash accept the mask for bfloat16 arrays of head size 64."""
+    """Results of the checks of cuDNN, Pallas and Splash for bfloat16 arrays of head size 64."""
     x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
     no_operands = Operands()
     reasons = cudnn.limits(x, x, x, mask, no_operands), pallas_gpu.limits(x, x, x, mask, no_operands, interpret=True)
