@@ -59,7 +59,7 @@ def bench(mixer: str, length: int) -> list[dict[str, Any]]:
             schedule = make_schedule(mask, length, assign_chunks([mask], length, DEVICES))
             computed, possible = schedule.pair_counts
             row |= {
-                "pairs_done": computed, "pairs_possible": possible, "rounds_done": schedule.count, "rounds_possible": DEVICES,
+                "pairs_done": computed, "pairs_possible": possible, "rounds_done": schedule.hop_count, "rounds_possible": DEVICES,
                 "density": density(mask, length, length),
             }  # fmt: skip
         print(row, flush=True)

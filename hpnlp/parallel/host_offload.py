@@ -66,7 +66,7 @@ def to_device(tree: Any) -> Any:
     return jax.tree.map(_on_device, tree)
 
 
-def _on_device(x: jax.Array) -> jax.Array:
+def _on_device(x: Any) -> Any:
     on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
     return jax.device_put(x, jax.memory.Space.Device) if on_host else x
 
