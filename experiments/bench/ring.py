@@ -59,8 +59,8 @@ def bench(mixer: str, length: int) -> list[dict[str, Any]]:
             schedule = make_schedule(mask, length, assign_chunks([mask], length, DEVICES))
             computed, possible = schedule.pair_counts
             row |= {
-                "pairs_done": computed, "pairs_possible": possible, "rounds_done": schedule.hop_count, "rounds_possible": DEVICES,
-                "density": density(mask, length, length),
+                "pairs_done": computed, "pairs_possible": possible, "rounds_done": schedule.hop_count,
+                "rounds_possible": DEVICES, "density": density(mask, length, length),
             }  # fmt: skip
         print(row, flush=True)
         rows.append(row)
