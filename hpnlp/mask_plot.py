@@ -163,7 +163,7 @@ def make_views(title: str, mask: Mask | PerHead, length: int, keys: int, block: 
         larger = block * math.ceil(math.sqrt(tiles / MAX_TILES))
         raise InputError(f"{length} x {keys} in blocks of {block} are {tiles:,} tiles: pass block={larger} or more")
     check_mask(mask)
-    if mask.heads is None:
+    if mask.heads is None:  # a Mask and no PerHead, which pyright does not conclude
         return [_view(title, "", mask, 1, length, keys, block)]  # pyright: ignore[reportArgumentType]
     groups = mask.by_head(mask.heads)
     return [

@@ -56,16 +56,16 @@ def count_flops(fn: Callable[..., Any], *args: Any, while_trips: int | None = No
     Elementwise operations, reductions, factorizations and calls into libraries (cuDNN attention) are not included.
 
     Args:
-      fn: a function, jitted or not.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-      while_trips: assumed number of iterations of each loop whose length is unknown.
-      **kwargs: its keyword arguments.
+      fn: A function, jitted or not.
+      *args: Arguments of the function, arrays or `jax.ShapeDtypeStruct`s.
+      while_trips: Assumed number of iterations of each loop whose length is unknown.
+      **kwargs: Keyword arguments of the function.
 
     Returns:
       The number of FLOPs.
 
     Raises:
-      InputError: a loop of unknown length contains products, and `while_trips` is None.
+      InputError: A loop of unknown length contains products, and `while_trips` is None.
 
     Cost: one trace; nothing is compiled.
     """
@@ -164,10 +164,10 @@ class Memory:
     """Memory of a compiled program on one device, in bytes.
 
     Attributes:
-      argument: arguments.
-      output: results.
-      temp: temporary buffers, which are allocated as one block for the whole run.
-      alias: results that reuse the memory of donated arguments.
+      argument: Arguments.
+      output: Results.
+      temp: Temporary buffers, which are allocated as one block for the whole run.
+      alias: Results that reuse the memory of donated arguments.
     """
 
     argument: int
@@ -186,11 +186,11 @@ class Compiled:
     """A compiled program, which is called like the function that it was made from, without static arguments.
 
     Attributes:
-      executable: the compiled program of JAX.
-      jaxpr: the traced function.
-      trace_seconds: duration of tracing.
-      compile_seconds: duration of lowering and compilation; little if a persistent cache holds the program.
-      memory: of one device.
+      executable: The compiled program of JAX.
+      jaxpr: The traced function.
+      trace_seconds: Duration of tracing.
+      compile_seconds: Duration of lowering and compilation; little if a persistent cache holds the program.
+      memory: Memory that the program needs on one device.
     """
 
     executable: Any
@@ -218,11 +218,11 @@ def compile(
     """Compiles a function for given arguments, so that time, memory and FLOPs are those of the same program.
 
     Args:
-      fn: a function, jitted or not.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-      jit_options: arguments of `jax.jit` (donate_argnums, static_argnames, in_shardings, ...), if `fn` is not jitted.
-      compiler_options: options of XLA for this program.
-      **kwargs: its keyword arguments.
+      fn: A function, jitted or not.
+      *args: Arguments of the function, arrays or `jax.ShapeDtypeStruct`s.
+      jit_options: Arguments of `jax.jit` (donate_argnums, static_argnames, in_shardings, ...), if `fn` is not jitted.
+      compiler_options: Options of XLA for this program.
+      **kwargs: Keyword arguments of the function.
 
     Returns:
       The compiled program.
@@ -260,7 +260,7 @@ class Timing:
         """Ratio to another function that was timed in the same rounds.
 
         Args:
-          other: timing of the other function.
+          other: Timing of the other function.
 
         Returns:
           The median of the ratios of each round, in which a drift of the machine cancels.
@@ -276,13 +276,13 @@ def timeit(
     Each call waits for the JAX arrays that it returns; a function of another library must wait by itself.
 
     Args:
-      functions: name -> function without arguments.
-      rounds: number of measurements of each function.
-      warmup: number of calls before the first measurement, at least one. They compile, and fill caches.
-      min_seconds: a measurement repeats the call for about this long, and is the mean.
+      functions: Name -> function without arguments.
+      rounds: Number of measurements of each function.
+      warmup: Number of calls before the first measurement, at least one. They compile, and fill caches.
+      min_seconds: A measurement repeats the call for about this long, and is the mean.
 
     Returns:
-      name -> Timing.
+      Name -> Timing.
 
     Raises:
       InputError: `rounds` or `warmup` below one.
@@ -346,7 +346,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that a device or the machine could not allocate an array.
 
     Args:
-      error: any exception.
+      error: Any exception.
 
     Returns:
       True for an out-of-memory error.
@@ -373,7 +373,7 @@ def peak_flops(device_kind: str) -> float | None:
     """Peak dense bf16 FLOP/s of one device, from its data sheet.
 
     Args:
-      device_kind: as JAX reports it.
+      device_kind: As JAX reports it.
 
     Returns:
       FLOP/s, or None for a device that is not in PEAK_FLOPS (such as any CPU).
@@ -391,12 +391,12 @@ def training_flops(parameters: int, tokens: int, *, layers: int, width: int, len
     does not halve).
 
     Args:
-      parameters: number of parameters, without embedding tables.
-      tokens: tokens of the step, over all devices.
-      layers: number of attention layers.
-      width: heads x head size of one layer.
-      length: tokens per sequence.
-      causal: whether attention is causal.
+      parameters: Number of parameters, without embedding tables.
+      tokens: Tokens of the step, over all devices.
+      layers: Number of attention layers.
+      width: Heads x head size of one layer.
+      length: Tokens per sequence.
+      causal: Whether attention is causal.
 
     Returns:
       The number of FLOPs.
@@ -410,9 +410,9 @@ def mfu(flops: float, seconds: float, *, devices: int = 1, device_kind: str | No
 
     Args:
       flops: FLOPs of a step, as `training_flops` counts them.
-      seconds: duration of the step.
-      devices: number of devices.
-      device_kind: as JAX reports it; None for that of the first local device.
+      seconds: Duration of the step.
+      devices: Number of devices.
+      device_kind: As JAX reports it; None for that of the first local device.
 
     Returns:
       A fraction of 1, or None for a device that is not in PEAK_FLOPS.
@@ -476,15 +476,15 @@ def write_result(name: str, rows: Sequence[dict[str, Any]], directory: str | os.
     """Writes the environment and the rows of a benchmark to `<name>-<device>.json`, atomically.
 
     Args:
-      name: of the benchmark.
-      rows: name -> plain value or numpy scalar, one dict per row.
-      directory: of the file; it is created if missing.
+      name: Name of the benchmark.
+      rows: Name -> plain value or numpy scalar, one dict per row.
+      directory: Directory of the file; it is created if missing.
 
     Returns:
       The path of the file.
 
     Raises:
-      ValueError: a value is NaN or infinite, which JSON cannot represent.
+      ValueError: A value is NaN or infinite, which JSON cannot represent.
     """
     measured_in = environment()
     result = {"bench": name, "environment": measured_in, "rows": rows}

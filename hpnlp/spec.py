@@ -39,8 +39,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Suggestion for an unknown name, to end an error message with.
 
     Args:
-      name: the unknown name.
-      known: all known names.
+      name: The unknown name.
+      known: All known names.
 
     Returns:
       "did you mean 'NAME'?" for the nearest known name, or the list of all known names if none is near.
@@ -54,14 +54,14 @@ def parse(text: str, what: str) -> tuple[Spec, ...]:
     """Parses a spec string: `"a(1, x=2)*3,b"` -> (Spec(a, (1,), (("x", 2),), 3), Spec(b)).
 
     Args:
-      text: the string. Arguments are Python literals, or bare words, which become strings.
-      what: the config field or argument that holds the string, for error messages.
+      text: The string. Arguments are Python literals, or bare words, which become strings.
+      what: The config field or argument that holds the string, for error messages.
 
     Returns:
       The entries.
 
     Raises:
-      InputError: the string is not a spec.
+      InputError: The string is not a spec.
     """
     try:
         marked = _KEYWORDS.sub(lambda word: word[0] + _MARK, text)
@@ -113,8 +113,8 @@ def shortened(value: Any, length: int = 200) -> str:
     """The repr of a value, for error messages.
 
     Args:
-      value: any value.
-      length: most characters of the repr.
+      value: Any value.
+      length: Most characters of the repr.
 
     Returns:
       The repr, cut off with "..." if it is longer.
@@ -127,15 +127,15 @@ def lookup(table: Mapping[str, T], name: str, what: str) -> T:
     """Looks up an entry of a table.
 
     Args:
-      table: name -> entry.
-      name: of the entry.
-      what: kind of the entries, for error messages.
+      table: Name -> entry.
+      name: Name of the entry.
+      what: Kind of the entries, for error messages.
 
     Returns:
       `table[name]`.
 
     Raises:
-      InputError: unknown name.
+      InputError: Unknown name.
     """
     if name not in table:
         raise InputError(f"unknown {what} {name!r}: {did_you_mean(name, table)}")
@@ -146,16 +146,16 @@ def build(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, **extra:
     """Calls the table entry that a spec names.
 
     Args:
-      spec: name and arguments.
-      table: name -> function or class.
-      what: kind of the entries, for error messages.
-      **extra: further keyword arguments, which the spec cannot set.
+      spec: Name and arguments.
+      table: Name -> function or class.
+      what: Kind of the entries, for error messages.
+      **extra: Further keyword arguments, which the spec cannot set.
 
     Returns:
       The result of the call.
 
     Raises:
-      InputError: unknown name, or wrong arguments.
+      InputError: Unknown name, or wrong arguments.
     """
     entry, bound = _bind(spec, table, what, extra)
     if any(p.kind is p.VAR_POSITIONAL for p in bound.signature.parameters.values()):
@@ -167,16 +167,16 @@ def checked(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, extra:
     """Checks a spec against the signature of the table entry that it names.
 
     Args:
-      spec: name and arguments.
-      table: name -> function or class.
-      what: kind of the entries, for error messages.
-      extra: names of further keyword arguments, which the spec cannot set.
+      spec: Name and arguments.
+      table: Name -> function or class.
+      what: Kind of the entries, for error messages.
+      extra: Names of further keyword arguments, which the spec cannot set.
 
     Returns:
       The table entry.
 
     Raises:
-      InputError: unknown name, or wrong arguments.
+      InputError: Unknown name, or wrong arguments.
     """
     return _bind(spec, table, what, extra)[0]
 
@@ -227,14 +227,14 @@ def parse_one(text: str, what: str) -> Spec:
     """Parses a spec string of exactly one entry without repeats.
 
     Args:
-      text: the string.
-      what: the config field or argument that holds the string, for error messages.
+      text: The string.
+      what: The config field or argument that holds the string, for error messages.
 
     Returns:
       The entry.
 
     Raises:
-      InputError: the string is not a spec, or has several entries.
+      InputError: The string is not a spec, or has several entries.
     """
     specs = parse(text, what)
     if len(specs) != 1 or specs[0].repeat != 1:
@@ -247,7 +247,7 @@ def is_name(text: str) -> bool:
     """Whether a string has the form of a spec's entry, and not of a path.
 
     Args:
-      text: the string.
+      text: The string.
 
     Returns:
       True for a name with or without arguments.

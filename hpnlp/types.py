@@ -51,16 +51,16 @@ class MixerInputs:
     """Inputs of a mixer. Fields that the mixer does not list in `needs` may be None.
 
     Attributes:
-      x: normalised hidden states `[B, T, D]`.
-      q: projected queries `[B, T, N, H]`, with RoPE applied if the mixer has `wants_rope`.
-      k: projected keys `[B, S, K, H]`, with RoPE as for q.
-      v: projected values `[B, S, K, H]`.
+      x: Normalised hidden states `[B, T, D]`.
+      q: Projected queries `[B, T, N, H]`, with RoPE applied if the mixer has `wants_rope`.
+      k: Projected keys `[B, S, K, H]`, with RoPE as for q.
+      v: Projected values `[B, S, K, H]`.
       positions: int32 `[B, T]`, positions of the queries within their documents.
       kv_positions: int32 `[B, S]`, positions of the keys.
       segment_ids: int32 `[B, T]`; tokens of different segments do not attend to each other.
       kv_segment_ids: int32 `[B, S]`, segments of the keys.
-      memory: output of an encoder or a retriever.
-      rng: key for dropout and random features.
+      memory: Output of an encoder or a retriever.
+      rng: Key for dropout and random features.
       streams: int32 `[B, N]`, a number for each sequence and head; attention dropout depends on it, so that every
           layout over devices drops the same entries.
       deterministic: True switches dropout off.
@@ -87,7 +87,7 @@ class MixerOutput:
 
     Attributes:
       o: `[B, T, N, H]`, the mixed values before the output projection.
-      aux: statistics and losses of the mixer.
+      aux: Statistics and losses of the mixer.
     """
 
     o: Array
@@ -128,7 +128,7 @@ class LossOut:
     Attributes:
       sum: float32 scalar, the weighted sum of the tokens' losses in nats.
       weight: float32 scalar, the sum of the tokens' weights.
-      aux: auxiliary losses and statistics of the layers.
+      aux: Auxiliary losses and statistics of the layers.
     """
 
     sum: Array
@@ -175,8 +175,8 @@ class Zero2Parameter:
     """A parameter that every device holds in full, while each device keeps a shard of its gradient (ZeRO-2).
 
     Attributes:
-      full: the parameter, which the forward pass reads; it receives no gradient. Or its PartitionSpec.
-      shard: the same array, laid out as its gradient is to be, which receives the gradient. Or its PartitionSpec.
+      full: The parameter, which the forward pass reads; it receives no gradient. Or its PartitionSpec.
+      shard: The same array, laid out as its gradient is to be, which receives the gradient. Or its PartitionSpec.
     """
 
     full: Any
@@ -219,7 +219,7 @@ class WordStats:
         """The statistics of a larger vocabulary whose further ids do not occur.
 
         Args:
-          vocab: size of the larger vocabulary.
+          vocab: Size of the larger vocabulary.
 
         Returns:
           Statistics of `vocab` ids; the further ids come last in `order`.
@@ -231,14 +231,14 @@ class WordStats:
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to ids and back.
+    """Text to ids and back. A class that derives from it inherits `encode_batch`.
 
     Attributes:
-      vocab_size: ids are in `[0, vocab_size)`.
-      bos_id: id that begins a document, None if the tokenizer has none.
-      eos_id: id that ends a document, None if the tokenizer has none.
-      pad_id: id of padding.
-      stats: word statistics of the text that the vocabulary was made from, if known.
+      vocab_size: Ids are in `[0, vocab_size)`.
+      bos_id: Id that begins a document, None if the tokenizer has none.
+      eos_id: Id that ends a document, None if the tokenizer has none.
+      pad_id: Id of padding.
+      stats: Word statistics of the text that the vocabulary was made from, if known.
       lossless: True if `decode(encode(x)) == x` for every x that `encode` accepts, and there is a bos. Without bos nothing
           predicts the first token of a document, and bits per byte would count bytes that cost nothing.
     """
@@ -254,27 +254,41 @@ class Tokenizer(Protocol):
         """Ids of one document, without bos and eos.
 
         Args:
-          text: the document.
+          text: The document.
 
         Returns:
           int32 `[tokens]`.
 
         Raises:
-          InputError: the tokenizer cannot read `text`.
+          InputError: The tokenizer cannot read `text`.
         """
         ...
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of several documents; a tokenizer may override it to use all cores.
+
+        Args:
+          texts: The documents.
+
+        Returns:
+          The result of `encode` for each document.
+
+        Raises:
+          InputError: The tokenizer cannot read one of the documents.
+        """
+        return [self.encode(text) for text in texts]
 
     def encode_prompt(self, text: str) -> np.ndarray:
         """Ids of a prompt: as `encode`, preceded by bos if the tokenizer has one.
 
         Args:
-          text: the prompt.
+          text: The prompt.
 
         Returns:
           int32 `[tokens]`.
 
         Raises:
-          InputError: parts of `text` have no id of their own; the message names every one of them.
+          InputError: Parts of `text` have no id of their own; the message names every one of them.
         """
         ...
 
@@ -293,7 +307,7 @@ class Tokenizer(Protocol):
         """Writes the tokenizer to a file, which `hpnlp.data.tokenizers.load` reads back.
 
         Args:
-          path: of the file `tokenizer.json`.
+          path: Path of the file `tokenizer.json`.
         """
         ...
 
@@ -318,7 +332,7 @@ class TensorParallel:
 
         Args:
           name: "heads" or "mlp".
-          size: number of heads or columns on all devices together.
+          size: Number of heads or columns on all devices together.
 
         Returns:
           The device's share of `size`.
@@ -330,7 +344,7 @@ class TensorParallel:
 
         Args:
           name: "heads" or "mlp".
-          size: number of heads or columns on all devices together.
+          size: Number of heads or columns on all devices together.
 
         Returns:
           An int, or an int32 scalar inside `shard_map`.
@@ -353,7 +367,7 @@ class TensorParallel:
 
         Args:
           y: `[B, T, D]`, the device's partial result.
-          name: logical name of the contracted axis, whose devices hold the other partial results.
+          name: Logical name of the contracted axis, whose devices hold the other partial results.
 
         Returns:
           `[B, t, D]`, the sum for the device's tokens.
@@ -364,8 +378,8 @@ class TensorParallel:
         """Selects the device's tokens.
 
         Args:
-          x: an array over all tokens that a branch reads.
-          axis: the axis of tokens.
+          x: An array over all tokens that a branch reads.
+          axis: The axis of tokens.
 
         Returns:
           The slice of x for the device's tokens.
@@ -376,9 +390,9 @@ class TensorParallel:
         """Runs a mixer on the device's tokens and heads.
 
         Args:
-          mixer: a mixer.
-          inputs: of the device's tokens and heads.
-          mask: a static Mask over all tokens.
+          mixer: A mixer.
+          inputs: Inputs of the device's tokens and heads.
+          mask: A static Mask over all tokens.
 
         Returns:
           `mixer(inputs, mask)`, for the device's tokens and heads.
@@ -389,7 +403,7 @@ class TensorParallel:
         """Excludes parameters that the backward pass gathers again from the values that a policy saves.
 
         Args:
-          policy: of `jax.checkpoint`; None saves everything.
+          policy: Policy of `jax.checkpoint`; None saves everything.
 
         Returns:
           A policy of `jax.checkpoint`, or None.
@@ -400,7 +414,7 @@ class TensorParallel:
         """Gathers the parameters of one layer.
 
         Args:
-          params: the device's shards.
+          params: The device's shards.
 
         Returns:
           A tree of full parameters (of the device's heads and columns).

@@ -112,10 +112,11 @@ def flex(mask: Mask, batch: int, length: int, heads: int) -> dict[str, Callable[
         return {}
     torch._dynamo.reset()  # torch limits how often one function is recompiled
     blocks = torch.from_numpy(_active_blocks(mask, length)).cuda()
+    left, _ = mask.band() or (None, None)
 
     def is_visible(b: Any, h: Any, i: Any, j: Any) -> Any:
-        # mask_mod cannot call numpy: the block pattern is an array, and masks that cut through blocks are written out.
-        in_window = (i - j <= 2048) if isinstance(getattr(mask, "right", None), Window) else True
+        # mask_mod cannot call numpy: the block pattern is an array, and bands, which cut through blocks, are written out.
+        in_window = True if left is None else i - j <= left
         return blocks[i // 128, j // 128] & (j <= i) & in_window
 
     block_mask = create_block_mask(is_visible, None, None, length, length, device="cuda", BLOCK_SIZE=128, _compile=True)

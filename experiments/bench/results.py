@@ -86,7 +86,7 @@ def output_layers(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The Markdown table of the output layers: time and memory of a training step, and perplexity, on each corpus.
 
     Args:
-      results: the result files by the name of their benchmark.
+      results: The result files by the name of their benchmark.
 
     Returns:
       The table, or an empty string if no output layer has been measured.

@@ -30,14 +30,14 @@ def parse(argv: Sequence[str], usage: str, positional: bool = False) -> list[str
 
     Args:
       argv: "hpnlp COMMAND" and its arguments, without config overrides.
-      usage: text that --help prints before the flags.
-      positional: whether the command takes positional arguments.
+      usage: Text that --help prints before the flags.
+      positional: Whether the command takes positional arguments.
 
     Returns:
       The positional arguments.
 
     Raises:
-      InputError: a flag is unknown or has an invalid value, or there is an unexpected argument.
+      InputError: A flag is unknown or has an invalid value, or there is an unexpected argument.
     """
     if any(arg in ("--help", "-h", "-help", "--helpfull") for arg in argv[1:]):
         print(f"{usage.strip()}\n\nFlags:\n{_flag_help()}")
@@ -86,14 +86,14 @@ def required(name: str, example: str) -> str:
     """The value of a required flag.
 
     Args:
-      name: of the flag.
-      example: a value for the error message.
+      name: Name of the flag.
+      example: A value for the error message.
 
     Returns:
       The value, not empty.
 
     Raises:
-      InputError: the flag is missing or empty, or --workdir is a file.
+      InputError: The flag is missing or empty, or --workdir is a file.
     """
     value = getattr(FLAGS, name)
     if not value:
@@ -107,8 +107,8 @@ def plot_path(out: str, name: str) -> Path:
     """The file that a plot is written to.
 
     Args:
-      out: value of --out: a file, to which .png is added where it has no suffix, or a directory.
-      name: of the file in a directory.
+      out: Value of --out: a file, to which .png is added where it has no suffix, or a directory.
+      name: Name of the file where `out` is a directory.
 
     Returns:
       The path of the file.

@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> None:
       argv: "hpnlp compare" and the arguments of the command.
 
     Raises:
-      InputError: there is no run, or one has no valid report.
+      InputError: There is no run, or one has no valid report.
     """
     runs = cli.parse(argv, USAGE, positional=True)
     from hpnlp import report

@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> None:
       argv: "hpnlp convert" and the arguments of the command.
 
     Raises:
-      InputError: a flag or the source is invalid, or the target cannot be written.
+      InputError: A flag or the source is invalid, or the target cannot be written.
     """
     cli.parse(argv, USAGE)
     source, target = Path(cli.required("from", "DIR")), Path(cli.required("to", "runs/x"))

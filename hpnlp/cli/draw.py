@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> None:
       argv: "hpnlp draw" and the arguments of the command.
 
     Raises:
-      InputError: there is no mask, or a mask or flag is invalid.
+      InputError: There is no mask, or a mask or flag is invalid.
     """
     expressions = cli.parse(argv, USAGE + _masks(argv), positional=True)
     if not expressions:

@@ -15,7 +15,7 @@ def machine_error_message(error: Exception) -> str:
     """Explains an error whose cause lies outside of hpnlp: memory, devices or files.
 
     Args:
-      error: that a command raised.
+      error: The error that a command raised.
 
     Returns:
       One line with the fix; "" for all other errors, which are defects of hpnlp.

@@ -28,7 +28,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separates the overrides of a config from the other arguments.
 
     Args:
-      argv: the program and its arguments.
+      argv: The program and its arguments.
 
     Returns:
       (`argv` without the overrides, the overrides), which are written --config.section.field=value.
@@ -41,13 +41,13 @@ def load(path: str) -> ModuleType:
     """Imports an experiment file.
 
     Args:
-      path: of a Python file.
+      path: Path of a Python file.
 
     Returns:
       Its module.
 
     Raises:
-      InputError: there is no such file, or it raises an error.
+      InputError: There is no such file, or it raises an error.
     """
     if not Path(path).is_file():
         problem = f"{path!r} is a directory" if Path(path).is_dir() else f"there is no file {path!r}"
@@ -64,15 +64,15 @@ def call(path: str, function: Any, *args: Any) -> Any:
     """Calls a function of an experiment file, which may import the modules beside the file.
 
     Args:
-      path: of the experiment file.
-      function: to call.
-      *args: its arguments.
+      path: Path of the experiment file.
+      function: The function.
+      *args: Arguments of the function.
 
     Returns:
       The result of the function.
 
     Raises:
-      InputError: the function raised an error, with its file and line.
+      InputError: The function raised an error, with its file and line.
     """
     try:
         with _siblings(Path(os.path.abspath(path)).parent):
@@ -151,14 +151,14 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     """The config of an experiment file.
 
     Args:
-      path: of the file, or "FILE:ARGUMENT" with an argument of its get_config().
-      overrides: flags that set fields of the config, from `split`.
+      path: Path of the file, or "FILE:ARGUMENT" with an argument of its get_config().
+      overrides: Flags that set fields of the config, from `split`.
 
     Returns:
       A `ConfigDict`.
 
     Raises:
-      InputError: the file, its config or an override is invalid.
+      InputError: The file, its config or an override is invalid.
     """
     path, *argument = path.split(":", 1)
     module = load(path)

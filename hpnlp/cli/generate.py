@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> None:
       argv: "hpnlp generate" and the arguments of the command.
 
     Raises:
-      InputError: a flag, a prompt or the run is invalid.
+      InputError: A flag, a prompt or the run is invalid.
     """
     cli.parse(argv, USAGE)
     prompts, workdir = _prompts(), cli.required("workdir", "runs/bytes")

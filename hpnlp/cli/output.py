@@ -20,16 +20,16 @@ class Output:
     """A text stream that is replaced by the null device when writing fails.
 
     Attributes:
-      failure: reason why the stream could not be written; "" while it can.
-      escaped: whether a character that the stream's encoding lacks was written as a backslash escape.
+      failure: Reason why the stream could not be written; "" while it can.
+      escaped: Whether a character that the stream's encoding lacks was written as a backslash escape.
     """
 
     def __init__(self, stream: Any, stops: bool) -> None:
         """Wraps a stream.
 
         Args:
-          stream: text stream, or None where the process was started without it.
-          stops: whether writing raises an error after a failure, which is otherwise only recorded.
+          stream: Text stream, or None where the process was started without it.
+          stops: Whether writing raises an error after a failure, which is otherwise only recorded.
         """
         self.failure, self.escaped = "" if stream else "it is closed", False
         self._stops = stops
@@ -41,14 +41,14 @@ class Output:
         """Writes text.
 
         Args:
-          text: to write.
+          text: The text to write.
 
         Returns:
           The number of characters.
 
         Raises:
-          BrokenPipeError: the reader has closed the pipe, and the command stops.
-          InputError: the stream cannot be written, and the command stops.
+          BrokenPipeError: The reader has closed the pipe, and the command stops.
+          InputError: The stream cannot be written, and the command stops.
         """
         try:
             text.encode(self._stream.encoding or "utf-8")
@@ -99,7 +99,7 @@ def guarded(argv: Sequence[str]) -> Iterator[Output]:
     A command that writes files continues where stdout fails; failures of stderr are ignored.
 
     Args:
-      argv: the command and its arguments.
+      argv: The command and its arguments.
 
     Yields:
       The `Output` of stdout.

@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> None:
       argv: "hpnlp plan" and the arguments of the command.
 
     Raises:
-      InputError: a flag or the config is invalid, or no plan is valid.
+      InputError: A flag or the config is invalid, or no plan is valid.
     """
     gc.disable()  # garbage collection takes 1/5 of the time
     try:

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> None:
       argv: "hpnlp sweep" and the arguments of the command.
 
     Raises:
-      InputError: a flag or a member is invalid, or a member did not finish.
+      InputError: A flag or a member is invalid, or a member did not finish.
     """
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE)

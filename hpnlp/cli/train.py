@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> None:
       argv: "hpnlp train" and the arguments of the command.
 
     Raises:
-      InputError: a flag, the config, the data or the workdir is invalid.
+      InputError: A flag, the config, the data or the workdir is invalid.
     """
     if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
         signals.follow(int(parent))

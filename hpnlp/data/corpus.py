@@ -225,7 +225,7 @@ class Corpus:
 
     @property
     def train_rows(self) -> int:
-        """Number of rows in an epoch."""
+        """Number of training sequences in an epoch."""
         return self._rows.ranges[-1][1]
 
     @functools.cached_property

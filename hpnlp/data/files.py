@@ -156,6 +156,7 @@ def open_text(path: str) -> Iterator[io.BufferedReader]:
 def _decompressed(path: str, packed: str) -> io.BufferedReader[Any]:
     """Opens a file whose compression has the extension `packed`, "" for none."""
     if packed == ".gz":
+        # typeshed expects a RawIOBase; GzipFile derives from another class, and has `readinto`, which is all that is used.
         return io.BufferedReader(gzip.open(path), _BUFFER)  # type: ignore[arg-type]
     if packed == ".zst":
         try:
@@ -164,6 +165,7 @@ def _decompressed(path: str, packed: str) -> io.BufferedReader[Any]:
             raise InputError(
                 f"{path!r}: zstd needs the pyarrow package: pip install pyarrow, or unpack the file by zstd -d"
             ) from error
+        # pyarrow's stream is no RawIOBase either, and has `readinto` too.
         return io.BufferedReader(pa.input_stream(path, compression="zstd"), _BUFFER)  # type: ignore[arg-type]
     return io.BufferedReader(io.FileIO(path), _BUFFER)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpnlp.data.documents import to_text
 from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
-from hpnlp.types import InputError, WordStats
+from hpnlp.types import InputError, Tokenizer, WordStats
 
 # tokenizer_config.json of hpnlp's tokenizers: `transformers` follows tokenizer.json, and text never encodes to special tokens.
 TOKENIZER_CONFIG: Mapping[str, Any] = {
@@ -25,7 +25,7 @@ TOKENIZER_CONFIG: Mapping[str, Any] = {
 }
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """Any Hugging Face `tokenizer.json`.
 
     The names of special tokens inside a text stand for these tokens, as in `transformers`, unless tokenizer_config.json sets
@@ -86,6 +86,7 @@ class HFTokenizer:
         self.eos_id: int | None = self._role_id("eos")
         self.bos_id: int | None = _first(self._role_id("bos"), self.eos_id)
         is_id = type(start_id) is int and 0 <= start_id < self.vocab_size
+        # pyright does not narrow the type of start_id by a condition that a variable holds.
         self._start_id: int | None = start_id if is_id else self.bos_id  # pyright: ignore[reportAttributeAccessIssue]
         self.pad_id: int = _first(self._role_id("pad"), self.eos_id, 0)
         is_exact = self._is_byte_level and self._form["normalizer"] is None and not self._adds_space
@@ -126,14 +127,6 @@ class HFTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Encodes several texts on all cores.
-
-        Args:
-          texts: Documents, UTF-8.
-
-        Returns:
-          Token ids int32 [T] of each text.
-        """
         encoded = self._inner.encode_batch_fast([to_text(text) for text in texts], add_special_tokens=False)
         return [np.array(e.ids, np.int32) for e in encoded]
 
@@ -172,7 +165,7 @@ class HFTokenizer:
 
         Args:
           text: Content of tokenizer.json.
-          path: Its path.
+          path: Path of tokenizer.json.
 
         Returns:
           The tokenizer.

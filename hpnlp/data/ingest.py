@@ -16,7 +16,6 @@ from hpnlp.data.files import Progress
 from hpnlp.data.records import Fields
 from hpnlp.data.sources import LeftOut, Source
 from hpnlp.data.token_store import Tokens, TokenWriter
-from hpnlp.data.tokenizers import encode_all
 from hpnlp.types import InputError, Tokenizer
 
 _FORMAT = 3  # version of the files that `Ingest.write` writes; part of the cache key
@@ -276,7 +275,7 @@ def _encode_documents(
     for group in _groups(reader.read(source)):
         texts = [text for document in group for text in (document.prompt, document.text) if isinstance(text, bytes)]
         try:
-            encoded = iter(encode_all(tokenizer, texts))
+            encoded = iter(tokenizer.encode_batch(texts))
         except NotTextError:
             for document in group:
                 _check_text(document)

@@ -79,7 +79,7 @@ class LeftOut(dict[str, list[Any]]):
 
         Args:
           reason: The reason why it is not read.
-          name: Its name, kept for the first of a reason.
+          name: Name of what is not read; kept for the first of each reason.
         """
         self.setdefault(reason, [0, name])[0] += 1
 

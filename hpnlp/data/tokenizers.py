@@ -28,7 +28,7 @@ TRAINING_VERSION = 3  # version of how vocabularies are made; part of the cache 
 _LARGEST = 1 << 24
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """The 256 byte values, bos, eos, pad and five reserved ids: 264 in all, so that a table divides by 8 devices."""
 
     vocab_size: int = 264
@@ -223,18 +223,3 @@ def save_whole(tokenizer: Tokenizer, directory: str) -> None:
             os.replace(os.path.join(fresh, name), os.path.join(directory, name))
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-
-
-def encode_all(tokenizer: Tokenizer, texts: Sequence[bytes]) -> list[np.ndarray]:
-    """Encodes several texts, on all cores if the tokenizer supports it.
-
-    Args:
-      tokenizer: The tokenizer.
-      texts: Documents.
-
-    Returns:
-      The result of `tokenizer.encode` for each text.
-    """
-    if isinstance(tokenizer, HFTokenizer):
-        return tokenizer.encode_batch(texts)
-    return [tokenizer.encode(text) for text in texts]

@@ -15,14 +15,14 @@ from hpnlp.data.documents import to_text
 from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
 from hpnlp.data.word_similarity import similar_order
 from hpnlp.ops.softmax.word_order import checked_order
-from hpnlp.types import InputError, WordStats
+from hpnlp.types import InputError, Tokenizer, WordStats
 
 FORMAT = 1  # version of the JSON that `save` writes
 # Maximum number of words of text from which the similarity of words is computed; they are held in memory.
 _COMPARED = 1 << 23
 
 
-class WordTokenizer:
+class WordTokenizer(Tokenizer):
     """Splits text into words by an entry of SPLITS; a word that is not in the vocabulary becomes `<unk>`.
 
     A single space between two words has no token, and decode inserts it again. by="letters" also has tokens for other

@@ -56,8 +56,8 @@ class Generation:
     eos and is padded after it. Iteration ends when all sequences have ended, or after the requested number of tokens.
 
     Attributes:
-      programs: the compiled "prefill" and "decode".
-      seconds: time spent so far by "compile" (including tracing), "prefill" and "decode".
+      programs: The compiled "prefill" and "decode".
+      seconds: Time spent so far by "compile" (including tracing), "prefill" and "decode".
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class Generation:
         """Checks the arguments and compiles the programs; computes nothing else.
 
         Args:
-          model: the model.
-          params: its parameters, on any layout, in the device's or the host's memory.
-          prompts: ids of each prompt, at least one, of any lengths.
-          tokens: number of new tokens per sequence.
-          temperature: of the softmax; 0 takes the most probable id.
-          top_k: number of most probable ids to draw from, 0 for all.
-          top_p: draw from the most probable ids that together reach this probability.
-          seed: of 32 bits. A sequence's tokens depend on it, on the index of the sequence and on its prompt, not on the other
-              prompts.
-          eos_id: id or ids that end a sequence, None for sequences without end.
-          pad_id: id after the end.
+          model: The model.
+          params: Parameters of the model, on any layout, in the device's or the host's memory.
+          prompts: Ids of each prompt, at least one, of any lengths.
+          tokens: Number of new tokens per sequence.
+          temperature: Temperature of the softmax; 0 takes the most probable id.
+          top_k: Number of most probable ids to draw from, 0 for all.
+          top_p: Draw from the most probable ids that together reach this probability.
+          seed: Seed of the samples, 32 bits. The tokens of a sequence depend on the seed, the index of the sequence and its
+              prompt, and not on the other prompts.
+          eos_id: Id or ids that end a sequence, None for sequences without end.
+          pad_id: Id after the end.
           allowed: bool `[V']`, the ids that may be drawn in addition to eos; None for all. Ids from V' on may not be drawn.
 
         Raises:
-          InputError: invalid arguments, or caches that do not fit in memory.
+          InputError: Invalid arguments, or caches that do not fit in memory.
 
         Cost: one pass over the prompts, padded to a common length, then one pass over a token and one read of the caches per
         new token. Programs are cached for prompts of similar length.
@@ -203,6 +203,7 @@ def _jitted(sharding: NamedSharding | None) -> tuple[Any, Any]:
 
 
 def _prefill(params: Any, tokens: jax.Array, lengths: jax.Array, *, model: LM, capacity: int) -> _DecodeState:
+    # Flax declares the result of `apply` as Any or (Any, variables); it is what the method returns, as no variable is mutable.
     h, caches = model.apply({"params": params}, tokens, lengths, capacity, method="prefill")  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
     return _DecodeState(h, caches, lengths, jnp.zeros(lengths.shape, bool))
 
@@ -218,6 +219,7 @@ def _decode(
         logits: Any = model.apply({"params": params}, state.h, method=_output_logits)
         token = jnp.where(state.ended, ids["pad"], pick(logits, points, **options).astype(jnp.int32))
         ended = state.ended | jnp.isin(token, ids["eos"])
+        # As in `_prefill`, the result is what the method returns.
         h, caches = model.apply(  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
             {"params": params}, token[:, None], state.positions[:, None], state.caches, method="extend"
         )
@@ -310,7 +312,7 @@ def drawable_ids(tokenizer: Tokenizer) -> np.ndarray:
     A tokenizer that others have made keeps its special tokens: `transformers` draws them as well, and decoding leaves them out.
 
     Args:
-      tokenizer: a tokenizer.
+      tokenizer: A tokenizer.
 
     Returns:
       bool `[vocab_size]`.
@@ -329,8 +331,8 @@ class TextStream:
         """Starts a stream.
 
         Args:
-          tokenizer: of the ids.
-          prompt: ids that precede the stream, whose own text is left out.
+          tokenizer: Tokenizer that decodes the ids.
+          prompt: Ids that precede the stream, whose own text is left out.
         """
         self._tokenizer = tokenizer
         self._ids = [int(i) for i in prompt]
@@ -341,11 +343,11 @@ class TextStream:
         """Adds ids to the stream.
 
         Args:
-          ids: further ids.
+          ids: The next ids of the stream.
           final: True if no more ids will follow.
 
         Returns:
-          The text that they complete.
+          The text that is complete with these ids.
         """
         self._ids += [int(i) for i in ids]
         # All ids are decoded, because the text of a token may depend on the preceding ones.
@@ -363,11 +365,11 @@ def sample_text(model: LM, params: Any, tokenizer: Tokenizer, length: int, seed:
     """Samples text without a prompt, at SAMPLE_TEMPERATURE and SAMPLE_TOP_P, or greedily if there are no probabilities.
 
     Args:
-      model: the model.
-      params: its parameters.
-      tokenizer: of the model.
-      length: bytes of text.
-      seed: of the samples.
+      model: The model.
+      params: Parameters of the model.
+      tokenizer: Tokenizer of the model.
+      length: Bytes of text.
+      seed: Seed of the samples.
 
     Returns:
       About `length` bytes of text.

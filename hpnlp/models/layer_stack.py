@@ -22,12 +22,12 @@ class LayerStack:
     """Consecutive layers of a model.
 
     Attributes:
-      blocks: the Block of each form of layers, in the order in which layers take them.
-      layers: number of layers of the whole model, by which dropout keys of the branches differ.
-      unroll: number of layers in one iteration of the loop over layers, 0 for all.
-      dtype: of the activations in branches.
-      tensor_parallel: of the Blocks; gathers a layer's parameters.
-      remat: rematerialisation policy, a spec string.
+      blocks: The Block of each form of layers, in the order in which layers take them.
+      layers: Number of layers of the whole model, by which dropout keys of the branches differ.
+      unroll: Number of layers in one iteration of the loop over layers, 0 for all.
+      dtype: Dtype of the activations in branches.
+      tensor_parallel: Tensor parallelism of the Blocks; also gathers a layer's parameters.
+      remat: Rematerialisation policy, a spec string.
     """
 
     blocks: Sequence[Block]
@@ -43,12 +43,12 @@ class LayerStack:
         """Runs layers of which each adds its branches to one stream.
 
         Args:
-          params: stacked parameters of these layers, or a tuple of one tree per layer.
+          params: Stacked parameters of these layers, or a tuple of one tree per layer.
           x: `[B, T, D]`.
-          context: shared by all layers.
-          rng: key for dropout, or None.
-          first: index of the first layer.
-          caches: as `nn.stack.run_layers` returns them, or None.
+          context: Positions, segments and mask, shared by all layers.
+          rng: Key for dropout, or None.
+          first: Index of the first layer.
+          caches: As `nn.stack.run_layers` returns them, or None.
 
         Returns:
           `(x, caches, aux)`.
@@ -73,12 +73,12 @@ class LayerStack:
         Activations are recomputed in the backward pass, unless there are caches or separate parameters.
 
         Args:
-          params: as for `run_plain`.
+          params: As for `run_plain`.
           x: `[B, T, 2 D]`, the two streams side by side.
-          context: shared by all layers.
-          rng: key for dropout, or None.
-          first: index of the first layer.
-          caches: as for `run_plain`.
+          context: Positions, segments and mask, shared by all layers.
+          rng: Key for dropout, or None.
+          first: Index of the first layer.
+          caches: As for `run_plain`.
 
         Returns:
           `(x, caches, aux)`.

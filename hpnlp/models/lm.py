@@ -138,10 +138,10 @@ class LM(nn.Module):
     are the tokens that follow; segment id 0 marks padding.
 
     Attributes:
-      config: sizes and parts of the model.
-      stats: word statistics of the text, for output layers that need them.
-      model_parallel: embedding lookup, layers and loss over several devices, for `loss`; None for one device.
-      remat: rematerialisation policy of the layers, as `Plan.remat`.
+      config: Sizes and parts of the model.
+      stats: Word statistics of the text, for output layers that need them.
+      model_parallel: Embedding lookup, layers and loss over several devices, for `loss`; None for one device.
+      remat: Rematerialisation policy of the layers, as `Plan.remat`.
     """
 
     config: LMConfig
@@ -215,15 +215,15 @@ class LM(nn.Module):
         """Hidden states of tokens.
 
         Args:
-          tokens: ids.
-          context: positions, segments and mask.
-          caches: of the tokens that precede, as an earlier call returned them, or None.
+          tokens: Ids of the tokens.
+          context: Positions, segments and mask.
+          caches: Caches of the preceding tokens, as an earlier call returned them, or None.
 
         Returns:
           `(hidden states after the final norm, caches, aux)`.
 
         Raises:
-          InputError: more tokens than learned positions.
+          InputError: More tokens than learned positions.
         """
         c, parallel = self.config, self.model_parallel
         x = self._embed(tokens, context)
@@ -293,8 +293,8 @@ class LM(nn.Module):
         """The loss of a batch.
 
         Args:
-          batch: tokens, labels, segment_ids, positions and weights.
-          deterministic: no dropout and no sampling in the output layer; otherwise the rngs "dropout" and "output" are used.
+          batch: Tokens, labels, segment_ids, positions and weights.
+          deterministic: No dropout and no sampling in the output layer; otherwise the rngs "dropout" and "output" are used.
 
         Returns:
           The loss summed over tokens, in nats, with what the layers report.
@@ -324,14 +324,14 @@ class LM(nn.Module):
         """Rows of tables that `loss` of this batch looks up with the same rngs.
 
         Args:
-          batch: as for `loss`.
+          batch: As for `loss`.
 
         Returns:
           Path of a table among the parameters -> ids, with repetitions. `TableRows` of them may replace the table. Tables
           that are used in full are left out.
 
         Raises:
-          InputError: the embedding and the output layer share their table.
+          InputError: The embedding and the output layer share their table.
         """
         if self.config.tied:
             raise InputError(
@@ -347,7 +347,7 @@ class LM(nn.Module):
         """Logits of every next token.
 
         Args:
-          tokens: ids, one document per sequence.
+          tokens: Ids, one document per sequence.
 
         Returns:
           Float32 logits.
@@ -361,9 +361,9 @@ class LM(nn.Module):
         """Runs prompts through the model and fills caches.
 
         Args:
-          tokens: ids of the prompts, padded at the end.
-          lengths: number of tokens of each prompt.
-          capacity: number of tokens per sequence that the caches have room for.
+          tokens: Ids of the prompts, padded at the end.
+          lengths: Number of tokens of each prompt.
+          capacity: Number of tokens per sequence that the caches have room for.
 
         Returns:
           `(hidden state of each prompt's last token, caches)`.
@@ -379,9 +379,9 @@ class LM(nn.Module):
         """Runs further tokens, which continue those in the caches.
 
         Args:
-          tokens: ids.
-          positions: of the tokens.
-          caches: of all preceding tokens.
+          tokens: Ids of the tokens.
+          positions: Positions of the tokens.
+          caches: Caches of all preceding tokens.
 
         Returns:
           `(hidden states, the extended caches)`.
@@ -406,7 +406,7 @@ def separate_layers(params: Any) -> Any:
     separate parameters run one by one, whatever `unroll` is.
 
     Args:
-      params: parameters of a model.
+      params: Parameters of a model.
 
     Returns:
       The parameters, with a tuple of one tree per layer under "layers".
@@ -419,13 +419,13 @@ def separate_layers(params: Any) -> Any:
 
 
 def mixers_of(model: LM) -> list[Any]:
-    """The mixers of a model's layers.
+    """The mixers of a model's layers, which the layers take in turn.
 
     Args:
-      model: a model.
+      model: A model.
 
     Returns:
-      One period of mixers, which the layers take in turn.
+      Modules of `hpnlp.nn.mixers`, one for each entry of `model.mixer`.
     """
     return [build(mixer, MIXERS, "mixer") for mixer in mixer_period(model.config.mixer)]
 
@@ -434,10 +434,10 @@ def masks_of(model: LM) -> list[Any]:
     """The masks of a model's layers.
 
     Args:
-      model: a model.
+      model: A model.
 
     Returns:
-      The mask of each mixer of one period, with causality.
+      The intersection of each mixer's mask with Causal(), in the order of `mixers_of`.
     """
     return [mixer.within(Causal()) for mixer in mixers_of(model)]
 
@@ -446,7 +446,7 @@ def axes_of(model: LM) -> Any:
     """Logical axis names of a model's parameters. Allocates nothing.
 
     Args:
-      model: a model.
+      model: A model.
 
     Returns:
       A tree like the parameters of tuples of names.
@@ -458,7 +458,7 @@ def axes_and_shapes(model: LM) -> tuple[Any, Any]:
     """Logical axis names and shapes of a model's parameters. Allocates nothing.
 
     Args:
-      model: a model.
+      model: A model.
 
     Returns:
       `(axes, shapes)`: trees like the parameters of tuples of names (None for a parameter without names) and of shapes.
@@ -476,8 +476,8 @@ def example_batch(rows: int, length: int) -> dict[str, jax.Array]:
     """A batch of zeros with the shapes and dtypes of a batch of data.
 
     Args:
-      rows: number of sequences, B.
-      length: tokens per sequence, T.
+      rows: Number of sequences, B.
+      length: Tokens per sequence, T.
 
     Returns:
       The batch, all of whose tokens have segment id 1 and weight 1.

@@ -26,11 +26,11 @@ class Context:
     Attributes:
       positions: int32 `[B, T]`, positions of the tokens within their documents.
       segment_ids: int32 `[B, T]`, or None for one segment per sequence.
-      mask: a static Mask, the query-key pairs that may attend.
+      mask: A static Mask, the query-key pairs that may attend.
       deterministic: True switches dropout off.
-      capacity: if given, layers also return a cache with room for so many tokens per sequence.
+      capacity: If given, layers also return a cache with room for so many tokens per sequence.
       ids: int32 `[B, T]`, a number for each token of the batch; dropout depends on it. None without dropout.
-      order: the order of the tokens over the devices of a ring, from `ModelParallel.token_order`; None otherwise.
+      order: The order of the tokens over the devices of a ring, from `ModelParallel.token_order`; None otherwise.
     """
 
     positions: jax.Array
@@ -67,7 +67,7 @@ def mixer_period(text: str) -> tuple[Spec, ...]:
     """The shortest period of the mixers that layers take in turn.
 
     Args:
-      text: a spec string, as "window(256,0)*5,full".
+      text: A spec string, as "window(256,0)*5,full".
 
     Returns:
       The mixers of one period, with repeats written out.
@@ -83,21 +83,21 @@ class Attention(nn.Module):
     """Projects x to the queries, keys and values that the mixer needs, mixes, and projects back.
 
     Attributes:
-      heads: number of query heads, N.
-      kv_heads: number of key and value heads, K; fewer than N for grouped queries (Ainslie et al. 2023, "GQA").
-      head_dim: head size, H.
-      mixer: entry of MIXERS.
-      rope_theta: base of RoPE's wavelengths; None for no RoPE. Applied if the mixer has `wants_rope`.
-      rope_scaling: spec of ROPE_SCALINGS.
-      qk_norm: normalise each head's queries and keys before RoPE (Henry et al. 2020, with a learned scale in place of the
+      heads: Number of query heads, N.
+      kv_heads: Number of key and value heads, K; fewer than N for grouped queries (Ainslie et al. 2023, "GQA").
+      head_dim: Head size, H.
+      mixer: Entry of MIXERS.
+      rope_theta: Base of RoPE's wavelengths; None for no RoPE. Applied if the mixer has `wants_rope`.
+      rope_scaling: Spec of ROPE_SCALINGS.
+      qk_norm: Normalise each head's queries and keys before RoPE (Henry et al. 2020, with a learned scale in place of the
           vector length).
-      norm: entry of NORMS, for qk_norm.
-      norm_eps: added to the variance in norms.
-      use_bias: biases on queries, keys and values.
-      out_bias: bias on the output projection.
-      out_init: initialiser of the output projection.
-      dropout: rate of dropout on attention probabilities.
-      tensor_parallel: division of the heads over devices.
+      norm: Entry of NORMS, for qk_norm.
+      norm_eps: Added to the variance in norms.
+      use_bias: Biases on queries, keys and values.
+      out_bias: Bias on the output projection.
+      out_init: Initialiser of the output projection.
+      dropout: Rate of dropout on attention probabilities.
+      tensor_parallel: Division of the heads over devices.
     """
 
     heads: int
@@ -120,9 +120,9 @@ class Attention(nn.Module):
         """Applies attention.
 
         Args:
-          x: normalised hidden states.
-          context: positions, segments and mask.
-          cache: of the tokens that precede x, or None.
+          x: Normalised hidden states.
+          context: Positions, segments and mask.
+          cache: Cache of the tokens that precede x, or None.
 
         Returns:
           `(y [B, T, D], cache or None, aux)`.

@@ -86,10 +86,10 @@ class Block(nn.Module):
     """Two pre-normed branches: `mix` (attention) and `feed` (MLP). `__call__` adds them to a single stream.
 
     Attributes:
-      config: sizes and parts.
-      out_init: initialiser of the projections that write to the residual stream.
-      mixer: the mixer of this Block, one of `config.mixer`.
-      tensor_parallel: division of heads and MLP columns over devices.
+      config: Sizes, and the kinds of mixer, MLP, norm and position encoding.
+      out_init: Initialiser of the projections that write to the residual stream.
+      mixer: The mixer of this Block, one of `config.mixer`.
+      tensor_parallel: Division of heads and MLP columns over devices.
     """
 
     config: BlockConfig
@@ -124,9 +124,9 @@ class Block(nn.Module):
         """The mixing branch, without its residual.
 
         Args:
-          x: hidden states.
-          context: positions, segments and mask.
-          cache: of the tokens that precede x, or None.
+          x: Hidden states.
+          context: Positions, segments and mask.
+          cache: Cache of the tokens that precede x, or None.
 
         Returns:
           `(y [B, T, D], cache or None, aux)`.
@@ -138,8 +138,8 @@ class Block(nn.Module):
         """The feed-forward branch, without its residual.
 
         Args:
-          x: hidden states.
-          context: ids of the tokens, for dropout.
+          x: Hidden states.
+          context: Ids of the tokens, for dropout.
 
         Returns:
           `(y [B, T, D], aux)`.
@@ -150,9 +150,9 @@ class Block(nn.Module):
         """Adds both branches to a single stream, one after the other.
 
         Args:
-          x: hidden states.
-          context: positions, segments and mask.
-          cache: of the tokens that precede x, or None.
+          x: Hidden states.
+          context: Positions, segments and mask.
+          cache: Cache of the tokens that precede x, or None.
 
         Returns:
           `(x [B, T, D], cache or None, aux)`.

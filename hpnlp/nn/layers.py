@@ -30,11 +30,11 @@ def param(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...
     """A float32 parameter of a module.
 
     Args:
-      module: the module.
-      name: of the parameter.
-      init: initialiser.
-      shape: of the parameter.
-      axes: logical names of its axes.
+      module: The module.
+      name: Name of the parameter.
+      init: Initialiser.
+      shape: Shape of the parameter.
+      axes: Logical names of its axes.
 
     Returns:
       The parameter: an array, or the `TableRows` or `Zero2Parameter` that was passed in its place.
@@ -50,11 +50,11 @@ class Dense(nn.Module):
     """`x @ kernel + bias` over the last axis.
 
     Attributes:
-      features: output features.
-      axes: logical names of the kernel's input and output axis.
-      use_bias: add a bias.
-      init: initialiser of the kernel.
-      tensor_parallel: for the last product of a branch, of whose input axis each device may have a slice; the devices'
+      features: Output features.
+      axes: Logical names of the kernel's input and output axis.
+      use_bias: Add a bias.
+      init: Initialiser of the kernel.
+      tensor_parallel: For the last product of a branch, of whose input axis each device may have a slice; the devices'
           partial products are summed.
     """
 
@@ -78,9 +78,9 @@ class Embed(nn.Module):
     """A table of rows, looked up by id.
 
     Attributes:
-      rows: number of rows.
-      dim: features of a row.
-      axis: logical name of the axis of rows.
+      rows: Number of rows.
+      dim: Features of a row.
+      axis: Logical name of the axis of rows.
     """
 
     rows: int
@@ -138,11 +138,11 @@ class MLP(nn.Module):
     """The feed-forward branch: `down(f(up(x)))`, or `down(f(gate(x)) * up(x))` for the kinds in GATED.
 
     Attributes:
-      hidden: number of columns of up and gate.
-      kind: entry of MLPS, the activation f.
-      use_bias: biases on all projections.
-      down_init: initialiser of the last projection.
-      tensor_parallel: division of the columns over devices.
+      hidden: Number of columns of up and gate.
+      kind: Entry of MLPS, the activation f.
+      use_bias: Biases on all projections.
+      down_init: Initialiser of the last projection.
+      tensor_parallel: Division of the columns over devices.
     """
 
     hidden: int
@@ -170,10 +170,10 @@ def dropout(
     """Zeroes entries at random and scales the others by 1 / (1 - rate).
 
     Args:
-      x: an array.
-      rate: probability that an entry is zeroed.
-      rng: key; None for no dropout.
-      ids: a number for each token. An entry's fate depends on it and on the index in D only, so that every layout over
+      x: An array.
+      rate: Probability that an entry is zeroed.
+      rng: Key; None for no dropout.
+      ids: A number for each token. An entry's fate depends on it and on the index in D only, so that every layout over
           devices drops the same entries.
 
     Returns:

@@ -33,15 +33,15 @@ def run_layers(
     of the last, incomplete period after the loop. Separate parameters run layer by layer.
 
     Args:
-      layers: the forms of the layers, of one period.
-      x: input of the first layer, an array or a tree of arrays.
-      params: parameters of all layers, stacked on a first axis, or a tuple of one tree per layer.
+      layers: The forms of the layers, of one period.
+      x: Input of the first layer, an array or a tree of arrays.
+      params: Parameters of all layers, stacked on a first axis, or a tuple of one tree per layer.
       caches: None, or caches that an earlier call returned. For separate parameters, a tuple of one cache per layer. For
           stacked ones, `(by form, remaining)`: for each form, its caches stacked over periods; and one cache for each layer
           after the loop.
-      count: number of layers.
-      unroll: number of layers in one iteration of the loop, rounded up to complete periods.
-      first: index of the first layer.
+      count: Number of layers.
+      unroll: Number of layers in one iteration of the loop, rounded up to complete periods.
+      first: Index of the first layer.
 
     Returns:
       `(x, caches, aux)`, with aux summed over layers.
@@ -91,12 +91,12 @@ def run_reversible_layers(
     """Runs a stack of reversible layers, whose backward pass recomputes activations from the output.
 
     Args:
-      branches: the branches of each form, of one period.
-      x: the two streams.
-      params: parameters of all layers, stacked on a first axis.
-      count: number of layers.
-      operands: passed to every branch.
-      first: index of the first layer.
+      branches: The branches of each form, of one period.
+      x: The two streams.
+      params: Parameters of all layers, stacked on a first axis.
+      count: Number of layers.
+      operands: Passed to every branch.
+      first: Index of the first layer.
 
     Returns:
       `(x, aux)`, with aux summed over layers.
@@ -112,7 +112,7 @@ def reversible_layer(branches: BranchPair, operands: tuple[Any, ...]) -> Layer:
 
     Args:
       branches: (mix, feed).
-      operands: passed to both branches.
+      operands: Passed to both branches.
 
     Returns:
       The layer. Its backward pass keeps activations.

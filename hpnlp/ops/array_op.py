@@ -35,9 +35,9 @@ def array_op(out: str = "", /, **inputs: str) -> Callable[[Function], Function]:
     (`jax.ad_checkpoint.checkpoint_name`) inside the operation have no effect there.
 
     Args:
-      out: names of the leading axes of a result, as in "B T N"; an array with fewer axes has the first of them. In
+      out: Names of the leading axes of a result, as in "B T N"; an array with fewer axes has the first of them. In
         "B T N | B", the first part describes the first returned array, and the last part all further ones.
-      **inputs: names of the leading axes of arguments, as in q="B T N". For an argument that is a tree, they describe the
+      **inputs: Names of the leading axes of arguments, as in q="B T N". For an argument that is a tree, they describe the
         first array. "..." stands for any number of leading axes, here and in `out`.
 
     Returns:

@@ -20,7 +20,7 @@ def as_arrays(tree: Any) -> Any:
     that jax does not use (float64), and arithmetic among them is numpy's. Other leaves are returned as they are.
 
     Args:
-      tree: arrays, numbers, functions and None in any containers that are pytrees.
+      tree: Arrays, numbers, functions and None in any containers that are pytrees.
 
     Returns:
       The tree, with jax arrays for numpy arrays. The zero tangents of integers (float0) stay numpy arrays.
@@ -41,7 +41,7 @@ def accepts_numpy(function: Callable[P, R]) -> Callable[P, R]:
     passes the numpy arrays themselves to the rule.
 
     Args:
-      function: receives jax arrays in place of numpy arrays.
+      function: Receives jax arrays in place of numpy arrays.
 
     Returns:
       The decorated function.
@@ -59,7 +59,7 @@ def has_numpy(leaves: Iterable[Any]) -> bool:
     """Whether `as_arrays` would convert a leaf.
 
     Args:
-      leaves: of a tree.
+      leaves: Leaves of a tree.
 
     Returns:
       True if a leaf is a numpy array other than float0.

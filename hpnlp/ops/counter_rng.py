@@ -28,10 +28,10 @@ def drawn_blocks(seed: int, row: Any, count: int, among: int | None) -> Sequence
     """Draws distinct key blocks for each query block: a function of the seed and the query block only.
 
     Args:
-      seed: of the random bits.
-      row: numbers of query blocks, an integer array of numpy or JAX, of any shape.
-      count: number of blocks to draw.
-      among: draws from the blocks 0 to among - 1; None draws from 0 to row.
+      seed: Seed of the random bits.
+      row: Numbers of query blocks, an integer array of numpy or JAX, of any shape.
+      count: Number of blocks to draw.
+      among: Draws from the blocks 0 to among - 1; None draws from 0 to row.
 
     Returns:
       `count` arrays of the shape and dtype of row; -1 where there are fewer blocks to draw from.

@@ -16,7 +16,7 @@ def vary_alike(*arrays: Array) -> tuple[Array, ...]:
     requires it of its caller. Outside `shard_map` the arrays are returned as they are.
 
     Args:
-      *arrays: of any shapes.
+      *arrays: Arrays of any shapes.
 
     Returns:
       The arrays in the same order.
@@ -36,8 +36,8 @@ def tied(tree: Any, x: Array) -> Any:
     for all iterations of the loops within it at once, and keeps them: all pairs of tokens, in float32.
 
     Args:
-      tree: of arrays.
-      x: an array with at least one element that changes in each iteration.
+      tree: Tree of arrays.
+      x: An array with at least one element that changes in each iteration.
 
     Returns:
       The tree with equal values.

@@ -22,7 +22,7 @@ def seed_words(rng: Array) -> UInt32[Array, "words"]:
     """The raw words of a PRNG key.
 
     Args:
-      rng: a typed key, or uint32 words.
+      rng: A typed key, or uint32 words.
 
     Returns:
       uint32 [words].
@@ -40,7 +40,7 @@ def keep_mask(seed: UInt32[Array, "words"], heads: Any, q: Any, k: Any, rate: fl
       heads: int, a distinct number for each (batch, head).
       q: int, query positions.
       k: int, key positions. heads, q and k broadcast to the shape of the result.
-      rate: probability that a weight is dropped.
+      rate: Probability that a weight is dropped.
 
     Returns:
       bool, True for weights that are kept.

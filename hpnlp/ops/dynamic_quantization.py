@@ -40,11 +40,11 @@ class _Grid(NamedTuple):
     """Magnitudes of the levels, in nine segments: 0, the seven decades from 1e-7 to 1, and 1.
 
     Attributes:
-      magnitudes: rising, from 0 to 1.
-      edges: least magnitude that is rounded into each segment but the first.
-      starts: index of the first level of each segment.
-      counts: number of levels of each segment.
-      powers: factor that scales each segment to 0.1 to 1.
+      magnitudes: Rising, from 0 to 1.
+      edges: Least magnitude that is rounded into each segment but the first.
+      starts: Index of the first level of each segment.
+      counts: Number of levels of each segment.
+      powers: Factor that scales each segment to 0.1 to 1.
     """
 
     magnitudes: np.ndarray
@@ -121,8 +121,8 @@ def dequantize(x: Quantized, *, signed: bool) -> Float[Array, "*rows n"]:
     """The rounded numbers.
 
     Args:
-      x: result of `quantize`.
-      signed: as in `quantize`.
+      x: Result of `quantize`.
+      signed: As in `quantize`.
 
     Returns:
       [..., n] float32.

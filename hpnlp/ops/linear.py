@@ -59,7 +59,7 @@ def widened(h: Float[Array, "N D"], *tables: Any) -> tuple[Any, ...]:
 
     Args:
       h: [N, D] hidden states.
-      *tables: arrays of any shape that h is multiplied with, or None.
+      *tables: Arrays of any shape that h is multiplied with, or None.
 
     Returns:
       (h, *tables). If h is float16, h is returned in float32, and tables are rounded to float16 in value, as in a product with

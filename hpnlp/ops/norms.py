@@ -16,7 +16,7 @@ def rms_norm(x: Float[Array, "*tokens D"], scale: Float[Array, " D"], eps: float
     Args:
       x: [..., D].
       scale: [D].
-      eps: added to the mean square.
+      eps: Added to the mean square.
 
     Returns:
       [..., D].
@@ -39,7 +39,7 @@ def layer_norm(
       x: [..., D].
       scale: [D].
       bias: [D].
-      eps: added to the variance.
+      eps: Added to the variance.
 
     Returns:
       [..., D].

@@ -46,20 +46,20 @@ def reversible(
     Differentiated twice, the streams of all layers are kept. There is no forward-mode derivative.
 
     Args:
-      layers: pairs of branches (f, g), `branch(params, x, *operands) -> (output, report)`. A branch must return the same when
+      layers: Pairs of branches (f, g), `branch(params, x, *operands) -> (output, report)`. A branch must return the same when
         it is called again: pass random keys among params or operands. Values that need a gradient are passed there too; for a
         value that a branch closes over, jax raises an error.
-      params: tree of arrays with a first axis of layers. Integers and keys have no gradient.
-      x1: first stream, of any shape, float32 or float64. Branches may compute in 16 bits.
-      x2: second stream, of the same shape.
-      *operands: trees of arrays, the same for all layers.
+      params: Tree of arrays with a first axis of layers. Integers and keys have no gradient.
+      x1: First stream, of any shape, float32 or float64. Branches may compute in 16 bits.
+      x2: Second stream, of the same shape.
+      *operands: Trees of arrays, the same for all layers.
 
     Returns:
       (y1, y2, reports). reports holds for each pair of branches the pair of the reports of f and g, stacked over the layers
       that use it; further ones follow for the layers beyond the last multiple of `len(layers)`. They have gradients.
 
     Raises:
-      InputError: a stream has 16 bits.
+      InputError: A stream has 16 bits.
 
     Cost:
       Each branch runs once more than in a stack that keeps activations. Params, operands and five arrays like x1 are kept, or
@@ -216,8 +216,8 @@ def by_period(tree: Any, period: int) -> Any:
     """Reshapes stacked layers for layer forms that are used in turn.
 
     Args:
-      tree: of arrays [L, ...].
-      period: number of layer forms.
+      tree: Tree of arrays [L, ...].
+      period: Number of layer forms.
 
     Returns:
       Arrays [L // period, period, ...], without the layers beyond the last complete period; for a period of 1 the tree itself.
@@ -235,9 +235,9 @@ def layer_of_period(tree: Any, index: int, period: int) -> Any:
     """Selects a layer of one period.
 
     Args:
-      tree: a slice of the result of `by_period`: arrays [period, ...], or one layer for a period of 1.
-      index: of the layer within the period.
-      period: number of layer forms.
+      tree: A slice of the result of `by_period`: arrays [period, ...], or one layer for a period of 1.
+      index: Index of the layer within the period.
+      period: Number of layer forms.
 
     Returns:
       The arrays of the layer.

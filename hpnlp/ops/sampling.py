@@ -26,11 +26,11 @@ def sample(
 
     Args:
       logits: [N, V].
-      rng: a key.
-      temperature: as in `pick`.
-      top_k: as in `restrict`.
-      top_p: as in `restrict`.
-      allowed: as in `pick`.
+      rng: A key.
+      temperature: As in `pick`.
+      top_k: As in `restrict`.
+      top_p: As in `restrict`.
+      allowed: As in `pick`.
 
     Returns:
       [N] ids, integers.
@@ -58,8 +58,8 @@ def pick(
       points: [N] uniform random numbers in [0, 1), the only randomness of a row: the place of its id in the cumulative
         distribution.
       temperature: 0 takes the id with the largest logit.
-      top_k: as in `restrict`.
-      top_p: as in `restrict`.
+      top_k: As in `restrict`.
+      top_p: As in `restrict`.
       allowed: [V] mask of the ids that may be drawn, at least one; None for all.
 
     Returns:
@@ -95,8 +95,8 @@ def restrict(
 
     Args:
       logits: [N, V].
-      top_k: number of ids that stay; 0 for all.
-      top_p: the smallest set of most probable ids with at least this mass stays, and at least one id; 1 for all.
+      top_k: Number of ids that stay; 0 for all.
+      top_p: The smallest set of most probable ids with at least this mass stays, and at least one id; 1 for all.
 
     Returns:
       [N, V] logits.

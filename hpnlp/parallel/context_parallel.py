@@ -39,16 +39,16 @@ def token_order(layout: Layout, masks: Sequence[Any], length: int) -> tuple[Chun
     """Order of the tokens of each sequence over the devices of a ring.
 
     Args:
-      layout: of the run.
-      masks: the masks of the layers.
-      length: tokens per sequence.
+      layout: Layout of the run.
+      masks: The masks of the layers.
+      length: Tokens per sequence.
 
     Returns:
       `(chunks, indices)`. chunks: the two chunks of each device, None without a ring. indices: int `[length]`, the tokens of
       a sequence in the order of the devices that hold them, None if they keep their order.
 
     Raises:
-      InputError: the tokens do not divide into two chunks per device.
+      InputError: The tokens do not divide into two chunks per device.
     """
     devices = layout.size("length")
     if devices == 1 or layout.exchange != "ring":
@@ -70,14 +70,14 @@ def check_support(
     """Checks that a layout which divides sequences or heads supports a model.
 
     Args:
-      layout: of the run.
-      mixers: the mixers of the layers.
-      masks: the masks of the layers, as their mixers' `within` returns them.
+      layout: Layout of the run.
+      mixers: The mixers of the layers.
+      masks: The masks of the layers, as their mixers' `within` returns them.
       heads: (number of query heads, number of key heads).
-      dropout: rate of dropout on attention probabilities.
+      dropout: Rate of dropout on attention probabilities.
 
     Raises:
-      InputError: the layout does not support the model.
+      InputError: The layout does not support the model.
     """
     divides_sequences = layout.size("length") > 1
     if any(mask.heads is not None for mask in masks) and (divides_sequences or layout.size("heads") > 1):
@@ -106,10 +106,10 @@ def check_mixer(mixer: Any) -> None:
     """Checks that a mixer can run on a ring, which calls `partial` in place of `__call__`.
 
     Args:
-      mixer: a mixer.
+      mixer: A mixer.
 
     Raises:
-      InputError: the mixer has no `partial`, or takes it from another class than `__call__`.
+      InputError: The mixer has no `partial`, or takes it from another class than `__call__`.
     """
     check_method(mixer, "partial", "a ring", "choose plan.exchange=heads, or plan.sequence=1")
 
@@ -118,15 +118,15 @@ def by_heads(mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
     """Runs a mixer on all tokens of some heads per device, between two all-to-alls.
 
     Args:
-      mixer: a mixer.
-      inputs: of the device's tokens, a contiguous slice of each sequence.
-      mask: a static Mask over all tokens.
+      mixer: A mixer.
+      inputs: Inputs of the device's tokens, a contiguous slice of each sequence.
+      mask: A static Mask over all tokens.
 
     Returns:
       `mixer(inputs, mask)` for the device's tokens.
 
     Raises:
-      InputError: the devices do not divide the heads, or heads have different masks.
+      InputError: The devices do not divide the heads, or heads have different masks.
     """
     devices = lax.axis_size(AXIS)
     if mixer.within(mask).heads is not None:
@@ -164,16 +164,16 @@ def ring(mixer: Any, inputs: MixerInputs, mask: Any, chunks: Chunks) -> MixerOut
     """Runs a mixer on queries of the device's tokens while keys and values travel round a ring.
 
     Args:
-      mixer: a mixer with `partial`.
-      inputs: of the device's tokens, which are those of its two chunks.
-      mask: a static Mask over all tokens.
-      chunks: the two chunks of each device.
+      mixer: A mixer with `partial`.
+      inputs: Inputs of the device's tokens, which are those of its two chunks.
+      mask: A static Mask over all tokens.
+      chunks: The two chunks of each device.
 
     Returns:
       `mixer(inputs, mask)` for the device's tokens.
 
     Raises:
-      InputError: the mixer has no `partial`, attention has dropout, or heads have different masks.
+      InputError: The mixer has no `partial`, attention has dropout, or heads have different masks.
 
     Cost: sends keys and values once round the ring, and once more with their gradients in the backward pass, which computes
     every partial result again. The device's q, k, v, o and lse are kept for the backward pass.

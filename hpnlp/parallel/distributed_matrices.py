@@ -24,10 +24,10 @@ def apply_to_matrices(
     matrices, and exchange the results back. A single matrix is gathered, and all devices compute the same result.
 
     Args:
-      function: maps each matrix of a stack `[L, A, B]` to another matrix of the same shape.
+      function: Maps each matrix of a stack `[L, A, B]` to another matrix of the same shape.
       x: `[..., A, B]`.
-      mesh: the mesh.
-      spec: the layout of x, and of the result, on the mesh.
+      mesh: The mesh.
+      spec: The layout of x, and of the result, on the mesh.
 
     Returns:
       `function(x)`, `[..., A, B]`, laid out by `spec`.

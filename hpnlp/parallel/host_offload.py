@@ -20,7 +20,7 @@ def on_host(shardings: Any) -> Any:
     """Moves shardings to the host's memory.
 
     Args:
-      shardings: a tree of shardings.
+      shardings: A tree of shardings.
 
     Returns:
       The same shardings with memory kind HOST.
@@ -32,7 +32,7 @@ def layers_on_host(shardings: Any) -> Any:
     """Moves the shardings of the layers' parameters to the host's memory.
 
     Args:
-      shardings: a dict like the parameters, with the key "layers".
+      shardings: A dict like the parameters, with the key "layers".
 
     Returns:
       The same shardings, those under "layers" with memory kind HOST.
@@ -44,8 +44,8 @@ def to_device_after(tree: Any, after: jax.Array) -> Any:
     """Copies arrays from the host to the device once `after` has been computed.
 
     Args:
-      tree: a tree of arrays, in the host's or the device's memory.
-      after: the array that the copies wait for, so that the device does not hold them earlier.
+      tree: A tree of arrays, in the host's or the device's memory.
+      after: The array that the copies wait for, so that the device does not hold them earlier.
 
     Returns:
       The tree in the device's memory.
@@ -58,7 +58,7 @@ def to_device(tree: Any) -> Any:
     """Copies arrays from the host to the device; arrays on the device are returned as they are.
 
     Args:
-      tree: a tree of arrays, in the host's or the device's memory.
+      tree: A tree of arrays, in the host's or the device's memory.
 
     Returns:
       The tree in the device's memory. Gradients by an array from the host are copied back to the host.
@@ -81,8 +81,8 @@ def by_layer(function: Callable[..., Any], state: Any, *operands: Any) -> Any:
 
     Args:
       function: `function(state, *operands) -> state`.
-      state: a tree of arrays, in the host's or the device's memory.
-      operands: trees of arrays likewise.
+      state: A tree of arrays, in the host's or the device's memory.
+      *operands: Trees of arrays, in the host's or the device's memory.
 
     Returns:
       The new state; each array is in the memory that it came from.

@@ -26,10 +26,10 @@ class Layout:
     """A Plan resolved on a mesh.
 
     Attributes:
-      mesh: the devices; an AbstractMesh for devices that are not there.
-      rules: logical axis -> the mesh axes that divide it, each of more than one device.
-      zero: the ZeRO stage of the mesh axis `fsdp`, 0 to 3.
-      microbatches, exchange, rounds, recompute_stages, offload_parameters: fields of the Plan.
+      mesh: The devices; an AbstractMesh for devices that are not there.
+      rules: Logical axis -> the mesh axes that divide it, each of more than one device.
+      zero: The ZeRO stage of the mesh axis `fsdp`, 0 to 3.
+      microbatches, exchange, rounds, recompute_stages, offload_parameters: Fields of the Plan.
     """
 
     mesh: Mesh | AbstractMesh
@@ -45,7 +45,7 @@ class Layout:
         """Number of shards that logical axes are divided into.
 
         Args:
-          names: logical axes.
+          names: Logical axes.
 
         Returns:
           The product of the sizes of the mesh axes that divide them.
@@ -56,7 +56,7 @@ class Layout:
         """PartitionSpec of an array.
 
         Args:
-          names: the logical name of each axis; None for an axis that is not divided.
+          names: The logical name of each axis; None for an axis that is not divided.
 
         Returns:
           The PartitionSpec. ZeRO does not divide the array.
@@ -67,7 +67,7 @@ class Layout:
         """Sharding of an array.
 
         Args:
-          names: as for `spec`; no names for a replicated array.
+          names: As for `spec`; no names for a replicated array.
 
         Returns:
           A NamedSharding of `spec(*names)`.
@@ -78,9 +78,9 @@ class Layout:
         """PartitionSpec of a parameter, a gradient or an optimizer statistic.
 
         Args:
-          names: logical names of the parameter's axes, or None.
-          shape: of the array. If its rank differs from the number of names (a factored statistic), it is replicated.
-          divided: whether ZeRO divides the array over `fsdp`; see `zero.fsdp_dimension`.
+          names: Logical names of the parameter's axes, or None.
+          shape: Shape of the array. If its rank differs from the number of names (a factored statistic), it is replicated.
+          divided: Whether ZeRO divides the array over `fsdp`; see `zero.fsdp_dimension`.
 
         Returns:
           The PartitionSpec.
@@ -96,9 +96,9 @@ class Layout:
         """PartitionSpecs of a tree of arrays.
 
         Args:
-          names: a tree of tuples of logical names, None for an array without names.
-          shapes: a tree of arrays or their shapes.
-          divided: as for `state_spec`.
+          names: A tree of tuples of logical names, None for an array without names.
+          shapes: A tree of arrays or their shapes.
+          divided: As for `state_spec`.
 
         Returns:
           A tree of PartitionSpecs.
@@ -114,7 +114,7 @@ class Layout:
         """Tensor parallelism of Blocks.
 
         Args:
-          length: tokens per sequence.
+          length: Tokens per sequence.
 
         Returns:
           A MeshTensorParallel, with sequence parallelism if the tokens divide over the axis `tensor`.
@@ -127,7 +127,7 @@ class Layout:
         """PartitionSpec of hidden states `[B, T, D]` between Blocks.
 
         Args:
-          length: tokens per sequence.
+          length: Tokens per sequence.
 
         Returns:
           The PartitionSpec.
@@ -142,7 +142,7 @@ class Layout:
           shape: `(B, T)` of a batch.
 
         Raises:
-          InputError: one of them does not divide.
+          InputError: B or T is not a multiple of the number of devices that divide it.
         """
         for size, name, unit in zip(shape, ("batch", "length"), ("sequences", "tokens per sequence"), strict=True):
             if size % self.size(name):
@@ -153,8 +153,8 @@ class Layout:
         """Specs under which parameters enter a `shard_map`, and the function that gathers them there.
 
         Args:
-          names: a tree like `params` of tuples of logical names.
-          params: a tree of arrays and `Zero2Parameter`s.
+          names: A tree like `params` of tuples of logical names.
+          params: A tree of arrays and `Zero2Parameter`s.
           stacked: True if the function is given slices of the first axis ("layers") instead of the complete stacks.
 
         Returns:
@@ -189,8 +189,8 @@ class Layout:
         """Matrices that every device holds in full although the plan divides parameters or their statistics.
 
         Args:
-          names: a tree of tuples of logical names, None for an array without names.
-          shapes: a tree of arrays or their shapes.
+          names: A tree of tuples of logical names, None for an array without names.
+          shapes: A tree of arrays or their shapes.
 
         Returns:
           The path and shape of each such matrix; empty if the plan divides no parameters at all.

@@ -57,19 +57,20 @@ def run_layers(
     """Runs all layers of a model over a mesh.
 
     Args:
-      layout: of the run.
-      names: logical names of the parameters' axes, of which the first is "layers".
-      run: runs some layers on one device.
-      params: stacked in the layers' order, `[L, ...]`, laid out by the layout.
-      x: hidden states, laid out by `Layout.activations`.
-      context: a pytree of arrays `[B, ...]` and `[B, T, ...]`.
-      rng: key for dropout, or None.
+      layout: Layout of the run.
+      names: Logical names of the parameters' axes, of which the first is "layers".
+      run: Function that runs some layers on one device.
+      params: Parameters, stacked in the layers' order, `[L, ...]`, laid out by the layout.
+      x: Hidden states, laid out by `Layout.activations`.
+      context: A pytree of arrays `[B, ...]` and `[B, T, ...]`.
+      rng: Key for dropout, or None.
 
     Returns:
-      `(x, aux)`: the hidden states after all layers, and what the layers report, summed over layers and devices.
+      `(x, aux)`: the hidden states after all layers, and the auxiliary losses and metrics of the layers, summed over layers
+      and devices.
 
     Raises:
-      InputError: a device's sequences do not divide into microbatches.
+      InputError: A device's sequences do not divide into microbatches.
 
     Cost: with stages, the gradients of parameters are summed over `data` once per pass. Parameters that ZeRO divides are
     gathered in every tick, forward and backward, and their gradients scattered. With rounds, see `_redistribute`.
@@ -131,14 +132,14 @@ def microbatches(layout: Layout, rows: int) -> int:
     the stages.
 
     Args:
-      layout: of the run.
-      rows: sequences of the batch, over all devices.
+      layout: Layout of the run.
+      rows: Sequences of the batch, over all devices.
 
     Returns:
       The number of microbatches that each device's sequences are divided into; 1 without a pipeline.
 
     Raises:
-      InputError: the sequences do not divide into microbatches, or the microbatches into groups.
+      InputError: The sequences do not divide into microbatches, or the microbatches into groups.
     """
     sequences, stages, count = rows // layout.size("batch"), layout.size("layers"), layout.microbatches
     if stages == 1:

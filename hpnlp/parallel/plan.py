@@ -139,13 +139,13 @@ class Plan:
         """Sizes of the mesh axes.
 
         Args:
-          device_count: number of devices.
+          device_count: Number of devices.
 
         Returns:
           Mesh axis -> size, in the order of AXES. Their product is `device_count`; the plan `single` has 1.
 
         Raises:
-          InputError: the sizes do not multiply to `device_count`, or do not fit the other fields.
+          InputError: The sizes do not multiply to `device_count`, or do not fit the other fields.
         """
         sizes = self._requested_sizes()
         shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
@@ -199,7 +199,7 @@ class Plan:
         """The mesh of the plan.
 
         Args:
-          devices: the devices, all by default; the plan `single` takes the first. A number stands for so many devices that
+          devices: The devices, all by default; the plan `single` takes the first. A number stands for so many devices that
               need not be there.
 
         Returns:
@@ -218,14 +218,14 @@ class Plan:
         """Resolves the plan on devices, for a model.
 
         Args:
-          sizes: logical axis -> (size, the config field that sets it). An axis that no mesh axis divides is replicated.
-          devices: as for `mesh`.
+          sizes: Logical axis -> (size, the config field that sets it). An axis that no mesh axis divides is replicated.
+          devices: As for `mesh`.
 
         Returns:
           The Layout.
 
         Raises:
-          InputError: layers do not divide into stages, or the mesh axis `tensor` divides nothing.
+          InputError: Layers do not divide into stages, or the mesh axis `tensor` divides nothing.
         """
         mesh = self.mesh(devices)
         rules = {name: tuple(a for a in axes if mesh.shape[a] > 1) for name, axes in RULES.items()}

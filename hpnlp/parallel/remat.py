@@ -70,12 +70,12 @@ def policy(text: str) -> Any:
     """Parses a rematerialisation policy.
 
     Args:
-      text: a spec string such as "names(mixed, hidden)", an entry of REMAT.
+      text: A spec string such as "names(mixed, hidden)", an entry of REMAT.
 
     Returns:
       A policy of `jax.checkpoint`; None for "none", which keeps everything.
 
     Raises:
-      InputError: unknown policy or name.
+      InputError: Unknown policy or name.
     """
     return build(parse_one(text, "plan.remat"), REMAT, "plan.remat")

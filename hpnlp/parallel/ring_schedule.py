@@ -36,11 +36,11 @@ class RingSchedule:
     """Schedule of one mask over a ring of devices.
 
     Attributes:
-      chunks: the two chunks of each device.
-      masks: for each partly visible kind of pairs, the mask between a query chunk and a key chunk.
+      chunks: The two chunks of each device.
+      masks: For each partly visible kind of pairs, the mask between a query chunk and a key chunk.
       kinds: `[2 n][2 n]`, the kind of each pair (query chunk, key chunk): HIDDEN, VISIBLE or FIRST_MASK + i.
-      first_hop: the first hop; before it, keys and values are sent `first_hop` devices on.
-      hop_count: number of hops, each of which ends with sending keys and values one device on, except the last.
+      first_hop: The first hop; before it, keys and values are sent `first_hop` devices on.
+      hop_count: Number of hops, each of which ends with sending keys and values one device on, except the last.
     """
 
     chunks: Chunks
@@ -67,9 +67,9 @@ def make_schedule(mask: Mask, length: int, chunks: Chunks) -> RingSchedule:
     positions that are known at run time only, so every pair of chunks counts as partly visible.
 
     Args:
-      mask: a mask that is the same for all heads.
-      length: tokens per sequence, a multiple of the number of chunks.
-      chunks: the two chunks of each device.
+      mask: A mask that is the same for all heads.
+      length: Tokens per sequence, a multiple of the number of chunks.
+      chunks: The two chunks of each device.
 
     Returns:
       The schedule.
@@ -131,9 +131,9 @@ def assign_chunks(masks: Sequence[Mask], length: int, devices: int) -> Chunks:
     """Assigns chunks to devices, in sequence order or as a zigzag, whichever is faster for all masks together.
 
     Args:
-      masks: the masks of the layers.
-      length: tokens per sequence.
-      devices: number of devices in the ring.
+      masks: The masks of the layers.
+      length: Tokens per sequence.
+      devices: Number of devices in the ring.
 
     Returns:
       The two chunks of each device.

@@ -43,8 +43,8 @@ class MeshTensorParallel(TensorParallel):
       shards_tokens: True where, between branches, each device of the axis `tensor` holds a slice of the tokens of each
           sequence (sequence parallelism); False where it holds all of them.
       run_mixer: `(mixer, inputs, mask) -> MixerOutput` for the device's tokens.
-      gather: makes a layer's full parameters from the device's shards.
-      regathered_sizes: numbers of elements that parameters have before and after `gather`, where the backward pass gathers
+      gather: Makes a layer's full parameters from the device's shards.
+      regathered_sizes: Numbers of elements that parameters have before and after `gather`, where the backward pass gathers
           them again; empty where it keeps the gathered parameters.
     """
 

@@ -16,8 +16,8 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Marks an array as varying over mesh axes. Its cotangent is summed over these axes.
 
     Args:
-      x: an array of any shape.
-      axes: names of mesh axes; those that x varies over already are ignored.
+      x: An array of any shape.
+      axes: Names of mesh axes; those that x varies over already are ignored.
 
     Returns:
       x, marked.
@@ -30,8 +30,8 @@ def sum_over_devices(value: jax.Array, weight: jax.Array) -> tuple[jax.Array, ja
     """Sums a value and its weight over all mesh axes that at least one of them varies over.
 
     Args:
-      value: an array of any shape.
-      weight: an array of any shape.
+      value: An array of any shape.
+      weight: An array of any shape.
 
     Returns:
       The two sums, the same on all devices.
@@ -45,7 +45,7 @@ def zeros_like(shape: Any) -> jax.Array:
     """Creates zeros that vary over the same mesh axes as a traced array.
 
     Args:
-      shape: a result of `jax.eval_shape`.
+      shape: A result of `jax.eval_shape`.
 
     Returns:
       Zeros of that shape and dtype.

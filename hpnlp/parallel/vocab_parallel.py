@@ -32,16 +32,16 @@ def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: Any) -> Fl
     """Looks up the rows of a table.
 
     Args:
-      layout: of the run.
+      layout: Layout of the run.
       table: `[V, D]`, laid out by the layout, a `Zero2Parameter` or `TableRows`.
-      ids: rows of the table.
-      dtype: of the result.
+      ids: Rows of the table.
+      dtype: Dtype of the result.
 
     Returns:
       `table[ids]`, laid out by `Layout.activations`.
 
     Raises:
-      InputError: sequences or tokens do not divide over the mesh.
+      InputError: Sequences or tokens do not divide over the mesh.
     """
     layout.check_tokens(ids.shape)
     x_spec = layout.activations(ids.shape[1])
@@ -77,19 +77,19 @@ def loss(
     parameters, at most a number per word, are replicated.
 
     Args:
-      layout: of the run.
-      layer: an output layer.
+      layout: Layout of the run.
+      layer: An output layer.
       table: `[V, D]`, laid out by the layout, a `Zero2Parameter`, or None for a layer without a table.
-      h: hidden states, laid out by `Layout.activations`.
-      labels: words.
-      weights: of the tokens.
-      rng: key for samples, or None.
+      h: Hidden states, laid out by `Layout.activations`.
+      labels: Ids of the words to predict.
+      weights: Weights of the tokens.
+      rng: Key for samples, or None.
 
     Returns:
       The loss over all devices.
 
     Raises:
-      InputError: sequences or tokens do not divide over the mesh.
+      InputError: Sequences or tokens do not divide over the mesh.
 
     Numerics: where words are divided, a token's loss is lse - logit, exact to about 1e-7 of the lse.
 

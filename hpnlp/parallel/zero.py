@@ -41,10 +41,10 @@ def fsdp_dimension(
     never divided over `fsdp`. Vectors are not divided either: they are too small to be worth the messages.
 
     Args:
-      names: logical names of the array's axes.
-      shape: of the array.
-      mesh_axes: for each dimension, the mesh axes that divide it already.
-      mesh_shape: mesh axis -> size.
+      names: Logical names of the array's axes.
+      shape: Shape of the array.
+      mesh_axes: For each dimension, the mesh axes that divide it already.
+      mesh_shape: Mesh axis -> size.
 
     Returns:
       The dimension, or NOT_DIVIDED.
@@ -62,7 +62,7 @@ def divided_dimension(spec: PartitionSpec) -> int:
     """Finds the dimension that a PartitionSpec divides over `fsdp`.
 
     Args:
-      spec: of an array.
+      spec: PartitionSpec of an array.
 
     Returns:
       The dimension, or NOT_DIVIDED.
@@ -75,7 +75,7 @@ def full_shape(leaf: Any) -> tuple[int, ...]:
     """Shape of a parameter.
 
     Args:
-      leaf: an array, or a `Zero2Parameter`.
+      leaf: An array, or a `Zero2Parameter`.
 
     Returns:
       The shape of the array, or of the full parameter.
@@ -87,7 +87,7 @@ def is_zero2(node: Any) -> bool:
     """Whether a node of a tree is a `Zero2Parameter`.
 
     Args:
-      node: of a tree of parameters.
+      node: Node of a tree of parameters.
 
     Returns:
       True for a `Zero2Parameter`, False for an array or a container.
@@ -99,9 +99,9 @@ def gather_parameter(leaf: Any, dim: int, token_axes: tuple[str, ...]) -> jax.Ar
     """Makes a full parameter inside `shard_map`; the derivative reduce-scatters its gradient over `fsdp`.
 
     Args:
-      leaf: the device's shard (stage 3, or a parameter that is not divided), or a `Zero2Parameter` (stage 2).
-      dim: the dimension that is divided over `fsdp`, or NOT_DIVIDED.
-      token_axes: mesh axes whose devices have different tokens. The gradient is summed over the axes other than `fsdp`
+      leaf: The device's shard (stage 3, or a parameter that is not divided), or a `Zero2Parameter` (stage 2).
+      dim: The dimension that is divided over `fsdp`, or NOT_DIVIDED.
+      token_axes: Mesh axes whose devices have different tokens. The gradient is summed over the axes other than `fsdp`
           after the reduce-scatter, when it is a shard.
 
     Returns:

@@ -63,14 +63,14 @@ def traffic(jaxpr: Any, sizes: Mapping[str, int]) -> list[Collective]:
     """Collectives of a program. A `cond` counts as the branch that sends most.
 
     Args:
-      jaxpr: as `jax.jit(f).trace(...).jaxpr` returns it.
-      sizes: number of devices of each mesh axis.
+      jaxpr: As `jax.jit(f).trace(...).jaxpr` returns it.
+      sizes: Number of devices of each mesh axis.
 
     Returns:
       Each distinct collective once, with the number of times that it runs.
 
     Raises:
-      InputError: a collective runs in a loop of unknown length.
+      InputError: A collective runs in a loop of unknown length.
     """
     return _merged(_jaxpr_collectives(jaxpr, sizes, 1))
 
@@ -120,7 +120,7 @@ def total(collectives: Iterable[Collective]) -> float:
     """Bytes that each device sends.
 
     Args:
-      collectives: those of a step.
+      collectives: Collectives of a step.
 
     Returns:
       The sum of their `bytes`.
@@ -132,9 +132,9 @@ def trace(trainer: Trainer, batch_size: int, length: int) -> Any:
     """Traces a training step.
 
     Args:
-      trainer: a trainer, on devices or on an abstract mesh.
-      batch_size: examples in a batch of all devices.
-      length: tokens of an example.
+      trainer: A trainer, on devices or on an abstract mesh.
+      batch_size: Examples in a batch of all devices.
+      length: Tokens of an example.
 
     Returns:
       A `jax.stages.Traced`, with its `jaxpr` and `lower()`.
@@ -147,14 +147,14 @@ def step_traffic(trainer: Trainer, jaxpr: Any) -> list[Collective]:
     """Collectives of a training step, those that the compiler adds for ZeRO included.
 
     Args:
-      trainer: a trainer, on devices or on an abstract mesh.
-      jaxpr: of the step's trace.
+      trainer: A trainer, on devices or on an abstract mesh.
+      jaxpr: Jaxpr of the traced step, see `trace`.
 
     Returns:
       Each distinct collective once. `times` of -1 takes off an all-gather that the compiler does once instead of twice.
 
     Raises:
-      InputError: a collective runs in a loop of unknown length.
+      InputError: A collective runs in a loop of unknown length.
     """
     layout, params = trainer.layout, trainer.state_shapes.params
     collectives = traffic(jaxpr, layout.mesh.shape)
@@ -192,13 +192,13 @@ def compiled_traffic(text: str) -> list[Collective]:
     """Collectives of a compiled program.
 
     Args:
-      text: the HLO text of the program, as `jax.stages.Compiled.as_text()` returns it.
+      text: The HLO text of the program, as `jax.stages.Compiled.as_text()` returns it.
 
     Returns:
       Each distinct collective once, without the names of mesh axes.
 
     Raises:
-      InputError: a collective runs in a loop whose length is not in the text, or its devices cannot be read from it.
+      InputError: A collective runs in a loop whose length is not in the text, or its devices cannot be read from it.
     """
     computations: dict[str, list[str]] = {}
     body: list[str] = []

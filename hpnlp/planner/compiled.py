@@ -42,15 +42,15 @@ def compile_step(costs: Costs, depth: str, device: str) -> Compiled:
     """Compiles the training step of an estimate.
 
     Args:
-      costs: the estimate.
+      costs: The estimate.
       depth: "compiled" for simulated CPU devices, or "tpu" for chips of the kind `device`.
-      device: an entry of `DEVICES`.
+      device: An entry of `DEVICES`.
 
     Returns:
       The memory and the collectives of the compiled program.
 
     Raises:
-      InputError: too few devices are simulated, or XLA cannot compile the step.
+      InputError: Too few devices are simulated, or XLA cannot compile the step.
     """
     devices = jax.devices("cpu") if depth == "compiled" else tpu_devices(device, costs.devices)
     if len(devices) < costs.devices:
@@ -86,13 +86,13 @@ def tpu_devices(device: str, count: int) -> list[Any]:
 
     Args:
       device: "v5e" or "v5p".
-      count: number of chips, in a slice whose sides are as equal as possible.
+      count: Number of chips, in a slice whose sides are as equal as possible.
 
     Returns:
       JAX devices that programs can be compiled for but not run on.
 
     Raises:
-      InputError: another device, libtpu is not installed, or there is no slice of this size.
+      InputError: Another device, libtpu is not installed, or there is no slice of this size.
     """
     from jax.experimental import topologies
 
@@ -128,15 +128,15 @@ def compare(costs: Costs, depth: str, device: str) -> str:
     """Compiles a step and compares it with its plan.
 
     Args:
-      costs: the plan.
+      costs: The plan.
       depth: "compiled" or "tpu", as for `compile_step`.
-      device: an entry of `DEVICES`.
+      device: An entry of `DEVICES`.
 
     Returns:
       A table of planned and compiled bytes.
 
     Raises:
-      InputError: as `compile_step`.
+      InputError: As `compile_step`.
     """
     compiled = compile_step(costs, depth, device)
     state = sum(costs.memory.get(use, 0) for use in ("parameters", "optimizer", "average"))

@@ -23,11 +23,11 @@ class Device:
     memory: float
     memory_bandwidth: float
     fast_domain: int  #: number of devices that fast links join
-    link_bandwidth: float  #: to the neighbour in a ring of these
-    network_bandwidth: float  #: to devices beyond
-    host_bandwidth: float  #: from and to host memory
+    link_bandwidth: float  #: bytes per second to the neighbour in a ring within the fast domain
+    network_bandwidth: float  #: bytes per second to devices outside the fast domain
+    host_bandwidth: float  #: bytes per second from and to host memory
     fuses_attention: bool = True  #: whether attention is one kernel
-    depth: str = "compiled"  #: of `hpnlp plan`: the one that compiles for this device, or for the most similar one
+    depth: str = "compiled"  #: value of `hpnlp plan --depth` that compiles for this device or the most similar one
     #: Largest measured excess of compiled over planned temporaries, relative to those planned
     #: (experiments/results/plan-cpu.json, plan_tpu-cpu.json).
     temporaries_error: float = 0.2
@@ -36,8 +36,8 @@ class Device:
         """Lower bound of the time of a collective, whose messages are sent one after the other.
 
         Args:
-          collective: with all its runs.
-          sizes: number of devices of each mesh axis.
+          collective: The collective, with all its runs.
+          sizes: Number of devices of each mesh axis.
 
         Returns:
           Seconds in a step.
@@ -51,8 +51,8 @@ class Device:
         another device's network card (as NCCL does).
 
         Args:
-          axes: those that the collective goes over.
-          sizes: number of devices of each mesh axis.
+          axes: Mesh axes of the collective.
+          sizes: Number of devices of each mesh axis.
 
         Returns:
           At most the bandwidth of a fast link.
@@ -98,7 +98,7 @@ def this_cpu(devices: int) -> Device:
     """One simulated device of this machine, measured with a product of 1024 x 1024 and a copy of 64 MB.
 
     Args:
-      devices: how many simulated devices share the machine.
+      devices: Number of simulated devices that share the machine.
 
     Returns:
       A device with a share of the machine's memory and rates.

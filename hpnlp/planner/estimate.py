@@ -55,7 +55,7 @@ class Costs:
         """Whether the step fits into the usable memory of a device.
 
         Args:
-          device: the accelerator.
+          device: The accelerator.
 
         Returns:
           True where the planned bytes are not more.
@@ -66,7 +66,7 @@ class Costs:
         """Bytes of temporary buffers that a compiled step may need beyond the estimate.
 
         Args:
-          device: the accelerator, with the largest measured error.
+          device: The accelerator, with the largest measured error.
 
         Returns:
           Bytes.
@@ -77,7 +77,7 @@ class Costs:
         """Whether the step fits, but may not fit if the estimate is off by as much as was measured.
 
         Args:
-          device: the accelerator.
+          device: The accelerator.
 
         Returns:
           False where it fits with enough to spare, and where it does not fit.
@@ -88,7 +88,7 @@ class Costs:
         """Lower bound of the time of a step by the device's data sheet, with no communication hidden behind computation.
 
         Args:
-          device: the accelerator.
+          device: The accelerator.
 
         Returns:
           Seconds of "compute" (products and memory traffic), of "bubble" (the share of these that a pipeline idles), of
@@ -107,7 +107,7 @@ class Costs:
         """Sum of `seconds`.
 
         Args:
-          device: the accelerator.
+          device: The accelerator.
 
         Returns:
           Seconds of a step.
@@ -118,7 +118,7 @@ class Costs:
         """Model FLOPs utilisation of a step that takes `total_seconds`.
 
         Args:
-          device: the accelerator.
+          device: The accelerator.
 
         Returns:
           The share of the device's bfloat16 peak.
@@ -132,13 +132,13 @@ def model_of(config: Config) -> LM:
     A tokenizer that is trained on the data is taken to reach its largest size, and words to have the frequencies of Zipf's law.
 
     Args:
-      config: a resolved config.
+      config: A resolved config.
 
     Returns:
       The model.
 
     Raises:
-      InputError: no tokenizer of this kind has a size that the model allows.
+      InputError: No tokenizer of this kind has a size that the model allows.
     """
     tokenizer, stats = config.data.tokenizer, None
     smallest, largest = tokenizers.sizes(tokenizer)
@@ -153,14 +153,14 @@ def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:
     """The trainer of a config.
 
     Args:
-      config: a resolved config.
+      config: A resolved config.
       devices: JAX devices, or a number of devices that need not exist.
 
     Returns:
       The trainer, on a mesh of these devices or on an abstract mesh.
 
     Raises:
-      InputError: the model, the batch and the plan are not compatible.
+      InputError: The model, the batch and the plan are not compatible.
     """
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     trainer = make_trainer(model_of(config), optimizer, config.plan, steps=config.train.steps, devices=devices)
@@ -172,14 +172,14 @@ def costs(config: Config, devices: int) -> Costs:
     """Costs of a training step under `config.plan`.
 
     Args:
-      config: a resolved config.
-      devices: number of devices, which need not exist.
+      config: A resolved config.
+      devices: Number of devices, which need not exist.
 
     Returns:
       Memory, operations and collectives of one device.
 
     Raises:
-      InputError: the model, the batch and the plan are not compatible.
+      InputError: The model, the batch and the plan are not compatible.
 
     Cost: one trace of the step, whatever the sizes; nothing is allocated or compiled.
     """

@@ -40,9 +40,9 @@ def program_cost(jaxpr: Any, shards: Mapping[int, int] | None = None, *, donated
     A `cond` counts as its most expensive branch, a `while` loop as one iteration.
 
     Args:
-      jaxpr: as `jax.jit(f).trace(...).jaxpr` returns it.
-      shards: number of devices that each argument is divided over, by the index of the argument; 1 where it is missing.
-      donated: whether results are written to the buffers of the arguments.
+      jaxpr: As `jax.jit(f).trace(...).jaxpr` returns it.
+      shards: Number of devices that each argument is divided over, by the index of the argument; 1 where it is missing.
+      donated: Whether results are written to the buffers of the arguments.
 
     Returns:
       The cost, without the memory of arguments and constants.

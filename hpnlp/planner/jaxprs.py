@@ -15,7 +15,7 @@ def open_jaxpr(jaxpr: Any) -> Any:
     """The jaxpr with the equations.
 
     Args:
-      jaxpr: a jaxpr, closed or not.
+      jaxpr: A jaxpr, closed or not.
 
     Returns:
       The open jaxpr; from JAX 0.12 on the two are the same.
@@ -27,7 +27,7 @@ def needed_equations(jaxpr: Any) -> list[Any]:
     """Equations that the results depend on or that have side effects; compilers remove all others as dead code.
 
     Args:
-      jaxpr: an open jaxpr.
+      jaxpr: An open jaxpr.
 
     Returns:
       The equations, in order.
@@ -46,7 +46,7 @@ def called_jaxpr(equation: Any) -> Any:
     """The body of an equation that only calls it, such as `jit`, `checkpoint` or a custom derivative.
 
     Args:
-      equation: of a jaxpr.
+      equation: Equation of a jaxpr.
 
     Returns:
       An open jaxpr with the operands and results of the equation; None for other equations.
@@ -73,7 +73,7 @@ def scan_body(equation: Any) -> LoopBody:
     """The body of a `scan`.
 
     Args:
-      equation: the scan.
+      equation: The scan.
 
     Returns:
       The body.
@@ -91,7 +91,7 @@ def while_body(equation: Any) -> LoopBody:
     """The body of a `while` loop.
 
     Args:
-      equation: the loop.
+      equation: The loop.
 
     Returns:
       The body, without slices.
@@ -116,7 +116,7 @@ def is_on_host(aval: Any) -> bool:
     """Whether an array rests in host memory.
 
     Args:
-      aval: the abstract value of a jaxpr's variable.
+      aval: The abstract value of a jaxpr's variable.
 
     Returns:
       False for values without a memory space.
@@ -128,7 +128,7 @@ def device_bytes(aval: Any) -> int:
     """Bytes of an array in device memory, undivided.
 
     Args:
-      aval: the abstract value of a jaxpr's variable.
+      aval: The abstract value of a jaxpr's variable.
 
     Returns:
       0 for arrays in host memory and for values that are no arrays.

@@ -39,9 +39,9 @@ def peak_memory(steps: Sequence[Step], results: Sequence[Value], donated: bool) 
     takes the buffer of an input that it may alias where that input is not read again and has the same size.
 
     Args:
-      steps: in the order in which they run.
-      results: what the program returns.
-      donated: whether results are written to the buffers of donated arguments, and take no memory of their own.
+      steps: Steps of the program, in the order in which they run.
+      results: Values that the program returns.
+      donated: Whether results are written to the buffers of donated arguments, and take no memory of their own.
 
     Returns:
       Bytes on one device; external buffers do not count.

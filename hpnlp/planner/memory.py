@@ -17,10 +17,10 @@ def memory_estimate(trainer: Trainer, peak: int, batch_size: int, length: int) -
     """Bytes of a training step in the memory of one device, by use.
 
     Args:
-      trainer: a trainer, on devices or on an abstract mesh.
-      peak: peak bytes of the step's temporary buffers (`jaxpr_cost.program_cost`), gradients included.
-      batch_size: examples in a batch of all devices.
-      length: tokens of an example.
+      trainer: A trainer, on devices or on an abstract mesh.
+      peak: Peak bytes of the step's temporary buffers (`jaxpr_cost.program_cost`), gradients included.
+      batch_size: Examples in a batch of all devices.
+      length: Tokens of an example.
 
     Returns:
       Bytes of "parameters", "optimizer" (its state), "average" (of the parameters), "gradients" and "activations". The last
@@ -42,9 +42,9 @@ def state_bytes(trainer: Trainer, batch_size: int, length: int) -> int:
     """Bytes of the training state and the gradients in the memory of one device, known without a trace of the step.
 
     Args:
-      trainer: a trainer, on devices or on an abstract mesh.
-      batch_size: examples in a batch of all devices.
-      length: tokens of an example.
+      trainer: A trainer, on devices or on an abstract mesh.
+      batch_size: Examples in a batch of all devices.
+      length: Tokens of an example.
 
     Returns:
       A lower bound of what the step needs.
@@ -56,9 +56,9 @@ def gradient_bytes(trainer: Trainer, batch_size: int, length: int) -> int:
     """Bytes of the gradients of a batch in the memory of one device.
 
     Args:
-      trainer: a trainer, on devices or on an abstract mesh.
-      batch_size: examples in a batch of all devices.
-      length: tokens of an example.
+      trainer: A trainer, on devices or on an abstract mesh.
+      batch_size: Examples in a batch of all devices.
+      length: Tokens of an example.
 
     Returns:
       Bytes; a table that is trained sparsely counts with the rows that the batch touches.
@@ -80,8 +80,8 @@ def held_bytes(shapes: Any, *, hosted: bool = False) -> int:
     """Bytes of arrays in the memory of one device or of its host.
 
     Args:
-      shapes: a tree of arrays or of shapes with shardings.
-      hosted: whether to count the arrays in host memory instead of those in device memory.
+      shapes: A tree of arrays or of shapes with shardings.
+      hosted: Whether to count the arrays in host memory instead of those in device memory.
 
     Returns:
       Bytes of one device's shards.
@@ -94,7 +94,7 @@ def state_shards(trainer: Trainer) -> dict[int, int]:
     """Number of devices that each array of the training state is divided over.
 
     Args:
-      trainer: a trainer, on devices or on an abstract mesh.
+      trainer: A trainer, on devices or on an abstract mesh.
 
     Returns:
       The number of shards by the index of the array among the arguments of the step; empty arrays are left out.

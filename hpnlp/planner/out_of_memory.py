@@ -27,13 +27,13 @@ def advised(config: Config) -> Iterator[None]:
     """Turns an out-of-memory error of training into an InputError with `advice`.
 
     Args:
-      config: of the run.
+      config: Config of the run.
 
     Yields:
       Nothing.
 
     Raises:
-      InputError: the body ran out of memory.
+      InputError: The body ran out of memory.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def advice(config: Config) -> str:
     """The planned memory of a step on the devices of this process, and the smallest change that makes the step fit.
 
     Args:
-      config: of the run.
+      config: Config of the run.
 
     Returns:
       A sentence; general advice where the step cannot be planned, or no change is found within `SEARCH_SECONDS`.

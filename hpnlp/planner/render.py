@@ -26,9 +26,9 @@ def table(costs: Costs, device: Device, kind: str) -> str:
     """Table of the memory, work, communication and time of a step.
 
     Args:
-      costs: of the step.
-      device: the accelerator.
-      kind: its name, an entry of `DEVICES` or "cpu".
+      costs: Costs of the step.
+      device: The accelerator.
+      kind: Name of the accelerator, an entry of `DEVICES` or "cpu".
 
     Returns:
       Lines of text.
@@ -93,8 +93,8 @@ def tightness_warning(costs: Costs, device: Device) -> str:
     """Warning that follows "it fits" where the estimate may be off by more than the memory that is left.
 
     Args:
-      costs: of a step.
-      device: the accelerator.
+      costs: Costs of the step.
+      device: The accelerator.
 
     Returns:
       A clause, or an empty string where the step fits with enough to spare or does not fit.
@@ -130,9 +130,9 @@ def ranking(estimates: Sequence[Costs], device: Device, config_plan: Plan) -> st
     """Table of plans, with the flags that select the first.
 
     Args:
-      estimates: costs of a step under each plan, in the order of the table.
-      device: the accelerator.
-      config_plan: the plan of the config that the flags are added to.
+      estimates: Costs of a step under each plan, in the order of the table.
+      device: The accelerator.
+      config_plan: The plan of the config that the flags are added to.
 
     Returns:
       Lines of text.
@@ -176,16 +176,16 @@ def draw(costs: Costs, device: Device, kind: str, path: Path) -> Path:
     """Draws the memory and the time of a step as stacked bars.
 
     Args:
-      costs: of the step.
-      device: the accelerator.
-      kind: its name.
-      path: the file.
+      costs: Costs of the step.
+      device: The accelerator.
+      kind: Name of the accelerator.
+      path: File of the plot.
 
     Returns:
       `path`.
 
     Raises:
-      InputError: the file cannot be written.
+      InputError: The file cannot be written.
     """
     from matplotlib.figure import Figure  # without pyplot, which would change a notebook's backend
 
@@ -217,10 +217,10 @@ def check_writable(path: Path) -> None:
     """Checks that a plot can be written, before the step is planned.
 
     Args:
-      path: the file.
+      path: File of the plot.
 
     Raises:
-      InputError: the image format is unknown, or the file cannot be written.
+      InputError: The image format is unknown, or the file cannot be written.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"--out={path}: unknown image format; use {', '.join(SUFFIXES)}")

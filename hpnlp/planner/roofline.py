@@ -55,8 +55,8 @@ class ProgramCost:
 
         Args:
           flops: FLOP/s by dtype; dtypes that are not in it run at the rate of float32.
-          memory_bandwidth: bytes per second from and to device memory.
-          fuses_attention: whether attention is one kernel, whose intermediate results cost no memory traffic.
+          memory_bandwidth: Bytes per second from and to device memory.
+          fuses_attention: Whether attention is one kernel, whose intermediate results cost no memory traffic.
 
         Returns:
           Seconds.

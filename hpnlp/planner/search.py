@@ -34,9 +34,9 @@ def smallest_change(estimate: Costs, device: Device, progress: Progress) -> tupl
     finally full rematerialisation with some or all of the state on the host.
 
     Args:
-      estimate: of the config, which does not fit.
-      device: the accelerator.
-      progress: called with (changes tried, all changes) before each trial.
+      estimate: Estimate of the config, which does not fit.
+      device: The accelerator.
+      progress: Called with (changes tried, all changes) before each trial.
 
     Returns:
       The flags that make the change and the costs under it; None where no change makes the step fit.
@@ -101,16 +101,16 @@ def rank_plans(config: Config, devices: int, device: Device, progress: Progress)
     Each plan has the policy of rematerialisation that recomputes least among those that fit. The batch is that of the config.
 
     Args:
-      config: a resolved config; its plan keeps the fields that are not searched.
-      devices: number of devices, which need not exist.
-      device: the accelerator.
-      progress: called with (plans tried, all plans).
+      config: A resolved config; its plan keeps the fields that are not searched.
+      devices: Number of devices, which need not exist.
+      device: The accelerator.
+      progress: Called with (plans tried, all plans).
 
     Returns:
       Costs, by the time of a step.
 
     Raises:
-      InputError: no plan divides the batch, or no plan is valid, with the error of the first.
+      InputError: No plan divides the batch, or no plan is valid, with the error of the first.
 
     Cost: up to three traces of the step for each plan under which the state alone fits.
     """
@@ -199,14 +199,14 @@ def changed(config: Config, change: Change) -> Config:
     """A config with some of its fields replaced.
 
     Args:
-      config: a config.
+      config: A config.
       change: "section.field", or "section" for all of it, -> value.
 
     Returns:
       The new config.
 
     Raises:
-      InputError: a value is not valid.
+      InputError: A value is not valid.
     """
     for name, value in change.items():
         section, _, field = name.partition(".")
@@ -220,7 +220,7 @@ def plan_name(estimate: Costs) -> str:
     """A short description of the plan of an estimate.
 
     Args:
-      estimate: of a step.
+      estimate: Estimate of a step.
 
     Returns:
       The sizes of the mesh, the stage of ZeRO and the policy of rematerialisation, without defaults.

@@ -20,8 +20,8 @@ from hpnlp.planner.roofline import Operation, ProgramCost
 class Scope:
     """The variables of a jaxpr while it is walked."""
 
-    values: dict[Any, Value]  #: those of the equations walked so far
-    uses: collections.Counter[Any]  #: how many equations and results read a variable
+    values: dict[Any, Value]  #: results of the equations walked so far
+    uses: collections.Counter[Any]  #: number of equations and results that read a variable
     rounded: dict[Any, Any]  #: products that are converted at once, and the abstract value of the converted result
 
 
@@ -29,13 +29,13 @@ class Walker:
     """Walks jaxprs and records the steps and operations of the program that they make.
 
     Attributes:
-      handle: accounts for an equation: records its kernels and returns the values of its results.
-      per_device: whether shapes are those of one device, as inside `shard_map`.
-      steps: what has been recorded of the program's buffers.
-      operations: what has been recorded of its kernels.
-      slices: slices of stacked operands that have been copied, by the stack and the index of the iteration.
-      scope: variables of the jaxpr that is being walked.
-      in_attention: whether the equation that is being walked is part of attention.
+      handle: Accounts for an equation: records its kernels and returns the values of its results.
+      per_device: Whether shapes are those of one device, as inside `shard_map`.
+      steps: Steps recorded so far, with the buffers that they read and write.
+      operations: Kernels recorded so far.
+      slices: Slices of stacked operands that have been copied, by the stack and the index of the iteration.
+      scope: Variables of the jaxpr that is being walked.
+      in_attention: Whether the equation that is being walked is part of attention.
     """
 
     def __init__(self, handle: Handler, per_device: bool) -> None:
@@ -51,7 +51,7 @@ class Walker:
         """Number of devices that the result of an equation is divided over.
 
         Args:
-          operands: of the equation.
+          operands: Operands of the equation.
 
         Returns:
           The most shards of any operand; 1 inside `shard_map`.
@@ -62,9 +62,9 @@ class Walker:
         """A value in a new buffer.
 
         Args:
-          aval: abstract value of the array.
-          shards: number of devices that the array is divided over.
-          external: whether the buffer belongs to the caller.
+          aval: Abstract value of the array.
+          shards: Number of devices that the array is divided over.
+          external: Whether the buffer belongs to the caller.
 
         Returns:
           The value.
@@ -78,7 +78,7 @@ class Walker:
         """The value of an operand.
 
         Args:
-          atom: a variable or a literal.
+          atom: A variable or a literal.
 
         Returns:
           The value.
@@ -89,8 +89,8 @@ class Walker:
         """Puts a value into a buffer.
 
         Args:
-          value: a value; one without a buffer is written to a new one by a fused operation.
-          aval: abstract value of the array.
+          value: A value; one without a buffer is written to a new one by a fused operation.
+          aval: Abstract value of the array.
 
         Returns:
           A value with a buffer.
@@ -109,8 +109,8 @@ class Walker:
         """Puts the operands of an equation into buffers, which later readers of the same variables share.
 
         Args:
-          equation: the equation.
-          operands: its values.
+          equation: The equation.
+          operands: Values of the operands.
 
         Returns:
           Values with buffers.
@@ -134,12 +134,12 @@ class Walker:
         """Records a kernel.
 
         Args:
-          reads: buffers that it reads.
-          writes: buffers that it writes.
-          flops: of its products.
+          reads: Buffers that it reads.
+          writes: Buffers that it writes.
+          flops: Floating-point operations of its products.
           aliases: (input, output) pairs that may share a buffer.
-          on_host: whether it moves bytes from or to host memory.
-          dtype: of the products' operands.
+          on_host: Whether it moves bytes from or to host memory.
+          dtype: Dtype of the products' operands.
         """
         self.steps.append(Step(reads, writes, aliases=aliases))
         size = float(sum(buffer.size for buffer in (*reads, *writes)))
@@ -157,12 +157,12 @@ class Walker:
         """Records a loop or a branch with the operations of its body.
 
         Args:
-          reads: buffers that it reads.
-          writes: buffers that it writes.
-          body: cost of one run of the body.
-          scratch: bytes that the body needs beside both; at least 0.
+          reads: Buffers that it reads.
+          writes: Buffers that it writes.
+          body: Cost of one run of the body.
+          scratch: Bytes that the body needs beside both; at least 0.
           aliases: (input, output) pairs that may share a buffer.
-          runs: how often the body runs.
+          runs: Number of times that the body runs.
         """
         self.steps.append(Step(reads, writes, max(0, scratch), aliases))
         self.operations += [
@@ -176,8 +176,8 @@ class Walker:
         """Records the equations of a jaxpr in order.
 
         Args:
-          jaxpr: an open jaxpr.
-          arguments: values of its arguments.
+          jaxpr: An open jaxpr.
+          arguments: Values of its arguments.
 
         Returns:
           Values of its results.

@@ -131,8 +131,8 @@ def replace_text(path: Path, text: str) -> None:
     """Writes a text file atomically.
 
     Args:
-      path: The file.
-      text: Its content. Names of files that are not UTF-8 in it are written as they are.
+      path: Path of the file.
+      text: Content of the file. File names in it that are not UTF-8 are written as the bytes that they are.
     """
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(text.encode("utf-8", "surrogateescape"))

@@ -38,13 +38,13 @@ class Index:
     probes and buckets are then those of each device.
 
     Args:
-      kind: spec string of an entry of KINDS: "exact", "ivf(cells,probes)", "lsh(bits,tables,probes)" or "faiss(factory)", with
+      kind: Spec string of an entry of KINDS: "exact", "ivf(cells,probes)", "lsh(bits,tables,probes)" or "faiss(factory)", with
         the arguments of that class.
-      mesh: devices over which the vectors are divided; None for one device.
-      axis: axis of the mesh.
+      mesh: Devices over which the vectors are divided; None for one device.
+      axis: Axis of the mesh.
 
     Raises:
-      InputError: kind or axis is unknown, or the kind cannot be divided.
+      InputError: Kind or axis is unknown, or the kind cannot be divided.
     """
 
     def __init__(self, kind: str = "exact", *, mesh: Mesh | None = None, axis: str = "data") -> None:
@@ -73,7 +73,7 @@ class Index:
           The index itself.
 
         Raises:
-          InputError: the vectors are not as described, there are none or fewer than devices, or they do not suit the settings
+          InputError: The vectors are not as described, there are none or fewer than devices, or they do not suit the settings
             of the kind.
         """
         self._set_vectors(_checked(vectors, "vectors", least=self._part_count))
@@ -91,7 +91,7 @@ class Index:
           The index itself.
 
         Raises:
-          InputError: as `build`, or nothing was built, or the vectors have another dimension or dtype than those in the index.
+          InputError: As `build`, or nothing was built, or the vectors have another dimension or dtype than those in the index.
         """
         self._check_built()
         added = _checked(vectors, "vectors", self._dim)
@@ -111,14 +111,14 @@ class Index:
 
         Args:
           q: [Q, D] queries, finite.
-          k: number of vectors, 1 to len(index).
+          k: Number of vectors, 1 to len(index).
 
         Returns:
           (scores [Q, k] float32, ids [Q, k] int32), best first; -inf and -1 where an approximate kind reads fewer than k
           vectors.
 
         Raises:
-          InputError: nothing was built, queries are not finite or have another dimension, or k is out of range.
+          InputError: Nothing was built, queries are not finite or have another dimension, or k is out of range.
         """
         self._check_built()
         queries = _checked(q, "q", self._dim, least=0)
@@ -136,13 +136,13 @@ class Index:
         """An index of the same vectors with another number of probes; nothing is built or copied.
 
         Args:
-          probes: number of cells or buckets that a query reads.
+          probes: Number of cells or buckets that a query reads.
 
         Returns:
           The new index.
 
         Raises:
-          InputError: nothing was built, the kind has no probes, or there are fewer cells or buckets.
+          InputError: Nothing was built, the kind has no probes, or there are fewer cells or buckets.
         """
         self._check_built()
         if not hasattr(self.kind, "probes"):
@@ -158,10 +158,10 @@ class Index:
         """Writes the index to a file, atomically: a file of that name is replaced once the new one is complete.
 
         Args:
-          path: of the file.
+          path: Path of the file.
 
         Raises:
-          InputError: nothing was built, or the file cannot be written.
+          InputError: Nothing was built, or the file cannot be written.
         """
         self._check_built()
         arrays = self.kind.pack(self._state)
@@ -197,15 +197,15 @@ class Index:
         """Reads an index that `save` wrote. It is built again if it was divided into another number of parts.
 
         Args:
-          path: of the file.
-          mesh: as in the constructor; need not be the mesh of the saved index.
-          axis: as in the constructor.
+          path: Path of the file.
+          mesh: As in the constructor; need not be the mesh of the saved index.
+          axis: As in the constructor.
 
         Returns:
           The index.
 
         Raises:
-          InputError: the file does not exist, is damaged or has another format, or as the constructor.
+          InputError: The file does not exist, is damaged or has another format, or as the constructor.
         """
         record, arrays = _read(path)
         index = cls(record["kind"], mesh=mesh, axis=axis)

@@ -62,9 +62,9 @@ class Kind:
         """Searches an index.
 
         Args:
-          state: the state.
+          state: The state.
           q: [Q, D] queries.
-          k: number of vectors.
+          k: Number of vectors.
 
         Returns:
           (scores [Q, k], ids [Q, k]) as `Index.search`.
@@ -75,7 +75,7 @@ class Kind:
         """Raises InputError where a search would, without one: on settings that do not fit the state.
 
         Args:
-          state: the state, or the shapes of its arrays.
+          state: The state, or the shapes of its arrays.
           dim: D.
         """
         jax.eval_shape(functools.partial(self.search, k=1), state, jax.ShapeDtypeStruct((1, dim), jnp.float32))
@@ -84,8 +84,8 @@ class Kind:
         """The vectors of a state.
 
         Args:
-          state: the state, whose arrays may be padded.
-          count: number of vectors.
+          state: The state, whose arrays may be padded.
+          count: Number of vectors.
 
         Returns:
           [count, D] vectors in the order of their ids.
@@ -96,7 +96,7 @@ class Kind:
         """Adds vectors; for kinds without `on_devices`, the others are built again.
 
         Args:
-          state: the state.
+          state: The state.
           vectors: [n, D].
 
         Returns:
@@ -108,7 +108,7 @@ class Kind:
         """Converts the state to arrays that can be saved.
 
         Args:
-          state: the state.
+          state: The state.
 
         Returns:
           Arrays by name.
@@ -119,7 +119,7 @@ class Kind:
         """Inverse of `pack`.
 
         Args:
-          arrays: by name.
+          arrays: Name -> array.
 
         Returns:
           The state.

@@ -152,7 +152,7 @@ def loss(model: LM, params: Any, batch: Batch, key: jax.Array | None) -> LossOut
 
     Args:
       model: The model.
-      params: Its parameters.
+      params: Parameters of the model.
       batch: Arrays `[B, T]`.
       key: Key for dropout and sampled losses in training; None for evaluation, which draws nothing.
 

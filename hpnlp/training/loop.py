@@ -48,7 +48,7 @@ class Result:
         and in processes other than process 0.
       corpus: The data, with its tokenizer.
       model: The model.
-      params: Its parameters, averaged ones where the run keeps an average.
+      params: Parameters of the model, averaged ones where the run keeps an average.
       seconds: Seconds by phase, over all restarts; "setup" holds all compilation.
       peak_memory_bytes: Largest peak memory of any restart.
       parameters: Number of parameters.

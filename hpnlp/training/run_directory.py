@@ -69,7 +69,7 @@ def eos_ids(directory: Path, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...
 
     Args:
       directory: A run directory, or one in the Hugging Face layout.
-      tokenizer: Its tokenizer.
+      tokenizer: Tokenizer of the directory.
       vocab: Number of ids of the model; larger ids are left out, since the model cannot generate them.
 
     Returns:
@@ -286,8 +286,8 @@ class Run:
 
     Attributes:
       config: Config of the run.
-      tokenizer: Its tokenizer.
-      model: Its model.
+      tokenizer: Tokenizer of the run.
+      model: Model of the run.
       params: Parameters for generation and export: averaged ones where the run keeps an average.
       step: Step of the checkpoint that the parameters are from.
       eos_ids: Ids that end a text, see the function `eos_ids`.

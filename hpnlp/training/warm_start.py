@@ -133,7 +133,7 @@ def check_converted(init_from: str, workdir: Path) -> None:
       workdir: A run directory that holds a converted model.
 
     Raises:
-      InputError: It names another model.
+      InputError: `init_from` names another model.
     """
     if init_from and os.path.realpath(init_from) != os.path.realpath(workdir):
         raise InputError(

@@ -166,7 +166,7 @@ def test_bpe_ids_match_the_package(trained, tmp_path):
             tokenizer.encode(text), oracle.encode(text.decode(), add_special_tokens=False).ids
         )
         np.testing.assert_array_equal(tokenizer.encode_prompt(text.decode()), oracle.encode(text.decode()).ids)
-    batch = tokenizers.encode_all(tokenizer, TEXTS)
+    batch = tokenizer.encode_batch(TEXTS)
     for ids, text in zip(batch, TEXTS, strict=True):
         np.testing.assert_array_equal(ids, oracle.encode(text.decode(), add_special_tokens=False).ids)
 

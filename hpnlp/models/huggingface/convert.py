@@ -102,7 +102,7 @@ class Tensor:
 
         Args:
           params: Path -> array.
-          dtype: dtype of the result.
+          dtype: Dtype of the result.
 
         Returns:
           The checkpoint's value, contiguous, because safetensors writes buffers in the order of memory.

@@ -24,10 +24,10 @@ class ExactMixer(nn.Module):
     the document alone.
 
     Attributes:
-      pattern: the mask of the mixer.
-      dropout: rate of dropout on attention probabilities.
-      needs: the projections that the mixer reads.
-      wants_rope: whether RoPE is applied to queries and keys.
+      pattern: The mask of the mixer.
+      dropout: Rate of dropout on attention probabilities.
+      needs: The projections that the mixer reads.
+      wants_rope: Whether RoPE is applied to queries and keys.
 
     Cost: as `attend`: products for the blocks with visible pairs, and memory linear in T and S.
     """
@@ -64,8 +64,8 @@ class ExactMixer(nn.Module):
         Args:
           inputs: k and v of the prompt; segment_ids, of which the first tokens have a positive id and padding has 0, or None
               for a prompt without padding.
-          mask: a static Mask.
-          capacity: number of tokens per sequence that the cache has room for.
+          mask: A static Mask.
+          capacity: Number of tokens per sequence that the cache has room for.
 
         Returns:
           The cache.
@@ -83,14 +83,14 @@ class ExactMixer(nn.Module):
 
         Args:
           inputs: q, k and v of the further tokens. A sequence is one segment.
-          mask: a static Mask.
-          cache: of the preceding tokens.
+          mask: A static Mask.
+          cache: Cache of the preceding tokens.
 
         Returns:
           `(o [B, T, N, H], the extended cache)`.
 
         Raises:
-          InputError: dropout is on.
+          InputError: Dropout is on.
         """
         if self.dropout and not inputs.deterministic:
             raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
@@ -102,12 +102,13 @@ class ExactMixer(nn.Module):
 
         Args:
           inputs: q, and k and v of the same or another length.
-          mask: the complete mask, as `within` returns it.
+          mask: The complete mask, as `within` returns it.
 
         Returns:
           `(o [B, T, N, H], float32 lse [B, T, N])`.
         """
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
+        # `attend` returns a pair because of return_lse, which its type does not express.
         return attend(  # pyright: ignore[reportReturnType]
             inputs.q,
             inputs.k,
@@ -124,7 +125,7 @@ class ExactMixer(nn.Module):
         """Intersects the pattern with a mask.
 
         Args:
-          mask: a static Mask.
+          mask: A static Mask.
 
         Returns:
           The mask of the pairs that both allow.
@@ -136,7 +137,7 @@ def exact_mixer(pattern: Callable[..., Mask | PerHead]) -> Callable[..., ExactMi
     """Makes an entry of MIXERS from a pattern.
 
     Args:
-      pattern: a function that returns a mask.
+      pattern: A function that returns a mask.
 
     Returns:
       A function with the arguments of `pattern`, and `dropout` and `name`, that returns an ExactMixer.
@@ -149,7 +150,7 @@ def exact_mixer(pattern: Callable[..., Mask | PerHead]) -> Callable[..., ExactMi
     def make_mixer(*args: Any, dropout: float = 0.0, name: str | None = None, **kwargs: Any) -> ExactMixer:
         return ExactMixer(pattern(*args, **kwargs), dropout, name=name)
 
-    # Spec strings are checked against the signature.
+    # Spec strings are checked against the signature. `inspect` reads the attribute, which the type of functions lacks.
     parameters = [*signature.parameters.values(), *further]
     make_mixer.__signature__ = signature.replace(  # pyright: ignore[reportAttributeAccessIssue]
         parameters=parameters, return_annotation=ExactMixer

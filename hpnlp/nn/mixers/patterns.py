@@ -10,7 +10,7 @@ def blockwise(block: int = 64) -> Mask:
     """Blocks of the sequence attend to themselves (Qiu et al. 2020, "BlockBERT").
 
     Args:
-      block: tokens per block.
+      block: Tokens per block.
 
     Returns:
       The mask.
@@ -22,8 +22,8 @@ def window(left: int = 256, right: int | None = None) -> Mask:
     """Sliding window around the token.
 
     Args:
-      left: number of preceding tokens.
-      right: number of following tokens; None for as many as `left`.
+      left: Number of preceding tokens.
+      right: Number of following tokens; None for as many as `left`.
 
     Returns:
       The mask.
@@ -35,8 +35,8 @@ def dilated(width: int = 63, dilation: int = 4) -> Mask:
     """Dilated window around the token (Beltagy et al. 2020, "Longformer", sec. 3.1).
 
     Args:
-      width: number of tokens to each side.
-      dilation: distance between them.
+      width: Number of tokens to each side.
+      dilation: Distance between them.
 
     Returns:
       The mask.
@@ -48,8 +48,8 @@ def strided(stride: int = 64, heads: int | None = None) -> Mask | PerHead:
     """Strided attention of the Sparse Transformer.
 
     Args:
-      stride: distance of the strided tokens, and length of the window.
-      heads: as for `ops.attention.sparse_transformer_strided`.
+      stride: Distance of the strided tokens, and length of the window.
+      heads: As for `ops.attention.sparse_transformer_strided`.
 
     Returns:
       The mask.
@@ -61,9 +61,9 @@ def fixed(block: int = 64, columns: int = 8, heads: int | None = None) -> Mask |
     """Fixed attention of the Sparse Transformer.
 
     Args:
-      block: tokens per block.
-      columns: number of tokens at the end of each block that all later tokens attend to.
-      heads: as for `ops.attention.sparse_transformer_fixed`.
+      block: Tokens per block.
+      columns: Number of tokens at the end of each block that all later tokens attend to.
+      heads: As for `ops.attention.sparse_transformer_fixed`.
 
     Returns:
       The mask.
@@ -75,10 +75,10 @@ def random(block: int = 64, count: int = 3, seed: int = 0, among: int | None = N
     """Random blocks, the same for all queries of a block, and the token itself.
 
     Args:
-      block: tokens per block.
-      count: number of random blocks.
-      seed: of the draw.
-      among: as for `ops.attention.RandomBlocks`.
+      block: Tokens per block.
+      count: Number of random blocks.
+      seed: Seed of the draw.
+      among: As for `ops.attention.RandomBlocks`.
 
     Returns:
       The mask.
@@ -90,7 +90,7 @@ def global_(count: int = 64) -> Mask:
     """Global tokens, which attend to all tokens and are attended to by all; other tokens attend to themselves too.
 
     Args:
-      count: number of global tokens, at the beginning of the sequence.
+      count: Number of global tokens, at the beginning of the sequence.
 
     Returns:
       The mask.
@@ -102,9 +102,9 @@ def longformer(window: int = 512, global_tokens: int = 0, dilation: int = 1) -> 
     """Window and global tokens of Longformer.
 
     Args:
-      window: number of tokens to both sides together, even.
-      global_tokens: number of global tokens at the beginning of the sequence.
-      dilation: distance between the tokens of the window.
+      window: Number of tokens to both sides together, even.
+      global_tokens: Number of global tokens at the beginning of the sequence.
+      dilation: Distance between the tokens of the window.
 
     Returns:
       The mask.
@@ -118,12 +118,12 @@ def bigbird(
     """Window, global and random blocks of Big Bird.
 
     Args:
-      block: tokens per block.
-      window: number of blocks around the token's block, odd.
-      global_blocks: number of global blocks at the beginning of the sequence.
-      random: number of random blocks.
-      seed: of the draw.
-      among: number of blocks to draw from; None to draw from the blocks up to the token's own.
+      block: Tokens per block.
+      window: Number of blocks around the token's block, odd.
+      global_blocks: Number of global blocks at the beginning of the sequence.
+      random: Number of random blocks.
+      seed: Seed of the draw.
+      among: Number of blocks to draw from; None to draw from the blocks up to the token's own.
 
     Returns:
       The mask.

@@ -51,7 +51,7 @@ class OutputLayer(nn.Module, kw_only=True):
           h: [N, D] hidden states.
           labels: [N] ids of words.
           weights: [N] factors of the losses; tokens of weight 0 have no loss and no gradient.
-          rng: a key for the training loss, which may be random. None for the loss that is reported, -log p(label).
+          rng: A key for the training loss, which may be random. None for the loss that is reported, -log p(label).
 
         Returns:
           The sum, the sum of the weights, and averages that the layer reports.
@@ -68,7 +68,7 @@ class OutputLayer(nn.Module, kw_only=True):
           losses: [N] of the tokens.
           labels: [N] ids of words.
           weights: [N] factors of the losses.
-          aux: name -> [N] values of the tokens, whose weighted mean is reported; None for no such values.
+          aux: Name -> [N] values of the tokens, whose weighted mean is reported; None for no such values.
 
         Returns:
           The record that `loss` returns.
@@ -84,7 +84,7 @@ class OutputLayer(nn.Module, kw_only=True):
 
         Args:
           labels: [N] ids of words; 0 for tokens of weight 0.
-          rng: the key of `loss`.
+          rng: The key of `loss`.
 
         Returns:
           [R] ids, repeated or not: `loss` then takes `TableRows` of at least these as its table. None if it reads all rows.
@@ -95,7 +95,7 @@ class OutputLayer(nn.Module, kw_only=True):
         """Whether `loss` can be computed from `partial` of slices of the table: see `FullOutput`.
 
         Args:
-          rng: the key of `loss`, or None.
+          rng: The key of `loss`, or None.
 
         Returns:
           True if the layer has `partial`, and the loss with this rng is the exact softmax's.
@@ -106,7 +106,7 @@ class OutputLayer(nn.Module, kw_only=True):
         """-log p(label) of each token, in nats.
 
         Args:
-          table: as in `loss`.
+          table: As in `loss`.
           h: [N, D] hidden states.
           labels: [N] ids of words.
 
@@ -145,7 +145,7 @@ class OutputLayer(nn.Module, kw_only=True):
         Args:
           table: [V, D], or None for layers without a table.
           h: [N, D] hidden states.
-          k: number of words.
+          k: Number of words.
 
         Returns:
           (log-probabilities [N, k] float32, ids [N, k]), best first.
@@ -167,10 +167,10 @@ class OutputLayer(nn.Module, kw_only=True):
         Args:
           table: [V, D], or None for layers without a table.
           h: [N, D] hidden states.
-          rng: a key.
-          temperature: as in `hpnlp.ops.sampling.pick`.
-          top_k: as in `hpnlp.ops.sampling.restrict`.
-          top_p: as in `hpnlp.ops.sampling.restrict`.
+          rng: A key.
+          temperature: As in `hpnlp.ops.sampling.pick`.
+          top_k: As in `hpnlp.ops.sampling.restrict`.
+          top_p: As in `hpnlp.ops.sampling.restrict`.
 
         Returns:
           [N] ids.
@@ -182,16 +182,16 @@ def required_counts(stats: WordStats | None, vocab: int, option: str, alternativ
     """Counts of the words, for a layer that cannot do without.
 
     Args:
-      stats: of the training text, or None.
+      stats: Word counts and order of the training text, or None.
       vocab: V, the number of words.
-      option: setting of the layer that needs the counts, for the error message.
-      alternative: setting that does not need them, for the error message.
+      option: Setting of the layer that needs the counts, for the error message.
+      alternative: Setting that does not need them, for the error message.
 
     Returns:
       [V] counts, at least 1, because a word that is not in the training text may yet be a label.
 
     Raises:
-      InputError: there are no counts, or their number is not V.
+      InputError: There are no counts, or their number is not V.
     """
     if stats is None:
         raise InputError(
@@ -208,15 +208,15 @@ def required_order(stats: WordStats | None, option: str, alternative: str) -> np
     """The order in which similar words stand side by side, for a layer that cannot do without.
 
     Args:
-      stats: of the training text, or None.
-      option: setting of the layer that needs the order, for the error message.
-      alternative: setting that does not need it, for the error message.
+      stats: Word counts and order of the training text, or None.
+      option: Setting of the layer that needs the order, for the error message.
+      alternative: Setting that does not need it, for the error message.
 
     Returns:
       [V] ids.
 
     Raises:
-      InputError: there is no order.
+      InputError: There is no order.
     """
     if stats is None or stats.order is None:
         raise InputError(

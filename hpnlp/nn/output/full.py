@@ -49,7 +49,7 @@ class FullOutput(OutputLayer):
 
         Args:
           table: [v, D] rows of the words start to start + v - 1.
-          start: id of the first word.
+          start: Id of the first word.
           h: [N, D] hidden states.
           labels: [N] ids of words, in this slice or another.
 

@@ -67,10 +67,10 @@ def attend(
         implementation                impl
 
     Args:
-      q: queries [B, T, N, H].
-      k: keys [B, S, K, H]. K divides N, and query head n reads key head n // (N / K).
-      v: values [B, S, K, Hv].
-      mask: a static pattern, or one for each head, over positions if these are given, else over indices from 0.
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H]. K divides N, and query head n reads key head n // (N / K).
+      v: Values [B, S, K, Hv].
+      mask: A static pattern, or one for each head, over positions if these are given, else over indices from 0.
       segment_ids: int [B, T]; a query sees the keys of its own segment.
       kv_segment_ids: int [B, S]; may be omitted if T == S (self-attention), and is then segment_ids.
       positions: int [B, T], in place of indices.
@@ -78,32 +78,32 @@ def attend(
       kv_lengths: int [B]; keys at indices from kv_lengths[b] on are hidden.
       dense_mask: bool, broadcasts to [B, N, T, S]; False hides. It costs the memory that it occupies and saves no
         computation.
-      global_tokens: self-attention only; bool [B, T], or int [B, G], indices in the row with -1 as padding. These tokens
+      global_tokens: Self-attention only; bool [B, T], or int [B, G], indices in the row with -1 as padding. These tokens
         see all tokens and are seen by all tokens, whatever the mask (also a causal one), within segments, lengths and
         dense_mask.
-      bias: added to the scaled scores: an array that broadcasts to [B, N, T, S], or a function of (head, query position,
+      bias: Added to the scaled scores: an array that broadcasts to [B, N, T, S], or a function of (head, query position,
         key position), int32 scalars, that returns a scalar and may close over arrays. Gradients reach the array, or the
         arrays that the function closes over.
       scale: H ** -0.5 if None; an array may be traced, and has a gradient.
-      soft_cap: scores become soft_cap * tanh(score / soft_cap), after the bias (Gemma Team 2024, "Gemma 2", section 2).
+      soft_cap: Scores become soft_cap * tanh(score / soft_cap), after the bias (Gemma Team 2024, "Gemma 2", section 2).
       sinks: [N]; for each head a logit that takes part in the softmax and has no value (OpenAI 2025, "gpt-oss"). The lse
         includes it.
-      dropout_rate: probability of dropping a weight. The pattern is a function of (rng, stream, positions), the same in
+      dropout_rate: Probability of dropping a weight. The pattern is a function of (rng, stream, positions), the same in
         every implementation.
       rng: PRNG key of dropout.
       streams: int [B, N], a distinct number for each row and head; b * N + n if None. Inside `shard_map`, where rows and
         heads count from 0 in each shard, global numbers make dropout the same as on one device.
-      return_lse: also return the log-sum-exp of each row's scores, for `merge`.
+      return_lse: Also return the log-sum-exp of each row's scores, for `merge`.
       impl: "xla" (blockwise, every device), "cudnn" (NVIDIA, 16 bits; dense, causal and windows), "pallas" (Hopper, 16
         bits, most masks; not yet measured), "splash" (TPU, every mask), "reference" (dense, slow), or "auto": the fastest
         that supports the call; `explain` returns the reasons.
-      block_size: queries and keys in a block of "xla"; None chooses the size with the lowest estimated cost.
+      block_size: Queries and keys in a block of "xla"; None chooses the size with the lowest estimated cost.
 
     Returns:
       o [B, T, N, Hv] in q's dtype, accumulated in float32; with return_lse the pair (o, lse), lse float32 [B, T, N].
 
     Raises:
-      InputError: shapes do not fit, or the chosen implementation does not support an argument.
+      InputError: Shapes do not fit, or the chosen implementation does not support an argument.
 
     Cost:
       O(B N H) time for each pair in the blocks that the mask does not rule out; O(B N (T + S) H) memory, also in the
@@ -145,14 +145,14 @@ def explain(q: Any, k: Any, v: Any, mask: Mask | PerHead = Full(), **operands: A
       q: [B, T, N, H].
       k: [B, S, K, H].
       v: [B, S, K, Hv].
-      mask: as for `attend`.
-      **operands: all further arguments of `attend` except impl and block_size.
+      mask: As for `attend`.
+      **operands: All further arguments of `attend` except impl and block_size.
 
     Returns:
       One line for each implementation, from the fastest to the slowest.
 
     Raises:
-      InputError: an argument that `attend` does not have.
+      InputError: An argument that `attend` does not have.
     """
     names = [field.name for field in dataclasses.fields(Operands)]
     for name in operands:
@@ -167,14 +167,14 @@ def merge(*parts: tuple[Float[Array, "*a Hv"], Float[Array, "*a"]]) -> tuple[Arr
     """Attention over the union of disjoint key sets from the partial result of each; exact and differentiable.
 
     Args:
-      *parts: pairs (o [..., Hv], lse float32 [...]), as `attend(..., return_lse=True)` returns them.
+      *parts: Pairs (o [..., Hv], lse float32 [...]), as `attend(..., return_lse=True)` returns them.
 
     Returns:
       (o, lse), o in the dtype of the first part. Where every part saw nothing (lse = -inf), o = 0 and lse = -inf, with zero
       gradients.
 
     Raises:
-      InputError: no part was passed.
+      InputError: No part was passed.
 
     References:
       Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", eq. 4.

@@ -34,7 +34,7 @@ def kernel_module(impl: str) -> Any:
     """The module of a kernel.
 
     Args:
-      impl: a key of `KERNELS`.
+      impl: A key of `KERNELS`.
 
     Returns:
       The module, which has `SUPPORTS`, `limits` and a function named `impl`.
@@ -46,12 +46,12 @@ def unsupported(impl: str, q: Array, k: Array, v: Array, mask: Mask | PerHead, o
     """Names of the operands and properties of a call that an implementation does not support.
 
     Args:
-      impl: a key of `PLATFORMS`.
+      impl: A key of `PLATFORMS`.
       q: [B, T, N, H].
       k: [B, S, K, H].
       v: [B, S, K, Hv].
-      mask: of the call.
-      operands: of the call.
+      mask: Mask of the attention.
+      operands: Operands of `attend`.
 
     Returns:
       Names and short descriptions, empty where the implementation can compute the call. Always empty for "pallas" without
@@ -69,13 +69,13 @@ def resolve(
     """Name of the implementation that computes a call.
 
     Args:
-      impl: a key of `PLATFORMS`, or "auto". With a block_size, "auto" is "xla".
-      block_size: of "xla", or None.
+      impl: A key of `PLATFORMS`, or "auto". With a block_size, "auto" is "xla".
+      block_size: Block size of "xla", or None for its choice.
       q: [B, T, N, H].
       k: [B, S, K, H].
       v: [B, S, K, Hv].
-      mask: of the call.
-      operands: of the call.
+      mask: Mask of the attention.
+      operands: Operands of `attend`.
 
     Returns:
       A key of `PLATFORMS`.
@@ -102,15 +102,15 @@ def require_supported(impl: str, q: Array, k: Array, v: Array, mask: Mask | PerH
     """Raises unless an implementation can compute a call on its platform.
 
     Args:
-      impl: a key of `PLATFORMS`.
+      impl: A key of `PLATFORMS`.
       q: [B, T, N, H].
       k: [B, S, K, H].
       v: [B, S, K, Hv].
-      mask: of the call.
-      operands: of the call.
+      mask: Mask of the attention.
+      operands: Operands of `attend`.
 
     Raises:
-      InputError: the call has operands or properties that `unsupported` lists.
+      InputError: The call has operands or properties that `unsupported` lists.
     """
     reasons = unsupported(impl, q, k, v, mask, operands)
     if reasons:
@@ -121,8 +121,8 @@ def choose(platform: str, unsupported_by: Callable[[str], Sequence[str]]) -> str
     """The implementation that "auto" takes: the first of `PLATFORMS` that runs on a platform and can compute the call.
 
     Args:
-      platform: as `jax.default_backend()` returns it.
-      unsupported_by: from an implementation to the operands and properties of the call that it does not support.
+      platform: As `jax.default_backend()` returns it.
+      unsupported_by: Function that maps an implementation to the operands and properties that it does not support.
 
     Returns:
       A key of `PLATFORMS`. There always is one, because "xla" supports every call on every platform.
@@ -138,8 +138,8 @@ def explain_choice(platform: str, unsupported_by: Callable[[str], Sequence[str]]
     """The implementation that "auto" takes and the reasons against the others.
 
     Args:
-      platform: as for `choose`.
-      unsupported_by: as for `choose`.
+      platform: As for `choose`.
+      unsupported_by: As for `choose`.
 
     Returns:
       One line for each implementation, in the order of `PLATFORMS`.

@@ -33,13 +33,13 @@ class Operands:
       dense_mask: bool, broadcasts to [B, N, T, S]; False hides.
       global_tokens: bool [B, T] or int [B, G], indices with -1 as padding; tokens that see all and are seen by all.
       bias: float array that broadcasts to [B, N, T, S], or a function of (head, query position, key position).
-      scale: factor of the scores, a number or a float array of shape (); None is H ** -0.5.
-      soft_cap: number; scores become soft_cap * tanh(score / soft_cap).
+      scale: Factor of the scores, a number or a float array of shape (); None is H ** -0.5.
+      soft_cap: Number; scores become soft_cap * tanh(score / soft_cap).
       sinks: float [N], a logit for each head without a value.
-      dropout_rate: probability that an attention weight is dropped.
+      dropout_rate: Probability that an attention weight is dropped.
       rng: PRNG key of dropout.
       streams: int [B, N], the numbers by which dropout distinguishes (batch, head) pairs.
-      return_lse: whether the call returns (o, lse) in place of o.
+      return_lse: Whether the call returns (o, lse) in place of o.
     """
 
     segment_ids: Any = None
@@ -82,7 +82,7 @@ def scale_queries(q: Array, operands: Operands) -> tuple[Array, Operands]:
 
     Args:
       q: [B, T, N, H].
-      operands: of the call.
+      operands: Operands of `attend`, whose scale may be an array.
 
     Returns:
       (q, operands), with 1.0 for a scale that was an array; both unchanged for other scales.

@@ -27,11 +27,11 @@ def reference(
     """Softmax attention by its definition, without validation of the arguments.
 
     Args:
-      q: queries [B, T, N, H].
-      k: keys [B, S, K, H].
-      v: values [B, S, K, Hv].
-      mask: a static pattern, or one for each head.
-      **operands: further arguments of `attend`, with the same meaning, except impl and block_size.
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, Hv].
+      mask: A static pattern, or one for each head.
+      **operands: Further arguments of `attend`, with the same meaning, except impl and block_size.
 
     Returns:
       o [B, T, N, Hv] in q's dtype; with return_lse the pair (o, lse), lse float32 [B, T, N].
@@ -55,11 +55,11 @@ def dense_attention(
     """`reference` with its operands as a record.
 
     Args:
-      q: queries [B, T, N, H].
-      k: keys [B, S, K, H].
-      v: values [B, S, K, Hv].
-      mask: a static pattern, or one for each head.
-      operands: of the call.
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, Hv].
+      mask: A static pattern, or one for each head.
+      operands: Operands of `attend`.
 
     Returns:
       o [B, T, N, Hv] in q's dtype; with return_lse the pair (o, lse), lse float32 [B, T, N].

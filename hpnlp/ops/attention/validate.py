@@ -22,10 +22,10 @@ def validate(q: Array, k: Array, v: Array, mask: Any, operands: Operands) -> Non
       k: [B, S, K, H].
       v: [B, S, K, Hv].
       mask: Mask or PerHead.
-      operands: all other arguments of the call.
+      operands: All other arguments of the call.
 
     Raises:
-      InputError: the first argument that does not fit.
+      InputError: The first argument that does not fit.
     """
     _check_qkv(q, k, v)
     (b, t, n), s = q.shape[:3], k.shape[1]

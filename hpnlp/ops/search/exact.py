@@ -44,15 +44,15 @@ def exact_search(
     Args:
       q: [Q, D] queries.
       w: [V, D] table.
-      k: number of rows.
+      k: Number of rows.
       bias: [V] added to the scores; -inf puts a row behind all others. None for no bias.
-      block_size: rows of a block; None takes a block of about 2^22 scores, and at least 4096 rows.
+      block_size: Rows of a block; None takes a block of about 2^22 scores, and at least 4096 rows.
 
     Returns:
       (scores [Q, k] float32, ids [Q, k] int32), best first; of equal scores, the lower id first.
 
     Raises:
-      InputError: shapes do not fit, the table is empty, k is not 1 to V, or block_size is under 1.
+      InputError: Shapes do not fit, the table is empty, k is not 1 to V, or block_size is under 1.
 
     Cost:
       2 Q V D operations. Memory for a block of the table and of the scores, O(Q (block + k)).
@@ -76,7 +76,7 @@ def recall(ids: Int[Array | np.ndarray, "Q k"], true_ids: Int[Array | np.ndarray
       The mean over the queries, 0 to 1.
 
     Raises:
-      InputError: the numbers of queries differ, or there is no true id.
+      InputError: The numbers of queries differ, or there is no true id.
     """
     returned, true = np.asarray(ids), np.asarray(true_ids)
     if returned.shape[0] != true.shape[0] or not true.size:
@@ -90,9 +90,9 @@ def check_search(q: Any, table: tuple[int, ...], k: int) -> None:
     """Checks the arguments of a search.
 
     Args:
-      q: queries.
-      table: shape of the table.
-      k: number of rows.
+      q: Queries, expected as [Q, D].
+      table: Shape of the table, expected as (V, D).
+      k: Number of rows.
 
     Raises:
       InputError: q and the table are not [Q, D] and [V, D], the table is empty, or k is not 1 to V.
@@ -109,11 +109,11 @@ def check_bias(bias: Any, vocab: int) -> None:
     """Checks a bias.
 
     Args:
-      bias: array or None.
+      bias: Array or None.
       vocab: V, the number of rows.
 
     Raises:
-      InputError: the bias is not [V].
+      InputError: The bias is not [V].
     """
     if bias is not None and bias.shape != (vocab,):
         raise InputError(f"bias has shape {bias.shape}: expected {(vocab,)}, one number for each row of w")
@@ -139,7 +139,7 @@ def top_k(s: Float[Array, "Q c"], k: int) -> tuple[Float[Array, "Q k"], Int[Arra
 
     Args:
       s: [Q, c] scores.
-      k: number of columns, at most c.
+      k: Number of columns, at most c.
 
     Returns:
       (scores [Q, k], columns [Q, k]), best first; of equal scores, the lower column first.
@@ -154,7 +154,7 @@ def best_of(s: Float[Array, "Q c"], k: int) -> tuple[Float[Array, "Q k"], Int[Ar
 
     Args:
       s: [Q, c] scores.
-      k: number of columns.
+      k: Number of columns.
 
     Returns:
       (scores [Q, k], columns [Q, k]), best first; -inf and column 0 from position c on.

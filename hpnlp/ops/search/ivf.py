@@ -56,8 +56,8 @@ class IvfIndex:
       means: [C, D] mean of the rows of each cell.
       mean_bias: [C] mean bias of each cell; -inf for an empty cell.
       spread: [C] expected difference of the best score of a cell's rows and the score of their mean, for a query of norm 1.
-      spilled: number of rows that are not in the cell of their nearest centroid, because it was full.
-      capacity: bound on the number of rows of a cell.
+      spilled: Number of rows that are not in the cell of their nearest centroid, because it was full.
+      capacity: Bound on the number of rows of a cell.
     """
 
     rows: Float[Array, "R D"]
@@ -89,11 +89,11 @@ def build_ivf(
 
     Args:
       w: [V, D] table.
-      cells: number C of cells; near sqrt(V) is usual.
-      seed: of the sample; the same seed gives the same index.
-      iterations: of Lloyd's algorithm, on a sample of 64 rows for each cell. A cell that becomes empty starts again from the
-        row that is farthest from its centroid.
-      capacity: bound on the rows of a cell; None is 4 times the mean. The rows of an over-full cell that are farthest from its
+      cells: Number C of cells; near sqrt(V) is usual.
+      seed: Seed of the sample; the same seed gives the same index.
+      iterations: Number of iterations of Lloyd's algorithm, on a sample of 64 rows for each cell. A cell that becomes
+        empty starts again from the row that is farthest from its centroid.
+      capacity: Bound on the rows of a cell; None is 4 times the mean. The rows of an over-full cell that are farthest from its
         centroid go to the nearest cell with room; `IvfIndex.spilled` counts them, and no row is lost.
       bias: [V] added to the scores; finite. None for no bias.
 
@@ -101,7 +101,7 @@ def build_ivf(
       The index.
 
     Raises:
-      InputError: the table is empty, the bias is not [V], cells is not 1 to V, iterations is negative, or cells * capacity is
+      InputError: The table is empty, the bias is not [V], cells is not 1 to V, iterations is negative, or cells * capacity is
         under V.
 
     Cost:
@@ -162,10 +162,10 @@ def ivf_search(
     scores. There is no gradient.
 
     Args:
-      index: of `build_ivf`.
+      index: Result of `build_ivf`.
       q: [Q, D] queries.
-      k: number of rows, 1 to V.
-      probes: number of cells that each query reads, 1 to C.
+      k: Number of rows, 1 to V.
+      probes: Number of cells that each query reads, 1 to C.
 
     Returns:
       (scores [Q, k] float32, ids [Q, k] int32), best first; -inf and -1 where the cells have fewer than k rows.

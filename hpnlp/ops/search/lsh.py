@@ -76,14 +76,14 @@ def build_lsh(
       w: [V, D] table.
       bits: L, the bits of a hash, 1 to 20; near log2(V / rows of a bucket).
       tables: T, the number of hash tables.
-      seed: of the projections; the same seed gives the same index.
+      seed: Seed of the projections; the same seed gives the same index.
       bias: [V] added to the scores; finite. None for no bias.
 
     Returns:
       The index.
 
     Raises:
-      InputError: the table is empty, the bias is not [V], bits is not 1 to 20, or tables is under 1.
+      InputError: The table is empty, the bias is not [V], bits is not 1 to 20, or tables is under 1.
 
     Cost:
       2 V T L D operations and T sorts of V codes; memory beside the index for the table in float32.
@@ -142,11 +142,11 @@ def lsh_search(
     gradient.
 
     Args:
-      index: of `build_lsh`.
+      index: Result of `build_lsh`.
       q: [Q, D] queries.
-      k: number of rows, 1 to V.
-      probes: number of buckets that each query reads in each hash table, 1 to 2^L.
-      candidates: number of rows that each query reads in each hash table, those of the nearest buckets first; None is twice the
+      k: Number of rows, 1 to V.
+      probes: Number of buckets that each query reads in each hash table, 1 to 2^L.
+      candidates: Number of rows that each query reads in each hash table, those of the nearest buckets first; None is twice the
         number of rows of `probes` mean buckets. `lsh_candidates` returns the number of rows that were left out.
 
     Returns:
@@ -197,10 +197,10 @@ def lsh_candidates(
     """The rows that `lsh_search` reads.
 
     Args:
-      index: of `build_lsh`.
+      index: Result of `build_lsh`.
       q: [Q, D] queries.
-      probes: as in `lsh_search`.
-      candidates: as in `lsh_search`.
+      probes: As in `lsh_search`.
+      candidates: As in `lsh_search`.
 
     Returns:
       (ids [Q, T * candidates] int32, -1 for none; number [Q] of rows of the probed buckets that were left out, int32). A row
@@ -256,8 +256,8 @@ def probe_sets(bits: int, probes: int) -> np.ndarray:
     """Sets of bits to flip: those with the least expected sum of squared margins, for normally distributed margins.
 
     Args:
-      bits: of a hash, sorted by their margins, the least certain first.
-      probes: number of sets.
+      bits: Number of bits of a hash. Bits are numbered by their margins, the least certain first.
+      probes: Number of sets.
 
     Returns:
       Mask [probes, bits]; the first set is empty.

@@ -39,8 +39,8 @@ def adaptive_shapes(
     Args:
       dim: D, the features of a hidden state.
       vocab: V, the number of words.
-      cutoffs: first ids of the tails, rising, from 1 to V - 1.
-      div_value: tail i has the width d_i = D // div_value ** (i + 1).
+      cutoffs: First ids of the tails, rising, from 1 to V - 1.
+      div_value: Tail i has the width d_i = D // div_value ** (i + 1).
 
     Returns:
       (shape of the head, (shape of the projection, shape of the vectors) of each tail).
@@ -84,9 +84,9 @@ def adaptive_nll(
       head: [H, D] vectors of the head, H = c_0 + number of tails.
       tails: (projection [d_i, D], vectors [words, d_i]) of each tail.
       labels: [N] ids of words.
-      cutoffs: first id of each tail.
+      cutoffs: First id of each tail.
       head_bias: [H] added to the scores of the head; None for no bias.
-      block: tokens of one product with a tail.
+      block: Tokens of one product with a tail.
 
     Returns:
       [N] float32 losses.
@@ -130,11 +130,11 @@ def adaptive_log_probs(
     """Log-probabilities of all words.
 
     Args:
-      h: as in `adaptive_nll`.
-      head: as in `adaptive_nll`.
-      tails: as in `adaptive_nll`.
-      cutoffs: as in `adaptive_nll`.
-      head_bias: as in `adaptive_nll`.
+      h: As in `adaptive_nll`.
+      head: As in `adaptive_nll`.
+      tails: As in `adaptive_nll`.
+      cutoffs: As in `adaptive_nll`.
+      head_bias: As in `adaptive_nll`.
 
     Returns:
       [N, V] float32.
@@ -166,12 +166,12 @@ def adaptive_top_k(
     far.
 
     Args:
-      h: as in `adaptive_nll`.
-      head: as in `adaptive_nll`.
-      tails: as in `adaptive_nll`.
-      cutoffs: as in `adaptive_nll`.
-      k: number of words, 1 to V.
-      head_bias: as in `adaptive_nll`; finite.
+      h: As in `adaptive_nll`.
+      head: As in `adaptive_nll`.
+      tails: As in `adaptive_nll`.
+      cutoffs: As in `adaptive_nll`.
+      k: Number of words, 1 to V.
+      head_bias: As in `adaptive_nll`; finite.
 
     Returns:
       (log_probs [N, k] float32, ids [N, k] int32), best first.
@@ -217,12 +217,12 @@ def adaptive_sample(
     """Draws a word for each token from p(word | h).
 
     Args:
-      h: as in `adaptive_nll`.
-      head: as in `adaptive_nll`.
-      tails: as in `adaptive_nll`.
-      cutoffs: as in `adaptive_nll`.
-      key: of the random numbers.
-      head_bias: as in `adaptive_nll`.
+      h: As in `adaptive_nll`.
+      head: As in `adaptive_nll`.
+      tails: As in `adaptive_nll`.
+      cutoffs: As in `adaptive_nll`.
+      key: PRNG key of the random numbers.
+      head_bias: As in `adaptive_nll`.
 
     Returns:
       [N] int32 ids.

@@ -39,7 +39,7 @@ def binary_code(vocab: int, bits: int | None = None) -> Code:
 
     Args:
       vocab: V, the number of words.
-      bits: of an id; None for ceil(log2 V), which is 0 for one word.
+      bits: Number of bits of an id; None for ceil(log2 V), which is 0 for one word.
 
     Returns:
       The code.
@@ -59,8 +59,8 @@ def convolutional_code(vocab: int, bits: int | None = None, *, generators: tuple
 
     Args:
       vocab: V, the number of words.
-      bits: of an id; None for ceil(log2 V).
-      generators: see `Code`.
+      bits: Number of bits of an id; None for ceil(log2 V).
+      generators: See `Code`.
 
     Returns:
       The code.
@@ -81,7 +81,7 @@ def code_nll(
     Args:
       logits: [N, L] log-odds of each coded bit being 1.
       labels: [N] words, 0 to V - 1; the loss of other labels is NaN.
-      code: the code.
+      code: The code.
       loss: "normalized" is -log p(label), in nats, of a distribution over the words. "logistic" is the sum of the
         cross-entropies of the bits, -log of the probability of the string of the label: larger than "normalized", because
         strings that are no words have probability too. "squared" is the sum of (sigmoid(logit) - bit)^2, no log-probability.
@@ -122,7 +122,7 @@ def code_log_normalizer(logits: Float[Array, "N L"], code: Code) -> Float[Array,
 
     Args:
       logits: [N, L] log-odds of each coded bit being 1.
-      code: the code.
+      code: The code.
 
     Returns:
       [N] float32, at most 0.
@@ -145,7 +145,7 @@ def code_log_probs(logits: Float[Array, "N L"], code: Code) -> Float[Array, "N V
 
     Args:
       logits: [N, L] log-odds of each coded bit being 1.
-      code: the code.
+      code: The code.
 
     Returns:
       [N, V] float32.
@@ -167,8 +167,8 @@ def code_top_k(logits: Float[Array, "N L"], code: Code, k: int) -> tuple[Float[A
 
     Args:
       logits: [N, L] log-odds of each coded bit being 1.
-      code: the code.
-      k: number of words.
+      code: The code.
+      k: Number of words.
 
     Returns:
       (log_probs [N, k] float32, ids [N, k] int32), best first.
@@ -203,9 +203,9 @@ def code_sample(
 
     Args:
       logits: [N, L] log-odds of each coded bit being 1.
-      code: the code.
-      rng: a key.
-      temperature: over 0.
+      code: The code.
+      rng: A key.
+      temperature: Over 0.
 
     Returns:
       [N] int32 ids.
@@ -239,14 +239,14 @@ def hybrid_nll(
       class_logits: [N, F + 1] logits of the F frequent words and, last, of "another word".
       bit_logits: [N, L] log-odds of the coded bits of the other words.
       labels: [N] words, 0 to F + code.vocab - 1; the loss of other labels is NaN.
-      code: of the other words; word F + i has the code of i.
-      loss: that of `code_nll` for the other words; "normalized" gives -log p(label) in all.
+      code: Code of the other words; word F + i has the code of i.
+      loss: The `loss` of `code_nll` for the other words; "normalized" gives -log p(label) in all.
 
     Returns:
       [N] float32 losses.
 
     Raises:
-      InputError: as `code_nll`, and where class_logits and bit_logits have different numbers of tokens.
+      InputError: As `code_nll`, and where class_logits and bit_logits have different numbers of tokens.
 
     Cost:
       O(N F) beside that of `code_nll`.
@@ -274,7 +274,7 @@ def hybrid_log_probs(
     Args:
       class_logits: [N, F + 1] logits of the F frequent words and, last, of "another word".
       bit_logits: [N, L] log-odds of the coded bits of the other words.
-      code: of the other words.
+      code: Code of the other words.
 
     Returns:
       [N, V] float32.
@@ -295,8 +295,8 @@ def hybrid_top_k(
     Args:
       class_logits: [N, F + 1] logits of the F frequent words and, last, of "another word".
       bit_logits: [N, L] log-odds of the coded bits of the other words.
-      code: of the other words.
-      k: number of words.
+      code: Code of the other words.
+      k: Number of words.
 
     Returns:
       (log_probs [N, k] float32, ids [N, k] int32), best first.
@@ -327,9 +327,9 @@ def hybrid_sample(
     Args:
       class_logits: [N, F + 1] logits of the F frequent words and, last, of "another word".
       bit_logits: [N, L] log-odds of the coded bits of the other words.
-      code: of the other words.
-      rng: a key.
-      temperature: over 0.
+      code: Code of the other words.
+      rng: A key.
+      temperature: Over 0.
 
     Returns:
       [N] int32 ids.

@@ -44,7 +44,7 @@ def reference(
     """Computes `statistics` from an array of all logits, as the definition has it.
 
     Args:
-      spec: form of the logits; block sizes and flags are not used.
+      spec: Form of the logits; block sizes and flags are not used.
       h: [N, D] hidden states.
       w: [V, D] word vectors.
       bias: [V] or None.
@@ -77,7 +77,7 @@ def statistics(
     """Computes the statistics of the logits in one pass over blocks of the vocabulary.
 
     Args:
-      spec: form of the logits, and the words of a block.
+      spec: Form of the logits, and the words of a block.
       h: [N, D] hidden states, not float16.
       w: [V, D] word vectors.
       bias: [V] or None.
@@ -207,7 +207,7 @@ def weighted_sum(
     """Computes sum(factors * losses); where it is differentiated, the gradients are computed along with it.
 
     Args:
-      spec: form of the logits and the loss, tokens of a chunk, and words of a block within it.
+      spec: Form of the logits and the loss, tokens of a chunk, and words of a block within it.
       h: [N, D] hidden states, not float16.
       w: [V, D] word vectors.
       bias: [V] or None.

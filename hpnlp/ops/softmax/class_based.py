@@ -38,7 +38,7 @@ class Classes:
       class_of: [V] class of each word.
       starts: [C + 1] class c has the positions starts[c] to starts[c + 1] - 1.
       count: C, the number of classes.
-      widest: number of words of the largest class.
+      widest: Number of words of the largest class.
     """
 
     order: Any
@@ -114,7 +114,7 @@ def equal_mass_classes(
       count: C, the number of classes.
       power: 1 is frequency binning, which leaves most words of a Zipf-like vocabulary to a few classes; 0.5 bounds the largest
         class near 2 sqrt(V) words at C = sqrt(V).
-      widest: bound on the number of words of a class; None for no bound. With falling counts, a frequent word may be a class of
+      widest: Bound on the number of words of a class; None for no bound. With falling counts, a frequent word may be a class of
         its own.
       order: [V] ids, of which classes are ranges; None sorts by falling counts. With the `similarity_order` of embeddings,
         classes are clusters of similar words, which are easier to distinguish from other words; more of them occur in a batch.
@@ -173,17 +173,17 @@ def class_nll(
       h: [N, D] hidden states.
       class_table: [C, D] vectors of the classes.
       word_table: [V, D] vectors of the words; ROW i BELONGS TO WORD classes.order[i].
-      classes: partition of the words.
+      classes: Partition of the words.
       labels: [N] ids of words.
       class_bias: [C] added to the scores of the classes; None for no bias.
       word_bias: [V] added to the scores of the words, in the order of word_table; None for no bias.
-      block: tokens of one product with words of a class.
+      block: Tokens of one product with words of a class.
 
     Returns:
       [N] float32 losses.
 
     Raises:
-      InputError: shapes do not fit the classes, or a label that is known while tracing is no word. The loss of a token whose
+      InputError: Shapes do not fit the classes, or a label that is known while tracing is no word. The loss of a token whose
         label is unknown while tracing and no word is NaN, and it has no gradient.
 
     Cost:
@@ -218,12 +218,12 @@ def class_log_probs(
     """Log-probabilities of all words, in the order of ids.
 
     Args:
-      h: as in `class_nll`.
-      class_table: as in `class_nll`.
-      word_table: as in `class_nll`.
-      classes: as in `class_nll`.
-      class_bias: as in `class_nll`.
-      word_bias: as in `class_nll`.
+      h: As in `class_nll`.
+      class_table: As in `class_nll`.
+      word_table: As in `class_nll`.
+      classes: As in `class_nll`.
+      class_bias: As in `class_nll`.
+      word_bias: As in `class_nll`.
 
     Returns:
       [N, V] float32.
@@ -259,19 +259,19 @@ def class_top_k(
     class, which bounds all words of the class.
 
     Args:
-      h: as in `class_nll`.
-      class_table: as in `class_nll`.
-      word_table: as in `class_nll`.
-      classes: as in `class_nll`.
-      k: number of words, 1 to V.
-      class_bias: as in `class_nll`; finite.
-      word_bias: as in `class_nll`; finite.
+      h: As in `class_nll`.
+      class_table: As in `class_nll`.
+      word_table: As in `class_nll`.
+      classes: As in `class_nll`.
+      k: Number of words, 1 to V.
+      class_bias: As in `class_nll`; finite.
+      word_bias: As in `class_nll`; finite.
 
     Returns:
       (log_probs [N, k] float32, ids [N, k] int32), best first.
 
     Raises:
-      InputError: shapes do not fit the classes, or k is not 1 to V.
+      InputError: Shapes do not fit the classes, or k is not 1 to V.
 
     Cost:
       C D operations a token, and `widest` D for each class visited, one token after another; memory O(N C).
@@ -315,13 +315,13 @@ def class_sample(
     """Draws a word for each token: a class from p(class | h), then a word from p(word | class, h).
 
     Args:
-      h: as in `class_nll`.
-      class_table: as in `class_nll`.
-      word_table: as in `class_nll`.
-      classes: as in `class_nll`.
-      key: of the random numbers.
-      class_bias: as in `class_nll`.
-      word_bias: as in `class_nll`.
+      h: As in `class_nll`.
+      class_table: As in `class_nll`.
+      word_table: As in `class_nll`.
+      classes: As in `class_nll`.
+      key: PRNG key of the random numbers.
+      class_bias: As in `class_nll`.
+      word_bias: As in `class_nll`.
 
     Returns:
       [N] int32 ids.

@@ -82,26 +82,26 @@ def linear_cross_entropy(
       labels: [N] ids of words.
       bias: [V] added to the logits; None for no bias.
       weights: [N] factors of the tokens' losses; None for 1.
-      ignore_index: tokens with this label, and tokens of weight 0, have no loss and no gradient, even where h is NaN; None
+      ignore_index: Tokens with this label, and tokens of weight 0, have no loss and no gradient, even where h is NaN; None
         for no such label.
-      label_smoothing: share of the target distribution that is spread evenly over all words, 0 to 1 (Szegedy et al. 2016).
-      z_loss: adds z_loss * lse^2 to each token's loss (Chowdhery et al. 2022).
-      soft_cap: logits become soft_cap * tanh(logit / soft_cap), before the temperature (Gemma Team 2024); None for no cap.
-      temperature: divides the logits.
+      label_smoothing: Share of the target distribution that is spread evenly over all words, 0 to 1 (Szegedy et al. 2016).
+      z_loss: Adds z_loss * lse^2 to each token's loss (Chowdhery et al. 2022).
+      soft_cap: Logits become soft_cap * tanh(logit / soft_cap), before the temperature (Gemma Team 2024); None for no cap.
+      temperature: Divides the logits.
       reduction: "mean" over the weights, 0 where they sum to 0; "sum"; or "none", [N].
       impl: "tokens" scans over chunks of tokens and computes the gradients of a chunk along with its losses, for reductions
         "mean" and "sum"; "vocabulary" scans over blocks of words and computes their logits again for the gradient;
         "reference" computes all logits at once. "auto" is "tokens" where a chunk of at least 256 tokens, or of all tokens,
         has no more than 2^24 logits (64 MiB), else "vocabulary".
-      block_size: tokens of a chunk, or words of a block ("auto" is then "vocabulary"). None takes a chunk of at most 2^24
+      block_size: Tokens of a chunk, or words of a block ("auto" is then "vocabulary"). None takes a chunk of at most 2^24
         logits, or a block of about 2^22 logits whose size divides V where possible.
-      return_stats: also return the log-sum-exp and the word with the largest logit; the former is differentiable.
+      return_stats: Also return the log-sum-exp and the word with the largest logit; the former is differentiable.
 
     Returns:
       The loss, a scalar or [N], float32; with return_stats the tuple (loss, lse [N], argmax [N]).
 
     Raises:
-      InputError: shapes do not fit, the vocabulary is empty, an option is out of range, or a label that is known while tracing
+      InputError: Shapes do not fit, the vocabulary is empty, an option is out of range, or a label that is known while tracing
         is no word. The loss of a token whose label is unknown while tracing and no word is NaN.
 
     Cost:
@@ -186,16 +186,16 @@ def partial_cross_entropy(
       h: [N, D] hidden states.
       w_slice: [v, D] vectors of the words start to start + v - 1.
       labels: [N] ids of words, in this slice or another.
-      start: id of the slice's first word.
+      start: Id of the slice's first word.
       bias: [v] added to the logits; None for no bias.
-      soft_cap: as in `linear_cross_entropy`.
-      temperature: as in `linear_cross_entropy`.
+      soft_cap: As in `linear_cross_entropy`.
+      temperature: As in `linear_cross_entropy`.
 
     Returns:
       (lse, target_logit, logit_sum), each [N] float32; target_logit is 0 where another slice has the label.
 
     Raises:
-      InputError: shapes do not fit, labels are not integers, or an option is out of range.
+      InputError: Shapes do not fit, labels are not integers, or an option is out of range.
 
     Cost:
       As "vocabulary" in `linear_cross_entropy`, for v words.
@@ -220,8 +220,8 @@ def merged_lse(first: Float[Array, "*shape"], *others: Float[Array, "*shape"]) -
     """Log-sum-exp over several slices from the log-sum-exp of each slice.
 
     Args:
-      first: log-sum-exp of one slice, of any shape.
-      *others: those of the other slices, of the same shape.
+      first: Log-sum-exp of one slice, of any shape.
+      *others: Log-sum-exps of the other slices, of the same shape.
 
     Returns:
       The log-sum-exp of all. Where all are -inf, its gradient is 0; that of `jnp.logaddexp` would be NaN.

@@ -94,8 +94,8 @@ def grouped_nll(
       starts: [G + 1] first row of each group, and R.
       bias: [R] added to the logits; None for no bias.
       projection: [d, D] applied to the states before the product with the words; None for none.
-      block: tokens of one product.
-      width: words of one product.
+      block: Tokens of one product.
+      width: Words of one product.
 
     Returns:
       [N] losses.
@@ -123,8 +123,8 @@ def known_labels(labels: Int[Array, " N"], tokens: int, vocab: int) -> tuple[Int
 
     Args:
       labels: [N] ids.
-      tokens: the N that is expected.
-      vocab: number of words.
+      tokens: The N that is expected.
+      vocab: Number of words.
 
     Returns:
       ([N] int32 labels with 0 in place of ids that are no words, [N] mask of the labels that are words).
@@ -166,8 +166,8 @@ def check_k(k: int, vocab: int) -> None:
     """Checks the number of words of a top-k search.
 
     Args:
-      k: number of words to return.
-      vocab: number of words.
+      k: Number of words to return.
+      vocab: Number of words.
 
     Raises:
       InputError: k is not 1 to vocab.

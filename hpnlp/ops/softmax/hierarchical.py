@@ -66,16 +66,16 @@ def tree_nll(
       h: [N, D] hidden states.
       table: [R, D] vectors of the V - 1 inner nodes, R >= V - 1; further rows are not used. Or `TableRows` with at least the
         rows that `tree_rows` returns; there is no bias then.
-      tree: over V words, of depth L.
+      tree: Over V words, of depth L.
       labels: [N] words.
       bias: [R] added to the nodes' scores; None for no bias.
-      ignore_index: tokens with this label have loss 0 and no gradient, even where h is NaN.
+      ignore_index: Tokens with this label have loss 0 and no gradient, even where h is NaN.
 
     Returns:
       [N] float32 losses.
 
     Raises:
-      InputError: shapes do not fit, or a label that is known while tracing is no word. The loss of a token whose label is
+      InputError: Shapes do not fit, or a label that is known while tracing is no word. The loss of a token whose label is
         unknown while tracing and no word is NaN.
 
     Cost:
@@ -138,9 +138,9 @@ def tree_paths(
     """Inner nodes on the paths to the labels, and the branches taken there.
 
     Args:
-      tree: of depth L.
+      tree: Tree of depth L.
       labels: [N] words.
-      ignore_index: tokens with this label get node 0 and sign 0 throughout.
+      ignore_index: Tokens with this label get node 0 and sign 0 throughout.
 
     Returns:
       (nodes [N, L] int32, signs [N, L] float32). A sign is 1 for the first child and -1 for the second. After the end of a path
@@ -173,9 +173,9 @@ def tree_rows(tree: Tree, labels: Int[Array, " N"], *, ignore_index: int = -100)
     They are the first rows, which are scored for all tokens, and the nodes of the labels' paths on each further level.
 
     Args:
-      tree: the tree.
+      tree: The tree.
       labels: [N] words.
-      ignore_index: label of tokens that do not count.
+      ignore_index: Label of tokens that do not count.
 
     Returns:
       [R] int32 rows, some of them repeated; row 0 is padding.
@@ -196,10 +196,10 @@ def tree_log_probs(
     """Log-probabilities of all words.
 
     Args:
-      h: as in `tree_nll`.
-      table: as in `tree_nll`.
-      tree: as in `tree_nll`.
-      bias: as in `tree_nll`.
+      h: As in `tree_nll`.
+      table: As in `tree_nll`.
+      tree: As in `tree_nll`.
+      bias: As in `tree_nll`.
 
     Returns:
       [N, V] float32.
@@ -235,11 +235,11 @@ def tree_top_k(
     NaN.
 
     Args:
-      h: as in `tree_nll`.
-      table: as in `tree_nll`.
-      tree: as in `tree_nll`.
-      k: number of words.
-      bias: as in `tree_nll`.
+      h: As in `tree_nll`.
+      table: As in `tree_nll`.
+      tree: As in `tree_nll`.
+      k: Number of words.
+      bias: As in `tree_nll`.
 
     Returns:
       (log_probs [N, k] float32, words [N, k] int32), best first.
@@ -325,11 +325,11 @@ def tree_sample(
     """Draws a word for each token, with probability proportional to p(word)^(1 / temperature).
 
     Args:
-      h: as in `tree_nll`.
-      table: as in `tree_nll`.
-      tree: as in `tree_nll`.
-      rng: a key.
-      bias: as in `tree_nll`.
+      h: As in `tree_nll`.
+      table: As in `tree_nll`.
+      tree: As in `tree_nll`.
+      rng: A key.
+      bias: As in `tree_nll`.
       temperature: 0 takes the most probable word.
 
     Returns:

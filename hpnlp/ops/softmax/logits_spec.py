@@ -54,7 +54,7 @@ class LogitsSpec:
         """Applies the soft cap and the temperature.
 
         Args:
-          s: products of states and word vectors, with the bias, of any shape.
+          s: Products of states and word vectors, with the bias, of any shape.
 
         Returns:
           The logits.
@@ -67,8 +67,8 @@ class LogitsSpec:
         """Gradient of the input of `scale`.
 
         Args:
-          s: the output of `scale`.
-          ds: the gradient of the output, of the same shape.
+          s: The output of `scale`.
+          ds: The gradient of the output, of the same shape.
 
         Returns:
           The gradient of the input.
@@ -86,7 +86,7 @@ class LogitsSpec:
           other_lse: [N] log-sum-exp of the logits of all words but the label.
           target: [N] logit of the label.
           logit_sum: [N] sum of all logits; used with label smoothing only.
-          words: size of the vocabulary.
+          words: Size of the vocabulary.
 
         Returns:
           [N] float32 losses in nats.

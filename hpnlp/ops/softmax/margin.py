@@ -22,7 +22,7 @@ def hardest(
       ids: [C] words that are candidates of all tokens, or [N, C]; -1 is no candidate, as in the results of searches. A word
         that occurs twice is returned twice.
       labels: [N] word of each token.
-      count: number n of negatives.
+      count: Number n of negatives.
 
     Returns:
       (scores [N, n], ids [N, n]), best first; -inf and -1 where there are fewer candidates.
@@ -50,7 +50,7 @@ def margin_loss(
     Args:
       target: [N] score of each token's label.
       negatives: [N, n] scores of the negatives; -inf is no negative.
-      margin: by which the label must be better.
+      margin: Difference by which the label's score must exceed the others.
 
     Returns:
       [N] float32 losses; 0 for a token without negatives.
@@ -71,7 +71,7 @@ def triplet_loss(
       h: [N, D] hidden states.
       label: [N, D] vector of each token's label.
       negatives: [N, n, D] vectors of the negatives.
-      margin: by which the label must be nearer, in squared distance.
+      margin: Difference of squared distances by which the label must be nearer than the others.
 
     Returns:
       [N] float32 losses.

@@ -37,8 +37,8 @@ class Sampler(Protocol):
         """Independent draws from q, int32.
 
         Args:
-          key: of the random numbers.
-          shape: shape of the result.
+          key: PRNG key of the random numbers.
+          shape: Shape of the result.
 
         Returns:
           Ids of words.
@@ -49,7 +49,7 @@ class Sampler(Protocol):
         """Log-probabilities of words, float32.
 
         Args:
-          ids: of any shape.
+          ids: Ids of words, of any shape.
 
         Returns:
           Log-probabilities of the same shape.
@@ -62,7 +62,7 @@ class Samples(NamedTuple):
 
     Attributes:
       ids: [S] words that the batch shares, or [N, S] words of each token; int32.
-      log_expected: log of the expected count of each drawn word among the samples; float32, of the shape of ids.
+      log_expected: Log of the expected count of each drawn word among the samples; float32, of the shape of ids.
       labels_expected: [N] float32, the same for the label of each token.
     """
 
@@ -172,13 +172,13 @@ def unigram(counts: Any, power: float = 1.0) -> AliasSampler:
 
     Args:
       counts: [V] numbers over 0.
-      power: finite; 0.75 in Mikolov et al. 2013.
+      power: Finite; 0.75 in Mikolov et al. 2013.
 
     Returns:
       A sampler that draws in O(1).
 
     Raises:
-      InputError: a count is not a number over 0, the power is not finite, or q of a word is under 2^-40 / V, so that the word
+      InputError: A count is not a number over 0, the power is not finite, or q of a word is under 2^-40 / V, so that the word
         would never be drawn and its score never be corrected.
 
     Cost:
@@ -223,12 +223,12 @@ def sample(
     the number of draws; TensorFlow computes the same.
 
     Args:
-      sampler: the proposal distribution.
-      key: of the random numbers.
-      count: number S of samples.
+      sampler: The proposal distribution.
+      key: PRNG key of the random numbers.
+      count: Number S of samples.
       labels: [N] words of the tokens, whose expected counts are returned as well.
-      per_token: draws [N, S] words, S for each token, in place of S words that the batch shares.
-      unique: draws without repetition.
+      per_token: Draws [N, S] words, S for each token, in place of S words that the batch shares.
+      unique: Draws without repetition.
 
     Returns:
       The samples.

@@ -51,7 +51,7 @@ def hits(samples: Samples, labels: Int[Array, " N"]) -> Bool[Array, "N S"]:
     """Accidental hits: samples that are their token's label.
 
     Args:
-      samples: of the batch or of each token.
+      samples: Samples that the batch shares or that each token has.
       labels: [N] words of the tokens.
 
     Returns:
@@ -81,9 +81,9 @@ def sampled_softmax(
     Args:
       target: [N] scores of the labels.
       noise: [N, S] scores of the samples.
-      samples: with their expected counts.
+      samples: The samples, with their expected counts.
       labels: [N] words of the tokens.
-      correct_label: corrects the label's score too, as TensorFlow's `sampled_softmax_loss`; that loss is not comparable with
+      correct_label: Corrects the label's score too, as TensorFlow's `sampled_softmax_loss`; that loss is not comparable with
         the exact one.
 
     Returns:
@@ -114,7 +114,7 @@ def importance_sampling(
     Args:
       target: [N] scores of the labels.
       noise: [N, S] scores of the samples.
-      samples: drawn with repetition.
+      samples: The samples, drawn with repetition.
 
     Returns:
       (losses [N], effective sample sizes [N]); the latter are (sum of weights)^2 / (sum of squared weights), 1 to S.
@@ -148,8 +148,8 @@ def adaptive_importance_sampling(
       labels: [N, D] vectors of the labels.
       noise: [S, D] vectors of the samples.
       samples: S samples of the batch, drawn with repetition; their expected counts are scaled to the number of samples used.
-      effective: effective sample size to reach.
-      block: samples of a block; S is a multiple of it.
+      effective: Effective sample size to reach.
+      block: Samples of a block; S is a multiple of it.
       weights: [N]; tokens of weight 0 do not count in the mean. None for no such tokens.
 
     Returns:
@@ -205,7 +205,7 @@ def noise_contrastive(target: Float[Array, " N"], noise: Float[Array, "N S"], sa
     Args:
       target: [N] scores of the labels.
       noise: [N, S] scores of the samples.
-      samples: drawn with repetition.
+      samples: The samples, drawn with repetition.
 
     Returns:
       [N] losses.

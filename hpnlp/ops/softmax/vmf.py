@@ -46,8 +46,8 @@ def log_iv(order: int | float, kappa: Float[Array, "..."]) -> Float[Array, "..."
     kappa over the order: float32 keeps three digits of it at kappa = 1e5.
 
     Args:
-      order: a number of at least 0, static.
-      kappa: at least 0, of any shape.
+      order: A number of at least 0, static.
+      kappa: At least 0, of any shape.
 
     Returns:
       float32, or float64 for float64; at kappa 0 it is -inf, or 0 for order 0. The error is at most 2e-6 max(1, |result|) in
@@ -84,8 +84,8 @@ def bessel_ratio(order: int | float, kappa: Float[Array, "..."]) -> Float[Array,
     4 of 7 digits in float32.
 
     Args:
-      order: that of the numerator, a number of at least 1, static.
-      kappa: at least 0, of any shape.
+      order: Order of the numerator, a number of at least 1, static.
+      kappa: At least 0, of any shape.
 
     Returns:
       float32, or float64 for float64; 0 at kappa 0 and less than 1 everywhere. The relative error of the ratio and its
@@ -113,7 +113,7 @@ def log_normalizer(dim: int, kappa: Float[Array, "..."]) -> Float[Array, "..."]:
 
     Args:
       dim: m, at least 2, static.
-      kappa: at least 0, of any shape.
+      kappa: At least 0, of any shape.
 
     Returns:
       float32, or float64 for float64, with the errors of `log_iv`.
@@ -160,16 +160,16 @@ def vmf_loss(
       h: [N, m] states: the direction is the mean of the density over unit vectors, the norm its concentration.
       targets: [N, m] vectors of the words, normalised here. A vector of zeros, or whose norm is not between 1e-18 and 1e18, has
         no direction: h.w is 0.
-      norm_penalty: at least 0. With norm_penalty 0 and product_scale 1, the loss is the negative log-likelihood; it is negative
+      norm_penalty: At least 0. With norm_penalty 0 and product_scale 1, the loss is the negative log-likelihood; it is negative
         where the density is over 1. A penalty over 0 keeps |h| from growing.
-      product_scale: over 0 and at most 1; under 1 it keeps |h| from growing.
+      product_scale: Over 0 and at most 1; under 1 it keeps |h| from growing.
       weights: [N] factors of the losses; tokens of weight 0 have loss 0 and no gradient, even where h is NaN. None for 1.
 
     Returns:
       [N] float32, or float64 where h is float64.
 
     Raises:
-      InputError: shapes do not fit, m is under 2, the penalty is negative, or the scale is not in (0, 1].
+      InputError: Shapes do not fit, m is under 2, the penalty is negative, or the scale is not in (0, 1].
 
     Cost:
       O(N m) in time and memory, for any vocabulary.

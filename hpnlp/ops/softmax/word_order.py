@@ -21,7 +21,7 @@ def similarity_order(embeddings: Any, seed: int = 0) -> np.ndarray:
 
     Args:
       embeddings: [V, E] finite numbers.
-      seed: of the first directions.
+      seed: Seed of the first directions.
 
     Returns:
       [V] ids.
@@ -79,7 +79,7 @@ def checked_order(order: Any, vocab: int) -> np.ndarray:
       The order as a numpy array.
 
     Raises:
-      InputError: it does not.
+      InputError: An id is missing, repeated or out of range, or the ids are not integers.
     """
     order = np.asarray(order)
     if order.shape != (vocab,) or order.dtype.kind not in "iu" or (np.sort(order) != np.arange(vocab)).any():

@@ -25,7 +25,7 @@ def zeros(*shape: int) -> Float[Array, "..."]:
     """Zeros in float32, whatever the default dtype of the process.
 
     Args:
-      *shape: of the array.
+      *shape: Size of each axis.
 
     Returns:
       float32 [*shape].
@@ -115,9 +115,9 @@ def to_blocks(x: Array, block: int, heads: tuple[int, ...] = (), fill: Any = 0) 
 
     Args:
       x: [B, T, N, ...], or [B, T] with heads=().
-      block: tokens in a block.
-      heads: the sizes that N is split into, (K, G) or (K,).
-      fill: value of padding.
+      block: Tokens in a block.
+      heads: The sizes that N is split into, (K, G) or (K,).
+      fill: Value of padding.
 
     Returns:
       [blocks, B, *heads, block, ...].
@@ -148,9 +148,9 @@ def take_run(tree: Any, first: Array, run: int) -> Any:
     """Consecutive blocks of each array of a tree.
 
     Args:
-      tree: arrays [blocks, ...].
+      tree: Arrays [blocks, ...].
       first: int32 [], index of the first block.
-      run: number of blocks, R.
+      run: Number of blocks, R.
 
     Returns:
       The tree of arrays [R, ...].
@@ -163,9 +163,9 @@ def put_run(tree: Any, first: Array, new: Any) -> Any:
     """Replaces consecutive blocks of each array of a tree.
 
     Args:
-      tree: arrays [blocks, ...].
+      tree: Arrays [blocks, ...].
       first: int32 [], index of the first block.
-      new: tree of arrays [R, ...].
+      new: Tree of arrays [R, ...].
 
     Returns:
       The updated tree.
@@ -186,7 +186,7 @@ def take_key_blocks(x: Array, keys: Array, axis: int) -> Array:
     Args:
       x: [blocks, ...].
       keys: int32 [R, w], indices of blocks; of a block -1 the values are arbitrary.
-      axis: the axis of the keys of a block, -1 or -2.
+      axis: The axis of the keys of a block, -1 or -2.
 
     Returns:
       [R, ...], with w blocks after one another on `axis`.
@@ -217,7 +217,7 @@ class PairBlocks:
     """An operand `[B, K, G, T, S]`, any axis of which may be 1, cut into blocks of queries and of keys.
 
     Attributes:
-      shape: of the operand.
+      shape: Shape of the operand.
       blocks: [query blocks, key blocks, B, K, G, r, c]; 1 block of 1 token for an axis of 1.
     """
 
@@ -244,7 +244,7 @@ class PairBlocks:
         """Adds to the tiles of a run of query blocks.
 
         Args:
-          sums: as `blocks`.
+          sums: As `blocks`.
           first: int32 [], index of the first query block.
           keys: int32 [R, w], indices of key blocks.
           new: [R, B, K, G, r, w * c], summed over axes where the operand has 1.
@@ -262,7 +262,7 @@ class PairBlocks:
         """Undoes the cutting.
 
         Args:
-          sums: as `blocks`.
+          sums: As `blocks`.
 
         Returns:
           [B, K, G, T, S].

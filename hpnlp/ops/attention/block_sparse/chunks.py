@@ -27,8 +27,8 @@ class Chunk:
     Attributes:
       example: int32 [], index of the first example; None if the chunk is the whole call.
       head: int32 [], index of the first key head; None if the chunk is the whole call.
-      examples: number of examples.
-      heads: number of key heads.
+      examples: Number of examples.
+      heads: Number of key heads.
     """
 
     example: Any
@@ -41,8 +41,8 @@ class Chunk:
 
         Args:
           x: [B or 1, ...].
-          per_head: entries for each key head on `axis`.
-          axis: the axis of the heads, whose size may be 1; an axis that x lacks if x has no heads.
+          per_head: Number of indices of `axis` that belong to one key head.
+          axis: The axis of the heads, whose size may be 1; an axis that x lacks if x has no heads.
 
         Returns:
           x with the examples and heads of the chunk; an axis of 1 stays.
@@ -53,10 +53,10 @@ class Chunk:
         """Replaces the chunk of an array; undoes `cut`.
 
         Args:
-          x: as for `cut`.
-          new: the result of `cut` in shape.
-          per_head: as for `cut`.
-          axis: as for `cut`.
+          x: As for `cut`.
+          new: The result of `cut` in shape.
+          per_head: As for `cut`.
+          axis: As for `cut`.
 
         Returns:
           The updated x.
@@ -69,8 +69,8 @@ class Chunk:
         """The chunk of all operands.
 
         Args:
-          operands: of the call.
-          group: query heads for each key head.
+          operands: Operands of all examples and heads.
+          group: Query heads for each key head.
 
         Returns:
           The operands of the chunk.
@@ -99,10 +99,10 @@ def over_chunks(add_chunk: Callable[[Chunk, Any], Any], sums: Any, q: Array, k: 
 
     Args:
       add_chunk: (chunk, sums) -> sums.
-      sums: initial value.
-      q: queries [B, T, N, H].
-      k: keys [B, S, K, H].
-      schedule: of the tiles.
+      sums: Initial value.
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
+      schedule: Schedule of the tiles; the size of its groups decides the size of a chunk.
 
     Returns:
       The final sums.
@@ -126,8 +126,8 @@ def heads_at_a_time(q: Array, k: Array) -> int:
     """Number of (example, query head) pairs in a chunk as far as memory decides, for the choice of a schedule.
 
     Args:
-      q: queries [B, T, N, H].
-      k: keys [B, S, K, H].
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
 
     Returns:
       At most B * N.

@@ -60,15 +60,15 @@ def flash(
     """Attention by tiles with an online softmax, without validation of the arguments.
 
     Args:
-      q: queries [B, T, N, H].
-      k: keys [B, S, K, H].
-      v: values [B, S, K, Hv].
-      mask: a static pattern, or one for each head.
-      operands: all further arguments of `attend` except impl and block_size.
-      schedule: the tiles to compute, possibly arrays made at run time; within them the mask and the operands decide.
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, Hv].
+      mask: A static pattern, or one for each head.
+      operands: All further arguments of `attend` except impl and block_size.
+      schedule: The tiles to compute, possibly arrays made at run time; within them the mask and the operands decide.
         None derives the schedule from the mask.
-      form: the form of the executor; None chooses by size and estimated cost.
-      block_size: queries and keys in a block; None chooses by estimated cost.
+      form: The form of the executor; None chooses by size and estimated cost.
+      block_size: Queries and keys in a block; None chooses by estimated cost.
 
     Returns:
       o [B, T, N, Hv] in q's dtype; with return_lse the pair (o, lse), lse float32 [B, T, N].

@@ -32,13 +32,13 @@ class Options:
     """The static part of a call.
 
     Attributes:
-      mask: the pattern.
-      scale: factor of the scores.
-      soft_cap: scores become soft_cap * tanh(score / soft_cap); None for no cap.
-      dropout_rate: probability that a weight is dropped.
-      block_size: queries and keys in a block; None for the executor's choice.
-      bias_jaxpr: jaxpr of a bias function of (head, query position, key position); None for an array or no bias.
-      form: the form that is forced; None for the executor's choice.
+      mask: The pattern.
+      scale: Factor of the scores.
+      soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
+      dropout_rate: Probability that a weight is dropped.
+      block_size: Queries and keys in a block; None for the executor's choice.
+      bias_jaxpr: Jaxpr of a bias function of (head, query position, key position); None for an array or no bias.
+      form: The form that is forced; None for the executor's choice.
     """
 
     mask: Mask
@@ -89,8 +89,8 @@ class ExecutorOperands:
     """The run-time operands of a call in the form that tiles are cut from; None for absent ones.
 
     Attributes:
-      queries: properties of the queries, [B or 1, T] each.
-      keys: properties of the keys, [B or 1, S] each.
+      queries: Properties of the queries, [B or 1, T] each.
+      keys: Properties of the keys, [B or 1, S] each.
       lengths: int32 [B]; keys at indices from lengths[b] on are hidden.
       seed: uint32 [words], the words of the dropout key.
       streams: int32 [B, N], a number for each (batch, head), for dropout.
@@ -127,13 +127,13 @@ def executor_records(
     """Options and operands of the executor from those of a call.
 
     Args:
-      q: queries [B, T, N, H].
-      k: keys [B, S, K, H].
-      mask: pattern of all these heads.
-      operands: of the call; their scale is a number or None, and sinks are ignored.
-      block_size: queries and keys in a block, or None.
-      form: the form that is forced, or None.
-      heads: numbers of the N heads, and the number of heads of the whole call.
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
+      mask: Pattern of all these heads.
+      operands: Operands of `attend`; their scale is a number or None, and sinks are ignored.
+      block_size: Queries and keys in a block, or None.
+      form: The form that is forced, or None.
+      heads: Numbers of the N heads, and the number of heads of the whole call.
 
     Returns:
       The static and the run-time part.

@@ -51,12 +51,12 @@ def forward(
     """Attention over all pairs that are visible.
 
     Args:
-      options: of the call.
-      q: queries [B, T, N, H].
-      k: keys [B, S, K, H].
-      v: values [B, S, K, Hv].
-      operands: of the call.
-      schedule: tiles to compute in the given order of the tokens; None decomposes the mask.
+      options: Static settings of the executor.
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, Hv].
+      operands: Run-time operands of the executor.
+      schedule: Tiles to compute in the given order of the tokens; None decomposes the mask.
 
     Returns:
       float32 (o [B, T, N, Hv], lse [B, T, N], lse_low [B, T, N]).
@@ -95,12 +95,12 @@ def backward(
     """Gradients of `forward`.
 
     Args:
-      options: of the call.
-      residuals: of the queries, [B, T, N, ...].
-      k: keys [B, S, K, H].
-      v: values [B, S, K, Hv].
-      operands: of the call.
-      schedule: as for `forward`.
+      options: Static settings of the executor.
+      residuals: Residuals of the queries, [B, T, N, ...].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, Hv].
+      operands: Run-time operands of the executor.
+      schedule: As for `forward`.
 
     Returns:
       float32 (dq, dk, dv) in the shapes of q, k and v, and the gradient of operands.bias.
@@ -157,8 +157,8 @@ class _Permutation:
         """Sets the order.
 
         Args:
-          stride: number of residue classes; 1 keeps the order.
-          chosen: indices of the tokens, ascending; None for all.
+          stride: Number of residue classes; 1 keeps the order.
+          chosen: Indices of the tokens, ascending; None for all.
         """
         self._stride, self._chosen = stride, None if chosen is None else np.asarray(chosen, np.int32)
 

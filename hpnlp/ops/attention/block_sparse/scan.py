@@ -43,12 +43,12 @@ def forward(
     """Attention over the tiles of a schedule.
 
     Args:
-      options: of the call.
-      q: queries [B, T, N, H].
-      k: keys [B, S, K, H].
-      v: values [B, S, K, Hv].
-      operands: of the call.
-      schedule: the tiles; pairs outside of them are not visible.
+      options: Static settings of the executor.
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, Hv].
+      operands: Run-time operands of the executor.
+      schedule: The tiles; pairs outside of them are not visible.
 
     Returns:
       float32 (o [B, T, N, Hv], lse [B, T, N], lse_low [B, T, N]).
@@ -75,12 +75,12 @@ def backward(
     """Gradients of `forward`.
 
     Args:
-      options: of the call.
-      residuals: of the queries, [B, T, N, ...].
-      k: keys [B, S, K, H].
-      v: values [B, S, K, Hv].
-      operands: of the call.
-      schedule: as for `forward`.
+      options: Static settings of the executor.
+      residuals: Residuals of the queries, [B, T, N, ...].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, Hv].
+      operands: Run-time operands of the executor.
+      schedule: As for `forward`.
 
     Returns:
       float32 (dq, dk, dv) in the shapes of q, k and v, and the gradient of operands.bias.
@@ -213,10 +213,10 @@ class _TileMasks:
     """Makes the TileMask of each step of a chunk from the operands in blocks.
 
     Attributes:
-      queries: properties of the queries, [query blocks, B or 1, block] each.
-      keys: properties of the keys, [key blocks, B or 1, key_block] each.
-      dense: the dense mask in blocks, or None.
-      bias: the bias array in blocks, or None; None also for a bias function.
+      queries: Properties of the queries, [query blocks, B or 1, block] each.
+      keys: Properties of the keys, [key blocks, B or 1, key_block] each.
+      dense: The dense mask in blocks, or None.
+      bias: The bias array in blocks, or None; None also for a bias function.
     """
 
     def __init__(self, options: Options, operands: ExecutorOperands, schedule: BlockSchedule, kv_heads: int) -> None:

@@ -50,8 +50,8 @@ class QueryResiduals:
     """Residuals of queries for the backward pass, in the axes of a call `[B, T, N, ...]` or of a tile `[..., K, G, r, ...]`.
 
     Attributes:
-      q: queries [..., H].
-      do: cotangent of the output [..., Hv].
+      q: Queries [..., H].
+      do: Cotangent of the output [..., Hv].
       lse: float32, log-sum-exp; +inf in rows that see nothing, so that their probabilities are 0.
       lse_low: float32, what rounding took away from the log-sum-exp, see `log_sum`.
       delta: float32, rowsum(do * o) - dlse, which the derivative of the softmax subtracts.
@@ -68,9 +68,9 @@ def visible_pairs(mask: Mask, queries: TokenInfo, keys: TokenInfo, lengths: Any,
     """The pairs of a tile that the mask and the operands allow.
 
     Args:
-      mask: the pattern.
-      queries: properties of the queries, [..., r] each.
-      keys: properties of the keys, [..., c] each.
+      mask: The pattern.
+      queries: Properties of the queries, [..., r] each.
+      keys: Properties of the keys, [..., c] each.
       lengths: int32 [...], or None.
       dense: bool, broadcasts to [..., K, G, r, c], or None.
 
@@ -95,7 +95,7 @@ def zero_hidden(visible: Visible, keys: Array) -> Array:
     """Keys or values, with 0 for those that no query of the tile sees, because 0 * NaN is NaN.
 
     Args:
-      visible: as in `TileMask`.
+      visible: As in `TileMask`.
       keys: [..., K, c, H].
 
     Returns:
@@ -115,11 +115,11 @@ def kept_weights(
     """The dropout pattern of a tile.
 
     Args:
-      options: of the call.
+      options: Static settings of the executor.
       seed: uint32 [words].
       streams: int32 [..., K, G], a distinct number for each (batch, head).
-      queries: properties of the queries, [..., r] each.
-      keys: properties of the keys, [..., c] each.
+      queries: Properties of the queries, [..., r] each.
+      keys: Properties of the keys, [..., c] each.
 
     Returns:
       bool [..., K, G, r, c], True for weights that are kept.
@@ -134,11 +134,11 @@ def bias_of_function(
     """The bias function over a tile.
 
     Args:
-      options: of the call, with a bias_jaxpr.
-      closed_over: arrays that the function closes over.
+      options: Static settings of the executor, with a bias_jaxpr.
+      closed_over: Arrays that the function closes over.
       heads: int32 [..., K, G], numbers of the heads.
-      queries: properties of the queries, [..., r] each.
-      keys: properties of the keys, [..., c] each.
+      queries: Properties of the queries, [..., r] each.
+      keys: Properties of the keys, [..., c] each.
 
     Returns:
       float32 [..., K, G, r, c].
@@ -170,9 +170,9 @@ def add_bias_gradient(sums: Any, bias: Callable[[Any], Array], operand: Any, db:
     """Adds the gradient of a tile's bias to the gradient of the operand that the bias is computed from.
 
     Args:
-      sums: gradients so far, a tree like `operand`.
-      bias: from the operand to the bias of the tile; its axes may be 1 where those of db are not.
-      operand: bias array, or arrays that a bias function closes over.
+      sums: Gradients so far, a tree like `operand`.
+      bias: Function that maps the operand to the bias of the tile; the axes of its result may be 1 where those of db are not.
+      operand: Bias array, or arrays that a bias function closes over.
       db: float32 [..., K, G, r, c], gradient of the tile's bias.
 
     Returns:
@@ -191,11 +191,11 @@ def forward(
     """Unnormalised attention of a tile.
 
     Args:
-      options: of the call.
+      options: Static settings of the executor.
       q: [..., K, G, r, H].
       k: [..., K, c, H].
       v: [..., K, c, Hv].
-      tile_mask: of the tile.
+      tile_mask: Visibility, dropout pattern and bias of the tile.
 
     Returns:
       (top, total, weighted), float32: maximum of each row's scores, at least FLOOR, and the sums of exp(score - top),
@@ -216,11 +216,11 @@ def backward(
     """Gradients of a tile (Dao et al. 2022, "FlashAttention", algorithm 4).
 
     Args:
-      options: of the call.
-      residuals: of the queries, [..., K, G, r, ...].
+      options: Static settings of the executor.
+      residuals: Residuals of the queries, [..., K, G, r, ...].
       k: [..., K, c, H].
       v: [..., K, c, Hv].
-      tile_mask: of the tile.
+      tile_mask: Visibility, dropout pattern and bias of the tile.
 
     Returns:
       float32 (dq [..., K, G, r, H], dk [..., K, H, c], dv [..., K, Hv, c], db [..., K, G, r, c]), db of the bias.

@@ -27,10 +27,10 @@ def suits(options: Options, length: int, key_length: int, operands: ExecutorOper
     """Whether a call is to run in this form: it is short enough, and this form is faster than the others.
 
     Args:
-      options: of the call; a form that is set decides.
+      options: Static settings of the executor; `form` decides where it is set.
       length: T.
       key_length: S.
-      operands: of the call.
+      operands: Run-time operands of the executor.
 
     Returns:
       True for this form.
@@ -55,11 +55,11 @@ def forward(options: Options, q: Array, k: Array, v: Array, operands: ExecutorOp
     """Attention over all pairs that are visible.
 
     Args:
-      options: of the call.
-      q: queries [B, T, N, H].
-      k: keys [B, S, K, H].
-      v: values [B, S, K, Hv].
-      operands: of the call.
+      options: Static settings of the executor.
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, Hv].
+      operands: Run-time operands of the executor.
 
     Returns:
       float32 (o [B, K, G, T, Hv], lse [B, K, G, T], lse_low [B, K, G, T]).
@@ -86,11 +86,11 @@ def backward(
     """Gradients of `forward`.
 
     Args:
-      options: of the call.
-      residuals: of the queries, [B, K, G, T, ...].
-      k: keys [B, S, K, H].
-      v: values [B, S, K, Hv].
-      operands: of the call.
+      options: Static settings of the executor.
+      residuals: Residuals of the queries, [B, K, G, T, ...].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, Hv].
+      operands: Run-time operands of the executor.
 
     Returns:
       float32 (dq [B, K, G, T, H], dk [B, K, H, S], dv [B, K, Hv, S]) and the gradient of operands.bias.

@@ -26,11 +26,11 @@ def attend_cache(
     """softmax(q k^T * scale) v over a cache, for a few queries.
 
     Args:
-      q: queries [B, T, N, H].
-      k: keys [B * K, S, H], key heads of an example side by side. Three axes, because XLA:CPU copies a cache of four axes
+      q: Queries [B, T, N, H].
+      k: Keys [B * K, S, H], key heads of an example side by side. Three axes, because XLA:CPU copies a cache of four axes
         that is written and read in one step; a product takes three axes as they are.
-      v: values [B * K, S, Hv], as k; finite also where keys are hidden.
-      mask: over `positions` for queries and `kv_positions` for keys.
+      v: Values [B * K, S, Hv], as k; finite also where keys are hidden.
+      mask: Over `positions` for queries and `kv_positions` for keys.
       positions: int [B, T].
       kv_positions: int [B, S], in any order; keys at negative positions are hidden.
       scale: H ** -0.5 if None.
@@ -39,7 +39,7 @@ def attend_cache(
       o [B, T, N, Hv] in q's dtype, accumulated in float32; 0 in rows that may see nothing.
 
     Raises:
-      InputError: a PerHead has another number of masks than N.
+      InputError: A PerHead has another number of masks than N.
 
     Cost:
       O(B N T S H) time and O(B N T S) memory.

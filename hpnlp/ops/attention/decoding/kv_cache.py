@@ -32,7 +32,7 @@ class KVCache:
       k: [B * K, S, H] for S slots, finite everywhere.
       v: [B * K, S, Hv], finite everywhere.
       lengths: int [B], number of tokens that each example has seen.
-      pinned: number of first positions that are never replaced; None without a ring.
+      pinned: Number of first positions that are never replaced; None without a ring.
     """
 
     k: Any
@@ -73,11 +73,11 @@ def start_cache(
     and less than the capacity.
 
     Args:
-      k: keys [B, T, K, H].
-      v: values [B, T, K, Hv].
+      k: Keys [B, T, K, H].
+      v: Values [B, T, K, Hv].
       lengths: int [B], number of tokens of each prompt; later ones are padding.
-      mask: of the queries that follow.
-      capacity: largest number of tokens of an example, prompt included.
+      mask: Mask of the queries that follow.
+      capacity: Largest number of tokens of an example, prompt included.
 
     Returns:
       The cache.
@@ -119,17 +119,17 @@ def extend_cache(
     The caller ensures that a cache without a ring has free slots.
 
     Args:
-      q: queries [B, T, N, H].
-      k: keys [B, T, K, H].
-      v: values [B, T, K, Hv].
-      mask: over positions, which go on from the lengths of the cache.
-      cache: of the earlier tokens.
+      q: Queries [B, T, N, H].
+      k: Keys [B, T, K, H].
+      v: Values [B, T, K, Hv].
+      mask: Over positions, which go on from the lengths of the cache.
+      cache: Cache of the earlier tokens.
 
     Returns:
       (o [B, T, N, Hv], the cache with the T tokens).
 
     Raises:
-      InputError: the mask reaches further back than the cache keeps.
+      InputError: The mask reaches further back than the cache keeps.
 
     Cost:
       O(B N T S H) time and O(B N T S) memory; with a ring and T > 1, T + S in place of S.

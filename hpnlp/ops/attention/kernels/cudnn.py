@@ -28,8 +28,8 @@ def limits(q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: Operand
       q: [B, T, N, H].
       k: [B, S, K, H].
       v: [B, S, K, Hv].
-      mask: of the call.
-      operands: of the call.
+      mask: Mask of the attention.
+      operands: Operands of `attend`.
 
     Returns:
       Short descriptions, empty where there are none.
@@ -59,12 +59,12 @@ def cudnn(
     """Attention by cuDNN's flash kernels, for calls without `limits`.
 
     Args:
-      q: queries [B, T, N, H].
-      k: keys [B, S, K, H].
-      v: values [B, S, K, H].
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, H].
       mask: Full, Causal, Window(left, 0), or another band with the same bounds, as Causal() & Window(left).
-      operands: of the call. segment_ids cost a bias of B T T elements, and kv_lengths a copy of q, k and v. bias: finite
-        [1, N, T, S] in q's dtype.
+      operands: Operands of `attend`. segment_ids cost a bias of B T T elements, and kv_lengths a copy of q, k and v. The
+        bias is finite, [1, N, T, S] in q's dtype.
 
     Returns:
       o [B, T, N, H] in q's dtype.

@@ -39,13 +39,13 @@ class KernelOptions:
     """The static part of a call.
 
     Attributes:
-      mask: the pattern.
-      scale: factor of the scores.
-      soft_cap: scores become soft_cap * tanh(score / soft_cap); None for no cap.
+      mask: The pattern.
+      scale: Factor of the scores.
+      soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
       queries: T without padding.
       keys: S without padding.
-      segmented: whether there are segment ids.
-      interpret: whether Pallas' interpreter runs the kernels.
+      segmented: Whether there are segment ids.
+      interpret: Whether Pallas' interpreter runs the kernels.
     """
 
     mask: Mask
@@ -62,10 +62,10 @@ def schedule(options: KernelOptions, rows: int, columns: int, transposed: bool) 
     """The active tiles of each row of tiles.
 
     Args:
-      options: of the call.
-      rows: queries, or keys if transposed, of a tile.
-      columns: keys, or queries if transposed, of a tile.
-      transposed: whether rows are keys.
+      options: Static settings of the kernels.
+      rows: Queries, or keys if transposed, of a tile.
+      columns: Keys, or queries if transposed, of a tile.
+      transposed: Whether rows are keys.
 
     Returns:
       int32 [4, R] and int32 [entries]. The first array has the rows of tiles in the order in which they start, longest first,
@@ -91,7 +91,7 @@ def scores(options: KernelOptions, products: Any) -> tuple[Any, float, Any]:
     """Scores of a tile from the products q k^T.
 
     Args:
-      options: of the call.
+      options: Static settings of the kernels.
       products: float32 [rows, columns].
 
     Returns:
@@ -112,12 +112,12 @@ def visible(
     """The visible pairs of a tile.
 
     Args:
-      options: of the call.
-      machine: operations on tiles.
-      q0: index of the first query.
-      k0: index of the first key.
-      shape: of the tile.
-      q_axis: the axis of the queries, 0 or 1.
+      options: Static settings of the kernels.
+      machine: Operations on tiles.
+      q0: Index of the first query.
+      k0: Index of the first key.
+      shape: Shape of the tile.
+      q_axis: The axis of the queries, 0 or 1.
       segments: (ids of queries, ids of keys, index of the example), or None.
 
     Returns:
@@ -138,9 +138,9 @@ def copy_tiles(count: Any, copy: Callable[[Any, Any], None], free: tuple[Any, ..
     """The program of the copying warpgroup.
 
     Args:
-      count: number of steps.
-      copy: called with (step, slot), starts the copies of a step into a slot of the ring.
-      free: barriers of the slots, on which the computing warpgroups arrive once they have read a slot.
+      count: Number of steps.
+      copy: Called with (step, slot), starts the copies of a step into a slot of the ring.
+      free: Barriers of the slots, on which the computing warpgroups arrive once they have read a slot.
     """
     plgpu.set_max_registers(40, action="decrease")
 
@@ -162,11 +162,11 @@ def over_entries(first: Any, tested: Any, last: Any, body: Callable[..., Any], s
     """Loops over the entries of a row of tiles.
 
     Args:
-      first: index of the first entry.
-      tested: index of the first entry whose elements are tested.
-      last: index behind the last entry.
+      first: Index of the first entry.
+      tested: Index of the first entry whose elements are tested.
+      last: Index behind the last entry.
       body: (entry, state, test) -> state, with test a Python bool.
-      state: initial value.
+      state: Initial value.
 
     Returns:
       The final state.
@@ -186,12 +186,12 @@ def forward(  # noqa: PLR0915  (one kernel, whose parts share references to memo
     """Attention of padded arrays.
 
     Args:
-      options: of the call.
-      q: queries [B, T, N, H], T a multiple of TILE.
-      k: keys [B, S, K, H], S a multiple of `columns`.
-      v: values [B, S, K, H].
+      options: Static settings of the kernels.
+      q: Queries [B, T, N, H], T a multiple of TILE.
+      k: Keys [B, S, K, H], S a multiple of `columns`.
+      v: Values [B, S, K, H].
       segments: int32 ids of queries [B, T] and of keys [B, S], or ().
-      columns: keys of a tile.
+      columns: Keys of a tile.
 
     Returns:
       (o [B, T, N, H] in q's dtype, lse float32 [B, N, T]).

@@ -41,11 +41,11 @@ def queries(  # noqa: PLR0915  (one kernel, whose parts share references to memo
     """The gradient of the queries.
 
     Args:
-      options: of the call.
+      options: Static settings of the kernels.
       arrays: (q, k, v, do, lse, delta). q and do [B, T, N, H], k and v [B, S, K, H]; lse and delta float32 [B, N, T]: lse in
         units of log 2, +inf for rows that see nothing, and delta = rowsum(do * o) - dlse.
       segments: int32 ids of queries [B, T] and of keys [B, S], or ().
-      columns: keys of a tile.
+      columns: Keys of a tile.
 
     Returns:
       dQ [B, T, N, H] in q's dtype.
@@ -129,10 +129,10 @@ def keys(  # noqa: PLR0915  (one kernel, whose parts share references to memory)
     """The gradients of keys and values.
 
     Args:
-      options: of the call.
-      arrays: as for `queries`.
-      segments: as for `queries`.
-      columns: queries of a tile.
+      options: Static settings of the kernels.
+      arrays: As for `queries`.
+      segments: As for `queries`.
+      columns: Queries of a tile.
 
     Returns:
       (dK, dV), [B, S, K, H] each, in k's dtype.

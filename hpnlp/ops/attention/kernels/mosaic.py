@@ -40,7 +40,7 @@ def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
 
     Args:
       shape: [..., rows, columns].
-      dtype: of the elements.
+      dtype: Dtype of the elements.
 
     Returns:
       plgpu.SMEM.
@@ -56,7 +56,7 @@ class Machine:
     """Operations on tiles of 64 rows that a warpgroup holds in registers.
 
     Attributes:
-      interpret: whether the interpreter runs the kernel.
+      interpret: Whether the interpreter runs the kernel.
     """
 
     interpret: bool
@@ -72,11 +72,11 @@ class Machine:
         """The kernel with one block of threads for each (batch, head, tile), neighbouring tiles side by side.
 
         Args:
-          body: of the kernel.
-          out: shapes of the results.
-          scratch: shared memory and barriers.
+          body: Body of the kernel.
+          out: Shapes of the results.
+          scratch: Shared memory and barriers.
           grid: (batch, heads, tiles).
-          wgs: warpgroups of a block.
+          wgs: Warpgroups of a block.
 
         Returns:
           A function of arrays.
@@ -97,8 +97,8 @@ class Machine:
         """float32 [64] or [64, columns] with all elements equal to a value.
 
         Args:
-          shape: of the result.
-          value: of the elements.
+          shape: Shape of the result.
+          value: Value of every element.
 
         Returns:
           The vector or tile.
@@ -111,9 +111,9 @@ class Machine:
         """Loads a vector from memory, for use with tiles.
 
         Args:
-          ref: the vector.
+          ref: The vector.
           axis: 0 for one element per row of a tile, 1 for one per column.
-          optimized: as in `plgpu.load`.
+          optimized: As in `plgpu.load`.
 
         Returns:
           The vector in registers.
@@ -144,7 +144,7 @@ class Machine:
         Args:
           left: [64, H] in shared memory.
           right: [columns, H] in shared memory.
-          meanwhile: called after the product has started and before its result is read.
+          meanwhile: Called after the product has started and before its result is read.
 
         Returns:
           float32 [64, columns].
@@ -182,7 +182,7 @@ def repeat_along(vector: jax.Array, shape: tuple[int, ...], axis: int) -> Any:
     Args:
       vector: [rows] or [columns].
       shape: [rows, columns] of the tile.
-      axis: the axis of the vector in the tile.
+      axis: The axis of the vector in the tile.
 
     Returns:
       [rows, columns].

@@ -44,9 +44,9 @@ def limits(
       q: [B, T, N, H].
       k: [B, S, K, H].
       v: [B, S, K, Hv].
-      mask: of the call.
-      operands: of the call.
-      interpret: leave the device out, for the interpreter.
+      mask: Mask of the attention.
+      operands: Operands of `attend`.
+      interpret: Leave the device out, for the interpreter.
 
     Returns:
       Short descriptions, empty where there are none.
@@ -111,14 +111,14 @@ def pallas(
     to miscompile causal masks; `experiments/bench/gpu_attention.py` detects it.
 
     Args:
-      q: queries [B, T, N, H], bfloat16 or float16. H and Hv up to 128: sizes between 64 and 128 cost as much as 128, below
+      q: Queries [B, T, N, H], bfloat16 or float16. H and Hv up to 128: sizes between 64 and 128 cost as much as 128, below
         64 as much as 64; T and S cost as much as the next multiple of 128.
-      k: keys [B, S, K, H].
-      v: values [B, S, K, Hv].
-      mask: of operations on elements (no searches, no arrays). With PerHead each distinct mask is a call of its own, for
-        which keys and values are copied to its heads.
-      operands: of the call.
-      interpret: run in Pallas' interpreter on the CPU, for tests: seconds for 128 tokens.
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, Hv].
+      mask: Mask made of operations on elements (no searches, no arrays). With PerHead each distinct mask is a call of its
+        own, for which keys and values are copied to its heads.
+      operands: Operands of `attend`.
+      interpret: Run in Pallas' interpreter on the CPU, for tests: seconds for 128 tokens.
 
     Returns:
       o [B, T, N, Hv] in q's dtype; with return_lse the pair (o, lse), lse float32 [B, T, N].

@@ -22,10 +22,10 @@ class LoadedMask(splash_masks.Mask):
     partly allowed. The kernel skips blocks that are all False, and stores equal blocks once.
 
     Attributes:
-      mask: the pattern.
+      mask: The pattern.
       length: T.
       keys: S.
-      block: queries and keys of a block.
+      block: Queries and keys of a block.
     """
 
     mask: Mask
@@ -43,7 +43,7 @@ class LoadedMask(splash_masks.Mask):
         """The elements of one block, of which the splash kernels compute any() and all().
 
         Args:
-          index: slices of the queries and of the keys of a block.
+          index: Slices of the queries and of the keys of a block.
 
         Returns:
           bool [rows, columns], or [1, 1] where all elements are equal.
@@ -63,8 +63,8 @@ class ElementFunction:
     """A mask as a function of index arrays, which the kernel evaluates.
 
     Attributes:
-      mask: the pattern.
-      keys: number of keys without padding; None if there is no padding.
+      mask: The pattern.
+      keys: Number of keys without padding; None if there is no padding.
     """
 
     mask: Mask
@@ -98,11 +98,11 @@ def translate(mask: Mask | PerHead, heads: int, length: int, keys: int, block: t
     """The splash mask of a mask.
 
     Args:
-      mask: of the call.
+      mask: Mask of the attention.
       heads: N.
       length: T.
       keys: S.
-      block: queries and keys of a block.
+      block: Queries and keys of a block.
 
     Returns:
       splash_masks.MultiHeadMask of N masks, padded to whole blocks.
@@ -119,7 +119,7 @@ def seen_keys(masks: Any) -> np.ndarray:
     """Keys that some query of some head sees.
 
     Args:
-      masks: the result of `translate`.
+      masks: The result of `translate`.
 
     Returns:
       bool [S].

@@ -43,8 +43,8 @@ def limits(q: Array, k: Array, v: Array, mask: Mask | PerHead, operands: Operand
       q: [B, T, N, H].
       k: [B, S, K, H].
       v: [B, S, K, Hv].
-      mask: of the call.
-      operands: of the call.
+      mask: Mask of the attention.
+      operands: Operands of `attend`.
 
     Returns:
       Short descriptions, empty where there are none.
@@ -74,15 +74,15 @@ def splash(
     """Attention by JAX's splash kernels for TPUs, for calls without `limits`. Second derivatives are not defined.
 
     Args:
-      q: queries [B, T, N, H].
-      k: keys [B, S, K, H].
-      v: values [B, S, K, Hv].
-      mask: scheduled on the host once, in O(T S / block_size^2) steps and the elements of partly allowed blocks. Except for
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, Hv].
+      mask: Scheduled on the host once, in O(T S / block_size^2) steps and the elements of partly allowed blocks. Except for
         Causal, Window, Blockwise and conjunctions of two, these blocks are kept on the device, equal ones once.
-      operands: of the call. Segment ids are over -2**31; the scale is rounded into q, in q's dtype; soft_cap applies before
-        the mask. The gradient of the lse costs two forward passes and half a backward pass more.
-      block_size: queries and keys of a block, a multiple of 128; None chooses.
-      interpret: run on the CPU, slowly.
+      operands: Operands of `attend`. Segment ids are over -2**31; the scale is rounded into q, in q's dtype; soft_cap
+        applies before the mask. The gradient of the lse costs two forward passes and half a backward pass more.
+      block_size: Queries and keys of a block, a multiple of 128; None chooses.
+      interpret: Run on the CPU, slowly.
 
     Returns:
       o [B, T, N, Hv] in q's dtype; with return_lse the pair (o, lse), lse float32 [B, T, N].

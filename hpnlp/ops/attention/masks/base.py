@@ -195,7 +195,7 @@ class Mask:
                 yield value
 
     def needs_search(self) -> bool:
-        """Whether active tiles must be found by evaluating `at`, because `tile` claims nothing for a part of the mask.
+        """Whether active tiles must be found by evaluating `at`, because `tile` bounds nothing for a part of the mask.
 
         Returns:
           True if the mask or one of its children has the default `tile`.

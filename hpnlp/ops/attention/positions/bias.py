@@ -66,7 +66,7 @@ def alibi(heads: int) -> Bias:
     It is symmetric, so that bidirectional models can use it. The results of equal calls are equal and have equal hashes.
 
     Args:
-      heads: number of all query heads, N.
+      heads: Number of all query heads, N.
 
     Returns:
       A function of (head, query position, key position).
@@ -92,15 +92,15 @@ def t5_buckets(
 
     Args:
       distance: int [...], key position minus query position.
-      buckets: number of buckets.
-      max_distance: where the last range ends.
-      bidirectional: the upper half of the buckets is for keys after the query; otherwise these keys are in bucket 0.
+      buckets: Number of buckets.
+      max_distance: Distance at which the last range ends.
+      bidirectional: The upper half of the buckets is for keys after the query; otherwise these keys are in bucket 0.
 
     Returns:
       int32 [...], 0 to buckets - 1.
 
     Raises:
-      InputError: there are too few buckets, or max_distance leaves no distances for the ranges.
+      InputError: There are too few buckets, or max_distance leaves no distances for the ranges.
 
     Cost:
       One comparison for each range and pair.
@@ -157,16 +157,16 @@ def t5_bias(table: Float[Array, "buckets N"], *, max_distance: int = 128, bidire
     T5 does not scale its scores: pass scale=1 to `attend`.
 
     Args:
-      table: learned bias of each bucket and head, [buckets, N]; may be traced, and gradients reach it.
-      max_distance: as for `t5_buckets`.
-      bidirectional: as for `t5_buckets`.
+      table: Learned bias of each bucket and head, [buckets, N]; may be traced, and gradients reach it.
+      max_distance: As for `t5_buckets`.
+      bidirectional: As for `t5_buckets`.
 
     Returns:
       A function of (head, query position, key position). It is a pytree with the table as its leaf, so that it can be an
       argument of jitted functions.
 
     Raises:
-      InputError: as for `t5_buckets`.
+      InputError: As for `t5_buckets`.
 
     Cost:
       One table lookup for each head and pair.
@@ -193,7 +193,7 @@ def shaw(
     The paper's relative embeddings of values (eq. 3) are no bias and are not implemented.
 
     Args:
-      q: queries [B, T, N, H].
+      q: Queries [B, T, N, H].
       table: a, embeddings of the distances from -left to R - 1 - left, [R, H], shared by the heads. Larger distances are
         clipped to these.
       positions: int [B, T], or [1, T] if all examples share them.
@@ -272,12 +272,12 @@ def transformer_xl(
     Keys have consecutive positions, memory first; documents packed in one sequence keep their distances.
 
     Args:
-      q: queries [B, T, N, H].
-      r: projected embeddings of the distances query minus key, [R, N, H], in descending order from the distance between the
+      q: Queries [B, T, N, H].
+      r: Projected embeddings of the distances query minus key, [R, N, H], in descending order from the distance between the
         last query and the first key. With M keys before the first query the distances are M + T - 1 to M - S + 1,
         R = T + S - 1 in all. Queries that see no later keys need only the first M + T; later keys then get no bias.
-      u: learned bias of the content scores [N, H].
-      v: learned bias of the position scores [N, H].
+      u: Learned bias of the content scores [N, H].
+      v: Learned bias of the position scores [N, H].
       keys: S.
       scale: H ** -0.5 if None, as in `attend`.
 

@@ -25,14 +25,14 @@ class Scaling:
         2023, "YaRN", section 3.1: theta grows so that the lowest frequency is divided by `factor` and the highest kept);
         "llama3" (the Llama 3.1 rule: wavelengths above original_length / low_freq_factor are divided by `factor`, those below
         original_length / high_freq_factor are kept, those between are interpolated); or "yarn", see the function `yarn`.
-      factor: ratio of the new context length to the original one.
-      low_freq_factor: of "llama3".
-      high_freq_factor: of "llama3".
-      original_length: context length that the model was trained with, of "llama3" and "yarn".
-      beta_fast: of "yarn".
-      beta_slow: of "yarn".
-      truncate: of "yarn".
-      magnitude: factor of rotated vectors, so that scores grow by its square.
+      factor: Ratio of the new context length to the original one.
+      low_freq_factor: See "llama3".
+      high_freq_factor: See "llama3".
+      original_length: Context length that the model was trained with, of "llama3" and "yarn".
+      beta_fast: See the function `yarn`.
+      beta_slow: See the function `yarn`.
+      truncate: See the function `yarn`.
+      magnitude: Factor of rotated vectors, so that scores grow by its square.
     """
 
     kind: str = "none"
@@ -75,18 +75,18 @@ def yarn(
     the number of rotations, as "llama3" does.
 
     Args:
-      factor: ratio of the new context length to the original one.
-      original_length: context length that the model was trained with, in tokens.
-      beta_fast: rotations within original_length.
-      beta_slow: rotations within original_length.
-      truncate: round the indices of both limiting pairs outwards, as in the authors' code.
+      factor: Ratio of the new context length to the original one.
+      original_length: Context length that the model was trained with, in tokens.
+      beta_fast: Rotations within original_length.
+      beta_slow: Rotations within original_length.
+      truncate: Round the indices of both limiting pairs outwards, as in the authors' code.
       magnitude: sqrt(1 / t) for the paper's attention temperature t; None is the paper's fit, 0.1 ln(factor) + 1.
 
     Returns:
       A Scaling of kind "yarn".
 
     Raises:
-      InputError: a number is not positive, or beta_slow is not below beta_fast.
+      InputError: A number is not positive, or beta_slow is not below beta_fast.
 
     References:
       Peng et al. 2023, "YaRN", section 3.4.
@@ -113,9 +113,9 @@ def frequencies(dim: int, theta: float = 10000.0, scaling: Scaling = Scaling()) 
     """Frequencies of the feature pairs of a rotary embedding.
 
     Args:
-      dim: head size, even.
-      theta: base of the frequencies.
-      scaling: to a longer context.
+      dim: Head size, even.
+      theta: Base of the frequencies.
+      scaling: Scaling to a longer context.
 
     Returns:
       float64 [dim / 2], the angle per position of each pair.
@@ -179,10 +179,10 @@ def rope(
     The pairs are those of Llama checkpoints in the Hugging Face layout (first half with second half).
 
     Args:
-      x: queries or keys [B, T, N, H].
+      x: Queries or keys [B, T, N, H].
       positions: int [B, T], or [1, T] if all examples share them.
-      theta: base of the frequencies.
-      scaling: to a longer context; its magnitude multiplies the result.
+      theta: Base of the frequencies.
+      scaling: Scaling to a longer context; its magnitude multiplies the result.
 
     Returns:
       [B, T, N, H] in x's dtype, computed in float32.
@@ -212,7 +212,7 @@ def sinusoids(positions: Int[Array, "..."], dim: int) -> Float[Array, "... dim"]
 
     Args:
       positions: int [...], may be negative, as relative positions are.
-      dim: size of an embedding, even.
+      dim: Size of an embedding, even.
 
     Returns:
       float32 [..., dim].
