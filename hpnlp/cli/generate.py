@@ -29,7 +29,7 @@ text of a single prompt is streamed to stdout, the texts of several are printed 
 --prompt_file=- reads prompts from stdin: printf "def \nclass " | hpnlp generate --workdir=runs/bytes --prompt_file=-
 """
 
-MAX_PROMPT_BYTES = 1 << 26  # of all prompts of a file
+MAX_PROMPT_BYTES = 1 << 26  # limit of the total size of the prompts in a file
 LONG_PROMPT = 4096  # tokens from which on the prefill is announced
 
 flags.DEFINE_string("workdir", None, "Directory of the run.")

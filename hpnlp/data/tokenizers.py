@@ -214,7 +214,7 @@ def save_whole(tokenizer: Tokenizer, directory: str) -> None:
       directory: An existing directory, which receives tokenizer.json and its config files.
     """
     fresh = os.path.join(directory, "tokenizer.tmp")
-    shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
+    shutil.rmtree(fresh, ignore_errors=True)  # left by a run that was killed here
     os.mkdir(fresh)
     try:
         tokenizer.save(os.path.join(fresh, "tokenizer.json"))

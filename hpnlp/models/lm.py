@@ -297,7 +297,7 @@ class LM(nn.Module):
           deterministic: No dropout and no sampling in the output layer; otherwise the rngs "dropout" and "output" are used.
 
         Returns:
-          The loss summed over tokens, in nats, with what the layers report.
+          The loss summed over tokens, in nats, with the auxiliary losses and metrics of the layers.
         """
         order = indices = None
         ids = jnp.arange(batch["tokens"].size, dtype=jnp.int32).reshape(batch["tokens"].shape)

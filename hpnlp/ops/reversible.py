@@ -136,6 +136,7 @@ def _forward_pass(
 
 
 def _run_backward(layers: Layers, saved: Any, cotangents: tuple[Array, Array, Any]) -> tuple[Any, ...]:
+    """Gradients of the parameters, both input streams and the operands; recomputes each layer's inputs from its outputs."""
     params, x2, y1, y2, operands = saved
     d1, d2, d_reports = cotangents
 

@@ -26,7 +26,7 @@ def sample(
 
     Args:
       logits: [N, V].
-      rng: A key.
+      rng: A PRNG key.
       temperature: As in `pick`.
       top_k: As in `restrict`.
       top_p: As in `restrict`.

@@ -233,6 +233,7 @@ def _ring_forward(
 
 
 def _ring_backward(schedule: RingSchedule, partial: _Partial, saved: Any, do: Array) -> tuple[Any, ...]:
+    """Gradients of q, k and v, by a second pass round the ring; None for positions and segments."""
     q, k, v, query_info, key_info, o, lse = saved
     local, moving = _in_chunks((q, query_info)), _in_chunks((k, v, key_info))
     do = _in_chunks(do.astype(jnp.float32))
@@ -254,7 +255,7 @@ def _ring_backward(schedule: RingSchedule, partial: _Partial, saved: Any, do: Ar
         return dq, (keys, dk, dv)
 
     dq, dk, dv = (jnp.stack([x, x]) for x in zeros)
-    # dk and dv travel with the keys and values that they belong to, and return from where the last hop left them.
+    # dk and dv travel with their keys and values; after the last hop they are sent back to the device of these keys.
     dq, (_, dk, dv) = _run_hops(schedule, step, dq, (moving, dk, dv))
     if schedule.hop_count:
         dk, dv = _send((dk, dv), 1 - schedule.first_hop - schedule.hop_count)

@@ -26,7 +26,7 @@ class Layout:
     """A Plan resolved on a mesh.
 
     Attributes:
-      mesh: The devices; an AbstractMesh for devices that are not there.
+      mesh: The devices; an AbstractMesh for devices that do not exist.
       rules: Logical axis -> the mesh axes that divide it, each of more than one device.
       zero: The ZeRO stage of the mesh axis `fsdp`, 0 to 3.
       microbatches, exchange, rounds, recompute_stages, offload_parameters: Fields of the Plan.

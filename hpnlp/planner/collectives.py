@@ -29,9 +29,9 @@ class Collective:
 
     kind: str  #: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute"
     axes: tuple[str, ...]  #: the mesh axes that it goes over
-    devices: int  #: how many devices take part
+    devices: int  #: number of devices that take part
     size: int  #: bytes of the whole array that is summed, gathered, scattered or exchanged, or that a device passes on
-    times: int = 1  #: how often it runs in a step
+    times: int = 1  #: number of times that it runs in a step
 
     @property
     def bytes(self) -> float:

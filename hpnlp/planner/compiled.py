@@ -31,10 +31,10 @@ TPU_ENVIRONMENT = {
 class Compiled:
     """A compiled training step, on one device."""
 
-    seconds: float  #: of tracing and compilation
-    arguments: int  #: bytes
-    temporaries: int  #: bytes
-    #: Without the names of mesh axes; None where they cannot be read from the program's text, as for TPUs.
+    seconds: float  #: duration of tracing and compilation
+    arguments: int  #: bytes of the arguments
+    temporaries: int  #: bytes of temporary buffers
+    #: Collectives of the program without the names of mesh axes; None where they cannot be read from the program's text, as for TPUs.
     collectives: tuple[Collective, ...] | None
 
 

@@ -19,7 +19,7 @@ from hpnlp.planner.collectives import Collective
 class Device:
     """An accelerator and its links, in bytes, bytes per second and FLOP/s."""
 
-    flops: Mapping[str, float]  #: of dense products by dtype; float32 as XLA multiplies it by default
+    flops: Mapping[str, float]  #: FLOP/s of dense products by dtype; float32 as XLA multiplies it by default
     memory: float
     memory_bandwidth: float
     fast_domain: int  #: number of devices that fast links join

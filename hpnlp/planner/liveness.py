@@ -15,7 +15,7 @@ class Value:
     sources: frozenset[Value]  #: buffers that it is computed from: itself alone where it has a buffer
     external: bool = False  #: whether its buffer belongs to the caller: arguments and constants
     sliced: bool = False  #: whether a loop cuts it out of a stacked operand
-    iterations: tuple[Value, ...] = ()  #: what each iteration left, for the stacked result of an unrolled loop
+    iterations: tuple[Value, ...] = ()  #: results of the iterations, for the stacked result of an unrolled loop
 
     @property
     def has_buffer(self) -> bool:
@@ -28,7 +28,7 @@ class Step:
 
     reads: Sequence[Value]
     writes: Sequence[Value]
-    scratch: int = 0  #: bytes that it needs while it runs, beside both
+    scratch: int = 0  #: bytes that the step needs while it runs, besides the buffers that it reads and writes
     aliases: Sequence[tuple[Value, Value]] = ()  #: (input, output) pairs that may share a buffer
 
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 class Operation:
     """A kernel of a program, on one device."""
 
-    flops: float  #: of its matrix products, per run
+    flops: float  #: operations of its matrix products, per run
     bytes: float  #: read from and written to memory, per run
     in_attention: bool = False  #: whether accelerators fuse it into an attention kernel, which stores no scores
     on_host: bool = False  #: whether its bytes come from or go to host memory
-    runs: int = 1  #: how often it runs
-    dtype: str = "float32"  #: of the products' operands
+    runs: int = 1  #: number of times that it runs in a step
+    dtype: str = "float32"  #: dtype of the products' operands
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,11 +134,11 @@ class Walker:
         """Records a kernel.
 
         Args:
-          reads: Buffers that it reads.
-          writes: Buffers that it writes.
-          flops: Floating-point operations of its products.
+          reads: Buffers that the kernel reads.
+          writes: Buffers that the kernel writes.
+          flops: Floating-point operations of the kernel's products.
           aliases: (input, output) pairs that may share a buffer.
-          on_host: Whether it moves bytes from or to host memory.
+          on_host: Whether the kernel moves bytes from or to host memory.
           dtype: Dtype of the products' operands.
         """
         self.steps.append(Step(reads, writes, aliases=aliases))
@@ -157,10 +157,10 @@ class Walker:
         """Records a loop or a branch with the operations of its body.
 
         Args:
-          reads: Buffers that it reads.
-          writes: Buffers that it writes.
+          reads: Buffers that the loop or branch reads.
+          writes: Buffers that the loop or branch writes.
           body: Cost of one run of the body.
-          scratch: Bytes that the body needs beside both; at least 0.
+          scratch: Bytes that the body needs besides these buffers; negative numbers count as 0.
           aliases: (input, output) pairs that may share a buffer.
           runs: Number of times that the body runs.
         """

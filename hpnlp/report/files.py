@@ -20,7 +20,7 @@ _NUMBERS = (
     "parameters",
 )
 _SECTIONS = {"phase_seconds": ("data", "step"), "config": ("model.output",)}
-_MAY_BE_NONE = ("heldout_bits_per_byte", "heldout_loss")  # of runs whose score is not finite, or not in bits
+_MAY_BE_NONE = ("heldout_bits_per_byte", "heldout_loss")  # None for runs whose score is not finite, or not in bits
 
 
 def read_metrics(workdir: str | Path, steps: int = 0) -> tuple[list[dict[str, Any]], str]:

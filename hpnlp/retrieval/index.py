@@ -24,7 +24,7 @@ from hpnlp.retrieval.index_backends import KINDS, Kind
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.types import InputError
 
-FORMAT = 1  # of the file; files of other formats are not read
+FORMAT = 1  # version of the file format; files of other versions are not read
 DTYPES = ("float32", "float16", "bfloat16")
 
 

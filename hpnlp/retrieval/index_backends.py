@@ -72,12 +72,16 @@ class Kind:
         raise NotImplementedError
 
     def check(self, state: Any, dim: int) -> None:
-        """Raises InputError where a search would, without one: on settings that do not fit the state.
+        """Checks that the settings of searches fit the state.
 
         Args:
           state: The state, or the shapes of its arrays.
-          dim: D.
+          dim: Dimension D of the vectors.
+
+        Raises:
+          InputError: The settings do not fit, so that a search would raise the same error.
         """
+        # A search is traced and not run.
         jax.eval_shape(functools.partial(self.search, k=1), state, jax.ShapeDtypeStruct((1, dim), jnp.float32))
 
     def vectors(self, state: Any, count: int) -> np.ndarray:

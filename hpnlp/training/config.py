@@ -158,7 +158,7 @@ def model_of(config: Config, ids: int, stats: WordStats | None) -> LM:
       The model.
 
     Raises:
-      InputError: The vocabulary is smaller than the tokenizer's, or rows are longer than the learned positions.
+      InputError: The vocabulary is smaller than the tokenizer's, or sequences are longer than the learned positions.
     """
     model = config.model
     if model.vocab and model.vocab < ids:

@@ -19,7 +19,7 @@ from hpnlp.types import InputError, option
 
 # Matrices with fewer numbers keep float32 moments under adamw8bit: their memory does not matter.
 MIN_QUANTIZED_SIZE = 4096
-LARS_TRUST_COEFFICIENT = 0.001  # of You et al. 2017
+LARS_TRUST_COEFFICIENT = 0.001  # value of You et al. 2017
 # Names of the parameters that weight decay acts on, and of those whose moments adamw8bit quantizes (embedding tables are
 # excluded, as in Dettmers et al. 2022, section 2.3).
 _MATRICES = ("kernel", "table", "head")

@@ -17,7 +17,7 @@ from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 
 class ExactMixer(nn.Module):
-    """Softmax attention (Vaswani et al. 2017, eq. 1) over the pairs that both `pattern` and the mask of the call allow.
+    """Softmax attention (Vaswani et al. 2017, eq. 1) over the pairs that both `pattern` and the mask of `__call__` allow.
 
     A pattern that depends on i - j alone is applied to indices in the sequence, which is equivalent to positions within each
     segment. Any other pattern is applied to `positions`, so that a document packed with others, or decoded, is treated like

@@ -167,7 +167,7 @@ class OutputLayer(nn.Module, kw_only=True):
         Args:
           table: [V, D], or None for layers without a table.
           h: [N, D] hidden states.
-          rng: A key.
+          rng: A PRNG key.
           temperature: As in `hpnlp.ops.sampling.pick`.
           top_k: As in `hpnlp.ops.sampling.restrict`.
           top_p: As in `hpnlp.ops.sampling.restrict`.

@@ -28,7 +28,7 @@ SAMPLE = 64
 ROWS = 4096
 # Default capacity of a cell over the mean number of rows; further rows go to the next nearest cell.
 SLACK = 4
-# Rounds in which rows without a cell look for the nearest one with room; after them, any cell is taken.
+# Rounds in which rows without a cell go to the nearest cell with room; after them, any cell is taken.
 ROUNDS = 32
 # Sizes of the windows through which cells are read: the capacity over powers of sqrt(2). A small cell is read through a small
 # window.
@@ -256,7 +256,7 @@ def _maxima(
     first = jnp.searchsorted(cell, jnp.arange(cells + 1, dtype=jnp.int32)).astype(jnp.int32)
     blocks = -(-jnp.diff(first) // lanes)
     ends = jnp.cumsum(blocks, dtype=jnp.int32)
-    bound = pairs // lanes + min(cells, pairs)  # of the number of blocks
+    bound = pairs // lanes + min(cells, pairs)  # at least the number of blocks
     block = jnp.arange(bound, dtype=jnp.int32)
     block_cell = jnp.minimum(jnp.searchsorted(ends, block, side="right"), cells - 1).astype(jnp.int32)
     begin = first[block_cell] + (block - ends[block_cell] + blocks[block_cell]) * lanes

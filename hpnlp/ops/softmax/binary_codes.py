@@ -204,7 +204,7 @@ def code_sample(
     Args:
       logits: [N, L] log-odds of each coded bit being 1.
       code: The code.
-      rng: A key.
+      rng: A PRNG key.
       temperature: Over 0.
 
     Returns:
@@ -328,7 +328,7 @@ def hybrid_sample(
       class_logits: [N, F + 1] logits of the F frequent words and, last, of "another word".
       bit_logits: [N, L] log-odds of the coded bits of the other words.
       code: Code of the other words.
-      rng: A key.
+      rng: A PRNG key.
       temperature: Over 0.
 
     Returns:

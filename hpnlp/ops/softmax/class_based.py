@@ -172,7 +172,7 @@ def class_nll(
     Args:
       h: [N, D] hidden states.
       class_table: [C, D] vectors of the classes.
-      word_table: [V, D] vectors of the words; ROW i BELONGS TO WORD classes.order[i].
+      word_table: [V, D] vectors of the words, in the order of `classes`: row i belongs to word classes.order[i].
       classes: Partition of the words.
       labels: [N] ids of words.
       class_bias: [C] added to the scores of the classes; None for no bias.

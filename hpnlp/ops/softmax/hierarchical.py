@@ -184,7 +184,7 @@ def tree_rows(tree: Tree, labels: Int[Array, " N"], *, ignore_index: int = -100)
     inner = max(tree.vocab - 1, 1)
     rows = [jnp.arange(min(2**DENSE_LEVELS - 1, inner), dtype=jnp.int32)]
     for level in range(DENSE_LEVELS, tree.depth):
-        bound = min(labels.shape[0], 2**level, inner)  # of the number of different nodes on this level
+        bound = min(labels.shape[0], 2**level, inner)  # at least the number of different nodes on this level
         rows.append(jnp.unique(nodes[:, level], size=bound, fill_value=0))
     return jnp.concatenate(rows)
 
@@ -279,7 +279,7 @@ class _Search(NamedTuple):
 
     node: Array
     depth: Array
-    log_prob: Array  # of the node
+    log_prob: Array  # log-probability of the node
     waiting: Array  # [L + 1, 2] log-probabilities of the waiting nodes, -inf for none
     waiting_nodes: Array  # [L + 1, 2]
     best: Array  # [k] log-probabilities of the best words so far
@@ -328,7 +328,7 @@ def tree_sample(
       h: As in `tree_nll`.
       table: As in `tree_nll`.
       tree: As in `tree_nll`.
-      rng: A key.
+      rng: A PRNG key.
       bias: As in `tree_nll`.
       temperature: 0 takes the most probable word.
 

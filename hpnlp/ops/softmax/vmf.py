@@ -131,7 +131,7 @@ def log_normalizer(dim: int, kappa: Float[Array, "..."]) -> Float[Array, "..."]:
         raise InputError(f"dim {dim!r}: expected an integer of at least 2, the length of the unit vectors")
     kappa = _at_least_float32(kappa, "kappa")
     order, anchor = dim / 2 - 1, 0.0
-    at_anchor = math.lgamma(dim / 2) - math.log(2.0) - dim / 2 * math.log(math.pi)  # of the uniform density
+    at_anchor = math.lgamma(dim / 2) - math.log(2.0) - dim / 2 * math.log(math.pi)  # log of the uniform density
     if order >= ORDER:
         # The anchor is the zero of log C, by fixed-point iteration: v (w - log1p(w / 2)), with w = s - 1, is the largest part
         # of the difference to the value at kappa = 0.

@@ -49,7 +49,7 @@ def active_tiles(
     """The tiles of a T x S mask that may allow a pair.
 
     The keys of every query block are halved until a span is ruled out, wholly allowed, or a single block. If `Mask.tile`
-    claims nothing for a part of the mask, the tiles that are left are searched pair by pair.
+    bounds nothing for a part of the mask, the tiles that are left are searched pair by pair.
 
     Args:
       mask: The mask.
@@ -57,7 +57,7 @@ def active_tiles(
       keys: Number of keys, S.
       block: Queries in a block; the last block may be shorter.
       key_block: Keys in a block; the last block may be shorter.
-      query_blocks: int `[blocks]`, ascending: the query blocks to look at; None, the default, for all.
+      query_blocks: int `[blocks]`, ascending: the query blocks whose tiles are returned; None for all.
 
     Returns:
       The active tiles. Without a search, a tile that allows no pair may be listed, and a tile may lack `every` although all of

@@ -133,7 +133,7 @@ def tile_group_cost(steps: int, evaluated_steps: int, step_scores: int) -> float
 # Cost of a query whose partial results are merged with those of other sub-masks, in scores per head.
 MERGE_COST = 30
 
-# Cost of a token that is moved to another place of the sequence and back, in scores per head.
+# Cost of moving a token to another position of the sequence and back, in scores per head.
 PERMUTE_COST = 80
 
 # A sub-mask runs on its own queries or keys alone if they are at most this many; keys also if they are at most half of all.

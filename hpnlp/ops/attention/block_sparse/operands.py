@@ -29,7 +29,7 @@ class Form(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The static part of a call.
+    """Static settings of the executor.
 
     Attributes:
       mask: The pattern.
@@ -55,7 +55,7 @@ class Options:
 class TokenInfo:
     """Properties of the queries or of the keys of a call, a block or a tile: arrays [..., r] for r tokens.
 
-    Of a whole call the leading axis is B, or 1 where all examples share the property. Arrays are numpy where they are known
+    For a call of `attend` the leading axis is B, or 1 where all examples share the property. Arrays are numpy where they are known
     while tracing.
 
     Attributes:
@@ -133,14 +133,14 @@ def executor_records(
       operands: Operands of `attend`; their scale is a number or None, and sinks are ignored.
       block_size: Queries and keys in a block, or None.
       form: The form that is forced, or None.
-      heads: Numbers of the N heads, and the number of heads of the whole call.
+      heads: Numbers of the N heads, and the number of heads of the call of `attend`.
 
     Returns:
       The static and the run-time part.
     """
     (b, t), s, (numbers, count) = q.shape[:2], k.shape[1], heads
     jaxpr, bias = _bias_operand(operands.bias)
-    # Python floats, by which jax.jit tells calls apart; callers may pass arrays of one number.
+    # Python floats, which are part of the key of jax.jit's cache; callers may pass arrays of one number.
     scale = q.shape[-1] ** -0.5 if operands.scale is None else float(operands.scale)
     soft_cap = None if operands.soft_cap is None else float(operands.soft_cap)
     options = Options(mask, scale, soft_cap, float(operands.dropout_rate), block_size, jaxpr, form)

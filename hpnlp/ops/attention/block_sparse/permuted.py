@@ -63,11 +63,7 @@ def forward(
     """
     merged: Any = ()
     for part in _parts(options, q, k, operands, schedule):
-        queries, keys = (
-            _Permutation(part.selection.stride, part.selection.queries),
-            _Permutation(part.selection.stride, part.selection.keys),
-        )
-        part_options, part_operands = _permute(options, part, operands, q.shape[0], queries, keys)
+        queries, keys, part_options, part_operands = _permute(options, part, operands, q.shape[0])
         result = scan.forward(
             part_options, queries.apply(q), keys.apply(k), keys.apply(v), part_operands, part.schedule
         )
@@ -108,11 +104,7 @@ def backward(
     q = residuals.q
     sums: Any = None
     for part in _parts(options, q, k, operands, schedule):
-        queries, keys = (
-            _Permutation(part.selection.stride, part.selection.queries),
-            _Permutation(part.selection.stride, part.selection.keys),
-        )
-        part_options, part_operands = _permute(options, part, operands, q.shape[0], queries, keys)
+        queries, keys, part_options, part_operands = _permute(options, part, operands, q.shape[0])
         part_residuals = QueryResiduals(
             queries.apply(q),
             queries.apply(residuals.do),
@@ -131,7 +123,7 @@ def backward(
 def _parts(
     options: Options, q: Array, k: Array, operands: ExecutorOperands, schedule: BlockSchedule | None
 ) -> tuple[SubMask, ...]:
-    """Sub-masks of a call with their orders and schedules."""
+    """The sub-masks into which the mask is decomposed, with their orders and schedules."""
     if schedule is not None:
         return (SubMask(options.mask, ALL_TOKENS, schedule, False),)
     # With positions or global tokens, which are known at run time only, any two blocks may hold visible pairs.
@@ -151,7 +143,7 @@ def _parts(
 
 
 class _Permutation:
-    """An order of the tokens of `[B, T, ...]`: chosen tokens, or the residue classes of the indices as examples."""
+    """A permutation of the tokens of `[B, T, ...]`: chosen tokens, or each residue class of the indices as an example."""
 
     def __init__(self, stride: int, chosen: tuple[int, ...] | None) -> None:
         """Sets the order.
@@ -186,10 +178,11 @@ class _Permutation:
 
 
 def _permute(
-    options: Options, part: SubMask, operands: ExecutorOperands, batch: int, queries: _Permutation, keys: _Permutation
-) -> tuple[Options, ExecutorOperands]:
-    """Options and operands of a call in the order of a sub-mask."""
+    options: Options, part: SubMask, operands: ExecutorOperands, batch: int
+) -> tuple[_Permutation, _Permutation, Options, ExecutorOperands]:
+    """The orders of queries and keys of a sub-mask, and the options and operands in these orders."""
     stride = part.selection.stride
+    queries, keys = _Permutation(stride, part.selection.queries), _Permutation(stride, part.selection.keys)
 
     def permute(tokens: TokenInfo, permutation: _Permutation) -> TokenInfo:
         if stride > 1:  # each example becomes `stride` examples
@@ -208,4 +201,4 @@ def _permute(
         lengths=repeat(operands.lengths),
         streams=repeat(operands.streams),
     )
-    return dataclasses.replace(options, mask=part.mask), part_operands
+    return queries, keys, dataclasses.replace(options, mask=part.mask), part_operands

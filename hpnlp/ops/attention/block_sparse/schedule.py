@@ -19,7 +19,7 @@ class TileState(enum.IntEnum):
 
     ALL_ALLOWED = 0  # no pair is hidden: every key block is used, and every query sees every key
     EVALUATE_MASK = 1  # the mask is evaluated for each pair
-    HIDE_PADDING = 2  # only the keys of unused places (key block -1) are hidden
+    HIDE_PADDING = 2  # only the keys of unused entries (key block -1) are hidden
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +32,7 @@ class TileGroup:
 
     Attributes:
       first: int32 `[steps]`, the first query block of each step; the step computes blocks first to first + R - 1.
-      keys: int32 `[steps, R, w]`, the key blocks that each query block reads, in any order; -1 marks an unused place. A query
+      keys: int32 `[steps, R, w]`, the key blocks that each query block reads, in any order; -1 marks an unused entry. A query
         block reads a key block in at most one step of a schedule.
       state: int8 `[steps]`, the TileState of each step; bool or another integer type in schedules made at run time.
     """
@@ -60,7 +60,7 @@ class BlockSchedule:
         3             1, 2, 3      False, True, False
 
     With one head, the four query blocks are far less work than a step should have, so that one step computes all (R = 4,
-    w = 3). Query blocks 0 and 1 have unused places. The mask is evaluated, because some tiles are partly allowed:
+    w = 3). Query blocks 0 and 1 have unused entries. The mask is evaluated, because some tiles are partly allowed:
 
         TileGroup(first=[0], keys=[[[0, -1, -1], [0, 1, -1], [0, 1, 2], [1, 2, 3]]], state=[EVALUATE_MASK])
 
@@ -129,7 +129,7 @@ def estimate_keys_read(counts: np.ndarray, key_block: int) -> np.ndarray:
 
 
 def _computed_tiles(groups: Sequence[TileGroup]) -> int:
-    """Number of tiles that the steps compute, unused places included."""
+    """Number of tiles that the steps compute, unused entries included."""
     return sum(group.keys.size for group in groups)
 
 

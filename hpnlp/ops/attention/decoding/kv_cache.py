@@ -69,8 +69,8 @@ def start_cache(
 ) -> KVCache:
     """The cache after a pass over the prompts.
 
-    It holds the keys that later queries can see by the mask: pinned + back + 1 slots for each example where that is bounded
-    and less than the capacity.
+    With (pinned, back) = `mask.lookback().slots()`, an example gets pinned + back + 1 slots, for the keys that later queries
+    can see. Where the mask has no such bound, or the capacity is smaller, it gets `capacity` slots.
 
     Args:
       k: Keys [B, T, K, H].

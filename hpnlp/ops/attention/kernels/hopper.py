@@ -36,7 +36,7 @@ STAGES = 2  # slots in the ring of buffers
 
 @dataclasses.dataclass(frozen=True)
 class KernelOptions:
-    """The static part of a call.
+    """Static settings of the kernels.
 
     Attributes:
       mask: The pattern.
@@ -106,32 +106,31 @@ def scores(options: KernelOptions, products: Any) -> tuple[Any, float, Any]:
     return products * options.scale, LOG2E, None
 
 
-def visible(
-    options: KernelOptions, machine: Machine, q0: Any, k0: Any, shape: tuple[int, ...], q_axis: int, segments: Any
-) -> Any:
-    """The visible pairs of a tile.
+def hide(options: KernelOptions, machine: Machine, s: Any, q0: Any, k0: Any, q_axis: int, segments: Any) -> Any:
+    """Sets the scores of pairs that are not visible to -inf.
 
     Args:
       options: Static settings of the kernels.
       machine: Operations on tiles.
+      s: Scores, float32 [rows, columns].
       q0: Index of the first query.
       k0: Index of the first key.
-      shape: Shape of the tile.
       q_axis: The axis of the queries, 0 or 1.
       segments: (ids of queries, ids of keys, index of the example), or None.
 
     Returns:
-      bool [rows, columns].
+      The scores.
     """
+    shape = s.shape
     q, k = machine.iota(shape, q_axis) + q0, machine.iota(shape, 1 - q_axis) + k0
-    allowed = options.mask.at(q, k) & (k < options.keys)
-    if segments is None:
-        return allowed
-    q_ids, kv_ids, batch = segments
-    sizes = (shape[q_axis], shape[1 - q_axis])
-    q_segment = machine.load(q_ids.at[batch, pl.ds(q0, sizes[0])], q_axis, optimized=False)
-    k_segment = machine.load(kv_ids.at[batch, pl.ds(k0, sizes[1])], 1 - q_axis, optimized=False)
-    return allowed & (repeat_along(q_segment, shape, q_axis) == repeat_along(k_segment, shape, 1 - q_axis))
+    visible = options.mask.at(q, k) & (k < options.keys)
+    if segments is not None:
+        q_ids, kv_ids, batch = segments
+        sizes = (shape[q_axis], shape[1 - q_axis])
+        q_segment = machine.load(q_ids.at[batch, pl.ds(q0, sizes[0])], q_axis, optimized=False)
+        k_segment = machine.load(kv_ids.at[batch, pl.ds(k0, sizes[1])], 1 - q_axis, optimized=False)
+        visible = visible & (repeat_along(q_segment, shape, q_axis) == repeat_along(k_segment, shape, 1 - q_axis))
+    return jnp.where(visible, s, -jnp.inf)
 
 
 def copy_tiles(count: Any, copy: Callable[[Any, Any], None], free: tuple[Any, ...]) -> None:
@@ -231,9 +230,7 @@ def forward(  # noqa: PLR0915  (one kernel, whose parts share references to memo
                 plgpu.barrier_arrive(k_free.at[slot])
                 s, factor, _ = scores(options, products)
                 if test:
-                    segment_refs = (*ids, b) if ids else None
-                    allowed = visible(options, machine, q0, entries_ref[entry] * columns, s.shape, 0, segment_refs)
-                    s = jnp.where(allowed, s, -jnp.inf)
+                    s = hide(options, machine, s, q0, entries_ref[entry] * columns, 0, (*ids, b) if ids else None)
                 higher = jnp.maximum(top, s.max(axis=1) * factor)
                 shrink = jnp.exp2(top - higher)
                 p = jnp.exp2(s * factor - repeat_along(higher, s.shape, 0))

@@ -21,10 +21,10 @@ from hpnlp.ops.attention.kernels.hopper import (
     TILE,
     KernelOptions,
     copy_tiles,
+    hide,
     over_entries,
     schedule,
     scores,
-    visible,
 )
 from hpnlp.ops.attention.kernels.mosaic import THREADS, Machine, matrix, repeat_along
 
@@ -83,9 +83,7 @@ def queries(  # noqa: PLR0915  (one kernel, whose parts share references to memo
                 plgpu.barrier_wait(k_full.at[slot])
                 s, factor, capped = scores(options, machine.product(q_s.at[wg], k_s.at[slot]))
                 if test:
-                    segment_refs = (*ids, b) if ids else None
-                    allowed = visible(options, machine, q0, entries_ref[entry] * columns, s.shape, 0, segment_refs)
-                    s = jnp.where(allowed, s, -jnp.inf)
+                    s = hide(options, machine, s, q0, entries_ref[entry] * columns, 0, (*ids, b) if ids else None)
                 p = jnp.exp2(s * factor - repeat_along(lse, s.shape, 0))
                 plgpu.barrier_wait(v_full.at[slot])
                 dp = machine.product(do_s.at[wg], v_s.at[slot])
@@ -172,9 +170,7 @@ def keys(  # noqa: PLR0915  (one kernel, whose parts share references to memory)
                     plgpu.barrier_wait(q_full.at[slot])
                     s, factor, capped = scores(options, machine.product(k_s.at[wg], q_s.at[slot]))
                     if test:
-                        segment_refs = (*ids, b) if ids else None
-                        allowed = visible(options, machine, entries_ref[entry] * columns, k0, s.shape, 1, segment_refs)
-                        s = jnp.where(allowed, s, -jnp.inf)
+                        s = hide(options, machine, s, entries_ref[entry] * columns, k0, 1, (*ids, b) if ids else None)
                     p = jnp.exp2(s * factor - repeat_along(machine.load(lse_s.at[slot], 1), s.shape, 1))
                     plgpu.barrier_wait(do_full.at[slot])
                     dv = machine.add_product(dv, p.astype(q.dtype), do_s.at[slot])

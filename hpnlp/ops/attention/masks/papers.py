@@ -7,7 +7,7 @@ from hpnlp.ops.attention.masks.patterns import Blockwise, Causal, Dilated, Fixed
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.types import InputError
 
-_MAX_WINDOW_BLOCKS = 129  # of bigbird: each block of the window is a mask of its own
+_MAX_WINDOW_BLOCKS = 129  # limit of bigbird: each block of the window is a separate mask
 _MAX_HEADS = 1 << 14
 
 

@@ -77,8 +77,8 @@ def yarn(
     Args:
       factor: Ratio of the new context length to the original one.
       original_length: Context length that the model was trained with, in tokens.
-      beta_fast: Rotations within original_length.
-      beta_slow: Rotations within original_length.
+      beta_fast: Number of rotations within original_length above which a pair keeps its frequency.
+      beta_slow: Number of rotations within original_length below which a frequency is divided by `factor`.
       truncate: Round the indices of both limiting pairs outwards, as in the authors' code.
       magnitude: sqrt(1 / t) for the paper's attention temperature t; None is the paper's fit, 0.1 ln(factor) + 1.
 
