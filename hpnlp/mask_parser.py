@@ -68,6 +68,7 @@ def signature(name: str) -> str:
 
 
 def _parse_mask(node: ast.expr, text: str) -> Mask | PerHead:
+    """A mask: an operator between masks, or a call. Raises InputError for any other expression."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
         return ~_parse_mask(node.operand, text)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
@@ -112,6 +113,7 @@ def _parse_call(node: ast.Call, text: str) -> Mask | PerHead:
 
 
 def _parse_argument(node: ast.expr, text: str) -> Any:
+    """An argument of a call: a whole number, bool, None, a mask, or a tuple of these."""
     if isinstance(node, ast.Tuple | ast.List):
         return tuple(_parse_argument(item, text) for item in node.elts)
     sign, constant = 1, node

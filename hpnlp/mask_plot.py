@@ -308,6 +308,7 @@ def _percent(share: float, exact: bool = True) -> str:
 
 
 def _figure(views: Sequence[View]) -> Any:
+    """A matplotlib figure with one panel for each view, and a legend."""
     # Without pyplot, so that a notebook's backend stays as it is.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -326,6 +327,7 @@ def _figure(views: Sequence[View]) -> Any:
 
 
 def _panel(axes: Any, view: View) -> None:
+    """Draws a view with its title, ticks and figures."""
     stretched = max(view.length, view.keys) > 4 * min(view.length, view.keys)
     rows, columns = (view.cell * pixels for pixels in view.image.shape[:2])
     axes.imshow(view.image, extent=(0, columns, rows, 0), aspect="auto" if stretched else "equal")
@@ -361,6 +363,7 @@ def _table(views: Mapping[str, Sequence[View]]) -> str:
 
 
 def _table_rows(views: Mapping[str, Sequence[View]]) -> Iterator[list[str]]:
+    """The rows of `_table`, as cells."""
     for title, panels in views.items():
         for view in panels:
             name = f"{title}, {view.head_names}" if view.head_names else title

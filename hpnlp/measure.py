@@ -83,6 +83,7 @@ def _count(jaxpr: Any, while_trips: int | None) -> int:
 
 
 def _count_equation(equation: Any, while_trips: int | None) -> int:
+    """FLOPs of an equation, those of the jaxprs among its parameters included."""
     name, params = equation.primitive.name, equation.params
     if name in PRODUCTS:
         return PRODUCTS[name](equation)
@@ -135,6 +136,7 @@ def _ragged_dot(equation: Any) -> int:
 
 
 def _conv_general_dilated(equation: Any) -> int:
+    """FLOPs of a convolution; products with padding and with the zeros of a dilated input do not count."""
     params = equation.params
     numbers = params["dimension_numbers"]
     lhs, rhs = (operand.aval.shape for operand in equation.invars)
@@ -244,7 +246,11 @@ def compile(
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Duration of one call in seconds, in each of several rounds."""
+    """Duration of one call, in several rounds.
+
+    Attributes:
+      all: Seconds of the call in each round.
+    """
 
     all: tuple[float, ...]
 

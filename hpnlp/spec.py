@@ -27,7 +27,14 @@ _FLAX_ARGUMENTS = ("parent", "name")
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One entry of a spec string: `name(*args, **dict(kwargs)) * repeat`."""
+    """One entry of a spec string: `name(*args, **dict(kwargs)) * repeat`.
+
+    Attributes:
+      name: Name of a table entry.
+      args: Positional arguments of the entry.
+      kwargs: Keyword arguments, as (name, value) pairs, so that the Spec is hashable.
+      repeat: Number of times that a list of specs holds the entry.
+    """
 
     name: str
     args: tuple[Any, ...] = ()

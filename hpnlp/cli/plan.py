@@ -61,6 +61,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
+    """Plans a step with the settings of the flags, and prints and draws the result."""
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE)
     values = experiment.read(cli.required("config", experiment.EXAMPLE), overrides)

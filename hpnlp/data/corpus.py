@@ -30,7 +30,7 @@ class Corpus:
     """Tokenised text, split and memory-mapped; made by `stream.prepare`.
 
     Attributes:
-      config: The config.
+      config: Config of the data.
       tokenizer: The tokenizer of the text.
       directory: The cache entry.
       is_cached: True if the cache held the tokens already.

@@ -276,7 +276,7 @@ def _encode_documents(
         texts = [text for document in group for text in (document.prompt, document.text) if isinstance(text, bytes)]
         try:
             encoded = iter(tokenizer.encode_batch(texts))
-        except NotTextError:
+        except NotTextError:  # lacks the name of the document, which `_check_text` adds
             for document in group:
                 _check_text(document)
             raise

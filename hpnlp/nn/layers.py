@@ -95,7 +95,12 @@ class Embed(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation (Zhang and Sennrich 2019, eq. 4) over the last axis, in float32."""
+    """Root mean square normalisation (Zhang and Sennrich 2019, eq. 4) over the last axis, in float32.
+
+    Attributes:
+      eps: Added to the mean square.
+      axis: Logical name of the normalised axis.
+    """
 
     eps: float = 1e-6
     axis: str = "hidden"
@@ -107,7 +112,12 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation (Ba et al. 2016, eq. 4) over the last axis, in float32."""
+    """Layer normalisation (Ba et al. 2016, eq. 4) over the last axis, in float32.
+
+    Attributes:
+      eps: Added to the variance.
+      axis: Logical name of the normalised axis.
+    """
 
     eps: float = 1e-5
     axis: str = "hidden"

@@ -55,6 +55,7 @@ def run_layers(
 def _run_separate(
     layers: Sequence[Layer], x: Any, params: tuple[Any, ...], caches: Any, indices: jax.Array
 ) -> tuple[Any, Any, Aux]:
+    """`run_layers` with separate parameters."""
     slices = [(layer_params, indices[i], caches and caches[i]) for i, layer_params in enumerate(params)]
     x, results = _run_in_order(layers, x, slices)
     return x, tuple(cache for cache, _ in results), _sum_by_name([aux for _, aux in results])
@@ -63,6 +64,7 @@ def _run_separate(
 def _run_stacked(
     layers: Sequence[Layer], x: Any, params: Any, caches: Any, indices: jax.Array, unroll: int
 ) -> tuple[Any, Any, Aux]:
+    """`run_layers` with stacked parameters: a scan over complete periods, and then the layers that remain."""
     count, period = len(indices), len(layers)
     looped = count - count % period
     caches_by_form, remaining_caches = caches or ((None,) * period, (None,) * (count % period))

@@ -120,6 +120,8 @@ def _as_in_backward(branch: Branch) -> Branch:
 def _forward_pass(
     layers: Layers, params: list[Any], x1: Array, x2: Array, operands: list[Any]
 ) -> tuple[Stream, Stream, Any]:
+    """Both streams after all layers, as compensated sums, and the reports of the branches, stacked over periods."""
+
     def period(streams: tuple[Stream, Stream], params: Any) -> tuple[tuple[Stream, Stream], Any]:
         (x1, x2), reports = streams, []
         for index, (f, g) in enumerate(layers):

@@ -206,6 +206,7 @@ def _ring(
 def _ring_forward(
     schedule: RingSchedule, partial: _Partial, q: Array, k: Array, v: Array, query_info: Any, key_info: Any
 ) -> tuple[Array, Any]:
+    """(o, residuals of `_ring_backward`); partial results of the hops are merged as they arrive."""
     # k and v travel in one array. As two, the compiler would recognise the transfers of the backward pass as the same, and
     # keep the keys and values of all devices instead of sending them again.
     local, moving = _in_chunks((q, query_info)), _in_chunks((jnp.concatenate((k, v), axis=-1), key_info))

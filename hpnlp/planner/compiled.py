@@ -34,7 +34,8 @@ class Compiled:
     seconds: float  #: duration of tracing and compilation
     arguments: int  #: bytes of the arguments
     temporaries: int  #: bytes of temporary buffers
-    #: Collectives of the program without the names of mesh axes; None where they cannot be read from the program's text, as for TPUs.
+    #: Collectives of the program, without the names of mesh axes; None where they cannot be read from the program's text, as
+    #: for TPUs.
     collectives: tuple[Collective, ...] | None
 
 

@@ -17,11 +17,11 @@ from hpnlp.planner.collectives import Collective
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """An accelerator and its links, in bytes, bytes per second and FLOP/s."""
+    """An accelerator and its links."""
 
     flops: Mapping[str, float]  #: FLOP/s of dense products by dtype; float32 as XLA multiplies it by default
-    memory: float
-    memory_bandwidth: float
+    memory: float  #: bytes of device memory
+    memory_bandwidth: float  #: bytes per second from and to device memory
     fast_domain: int  #: number of devices that fast links join
     link_bandwidth: float  #: bytes per second to the neighbour in a ring within the fast domain
     network_bandwidth: float  #: bytes per second to devices outside the fast domain

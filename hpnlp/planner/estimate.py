@@ -32,18 +32,18 @@ from hpnlp.types import WordStats
 class Costs:
     """Estimated costs of one training step on one device."""
 
-    config: Config
-    devices: int
+    config: Config  #: config of the run
+    devices: int  #: number of devices
     sizes: Mapping[str, int]  #: number of devices of each mesh axis
     zero: int  #: stage of ZeRO
-    microbatches: int
+    microbatches: int  #: number of microbatches of a pipeline, 1 without one
     parameters: int  #: number of parameters of the model
     memory: Mapping[str, int]  #: bytes by use (`memory.memory_estimate`)
     host_bytes: int  #: bytes of the training state in host memory
     undivided: tuple[str, ...]  #: paths of the matrices that no axis of the plan divides
-    program: ProgramCost  #: its operations, those of a pipeline's idle ticks included
+    program: ProgramCost  #: operations of the step, those of a pipeline's idle ticks included
     bubble: float  #: share of the operations that a pipeline spends on idle ticks
-    collectives: tuple[Collective, ...]
+    collectives: tuple[Collective, ...]  #: collectives of a step
     model_flops: float  #: FLOPs that count in MFU (`measure.training_flops`)
 
     @property
@@ -74,13 +74,13 @@ class Costs:
         return device.temporaries_error * (self.memory.get("gradients", 0) + self.memory.get("activations", 0))
 
     def is_tight(self, device: Device) -> bool:
-        """Whether the step fits, but may not fit if the estimate is off by as much as was measured.
+        """Whether the step fits, but would not fit if the estimate had its largest measured error.
 
         Args:
           device: The accelerator.
 
         Returns:
-          False where it fits with enough to spare, and where it does not fit.
+          False where the step fits even with this error, and where it does not fit.
         """
         return self.fits(device) and self.bytes + self.error_bytes(device) > USABLE * device.memory
 

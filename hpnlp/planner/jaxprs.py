@@ -63,8 +63,8 @@ def called_jaxpr(equation: Any) -> Any:
 class LoopBody:
     """The body of a loop. Its arguments are the carry, the constants and the slices of stacked operands, in this order."""
 
-    jaxpr: Any
-    first_carry: int  #: index of the first of the loop's operands that it carries; its constants precede it
+    jaxpr: Any  #: open jaxpr of the body
+    first_carry: int  #: index of the loop's first operand that is carried; the constants of the body precede it
     carries: int  #: number of carried arrays
     slices: int  #: number of slices
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 class Value:
     """The result of an equation, in a buffer of its own or fused into the equations that read it."""
 
-    size: int  #: bytes of its buffer on one device, 0 where it has none
+    size: int  #: bytes of the buffer on one device, 0 where the value is fused
     shards: int  #: number of devices that the array is divided over
-    sources: frozenset[Value]  #: buffers that it is computed from: itself alone where it has a buffer
+    sources: frozenset[Value]  #: buffers that the value is computed from; only itself where it has a buffer
     external: bool = False  #: whether its buffer belongs to the caller: arguments and constants
     sliced: bool = False  #: whether a loop cuts it out of a stacked operand
     iterations: tuple[Value, ...] = ()  #: results of the iterations, for the stacked result of an unrolled loop
@@ -26,9 +26,9 @@ class Value:
 class Step:
     """An operation of a program that reads and writes buffers."""
 
-    reads: Sequence[Value]
-    writes: Sequence[Value]
-    scratch: int = 0  #: bytes that the step needs while it runs, besides the buffers that it reads and writes
+    reads: Sequence[Value]  #: buffers that the step reads
+    writes: Sequence[Value]  #: buffers that the step writes
+    scratch: int = 0  #: bytes that the step needs besides these buffers while it runs
     aliases: Sequence[tuple[Value, Value]] = ()  #: (input, output) pairs that may share a buffer
 
 

@@ -75,6 +75,7 @@ def _work_rows(costs: Costs) -> Iterator[str]:
 
 
 def _time_rows(costs: Costs, device: Device, tokens: int) -> Iterator[str]:
+    """Lines of the table: seconds of each kind of work, with bars, and the totals."""
     seconds = {name: value for name, value in costs.seconds(device).items() if value}
     step = sum(seconds.values())
     for (name, value), bar in zip(seconds.items(), _waterfall(list(seconds.values()), step), strict=True):

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 class Operation:
     """A kernel of a program, on one device."""
 
-    flops: float  #: operations of its matrix products, per run
-    bytes: float  #: read from and written to memory, per run
+    flops: float  #: floating-point operations of matrix products, per run
+    bytes: float  #: bytes read from and written to memory, per run
     in_attention: bool = False  #: whether accelerators fuse it into an attention kernel, which stores no scores
-    on_host: bool = False  #: whether its bytes come from or go to host memory
+    on_host: bool = False  #: whether the bytes come from or go to host memory
     runs: int = 1  #: number of times that it runs in a step
     dtype: str = "float32"  #: dtype of the products' operands
 
@@ -23,7 +23,7 @@ class ProgramCost:
     """Memory and work of a program on one device."""
 
     peak: int  #: peak bytes of temporary buffers
-    operations: tuple[Operation, ...]
+    operations: tuple[Operation, ...]  #: kernels of the program
 
     @property
     def flops(self) -> float:

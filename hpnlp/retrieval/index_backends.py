@@ -160,7 +160,7 @@ class Ivf(Kind):
     iterations: int = 10
     #: Bound on the vectors of a cell; None is 4 times the mean.
     capacity: int | None = None
-    #: Of the sample for k-means.
+    #: Seed of the sample for k-means.
     seed: int = 0
 
     def build(self, vectors: np.ndarray) -> Arrays:
@@ -189,7 +189,7 @@ class Lsh(Kind):
     probes: int
     #: Number of vectors that a query reads in each hash table; None is twice that of `probes` mean buckets.
     candidates: int | None = None
-    #: Of the random projections.
+    #: Seed of the random projections.
     seed: int = 0
 
     def build(self, vectors: np.ndarray) -> Arrays:

@@ -35,11 +35,11 @@ def keys(path: Any) -> Path:
 
 
 def owner(path: Any, shape: tuple[int, ...], shapes: Mapping[Path, tuple[int, ...]]) -> Path | None:
-    """Parameter that a leaf of the training state is, or is a statistic of.
+    """Finds the parameter that a leaf of the training state holds, or holds a statistic of.
 
     Args:
       path: Path of the leaf, as `jax.tree_util` gives it; it ends with the path of its parameter.
-      shape: Shape of the leaf: the parameter's, or that with 1 in place of the last axis for statistics of rows.
+      shape: Shape of the leaf: that of the parameter, or for statistics of rows the same with 1 as the last axis.
       shapes: Shapes of the parameters by path.
 
     Returns:

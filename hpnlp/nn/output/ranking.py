@@ -51,7 +51,7 @@ class MarginOutput(RankingOutput):
     #: Number of words, drawn for each batch without repetition, among which the negatives are; 0 for all words, by exact
     #: search, at the cost of the logits of a full softmax.
     samples: int = 1024
-    #: By which the label must score higher than a negative.
+    #: Difference by which the label's score must exceed that of a negative.
     margin: int | float = 1
 
     no_probabilities: ClassVar[str] = "a margin loss gives no probabilities, only a ranking: compare words by `top_k`"

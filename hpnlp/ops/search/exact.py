@@ -191,6 +191,7 @@ def _top_k_candidates(s: Float[Array, "Q c"], k: int) -> tuple[Float[Array, "Q m
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _search(k: int, block: int, q: Array, w: Array, bias: Array | None) -> tuple[Array, Array]:
+    """`exact_search` with a block size: merges the k best rows so far with those of each block."""
     vocab = w.shape[0]
 
     def rows(x: Array, start: Array, size: int) -> Array:

@@ -98,6 +98,7 @@ def statistics(
 @statistics.defjvp
 @accepts_numpy
 def _(spec: LogitsSpec, primals: Any, tangents: Any) -> tuple[LogitStatistics, LogitStatistics]:
+    """The statistics, and their tangents from a second scan over the blocks of the vocabulary."""
     h, w, bias, labels = primals
     dh, dw, dbias, _ = tangents
     out = statistics(spec, h, w, bias, labels)
@@ -125,11 +126,11 @@ def _(spec: LogitsSpec, primals: Any, tangents: Any) -> tuple[LogitStatistics, L
 class _RunningStatistics(NamedTuple):
     """Statistics of the words that were added so far."""
 
-    other_lse: OnlineLogSumExp
-    target: Array
-    logit_sum: Array
-    maximum: Array
-    argmax: Array
+    other_lse: OnlineLogSumExp  # over all words but the label
+    target: Array  # [N] logit of the label, 0 until its block is added
+    logit_sum: Array  # [N] sum of the logits
+    maximum: Array  # [N] largest logit
+    argmax: Array  # [N] word with the largest logit
 
     @classmethod
     def empty(cls, zeros: Float[Array, " N"]) -> _RunningStatistics:

@@ -273,6 +273,7 @@ def _vocab_block(tokens: int, vocab: int) -> int:
 
 
 def _check_arrays(h: Any, w: Any, labels: Any, bias: Any, weights: Any) -> None:
+    """Raises InputError if shapes do not fit, the vocabulary is empty, or labels are not integers."""
     if h.ndim != 2 or w.ndim != 2 or h.shape[1] != w.shape[1]:
         raise InputError(f"h {h.shape}, w {w.shape}: expected [N, D] and [V, D]; flatten tokens to one axis")
     tokens, vocab = h.shape[0], w.shape[0]

@@ -277,14 +277,14 @@ class _Search(NamedTuple):
     above it is visited. Level 0 is that of the root, and stays empty; depth 0 ends the search.
     """
 
-    node: Array
-    depth: Array
+    node: Array  # index of the node
+    depth: Array  # level of the node
     log_prob: Array  # log-probability of the node
     waiting: Array  # [L + 1, 2] log-probabilities of the waiting nodes, -inf for none
-    waiting_nodes: Array  # [L + 1, 2]
+    waiting_nodes: Array  # [L + 1, 2] their indices
     best: Array  # [k] log-probabilities of the best words so far
-    words: Array  # [k]
-    met_nan: Array
+    words: Array  # [k] ids of the best words so far
+    met_nan: Array  # whether a log-probability was NaN
 
     @classmethod
     def start(cls, depth: int, k: int) -> _Search:
@@ -391,6 +391,7 @@ def _path_scores_forward(dense: int, h: Array, table: Array, nodes: Array) -> tu
 
 
 def _path_scores_backward(dense: int, saved: Any, slopes: Array) -> tuple[Array, Array, None]:
+    """Gradients of h and table: one product for the `dense` upper levels, and a loop over the lower ones."""
     h, table, nodes = saved
     rows = table.shape[0]
     top = min(2**dense - 1, rows)
@@ -443,6 +444,7 @@ def _is_word(tree: Tree, labels: Array) -> Array:
 
 
 def _check(h: Any, table: Any, tree: Tree, bias: Any) -> None:
+    """Raises InputError if h, table and bias do not fit the tree."""
     shape = (table.values if isinstance(table, TableRows) else table).shape
     if h.ndim != 2 or len(shape) != 2 or h.shape[1] != shape[1]:
         raise InputError(f"h {h.shape}, table {shape}: expected [N, D] and [V - 1, D]; flatten tokens to one axis")

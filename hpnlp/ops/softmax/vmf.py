@@ -227,6 +227,7 @@ def _ratio(order: float, kappa: Array) -> Array:
 @_ratio.defjvp
 @accepts_numpy
 def _(order: float, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """The slope at the first order of at least ORDER, from its expansion, and at lower orders by recurrence."""
     (kappa,), (dkappa,) = primals, tangents
     ratios = _ratios(order, kappa)
     top = order + len(ratios) - 1

@@ -55,8 +55,8 @@ class Options:
 class TokenInfo:
     """Properties of the queries or of the keys of a call, a block or a tile: arrays [..., r] for r tokens.
 
-    For a call of `attend` the leading axis is B, or 1 where all examples share the property. Arrays are numpy where they are known
-    while tracing.
+    For a call of `attend` the leading axis is B, or 1 where all examples share the property. Arrays are numpy where they are
+    known while tracing.
 
     Attributes:
       index: int32, index in the sequence; -1 for padding.

@@ -30,7 +30,7 @@ def attend_cache(
       k: Keys [B * K, S, H], key heads of an example side by side. Three axes, because XLA:CPU copies a cache of four axes
         that is written and read in one step; a product takes three axes as they are.
       v: Values [B * K, S, Hv], as k; finite also where keys are hidden.
-      mask: Over `positions` for queries and `kv_positions` for keys.
+      mask: Mask over `positions` for queries and `kv_positions` for keys.
       positions: int [B, T].
       kv_positions: int [B, S], in any order; keys at negative positions are hidden.
       scale: H ** -0.5 if None.

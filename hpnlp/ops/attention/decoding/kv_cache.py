@@ -122,7 +122,7 @@ def extend_cache(
       q: Queries [B, T, N, H].
       k: Keys [B, T, K, H].
       v: Values [B, T, K, Hv].
-      mask: Over positions, which go on from the lengths of the cache.
+      mask: Mask over positions; the positions of the T tokens continue from the lengths of the cache.
       cache: Cache of the earlier tokens.
 
     Returns:
