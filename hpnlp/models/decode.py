@@ -268,7 +268,7 @@ def _check_options(model: LM, tokens: int, temperature: float, top_k: int, top_p
 
 
 def _check_prompts(model: LM, prompts: Sequence[np.ndarray], tokens: int) -> None:
-    """Raises InputError for prompts that the model cannot continue by so many tokens."""
+    """Raises InputError for prompts that the model cannot continue by `tokens` tokens."""
     if not prompts:
         raise InputError("prompts is empty: give at least one")
     vocab, max_len = model.config.vocab, model.config.max_len

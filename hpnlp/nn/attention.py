@@ -28,7 +28,7 @@ class Context:
       segment_ids: int32 `[B, T]`, or None for one segment per sequence.
       mask: A static Mask, the query-key pairs that may attend.
       deterministic: True switches dropout off.
-      capacity: If given, layers also return a cache with room for so many tokens per sequence.
+      capacity: If given, layers also return a cache with room for this number of tokens per sequence.
       ids: int32 `[B, T]`, a number for each token of the batch; dropout depends on it. None without dropout.
       order: The order of the tokens over the devices of a ring, from `ModelParallel.token_order`; None otherwise.
     """

@@ -183,8 +183,8 @@ def dropout(
       x: An array.
       rate: Probability that an entry is zeroed.
       rng: Key; None for no dropout.
-      ids: A number for each token. An entry's fate depends on it and on the index in D only, so that every layout over
-          devices drops the same entries.
+      ids: A number for each token. Whether an entry is zeroed depends on rng, this number and the index in D only, so that
+          every layout over devices zeroes the same entries.
 
     Returns:
       The array, in the dtype of x.

@@ -104,7 +104,7 @@ def run_layers(
 def _tensor_parallel(layout: Layout, length: int, gather: Callable[[Any], Any], order: Any) -> MeshTensorParallel:
     """Collectives of one device in a layer: gathering of its parameters, and mixing over a divided sequence.
 
-    order: the chunks of each device of a ring, from `context_parallel.arranged`.
+    order: the chunks of each device of a ring, from `context_parallel.token_order`.
     """
 
     def gather_from_host(shards: Any) -> Any:

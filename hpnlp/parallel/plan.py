@@ -256,7 +256,7 @@ class Plan:
         )
 
     def _check_stages(self, size: int, field: str, stages: int) -> None:
-        """Raises InputError unless so many layers, or periods of layers, divide into stages and rounds."""
+        """Raises InputError unless the layers, or periods of layers, divide into stages and rounds."""
         if size % (stages * self.rounds):
             chunks = f" of plan.rounds={self.rounds} chunks" if self.rounds > 1 else ""
             raise InputError(

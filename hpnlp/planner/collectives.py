@@ -214,7 +214,7 @@ def compiled_traffic(text: str) -> list[Collective]:
 def _hlo_collectives(
     computations: Mapping[str, list[str]], name: str, times: int, all_devices: int
 ) -> Iterator[Collective]:
-    """Collectives of a computation that runs so many times, and of those that it calls."""
+    """Collectives of a computation that runs `times` times, and of the computations that it calls."""
     for line in computations[name]:
         if collective := _hlo_collective(line, times, all_devices):
             yield collective

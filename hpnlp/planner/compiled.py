@@ -117,7 +117,7 @@ def tpu_devices(device: str, count: int) -> list[Any]:
 
 
 def _slice_sides(count: int, dimensions: int) -> list[int]:
-    """Sides of a slice of so many chips, as equal as possible, smallest first."""
+    """Sides of a slice of `count` chips, as equal as possible, smallest first."""
     if dimensions == 1:
         return [count]
     root = round(count ** (1 / dimensions))

@@ -30,7 +30,7 @@ from hpnlp.planner.liveness import Step, Value, peak_memory
 from hpnlp.planner.roofline import ProgramCost
 from hpnlp.planner.walker import Handler, Walker
 
-# Arrays of at most so many bytes are scalars (counters, random keys), which no layout divides.
+# Arrays of at most this number of bytes are scalars (counters, random keys), which no layout divides.
 SCALAR_BYTES = 8
 
 

@@ -32,7 +32,7 @@ from hpnlp.training.run_directory import claimed, has_begun, make_model, saved_t
 from hpnlp.training.step import Batch, Trainer, TrainState, check_batch, make_trainer
 from hpnlp.types import InputError, Tokenizer, Writer
 
-MAX_NONFINITE_STEPS = 20  # a run stops after so many consecutive steps without a finite gradient
+MAX_NONFINITE_STEPS = 20  # a run stops after this number of consecutive steps without a finite gradient
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,7 @@ def scale_by_muon(decay: float, eps: float, apply_to_whole: ApplyToWhole | None 
       decay: Decay of the momentum.
       eps: See `orthogonal`.
       apply_to_whole: Applies a function to matrices that are sharded over devices, as
-        `hpnlp.parallel.distributed_matrices.of_whole` does; None if every device holds whole matrices.
+        `hpnlp.parallel.distributed_matrices.apply_to_matrices` does; None if every device holds whole matrices.
 
     Returns:
       The gradient transformation.

@@ -29,7 +29,7 @@ class TokenSelection:
 
     Attributes:
       stride: If over 1, the tokens are permuted: the residue classes of the positions modulo `stride` become examples of the
-        batch. `rows` and `keys` are then None.
+        batch. `queries` and `keys` are then None.
       queries: Positions of the queries, ascending; None for all.
       keys: Positions of the keys, ascending; None for all.
     """

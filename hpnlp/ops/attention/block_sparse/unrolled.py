@@ -24,7 +24,7 @@ from hpnlp.ops.attention.masks.base import Full, Mask
 
 
 def suits(options: Options, length: int, key_length: int, operands: ExecutorOperands) -> bool:
-    """Whether a call is to run in this form: it is short enough, and this form is faster than the others.
+    """Whether the unrolled form runs a call: T and S are small enough that it is faster than a scan.
 
     Args:
       options: Static settings of the executor; `form` decides where it is set.
