@@ -119,7 +119,7 @@ def logarithmic(axes: Any, values: Sequence[float]) -> None:
 
     Args:
       axes: Axes of matplotlib.
-      values: The values on the axis; their range decides on the ticks.
+      values: The values on the axis; their range determines the ticks.
     """
     from matplotlib import ticker
 

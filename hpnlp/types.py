@@ -103,7 +103,7 @@ def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:
       mixer: The mixer.
       name: Name of the method that is about to be called in place of `__call__`.
       caller: Caller of the method, for the message.
-      fix: Another way out, for the message.
+      fix: Remedy for the user, for the message.
 
     Raises:
       InputError: The mixer has no such method, or takes it from another class than `__call__`.

@@ -39,8 +39,8 @@ class DataConfig:
         "Leave out, and count in the summary, lines of text that are not UTF-8 and records that are not JSON or "
         "have no valid text. Otherwise these are errors, as far as the tokenizer needs UTF-8.",
     )
-    seq_len: int = option(256, "Tokens per row.")
-    batch_size: int = option(16, "Rows per optimizer step, over all processes.")
+    seq_len: int = option(256, "Tokens per sequence.")
+    batch_size: int = option(16, "Sequences per optimizer step, over all processes.")
     heldout: float = option(
         0.02,
         "Fraction of documents held out, chosen by a hash of their names; one document if the fraction leaves no "
@@ -59,8 +59,8 @@ class DataConfig:
     )
     packing: str = option(
         "concat",
-        '"concat" lays documents one after another and cuts rows when they are full; "fit" keeps documents whole, '
-        "or in pieces of seq_len, and fills rows with documents that fit.",
+        '"concat" lays documents one after another and cuts sequences when they are full; "fit" keeps documents whole, '
+        "or in pieces of seq_len, and fills sequences with documents that fit.",
     )
     cache: str = option(
         "",

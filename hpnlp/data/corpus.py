@@ -55,14 +55,14 @@ class Corpus:
         """Opens a cache entry.
 
         Args:
-          config: The config.
+          config: Config of the data.
           tokenizer: The tokenizer of the text.
           directory: The cache entry.
           record: Result of `Ingest.write`.
           is_cached: Whether the cache held the entry already.
 
         Raises:
-          InputError: The training text is shorter than one row, or the held-out text than two tokens.
+          InputError: The training text is shorter than one sequence, or the held-out text than two tokens.
         """
         self.config = config
         self.tokenizer = tokenizer
@@ -82,7 +82,7 @@ class Corpus:
         self.summary = "; ".join(self._summary_parts(record))
         if self.train_tokens <= config.seq_len:
             raise InputError(
-                f"data.path={config.path!r} holds {self.train_tokens} tokens to train on, and a row of "
+                f"data.path={config.path!r} holds {self.train_tokens} tokens to train on, and a sequence of "
                 f"data.seq_len={config.seq_len} takes {config.seq_len + 1}: add text, or lower data.seq_len"
             )
         if self.heldout_tokens < 2:
@@ -145,8 +145,8 @@ class Corpus:
     def train(self, *, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
         """Iterates endlessly over training batches, in a new order each epoch.
 
-        The global batch has `batch_size` rows. Of n processes with b = `batch_size` / n rows each, process p gets the rows
-        `[p b, (p + 1) b)`: the shards of all processes together are the batch that a single process would get.
+        The global batch has `batch_size` sequences. Of n processes with b = `batch_size` / n sequences each, process p gets the
+        sequences `[p b, (p + 1) b)`: the shards of all processes together are the batch that a single process would get.
 
         Args:
           seed: Seed of the order, at least 0.
@@ -193,14 +193,14 @@ class Corpus:
     ) -> Iterator[packing.Batch]:
         """Iterates over the held-out text once; every token is predicted exactly once.
 
-        Rows are shared by the processes as in `train`. The last batch is filled with rows of weight 0, so that every process
-        gets the same number of batches.
+        The processes share the sequences as in `train`. The last batch is filled with sequences of weight 0, so that every
+        process gets the same number of batches.
 
         Args:
-          batch_size: Rows per batch over all processes.
-          stride: Distance between the starts of rows; None for `seq_len`. Below `seq_len`, every token has at least
+          batch_size: Sequences per batch over all processes.
+          stride: Distance between the starts of sequences; None for `seq_len`. Below `seq_len`, every token has at least
               `seq_len - stride` tokens of context if its document has them.
-          limit: Maximum number of batches, whose rows are spread evenly over the text; None for all.
+          limit: Maximum number of batches, whose sequences are spread evenly over the text; None for all.
           process_index: Index of this process.
           process_count: Number of processes, which divides `batch_size`.
 

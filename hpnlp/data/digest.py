@@ -12,7 +12,7 @@ from hpnlp.data import token_store
 from hpnlp.data.files import Progress, check_regular, ignore_progress, unreadable
 from hpnlp.types import InputError
 
-_FORMAT = 1  # version of a remembered digest; part of its key
+_FORMAT = 1  # version of a cached digest; part of its key
 _CHUNK = 1 << 20
 # Smaller sets of files are hashed every time: hashing takes as long as looking a digest up.
 _REMEMBERED_BYTES = 1 << 24
@@ -24,10 +24,10 @@ _STEP_SECONDS = 3.0
 class Snapshot:
     """A set of files at one moment: the digest of their content, and a check that the files have not changed since.
 
-    The digest is the SHA-256 of all bytes of all files, at about 1 GB/s. For 16 MiB and more it is remembered in the cache
+    The digest is the SHA-256 of all bytes of all files, at about 1 GB/s. For 16 MiB and more it is kept in the cache
     under each file's path, inode, size, modification time and change time. The change time (ctime) is set by the kernel
     whenever content or metadata changes, and neither `touch` nor `os.utime` can set it back: new content of the same size with
-    the old modification time is detected. Digests of files that changed in the last 3 seconds are not remembered, because a
+    the old modification time is detected. Digests of files that changed in the last 3 seconds are not cached, because a
     second change may fall into the same step of the clock. Two cases are not detected, for 16 MiB and more only: a file system
     without change times (FAT, some FUSE mounts), and a clock that was set back; empty `data.cache` by hand in these cases.
     """
@@ -56,7 +56,7 @@ class Snapshot:
         """Computes the digest of the content of all files in the order of the paths.
 
         Args:
-          root: Directory of the cache that remembers digests.
+          root: Directory of the cache that stores digests.
           progress: Called while 16 MiB or more are hashed.
 
         Returns:

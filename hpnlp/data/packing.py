@@ -1,4 +1,4 @@
-"""Packs documents of any length into rows of a fixed length.
+"""Packs documents of any length into sequences of a fixed length, the rows of a batch.
 
 A row is a list of segments: runs of consecutive tokens of one document. `ConcatRows` and `FitRows` compute the segments of a
 row from the row's number alone, so that rows can be shuffled, divided among processes and resumed by number. `assemble` turns

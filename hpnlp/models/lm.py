@@ -472,21 +472,21 @@ def axes_and_shapes(model: LM) -> tuple[Any, Any]:
     return axes, nn.meta.unbox(boxed)
 
 
-def example_batch(rows: int, length: int) -> dict[str, jax.Array]:
+def example_batch(batch_size: int, length: int) -> dict[str, jax.Array]:
     """A batch of zeros with the shapes and dtypes of a batch of data.
 
     Args:
-      rows: Number of sequences, B.
+      batch_size: Number of sequences, B.
       length: Tokens per sequence, T.
 
     Returns:
       The batch, all of whose tokens have segment id 1 and weight 1.
     """
-    ints = jnp.zeros((rows, length), jnp.int32)
+    ints = jnp.zeros((batch_size, length), jnp.int32)
     return {
         "tokens": ints,
         "labels": ints,
         "segment_ids": jnp.ones_like(ints),
         "positions": ints,
-        "weights": jnp.ones((rows, length), jnp.float32),
+        "weights": jnp.ones((batch_size, length), jnp.float32),
     }

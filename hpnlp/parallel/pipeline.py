@@ -125,7 +125,7 @@ def _regathered_sizes(layout: Layout, params: Any) -> frozenset[int]:
     return frozenset(sizes | {size * layout.mesh.shape["fsdp"] for size in sizes})
 
 
-def microbatches(layout: Layout, rows: int) -> int:
+def microbatches(layout: Layout, batch_size: int) -> int:
     """Number of microbatches of a batch.
 
     Without plan.microbatches, it is the largest number that divides a device's sequences, up to MICROBATCHES_PER_STAGE times
@@ -133,7 +133,7 @@ def microbatches(layout: Layout, rows: int) -> int:
 
     Args:
       layout: Layout of the run.
-      rows: Sequences of the batch, over all devices.
+      batch_size: Sequences of the batch, over all devices.
 
     Returns:
       The number of microbatches that each device's sequences are divided into; 1 without a pipeline.
@@ -141,7 +141,7 @@ def microbatches(layout: Layout, rows: int) -> int:
     Raises:
       InputError: The sequences do not divide into microbatches, or the microbatches into groups.
     """
-    sequences, stages, count = rows // layout.size("batch"), layout.size("layers"), layout.microbatches
+    sequences, stages, count = batch_size // layout.size("batch"), layout.size("layers"), layout.microbatches
     if stages == 1:
         return 1
     group = stages if layout.rounds > 1 else 1

@@ -151,7 +151,7 @@ def test_stdlib_is_the_same_every_time(tmp_path):
         ({"weights": (float("inf"),)}, "expected numbers over 0"),
         ({"weights": (1e300, 1e-300)}, "expected numbers over 0, 1e-100 to 1e100"),
         ({"tokenizer": "byts"}, "did you mean 'bytes'?"),
-        ({"seq_len": 10**6}, "tokens to train on, and a row of data.seq_len=1000000 takes 1000001: add text"),
+        ({"seq_len": 10**6}, "tokens to train on, and a sequence of data.seq_len=1000000 takes 1000001: add text"),
         ({"heldout_path": "nowhere"}, "data.heldout_path='nowhere' does not exist"),
     ],
 )

@@ -259,10 +259,10 @@ class PairBlocks:
         return sums.at[self._indices(first, keys)].add(jnp.moveaxis(new, -2, 1), **IN_BOUNDS)
 
     def joined(self, sums: Array) -> Array:
-        """Undoes the cutting.
+        """Joins blocks to one array; the inverse of the constructor.
 
         Args:
-          sums: As `blocks`.
+          sums: An array in the shape of `blocks`.
 
         Returns:
           [B, K, G, T, S].

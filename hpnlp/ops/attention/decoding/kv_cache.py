@@ -143,7 +143,7 @@ def extend_cache(
     count = k.shape[1]
     positions = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     if cache.ring and count > 1:
-        # Computed before the new keys replace keys that the first of their queries still see.
+        # Computed before the new keys overwrite keys that the first new queries still see.
         keys, values = (jnp.concatenate([x, _by_head(new)], axis=1) for x, new in ((cache.k, k), (cache.v, v)))
         o = attend_cache(q, keys, values, mask, positions, jnp.concatenate([cache.positions(), positions], axis=1))
         return o, _refill(cache, k, v, cache.lengths + count)
