@@ -55,8 +55,8 @@ def pick(
 
     Args:
       logits: [N, V].
-      points: [N] uniform random numbers in [0, 1), the only randomness of a row: the place of its id in the cumulative
-        distribution.
+      points: [N] uniform random numbers in [0, 1), the only randomness of a row: the position of its id in the
+        cumulative distribution.
       temperature: 0 takes the id with the largest logit.
       top_k: As in `restrict`.
       top_p: As in `restrict`.

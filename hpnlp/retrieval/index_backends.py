@@ -97,7 +97,7 @@ class Kind:
         raise NotImplementedError
 
     def add(self, state: Any, vectors: np.ndarray) -> Any:
-        """Adds vectors; for kinds without `on_devices`, the others are built again.
+        """Adds vectors. Only kinds without `on_devices` define it; an index of another kind is built again from all vectors.
 
         Args:
           state: The state.

@@ -50,8 +50,8 @@ class TrainConfig:
     eval_batches: int = option(16, "Batches of an evaluation, 0 for all; the one at the end takes all.")
     eval_stride: int = option(
         0,
-        "Number of tokens at the end of each evaluated row that are scored, the tokens before them being context, "
-        "0 for all tokens.",
+        "Number of tokens at the end of each evaluated sequence that are scored, the tokens before them being "
+        "context, 0 for all tokens.",
     )
     checkpoint_every: int = option(200, "Steps between checkpoints, 0 for one at the end only.")
     keep: int = option(2, "Number of newest checkpoints to keep, beside the best one.")

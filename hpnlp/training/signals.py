@@ -31,7 +31,7 @@ _reactions: list[Reaction] = []  # the last one is in effect
 _watching = False
 
 
-def heeded(numbers: Sequence[int] = NUMBERS) -> list[int]:
+def not_ignored(numbers: Sequence[int] = NUMBERS) -> list[int]:
     """Signals that the process does not ignore. After `nohup`, for example, SIGHUP is and stays ignored.
 
     Args:
@@ -59,7 +59,7 @@ def watched() -> Iterator[None]:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    previous = {number: signal.signal(number, _receive) for number in heeded()}
+    previous = {number: signal.signal(number, _receive) for number in not_ignored()}
     previous_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(reader,), daemon=True).start()
     _watching = True
@@ -115,7 +115,7 @@ def reacting(reaction: Reaction, numbers: Sequence[int] = NUMBERS) -> Iterator[N
     try:
         if not _watching:
             with contextlib.suppress(ValueError):  # a notebook may train in another thread, which cannot set handlers
-                for number in heeded(numbers):
+                for number in not_ignored(numbers):
                     previous[number] = signal.signal(number, _receive)
         yield
     finally:
@@ -133,7 +133,7 @@ def take_over(number: int) -> Callable[[int], Any] | None:
     Returns:
       The replaced handler as a function; None outside of `watched`, for ignored signals, and if there was no handler.
     """
-    if not _watching or number not in heeded():
+    if not _watching or number not in not_ignored():
         return None
     install = ctypes.CDLL(None).signal
     install.restype, install.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)

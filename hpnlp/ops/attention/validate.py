@@ -15,14 +15,14 @@ from hpnlp.types import InputError
 
 
 def validate(q: Array, k: Array, v: Array, mask: Any, operands: Operands) -> None:
-    """Checks shapes, dtypes and values of a call.
+    """Checks shapes, dtypes and values of the arguments of `attend`.
 
     Args:
       q: [B, T, N, H].
       k: [B, S, K, H].
       v: [B, S, K, Hv].
       mask: Mask or PerHead.
-      operands: All other arguments of the call.
+      operands: All other arguments of `attend`.
 
     Raises:
       InputError: The first argument that does not fit.

@@ -33,7 +33,10 @@ class Mask:
     pattern and redefines `at` is another mask: it gets the defaults in place of the inherited hints, and may define its own.
     """
 
-    # True if `at` depends on q - k alone, so that indices in a row and positions in a document give the same mask.
+    # Class variables of most masks. Masks that are made of other masks override `relative` and `cheap` by properties, for which
+    # the type checker is silenced: both are read from instances only.
+
+    # True if `at` depends on q - k alone, so that indices in a sequence and positions in a document give the same mask.
     relative: ClassVar[bool] = False
     # True if `at` is a few comparisons per pair, which a kernel may compute instead of loading stored tiles.
     cheap: ClassVar[bool] = False
@@ -50,6 +53,7 @@ class Mask:
                     setattr(cls, name, Mask.__dict__[name])
 
     def __post_init__(self) -> None:
+        # Subclasses are dataclasses, which the type Mask does not express.
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, field.name)
             if getattr(value, "ndim", 0) or isinstance(value, jax.Array):
@@ -190,6 +194,7 @@ class Mask:
         Yields:
           Each mask, in the order of the fields.
         """
+        # Subclasses are dataclasses, which the type Mask does not express.
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             if isinstance(value := getattr(self, field.name), Mask):
                 yield value
@@ -305,6 +310,7 @@ class _Pair(Mask):
 
     def fold(self, stride: int) -> tuple[Mask, bool]:
         (left, left_exact), (right, right_exact) = self.left.fold(stride), self.right.fold(stride)
+        # The subclasses And and Or are dataclasses of two masks.
         return type(self)(left, right), left_exact and right_exact  # pyright: ignore[reportCallIssue]
 
 
