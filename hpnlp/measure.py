@@ -246,13 +246,9 @@ def compile(
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Duration of one call, in several rounds.
+    """Duration of one call, in several rounds."""
 
-    Attributes:
-      all: Seconds of the call in each round.
-    """
-
-    all: tuple[float, ...]
+    all: tuple[float, ...]  #: seconds of the call in each round
 
     @property
     def median(self) -> float:
