@@ -64,13 +64,17 @@ def plot_attention(rows: Rows, path: Path) -> None:
         if "density" in row:
             name, _, length = row["what"].rpartition(", T ")
             color, marker = f"C{names.index(name)}", "o" if length == "4096" else "^"
-            label = name if length == "4096" else None
+            label = name.replace("+-", "\N{PLUS-MINUS SIGN}") if length == "4096" else None
             axes.plot(row["density"], next(iter(row["ratios"].values())), marker, color=color, label=label)
     low = min(row["density"] for row in rows if "density" in row)
     axes.plot([low, 1], [low, 1], ":", color="gray", label="time proportional to the pairs")
     axes.set(xscale="log", yscale="log", xlabel="fraction of the pairs that the pattern allows")
-    axes.set_ylabel("time relative to dense")
-    axes.set_title("forward and backward; circles T 4096, triangles T 16384", fontsize=9)
+    axes.set_ylabel("time relative to dense attention")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.set_title(
+        "forward and backward; circles T 4096, triangles T 16384 (dense: 16 times the time at T 4096)", fontsize=9
+    )
     axes.legend(frameon=False, fontsize=7)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -78,7 +82,7 @@ def plot_attention(rows: Rows, path: Path) -> None:
 
 def plot_softmax(rows: Rows, path: Path) -> None:
     """Time of a step of each output layer relative to the full softmax, for each vocabulary size."""
-    figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     ratios_by_size: dict[str, dict[str, float]] = {}  # vocabulary size -> layer -> ratio
     for row in rows:
         if step := re.fullmatch(r"(?:training )?step of (.*), V ([\d,]+)", row["what"]):
@@ -91,8 +95,9 @@ def plot_softmax(rows: Rows, path: Path) -> None:
     axes.set_yticks([i + (height + 0.02) * (len(ratios_by_size) - 1) / 2 for i in range(len(names))], names)
     axes.invert_yaxis()
     axes.axvline(1, color="gray", linestyle=":")
-    axes.set(xscale="log", xlabel="time of a step relative to the full softmax, Adam included")
-    axes.legend(frameon=False)
+    axes.set(xscale="log", xlabel="time of a step relative to the full softmax (dotted line), Adam included")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(0.94, 0))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -133,7 +138,8 @@ def plot_tradeoff(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         matplotlib.lines.Line2D([], [], linestyle="", color=f[:-1], marker=f[-1], label=n) for n, f in styles.items()
     ]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
-    axes[0, 0].set_ylabel("held-out perplexity relative to full, equal number of steps")
+    figure.suptitle("after an equal number of steps", fontsize=10)
+    axes[0, 0].set_ylabel("held-out perplexity relative to full")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -143,4 +149,11 @@ PLOTS: dict[str, Callable[[Rows, Path], None]] = {
     "train_step": plot_train_step,
     "attention": plot_attention,
     "softmax_layers": plot_softmax,
+}
+# Descriptions of the plots, by the name of the benchmark.
+CAPTIONS = {
+    "demo": "Bits per byte during the training of `make demo`, and those of compressors",
+    "train_step": "Time of a training step of hpnlp, torch and plain Flax",
+    "attention": "Time of attention patterns relative to dense attention",
+    "softmax_layers": "Time of a training step of output layers relative to the full softmax",
 }

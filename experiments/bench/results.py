@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from result_plots import CORPORA, PLOTS, Rows, plot_tradeoff
+from result_plots import CAPTIONS, CORPORA, PLOTS, Rows, plot_tradeoff
 
 from hpnlp.data.baselines import NAMES
 
+Lines = Sequence[tuple[str, str]]  # (label, figure)
 BAR = r"\|"  # a literal bar in a cell of a Markdown table
+# Files whose results are in docs/guide/output_layers.md.
+IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_")
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 IMAGES = ROOT / "docs" / "images"
@@ -36,7 +39,7 @@ def describe_ratio(name: str) -> str:
     return RATIO_LABELS.get(name, label.replace(" over ", " relative to "))
 
 
-def demo(rows: Rows) -> list[tuple[str, str]]:
+def demo(rows: Rows) -> Lines:
     row = rows[0]
     compressors = [f"{name} {row[field]:.3f}" for field, name in NAMES.items() if row.get(field) is not None]
     return [
@@ -45,7 +48,7 @@ def demo(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
-def train_step(rows: Rows) -> list[tuple[str, str]]:
+def train_step(rows: Rows) -> Lines:
     return [
         (
             f"training step, {row['layers']} layers, D {row['dim']}, T {row['length']}, B {row['batch']}: "
@@ -56,7 +59,7 @@ def train_step(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
-def attention(rows: Rows) -> list[tuple[str, str]]:
+def attention(rows: Rows) -> Lines:
     return [
         (f"attention, {row['what']}: {describe_ratio(name)}", f"{ratio:.3g}")
         for row in rows
@@ -64,7 +67,7 @@ def attention(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
-def softmax(rows: Rows) -> list[tuple[str, str]]:
+def softmax(rows: Rows) -> Lines:
     return [
         (f"{row['what']}: {describe_ratio(name)}", f"{ratio:.3g}")
         for row in rows
@@ -72,7 +75,7 @@ def softmax(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
-def estimates(rows: Rows) -> list[tuple[str, str]]:
+def estimates(rows: Rows) -> Lines:
     """Biases with the standard errors of their measurement, and numerical errors."""
     lines = []
     for row in rows:
@@ -124,7 +127,7 @@ def machine(environment: Mapping[str, Any]) -> str:
     return (cpu if environment["backend"] == "cpu" else environment["device"]) + f", jax {environment['jax']}"
 
 
-def loop(rows: Rows) -> list[tuple[str, str]]:
+def loop(rows: Rows) -> Lines:
     row = rows[0]
     return [
         (
@@ -135,7 +138,7 @@ def loop(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
-def decode(rows: Rows) -> list[tuple[str, str]]:
+def decode(rows: Rows) -> Lines:
     lines = []
     for row in rows:
         model = f"{row['layers']} layers, D {row['dim']}, {row['model']}"
@@ -149,7 +152,7 @@ def decode(rows: Rows) -> list[tuple[str, str]]:
     return lines
 
 
-def parity(rows: Rows) -> list[tuple[str, str]]:
+def parity(rows: Rows) -> Lines:
     """The largest differences over all layouts."""
     layouts, names = rows[1:], "; ".join(row["layout"] for row in rows[1:])
     differences = [max(row[name] for row in layouts) for name in ("loss_relative", "gradient_relative")]
@@ -171,7 +174,7 @@ def parity(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
-def bubble(rows: Rows) -> list[tuple[str, str]]:
+def bubble(rows: Rows) -> Lines:
     counted = [row for row in rows if "idle_counted" in row]
     difference = max(abs(row["idle_counted"] - row["idle_formula"]) for row in counted)
     idle = [row["idle_formula"] for row in counted]
@@ -179,7 +182,7 @@ def bubble(rows: Rows) -> list[tuple[str, str]]:
     return [(label, f"{max(idle):.3f} to {min(idle):.3f}, differs from the formula by at most {difference:.1e}")]
 
 
-def remat(rows: Rows) -> list[tuple[str, str]]:
+def remat(rows: Rows) -> Lines:
     first = rows[0]
     size = f"{first['parameters'] / 1e6:.0f}M parameters, T {first['length']}"
     lines = [
@@ -203,7 +206,7 @@ def remat(rows: Rows) -> list[tuple[str, str]]:
 EXCHANGES = {"ring": "exchanged in a ring", "heads": "exchanged by heads (all-to-all)"}
 
 
-def ring(rows: Rows) -> list[tuple[str, str]]:
+def ring(rows: Rows) -> Lines:
     lines = []
     for row in rows:
         exchange = EXCHANGES.get(row["layout"], row["layout"])
@@ -218,7 +221,7 @@ def ring(rows: Rows) -> list[tuple[str, str]]:
     return lines
 
 
-def plan(rows: Rows) -> list[tuple[str, str]]:
+def plan(rows: Rows) -> Lines:
     return [
         (
             f"`hpnlp plan --depth={row['depth']}` of a model of {row['model']} parameters for {row['devices']} devices: time",
@@ -236,7 +239,7 @@ def plan(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
-def plan_tpu(rows: Rows) -> list[tuple[str, str]]:
+def plan_tpu(rows: Rows) -> Lines:
     errors = [row["temporaries off"] for row in rows]
     label = (
         f"plans of {len(rows)} steps of 110M and 7B parameters on 1 to 512 TPUs: "
@@ -245,7 +248,7 @@ def plan_tpu(rows: Rows) -> list[tuple[str, str]]:
     return [(label, f"{min(errors):+.0%} to {max(errors):+.0%}")]
 
 
-def resume(rows: Rows) -> list[tuple[str, str]]:
+def resume(rows: Rows) -> Lines:
     row = rows[0]
     lost, lines = row["steps_lost_beyond_interval"], f"of {row['lines_of_each']} in each of {row['runs_compared']} runs"
     return [
@@ -261,7 +264,7 @@ def resume(rows: Rows) -> list[tuple[str, str]]:
 STACKS = {"plain": "plain", "remat": "rematerialised", "reversible": "reversible"}
 
 
-def reversible(rows: Rows) -> list[tuple[str, str]]:
+def reversible(rows: Rows) -> Lines:
     """Memory by depth, and memory and time of each kind of stack at the greatest depth."""
     deep = max(row["layers"] for row in rows)
     shallow_stacks, deep_stacks = (
@@ -297,7 +300,7 @@ ADAMW_FORMS = {
 }
 
 
-def adamw(rows: Rows) -> list[tuple[str, str]]:
+def adamw(rows: Rows) -> Lines:
     """Time, bandwidth and temporary memory of each form of the update."""
     lines = []
     for row in rows:
@@ -308,7 +311,7 @@ def adamw(rows: Rows) -> list[tuple[str, str]]:
     return lines
 
 
-def large_batch(rows: Rows) -> list[tuple[str, str]]:
+def large_batch(rows: Rows) -> Lines:
     """Loss of the best recipe for the small batch, and of the others relative to it at the same number of tokens."""
     best = min((row for row in rows if row["rule"] == "small"), key=lambda row: row["loss"])
     rules = {"none": "unchanged", "sqrt": "scaled by the square root", "linear": "scaled linearly"}
@@ -328,11 +331,23 @@ def large_batch(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
-def suite(rows: Rows) -> list[tuple[str, str]]:
+def suite(rows: Rows) -> Lines:
     return [("`make test` after set-up: wall time", f"{rows[0]['seconds'] / 60:.1f} min ({rows[0]['passed']} tests)")]
 
 
-def gpu_step(rows: Rows) -> list[tuple[str, str]]:
+def gpu_attention(rows: Rows) -> Lines:
+    ways = {"forward": "forward", "both": "forward and backward"}
+    return [
+        (
+            f"attention, {row['bench']}, bfloat16, B {row['batch']}, T {row['length']}, {ways[row['way']]}: {row['impl']}",
+            f"{row['ms']:.2f} ms ({row['tflops']:.0f} TFLOP/s)",
+        )
+        for row in rows
+        if "ms" in row
+    ]
+
+
+def gpu_step(rows: Rows) -> Lines:
     timed = [row for row in rows if "step_ms" in row]
     lines = []
     if best := max((row for row in timed if row["mfu"]), key=lambda row: row["mfu"], default=None):
@@ -355,10 +370,11 @@ def gpu_step(rows: Rows) -> list[tuple[str, str]]:
 
 
 # name of the result file without the device -> a function to lines of the table: (label, figure)
-TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
+TABLE: dict[str, Callable[[Rows], Lines]] = {
     "demo": demo,
     "train_step": train_step,
     "attention": attention,
+    "gpu_attention": gpu_attention,
     **dict.fromkeys(("softmax", "softmax_layers", "gpu_softmax", "search"), softmax),
     "estimates": estimates,
     "reversible": reversible,
@@ -377,6 +393,19 @@ TABLE: dict[str, Callable[[Rows], list[tuple[str, str]]]] = {
     "gpu_step": gpu_step,
 }
 
+
+# Sections of docs/results.md: heading -> names of result files without the device.
+SECTIONS = {
+    "Training": ("demo", "train_step", "loop", "resume", "large_batch", "adamw", "gpu_step"),
+    "Attention": ("attention", "gpu_attention"),
+    "Decoding": ("decode",),
+    "Output layers and losses": ("softmax", "gpu_softmax", "softmax_layers", "estimates"),
+    "Search": ("search",),
+    "Parallelism": ("parity", "bubble", "ring"),
+    "Rematerialisation and reversible layers": ("remat", "reversible"),
+    "Planner": ("plan", "plan_tpu"),
+    "Tests": ("suite",),
+}
 
 # The figures of the README: (label, benchmark, beginning of the figure's label in the table of that benchmark).
 HEADLINE = [
@@ -415,7 +444,7 @@ HEADLINE = [
 ]
 
 
-def headline(lines: Mapping[str, Sequence[tuple[str, str]]]) -> str:
+def headline(lines: Mapping[str, Lines]) -> str:
     """The table of HEADLINE. lines: the lines of each benchmark's table."""
     rows = []
     for label, bench, beginning in HEADLINE:
@@ -434,32 +463,53 @@ def replace_section(path: Path, name: str, text: str) -> None:
     path.write_text(f"{before}{markers[0]}{text}\n{closing}{after}", "utf-8")
 
 
+def section(heading: str, results: Mapping[Path, Mapping[str, Any]], lines: Mapping[str, Lines]) -> str:
+    """A section of the page of results: machines, plots and table of some benchmarks.
+
+    Args:
+      heading: of the section.
+      results: its result files.
+      lines: the lines of each benchmark's table.
+
+    Returns:
+      Markdown.
+    """
+    files_by_machine: dict[str, list[str]] = {}
+    for path, result in results.items():
+        files_by_machine.setdefault(machine(result["environment"]), []).append(f"`{path.name}`")
+    machines = [
+        name + (f" ({', '.join(files)})" if len(files_by_machine) > 1 else "")
+        for name, files in files_by_machine.items()
+    ]
+    parts = [f"## {heading}", f"Measured on {'; on '.join(machines)}."]
+    for path, result in results.items():
+        if (bench := result["bench"]) in PLOTS:
+            PLOTS[bench](result["rows"], IMAGES / f"{path.stem}.png")
+            parts.append(f"![{CAPTIONS[bench]}](images/{path.stem}.png)")
+    rows = [
+        f"| {label.replace('|', BAR)} | {figure} | `{path.name}` |"
+        for path, result in results.items()
+        for label, figure in lines[result["bench"]]
+    ]
+    parts.append("\n".join(["| measurement | result | file |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
 def main() -> None:
     results = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     by_bench = {path.stem.removesuffix("-cpu"): result for path, result in results.items()}
-    listed = [path for path in results if not path.stem.startswith(("softmax_steps_", "softmax_quality_"))]
-    order = list(TABLE)
-    by_device: dict[str, list[tuple[str, str, str]]] = {}
-    lines: dict[str, list[tuple[str, str]]] = {}
-    plots = []
-    for path in sorted(listed, key=lambda path: order.index(path.stem.split("-")[0])):
-        result = results[path]
-        bench = result["bench"]
-        lines[bench] = TABLE[bench](result["rows"])
-        rows = by_device.setdefault(machine(result["environment"]), [])
-        rows.extend((label, figure, path.name) for label, figure in lines[bench])
-        if bench in PLOTS:
-            PLOTS[bench](result["rows"], IMAGES / f"{path.stem}.png")
-            plots.append(f"![{bench}](images/{path.stem}.png)")
-    tables = [
-        f"Measured on {device}:\n\n| measurement | result | file |\n|---|---|---|\n"
-        + "\n".join(f"| {label.replace('|', BAR)} | {figure} | `{name}` |" for label, figure, name in rows)
-        for device, rows in by_device.items()
-    ]
+    listed = {path: result for path, result in results.items() if not path.stem.startswith(IN_OTHER_PAGES)}
+    lines = {result["bench"]: TABLE[result["bench"]](result["rows"]) for result in listed.values()}
+    order = [bench for benches in SECTIONS.values() for bench in benches]
+    listed = dict(sorted(listed.items(), key=lambda item: order.index(item[0].stem.split("-")[0])))
+    sections = []
+    for heading, benches in SECTIONS.items():
+        if members := {path: result for path, result in listed.items() if path.stem.split("-")[0] in benches}:
+            sections.append(section(heading, members, lines))
     tradeoff = IMAGES / "softmax_tradeoff-cpu.png"
     plot_tradeoff(by_bench, tradeoff)
-    outputs = output_layers(by_bench) + f"\n\n![perplexity against time](../images/{tradeoff.name})"
-    replace_section(ROOT / "docs" / "results.md", "results", "\n\n".join(tables + plots))
+    outputs = output_layers(by_bench) + f"\n\n![Perplexity against time of a step](../images/{tradeoff.name})"
+    replace_section(ROOT / "docs" / "results.md", "results", "\n\n".join(sections))
     replace_section(ROOT / "docs" / "guide" / "output_layers.md", "outputs", outputs)
     replace_section(ROOT / "README.md", "headline", headline(lines))
 

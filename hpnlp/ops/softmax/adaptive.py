@@ -3,7 +3,7 @@
 Ids are sorted by falling frequency. With cutoffs (c_0, ..., c_last), the words 0 to c_0 - 1 are in the head. Tail i has the
 words from cutoffs[i] up to the next cutoff, the last tail those up to the end of the vocabulary. Row c_0 + i of the head
 stands for tail i. A tail is a pair: its projection [d_i, D] and the vectors of its words [words, d_i]. These are the
-parameters of torch.nn.AdaptiveLogSoftmaxWithLoss: head.weight, tail[i][0].weight and tail[i][1].weight.
+parameters of torch.nn.AdaptiveLogSoftmaxWithLoss: `head.weight`, `tail[i][0].weight` and `tail[i][1].weight`.
 """
 
 from __future__ import annotations
