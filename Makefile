@@ -64,7 +64,8 @@ docs: $(MADE)-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
 
 notebooks: $(MADE)-dev
-	$(BIN)/jupyter nbconvert --to notebook --inplace --execute --ExecutePreprocessor.timeout=3600 colabs/*.ipynb
+	$(BIN)/jupyter nbconvert --to notebook --inplace --execute --ExecutePreprocessor.timeout=3600 \
+		--ExecutePreprocessor.record_timing=False colabs/*.ipynb
 
 results: $(MADE)-runtime
 	$(BIN)/python experiments/bench/results.py

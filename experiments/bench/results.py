@@ -86,40 +86,45 @@ def estimates(rows: Rows) -> Lines:
 
 
 def output_layers(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The Markdown table of the output layers: time and memory of a training step, and perplexity, on each corpus.
+    """Markdown tables of the output layers: time and memory of a training step, and perplexity, on each corpus.
 
     Args:
       results: The result files by the name of their benchmark.
 
     Returns:
-      The table, or an empty string if no output layer has been measured.
+      The tables.
     """
-    columns: dict[str, dict[str, str]] = {}  # heading -> layer -> figure
+    steps: dict[str, dict[str, str]] = {}  # heading -> layer -> figure
+    quality: dict[str, dict[str, str]] = {}
     environment: Mapping[str, Any] = {}
     for corpus, words in CORPORA.items():
         if measured := results.get(f"softmax_steps_{corpus}"):
             environment = measured["environment"]
-            column = columns.setdefault(f"time (memory) of a step, {words} words", {})
+            column = steps.setdefault(f"{words} words", {})
             for row in measured["rows"]:
                 memory = sum(row["megabytes"].values())
                 column[row["output"]] = f"{row['ratios']['time over full']:.2g} ({memory:,.0f} MB)"
     for corpus, words in CORPORA.items():
-        for bench, budget in ((corpus, "number of steps"), (f"{corpus}_time", "training time")):
+        for bench, budget in ((corpus, "steps"), (f"{corpus}_time", "time")):
             if measured := results.get(f"softmax_quality_{bench}"):
-                column = columns.setdefault(f"perplexity at equal {budget}, {words} words", {})
+                column = quality.setdefault(f"{words} words, equal {budget}", {})
                 column.update({row["output"]: f"{row['ratios']['over full']:.3f}" for row in measured["rows"]})
-    layers = list(dict.fromkeys(layer for column in columns.values() for layer in column))
-    if not layers:
-        return ""
-    lines = [["output layer", *columns], ["---"] * (len(columns) + 1)]
-    lines += [[f"`{layer}`", *(column.get(layer, "") for column in columns.values())] for layer in layers]
-    return "\n".join(
+    return "\n\n".join(
         [
-            f"Times and perplexities are relative to `full`, measured on {machine(environment)}:",
-            "",
-            *(f"| {' | '.join(line)} |" for line in lines),
+            f"Measured on {machine(environment)}. Time of a training step relative to `full`, and its memory:",
+            table_of(steps),
+            "Held-out perplexity relative to `full`, after equal numbers of steps and after equal training time:",
+            table_of(quality),
         ]
     )
+
+
+def table_of(columns: Mapping[str, Mapping[str, str]]) -> str:
+    """A Markdown table with a row for each output layer. columns: heading -> layer -> figure."""
+    layers = dict.fromkeys(layer for column in columns.values() for layer in column)
+    lines = [["output layer", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[f"`{layer}`", *(column.get(layer, "") for column in columns.values())] for layer in layers]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def machine(environment: Mapping[str, Any]) -> str:

@@ -159,7 +159,9 @@ def _flag_help() -> str:
     """The flags that modules of hpnlp have defined, with their defaults and help."""
     by_module = FLAGS.flags_by_module_dict().items()
     defined = [flag for module, module_flags in by_module if module.startswith("hpnlp") for flag in module_flags]
-    return "\n".join(
-        f"  --{flag.name}{'' if flag.boolean else '=' + str(flag.default or '...')}\n      {flag.help}"
-        for flag in defined
-    )
+    lines = []
+    for flag in defined:
+        value = "..." if flag.default in (None, "", []) else flag.default
+        # absl adds an indented line to the help of flags that may be repeated.
+        lines.append(f"  --{flag.name}{'' if flag.boolean else f'={value}'}\n      {' '.join(flag.help.split())}")
+    return "\n".join(lines)

@@ -26,7 +26,7 @@ hpnlp generate --workdir=runs/bytes --prompt="def " --tokens=200 --temperature=0
 
 Continues prompts with the model of a run. Several prompts of any lengths (--prompt given more than once) are one batch. The
 text of a single prompt is streamed to stdout, the texts of several are printed at the end; timings are printed to stderr.
---prompt_file=- reads prompts from stdin: printf "def \nclass " | hpnlp generate --workdir=runs/bytes --prompt_file=-
+--prompt_file=- reads prompts from stdin: printf "def \\nclass " | hpnlp generate --workdir=runs/bytes --prompt_file=-
 """
 
 MAX_PROMPT_BYTES = 1 << 26  # limit of the total size of the prompts in a file
