@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import subprocess
 import sys
@@ -23,8 +24,23 @@ def commands() -> str:
             [sys.executable, "-m", "hpnlp", name, "--help"], capture_output=True, text=True, check=True
         ).stdout
         usage = re.sub(r"\nConfig fields and their defaults.*?(?=\nFlags:)", "", shown, flags=re.DOTALL)
-        sections.append(f"### hpnlp {name}\n\n```text\n{usage.strip()}\n```\n")
-    return "\n".join(sections)
+        synopsis, *paragraphs = usage.strip().split("\n\n")
+        sections += [f"### hpnlp {name}", f"```sh\n{synopsis}\n```", *map(paragraph, paragraphs)]
+    return "\n\n".join(sections) + "\n"
+
+
+def paragraph(text: str) -> str:
+    """A paragraph of --help; a list of names with their help becomes a table."""
+    title, _, listing = text.partition(":\n  ")
+    if pairs := re.findall(r"^ *(\S.*)\n {6}(.*)$", listing, flags=re.MULTILINE):
+        lines = [f"| {title.lower()} | meaning |", "|---|---|"]
+        return "\n".join(lines + [f"| `{name}` | {cell(meaning)} |" for name, meaning in pairs])
+    return html.escape(text, quote=False)
+
+
+def cell(text: str) -> str:
+    """Text in a cell of a Markdown table."""
+    return html.escape(text, quote=False).replace("|", "\\|")
 
 
 def fields() -> str:
@@ -35,8 +51,7 @@ def fields() -> str:
     for title, summary, rows in described():
         lines = [f"### {title}\n", f"{summary}\n", "| field | default | meaning |", "|---|---|---|"]
         for name, default, text in rows:
-            escaped = text.replace("|", "\\|")
-            lines.append(f"| `{title}.{name}` | `{default!r}` | {escaped} |")
+            lines.append(f"| `{title}.{name}` | `{default!r}` | {cell(text)} |")
         sections.append("\n".join(lines) + "\n")
     return "\n".join(sections)
 

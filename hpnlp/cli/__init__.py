@@ -162,6 +162,6 @@ def _flag_help() -> str:
     lines = []
     for flag in defined:
         value = "..." if flag.default in (None, "", []) else flag.default
-        # absl adds an indented line to the help of flags that may be repeated.
-        lines.append(f"  --{flag.name}{'' if flag.boolean else f'={value}'}\n      {' '.join(flag.help.split())}")
+        text = flag.help.partition(";\n")[0]  # without a line that absl adds for flags that may be repeated
+        lines.append(f"  --{flag.name}{'' if flag.boolean else f'={value}'}\n      {text}")
     return "\n".join(lines)
