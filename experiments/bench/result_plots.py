@@ -95,7 +95,7 @@ def plot_softmax(rows: Rows, path: Path) -> None:
     axes.set_yticks([i + (height + 0.02) * (len(ratios_by_size) - 1) / 2 for i in range(len(names))], names)
     axes.invert_yaxis()
     axes.axvline(1, color="gray", linestyle=":")
-    axes.set(xscale="log", xlabel="time of a step relative to the full softmax (dotted line), Adam included")
+    axes.set(xscale="log", xlabel="time of a step, Adam included, relative to full (dotted)")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(0.94, 0))
     figure.savefig(path, dpi=130)
@@ -152,7 +152,7 @@ PLOTS: dict[str, Callable[[Rows, Path], None]] = {
 }
 # Descriptions of the plots, by the name of the benchmark.
 CAPTIONS = {
-    "demo": "Bits per byte during the training of `make demo`, and those of compressors",
+    "demo": "Bits per byte during the training of make demo, and those of compressors",
     "train_step": "Time of a training step of hpnlp, torch and plain Flax",
     "attention": "Time of attention patterns relative to dense attention",
     "softmax_layers": "Time of a training step of output layers relative to the full softmax",
