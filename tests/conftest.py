@@ -15,7 +15,9 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["JAX_PLATFORMS"] = os.environ.get("HPNLP_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
-os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # no source locations in programs; recording them takes 5 % of the time
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = (
+    "0"  # no source locations in programs; recording them takes 5 % of the time
+)
 os.environ["NPROC"] = "32"  # the value that hpnlp.__main__.spare_threads sets
 # Several threads of numpy would spin while they wait for a core that another worker uses.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -51,8 +53,11 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=deselected)
 
 
-def pytest_collection_finish():
-    gc.freeze()  # imported modules stay alive, so that garbage collection need not traverse them
+@pytest.fixture(scope="module", autouse=True)
+def small_collections():
+    """Freezes what modules and earlier files have left alive, mostly programs; to traverse them takes seconds each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """The README and the documentation: their Python runs, their commands parse, and their example mask is a correct one."""
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -25,8 +26,9 @@ def blocks(path, language):
     return [content for name, content in fenced if name == language]
 
 
+@functools.cache
 def run_page(path, directory):
-    """Names that the Python blocks of a page define, run one after another as a reader would."""
+    """Names that the Python blocks of a page define, run one after another as a reader would, and once."""
     defined = {"__name__": __name__}  # where a dataclass looks up its module
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
@@ -35,9 +37,14 @@ def run_page(path, directory):
     return defined
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory, quick_compiler):  # noqa: F811
+    return tmp_path_factory.mktemp("reader")
+
+
 @pytest.mark.parametrize("path", [p for p in PAGES if blocks(p, "python")], ids=lambda path: path.stem)
-def test_python_blocks_run(path, tmp_path, quick_compiler):  # noqa: F811
-    run_page(path, tmp_path)
+def test_python_blocks_run(path, directory):
+    run_page(path, directory)
 
 
 def commands(path):
@@ -63,8 +70,7 @@ def test_commands_parse():
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory, quick_compiler):  # noqa: F811
-    directory = tmp_path_factory.mktemp("reader")
+def names(directory):
     defined = run_page(ROOT / "docs/guide/attention.md", directory)
     assert (directory / "near.png").stat().st_size > 10_000
     return defined

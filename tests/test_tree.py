@@ -52,17 +52,3 @@ def unsafe_calls(tree: ast.AST):
 def test_no_file_runs_code_that_it_reads():
     unsafe = {name: list(unsafe_calls(ast.parse((ROOT / name).read_text("utf-8")))) for name in NAMES}
     assert {name: calls for name, calls in unsafe.items() if calls} == {}
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["import pickle", "from pickle import load", "import a, dill as d", "eval(x)", "exec(x)", "f(allow_pickle=True)"],
-)
-def test_unsafe_calls_are_detected(source):
-    assert list(unsafe_calls(ast.parse(source)))
-
-
-def test_safe_code_is_accepted():
-    assert not list(
-        unsafe_calls(ast.parse("import ast; ast.literal_eval(x); np.load(f, allow_pickle=False); eval_every = 1"))
-    )

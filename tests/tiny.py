@@ -1,5 +1,6 @@
 """A small text, model and run for tests. The module is also an experiment file for tests of commands."""
 
+import functools
 import os
 import random
 from pathlib import Path
@@ -8,7 +9,9 @@ import jax
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from hpnlp.training import loop
 from hpnlp.training.config import default, resolve
+from hpnlp.training.step import make_trainer
 
 EXPERIMENT = str(Path(__file__))
 WORDS = [
@@ -62,6 +65,17 @@ def text(tmp_path_factory):
         patch.setenv("HPNLP_TEST_TEXT", str(root / "text"))
         patch.setenv("HPNLP_CACHE", str(root / "cache"))
         yield root / "text"
+
+
+shared_trainer = functools.lru_cache(maxsize=32)(make_trainer)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_trainers():
+    """Runs of equal models, optimizers and plans share a trainer, so that its programs are traced once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_trainer", shared_trainer)
+        yield
 
 
 @pytest.fixture(scope="session")

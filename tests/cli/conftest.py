@@ -12,7 +12,7 @@ from absl import flags
 
 import hpnlp
 from hpnlp.__main__ import main
-from tests.tiny import quick_compiler, text, xla_cache  # noqa: F401  (fixtures of every test here)
+from tests.tiny import quick_compiler, shared_trainers, text, xla_cache  # noqa: F401  (fixtures of every test here)
 
 ROOT = Path(__file__).parents[2]
 

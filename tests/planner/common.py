@@ -1,6 +1,7 @@
 """A small config that the tests of the planner share."""
 
 import dataclasses
+import functools
 
 from hpnlp.data.stream import DataConfig
 from hpnlp.models.lm import LMConfig
@@ -13,5 +14,6 @@ CONFIG = Config(model=MODEL, data=DataConfig(seq_len=128, batch_size=16), plan=P
 SMALL = Device({"float32": 1e12, "bfloat16": 2e12}, 80e6, 1e11, 4, 1e10, 1e9, 1e9)
 
 
+@functools.cache
 def planned(plan, devices=8, **fields):
     return costs(dataclasses.replace(CONFIG, plan=plan, **fields), devices)

@@ -20,7 +20,7 @@ from tests.contracts import ONCE
 from tests.planner.common import CONFIG, MODEL, planned
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "names(mixed)", "dots"])
+@pytest.mark.parametrize("remat", ["none", "full", pytest.param("names(mixed)", marks=pytest.mark.slow), "dots"])
 def test_temporaries_match_the_compiled_program(remat):
     config = dataclasses.replace(CONFIG, plan=Plan("single", remat=remat))
     trainer = trainer_of(config, jax.devices()[:1])
@@ -67,7 +67,10 @@ def test_sparse_rows_have_gradients_of_the_rows_alone():
     assert dense_state - sparse_state == dense.memory["gradients"] - sparse.memory["gradients"]
 
 
-@pytest.mark.parametrize(("plan", "width"), [(Plan("zero2"), 8), (Plan("zero3"), 8), (Plan(tensor=8), 64)])
+@pytest.mark.parametrize(
+    ("plan", "width"),
+    [pytest.param(Plan("zero2"), 8, marks=pytest.mark.slow), (Plan("zero3"), 8), (Plan(tensor=8), 64)],
+)
 def test_gradients_of_rows_match_the_compiled_program(plan, width):
     """Each device holds its shard of the model dimension, of all rows, and no gradient of a table."""
     model = LMConfig(layers=1, dim=64, heads=8, mlp_dim=192, vocab=8000, unroll=1, tied=False, output="sampled(64)")

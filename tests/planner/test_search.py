@@ -53,12 +53,18 @@ def test_smallest_change_offloads_last():
     assert printed == [[], [f"{smallest.host_bytes / 1e9:.3f}"]]
 
 
-def test_ranked_plans_fit_and_are_sorted():
-    config = dataclasses.replace(
-        CONFIG, model=dataclasses.replace(MODEL, layers=2, heads=2), data=DataConfig(seq_len=32, batch_size=2)
-    )
+@pytest.fixture(scope="module")
+def ranking():
+    """The ranked plans of two devices, and the calls that report progress."""
+    plan = Plan(pipeline=2, rounds=2, exchange="heads", offload_optimizer=True)
+    model = dataclasses.replace(MODEL, layers=2, heads=2)
+    config = dataclasses.replace(CONFIG, model=model, data=DataConfig(seq_len=32, batch_size=2), plan=plan)
     calls = []
-    ranked = search.rank_plans(config, 2, SMALL, lambda done, total: calls.append((done, total)))
+    return search.rank_plans(config, 2, SMALL, lambda done, total: calls.append((done, total))), calls
+
+
+def test_ranked_plans_fit_and_are_sorted(ranking):
+    ranked, calls = ranking
     seconds = [estimate.total_seconds(SMALL) for estimate in ranked]
     assert seconds == sorted(seconds) and all(estimate.fits(SMALL) for estimate in ranked)
     names = {search.plan_name(estimate).split(",")[0] for estimate in ranked}
@@ -66,10 +72,8 @@ def test_ranked_plans_fit_and_are_sorted():
     assert calls[-1] == (len(ranked), len(ranked))
 
 
-def test_fields_that_are_not_searched_stay():
-    plan = Plan(pipeline=2, rounds=2, exchange="heads", offload_optimizer=True)
-    config = dataclasses.replace(CONFIG, plan=plan, model=dataclasses.replace(MODEL, layers=2, heads=2))
-    plans = [estimate.config.plan for estimate in search.rank_plans(config, 2, DEVICES["h100"], no_progress)]
+def test_fields_that_are_not_searched_stay(ranking):
+    plans = [estimate.config.plan for estimate in ranking[0]]
     assert {(plan.offload_optimizer, plan.exchange, plan.rounds) for plan in plans} == {(True, "heads", 1)}
 
 

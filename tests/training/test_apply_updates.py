@@ -27,8 +27,10 @@ def on_host(tree):
     return jax.device_put(tree, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=HOST))
 
 
-@pytest.mark.parametrize("is_finite", [None, False])
-@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"adafactor"}))
+@pytest.mark.parametrize(
+    ("name", "is_finite"),
+    [*((name, None) for name in sorted(set(OPTIMIZERS) - {"adafactor"})), ("adamw", False), ("adamw8bit", False)],
+)
 def test_layerwise_update_matches_full_update(name, is_finite):
     """With clipping and an average; every array stays in its memory. adafactor cannot be updated by layer."""
     config = OptimizerConfig(name=name, clip_norm=0.5, ema=0.9, warmup=0)

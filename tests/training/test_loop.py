@@ -20,6 +20,7 @@ from hpnlp.training import config as configs
 from hpnlp.training import loop, metrics
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.run_directory import claimed, load, load_config
+from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
 
@@ -45,8 +46,8 @@ def saved_steps(workdir):
 
 
 def catch_trainer(patch, step=None):
-    """List to which the trainer of each further run is appended; `step` replaces its jitted step."""
-    caught, make_trainer = [], loop.make_trainer
+    """List to which the trainer of each further run, a new one, is appended; `step` replaces its jitted step."""
+    caught = []
 
     def make(*args, **kwargs):
         trainer = make_trainer(*args, **kwargs)
@@ -196,8 +197,8 @@ def test_run_that_has_not_begun_may_change_its_config(tmp_path):
     """As after a misspelt field that raises only when the model is built."""
     with pytest.raises(InputError, match="unknown sampler 'unigrm'"):
         train(tmp_path, model__output="sampled(8,unigrm)", data__tokenizer="words(40)", train__steps=1)
-    train(tmp_path, model__output="sampled(8)", train__steps=1, train__eval_every=0)
-    assert json.loads(read(tmp_path, "config.json"))["model"]["output"] == "sampled(8)"
+    train(tmp_path, train__steps=1, train__eval_every=0)
+    assert json.loads(read(tmp_path, "config.json"))["model"]["output"] == "full"
     assert json.loads(read(tmp_path, "tokenizer.json"))["type"] == "bytes"
 
 
@@ -369,10 +370,10 @@ def test_first_nonfinite_step_stops_a_run_without_skipping(tmp_path, monkeypatch
 
 
 def test_nonfinite_evaluation_is_never_the_best(tmp_path, monkeypatch):
-    scores = iter([np.nan, 2.0, np.inf, 3.0])
+    scores = iter([np.nan, 2.0, np.inf, 3.0, 4.0, 5.0])
     monkeypatch.setattr(loop, "heldout_loss", lambda *args: {"loss": next(scores)})
-    train(tmp_path, train__eval_every=2, train__steps=8, train__checkpoint_every=0)
-    assert saved_steps(tmp_path) == [4, 8]
+    train(tmp_path, train__eval_every=2, train__checkpoint_every=0)
+    assert saved_steps(tmp_path) == [4, 12]
 
 
 def test_evaluation_without_a_target_token_raises(tmp_path):
@@ -387,7 +388,9 @@ def test_evaluation_without_a_target_token_raises(tmp_path):
 
 def test_debug_nans_stops_at_the_operation(tmp_path):
     with pytest.raises(FloatingPointError, match="nan"):
-        train(tmp_path, train__debug_nans=True, optimizer__learning_rate=1e30, optimizer__clip_norm=0.0)
+        train(
+            tmp_path, train__debug_nans=True, model__layers=1, optimizer__learning_rate=1e30, optimizer__clip_norm=0.0
+        )
     assert not jax.config.jax_debug_nans
 
 
@@ -458,7 +461,8 @@ def test_loading_a_file_raises(tmp_path):
 )
 def test_reports_leave_out_numbers_that_the_output_layer_lacks(tmp_path, output, probable, counted):
     """No bits per byte without probabilities, and no number of operations if it depends on the batch."""
-    result = train(tmp_path, model__output=output, model__tied=False, train__steps=2)
+    fields = {"model__output": output, "model__tied": False, "plan__name": "single", "plan__fsdp": 1}
+    result = train(tmp_path, train__steps=2, **fields)
     assert ("bits_per_byte" in result.heldout) == probable
     assert (result.flops_per_step is not None) == counted
     numbers = summarize(tiny.make(**CONFIG), result)

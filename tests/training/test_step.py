@@ -23,7 +23,7 @@ from tests.contracts import ONCE
 
 B, T = 8, 16
 KEY = jax.random.key(7)
-STEPS = 26  # after which the loss has fallen by 1.07 nats
+STEPS = 26  # of one device, after which the loss has fallen by 1.07 nats; other layouts are compared over 6 steps
 MODEL = LMConfig(layers=2, dim=32, heads=2, mlp_dim=64, vocab=264, max_len=T, unroll=1)
 # Clips at every step (the norm is 1.5 at first), with a constant rate, so that Adam's first moment shows the gradient.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0, clip_norm=0.5, ema=0.9)
@@ -106,11 +106,11 @@ def initial_state(model=MODEL):
 
 @functools.cache
 def reference_run(plan, devices):
-    """`(losses of STEPS steps, first gradients, state)` of a layout."""
+    """`(losses of STEPS steps, or of 6 on several devices, first gradients, state)` of a layout."""
     run = Run(trainer_of(plan, devices))
     losses = [run.step(batch_of(0))["loss"]]
     gradients = run.gradients()
-    losses += [run.step(batch_of(seed))["loss"] for seed in range(1, STEPS)]
+    losses += [run.step(batch_of(seed))["loss"] for seed in range(1, STEPS if devices == 1 else 6)]
     return np.array(losses), gradients, run.state
 
 
@@ -129,7 +129,7 @@ def test_layouts_match_one_device(layout):
     losses, gradients, _ = reference_run(*(LAYOUTS | SLOW_LAYOUTS)[layout])
     expected, expected_gradients, _ = reference_run(*ONE)
     assert expected[0] - expected[-1] > 1.0
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(losses, expected[:6], rtol=1e-5)
     assert_leaves_close(gradients, expected_gradients, 1e-5)
 
 
@@ -189,9 +189,6 @@ def test_layouts_have_the_same_dropout(layout, mixer):
             assert_leaves_close(actual, expected, 1e-5)
 
 
-QUICK = ("fsdp 4 x tensor 2", "3d")
-
-
 REGATHERED = ("pipeline 2 x zero3 2 x tensor 2", "sequence 2 x pipeline 2 x zero3 2")
 
 
@@ -230,9 +227,14 @@ def test_rows_with_offloaded_optimizer_raise():
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(n, marks=() if n in QUICK else pytest.mark.slow)
-        for n in {**LAYOUTS, **SLOW_LAYOUTS}
-        if n not in REGATHERED
+        "fsdp 4 x tensor 2",
+        "3d",
+        pytest.param("fsdp 8", marks=pytest.mark.slow),
+        pytest.param("zero2 8", marks=pytest.mark.slow),
+        pytest.param("data 4 x pipeline 2", marks=pytest.mark.slow),
+        pytest.param("data 2 x sequence 4", marks=pytest.mark.slow),
+        pytest.param("data 4 x sequence 2, by heads", marks=pytest.mark.slow),
+        pytest.param("pipeline 2 x zero2 2 x tensor 2", marks=pytest.mark.slow),
     ],
 )
 def test_layouts_match_one_device_with_reversible_layers(layout):
@@ -249,7 +251,7 @@ def test_layouts_match_one_device_with_reversible_layers(layout):
     assert parallel.heldout(batch_of(2)) == pytest.approx(single.heldout(batch_of(2)), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2", "3d"])
+@pytest.mark.parametrize("name", ["zero1", "3d"])
 def test_averaged_parameters_are_evaluated(name):
     """Averages are sharded like statistics, and resharded like parameters for evaluation."""
     single, parallel = Run(trainer_of()), Run(trainer_of(Plan(name), 8))
@@ -308,7 +310,9 @@ def test_per_token_samples_match_on_a_ring(position):
     assert_leaves_close(parallel.gradients(), single.gradients(), 1e-5)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots", "names(mixed)", "reversible"])
+@pytest.mark.parametrize(
+    "remat", ["none", pytest.param("full", marks=pytest.mark.slow), "dots", "names(mixed)", "reversible"]
+)
 def test_backward_pass_gathers_sharded_parameters_again(remat):
     """Parameters that ZeRO shards are not kept from the forward pass: memory falls with the number of devices."""
     wide = dataclasses.replace(MODEL, layers=8, mlp_dim=1024, unroll=0)
@@ -430,8 +434,7 @@ def test_dropout_differs_between_steps_and_is_off_in_evaluation():
     frozen = {"learning_rate": 0.0, "weight_decay": 0.0}
     run, batch = Run(trainer_of(model=model, **frozen)), batch_of(0)
     losses = [run.step(batch)["loss"] for _ in range(2)]
-    plain = Run(trainer_of(**frozen))
-    without = plain.step(batch)["loss"]
+    without = reference_run(*ONE)[0][0]
     assert losses[0] != losses[1] and min(abs(loss - without) for loss in losses) > 1e-4
     put = {name: jax.device_put(rows, run.trainer.batch_sharding) for name, rows in batch.items()}
     total, weight = run.trainer.evaluate(run.state.params, put)
@@ -529,10 +532,9 @@ def memory_kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
 
 
-@pytest.mark.parametrize("name", ["single", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_offloaded_optimizer_matches(name):
+def test_offloaded_optimizer_matches():
     """The optimizer's state is in the host's memory between steps; results are those without offloading."""
-    plain, offloaded = (Run(trainer_of(Plan(name, offload_optimizer=offload), 8)) for offload in (False, True))
+    plain, offloaded = Run(trainer_of()), Run(trainer_of(Plan("single", offload_optimizer=True), 1))
     for seed in range(3):
         assert offloaded.step(batch_of(seed)) == pytest.approx(plain.step(batch_of(seed)), rel=1e-6)
     assert memory_kinds(offloaded.state.opt_state) == {"pinned_host"}
@@ -551,12 +553,11 @@ def test_offloaded_optimizer_matches(name):
     ],
 )
 def test_offloaded_parameters_match(plan, changes):
-    """Layers and their averages are in the host's memory between steps; results are those without offloading."""
-    scale = jax.device_get(loss_scale.initial(changes.get("loss_scale"), "float32"))
-    plain, offloaded = (
-        Run(trainer_of(dataclasses.replace(plan, offload_parameters=offload), 4, **changes), scale=scale)
-        for offload in (False, True)
-    )
+    """Layers and their averages are in the host's memory between steps; results are those of one device without offloading."""
+    initial = changes.get("loss_scale")
+    scale = jax.device_get(loss_scale.initial(initial, "float32"))
+    plain = Run(trainer_of(loss_scale=initial) if initial else trainer_of(), scale=scale)
+    offloaded = Run(trainer_of(dataclasses.replace(plan, offload_parameters=True), 4, **changes), scale=scale)
     for seed in range(3):
         assert offloaded.step(batch_of(seed)) == pytest.approx(plain.step(batch_of(seed)), rel=1e-5)
         for tree in (offloaded.state.params, offloaded.state.ema):

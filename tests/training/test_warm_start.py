@@ -54,6 +54,7 @@ def checkpoint(tmp_path_factory):
 def finetuned(source, **overrides):
     values = experiment.read(f"{FINETUNE}:{source}", [])
     small = {"data.path": tiny.get_config().data.path, "data.seq_len": 16, "train.sample": 0, "train.eval_every": 0}
+    small["plan.name"] = "single"  # fewer devices compile faster; the run `words` has eight
     values.update_from_flattened_dict(small | {name.replace("__", "."): value for name, value in overrides.items()})
     return resolve(values)
 
@@ -64,7 +65,9 @@ def assert_same(actual, expected):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize("plan", [{"plan__name": "zero3"}, {"plan__tensor": 2, "plan__offload_parameters": True}])
+@pytest.mark.parametrize(
+    "plan", [{"plan__name": "zero3"}, {"plan__name": "data", "plan__tensor": 2, "plan__offload_parameters": True}]
+)
 def test_starts_from_parameters_and_tokenizer_of_a_run(words, tmp_path, capsys, plan):
     """Under another layout than the source's; the first line of output names the source."""
     source = load(words)
@@ -114,7 +117,8 @@ def test_run_without_a_checkpoint_starts_from_the_source_again(words, tmp_path, 
 
 def test_config_with_equal_fields_starts_from_a_run(words, tmp_path):
     """Without experiments/lm/finetune.py: a config with the run's fields and `train.init_from`."""
-    result = train(tmp_path / "run", **STILL, data__tokenizer="words(40)", train__init_from=str(words))
+    fields = STILL | {"plan__name": "single", "data__tokenizer": "words(40)", "train__init_from": str(words)}
+    result = train(tmp_path / "run", **fields)
     assert_same(result.params, load(words).params)
 
 
@@ -147,7 +151,7 @@ def test_sources_that_do_not_fit_raise(words, tmp_path, fields, message):
 
 
 def test_accept_changes_allows_models_with_equal_shapes(words, tmp_path, capsys):
-    fields = {"data__tokenizer": "words(40)", "train__init_from": str(words)} | STILL
+    fields = {"data__tokenizer": "words(40)", "train__init_from": str(words), "plan__name": "single"} | STILL
     config = tiny.make(**fields, train__eval_every=0, model__mixer="window(4,0)")
     result = loop.train(config, tmp_path / "run", accept_changes=True)
     assert (
