@@ -191,7 +191,7 @@ def test_signals_are_passed_on_and_a_second_ctrl_c_is_too(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_signal_to_the_process_group_saves_the_member_and_ends_the_sweep(sweep, start, finish, tmp_path, number):
     command = [*sweep([{"train.seed": 1}, {"train.seed": 2}]), "--config.train.steps=1000000"]
     process = start(*command, start_new_session=True)

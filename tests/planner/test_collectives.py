@@ -100,10 +100,6 @@ def test_state_bytes_match_formula(zero, devices):
     vectors = sum(x.size for x in jax.tree.leaves(shapes.params) if min(x.shape) <= 2 and x.ndim == 2 or x.ndim == 1)
     expected = (count - vectors) * bytes_per_parameter(zero, devices) + 12 * vectors + 8  # two counters
     assert held_bytes(shapes) == pytest.approx(expected, rel=0.005)
-    if devices == 8 and zero == 3:
-        state = trainer_of(Plan("zero3", zero=zero), None, config).init(jax.random.key(0))
-        held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-        assert held == held_bytes(shapes)
 
 
 @pytest.mark.parametrize("fields", [{"output": "sampled(16)"}, {"dim": 36, "heads": 2, "vocab": 257}])
@@ -121,16 +117,18 @@ def test_pipeline_sums_gradients_once():
     assert single == several > 0
 
 
-@pytest.mark.parametrize(("mixer", "hops"), [("full", 8), ("window(4,0)", 2)])
-def test_ring_sends_only_visible_keys(mixer, hops):
+@pytest.mark.parametrize(("mixer", "hops", "compiles"), [("full", 8, False), ("window(4,0)", 2, True)])
+def test_ring_sends_only_visible_keys(mixer, hops, compiles):
     """Keys and values go to the next hop, but not from the last; in the backward pass their gradients too, and then home."""
     length = 64
     trainer = trainer_of(Plan("sequence"), None, dataclasses.replace(CONFIG, mixer=mixer, max_len=length, unroll=1))
     traced = trace(trainer, B, length)
-    with jax.set_mesh(trainer.layout.mesh):
-        text = traced.lower().compile(ONCE).as_text()
+    counted = [step_traffic(trainer, traced.jaxpr)]
+    if compiles:
+        with jax.set_mesh(trainer.layout.mesh):
+            counted.append(compiled_traffic(traced.lower().compile(ONCE).as_text()))
     size = B * length // 8 * CONFIG.dim * 4
-    for collectives in (step_traffic(trainer, traced.jaxpr), compiled_traffic(text)):
+    for collectives in counted:
         permutes = (c for c in collectives if c.kind == "collective-permute" and c.size >= size)
         arrays = sum(c.bytes / size for c in permutes)
         assert arrays == CONFIG.layers * ((hops - 1) * (2 + 4) + 2)

@@ -130,10 +130,8 @@ def test_run_stopped_by_signals_resumes_exactly(undisturbed, tmp_path, monkeypat
         with monkeypatch.context() as patch:
             call_at(patch, step, lambda number=number: os.kill(os.getpid(), number))
             result = train(tmp_path)
-        assert result.interrupted and result.step in (
-            step + 1,
-            step + 2,
-        )  # lines are written after a checkpoint in progress
+        # Lines are written after a checkpoint in progress.
+        assert result.interrupted and result.step in (step + 1, step + 2)
         assert saved_steps(tmp_path)[-1] == result.step
         assert f"{number.name}: saved step {result.step}; the same command goes on" in capsys.readouterr().out
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
@@ -387,10 +385,9 @@ def test_evaluation_without_a_target_token_raises(tmp_path):
 
 
 def test_debug_nans_stops_at_the_operation(tmp_path):
+    fields = {"optimizer__learning_rate": 1e30, "optimizer__clip_norm": 0.0, "model__layers": 1}
     with pytest.raises(FloatingPointError, match="nan"):
-        train(
-            tmp_path, train__debug_nans=True, model__layers=1, optimizer__learning_rate=1e30, optimizer__clip_norm=0.0
-        )
+        train(tmp_path, train__debug_nans=True, plan__name="single", plan__fsdp=1, **fields)
     assert not jax.config.jax_debug_nans
 
 
@@ -496,6 +493,7 @@ def test_reports_leave_out_numbers_that_the_output_layer_lacks(tmp_path, output,
 def test_output_layers_with_word_counts_train_and_resume(tmp_path, output):
     """Through evaluation and sampling, and again from the saved run."""
     fields = {"model__output": output, "model__tied": False, "data__tokenizer": "words(40)", "train__steps": 3}
+    fields |= {"plan__name": "single", "plan__fsdp": 1}
     result = train(tmp_path, **fields)
     assert np.isfinite(result.heldout["loss"])
     sample_text(result.model, result.params, result.corpus.tokenizer, 5)

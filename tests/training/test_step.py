@@ -15,11 +15,11 @@ from hpnlp.nn import output
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.parallel.plan import Plan
+from hpnlp.planner.memory import held_bytes
 from hpnlp.training import loss_scale
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import check_batch, make_trainer
 from hpnlp.types import InputError, LossOut, WordStats
-from tests.contracts import ONCE
 
 B, T = 8, 16
 KEY = jax.random.key(7)
@@ -39,11 +39,9 @@ LAYOUTS = {
 SLOW_LAYOUTS = {
     "zero1 8": (Plan("zero1"), 8),
     "zero2 8": (Plan("zero2"), 8),
-    "data 4 x tensor 2": (Plan(tensor=2), 8),
     "data 4 x pipeline 2": (Plan(pipeline=2), 8),
     "data 2 x sequence 4": (Plan(sequence=4), 8),
     "data 4 x sequence 2, by heads": (Plan(sequence=2, exchange="heads"), 8),
-    "tensor 2 x pipeline 2": (Plan("pipeline", pipeline=2, tensor=2), 4),
     "data 2 x zero2 2 x tensor 2": (Plan(data=2, fsdp=2, zero=2, tensor=2), 8),
     "pipeline 2 x zero3 2 x tensor 2": (Plan("zero3", pipeline=2, tensor=2), 8),
     "sequence 2 x pipeline 2 x zero3 2": (Plan("zero3", pipeline=2, sequence=2), 8),
@@ -144,10 +142,15 @@ CIRCULAR = {
 }
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "layout", [name if name == "3d" else pytest.param(name, marks=pytest.mark.slow) for name in CIRCULAR]
-)
+# Recomputation of stages does not depend on what divides the other axes.
+ROUNDS = [
+    ("3d", "none"),
+    *(pytest.param(name, "none", marks=pytest.mark.slow) for name in CIRCULAR if name != "3d"),
+    *(pytest.param(name, "full", marks=pytest.mark.slow) for name in ("3d", "pipeline 2 x zero3 2 x tensor 2")),
+]
+
+
+@pytest.mark.parametrize(("layout", "remat"), ROUNDS)
 def test_rounds_match_one_device(layout, remat):
     """Dropout follows the layer's index (there is none on a ring), and parameters keep their places in the stack."""
     ring = layout == "pipeline 2 x sequence 4"
@@ -214,16 +217,6 @@ def test_reversible_pipeline_that_gathers_parameters_again_raises(plan):
         trainer_of(*plan, model)
 
 
-def test_rows_with_offloaded_optimizer_raise():
-    with pytest.raises(InputError, match="optimizer.rows=True trains some of their rows: leave out one of the two"):
-        make_trainer(
-            LM(dataclasses.replace(MODEL, tied=False)),
-            OptimizerConfig(rows=True),
-            Plan("single", offload_optimizer=True),
-            steps=10,
-        )
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -257,10 +250,8 @@ def test_averaged_parameters_are_evaluated(name):
     single, parallel = Run(trainer_of()), Run(trainer_of(Plan(name), 8))
     for run in (single, parallel):
         run.step(batch_of(0))
-    scores = [
-        float(run.trainer.evaluate(run.state.best_params, put(run, batch_of(1)))[0]) for run in (single, parallel)
-    ]
-    assert scores[1] == pytest.approx(scores[0], rel=1e-5)
+    scores = [run.trainer.evaluate(run.state.best_params, put(run, batch_of(1)))[0] for run in (single, parallel)]
+    assert float(scores[1]) == pytest.approx(float(scores[0]), rel=1e-5)
 
 
 def put(run, batch):
@@ -310,27 +301,6 @@ def test_per_token_samples_match_on_a_ring(position):
     assert_leaves_close(parallel.gradients(), single.gradients(), 1e-5)
 
 
-@pytest.mark.parametrize(
-    "remat", ["none", pytest.param("full", marks=pytest.mark.slow), "dots", "names(mixed)", "reversible"]
-)
-def test_backward_pass_gathers_sharded_parameters_again(remat):
-    """Parameters that ZeRO shards are not kept from the forward pass: memory falls with the number of devices."""
-    wide = dataclasses.replace(MODEL, layers=8, mlp_dim=1024, unroll=0)
-    if remat == "reversible":
-        wide, remat = dataclasses.replace(wide, residual=remat), "none"
-
-    def temp(name):
-        trainer = trainer_of(Plan(name, remat=remat), 8, wide)
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(0))
-        with jax.set_mesh(trainer.layout.mesh):
-            lowered = trainer.step.jitted.lower(trainer.state_shapes, batch, jax.eval_shape(lambda: KEY))
-        return lowered.compile(ONCE).memory_analysis().temp_size_in_bytes
-
-    layers = 8 * (3 if MODEL.mlp == "swiglu" else 2) * 32 * 1024 * 4
-    # Kept, they would take 7/8 of `layers` more. With `dots`, zero2 only saves the parameters, which are arguments.
-    assert temp("zero3") < temp("zero2") + (layers / 8 if remat == "dots" else -layers / 8)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("output", ["sampled(16)", "nce(16)", "adaptive((100,110),2)", "class", "hierarchical"])
 def test_output_layers_match_one_device(output):
@@ -351,6 +321,8 @@ def test_output_layers_match_one_device(output):
 )
 def test_state_is_sharded(layout, share):
     state = reference_run(*LAYOUTS[layout])[2]
+    shards = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state)]
+    assert sum(shards) == held_bytes(trainer_of(*LAYOUTS[layout]).state_shapes)
     for part in (state.params, state.opt_state, state.ema):
         leaves = [leaf for leaf in jax.tree.leaves(part) if leaf.ndim]
         held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
@@ -436,8 +408,7 @@ def test_dropout_differs_between_steps_and_is_off_in_evaluation():
     losses = [run.step(batch)["loss"] for _ in range(2)]
     without = reference_run(*ONE)[0][0]
     assert losses[0] != losses[1] and min(abs(loss - without) for loss in losses) > 1e-4
-    put = {name: jax.device_put(rows, run.trainer.batch_sharding) for name, rows in batch.items()}
-    total, weight = run.trainer.evaluate(run.state.params, put)
+    total, weight = run.trainer.evaluate(run.state.params, put(run, batch))
     assert float(total / weight) == pytest.approx(without, rel=1e-6)
     again = Run(trainer_of(model=model, **frozen))
     assert [again.step(batch)["loss"] for _ in range(2)] == losses
@@ -526,61 +497,3 @@ def test_flops_match_the_formula():
     products = MODEL.non_embedding_parameters() + MODEL.vocab * MODEL.dim
     least = 6 * products * B * T
     assert least <= trainer.flops(B, T) <= 1.2 * least
-
-
-def memory_kinds(tree):
-    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
-
-
-def test_offloaded_optimizer_matches():
-    """The optimizer's state is in the host's memory between steps; results are those without offloading."""
-    plain, offloaded = Run(trainer_of()), Run(trainer_of(Plan("single", offload_optimizer=True), 1))
-    for seed in range(3):
-        assert offloaded.step(batch_of(seed)) == pytest.approx(plain.step(batch_of(seed)), rel=1e-6)
-    assert memory_kinds(offloaded.state.opt_state) == {"pinned_host"}
-    assert memory_kinds(offloaded.state.params) == {"device"}
-    assert_leaves_close(host(offloaded.state.opt_state), host(plain.state.opt_state), 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("plan", "changes"),
-    [
-        (Plan("single"), {}),
-        (Plan("zero2", offload_optimizer=True), {"accumulate": 2}),
-        pytest.param(Plan("zero1", remat="offload(mixed)"), {}, marks=pytest.mark.slow),
-        pytest.param(Plan("zero3", tensor=2, fsdp=2), {}, marks=pytest.mark.slow),
-        pytest.param(Plan("sequence", remat="full"), {"loss_scale": 64.0}, marks=pytest.mark.slow),
-    ],
-)
-def test_offloaded_parameters_match(plan, changes):
-    """Layers and their averages are in the host's memory between steps; results are those of one device without offloading."""
-    initial = changes.get("loss_scale")
-    scale = jax.device_get(loss_scale.initial(initial, "float32"))
-    plain = Run(trainer_of(loss_scale=initial) if initial else trainer_of(), scale=scale)
-    offloaded = Run(trainer_of(dataclasses.replace(plan, offload_parameters=True), 4, **changes), scale=scale)
-    for seed in range(3):
-        assert offloaded.step(batch_of(seed)) == pytest.approx(plain.step(batch_of(seed)), rel=1e-5)
-        for tree in (offloaded.state.params, offloaded.state.ema):
-            tree = dict(tree)
-            assert memory_kinds(tree.pop("layers")) == {"pinned_host"} and memory_kinds(tree) == {"device"}
-        expected_kind = "pinned_host" if plan.offload_optimizer else "device"
-        assert memory_kinds(offloaded.state.opt_state) == {expected_kind}
-    assert_leaves_close(host(offloaded.state), host(plain.state), 1e-5)
-    assert offloaded.heldout(batch_of(3)) == pytest.approx(plain.heldout(batch_of(3)), rel=1e-5)
-    scores = [run.trainer.evaluate(run.state.best_params, put(run, batch_of(3)))[0] for run in (plain, offloaded)]
-    assert float(scores[1]) == pytest.approx(float(scores[0]), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("model", "changes", "plan", "message"),
-    [
-        ({"residual": "reversible"}, {}, Plan("single"), "takes each branch by itself: set model.residual='plain'"),
-        ({"mixer": "window(3,0),full"}, {}, Plan("single"), "alternates several: name one mixer"),
-        ({}, {"name": "adafactor"}, Plan("single"), "updates all layers at once: choose another"),
-        ({}, {}, Plan(pipeline=2), "takes it for each microbatch: set plan.pipeline=1"),
-    ],
-)
-def test_offloading_parameters_raises_if_layers_cannot_run_one_by_one(model, changes, plan, message):
-    lm = LM(dataclasses.replace(MODEL, **model))
-    with pytest.raises(InputError, match=message):
-        make_trainer(lm, OptimizerConfig(**changes), dataclasses.replace(plan, offload_parameters=True), steps=10)

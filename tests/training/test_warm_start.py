@@ -27,7 +27,7 @@ STILL = {"optimizer__learning_rate": 0.0, "optimizer__weight_decay": 0.0, "train
 
 
 def train(workdir, **overrides):
-    return loop.train(tiny.make(**{"train__eval_every": 0} | overrides), workdir)
+    return loop.train(tiny.make(**{"train__eval_every": 0, "plan__name": "single"} | overrides), workdir)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory):
 def finetuned(source, **overrides):
     values = experiment.read(f"{FINETUNE}:{source}", [])
     small = {"data.path": tiny.get_config().data.path, "data.seq_len": 16, "train.sample": 0, "train.eval_every": 0}
-    small["plan.name"] = "single"  # fewer devices compile faster; the run `words` has eight
+    small["plan.name"] = "single"
     values.update_from_flattened_dict(small | {name.replace("__", "."): value for name, value in overrides.items()})
     return resolve(values)
 
@@ -117,7 +117,7 @@ def test_run_without_a_checkpoint_starts_from_the_source_again(words, tmp_path, 
 
 def test_config_with_equal_fields_starts_from_a_run(words, tmp_path):
     """Without experiments/lm/finetune.py: a config with the run's fields and `train.init_from`."""
-    fields = STILL | {"plan__name": "single", "data__tokenizer": "words(40)", "train__init_from": str(words)}
+    fields = STILL | {"data__tokenizer": "words(40)", "train__init_from": str(words)}
     result = train(tmp_path / "run", **fields)
     assert_same(result.params, load(words).params)
 
