@@ -32,6 +32,13 @@ def test_loops_store_their_stacks_and_carry():
     assert cost.peak == pytest.approx((10 + 2) * 8 * 4 * 4, rel=0.1)
 
 
+def test_operations_of_nested_loops_count_with_both_lengths():
+    def run(x, w):
+        return lax.fori_loop(0, 3, lambda _, x: lax.fori_loop(0, 5, lambda _, x: x @ w, x), x)
+
+    assert cost_of(run, (8, 4), (4, 4)).flops == 3 * 5 * 2 * 8 * 4 * 4
+
+
 def test_cond_counts_its_most_expensive_branch():
     cost = cost_of(lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x, x), (4, 4))
     assert cost.flops == 2 * 2 * 4**3
