@@ -193,18 +193,24 @@ def test_updates_match_closed_forms():
 
 
 def test_muon_treats_stacked_layers_separately():
+    """Like optax's muon on each layer, with other gradients in each step."""
     params, draw = parameters(), np.random.default_rng(2)
-    grads = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), jnp.float32), params)
+    layers = params["layers"]["up"]["kernel"]
+    gradients = [jnp.asarray(draw.normal(size=layers.shape), jnp.float32) for _ in range(3)]
     config = dataclasses.replace(CONSTANT, name="muon", learning_rate=0.02, weight_decay=0.1)
-    after = update(config, grads, params, steps=3)["layers"]["up"]["kernel"]
-    for layer in range(3):
-        single, gradient = params["layers"]["up"]["kernel"][layer], grads["layers"]["up"]["kernel"][layer]
-        optimizer = contrib.muon(0.02, beta=config.momentum, weight_decay=0.1)
-        state = optimizer.init(single)
-        for _ in range(3):
-            updates, state = optimizer.update(gradient, state, single)
-            single = optax.apply_updates(single, updates)
-        np.testing.assert_allclose(after[layer], single, rtol=1e-4, atol=1e-6)
+
+    def after(optimizer, params, gradients):
+        state = optimizer.init(params)
+        for gradient in gradients:
+            updates, state = optimizer.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    stacked = after(make_optimizer(config, steps=100), {"kernel": layers}, [{"kernel": g} for g in gradients])["kernel"]
+    optimizer = contrib.muon(0.02, beta=config.momentum, weight_decay=0.1)
+    for layer, actual in enumerate(stacked):
+        expected = after(optimizer, layers[layer], [g[layer] for g in gradients])
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_trust_ratios_of_stacked_layers_are_separate():
