@@ -75,15 +75,15 @@ MIXER_SPECS = tuple(spec for name in MIXERS for spec in EXAMPLES.get(name, (name
 OUTPUT_SPECS = tuple(spec for name in OUTPUTS for spec in EXAMPLES.get(name, (name,)))
 
 
-def assert_close(actual, expected, dtype="float32"):
-    """Compares two trees leaf by leaf, in dtype, shape and value."""
+def assert_close(actual, expected, dtype="float32", name=""):
+    """Compares two trees leaf by leaf, in dtype, shape and value. name: what differs, for the message of a failure."""
     tolerance = TOLERANCE[jnp.dtype(dtype)]
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         a, b = (np.asarray(x, np.float64) for x in (a, b))
-        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b), name)
         a, b = (np.nan_to_num(x, posinf=0, neginf=0) for x in (a, b))
-        np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance, err_msg=name)
 
 
 @contextlib.contextmanager

@@ -41,9 +41,11 @@ from hpnlp.ops.attention.block_sparse import cost_model, decompose, unrolled
 from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Options, TokenInfo
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule, TileGroup
 from hpnlp.types import InputError
-from tests.contracts import ONCE, PATTERNS, assert_close, executor_with
+from tests.contracts import ONCE, PATTERNS, assert_close, executor_with, once
 from tests.ops.attention.forms import attend_in_form
 
+# Divides no mask into residue classes.
+UNEVEN = Where(lambda i, j: (i + j) % 3 == 0)
 OPERANDS = {
     "segments": ("segment_ids",),
     "lengths": ("kv_lengths",),
@@ -63,21 +65,27 @@ OPERANDS = {
 }
 
 
-@pytest.fixture
-def ours(form):
-    """`attend` in blocks of 8, in each form of the executor."""
-    return functools.partial(attend_in_form, form, block_size=8)
+def executors(mask, lengths=(37, 37), undivided=False):
+    """`attend` in blocks of 8, in the unrolled form and in scans, over sub-masks in permuted tokens where the mask has any.
+
+    undivided: whether the operands keep the mask in one part.
+    """
+    parts = decompose.decompose(mask, *lengths, 8, 8, undivided, True)
+    is_permuted = any(part.selection != decompose.ALL_TOKENS for part in parts)
+    return in_forms(Form.UNROLLED, Form.PERMUTED if is_permuted else Form.SCAN)
 
 
-def assert_forms_equal(run, qkv, mask, undivided=False):
-    """Each form of the executor equals the reference. undivided: whether the operands keep the mask in one part."""
-    expected = run(reference)(qkv)
-    dtype = qkv[0].dtype
-    lengths = qkv[0].shape[1], qkv[1].shape[1]
-    for form in Form:
-        parts = decompose.decompose(mask, *lengths, 8, 8, undivided, form is Form.PERMUTED)
-        if form is not Form.PERMUTED or any(part.selection != decompose.ALL_TOKENS for part in parts):
-            assert_close(run(functools.partial(attend_in_form, form, block_size=8))(qkv), expected, dtype)
+def in_forms(*forms):
+    return {form.value: functools.partial(attend_in_form, form, block_size=8) for form in forms}
+
+
+def assert_forms_equal(value, mask, qkv, undivided=False, functions=None):
+    """`value(attend, qkv)` of each form equals that of the reference; all are computed in one program."""
+    functions = functions or executors(mask, (qkv[0].shape[1], qkv[1].shape[1]), undivided)
+    functions = {"reference": reference} | functions
+    results = once(lambda qkv: {name: value(function, qkv) for name, function in functions.items()}, tuple(qkv))
+    for name in functions:
+        assert_close(results[name], results["reference"], qkv[0].dtype, name)
 
 
 def arrays(t=37, s=None, n=4, k=2, dtype=jnp.float32, seed=0):
@@ -113,9 +121,10 @@ def slope_bias(slopes):
     return lambda head, q, k: slopes[head] * jnp.abs(q - k).astype(jnp.float32) / 40
 
 
-def scored(function, mask, options, as_function=False):
+def scored(function, qkv, mask, options=(), as_function=False):
     """Outputs, and gradients of a random weighting of them by q, k, v and the differentiable operands."""
     inexact = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    options = dict(options)
     leaves = {name: x for name, x in options.items() if inexact(x)}
     static = {name: x for name, x in options.items() if name not in leaves}
 
@@ -129,28 +138,34 @@ def scored(function, mask, options, as_function=False):
         total = jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(jnp.where(jnp.isneginf(lse), jnp.float32(0), lse) * wl)
         return total, (o, lse)
 
-    run = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True), compiler_options=ONCE)
-    return lambda qkv: (lambda results: (results[0][1], results[1]))(run(tuple(qkv), leaves))
+    (_, outputs), gradients = jax.value_and_grad(value, (0, 1), has_aux=True)(tuple(qkv), leaves)
+    return outputs, gradients
 
 
 @pytest.mark.parametrize("mask", PATTERNS, ids=repr)
 def test_patterns_match_reference(mask):
-    run = lambda f: jax.jit(lambda qkv: f(*qkv, mask, return_lse=True), compiler_options=ONCE)  # noqa: E731
-    assert_forms_equal(run, arrays(), mask)
-
-
-@pytest.mark.parametrize("mask", [Causal(), sparse_transformer_fixed(6, 2), longformer(4, 2, 3), bigbird(4, among=9)])
-def test_gradients_of_patterns_match_reference(mask):
-    assert_forms_equal(lambda f: scored(f, mask, {}), arrays(), mask)
+    assert_forms_equal(lambda f, qkv: f(*qkv, mask, return_lse=True), mask, arrays())
 
 
 @pytest.mark.parametrize(
-    "empty", [Global(0), GlobalAt(()), Sinks(0), Fixed(8, 0), RandomBlocks(8, 0), ~Full()], ids=repr
+    "mask",
+    [
+        sparse_transformer_fixed(6, 2),
+        bigbird(4, among=9),
+        Causal() & ~Strided(3) & UNEVEN | Window(1) & UNEVEN,
+        ~Full(),
+    ],
+    ids=repr,
 )
+def test_gradients_of_patterns_match_reference(mask):
+    assert_forms_equal(lambda f, qkv: scored(f, qkv, mask), mask, arrays(), functions=in_forms(*Form))
+
+
+@pytest.mark.parametrize("empty", [Global(0), GlobalAt(()), Sinks(0), Fixed(8, 0), RandomBlocks(8, 0)], ids=repr)
 def test_empty_patterns_match_reference(empty):
     """Alone, and as one term of a union."""
-    for mask in (empty, Window(3) | empty):
-        assert_forms_equal(lambda f, mask=mask: scored(f, mask, {}), arrays(), mask)
+    union = Window(3) | empty
+    assert_forms_equal(lambda f, qkv: [f(*qkv, mask, return_lse=True) for mask in (empty, union)], union, arrays())
 
 
 def together(*names):
@@ -170,7 +185,7 @@ def together(*names):
 def test_operands_match_reference(mask, names):
     options, as_function = operands(names), "function" in names
     undivided = not {"segment_ids", "kv_lengths", "sinks", "dropout", "soft_cap", "function"}.issuperset(names)
-    assert_forms_equal(lambda f: scored(f, mask, options, as_function), arrays(), mask, undivided)
+    assert_forms_equal(lambda f, qkv: scored(f, qkv, mask, options, as_function), mask, arrays(), undivided)
 
 
 @pytest.mark.parametrize(
@@ -182,59 +197,64 @@ def test_operands_match_reference(mask, names):
     ids=str,
 )
 def test_different_lengths_match_reference(lengths, mask):
-    assert_forms_equal(lambda f: scored(f, mask, {}), arrays(*lengths), mask)
+    assert_forms_equal(lambda f, qkv: scored(f, qkv, mask), mask, arrays(*lengths))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_results_match_reference(dtype):
     mask = sparse_transformer_strided(6)
-    assert_forms_equal(lambda f: scored(f, mask, {}), arrays(dtype=dtype), mask)
+    assert_forms_equal(lambda f, qkv: scored(f, qkv, mask), mask, arrays(dtype=dtype))
 
 
 @pytest.mark.parametrize(
-    ("mask", "names"),
+    ("mask", "names", "forms"),
     [
-        (sparse_transformer_strided(6, heads=4), ("function",)),
-        (sparse_transformer_fixed(6, 2, heads=4) & Window(9), ("sinks", "dropout")),
-        (PerHead((Causal(), Window(3), Causal(), Full())), ("dense_by_head", "bias", "sinks", "dropout")),
+        (sparse_transformer_strided(6, heads=4), ("function",), (Form.UNROLLED, Form.PERMUTED)),
+        (sparse_transformer_fixed(6, 2, heads=4) & Window(9), ("sinks", "dropout"), (Form.PERMUTED,)),
+        (
+            PerHead((Causal(), Window(3), Causal(), Full())),
+            ("dense_by_head", "bias", "sinks", "dropout"),
+            (Form.UNROLLED, Form.SCAN),
+        ),
     ],
     ids=["strided", "fixed", "mixed"],
 )
-def test_per_head_masks_match_reference(mask, names):
+def test_per_head_masks_match_reference(mask, names, forms):
+    """The forms share the division by heads, so that each mask runs in some of them."""
     options, as_function = operands(names), "function" in names
-    run = lambda f: scored(f, mask, options, as_function)  # noqa: E731
-    assert_forms_equal(run, arrays(), mask.masks[-1], "bias" in names)
+    value = lambda f, qkv: scored(f, qkv, mask, options, as_function)  # noqa: E731
+    assert_forms_equal(value, mask, arrays(), functions=in_forms(*forms))
 
 
 @pytest.mark.parametrize("other", [Causal(), Strided(4), ~Strided(3) & Causal()], ids=repr)
 def test_user_functions_match_reference(other):
-    mask = other & Where(lambda i, j: (i + j) % 3 == 0) | Strided(7) & Where(lambda i, j: j < 9)
-    assert_forms_equal(lambda f: scored(f, mask, {}), arrays(), mask)
+    mask = other & UNEVEN | Strided(7) & Where(lambda i, j: j < 9)
+    assert_forms_equal(lambda f, qkv: f(*qkv, mask, return_lse=True), mask, arrays())
 
 
 @pytest.mark.parametrize("mask", [bigbird(4, causal=True), Full()], ids=["bigbird", "full"])
-def test_nan_in_blocks_without_visible_pairs_is_not_read(mask, ours):
+def test_nan_in_blocks_without_visible_pairs_is_not_read(mask):
     """The mask hides keys from 30 on from every query: part of a block, and a whole block."""
     q, k, v = arrays()
     mask = mask & Where(lambda i, j: (j < 30) & (i == i))
-    clean, dirty = (
-        scored(ours, mask, {})((q, k.at[:, 30:].set(value), v.at[:, 30:].set(value))) for value in (0.0, jnp.nan)
-    )
+    functions = executors(mask).values()
+    run = jax.jit(lambda *qkv: [scored(f, qkv, mask) for f in functions], compiler_options=ONCE)
+    clean, dirty = (run(q, k.at[:, 30:].set(value), v.at[:, 30:].set(value)) for value in (0.0, jnp.nan))
     for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("mask", [Causal(), Causal() & (Window(2) | Strided(5) | Sinks(1))], ids=["one part", "parts"])
-def test_visible_nan_reaches_results(mask, ours):
+def test_visible_nan_reaches_results(mask):
     q, k, v = arrays()
-    run = jax.jit(lambda k: ours(q, k, v, mask, return_lse=True), compiler_options=ONCE)
-    o, lse = run(k.at[0, 20, 0].set(jnp.nan))
+    functions = executors(mask).values()
+    run = jax.jit(lambda k: [f(q, k, v, mask, return_lse=True) for f in functions], compiler_options=ONCE)
     sees = mask.to_dense(37)[:, 20]
-    for x in (np.asarray(o), np.asarray(lse)):
-        assert np.isnan(x[0, sees, :2]).all() and np.isfinite(x[0, ~sees]).all() and np.isfinite(x[0, :, 2:]).all()
-        assert np.isfinite(x[1]).all()
-    halves = (o, lse), run(k)
-    assert all(np.isnan(np.asarray(x)[0, sees, :2]).all() for x in merge(*halves))
+    for (o, lse), clean in zip(run(k.at[0, 20, 0].set(jnp.nan)), run(k), strict=True):
+        for x in (np.asarray(o), np.asarray(lse)):
+            assert np.isnan(x[0, sees, :2]).all() and np.isfinite(x[0, ~sees]).all() and np.isfinite(x[0, :, 2:]).all()
+            assert np.isfinite(x[1]).all()
+        assert all(np.isnan(np.asarray(x)[0, sees, :2]).all() for x in merge((o, lse), clean))
 
 
 @pytest.mark.parametrize(
@@ -244,37 +264,38 @@ def test_visible_nan_reaches_results(mask, ours):
 def test_rows_with_large_scores_match_reference(mask, value):
     """One row is large in all its scores, as of padding, and one in half of them."""
     bias = jnp.zeros((1, 1, 37, 37)).at[..., 10, :].set(value).at[..., 20, 17:].set(value)
-    assert_forms_equal(lambda f: scored(f, mask, {"bias": bias}), arrays(), mask, undivided=True)
 
-    def row_bias(row):
-        return lambda head, i, j: jnp.where(i == 10, row, 0.0)
+    def row_bias(head, i, j):
+        return jnp.where(i == 10, value, 0.0)
 
-    def run(f):
-        score = lambda qkv: jnp.sin(f(*qkv, mask, bias=row_bias(value))).sum()  # noqa: E731
-        return jax.jit(jax.grad(score), compiler_options=ONCE)
+    def results(f, qkv):
+        by_function = jax.grad(lambda qkv: jnp.sin(f(*qkv, mask, bias=row_bias)).sum())(qkv)
+        return scored(f, qkv, mask, {"bias": bias}), by_function
 
-    assert_forms_equal(run, arrays(), mask)
+    assert_forms_equal(results, mask, arrays())
 
 
-def test_padding_evaluates_a_bias_function_at_position_0(ours):
-    q, k, v = arrays()
+def test_padding_evaluates_a_bias_function_at_position_0():
+    mask = Causal() & Strided(4)
     after = lambda x: x.astype(jnp.float32) + 1  # noqa: E731
     bias = lambda c: lambda head, i, j: c * jnp.log(after(i)) + c / after(j)  # noqa: E731
-    score = lambda f: lambda c: f(q, k, v, Causal() & Strided(4), bias=bias(c)).sum()  # noqa: E731
-    grads = (jax.jit(jax.grad(score(f)), compiler_options=ONCE)(jnp.float32(0.3)) for f in (ours, reference))
-    np.testing.assert_allclose(*grads, rtol=1e-5)
+    value = lambda f, qkv: jax.grad(lambda c: f(*qkv, mask, bias=bias(c)).sum())(jnp.float32(0.3))  # noqa: E731
+    assert_forms_equal(value, mask, arrays())
 
 
-def test_sinks_of_minus_infinity_give_finite_gradients_in_empty_rows(ours):
+def test_sinks_of_minus_infinity_give_finite_gradients_in_empty_rows():
     options = {"sinks": jnp.array([0.0, -jnp.inf, 1.0, -jnp.inf]), "kv_lengths": jnp.array([0, 9])}
-    results = scored(ours, Causal(), options)(arrays())
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(results[1]))
-    np.testing.assert_array_equal(results[0][0][0, :, 1], 0)
-    assert_close(results, scored(reference, Causal(), options)(arrays()))
+    functions = [reference, *executors(Causal()).values()]
+    expected, *results = once(lambda qkv: [scored(f, qkv, Causal(), options) for f in functions], arrays())
+    (o, _), gradients = expected
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+    np.testing.assert_array_equal(o[0, :, 1], 0)
+    for result in results:
+        assert_close(result, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_sums_are_float32_when_x64_is_enabled(dtype, ours):
+def test_sums_are_float32_when_x64_is_enabled(dtype):
     """Sums are float32 whatever the default dtype is, in chunks of heads as well."""
     mask = Causal() & (Strided(4) | Window(2))
     with executor_with((cost_model, "STEP_SCORES", 200)), jax.enable_x64(True):
@@ -282,62 +303,77 @@ def test_sums_are_float32_when_x64_is_enabled(dtype, ours):
         qkv = [jnp.asarray(rng.standard_normal((2, 37, 4, 8)), dtype) for _ in range(3)]
         weights = jnp.cos(jnp.arange(37, dtype=jnp.float32))[None, :, None]
 
-        def both(f):
+        def results(f, qkv):
             def score(*qkv):
                 o, lse = f(*qkv, mask, return_lse=True)
                 return jnp.sum(o.astype(jnp.float32) * weights[..., None]) + jnp.sum(lse * weights), (o, lse)
 
-            return jax.jit(jax.value_and_grad(score, (0, 1, 2), has_aux=True), compiler_options=ONCE)(*qkv)
+            return jax.value_and_grad(score, (0, 1, 2), has_aux=True)(*qkv)
 
-        assert_close(both(ours), both(reference))
-
-
-def test_traced_scale_has_a_gradient(ours):
-    qkv = arrays()
-    run = lambda f: lambda scale: jnp.square(f(*qkv, Causal(), scale=scale)).sum()  # noqa: E731
-    results, expected = (
-        jax.jit(jax.value_and_grad(run(f)), compiler_options=ONCE)(jnp.float32(0.3)) for f in (ours, reference)
-    )
-    assert_close(results, expected)
+        functions = [reference, *executors(mask).values()]
+        expected, *actual = once(lambda qkv: [results(f, qkv) for f in functions], qkv)
+        for result in actual:
+            assert_close(result, expected)
 
 
-def test_second_derivatives_of_a_bias_match_reference(ours):
-    q, k, v = arrays(9)
+def test_traced_scale_has_a_gradient():
+    def value(f, qkv):
+        return jax.value_and_grad(lambda scale: jnp.square(f(*qkv, Causal(), scale=scale)).sum())(jnp.float32(0.3))
+
+    assert_forms_equal(value, Causal(), arrays())
+
+
+def test_second_derivatives_of_a_bias_match_reference():
+    qkv = arrays(9)
     far = jnp.arange(9, dtype=jnp.float32)[:, None] - jnp.arange(9, dtype=jnp.float32)[None]
 
     def curvature(f):
-        score = lambda c: jnp.square(f(q, k, v, Full(), bias=c * far)).sum()  # noqa: E731
-        return jax.jit(jax.grad(jax.grad(score)), compiler_options=ONCE)(jnp.float32(0.1))
+        score = lambda c: jnp.square(f(*qkv, Full(), bias=c * far)).sum()  # noqa: E731
+        return jax.grad(jax.grad(score))(jnp.float32(0.1))
 
-    np.testing.assert_allclose(curvature(ours), curvature(reference), rtol=1e-4)
+    functions = [reference, *executors(Full(), (9, 9)).values()]
+    expected, *results = once(lambda: [curvature(f) for f in functions])
+    np.testing.assert_allclose(results, [expected] * len(results), rtol=1e-4)
 
 
-def test_float16_gradients_under_loss_scaling_are_finite(ours):
+def test_float16_gradients_under_loss_scaling_are_finite():
     q, k, v = (x * y for x, y in zip(arrays(8), (1.0, 0.01, 40.0), strict=True))
     qkv = [x.astype(jnp.float16) for x in (q, k, v)]
-    run = lambda f: lambda q: (f(q, *qkv[1:], Full()).astype(jnp.float32) * 3e4).sum()  # noqa: E731
-    results, expected = (jax.jit(jax.grad(run(f)), compiler_options=ONCE)(qkv[0]) for f in (ours, reference))
+    score = lambda f: lambda q: (f(q, *qkv[1:], Full()).astype(jnp.float32) * 3e4).sum()  # noqa: E731
+    functions = [reference, *executors(Full(), (8, 8)).values()]
+    expected, *results = once(lambda q: [jax.grad(score(f))(q) for f in functions], qkv[0])
     assert np.isfinite(expected).all() and np.abs(expected).max() > 1e3
-    np.testing.assert_allclose(results, expected, rtol=0.02, atol=20)
+    for result in results:
+        np.testing.assert_allclose(result, expected, rtol=0.02, atol=20)
 
 
-def test_hidden_nan_in_a_bias_changes_nothing(ours):
+def test_hidden_nan_in_a_bias_changes_nothing():
+    functions = [reference, *executors(Causal()).values()]
+
+    def results(bias):
+        options = {"bias": bias}, {"bias": bias, "soft_cap": 2.0}
+        return [[scored(f, arrays(), Causal(), operands) for operands in options] for f in functions]
+
+    run = jax.jit(results, compiler_options=ONCE)
     bias = jnp.where(Causal().to_dense(37), operands(("bias",))["bias"], jnp.nan)
-    for options in ({}, {"soft_cap": 2.0}):
-        results, expected, clean = (
-            scored(f, Causal(), {"bias": x, **options})(arrays())
-            for f, x in ((ours, bias), (reference, bias), (reference, jnp.nan_to_num(bias)))
-        )
-        assert_close(results, clean)
-        assert_close(expected, clean)
+    expected = run(jnp.nan_to_num(bias))[0]
+    for result in run(bias):
+        assert_close(result, expected)
 
 
-def test_integer_dtypes_give_equal_results(ours):
+def test_integer_dtypes_give_equal_results():
     q, k, v = arrays()
     ids, places = np.sort(np.arange(74).reshape(2, 37) % 3, axis=1), np.array([[3, 36, -1], [0, 1, 2]])
     tokens = jnp.asarray(places, "int8")
-    run = jax.jit(lambda ids: ours(q, k, v, Causal(), segment_ids=ids, global_tokens=tokens), compiler_options=ONCE)
-    np.testing.assert_array_equal(run(jnp.asarray(ids, "int8")), run(jnp.asarray(ids, "int32")))
+    functions = executors(Causal()).values()
+
+    def results(ids):
+        return [f(q, k, v, Causal(), segment_ids=ids, global_tokens=tokens) for f in functions]
+
+    for a, b in zip(
+        *once(lambda *ids: [results(x) for x in ids], jnp.asarray(ids, "int8"), jnp.asarray(ids, "int32")), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
 
 
 def run_time_schedule(order, width=3, block=8):
@@ -364,40 +400,56 @@ def test_run_time_schedules_match_reference(names):
         return reference(q, k, v, mask, dense_mask=dense, **options)
 
     options |= {"kv_segment_ids": options["segment_ids"]} if "segment_ids" in options else {}
-    assert_close(scored(planned, Causal(), options)(qkv), scored(with_dense_mask, Causal(), options)(qkv))
+    run = lambda qkv: [scored(f, qkv, Causal(), options) for f in (planned, with_dense_mask)]  # noqa: E731
+    assert_close(*once(run, qkv))
 
 
-@pytest.mark.parametrize("form", [Form.SCAN, Form.PERMUTED])
-def test_transformations_match_plain_call(ours):
+def test_transformations_match_plain_call():
     """vmap over q, remat, and a shard_map over heads."""
-    q, k, v = arrays()
+    _, k, v = arrays()
     mask = sparse_transformer_strided(6)
-    score = lambda q: jnp.sum(jnp.square(ours(q, k, v, mask)))  # noqa: E731
-    run = lambda f, q: jax.jit(f, compiler_options=ONCE)(q)  # noqa: E731
-    plain = run(jax.grad(score), q)
-    assert_close(run(jax.vmap(jax.grad(score)), jnp.stack([q, -q]))[0], plain)
-    assert_close(
-        run(jax.grad(lambda q: jnp.sum(jnp.square(jax.checkpoint(lambda q: ours(q, k, v, mask))(q)))), q), plain
-    )
+    ids = operands(("segment_ids",))["segment_ids"]
+    attention = in_forms(Form.PERMUTED)["permuted"]
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.P(None, None, "d")
-    ids = operands(("segment_ids",))["segment_ids"]
-    apart = jax.shard_map(
-        lambda q, k, v: ours(q, k, v, mask, segment_ids=ids), mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec
+    split = jax.shard_map(
+        lambda q, k, v: attention(q, k, v, mask, segment_ids=ids),
+        mesh=mesh,
+        in_specs=(spec, spec, spec),
+        out_specs=spec,
     )
-    global_call = lambda q: jnp.sum(jnp.square(ours(q, k, v, mask, segment_ids=ids)))  # noqa: E731
-    split = lambda q: jnp.sum(jnp.square(apart(q, k, v)))  # noqa: E731
-    assert_close(run(jax.value_and_grad(split), q), run(jax.value_and_grad(global_call), q))
+
+    def results(q):
+        gradient = lambda function: jax.grad(lambda q: jnp.sum(jnp.square(function(q))))  # noqa: E731
+        plain = gradient(lambda q: attention(q, k, v, mask))
+        remat = gradient(jax.checkpoint(lambda q: attention(q, k, v, mask)))
+        whole = gradient(lambda q: attention(q, k, v, mask, segment_ids=ids))
+        return (
+            plain(q),
+            jax.vmap(plain)(jnp.stack([q, -q]))[0],
+            remat(q),
+            whole(q),
+            gradient(lambda q: split(q, k, v))(q),
+        )
+
+    plain, vmapped, remat, whole, by_shard = once(results, arrays()[0])
+    assert_close((vmapped, remat), (plain, plain))
+    assert_close(by_shard, whole)
 
 
-@pytest.mark.parametrize("form", [Form.SCAN])
-def test_chunks_of_heads_and_examples_match_reference(ours):
+def test_chunks_of_heads_and_examples_match_reference():
     """Small tiles make the executor compute chunks of heads and examples after one another."""
-    qkv, options = arrays(), operands(("segment_ids", "bias_row", "dropout", "kv_lengths"))
-    expected = scored(reference, Causal(), options)(qkv)
-    for tile, laid in ((1, 1 << 23), (200, 1 << 23), (600, 1 << 23), (1 << 20, 1), (1 << 20, 700)):
-        with executor_with((cost_model, "STEP_SCORES", tile), (cost_model, "MAX_COPIED_ELEMENTS", laid)):
-            assert_close(scored(ours, Causal(), options)(qkv), expected)
+    options = operands(("segment_ids", "bias_row", "dropout", "kv_lengths"))
+
+    def results(qkv):
+        yield scored(reference, qkv, Causal(), options)
+        for tile, laid in ((1, 1 << 23), (200, 1 << 23), (600, 1 << 23), (1 << 20, 1), (1 << 20, 700)):
+            with executor_with((cost_model, "STEP_SCORES", tile), (cost_model, "MAX_COPIED_ELEMENTS", laid)):
+                yield scored(executors(Causal())["scan"], qkv, Causal(), options)
+
+    expected, *actual = once(lambda qkv: list(results(qkv)), arrays())
+    for result in actual:
+        assert_close(result, expected)
 
 
 @pytest.mark.parametrize(
