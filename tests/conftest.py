@@ -18,6 +18,8 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).st
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = (
     "0"  # no source locations in programs; recording them takes 5 % of the time
 )
+if os.environ["JAX_PLATFORMS"] == "cpu":  # LLVM's optimizations take longer than they save
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["NPROC"] = "32"  # the value that hpnlp.__main__.spare_threads sets
 # Several threads of numpy would spin while they wait for a core that another worker uses.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"

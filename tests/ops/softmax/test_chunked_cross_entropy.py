@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ import pytest
 from hpnlp.measure import count_flops
 from hpnlp.ops.softmax import linear_cross_entropy, merged_lse, partial_cross_entropy
 from hpnlp.types import InputError
-from tests.contracts import assert_close, assert_float16_has_gradients, once
+from tests.contracts import ONCE, assert_close, assert_float16_has_gradients, once
 
 OPTIONS = {
     "plain": {},
@@ -69,17 +70,30 @@ def definition(h, w, labels, *, reduction, bias=None, weights=None, **options):
     return {"none": np.array(losses), "sum": sum(losses), "mean": sum(losses) / (sum(factors) or 1)}[reduction]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_matches_definition(options, reduction):
+def test_matches_definition(options):
+    """All implementations and reductions in one program."""
     h, w, labels, extra = arrays()
-    arguments = select_operands(options, extra) | {"reduction": reduction}
-    for impl, block in (("auto", None), ("vocabulary", 8), ("tokens", 4), ("reference", None)):
-        if impl == "tokens" and reduction == "none":
-            continue
-        loss = once(functools.partial(linear_cross_entropy, impl=impl, block_size=block, **arguments), h, w, labels)
+    arguments = select_operands(options, extra)
+    cases = [
+        {"impl": impl, "block_size": block, "reduction": reduction}
+        for impl, block in (("auto", None), ("vocabulary", 8), ("tokens", 4), ("reference", None))
+        for reduction in ("mean", "sum", "none")
+        if (impl, reduction) != ("tokens", "none")
+    ]
+    losses = once(lambda h, w: [linear_cross_entropy(h, w, labels, **arguments, **case) for case in cases], h, w)
+    for case, loss in zip(cases, losses, strict=True):
+        expected = definition(h, w, labels, **arguments, reduction=case["reduction"])
         assert loss.dtype == jnp.float32
-        np.testing.assert_allclose(loss, definition(h, w, labels, **arguments), rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(loss, expected, rtol=2e-6, atol=1e-6, err_msg=str(case))
+
+
+def assert_gradients_equal(make_loss, options, *arguments):
+    """Value and gradients of `make_loss(**options)` are finite and equal those of the reference."""
+    losses = make_loss(**options), make_loss(impl="reference")
+    ours, reference = once(lambda *a: [jax.value_and_grad(loss, (0, 1, 2))(*a) for loss in losses], *arguments)
+    assert_close(ours, reference)
+    assert np.isfinite(ours[0]) and all(np.isfinite(x).all() for x in jax.tree.leaves(ours[1]))
 
 
 def weighted_loss(labels, options, **more):
@@ -95,12 +109,8 @@ def weighted_loss(labels, options, **more):
 @pytest.mark.parametrize(("n", "vocab", "dim", "block"), SIZES, ids=str)
 def test_vocabulary_blocks_gradients_match_reference(n, vocab, dim, block):
     h, w, labels, extra = arrays(n, vocab, dim)
-    ours, reference = (
-        once(jax.value_and_grad(weighted_loss(labels, OPTIONS["all"], **more), (0, 1, 2)), h, w, extra)
-        for more in ({"impl": "vocabulary", "block_size": block}, {"impl": "reference"})
-    )
-    assert_close(ours, reference)
-    assert np.isfinite(ours[0]) and all(np.isfinite(x).all() for x in jax.tree.leaves(ours[1]))
+    loss = functools.partial(weighted_loss, labels, OPTIONS["all"])
+    assert_gradients_equal(loss, {"impl": "vocabulary", "block_size": block}, h, w, extra)
 
 
 def nonlinear_loss(labels, options, **more):
@@ -122,12 +132,8 @@ def test_token_chunks_gradients_match_reference(monkeypatch, n, vocab, dim, bloc
     monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "BLOCK_LOGITS", 30)
     monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "MIN_BLOCK_WORDS", 4)
     h, w, labels, extra = arrays(n, vocab, dim)
-    ours, reference = (
-        once(jax.value_and_grad(nonlinear_loss(labels, OPTIONS[name], **more), (0, 1, 2)), h, w, extra)
-        for more in ({"impl": "tokens", "block_size": block}, {"impl": "reference"})
-    )
-    assert_close(ours, reference)
-    assert np.isfinite(ours[0]) and all(np.isfinite(x).all() for x in jax.tree.leaves(ours[1]))
+    loss = functools.partial(nonlinear_loss, labels, OPTIONS[name])
+    assert_gradients_equal(loss, {"impl": "tokens", "block_size": block}, h, w, extra)
 
 
 def test_unused_gradients_are_not_computed():
@@ -149,37 +155,26 @@ def test_no_tokens():
         assert not any(np.asarray(x).any() for x in jax.tree.leaves(actual))
 
 
-@pytest.mark.parametrize("name", ["plain", "all"])
-def test_token_chunks_second_derivatives_match_reference(name):
+SECOND_DERIVATIVES = {
+    "tokens": (nonlinear_loss, 2, ("plain", "all")),
+    "vocabulary": (weighted_loss, 4, ("plain", "soft_cap", "all")),
+}
+
+
+@pytest.mark.parametrize(
+    ("impl", "name"), [(impl, name) for impl, case in SECOND_DERIVATIVES.items() for name in case[2]]
+)
+def test_second_derivatives_match_reference(impl, name):
+    make_loss, block, _ = SECOND_DERIVATIVES[impl]
     h, w, labels, extra = arrays(3, 11, 2)
-    along = jax.tree.map(jnp.sin, (h, w, extra))
+    along = jax.tree.map(np.sin, (h, w, extra))
 
     def everything(loss):
         slope = lambda *arguments: jax.jvp(loss, arguments, along)[1]  # noqa: E731
         return slope(h, w, extra), jax.grad(slope, (0, 1))(h, w, extra), jax.hessian(loss)(h, w, extra)
 
-    ours, reference = (
-        once(lambda more=more: everything(nonlinear_loss(labels, OPTIONS[name], **more)))
-        for more in ({"impl": "tokens", "block_size": 2}, {"impl": "reference"})
-    )
-    assert_close(ours, reference)
-
-
-@pytest.mark.parametrize("name", ["plain", "soft_cap", "all"])
-def test_vocabulary_blocks_second_derivatives_match_reference(name):
-    options = OPTIONS[name]
-    h, w, labels, extra = arrays(3, 11, 2)
-    along = jax.tree.map(jnp.sin, (h, w, extra))
-
-    def everything(loss):
-        slope = lambda *arguments: jax.jvp(loss, arguments, along)[1]  # noqa: E731
-        return slope(h, w, extra), jax.grad(slope, (0, 1))(h, w, extra), jax.hessian(loss)(h, w, extra)
-
-    ours, reference = (
-        once(lambda more=more: everything(weighted_loss(labels, options, **more)))
-        for more in ({"block_size": 4}, {"impl": "reference"})
-    )
-    assert_close(ours, reference)
+    forms = {"impl": impl, "block_size": block}, {"impl": "reference"}
+    assert_close(*once(lambda: [everything(make_loss(labels, OPTIONS[name], **form)) for form in forms]))
 
 
 @pytest.mark.parametrize("impl", ["tokens", "vocabulary"])
@@ -190,11 +185,15 @@ def test_vmap_over_each_argument_matches_loop(impl):
     arguments += ((h, w, labels, jnp.stack([extra["bias"], -extra["bias"]])),)
     run = functools.partial(linear_cross_entropy, impl=impl, block_size=8)
     grads = jax.grad(lambda h, w, labels, bias: run(h, w, labels, bias=bias), (0, 1))
-    for i, args in enumerate(arguments):
-        axes = tuple(0 if i == at else None for at in range(4))
-        actual = once(jax.vmap(grads, axes), *args)
-        apart = [once(grads, *(x[j] if i == at else x for at, x in enumerate(args))) for j in range(2)]
-        assert_close(actual, jax.tree.map(lambda *x: jnp.stack(x), *apart))
+
+    def both(arguments):
+        for i, args in enumerate(arguments):
+            mapped = jax.vmap(grads, tuple(0 if i == at else None for at in range(4)))(*args)
+            each = [grads(*(x[j] if i == at else x for at, x in enumerate(args))) for j in range(2)]
+            yield mapped, jax.tree.map(lambda *x: jnp.stack(x), *each)
+
+    for mapped, each in once(lambda arguments: list(both(arguments)), arguments):
+        assert_close(mapped, each)
 
 
 def test_statistics_match_reference():
@@ -204,13 +203,13 @@ def test_statistics_match_reference():
         options = {"impl": impl, "block_size": 8 if impl == "auto" else None, "return_stats": True}
         return lambda h, w: linear_cross_entropy(h, w, labels, bias=extra["bias"], **options)
 
-    ours, reference = (once(run(impl), h, w) for impl in ("auto", "reference"))
-    assert_close(ours, reference)
+    slope = lambda impl: jax.grad(lambda h: jnp.sin(run(impl)(h, w)[1]).sum())  # noqa: E731
+    impls = "auto", "reference"
+    (ours, slopes), expected = once(lambda h, w: [(run(impl)(h, w), slope(impl)(h)) for impl in impls], h, w)
+    assert_close((ours, slopes), expected)
     s = np.asarray(h, np.float64) @ np.asarray(w, np.float64).T + np.asarray(extra["bias"])
     np.testing.assert_array_equal(ours[2], s.argmax(axis=1))
     np.testing.assert_allclose(ours[1], np.log(np.exp(s).sum(axis=1)), rtol=2e-6)
-    slope = lambda impl: jax.grad(lambda h: jnp.sin(run(impl)(h, w)[1]).sum())  # noqa: E731
-    assert_close(once(slope("auto"), h), once(slope("reference"), h))
 
 
 @pytest.mark.parametrize("impl", ["tokens", "vocabulary"])
@@ -291,14 +290,13 @@ def test_ignored_tokens_do_not_contribute(impl):
     weights = extra["weights"].at[2].set(0.0)
     silent = (np.asarray(weights) == 0) | (np.asarray(labels) == -100)
     dirty = jnp.where(jnp.asarray(silent)[:, None], jnp.nan, h)
-    run = jax.value_and_grad(
-        lambda h, w, labels: linear_cross_entropy(h, w, labels, weights=weights, impl=impl, block_size=8), (0, 1)
-    )
-    clean = once(run, h, w, labels)
+    loss = lambda h, w, labels: linear_cross_entropy(h, w, labels, weights=weights, impl=impl, block_size=8)  # noqa: E731
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options=ONCE)
+    clean = run(h, w, labels)
     for other in (labels, jnp.where(weights == 0, 10**6, labels)):
-        for a, b in zip(jax.tree.leaves(once(run, dirty, w, other)), jax.tree.leaves(clean), strict=True):
+        for a, b in zip(jax.tree.leaves(run(dirty, w, other)), jax.tree.leaves(clean), strict=True):
             np.testing.assert_array_equal(a, b)
-    nothing = once(jax.value_and_grad(linear_cross_entropy, (0, 1)), dirty, w, jnp.full_like(labels, -100))
+    nothing = run(dirty, w, jnp.full_like(labels, -100))
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(nothing))
 
 
@@ -314,32 +312,38 @@ def test_word_with_bias_of_minus_infinity(impl):
 
 def test_traced_invalid_labels_give_nan():
     h, w, _, _ = arrays(3)
-    for label in (43, -1):
-        losses = once(
-            functools.partial(linear_cross_entropy, reduction="none", block_size=8), h, w, jnp.array([1, label, 2])
-        )
-        np.testing.assert_array_equal(np.isnan(losses), [False, True, False])
-        assert np.isnan(once(linear_cross_entropy, h, w, jnp.array([1, label, 2])))
+
+    def both(labels):
+        blocks = linear_cross_entropy(h, w, labels, reduction="none", block_size=8)
+        return blocks, linear_cross_entropy(h, w, labels)
+
+    losses, means = once(jax.vmap(both), jnp.array([[1, 43, 2], [1, -1, 2]]))
+    np.testing.assert_array_equal(np.isnan(losses), [[False, True, False]] * 2)
+    assert np.isnan(means).all()
 
 
 @pytest.mark.parametrize("cuts", [(0, 20, 43), (0, 20, 30, 43), (0, 9, 20, 43)], ids=str)
-@pytest.mark.parametrize("ruled_out", [slice(20), slice(20, None)], ids=["first", "last"])
-@pytest.mark.parametrize("label", [19, 20])
-def test_slices_with_bias_of_minus_infinity_merge(cuts, ruled_out, label):
+def test_slices_with_bias_of_minus_infinity_merge(cuts):
     """As for words that pad the vocabulary to a multiple of the devices, and may fill several slices; also as labels."""
-    h, w, labels, extra = arrays(ignored=False)
-    bias = extra["bias"].at[ruled_out].set(-jnp.inf)
-    labels = jnp.where(jnp.isneginf(bias[labels]), label, labels)
+    h, w, all_labels, extra = arrays(ignored=False)
 
-    def merged(h, w, bias):
+    def merged(h, w, bias, labels):
         slices = list(zip(cuts, cuts[1:], strict=False))
         statistics = [partial_cross_entropy(h, w[a:b], labels, a, bias=bias[a:b]) for a, b in slices]
         return (merged_lse(*(part[0] for part in statistics)) - sum(part[1] for part in statistics)).mean()
 
-    full_loss = lambda h, w, bias: linear_cross_entropy(h, w, labels, bias=bias)  # noqa: E731
-    actual, expected = (once(jax.value_and_grad(f, (0, 1, 2)), h, w, bias) for f in (merged, full_loss))
-    assert_close(actual, expected)
-    assert all(np.isfinite(x).all() for x in actual[1])
+    def full_loss(h, w, bias, labels):
+        return linear_cross_entropy(h, w, labels, bias=bias)
+
+    def both(*arguments):
+        return [jax.value_and_grad(loss, (0, 1, 2))(*arguments) for loss in (merged, full_loss)]
+
+    run = jax.jit(both, compiler_options=ONCE)
+    for ruled_out, label in itertools.product((slice(20), slice(20, None)), (19, 20)):
+        bias = extra["bias"].at[ruled_out].set(-jnp.inf)
+        actual, expected = run(h, w, bias, jnp.where(jnp.isneginf(bias[all_labels]), label, all_labels))
+        assert_close(actual, expected)
+        assert all(np.isfinite(x).all() for x in actual[1])
 
 
 @pytest.mark.parametrize("cuts", [(0, 43), (0, 7, 43), (0, 1, 20, 42, 43)], ids=str)
@@ -359,8 +363,8 @@ def test_slices_merge_to_the_full_loss(cuts):
     full_loss = functools.partial(
         linear_cross_entropy, bias=extra["bias"], label_smoothing=0.1, impl="reference", **options
     )
-    actual = once(jax.value_and_grad(merged, (0, 1)), h, w)
-    assert_close(actual, once(jax.value_and_grad(lambda h, w: full_loss(h, w, labels), (0, 1)), h, w))
+    losses = merged, lambda h, w: full_loss(h, w, labels)
+    assert_close(*once(lambda h, w: [jax.value_and_grad(loss, (0, 1))(h, w) for loss in losses], h, w))
 
 
 def test_eight_devices_match_one(monkeypatch):
