@@ -181,7 +181,7 @@ def together(*names):
     ]
 
 
-@pytest.mark.parametrize(("mask", "names"), together("positions", "global places", "bias function", "all"))
+@pytest.mark.parametrize(("mask", "names"), together("positions", "global places", "all"))
 def test_operands_match_reference(mask, names):
     options, as_function = operands(names), "function" in names
     undivided = not {"segment_ids", "kv_lengths", "sinks", "dropout", "soft_cap", "function"}.issuperset(names)
