@@ -1,0 +1,129 @@
+"""Invalid masks and operands of `attend` raise errors that name the fix."""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from hpnlp.ops.attention import (
+    Blockwise,
+    Causal,
+    GlobalAt,
+    Mask,
+    PerHead,
+    RandomBlocks,
+    Strided,
+    Where,
+    Window,
+    alibi,
+    attend,
+    bigbird,
+    longformer,
+    sparse_transformer_fixed,
+)
+from hpnlp.types import InputError
+from tests.ops.attention.forms import arrays
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        (PerHead((Causal(),) * 3), {}, "4 query heads"),
+        (Causal(), {"dense_mask": jnp.ones((37, 37))}, "bias"),
+        (Causal(), {"dense_mask": jnp.ones((36, 37), bool)}, "broadcasts"),
+        (Causal(), {"bias": jnp.ones((3, 37, 37))}, "broadcasts"),
+        (Causal(), {"bias": alibi(8)}, "for 8 heads, expected 4 heads"),
+        (Causal(), {"bias": jnp.ones((37, 37), bool)}, "dense_mask"),
+        (Causal(), {"soft_cap": 0.0}, "soft_cap"),
+        (Causal(), {"soft_cap": float("inf")}, "soft_cap inf: expected a finite number"),
+        (Where(lambda i, j: 0 <= i - j < 3), {}, "truth value.* write function"),
+        (Where(lambda i: i > 3), {}, "positional argument.* write function"),
+        (Where(lambda i, j: jnp.ones((3, 4), bool)), {}, "write function"),
+        (Causal(), {"global_tokens": jnp.ones((2, 37))}, "global_tokens"),
+        (Causal(), {"global_tokens": jnp.ones((2, 30), bool)}, "global_tokens"),
+        (Causal() & ~GlobalAt((3, 37)), {}, "holds 37, but there are 37 tokens"),
+        (PerHead((GlobalAt((40,)),) * 4), {}, "holds 40"),
+    ],
+)
+def test_invalid_arguments_raise(mask, options, message):
+    with pytest.raises(InputError, match=message):
+        attend(*arrays(), mask, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed(Mask):
+    places: list
+
+    def at(self, q, k):
+        return k < self.places[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Window(-1), "Window.left=-1"),
+        (lambda: Window(2**63), "at most"),
+        (lambda: Blockwise(0), "Blockwise.block=0"),
+        (lambda: Strided(True), "whole number"),
+        (lambda: RandomBlocks(4, -1), "count"),
+        (lambda: sparse_transformer_fixed(4, 5), "Fixed.columns=5"),
+        (lambda: longformer(7), "even"),
+        (lambda: bigbird(4), "among"),
+        (lambda: bigbird(4, 2), "odd"),
+        (lambda: bigbird(4, -3, random=0), "odd"),
+        (lambda: bigbird(4, 10**9 + 1, random=0), "at most 129"),
+        (lambda: RandomBlocks(4, 999), "RandomBlocks.count=999: expected at most 64"),
+        (lambda: sparse_transformer_fixed(4, 2, heads=10**9), "at most 16384"),
+        (lambda: PerHead(()), "PerHead"),
+        (lambda: PerHead((Causal(),)) & PerHead((Causal(),) * 2), "as many"),
+        (lambda: Where(lambda i, j: i * j).to_dense(4), "bool"),
+        (lambda: Causal() and Window(3), "write & | ~"),
+        (lambda: not PerHead((Causal(),)), "write & | ~"),
+        (lambda: longformer(-4), "from 0 on"),
+        (
+            lambda: jax.jit(lambda n: attend(*arrays(), Where(lambda i, j: i - j < n)))(3),
+            "that is traced: .* dense_mask",
+        ),
+        (lambda: attend(*arrays()[:2], jnp.ones((2, 37, 2, 0))), "at least one feature"),
+        (
+            lambda: attend(*arrays(), type("Plain", (Mask,), {"at": lambda self, i, j: i >= j})()),
+            "Plain is not a frozen",
+        ),
+        (lambda: attend(*arrays(), Causal() & Listed([3])), r"Listed cannot be a key .*unhashable.* tuples"),
+    ],
+)
+def test_invalid_masks_raise(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+@pytest.mark.slow
+def test_wrong_types_raise_without_beartype():
+    """In a process of its own, because beartype checks annotations in tests. numpy arrays are accepted."""
+    program = """
+import jax.numpy as jnp
+import numpy as np
+from hpnlp.ops.attention import Causal, Full, Global, Window, attend, reference
+from hpnlp.types import InputError
+for length in (100, 1100):
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, length, 2, 8)).astype(np.float32)
+    print(*(np.abs(attend(q, k, v, m) - reference(q, k, v, m)).max() for m in (Window(9), Full())))
+q = jnp.ones((1, 4, 2, 8))
+for make in (lambda: attend(q, q, q, jnp.ones((4, 4))), lambda: attend(q, q, q, Causal(), sinks=jnp.ones(3)),
+             lambda: Window(jnp.ones(3, jnp.int32)), lambda: Window(2.5), lambda: Global(3).shift(0.5)):
+    try:
+        make()
+    except InputError as error:
+        print(error)
+"""
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert all(float(x) < 1e-5 for line in output[:2] for x in line.split())
+    for line, words in zip(
+        output[2:], ("dense_mask", "sinks", "operand of the call", "whole number", "shift"), strict=True
+    ):
+        assert words in line
