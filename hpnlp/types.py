@@ -45,6 +45,46 @@ def option(default: T, help: str) -> T:
     return field
 
 
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """A projection of the hidden states into heads, which `nn.attention.Attention` computes for a mixer.
+
+    Attributes:
+      axis: Logical name of the axis of heads: "heads" for the N query heads, "kv_heads" for the K key heads.
+      width: Features per head; 0 for the head size H.
+      norm: True if `model.qk_norm` normalises the heads, as those of queries and keys.
+      rope: True if `model.position="rope"` rotates the heads, as those of queries and keys.
+    """
+
+    axis: str
+    width: int = 0
+    norm: bool = False
+    rope: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerTraits:
+    """Properties that a mixer claims. Contracts test each of them; models and commands require some of them.
+
+    Attributes:
+      causal: It can mix under `Causal()`, so that no output depends on later tokens.
+      bidirectional: It can mix under `Full()`, so that outputs depend on earlier and later tokens.
+      any_length: Sequences may have other lengths than those that the mixer was initialised with.
+      prefix_consistent: Under `Causal()`, the outputs of a prefix equal the first outputs of the whole sequence.
+      isolates_segments: Tokens of one segment do not influence those of another.
+      decodes: It has a cache (`MixerOutput.cache`) and `extend`.
+      draws: It draws random numbers in evaluation as well, such as random features.
+    """
+
+    causal: bool = True
+    bidirectional: bool = True
+    any_length: bool = True
+    prefix_consistent: bool = True
+    isolates_segments: bool = True
+    decodes: bool = True
+    draws: bool = False
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MixerInputs:
@@ -52,8 +92,8 @@ class MixerInputs:
 
     Attributes:
       x: Normalised hidden states `[B, T, D]`.
-      q: Projected queries `[B, T, N, H]`, with RoPE applied if the mixer has `wants_rope`.
-      k: Projected keys `[B, S, K, H]`, with RoPE as for q.
+      q: Projected queries `[B, T, N, H]`.
+      k: Projected keys `[B, S, K, H]`.
       v: Projected values `[B, S, K, H]`.
       positions: int32 `[B, T]`, positions of the queries within their documents.
       kv_positions: int32 `[B, S]`, positions of the keys.
@@ -64,6 +104,8 @@ class MixerInputs:
       streams: int32 `[B, N]`, a number for each sequence and head; attention dropout depends on it, so that every
           layout over devices drops the same entries.
       deterministic: True switches dropout off.
+      capacity: If given, the mixer also returns a cache of the tokens, with room for this number of tokens per sequence. The
+          first tokens of a sequence have a positive segment id, and padding has 0.
     """
 
     x: Array | None = None
@@ -78,6 +120,19 @@ class MixerInputs:
     rng: Array | None = None
     streams: Array | None = None
     deterministic: bool = dataclasses.field(default=True, metadata={"static": True})
+    capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def lengths(self) -> Array:
+        """Number of tokens of each sequence.
+
+        Returns:
+          int32 `[B]`, the number of positive segment ids; T without segment ids.
+        """
+        assert self.x is not None
+        batch, length = self.x.shape[:2]
+        if self.segment_ids is None:
+            return jnp.full((batch,), length, jnp.int32)
+        return jnp.sum(self.segment_ids > 0, axis=1, dtype=jnp.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -86,12 +141,59 @@ class MixerOutput:
     """Result of a mixer.
 
     Attributes:
-      o: `[B, T, N, H]`, the mixed values before the output projection.
+      o: `[B, T, N, H]`, the mixed values before the output projection; or `[B, T, D]`, which is not projected.
       aux: Statistics and losses of the mixer.
+      cache: What `extend` needs to know about the tokens; None unless `MixerInputs.capacity` is given.
     """
 
     o: Array
     aux: Aux = dataclasses.field(default_factory=dict)
+    cache: Any = None
+
+
+class Mixer(Protocol):
+    """A way to mix information along the sequence, such as attention over a pattern: a Flax module, an entry of MIXERS.
+
+    A mixer may have two more methods. `extend(inputs, mask, cache) -> (o, cache)` mixes further tokens with those in the cache
+    (`MixerTraits.decodes`). `partial(inputs, mask) -> (o, float32 lse [B, T, N])` mixes some of the keys; `ops.attention.merge`
+    joins its results, as on a ring of devices.
+
+    Attributes:
+      needs: The projections that the mixer reads, by their names in MixerInputs; none for a mixer that reads `x`.
+      traits: Its properties.
+    """
+
+    @property
+    def needs(self) -> Mapping[str, Projection]: ...
+
+    @property
+    def traits(self) -> MixerTraits: ...
+
+    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+        """Mixes.
+
+        Args:
+          inputs: `x`, the projections that the mixer needs, positions and segments.
+          mask: A static Mask, the pairs that may influence each other.
+
+        Returns:
+          The mixed values.
+
+        Raises:
+          InputError: The mixer cannot honour the mask.
+        """
+        ...
+
+    def within(self, mask: Any) -> Any:
+        """The static Mask of the pairs that influence each other.
+
+        Args:
+          mask: A static Mask.
+
+        Returns:
+          The intersection of `mask` and the mixer's own pattern.
+        """
+        ...
 
 
 def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:

@@ -245,7 +245,11 @@ def _uniform_points(key: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def _check_options(model: LM, tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
-    """Raises InputError for invalid options of Generation."""
+    """Raises InputError for a model that cannot decode, and for invalid options of Generation."""
+    if not all(mixer.traits.decodes for mixer in model.config.mixers()):
+        raise InputError(
+            f"model.mixer={model.config.mixer!r} cannot decode: generate with a model whose mixers all have a cache"
+        )
     if tokens < 1:
         raise InputError(f"tokens={tokens}: expected at least 1")
     if tokens > MAX_TOKENS:

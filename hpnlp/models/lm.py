@@ -22,7 +22,17 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.spec import build, did_you_mean, lookup, parse, parse_one, shortened
-from hpnlp.types import NO_TENSOR_PARALLEL, Aux, InputError, LossOut, ModelParallel, TensorParallel, WordStats, option
+from hpnlp.types import (
+    NO_TENSOR_PARALLEL,
+    Aux,
+    InputError,
+    LossOut,
+    Mixer,
+    ModelParallel,
+    TensorParallel,
+    WordStats,
+    option,
+)
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -80,6 +90,12 @@ class LMConfig(BlockConfig):
                 f"model.mixer={self.mixer!r} takes {period} layers for one turn, but model.layers={self.layers}: name fewer "
                 "mixers, or add layers"
             )
+        for spec, mixer in zip(mixer_period(self.mixer), self.mixers(), strict=True):
+            if not mixer.traits.causal:
+                raise InputError(
+                    f"model.mixer={self.mixer!r}: {spec.name} lets tokens depend on later ones, which a language model predicts: "
+                    "choose a causal mixer"
+                )
         lookup(DTYPES, self.dtype, "model.dtype")
         if self.residual not in RESIDUALS:
             raise InputError(f"model.residual={self.residual!r}: {did_you_mean(self.residual, RESIDUALS)}")
@@ -102,6 +118,14 @@ class LMConfig(BlockConfig):
                 f"model.mixer={shortened(self.mixer, 80)} names {mixers} layers: expected at most {LIMITS['layers']}; one "
                 "period is enough, as it repeats"
             )
+
+    def mixers(self) -> list[Mixer]:
+        """The mixers of one period, which layers take in turn.
+
+        Returns:
+          Modules of `hpnlp.nn.mixers`, one for each entry of `mixer`.
+        """
+        return [build(spec, MIXERS, "mixer") for spec in mixer_period(self.mixer)]
 
     def sizes(self) -> dict[str, tuple[int, str]]:
         """Sizes of the logical axes that a mesh may divide.
@@ -126,9 +150,15 @@ class LMConfig(BlockConfig):
         Returns:
           The number, without biases, norms and the tables.
         """
-        attention = 2 * self.dim * self.head_size * (self.heads + self.kv_head_count)
+        heads = {"heads": self.heads, "kv_heads": self.kv_head_count}
+        mixing = []
+        for mixer in self.mixers():
+            columns = [heads[need.axis] * (need.width or self.head_size) for need in mixer.needs.values()]
+            if columns:
+                columns.append(self.heads * self.head_size)  # the output projection
+            mixing.append(self.dim * sum(columns))
         mlp = (3 if self.mlp in GATED else 2) * self.dim * self.mlp_size
-        return self.layers * (attention + mlp)
+        return sum(mixing[layer % len(mixing)] + mlp for layer in range(self.layers))
 
 
 class LM(nn.Module):
@@ -418,18 +448,6 @@ def separate_layers(params: Any) -> Any:
     return {**params, "layers": tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(count))}
 
 
-def mixers_of(model: LM) -> list[Any]:
-    """The mixers of a model's layers, which the layers take in turn.
-
-    Args:
-      model: A model.
-
-    Returns:
-      Modules of `hpnlp.nn.mixers`, one for each entry of `model.mixer`.
-    """
-    return [build(mixer, MIXERS, "mixer") for mixer in mixer_period(model.config.mixer)]
-
-
 def masks_of(model: LM) -> list[Any]:
     """The masks of a model's layers.
 
@@ -437,9 +455,9 @@ def masks_of(model: LM) -> list[Any]:
       model: A model.
 
     Returns:
-      The intersection of each mixer's mask with Causal(), in the order of `mixers_of`.
+      The intersection of each mixer's mask with Causal(), in the order of `LMConfig.mixers`.
     """
-    return [mixer.within(Causal()) for mixer in mixers_of(model)]
+    return [mixer.within(Causal()) for mixer in model.config.mixers()]
 
 
 def axes_of(model: LM) -> Any:

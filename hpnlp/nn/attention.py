@@ -15,7 +15,7 @@ from hpnlp.nn.layers import NORMS, Dense, dense_init
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.spec import Spec, build, parse, parse_one
-from hpnlp.types import NO_TENSOR_PARALLEL, Aux, MixerInputs, TensorParallel, check_method
+from hpnlp.types import NO_TENSOR_PARALLEL, Aux, MixerInputs, MixerOutput, Projection, TensorParallel, check_method
 
 
 @jax.tree_util.register_dataclass
@@ -87,7 +87,7 @@ class Attention(nn.Module):
       kv_heads: Number of key and value heads, K; fewer than N for grouped queries (Ainslie et al. 2023, "GQA").
       head_dim: Head size, H.
       mixer: Entry of MIXERS.
-      rope_theta: Base of RoPE's wavelengths; None for no RoPE. Applied if the mixer has `wants_rope`.
+      rope_theta: Base of RoPE's wavelengths; None for no RoPE. Rotates projections with `rope`.
       rope_scaling: Spec of ROPE_SCALINGS.
       qk_norm: Normalise each head's queries and keys before RoPE (Henry et al. 2020, with a learned scale in place of the
           vector length).
@@ -129,7 +129,10 @@ class Attention(nn.Module):
         """
         mixer = build(self.mixer, MIXERS, "mixer", dropout=self.dropout, name="mixer")
         x = self.tensor_parallel.gather_tokens(x)
-        projected = {name: checkpoint_name(self._project(x, name, context, mixer), "projected") for name in mixer.needs}
+        projected = {
+            name: checkpoint_name(self._project(x, name, projection, context), "projected")
+            for name, projection in mixer.needs.items()
+        }
         dropping = self.dropout > 0.0 and not context.deterministic
         streams = self._dropout_streams(context) if dropping else None
         inputs = MixerInputs(
@@ -142,20 +145,20 @@ class Attention(nn.Module):
             rng=self.make_rng("dropout") if dropping else None,
             streams=streams,
             deterministic=context.deterministic,
+            capacity=context.capacity,
         )
-        aux: Aux = {}
         if cache is not None or context.capacity is not None:
-            for method in ("init_cache", "extend"):
-                check_method(mixer, method, "decoding", "decode with a mixer that has a cache of its own")
-        if cache is not None:
-            o, cache = mixer.extend(inputs, context.mask, cache)
-        else:
+            check_method(mixer, "extend", "decoding", "decode with a mixer that has a cache of its own")
+        if cache is None:
             out = self.tensor_parallel.mix(mixer, inputs, context.mask)
-            o, aux = out.o, out.aux
-            cache = None if context.capacity is None else mixer.init_cache(inputs, context.mask, context.capacity)
-        o = o.reshape(*x.shape[:-1], -1)
+        else:
+            o, cache = mixer.extend(inputs, context.mask, cache)
+            out = MixerOutput(o, cache=cache)
+        if out.o.ndim == 3:
+            return self.tensor_parallel.local_tokens(out.o, 1), out.cache, out.aux
+        o = out.o.reshape(*x.shape[:-1], -1)
         y = Dense(x.shape[-1], ("heads", "embed"), self.out_bias, self.out_init, self.tensor_parallel, name="out")(o)
-        return y, cache, aux
+        return y, out.cache, out.aux
 
     def _dropout_streams(self, context: Context) -> jax.Array:
         """int32 `[B, N]`: a number for each sequence and head, the same under every layout over devices."""
@@ -164,17 +167,16 @@ class Attention(nn.Module):
         heads = start + jnp.arange(self.tensor_parallel.local_size("heads", self.heads))
         return context.ids[:, :1] * self.heads + heads[None].astype(jnp.int32)
 
-    def _project(self, x: jax.Array, name: str, context: Context, mixer: Any) -> jax.Array:
-        """The projection "q", "k" or "v" of x, split into heads, normalised and rotated."""
-        heads, axis = (self.heads, "heads") if name == "q" else (self.kv_heads, "kv_heads")
-        heads = self.tensor_parallel.local_size("heads", heads)
-        y = Dense(heads * self.head_dim, ("embed", axis), self.use_bias, name=name)(x)
-        y = y.reshape(*x.shape[:-1], heads, self.head_dim)
-        if name == "v":
-            return y
-        if self.qk_norm:
+    def _project(self, x: jax.Array, name: str, projection: Projection, context: Context) -> jax.Array:
+        """A projection of x, split into heads, normalised and rotated."""
+        # The same mesh axes divide query and key heads.
+        heads = self.tensor_parallel.local_size("heads", getattr(self, projection.axis))
+        width = projection.width or self.head_dim
+        y = Dense(heads * width, ("embed", projection.axis), self.use_bias, name=name)(x)
+        y = y.reshape(*x.shape[:-1], heads, width)
+        if projection.norm and self.qk_norm:
             y = NORMS[self.norm](self.norm_eps, "head_dim", name=f"{name}_norm")(y)
-        if self.rope_theta is not None and mixer.wants_rope:
+        if projection.rope and self.rope_theta is not None:
             scaling = build(parse_one(self.rope_scaling, "model.rope_scaling"), ROPE_SCALINGS, "RoPE scaling")
             y = rope(y, context.positions, theta=self.rope_theta, scaling=scaling)
         return y

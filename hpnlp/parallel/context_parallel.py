@@ -80,6 +80,11 @@ def check_support(
       InputError: The layout does not support the model.
     """
     divides_sequences = layout.size("length") > 1
+    if divides_sequences and any(not mixer.needs for mixer in mixers):
+        raise InputError(
+            f"plan.sequence={layout.size('length')} divides sequences over devices, and a mixer without heads needs whole ones: "
+            "set plan.sequence=1, or choose another model.mixer"
+        )
     if any(mask.heads is not None for mask in masks) and (divides_sequences or layout.size("heads") > 1):
         raise InputError(
             "heads with masks of their own (model.mixer) are not alike on all devices: set plan.tensor=1 and plan.sequence=1, "

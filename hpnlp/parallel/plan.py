@@ -53,6 +53,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
+    "taps": (),  # the weights of a convolution along the sequence
     "mlp": ("tensor",),
     "vocab": ("pipeline", "tensor"),  # stages would otherwise wait for the last one's logits
     "classes": (),  # outputs that are not words: clusters, classes and bits

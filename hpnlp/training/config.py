@@ -158,9 +158,20 @@ def model_of(config: Config, ids: int, stats: WordStats | None) -> LM:
       The model.
 
     Raises:
-      InputError: The vocabulary is smaller than the tokenizer's, or sequences are longer than the learned positions.
+      InputError: The vocabulary is smaller than the tokenizer's, sequences are longer than the learned positions, or a mixer
+        cannot do what the data or the sample of the report need.
     """
     model = config.model
+    for mixer in model.mixers():
+        if not mixer.traits.isolates_segments:
+            raise InputError(
+                f"model.mixer={model.mixer!r} mixes documents that share a sequence of the batch: choose another mixer"
+            )
+        if config.train.sample and not mixer.traits.decodes:
+            raise InputError(
+                f"train.sample={config.train.sample} generates text at the end, which model.mixer={model.mixer!r} cannot: set "
+                "train.sample=0, or choose another mixer"
+            )
     if model.vocab and model.vocab < ids:
         raise InputError(
             f"model.vocab={model.vocab} is less than the tokenizer's {ids}: set it to 0, or to at least {ids}"

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from hpnlp import measure
-from hpnlp.models.lm import LM, axes_and_shapes, example_batch, masks_of, mixers_of
+from hpnlp.models.lm import LM, axes_and_shapes, example_batch, masks_of
 from hpnlp.parallel import context_parallel, distributed_matrices, host_offload, pipeline, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
@@ -191,7 +191,7 @@ def make_trainer(
 def _check_compatible(model: LM, config: OptimizerConfig, plan: Plan, layout: Layout) -> None:
     """Raises InputError if a plan does not fit a model's mixers and residuals, or the optimizer."""
     c = model.config
-    context_parallel.check_support(layout, mixers_of(model), masks_of(model), (c.heads, c.kv_head_count), c.dropout)
+    context_parallel.check_support(layout, c.mixers(), masks_of(model), (c.heads, c.kv_head_count), c.dropout)
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(
             "model.residual='reversible': pipeline stages that gather their parameters in the backward pass (ZeRO "

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.nn.mixers import patterns
+from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.ops.attention import Full
 
@@ -20,4 +21,5 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "global": exact_mixer(patterns.global_),
     "longformer": exact_mixer(patterns.longformer),
     "bigbird": exact_mixer(patterns.bigbird),
+    "conv": conv,
 }

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from hpnlp.ops.attention import Full, Mask, PerHead, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, extend_cache, start_cache
-from hpnlp.types import InputError, MixerInputs, MixerOutput
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
 class ExactMixer(nn.Module):
@@ -26,14 +25,16 @@ class ExactMixer(nn.Module):
     Attributes:
       pattern: The mask of the mixer.
       dropout: Rate of dropout on attention probabilities.
-      needs: The projections that the mixer reads.
-      wants_rope: Whether RoPE is applied to queries and keys.
 
     Cost: as `attend`: products for the blocks with visible pairs, and memory linear in T and S.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("q", "k", "v")
-    wants_rope: ClassVar[bool] = True
+    needs: ClassVar[Mapping[str, Projection]] = {
+        "q": Projection("heads", norm=True, rope=True),
+        "k": Projection("kv_heads", norm=True, rope=True),
+        "v": Projection("kv_heads"),
+    }
+    traits: ClassVar[MixerTraits] = MixerTraits()
 
     pattern: Mask | PerHead = Full()  # noqa: RUF009  (frozen)
     dropout: float = 0.0
@@ -56,27 +57,9 @@ class ExactMixer(nn.Module):
             streams=inputs.streams if rate else None,
         )
         assert isinstance(o, jax.Array)
-        return MixerOutput(o)
-
-    def init_cache(self, inputs: MixerInputs, mask: Any, capacity: int) -> KVCache:
-        """Creates a cache of a prompt.
-
-        Args:
-          inputs: k and v of the prompt; segment_ids, of which the first tokens have a positive id and padding has 0, or None
-              for a prompt without padding.
-          mask: A static Mask.
-          capacity: Number of tokens per sequence that the cache has room for.
-
-        Returns:
-          The cache.
-        """
-        assert inputs.k is not None and inputs.v is not None
-        batch, length = inputs.k.shape[:2]
-        if inputs.segment_ids is None:
-            lengths = jnp.full((batch,), length, jnp.int32)
-        else:
-            lengths = jnp.sum(inputs.segment_ids > 0, axis=1, dtype=jnp.int32)
-        return start_cache(inputs.k, inputs.v, lengths, self.within(mask), capacity)
+        if inputs.capacity is None:
+            return MixerOutput(o)
+        return MixerOutput(o, cache=start_cache(inputs.k, inputs.v, inputs.lengths(), mask, inputs.capacity))
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Mixes further tokens with all preceding ones; see `extend_cache`.

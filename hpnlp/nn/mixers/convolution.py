@@ -1,0 +1,99 @@
+"""Causal depthwise convolution as a mixer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from hpnlp.nn.layers import param
+from hpnlp.ops.attention import Causal, Full, Window
+from hpnlp.ops.convolution import causal_conv
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+
+
+class ConvMixer(nn.Module):
+    """Causal depthwise convolution (`ops.convolution.causal_conv`) of the hidden states, without projections.
+
+    Attributes:
+      width: Number of tokens W that an output depends on, the current one included.
+
+    Cost: B T W D multiplications. The cache holds W - 1 hidden states of each sequence.
+    """
+
+    needs: ClassVar[Mapping[str, Projection]] = {}
+    traits: ClassVar[MixerTraits] = MixerTraits(bidirectional=False)
+
+    width: int = 4
+
+    @nn.compact
+    def _kernel(self, dim: int) -> jax.Array:
+        init = nn.initializers.normal(self.width**-0.5)
+        return param(self, "kernel", init, (self.width, dim), ("taps", "embed"))
+
+    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+        assert inputs.x is not None
+        self.within(mask)
+        o = causal_conv(inputs.x, self._kernel(inputs.x.shape[-1]), inputs.segment_ids)
+        return MixerOutput(o, cache=None if inputs.capacity is None else self._last(inputs.x, inputs.lengths()))
+
+    def extend(self, inputs: MixerInputs, mask: Any, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Mixes further tokens with the preceding ones.
+
+        Args:
+          inputs: x of the further tokens `[B, T, D]`. A sequence is one segment.
+          mask: A static Mask.
+          cache: Hidden states of the W - 1 preceding tokens `[B, W - 1, D]`, zeros before the sequence.
+
+        Returns:
+          `(o [B, T, D], the cache of the tokens that follow)`.
+        """
+        assert inputs.x is not None
+        self.within(mask)
+        x = jnp.concatenate([cache, inputs.x], axis=1)
+        o = causal_conv(x, self._kernel(x.shape[-1]))[:, self.width - 1 :]
+        return o, x[:, x.shape[1] - (self.width - 1) :]
+
+    def within(self, mask: Any) -> Any:
+        """The window of the convolution.
+
+        Args:
+          mask: `Causal()` or `Full()`.
+
+        Returns:
+          The mask of the pairs that influence each other.
+
+        Raises:
+          InputError: Another mask, which a convolution cannot honour.
+        """
+        if mask not in (Causal(), Full()):
+            raise InputError(f"a convolution cannot apply the mask {mask}: pass Causal(), or choose another model.mixer")
+        return Window(self.width - 1, 0)
+
+    def _last(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
+        """The last W - 1 hidden states of each sequence, `[B, W - 1, D]`; zeros before its first token."""
+        indices = lengths[:, None] + jnp.arange(1 - self.width, 0, dtype=jnp.int32)[None]
+        states = jnp.take_along_axis(x, jnp.maximum(indices, 0)[..., None], axis=1)
+        return jnp.where((indices >= 0)[..., None], states, jnp.zeros((), x.dtype))
+
+
+def conv(width: int = 4, *, dropout: float = 0.0, name: str | None = None) -> ConvMixer:
+    """Entry of MIXERS: causal depthwise convolution.
+
+    Args:
+      width: Number of tokens that an output depends on.
+      dropout: Rate of dropout on attention probabilities, of which a convolution has none.
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+
+    Raises:
+      InputError: A width under 1.
+    """
+    if width < 1:
+        raise InputError(f"model.mixer=conv({width}): expected a width of at least 1")
+    return ConvMixer(width, name=name)
