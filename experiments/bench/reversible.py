@@ -21,7 +21,8 @@ import numpy as np
 from absl import app, flags
 
 from hpnlp import cli, measure
-from hpnlp.models.lm import LM, LMConfig, example_batch, separate_layers
+from hpnlp.models.backbone import separate_layers
+from hpnlp.models.lm import LM, LMConfig, example_batch
 
 RESULTS = Path(__file__).parents[1] / "results"
 BASE = LMConfig(dim=256, heads=4, vocab=264, max_len=256, unroll=1)

@@ -16,19 +16,19 @@ def tables() -> dict[str, Iterable[str]]:
       Field, as in `model.mixer`, -> the names that it may hold.
     """
     from hpnlp.data import tokenizers
-    from hpnlp.models import lm
-    from hpnlp.nn import attention, layers
+    from hpnlp.models import backbone
+    from hpnlp.nn import attention, layers, mixers, output
     from hpnlp.parallel import plan, remat
     from hpnlp.training import metrics, optim
 
     return {
-        "model.mixer": lm.MIXERS,
-        "model.output": lm.OUTPUTS,
+        "model.mixer": mixers.MIXERS,
+        "model.output": output.OUTPUTS,
         "model.mlp": layers.MLPS,
         "model.norm": layers.NORMS,
         "model.rope_scaling": attention.ROPE_SCALINGS,
-        "model.residual": lm.RESIDUALS,
-        "model.dtype": lm.DTYPES,
+        "model.residual": backbone.RESIDUALS,
+        "model.dtype": backbone.DTYPES,
         "data.tokenizer": [*tokenizers.TOKENIZERS, "a path"],
         "optimizer.name": optim.OPTIMIZERS,
         "optimizer.schedule": optim.SCHEDULES,

@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp import measure
 from hpnlp.data.huggingface import HFTokenizer
-from hpnlp.models.lm import LM, separate_layers
+from hpnlp.models.backbone import separate_layers
+from hpnlp.models.lm import LM
 from hpnlp.ops.sampling import pick
 from hpnlp.parallel import host_offload
 from hpnlp.types import InputError, Tokenizer

@@ -35,7 +35,9 @@ def causal_conv(
       projections).
     """
     if kernel.shape[0] < 1 or kernel.shape[1] != x.shape[2]:
-        raise InputError(f"kernel {kernel.shape}: expected at least one weight for each of the {x.shape[2]} features of x")
+        raise InputError(
+            f"kernel {kernel.shape}: expected at least one weight for each of the {x.shape[2]} features of x"
+        )
     weights = kernel.astype(jnp.float32)[:, None, None]
     total = weights[0] * x.astype(jnp.float32)
     for distance in range(1, min(kernel.shape[0], x.shape[1])):
@@ -48,7 +50,7 @@ def causal_conv(
 
 
 def _shifted(x: Array, distance: int) -> Array:
-    """x later by `distance` tokens, with zeros at the beginning."""
+    """Moves x later by `distance` tokens, with zeros at the beginning."""
     padding = [(0, 0)] * x.ndim
     padding[1] = (distance, 0)
     return jnp.pad(x, padding)[:, : x.shape[1]]

@@ -82,8 +82,8 @@ def check_support(
     divides_sequences = layout.size("length") > 1
     if divides_sequences and any(not mixer.needs for mixer in mixers):
         raise InputError(
-            f"plan.sequence={layout.size('length')} divides sequences over devices, and a mixer without heads needs whole ones: "
-            "set plan.sequence=1, or choose another model.mixer"
+            f"plan.sequence={layout.size('length')} divides sequences over devices, and a mixer without heads needs whole "
+            "ones: set plan.sequence=1, or choose another model.mixer"
         )
     if any(mask.heads is not None for mask in masks) and (divides_sequences or layout.size("heads") > 1):
         raise InputError(

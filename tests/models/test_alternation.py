@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.lm import LM, LMConfig, example_batch, separate_layers
+from hpnlp.models.backbone import separate_layers
+from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer

@@ -202,7 +202,7 @@ class Doubled(ExactMixer):
 def test_mixers_that_decoding_would_run_as_another_function_raise(monkeypatch):
     monkeypatch.setitem(MIXERS, "doubled", Doubled)
     model, params = make(mixer="doubled")
-    with pytest.raises(InputError, match="Doubled takes `init_cache` from ExactMixer and `__call__` from Doubled"):
+    with pytest.raises(InputError, match="Doubled takes `extend` from ExactMixer and `__call__` from Doubled"):
         Generation(model, params, PROMPTS, tokens=1)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hpnlp import measure
-from hpnlp.models.lm import LM, example_batch, separate_layers
+from hpnlp.models.backbone import separate_layers
+from hpnlp.models.lm import LM, example_batch
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from hpnlp.models.backbone import DTYPES
 from hpnlp.models.huggingface.checkpoint_files import (
     INDEX,
     WEIGHTS,
@@ -32,7 +33,7 @@ from hpnlp.models.huggingface.checkpoint_files import (
 )
 from hpnlp.models.huggingface.families import FAMILIES, Family, config_json, fields_of
 from hpnlp.models.huggingface.rope_scaling import rope_remarks
-from hpnlp.models.lm import DTYPES, LM, LMConfig, example_batch
+from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
 

@@ -70,7 +70,9 @@ class ConvMixer(nn.Module):
           InputError: Another mask, which a convolution cannot honour.
         """
         if mask not in (Causal(), Full()):
-            raise InputError(f"a convolution cannot apply the mask {mask}: pass Causal(), or choose another model.mixer")
+            raise InputError(
+                f"a convolution cannot apply the mask {mask}: pass Causal(), or choose another model.mixer"
+            )
         return Window(self.width - 1, 0)
 
     def _last(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
