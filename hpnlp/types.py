@@ -546,6 +546,73 @@ class ModelParallel:
     token_order: Callable[..., Any]
 
 
+class Model(Protocol):
+    """A Flax module that a trainer can train.
+
+    Attributes:
+      config: Its config, which names the sizes of its logical axes (`sizes`).
+      model_parallel: As the field of `models.backbone.Backbone`.
+      remat: Rematerialisation policy of the layers.
+      is_normalized: Whether the loss is -log p(label) of a distribution.
+      init: As of every Flax module.
+      apply: As of every Flax module.
+      clone: As of every Flax module.
+    """
+
+    config: Any
+    model_parallel: ModelParallel | None
+    remat: str
+    init: Any
+    apply: Any
+    clone: Any
+
+    @property
+    def is_normalized(self) -> bool: ...
+
+    def loss(self, batch: Mapping[str, Array], deterministic: bool = True) -> LossOut:
+        """The loss of a batch.
+
+        Args:
+          batch: Arrays like those of `example_batch`.
+          deterministic: No dropout, and no sampling in the output layer.
+
+        Returns:
+          The loss summed over the batch, in nats.
+        """
+        ...
+
+    def rows(self, batch: Mapping[str, Array]) -> dict[tuple[str, ...], Array]:
+        """Rows of tables that `loss` of this batch looks up.
+
+        Args:
+          batch: As for `loss`.
+
+        Returns:
+          Path of a table among the parameters -> ids, with repetitions.
+        """
+        ...
+
+    def example_batch(self, batch_size: int, length: int) -> dict[str, Array]:
+        """A batch with the shapes and dtypes of a batch of data.
+
+        Args:
+          batch_size: Number of sequences.
+          length: Tokens per sequence.
+
+        Returns:
+          The batch.
+        """
+        ...
+
+    def masks(self) -> list[Any]:
+        """Masks of the layers, which they take in turn.
+
+        Returns:
+          Static Masks.
+        """
+        ...
+
+
 class Writer(Protocol):
     """A destination of metrics, called once per step with plain floats."""
 

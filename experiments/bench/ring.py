@@ -22,7 +22,7 @@ import jax  # noqa: E402
 from absl import app, flags  # noqa: E402
 
 from hpnlp import measure  # noqa: E402
-from hpnlp.models.lm import LM, LMConfig, example_batch, masks_of  # noqa: E402
+from hpnlp.models.lm import LM, LMConfig, example_batch  # noqa: E402
 from hpnlp.ops.attention.block_sparse.block_mask import density  # noqa: E402
 from hpnlp.parallel.context_parallel import assign_chunks, make_schedule  # noqa: E402
 from hpnlp.parallel.plan import Plan  # noqa: E402
@@ -55,7 +55,7 @@ def bench(mixer: str, length: int) -> list[dict[str, Any]]:
         if rows:
             row["over_one"] = row["activation_bytes"] / rows[0]["activation_bytes"]
         if layout == "ring":
-            (mask,) = set(masks_of(model))
+            (mask,) = set(model.masks())
             schedule = make_schedule(mask, length, assign_chunks([mask], length, DEVICES))
             computed, possible = schedule.pair_counts
             row |= {

@@ -24,6 +24,7 @@ from hpnlp.types import (
     Aux,
     InputError,
     Mixer,
+    Model,
     ModelParallel,
     TensorParallel,
     WordStats,
@@ -310,3 +311,33 @@ def separate_layers(params: Any) -> Any:
         return params
     count = jax.tree.leaves(stack)[0].shape[0]
     return {**params, "layers": tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(count))}
+
+
+def axes_of(model: Model) -> Any:
+    """Logical axis names of a model's parameters. Allocates nothing.
+
+    Args:
+      model: A model.
+
+    Returns:
+      A tree like the parameters of tuples of names.
+    """
+    return axes_and_shapes(model)[0]
+
+
+def axes_and_shapes(model: Model) -> tuple[Any, Any]:
+    """Logical axis names and shapes of a model's parameters. Allocates nothing.
+
+    Args:
+      model: A model.
+
+    Returns:
+      `(axes, shapes)`: trees like the parameters of tuples of names (None for a parameter without names) and of shapes.
+    """
+    boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), model.example_batch(1, 8)))["params"]
+
+    def is_boxed(node: Any) -> bool:
+        return isinstance(node, nn.LogicallyPartitioned)
+
+    axes = jax.tree.map(lambda node: tuple(node.names) if is_boxed(node) else None, boxed, is_leaf=is_boxed)
+    return axes, nn.meta.unbox(boxed)

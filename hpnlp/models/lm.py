@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,6 +99,18 @@ class LM(Backbone):
             out = self.model_parallel.loss(self.output, self.table, *operands, rng)
         return LossOut(out.sum, out.weight, {**aux, **out.aux})
 
+    def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
+        """A batch of zeros; see the function `example_batch`."""
+        return example_batch(batch_size, length)
+
+    def masks(self) -> list[Any]:
+        """Masks of the layers of one period.
+
+        Returns:
+          The intersection of each mixer's mask with Causal(), in the order of `config.mixers`.
+        """
+        return [mixer.within(Causal()) for mixer in self.config.mixers()]
+
     def rows(self, batch: Mapping[str, jax.Array]) -> dict[tuple[str, ...], Int[Array, " R"]]:
         """Rows of tables that `loss` of this batch looks up with the same rngs.
 
@@ -176,48 +187,6 @@ class LM(Backbone):
 def _positions(tokens: jax.Array) -> jax.Array:
     """Positions 0, 1, ... of each sequence, `[B, T]`."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-
-
-def masks_of(model: LM) -> list[Any]:
-    """The masks of a model's layers.
-
-    Args:
-      model: A model.
-
-    Returns:
-      The intersection of each mixer's mask with Causal(), in the order of `LMConfig.mixers`.
-    """
-    return [mixer.within(Causal()) for mixer in model.config.mixers()]
-
-
-def axes_of(model: LM) -> Any:
-    """Logical axis names of a model's parameters. Allocates nothing.
-
-    Args:
-      model: A model.
-
-    Returns:
-      A tree like the parameters of tuples of names.
-    """
-    return axes_and_shapes(model)[0]
-
-
-def axes_and_shapes(model: LM) -> tuple[Any, Any]:
-    """Logical axis names and shapes of a model's parameters. Allocates nothing.
-
-    Args:
-      model: A model.
-
-    Returns:
-      `(axes, shapes)`: trees like the parameters of tuples of names (None for a parameter without names) and of shapes.
-    """
-    boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), example_batch(1, 8)))["params"]
-
-    def is_boxed(node: Any) -> bool:
-        return isinstance(node, nn.LogicallyPartitioned)
-
-    axes = jax.tree.map(lambda node: tuple(node.names) if is_boxed(node) else None, boxed, is_leaf=is_boxed)
-    return axes, nn.meta.unbox(boxed)
 
 
 def example_batch(batch_size: int, length: int) -> dict[str, jax.Array]:

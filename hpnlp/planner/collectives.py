@@ -17,7 +17,6 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from hpnlp.models.lm import example_batch
 from hpnlp.planner.jaxprs import needed_equations, open_jaxpr
 from hpnlp.training.step import Trainer
 from hpnlp.types import InputError
@@ -139,7 +138,7 @@ def trace(trainer: Trainer, batch_size: int, length: int) -> Any:
     Returns:
       A `jax.stages.Traced`, with its `jaxpr` and `lower()`.
     """
-    batch = jax.eval_shape(lambda: example_batch(batch_size, length))
+    batch = jax.eval_shape(lambda: trainer.example_batch(batch_size, length))
     return trainer.step.jitted.trace(trainer.state_shapes, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
 

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from hpnlp.models.lm import LM
 from hpnlp.nn.attention import mixer_period
 from hpnlp.parallel import host_offload
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Update:
         return self.each(update if is_finite is None else update_if_finite, state, grads)
 
 
-def check_by_layer(model: LM, config: OptimizerConfig) -> None:
+def check_by_layer(model: Model, config: OptimizerConfig) -> None:
     """Checks that parameters can be offloaded: that layers are run, and updated, one at a time.
 
     Args:

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hpnlp.models.lm import LM
 from hpnlp.parallel import host_offload
 from hpnlp.parallel.layout import Layout
 from hpnlp.training import sparse_rows
 from hpnlp.training.apply_updates import Update, mean
-from hpnlp.types import LossOut, Zero2Parameter
+from hpnlp.types import LossOut, Model, Zero2Parameter
 
 Batch = Mapping[str, jax.Array]
 
@@ -38,8 +37,8 @@ class Gradients:
       aux_weights: Factor of each auxiliary loss; 1 by default.
     """
 
-    model: LM
-    single_model: LM
+    model: Model
+    single_model: Model
     update: Update
     layout: Layout
     axes: Any
@@ -147,7 +146,7 @@ class Gradients:
         return total, (out.weight, {"loss": (out.sum, out.weight), **out.aux})
 
 
-def loss(model: LM, params: Any, batch: Batch, key: jax.Array | None) -> LossOut:
+def loss(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> LossOut:
     """Loss of a batch.
 
     Args:

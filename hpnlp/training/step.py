@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from hpnlp import measure
-from hpnlp.models.lm import LM, axes_and_shapes, example_batch, masks_of
+from hpnlp.models.backbone import axes_and_shapes
 from hpnlp.parallel import context_parallel, distributed_matrices, host_offload, pipeline, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
@@ -24,7 +24,7 @@ from hpnlp.training.gradients import Batch, Gradients, loss
 from hpnlp.training.muon import ApplyToWhole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
 from hpnlp.training.state_shardings import TrainState, shapes_with, state_shardings
-from hpnlp.types import InputError, ModelParallel
+from hpnlp.types import InputError, Model, ModelParallel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Trainer:
       step: `step(state, batch, key) -> (state, metrics)`; the state is donated.
       evaluate: `evaluate(params, batch) -> (sum, weight)` of the loss in nats.
       state_shapes: Shapes of the state, with their shardings.
+      example_batch: `example_batch(batch_size, length)`: a batch of zeros with the shapes and dtypes of a batch of data.
       batch_sharding: Sharding of the arrays `[B, T]` of a batch, which are global.
       gives_probabilities: True if the loss is -log p(label).
       layout: The plan on its devices.
@@ -68,6 +69,7 @@ class Trainer:
     step: _OnMesh
     evaluate: _OnMesh
     state_shapes: TrainState
+    example_batch: Callable[[int, int], Batch]
     batch_sharding: NamedSharding
     gives_probabilities: bool
     layout: Layout
@@ -86,7 +88,7 @@ class Trainer:
         Returns:
           The number; None for output layers that group tokens by their labels, so that it depends on the batch.
         """
-        batch = jax.eval_shape(lambda: example_batch(examples, length))
+        batch = jax.eval_shape(lambda: self.example_batch(examples, length))
         key = jax.eval_shape(lambda: jax.random.key(0))
         try:
             trainer = self if self.single_device is None else self.single_device()
@@ -96,7 +98,7 @@ class Trainer:
 
 
 def make_trainer(
-    model: LM,
+    model: Model,
     config: OptimizerConfig,
     plan: Plan,
     *,
@@ -135,7 +137,7 @@ def make_trainer(
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     gradients = Gradients(
         model=model.clone(
-            model_parallel=None if single else _model_parallel(layout, axes, masks_of(model)), remat=plan.remat
+            model_parallel=None if single else _model_parallel(layout, axes, model.masks()), remat=plan.remat
         ),
         single_model=model,
         update=update,
@@ -178,6 +180,7 @@ def make_trainer(
         ),
         evaluate=on_mesh(jax.jit(functions.evaluate, in_shardings=(None, batch_sharding), out_shardings=replicated)),
         state_shapes=shapes_with(shapes, shardings),
+        example_batch=model.example_batch,
         batch_sharding=batch_sharding,
         gives_probabilities=model.is_normalized,
         layout=layout,
@@ -188,10 +191,10 @@ def make_trainer(
     )
 
 
-def _check_compatible(model: LM, config: OptimizerConfig, plan: Plan, layout: Layout) -> None:
+def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout: Layout) -> None:
     """Raises InputError if a plan does not fit a model's mixers and residuals, or the optimizer."""
     c = model.config
-    context_parallel.check_support(layout, c.mixers(), masks_of(model), (c.heads, c.kv_head_count), c.dropout)
+    context_parallel.check_support(layout, c.mixers(), model.masks(), (c.heads, c.kv_head_count), c.dropout)
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(
             "model.residual='reversible': pipeline stages that gather their parameters in the backward pass (ZeRO "
@@ -207,11 +210,11 @@ def _check_compatible(model: LM, config: OptimizerConfig, plan: Plan, layout: La
 
 
 def _initial_state(
-    model: LM, config: OptimizerConfig, optimizer: Any, key: jax.Array, params: Any = None
+    model: Model, config: OptimizerConfig, optimizer: Any, key: jax.Array, params: Any = None
 ) -> TrainState:
     """The state before the first step; `key` draws the parameters where none are passed."""
     if params is None:
-        params = nn.meta.unbox(model.init(key, example_batch(1, 8)))["params"]
+        params = nn.meta.unbox(model.init(key, model.example_batch(1, 8)))["params"]
     ema = jax.tree.map(jnp.copy, params) if config.ema else None
     scale = loss_scale.initial(config.loss_scale, model.config.dtype)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema, scale)
@@ -283,9 +286,10 @@ class _StepFunctions:
 
     def rows_trained(self, examples: int, length: int) -> dict[sparse_rows.Path, int]:
         """`Trainer.rows_trained`."""
+        example = self.gradients.single_model.example_batch
 
         def looked_up(params: Any) -> Any:
-            return self.gradients.looked_up(params, example_batch(examples, length), jax.random.key(0))
+            return self.gradients.looked_up(params, example(examples, length), jax.random.key(0))
 
         return {path: ids.size for path, ids in jax.eval_shape(looked_up, self.param_shapes).items()}
 
