@@ -550,7 +550,7 @@ class Model(Protocol):
     """A Flax module that a trainer can train.
 
     Attributes:
-      config: Its config, which names the sizes of its logical axes (`sizes`).
+      config: Its config, with the methods `sizes` (of logical axes), `mixers` and `masks` (of the layers of one period).
       model_parallel: As the field of `models.backbone.Backbone`.
       remat: Rematerialisation policy of the layers.
       is_normalized: Whether the loss is -log p(label) of a distribution.
@@ -601,14 +601,6 @@ class Model(Protocol):
 
         Returns:
           The batch.
-        """
-        ...
-
-    def masks(self) -> list[Any]:
-        """Masks of the layers, which they take in turn.
-
-        Returns:
-          Static Masks.
         """
         ...
 

@@ -55,7 +55,7 @@ def bench(mixer: str, length: int) -> list[dict[str, Any]]:
         if rows:
             row["over_one"] = row["activation_bytes"] / rows[0]["activation_bytes"]
         if layout == "ring":
-            (mask,) = set(model.masks())
+            (mask,) = set(model.config.masks())
             schedule = make_schedule(mask, length, assign_chunks([mask], length, DEVICES))
             computed, possible = schedule.pair_counts
             row |= {

@@ -36,6 +36,14 @@ class LMConfig(BackboneConfig):
                     "predicts: choose a causal mixer"
                 )
 
+    def masks(self) -> list[Any]:
+        """Masks of the layers of one period.
+
+        Returns:
+          The intersection of each mixer's mask with Causal(), in the order of `mixers`.
+        """
+        return [mixer.within(Causal()) for mixer in self.mixers()]
+
 
 class LM(Backbone):
     """A causal language model over `config.vocab` ids.
@@ -102,14 +110,6 @@ class LM(Backbone):
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
         """A batch of zeros; see the function `example_batch`."""
         return example_batch(batch_size, length)
-
-    def masks(self) -> list[Any]:
-        """Masks of the layers of one period.
-
-        Returns:
-          The intersection of each mixer's mask with Causal(), in the order of `config.mixers`.
-        """
-        return [mixer.within(Causal()) for mixer in self.config.mixers()]
 
     def rows(self, batch: Mapping[str, jax.Array]) -> dict[tuple[str, ...], Int[Array, " R"]]:
         """Rows of tables that `loss` of this batch looks up with the same rngs.

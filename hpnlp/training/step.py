@@ -137,7 +137,7 @@ def make_trainer(
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     gradients = Gradients(
         model=model.clone(
-            model_parallel=None if single else _model_parallel(layout, axes, model.masks()), remat=plan.remat
+            model_parallel=None if single else _model_parallel(layout, axes, model.config.masks()), remat=plan.remat
         ),
         single_model=model,
         update=update,
@@ -194,7 +194,7 @@ def make_trainer(
 def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout: Layout) -> None:
     """Raises InputError if a plan does not fit a model's mixers and residuals, or the optimizer."""
     c = model.config
-    context_parallel.check_support(layout, c.mixers(), model.masks(), (c.heads, c.kv_head_count), c.dropout)
+    context_parallel.check_support(layout, c.mixers(), model.config.masks(), (c.heads, c.kv_head_count), c.dropout)
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(
             "model.residual='reversible': pipeline stages that gather their parameters in the backward pass (ZeRO "

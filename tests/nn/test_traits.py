@@ -1,0 +1,74 @@
+"""What mixers do not claim raises an error when a model is made, and not later."""
+
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+
+from hpnlp.models.decode import Generation
+from hpnlp.models.lm import LM, LMConfig
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.mixers.exact import ExactMixer
+from hpnlp.ops.attention import Full, Window
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.config import Config, model_of
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError, MixerTraits
+
+SIZES = {"vocab": 8, "dim": 8, "heads": 2, "layers": 2}
+
+
+@pytest.fixture
+def mixer(monkeypatch):
+    """`mixer(trait=False)` makes an entry "other" of MIXERS with these traits."""
+
+    def define(**claims):
+        traits = dataclasses.replace(MixerTraits(), **claims)
+        other = types.new_class("Other", (ExactMixer,), {}, lambda body: body.update(traits=traits, __annotations__={}))
+        monkeypatch.setitem(MIXERS, "other", lambda **extra: other(Full(), **extra))
+
+    return define
+
+
+def test_language_models_need_causal_mixers(mixer):
+    mixer(causal=False)
+    with pytest.raises(InputError, match="model.mixer='full,other': other lets tokens depend on later ones"):
+        LMConfig(mixer="full,other", **SIZES)
+
+
+def test_packed_data_need_mixers_that_isolate_segments(mixer):
+    mixer(isolates_segments=False)
+    with pytest.raises(InputError, match="model.mixer='other' mixes documents that share a sequence"):
+        model_of(Config(model=LMConfig(mixer="other", **SIZES)), 8, None)
+
+
+def test_samples_and_generation_need_mixers_that_decode(mixer):
+    mixer(decodes=False)
+    config = Config(model=LMConfig(mixer="other", **SIZES))
+    with pytest.raises(InputError, match="train.sample=.*set train.sample=0"):
+        model_of(config, 8, None)
+    model = model_of(dataclasses.replace(config, train=dataclasses.replace(config.train, sample=0)), 8, None)
+    with pytest.raises(InputError, match="model.mixer='other' cannot decode"):
+        Generation(model, None, [np.array([1])], tokens=1)
+
+
+def test_mixers_without_heads_are_not_divided_by_sequence():
+    with pytest.raises(InputError, match="a mixer without heads needs whole ones: set plan.sequence=1"):
+        make_trainer(LM(LMConfig(mixer="conv", **SIZES)), OptimizerConfig(), Plan("sequence"), steps=1)
+
+
+def test_convolutions_raise_for_widths_and_masks_that_they_cannot_have():
+    with pytest.raises(InputError, match=r"model.mixer=conv\(0\): expected a width of at least 1"):
+        LMConfig(mixer="conv(0)", **SIZES)
+    with pytest.raises(InputError, match="a convolution cannot apply the mask Window"):
+        MIXERS["conv"]().within(Window(3, 0))
+
+
+def test_weights_of_layers_are_counted_by_their_projections():
+    full, conv, both = (
+        LMConfig(mixer=mixer, **SIZES).non_embedding_parameters() for mixer in ("full", "conv", "conv,full")
+    )
+    assert full - conv == 2 * 4 * 8 * 8
+    assert 2 * both == full + conv

@@ -1,0 +1,84 @@
+"""Causal depthwise convolution, against its definition and torch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.convolution import causal_conv
+from hpnlp.types import InputError
+from tests.contracts import assert_close
+
+RNG = np.random.default_rng(0)
+
+
+def arrays(length, width, dtype="float32"):
+    shapes = (2, length, 3), (width, 3)
+    return [jnp.asarray(RNG.standard_normal(shape), dtype) for shape in shapes]
+
+
+def definition(x, kernel, segment_ids):
+    """`y[b, t] = sum_j kernel[j] * x[b, t - j]` over tokens of the segment of t."""
+    x, kernel = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
+    y = np.zeros_like(x)
+    for b, t, j in np.ndindex(*x.shape[:2], len(kernel)):
+        if j <= t and segment_ids[b, t - j] == segment_ids[b, t]:
+            y[b, t] += kernel[j] * x[b, t - j]
+    return y
+
+
+@pytest.mark.parametrize(("length", "width"), [(1, 1), (1, 4), (3, 4), (13, 4), (13, 2)])
+def test_matches_definition(length, width):
+    """Sequences may be shorter than the kernel."""
+    x, kernel = arrays(length, width)
+    ids = np.sort(RNG.integers(0, 3, (2, length)), axis=1).astype(np.int32)
+    run = jax.jit(lambda x: (causal_conv(x, kernel, ids), causal_conv(x, kernel)))
+    for actual, segment_ids in zip(run(x), (ids, np.zeros_like(ids)), strict=True):
+        assert_close(actual, jnp.asarray(definition(x, kernel, segment_ids), jnp.float32))
+
+
+def test_16_bit_sums_are_float32():
+    x, kernel = arrays(9, 4, "bfloat16")
+    expected = causal_conv(x.astype(jnp.float32), kernel.astype(jnp.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(causal_conv(x, kernel), expected)
+
+
+def test_nan_reaches_neither_other_segments_nor_their_gradients():
+    x, kernel = arrays(8, 4)
+    ids = jnp.asarray([[0] * 4 + [1] * 4] * 2, jnp.int32)
+
+    @jax.jit
+    def later_segment(x):
+        """Its outputs, and their gradient by its inputs."""
+        return jax.value_and_grad(lambda x: jnp.sin(causal_conv(x, kernel, ids)[:, 4:]).sum())(x)
+
+    for value in (jnp.nan, jnp.inf):
+        (dirty, gradient), (clean, expected) = later_segment(x.at[:, :4].set(value)), later_segment(x)
+        assert dirty == clean
+        np.testing.assert_array_equal(gradient, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (4, 2)])
+def test_invalid_kernels_raise(shape):
+    with pytest.raises(InputError, match="expected at least one weight for each of the 3 features"):
+        causal_conv(jnp.ones((1, 2, 3)), jnp.ones(shape))
+
+
+@pytest.mark.oracle
+def test_matches_torch():
+    import torch
+
+    x, kernel = arrays(17, 4)
+
+    def torch_conv(x, kernel):
+        x = torch.nn.functional.pad(x.mT, (3, 0))
+        return torch.nn.functional.conv1d(x, kernel.flip(0).T[:, None], groups=3).mT
+
+    inputs = [torch.tensor(np.asarray(a), requires_grad=True) for a in (x, kernel)]
+    expected = torch_conv(*inputs)
+    torch.sin(expected).sum().backward()
+    gradients = jax.jit(jax.grad(lambda *a: jnp.sin(causal_conv(*a)).sum(), (0, 1)))(x, kernel)
+    assert_close(
+        (causal_conv(x, kernel), *gradients),
+        tuple(map(jnp.asarray, map(np.asarray, (expected.detach(), *(a.grad for a in inputs))))),
+    )
