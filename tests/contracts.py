@@ -137,7 +137,7 @@ class Mixing:
         starts = np.array([[np.argmax(row == number) for number in row] for row in segments])
         self.segment_ids = jnp.asarray(segments, jnp.int32)
         self.positions = jnp.asarray(np.arange(length) - starts, jnp.int32)
-        self.params = self.module.init(jax.random.key(0), self.inputs(self.arrays), Causal())
+        self.params = nn.meta.unbox(self.module.init(jax.random.key(0), self.inputs(self.arrays), Causal()))
 
     def inputs(self, arrays, **fields):
         """The inputs of the mixer: x, and those of q, k and v that it declares to need."""
@@ -149,25 +149,39 @@ class Mixing:
         ids, positions = self.segment_ids, self.positions
         return self.inputs(arrays, segment_ids=ids, kv_segment_ids=ids, positions=positions, kv_positions=positions)
 
-    def __call__(self, inputs, mask):
-        return self.module.apply(self.params, inputs, mask).o
+    def __call__(self, inputs, mask, params=None):
+        return self.module.apply(self.params if params is None else params, inputs, mask).o
 
 
-def exact(mixing, arrays, mask, segment_ids):
+def exact(mixing, arrays, params, mask, segment_ids):
     """The reference of mixers that are softmax attention over all pairs that their pattern, the mask and the segments allow."""
     q, k, v = (arrays[name] for name in "qkv")
-    positions = None if segment_ids is None else mixing.positions
     operands = {"segment_ids": segment_ids, "kv_segment_ids": segment_ids}
-    operands |= {"positions": positions, "kv_positions": positions}
+    operands |= {"positions": mixing.positions, "kv_positions": mixing.positions}
     return reference(q, k, v, EXACT[mixing.spec] & mask, **operands)
 
 
-# Name of a mixer -> its reference: (mixing, arrays, mask, segment ids or None) -> o.
-REFERENCES = {spec.partition("(")[0]: exact for spec in EXACT}
+def convolution(mixing, arrays, params, mask, segment_ids):
+    """A dense matrix for each feature, whose entry [t, s] is the weight of distance t - s."""
+    x, kernel = arrays["x"].astype(jnp.float32), params["params"]["kernel"]
+    distance = np.arange(x.shape[1])[:, None] - np.arange(x.shape[1])[None]
+    visible = (segment_ids[:, :, None] == segment_ids[:, None]) & ((distance >= 0) & (distance < len(kernel)))[None]
+    weights = jnp.where(visible[..., None], kernel[np.clip(distance, 0, len(kernel) - 1)][None], jnp.float32(0))
+    return jnp.einsum("btsd,bsd->btd", weights, x).astype(arrays["x"].dtype)
 
 
-def reference_output(mixing, arrays, mask, segment_ids=None):
-    return REFERENCES[parse_one(mixing.spec, "mixer").name](mixing, arrays, mask, segment_ids)
+# Name of a mixer -> its reference: (mixing, arrays, params, mask, segment ids) -> o.
+REFERENCES = {spec.partition("(")[0]: exact for spec in EXACT} | {"conv": convolution}
+
+
+def reference_output(mixing, arrays, params, mask):
+    return REFERENCES[parse_one(mixing.spec, "mixer").name](mixing, arrays, params, mask, mixing.segment_ids)
+
+
+def claiming(trait):
+    """The specs of the mixers that claim a trait."""
+    mixers = {spec: build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None) for spec in MIXER_SPECS}
+    return [spec for spec, mixer in mixers.items() if getattr(mixer.traits, trait)]
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Tests that every mask, mixer and output layer must pass; the cases are in contracts.py."""
 
 import copy
+import dataclasses
 
 import chex
 import jax
@@ -88,33 +89,34 @@ def test_tile_is_sound_for_traced_bounds(mask):
     [(Full(), 1, "float32"), (Causal(), 13, "float32"), (Full(), 37, "bfloat16")],
 )
 def test_mixer_matches_its_reference(spec, mask, length, dtype):
-    """Compares values and gradients, with segments."""
+    """Compares values and gradients by inputs and parameters, with segments."""
     mixing = Mixing(spec, length, dtype)
+    mask = mask if mixing.module.traits.bidirectional else Causal()
 
     def gradients_and_output(function, arrays):
-        def score(arrays):
-            o = function(arrays)
+        def score(arrays, params):
+            o = function(arrays, params)
             signs = jnp.asarray(np.random.default_rng(1).standard_normal(o.shape), jnp.float32)
             return jnp.sum(o.astype(jnp.float32) * signs), o
 
-        return jax.grad(score, has_aux=True)(arrays)
+        return jax.grad(score, (0, 1), has_aux=True)(arrays, mixing.params)
 
     functions = (
-        lambda arrays: mixing(mixing.packed(arrays), mask),
-        lambda arrays: contracts.reference_output(mixing, arrays, mask, mixing.segment_ids),
+        lambda arrays, params: mixing(mixing.packed(arrays), mask, params),
+        lambda arrays, params: contracts.reference_output(mixing, arrays, params, mask),
     )
     actual, expected = once(lambda arrays: [gradients_and_output(f, arrays) for f in functions], mixing.arrays)
-    assert actual[1].shape == (2, length, 4, 8)
+    assert actual[1].shape == ((2, length, 4, 8) if mixing.module.needs else (2, length, 16))
     assert_close(actual, expected, dtype)
 
 
-@mixers
+@pytest.mark.parametrize("spec", contracts.claiming("causal"))
 def test_mixer_gives_forbidden_pairs_no_gradient(spec):
     """d out[i] / d in[j] is exactly 0 unless j <= i in one segment, and not 0 at j = i; for x, q, k and v."""
     mixing = Mixing(spec, 11)
 
     def sums(arrays):
-        return jnp.sum(mixing(mixing.packed(arrays), Causal()), axis=(2, 3))
+        return jnp.sum(mixing(mixing.packed(arrays), Causal()).reshape(2, 11, -1), axis=2)
 
     jacobians = once(jax.jacrev(sums), mixing.arrays)
     ids = np.asarray(mixing.segment_ids)
@@ -128,9 +130,9 @@ def test_mixer_gives_forbidden_pairs_no_gradient(spec):
     assert reached[:, 1:].any() and np.einsum("bii->bi", reached | ~allowed).all()
 
 
-@mixers
-def test_mixer_isolates_segments(spec):
-    """Values of 1e4 in one segment change no bit of the output of another."""
+@pytest.mark.parametrize("spec", contracts.claiming("isolates_segments"))
+def test_mixer_isolates_segments_and_prefixes(spec):
+    """Values of 1e4 in one segment change no bit of the output of another, nor do later tokens that of earlier ones."""
     mixing = Mixing(spec, 23)
     other = (mixing.segment_ids == 1)[:, :, None, None]
     large = {
@@ -142,6 +144,10 @@ def test_mixer_isolates_segments(spec):
     elsewhere = np.asarray(mixing.segment_ids) != 1
     assert elsewhere.any() and not elsewhere.all()
     np.testing.assert_array_equal(np.asarray(o)[elsewhere], np.asarray(large_o)[elsewhere])
+    if mixing.module.traits.prefix_consistent:
+        later = run({name: array.at[:, 15:].set(1e4) for name, array in mixing.arrays.items()})
+        np.testing.assert_array_equal(np.asarray(later)[:, :15], np.asarray(o)[:, :15])
+        assert np.any(np.asarray(later)[:, 15:] != np.asarray(o)[:, 15:])
 
 
 @mixers
@@ -152,7 +158,7 @@ def test_mixer_is_traced_once(spec):
     assert np.any(call(first.arrays) != call(second.arrays))
 
 
-@mixers
+@pytest.mark.parametrize("spec", contracts.claiming("decodes"))
 def test_mixer_with_cache_matches_full_pass(spec):
     """Prompts of 2 and 7 tokens, the second longer than some caches; then steps of one, one and two tokens."""
     mixing, length, capacity = Mixing(spec, 11), np.array([2, 7]), 12
@@ -166,7 +172,7 @@ def test_mixer_with_cache_matches_full_pass(spec):
         )
 
     def start(inputs):
-        return mixing.module.apply(mixing.params, inputs, Causal(), capacity, method="init_cache")
+        return mixing.module.apply(mixing.params, inputs, Causal()).cache
 
     def extend(inputs, cache):
         return mixing.module.apply(mixing.params, inputs, Causal(), cache, method="extend")
@@ -174,7 +180,7 @@ def test_mixer_with_cache_matches_full_pass(spec):
     prompt = np.tile(np.arange(7), (2, 1))
     inputs = take(prompt)
     filled = jnp.asarray(prompt < length[:, None], jnp.int32)
-    cache = once(start, type(inputs)(**vars(inputs) | {"segment_ids": filled}))
+    cache = once(start, dataclasses.replace(inputs, segment_ids=filled, capacity=capacity))
     for count in (1, 1, 2):
         positions = length[:, None] + np.arange(count)[None]
         o, cache = once(extend, take(positions), cache)
