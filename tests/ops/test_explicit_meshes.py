@@ -11,6 +11,7 @@ from hpnlp.ops.attention import Causal, Global, PerHead, Window, attend
 from hpnlp.ops.attention.decoding.kv_cache import extend_cache, start_cache
 from hpnlp.ops.attention.positions import bias as relative
 from hpnlp.ops.attention.positions import rope
+from hpnlp.ops.convolution import causal_conv
 from hpnlp.ops.dynamic_quantization import dequantize, quantize
 from hpnlp.ops.reversible import reversible
 from hpnlp.ops.softmax import (
@@ -181,6 +182,7 @@ def linear_norms_and_quantization(a):
         "linear": linear.linear(x, a["table"].T, a["bias"]),
         "rms_norm": norms.rms_norm(x, u[0], 1e-6),
         "layer_norm": norms.layer_norm(x, u[0], u[1], 1e-6),
+        "causal_conv": causal_conv(x.sum(axis=2), u[:3]),
         "quantized": quantize(x, signed=True),
         "dequantized": dequantize(quantize(jax.lax.stop_gradient(x), signed=True), signed=True),
         "reversible": reversible([(branch, branch)], layers, a["h"], a["h"], jnp.float32(0.5)),

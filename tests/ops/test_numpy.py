@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hpnlp.ops
-from hpnlp.ops import dropout, dynamic_quantization, linear, norms, sampling
+from hpnlp.ops import convolution, dropout, dynamic_quantization, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
 from hpnlp.ops.attention import Causal, Window, attend, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
@@ -150,6 +150,7 @@ CALLS = {
             (dynamic_quantization.Quantized(ids(N, D).astype(np.uint8), x(N, 1)),),
         ),
     ),
+    "convolution.causal_conv": ((convolution.causal_conv, (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),),
     "linear.linear": ((linear.linear, (x(2, 3, D), x(D, 5), x(5))), (linear.linear, (np.float16(H), x(D, 5)))),
     "linear.product": ((linear.product, (H, x(D, 5))),),
     "linear.widened": ((linear.widened, (np.float16(H), TABLE)),),
