@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
 from hpnlp.models.layer_stack import LayerStack
 from hpnlp.nn.attention import Context, mixer_period
 from hpnlp.nn.block import Block, BlockConfig
@@ -19,17 +20,7 @@ from hpnlp.nn.layers import GATED, NORMS, Embed, dropout
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.spec import build, did_you_mean, lookup, parse, shortened
-from hpnlp.types import (
-    NO_TENSOR_PARALLEL,
-    Aux,
-    InputError,
-    Mixer,
-    Model,
-    ModelParallel,
-    TensorParallel,
-    WordStats,
-    option,
-)
+from hpnlp.types import Aux, InputError, Mixer, Model, WordStats, option
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 

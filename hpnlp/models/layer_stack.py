@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hpnlp.model_parallel import TensorParallel
 from hpnlp.nn.attention import Context
 from hpnlp.nn.block import Block
 from hpnlp.nn.stack import reversible_layer, run_layers, run_reversible_layers
 from hpnlp.parallel import remat
-from hpnlp.types import Aux, TensorParallel
+from hpnlp.types import Aux
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.layers import NORMS, Dense, dense_init
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.spec import Spec, build, parse, parse_one
-from hpnlp.types import NO_TENSOR_PARALLEL, Aux, MixerInputs, MixerOutput, Projection, TensorParallel, check_method
+from hpnlp.types import Aux, MixerInputs, MixerOutput, Projection, check_method
 
 
 @jax.tree_util.register_dataclass

@@ -9,10 +9,11 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, Float
 
+from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.layers import GATED, MLP, NORMS, Initializer, dropout
 from hpnlp.spec import Spec, lookup
-from hpnlp.types import NO_TENSOR_PARALLEL, Aux, InputError, TensorParallel, option
+from hpnlp.types import Aux, InputError, option
 
 
 @dataclasses.dataclass(frozen=True)

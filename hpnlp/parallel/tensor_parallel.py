@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import jax
 from jax import lax
 
-from hpnlp.types import InputError, MixerInputs, MixerOutput, TensorParallel
+from hpnlp.model_parallel import TensorParallel
+from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 # Primitives that take parameters from a stack, from the host or from other devices. If a policy saved their results, the
 # backward pass would keep gathered parameters, which is what regathering avoids.

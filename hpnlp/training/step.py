@@ -14,6 +14,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from hpnlp import measure
+from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import axes_and_shapes
 from hpnlp.parallel import context_parallel, distributed_matrices, host_offload, pipeline, vocab_parallel
 from hpnlp.parallel.layout import Layout
@@ -24,7 +25,7 @@ from hpnlp.training.gradients import Batch, Gradients, loss
 from hpnlp.training.muon import ApplyToWhole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
 from hpnlp.training.state_shardings import TrainState, shapes_with, state_shardings
-from hpnlp.types import InputError, Model, ModelParallel
+from hpnlp.types import InputError, Model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -146,11 +146,12 @@ OFFLOADED, ON_DEVICE = {"plan__offload_parameters": True}, {"plan__offload_param
     ("first", "then", "ema"),
     [
         (OFFLOADED, OFFLOADED, 0.0),
-        pytest.param(OFFLOADED, OFFLOADED, 0.9, marks=pytest.mark.slow),
-        pytest.param(OFFLOADED, ON_DEVICE, 0.9, marks=pytest.mark.slow),
-        pytest.param(ON_DEVICE, OFFLOADED, 0.0, marks=pytest.mark.slow),
+        (OFFLOADED, OFFLOADED, 0.9),
+        (OFFLOADED, ON_DEVICE, 0.9),
+        (ON_DEVICE, OFFLOADED, 0.0),
     ],
 )
+@pytest.mark.slow  # the step with offloading is tested in test_step_memory.py
 def test_run_with_offloaded_layers_resumes(tmp_path, monkeypatch, first, then, ema):
     """Bit for bit, or up to rounding if offloading changes. The trained and the saved parameters generate text."""
     undivided, resumed, ema = tmp_path / "undivided", tmp_path / "resumed", {"optimizer__ema": ema}
@@ -302,7 +303,8 @@ def test_early_stop_is_final(tmp_path, capsys):
     checkpoints.close()
 
 
-@pytest.mark.parametrize("steps", [pytest.param("2:3", marks=pytest.mark.slow), "3:12"])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", ["2:3", "3:12"])
 def test_profile_writes_a_trace(tmp_path, steps):
     train(tmp_path, train__profile=steps, train__patience=1, train__min_delta=100.0, train__eval_every=2)
     assert list(tmp_path.glob("profile/**/*.xplane.pb"))
@@ -454,7 +456,9 @@ def test_loading_a_file_raises(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("output", "probable", "counted"), [("class", True, False), ("margin(2,8)", False, True)], ids=["class", "margin"]
+    ("output", "probable", "counted"),
+    [pytest.param("class", True, False, marks=pytest.mark.slow), ("margin(2,8)", False, True)],
+    ids=["class", "margin"],
 )
 def test_reports_leave_out_numbers_that_the_output_layer_lacks(tmp_path, output, probable, counted):
     """No bits per byte without probabilities, and no number of operations if it depends on the batch."""

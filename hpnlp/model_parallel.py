@@ -1,0 +1,145 @@
+"""A model's computation over several devices, as the modules of `nn` and `models` see it.
+
+The classes here are interfaces: `parallel` implements them for a mesh, and their defaults are those of one device, so that
+neither package imports the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from hpnlp.types import Array, Aux, LossOut, MixerInputs, MixerOutput
+
+
+class TensorParallel:
+    """Division of a Block's branches over the devices of a mesh: a device's heads and columns, and the collectives.
+
+    Heads and columns have the logical axis names "heads" and "mlp". This class is the identity, for one device;
+    `hpnlp.parallel.tensor_parallel` overrides it for a mesh.
+    """
+
+    # True if no method changes its argument.
+    is_identity: ClassVar[bool] = True
+
+    @property
+    def regathers(self) -> bool:
+        """Whether the backward pass gathers parameters again instead of keeping the result of `gather_parameters`."""
+        return False
+
+    def local_size(self, name: str, size: int) -> int:
+        """Number of the device's heads or columns.
+
+        Args:
+          name: "heads" or "mlp".
+          size: Number of heads or columns on all devices together.
+
+        Returns:
+          The device's share of `size`.
+        """
+        return size
+
+    def local_start(self, name: str, size: int) -> Any:
+        """Index of the device's first head or column.
+
+        Args:
+          name: "heads" or "mlp".
+          size: Number of heads or columns on all devices together.
+
+        Returns:
+          An int, or an int32 scalar inside `shard_map`.
+        """
+        return 0
+
+    def gather_tokens(self, x: Array) -> Array:
+        """Gathers the hidden states that a branch reads.
+
+        Args:
+          x: `[B, t, D]`, for the device's tokens.
+
+        Returns:
+          `[B, T, D]`, for all tokens of the device's sequences.
+        """
+        return x
+
+    def reduce_output(self, y: Array, name: str) -> Array:
+        """Sums the devices' partial results of a branch.
+
+        Args:
+          y: `[B, T, D]`, the device's partial result.
+          name: Logical name of the contracted axis, whose devices hold the other partial results.
+
+        Returns:
+          `[B, t, D]`, the sum for the device's tokens.
+        """
+        return y
+
+    def local_tokens(self, x: Array, axis: int) -> Array:
+        """Selects the device's tokens.
+
+        Args:
+          x: An array over all tokens that a branch reads.
+          axis: The axis of tokens.
+
+        Returns:
+          The slice of x for the device's tokens.
+        """
+        return x
+
+    def mix(self, mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
+        """Runs a mixer on the device's tokens and heads.
+
+        Args:
+          mixer: A mixer.
+          inputs: Inputs of the device's tokens and heads.
+          mask: A static Mask over all tokens.
+
+        Returns:
+          `mixer(inputs, mask)`, for the device's tokens and heads.
+        """
+        return mixer(inputs, mask)
+
+    def remat_policy(self, policy: Any) -> Any:
+        """Excludes parameters that the backward pass gathers again from the values that a policy saves.
+
+        Args:
+          policy: Policy of `jax.checkpoint`; None saves everything.
+
+        Returns:
+          A policy of `jax.checkpoint`, or None.
+        """
+        return policy
+
+    def gather_parameters(self, params: Any) -> Any:
+        """Gathers the parameters of one layer.
+
+        Args:
+          params: The device's shards.
+
+        Returns:
+          A tree of full parameters (of the device's heads and columns).
+        """
+        return params
+
+
+NO_TENSOR_PARALLEL = TensorParallel()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelParallel:
+    """The embedding lookup, the layers and the loss of a model, each as a program over a mesh.
+
+    Attributes:
+      embedding_lookup: `(table, ids [B, T], dtype) -> x [B, T, D]`.
+      run_layers: `(run, stacked parameters, x, context, rng) -> (x, aux)` for all layers, where
+          `run(tensor_parallel, parameters of some layers, x, context, rng, index of the first) -> (x, aux)`.
+      loss: `(output layer, *arguments of its loss) -> LossOut`.
+      token_order: `(sequence length) -> (order, indices)`. order: what `run` needs to know about the order of the tokens
+          on the devices, static. indices: int `[T]`, the tokens in that order, or None if they keep their order.
+    """
+
+    embedding_lookup: Callable[..., Array]
+    run_layers: Callable[..., tuple[Array, Aux]]
+    loss: Callable[..., LossOut]
+    token_order: Callable[..., Any]
