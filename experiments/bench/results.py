@@ -6,407 +6,18 @@ python experiments/bench/results.py
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from result_plots import CAPTIONS, CORPORA, PLOTS, Rows, plot_tradeoff
+from result_plots import CAPTIONS, CORPORA, PLOTS, plot_tradeoff
+from result_tables import BAR, TABLE, Lines
 
-from hpnlp.data.baselines import NAMES
-
-Lines = Sequence[tuple[str, str]]  # (label, figure)
-BAR = r"\|"  # a literal bar in a cell of a Markdown table
 # Files whose results are in docs/guide/output_layers.md.
 IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_")
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 IMAGES = ROOT / "docs" / "images"
-# Names of ratios in the result files that need more than `describe_ratio` to be understood by themselves.
-RATIO_LABELS = {
-    "over our dense": "time relative to dense attention of hpnlp",
-    "over our dense by its square law": "time relative to 16 times dense attention of hpnlp at T 4096",
-    "over the faster of jax.nn and naive": "time relative to the faster of jax.nn and naive JAX",
-    "time over full": "time relative to the full softmax",
-    "time over naive": "time relative to naive JAX",
-    "temporary memory over naive": "temporary memory relative to naive JAX",
-    "bias of the gradient by h": "relative bias of the gradient with respect to h",
-}
-
-
-def describe_ratio(name: str) -> str:
-    """The label of a ratio: "time over torch" and "over torch" both become "time relative to torch"."""
-    label = f"time {name}" if name.startswith("over ") else name
-    return RATIO_LABELS.get(name, label.replace(" over ", " relative to "))
-
-
-def demo(rows: Rows) -> Lines:
-    row = rows[0]
-    compressors = [f"{name} {row[field]:.3f}" for field, name in NAMES.items() if row.get(field) is not None]
-    return [
-        ("held-out bits per byte after `make demo`", f"{row['heldout_bits_per_byte']:.3f} ({', '.join(compressors)})"),
-        ("`make demo`: wall time from process start to report", f"{row['seconds']:.0f} s"),
-    ]
-
-
-def train_step(rows: Rows) -> Lines:
-    return [
-        (
-            f"training step, {row['layers']} layers, D {row['dim']}, T {row['length']}, B {row['batch']}: "
-            "time relative to torch eager",
-            f"{row['ours_over_torch']:.2f} ({row['ours_ms']:.0f} ms; plain Flax {row['flax_over_torch']:.2f})",
-        )
-        for row in rows
-    ]
-
-
-def attention(rows: Rows) -> Lines:
-    return [
-        (f"attention, {row['what']}: {describe_ratio(name)}", f"{ratio:.3g}")
-        for row in rows
-        for name, ratio in row["ratios"].items()
-    ]
-
-
-def softmax(rows: Rows) -> Lines:
-    return [
-        (f"{row['what']}: {describe_ratio(name)}", f"{ratio:.3g}")
-        for row in rows
-        for name, ratio in row["ratios"].items()
-    ]
-
-
-def estimates(rows: Rows) -> Lines:
-    """Biases with the standard errors of their measurement, and numerical errors."""
-    lines = []
-    for row in rows:
-        (name, error), *standard_errors = row["ratios"].items()
-        spread = "".join(f" (standard error of the measurement {x:.1g})" for _, x in standard_errors)
-        lines.append((f"{row['what']}: {describe_ratio(name)}", f"{error:.2g}{spread}"))
-    return lines
-
-
-def output_layers(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown tables of the output layers: time and memory of a training step, and perplexity, on each corpus.
-
-    Args:
-      results: The result files by the name of their benchmark.
-
-    Returns:
-      The tables.
-    """
-    steps: dict[str, dict[str, str]] = {}  # heading -> layer -> figure
-    quality: dict[str, dict[str, str]] = {}
-    environment: Mapping[str, Any] = {}
-    for corpus, words in CORPORA.items():
-        if measured := results.get(f"softmax_steps_{corpus}"):
-            environment = measured["environment"]
-            column = steps.setdefault(f"{words} words", {})
-            for row in measured["rows"]:
-                memory = sum(row["megabytes"].values())
-                column[row["output"]] = f"{row['ratios']['time over full']:.2g} ({memory:,.0f} MB)"
-    for corpus, words in CORPORA.items():
-        for bench, budget in ((corpus, "steps"), (f"{corpus}_time", "time")):
-            if measured := results.get(f"softmax_quality_{bench}"):
-                column = quality.setdefault(f"{words} words, equal {budget}", {})
-                column.update({row["output"]: f"{row['ratios']['over full']:.3f}" for row in measured["rows"]})
-    return "\n\n".join(
-        [
-            f"Measured on {machine(environment)}. Time of a training step relative to `full`, and its memory:",
-            table_of(steps),
-            "Held-out perplexity relative to `full`, after equal numbers of steps and after equal training time:",
-            table_of(quality),
-        ]
-    )
-
-
-def table_of(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """A Markdown table with a row for each output layer. columns: heading -> layer -> figure."""
-    layers = dict.fromkeys(layer for column in columns.values() for layer in column)
-    lines = [["output layer", *columns], ["---"] * (len(columns) + 1)]
-    lines += [[f"`{layer}`", *(column.get(layer, "") for column in columns.values())] for layer in layers]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def machine(environment: Mapping[str, Any]) -> str:
-    cpu = f"{environment['cores']} cores of {environment['cpu']}"
-    return (cpu if environment["backend"] == "cpu" else environment["device"]) + f", jax {environment['jax']}"
-
-
-def loop(rows: Rows) -> Lines:
-    row = rows[0]
-    return [
-        (
-            f"{row['steps']} steps of the training loop: time relative to the bare jitted steps",
-            f"{row['loop_over_bare']:.3f}",
-        ),
-        ("`import hpnlp` after `import jax`: additional time", f"{1e3 * row['import_seconds']:.1f} ms"),
-    ]
-
-
-def decode(rows: Rows) -> Lines:
-    lines = []
-    for row in rows:
-        model = f"{row['layers']} layers, D {row['dim']}, {row['model']}"
-        if row["what"] == "prefill":
-            figure = f"{row['prefill_over_forward']:.2f} ({row['prefill_ms']:.0f} ms)"
-            lines.append((f"prefill of {row['prompt']} tokens, {model}: time relative to one forward pass", figure))
-        else:
-            prompts = f"{row['batch']} prompt{'s' * (row['batch'] > 1)}"
-            figure = f"{row['speedup']:.1f} ({row['ours_tokens_per_second']:,.0f} tokens/s)"
-            lines.append((f"decoding, {prompts}, {model}: tokens/s relative to torch eager with a cache", figure))
-    return lines
-
-
-def parity(rows: Rows) -> Lines:
-    """The largest differences over all layouts."""
-    layouts, names = rows[1:], "; ".join(row["layout"] for row in rows[1:])
-    differences = [max(row[name] for row in layouts) for name in ("loss_relative", "gradient_relative")]
-    plan_errors = [
-        max(abs(row[f"{kind}_bytes"] / row[f"{kind}_bytes_planned"] - 1) for row in layouts)
-        for kind in ("state", "sent")
-    ]
-    compared = f"{len(layouts)} layouts of 8 devices"
-    return [
-        (
-            f"{compared} ({names}) and one device: largest relative difference of losses over "
-            f"{layouts[0]['steps']} steps; of first gradients, array by array",
-            f"{differences[0]:.1e}; {differences[1]:.1e}",
-        ),
-        (
-            f"{compared}: largest relative error of the planned bytes of a device: state; sent in a step",
-            f"{plan_errors[0]:.2%}; {plan_errors[1]:.2%}",
-        ),
-    ]
-
-
-def bubble(rows: Rows) -> Lines:
-    counted = [row for row in rows if "idle_counted" in row]
-    difference = max(abs(row["idle_counted"] - row["idle_formula"]) for row in counted)
-    idle = [row["idle_formula"] for row in counted]
-    label = f"{len(counted)} pipeline schedules, {rows[0]['stages']} stages, 1 to 4 rounds: idle fraction of the time"
-    return [(label, f"{max(idle):.3f} to {min(idle):.3f}, differs from the formula by at most {difference:.1e}")]
-
-
-def remat(rows: Rows) -> Lines:
-    first = rows[0]
-    size = f"{first['parameters'] / 1e6:.0f}M parameters, T {first['length']}"
-    lines = [
-        (
-            f"`plan.remat={row['remat']}`, step of {size}, B {row['rows']}: temporary memory; error of the plan",
-            f"{row['temp_bytes'] / 2**20:,.0f} MiB; {row['temp_bytes_planned'] / row['temp_bytes'] - 1:+.1%}",
-        )
-        for row in rows
-    ]
-    return lines + [
-        (
-            f"`plan.remat={row['remat']}`, step of {size}, B {row['timed_rows']}: time relative to `{first['remat']}`",
-            f"{row['time_over_first']:.2f} ({row['ms']:,.0f} ms)",
-        )
-        for row in rows
-        if "timed_rows" in row
-    ]
-
-
-# The layouts of ring.py -> their description.
-EXCHANGES = {"ring": "exchanged in a ring", "heads": "exchanged by heads (all-to-all)"}
-
-
-def ring(rows: Rows) -> Lines:
-    lines = []
-    for row in rows:
-        exchange = EXCHANGES.get(row["layout"], row["layout"])
-        setting = f"`{row['mixer']}`, a sequence of {row['length']:,} tokens over {row['devices']} devices, {exchange}"
-        if "over_one" in row:
-            label = f"{setting}: activation memory relative to one device"
-            lines.append((label, f"1 / {1 / row['over_one']:.1f}"))
-        if "pairs_done" in row:
-            label = f"{setting}: fraction of chunk pairs computed; of ring rounds taken; of token pairs that the mask allows"
-            pairs, rounds = (row[f"{kind}_done"] / row[f"{kind}_possible"] for kind in ("pairs", "rounds"))
-            lines.append((label, f"{pairs:.3f}; {rounds:.3f}; {row['density']:.3f}"))
-    return lines
-
-
-def plan(rows: Rows) -> Lines:
-    return [
-        (
-            f"`hpnlp plan --depth={row['depth']}` of a model of {row['model']} parameters for {row['devices']} devices: time",
-            f"{row['seconds']:.1f} s",
-        )
-        for row in rows
-    ] + [
-        (
-            f"plan for {row['devices']} devices, {row['model']} parameters, relative error against the compiled program: "
-            "state; temporary memory; bytes sent",
-            "; ".join(f"{row[f'{kind} off']:+.1%}" for kind in ("state", "temporaries", "communication")),
-        )
-        for row in rows
-        if "state off" in row
-    ]
-
-
-def plan_tpu(rows: Rows) -> Lines:
-    errors = [row["temporaries off"] for row in rows]
-    label = (
-        f"plans of {len(rows)} steps of 110M and 7B parameters on 1 to 512 TPUs: "
-        "relative error of the temporary memory against the compiled program"
-    )
-    return [(label, f"{min(errors):+.0%} to {max(errors):+.0%}")]
-
-
-def resume(rows: Rows) -> Lines:
-    row = rows[0]
-    lost, lines = row["steps_lost_beyond_interval"], f"of {row['lines_of_each']} in each of {row['runs_compared']} runs"
-    return [
-        (f"training killed {row['kills']} times by `kill -9`: steps lost beyond one checkpoint interval", str(lost)),
-        (
-            "lines of metrics that differ in any bit from those of an uninterrupted run",
-            f"{row['lines_that_differ']} {lines}",
-        ),
-    ]
-
-
-# The stacks of reversible.py -> their description.
-STACKS = {"plain": "plain", "remat": "rematerialised", "reversible": "reversible"}
-
-
-def reversible(rows: Rows) -> Lines:
-    """Memory by depth, and memory and time of each kind of stack at the greatest depth."""
-    deep = max(row["layers"] for row in rows)
-    shallow_stacks, deep_stacks = (
-        {row["stack"]: row for row in rows if row["layers"] == n} for n in (min(r["layers"] for r in rows), deep)
-    )
-    plain, ours = deep_stacks["plain"], deep_stacks["reversible"]
-    size = f"D {ours['dim']}, T {ours['length']}, B {ours['batch']}"
-    lines = [
-        (
-            f"temporary memory of reversible layers, {size}: {deep} layers relative to "
-            f"{shallow_stacks['reversible']['layers']} layers",
-            f"{ours['temp_bytes'] / shallow_stacks['reversible']['temp_bytes']:.3f}",
-        )
-    ]
-    lines += [
-        (
-            f"gradient, {deep} layers, {size}, {STACKS[row['stack']]} layers: temporary memory; time relative to plain layers",
-            f"{row['temp_bytes'] / 2**20:,.0f} MiB; {row['time_over_plain']:.2f} ({row['ms']:.0f} ms)",
-        )
-        for row in (plain, deep_stacks["remat"], ours)
-    ]
-    error = f"{ours['gradient_error']:.1e}"
-    label = f"gradients of {deep} reversible layers: relative difference from the same layers with stored activations"
-    return [*lines, (label, error)]
-
-
-# The forms of adamw.py -> their description.
-ADAMW_FORMS = {
-    "stacks": "stacked layers",
-    "layers": "separate layers",
-    "flat": "moments as flat vectors",
-    "all flat": "everything as flat vectors",
-}
-
-
-def adamw(rows: Rows) -> Lines:
-    """Time, bandwidth and temporary memory of each form of the update."""
-    lines = []
-    for row in rows:
-        arrays = f"{row['arrays']} array{'s' * (row['arrays'] > 1)}"
-        update = f"AdamW of {row['parameters'] / 1e6:.0f}M parameters, {ADAMW_FORMS[row['form']]} ({arrays})"
-        figures = f"{row['ms']:.0f} ms, {row['gb_per_second']:.0f} GB/s, {row['temp_bytes'] >> 20} MiB temporary memory"
-        lines.append((f"{update}: time relative to stacked layers", f"{row['time_over_stacks']:.2f} ({figures})"))
-    return lines
-
-
-def large_batch(rows: Rows) -> Lines:
-    """Loss of the best recipe for the small batch, and of the others relative to it at the same number of tokens."""
-    best = min((row for row in rows if row["rule"] == "small"), key=lambda row: row["loss"])
-    rules = {"none": "unchanged", "sqrt": "scaled by the square root", "linear": "scaled linearly"}
-    return [
-        (
-            f"{best['optimizer']}, batches of {best['batch'] * best['length']:,} bytes: held-out loss",
-            f"{best['loss']:.3f} nats per byte ({best['steps']:,} steps)",
-        )
-    ] + [
-        (
-            f"{row['optimizer']}, batches of {row['batch'] * row['length']:,} bytes, learning rate "
-            f"{rules[row['rule']]}: held-out loss relative to the small batch",
-            f"{row['over_small']:.3f} ({row['steps']:,} steps)",
-        )
-        for row in rows
-        if row["rule"] != "small"
-    ]
-
-
-def suite(rows: Rows) -> Lines:
-    return [
-        (f"`make {row['target']}` after set-up: wall time", f"{row['seconds'] / 60:.1f} min ({row['passed']} tests)")
-        for row in rows
-    ]
-
-
-def faults(rows: Rows) -> Lines:
-    detected, first = (sum(row["tier"] in tiers for row in rows) for tiers in ((1, 2), (1,)))
-    return [("seeded faults that tests detect", f"{detected} of {len(rows)}, {first} of them by `make test`")]
-
-
-def gpu_attention(rows: Rows) -> Lines:
-    ways = {"forward": "forward", "both": "forward and backward"}
-    return [
-        (
-            f"attention, {row['bench']}, bfloat16, B {row['batch']}, T {row['length']}, {ways[row['way']]}: {row['impl']}",
-            f"{row['ms']:.2f} ms ({row['tflops']:.0f} TFLOP/s)",
-        )
-        for row in rows
-        if "ms" in row
-    ]
-
-
-def gpu_step(rows: Rows) -> Lines:
-    timed = [row for row in rows if "step_ms" in row]
-    lines = []
-    if best := max((row for row in timed if row["mfu"]), key=lambda row: row["mfu"], default=None):
-        label = f"step of {best['parameters'] / 1e6:.0f}M parameters, bfloat16, T {best['length']}, B {best['batch']}"
-        figure = f"{100 * best['mfu']:.0f} % ({best['step_ms']:.0f} ms, {best['tokens_per_second']:,.0f} tokens/s)"
-        lines.append((f"{label}, `{best['setting']}`: MFU", figure))
-    if ratios := [row["planned_over_measured"] for row in timed]:
-        label = (
-            f"{len(ratios)} combinations of batch size and rematerialisation: planned time relative to measured time"
-        )
-        lines.append((label, f"{min(ratios):.2f} to {max(ratios):.2f}"))
-    return lines + [
-        (
-            f"step with `{row['setting']}`, B {row['batch']}: device memory freed; time relative to no offloading",
-            f"{row['freed_bytes'] / 1e9:.2f} GB; {row['time_over_without']:.2f}",
-        )
-        for row in timed
-        if "freed_bytes" in row
-    ]
-
-
-# name of the result file without the device -> a function to lines of the table: (label, figure)
-TABLE: dict[str, Callable[[Rows], Lines]] = {
-    "demo": demo,
-    "train_step": train_step,
-    "attention": attention,
-    "gpu_attention": gpu_attention,
-    **dict.fromkeys(("softmax", "softmax_layers", "gpu_softmax", "search"), softmax),
-    "estimates": estimates,
-    "reversible": reversible,
-    "decode": decode,
-    "loop": loop,
-    "parity": parity,
-    "bubble": bubble,
-    "ring": ring,
-    "remat": remat,
-    "plan": plan,
-    "plan_tpu": plan_tpu,
-    "resume": resume,
-    "adamw": adamw,
-    "large_batch": large_batch,
-    "suite": suite,
-    "faults": faults,
-    "gpu_step": gpu_step,
-}
-
 
 # Sections of docs/results.md: heading -> names of result files without the device.
 SECTIONS = {
@@ -456,6 +67,53 @@ HEADLINE = [
         "16 layouts of 8 devices (data",
     ),
 ]
+
+
+def output_layers(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown tables of the output layers: time and memory of a training step, and perplexity, on each corpus.
+
+    Args:
+      results: The result files by the name of their benchmark.
+
+    Returns:
+      The tables.
+    """
+    steps: dict[str, dict[str, str]] = {}  # heading -> layer -> figure
+    quality: dict[str, dict[str, str]] = {}
+    environment: Mapping[str, Any] = {}
+    for corpus, words in CORPORA.items():
+        if measured := results.get(f"softmax_steps_{corpus}"):
+            environment = measured["environment"]
+            column = steps.setdefault(f"{words} words", {})
+            for row in measured["rows"]:
+                memory = sum(row["megabytes"].values())
+                column[row["output"]] = f"{row['ratios']['time over full']:.2g} ({memory:,.0f} MB)"
+    for corpus, words in CORPORA.items():
+        for bench, budget in ((corpus, "steps"), (f"{corpus}_time", "time")):
+            if measured := results.get(f"softmax_quality_{bench}"):
+                column = quality.setdefault(f"{words} words, equal {budget}", {})
+                column.update({row["output"]: f"{row['ratios']['over full']:.3f}" for row in measured["rows"]})
+    return "\n\n".join(
+        [
+            f"Measured on {machine(environment)}. Time of a training step relative to `full`, and its memory:",
+            table_of(steps),
+            "Held-out perplexity relative to `full`, after equal numbers of steps and after equal training time:",
+            table_of(quality),
+        ]
+    )
+
+
+def table_of(columns: Mapping[str, Mapping[str, str]]) -> str:
+    """A Markdown table with a row for each output layer. columns: heading -> layer -> figure."""
+    layers = dict.fromkeys(layer for column in columns.values() for layer in column)
+    lines = [["output layer", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[f"`{layer}`", *(column.get(layer, "") for column in columns.values())] for layer in layers]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def machine(environment: Mapping[str, Any]) -> str:
+    cpu = f"{environment['cores']} cores of {environment['cpu']}"
+    return (cpu if environment["backend"] == "cpu" else environment["device"]) + f", jax {environment['jax']}"
 
 
 def headline(lines: Mapping[str, Lines]) -> str:
