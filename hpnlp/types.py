@@ -69,20 +69,16 @@ class MixerTraits:
     Attributes:
       causal: It can mix under `Causal()`, so that no output depends on later tokens.
       bidirectional: It can mix under `Full()`, so that outputs depend on earlier and later tokens.
-      any_length: Sequences may have other lengths than those that the mixer was initialised with.
       prefix_consistent: Under `Causal()`, the outputs of a prefix equal the first outputs of the whole sequence.
       isolates_segments: Tokens of one segment do not influence those of another.
       decodes: It has a cache (`MixerOutput.cache`) and `extend`.
-      draws: It draws random numbers in evaluation as well, such as random features.
     """
 
     causal: bool = True
     bidirectional: bool = True
-    any_length: bool = True
     prefix_consistent: bool = True
     isolates_segments: bool = True
     decodes: bool = True
-    draws: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -141,7 +137,8 @@ class MixerOutput:
     """Result of a mixer.
 
     Attributes:
-      o: `[B, T, N, H]`, the mixed values before the output projection; or `[B, T, D]`, which is not projected.
+      o: `[B, T, N, H]`, the mixed values before the output projection; or, from a mixer that needs no projections,
+          `[B, T, D]`, which is not projected.
       aux: Statistics and losses of the mixer.
       cache: What `extend` needs to know about the tokens; None unless `MixerInputs.capacity` is given.
     """
@@ -155,8 +152,8 @@ class Mixer(Protocol):
     """A way to mix information along the sequence, such as attention over a pattern: a Flax module, an entry of MIXERS.
 
     A mixer may have two more methods. `extend(inputs, mask, cache) -> (o, cache)` mixes further tokens with those in the cache
-    (`MixerTraits.decodes`). `partial(inputs, mask) -> (o, float32 lse [B, T, N])` mixes some of the keys; `ops.attention.merge`
-    joins its results, as on a ring of devices.
+    (`MixerTraits.decodes`). `partial(inputs, mask) -> (o, float32 lse [B, T, N])` mixes some of the keys, with the mask as
+    `within` returns it and without parameters of its own; `ops.attention.merge` joins its results, as on a ring of devices.
 
     Attributes:
       needs: The projections that the mixer reads, by their names in MixerInputs; none for a mixer that reads `x`.
@@ -418,7 +415,7 @@ class Model(Protocol):
     """A Flax module that a trainer can train.
 
     Attributes:
-      config: Its config, with the methods `sizes` (of logical axes), `mixers` and `masks` (of the layers of one period).
+      config: Its config, a `models.backbone.BackboneConfig` with a method `masks` (of the layers of one period).
       model_parallel: A `model_parallel.ModelParallel`, or None for one device.
       remat: Rematerialisation policy of the layers.
       is_normalized: Whether the loss is -log p(label) of a distribution.

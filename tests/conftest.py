@@ -15,9 +15,8 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["JAX_PLATFORMS"] = os.environ.get("HPNLP_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
-os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = (
-    "0"  # no source locations in programs; recording them takes 5 % of the time
-)
+# No source locations in programs: recording them takes 5 % of the time.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 if os.environ["JAX_PLATFORMS"] == "cpu":  # LLVM's optimizations take longer than they save
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["NPROC"] = "32"  # the value that hpnlp.__main__.spare_threads sets

@@ -73,6 +73,7 @@ shared_trainer = functools.lru_cache(maxsize=32)(make_trainer)
 @pytest.fixture(scope="module", autouse=True)
 def shared_trainers():
     """Runs of equal models, optimizers and plans share a trainer, so that its programs are traced once."""
+    shared_trainer.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "make_trainer", shared_trainer)
         yield

@@ -129,7 +129,7 @@ class BackboneConfig(BlockConfig):
         """Number of weights in the layers' matrices.
 
         Returns:
-          The number, without biases, norms and the tables.
+          The number, without biases, norms, tables and the mixers' own parameters.
         """
         heads = {"heads": self.heads, "kv_heads": self.kv_head_count}
         mixing = []
@@ -194,7 +194,7 @@ class Backbone(nn.Module):
         if any(jax.eval_shape(init, rng) != jax.eval_shape(first, rng) for init in further):
             raise InputError(
                 f"model.mixer={self.config.mixer!r}: the mixers have different parameters, which do not stack: choose mixers "
-                "that have none"
+                "with the same projections and parameters"
             )
         stacked = jax.vmap(first)(keys)
         return jax.tree.map(

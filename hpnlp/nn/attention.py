@@ -81,7 +81,7 @@ def mixer_period(text: str) -> tuple[Spec, ...]:
 
 
 class Attention(nn.Module):
-    """Projects x to the queries, keys and values that the mixer needs, mixes, and projects back.
+    """Projects x to what the mixer needs, mixes, and projects back; a mixer that needs no projections gets and returns x.
 
     Attributes:
       heads: Number of query heads, N.
@@ -155,7 +155,7 @@ class Attention(nn.Module):
         else:
             o, cache = mixer.extend(inputs, context.mask, cache)
             out = MixerOutput(o, cache=cache)
-        if out.o.ndim == 3:
+        if not mixer.needs:
             return self.tensor_parallel.local_tokens(out.o, 1), out.cache, out.aux
         o = out.o.reshape(*x.shape[:-1], -1)
         y = Dense(x.shape[-1], ("heads", "embed"), self.out_bias, self.out_init, self.tensor_parallel, name="out")(o)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -28,7 +29,7 @@ def causal_conv(
     Raises:
       InputError: The kernel has no weight, or another number of features than x.
 
-    Cost: B T W D multiplications, which the compiler fuses into one pass over x.
+    Cost: B T W D multiplications, which the compiler fuses into one pass over x. A gradient keeps x only.
 
     References:
       The token mixer of Gu and Dao 2023, "Mamba", fig. 3, and of So et al. 2021, "Primer", sec. 3 (there after the
@@ -38,6 +39,11 @@ def causal_conv(
         raise InputError(
             f"kernel {kernel.shape}: expected at least one weight for each of the {x.shape[2]} features of x"
         )
+    # Without the checkpoint, a gradient would keep W float32 copies of x.
+    return jax.checkpoint(_convolve, prevent_cse=False)(x, kernel, segment_ids)
+
+
+def _convolve(x: Array, kernel: Array, segment_ids: Array | None) -> Array:
     weights = kernel.astype(jnp.float32)[:, None, None]
     total = weights[0] * x.astype(jnp.float32)
     for distance in range(1, min(kernel.shape[0], x.shape[1])):

@@ -83,7 +83,7 @@ def check_support(
     if divides_sequences and any(not mixer.needs for mixer in mixers):
         raise InputError(
             f"plan.sequence={layout.size('length')} divides sequences over devices, and a mixer without heads needs whole "
-            "ones: set plan.sequence=1, or choose another model.mixer"
+            "ones: set plan.sequence=1, or choose a model.mixer that has heads"
         )
     if any(mask.heads is not None for mask in masks) and (divides_sequences or layout.size("heads") > 1):
         raise InputError(

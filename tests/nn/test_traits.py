@@ -3,11 +3,12 @@
 import dataclasses
 import types
 
+import jax
 import numpy as np
 import pytest
 
 from hpnlp.models.decode import Generation
-from hpnlp.models.lm import LM, LMConfig
+from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full, Window
@@ -33,9 +34,10 @@ def mixer(monkeypatch):
 
 
 def test_language_models_need_causal_mixers(mixer):
-    mixer(causal=False)
-    with pytest.raises(InputError, match="model.mixer='full,other': other lets tokens depend on later ones"):
-        LMConfig(mixer="full,other", **SIZES)
+    for trait in ("causal", "prefix_consistent"):
+        mixer(**{trait: False})
+        with pytest.raises(InputError, match="model.mixer='full,other': other lets tokens depend on later ones"):
+            LMConfig(mixer="full,other", **SIZES)
 
 
 def test_packed_data_need_mixers_that_isolate_segments(mixer):
@@ -60,15 +62,18 @@ def test_mixers_without_heads_are_not_divided_by_sequence():
 
 
 def test_convolutions_raise_for_widths_and_masks_that_they_cannot_have():
-    with pytest.raises(InputError, match=r"model.mixer=conv\(0\): expected a width of at least 1"):
-        LMConfig(mixer="conv(0)", **SIZES)
+    for width in (0, 129):
+        with pytest.raises(InputError, match=rf"model.mixer=conv\({width}\): expected a width of 1 to 128"):
+            LMConfig(mixer=f"conv({width})", **SIZES)
     with pytest.raises(InputError, match="a convolution cannot apply the mask Window"):
         MIXERS["conv"]().within(Window(3, 0))
+    with pytest.raises(InputError, match="conv,full.* different parameters, which do not stack"):
+        LM(LMConfig(mixer="conv,full", **SIZES)).init(jax.random.key(0), example_batch(1, 4))
 
 
 def test_weights_of_layers_are_counted_by_their_projections():
     full, conv, both = (
-        LMConfig(mixer=mixer, **SIZES).non_embedding_parameters() for mixer in ("full", "conv", "conv,full")
+        LMConfig(mixer=mixer, **SIZES).non_embedding_parameters() for mixer in ("full", "conv", "window,full")
     )
     assert full - conv == 2 * 4 * 8 * 8
-    assert 2 * both == full + conv
+    assert both == full

@@ -8,11 +8,12 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from hpnlp import measure
+from hpnlp.model_parallel import NO_TENSOR_PARALLEL
 from hpnlp.nn.attention import Context
 from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.parallel import pipeline
 from hpnlp.parallel.plan import Plan
-from hpnlp.types import NO_TENSOR_PARALLEL, InputError
+from hpnlp.types import InputError
 from tests.contracts import once
 
 LAYERS, B, T, D = 8, 16, 8, 16

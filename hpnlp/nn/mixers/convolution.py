@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import param
-from hpnlp.ops.attention import Causal, Full, Window
+from hpnlp.ops.attention import Causal, Window
 from hpnlp.ops.convolution import causal_conv
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+
+MAX_WIDTH = 128  # the operation has one term for each token of the width
 
 
 class ConvMixer(nn.Module):
@@ -30,14 +32,15 @@ class ConvMixer(nn.Module):
     width: int = 4
 
     @nn.compact
-    def _kernel(self, dim: int) -> jax.Array:
+    def _taps(self, dim: int) -> jax.Array:
+        # Not named "kernel": optimizers treat a kernel as a matrix, and these are D independent filters.
         init = nn.initializers.normal(self.width**-0.5)
-        return param(self, "kernel", init, (self.width, dim), ("taps", "embed"))
+        return param(self, "taps", init, (self.width, dim), ("taps", "embed"))
 
     def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
         assert inputs.x is not None
         self.within(mask)
-        o = causal_conv(inputs.x, self._kernel(inputs.x.shape[-1]), inputs.segment_ids)
+        o = causal_conv(inputs.x, self._taps(inputs.x.shape[-1]), inputs.segment_ids)
         return MixerOutput(o, cache=None if inputs.capacity is None else self._last(inputs.x, inputs.lengths()))
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -54,14 +57,14 @@ class ConvMixer(nn.Module):
         assert inputs.x is not None
         self.within(mask)
         x = jnp.concatenate([cache, inputs.x], axis=1)
-        o = causal_conv(x, self._kernel(x.shape[-1]))[:, self.width - 1 :]
+        o = causal_conv(x, self._taps(x.shape[-1]))[:, self.width - 1 :]
         return o, x[:, x.shape[1] - (self.width - 1) :]
 
     def within(self, mask: Any) -> Any:
         """The window of the convolution.
 
         Args:
-          mask: `Causal()` or `Full()`.
+          mask: `Causal()`.
 
         Returns:
           The mask of the pairs that influence each other.
@@ -69,7 +72,7 @@ class ConvMixer(nn.Module):
         Raises:
           InputError: Another mask, which a convolution cannot honour.
         """
-        if mask not in (Causal(), Full()):
+        if mask != Causal():
             raise InputError(
                 f"a convolution cannot apply the mask {mask}: pass Causal(), or choose another model.mixer"
             )
@@ -87,15 +90,15 @@ def conv(width: int = 4, *, dropout: float = 0.0, name: str | None = None) -> Co
 
     Args:
       width: Number of tokens that an output depends on.
-      dropout: Rate of dropout on attention probabilities, of which a convolution has none.
+      dropout: Ignored: a convolution has no attention probabilities.
       name: Name of the module.
 
     Returns:
       The mixer.
 
     Raises:
-      InputError: A width under 1.
+      InputError: A width that is not 1 to MAX_WIDTH.
     """
-    if width < 1:
-        raise InputError(f"model.mixer=conv({width}): expected a width of at least 1")
+    if not 1 <= width <= MAX_WIDTH:
+        raise InputError(f"model.mixer=conv({width}): expected a width of 1 to {MAX_WIDTH}")
     return ConvMixer(width, name=name)

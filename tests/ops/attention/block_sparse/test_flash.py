@@ -140,6 +140,7 @@ def test_patterns_match_reference(mask):
     [
         sparse_transformer_fixed(6, 2),
         bigbird(4, among=9),
+        longformer(4, 2, 3),
         Causal() & ~Strided(3) & UNEVEN | Window(1) & UNEVEN,
         ~Full(),
     ],
