@@ -1,4 +1,4 @@
-"""What mixers do not claim raises an error when a model is made, and not later."""
+"""Traits that a mixer does not claim raise an error when a model is made, and not later."""
 
 import dataclasses
 import types
