@@ -42,6 +42,7 @@ def directory(tmp_path_factory, quick_compiler):  # noqa: F811
     return tmp_path_factory.mktemp("reader")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in PAGES if blocks(p, "python")], ids=lambda path: path.stem)
 def test_python_blocks_run(path, directory):
     run_page(path, directory)

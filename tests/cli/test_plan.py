@@ -55,6 +55,7 @@ def test_a_directory_gets_a_picture_of_its_own_name(plan, tmp_path):
     assert not (tmp_path / "pictures.png").exists()
 
 
+@pytest.mark.slow
 def test_search_and_compiled_step_are_printed(plan):
     call, _ = plan
     outcome = call("--devices=2", "--search", "--depth=compiled")

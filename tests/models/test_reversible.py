@@ -34,7 +34,7 @@ class Reporting(ExactMixer):
     "fields",
     [
         {},
-        {"mixer": "window(2,0),full", "layers": 5},
+        pytest.param({"mixer": "window(2,0),full", "layers": 5}, marks=pytest.mark.slow),
         {"layers": 2, "dropout": 0.3, "norm": "layer", "position": "learned", "out_bias": True, "mlp_bias": True},
         {"mixer": "reporting,window(3,0)"},
         {"layers": 2, "dtype": "bfloat16"},

@@ -386,6 +386,7 @@ def test_evaluation_without_a_target_token_raises(tmp_path):
         train(tmp_path / "run", **data)
 
 
+@pytest.mark.slow
 def test_debug_nans_stops_at_the_operation(tmp_path):
     fields = {"optimizer__learning_rate": 1e30, "optimizer__clip_norm": 0.0, "model__layers": 1}
     with pytest.raises(FloatingPointError, match="nan"):

@@ -143,8 +143,7 @@ CIRCULAR = {
 
 # Recomputation of stages does not depend on what divides the other axes.
 ROUNDS = [
-    ("3d", "none"),
-    *(pytest.param(name, "none", marks=pytest.mark.slow) for name in CIRCULAR if name != "3d"),
+    *(pytest.param(name, "none", marks=pytest.mark.slow) for name in CIRCULAR),
     *(pytest.param(name, "full", marks=pytest.mark.slow) for name in ("3d", "pipeline 2 x zero3 2 x tensor 2")),
 ]
 

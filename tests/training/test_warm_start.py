@@ -66,7 +66,13 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize(
-    "plan", [{"plan__name": "zero3"}, {"plan__name": "data", "plan__tensor": 2, "plan__offload_parameters": True}]
+    "plan",
+    [
+        {"plan__name": "zero3"},
+        pytest.param(
+            {"plan__name": "data", "plan__tensor": 2, "plan__offload_parameters": True}, marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_starts_from_parameters_and_tokenizer_of_a_run(words, tmp_path, capsys, plan):
     """Under another layout than the source's; the first line of output names the source."""
@@ -115,6 +121,7 @@ def test_run_without_a_checkpoint_starts_from_the_source_again(words, tmp_path, 
     assert_same(result.params, load(words).params)
 
 
+@pytest.mark.slow
 def test_config_with_equal_fields_starts_from_a_run(words, tmp_path):
     """Without experiments/lm/finetune.py: a config with the run's fields and `train.init_from`."""
     fields = STILL | {"data__tokenizer": "words(40)", "train__init_from": str(words)}
