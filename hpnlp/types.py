@@ -148,6 +148,7 @@ class MixerOutput:
     cache: Any = None
 
 
+@runtime_checkable
 class Mixer(Protocol):
     """A way to mix information along the sequence, such as attention over a pattern: a Flax module, an entry of MIXERS.
 
@@ -411,6 +412,7 @@ class Tokenizer(Protocol):
         ...
 
 
+@runtime_checkable
 class Model(Protocol):
     """A Flax module that a trainer can train.
 
