@@ -76,6 +76,12 @@ class BackboneConfig(BlockConfig):
                 f"model.mixer={self.mixer!r} takes {period} layers for one turn, but model.layers={self.layers}: name fewer "
                 "mixers, or add layers"
             )
+        projects = any(mixer.needs for mixer in self.mixers())
+        for name in ("qk_norm", "qkv_bias", "out_bias"):
+            if getattr(self, name) and not projects:
+                raise InputError(
+                    f"model.{name}=True has no effect, because model.mixer={self.mixer!r} has no projections: set it to False"
+                )
         lookup(DTYPES, self.dtype, "model.dtype")
         if self.residual not in RESIDUALS:
             raise InputError(f"model.residual={self.residual!r}: {did_you_mean(self.residual, RESIDUALS)}")

@@ -77,3 +77,9 @@ def test_weights_of_layers_are_counted_by_their_projections():
     )
     assert full - conv == 2 * 4 * 8 * 8
     assert both == full
+
+
+@pytest.mark.parametrize("name", ["qk_norm", "qkv_bias", "out_bias"])
+def test_options_of_projections_raise_without_projections(name):
+    with pytest.raises(InputError, match=f"model.{name}=True has no effect, because model.mixer='conv'"):
+        LMConfig(mixer="conv", **SIZES, **{name: True})
