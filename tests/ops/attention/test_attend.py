@@ -115,6 +115,18 @@ def test_hidden_nan_of_a_padding_segment_changes_nothing(form):
 
 
 @both_forms
+@pytest.mark.parametrize("mixed", ["queries", "keys"])
+def test_single_tiles_of_several_segments_are_computed(form, mixed):
+    """The only tile must not be skipped when its other side has one segment, the second."""
+    arrays, _ = make((1, 16, 16, 2, 2, 8, 8))
+    two, second = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 8)[None], jnp.ones((1, 16), jnp.int32)
+    ids = (two, second) if mixed == "queries" else (second, two)
+    options = dict(zip(SEGMENTS, ids, strict=True))
+    ours, expected = once(lambda *x: [f(*x, Full(), **options) for f in (in_blocks(form, 16), reference)], *arrays)
+    assert_close(ours, expected, "float32")
+
+
+@both_forms
 def test_rows_that_see_nothing_have_zero_gradients(form):
     """The cotangent of their lse is not finite."""
     (q, k, v), _ = make((1, 5, 5, 2, 2, 8, 8))
