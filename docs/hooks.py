@@ -44,16 +44,22 @@ def cell(text: str) -> str:
 
 
 def fields() -> str:
-    """A table for each section of the config."""
+    """A table for each section of the config; of the sections model and data one for each task."""
     from hpnlp.cli.fields import described
+    from hpnlp.tasks import TASKS
 
-    sections = []
-    for title, summary, rows in described():
-        lines = [f"### {title}\n", f"{summary}\n", "| field | default | meaning |", "|---|---|---|"]
-        for name, default, text in rows:
-            lines.append(f"| `{title}.{name}` | `{default!r}` | {cell(text)} |")
-        sections.append("\n".join(lines) + "\n")
-    return "\n".join(sections)
+    sections, common = [], []
+    for task in TASKS:
+        for title, summary, rows in described(task):
+            typed = title in ("model", "data")
+            if not typed and task != "lm":
+                continue
+            heading = f"### {title or 'task'}" + f" of task {task}" * (typed and task != "lm")
+            lines = [f"{heading}\n", f"{summary}\n", "| field | default | meaning |", "|---|---|---|"]
+            for name, default, text in rows:
+                lines.append(f"| `{title}{'.' * bool(title)}{name}` | `{default!r}` | {cell(text)} |")
+            (sections if typed or not title else common).append("\n".join(lines) + "\n")
+    return "\n".join(sections + common)
 
 
 GENERATED: dict[str, Callable[[], str]] = {"commands": commands, "fields": fields}

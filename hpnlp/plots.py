@@ -9,35 +9,37 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data.baselines import NAMES
+from hpnlp.tasks.reporting import Heatmap, Ranking
 
-PERPLEXITY = "held-out perplexity"
 COLORS = 10  # number of colours in matplotlib's cycle, C0 to C9
 MARKERS = "osD^v"  # the next marker is used after all colours
 
 
 def plot_curves(
-    curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, report: Mapping[str, Any] | None = None
+    curves: Mapping[str, Sequence[Mapping[str, Any]]],
+    path: Path,
+    report: Mapping[str, Any] | None = None,
+    levels: Mapping[str, float] | None = None,
+    unit: str = "a token",
 ) -> None:
     """Plots training loss (raw values faint, and smoothed) and held-out loss against steps, one colour for each run.
 
     Args:
       curves: Name of a run -> lines of its metrics.jsonl.
       path: File to write; its extension decides the format.
-      report: Content of report.json, if there is one run only. Adds its last held-out loss and, if tokens are bytes, lines at
-        the bits per byte of compressors.
+      report: Content of report.json, if there is one run only. Adds its last held-out loss.
+      levels: Label -> loss of horizontal lines, at most three; those that are out of the range of the curves are left out.
+      unit: The objects that a loss is the mean over, as "a token".
     """
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for index, (name, lines) in enumerate(curves.items()):
         _plot_curve(axes, name, lines, f"C{index % COLORS}", report)
-    if report and report["config"]["data.tokenizer"] == "bytes":
-        low, high = axes.get_ylim()
-        for style, (field, name) in zip((":", "-.", "--"), NAMES.items(), strict=True):
-            nats = (report.get(field) or math.inf) * math.log(2)
-            if low < nats < high:
-                axes.axhline(nats, color="0.4", linestyle=style, linewidth=0.9, label=f"held-out: {name}")
-    axes.set(xlabel="step", ylabel="loss, nats a token")
+    low, high = axes.get_ylim()
+    for style, (label, loss) in zip((":", "-.", "--"), (levels or {}).items(), strict=False):
+        if low < loss < high:
+            axes.axhline(loss, color="0.4", linestyle=style, linewidth=0.9, label=label)
+    axes.set(xlabel="step", ylabel=f"loss, nats {unit}")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
@@ -82,13 +84,13 @@ def smooth(values: Sequence[float]) -> np.ndarray:
 
 
 def plot_tradeoff(
-    scored: Mapping[str, tuple[Mapping[str, Any], float]], label: str, path: Path, title: str = ""
+    scored: Mapping[str, tuple[Mapping[str, Any], float]], ranking: Ranking, path: Path, title: str = ""
 ) -> None:
     """Plots quality against training time and against peak memory.
 
     Args:
       scored: Label of a run -> its report and quality, best run first.
-      label: Label of the quality axis; for PERPLEXITY the axis is logarithmic.
+      ranking: Name of the quality, and whether its axis is logarithmic.
       path: File to write; its extension decides the format.
       title: Title of the legend.
     """
@@ -101,15 +103,39 @@ def plot_tradeoff(
             marker = MARKERS[index // COLORS % len(MARKERS)]
             axes.plot(cost(report), score, marker, color=f"C{index % COLORS}", label=drawable(name))
         axes.set(xlabel=xlabel)
-        if label == PERPLEXITY:  # so that equal distances are equal differences of the loss
+        if ranking.is_ratio:
             logarithmic(axes, [score for _, score in scored.values()])
         axes.grid(alpha=0.3)
-    panels[0].set(ylabel=label)
+    panels[0].set(ylabel=ranking.label)
     handles, labels = panels[1].get_legend_handles_labels()
     if handles:
         figure.legend(
             handles, labels, loc="outside right upper", frameon=False, fontsize=8, title=drawable(title) or None
         )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_heatmap(heatmap: Heatmap, path: Path) -> None:
+    """Plots a matrix of counts, coloured by the share of each count in its row.
+
+    Args:
+      heatmap: Counts and names.
+      path: File to write; its extension decides the format.
+    """
+    plt = _pyplot()
+    counts = np.asarray(heatmap.counts, np.float64)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    rows, columns = counts.shape
+    figure, axes = plt.subplots(figsize=(3 + 0.28 * columns, 2 + 0.28 * rows), layout="constrained")
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    axes.set(xlabel=heatmap.xlabel, ylabel=heatmap.ylabel)
+    axes.set_xticks(range(columns), [drawable(name) for name in heatmap.columns], rotation=90, fontsize=7)
+    axes.set_yticks(range(rows), [drawable(name) for name in heatmap.rows], fontsize=7)
+    for row, column in zip(*np.nonzero(counts), strict=True):
+        color = "white" if shares[row, column] > 0.5 else "black"
+        axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", fontsize=6, color=color)
+    figure.colorbar(image, label=f"share of the {heatmap.ylabel} examples")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

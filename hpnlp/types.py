@@ -471,6 +471,14 @@ class Model(Protocol):
         """
         ...
 
+    def batch_axes(self) -> dict[str, tuple[str, ...]]:
+        """Logical axes of the arrays of a batch, such as ("batch", "length"), by their names.
+
+        Returns:
+          The axes of each array of `example_batch`.
+        """
+        ...
+
 
 class Writer(Protocol):
     """A destination of metrics, called once per step with plain floats."""

@@ -13,6 +13,7 @@ import pytest
 from hpnlp.cli import experiment
 from hpnlp.data import sources
 from hpnlp.data.stream import prepare
+from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.config import resolve
 from hpnlp.training.run_directory import make_model
 from hpnlp.training.step import make_trainer
@@ -64,14 +65,15 @@ def test_configs_of_every_corpus_make_models(library, which):
     assert f"words-{which}-" in config.data.path and "by=whitespace" in config.data.tokenizer
     members = experiment.load(WORDS).get_sweep(which)
     assert [member["model.output"] for member in members].count("full") == 1
-    assert all(make_model(config_of(f"{WORDS}:{which}", member), prepare(config.data).tokenizer) for member in members)
+    vocabulary = Vocabulary(prepare(config.data).tokenizer)
+    assert all(make_model(config_of(f"{WORDS}:{which}", member), vocabulary) for member in members)
 
 
 def make_layer_trainer(layer):
     """The corpus, and the trainer of a model with this output layer on one device."""
     config = config_of(WORDS, TINY | experiment.load(WORDS).member(layer))
     corpus = prepare(config.data)
-    model = make_model(config, corpus.tokenizer)
+    model = make_model(config, Vocabulary(corpus.tokenizer))
     return corpus, make_trainer(model, config.optimizer, config.plan, steps=2, devices=jax.devices()[:1])
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hpnlp import plots, report
+from hpnlp.tasks import lm_report
 from hpnlp.training.config import Config, flat
 from hpnlp.training.loop import Result
 from hpnlp.types import InputError
@@ -47,7 +48,8 @@ def result(**changes):
             "xz_trained_bits_per_byte": 1.75,
             "xz_trained_share": 1.0,
         },
-        "corpus": Corpus(),
+        "dataset": Corpus(),
+        "sums": {},
         "model": None,
         "params": None,
         "seconds": {"setup": 3.0, "data": 1.0, "step": 4.0, "checkpoint": 1.0, "eval": 1.0},
@@ -143,7 +145,7 @@ def test_verdict_gives_the_reason_for_no_comparison(tmp_path):
 
 
 def test_render_shows_numbers_sample_and_commands(tmp_path):
-    text = report.render(tmp_path, Config(), summary(), "def main():\n")
+    text = report.render(tmp_path, Config(), summary(), "A sample:\n\n```\ndef main():\n```")
     assert report.verdict(summary()) in text
     assert "| held-out bits a byte | 2.0000 |" in text and "| achieved GFLOP/s | 2.0 |" in text
     assert "| held-out bytes | 1,760 |" in text and "| wall time of the last process, s |" in text
@@ -202,7 +204,7 @@ def test_damaged_metrics_are_reported_and_left_out(tmp_path):
 
 
 def test_unwritable_report_raises(tmp_path, monkeypatch):
-    monkeypatch.setattr(report.single.decode, "sample_text", lambda *args: "")
+    monkeypatch.setattr(lm_report.decode, "sample_text", lambda *args: "")
     (tmp_path / "report.md").mkdir()
     with pytest.raises(
         InputError, match=r"cannot write the report to .*report.md \(.*\): move it away and run the same"

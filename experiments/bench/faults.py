@@ -378,8 +378,8 @@ FAULTS = (
         "compare_unscored",
         "runs without a score are ranked first",
         "hpnlp/report/comparison.py",
-        "scores.get(name, math.inf)",
-        "scores.get(name, 0.0)",
+        "if name in scores else math.inf",
+        "if name in scores else 0.0",
         "tests/test_report.py tests/cli/test_sweep.py",
     ),
 )

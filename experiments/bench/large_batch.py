@@ -26,8 +26,9 @@ from absl import app, flags
 
 from hpnlp import cli, measure
 from hpnlp.data.stream import prepare
+from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.config import Config, default, resolve
-from hpnlp.training.loop import heldout_loss
+from hpnlp.training.evaluation import evaluate
 from hpnlp.training.run_directory import make_model
 from hpnlp.training.step import make_trainer
 
@@ -61,14 +62,14 @@ def final_loss(config: Config) -> float:
     """Held-out loss after training, in nats per byte."""
     corpus = prepare(config.data)
     optimizer = config.optimizer.for_batch(config.data.batch_size)
-    model = make_model(config, corpus.tokenizer)
+    model = make_model(config, Vocabulary(corpus.tokenizer))
     trainer = make_trainer(model, optimizer, config.plan, steps=config.train.steps, devices=jax.devices()[:1])
     key = jax.random.key(config.train.seed)
     state, batches = trainer.init(key), corpus.train(seed=config.train.seed)
     for _ in range(config.train.steps):
         state, _ = trainer.step(state, next(batches), key)
     batches.close()
-    return heldout_loss(trainer, state.best_params, corpus, config)["loss"]
+    return evaluate(trainer, state.best_params, corpus, config).scores["loss"]
 
 
 def row_of(rule: str, configs: list[Config], losses: list[float]) -> dict[str, Any]:

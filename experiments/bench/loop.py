@@ -22,6 +22,7 @@ import jax
 from absl import app, flags
 
 from hpnlp import cli, measure
+from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
 from hpnlp.training import loop
 from hpnlp.training.run_directory import make_model
@@ -50,11 +51,11 @@ def bare_seconds(config: configs.Config) -> float:
     from hpnlp.data.stream import prepare
 
     corpus = prepare(config.data)
-    model = make_model(config, corpus.tokenizer)
+    model = make_model(config, Vocabulary(corpus.tokenizer))
     trainer = make_trainer(model, config.optimizer, config.plan, steps=config.train.steps)
     key = jax.random.key(0)
     state = trainer.init(key)
-    batch = {name: jax.device_put(rows, trainer.batch_sharding) for name, rows in next(corpus.train(seed=0)).items()}
+    batch = jax.device_put(next(corpus.train(seed=0)), trainer.batch_sharding)
     state, metrics = jax.block_until_ready(trainer.step(state, batch, key))
     start = time.perf_counter()
     for _ in range(config.train.steps - 1):

@@ -156,7 +156,7 @@ def bench(size: str, rounds: int) -> dict[str, Any]:
         for name, values in integers.items()
     }
     data["weights"] = np.ones((batch, length), np.float32)
-    data = {name: jax.device_put(array, trainer.batch_sharding) for name, array in data.items()}
+    data = jax.device_put(data, trainer.batch_sharding)
 
     torch_model = TorchLM(state.params, heads)
     torch_optimizer = torch.optim.AdamW(torch_model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)

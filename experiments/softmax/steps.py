@@ -21,6 +21,7 @@ from absl import app, flags
 from hpnlp import cli, measure
 from hpnlp.cli import experiment
 from hpnlp.data.stream import Corpus, prepare
+from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.config import resolve
 from hpnlp.training.run_directory import make_model
 from hpnlp.training.step import make_trainer
@@ -42,11 +43,11 @@ def step_of(corpus_name: str, overrides: Mapping[str, Any], corpus: Corpus) -> S
     config = resolve(
         experiment.read(f"{WORDS}:{corpus_name}", [f"--config.{name}={v}" for name, v in overrides.items()])
     )
-    model = make_model(config, corpus.tokenizer)
+    model = make_model(config, Vocabulary(corpus.tokenizer))
     trainer = make_trainer(model, config.optimizer, config.plan, steps=config.train.steps)
     key = jax.random.key(0)
     held = [trainer.init(key)]
-    batch = {name: jax.device_put(rows, trainer.batch_sharding) for name, rows in next(corpus.train(seed=0)).items()}
+    batch = jax.device_put(next(corpus.train(seed=0)), trainer.batch_sharding)
     compiling = dataclasses.replace(trainer.step, jitted=functools.partial(measure.compile, trainer.step.jitted))
     program = compiling(held[0], batch, key)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(held[0].params))

@@ -67,10 +67,12 @@ def _unknown_flag_message(error: flags.UnrecognizedFlagError, command: str) -> s
 
 
 def _config_flags(name: str) -> list[str]:
-    """Flags of the config fields with this name, in any section."""
+    """Flags of the config fields with this name, in any section and task."""
     from hpnlp.cli import experiment
+    from hpnlp.tasks import TASKS
 
-    return [f"--config.{field}" for field in experiment.field_types() if field.rpartition(".")[2] == name]
+    fields = dict.fromkeys(field for task in TASKS for field in experiment.field_types(task))
+    return [f"--config.{field}" for field in fields if field.rpartition(".")[2] == name]
 
 
 def _invalid_flag_message(message: str) -> str:

@@ -117,6 +117,7 @@ def _to_run(source: Path, target: Path) -> None:
     """Writes a run at step 0 with the model and the tokenizer of a Hugging Face checkpoint."""
     from hpnlp.data import DataConfig, tokenizers
     from hpnlp.models.huggingface import convert
+    from hpnlp.tasks.vocabulary import Vocabulary
     from hpnlp.training import config
     from hpnlp.training import run_directory as runs
     from hpnlp.training.checkpoint import Checkpointer, checked_directory
@@ -126,8 +127,10 @@ def _to_run(source: Path, target: Path) -> None:
     convert.eos_ids(source)  # raises where they cannot be read
     # Sequences are at most as long as the model's learned positions.
     data = DataConfig(seq_len=min(DataConfig.seq_len, model.max_len), tokenizer=str(target / "tokenizer.json"))
-    values = config.Config(model=model, data=data)
-    runs.make_model(values, tokenizers.load(str(source)))  # raises where the tokenizer does not fit the model
+    values = config.Config(model, data, task=convert.TASK)
+    runs.make_model(
+        values, Vocabulary(tokenizers.load(str(source)))
+    )  # raises where the tokenizer does not fit the model
     _, params = convert.load(source, cli.FLAGS.dtype)
     target.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpointer(target)
@@ -152,6 +155,7 @@ def _to_checkpoint(source: Path, target: Path) -> None:
     from hpnlp.models.huggingface import convert
     from hpnlp.training import run_directory as runs
 
+    runs.check_task(source, runs.load_config(source), convert.TASK, "convert")
     run = runs.load(source, cli.FLAGS.step)
     tokenizer, model = run.tokenizer, run.model.config
     bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id

@@ -165,27 +165,56 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     if not hasattr(module, "get_config"):
         raise InputError(f"--config={path} has no get_config(): define one that returns a config, as {EXAMPLE} does")
     config = call(path, module.get_config, *argument)
-    types = field_types()
-    _check_config(path, config, types)
+    _check_config(path, config)
+    config = _of_task(path, config, overrides)
+    types = field_types(config.task)
     for override in overrides:
         _check_override(override, types)
     return _overridden(config, overrides, types)
 
 
-def _check_config(path: str, config: Any, types: Mapping[str, str]) -> None:
-    """Raises InputError where the result of get_config() is not a config with all fields."""
+def _check_config(path: str, config: Any) -> None:
+    """Raises InputError where the result of get_config() is not a config with all fields of its task."""
     if not isinstance(config, ConfigDict) or isinstance(config, FrozenConfigDict):
         raise InputError(
             f"{path}: get_config() returned {type(config).__name__}: return the ConfigDict of "
             "hpnlp.training.config.default()"
         )
     sections = {name: section for name, section in config.items() if isinstance(section, ConfigDict)}
-    fields = {f"{name}.{field}" for name, section in sections.items() for field in section}
-    if missing := [name for name in types if name not in fields]:
+    fields = {f"{name}.{field}" for name, section in sections.items() for field in section} | set(config)
+    task = config.get("task", "lm")
+    if missing := [name for name in field_types(task) if name not in fields]:
+        argument = "" if task == "lm" else repr(task)
         raise InputError(
             f"{path}: get_config() returned a config without {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}: begin "
-            "with hpnlp.training.config.default()"
+            f"with hpnlp.training.config.default({argument})"
         )
+
+
+def _of_task(path: str, config: Any, overrides: Sequence[str]) -> Any:
+    """The config with the sections of the task that an override names."""
+    from hpnlp.training import config as configs
+
+    task = task_of(overrides) or config.task
+    if task == config.task:
+        return config
+    try:
+        return configs.for_task(config, task)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def task_of(overrides: Sequence[str]) -> str:
+    """The task that overrides name.
+
+    Args:
+      overrides: Flags that set fields of a config, from `split`.
+
+    Returns:
+      The value of the last --config.task=VALUE; "" without one.
+    """
+    names = [override.partition("=")[2] for override in overrides if re.match(r"--?config\.task=", override)]
+    return names[-1] if names else ""
 
 
 def _check_override(override: str, types: Mapping[str, str]) -> None:
@@ -216,15 +245,22 @@ def _overridden(config: ConfigDict, overrides: Sequence[str], types: Mapping[str
     return values["config"].value
 
 
-def field_types() -> dict[str, str]:
+def field_types(task: str) -> dict[str, str]:
     """The types of all config fields.
 
+    Args:
+      task: Name of the task, which decides about the fields of the sections model and data.
+
     Returns:
-      "section.field" -> name of the type; of a field that may be None, the other type.
+      "section.field", or the name of a field without a section, -> name of the type; of a field that may be None, the other
+      type.
+
+    Raises:
+      InputError: There is no such task.
     """
     from hpnlp.training import config
 
-    defaults = config.Config()
+    defaults = config.Config(task=task)
     return {
         name: (_type_of(defaults, *name.split(".")) if value is None else type(value)).__name__
         for name, value in config.flat(defaults).items()

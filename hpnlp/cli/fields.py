@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -13,8 +13,9 @@ def tables() -> dict[str, Iterable[str]]:
     """Config fields that hold names of table entries.
 
     Returns:
-      Field, as in `model.mixer`, -> the names that it may hold.
+      Field, as in `model.mixer`, -> the names that it may hold. Not every task has all of the fields.
     """
+    from hpnlp import tasks
     from hpnlp.data import tokenizers
     from hpnlp.models import backbone
     from hpnlp.nn import attention, layers, mixers, output
@@ -22,6 +23,7 @@ def tables() -> dict[str, Iterable[str]]:
     from hpnlp.training import metrics, optim
 
     return {
+        "task": tasks.TASKS,
         "model.mixer": mixers.MIXERS,
         "model.output": output.OUTPUTS,
         "model.mlp": layers.MLPS,
@@ -40,35 +42,59 @@ def tables() -> dict[str, Iterable[str]]:
     }
 
 
-def described() -> Iterator[tuple[str, str, list[tuple[str, Any, str]]]]:
+Rows = list[tuple[str, Any, str]]
+
+
+def described(task: str) -> Iterator[tuple[str, str, Rows]]:
     """Sections of the config.
+
+    Args:
+      task: Name of the task, which decides about the fields of the sections model and data.
 
     Yields:
       Name of a section, its summary, and (field, default, help) of each of its fields; the help lists the names that the field
-      may hold.
+      may hold. The first section has no name, and holds the fields without a section.
     """
     from hpnlp.training import config
 
-    names = tables()
-    for title, section in vars(config.Config()).items():
-        rows = []
-        for field in dataclasses.fields(section):
-            entries = names.get(f"{title}.{field.name}")
-            text = field.metadata["help"] + (f" Names: {', '.join(entries)}." if entries else "")
-            rows.append((field.name, getattr(section, field.name), text))
-        yield title, (inspect.getdoc(type(section)) or "").partition("\n")[0], rows
+    values, names = config.Config(task=task), tables()
+    sections = {title: section for title, section in vars(values).items() if dataclasses.is_dataclass(section)}
+    yield (
+        "",
+        _summary(values),
+        _rows("", values, [f for f in dataclasses.fields(values) if f.name not in sections], names),
+    )
+    for title, section in sections.items():
+        yield title, _summary(section), _rows(f"{title}.", section, dataclasses.fields(section), names)
 
 
-def listed() -> str:
+def _summary(section: Any) -> str:
+    return (inspect.getdoc(type(section)) or "").partition("\n")[0]
+
+
+def _rows(prefix: str, section: Any, fields: Iterable[Any], names: Mapping[str, Iterable[str]]) -> Rows:
+    """`(field, default, help)` of fields, whose names in `names` begin with `prefix`."""
+    rows = []
+    for field in fields:
+        entries = names.get(prefix + field.name)
+        text = field.metadata["help"] + (f" Names: {', '.join(entries)}." if entries else "")
+        rows.append((field.name, getattr(section, field.name), text))
+    return rows
+
+
+def listed(task: str) -> str:
     """Every config field with its default, its help and its names, for --help.
+
+    Args:
+      task: Name of the task, which decides about the fields of the sections model and data.
 
     Returns:
       The text.
     """
-    lines = ["", "Config fields and their defaults (an experiment file sets its own):"]
-    for title, summary, rows in described():
-        lines += ["", f"{title}: {summary}", ""]
+    lines = ["", f"Config fields and their defaults with --config.task={task} (an experiment file sets its own):"]
+    for title, summary, rows in described(task):
+        lines += ["", f"{title}: {summary}" if title else summary, ""]
         for name, default, text in rows:
-            lines.append(f"  --config.{title}.{name}={default!r}")
+            lines.append(f"  --config.{title + '.' * bool(title)}{name}={default!r}")
             lines += textwrap.wrap(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines) + "\n"

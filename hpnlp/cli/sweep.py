@@ -215,15 +215,13 @@ def _check_member(config: Any) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from hpnlp.data import sources
+    from hpnlp import tasks
     from hpnlp.parallel.plan import PLANS, Plan
     from hpnlp.planner.estimate import trainer_of
     from hpnlp.spec import lookup
     from hpnlp.training.metrics import find_writers
 
-    for field in ("path", "heldout_path"):
-        if paths := getattr(config.data, field):
-            sources.find(paths, f"data.{field}")
+    tasks.find(config.task).check_data(config.data)
     find_writers(config.train.writers)
     lookup(PLANS, config.plan.name, "plan.name")
     trainer_of(dataclasses.replace(config, plan=Plan("single", remat=config.plan.remat)), 1)

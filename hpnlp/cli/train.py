@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> None:
     if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
         signals.follow(int(parent))
     argv, overrides = experiment.split(argv)
-    cli.parse(argv, USAGE + (fields.listed() if "--help" in argv else ""))
+    cli.parse(argv, USAGE + (fields.listed(_task(argv, overrides)) if "--help" in argv else ""))
     path, workdir = cli.required("config", experiment.EXAMPLE), cli.required("workdir", "runs/bytes")
     values = experiment.read(path, overrides)
     cli.prepare_jax()
@@ -77,3 +77,11 @@ def run(argv: Sequence[str]) -> None:
         sys.exit(signals.INTERRUPTED)
     if distributed.is_lead():
         report.write(workdir, resolved, result, shlex.join([f"--config={path}", *overrides]))
+
+
+def _task(argv: Sequence[str], overrides: Sequence[str]) -> str:
+    """The task whose fields --help lists: that of --config.task, or else of the experiment file, or else "lm"."""
+    if task := experiment.task_of(overrides):
+        return task
+    path = next((arg.partition("=")[2] for arg in argv if arg.startswith("--config=")), "")
+    return experiment.read(path).task if path else "lm"

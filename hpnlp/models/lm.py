@@ -111,6 +111,10 @@ class LM(Backbone):
         """A batch of zeros; see the function `example_batch`."""
         return example_batch(batch_size, length)
 
+    def batch_axes(self) -> dict[str, tuple[str, ...]]:
+        """Logical axes of the arrays of a batch: all of them are `[B, T]`."""
+        return dict.fromkeys(example_batch(1, 1), ("batch", "length"))
+
     def rows(self, batch: Mapping[str, jax.Array]) -> dict[tuple[str, ...], Int[Array, " R"]]:
         """Rows of tables that `loss` of this batch looks up with the same rngs.
 

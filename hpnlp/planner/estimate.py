@@ -10,22 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from hpnlp import measure
-from hpnlp.data import tokenizers
-from hpnlp.models.lm import LM
+from hpnlp import measure, tasks
 from hpnlp.parallel.pipeline import microbatches
 from hpnlp.planner.collectives import Collective, step_traffic, trace
 from hpnlp.planner.devices import USABLE, Device
 from hpnlp.planner.jaxpr_cost import program_cost
 from hpnlp.planner.memory import held_bytes, memory_estimate, state_shards
 from hpnlp.planner.roofline import ProgramCost
-from hpnlp.spec import parse_one
-from hpnlp.training import config as configs
 from hpnlp.training.config import Config
 from hpnlp.training.step import Trainer, check_batch, make_trainer
-from hpnlp.types import WordStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +120,8 @@ class Costs:
         return self.model_flops / (self.total_seconds(device) * device.flops["bfloat16"])
 
 
-def model_of(config: Config) -> LM:
-    """The model of a config, without its data.
-
-    A tokenizer that is trained on the data is taken to reach its largest size, and words to have the frequencies of Zipf's law.
+def model_of(config: Config) -> Any:
+    """The model of a config, without its data, whose vocabulary is taken to reach its largest size.
 
     Args:
       config: A resolved config.
@@ -138,15 +130,10 @@ def model_of(config: Config) -> LM:
       The model.
 
     Raises:
-      InputError: No tokenizer of this kind has a size that the model allows.
+      InputError: The model does not fit the task or the largest vocabulary.
     """
-    tokenizer, stats = config.data.tokenizer, None
-    smallest, largest = tokenizers.sizes(tokenizer)
-    vocab = max(smallest, min(largest, config.model.vocab or largest))
-    if tokenizers.is_trained(tokenizer) and parse_one(tokenizer, "data.tokenizer").name == "words":
-        ranks = np.arange(vocab)
-        stats = WordStats(10**9 // (1 + ranks), ranks)
-    return configs.model_of(config, vocab, stats)
+    task = tasks.find(config.task)
+    return task.model(config, task.planned_sizes(config))
 
 
 def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:

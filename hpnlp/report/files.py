@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpnlp import tasks
 from hpnlp.data.files import is_special
+from hpnlp.tasks import Task
 from hpnlp.types import InputError
 
-# Fields of report.json that a comparison of runs reads: numbers, and sections or counts.
-_NUMBERS = (
-    "heldout_bits_per_byte",
-    "heldout_loss",
-    "heldout_bytes",
-    "tokens_per_second",
-    "peak_memory_bytes",
-    "seconds",
-    "parameters",
-)
-_SECTIONS = {"phase_seconds": ("data", "step"), "config": ("model.output",)}
-_MAY_BE_NONE = ("heldout_bits_per_byte", "heldout_loss")  # None for runs whose score is not finite, or not in bits
+# Numbers and sections of report.json that a comparison of runs reads, beside those of the task.
+_NUMBERS = ("tokens_per_second", "peak_memory_bytes", "seconds", "parameters")
+_SECTIONS: dict[str, tuple[str, ...]] = {"phase_seconds": ("data", "step"), "config": ()}
+
+
+def task_of(report: Mapping[str, Any]) -> Task:
+    """The task of a run.
+
+    Args:
+      report: Content of report.json.
+
+    Returns:
+      The task; the language model for reports of early versions, which do not name one.
+
+    Raises:
+      InputError: The report names an unknown task.
+    """
+    return tasks.find(str(report["config"].get("task", "lm")))
 
 
 def read_metrics(workdir: str | Path, steps: int = 0) -> tuple[list[dict[str, Any]], str]:
@@ -101,7 +110,9 @@ def _fault(report: Any) -> str:
     """The first reason why a report cannot be compared, for example because another version wrote it; "" if it can."""
     if not isinstance(report, dict):
         return f"it holds a {type(report).__name__}"
-    absent = [name for name in (*_NUMBERS, *_SECTIONS) if name not in report]
+    task = task_of(report) if isinstance(report.get("config"), dict) else tasks.TASKS["lm"]
+    compared = {**task.report.numbers_compared, **dict.fromkeys(_NUMBERS, False)}
+    absent = [name for name in (*compared, *_SECTIONS) if name not in report]
     absent = absent or [
         f"{section}[{name}]"
         for section, names in _SECTIONS.items()
@@ -110,17 +121,14 @@ def _fault(report: Any) -> str:
     ]
     if absent:
         return f"it lacks {', '.join(absent)}"
-    numbers = {name: report[name] for name in _NUMBERS}
+    numbers = {name: report[name] for name in compared}
     numbers |= {f"phase_seconds[{name}]": report["phase_seconds"][name] for name in _SECTIONS["phase_seconds"]}
     for name, value in numbers.items():
-        if not _is_number(value) and not (value is None and name in _MAY_BE_NONE):
+        if not _is_number(value) and not (value is None and compared.get(name)):
             return f"{name} is {value!r:.40}"
-    for name in ("heldout_digest", "heldout_text_digest"):  # absent from reports of early versions
-        if not isinstance(report.get(name) or "", str):
-            return f"{name} is {report[name]!r:.40}"
     if report.get("skipped_steps") is not None and not _is_number(report["skipped_steps"]):
         return f"skipped_steps is {report['skipped_steps']!r:.40}"
-    return "" if isinstance(report["config"]["model.output"], str) else "config[model.output] is no spec"
+    return task.report.fault(report)
 
 
 def _is_number(value: Any) -> bool:
@@ -137,16 +145,3 @@ def replace_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(text.encode("utf-8", "surrogateescape"))
     temporary.replace(path)
-
-
-def decimals(value: int | float | None, digits: str = ".4f") -> str:
-    """A number in a table.
-
-    Args:
-      value: The number, or None.
-      digits: Format of the number.
-
-    Returns:
-      The number as text; "-" for None.
-    """
-    return "-" if value is None else f"{value:{digits}}"

@@ -72,31 +72,42 @@ class Checkpointer:
     """The checkpoints of one run directory.
 
     Checkpoints are written in the background. A checkpoint that was interrupted is never listed, and is removed when the run
-    resumes. The newest `keep` checkpoints and the one with the lowest held-out loss are kept.
+    resumes. The newest `keep` checkpoints and the one with the best held-out score are kept.
     """
 
-    def __init__(self, workdir: str | Path, keep: int = 2, *, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        workdir: str | Path,
+        keep: int = 2,
+        *,
+        read_only: bool = False,
+        metric: str = "loss",
+        higher_is_better: bool = False,
+    ) -> None:
         """Opens the directory `checkpoints` of a run.
 
         Args:
           workdir: The run directory.
           keep: Number of newest checkpoints to keep.
           read_only: Create and delete nothing; for a run that another process may be training.
+          metric: Name of the held-out score.
+          higher_is_better: Direction of the held-out score.
 
         Raises:
           InputError: The directory cannot be created or read.
         """
         self.directory = checked_directory(workdir) / "checkpoints"
+        self._metric = f"heldout_{metric}"
         best = policies.BestN(
-            get_metric_fn=lambda metrics: metrics["heldout_loss"],
-            reverse=True,
+            get_metric_fn=lambda metrics: metrics[self._metric],
+            reverse=not higher_is_better,
             n=1,
             keep_checkpoints_without_metrics=False,
         )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
-            best_fn=lambda metrics: metrics["heldout_loss"],
-            best_mode="min",
+            best_fn=lambda metrics: metrics[self._metric],
+            best_mode="max" if higher_is_better else "min",
             cleanup_tmp_directories=not read_only,
             read_only=read_only,
             create=False,
@@ -128,7 +139,7 @@ class Checkpointer:
         return self._manager.latest_step()
 
     def best(self) -> int | None:
-        """Step of the checkpoint with the lowest held-out loss.
+        """Step of the checkpoint with the best held-out score.
 
         Returns:
           The step; of the newest checkpoint if none was evaluated; None if there is no checkpoint.
@@ -136,14 +147,14 @@ class Checkpointer:
         best = self._manager.best_step()
         return self.latest() if best is None else best
 
-    def save(self, state: TrainState, data: Any, progress: Mapping[str, Any], loss: float | None = None) -> None:
+    def save(self, state: TrainState, data: Any, progress: Mapping[str, Any], score: float | None = None) -> None:
         """Starts writing a checkpoint in the background.
 
         Args:
           state: The training state.
           data: State of the data iterator, as JSON values.
           progress: State of the training loop, as JSON values.
-          loss: Held-out loss in nats per token, if the state was evaluated.
+          score: The held-out score, if the state was evaluated.
 
         Raises:
           InputError: An earlier write has failed.
@@ -157,7 +168,7 @@ class Checkpointer:
             ),
         }
         with self._disk("save to"):
-            metrics = None if loss is None else {"heldout_loss": loss}
+            metrics = None if score is None else {self._metric: score}
             self._manager.save(int(state.step), args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def save_params(self, params: Any) -> None:

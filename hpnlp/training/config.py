@@ -11,12 +11,11 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from hpnlp.data.stream import DataConfig
-from hpnlp.models.lm import LM, LMConfig
+from hpnlp import tasks
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, shortened
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.types import InputError, WordStats, option
+from hpnlp.types import InputError, option
 
 # Largest values of integer fields outside of `model`, which checks its own. Random keys hold 32 bits of a seed; steps,
 # positions and token ids are counted in int32.
@@ -58,7 +57,8 @@ class TrainConfig:
     patience: int = option(0, "Evaluations without an improvement after which the run stops, 0 for no early stopping.")
     min_delta: float = option(
         0.0,
-        "Least decrease of the held-out loss, in nats per token, that counts as an improvement.",
+        "Least change of the task's held-out metric (of a language model, the loss in nats per token) that counts as an "
+        "improvement.",
     )
     profile: str = option("", 'First and last step of a profiler trace, as in "10:15", "" for none.')
     debug_nans: bool = option(False, "Stop at the operation that makes a NaN.")
@@ -66,7 +66,7 @@ class TrainConfig:
         "",
         'Further metric writers, as in "tensorboard,wandb", where wandb(PROJECT) names the project.',
     )
-    sample: int = option(200, "Bytes of generated text in the report, 0 for none.")
+    sample: int = option(200, "Bytes of generated text in the report of a language model, 0 for none.")
 
     def __post_init__(self) -> None:
         positive = ("steps", "log_every", "keep")
@@ -112,20 +112,30 @@ class Config:
     """Configuration of a run.
 
     Attributes:
-      model: The model.
-      data: Text, tokenizer and batches.
+      model: The model, a `model_config` of the task; None for its defaults.
+      data: Data and batches, a `data_config` of the task; None for its defaults.
       optimizer: Optimizer and learning rate.
       train: Length, evaluation, checkpoints and outputs.
       plan: Layout over devices, rematerialisation and offloading.
+      task: What is learned, an entry of TASKS.
     """
 
-    model: LMConfig = LMConfig()
-    data: DataConfig = DataConfig()
+    model: Any = None
+    data: Any = None
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     plan: Plan = Plan()
+    task: str = option("lm", "What is learned; it decides about the fields of the sections model and data.")
 
     def __post_init__(self) -> None:
+        types = section_types(self.task)
+        for name in ("model", "data"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, types[name]())
+            elif type(getattr(self, name)) is not types[name]:
+                raise InputError(
+                    f"{name} is a {type(getattr(self, name)).__name__}: task={self.task!r} expects {types[name].__name__}"
+                )
         if self.data.seq_len < self.train.eval_stride:
             raise InputError(
                 f"train.eval_stride={self.train.eval_stride} is more than data.seq_len={self.data.seq_len}: choose 0 for "
@@ -146,52 +156,63 @@ class Config:
             )
 
 
-def model_of(config: Config, ids: int, stats: WordStats | None) -> LM:
-    """Model of a config, with the sizes that depend on the tokenizer and the data filled in.
+def section_types(task: str) -> dict[str, Any]:
+    """Types of the fields of a Config.
 
     Args:
-      config: The config.
-      ids: Number of ids of the tokenizer.
-      stats: Counts of its ids in the training text, if they are known.
+      task: Name of the task.
 
     Returns:
-      The model.
+      Name of a section -> its dataclass; and "task" -> str.
 
     Raises:
-      InputError: The vocabulary is smaller than the tokenizer's, sequences are longer than the learned positions, or a mixer
-        cannot do what the data or the sample of the report need.
+      InputError: There is no such task.
     """
-    model = config.model
-    for mixer in model.mixers():
-        if not mixer.traits.isolates_segments:
-            raise InputError(
-                f"model.mixer={model.mixer!r} mixes documents that share a sequence of the batch: choose another mixer"
-            )
-        if config.train.sample and not mixer.traits.decodes:
-            raise InputError(
-                f"train.sample={config.train.sample} generates text at the end, which model.mixer={model.mixer!r} cannot: set "
-                "train.sample=0, or choose another mixer"
-            )
-    if model.vocab and model.vocab < ids:
-        raise InputError(
-            f"model.vocab={model.vocab} is less than the tokenizer's {ids}: set it to 0, or to at least {ids}"
-        )
-    max_len = model.max_len or config.data.seq_len
-    if model.position == "learned" and config.data.seq_len > max_len:
-        raise InputError(
-            f"data.seq_len={config.data.seq_len} is longer than model.max_len={max_len} learned positions: change one"
-        )
-    vocab = model.vocab or ids
-    return LM(dataclasses.replace(model, vocab=vocab, max_len=max_len), stats and stats.padded(vocab))
+    entry = tasks.find(task)
+    return {**typing.get_type_hints(Config), "model": entry.model_config, "data": entry.data_config}
 
 
-def default() -> ConfigDict:
+def default(task: str = "lm") -> ConfigDict:
     """Default values of all fields.
+
+    Args:
+      task: Name of the task, which decides about the fields of the sections model and data.
 
     Returns:
       A locked ConfigDict with a section per part: setting an unknown field or a value of a wrong type raises.
+
+    Raises:
+      InputError: There is no such task.
     """
-    return _to_dict(Config()).lock()
+    return _to_dict(Config(task=task)).lock()
+
+
+def for_task(values: ConfigDict, task: str) -> ConfigDict:
+    """A config with the sections of another task, in which fields of the same name keep their values.
+
+    Args:
+      values: A config as `default` returns it, with fields set.
+      task: Name of the other task.
+
+    Returns:
+      The config.
+
+    Raises:
+      InputError: There is no such task, or it lacks a field that is set.
+    """
+    result, old = default(task), _to_dict(Config(task=values.task))
+    for section, fields in values.items():
+        for name, value in fields.items() if isinstance(fields, ConfigDict) else ():
+            if value == old[section][name]:
+                continue
+            try:
+                result[section][name] = value
+            except (AttributeError, KeyError, TypeError):
+                raise InputError(
+                    f"task={task}: the config sets {section}.{name}={value!r}, which this task does not have: write an "
+                    f"experiment that begins with default({task!r})"
+                ) from None
+    return result
 
 
 def _to_dict(value: Any) -> ConfigDict:
@@ -222,12 +243,12 @@ def resolve(values: ConfigDict | Mapping[str, Any]) -> Config:
       InputError: A field is unknown, has a value of a wrong type, or is out of range.
     """
     values = values.to_dict() if isinstance(values, ConfigDict) else values
-    return _from_dict(Config, values, "")
+    task = values.get("task", Config.task) if isinstance(values, Mapping) else Config.task
+    return _from_dict(Config, section_types(_typed(str, task, "task")), values, "")
 
 
-def _from_dict(dataclass: Any, values: Any, prefix: str) -> Any:
-    """An instance of `dataclass`; `prefix` is the name of its section with a dot, for error messages."""
-    types = typing.get_type_hints(dataclass)
+def _from_dict(dataclass: Any, types: Mapping[str, Any], values: Any, prefix: str) -> Any:
+    """An instance of `dataclass` with fields of these types; `prefix` is its section's name with a dot, for error messages."""
     if not isinstance(values, Mapping):
         raise InputError(f"config field {prefix.rstrip('.')} is {values!r}: expected a section with {', '.join(types)}")
     fields = {}
@@ -235,7 +256,7 @@ def _from_dict(dataclass: Any, values: Any, prefix: str) -> Any:
         if name not in types:
             raise InputError(f"unknown config field {prefix}{name}: {did_you_mean(name, types)}")
         if dataclasses.is_dataclass(types[name]):
-            fields[name] = _from_dict(types[name], value, f"{prefix}{name}.")
+            fields[name] = _from_dict(types[name], typing.get_type_hints(types[name]), value, f"{prefix}{name}.")
         else:
             fields[name] = _typed(types[name], value, prefix + name)
     return dataclass(**fields)
@@ -295,7 +316,7 @@ def from_json(text: str) -> Config:
     if isinstance(train := values.get("train"), dict) and type(seed := train.get("seed")) is int:
         train["seed"] = seed & 0xFFFFFFFF  # earlier versions accepted longer seeds; JAX used the last 32 bits
     config = resolve(values)
-    present = {f"{section}.{name}" for section, fields in values.items() for name in fields}
+    present = _flat(values)
     if not isinstance(written, int) or len(present) < written:
         missing = ", ".join(name for name in flat(config) if name not in present)
         raise InputError(
@@ -316,6 +337,8 @@ def differences(old: Config, new: Config) -> list[str]:
       A text `section.field: old value -> new value` for each of these fields.
     """
     before, after = flat(old), flat(new)
+    if old.task != new.task:  # whose fields differ
+        return [f"task: {old.task!r} -> {new.task!r}"]
     return [f"{name}: {before[name]!r} -> {after[name]!r}" for name in after if before[name] != after[name]]
 
 
@@ -326,7 +349,15 @@ def flat(config: Config) -> dict[str, Any]:
       config: The config.
 
     Returns:
-      `section.field` -> value.
+      `section.field` -> value; and "task" -> its name.
     """
-    sections = dataclasses.asdict(config)
-    return {f"{section}.{name}": value for section, fields in sections.items() for name, value in fields.items()}
+    return _flat(dataclasses.asdict(config))
+
+
+def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """`section.field` -> value; fields without a section have their own names."""
+    result = {}
+    for section, fields in sections.items():
+        named = {f"{section}.{name}": value for name, value in fields.items()} if isinstance(fields, Mapping) else None
+        result |= {section: fields} if named is None else named
+    return result

@@ -363,12 +363,12 @@ def _announce_stop() -> None:
         _jax_sigterm_handler(signal.SIGTERM)
 
 
-def batch_share(sharding: Any, shape: tuple[int, int]) -> tuple[int, int]:
+def batch_share(sharding: Any, batch_size: int) -> tuple[int, int]:
     """Part of each batch that this process reads. Processes whose devices hold the same examples read the same part.
 
     Args:
-      sharding: Sharding of the arrays of a batch.
-      shape: `(B, T)` of the batch.
+      sharding: Sharding of an array of one number per example, `[B]`.
+      batch_size: Examples of a batch, over all processes.
 
     Returns:
       `(index, count)`: the batch is read as `count` equal parts of consecutive examples, and this process reads part `index`.
@@ -376,12 +376,13 @@ def batch_share(sharding: Any, shape: tuple[int, int]) -> tuple[int, int]:
     Raises:
       InputError: The devices of this process hold examples that are not consecutive.
     """
-    slices = {index[0].indices(shape[0])[:2] for index in sharding.addressable_devices_indices_map(shape).values()}
+    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    slices = {index[0].indices(batch_size)[:2] for index in indices}
     first, last = min(low for low, _ in slices), max(high for _, high in slices)
     count = last - first
-    if sum(high - low for low, high in slices) != count or shape[0] % count or first % count:
+    if sum(high - low for low, high in slices) != count or batch_size % count or first % count:
         raise InputError(
             f"the devices of process {jax.process_index()} hold the examples {sorted(slices)} of a batch, which are not one "
             "consecutive part of it: choose sizes of the plan so that each process holds consecutive examples"
         )
-    return first // count, shape[0] // count
+    return first // count, batch_size // count

@@ -14,7 +14,7 @@ from hpnlp.parallel import host_offload
 from hpnlp.parallel.layout import Layout
 from hpnlp.training import sparse_rows
 from hpnlp.training.apply_updates import Update, mean
-from hpnlp.types import LossOut, Model, Zero2Parameter
+from hpnlp.types import InputError, LossOut, Model, Zero2Parameter
 
 Batch = Mapping[str, jax.Array]
 
@@ -34,7 +34,7 @@ class Gradients:
       axes: Logical axis names of the parameters, a tree like them.
       tables: Shapes of the parameters by path.
       zero2: True if gradients are sharded where parameters are replicated.
-      aux_weights: Factor of each auxiliary loss; 1 by default.
+      aux_weights: Factor of each auxiliary loss, a metric of layers whose name ends in `_loss`; 1 by default.
     """
 
     model: Model
@@ -53,7 +53,7 @@ class Gradients:
           params: Parameters; of tables in `ids`, the looked-up rows only.
           ids: Trained rows of tables, by the table's path.
           scale: A `LossScale`, or None.
-          batch: Arrays `[B, T]`.
+          batch: Arrays whose first axis is that of the examples.
           key: Key of the step, for dropout and sampled losses.
 
         Returns:
@@ -77,7 +77,7 @@ class Gradients:
 
         Args:
           params: Parameters.
-          batch: Arrays `[B, T]`.
+          batch: Arrays whose first axis is that of the examples.
           key: Key of the step: sampled losses look up the rows that they draw.
 
         Returns:
@@ -96,8 +96,30 @@ class Gradients:
             ids_by_path = jax.lax.map(rows_of, self._split_for_accumulation(batch, key))
         return {path: sparse_rows.distinct(ids.reshape(-1), self.tables[path][0]) for path, ids in ids_by_path.items()}
 
+    def check_aux_weights(self, params: Any) -> None:
+        """Checks that the layers report every loss that has a weight. Allocates nothing.
+
+        Args:
+          params: Shapes of the parameters.
+
+        Raises:
+          InputError: No layer reports one of them.
+        """
+        if not self.aux_weights:
+            return
+        batch, key = self.single_model.example_batch(1, 8), jax.random.key(0)
+        out = jax.eval_shape(lambda params: loss(self.single_model, params, batch, key), params)
+        losses = [name for name in out.aux if name.endswith("_loss")]
+        for name in self.aux_weights:
+            if name not in losses:
+                reported = f"the model has {', '.join(losses)}" if losses else "the model has none"
+                raise InputError(
+                    f"optimizer.aux={self.update.config.aux!r} weights {name}, a loss that no layer reports ({reported}): "
+                    "leave it out"
+                )
+
     def _split_for_accumulation(self, batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
-        """The batch as `[accumulate, B / accumulate, T]`, and a key for each part."""
+        """The batch as arrays `[accumulate, B / accumulate, ...]`, and a key for each part."""
         count = self.update.config.accumulate
         # Interleaved, so that every device keeps its sequences in every part.
         batches = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
@@ -152,7 +174,7 @@ def loss(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> Loss
     Args:
       model: The model.
       params: Parameters of the model.
-      batch: Arrays `[B, T]`.
+      batch: Arrays whose first axis is that of the examples.
       key: Key for dropout and sampled losses in training; None for evaluation, which draws nothing.
 
     Returns:

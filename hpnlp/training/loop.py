@@ -16,21 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from hpnlp import measure
-from hpnlp.data.baselines import Baselines
-from hpnlp.data.stream import Corpus, prepare
-from hpnlp.data.tokenizers import save_whole
-from hpnlp.models.lm import LM
+from hpnlp import measure, tasks
+from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import distributed, warm_start
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
+from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, on_devices
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, find_writers, reading_progress
-from hpnlp.training.run_directory import claimed, has_begun, make_model, saved_tokenizer, write_config
-from hpnlp.training.step import Batch, Trainer, TrainState, check_batch, make_trainer
-from hpnlp.types import InputError, Tokenizer, Writer
+from hpnlp.training.run_directory import claimed, has_begun, make_model, write_config
+from hpnlp.training.step import TrainState, check_batch, make_trainer
+from hpnlp.types import InputError, Writer
 
 MAX_NONFINITE_STEPS = 20  # a run stops after this number of consecutive steps without a finite gradient
 
@@ -42,11 +39,11 @@ class Result:
     Attributes:
       step: Number of steps done.
       interrupted: True if a signal stopped the run early; the same command continues from `step`.
-      heldout: `loss` in nats per token and, for tokenizers that lose nothing and output layers that give probabilities,
-        `bits_per_byte`.
-      baselines: Bits per byte of general compressors on the same text, see `data.baselines`; empty if the run was interrupted
-        and in processes other than process 0.
-      corpus: The data, with its tokenizer.
+      heldout: Scores on all held-out examples by name, see `scores` of the task; empty if the run was interrupted.
+      sums: What the model's loss reports, summed over all held-out examples: name -> (sum, weight).
+      baselines: Results of other methods on the same data, such as bits per byte of general compressors, see
+        `data.baselines`; empty if the run was interrupted and in processes other than process 0.
+      dataset: The data, with its tokenizer.
       model: The model.
       params: Parameters of the model, averaged ones where the run keeps an average.
       seconds: Seconds by phase, over all restarts; "setup" holds all compilation.
@@ -59,9 +56,10 @@ class Result:
     step: int
     interrupted: bool
     heldout: dict[str, float]
+    sums: Mapping[str, Any]
     baselines: dict[str, Any]
-    corpus: Corpus
-    model: LM
+    dataset: Any
+    model: Any
     params: Any
     seconds: dict[str, float]
     peak_memory_bytes: int
@@ -75,7 +73,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
 
     Args:
       config: The config of the run.
-      workdir: The directory that holds the run's config, tokenizer, metrics and checkpoints.
+      workdir: The directory that holds the run's config, vocabulary, metrics and checkpoints.
       accept_changes: Continue although the directory was made with another config, or start although the model of
         `init_from` differs in fields that leave the parameters' shapes as they are.
 
@@ -105,7 +103,7 @@ class _Start:
     Attributes:
       state: Parameters, optimizer state and step.
       phrase: Origin of the state, for the first line of output.
-      progress: Best held-out loss and evaluations since, `best` and `bad_evals`.
+      progress: Best held-out score and evaluations since, `best` and `bad_evals`.
       peak_memory_bytes: Peak memory of earlier processes of the run.
     """
 
@@ -121,6 +119,7 @@ class _Run:
     def __init__(self, config: Config, workdir: Path, accept_changes: bool, stack: contextlib.ExitStack) -> None:
         """Sets the run up; `stack` closes what it opens."""
         self.config, self.workdir, self.stack = config, workdir, stack
+        self.task = tasks.find(config.task)
         self.is_lead = distributed.is_lead()
         if self.is_lead:
             stack.enter_context(claimed(workdir, config, accept_changes))
@@ -140,37 +139,38 @@ class _Run:
         self.stopped = self._out_of_patience()  # True for a run that was stopped early before
 
     def _prepare(self, accept_changes: bool) -> None:
-        """Makes data, model and trainer, and finds the state to start from; then writes tokenizer and config."""
+        """Makes data, model and trainer, and finds the state to start from; then writes vocabulary and config."""
         config, workdir = self.config, self.workdir
         begun = distributed.lead_value(has_begun(workdir))
         self.source = _warm_start_source(config, workdir)
-        self.corpus = prepare(
-            config.data, self._known_tokenizer(begun), reading_progress(console=None if self.is_lead else QUIET)
-        )
-        self.baselines = Baselines(self.corpus) if self.is_lead else None
-        self.model = make_model(config, self.corpus.tokenizer)
+        progress = reading_progress(console=None if self.is_lead else QUIET)
+        known = self._known_vocabulary(begun)
+        self.dataset = self.task.dataset(config.data, known, progress)
+        self.baseline = self.task.baseline(self.dataset) if self.is_lead else None
+        vocabulary = self.task.vocabulary(self.dataset)
+        self.model: Any = make_model(config, vocabulary)
         accepted = "" if self.source is None else warm_start.check_model(self.model.config, self.source, accept_changes)
         optimizer = config.optimizer.for_batch(config.data.batch_size)
         self.trainer = make_trainer(self.model, optimizer, config.plan, steps=config.train.steps)
         check_batch(self.trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
-        index, count = distributed.batch_share(
-            self.trainer.batch_sharding, (config.data.batch_size, config.data.seq_len)
-        )
+        index, count = batch_share(self.trainer, config)
         self.key = jax.random.key(config.train.seed)
-        self.batches = self.corpus.train(seed=config.train.seed, process_index=index, process_count=count)
-        self.checkpoints = Checkpointer(workdir, config.train.keep)
+        self.batches = self.dataset.train(seed=config.train.seed, process_index=index, process_count=count)
+        self.checkpoints = Checkpointer(
+            workdir, config.train.keep, metric=self.task.metric, higher_is_better=self.task.higher_is_better
+        )
         self.stack.callback(self.checkpoints.close)
         self.start = self._find_start(accepted)
         if self.is_lead:
-            if self.source is not None or not begun or not (workdir / "tokenizer.json").exists():
-                save_whole(self.corpus.tokenizer, str(workdir))
+            if self.source is not None or known is None:
+                vocabulary.save(workdir)
             write_config(workdir, config)
 
-    def _known_tokenizer(self, begun: bool) -> Tokenizer | None:
-        """Tokenizer of the warm start or of the resumed run; None to make one from the data."""
-        if self.source is not None:  # even if an earlier attempt in the same directory has saved another tokenizer
-            return self.source.tokenizer
-        return saved_tokenizer(self.workdir) if begun else None
+    def _known_vocabulary(self, begun: bool) -> Vocabulary | None:
+        """Vocabulary of the warm start or of the resumed run; None to make one from the data."""
+        if self.source is not None:  # even if an earlier attempt in the same directory has saved another one
+            return self.source.vocabulary
+        return self.task.load_vocabulary(self.workdir) if begun else None
 
     def _find_start(self, accepted: str) -> _Start:
         """State from the newest checkpoint, `train.init_from`, a converted model in the directory, or initialization.
@@ -233,7 +233,7 @@ class _Run:
             show(f"{config.train.init_from}: {remark}")
         if trainer.undivided:
             show(f"no axis of the plan divides {', '.join(trainer.undivided)}: replicated on every device")
-        show(self.corpus.summary)  # it names the files that were left out
+        show(self.dataset.summary)  # it names the files that were left out
         if config.optimizer.warmup >= config.train.steps:
             show(
                 f"optimizer.warmup={config.optimizer.warmup} lasts to the end of train.steps={config.train.steps}: the "
@@ -247,7 +247,7 @@ class _Run:
         if self.step == trace_first:
             self.trace.enter_context(jax.profiler.trace(str(self.workdir / "profile")))
         with self.clock("data"):
-            batch = _on_devices(self.trainer, next(self.batches), self.config)
+            batch = on_devices(self.trainer, next(self.batches), self.config)
         is_first = self.step == self.first_step + 1
         with self.clock("setup" if is_first else "step"):  # the first call traces and compiles
             self.state, metrics = self.trainer.step(self.state, batch, self.key)
@@ -266,32 +266,39 @@ class _Run:
         A signal does not prevent an evaluation that is due: the resumed run would not repeat it.
 
         Returns:
-          The held-out loss if it is the best so far; None otherwise, and if no evaluation is due.
+          The primary metric if it is the best so far; None otherwise, and if no evaluation is due.
         """
         options = self.config.train
         if not options.eval_every or self.step % options.eval_every or self.step >= options.steps:
             return None
-        scores = self.evaluate(options.eval_batches or None)
+        scores = self.evaluate(options.eval_batches or None).scores
         for writer in self.writers:
             writer.write(self.step, {f"heldout_{name}": value for name, value in scores.items()})
         self.display.print(f"step {self.step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
-        limit = math.inf if self.progress["best"] is None else self.progress["best"] - options.min_delta
-        is_better = math.isfinite(scores["loss"]) and scores["loss"] < limit
+        score = scores[self.task.metric]
+        is_better = self._is_better(score)
         if is_better:
-            self.progress |= {"best": scores["loss"], "bad_evals": 0}
+            self.progress |= {"best": score, "bad_evals": 0}
         else:
             self.progress |= {"bad_evals": self.progress["bad_evals"] + 1}
         if self._out_of_patience():
             self.display.print(f"no improvement in {options.patience} evaluations: stopping at step {self.step}")
             self.stopped = True
-        return scores["loss"] if is_better else None
+        return score if is_better else None
 
-    def evaluate(self, limit: int | None) -> dict[str, float]:
-        """`heldout_loss` of the current parameters, over at most `limit` batches."""
+    def _is_better(self, score: float) -> bool:
+        """True if a score exceeds the best one by more than `train.min_delta`, in the direction of the primary metric."""
+        best, least = self.progress["best"], self.config.train.min_delta
+        if not math.isfinite(score) or best is None:
+            return math.isfinite(score)
+        return score > best + least if self.task.higher_is_better else score < best - least
+
+    def evaluate(self, limit: int | None) -> Evaluation:
+        """Evaluation of the current parameters, over at most `limit` batches."""
         self.flush()
         self.display.status("scoring held-out text")
         with self.clock("eval"):
-            return heldout_loss(self.trainer, self.state.best_params, self.corpus, self.config, limit)
+            return evaluate(self.trainer, self.state.best_params, self.dataset, self.config, limit)
 
     def checkpoint_is_due(self, improved: float | None) -> bool:
         """True after the last step, after the best evaluation so far, and every `train.checkpoint_every` steps."""
@@ -300,14 +307,14 @@ class _Run:
         periodic = bool(options.checkpoint_every) and self.step % options.checkpoint_every == 0
         return is_last or improved is not None or periodic
 
-    def save(self, loss: float | None = None) -> None:
-        """Starts a checkpoint, after the metrics of its steps have reached the disk. `loss` ranks it among the best."""
+    def save(self, score: float | None = None) -> None:
+        """Starts a checkpoint, after the metrics of its steps have reached the disk. `score` ranks it among the best."""
         self.flush()
         with self.clock("checkpoint"):
             if self.jsonl is not None:
                 self.jsonl.sync()
             progress = {**self.progress, "seconds": self.clock.seconds, "peak_memory_bytes": self._peak_memory_bytes()}
-            self.checkpoints.save(self.state, self.batches.get_state(), progress, loss)
+            self.checkpoints.save(self.state, self.batches.get_state(), progress, score)
         self.saved_step = self.step
 
     def flush(self) -> None:
@@ -357,7 +364,7 @@ class _Run:
         self.stopping.synchronize()
         self.stopping.end()
         interrupted = self.stopping.signal != ""
-        heldout: dict[str, float] = {}
+        heldout = Evaluation({}, {})
         baselines: dict[str, Any] = {}
         if interrupted:
             self.display.print(
@@ -366,15 +373,16 @@ class _Run:
         else:
             self.display.print("scoring all held-out text")
             heldout = self.evaluate(None)
-            if self.baselines is not None:
-                baselines = self.baselines.result(self.display.print)
+            if self.baseline is not None:
+                baselines = self.baseline.result(self.display.print)
         return Result(
             step=self.step,
             interrupted=interrupted,
-            heldout=heldout,
+            heldout=heldout.scores,
+            sums=heldout.sums,
             baselines=baselines,
             peak_memory_bytes=self._peak_memory_bytes(),
-            corpus=self.corpus,
+            dataset=self.dataset,
             model=self.model,
             params=self.state.best_params,
             seconds=dict(self.clock.seconds),
@@ -391,57 +399,6 @@ class _Run:
         return max(self.start.peak_memory_bytes, measure.peak_memory_bytes())
 
 
-def heldout_loss(
-    trainer: Trainer, params: Any, corpus: Corpus, config: Config, limit: int | None = None
-) -> dict[str, float]:
-    """Scores held-out text.
-
-    Args:
-      trainer: Compiled functions of the model.
-      params: Parameters, laid out as the trainer's.
-      corpus: Data; its held-out part is read.
-      config: Sizes of batches and `train.eval_stride`.
-      limit: Largest number of batches, spread over the text; None for all.
-
-    Returns:
-      `loss` in nats per token; with it `bits_per_byte` if all of the text was scored, the tokenizer loses none of it, and the
-      output layer gives probabilities.
-
-    Raises:
-      InputError: No token of the batches has a loss.
-    """
-    index, count = distributed.batch_share(trainer.batch_sharding, (config.data.batch_size, config.data.seq_len))
-    batches = corpus.heldout(
-        batch_size=config.data.batch_size,
-        stride=config.train.eval_stride or None,
-        limit=limit,
-        process_index=index,
-        process_count=count,
-    )
-    sums: list[Any] = []
-    for batch in batches:
-        arrays = _on_devices(trainer, batch, config)
-        # Waits for the last program: two programs on the simulated devices of one CPU can deadlock over its threads.
-        jax.block_until_ready(sums[-1:])
-        sums.append(trainer.evaluate(params, arrays))
-    total, weight = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
-    if not weight:
-        raise InputError(
-            f"train.eval_batches={config.train.eval_batches}: no token of the held-out text in these batches is "
-            "predicted (prompts fill its rows): raise it, 0 for all, or hold out other text"
-        )
-    scores = {"loss": float(total / weight)}
-    if corpus.tokenizer.lossless and limit is None and trainer.gives_probabilities:
-        scores["bits_per_byte"] = float(total) / math.log(2) / corpus.heldout_bytes
-    return scores
-
-
-def _on_devices(trainer: Trainer, batch: Mapping[str, np.ndarray], config: Config) -> Batch:
-    """Global arrays `[B, T]` from this process's examples."""
-    shape, sharding = (config.data.batch_size, config.data.seq_len), trainer.batch_sharding
-    return {name: jax.make_array_from_process_local_data(sharding, x, shape) for name, x in batch.items()}
-
-
 def _devices(mesh: Any) -> str:
     """The devices of a mesh as text, such as `8 cpu devices (data 4, tensor 2)`."""
     devices = jax.devices()
@@ -455,5 +412,6 @@ def _warm_start_source(config: Config, workdir: Path) -> warm_start.Source | Non
     if not config.train.init_from or distributed.lead_value(Checkpointer.exist(workdir)):
         return None
     source = warm_start.find(config.train.init_from)
+    warm_start.check_task(config.task, source)
     warm_start.check_tokenizer(config.data.tokenizer, source)
     return source

@@ -8,19 +8,15 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpnlp.nn.output import is_normalized
-from hpnlp.training.config import LIMITS, Config
-from hpnlp.training.run_directory import saved_tokenizer
-from hpnlp.types import InputError
-
-PROMPT = "def "
+from hpnlp import tasks
+from hpnlp.training.config import LIMITS, Config, flat
 
 
 def render(workdir: Path, config: Config, flags: str) -> str:
     """List of commands for the report.
 
     Args:
-      workdir: Directory of the finished run, with its tokenizer.json.
+      workdir: Directory of the finished run.
       config: Config of the run.
       flags: Flags of `hpnlp train` that gave the config, quoted for a shell.
 
@@ -31,14 +27,14 @@ def render(workdir: Path, config: Config, flags: str) -> str:
     directory = workdir / ".." if workdir.name in ("", "..") else workdir.parent
     steps = min(2 * config.train.steps, LIMITS["train.steps"])
     commands = {
-        "continue a text": ["generate", f"--workdir={workdir}", *_generation(workdir, config)],
+        **tasks.find(config.task).report.commands(workdir, config),
         "train it on other text, with your files in place of data.path": [
             "train",
             *_without(train_flags, "data.path", "data.weights", "train.init_from"),
             f"--workdir={_unused(directory, workdir)}",
             f"--config.train.init_from={workdir}",
             f"--config.data.path={config.data.path}",
-            *(["--config.data.weights=()"] if config.data.weights else []),
+            *(["--config.data.weights=()"] if flat(config).get("data.weights") else []),
         ],
         "train longer": [
             "train",
@@ -50,22 +46,6 @@ def render(workdir: Path, config: Config, flags: str) -> str:
         "compare it with the runs beside it": ["compare", str(directory)],
     }
     return "\n".join(f"- {purpose}: {_code(shlex.join(['hpnlp', *argv]))}" for purpose, argv in commands.items())
-
-
-def _generation(workdir: Path, config: Config) -> list[str]:
-    """Flags of `hpnlp generate` that the model's positions, output layer and vocabulary allow."""
-    prompt, length = [f"--prompt={PROMPT}"], len(PROMPT)
-    tokenizer = saved_tokenizer(workdir)
-    if tokenizer is not None:
-        try:
-            length = len(tokenizer.encode_prompt(PROMPT))
-        except InputError:  # a vocabulary of words without the prompt's: generate without a prompt
-            prompt, length = [], 1
-    tokens = 200
-    if config.model.position == "learned":
-        tokens = max(1, min(tokens, (config.model.max_len or config.data.seq_len) - length))
-    choice = ["--temperature=0.8", "--top_p=0.95"] if is_normalized(config.model.output) else ["--temperature=0"]
-    return [*prompt, f"--tokens={tokens}", *choice]
 
 
 def _without(flags: Sequence[str], *fields: str) -> list[str]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from hpnlp.ops.dynamic_quantization import Quantized, dequantize, quantize
-from hpnlp.spec import build, lookup, parse_one
+from hpnlp.spec import build, lookup, parse, parse_one
 from hpnlp.training import sparse_rows
 from hpnlp.training.muon import ApplyToWhole, scale_by_muon
 from hpnlp.types import InputError, option
@@ -69,6 +69,11 @@ class OptimizerConfig:
         0,
         "Batch size that the learning rates are meant for, 0 for any; for another batch size they are scaled.",
     )
+    aux: str = option(
+        "",
+        'Factors of auxiliary losses, metrics of layers whose names end in "_loss", as in "balance_loss(0.01)"; 1 for those '
+        "that are not named.",
+    )
     scaling: str = option(
         "linear",
         "An entry of SCALINGS, the factor of the learning rates as a function of batch_size / base_batch.",
@@ -78,6 +83,7 @@ class OptimizerConfig:
         lookup(OPTIMIZERS, self.name, "optimizer.name")
         _named_schedule(self, 1)
         lookup(SCALINGS, self.scaling, "optimizer.scaling")
+        self.aux_weights()  # raises InputError if it is not valid
         if self.base_batch < 0:
             raise InputError(f"optimizer.base_batch={self.base_batch}: expected a number of rows, 0 for no scaling")
         if self.accumulate < 1:
@@ -106,6 +112,26 @@ class OptimizerConfig:
         for name in ("eps", "learning_rate", "adam_learning_rate", "weight_decay", "clip_norm", "final"):
             if not getattr(self, name) >= 0.0:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: expected a number of at least 0")
+
+    def aux_weights(self) -> dict[str, float]:
+        """Factors of auxiliary losses.
+
+        Returns:
+          Name of a loss -> factor, for the losses that `aux` names.
+
+        Raises:
+          InputError: `aux` is not a list of names, each with one number of at least 0.
+        """
+        weights: dict[str, float] = {}
+        for spec in parse(self.aux, "optimizer.aux") if self.aux.strip() else ():
+            is_number = len(spec.args) == 1 and type(spec.args[0]) in (int, float) and spec.args[0] >= 0
+            if not is_number or spec.kwargs or spec.repeat > 1 or spec.name in weights:
+                raise InputError(
+                    f"optimizer.aux={self.aux!r}: expected the name of each loss once, with a factor of at least 0, as in "
+                    '"balance_loss(0.01)"'
+                )
+            weights[spec.name] = float(spec.args[0])
+        return weights
 
     def for_batch(self, batch_size: int) -> OptimizerConfig:
         """Config with the learning rates scaled for a batch size.

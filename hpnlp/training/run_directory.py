@@ -1,9 +1,10 @@
 """A run's directory: who may train in it, whether a run resumes in it, and the model that it holds.
 
-The directory holds `config.json`, `tokenizer.json`, `metrics.jsonl`, `checkpoints/` (see `checkpoint`) and, when the run is
-finished, its report. A run has begun when it has left a training step or a checkpoint. From then on, the same config resumes
-the run from its newest checkpoint, and another config is refused unless the user accepts the changes. Before, the directory may
-be reused with any config. This module checks that a run may resume (`claimed`); `loop._Run._resume` restores its state.
+The directory holds `config.json`, the vocabulary (`tokenizer.json`), `metrics.jsonl`, `checkpoints/` (see `checkpoint`) and,
+when the run is finished, its report. A run has begun when it has left a training step or a checkpoint. From then on, the same
+config resumes the run from its newest checkpoint, and another config is refused unless the user accepts the changes. Before,
+the directory may be reused with any config. This module checks that a run may resume (`claimed`); `loop._Run._resume` restores its
+state.
 """
 
 from __future__ import annotations
@@ -21,47 +22,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hpnlp.data import tokenizers
+from hpnlp import tasks
 from hpnlp.data.files import is_special
 from hpnlp.models.huggingface import convert
-from hpnlp.models.lm import LM
 from hpnlp.parallel.plan import Plan
+from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
 from hpnlp.training.checkpoint import CONVERTED_STEP, Checkpointer, checked_directory
 from hpnlp.training.config import Config
 from hpnlp.training.step import make_trainer
-from hpnlp.types import InputError, Tokenizer
+from hpnlp.types import InputError, Model, Tokenizer
 
 _MODEL_TYPE = '"model_type"'  # field of the config.json of a Hugging Face checkpoint
 
 
-def make_model(config: Config, tokenizer: Tokenizer) -> LM:
-    """Model of a config, with the sizes that depend on the tokenizer and the data filled in.
+def make_model(config: Config, vocabulary: Vocabulary) -> Model:
+    """Model of a config, with the sizes that depend on the data filled in.
 
     Args:
       config: The config.
-      tokenizer: The tokenizer of the run.
+      vocabulary: The vocabulary of the run.
 
     Returns:
       The model.
 
     Raises:
-      InputError: See `config.model_of`.
+      InputError: See `tasks.task.Task.model`.
     """
-    return configs.model_of(config, tokenizer.vocab_size, tokenizer.stats)
-
-
-def saved_tokenizer(workdir: Path) -> Tokenizer | None:
-    """Tokenizer of a run that has begun; a run that resumes never trains its tokenizer again.
-
-    Args:
-      workdir: The run directory.
-
-    Returns:
-      The tokenizer, or None if there is none.
-    """
-    path = workdir / "tokenizer.json"
-    return tokenizers.load(str(path)) if path.exists() else None
+    return tasks.find(config.task).model(config, vocabulary.sizes)
 
 
 def eos_ids(directory: Path, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...]:
@@ -241,7 +229,12 @@ def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
                 f"train.init_from={workdir} begins with the checkpoint's parameters"
             )
         return
-    changes = configs.differences(load_config(workdir), config)
+    saved = load_config(workdir)
+    if saved.task != config.task:
+        raise InputError(
+            f"{workdir} holds a run of task={saved.task!r}, and this config has task={config.task!r}: choose another workdir"
+        )
+    changes = configs.differences(saved, config)
     if config.train.init_from and os.path.realpath(config.train.init_from) == os.path.realpath(workdir):
         # A run that resumes does not read train.init_from again, so that its own directory there changes nothing.
         changes = [change for change in changes if not change.startswith("train.init_from")]
@@ -286,7 +279,7 @@ class Run:
 
     Attributes:
       config: Config of the run.
-      tokenizer: Tokenizer of the run.
+      vocabulary: Vocabulary of the run.
       model: Model of the run.
       params: Parameters for generation and export: averaged ones where the run keeps an average.
       step: Step of the checkpoint that the parameters are from.
@@ -294,19 +287,65 @@ class Run:
     """
 
     config: Config
-    tokenizer: Tokenizer
-    model: LM
+    vocabulary: Vocabulary
+    model: Any
     params: Any
     step: int
     eos_ids: tuple[int, ...]
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the run."""
+        return self.vocabulary.tokenizer
 
-def load(workdir: str | Path, step: int | None = None, plan: Plan = Plan("single")) -> Run:  # noqa: B008  (frozen)
+
+def load_vocabulary(workdir: str | Path, config: Config) -> Vocabulary:
+    """Reads the vocabulary of a run that has begun.
+
+    Args:
+      workdir: The run directory.
+      config: Config of the run.
+
+    Returns:
+      The vocabulary.
+
+    Raises:
+      InputError: A file of it is absent or cannot be read.
+    """
+    vocabulary = tasks.find(config.task).load_vocabulary(Path(workdir))
+    if vocabulary is None:
+        raise InputError(f"{workdir} has no tokenizer.json: put back the one that the run was trained with")
+    return vocabulary
+
+
+def check_task(workdir: str | Path, config: Config, task: str, command: str) -> None:
+    """Checks that a run is of the task that a command works on.
+
+    Args:
+      workdir: The run directory.
+      config: Config of the run.
+      task: The task.
+      command: Name of the command, for the message.
+
+    Raises:
+      InputError: The run is of another task.
+    """
+    if config.task != task:
+        raise InputError(
+            f"{workdir} holds a run of task={config.task!r}, and {command} works on runs of task={task!r}: name one of these"
+        )
+
+
+def load(
+    workdir: str | Path,
+    step: int | None = None,
+    plan: Plan = Plan("single"),  # noqa: B008  (frozen)
+) -> Run:
     """Loads the model of a run.
 
     Args:
       workdir: The run directory.
-      step: Step of the checkpoint; None for the one with the lowest held-out loss, or the newest if none was evaluated.
+      step: Step of the checkpoint; None for the one with the best held-out score, or the newest if none was evaluated.
       plan: Layout of the parameters over devices.
 
     Returns:
@@ -316,19 +355,19 @@ def load(workdir: str | Path, step: int | None = None, plan: Plan = Plan("single
       InputError: The directory holds no run or lacks a part of it, or a parameter is NaN or infinite.
     """
     workdir = Path(workdir)
-    config, tokenizer = load_config(workdir), saved_tokenizer(workdir)
-    if tokenizer is None:
-        raise InputError(f"{workdir} has no tokenizer.json: put back the one that the run was trained with")
-    model = make_model(config, tokenizer)
+    config = load_config(workdir)
+    vocabulary = load_vocabulary(workdir, config)
+    model: Any = make_model(config, vocabulary)
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     shapes = make_trainer(model, optimizer, plan, steps=config.train.steps).state_shapes
-    checkpoints = Checkpointer(workdir, read_only=True)
+    task = tasks.find(config.task)
+    checkpoints = Checkpointer(workdir, read_only=True, metric=task.metric, higher_is_better=task.higher_is_better)
     try:
         step = checkpoints.best() if step is None else step
         params = checkpoints.restore_params(shapes, step)
         _check_finite(params, f"checkpoint {checkpoints.step_of(step)} of {workdir}")
-        eos = eos_ids(workdir, tokenizer, model.config.vocab)
-        return Run(config, tokenizer, model, params, checkpoints.step_of(step), eos)
+        eos = eos_ids(workdir, vocabulary.tokenizer, model.config.vocab)
+        return Run(config, vocabulary, model, params, checkpoints.step_of(step), eos)
     finally:
         checkpoints.close()
 

@@ -52,10 +52,10 @@ class Trainer:
     Attributes:
       init: `init(key[, params]) -> state`.
       step: `step(state, batch, key) -> (state, metrics)`; the state is donated.
-      evaluate: `evaluate(params, batch) -> (sum, weight)` of the loss in nats.
+      evaluate: `evaluate(params, batch)` -> name -> (sum, weight): of "loss" in nats, and of what the layers report.
       state_shapes: Shapes of the state, with their shardings.
       example_batch: `example_batch(batch_size, length)`: a batch of zeros with the shapes and dtypes of a batch of data.
-      batch_sharding: Sharding of the arrays `[B, T]` of a batch, which are global.
+      batch_sharding: Sharding of each array of a batch, by name; the arrays are global.
       gives_probabilities: True if the loss is -log p(label).
       layout: The plan on its devices.
       undivided: Names and shapes of the matrices that no axis of the mesh divides.
@@ -71,7 +71,7 @@ class Trainer:
     evaluate: _OnMesh
     state_shapes: TrainState
     example_batch: Callable[[int, int], Batch]
-    batch_sharding: NamedSharding
+    batch_sharding: Mapping[str, NamedSharding]
     gives_probabilities: bool
     layout: Layout
     undivided: tuple[str, ...]
@@ -105,7 +105,6 @@ def make_trainer(
     *,
     steps: int,
     devices: Sequence[Any] | int | None = None,
-    aux_weights: Mapping[str, float] | None = None,
 ) -> Trainer:
     """Builds the training step of a model. Nothing is allocated.
 
@@ -116,13 +115,13 @@ def make_trainer(
       steps: Number of steps of the run, for the learning rate's schedule.
       devices: Devices to use, all by default. A number stands for that many devices that are not present: the functions can
         be traced, but not called.
-      aux_weights: Factor of each auxiliary loss (metrics of layers whose name ends in `_loss`); 1 by default.
 
     Returns:
       The compiled functions, with the shapes and shardings of their arguments.
 
     Raises:
-      InputError: The plan does not divide the model, or does not fit the model or the optimizer.
+      InputError: The plan does not divide the model, or does not fit the model or the optimizer; or `optimizer.aux` names a
+        loss that no layer reports.
     """
     layout = plan.layout(model.config.sizes(), devices)
     _check_compatible(model, config, plan, layout)
@@ -146,8 +145,9 @@ def make_trainer(
         axes=axes,
         tables=tables,
         zero2=layout.zero == 2 and not single,
-        aux_weights=aux_weights or {},
+        aux_weights=config.aux_weights(),
     )
+    gradients.check_aux_weights(param_shapes)
     functions = _StepFunctions(
         gradients=gradients,
         update=update,
@@ -159,7 +159,8 @@ def make_trainer(
     )
     functions.rows_trained(config.accumulate, 8)  # raises InputError for models that cannot train some rows only
     on_mesh = functools.partial(_OnMesh, layout.mesh)
-    batch_sharding, replicated = layout.sharding("batch", "length"), layout.sharding()
+    batch_sharding = {name: layout.sharding(*names) for name, names in model.batch_axes().items()}
+    replicated = layout.sharding()
     one_device = functools.partial(
         make_trainer,
         model,
@@ -167,7 +168,6 @@ def make_trainer(
         Plan("single", remat=plan.remat),
         steps=steps,
         devices=1,
-        aux_weights=aux_weights,
     )
     return Trainer(
         init=on_mesh(jax.jit(functions.init, out_shardings=shardings)),
@@ -270,7 +270,8 @@ class _StepFunctions:
         with jax.numpy_dtype_promotion("standard"):
             learning_rate = jnp.asarray(self.schedule(_updates(state)), jnp.float32)
         new_state = TrainState(state.step, params, opt_state, ema, state.scale)
-        metrics = {name: mean(total, count) for name, (total, count) in sums.items()}
+        # Vectors, such as a confusion matrix, are metrics of evaluations only.
+        metrics = {name: mean(total, count) for name, (total, count) in sums.items() if not total.ndim}
         metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}
         metrics["skipped"] = 1.0 - is_finite.astype(jnp.float32)
         if state.scale is not None:
@@ -279,11 +280,11 @@ class _StepFunctions:
         new_state = dataclasses.replace(new_state, step=state.step + 1)
         return sparse_rows.scatter(full_state, new_state, ids, self.tables), metrics
 
-    def evaluate(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """`(sum, weight)` of the loss without dropout; averaged parameters, sharded as statistics are, are resharded."""
+    def evaluate(self, params: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """`Trainer.evaluate`, without dropout; averaged parameters, sharded as statistics are, are resharded."""
         params = jax.tree.map(jax.lax.with_sharding_constraint, params, self.param_shardings)
         out = loss(self.gradients.model, params, batch, None)
-        return out.sum, out.weight
+        return {"loss": (out.sum, out.weight), **out.aux}
 
     def rows_trained(self, examples: int, length: int) -> dict[sparse_rows.Path, int]:
         """`Trainer.rows_trained`."""

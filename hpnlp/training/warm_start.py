@@ -15,15 +15,15 @@ from jax.sharding import NamedSharding
 
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import tokenizer_digest
-from hpnlp.models.huggingface import convert, families
-from hpnlp.models.lm import LMConfig
+from hpnlp.models.huggingface import convert
 from hpnlp.nn.attention import mixer_period
 from hpnlp.parallel.plan import Plan
+from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import run_directory as runs
 from hpnlp.training.step import Trainer
 from hpnlp.types import InputError, Tokenizer
 
-# Fields of LMConfig that may differ from the source's: they do not change what the parameters compute.
+# Fields of a model's config that may differ from the source's: they do not change what the parameters compute.
 FREE = ("dtype", "dropout", "unroll")
 
 
@@ -33,17 +33,24 @@ class Source:
 
     Attributes:
       directory: A run directory, or a directory in the Hugging Face layout.
+      task: Name of the task that the parameters were trained for.
       model: The model's config, with the sizes that depend on tokenizer and data filled in.
-      tokenizer: The tokenizer that the parameters were trained with.
+      vocabulary: The vocabulary that the parameters were trained with.
       spec: The run's `data.tokenizer`; "" for the Hugging Face layout.
       is_run: True for a run directory.
     """
 
     directory: Path
-    model: LMConfig
-    tokenizer: Tokenizer
+    task: str
+    model: Any
+    vocabulary: Vocabulary
     spec: str
     is_run: bool
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the parameters were trained with."""
+        return self.vocabulary.tokenizer
 
     @property
     def remarks(self) -> list[str]:
@@ -76,20 +83,19 @@ def find(directory: str | Path) -> Source:
             f"train.init_from={directory} is not a directory: name a run's workdir, or a directory with config.json, "
             "model.safetensors and tokenizer.json"
         )
-    values = _read_json(source)
-    if "model_type" in values:
-        fields = families.fields_of(values, str(source))
-        try:
-            model = LMConfig(**fields)
-        except InputError as error:
-            raise InputError(f"{source}: {error}") from None
-        return Source(path, model, tokenizers.load(str(path)), "", is_run=False)
-    config, tokenizer = runs.load_config(path), runs.saved_tokenizer(path)
-    if tokenizer is None:
-        raise InputError(
-            f"train.init_from={directory} has no tokenizer.json: put back the one that the run was trained with"
+    if "model_type" in _read_json(source):
+        return Source(
+            path,
+            convert.TASK,
+            convert.load_config(path),
+            Vocabulary(tokenizers.load(str(path))),
+            "",
+            is_run=False,
         )
-    return Source(path, runs.make_model(config, tokenizer).config, tokenizer, config.data.tokenizer, is_run=True)
+    config = runs.load_config(path)
+    vocabulary = runs.load_vocabulary(path, config)
+    model: Any = runs.make_model(config, vocabulary)
+    return Source(path, config.task, model.config, vocabulary, config.data.tokenizer, is_run=True)
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -142,11 +148,28 @@ def check_converted(init_from: str, workdir: Path) -> None:
         )
 
 
-def check_model(model: LMConfig, source: Source, accept_changes: bool = False) -> str:
+def check_task(task: str, source: Source) -> None:
+    """Checks that a run is of the task of its source.
+
+    Args:
+      task: Name of the run's task.
+      source: The model that training starts from.
+
+    Raises:
+      InputError: The tasks differ.
+    """
+    if task != source.task:
+        raise InputError(
+            f"train.init_from={source.directory} holds a model of task={source.task!r}, and this config has task={task!r}: "
+            "name a run of the same task"
+        )
+
+
+def check_model(model: Any, source: Source, accept_changes: bool = False) -> str:
     """Checks that a model computes the same as its source's model.
 
     Args:
-      model: The model's config, with sizes filled in by `config.model_of`.
+      model: The model's config, with the sizes that depend on the data filled in.
       source: The model that training starts from.
       accept_changes: Allow differences; `load_params` still refuses parameters of other shapes.
 
@@ -158,7 +181,7 @@ def check_model(model: LMConfig, source: Source, accept_changes: bool = False) -
     """
     ours, theirs = _architecture(model), _architecture(source.model)
     differing, flags = [], []
-    for name in (field.name for field in dataclasses.fields(LMConfig)):
+    for name in (field.name for field in dataclasses.fields(model)):
         here, there = getattr(model, name), getattr(source.model, name)
         # Fields that are 0 in both configs are derived from other fields, and these are named.
         if name in theirs and ours.get(name) != theirs[name] and here != there:
@@ -174,7 +197,7 @@ def check_model(model: LMConfig, source: Source, accept_changes: bool = False) -
     return differences
 
 
-def _architecture(config: LMConfig) -> dict[str, Any]:
+def _architecture(config: Any) -> dict[str, Any]:
     """Fields that decide what a model computes; values that are written in several ways are resolved to one."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE}
     values |= {"kv_heads": config.kv_head_count, "head_dim": config.head_size, "mlp_dim": config.mlp_size}

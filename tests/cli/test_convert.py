@@ -61,9 +61,9 @@ def converted(checkpoint, tmp_path_factory):
 def test_converted_run_can_be_read(checkpoint, converted):
     values = runs.load_config(converted)
     assert values.model == convert.load(checkpoint)[0]
-    tokenizer = runs.saved_tokenizer(converted)
-    assert tokenizer is not None and tokenizer.vocab_size == values.model.vocab - 2
-    runs.make_model(values, tokenizer)
+    vocabulary = runs.load_vocabulary(converted, values)
+    assert vocabulary.tokenizer.vocab_size == values.model.vocab - 2
+    runs.make_model(values, vocabulary)
     assert values.data.seq_len == values.model.max_len == 32  # no longer than the learned positions
 
 
@@ -309,7 +309,7 @@ def test_transformers_reads_weights_and_tokenizer(converted, tmp_path):
     transformers = pytest.importorskip("transformers")
     run(from_=converted, to=tmp_path / "back")
     expected = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
-    tokenizer = runs.saved_tokenizer(converted)
+    tokenizer = runs.load(converted).tokenizer
     text = "the lazy fox\n"
     assert expected(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text.encode()).tolist()
     assert (expected.bos_token_id, expected.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)

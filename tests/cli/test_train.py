@@ -16,6 +16,7 @@ import pytest
 import hpnlp
 from hpnlp.__main__ import COMMANDS, main, spare_threads
 from hpnlp.cli import fields
+from hpnlp.tasks import TASKS
 from hpnlp.training.config import Config, flat
 from tests import tiny
 
@@ -259,8 +260,13 @@ def test_help_of_train_lists_fields_with_their_names(run):
 
 
 def test_every_field_has_help_and_names_belong_to_fields():
-    described = {f"{title}.{name}": text for title, _, rows in fields.described() for name, _, text in rows}
-    assert described.keys() == flat(Config()).keys()
+    described = {}
+    for task in TASKS:
+        of_task = {
+            f"{title}.{name}".lstrip("."): text for title, _, rows in fields.described(task) for name, _, text in rows
+        }
+        assert of_task.keys() == flat(Config(task=task)).keys()
+        described |= of_task
     assert not [name for name, text in described.items() if not text.strip().endswith(".")]
     assert fields.tables().keys() <= described.keys()
 

@@ -13,11 +13,14 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full, Window
 from hpnlp.parallel.plan import Plan
-from hpnlp.training.config import Config, model_of
+from hpnlp.tasks import TASKS
+from hpnlp.tasks.vocabulary import Sizes
+from hpnlp.training.config import Config
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, MixerTraits
 
+LANGUAGE_MODEL = TASKS["lm"]
 SIZES = {"vocab": 8, "dim": 8, "heads": 2, "layers": 2}
 
 
@@ -43,15 +46,16 @@ def test_language_models_need_causal_mixers(mixer):
 def test_packed_data_need_mixers_that_isolate_segments(mixer):
     mixer(isolates_segments=False)
     with pytest.raises(InputError, match="model.mixer='other' mixes documents that share a sequence"):
-        model_of(Config(model=LMConfig(mixer="other", **SIZES)), 8, None)
+        LANGUAGE_MODEL.model(Config(model=LMConfig(mixer="other", **SIZES)), Sizes(8))
 
 
 def test_samples_and_generation_need_mixers_that_decode(mixer):
     mixer(decodes=False)
     config = Config(model=LMConfig(mixer="other", **SIZES))
     with pytest.raises(InputError, match="train.sample=.*set train.sample=0"):
-        model_of(config, 8, None)
-    model = model_of(dataclasses.replace(config, train=dataclasses.replace(config.train, sample=0)), 8, None)
+        LANGUAGE_MODEL.model(config, Sizes(8))
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, sample=0))
+    model = LANGUAGE_MODEL.model(config, Sizes(8))
     with pytest.raises(InputError, match="model.mixer='other' cannot decode"):
         Generation(model, None, [np.array([1])], tokens=1)
 

@@ -34,7 +34,7 @@ def steps(trainer, state, count, first=0):
     """`(state, losses)` after `count` steps."""
     losses = []
     for seed in range(first, first + count):
-        put = {name: jax.device_put(value, trainer.batch_sharding) for name, value in batch_of(seed).items()}
+        put = jax.device_put(batch_of(seed), trainer.batch_sharding)
         state, metrics = trainer.step(state, put, KEY)
         losses.append(float(metrics["loss"]))
     return state, np.array(losses)
@@ -100,7 +100,7 @@ def test_nonfinite_step_changes_nothing():
     state, _ = steps(trainer, state, 2)
     before = host((state.params, state.opt_state, state.ema))
     bad = {**batch_of(0), "weights": np.full((B, T), np.nan, np.float32)}
-    state, metrics = trainer.step(state, {n: jax.device_put(x, trainer.batch_sharding) for n, x in bad.items()}, KEY)
+    state, metrics = trainer.step(state, jax.device_put(bad, trainer.batch_sharding), KEY)
     assert metrics["skipped"] == 1.0
     for old, new in zip(before, host((state.params, state.opt_state, state.ema)), strict=True):
         np.testing.assert_array_equal(old, new)

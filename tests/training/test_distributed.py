@@ -392,13 +392,13 @@ class Held:
 
 def test_batch_share_follows_the_sharding():
     mesh = Plan(data=4, tensor=2).mesh()
-    assert distributed.batch_share(NamedSharding(mesh, PartitionSpec("data")), (16, 8)) == (0, 1)
-    assert distributed.batch_share(Held((8, 12), (12, 16)), (16, 8)) == (1, 2)
-    assert distributed.batch_share(Held((12, 16), (12, 16)), (16, 8)) == (3, 4)
-    assert distributed.batch_share(Held((None, None)), (16, 8)) == (0, 1)
+    assert distributed.batch_share(NamedSharding(mesh, PartitionSpec("data")), 16) == (0, 1)
+    assert distributed.batch_share(Held((8, 12), (12, 16)), 16) == (1, 2)
+    assert distributed.batch_share(Held((12, 16), (12, 16)), 16) == (3, 4)
+    assert distributed.batch_share(Held((None, None)), 16) == (0, 1)
     for rows in (((0, 4), (8, 12)), ((2, 6),)):
         with pytest.raises(InputError, match="which are not one consecutive part of it"):
-            distributed.batch_share(Held(*rows), (16, 8))
+            distributed.batch_share(Held(*rows), 16)
     assert (
         distributed.lead_value(True)
         and not distributed.lead_value(False)

@@ -113,7 +113,7 @@ def test_learning_rates_follow_the_batch_size(undisturbed, tmp_path):
 
 def test_heldout_bits_are_per_byte_of_text(undisturbed):
     _, result, _ = undisturbed
-    corpus = result.corpus
+    corpus = result.dataset
     tokens = sum(batch["weights"].sum() for batch in corpus.heldout(batch_size=8))
     bits = result.heldout["loss"] * tokens / np.log(2)
     assert result.heldout["bits_per_byte"] == pytest.approx(bits / len(corpus.read_heldout()), rel=1e-6)
@@ -371,7 +371,7 @@ def test_first_nonfinite_step_stops_a_run_without_skipping(tmp_path, monkeypatch
 
 def test_nonfinite_evaluation_is_never_the_best(tmp_path, monkeypatch):
     scores = iter([np.nan, 2.0, np.inf, 3.0, 4.0, 5.0])
-    monkeypatch.setattr(loop, "heldout_loss", lambda *args: {"loss": next(scores)})
+    monkeypatch.setattr(loop, "evaluate", lambda *args: loop.Evaluation({"loss": next(scores)}, {}))
     train(tmp_path, train__eval_every=2, train__checkpoint_every=0)
     assert saved_steps(tmp_path) == [4, 12]
 
@@ -472,7 +472,7 @@ def test_reports_leave_out_numbers_that_the_output_layer_lacks(tmp_path, output,
         not counted,
         not probable,
     )
-    sample_text(result.model, result.params, result.corpus.tokenizer, 5)
+    sample_text(result.model, result.params, result.dataset.tokenizer, 5)
     text = render(tmp_path, tiny.make(**CONFIG | {"model__output": output}), numbers, "")
     assert ("--temperature=0`" in text) != probable and ("nats" in text) == probable
     if not probable:
@@ -501,5 +501,5 @@ def test_output_layers_with_word_counts_train_and_resume(tmp_path, output):
     fields |= {"plan__name": "single", "plan__fsdp": 1}
     result = train(tmp_path, **fields)
     assert np.isfinite(result.heldout["loss"])
-    sample_text(result.model, result.params, result.corpus.tokenizer, 5)
+    sample_text(result.model, result.params, result.dataset.tokenizer, 5)
     assert train(tmp_path, **fields).heldout == result.heldout

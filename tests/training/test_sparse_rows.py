@@ -40,7 +40,7 @@ def run(trainer, steps=3, batch=batch_of):
     """`(metrics of each step, last state)`; the initial state is the same on every layout."""
     state, metrics = trainer.init(jax.random.key(0)), []
     for seed in range(steps):
-        put = {name: jax.device_put(value, trainer.batch_sharding) for name, value in batch(seed).items()}
+        put = jax.device_put(batch(seed), trainer.batch_sharding)
         state, values = trainer.step(state, put, KEY)
         metrics.append({name: float(value) for name, value in values.items()})
     return metrics, jax.device_get(state)

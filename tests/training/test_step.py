@@ -75,13 +75,13 @@ class Run:
         self.state = jax.device_put(dataclasses.replace(initial_state(model), scale=scale), shardings)
 
     def step(self, batch):
-        put = {name: jax.device_put(rows, self.trainer.batch_sharding) for name, rows in batch.items()}
+        put = jax.device_put(batch, self.trainer.batch_sharding)
         self.state, metrics = self.trainer.step(self.state, put, KEY)
         return {name: float(value) for name, value in metrics.items()}
 
     def heldout(self, batch):
-        put = {name: jax.device_put(rows, self.trainer.batch_sharding) for name, rows in batch.items()}
-        return float(self.trainer.evaluate(self.state.params, put)[0])
+        put = jax.device_put(batch, self.trainer.batch_sharding)
+        return float(self.trainer.evaluate(self.state.params, put)["loss"][0])
 
     def gradients(self):
         """Clipped gradients of the first step, from Adam's first moment."""
@@ -91,10 +91,10 @@ class Run:
 
 
 @functools.cache
-def trainer_of(plan=ONE[0], devices=ONE[1], model=MODEL, aux_weights=(), **changes):
+def trainer_of(plan=ONE[0], devices=ONE[1], model=MODEL, **changes):
     optimizer = dataclasses.replace(OPTIMIZER, **changes)
     lm = LM(model, WordStats(np.arange(model.vocab, 0, -1)))
-    return make_trainer(lm, optimizer, plan, devices=jax.devices()[:devices], steps=50, aux_weights=dict(aux_weights))
+    return make_trainer(lm, optimizer, plan, devices=jax.devices()[:devices], steps=50)
 
 
 @functools.cache
@@ -248,12 +248,14 @@ def test_averaged_parameters_are_evaluated(name):
     single, parallel = Run(trainer_of()), Run(trainer_of(Plan(name), 8))
     for run in (single, parallel):
         run.step(batch_of(0))
-    scores = [run.trainer.evaluate(run.state.best_params, put(run, batch_of(1)))[0] for run in (single, parallel)]
+    scores = [
+        run.trainer.evaluate(run.state.best_params, put(run, batch_of(1)))["loss"][0] for run in (single, parallel)
+    ]
     assert float(scores[1]) == pytest.approx(float(scores[0]), rel=1e-5)
 
 
 def put(run, batch):
-    return {name: jax.device_put(rows, run.trainer.batch_sharding) for name, rows in batch.items()}
+    return jax.device_put(batch, run.trainer.batch_sharding)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +407,7 @@ def test_dropout_differs_between_steps_and_is_off_in_evaluation():
     losses = [run.step(batch)["loss"] for _ in range(2)]
     without = reference_run(*ONE)[0][0]
     assert losses[0] != losses[1] and min(abs(loss - without) for loss in losses) > 1e-4
-    total, weight = run.trainer.evaluate(run.state.params, put(run, batch))
+    total, weight = run.trainer.evaluate(run.state.params, put(run, batch))["loss"]
     assert float(total / weight) == pytest.approx(without, rel=1e-6)
     again = Run(trainer_of(model=model, **frozen))
     assert [again.step(batch)["loss"] for _ in range(2)] == losses
@@ -449,7 +451,7 @@ def with_decay():
     model = dataclasses.replace(MODEL, output="decaying")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(output.OUTPUTS, "decaying", Decaying)
-        run = Run(trainer_of(model=model, aux_weights=(("decay_loss", 0.5),), clip_norm=1e6))
+        run = Run(trainer_of(model=model, aux="decay_loss(0.5)", clip_norm=1e6))
         table = np.asarray(run.state.params["embed"]["table"]).copy()
         return run.step(batch_of(0)), run.gradients(), table
 

@@ -79,7 +79,9 @@ def test_starts_from_parameters_and_tokenizer_of_a_run(words, tmp_path, capsys, 
     source = load(words)
     result = loop.train(finetuned(words, **STILL, **plan), tmp_path / "run")
     assert_same(result.params, source.params)
-    assert result.corpus.tokenizer.encode(b"the lazy dog").tolist() == source.tokenizer.encode(b"the lazy dog").tolist()
+    assert (
+        result.dataset.tokenizer.encode(b"the lazy dog").tolist() == source.tokenizer.encode(b"the lazy dog").tolist()
+    )
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith(f"starting from {words}, step {source.step}, with its tokenizer: 0.0")
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
@@ -93,7 +95,7 @@ def test_starts_from_a_hugging_face_directory(checkpoint, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(
         f"starting from {checkpoint}, a Hugging Face checkpoint, with its tokenizer"
     )
-    assert load(tmp_path / "run").tokenizer.vocab_size == result.corpus.tokenizer.vocab_size
+    assert load(tmp_path / "run").tokenizer.vocab_size == result.dataset.tokenizer.vocab_size
 
 
 def test_resumed_run_does_not_need_the_source(words, tmp_path, capsys):

@@ -113,6 +113,9 @@ class Tensor:
         return np.ascontiguousarray(value.T if self.transposed else value, dtype)
 
 
+TASK = "lm"  # the task of the models that are converted
+
+
 def load_config(directory: str | Path, dtype: str = "float32") -> LMConfig:
     """Reads the config of a model from config.json alone.
 

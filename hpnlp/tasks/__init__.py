@@ -1,0 +1,29 @@
+"""Tasks: what is learned from which data, and how it is scored and reported.
+
+A task is an instance of `task.Task`. The training loop, the reports, sweeps and the planner read it from TASKS by the config
+field `task`.
+"""
+
+from hpnlp.spec import lookup
+from hpnlp.tasks.lm import LanguageModel
+from hpnlp.tasks.task import Task
+
+TASKS: dict[str, Task] = {"lm": LanguageModel()}
+
+
+def find(name: str) -> Task:
+    """The task of a name.
+
+    Args:
+      name: Value of the config field `task`.
+
+    Returns:
+      The entry of TASKS.
+
+    Raises:
+      InputError: Unknown name.
+    """
+    return lookup(TASKS, name, "task")
+
+
+__all__ = ["TASKS", "Task", "find"]

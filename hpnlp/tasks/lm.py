@@ -1,0 +1,89 @@
+"""Causal language modelling: the next token of texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpnlp.data import sources
+from hpnlp.data.baselines import Baselines
+from hpnlp.data.files import Progress
+from hpnlp.data.stream import Corpus, DataConfig, prepare
+from hpnlp.models.lm import LM, LMConfig
+from hpnlp.tasks import vocabulary as vocabularies
+from hpnlp.tasks.lm_report import LanguageModelReport
+from hpnlp.tasks.task import Batch, RunConfig, Sums, Task
+from hpnlp.tasks.vocabulary import Sizes, Vocabulary
+from hpnlp.types import InputError
+
+
+class LanguageModel(Task):
+    """Causal language modelling: the next token of texts."""
+
+    name = "lm"
+    model_config = LMConfig
+    data_config = DataConfig
+    report = LanguageModelReport()
+
+    def check_data(self, data: DataConfig) -> None:
+        for field in ("path", "heldout_path"):
+            if paths := getattr(data, field):
+                sources.find(paths, f"data.{field}")
+
+    def dataset(self, data: DataConfig, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Corpus:
+        return prepare(data, None if vocabulary is None else vocabulary.tokenizer, progress)
+
+    def heldout(
+        self, config: RunConfig, dataset: Corpus, *, limit: int | None, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[Batch]:
+        return dataset.heldout(
+            batch_size=config.data.batch_size,
+            stride=config.train.eval_stride or None,
+            limit=limit,
+            process_index=process_index,
+            process_count=process_count,
+        )
+
+    def load_vocabulary(self, workdir: Path) -> Vocabulary | None:
+        return vocabularies.load(workdir)
+
+    def planned_sizes(self, config: RunConfig) -> Sizes:
+        return vocabularies.planned_sizes(config.data.tokenizer, config.model.vocab)
+
+    def model(self, config: RunConfig, sizes: Sizes) -> LM:
+        model = config.model
+        for mixer in model.mixers():
+            if not mixer.traits.isolates_segments:
+                raise InputError(
+                    f"model.mixer={model.mixer!r} mixes documents that share a sequence of the batch: choose another mixer"
+                )
+            if config.train.sample and not mixer.traits.decodes:
+                raise InputError(
+                    f"train.sample={config.train.sample} generates text at the end, which model.mixer={model.mixer!r} cannot: "
+                    "set train.sample=0, or choose another mixer"
+                )
+        filled = vocabularies.fill_sizes(model, sizes, config.data.seq_len)
+        return LM(filled, sizes.stats and sizes.stats.padded(filled.vocab))
+
+    def scores(
+        self, config: RunConfig, dataset: Corpus, sums: Sums, *, is_complete: bool, gives_probabilities: bool
+    ) -> dict[str, float]:
+        """The loss in nats per token.
+
+        With it `bits_per_byte` if all of the text was scored, the tokenizer loses none of it, and the output layer gives
+        probabilities.
+        """
+        total, weight = sums["loss"]
+        if not weight:
+            raise InputError(
+                f"train.eval_batches={config.train.eval_batches}: no token of the held-out text in these batches is "
+                "predicted (prompts fill its rows): raise it, 0 for all, or hold out other text"
+            )
+        scores = {"loss": float(total / weight)}
+        if dataset.tokenizer.lossless and is_complete and gives_probabilities:
+            scores["bits_per_byte"] = float(total) / math.log(2) / dataset.heldout_bytes
+        return scores
+
+    def baseline(self, dataset: Corpus) -> Baselines:
+        return Baselines(dataset)

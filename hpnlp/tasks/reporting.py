@@ -1,0 +1,203 @@
+"""The interface of a task's part of reports and of comparisons of runs."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Report = Mapping[str, Any]  # content of report.json
+
+
+@dataclasses.dataclass(frozen=True)
+class Heatmap:
+    """A matrix of counts, which reports draw.
+
+    Attributes:
+      counts: `[R, C]`.
+      rows: Names of the rows.
+      columns: Names of the columns.
+      ylabel: Label of the rows.
+      xlabel: Label of the columns.
+    """
+
+    counts: np.ndarray
+    rows: Sequence[str]
+    columns: Sequence[str]
+    ylabel: str
+    xlabel: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A task's section of report.md.
+
+    Attributes:
+      text: Markdown, which refers to the pictures by their file names; "" for no section.
+      pictures: File name -> picture.
+    """
+
+    text: str = ""
+    pictures: Mapping[str, Heatmap] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """Scores by which runs are compared.
+
+    Attributes:
+      label: Name of the score.
+      scores: Run -> score.
+      unscored: Run without a score -> reason.
+      higher_is_better: Direction of the score.
+      digits: Format of the score in the table.
+      is_ratio: Whether equal ratios of scores are equal differences of quality, so that plots have a logarithmic axis.
+      remark: Sentence on why scores do not compare; "" if they do.
+    """
+
+    label: str
+    scores: Mapping[str, float]
+    unscored: Mapping[str, str]
+    higher_is_better: bool = False
+    digits: str = ".4f"
+    is_ratio: bool = False
+    remark: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Result of a run, as far as a task's section of the report needs it.
+
+    Attributes:
+      config: Config of the run, a `training.config.Config`.
+      dataset: Its data.
+      model: Its model.
+      params: Parameters of the model; None if they are spread over the devices of several processes.
+      sums: What the model's loss reports, summed over all held-out examples.
+    """
+
+    config: Any
+    dataset: Any
+    model: Any
+    params: Any
+    sums: Mapping[str, Any]
+
+
+class TaskReport(abc.ABC):
+    """A task's part of reports and comparisons.
+
+    Attributes:
+      numbers_compared: Numbers of report.json that `rank` reads -> whether they may be None, for scores that are not finite.
+      unit: The objects that a loss is the mean over, as "a token".
+    """
+
+    numbers_compared: Mapping[str, bool]
+    unit: str
+
+    @abc.abstractmethod
+    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+        """The task's fields of report.json.
+
+        Args:
+          dataset: Data of the run.
+          scores: Scores on all held-out examples.
+          baselines: Result of the task's `Baseline`.
+
+        Returns:
+          Name -> JSON value; numbers that are not finite become None.
+        """
+
+    def fault(self, report: Report) -> str:
+        """The first reason why a report cannot be compared, beside its numbers; "" if it can.
+
+        Args:
+          report: Content of report.json, with a section `config`.
+
+        Returns:
+          The reason.
+        """
+        return ""
+
+    @abc.abstractmethod
+    def verdict(self, report: Report) -> str:
+        """The result of a run in a sentence or two.
+
+        Args:
+          report: Content of report.json.
+
+        Returns:
+          The sentences.
+        """
+
+    @abc.abstractmethod
+    def rows(self, report: Report) -> list[tuple[str, str]]:
+        """The task's rows of the table in report.md.
+
+        Args:
+          report: Content of report.json.
+
+        Returns:
+          `(name, value)` of each row.
+        """
+
+    def section(self, outcome: Outcome) -> Section:
+        """The task's section of report.md.
+
+        Args:
+          outcome: Result of the run.
+
+        Returns:
+          Text and pictures.
+        """
+        return Section()
+
+    def levels(self, report: Report) -> dict[str, float]:
+        """Losses of baselines, as lines in the plot of the run's losses.
+
+        Args:
+          report: Content of report.json.
+
+        Returns:
+          Label -> loss.
+        """
+        return {}
+
+    def commands(self, workdir: Path, config: Any) -> dict[str, list[str]]:
+        """Commands of the task that a report proposes first.
+
+        Args:
+          workdir: The run directory.
+          config: Config of the run.
+
+        Returns:
+          Purpose -> arguments of `hpnlp`.
+        """
+        return {}
+
+    @abc.abstractmethod
+    def rank(self, reports: Mapping[str, Report]) -> Ranking:
+        """Scores of several runs of the task.
+
+        Args:
+          reports: Run -> content of report.json.
+
+        Returns:
+          The scores.
+        """
+
+
+def decimals(value: int | float | None, digits: str = ".4f") -> str:
+    """A number in a table.
+
+    Args:
+      value: The number, or None.
+      digits: Format of the number.
+
+    Returns:
+      The number as text; "-" for None.
+    """
+    return "-" if value is None else f"{value:{digits}}"

@@ -1,0 +1,213 @@
+"""The interface of tasks: data, model, scores, and the section of the report."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from hpnlp.data import Batches
+from hpnlp.data.files import Progress
+from hpnlp.tasks.reporting import TaskReport
+from hpnlp.tasks.vocabulary import Sizes, Vocabulary
+from hpnlp.types import Model, Tokenizer
+
+Batch = Mapping[str, np.ndarray]
+# Name of a metric -> (weighted sum, sum of the weights) over the examples of an evaluation. Sums may be arrays.
+Sums = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+
+class RunConfig(Protocol):
+    """The sections of a run's config (`training.config.Config`) that tasks read."""
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def data(self) -> Any: ...
+
+    @property
+    def train(self) -> Any: ...
+
+
+class Dataset(Protocol):
+    """Data of a run, such as `data.Corpus`.
+
+    Attributes:
+      tokenizer: The tokenizer of its texts.
+      summary: A line on its sizes, and on what is not read.
+      heldout_digest: Digest of the held-out examples: scores of runs with the same digest compare.
+    """
+
+    tokenizer: Tokenizer
+    summary: str
+    heldout_digest: str
+
+    def train(self, *, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
+        """Iterates endlessly over training batches; see `data.Corpus.train`."""
+        ...
+
+
+class Baseline(Protocol):
+    """A measurement of other methods on the same data, which may run beside the training."""
+
+    def result(self, log: Callable[[str], None] | None = None) -> dict[str, Any]:
+        """Waits for the measurement.
+
+        Args:
+          log: Called with a message if that takes long.
+
+        Returns:
+          Fields of report.json.
+        """
+        ...
+
+
+class Task(abc.ABC):
+    """A task: what is learned from which data, and how it is scored and reported.
+
+    Attributes:
+      name: Its name in TASKS.
+      model_config: Dataclass of the config section `model`.
+      data_config: Dataclass of the config section `data`. It has at least the fields path, heldout_path, tokenizer, seq_len
+        and batch_size.
+      metric: The primary metric, a name of `scores`: for early stopping, the best checkpoint, and the ranking of runs.
+      higher_is_better: Direction of the primary metric.
+      report: The task's part of reports and comparisons.
+    """
+
+    name: ClassVar[str]
+    model_config: ClassVar[type]
+    data_config: ClassVar[type]
+    metric: ClassVar[str] = "loss"
+    higher_is_better: ClassVar[bool] = False
+    report: ClassVar[TaskReport]
+
+    @abc.abstractmethod
+    def check_data(self, data: Any) -> None:
+        """Checks the parts of the data config that can be checked without reading data, such as that its files exist.
+
+        Args:
+          data: The section `data` of a config.
+
+        Raises:
+          InputError: A field is not valid.
+        """
+
+    @abc.abstractmethod
+    def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Dataset:
+        """Reads the data, or finds them in the cache.
+
+        Args:
+          data: The section `data` of a config.
+          vocabulary: The vocabulary of a run that is resumed, or that training starts from; None to make one from the data.
+          progress: Called while data are read.
+
+        Returns:
+          The data.
+
+        Raises:
+          InputError: The data or their config are not valid.
+        """
+
+    @abc.abstractmethod
+    def heldout(
+        self, config: RunConfig, dataset: Any, *, limit: int | None, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[Batch]:
+        """Iterates over the held-out examples once.
+
+        Args:
+          config: Config of the run.
+          dataset: Result of `dataset`.
+          limit: Largest number of batches, spread over the examples; None for all.
+          process_index: Index of this process.
+          process_count: Number of processes, each of which gets a part of every batch.
+
+        Returns:
+          The batches, filled with examples of weight 0.
+        """
+
+    def vocabulary(self, dataset: Any) -> Vocabulary:
+        """The vocabulary of a dataset, which the run directory keeps.
+
+        Args:
+          dataset: Result of `dataset`.
+
+        Returns:
+          The vocabulary.
+        """
+        return Vocabulary(dataset.tokenizer)
+
+    @abc.abstractmethod
+    def load_vocabulary(self, workdir: Path) -> Vocabulary | None:
+        """Reads the vocabulary of a run directory.
+
+        Args:
+          workdir: The run directory.
+
+        Returns:
+          The vocabulary, or None if the directory lacks a part of it.
+
+        Raises:
+          InputError: A file cannot be read.
+        """
+
+    @abc.abstractmethod
+    def planned_sizes(self, config: RunConfig) -> Sizes:
+        """Sizes of the vocabulary that the planner expects of data that it does not read.
+
+        Args:
+          config: Config of a run.
+
+        Returns:
+          The largest sizes that the data may have.
+        """
+
+    @abc.abstractmethod
+    def model(self, config: RunConfig, sizes: Sizes) -> Model:
+        """The model of a config, with the sizes that depend on the data filled in.
+
+        Args:
+          config: Config of the run.
+          sizes: Sizes of the vocabulary.
+
+        Returns:
+          The model.
+
+        Raises:
+          InputError: The model does not fit the data, or cannot do what the task or an option of the run needs.
+        """
+
+    @abc.abstractmethod
+    def scores(
+        self, config: RunConfig, dataset: Any, sums: Sums, *, is_complete: bool, gives_probabilities: bool
+    ) -> dict[str, float]:
+        """Scores of an evaluation.
+
+        Args:
+          config: Config of the run.
+          dataset: Result of `dataset`.
+          sums: What the model's loss reports, summed over the evaluated batches.
+          is_complete: Whether these were all held-out examples.
+          gives_probabilities: Whether the loss is -log p(label).
+
+        Returns:
+          Name -> score; "loss" and the primary metric are among them.
+
+        Raises:
+          InputError: No example has a weight.
+        """
+
+    def baseline(self, dataset: Any) -> Baseline | None:
+        """Starts the measurement of other methods on the same data.
+
+        Args:
+          dataset: Result of `dataset`.
+
+        Returns:
+          The measurement, or None if there is none.
+        """
+        return None

@@ -1,0 +1,114 @@
+"""The vocabulary of a run: the parts of its data that its model depends on, and that its directory keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hpnlp.data import tokenizers
+from hpnlp.spec import parse_one
+from hpnlp.types import InputError, Tokenizer, WordStats
+
+Config = TypeVar("Config")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of a vocabulary, on which the sizes of a model depend.
+
+    Attributes:
+      ids: Number of ids of the tokenizer.
+      stats: Counts of the ids in the training text, if they are known.
+    """
+
+    ids: int
+    stats: WordStats | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer of a run.
+
+    Attributes:
+      tokenizer: The tokenizer.
+    """
+
+    tokenizer: Tokenizer
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the vocabulary."""
+        return Sizes(self.tokenizer.vocab_size, self.tokenizer.stats)
+
+    def save(self, workdir: Path) -> None:
+        """Writes the vocabulary to a run directory; neither a kill nor a full disk leaves an incomplete file.
+
+        Args:
+          workdir: The run directory, which receives tokenizer.json.
+        """
+        tokenizers.save_whole(self.tokenizer, str(workdir))
+
+
+def load(workdir: Path) -> Vocabulary | None:
+    """Reads the vocabulary of a run directory.
+
+    Args:
+      workdir: The run directory.
+
+    Returns:
+      The vocabulary, or None if one of its files is absent.
+
+    Raises:
+      InputError: A file cannot be read.
+    """
+    path = workdir / "tokenizer.json"
+    return Vocabulary(tokenizers.load(str(path))) if path.exists() else None
+
+
+def planned_sizes(tokenizer: str, vocab: int) -> Sizes:
+    """The largest sizes of a tokenizer that is not made yet, and words with the frequencies of Zipf's law.
+
+    Args:
+      tokenizer: Value of `data.tokenizer`.
+      vocab: Value of `model.vocab`, the limit of the tokenizer's size; 0 for none.
+
+    Returns:
+      The sizes.
+
+    Raises:
+      InputError: The spec of the tokenizer is not valid.
+    """
+    smallest, largest = tokenizers.sizes(tokenizer)
+    ids = max(smallest, min(largest, vocab or largest))
+    if not (tokenizers.is_trained(tokenizer) and parse_one(tokenizer, "data.tokenizer").name == "words"):
+        return Sizes(ids)
+    ranks = np.arange(ids)
+    return Sizes(ids, WordStats(10**9 // (1 + ranks), ranks))
+
+
+def fill_sizes(model: Config, sizes: Sizes, seq_len: int) -> Config:
+    """A model's config with the sizes that depend on the tokenizer and on the length of the sequences.
+
+    Args:
+      model: A `models.backbone.BackboneConfig`.
+      sizes: Sizes of the vocabulary.
+      seq_len: Tokens per sequence.
+
+    Returns:
+      The config, with `vocab` and `max_len` where they are 0.
+
+    Raises:
+      InputError: The vocabulary is smaller than the tokenizer's, or sequences are longer than the learned positions.
+    """
+    c: Any = model
+    if c.vocab and c.vocab < sizes.ids:
+        raise InputError(
+            f"model.vocab={c.vocab} is less than the tokenizer's {sizes.ids}: set it to 0, or to at least {sizes.ids}"
+        )
+    max_len = c.max_len or seq_len
+    if c.position == "learned" and seq_len > max_len:
+        raise InputError(f"data.seq_len={seq_len} is longer than model.max_len={max_len} learned positions: change one")
+    return dataclasses.replace(c, vocab=c.vocab or sizes.ids, max_len=max_len)

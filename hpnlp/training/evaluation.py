@@ -1,0 +1,107 @@
+"""Evaluation on held-out data, and the placement of batches on devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from hpnlp import tasks
+from hpnlp.tasks.task import Dataset
+from hpnlp.training import distributed
+from hpnlp.training.config import Config
+from hpnlp.training.step import Batch, Trainer
+from hpnlp.types import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Result of an evaluation.
+
+    Attributes:
+      scores: Scores by name, see `tasks.task.Task.scores`.
+      sums: What the model's loss reports, by name: float64 `(sum, weight)` over all batches.
+    """
+
+    scores: dict[str, float]
+    sums: dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def evaluate(trainer: Trainer, params: Any, dataset: Dataset, config: Config, limit: int | None = None) -> Evaluation:
+    """Scores held-out examples.
+
+    Args:
+      trainer: Compiled functions of the model.
+      params: Parameters, laid out as the trainer's.
+      dataset: Data; its held-out part is read.
+      config: Config of the run: its task, and sizes of batches.
+      limit: Largest number of batches, spread over the examples; None for all.
+
+    Returns:
+      Scores and sums.
+
+    Raises:
+      InputError: No example of the batches has a loss.
+    """
+    task = tasks.find(config.task)
+    index, count = batch_share(trainer, config)
+    batches = task.heldout(config, dataset, limit=limit, process_index=index, process_count=count)
+    pending: list[Any] = []
+    for batch in batches:
+        arrays = on_devices(trainer, batch, config)
+        # Waits for the last program: two programs on the simulated devices of one CPU can deadlock over its threads.
+        jax.block_until_ready(pending[-1:])
+        pending.append(trainer.evaluate(params, arrays))
+    first, *further = (jax.tree.map(lambda x: np.asarray(x, np.float64), sums) for sums in jax.device_get(pending))
+    for sums in further:
+        first = jax.tree.map(np.add, first, sums)
+    scores = task.scores(
+        config, dataset, first, is_complete=limit is None, gives_probabilities=trainer.gives_probabilities
+    )
+    return Evaluation(scores, first)
+
+
+def batch_share(trainer: Trainer, config: Config) -> tuple[int, int]:
+    """Part of each batch that this process reads.
+
+    Args:
+      trainer: Compiled functions of the model.
+      config: Config of the run.
+
+    Returns:
+      `(index, count)`, see `distributed.batch_share`.
+
+    Raises:
+      InputError: The devices of this process hold examples that are not consecutive.
+    """
+    return distributed.batch_share(trainer.layout.sharding("batch"), config.data.batch_size)
+
+
+def on_devices(trainer: Trainer, batch: Mapping[str, np.ndarray], config: Config) -> Batch:
+    """Places the arrays of a batch that the model reads.
+
+    Args:
+      trainer: Compiled functions of the model.
+      batch: Arrays of this process's examples.
+      config: Config of the run.
+
+    Returns:
+      Global arrays.
+
+    Raises:
+      InputError: The data lack an array that the model reads.
+    """
+    if absent := [name for name in trainer.batch_sharding if name not in batch]:
+        raise InputError(
+            f"the model reads {', '.join(absent)}, and the data of task={config.task!r} have {', '.join(batch)}: change the "
+            "model's fields, or those of the data"
+        )
+    return {
+        name: jax.make_array_from_process_local_data(
+            sharding, batch[name], (config.data.batch_size, *batch[name].shape[1:])
+        )
+        for name, sharding in trainer.batch_sharding.items()
+    }

@@ -1,0 +1,173 @@
+"""Contracts of every entry of TASKS: it trains under several plans, resumes exactly, plans, reports and compares.
+
+A new task needs an entry in EXAMPLES.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from hpnlp import planner, report, tasks
+from hpnlp.parallel.plan import Plan
+from hpnlp.tasks import TASKS
+from hpnlp.training import config as configs
+from hpnlp.training import loop
+from hpnlp.training.evaluation import on_devices
+from hpnlp.training.run_directory import load, make_model
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
+from tests import tiny
+
+PLANS = {"data": Plan("data"), "zero3": Plan("zero3"), "tensor": Plan(tensor=2)}
+
+
+def language_model(directory):
+    return tiny.make(train__steps=4, train__sample=8)
+
+
+# Name of a task -> its tiny config, made from a directory for its data.
+EXAMPLES = {"lm": language_model}
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def config(request, tmp_path_factory):
+    made = EXAMPLES[request.param](tmp_path_factory.mktemp("data"))
+    train = dataclasses.replace(made.train, eval_every=2, checkpoint_every=2, log_every=1)
+    return dataclasses.replace(made, train=train, plan=Plan("data"))
+
+
+@pytest.fixture(scope="module")
+def finished(config, tmp_path_factory):
+    """`(directory, result, report)` of a run that was not disturbed."""
+    workdir = tmp_path_factory.mktemp("finished") / config.task
+    result = loop.train(config, workdir)
+    return workdir, result, report.write(workdir, config, result)
+
+
+def test_run_reports_its_primary_metric(config, finished):
+    workdir, result, written = finished
+    task = tasks.find(config.task)
+    assert np.isfinite(result.heldout[task.metric]) and np.isfinite(result.heldout["loss"])
+    assert written[f"heldout_{task.metric}"] == result.heldout[task.metric] and written["config"]["task"] == config.task
+    text = (workdir / "report.md").read_text()
+    assert report.verdict(written) in text and text.count("\n| ") > 8
+    assert (workdir / "loss.png").exists()
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if f"heldout_{task.metric}" in line] == [2]
+
+
+def test_loss_falls(finished):
+    workdir, *_ = finished
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0]
+
+
+def test_run_stopped_by_a_signal_resumes_exactly(config, finished, tmp_path, monkeypatch):
+    workdir, result, _ = finished
+
+    class Writer(loop.JsonlWriter):
+        def write(self, step, values):
+            super().write(step, values)
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "JsonlWriter", Writer)
+        assert loop.train(config, tmp_path / "run").interrupted
+    resumed = loop.train(config, tmp_path / "run")
+    for name in ("metrics.jsonl", "config.json", "tokenizer.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (workdir / name).read_bytes()
+    assert resumed.heldout == result.heldout
+    for actual, expected in zip(jax.tree.leaves(resumed.params), jax.tree.leaves(result.params), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_config_and_model_are_read_back(config, finished):
+    workdir, result, _ = finished
+    assert configs.from_json((workdir / "config.json").read_text()) == config
+    run = load(workdir, step=4)
+    assert run.model.config == result.model.config
+    assert run.vocabulary.sizes == tasks.find(config.task).vocabulary(result.dataset).sizes
+    with pytest.raises(InputError, match="unknown task 'other'"):
+        configs.default("other")
+
+
+@pytest.fixture(scope="module")
+def dataset(config):
+    return tasks.find(config.task).dataset(config.data, None)
+
+
+def first_losses(config, dataset, plan, devices):
+    """Losses of two steps, and of the held-out examples' first batch."""
+    vocabulary = tasks.find(config.task).vocabulary(dataset)
+    trainer = make_trainer(
+        make_model(config, vocabulary), config.optimizer, plan, steps=4, devices=jax.devices()[:devices]
+    )
+    state, batches = trainer.init(jax.random.key(0)), dataset.train(seed=0)
+    losses = []
+    for _ in range(2):
+        state, metrics = trainer.step(state, on_devices(trainer, next(batches), config), jax.random.key(1))
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def on_one_device(config, dataset):
+    return first_losses(config, dataset, Plan("single"), 1)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_plans_match_one_device(config, dataset, on_one_device, plan):
+    np.testing.assert_allclose(first_losses(config, dataset, PLANS[plan], 8), on_one_device, rtol=1e-5)
+
+
+def test_step_is_planned(config):
+    costs = planner.costs(config, 8)
+    assert costs.parameters > 0 and costs.bytes > 0 and costs.total_seconds(planner.DEVICES["h100"]) > 0
+
+
+def test_held_out_examples_are_read_once_whatever_the_batch(config, dataset):
+    task = tasks.find(config.task)
+
+    def weight(limit):
+        return sum(float(batch["weights"].sum()) for batch in task.heldout(config, dataset, limit=limit))
+
+    halves = [
+        float(batch["weights"].sum())
+        for index in range(2)
+        for batch in task.heldout(config, dataset, limit=None, process_index=index, process_count=2)
+    ]
+    assert sum(halves) == weight(None) >= weight(1) > 0
+
+
+def test_runs_compare(config, finished, tmp_path):
+    workdir, *_ = finished
+    other = tmp_path / "other"
+    other.mkdir()
+    task = tasks.find(config.task)
+    written = json.loads((workdir / "report.json").read_text())
+    metric = f"heldout_{task.metric}"
+    ranked = [name for name in written if name.startswith("heldout_") and isinstance(written[name], float)]
+    sign = 1 if task.higher_is_better else -1
+    worse = {name: written[name] - sign * 0.25 * abs(written[name]) for name in ranked}
+    (other / "report.json").write_text(json.dumps(written | worse))
+    rows = report.compare([other, workdir], tmp_path / "compare.png").splitlines()
+    assert metric in written and [row.split("|")[1].strip() for row in rows[2:4]] == [str(workdir), str(other)]
+
+
+def test_directory_of_another_task_is_refused(config, finished):
+    workdir, *_ = finished
+    values = json.loads((workdir / "config.json").read_text())
+    (workdir / "config.json").write_text(json.dumps({**values, "task": "none"}))
+    try:
+        with pytest.raises(InputError, match="unknown task 'none'"):
+            loop.train(config, workdir, accept_changes=True)
+    finally:
+        (workdir / "config.json").write_text(json.dumps(values, indent=1) + "\n")
