@@ -467,13 +467,14 @@ def test_reports_leave_out_numbers_that_the_output_layer_lacks(tmp_path, output,
     result = train(tmp_path, train__steps=2, **fields)
     assert ("bits_per_byte" in result.heldout) == probable
     assert (result.flops_per_step is not None) == counted
-    numbers = summarize(tiny.make(**CONFIG), result)
+    config = tiny.make(**CONFIG | {"model__output": output})
+    numbers = summarize(config, result)
     assert (numbers["flops_per_second"] is None, numbers["heldout_bits_per_byte"] is None) == (
         not counted,
         not probable,
     )
     sample_text(result.model, result.params, result.dataset.tokenizer, 5)
-    text = render(tmp_path, tiny.make(**CONFIG | {"model__output": output}), numbers, "")
+    text = render(tmp_path, config, numbers, "")
     assert ("--temperature=0`" in text) != probable and ("nats" in text) == probable
     if not probable:
         with pytest.raises(InputError, match="has no probabilities to draw from; set temperature to 0"):
