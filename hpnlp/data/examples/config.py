@@ -13,6 +13,14 @@ _PATH_HELP = (
     "a file, a directory or a glob; several are separated by commas. The extension of a file decides its format, which is "
     "JSONL, `.json` (an array of records), CSV, `.tsv` or Parquet. All but Parquet may be compressed, as `.gz` or `.zst`."
 )
+_HELDOUT_HELP = (
+    "Fraction of examples held out, chosen by a hash of their names (file and number), or of their groups; one of them if "
+    "the fraction leaves no example on one side."
+)
+_HELDOUT_EXAMPLES_HELP = (
+    "Evaluate on a fixed sample of at most this many held-out examples; 0 takes all. Held-out examples over the limit are "
+    "not trained on. Does not apply to `heldout_path`."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +36,11 @@ class ExampleConfig(abc.ABC):
     )
     seq_len: int = option(256, "Tokens per sequence; longer texts are cut, and counted in the summary.")
     batch_size: int = option(16, "Examples per optimizer step, over all processes.")
-    heldout: float = option(
-        0.1,
-        "Fraction of examples held out, chosen by a hash of their names (file and number), or of their groups; one of them "
-        "if the fraction leaves no example on one side.",
-    )
+    heldout: float = option(0.1, _HELDOUT_HELP)
     heldout_path: str = option(
         "", "Examples to hold out instead, all of them; files that are also under `path` are not trained on."
     )
-    heldout_examples: int = option(
-        2000,
-        "Evaluate on a fixed sample of at most this many held-out examples; 0 takes all. Held-out examples over the limit "
-        "are not trained on. Does not apply to `heldout_path`.",
-    )
+    heldout_examples: int = option(2000, _HELDOUT_EXAMPLES_HELP)
     challenge_path: str = option(
         "",
         'Examples that are scored apart from the held-out ones, such as longer ones, and never trained on; "" for none, or '
@@ -120,7 +120,8 @@ class Seq2SeqConfig(ExampleConfig):
     )
     source_field: str = option("source", "Field of records that holds the source.")
     target_field: str = option("target", "Field that holds the target.")
-    target_len: int = option(64, "Tokens per target; longer targets are cut, and counted in the summary.")
+    seq_len: int = option(128, "Tokens per source; longer sources are cut, and counted in the summary.")
+    target_len: int = option(128, "Tokens per target; longer targets are cut, and counted in the summary.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,6 +140,8 @@ class PairsConfig(ExampleConfig):
         '"stdlib_docstrings" (docstrings of functions of the running Python\'s standard library, with the code '
         f"of the function), {_PATH_HELP}",
     )
+    heldout: float = option(0.2, _HELDOUT_HELP)
+    heldout_examples: int = option(1000, _HELDOUT_EXAMPLES_HELP)
     text_field: str = option("text", "Field of records that holds the first text, such as a query.")
     pair_field: str = option("pair", "Field that holds the second text, which belongs to the first.")
 

@@ -3,7 +3,15 @@
 A path such as "stdlib_functions" in `ExampleConfig.path` names an entry of GENERATED. The examples of the standard library
 depend on the version of Python; 3.11.7 has:
 
-TABLE
+| path | example | to train on | held out | scored apart |
+|---|---|---|---|---|
+| stdlib_functions | code of a function -> one of 14 packages | 5,964 | 681 | |
+| stdlib_tokens | tokens of a line of code -> one of 11 kinds each | 20,252 | 2,000 | |
+| stdlib_docstrings | docstring of a function, and its code | 4,088 | 1,000 | |
+| number_words | number in digits -> in words, and back | 35,964 | 2,000 | 2,000 with more significant digits |
+
+`baselines` reach an accuracy of 0.71 (words) and 0.77 (characters) on functions, where the largest class has a share of 0.15, and a
+recall of 0.39 at 1 and 0.76 at 10 on the 1,000 docstrings.
 """
 
 from __future__ import annotations
@@ -20,7 +28,7 @@ from hpnlp.data.examples import library, number_words
 from hpnlp.data.files import ignore_progress
 from hpnlp.data.sources import File, LeftOut, Source
 
-_FORMAT = 1  # version of the files that are written; part of the cache key
+_FORMAT = 2  # version of the files that are written; part of the cache key
 GROUP_FIELD = "group"
 
 # Name -> (path of the files that the examples are made from, "" for none; function from the files to the examples to train on

@@ -22,7 +22,7 @@ from hpnlp.data.ingest import hash_fraction
 from hpnlp.data.sources import File
 
 _MIN_FUNCTIONS, _MIN_FILES = 100, 5  # of a package that is a class
-_MIN_CODE = 100  # characters of a function; shorter functions are the same in many packages
+_MIN_CODE = 60  # characters of a function; shorter functions are the same in many packages
 _MIN_WORDS = 4  # of a docstring, and of a line of tokens
 _LINES_SHARE = 0.25  # of the library's lines, those that are examples of tokens
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef)
