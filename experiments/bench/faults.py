@@ -345,7 +345,7 @@ FAULTS = (
     Fault(
         "stream_resume",
         "a resumed stream skips one batch",
-        "hpnlp/data/corpus.py",
+        "hpnlp/data/batches.py",
         'self._batches.set_state({"next_index": batches})',
         'self._batches.set_state({"next_index": batches + 1})',
         "tests/data/test_corpus.py tests/data tests/training/test_loop.py",

@@ -1,7 +1,8 @@
 """From text on disk to batches: `prepare(DataConfig(...))` returns a `Corpus`, whose `train` and `heldout` yield batches."""
 
+from hpnlp.data.batches import Batches
 from hpnlp.data.config import DataConfig
-from hpnlp.data.corpus import Batches, Corpus
+from hpnlp.data.corpus import Corpus
 from hpnlp.data.stream import prepare
 
 __all__ = ["Batches", "Corpus", "DataConfig", "prepare"]

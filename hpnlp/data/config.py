@@ -1,12 +1,48 @@
-"""The config of a corpus."""
+"""The config of a corpus, and fields and checks that it shares with the configs of labelled examples."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 from hpnlp.data.packing import PACKINGS
 from hpnlp.spec import lookup
 from hpnlp.types import InputError, option
+
+TOKENIZER_HELP = '"bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", or the path of a tokenizer.json.'
+CACHE_HELP = 'Directory of tokenised text; "" is $HPNLP_CACHE, or hpnlp under $XDG_CACHE_HOME or ~/.cache.'
+
+
+def check_sizes(config: Any, fields: Iterable[str]) -> None:
+    """Checks fields that are numbers of at least 1.
+
+    Args:
+      config: Config with the fields.
+      fields: Names of the fields.
+
+    Raises:
+      InputError: A number is less than 1.
+    """
+    for name in fields:
+        if getattr(config, name) < 1:
+            raise InputError(f"data.{name}={getattr(config, name)}: expected at least 1")
+
+
+def check_heldout(config: Any) -> None:
+    """Checks the fields `heldout` and `heldout_path`.
+
+    Args:
+      config: Config with the fields.
+
+    Raises:
+      InputError: The fraction is not between 0 and 1, and there is no `heldout_path`.
+    """
+    if not config.heldout_path and not 0 < config.heldout < 1:
+        raise InputError(
+            f"data.heldout={config.heldout}: expected a fraction between 0 and 1; to train on all of data.path, pass "
+            "data.heldout_path=PATH with other text"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +61,7 @@ class DataConfig:
         (),
         "Share of each source of `path` in the training tokens, to within 1 %; () reads every source once per epoch.",
     )
-    tokenizer: str = option(
-        "bytes",
-        '"bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", or the path of a tokenizer.json.',
-    )
+    tokenizer: str = option("bytes", TOKENIZER_HELP)
     text_field: str = option("text", "Field of records (JSONL, JSON arrays, Parquet) that holds the text.")
     prompt_field: str = option(
         "",
@@ -62,25 +95,16 @@ class DataConfig:
         '"concat" lays documents one after another and cuts sequences when they are full; "fit" keeps documents whole, '
         "or in pieces of seq_len, and fills sequences with documents that fit.",
     )
-    cache: str = option(
-        "",
-        'Directory of tokenised text; "" is $HPNLP_CACHE, or hpnlp under $XDG_CACHE_HOME or ~/.cache.',
-    )
+    cache: str = option("", CACHE_HELP)
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "batch_size"):
-            if getattr(self, name) < 1:
-                raise InputError(f"data.{name}={getattr(self, name)}: expected at least 1")
+        check_sizes(self, ("seq_len", "batch_size"))
         if not all(isinstance(weight, int | float) and 1e-100 <= weight <= 1e100 for weight in self.weights):
             raise InputError(
                 f"data.weights={self.weights}: expected numbers over 0, 1e-100 to 1e100; remove a source from data.path to "
                 "give it no weight"
             )
-        if not self.heldout_path and not 0 < self.heldout < 1:
-            raise InputError(
-                f"data.heldout={self.heldout}: expected a fraction between 0 and 1; to train on all of data.path, pass "
-                "data.heldout_path=PATH with other text"
-            )
+        check_heldout(self)
         if self.heldout_bytes < 0:
             raise InputError(f"data.heldout_bytes={self.heldout_bytes}: expected a number of bytes, or 0 for all")
         lookup(PACKINGS, self.packing, "data.packing")

@@ -1,27 +1,24 @@
 """A tokenised corpus, and iterators over its batches that shuffle, mix, shard and resume.
 
-grain orders rows by number (shuffle, repeat, mix, shard, read ahead), and `packing` computes the content of a row. The state of
-an iterator is therefore the number of batches it has returned, for every packing, mixture and number of processes.
+`batches` orders rows by number, and `packing` computes the content of a row. The state of an iterator is therefore the
+number of batches it has returned, for every packing, mixture and number of processes.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from hpnlp.data import packing, token_store
+from hpnlp.data.batches import Batches, ordered_batches, shuffled_batches
 from hpnlp.data.config import DataConfig
 from hpnlp.data.files import printable
 from hpnlp.data.sources import LeftOut
 from hpnlp.types import InputError, Tokenizer
 
-_STATE_VERSION = 1
-# Number of rows in a training stream. grain's own endless repeat overflows, because grain converts lengths to floats.
-_ENDLESS = 1 << 52
 # The summary warns if whole documents take this share of the text from training, or twice the configured fraction.
 _LARGE_HELDOUT_SHARE = 0.05
 
@@ -159,28 +156,18 @@ class Corpus:
         Raises:
           InputError: An argument is out of range, or a source has no training text.
         """
-        import grain  # takes half a second to import
-
-        if seed < 0:
-            raise InputError(f"seed={seed}: expected at least 0")
         rows = self._rows
-        per_process = _rows_per_process(self.config.batch_size, "data.batch_size", process_index, process_count)
-        sources = [
-            grain.MapDataset.range(first, end)
-            .seed(int(np.random.SeedSequence([seed, i]).generate_state(1)[0]))
-            .shuffle()
-            .repeat(_ENDLESS // (end - first))
-            for i, (first, end) in enumerate(rows.ranges)
-        ]
-        order = grain.MapDataset.mix(sources, self.config.weights) if self.config.weights else sources[0]
-
-        def read(numbers: np.ndarray) -> packing.Batch:
-            return self._batch(self._train, rows, per_process, numbers)
-
-        batches = order.batch(per_process, batch_fn=np.array)[process_index::process_count].map(read)
-        # One thread that reads two batches ahead hides the page faults of text that is not in memory yet.
-        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-        return Batches(iter(batches.to_iter_dataset(ahead)), {**self._digests, "packing": self.config.packing})
+        made_from = {**self._digests, "packing": self.config.packing}
+        return shuffled_batches(
+            rows.ranges,
+            self.config.weights,
+            lambda numbers, count: self._batch(self._train, rows, count, numbers),
+            made_from,
+            seed=seed,
+            batch_size=self.config.batch_size,
+            process_index=process_index,
+            process_count=process_count,
+        )
 
     def heldout(
         self,
@@ -213,15 +200,9 @@ class Corpus:
         seq_len = self.config.seq_len
         if stride is not None and not 1 <= stride <= seq_len:
             raise InputError(f"stride={stride}: expected 1 to data.seq_len={seq_len}")
-        if limit is not None and limit < 1:
-            raise InputError(f"limit={limit}: expected at least one batch, or None for all")
-        per_process = _rows_per_process(batch_size, "batch_size", process_index, process_count)
         rows = packing.ConcatRows(self._heldout, seq_len, [(0, self.heldout_tokens)], stride)
-        total = rows.ranges[0][1]
-        count = min(total, limit * batch_size) if limit else total
-        numbers = np.arange(count) * total // count
-        starts = range(process_index * per_process, -(-count // batch_size) * batch_size, batch_size)
-        return (self._batch(self._heldout, rows, per_process, numbers[i : i + per_process]) for i in starts)
+        batches = ordered_batches(rows.ranges[0][1], batch_size, limit, process_index, process_count)
+        return (self._batch(self._heldout, rows, count, numbers) for numbers, count in batches)
 
     @property
     def train_rows(self) -> int:
@@ -253,84 +234,6 @@ class Corpus:
     ) -> packing.Batch:
         """The batch of the rows with these numbers, filled up with padding to `count` rows."""
         return packing.assemble(tokens, rows.segments(numbers), count, self.config.seq_len, self.tokenizer.pad_id)
-
-
-class Batches:
-    """An endless iterator over training batches. Its state is a small JSON-able dict, the same on every process.
-
-    Batches that were read ahead are not part of the state: after `set_state`, the next batch is the one that followed when the
-    state was taken, bit for bit, also with another number of processes.
-    """
-
-    def __init__(self, batches: Any, made_from: Mapping[str, str]):
-        """Wraps an iterator of grain.
-
-        Args:
-          batches: A `grain.DatasetIterator` over batches.
-          made_from: Name -> digest or option on which the batches depend; compared by `set_state`.
-        """
-        self._batches = batches
-        self._made_from = dict(made_from)
-
-    def __iter__(self) -> Batches:
-        return self
-
-    def __next__(self) -> packing.Batch:
-        return next(self._batches)
-
-    def get_state(self) -> dict[str, Any]:
-        """Reads the position of the iterator.
-
-        Returns:
-          A JSON-able state for `set_state`.
-        """
-        return {"version": _STATE_VERSION, **self._made_from, "batches": self._batches.get_state()["next_index"]}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to the position of an earlier `get_state`.
-
-        Args:
-          state: Result of `get_state` of an iterator over the same data.
-
-        Raises:
-          InputError: The state is damaged, or of other data.
-        """
-        try:
-            version, batches = state["version"], int(state["batches"])
-            # A name that the state lacks does not count as a difference: old states lack the digest of the held-out text.
-            differing = [name for name, value in self._made_from.items() if state.get(name, value) != value]
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"the data iterator's state is damaged ({error!r}): take another checkpoint") from error
-        if version != _STATE_VERSION:
-            raise InputError(
-                f"the data iterator's state is of version {version}, expected {_STATE_VERSION}: update hpnlp"
-            )
-        if not 0 <= batches <= _ENDLESS:
-            raise InputError(f"the data iterator's state is damaged (batches={batches}): take another checkpoint")
-        if differing:
-            raise InputError(
-                f"the data iterator's state is of another {' and '.join(differing)}: the text, its split or its "
-                "tokenizer has changed since, or the run was begun by a version of hpnlp that held out whole files: give the "
-                "run its old data back, continue with that version, or start another run (train.init_from takes the model of "
-                "this one)"
-            )
-        self._batches.set_state({"next_index": batches})
-
-    def close(self) -> None:
-        """Stops reading ahead."""
-        self._batches.close()
-
-
-def _rows_per_process(batch_size: int, argument: str, process_index: int, process_count: int) -> int:
-    """Rows of a batch that each process gets; raises InputError if they do not divide."""
-    if not 0 <= process_index < process_count:
-        raise InputError(f"process_index={process_index}: expected 0 to {process_count - 1}")
-    if batch_size % process_count:
-        raise InputError(
-            f"{argument}={batch_size} is not a multiple of the {process_count} processes that share it: pass "
-            f"{math.ceil(batch_size / process_count) * process_count}"
-        )
-    return batch_size // process_count
 
 
 def _documents(count: int) -> str:

@@ -1,4 +1,7 @@
-"""Records of text from JSON lines, JSON arrays and Parquet, one at a time."""
+"""Records of text from JSON lines, JSON arrays and Parquet, one at a time.
+
+`line_objects`, `ArrayReader` and `parquet_batches` read the same files for records with other fields.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 # If the text of an element is incomplete, the parser fails within this distance of the end of the text, or within a string.
 _INCOMPLETE_CHARACTERS = 16
-_SKIP = "mend or remove the line, or pass data.skip_bad_lines=True to leave such lines out"
+SKIP = "mend or remove the line, or pass data.skip_bad_lines=True to leave such lines out"
 
 
 class Fields(NamedTuple):
@@ -65,29 +68,57 @@ def json_lines(stream: io.BufferedReader, path: str, fields: Fields, report_bad:
     Yields:
       The valid records.
     """
-    for number, where, line in _lines(stream, path, report_bad):
+    expected = f"a JSON object with a field {fields.text!r}"
+    for number, where, value in line_objects(stream, path, expected, report_bad):
+        yield from _record(value, number, where, fields, report_bad)
+
+
+def line_objects(
+    stream: io.BufferedReader, path: str, expected: str, report_bad: ReportBad
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Reads a file with one JSON object per line; empty lines are ignored.
+
+    Args:
+      stream: Content of the file.
+      path: Name of the file, for error messages.
+      expected: Description of a line, for error messages.
+      report_bad: Called for lines that hold no JSON object.
+
+    Yields:
+      (index of the line, its place for error messages, the object).
+    """
+    for number, where, line in lines(stream, path, report_bad):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            report_bad(where, InputError(f"{where}: not JSON ({error}): {_SKIP}"))
+            report_bad(where, InputError(f"{where}: not JSON ({error}): {SKIP}"))
             continue
-        if not isinstance(value, dict):
-            report_bad(where, InputError(f"{where}: expected a JSON object with a field {fields.text!r}: {_SKIP}"))
-            continue
-        yield from _record(value, number, where, fields, report_bad)
+        if isinstance(value, dict):
+            yield number, where, value
+        else:
+            report_bad(where, InputError(f"{where}: expected {expected}: {SKIP}"))
 
 
-def _lines(stream: io.BufferedReader, path: str, report_bad: ReportBad) -> Iterator[tuple[int, str, bytes]]:
-    """(index, place for messages, content) of each line; lines that are too long are reported as bad."""
+def lines(stream: io.BufferedReader, path: str, report_bad: ReportBad) -> Iterator[tuple[int, str, bytes]]:
+    """Reads lines; lines that are too long are reported as bad.
+
+    Args:
+      stream: Content of the file.
+      path: Name of the file, for error messages.
+      report_bad: Called for lines that are too long.
+
+    Yields:
+      (index of the line, its place for error messages, its content with the line end).
+    """
     for number in itertools.count():
         line = stream.readline(_MAX_BYTES + 1)
         if not line:
             return
         where = f"{path}, line {number + 1}"
         if len(line) > _MAX_BYTES:
-            report_bad(where, InputError(f"{where}: longer than {_MAX_BYTES:,} bytes: {_SKIP}"))
+            report_bad(where, InputError(f"{where}: longer than {_MAX_BYTES:,} bytes: {SKIP}"))
             while line and not line.endswith(b"\n"):
                 line = stream.readline(_CHUNK)
             continue
@@ -110,13 +141,13 @@ def json_array(stream: io.BufferedReader, path: str, fields: Fields, report_bad:
       InputError: The file is not a JSON array. The error is raised even if bad records are skipped, because
           after a syntax error the end of an element cannot be detected.
     """
-    for number, value in enumerate(_ArrayReader(stream, path)):
+    for number, value in enumerate(ArrayReader(stream, path)):
         where = f"{path}, record {number + 1}"
         if isinstance(value, str) and not fields.prompt:
             value = {fields.text: value}
         if not isinstance(value, dict):
             expected = "an object" if fields.prompt else "an object or a string"
-            report_bad(where, InputError(f"{where}: a {type(value).__name__}, expected {expected}: {_SKIP}"))
+            report_bad(where, InputError(f"{where}: a {type(value).__name__}, expected {expected}: {SKIP}"))
             continue
         yield from _record(value, number, where, fields, report_bad)
 
@@ -142,10 +173,16 @@ def is_array(head: bytes, fields: Fields, walked: bool) -> bool:
     return fields.text in first
 
 
-class _ArrayReader:
+class ArrayReader:
     """Iterates over the elements of a JSON array, with one element and a chunk of the text after it in memory."""
 
     def __init__(self, stream: io.BufferedReader, path: str):
+        """Begins to read.
+
+        Args:
+          stream: Content of the file.
+          path: Name of the file, for error messages.
+        """
         self._stream = stream
         self._path = path
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -236,33 +273,52 @@ def parquet(path: str, fields: Fields) -> Iterator[Record]:
     Raises:
       InputError: pyarrow is missing, the file is damaged, or a column is missing or holds no strings.
     """
+    columns = [fields.text, fields.prompt] if fields.prompt else [fields.text]
+    name = printable(path)
+    number = 0
+    for batch in parquet_batches(path, columns, lambda schema: _check_columns(schema, columns, name)):
+        # As binary, because pyarrow stores strings that are not UTF-8 and fails only when it converts them to str.
+        values = [batch.column(column).cast("large_binary").to_pylist() for column in columns]
+        for text, *prompt in zip(*values, strict=True):
+            yield Record(number, f"{name}, row {number}", prompt[0] or b"" if prompt else b"", text or b"")
+            number += 1
+
+
+def parquet_batches(path: str, columns: list[str], check: Callable[[Any], None]) -> Iterator[Any]:
+    """Reads columns of a Parquet file in batches of rows.
+
+    Args:
+      path: Path of the file.
+      columns: Names of the columns.
+      check: Called with the schema of the file before columns are read.
+
+    Yields:
+      `pyarrow.RecordBatch` of at most 256 rows.
+
+    Raises:
+      InputError: pyarrow is missing, or the file is damaged.
+    """
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
         raise InputError(f"{path}: Parquet needs the pyarrow package: pip install pyarrow") from error
-    columns = [fields.text, fields.prompt] if fields.prompt else [fields.text]
-    name = printable(path)
     try:
         with pq.ParquetFile(path) as table:
-            _check_columns(table.schema_arrow, columns, name)
-            number = 0
-            for batch in table.iter_batches(batch_size=256, columns=columns):
-                # As binary, because pyarrow stores strings that are not UTF-8 and fails only when it converts them to str.
-                values = [batch.column(column).cast(pa.large_binary()).to_pylist() for column in columns]
-                for text, *prompt in zip(*values, strict=True):
-                    yield Record(number, f"{name}, row {number}", prompt[0] or b"" if prompt else b"", text or b"")
-                    number += 1
+            check(table.schema_arrow)
+            yield from table.iter_batches(batch_size=256, columns=columns)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         message = " ".join(str(error).split())  # messages of pyarrow may have several lines
-        raise InputError(f"{name}: not a Parquet file that can be read ({message}): mend or remove it") from error
+        raise InputError(
+            f"{printable(path)}: not a Parquet file that can be read ({message}): mend or remove it"
+        ) from error
 
 
 def _check_columns(schema: Any, columns: list[str], path: str) -> None:
     """Raises InputError unless the columns exist once each and hold strings."""
     for argument, column in zip(("text_field", "prompt_field"), columns, strict=False):
         if column not in schema.names:
-            raise InputError(f"{path}: {_missing(column, argument, schema.names)}")
+            raise InputError(f"{path}: {missing(column, argument, schema.names)}")
         if schema.names.count(column) > 1:
             raise InputError(
                 f"{path}: has more than one column {column!r}: rename one, or pass another data.{argument}"
@@ -285,18 +341,27 @@ def _field(record: dict[str, Any], field: str, argument: str) -> bytes:
     """The bytes of one field, which the config field data.`argument` names; raises _FieldError."""
     if field not in record:
         raise _FieldError(
-            f"{_missing(field, argument, list(record))}, or data.skip_bad_lines=True to leave such records out"
+            f"{missing(field, argument, list(record))}, or data.skip_bad_lines=True to leave such records out"
         )
     value = record[field]
     if value is None:
         return b""
     if not isinstance(value, str):
-        raise _FieldError(f"field {field!r} is a {type(value).__name__}, expected a string: {_SKIP}")
+        raise _FieldError(f"field {field!r} is a {type(value).__name__}, expected a string: {SKIP}")
     # JSON can hold half a surrogate pair. It is kept as bytes; a tokenizer that needs text raises an error with its place.
     return value.encode("utf-8", "surrogatepass")
 
 
-def _missing(field: str, argument: str, known: list[str]) -> str:
-    """The message for a missing field."""
+def missing(field: str, argument: str, known: list[str]) -> str:
+    """Formats the message for a missing field.
+
+    Args:
+      field: Name of the field.
+      argument: Config field that holds the name.
+      known: Names of the fields that exist.
+
+    Returns:
+      The message, without the place of the record.
+    """
     names = ", ".join(map(repr, known[:20])) + (", ..." if len(known) > 20 else "") or "none"
     return f"no field {field!r}, the fields are {names}: pass data.{argument}=NAME with one of them"

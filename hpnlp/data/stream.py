@@ -12,11 +12,13 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 from hpnlp.data import sources, token_store, tokenizers
+from hpnlp.data.batches import Batches
 from hpnlp.data.config import DataConfig
-from hpnlp.data.corpus import Batches, Corpus
+from hpnlp.data.corpus import Corpus
 from hpnlp.data.digest import Snapshot
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.data.ingest import Ingest
@@ -48,7 +50,8 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
         tokenizer = tokenizers.build(config.tokenizer)  # before text is read, so that a wrong path fails early
     snapshot = Snapshot(ingest.paths)
     content = [ingest.fingerprint(), snapshot.digest(root, progress)]
-    tokenizer = tokenizer or _trained_tokenizer(config.tokenizer, ingest, root, content, snapshot, progress)
+    texts = ingest.training_texts(progress)
+    tokenizer = tokenizer or trained_tokenizer(config.tokenizer, texts, root, content, snapshot)
     is_cached = True
 
     def write(path: str) -> dict[str, Any]:
@@ -86,13 +89,25 @@ def _find_sources(config: DataConfig) -> Ingest:
     )
 
 
-def _trained_tokenizer(
-    spec: str, ingest: Ingest, root: str, content: Any, snapshot: Snapshot, progress: Progress
-) -> Tokenizer:
-    """Trains the tokenizer of `spec`, or finds it in the cache under `content`, a key of all text that is read."""
+def trained_tokenizer(spec: str, texts: Iterable[bytes], root: str, content: Any, snapshot: Snapshot) -> Tokenizer:
+    """Trains a tokenizer, or finds it in the cache.
+
+    Args:
+      spec: Spec of a tokenizer that is trained; see `tokenizers.build`.
+      texts: Training text, which is read if the cache lacks the tokenizer.
+      root: Directory of the cache.
+      content: JSON-able key of all text that is read.
+      snapshot: The files of the text, which are checked after `texts` is read.
+
+    Returns:
+      The tokenizer.
+
+    Raises:
+      InputError: The text is not valid, or a file changes while it is read.
+    """
 
     def write(directory: str) -> dict[str, Any]:
-        built = tokenizers.build(spec, ingest.training_texts(progress))
+        built = tokenizers.build(spec, texts)
         built.save(os.path.join(directory, "tokenizer.json"))
         snapshot.check()
         return {}

@@ -257,10 +257,10 @@ class Tokens:
           record: Result of `TokenWriter.record`.
         """
         prefix = os.path.join(directory, name)
-        self.tokens = _map_array(f"{prefix}.tokens", np.dtype(record["dtype"]), record["tokens"])
-        self.ends = _map_array(f"{prefix}.ends", np.int64, record["documents"])
-        self.skips = _map_array(f"{prefix}.skips", np.int32, record["documents"])
-        self._raw_ends = _map_array(f"{prefix}.raw_ends", np.int64, record["documents"] if record["keeps_raw"] else 0)
+        self.tokens = map_array(f"{prefix}.tokens", np.dtype(record["dtype"]), record["tokens"])
+        self.ends = map_array(f"{prefix}.ends", np.int64, record["documents"])
+        self.skips = map_array(f"{prefix}.skips", np.int32, record["documents"])
+        self._raw_ends = map_array(f"{prefix}.raw_ends", np.int64, record["documents"] if record["keeps_raw"] else 0)
         self._raw_path = f"{prefix}.raw"
 
     def document(self, index: int) -> np.ndarray:
@@ -298,6 +298,15 @@ class Tokens:
             ) from error
 
 
-def _map_array(path: str, dtype: Any, length: int) -> np.ndarray:
-    """Memory-maps a file. np.memmap refuses empty files, and indexing is faster on a plain ndarray than on its subclass."""
+def map_array(path: str, dtype: Any, length: int) -> np.ndarray:
+    """Memory-maps a file. np.memmap refuses empty files, and indexing is faster on a plain ndarray than on its subclass.
+
+    Args:
+      path: Path of the file.
+      dtype: Type of its values.
+      length: Number of values; 0 for a file that may be missing.
+
+    Returns:
+      A read-only array [length].
+    """
     return np.asarray(np.memmap(path, dtype, "r", shape=(length,))) if length else np.zeros(0, dtype)

@@ -1,0 +1,179 @@
+"""Iterators over batches that shuffle, mix, shard and resume.
+
+grain orders rows by number (shuffle, repeat, mix, shard, read ahead), and the dataset makes a batch of the rows with given
+numbers. The state of an iterator is therefore the number of batches it has returned, for every dataset and number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpnlp.data import packing
+from hpnlp.types import InputError
+
+_STATE_VERSION = 1
+# Number of rows in a training stream. grain's own endless repeat overflows, because grain converts lengths to floats.
+_ENDLESS = 1 << 52
+
+
+class Batches:
+    """An endless iterator over training batches. Its state is a small JSON-able dict, the same on every process.
+
+    Batches that were read ahead are not part of the state: after `set_state`, the next batch is the one that followed when the
+    state was taken, bit for bit, also with another number of processes.
+    """
+
+    def __init__(self, batches: Any, made_from: Mapping[str, str]):
+        """Wraps an iterator of grain.
+
+        Args:
+          batches: A `grain.DatasetIterator` over batches.
+          made_from: Name -> digest or option on which the batches depend; compared by `set_state`.
+        """
+        self._batches = batches
+        self._made_from = dict(made_from)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> packing.Batch:
+        return next(self._batches)
+
+    def get_state(self) -> dict[str, Any]:
+        """Reads the position of the iterator.
+
+        Returns:
+          A JSON-able state for `set_state`.
+        """
+        return {"version": _STATE_VERSION, **self._made_from, "batches": self._batches.get_state()["next_index"]}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Moves to the position of an earlier `get_state`.
+
+        Args:
+          state: Result of `get_state` of an iterator over the same data.
+
+        Raises:
+          InputError: The state is damaged, or of other data.
+        """
+        try:
+            version, batches = state["version"], int(state["batches"])
+            # A name that the state lacks does not count as a difference: old states lack the digest of the held-out text.
+            differing = [name for name, value in self._made_from.items() if state.get(name, value) != value]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"the data iterator's state is damaged ({error!r}): take another checkpoint") from error
+        if version != _STATE_VERSION:
+            raise InputError(
+                f"the data iterator's state is of version {version}, expected {_STATE_VERSION}: update hpnlp"
+            )
+        if not 0 <= batches <= _ENDLESS:
+            raise InputError(f"the data iterator's state is damaged (batches={batches}): take another checkpoint")
+        if differing:
+            raise InputError(
+                f"the data iterator's state is of another {' and '.join(differing)}: the text, its split or its "
+                "tokenizer has changed since, or the run was begun by a version of hpnlp that held out whole files: give the "
+                "run its old data back, continue with that version, or start another run (train.init_from takes the model of "
+                "this one)"
+            )
+        self._batches.set_state({"next_index": batches})
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        self._batches.close()
+
+
+def shuffled_batches(
+    ranges: Sequence[tuple[int, int]],
+    weights: Sequence[float],
+    make: Callable[[np.ndarray, int], packing.Batch],
+    made_from: Mapping[str, str],
+    *,
+    seed: int,
+    batch_size: int,
+    process_index: int,
+    process_count: int,
+) -> Batches:
+    """Iterates endlessly over training batches, in a new order each epoch.
+
+    Of n processes with b = `batch_size` / n rows each, process p gets the rows `[p b, (p + 1) b)` of a batch.
+
+    Args:
+      ranges: Row numbers `(first, end)` of each source.
+      weights: Shares of the sources in the rows; empty for one source.
+      make: Makes the batch of rows: (their numbers, integers [b]; b) -> arrays.
+      made_from: See `Batches`.
+      seed: Seed of the order, at least 0.
+      batch_size: Rows per batch over all processes.
+      process_index: Index of this process.
+      process_count: Number of processes, which divides `batch_size`.
+
+    Returns:
+      The iterator.
+
+    Raises:
+      InputError: The seed or a number of processes is out of range.
+    """
+    import grain  # takes half a second to import
+
+    if seed < 0:
+        raise InputError(f"seed={seed}: expected at least 0")
+    per_process = _rows_per_process(batch_size, "data.batch_size", process_index, process_count)
+    sources = [
+        grain.MapDataset.range(first, end)
+        .seed(int(np.random.SeedSequence([seed, i]).generate_state(1)[0]))
+        .shuffle()
+        .repeat(_ENDLESS // (end - first))
+        for i, (first, end) in enumerate(ranges)
+    ]
+    order = grain.MapDataset.mix(sources, weights) if weights else sources[0]
+
+    def read(numbers: np.ndarray) -> packing.Batch:
+        return make(numbers, per_process)
+
+    batches = order.batch(per_process, batch_fn=np.array)[process_index::process_count].map(read)
+    # One thread that reads two batches ahead hides the page faults of text that is not in memory yet.
+    ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+    return Batches(iter(batches.to_iter_dataset(ahead)), made_from)
+
+
+def ordered_batches(
+    total: int, batch_size: int, limit: int | None, process_index: int, process_count: int
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Divides rows into the batches of one evaluation, in order; each process gets the same number of batches.
+
+    Args:
+      total: Number of rows.
+      batch_size: Rows per batch over all processes.
+      limit: Maximum number of batches, whose rows are spread evenly; None for all rows.
+      process_index: Index of this process.
+      process_count: Number of processes, which divides `batch_size`.
+
+    Returns:
+      An iterator over (row numbers, rows per process); the last batches may have fewer numbers, and no row comes twice.
+
+    Raises:
+      InputError: An argument is out of range.
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"limit={limit}: expected at least one batch, or None for all")
+    per_process = _rows_per_process(batch_size, "batch_size", process_index, process_count)
+    count = min(total, limit * batch_size) if limit else total
+    numbers = np.arange(count) * total // count
+    starts = range(process_index * per_process, -(-count // batch_size) * batch_size, batch_size)
+    return ((numbers[i : i + per_process], per_process) for i in starts)
+
+
+def _rows_per_process(batch_size: int, argument: str, process_index: int, process_count: int) -> int:
+    """Rows of a batch that each process gets; raises InputError if they do not divide."""
+    if not 0 <= process_index < process_count:
+        raise InputError(f"process_index={process_index}: expected 0 to {process_count - 1}")
+    if batch_size % process_count:
+        raise InputError(
+            f"{argument}={batch_size} is not a multiple of the {process_count} processes that share it: pass "
+            f"{math.ceil(batch_size / process_count) * process_count}"
+        )
+    return batch_size // process_count

@@ -1,0 +1,24 @@
+"""Labelled examples on disk to batches: `prepare_examples(ClassificationConfig(...))` returns `Examples`."""
+
+from hpnlp.data.examples.config import (
+    ClassificationConfig,
+    ExampleConfig,
+    PairsConfig,
+    Seq2SeqConfig,
+    TaggingConfig,
+)
+from hpnlp.data.examples.dataset import Examples
+from hpnlp.data.examples.labels import load_labels, save_labels
+from hpnlp.data.examples.prepare import prepare_examples
+
+__all__ = [
+    "ClassificationConfig",
+    "ExampleConfig",
+    "Examples",
+    "PairsConfig",
+    "Seq2SeqConfig",
+    "TaggingConfig",
+    "load_labels",
+    "prepare_examples",
+    "save_labels",
+]

@@ -1,0 +1,154 @@
+"""The configs of labelled examples: one class per kind of example."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+from hpnlp.data.config import CACHE_HELP, TOKENIZER_HELP, check_heldout, check_sizes
+from hpnlp.data.examples.kinds import Classification, Kind, Pairs, Seq2Seq, Tagging
+from hpnlp.types import InputError, option
+
+_PATH_HELP = (
+    "a file, a directory or a glob; several are separated by commas. The extension of a file decides its format, which is "
+    "JSONL, `.json` (an array of records), CSV, `.tsv` or Parquet. All but Parquet may be compressed, as `.gz` or `.zst`."
+)
+_HELDOUT_HELP = (
+    "Fraction of examples held out, chosen by a hash of their names (file and number), or of their groups; one of them if "
+    "the fraction leaves no example on one side."
+)
+_HELDOUT_EXAMPLES_HELP = (
+    "Evaluate on a fixed sample of at most this many held-out examples; 0 takes all. Held-out examples over the limit are "
+    "not trained on. Does not apply to `heldout_path`."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleConfig(abc.ABC):
+    """Examples to read, and how they are split, tokenised and cut into batches: the fields that all kinds share."""
+
+    path: str = option("", f"Records: {_PATH_HELP}")
+    tokenizer: str = option("bytes", TOKENIZER_HELP)
+    skip_bad_lines: bool = option(
+        False,
+        "Leave out, and count in the summary, records that are damaged, lack a field, or are held out with a label that "
+        "no training example has. Otherwise these are errors.",
+    )
+    seq_len: int = option(256, "Tokens per sequence; longer texts are cut, and counted in the summary.")
+    batch_size: int = option(16, "Examples per optimizer step, over all processes.")
+    heldout: float = option(0.1, _HELDOUT_HELP)
+    heldout_path: str = option(
+        "", "Examples to hold out instead, all of them; files that are also under `path` are not trained on."
+    )
+    heldout_examples: int = option(2000, _HELDOUT_EXAMPLES_HELP)
+    challenge_path: str = option(
+        "",
+        'Examples that are scored apart from the held-out ones, such as longer ones, and never trained on; "" for none, or '
+        "for those that belong to a generated `path`.",
+    )
+    group_field: str = option(
+        "",
+        "Field with the name of an example's group, such as its source document. A group is held out as a whole, so that "
+        'near duplicates are not on both sides; "" for no groups.',
+    )
+    cache: str = option("", CACHE_HELP)
+
+    def __post_init__(self) -> None:
+        check_sizes(self, ("seq_len", "batch_size"))
+        check_heldout(self)
+        if self.heldout_examples < 0:
+            raise InputError(
+                f"data.heldout_examples={self.heldout_examples}: expected a number of examples, or 0 for all"
+            )
+        for name in (field.name for field in dataclasses.fields(self) if field.name.endswith("_field")):
+            if not getattr(self, name) and name not in ("group_field", "pair_field"):
+                raise InputError(f'data.{name}="": expected the name of a field')
+        if not self.path:
+            raise InputError('data.path="": expected the path of labelled examples')
+
+    @abc.abstractmethod
+    def kind(self) -> Kind:
+        """The fields of an example and the arrays of a batch.
+
+        Returns:
+          The kind, with the options of this config.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassificationConfig(ExampleConfig):
+    """Texts, or pairs of texts, with one label each."""
+
+    path: str = option(
+        "stdlib_functions",
+        f'"stdlib_functions" (functions of the running Python\'s standard library, labelled with their module), {_PATH_HELP}',
+    )
+    text_field: str = option("text", "Field of records that holds the text.")
+    pair_field: str = option("", 'Field that holds the second text of a pair; "" for single texts.')
+    label_field: str = option("label", "Field that holds the label: a string, a whole number or a boolean.")
+
+    def kind(self) -> Kind:
+        return Classification(self.text_field, self.pair_field, self.label_field)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaggingConfig(ExampleConfig):
+    """Sequences of words with one label each."""
+
+    path: str = option(
+        "stdlib_tokens",
+        f'"stdlib_tokens" (tokens of lines of the running Python\'s standard library, labelled with their kind), {_PATH_HELP}',
+    )
+    words_field: str = option(
+        "words", "Field of records that holds the words: a list of strings, or a string that is split at whitespace."
+    )
+    labels_field: str = option(
+        "labels", "Field that holds as many labels: a list, or a string that is split at whitespace."
+    )
+
+    def kind(self) -> Kind:
+        return Tagging(self.words_field, self.labels_field)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seq2SeqConfig(ExampleConfig):
+    """Source texts with the target texts to produce."""
+
+    path: str = option(
+        "number_words",
+        f'"number_words" (whole numbers in digits and in English words, in both directions), {_PATH_HELP}',
+    )
+    source_field: str = option("source", "Field of records that holds the source.")
+    target_field: str = option("target", "Field that holds the target.")
+    seq_len: int = option(128, "Tokens per source; longer sources are cut, and counted in the summary.")
+    target_len: int = option(128, "Tokens per target; longer targets are cut, and counted in the summary.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, ("target_len",))
+
+    def kind(self) -> Kind:
+        return Seq2Seq(self.source_field, self.target_field, self.target_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairsConfig(ExampleConfig):
+    """Pairs of texts that belong together."""
+
+    path: str = option(
+        "stdlib_docstrings",
+        '"stdlib_docstrings" (docstrings of functions of the running Python\'s standard library, with the code '
+        f"of the function), {_PATH_HELP}",
+    )
+    heldout: float = option(0.2, _HELDOUT_HELP)
+    heldout_examples: int = option(1000, _HELDOUT_EXAMPLES_HELP)
+    text_field: str = option("text", "Field of records that holds the first text, such as a query.")
+    pair_field: str = option("pair", "Field that holds the second text, which belongs to the first.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.pair_field:
+            raise InputError('data.pair_field="": expected the name of the field with the second text of a pair')
+
+    def kind(self) -> Kind:
+        return Pairs(self.text_field, self.pair_field)

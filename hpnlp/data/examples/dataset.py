@@ -1,0 +1,192 @@
+"""Tokenised examples, and iterators over their batches that shuffle, shard and resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from hpnlp.data.batches import Batches, ordered_batches, shuffled_batches
+from hpnlp.data.examples.config import ExampleConfig
+from hpnlp.data.examples.store import StoredExamples
+from hpnlp.data.files import printable
+from hpnlp.data.packing import Batch
+from hpnlp.data.sources import LeftOut
+from hpnlp.data.token_store import key_of
+from hpnlp.types import InputError, Tokenizer
+
+# Sets of examples that are scored, the second of which a data set need not have.
+HELDOUT, CHALLENGE = "heldout", "challenge"
+
+
+class Examples:
+    """Labelled examples, split and memory-mapped; made by `prepare_examples`.
+
+    Attributes:
+      config: Config of the data.
+      kind: Kind of the examples, which documents the arrays of a batch.
+      tokenizer: The tokenizer of the texts.
+      labels: Names of the classes in the order of their ids; () for kinds without labels.
+      directory: The cache entry.
+      is_cached: True if the cache held the examples already.
+      train_examples: Number of training examples.
+      heldout_examples: Number of held-out examples.
+      class_counts: Number of training labels of each class, int64 [classes].
+      heldout_digest: Digest of the held-out examples and the classes.
+      stored: "train", "heldout" and "challenge" -> the examples, for reports and baselines.
+      summary: One line with the sizes of both sides, the classes, the cut examples, and counts of what is not read.
+    """
+
+    def __init__(
+        self,
+        config: ExampleConfig,
+        tokenizer: Tokenizer,
+        directory: str,
+        record: Mapping[str, Any],
+        is_cached: bool = False,
+    ):
+        """Opens a cache entry.
+
+        Args:
+          config: Config of the data.
+          tokenizer: The tokenizer of the texts.
+          directory: The cache entry.
+          record: Result of `ExampleIngest.write`.
+          is_cached: Whether the cache held the entry already.
+
+        Raises:
+          InputError: A sequence has no room for text, or the tokenizer lacks a token.
+        """
+        self.config = config
+        self.kind = config.kind()
+        self.tokenizer = tokenizer
+        self.directory = directory
+        self.is_cached = is_cached
+        self.kind.check_sizes(tokenizer, config.seq_len)
+        self.labels: tuple[str, ...] = tuple(record["labels"])
+        ids = {name: i for i, name in enumerate(self.labels)}
+        classes = np.array([ids.get(name, 0) for name in record["names"]], np.int32)
+        self.class_counts = np.zeros(len(self.labels), np.int64)
+        for name, count in zip(record["names"], record["counts"], strict=True):
+            if count:
+                self.class_counts[ids[name]] = count
+        self.stored = {
+            name: StoredExamples(directory, name, record[name], self.kind.parts, classes)
+            for name in ("train", HELDOUT, CHALLENGE)
+        }
+        self.train_examples: int = record["train"]["examples"]
+        self.heldout_examples: int = record[HELDOUT]["examples"]
+        self.heldout_digest: str = self._digest(HELDOUT, record)
+        self._digests = {"data set": self._digest("train", record), "held-out examples": self.heldout_digest}
+        self.summary = "; ".join(self._summary_parts(record))
+
+    def _digest(self, side: str, record: Mapping[str, Any]) -> str:
+        """Digest of the examples of one side with their classes."""
+        return key_of([record[side]["digest"], record["names"], record["labels"]])
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens per sequence."""
+        return self.config.seq_len
+
+    @property
+    def heldout_sets(self) -> tuple[str, ...]:
+        """Names of the sets of examples that are scored, the held-out examples first."""
+        return (HELDOUT, CHALLENGE) if self.stored[CHALLENGE].count else (HELDOUT,)
+
+    def _summary_parts(self, record: Mapping[str, Any]) -> Iterator[str]:
+        """The parts of the summary."""
+        config, challenge = self.config, self.stored[CHALLENGE].count
+        total = self.train_examples + self.heldout_examples + record["aside"]
+        percentage = "" if config.heldout_path else f" ({100 * self.heldout_examples / total:.2g} % of all)"
+        yield f"{printable(config.path)}: {_count(self.train_examples)} to train on"
+        yield f"{_count(self.heldout_examples)}{percentage} held out"
+        if challenge:
+            yield f"{_count(challenge)} scored apart"
+        if self.labels:
+            yield f"{len(self.labels):,} classes"
+        if absent := [name for name, count in zip(self.labels, self.class_counts, strict=True) if not count]:
+            yield f"no training example of {', '.join(absent[:5])}{', ...' if len(absent) > 5 else ''}"
+        if record["aside"]:
+            yield (
+                f"{_count(record['aside'])} over data.heldout_examples={config.heldout_examples} neither trained "
+                "on nor evaluated"
+            )
+        cut = sum(
+            int(np.sum(self.kind.is_cut(lengths, self.tokenizer, config.seq_len)))
+            for stored in self.stored.values()
+            for lengths in stored.lengths()
+        )
+        if cut:
+            yield f"{_count(cut)} cut, at data.seq_len={config.seq_len}{self.kind.other_limits()}"
+        if self.is_cached:
+            yield f"tokens read from the cache, {printable(self.directory)}"
+        if record["left_out"]:
+            yield f"left out: {LeftOut(record['left_out'])}"
+
+    def train(self, *, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
+        """Iterates endlessly over training batches, in a new order each epoch.
+
+        The processes share the examples of a batch as in `Corpus.train`.
+
+        Args:
+          seed: Seed of the order, at least 0.
+          process_index: Index of this process.
+          process_count: Number of processes, which divides `batch_size`.
+
+        Returns:
+          An iterator over batches; see `kind`.
+
+        Raises:
+          InputError: An argument is out of range.
+        """
+        return shuffled_batches(
+            [(0, self.train_examples)],
+            (),
+            lambda numbers, count: self._batch("train", numbers, count),
+            self._digests,
+            seed=seed,
+            batch_size=self.config.batch_size,
+            process_index=process_index,
+            process_count=process_count,
+        )
+
+    def heldout(
+        self,
+        *,
+        batch_size: int,
+        name: str = HELDOUT,
+        limit: int | None = None,
+        process_index: int = 0,
+        process_count: int = 1,
+    ) -> Iterator[Batch]:
+        """Iterates over held-out examples once, in the order of `stored`.
+
+        The last batch is filled with rows of weight 0, so that every process gets the same number of batches.
+
+        Args:
+          batch_size: Examples per batch over all processes.
+          name: One of `heldout_sets`.
+          limit: Maximum number of batches, whose examples are spread evenly; None for all.
+          process_index: Index of this process.
+          process_count: Number of processes, which divides `batch_size`.
+
+        Returns:
+          An iterator over batches; see `kind`.
+
+        Raises:
+          InputError: An argument is out of range.
+        """
+        if name not in self.heldout_sets:
+            raise InputError(f"there are no examples {name!r}: expected {' or '.join(map(repr, self.heldout_sets))}")
+        batches = ordered_batches(self.stored[name].count, batch_size, limit, process_index, process_count)
+        return (self._batch(name, numbers, count) for numbers, count in batches)
+
+    def _batch(self, side: str, numbers: np.ndarray, count: int) -> Batch:
+        """The batch of the examples with these numbers, filled up with padding to `count` rows."""
+        return self.kind.batch(self.stored[side], numbers, count, self.tokenizer, self.config.seq_len)
+
+
+def _count(count: int) -> str:
+    return f"{count:,} example{'s' * (count != 1)}"

@@ -1,0 +1,130 @@
+"""Values of records' fields, checked and converted: texts, labels, and lists of words and of labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class FieldError(ValueError):
+    """The value of a field is invalid; the message lacks the field and the place of the record."""
+
+
+class Column(NamedTuple):
+    """A field of the records that an example consists of.
+
+    Attributes:
+      name: Name of the field in the records.
+      argument: Config field that holds the name.
+      type: Entry of TYPES.
+    """
+
+    name: str
+    argument: str
+    type: str
+
+
+def text(value: Any) -> str:
+    """Checks a text.
+
+    Args:
+      value: A string, or bytes in UTF-8 (Parquet).
+
+    Returns:
+      The text.
+
+    Raises:
+      FieldError: The value is no string, empty, or not UTF-8.
+    """
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "surrogateescape")
+    if value is None or value == "":
+        raise FieldError("is empty")
+    if not isinstance(value, str):
+        raise FieldError(f"is a {type(value).__name__}, expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, or a byte that `surrogateescape` has kept
+        raise FieldError(f"is not UTF-8 (at character {error.start})") from error
+    return value
+
+
+def label(value: Any) -> str:
+    """Converts a label to the name of its class; whitespace around the name is kept.
+
+    Args:
+      value: A string, a whole number or a boolean.
+
+    Returns:
+      The name, as CSV would hold it: `true` and `false` for booleans.
+
+    Raises:
+      FieldError: The value has another type, or is empty.
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        raise FieldError(f"is the number {value}, expected a string, a whole number or a boolean")
+    name = text(value)
+    if not name.strip():
+        raise FieldError("is an empty class")
+    return name
+
+
+def _items(value: Any, convert: Callable[[Any], str]) -> list[str]:
+    """The items of a list, or of a string that is split at whitespace."""
+    if isinstance(value, str | bytes):
+        value = text(value).split()
+    if value is None or value == []:
+        raise FieldError("is empty")
+    if not isinstance(value, list):
+        raise FieldError(f"is a {type(value).__name__}, expected a list, or a string that is split at whitespace")
+    items = []
+    for number, item in enumerate(value, 1):
+        try:
+            items.append(convert(item))
+        except FieldError as error:
+            raise FieldError(f"has an item {number} that {error}") from error
+    return items
+
+
+def words(value: Any) -> list[str]:
+    """Converts a list of words.
+
+    Args:
+      value: A list of strings, or a string that is split at whitespace.
+
+    Returns:
+      The words.
+
+    Raises:
+      FieldError: The value has another type, or is empty.
+    """
+    return _items(value, text)
+
+
+def labels(value: Any) -> list[str]:
+    """Converts a list of labels.
+
+    Args:
+      value: A list of values that `label` converts, or a string that is split at whitespace.
+
+    Returns:
+      The names of the classes.
+
+    Raises:
+      FieldError: The value has another type, or is empty.
+    """
+    return _items(value, label)
+
+
+# Name of a type -> (conversion of a value, types of Parquet columns that hold such values: "string", "integer", "bool",
+# "list of string", ...).
+TYPES: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
+    "text": (text, frozenset({"string"})),
+    "label": (label, frozenset({"string", "integer", "boolean"})),
+    "words": (words, frozenset({"string", "list of string"})),
+    "labels": (labels, frozenset({"string", "list of string", "list of integer", "list of boolean"})),
+}

@@ -1,0 +1,324 @@
+"""One pass over labelled examples: choose those to hold out, number the classes, tokenise all, and write them to disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpnlp.data.examples.fields import FieldError
+from hpnlp.data.examples.kinds import Kind
+from hpnlp.data.examples.labels import ClassIndex, in_order
+from hpnlp.data.examples.rows import Row, RowReader
+from hpnlp.data.examples.store import NO_LABEL, ExampleWriter, StoredExamples
+from hpnlp.data.files import Progress
+from hpnlp.data.ingest import hash_fraction
+from hpnlp.data.records import SKIP
+from hpnlp.data.sources import LeftOut, Source
+from hpnlp.types import InputError, Tokenizer
+
+_FORMAT = 1  # version of the files that `ExampleIngest.write` writes; part of the cache key
+# Sizes from which a group of examples is tokenised at once, on all cores if the tokenizer supports it.
+_GROUP_BYTES = 1 << 20
+_GROUP_EXAMPLES = 512
+# Approximate limit of the text from which a vocabulary is made, as for text corpora.
+_VOCABULARY_BYTES = 1 << 28
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleIngest:
+    """Sources of examples and the options that decide how they are read and split.
+
+    Attributes:
+      kind: Kind of the examples.
+      train: Examples to train on, a part of which is held out unless `heldout` are given.
+      heldout: Examples to hold out as a whole.
+      challenge: Further examples to score, apart from those that are held out.
+      group_field: See `ExampleConfig`.
+      heldout_fraction: `ExampleConfig.heldout`.
+      heldout_examples: See `ExampleConfig`.
+      skip_bad_lines: See `ExampleConfig`.
+      labels: Names of the only classes that labels may have; None to find them in the training examples.
+    """
+
+    kind: Kind
+    train: tuple[Source, ...]
+    heldout: tuple[Source, ...]
+    challenge: tuple[Source, ...]
+    group_field: str
+    heldout_fraction: float
+    heldout_examples: int
+    skip_bad_lines: bool
+    labels: tuple[str, ...] | None
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of all files that are read."""
+        return [file.path for sources in self._groups for source in sources for file in source.files]
+
+    @property
+    def _groups(self) -> tuple[tuple[Source, ...], ...]:
+        return self.train, self.heldout, self.challenge
+
+    def fingerprint(self) -> Any:
+        """Lists everything that the result depends on, except the tokenizer and the content of the files.
+
+        Returns:
+          A JSON-able value.
+        """
+        options = [self.group_field, self.heldout_fraction, self.heldout_examples, self.skip_bad_lines, self.labels]
+        files = [
+            [[source.walked, [[file.path, file.name] for file in source.files]] for source in group]
+            for group in self._groups
+        ]
+        return ["examples", _FORMAT, type(self.kind).__name__, self.kind.columns, options, files]
+
+    def training_texts(self, progress: Progress) -> Iterator[bytes]:
+        """Reads the text from which a vocabulary is made: the training examples, or an even sample of many.
+
+        Args:
+          progress: Called while text is read.
+
+        Yields:
+          The texts of the examples.
+
+        Raises:
+          InputError: A file cannot be read or holds an invalid record.
+        """
+        threshold = self._threshold()
+        total = _total_bytes(self.train)
+        share, done = min(1.0, _VOCABULARY_BYTES / total), 0
+        reader = self.reader(LeftOut())
+        for source in self.train:
+            for row in reader.read(source):
+                texts = [text.encode() for text in self.kind.texts(row.values)]
+                done += sum(map(len, texts))
+                progress("counting words", min(done, total), total)
+                if hash_fraction(row.group) >= threshold and hash_fraction(f"vocabulary/{row.group}") < share:
+                    yield from texts
+
+    def write(self, directory: str, tokenizer: Tokenizer, progress: Progress) -> dict[str, Any]:
+        """Tokenises all examples and writes them to the files `train.*`, `heldout.*` and `challenge.*`.
+
+        As for text corpora, an example whose group has a hash below the threshold is a candidate, and candidates with the
+        lowest hashes are held out until there are `heldout_examples`; other candidates are neither evaluated nor trained on.
+
+        Args:
+          directory: An empty directory.
+          tokenizer: The tokenizer.
+          progress: Called while examples are read.
+
+        Returns:
+          A JSON-able record: "train", "heldout" and "challenge" for `StoredExamples`, "aside" with the number of examples on
+          neither side, "names" and "counts" of the classes as stored, "labels" with the names of the classes in the order of
+          their final ids, and "left_out" with a `LeftOut`.
+
+        Raises:
+          InputError: A file cannot be read or holds an invalid record, or the classes are not valid.
+        """
+        writing = _Writing(self, directory, tokenizer, progress)
+        threshold = self._threshold()
+        with (
+            ExampleWriter(directory, "train", tokenizer.vocab_size) as train,
+            _Candidates(writing, "heldout") as heldout,
+        ):
+            for source in self.train:
+                writing.read(source, heldout, train, threshold)
+            for source in self.heldout:
+                writing.read(source, heldout)
+        if not train.examples:
+            raise InputError(f"no valid example is left to train on{writing.left_out.in_brackets()}: add examples")
+        classes = writing.classes
+        labels = list(self.labels) if self.labels is not None else _trained_classes(classes)
+        if self.kind.has_labels and len(labels) < 2:
+            found = f"only the class {labels[0]!r}" if labels else "no class"
+            raise InputError(
+                f"the training examples have {found}: expected at least two classes: add examples of another class"
+            )
+        limit = self.heldout_examples if self.heldout_examples and not self.heldout else None
+        heldout_record = heldout.write_selected(limit)
+        if not heldout_record["examples"]:
+            raise InputError(f"no valid example is held out{writing.left_out.in_brackets()}: add examples")
+        with _Candidates(writing, "challenge") as challenge:
+            for source in self.challenge:
+                writing.read(source, challenge)
+        return {
+            "train": train.record(),
+            "heldout": heldout_record,
+            "challenge": challenge.write_selected(None),
+            "aside": heldout.aside,
+            "names": classes.names,
+            "counts": classes.counts,
+            "labels": labels,
+            "left_out": writing.left_out,
+        }
+
+    def reader(self, left_out: LeftOut, has_groups: bool = True) -> RowReader:
+        """Makes a reader of the sources.
+
+        Args:
+          left_out: Counts what is not read.
+          has_groups: False for sources that are not split, whose records need no group.
+
+        Returns:
+          The reader.
+        """
+        return RowReader(self.kind, self.group_field if has_groups else "", left_out, self.skip_bad_lines)
+
+    def _threshold(self) -> float:
+        """The hash below which a group is held out: the fraction, or just above the lowest hash if one side would be empty."""
+        if self.heldout:
+            return 0.0
+        lowest, highest, left_out = 1.0, 0.0, LeftOut()
+        for source in self.train:
+            for row in self.reader(left_out).read(source):
+                fraction = hash_fraction(row.group)
+                lowest, highest = min(lowest, fraction), max(highest, fraction)
+                if lowest < self.heldout_fraction <= highest:
+                    return self.heldout_fraction
+        if lowest >= highest:
+            kind = f"group ({self.group_field!r})" if self.group_field else "example"
+            count = (
+                f"holds only one {kind}, which cannot be both trained on and held out"
+                if highest
+                else "holds no examples"
+            )
+            paths = ",".join(source.path for source in self.train)
+            raise InputError(
+                f"data.path={paths!r} {count}{left_out.in_brackets()}: add examples, or pass data.heldout_path=PATH with "
+                "others to hold out"
+            )
+        return math.nextafter(lowest, 1.0)
+
+
+def _trained_classes(classes: ClassIndex) -> list[str]:
+    """Names of the classes of training examples, in the order of their final ids."""
+    return in_order([name for name, count in zip(classes.names, classes.counts, strict=True) if count])
+
+
+def _total_bytes(sources: Sequence[Source]) -> int:
+    return max(1, sum(file.text_bytes for source in sources for file in source.files))
+
+
+class _Writing:
+    """State of one pass: what was read and left out, and the classes."""
+
+    def __init__(self, ingest: ExampleIngest, directory: str, tokenizer: Tokenizer, progress: Progress):
+        self.ingest = ingest
+        self.directory = directory
+        self.tokenizer = tokenizer
+        self.left_out = LeftOut()
+        self.classes = ClassIndex(ingest.labels)
+        self._progress = progress
+        self._done = 0
+        self._total = _total_bytes([source for group in ingest._groups for source in group])
+
+    def read(
+        self, source: Source, candidates: _Candidates, train: ExampleWriter | None = None, threshold: float = 0.0
+    ) -> None:
+        """Appends the examples of a source to `train` if their hash is at least `threshold`, otherwise to `candidates`.
+
+        Without `train`, all are candidates.
+        """
+        self.left_out.merge(source.left_out)
+        kind, is_empty = self.ingest.kind, True
+        reader = self.ingest.reader(self.left_out, has_groups=train is not None)
+        for rows in _groups(reader.read(source), kind):
+            pieces = [[piece.encode() for piece in kind.pieces(row.values)] for row in rows]
+            encoded = iter(self.tokenizer.encode_batch([piece for row in pieces for piece in row]))
+            for row, texts in zip(rows, pieces, strict=True):
+                is_empty = False
+                ids = [next(encoded) for _ in texts]
+                try:
+                    labels = np.array([self.classes.add(name, row.where) for name in kind.labels(row.values)], np.int32)
+                    parts, stored = kind.join(ids, labels)
+                except FieldError as error:
+                    reader.report_bad(row.where, InputError(f"{row.where}: {error}: {SKIP}"))
+                    continue
+                raw = [text.encode() for text in kind.texts(row.values)]
+                self._done += sum(map(len, raw))
+                self._progress("tokenising", min(self._done, self._total), self._total)
+                if train is None or hash_fraction(row.group) < threshold:
+                    candidates.add(row, parts, raw, stored)
+                else:
+                    train.add(parts, raw, stored)
+                    self.classes.count(labels)
+        if is_empty:
+            raise InputError(
+                f"data: {source.path!r} holds no examples{self.left_out.in_brackets()}: pass one that does"
+            )
+
+
+def _groups(rows: Iterator[Row], kind: Kind) -> Iterator[list[Row]]:
+    """Consecutive rows in groups, so that a tokenizer can encode many at once."""
+    group, size = [], 0
+    for row in rows:
+        group.append(row)
+        size += sum(map(len, kind.texts(row.values)))
+        if size >= _GROUP_BYTES or len(group) >= _GROUP_EXAMPLES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+class _Candidates:
+    """Examples that may be held out, on disk, with the hash of each one's group."""
+
+    def __init__(self, writing: _Writing, name: str):
+        self._writing = writing
+        self._name = name
+        self._writer = ExampleWriter(writing.directory, "candidates", writing.tokenizer.vocab_size)
+        self._fractions: list[float] = []
+        self.aside = 0
+
+    def __enter__(self) -> _Candidates:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.__exit__(*error)
+
+    def add(self, row: Row, parts: Sequence[np.ndarray], texts: Sequence[bytes], labels: np.ndarray) -> None:
+        """Appends an example; see `ExampleWriter.add`."""
+        self._writer.add(parts, texts, labels)
+        self._fractions.append(hash_fraction(row.group))
+
+    def write_selected(self, limit: int | None) -> dict[str, Any]:
+        """Copies the examples with the lowest hashes, at most `limit`, to the files of `name`, and returns their record.
+
+        The files of the candidates are removed.
+        """
+        directory, kind = self._writing.directory, self._writing.ingest.kind
+        identity = np.arange(len(self._writing.classes.names))
+        stored = StoredExamples(directory, "candidates", self._writer.record(), kind.parts, identity)
+        order = np.argsort(np.array(self._fractions), kind="stable")[:limit]
+        self.aside = len(self._fractions) - len(order)
+        with ExampleWriter(directory, self._name, self._writing.tokenizer.vocab_size) as writer:
+            for number in np.sort(order).tolist():
+                labels = stored.labels(number)
+                if self._is_known(labels):
+                    parts = range(kind.parts)
+                    texts = [stored.text(number, part) for part in parts]
+                    writer.add([stored.part(number, part) for part in parts], texts, labels)
+        for file in os.listdir(directory):
+            if file.startswith("candidates."):
+                os.remove(os.path.join(directory, file))
+        return writer.record()
+
+    def _is_known(self, labels: np.ndarray) -> bool:
+        """Whether training examples have all labels of an example; raises InputError, or counts the example, if not."""
+        classes = self._writing.classes
+        for label in np.unique(labels[labels != NO_LABEL]).tolist():
+            if not classes.counts[label] and self._writing.ingest.labels is None:
+                where = classes.place(label)
+                fault = f"the label {classes.names[label]!r} is held out, and no training example has it"
+                fix = "mend it, add training examples with it, or pass data.skip_bad_lines=True to leave such examples out"
+                self._writing.ingest.reader(self._writing.left_out).report_bad(
+                    where, InputError(f"{where}: {fault}: {fix}")
+                )
+                return False
+        return True

@@ -1,0 +1,453 @@
+"""Kinds of labelled examples: the fields of a record, the token ids and labels to store, and the arrays of a batch.
+
+Shape letters: B batch, T `seq_len`, U `target_len`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpnlp.data.examples.fields import Column, FieldError
+from hpnlp.data.examples.store import NO_LABEL, StoredExamples
+from hpnlp.data.packing import Batch
+from hpnlp.types import InputError, Tokenizer
+
+
+class Kind(abc.ABC):
+    """The form of the examples of one kind of task.
+
+    An example is stored as one or two texts of token ids (`parts`), with an array of labels. Special tokens are added, and
+    texts are cut, when a batch is made, so that stored examples do not depend on `seq_len`.
+
+    Attributes:
+      has_labels: Whether examples have labels, so that there are classes.
+    """
+
+    has_labels: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Number of texts per example."""
+        return 1
+
+    @property
+    def parts_per_sequence(self) -> int:
+        """Number of texts that stand in one sequence."""
+        return 1
+
+    @property
+    @abc.abstractmethod
+    def columns(self) -> tuple[Column, ...]:
+        """Fields of the records."""
+
+    @abc.abstractmethod
+    def texts(self, values: Mapping[str, Any]) -> list[str]:
+        """Texts of an example.
+
+        Args:
+          values: Config field -> converted value of the field that it names.
+
+        Returns:
+          One text per part, as people read it.
+        """
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Checks the fields of a record against each other.
+
+        Args:
+          values: As for `texts`.
+
+        Raises:
+          FieldError: The fields do not fit together.
+        """
+        return None  # most kinds have nothing to check
+
+    def labels(self, values: Mapping[str, Any]) -> list[str]:
+        """Labels of an example.
+
+        Args:
+          values: As for `texts`.
+
+        Returns:
+          Names of classes.
+        """
+        return []
+
+    def pieces(self, values: Mapping[str, Any]) -> list[str]:
+        """Texts to tokenise.
+
+        Args:
+          values: As for `texts`.
+
+        Returns:
+          Texts whose ids `join` joins to those of an example.
+        """
+        return self.texts(values)
+
+    def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
+        """Joins the ids of the `pieces` of an example.
+
+        Args:
+          ids: Token ids of each piece.
+          labels: Class ids of the `labels`, int32.
+
+        Returns:
+          Token ids of each part, and the labels to store: one per example, or one per token.
+
+        Raises:
+          FieldError: A text has no tokens.
+        """
+        if not all(map(len, ids)):
+            raise FieldError("has a text without tokens")
+        return ids, labels
+
+    def special_tokens(self, tokenizer: Tokenizer) -> int:
+        """Number of tokens that are added to the texts of a sequence.
+
+        Args:
+          tokenizer: The tokenizer.
+
+        Returns:
+          The number of bos and eos tokens.
+        """
+        return (tokenizer.bos_id is not None) + (tokenizer.eos_id is not None)
+
+    def check_sizes(self, tokenizer: Tokenizer, seq_len: int) -> None:
+        """Checks that a sequence has room for at least one token of each text.
+
+        Args:
+          tokenizer: The tokenizer.
+          seq_len: Tokens per sequence.
+
+        Raises:
+          InputError: `seq_len` is too short, or the tokenizer lacks a token.
+        """
+        least = self.special_tokens(tokenizer) + self.parts_per_sequence
+        if seq_len < least:
+            raise InputError(f"data.seq_len={seq_len} leaves no room for text: pass at least {least}")
+
+    def is_cut(self, lengths: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
+        """Finds the examples that are cut.
+
+        Args:
+          lengths: Tokens of each text, integers [n, parts].
+          tokenizer: The tokenizer.
+          seq_len: Tokens per sequence.
+
+        Returns:
+          bool [n].
+        """
+        return np.any(lengths > seq_len - self.special_tokens(tokenizer), axis=1)
+
+    def other_limits(self) -> str:
+        """Limits other than `seq_len` at which texts are cut.
+
+        Returns:
+          Text for the summary, such as " and data.target_len=64".
+        """
+        return ""
+
+    @abc.abstractmethod
+    def batch(
+        self, examples: StoredExamples, numbers: np.ndarray, count: int, tokenizer: Tokenizer, seq_len: int
+    ) -> Batch:
+        """Makes a batch.
+
+        Args:
+          examples: The examples.
+          numbers: Numbers of the examples of the batch, at most `count`.
+          count: Number of rows of the batch, B; further rows are padding.
+          tokenizer: The tokenizer of the examples.
+          seq_len: Tokens per sequence, T.
+
+        Returns:
+          Arrays whose first axis is B.
+        """
+
+
+def _special(token: int | None) -> np.ndarray:
+    """The id of a special token as int32 [1], or [0] if the tokenizer has none."""
+    return np.array([] if token is None else [token], np.int32)
+
+
+def _framed(text: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
+    """bos, text and eos; the text is cut so that all have `seq_len` tokens at most."""
+    bos, eos = _special(tokenizer.bos_id), _special(tokenizer.eos_id)
+    return np.concatenate([bos, text[: seq_len - len(bos) - len(eos)], eos])
+
+
+def _padded(rows: Sequence[np.ndarray], count: int, width: int, fill: float, dtype: type = np.int32) -> np.ndarray:
+    """An array [count, width] with the rows at its beginning, and `fill` elsewhere."""
+    out = np.full((count, width), fill, dtype)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+def _sequences(rows: Sequence[np.ndarray], count: int, width: int, pad_id: int, prefix: str = "") -> Batch:
+    """Tokens, segment ids (1; 0 on padding) and positions, int32 [count, width]."""
+    segment_ids = _padded([np.ones(len(row)) for row in rows], count, width, 0)
+    return {
+        f"{prefix}tokens": _padded(rows, count, width, pad_id),
+        f"{prefix}segment_ids": segment_ids,
+        f"{prefix}positions": segment_ids * np.arange(width, dtype=np.int32),
+    }
+
+
+def _row_weights(rows: int, count: int) -> np.ndarray:
+    """1 for each row and 0 for padding, float32 [count]."""
+    return (np.arange(count) < rows).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Classification(Kind):
+    """A text or a pair of texts, with one label.
+
+    A batch has "tokens" (bos text eos, or bos text eos second eos), "segment_ids" (1; 0 on padding), "positions" and
+    "token_types" (1 on the second text and its eos, otherwise 0), int32 [B, T]; "labels", int32 [B]; "weights", float32 [B].
+    Of a pair that is too long, the longer text is cut first.
+
+    Attributes:
+      text_field: Field of the text.
+      pair_field: Field of the second text; "" for single texts.
+      label_field: Field of the label.
+    """
+
+    text_field: str
+    pair_field: str
+    label_field: str
+    has_labels = True
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.pair_field else 1
+
+    @property
+    def parts_per_sequence(self) -> int:
+        return self.parts
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        pair = [Column(self.pair_field, "pair_field", "text")] if self.pair_field else []
+        return Column(self.text_field, "text_field", "text"), *pair, Column(self.label_field, "label_field", "label")
+
+    def texts(self, values: Mapping[str, Any]) -> list[str]:
+        return [values[name] for name in ("text_field", "pair_field")[: self.parts]]
+
+    def labels(self, values: Mapping[str, Any]) -> list[str]:
+        return [values["label_field"]]
+
+    def special_tokens(self, tokenizer: Tokenizer) -> int:
+        return (tokenizer.bos_id is not None) + self.parts * (tokenizer.eos_id is not None)
+
+    def is_cut(self, lengths: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
+        return lengths.sum(axis=1) > seq_len - self.special_tokens(tokenizer)
+
+    def batch(
+        self, examples: StoredExamples, numbers: np.ndarray, count: int, tokenizer: Tokenizer, seq_len: int
+    ) -> Batch:
+        room = seq_len - self.special_tokens(tokenizer)
+        bos, eos = _special(tokenizer.bos_id), _special(tokenizer.eos_id)
+        rows, types = [], []
+        for number in numbers:
+            texts = [examples.part(number, part) for part in range(self.parts)]
+            first, *second = (text[:length] for text, length in zip(texts, _cut_lengths(texts, room), strict=True))
+            pair = [second[0], eos] if second else []
+            rows.append(np.concatenate([bos, first, eos, *pair]))
+            types.append(np.arange(len(rows[-1])) >= len(bos) + len(first) + len(eos))
+        labels = np.zeros(count, np.int32)
+        labels[: len(numbers)] = [int(examples.labels(number)[0]) for number in numbers]
+        return {
+            **_sequences(rows, count, seq_len, tokenizer.pad_id),
+            "token_types": _padded(types, count, seq_len, 0),
+            "labels": labels,
+            "weights": _row_weights(len(numbers), count),
+        }
+
+
+def _cut_lengths(texts: Sequence[np.ndarray], room: int) -> list[int]:
+    """Lengths of one or two texts that have room together, by cutting the longer one until both are equally long."""
+    lengths = [len(text) for text in texts]
+    if sum(lengths) <= room:
+        return lengths
+    if len(lengths) == 1:
+        return [room]
+    first = max(room - lengths[1], min(lengths[0], room - room // 2))
+    return [first, room - first]
+
+
+# From their ids follows whether a tokenizer has tokens for the spaces between words.
+_SPACES = (" ", "a", "a a")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tagging(Kind):
+    """Words with one label each.
+
+    A batch has "tokens" (bos words eos), "segment_ids" (1; 0 on padding), "positions" and "labels", int32 [B, T], and
+    "weights", float32 [B, T]. The label of a word stands on its first token that is not the space before it; weights are 1
+    there and 0 on all other tokens. The words are tokenised one by one, each but the first with a space before it, unless
+    the tokenizer has no tokens for spaces between words.
+
+    Attributes:
+      words_field: Field of the words.
+      labels_field: Field of the labels.
+    """
+
+    words_field: str
+    labels_field: str
+    has_labels = True
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return Column(self.words_field, "words_field", "words"), Column(self.labels_field, "labels_field", "labels")
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        words, labels = len(values["words_field"]), len(values["labels_field"])
+        if words != labels:
+            raise FieldError(
+                f"field {self.words_field!r} has {words} words and field {self.labels_field!r} {labels} labels, expected as "
+                "many"
+            )
+
+    def texts(self, values: Mapping[str, Any]) -> list[str]:
+        return [" ".join(values["words_field"])]
+
+    def labels(self, values: Mapping[str, Any]) -> list[str]:
+        return values["labels_field"]
+
+    def pieces(self, values: Mapping[str, Any]) -> list[str]:
+        first, *others = values["words_field"]
+        return [*_SPACES, first, *(f" {word}" for word in others)]
+
+    def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
+        space, letter, letters, *words = ids
+        has_no_space = len(letters) == 2 * len(letter)  # decoding inserts spaces between words
+        stored = []
+        for number, label in enumerate(labels):
+            word = words[number]
+            is_spaced = number > 0 and len(space) > 0 and np.array_equal(word[: len(space)], space)
+            if is_spaced and has_no_space:
+                words[number] = word = word[len(space) :]
+            start = len(space) if is_spaced and not has_no_space else 0
+            if len(word) <= start:
+                raise FieldError(f"has no tokens for word {number + 1}")
+            stored.append(np.full(len(word), NO_LABEL, np.int32))
+            stored[-1][start] = label
+        return [np.concatenate(words)], np.concatenate(stored)
+
+    def batch(
+        self, examples: StoredExamples, numbers: np.ndarray, count: int, tokenizer: Tokenizer, seq_len: int
+    ) -> Batch:
+        rows = [_framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
+        room = seq_len - self.special_tokens(tokenizer)
+        before = np.full(len(_special(tokenizer.bos_id)), NO_LABEL, np.int32)
+        stored = [np.concatenate([before, examples.labels(number)[:room]]) for number in numbers]
+        labels = _padded(stored, count, seq_len, NO_LABEL)
+        return {
+            **_sequences(rows, count, seq_len, tokenizer.pad_id),
+            "labels": np.where(labels == NO_LABEL, 0, labels),
+            "weights": (labels != NO_LABEL).astype(np.float32),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Seq2Seq(Kind):
+    """A source text with the target text to produce.
+
+    A batch has "tokens" (bos source eos), "segment_ids" (1; 0 on padding) and "positions", int32 [B, T]; "target_tokens" (bos
+    target; pad in place of bos if the tokenizer has none), "target_labels" (target eos), "target_segment_ids" and
+    "target_positions", int32 [B, U], and "target_weights", float32 [B, U], 1 on the labels of the target. A target that is cut
+    has no eos.
+
+    Attributes:
+      source_field: Field of the source.
+      target_field: Field of the target.
+      target_len: Tokens per target, U.
+    """
+
+    source_field: str
+    target_field: str
+    target_len: int
+
+    @property
+    def parts(self) -> int:
+        return 2
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return Column(self.source_field, "source_field", "text"), Column(self.target_field, "target_field", "text")
+
+    def texts(self, values: Mapping[str, Any]) -> list[str]:
+        return [values["source_field"], values["target_field"]]
+
+    def check_sizes(self, tokenizer: Tokenizer, seq_len: int) -> None:
+        super().check_sizes(tokenizer, seq_len)
+        if tokenizer.eos_id is None:
+            raise InputError("data.tokenizer has no eos, with which targets end: pass another tokenizer")
+
+    def is_cut(self, lengths: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
+        return super().is_cut(lengths[:, :1], tokenizer, seq_len) | (lengths[:, 1] + 1 > self.target_len)
+
+    def other_limits(self) -> str:
+        return f" and data.target_len={self.target_len}"
+
+    def batch(
+        self, examples: StoredExamples, numbers: np.ndarray, count: int, tokenizer: Tokenizer, seq_len: int
+    ) -> Batch:
+        start = tokenizer.pad_id if tokenizer.bos_id is None else tokenizer.bos_id
+        sources = [_framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
+        targets = [examples.part(number, 1) for number in numbers]
+        labels = [np.append(target, tokenizer.eos_id)[: self.target_len] for target in targets]
+        inputs = [np.append(start, row)[:-1] for row in labels]
+        target = _sequences(inputs, count, self.target_len, tokenizer.pad_id, "target_")
+        return {
+            **_sequences(sources, count, seq_len, tokenizer.pad_id),
+            **target,
+            "target_labels": _padded(labels, count, self.target_len, tokenizer.pad_id),
+            "target_weights": target["target_segment_ids"].astype(np.float32),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs(Kind):
+    """Two texts that belong together, each in a sequence of its own.
+
+    A batch has "tokens" (bos text eos), "segment_ids" (1; 0 on padding) and "positions" of the first texts, "pair_tokens",
+    "pair_segment_ids" and "pair_positions" of the second, int32 [B, T], and "weights", float32 [B].
+
+    Attributes:
+      text_field: Field of the first text.
+      pair_field: Field of the second text.
+    """
+
+    text_field: str
+    pair_field: str
+
+    @property
+    def parts(self) -> int:
+        return 2
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return Column(self.text_field, "text_field", "text"), Column(self.pair_field, "pair_field", "text")
+
+    def texts(self, values: Mapping[str, Any]) -> list[str]:
+        return [values["text_field"], values["pair_field"]]
+
+    def batch(
+        self, examples: StoredExamples, numbers: np.ndarray, count: int, tokenizer: Tokenizer, seq_len: int
+    ) -> Batch:
+        first, second = (
+            [_framed(examples.part(number, part), tokenizer, seq_len) for number in numbers] for part in range(2)
+        )
+        return {
+            **_sequences(first, count, seq_len, tokenizer.pad_id),
+            **_sequences(second, count, seq_len, tokenizer.pad_id, "pair_"),
+            "weights": _row_weights(len(numbers), count),
+        }

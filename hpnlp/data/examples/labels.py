@@ -1,0 +1,157 @@
+"""Classes of a data set: found in the training examples, counted, and saved with a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpnlp import spec as specs
+from hpnlp.data.examples.fields import FieldError
+from hpnlp.types import InputError
+
+FILE = "labels.json"
+_VERSION = 1
+_MAX_CLASSES = 10_000  # more classes mean that another field was meant
+
+
+class ClassIndex:
+    """Numbers the classes of labels in the order of their first occurrence.
+
+    Attributes:
+      names: Names of the classes, without whitespace around them.
+      counts: Number of occurrences of each class in training examples.
+    """
+
+    def __init__(self, known: Sequence[str] | None = None):
+        """Begins with known classes, or none.
+
+        Args:
+          known: Names of the only classes that labels may have; None to find them.
+        """
+        self._is_fixed = known is not None
+        self.names: list[str] = list(known or ())
+        self.counts = [0] * len(self.names)
+        self._ids = {name: i for i, name in enumerate(self.names)}
+        self._written: dict[str, tuple[str, str]] = {}  # name -> (first label with the name, its place)
+
+    def add(self, label: str, where: str) -> int:
+        """Finds the class of a label, or adds it.
+
+        Args:
+          label: The label as it is written in the data.
+          where: Place of the example, for error messages.
+
+        Returns:
+          The number of the class.
+
+        Raises:
+          FieldError: The label is of no known class.
+          InputError: Two labels differ only in whitespace around them, or there are too many classes.
+        """
+        name = label.strip()
+        written, place = self._written.setdefault(name, (label, where))
+        if written != label:
+            raise InputError(
+                f"{where}: label {label!r} and label {written!r} ({place}) name the class {name!r} twice: write it the same "
+                "way everywhere"
+            )
+        if name not in self._ids:
+            if self._is_fixed:
+                raise FieldError(
+                    f"has label {specs.shortened(name, 60)}, of which there is no class: "
+                    f"{specs.did_you_mean(name, self.names)}"
+                )
+            if len(self.names) == _MAX_CLASSES:
+                raise InputError(
+                    f"{where}: more than {_MAX_CLASSES:,} classes, the next is {specs.shortened(name, 60)}: pass the "
+                    "field that holds labels, or use fewer classes"
+                )
+            self._ids[name] = len(self.names)
+            self.names.append(name)
+            self.counts.append(0)
+        return self._ids[name]
+
+    def count(self, numbers: np.ndarray) -> None:
+        """Counts the labels of a training example.
+
+        Args:
+          numbers: Numbers of the classes, integers.
+        """
+        for number in numbers.tolist():
+            self.counts[number] += 1
+
+    def place(self, number: int) -> str:
+        """The place of the first label of a class.
+
+        Args:
+          number: Number of the class.
+
+        Returns:
+          The place.
+        """
+        return self._written[self.names[number]][1]
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """Sorts names of classes.
+
+    Args:
+      names: The names.
+
+    Returns:
+      The names in the order of their numbers if all are whole numbers, otherwise in alphabetical order.
+    """
+    try:
+        return sorted(names, key=lambda name: (int(name), name))
+    except ValueError:
+        return sorted(names)
+
+
+def save_labels(labels: Sequence[str], directory: str) -> None:
+    """Writes the names of classes to `labels.json`, so that neither a kill nor a full disk leaves an incomplete file.
+
+    Args:
+      labels: Names of the classes in the order of their ids.
+      directory: An existing directory.
+    """
+    path = os.path.join(directory, FILE)
+    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        json.dump({"version": _VERSION, "labels": list(labels)}, file)
+    os.replace(f"{path}.tmp", path)
+
+
+def load_labels(path: str) -> tuple[str, ...]:
+    """Reads names of classes that `save_labels` has written.
+
+    Args:
+      path: Path of a `labels.json`, or of the directory that holds it.
+
+    Returns:
+      The names in the order of their ids.
+
+    Raises:
+      InputError: The file is missing or damaged.
+    """
+    if os.path.isdir(path):
+        path = os.path.join(path, FILE)
+    try:
+        with open(path, encoding="utf-8") as file:
+            form: Any = json.load(file)
+    except OSError as error:
+        raise InputError(f"cannot read the classes {path!r}: {error.strerror}: pass the path of a {FILE}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path!r} is no {FILE}: it is not JSON ({error}): save it again") from error
+    labels = form.get("labels") if isinstance(form, dict) else None
+    if (
+        not isinstance(labels, list)
+        or not all(isinstance(name, str) for name in labels)
+        or len(set(labels)) < len(labels)
+    ):
+        raise InputError(f"{path!r} is damaged: `labels` is not a list of different strings: save it again")
+    if form.get("version") != _VERSION:
+        raise InputError(f"{path!r} has format version {form.get('version')!r}, expected {_VERSION}: update hpnlp")
+    return tuple(labels)

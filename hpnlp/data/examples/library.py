@@ -1,0 +1,181 @@
+"""Labelled examples from the source code of the running Python's standard library.
+
+All examples of a source file are held out together (their field "group" is the file's name), because functions of one file
+share names, comments and idioms. Texts that occur more than once are taken once, so that no text is on both sides.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import io
+import keyword
+import re
+import tokenize
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hpnlp.data.files import unreadable
+from hpnlp.data.ingest import hash_fraction
+from hpnlp.data.sources import File
+
+_MIN_FUNCTIONS, _MIN_FILES = 100, 5  # of a package that is a class
+_MIN_CODE = 60  # characters of a function; shorter functions are the same in many packages
+_MIN_WORDS = 4  # of a docstring, and of a line of tokens
+_LINES_SHARE = 0.25  # of the library's lines, those that are examples of tokens
+_DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def functions(files: Sequence[File]) -> Iterator[dict[str, Any]]:
+    """Functions and methods, labelled with the package that they come from.
+
+    The text is the code as `ast.unparse` writes it, without docstring, comments and decorators. The names of all packages that
+    are classes are replaced by "package", because a name in the text would give its label away. Packages with fewer than 100
+    functions or 5 files are left out, as are modules that are no package.
+
+    Args:
+      files: Files of the library.
+
+    Yields:
+      Records with "text", "label" and "group".
+    """
+    first: dict[str, tuple[str, str]] = {}  # text -> (package, file); the package is "" if there are several
+    for file in files:
+        package, slash, _ = file.name.partition("/")
+        for function in _functions(file) if slash else ():
+            text = _code(function)
+            if len(text) >= _MIN_CODE and first.setdefault(text, (package, file.name))[0] != package:
+                first[text] = ("", file.name)
+    counts = collections.Counter(package for package, _ in first.values())
+    in_files = collections.Counter(package for package, _ in set(first.values()))
+    kept = {name for name in counts if name and counts[name] >= _MIN_FUNCTIONS and in_files[name] >= _MIN_FILES}
+    names = re.compile(rf"\b_?({'|'.join(sorted(kept))})\b", re.IGNORECASE)
+    for text, (package, name) in first.items():
+        if package in kept:
+            yield {"text": names.sub("package", text), "label": package, "group": name}
+
+
+def docstrings(files: Sequence[File]) -> Iterator[dict[str, Any]]:
+    """Docstrings of functions and methods, with the code that they belong to.
+
+    Args:
+      files: Files of the library.
+
+    Yields:
+      Records with "text", the docstring, "pair", the code as `ast.unparse` writes it, without docstring, comments and
+      decorators, and "group".
+    """
+    seen: set[str] = set()
+    for file in files:
+        for function in _functions(file):
+            text = ast.get_docstring(function) or ""
+            code = _code(function)
+            if len(text.split()) >= _MIN_WORDS and len(code) >= _MIN_CODE and not {text, code} & seen:
+                seen |= {text, code}
+                yield {"text": text, "pair": code, "group": file.name}
+
+
+def tokens(files: Sequence[File]) -> Iterator[dict[str, Any]]:
+    """Tokens of a quarter of the lines of code, labelled with their kinds.
+
+    A line ends where a statement ends. Kinds are keyword, definition (a name after `def` or `class`), attribute (a name after a
+    dot), builtin, call (another name before a parenthesis), argument (a name before `=` within parentheses), name, number,
+    string, comment and operator.
+
+    Args:
+      files: Files of the library.
+
+    Yields:
+      Records with "words", "labels" and "group".
+    """
+    seen: set[tuple[str, ...]] = set()
+    for file in files:
+        for line in _lines(file):
+            words = tuple(token.string for token in line)
+            if len(words) >= _MIN_WORDS and words not in seen and hash_fraction("\0".join(words)) < _LINES_SHARE:
+                seen.add(words)
+                yield {"words": words, "labels": _kinds(line), "group": file.name}
+
+
+def _read(file: File) -> bytes:
+    try:
+        with open(file.path, "rb") as stream:
+            return stream.read()
+    except OSError as error:
+        raise unreadable(file.path, error) from error
+
+
+def _functions(file: File) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions and methods of a file, without functions in functions; none if Python cannot parse the file."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax
+            pending = collections.deque(ast.parse(_read(file)).body)
+    except (SyntaxError, ValueError):
+        return
+    while pending:
+        node = pending.popleft()
+        if isinstance(node, _DOCUMENTED):
+            yield node
+        elif not isinstance(node, ast.expr):
+            pending.extend(child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt))
+
+
+def _code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """The code of a function without docstring, comments and decorators."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return ast.unparse(type(function)(**{**_fields(function), "body": body or [ast.Pass()], "decorator_list": []}))
+
+
+def _fields(node: ast.AST) -> dict[str, Any]:
+    """Fields and position of a node."""
+    return {name: getattr(node, name, None) for name in (*node._fields, "lineno", "col_offset")}
+
+
+def _lines(file: File) -> Iterator[list[tokenize.TokenInfo]]:
+    """Tokens of the statements of a file that have text; a file ends where it is not valid Python."""
+    line: list[tokenize.TokenInfo] = []
+    try:
+        for token in tokenize.tokenize(io.BytesIO(_read(file)).readline):
+            if token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
+                yield line
+                line = []
+            elif token.string.strip() and token.type != tokenize.ENCODING:
+                line.append(token)
+    except (SyntaxError, ValueError, tokenize.TokenError):
+        return
+
+
+_PLAIN_KINDS = {tokenize.NUMBER: "number", tokenize.STRING: "string", tokenize.COMMENT: "comment"}
+# From Python 3.12 on, f-strings are several tokens.
+_PLAIN_KINDS |= {getattr(tokenize, name, -1): "string" for name in ("FSTRING_START", "FSTRING_MIDDLE", "FSTRING_END")}
+
+
+def _kinds(line: Sequence[tokenize.TokenInfo]) -> list[str]:
+    """Kinds of the tokens of one line."""
+    words = ["", *(token.string for token in line), ""]
+    depth, kinds = 0, []
+    for token, before, after in zip(line, words[:-2], words[2:], strict=True):
+        if token.type == tokenize.NAME:
+            kinds.append(_kind_of_name(token.string, before, after, depth))
+        else:
+            kinds.append(_PLAIN_KINDS.get(token.type, "operator"))
+            depth += (token.string in "([{") - (token.string in ")]}")
+    return kinds
+
+
+def _kind_of_name(name: str, before: str, after: str, depth: int) -> str:
+    """Kind of a name between two tokens, within `depth` brackets."""
+    if keyword.iskeyword(name):
+        return "keyword"
+    if before in ("def", "class"):
+        return "definition"
+    if before == ".":
+        return "attribute"
+    if depth and after == "=":
+        return "argument"
+    if hasattr(builtins, name):
+        return "builtin"
+    return "call" if after == "(" else "name"

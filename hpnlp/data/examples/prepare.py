@@ -1,0 +1,94 @@
+"""From labelled examples on disk to batches: `prepare_examples` reads, splits, tokenises and caches them.
+
+Example::
+
+    examples = prepare_examples(ClassificationConfig(path="reviews.csv", seq_len=256, batch_size=16))
+    batches = examples.train(seed=0)
+    batch = next(batches)  # tokens, segment_ids, positions, token_types: [16, 256]; labels, weights: [16]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hpnlp.data import sources, token_store, tokenizers
+from hpnlp.data.digest import Snapshot
+from hpnlp.data.examples import generated
+from hpnlp.data.examples.config import ExampleConfig
+from hpnlp.data.examples.dataset import Examples
+from hpnlp.data.examples.ingest import ExampleIngest
+from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.data.stream import tokenizer_digest, trained_tokenizer
+from hpnlp.types import Tokenizer
+
+
+def prepare_examples(
+    config: ExampleConfig,
+    labels: Sequence[str] | None = None,
+    tokenizer: Tokenizer | None = None,
+    progress: Progress | None = None,
+) -> Examples:
+    """Reads, splits and tokenises the examples of a config, or finds the result in the cache.
+
+    Args:
+      config: The config, whose class decides about the kind of the examples.
+      labels: Names of the only classes that labels may have, in the order of their ids, for example those of a run that is
+          resumed; None for the classes of the training examples.
+      tokenizer: Used in place of `config.tokenizer`, for example the saved tokenizer of a run that is resumed.
+      progress: Called as `progress(step, bytes_done, bytes_total)` while examples are read.
+
+    Returns:
+      The examples.
+
+    Raises:
+      InputError: The examples, the config or the cache is invalid.
+
+    Cost: one pass over the examples, and one more if a vocabulary is made. Memory does not grow with their number.
+    """
+    progress = progress or ignore_progress
+    root = token_store.cache_root(config.cache)
+    if tokenizer is None and not tokenizers.is_trained(config.tokenizer):
+        tokenizer = tokenizers.build(config.tokenizer)  # before examples are read, so that a wrong path fails early
+    ingest = _find_sources(config, root, labels)
+    snapshot = Snapshot(ingest.paths)
+    content = [ingest.fingerprint(), snapshot.digest(root, progress)]
+    texts = ingest.training_texts(progress)
+    tokenizer = tokenizer or trained_tokenizer(config.tokenizer, texts, root, content, snapshot)
+    is_cached = True
+
+    def write(path: str) -> dict[str, Any]:
+        nonlocal is_cached
+        is_cached = False
+        record = ingest.write(path, tokenizer, progress)
+        snapshot.check()
+        return record
+
+    directory, record = token_store.cached(
+        root, f"examples-{token_store.key_of([content, tokenizer_digest(tokenizer)])}", write
+    )
+    return Examples(config, tokenizer, directory, record, is_cached)
+
+
+def _find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None) -> ExampleIngest:
+    """Lists the files of the config's paths; generated examples are written to the cache at `root`."""
+    train, group_field, challenge = generated.find(config.path, root)
+    if not train:
+        train = sources.find(config.path, "data.path")
+    heldout = sources.find(config.heldout_path, "data.heldout_path") if config.heldout_path else ()
+    if config.challenge_path:
+        challenge = sources.find(config.challenge_path, "data.challenge_path")
+    for argument, others in (("heldout_path", heldout), ("challenge_path", challenge)):
+        scored = [file.path for source in others for file in source.files]
+        train = sources.distinct(train, "data.path", scored, f"held out by data.{argument}") if scored else train
+    return ExampleIngest(
+        kind=config.kind(),
+        train=train,
+        heldout=heldout,
+        challenge=challenge,
+        group_field=config.group_field or group_field,
+        heldout_fraction=config.heldout,
+        heldout_examples=config.heldout_examples,
+        skip_bad_lines=config.skip_bad_lines,
+        labels=None if labels is None else tuple(labels),
+    )

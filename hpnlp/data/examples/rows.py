@@ -1,0 +1,266 @@
+"""Records of examples from JSON lines, JSON arrays, CSV and Parquet, one at a time."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from hpnlp.data import files, records
+from hpnlp.data.examples.fields import TYPES, Column, FieldError
+from hpnlp.data.examples.kinds import Kind
+from hpnlp.data.files import printable
+from hpnlp.data.records import SKIP, ReportBad
+from hpnlp.data.sources import File, LeftOut, Source
+from hpnlp.types import InputError
+
+# (index of a record in its file, place for error messages, name of a field -> value)
+_Values = tuple[int, str, dict[str, Any]]
+
+_MAX_FIELD = 1 << 28  # bytes of a field of CSV; longer fields are refused, as longer lines of JSON are
+
+
+class Row(NamedTuple):
+    """One valid record.
+
+    Attributes:
+      group: Name by which the example is held out or not: the value of the group's field, or else file and number.
+      where: Place of the record, for error messages.
+      values: Config field -> converted value of the field that it names.
+    """
+
+    group: str
+    where: str
+    values: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowReader:
+    """Reads the records of sources.
+
+    Attributes:
+      kind: Kind of the examples.
+      group_field: Field with the name of a record's group; "" for none.
+      left_out: Counts what is not read.
+      skip_bad_lines: Leave out and count bad records.
+    """
+
+    kind: Kind
+    group_field: str
+    left_out: LeftOut
+    skip_bad_lines: bool
+
+    @property
+    def _columns(self) -> tuple[Column, ...]:
+        """Fields to read."""
+        group = [Column(self.group_field, "group_field", "label")] if self.group_field else []
+        return (*self.kind.columns, *group)
+
+    def read(self, source: Source) -> Iterator[Row]:
+        """Reads the records of a source in the order of its files.
+
+        Args:
+          source: The files.
+
+        Yields:
+          The valid records.
+
+        Raises:
+          InputError: A file cannot be read or holds an invalid record. The message names the file and the place in it.
+        """
+        for file in source.files:
+            try:
+                for number, where, record in self._read_file(file, source.walked):
+                    row = self._convert(files.uncompressed(file.name), number, where, record)
+                    if row is not None:
+                        yield row
+            except OSError as error:
+                raise files.unreadable(file.path, error) from error
+
+    def report_bad(self, where: str, error: InputError) -> None:
+        """Counts a bad record, or raises the error unless bad records are skipped.
+
+        Args:
+          where: Place of the record.
+          error: The error.
+
+        Raises:
+          InputError: `error`.
+        """
+        if not self.skip_bad_lines:
+            raise error
+        self.left_out.add("bad records", where)
+
+    def _read_file(self, file: File, walked: bool) -> Iterator[_Values]:
+        """Records of one file, before their fields are checked."""
+        extension = os.path.splitext(files.uncompressed(file.path))[1].lower()
+        if extension not in FORMATS:
+            if not walked:
+                raise InputError(
+                    f"{file.path!r} has another format: expected {', '.join(FORMATS)}: convert or rename it"
+                )
+            self.left_out.add("of other formats", file.name)
+        elif extension == ".parquet":
+            yield from _parquet(file.path, self._columns)
+        else:
+            with files.open_text(file.path) as stream:
+                head = stream.peek()[: files.SNIFF]
+                if encoding := files.foreign_encoding(head):
+                    raise files.not_utf8(file.path, encoding)
+                if not head:
+                    self.left_out.add("empty", file.name)
+                else:
+                    yield from FORMATS[extension](stream, printable(file.path), self._columns, self.report_bad)
+
+    def _convert(self, name: str, number: int, where: str, record: dict[str, Any]) -> Row | None:
+        """The record with converted values; None if it is bad and skipped."""
+        values = {}
+        try:
+            for column in self._columns:
+                if column.name not in record:
+                    raise FieldError(records.missing(column.name, column.argument, list(record)))
+                try:
+                    values[column.argument] = TYPES[column.type][0](record[column.name])
+                except FieldError as error:
+                    raise FieldError(f"field {column.name!r} {error}") from error
+            self.kind.check(values)
+        except FieldError as error:
+            self.report_bad(where, InputError(f"{where}: {error}: {SKIP}"))
+            return None
+        return Row(values.pop("group_field", f"{name}#{number}"), where, values)
+
+
+def _json_lines(
+    stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad
+) -> Iterator[_Values]:
+    expected = f"a JSON object with fields {_names(columns)}"
+    return records.line_objects(stream, path, expected, report_bad)
+
+
+def _json_array(
+    stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad
+) -> Iterator[_Values]:
+    for number, value in enumerate(records.ArrayReader(stream, path)):
+        where = f"{path}, record {number + 1}"
+        if isinstance(value, dict):
+            yield number, where, value
+        else:
+            expected = f"expected an object with fields {_names(columns)}"
+            report_bad(where, InputError(f"{where}: a {type(value).__name__}, {expected}: {SKIP}"))
+
+
+def _names(columns: Sequence[Column]) -> str:
+    return ", ".join(repr(column.name) for column in columns)
+
+
+def _csv(
+    stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad, delimiter: str = ","
+) -> Iterator[_Values]:
+    """Records of comma-separated values, whose first line names the columns (RFC 4180)."""
+    csv.field_size_limit(_MAX_FIELD)  # of the process; Python's default refuses texts of more than 128 KiB
+    # Bytes that are not UTF-8 are kept, so that the error names the record and not the file alone.
+    text = (
+        line.decode("utf-8-sig" if number == 0 else "utf-8", "surrogateescape")
+        for number, _, line in records.lines(stream, path, report_bad)
+    )
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    number = 0
+    while True:
+        where = f"{path}, line {reader.line_num + 1}"  # a record may have several lines
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            report_bad(where, InputError(f"{where}: not CSV ({error}): {SKIP}"))
+            continue
+        if header is None:
+            header = cells
+            _check_header(header, columns, where)
+        elif cells:
+            if len(cells) == len(header):
+                yield number, where, dict(zip(header, cells, strict=True))
+            else:
+                fault = f"{len(cells)} cells, expected {len(header)} as in the first line"
+                report_bad(where, InputError(f'{where}: {fault}; quote cells with a {delimiter!r} or ": {SKIP}'))
+            number += 1
+
+
+def _tsv(stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:
+    return _csv(stream, path, columns, report_bad, "\t")
+
+
+def _check_header(header: Sequence[str], columns: Sequence[Column], where: str) -> None:
+    """Raises InputError unless the columns are there once each."""
+    for column in columns:
+        if column.name not in header:
+            raise InputError(f"{where}: {records.missing(column.name, column.argument, list(header))}")
+        if header.count(column.name) > 1:
+            raise InputError(
+                f"{where}: has more than one column {column.name!r}: rename one, or pass another data.{column.argument}"
+            )
+
+
+def _parquet(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
+    """Rows of a Parquet file."""
+    name, number = printable(path), 0
+
+    def check(schema: Any) -> None:
+        _check_header(schema.names, columns, name)
+        for column in columns:
+            accepted = TYPES[column.type][1]
+            found = _arrow_type(schema.field(column.name).type)
+            if found not in accepted:
+                raise InputError(
+                    f"{name}: column {column.name!r} holds {found}, expected {' or '.join(sorted(accepted))}: convert it, or "
+                    f"pass another data.{column.argument}"
+                )
+
+    names = [column.name for column in columns]
+    for batch in records.parquet_batches(path, names, check):
+        values = [_python_values(batch.column(column)) for column in names]
+        for row in zip(*values, strict=True):
+            yield number, f"{name}, row {number}", dict(zip(names, row, strict=True))
+            number += 1
+
+
+def _arrow_type(kind: Any) -> str:
+    """Name of a type of Arrow as in `fields.TYPES`, or Arrow's name for other types."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _arrow_type(kind.value_type)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return f"list of {_arrow_type(kind.value_type)}"
+    if any(
+        is_text(kind) for is_text in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    ):
+        return "string"
+    if types.is_integer(kind):
+        return "integer"
+    return "boolean" if types.is_boolean(kind) else str(kind)
+
+
+def _python_values(column: Any) -> list[Any]:
+    """Values of a column; if one is not UTF-8, which pyarrow detects only here, texts become bytes."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        kind = column.type
+        if hasattr(kind, "value_type"):
+            raise
+        return column.cast("large_binary").to_pylist()
+
+
+# Extension -> function from (stream, path, columns, report_bad) to the records; Parquet is read by path.
+FORMATS: dict[str, Any] = {
+    ".jsonl": _json_lines,
+    ".json": _json_array,
+    ".csv": _csv,
+    ".tsv": _tsv,
+    ".parquet": _parquet,
+}

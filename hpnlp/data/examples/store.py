@@ -1,0 +1,178 @@
+"""Tokenised examples on disk: texts as documents of `token_store`, and labels as a flat memory-mapped array."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from hpnlp.data.token_store import Tokens, TokenWriter, key_of, map_array
+
+NO_LABEL = -1  # stored on tokens that carry no label
+_CHUNK = 1 << 16  # examples whose lengths are read at once
+
+
+class ExampleWriter:
+    """Appends examples to the files `directory/name.*`; a context manager. No example stays in memory."""
+
+    def __init__(self, directory: str, name: str, vocab_size: int):
+        """Creates the files.
+
+        Args:
+          directory: An existing directory.
+          name: First part of the files' names.
+          vocab_size: Number of ids of the tokenizer.
+        """
+        self.examples = 0
+        self._label_count = 0
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._tokens = TokenWriter(directory, name, vocab_size, keep_raw=True)
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self._tokens)
+        self._files = {
+            array: self._create(os.path.join(directory, f"{name}.{array}")) for array in ("labels", "label_ends")
+        }
+
+    def _create(self, path: str) -> BinaryIO:
+        return self._stack.enter_context(open(path, "wb"))
+
+    def add(self, parts: Sequence[np.ndarray], texts: Sequence[bytes], labels: np.ndarray) -> None:
+        """Appends one example.
+
+        Args:
+          parts: Token ids of each text.
+          texts: The original bytes of each text.
+          labels: Class ids, integers.
+        """
+        for ids, text in zip(parts, texts, strict=True):
+            self._tokens.add(ids, 1, text)
+        self._label_count += len(labels)
+        self._write("labels", labels.astype(np.int32))
+        self._write("label_ends", np.array([self._label_count], np.int64))
+        self.examples += 1
+
+    def _write(self, array: str, values: np.ndarray) -> None:
+        """Appends `values` to the file of `array`, and to the digest."""
+        data = values.tobytes()
+        self._hash.update(data)
+        self._files[array].write(data)
+
+    def record(self) -> dict[str, Any]:
+        """Describes the files.
+
+        Returns:
+          A JSON-able record with sizes and a digest, with which `StoredExamples` opens the files.
+        """
+        tokens = self._tokens.record()
+        return {
+            "examples": self.examples,
+            "labels": self._label_count,
+            "tokens": tokens,
+            "digest": key_of([tokens["digest"], self._hash.hexdigest()]),
+        }
+
+    def __enter__(self) -> ExampleWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+class StoredExamples:
+    """Memory-mapped examples of an `ExampleWriter`. Examples are numbered from 0.
+
+    Attributes:
+      count: Number of examples.
+      parts: Number of texts per example.
+      digest: Digest of token ids and labels.
+    """
+
+    def __init__(self, directory: str, name: str, record: Mapping[str, Any], parts: int, classes: np.ndarray):
+        """Opens the files.
+
+        Args:
+          directory: Directory of the files.
+          name: First part of the files' names.
+          record: Result of `ExampleWriter.record`.
+          parts: Number of texts per example.
+          classes: Class ids to return, indexed by the class ids that were stored.
+        """
+        self.count: int = record["examples"]
+        self.parts = parts
+        self.digest: str = record["digest"]
+        self._tokens = Tokens(directory, name, record["tokens"])
+        prefix = os.path.join(directory, name)
+        self._labels = map_array(f"{prefix}.labels", np.int32, record["labels"])
+        self._label_ends = map_array(f"{prefix}.label_ends", np.int64, self.count)
+        self._classes = np.append(classes, NO_LABEL).astype(np.int32)  # index -1 is NO_LABEL
+
+    def part(self, number: int, part: int) -> np.ndarray:
+        """Token ids of one text.
+
+        Args:
+          number: Number of the example.
+          part: Index of the text.
+
+        Returns:
+          uint16 or uint32 [T].
+        """
+        return self._tokens.document(int(number) * self.parts + part)
+
+    def text(self, number: int, part: int) -> bytes:
+        """The original bytes of one text.
+
+        Args:
+          number: Number of the example.
+          part: Index of the text.
+
+        Returns:
+          The text in UTF-8.
+        """
+        return self._tokens.raw(int(number) * self.parts + part)
+
+    def texts(self, limit: int | None = None) -> Iterator[tuple[bytes, ...]]:
+        """Reads the original bytes of the first examples.
+
+        Args:
+          limit: Maximum number of examples; None for all.
+
+        Yields:
+          The texts of one example.
+        """
+        for number in range(self.count if limit is None else min(limit, self.count)):
+            yield tuple(self.text(number, part) for part in range(self.parts))
+
+    def labels(self, number: int) -> np.ndarray:
+        """Labels of one example: one, none, or one per token with NO_LABEL for tokens that have none.
+
+        Args:
+          number: Number of the example.
+
+        Returns:
+          Class ids, int32.
+        """
+        start = int(self._label_ends[number - 1]) if number else 0
+        return self._classes[self._labels[start : int(self._label_ends[number])]]
+
+    def all_labels(self) -> np.ndarray:
+        """Labels of all examples, one after another.
+
+        Returns:
+          Class ids, int32.
+        """
+        return self._classes[self._labels]
+
+    def lengths(self) -> Iterator[np.ndarray]:
+        """Numbers of tokens of the texts, for some thousands of examples at a time.
+
+        Yields:
+          int64 [examples, parts].
+        """
+        step = _CHUNK * self.parts
+        for start in range(0, len(self._tokens.ends), step):
+            ends = self._tokens.ends[max(0, start - 1) : start + step]
+            yield np.diff(ends, prepend=[] if start else [0]).reshape(-1, self.parts)

@@ -1,0 +1,68 @@
+"""Linear baselines of scikit-learn: their scores on examples that are easy by construction, and the missing package."""
+
+import random
+import sys
+
+import numpy as np
+import pytest
+
+from hpnlp.data.examples import baselines, prepare_examples
+from hpnlp.types import InputError
+from tests.data.examples.records import config, write
+
+NAMES = [f"name{i}" for i in range(80)]
+
+
+def bags(count=300):
+    """Texts of random words; every word occurs mostly in texts of one of four classes."""
+    draw = random.Random(0)
+    for _ in range(count):
+        kind = draw.randrange(4)
+        words = [
+            NAMES[draw.randrange(20) * 4 + (kind if draw.random() < 0.7 else draw.randrange(4))] for _ in range(12)
+        ]
+        yield {"text": " ".join(words), "pair": " ".join(reversed(words[3:])), "second": words[0], "label": kind}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", ["classification", "pair classification"])
+def test_bags_of_words_find_the_class_of_words(tmp_path, kind):
+    pytest.importorskip("sklearn")
+    examples = prepare_examples(config(kind, write(tmp_path / "a.jsonl", list(bags()))))
+    scores = baselines.linear_accuracy(examples)
+    assert scores.keys() == {"words", "characters"} and all(0.8 < score <= 1 for score in scores.values())
+    assert baselines.linear_accuracy(examples) == scores
+
+
+@pytest.mark.oracle
+def test_tfidf_finds_pairs_that_share_words(tmp_path):
+    pytest.importorskip("sklearn")
+    path = write(tmp_path / "a.jsonl", list(bags()))
+    examples = prepare_examples(config("pairs", path))
+    recall = baselines.tfidf_recall(examples, top=(1, 5, 1000))
+    assert 0.8 < recall[1] <= recall[5] <= recall[1000] == 1.0
+    rows = [{**row, "pair": f"nothing {i}"} for i, row in enumerate(bags())]
+    unrelated = prepare_examples(config("pairs", write(path, rows)))
+    assert baselines.tfidf_recall(unrelated, limit=20)[10] < 0.6
+    assert baselines.tfidf_recall(unrelated, top=(19, 20), limit=20) == {19: 0.0, 20: 1.0}
+
+
+@pytest.mark.oracle
+def test_tfidf_ranks_match_a_direct_computation(tmp_path):
+    text = pytest.importorskip("sklearn.feature_extraction.text")
+    examples = prepare_examples(config("pairs", write(tmp_path / "a.jsonl", list(bags()))))
+    rows = [[part.decode() for part in texts] for texts in examples.stored["heldout"].texts()]
+    model = text.TfidfVectorizer(sublinear_tf=True)
+    model.fit([part.decode() for texts in examples.stored["train"].texts() for part in texts])
+    queries, keys = (model.transform([row[part] for row in rows]).toarray() for part in range(2))
+    order = np.argsort(-queries @ keys.T, axis=1)
+    expected = np.mean([i in order[i, :3] for i in range(len(rows))])
+    assert baselines.tfidf_recall(examples, top=(3,))[3] == pytest.approx(expected, abs=1 / len(rows))
+
+
+def test_missing_package_raises(tmp_path, monkeypatch):
+    for name in ("sklearn", "sklearn.feature_extraction.text"):
+        monkeypatch.setitem(sys.modules, name, None)
+    examples = prepare_examples(config("pairs", write(tmp_path / "a.jsonl", list(bags(30)))))
+    with pytest.raises(InputError, match="needs the scikit-learn package: pip install scikit-learn"):
+        baselines.tfidf_recall(examples)

@@ -1,0 +1,191 @@
+"""Formats of files: all give the same batches, and errors name the file, the place and the fix."""
+
+import gzip
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hpnlp.data import sources
+from hpnlp.data.examples import prepare_examples
+from hpnlp.data.examples.rows import RowReader
+from hpnlp.data.sources import LeftOut
+from hpnlp.types import InputError
+from tests.data.batches import assert_equal, take
+from tests.data.examples.records import KINDS, config, write
+
+
+def read(path, kind="classification", skip_bad_lines=False, **options):
+    """All records of one source, and what was left out of it."""
+    (source,) = sources.find(str(path), "data.path")
+    made = config(kind, path, **options)
+    left_out = LeftOut(source.left_out)
+    return list(RowReader(made.kind(), made.group_field, left_out, skip_bad_lines).read(source)), left_out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_formats_give_the_same_batches(tmp_path, kind):
+    rows = KINDS[kind][0]()
+    expected = None
+    for extension in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
+        (tmp_path / extension[1:]).mkdir()
+        # The same name, because names decide which examples are held out.
+        path = write(tmp_path / extension[1:] / f"rows{extension}", rows)
+        examples = prepare_examples(config(kind, path, group_field=next(iter(rows[0])) if kind != "tagging" else ""))
+        batches = take(examples.train(seed=0), 12) if kind != "tagging" else []
+        found = (examples.labels, examples.train_examples + examples.heldout_examples)
+        texts = sorted(text for stored in examples.stored.values() for text in stored.texts())
+        if expected is None:
+            expected = found, texts, batches
+        assert (found, texts) == expected[:2]
+        assert_equal(batches, expected[2])
+
+
+def test_compressed_files_and_integer_labels_give_the_same_rows(tmp_path):
+    rows = [{"text": "one", "label": 1}, {"text": "two", "label": True}, {"text": "three\r\n3", "label": "-"}]
+    plain = write(tmp_path / "a.jsonl", rows)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + plain.read_bytes() + b"\n\n"))
+    (tmp_path / "c.csv").write_bytes(b'\xef\xbb\xbfid,text,label\n0,one,1\n1,"two",true\n\n2,"three\r\n3",-\n')
+    expected = [{"text_field": "one", "label_field": "1"}, {"text_field": "two", "label_field": "true"}]
+    expected.append({"text_field": "three\r\n3", "label_field": "-"})
+    for name in ("a.jsonl", "b.jsonl.gz", "c.csv"):
+        found, _ = read(tmp_path / name)
+        assert [row.values for row in found] == expected
+        assert [row.group for row in found][0] == f"{name.removesuffix('.gz')}#0"
+
+
+def test_parquet_columns_may_be_dictionaries_lists_and_integers(tmp_path):
+    rows = KINDS["tagging"][0](4)
+    table = pa.table({"words": [row["words"] for row in rows], "labels": [[1] * 3, [2, 1, 1], [3] * 3, [1] * 3]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    found, _ = read(tmp_path / "a.parquet", "tagging")
+    assert [row.values["labels_field"] for row in found][1] == ["2", "1", "1"]
+    labels = pa.array(["x", "y", "x"]).dictionary_encode()
+    pq.write_table(pa.table({"text": pa.array([b"a", b"b", b"c"]), "label": labels}), tmp_path / "b.parquet")
+    found, _ = read(tmp_path / "b.parquet")
+    assert [(row.values["text_field"], row.values["label_field"]) for row in found] == [
+        ("a", "x"),
+        ("b", "y"),
+        ("c", "x"),
+    ]
+
+
+GOOD = '{"text": "t", "label": "x"}\n'
+# (name of the file, content, kind, options, message). Every message names the file, the place and the fix.
+BAD = {
+    "missing field": ("a.jsonl", GOOD + '{"text": "t"}', {}, "a.jsonl, line 2: no field 'label', the fields are 'text': pass data.label_field=NAME"),  # noqa: E501
+    "pair of one text": ("a.jsonl", GOOD, {"pair_field": "second"}, "a.jsonl, line 1: no field 'second', the fields are 'text', 'label': pass data.pair_field=NAME"),  # noqa: E501
+    "empty second text": ("a.csv", "text,second,label\na,,x\n", {"pair_field": "second"}, "a.csv, line 2: field 'second' is empty: mend or remove"),  # noqa: E501
+    "null text": ("a.jsonl", '{"text": null, "label": 1}', {}, "a.jsonl, line 1: field 'text' is empty: mend or remove the line, or pass data.skip_bad_lines"),  # noqa: E501
+    "empty class": ("a.jsonl", GOOD + '{"text": "t", "label": " "}', {}, "a.jsonl, line 2: field 'label' is an empty class: mend"),  # noqa: E501
+    "text of a wrong type": ("a.jsonl", '{"text": 3, "label": 1}', {}, "a.jsonl, line 1: field 'text' is a int, expected a string"),  # noqa: E501
+    "label of a wrong type": ("a.jsonl", '{"text": "t", "label": 1.5}', {}, "field 'label' is the number 1.5, expected a string, a whole number or a boolean"),  # noqa: E501
+    "not JSON": ("a.jsonl", GOOD + "{", {}, "a.jsonl, line 2: not JSON"),
+    "not an object": ("a.jsonl", "[]", {}, "a.jsonl, line 1: expected a JSON object with fields 'text', 'label': mend"),
+    "array of strings": ("a.json", '["t"]', {}, "a.json, record 1: a str, expected an object with fields 'text', 'label'"),
+    "JSON is not UTF-8": ("a.jsonl", GOOD.encode() + b'{"text": "\xff", "label": 1}', {}, "a.jsonl, line 2: not JSON ('utf-8' codec can't decode byte 0xff"),  # noqa: E501
+    "CSV is not UTF-8": ("a.csv", b"text,label\na,x\n\xe9,x\n", {}, "a.csv, line 3: field 'text' is not UTF-8 (at character 0): mend"),  # noqa: E501
+    "half a surrogate pair": ("a.jsonl", r'{"text": "ab\ud800", "label": 1}', {}, "a.jsonl, line 1: field 'text' is not UTF-8 (at character 2)"),  # noqa: E501
+    "UTF-16": ("a.csv", "text,label\nabc,x\n".encode("utf-16"), {}, "a.csv' is UTF-16, not UTF-8: convert it by: iconv"),
+    "CSV without the column": ("a.csv", "text,class\na,x\n", {}, "a.csv, line 1: no field 'label', the fields are 'text', 'class': pass data.label_field=NAME"),  # noqa: E501
+    "CSV with a column twice": ("a.csv", "text,label,label\na,x,x\n", {}, "a.csv, line 1: has more than one column 'label'"),
+    "CSV with a missing cell": ("a.csv", 'text,label\n"a\nb",x\nc\n', {}, "a.csv, line 4: 1 cells, expected 2 as in the first line"),  # noqa: E501
+    "CSV with an open quote": ("a.csv", 'text,label\na,x\n"b,x\n', {}, "a.csv, line 3: not CSV (unexpected end of data)"),
+    "another format": ("a.txt", "text", {}, "a.txt' has another format: expected .jsonl, .json, .csv, .tsv, .parquet"),
+    "damaged Parquet": ("a.parquet", "PAR1", {}, "a.parquet: not a Parquet file that can be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_invalid_records_raise(tmp_path, case):
+    name, content, options, message = BAD[case]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+    with pytest.raises(InputError, match=re.escape(message)):
+        read(tmp_path / name, **options)
+
+
+def test_lists_of_different_lengths_raise(tmp_path):
+    write(tmp_path / "a.jsonl", [{"words": ["a", "b"], "labels": ["x"]}])
+    with pytest.raises(
+        InputError, match="a.jsonl, line 1: field 'words' has 2 words and field 'labels' 1 labels, expected"
+    ):
+        read(tmp_path / "a.jsonl", "tagging")
+    for words, message in (
+        ([], "is empty"),
+        (["a", ""], "has an item 2 that is empty"),
+        (7, "is a int, expected a list"),
+    ):
+        write(tmp_path / "a.jsonl", [{"words": words, "labels": "x"}])
+        with pytest.raises(InputError, match=f"line 1: field 'words' {message}"):
+            read(tmp_path / "a.jsonl", "tagging")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            {"text": [1], "label": ["x"]},
+            "column 'text' holds integer, expected string: convert it, or pass another data.text",
+        ),
+        ({"text": ["t"], "label": [0.5]}, "column 'label' holds double, expected boolean or integer or string"),
+        ({"text": [["t"]], "label": ["x"]}, "column 'text' holds list of string, expected string"),
+        ({"text": ["t"]}, "no field 'label', the fields are 'text': pass data.label_field=NAME"),
+        ({"text": ["t", None], "label": ["x", "x"]}, "a.parquet, row 1: field 'text' is empty"),
+        ({"text": pa.array([b"t", b"\xff"]), "label": ["x", "x"]}, "a.parquet, row 1: field 'text' is not UTF-8"),
+    ],
+)
+def test_invalid_parquet_raises(tmp_path, table, message):
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=re.escape(message)):
+        read(tmp_path / "a.parquet")
+
+
+def test_strings_of_parquet_that_are_not_utf8_raise(tmp_path):
+    text = pa.array([b"t", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"text": text, "label": ["x", "x"]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="a.parquet, row 1: field 'text' is not UTF-8"):
+        read(tmp_path / "a.parquet")
+
+
+def test_bad_records_are_left_out_if_skipped(tmp_path):
+    (tmp_path / "a.jsonl").write_text(GOOD + "{\n" + '{"text": "t"}\n' + GOOD)
+    (tmp_path / "b.csv").write_bytes(b'text,label\na,x\n\xff,x\nb\n"c"d,x\ne,x\n')
+    (tmp_path / "c.json").write_text(f"[{GOOD}, 3]")
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "notes.txt").write_text("a note")
+    rows, left_out = read(tmp_path, skip_bad_lines=True)
+    assert [row.where.rpartition("/")[2] for row in rows] == [
+        "a.jsonl, line 1", "a.jsonl, line 4", "b.csv, line 2", "b.csv, line 6", "c.json, record 1"
+    ]  # fmt: skip
+    counts = {reason: count for reason, (count, _) in left_out.items()}
+    assert counts == {"bad records": 6, "empty": 1, "of other formats": 1}
+
+
+CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=8)
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(rows=st.lists(st.tuples(CELLS, CELLS.filter(str.strip)), min_size=1, max_size=5))
+def test_csv_holds_any_text(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("csv") / "a"
+    rows = [{"text": text, "label": label} for text, label in rows]
+    for extension in (".csv", ".tsv", ".jsonl"):
+        found, _ = read(write(path.with_suffix(extension), rows))
+        assert [row.values for row in found] == [{"text_field": r["text"], "label_field": r["label"]} for r in rows]
+
+
+@hypothesis.settings(max_examples=100)
+@hypothesis.given(
+    content=st.binary(max_size=60) | st.text(alphabet='[]{}",:\\ntextlabel1\n \r', max_size=60).map(str.encode)
+)
+def test_damaged_files_raise_input_errors_only(tmp_path_factory, content):
+    root = tmp_path_factory.mktemp("damaged")
+    for extension in (".csv", ".jsonl", ".json", ".parquet"):
+        (root / f"a{extension}").write_bytes(content)
+        try:
+            read(root / f"a{extension}")
+        except InputError as error:
+            assert len(str(error).splitlines()) == 1
