@@ -107,12 +107,13 @@ class LeftOut(dict[str, list[Any]]):
         return f" (left out: {self})" if self else ""
 
 
-def find(paths: str, argument: str) -> tuple[Source, ...]:
+def find(paths: str, argument: str, readable: tuple[str, ...] = ()) -> tuple[Source, ...]:
     """Lists the files of each of several paths. A file that several paths lead to belongs to the first of them.
 
     Args:
       paths: "stdlib" or "stdlib+tests", a file, a directory or a glob; several are separated by commas.
       argument: Name of the config field that holds `paths`, for error messages.
+      readable: Extensions of further files to read, which are otherwise left out: ".npz" as an archive, ".csv" if compressed.
 
     Returns:
       One source per path.
@@ -120,7 +121,9 @@ def find(paths: str, argument: str) -> tuple[Source, ...]:
     Raises:
       InputError: A path does not exist, or no file is left to read in it.
     """
-    return distinct([_find_one(path.strip(), argument) for path in paths.split(",")], argument, (), "given twice")
+    return distinct(
+        [_find_one(path.strip(), argument, readable) for path in paths.split(",")], argument, (), "given twice"
+    )
 
 
 def distinct(sources: Sequence[Source], argument: str, known: Iterable[str], reason: str) -> tuple[Source, ...]:
@@ -166,17 +169,18 @@ def _depth_and_name(file: File) -> tuple[int, str]:
     return file.name.count("/"), file.name
 
 
-def _find_one(path: str, argument: str) -> Source:
+def _find_one(path: str, argument: str, readable: tuple[str, ...]) -> Source:
     """Lists the files of one path."""
     left_out = LeftOut()
     base, names, walked = _list_files(path, argument, left_out)
     found_files = []
     for name in sorted(names):
         file = os.path.join(base, name)
-        fault = _compression_fault(name)
+        is_readable = files.uncompressed(name).lower().endswith(readable)
+        fault = "" if is_readable else _compression_fault(name)
         if fault and not walked:
             raise InputError(f"{argument}: {file!r} {fault}: unpack it")
-        if fault or (walked and _is_unlikely_text(name)):
+        if fault or (walked and not is_readable and _is_unlikely_text(name)):
             left_out.add("compressed", name)
         else:
             size = files.check_regular(file).st_size

@@ -11,7 +11,8 @@ from hpnlp.types import InputError, option
 
 _PATH_HELP = (
     "a file, a directory or a glob; several are separated by commas. The extension of a file decides its format, which is "
-    "JSONL, `.json` (an array of records), CSV, `.tsv` or Parquet. All but Parquet may be compressed, as `.gz` or `.zst`."
+    "JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of fields, by numpy.savez). "
+    "All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`."
 )
 _HELDOUT_HELP = (
     "Fraction of examples held out, chosen by a hash of their names (file and number), or of their groups; one of them if "

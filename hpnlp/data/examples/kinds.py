@@ -271,14 +271,17 @@ class Classification(Kind):
 
 
 def _cut_lengths(texts: Sequence[np.ndarray], room: int) -> list[int]:
-    """Lengths of one or two texts that have room together, by cutting the longer one until both are equally long."""
+    """Lengths of one or two texts that have room together, by cutting the longer one until both are equally long.
+
+    If `room` is odd, the longer one keeps one token more, as in the packages of Hugging Face.
+    """
     lengths = [len(text) for text in texts]
     if sum(lengths) <= room:
         return lengths
     if len(lengths) == 1:
         return [room]
-    first = max(room - lengths[1], min(lengths[0], room - room // 2))
-    return [first, room - first]
+    short = min(*lengths, room // 2)
+    return [room - short, short] if lengths[0] > lengths[1] else [short, room - short]
 
 
 # From their ids follows whether a tokenizer has tokens for the spaces between words.
@@ -403,7 +406,7 @@ class Seq2Seq(Kind):
         start = tokenizer.pad_id if tokenizer.bos_id is None else tokenizer.bos_id
         sources = [_framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
         targets = [examples.part(number, 1) for number in numbers]
-        labels = [np.append(target, tokenizer.eos_id)[: self.target_len] for target in targets]
+        labels = [np.concatenate([text, _special(tokenizer.eos_id)])[: self.target_len] for text in targets]
         inputs = [np.append(start, row)[:-1] for row in labels]
         target = _sequences(inputs, count, self.target_len, tokenizer.pad_id, "target_")
         return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import collections
+import copy
 import io
 import keyword
 import re
@@ -125,13 +126,10 @@ def _functions(file: File) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 def _code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """The code of a function without docstring, comments and decorators."""
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return ast.unparse(type(function)(**{**_fields(function), "body": body or [ast.Pass()], "decorator_list": []}))
-
-
-def _fields(node: ast.AST) -> dict[str, Any]:
-    """Fields and position of a node."""
-    return {name: getattr(node, name, None) for name in (*node._fields, "lineno", "col_offset")}
+    bare = copy.copy(function)
+    bare.body = (function.body[1:] if ast.get_docstring(function) is not None else function.body) or [ast.Pass()]
+    bare.decorator_list = []
+    return ast.unparse(bare)
 
 
 def _lines(file: File) -> Iterator[list[tokenize.TokenInfo]]:

@@ -18,6 +18,7 @@ from hpnlp.data.examples import generated
 from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.ingest import ExampleIngest
+from hpnlp.data.examples.rows import FORMATS
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.data.stream import tokenizer_digest, trained_tokenizer
 from hpnlp.types import Tokenizer
@@ -74,10 +75,10 @@ def _find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None
     """Lists the files of the config's paths; generated examples are written to the cache at `root`."""
     train, group_field, challenge = generated.find(config.path, root)
     if not train:
-        train = sources.find(config.path, "data.path")
-    heldout = sources.find(config.heldout_path, "data.heldout_path") if config.heldout_path else ()
+        train = sources.find(config.path, "data.path", FORMATS)
+    heldout = sources.find(config.heldout_path, "data.heldout_path", FORMATS) if config.heldout_path else ()
     if config.challenge_path:
-        challenge = sources.find(config.challenge_path, "data.challenge_path")
+        challenge = sources.find(config.challenge_path, "data.challenge_path", FORMATS)
     for argument, others in (("heldout_path", heldout), ("challenge_path", challenge)):
         scored = [file.path for source in others for file in source.files]
         train = sources.distinct(train, "data.path", scored, f"held out by data.{argument}") if scored else train

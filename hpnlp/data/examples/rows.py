@@ -1,4 +1,4 @@
-"""Records of examples from JSON lines, JSON arrays, CSV and Parquet, one at a time."""
+"""Records of examples from JSON lines, JSON arrays, CSV, Parquet and numpy arrays, one at a time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import csv
 import dataclasses
 import io
 import os
-from collections.abc import Iterator, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from hpnlp.data import files, records
 from hpnlp.data.examples.fields import TYPES, Column, FieldError
@@ -103,8 +107,8 @@ class RowReader:
                     f"{file.path!r} has another format: expected {', '.join(FORMATS)}: convert or rename it"
                 )
             self.left_out.add("of other formats", file.name)
-        elif extension == ".parquet":
-            yield from _parquet(file.path, self._columns)
+        elif extension in _BY_PATH:
+            yield from _BY_PATH[extension](file.path, self._columns)
         else:
             with files.open_text(file.path) as stream:
                 head = stream.peek()[: files.SNIFF]
@@ -113,7 +117,7 @@ class RowReader:
                 if not head:
                     self.left_out.add("empty", file.name)
                 else:
-                    yield from FORMATS[extension](stream, printable(file.path), self._columns, self.report_bad)
+                    yield from _BY_STREAM[extension](stream, printable(file.path), self._columns, self.report_bad)
 
     def _convert(self, name: str, number: int, where: str, record: dict[str, Any]) -> Row | None:
         """The record with converted values; None if it is bad and skipped."""
@@ -228,6 +232,38 @@ def _parquet(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
             number += 1
 
 
+def _arrays(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
+    """Elements of arrays that have the names of fields; the arrays of a file are read into memory."""
+    name = printable(path)
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {field: archive[field] for field in archive.files}
+    except (ValueError, EOFError, AttributeError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(
+            f"{name}: no arrays that can be read ({error}): save them by numpy.savez, strings as dtype=str"
+        ) from error
+    _check_header(list(arrays), columns, name)
+    read = [arrays[column.name] for column in columns]
+    for column, array in zip(columns, read, strict=True):
+        found = f"{_DTYPES.get(array.dtype.kind, array.dtype)} in {array.ndim} dimensions"
+        accepted = [f"{kind} in 1 dimensions" for kind in sorted(TYPES[column.type][1]) if not kind.startswith("list")]
+        if found not in accepted:
+            raise InputError(
+                f"{name}: array {column.name!r} holds {found}, expected {' or '.join(accepted)}: convert it, or pass another "
+                f"data.{column.argument}"
+            )
+    lengths = {column.name: len(array) for column, array in zip(columns, read, strict=True)}
+    if len(set(lengths.values())) > 1:
+        raise InputError(f"{name}: arrays of different lengths {lengths}: save arrays of the same examples")
+    for number, row in enumerate(zip(*read, strict=True)):
+        values = {column.name: value.item() for column, value in zip(columns, row, strict=True)}
+        yield number, f"{name}, row {number}", values
+
+
+# Kind of a numpy dtype -> name of the type as in `fields.TYPES`.
+_DTYPES = {"U": "string", "S": "string", "i": "integer", "u": "integer", "b": "boolean"}
+
+
 def _arrow_type(kind: Any) -> str:
     """Name of a type of Arrow as in `fields.TYPES`, or Arrow's name for other types."""
     from pyarrow import types
@@ -256,11 +292,13 @@ def _python_values(column: Any) -> list[Any]:
         return column.cast("large_binary").to_pylist()
 
 
-# Extension -> function from (stream, path, columns, report_bad) to the records; Parquet is read by path.
-FORMATS: dict[str, Any] = {
+# Extension -> function from (stream, path, columns, report_bad) to the records.
+_BY_STREAM: dict[str, Callable[..., Iterator[_Values]]] = {
     ".jsonl": _json_lines,
     ".json": _json_array,
     ".csv": _csv,
     ".tsv": _tsv,
-    ".parquet": _parquet,
 }
+# Extension -> function from (path, columns) to the records.
+_BY_PATH: dict[str, Callable[..., Iterator[_Values]]] = {".parquet": _parquet, ".npz": _arrays}
+FORMATS = (*_BY_STREAM, *_BY_PATH)

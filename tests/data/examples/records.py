@@ -3,6 +3,7 @@
 import csv
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -47,8 +48,12 @@ def config(kind, path, **options):
     return make(path=str(path), **{**SMALL, **more, **options})
 
 
+def _flat(rows):
+    return [{name: " ".join(v) if isinstance(v, list) else v for name, v in row.items()} for row in rows]
+
+
 def write(path, rows):
-    """Writes rows in the format of the path's extension; lists become strings in CSV."""
+    """Writes rows in the format of the path's extension; lists become strings in CSV and arrays."""
     extension = path.suffix
     if extension == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
@@ -56,10 +61,11 @@ def write(path, rows):
         path.write_text(json.dumps(rows), "utf-8")
     elif extension == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
+    elif extension == ".npz":
+        flat = _flat(rows)
+        np.savez(path, **{name: np.array([row[name] for row in flat]) for name in flat[0]})
     else:
-        flat = [
-            {name: " ".join(value) if isinstance(value, list) else value for name, value in row.items()} for row in rows
-        ]
+        flat = _flat(rows)
         with open(path, "w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, list(flat[0]), delimiter="\t" if extension == ".tsv" else ",")
             writer.writeheader()

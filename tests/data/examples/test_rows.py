@@ -5,13 +5,14 @@ import re
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from hpnlp.data import sources
 from hpnlp.data.examples import prepare_examples
-from hpnlp.data.examples.rows import RowReader
+from hpnlp.data.examples.rows import FORMATS, RowReader
 from hpnlp.data.sources import LeftOut
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, take
@@ -20,7 +21,7 @@ from tests.data.examples.records import KINDS, config, write
 
 def read(path, kind="classification", skip_bad_lines=False, **options):
     """All records of one source, and what was left out of it."""
-    (source,) = sources.find(str(path), "data.path")
+    (source,) = sources.find(str(path), "data.path", FORMATS)
     made = config(kind, path, **options)
     left_out = LeftOut(source.left_out)
     return list(RowReader(made.kind(), made.group_field, left_out, skip_bad_lines).read(source)), left_out
@@ -30,7 +31,7 @@ def read(path, kind="classification", skip_bad_lines=False, **options):
 def test_all_formats_give_the_same_batches(tmp_path, kind):
     rows = KINDS[kind][0]()
     expected = None
-    for extension in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
+    for extension in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".npz"):
         (tmp_path / extension[1:]).mkdir()
         # The same name, because names decide which examples are held out.
         path = write(tmp_path / extension[1:] / f"rows{extension}", rows)
@@ -94,7 +95,7 @@ BAD = {
     "CSV with a column twice": ("a.csv", "text,label,label\na,x,x\n", {}, "a.csv, line 1: has more than one column 'label'"),
     "CSV with a missing cell": ("a.csv", 'text,label\n"a\nb",x\nc\n', {}, "a.csv, line 4: 1 cells, expected 2 as in the first line"),  # noqa: E501
     "CSV with an open quote": ("a.csv", 'text,label\na,x\n"b,x\n', {}, "a.csv, line 3: not CSV (unexpected end of data)"),
-    "another format": ("a.txt", "text", {}, "a.txt' has another format: expected .jsonl, .json, .csv, .tsv, .parquet"),
+    "another format": ("a.txt", "text", {}, "a.txt' has another format: expected .jsonl, .json, .csv, .tsv, .parquet, .npz: convert"),  # noqa: E501
     "damaged Parquet": ("a.parquet", "PAR1", {}, "a.parquet: not a Parquet file that can be read"),
 }  # fmt: skip
 
@@ -143,6 +144,40 @@ def test_invalid_parquet_raises(tmp_path, table, message):
         read(tmp_path / "a.parquet")
 
 
+def test_arrays_may_hold_integers_and_booleans(tmp_path):
+    np.savez_compressed(
+        tmp_path / "a.npz", text=np.array(["a", "bc"]), label=np.array([3, 12], np.uint8), more=np.ones(5)
+    )
+    assert [row.values["label_field"] for row in read(tmp_path / "a.npz")[0]] == ["3", "12"]
+    np.savez(tmp_path / "a.npz", text=np.array(["é".encode(), b"bc"]), label=np.array([True, False]))
+    rows, _ = read(tmp_path / "a.npz")
+    assert [tuple(row.values.values()) for row in rows] == [("é", "true"), ("bc", "false")]
+    assert rows[1].group == "a.npz#1"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"text": ["t"]}, "a.npz: no field 'label', the fields are 'text': pass data.label_field=NAME"),
+        (
+            {"text": ["t"], "label": [0.5]},
+            "array 'label' holds float64 in 1 dimensions, expected boolean in 1 dimensions or",
+        ),
+        ({"text": [["t"]], "label": [1]}, "array 'text' holds string in 2 dimensions, expected string in 1 dimensions"),
+        (
+            {"text": ["t", "u"], "label": [1]},
+            "arrays of different lengths {'text': 2, 'label': 1}: save arrays of the same",
+        ),
+        ({"text": [b"t", b"\xff"], "label": [1, 2]}, "a.npz, row 1: field 'text' is not UTF-8"),
+        ({"text": np.array([None]), "label": [1]}, "a.npz: no arrays that can be read (Object arrays cannot be loaded"),
+    ],
+)
+def test_invalid_arrays_raise(tmp_path, arrays, message):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(InputError, match=re.escape(message)):
+        read(tmp_path / "a.npz")
+
+
 def test_strings_of_parquet_that_are_not_utf8_raise(tmp_path):
     text = pa.array([b"t", b"\xff"]).view(pa.string())
     pq.write_table(pa.table({"text": text, "label": ["x", "x"]}), tmp_path / "a.parquet")
@@ -154,11 +189,13 @@ def test_bad_records_are_left_out_if_skipped(tmp_path):
     (tmp_path / "a.jsonl").write_text(GOOD + "{\n" + '{"text": "t"}\n' + GOOD)
     (tmp_path / "b.csv").write_bytes(b'text,label\na,x\n\xff,x\nb\n"c"d,x\ne,x\n')
     (tmp_path / "c.json").write_text(f"[{GOOD}, 3]")
+    (tmp_path / "d.csv.gz").write_bytes(gzip.compress(b"text,label\na,x\n"))
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "notes.txt").write_text("a note")
     rows, left_out = read(tmp_path, skip_bad_lines=True)
     assert [row.where.rpartition("/")[2] for row in rows] == [
-        "a.jsonl, line 1", "a.jsonl, line 4", "b.csv, line 2", "b.csv, line 6", "c.json, record 1"
+        "a.jsonl, line 1", "a.jsonl, line 4", "b.csv, line 2", "b.csv, line 6", "c.json, record 1",
+        "d.csv.gz, line 2",
     ]  # fmt: skip
     counts = {reason: count for reason, (count, _) in left_out.items()}
     assert counts == {"bad records": 6, "empty": 1, "of other formats": 1}
@@ -183,7 +220,7 @@ def test_csv_holds_any_text(tmp_path_factory, rows):
 )
 def test_damaged_files_raise_input_errors_only(tmp_path_factory, content):
     root = tmp_path_factory.mktemp("damaged")
-    for extension in (".csv", ".jsonl", ".json", ".parquet"):
+    for extension in (".csv", ".jsonl", ".json", ".parquet", ".npz"):
         (root / f"a{extension}").write_bytes(content)
         try:
             read(root / f"a{extension}")
