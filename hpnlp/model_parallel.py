@@ -128,13 +128,14 @@ NO_TENSOR_PARALLEL = TensorParallel()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelParallel:
-    """The embedding lookup, the layers and the loss of a model, each as a program over a mesh.
+    """The embedding lookup, the layers, the loss and the predictions of a model, each as a program over a mesh.
 
     Attributes:
       embedding_lookup: `(table, ids [B, T], dtype) -> x [B, T, D]`.
       run_layers: `(run, stacked parameters, x, context, rng) -> (x, aux)` for all layers, where
           `run(tensor_parallel, parameters of some layers, x, context, rng, index of the first) -> (x, aux)`.
-      loss: `(output layer, *arguments of its loss) -> LossOut`.
+      loss: `(output layer, *arguments of its loss) -> LossOut`, for hidden states `[B, T, D]` or `[B, D]`.
+      best: `(output layer, table, h) -> ids` of the most probable words or classes, `[B, T]` or `[B]`.
       token_order: `(sequence length) -> (order, indices)`. order: what `run` needs to know about the order of the tokens
           on the devices, static. indices: int `[T]`, the tokens in that order, or None if they keep their order.
     """
@@ -142,4 +143,5 @@ class ModelParallel:
     embedding_lookup: Callable[..., Array]
     run_layers: Callable[..., tuple[Array, Aux]]
     loss: Callable[..., LossOut]
+    best: Callable[..., Array]
     token_order: Callable[..., Any]

@@ -417,7 +417,7 @@ class Model(Protocol):
     """A Flax module that a trainer can train.
 
     Attributes:
-      config: Its config, a `models.backbone.BackboneConfig` with a method `masks` (of the layers of one period).
+      config: Its config, a `models.backbone.BackboneConfig`.
       model_parallel: A `model_parallel.ModelParallel`, or None for one device.
       remat: Rematerialisation policy of the layers.
       is_normalized: Whether the loss is -log p(label) of a distribution.
@@ -472,10 +472,10 @@ class Model(Protocol):
         ...
 
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
-        """Logical axes of the arrays of a batch, such as ("batch", "length"), by their names.
+        """Logical names of the axes of the arrays of a batch.
 
         Returns:
-          The axes of each array of `example_batch`.
+          Name of an array -> its axes, such as ("batch", "length") or ("batch",).
         """
         ...
 

@@ -72,7 +72,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec
     "binary_ecc": ("binary_ecc", "binary_ecc(3,normalized)"),
 }
 MIXER_SPECS = tuple(spec for name in MIXERS for spec in EXAMPLES.get(name, (name,)))
-OUTPUT_SPECS = tuple(spec for name in OUTPUTS for spec in EXAMPLES.get(name, (name,)))
+OUTPUT_SPECS = (
+    *(spec for name in OUTPUTS for spec in EXAMPLES.get(name, (name,))),
+    "full(use_bias=True,label_smoothing=0.1)",  # not in EXAMPLES, where "full" is a mixer, too
+)
 
 
 def assert_close(actual, expected, dtype="float32", name=""):

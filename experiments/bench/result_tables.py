@@ -48,6 +48,17 @@ def train_step(rows: Rows) -> Lines:
     ]
 
 
+def encoder(rows: Rows) -> Lines:
+    return [
+        (
+            f"encoder training step, {row['layers']} layers, D {row['dim']}, T {row['length']}, B {row['batch']}: "
+            "time relative to torch.nn.TransformerEncoder, eager",
+            f"{row['ours_over_torch']:.2f} ({row['ours_ms']:.0f} ms)",
+        )
+        for row in rows
+    ]
+
+
 def attention(rows: Rows) -> Lines:
     return [
         (f"attention, {row['what']}: {describe_ratio(name)}", f"{ratio:.3g}")
@@ -328,6 +339,7 @@ def gpu_step(rows: Rows) -> Lines:
 TABLE: dict[str, Callable[[Rows], Lines]] = {
     "demo": demo,
     "train_step": train_step,
+    "encoder": encoder,
     "attention": attention,
     "gpu_attention": gpu_attention,
     **dict.fromkeys(("softmax", "softmax_layers", "gpu_softmax", "search"), softmax),

@@ -21,7 +21,7 @@ IMAGES = ROOT / "docs" / "images"
 
 # Sections of docs/results.md: heading -> names of result files without the device.
 SECTIONS = {
-    "Training": ("demo", "train_step", "loop", "resume", "large_batch", "adamw", "gpu_step"),
+    "Training": ("demo", "train_step", "encoder", "loop", "resume", "large_batch", "adamw", "gpu_step"),
     "Attention": ("attention", "gpu_attention"),
     "Decoding": ("decode",),
     "Output layers and losses": ("softmax", "gpu_softmax", "softmax_layers", "estimates"),

@@ -9,8 +9,6 @@ non-finite gradients. All three start from the same weights; unless their first 
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -21,14 +19,14 @@ import optax
 import torch
 import torch.nn.functional as F
 from absl import app, flags
+from steps import FLAGS, first_losses, our_step, prepare, row_of, torch_step
 
-from hpnlp import cli, measure
+from hpnlp import measure
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 
-RESULTS = Path(__file__).parents[1] / "results"
 VOCAB = 264
 SIZES = {  # layers, D, heads, T, B
     "small": (4, 192, 6, 256, 16),
@@ -37,11 +35,7 @@ SIZES = {  # layers, D, heads, T, B
     "wide": (2, 512, 8, 256, 8),
 }
 
-FLAGS = flags.FLAGS
 flags.DEFINE_list("sizes", list(SIZES), f"Sizes to measure, of {', '.join(SIZES)}.")
-flags.DEFINE_integer("rounds", 7, "Measurements of each step; the median is reported.")
-flags.DEFINE_integer("threads", 0, "Threads of torch; 0 for one per core.")
-flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
 class TorchLM(torch.nn.Module):
@@ -157,18 +151,8 @@ def bench(size: str, rounds: int) -> dict[str, Any]:
     }
     data["weights"] = np.ones((batch, length), np.float32)
     data = jax.device_put(data, trainer.batch_sharding)
-
-    torch_model = TorchLM(state.params, heads)
-    torch_optimizer = torch.optim.AdamW(torch_model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
     tokens, labels = (torch.from_numpy(np.asarray(data[name], np.int64)) for name in ("tokens", "labels"))
-
-    def torch_step() -> torch.Tensor:
-        loss = torch_model(tokens, labels)
-        torch_optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(torch_model.parameters(), 1.0)
-        torch_optimizer.step()
-        return loss
+    torch_model = TorchLM(state.params, heads)
 
     flax_model, tx = FlaxLM(layers, dim, heads), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     params = jax.tree.map(jnp.copy, flax_params(state.params))
@@ -181,44 +165,27 @@ def bench(size: str, rounds: int) -> dict[str, Any]:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    held: dict[str, Any] = {"ours": state, "flax": (params, tx.init(params))}
+    held = [(params, tx.init(params))]
 
-    def ours() -> Any:
-        held["ours"], metrics = trainer.step(held["ours"], data, key)
-        return metrics
-
-    def plain_flax() -> Any:
-        *held["flax"], loss = flax_step(*held["flax"])
+    def plain_flax() -> jax.Array:
+        params, opt_state, loss = flax_step(*held[0])
+        held[0] = params, opt_state
         return loss
 
-    first = [float(ours()["loss"]), float(torch_step().detach()), float(plain_flax())]
-    second = [float(ours()["loss"]), float(torch_step().detach()), float(plain_flax())]
-    for losses in (first, second):  # the second loss depends on the first gradients
-        if np.ptp(losses) > 2e-4 * losses[0]:
-            sys.exit(f"{size}: ours, torch and Flax disagree ({losses}): nothing is reported")
-
-    times = measure.timeit({"ours": ours, "torch": torch_step, "flax": plain_flax}, rounds=rounds, warmup=2)
-    flops = trainer.flops(batch, length)
-    row = {
-        "size": size, "layers": layers, "dim": dim, "heads": heads, "length": length, "batch": batch,
-        "ours_ms": 1e3 * times["ours"].median, "torch_ms": 1e3 * times["torch"].median,
-        "flax_ms": 1e3 * times["flax"].median, "ours_over_torch": times["ours"].over(times["torch"]),
-        "flax_over_torch": times["flax"].over(times["torch"]), "matmul_gflops_per_step": flops / 1e9,
-        "ours_gflops_per_second": flops / 1e9 / times["ours"].median, "losses": [first, second],
-        "all_ms": {name: [1e3 * s for s in timing.all] for name, timing in times.items()},
-    }  # fmt: skip
-    print(
-        f"{size:8} ours {row['ours_ms']:7.1f} ms, torch {row['torch_ms']:7.1f} ms, plain Flax {row['flax_ms']:7.1f} ms; "
-        f"ours / torch {row['ours_over_torch']:.2f}, Flax / torch {row['flax_over_torch']:.2f}",
-        flush=True,
-    )
-    return row
+    steps = {
+        "ours": our_step(trainer, state, data, key),
+        "torch": torch_step(torch_model, tokens, labels),
+        "flax": plain_flax,
+    }
+    losses = first_losses(size, steps)
+    times = measure.timeit(steps, rounds=rounds, warmup=2)
+    shape = {"size": size, "layers": layers, "dim": dim, "heads": heads, "length": length, "batch": batch}
+    return row_of(shape, losses, times, trainer.flops(batch, length))
 
 
 def main(_: Any) -> None:
-    cli.prepare_jax()
-    torch.set_num_threads(FLAGS.threads or len(jax.devices()) * measure.environment()["cores"])
-    rows = [{**bench(size, FLAGS.rounds), "torch": torch.__version__} for size in FLAGS.sizes]
+    prepare()
+    rows = [bench(size, FLAGS.rounds) for size in FLAGS.sizes]
     print(measure.write_result("train_step", rows, FLAGS.out))
 
 

@@ -18,7 +18,7 @@ from hpnlp.nn.attention import Context, mixer_period
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.layers import GATED, NORMS, Embed, dropout
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.ops.attention.masks.patterns import Causal
+from hpnlp.ops.attention import Full
 from hpnlp.spec import build, did_you_mean, lookup, parse, shortened
 from hpnlp.types import Aux, InputError, Mixer, Model, WordStats, option
 
@@ -53,6 +53,7 @@ class BackboneConfig(BlockConfig):
     layers: int = option(4, "Number of Blocks L.")
     vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
     max_len: int = option(0, "Longest sequence that learned positions reach, 0 for data.seq_len.")
+    embed_norm: bool = option(False, "A norm of the sum of the embeddings, before dropout.")
     dtype: str = option("float32", "Dtype of the activations; parameters stay float32.")
     unroll: int = option(
         0,
@@ -85,6 +86,11 @@ class BackboneConfig(BlockConfig):
         lookup(DTYPES, self.dtype, "model.dtype")
         if self.residual not in RESIDUALS:
             raise InputError(f"model.residual={self.residual!r}: {did_you_mean(self.residual, RESIDUALS)}")
+        if self.residual == "reversible" and self.norm_placement == "post":
+            raise InputError(
+                "model.residual='reversible', model.norm_placement='post': a norm of the residual stream has no inverse: set "
+                "model.norm_placement='pre', or model.residual='plain'"
+            )
 
     def _check_ranges(self) -> None:
         """Raises InputError for numbers out of range."""
@@ -113,6 +119,19 @@ class BackboneConfig(BlockConfig):
         """
         extra = {"dropout": self.dropout, "name": None}
         return [build(spec, MIXERS, "mixer", **extra) for spec in mixer_period(self.mixer)]
+
+    @property
+    def mask(self) -> Any:
+        """The static Mask of the model: the pairs of tokens that may influence each other."""
+        return Full()
+
+    def masks(self) -> list[Any]:
+        """Masks of the layers of one period.
+
+        Returns:
+          The intersection of each mixer's mask with `mask`, in the order of `mixers`.
+        """
+        return [mixer.within(self.mask) for mixer in self.mixers()]
 
     def sizes(self) -> dict[str, tuple[int, str]]:
         """Sizes of the logical axes that a mesh may divide.
@@ -176,9 +195,13 @@ class Backbone(nn.Module):
         self.embed = Embed(c.vocab, c.dim)
         if c.position == "learned":
             self.positions = Embed(c.max_len, c.dim, axis="positions")
+        norm = lookup(NORMS, c.norm, "model.norm")
+        if c.embed_norm:
+            self.embed_norm = norm(c.norm_eps)
         if self.is_initializing():
             self.param("layers", self._init_layers)
-        self.final_norm = lookup(NORMS, c.norm, "model.norm")(c.norm_eps)
+        if c.norm_placement == "pre":
+            self.final_norm = norm(c.norm_eps)
 
     def _blocks(self, tensor_parallel: TensorParallel) -> list[Block]:
         """The Block of each mixer. They are no submodules: their parameters are slices of those under "layers"."""
@@ -190,7 +213,7 @@ class Backbone(nn.Module):
     def _init_layers(self, rng: jax.Array) -> Any:
         """Parameters of all layers, stacked on a first axis with the logical name "layers"."""
         x = jnp.zeros((1, 1, self.config.dim), jnp.float32)
-        context = Context(jnp.zeros((1, 1), jnp.int32), None, Causal())
+        context = Context(jnp.zeros((1, 1), jnp.int32), None, self.config.mask)
         keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(self.config.layers))
 
         def init_layer(block: Block, key: jax.Array) -> Any:
@@ -210,7 +233,7 @@ class Backbone(nn.Module):
         )
 
     def hidden(
-        self, tokens: Int[Array, "B T"], context: Context, caches: Any = None
+        self, tokens: Int[Array, "B T"], context: Context, caches: Any = None, added: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, Aux]:
         """Hidden states of tokens.
 
@@ -218,15 +241,16 @@ class Backbone(nn.Module):
           tokens: Ids of the tokens.
           context: Positions, segments and mask.
           caches: Caches of the preceding tokens, as an earlier call returned them, or None.
+          added: Further embeddings `[B, T, D]`, or None.
 
         Returns:
-          `(hidden states after the final norm, caches, aux)`.
+          `(hidden states after the final norm, or the last layer's if norms follow additions; caches; aux)`.
 
         Raises:
           InputError: More tokens than learned positions.
         """
         c, parallel = self.config, self.model_parallel
-        x = self._embed(tokens, context)
+        x = self._embed(tokens, context, added)
         rng = self.make_rng("dropout") if c.dropout > 0.0 and not context.deterministic else None
         x = dropout(x, c.dropout, None if rng is None else jax.random.fold_in(rng, c.layers), context.ids)
         if c.residual == "reversible":  # the two streams side by side, so that devices send one array
@@ -242,10 +266,10 @@ class Backbone(nn.Module):
             # The mean, as in trax's Reformer; its ReformerLM concatenates the streams, for a head of twice the width.
             x1, x2 = jnp.split(x, 2, axis=-1)
             x = ((x1 + x2) / 2).astype(DTYPES[c.dtype])
-        return self.final_norm(x), caches, aux
+        return self.final_norm(x) if c.norm_placement == "pre" else x, caches, aux
 
-    def _embed(self, tokens: jax.Array, context: Context) -> jax.Array:
-        """Embeddings of tokens, with learned positions added."""
+    def _embed(self, tokens: jax.Array, context: Context, added: jax.Array | None) -> jax.Array:
+        """Embeddings of tokens, with learned positions and `added` added, and normalised if the config says so."""
         c, parallel = self.config, self.model_parallel
         dtype = DTYPES[c.dtype]
         x = (
@@ -260,7 +284,9 @@ class Backbone(nn.Module):
                     "train with a larger model.max_len"
                 )
             x = x + self.positions(context.positions, dtype)
-        return x
+        if added is not None:
+            x = x + added.astype(dtype)
+        return self.embed_norm(x) if c.embed_norm else x
 
     def _run_layers(
         self,

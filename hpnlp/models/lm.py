@@ -8,15 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hpnlp.models.backbone import Backbone, BackboneConfig
+from hpnlp.models.backbone import BackboneConfig
+from hpnlp.models.prediction import PredictionModel
 from hpnlp.nn.attention import Context, mixer_period
-from hpnlp.nn.layers import embed_init, param
-from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.ops.attention.masks.patterns import Causal
-from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, LossOut, option
 
 
@@ -36,16 +33,21 @@ class LMConfig(BackboneConfig):
                     "predicts: choose a causal mixer"
                 )
 
-    def masks(self) -> list[Any]:
-        """Masks of the layers of one period.
+    @property
+    def mask(self) -> Any:
+        """Tokens depend on earlier ones only."""
+        return Causal()
+
+    def outputs(self) -> tuple[int, str]:
+        """Outputs of the head.
 
         Returns:
-          The intersection of each mixer's mask with Causal(), in the order of `mixers`.
+          `(V, "vocab")`: their number, and the logical name of their axis.
         """
-        return [mixer.within(Causal()) for mixer in self.mixers()]
+        return self.vocab, "vocab"
 
 
-class LM(Backbone):
+class LM(PredictionModel):
     """A causal language model over `config.vocab` ids.
 
     A batch is a mapping with tokens, labels, segment_ids and positions, int32 `[B, T]`, and weights, float32 `[B, T]`. Labels
@@ -54,27 +56,6 @@ class LM(Backbone):
     Attributes:
       config: Sizes and parts of the model, an LMConfig.
     """
-
-    @property
-    def is_normalized(self) -> bool:
-        """Whether the loss is -log p(label) of a distribution over the vocabulary."""
-        return is_normalized(self.config.output)
-
-    def setup(self) -> None:
-        super().setup()
-        c = self.config
-        extra = {"vocab": c.vocab, "dim": c.dim, "stats": self.stats}
-        self.output = build(parse_one(c.output, "model.output"), OUTPUTS, "output layer", **extra)
-        if c.tied and self.output.rows_are != "words":
-            raise InputError(
-                f"model.output={c.output!r} has no table of words by id that the embedding could share: set model.tied=False"
-            )
-        if not self.output.rows_are:
-            self.table = None
-        elif c.tied:
-            self.table = self.embed.table
-        else:
-            self.table = param(self, "head", embed_init, (c.vocab, c.dim), ("vocab", "embed"))
 
     def loss(self, batch: Mapping[str, jax.Array], deterministic: bool = True) -> LossOut:
         """The loss of a batch.
@@ -86,25 +67,9 @@ class LM(Backbone):
         Returns:
           The loss summed over tokens, in nats, with the auxiliary losses and metrics of the layers.
         """
-        order = indices = None
-        ids = jnp.arange(batch["tokens"].size, dtype=jnp.int32).reshape(batch["tokens"].shape)
-        batch = {**batch, "ids": ids}
-        if self.model_parallel is not None:
-            order, indices = self.model_parallel.token_order(batch["tokens"].shape[1])
-            batch = batch if indices is None else {name: x[:, indices] for name, x in batch.items()}
-        ids = None if deterministic else batch["ids"]
-        context = Context(batch["positions"], batch["segment_ids"], Causal(), deterministic, ids=ids, order=order)
-        h, _, aux = self.hidden(batch["tokens"], context)
+        h, batch, indices, aux = self.states(batch, deterministic)
         rng = None if deterministic else self.make_rng("output")
-        operands = h, batch["labels"], batch["weights"]
-        if self.model_parallel is None:
-            h, labels, weights = (x.reshape(-1, *x.shape[2:]) for x in operands)
-            out = self.output.loss(self.table, h, labels, weights, rng)
-        else:
-            if indices is not None and not self.output.merges(rng):
-                # Such a layer may draw samples per token, by the token's index: tokens return to their original order.
-                operands = tuple(x[:, np.argsort(indices)] for x in operands)
-            out = self.model_parallel.loss(self.output, self.table, *operands, rng)
+        out = self.output_loss(h, batch, indices, rng)
         return LossOut(out.sum, out.weight, {**aux, **out.aux})
 
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
@@ -112,31 +77,8 @@ class LM(Backbone):
         return example_batch(batch_size, length)
 
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
-        """Logical axes of the arrays of a batch: all of them are `[B, T]`."""
-        return dict.fromkeys(example_batch(1, 1), ("batch", "length"))
-
-    def rows(self, batch: Mapping[str, jax.Array]) -> dict[tuple[str, ...], Int[Array, " R"]]:
-        """Rows of tables that `loss` of this batch looks up with the same rngs.
-
-        Args:
-          batch: As for `loss`.
-
-        Returns:
-          Path of a table among the parameters -> ids, with repetitions. `TableRows` of them may replace the table. Tables
-          that are used in full are left out.
-
-        Raises:
-          InputError: The embedding and the output layer share their table.
-        """
-        if self.config.tied:
-            raise InputError(
-                "optimizer.rows=True trains only the rows that a batch looks up, but the output layer uses all rows of a tied "
-                "table: set model.tied=False"
-            )
-        rows = {("embed", "table"): batch["tokens"].reshape(-1)}
-        labels = jnp.where(batch["weights"] != 0, batch["labels"], 0).reshape(-1)
-        head_rows = self.output.rows(labels, self.make_rng("output"))
-        return rows if head_rows is None else {**rows, ("head",): head_rows}
+        """Logical names of the axes of a batch's arrays: all are `[B, T]`."""
+        return dict.fromkeys(("tokens", "labels", "segment_ids", "positions", "weights"), ("batch", "length"))
 
     def logits(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Logits of every next token.

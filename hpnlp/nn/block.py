@@ -12,8 +12,10 @@ from jaxtyping import Array, Float
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.layers import GATED, MLP, NORMS, Initializer, dropout
-from hpnlp.spec import Spec, lookup
+from hpnlp.spec import Spec, did_you_mean, lookup
 from hpnlp.types import Aux, InputError, option
+
+NORM_PLACEMENTS = ("pre", "post")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,11 @@ class BlockConfig:
     mlp_dim: int = option(0, "Columns of the MLP, 0 for 4 D (gated MLPs, 8 D / 3, rounded up to a multiple of 64).")
     norm: str = option("rms", "An entry of NORMS.")
     norm_eps: float = option(1e-6, "Added to the variance in norms.")
+    norm_placement: str = option(
+        "pre",
+        '"pre" for norms of what the branches read, and of the last layer\'s output; "post" for norms after each addition of a '
+        "branch to the residual stream, and none at the end (Vaswani et al. 2017, BERT).",
+    )
     position: str = option("rope", '"rope", "learned" or "none".')
     rope_theta: float = option(10000.0, "The base of RoPE's wavelengths.")
     rope_scaling: str = option(
@@ -62,6 +69,10 @@ class BlockConfig:
             )
         if self.position not in ("rope", "learned", "none"):
             raise InputError(f"model.position={self.position!r}: expected 'rope', 'learned' or 'none'")
+        if self.norm_placement not in NORM_PLACEMENTS:
+            raise InputError(
+                f"model.norm_placement={self.norm_placement!r}: {did_you_mean(self.norm_placement, NORM_PLACEMENTS)}"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise InputError(f"model.dropout={self.dropout}: expected a probability in [0, 1)")
 
@@ -84,7 +95,9 @@ class BlockConfig:
 
 
 class Block(nn.Module):
-    """Two pre-normed branches: `mix` (attention) and `feed` (MLP). `__call__` adds them to a single stream.
+    """Two branches: `mix` (attention) and `feed` (MLP). `__call__` adds them to a single stream.
+
+    Each branch has a norm: of its input if `config.norm_placement` is "pre", of the sum that `__call__` makes if it is "post".
 
     Attributes:
       config: Sizes, and the kinds of mixer, MLP, norm and position encoding.
@@ -132,7 +145,7 @@ class Block(nn.Module):
         Returns:
           `(y [B, T, D], cache or None, aux)`.
         """
-        y, cache, aux = self.attention(self.mix_norm(x), context, cache)
+        y, cache, aux = self.attention(self._normed_input(self.mix_norm, x), context, cache)
         return self._drop(y, context), cache, aux
 
     def feed(self, x: Float[Array, "B T D"], context: Context) -> tuple[jax.Array, Aux]:
@@ -145,7 +158,7 @@ class Block(nn.Module):
         Returns:
           `(y [B, T, D], aux)`.
         """
-        return self._drop(self.mlp(self.feed_norm(x)), context), {}
+        return self._drop(self.mlp(self._normed_input(self.feed_norm, x)), context), {}
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
         """Adds both branches to a single stream, one after the other.
@@ -159,9 +172,15 @@ class Block(nn.Module):
           `(x [B, T, D], cache or None, aux)`.
         """
         y, cache, aux = self.mix(x, context, cache)
-        x = x + y
+        x = self._normed_sum(self.mix_norm, x + y)
         y, feed_aux = self.feed(x, context)
-        return x + y, cache, {**aux, **feed_aux}
+        return self._normed_sum(self.feed_norm, x + y), cache, {**aux, **feed_aux}
+
+    def _normed_input(self, norm: nn.Module, x: jax.Array) -> jax.Array:
+        return norm(x) if self.config.norm_placement == "pre" else x
+
+    def _normed_sum(self, norm: nn.Module, x: jax.Array) -> jax.Array:
+        return norm(x) if self.config.norm_placement == "post" else x
 
     def _drop(self, y: jax.Array, context: Context) -> jax.Array:
         dropping = self.config.dropout > 0.0 and not context.deterministic

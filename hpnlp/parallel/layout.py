@@ -139,12 +139,12 @@ class Layout:
         """Checks that sequences and tokens divide over the mesh.
 
         Args:
-          shape: `(B, T)` of a batch.
+          shape: `(B, T)` of a batch, or `(B,)` of numbers that each sequence has one of.
 
         Raises:
           InputError: B or T is not a multiple of the number of devices that divide it.
         """
-        for size, name, unit in zip(shape, ("batch", "length"), ("sequences", "tokens per sequence"), strict=True):
+        for size, name, unit in zip(shape, ("batch", "length"), ("sequences", "tokens per sequence"), strict=False):
             if size % self.size(name):
                 axes = " x ".join(f"plan.{axis}={self.mesh.shape[axis]}" for axis in self.rules[name])
                 raise InputError(f"{size} {unit} do not divide over {axes}: make them a multiple of {self.size(name)}")

@@ -46,6 +46,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "length": ("sequence",),
     "positions": (),  # rows of a table of learned positions
+    "token_types": (),  # rows of a table of token types
     "layers": ("pipeline",),
     "periods": ("pipeline",),  # layers / period of the mixers: all stages run the same program
     "embed": (),  # the model dimension of parameters
@@ -56,7 +57,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "taps": (),  # the weights of a convolution along the sequence
     "mlp": ("tensor",),
     "vocab": ("pipeline", "tensor"),  # stages would otherwise wait for the last one's logits
-    "classes": (),  # outputs that are not words: clusters, classes and bits
+    "labels": ("pipeline", "tensor"),  # the classes of a classifier, as words
+    "classes": (),  # outputs that are not words: clusters, classes and bits of an output layer
 }
 
 Sizes = dict[str, int]

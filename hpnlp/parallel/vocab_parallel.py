@@ -25,8 +25,6 @@ from hpnlp.parallel.varying import sum_over_devices
 from hpnlp.parallel.zero import is_zero2
 from hpnlp.types import LossOut, TableRows
 
-TABLE = ("vocab", "embed")  # logical names of the axes of a table
-
 
 def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
     """Looks up the rows of a table.
@@ -64,25 +62,26 @@ def loss(
     layout: Layout,
     layer: Any,
     table: Any,
-    h: Float[Array, "B T D"],
-    labels: Int[Array, "B T"],
-    weights: Float[Array, "B T"],
+    h: Float[Array, "B *T D"],
+    labels: Int[Array, "B *T"],
+    weights: Float[Array, "B *T"],
     rng: jax.Array | None = None,
 ) -> LossOut:
     """The loss of an output layer, computed on each device for its tokens and words.
 
-    If `layer.merges(rng)` is True, the layer's loss with this rng is the weighted sum of lse - logit, merged over the results
-    of `layer.partial(rows, index of the first word, h, labels)` for slices of the table: the log-sum-exp of these words, and
-    the logit of the label, 0 where the label is another word. Otherwise `layer.loss` runs on global arrays. The layer's own
-    parameters, at most a number per word, are replicated.
+    If `layer.merges(rng)` is True, the layer's loss with this rng is the weighted sum of lse - score, merged over the results
+    of `layer.partial(rows, index of the first word, h, labels, rng)` for slices of the table: the log-sum-exp of these words,
+    and their part of the target's score, such as the logit of the label and 0 where the label is another word. Otherwise
+    `layer.loss` runs on global arrays. The layer's own parameters, at most a number per word, are replicated. The mesh axes of
+    `layer.axis` divide the words, which may be the classes of a classifier.
 
     Args:
       layout: Layout of the run.
       layer: An output layer.
       table: `[V, D]`, laid out by the layout, a `Zero2Parameter`, or None for a layer without a table.
-      h: Hidden states, laid out by `Layout.activations`.
-      labels: Ids of the words to predict.
-      weights: Weights of the tokens.
+      h: Hidden states `[B, T, D]`, laid out by `Layout.activations`; or one for each sequence, `[B, D]`.
+      labels: Ids of the words to predict, `[B, T]` or `[B]`.
+      weights: Weights of the tokens or sequences.
       rng: Key for samples, or None.
 
     Returns:
@@ -98,48 +97,105 @@ def loss(
     """
     layout.check_tokens(labels.shape)
     if not layer.merges(rng):
-        return _global_loss(layout, layer, table, h, labels, weights, rng)
-    tensor_parallel, vocab_axes = layout.tensor_parallel(labels.shape[1]), layout.rules["vocab"]
+        return layer.loss(
+            _global_table(layout, layer, table), _flatten(h), labels.reshape(-1), weights.reshape(-1), rng
+        )
+    tensor_parallel, vocab_axes = layout.tensor_parallel(_length(labels)), layout.rules[layer.axis]
+    module, variables = _unbind(layer)
 
-    def loss_on_device(table: Array, h: Array, labels: Array, weights: Array) -> LossOut:
+    def loss_on_device(table: Array, variables: Any, h: Array, labels: Array, weights: Array) -> LossOut:
         # Marked before any loop and before h grows: the gradient is summed where an array begins to vary.
         table, h = vary_alike(table, h)
-        if vocab_axes:
+        layer = module.bind(jax.tree.map(lambda x: vary_alike(x, h)[0], variables))
+        if "tensor" in vocab_axes:
             h = tensor_parallel.gather_tokens(h)
-        else:  # every device has all words, so that each token needs one device only
+        else:  # the devices of this axis have the same words, so that each token needs one of them only
             labels, weights = (tensor_parallel.local_tokens(x, 1) for x in (labels, weights))
-        h, labels, weights = _flatten(h), _flatten(labels), _flatten(weights)
+        h, labels, weights = _flatten(h), labels.reshape(-1), weights.reshape(-1)
         if vocab_axes:
             h, labels = zero_ignored_tokens(h, labels, weights)
-            out = layer.weighted(_merged_nll(vocab_axes, layer, table, h, labels), labels, weights)
+            out = layer.weighted(_merged_nll(vocab_axes, layer, table, h, labels, rng), labels, weights)
         else:
-            out = layer.loss(table, h, labels, weights)
+            out = layer.loss(table, h, labels, weights, rng)
         sums = sum_over_devices(out.sum, out.weight)
         return LossOut(*sums, {name: sum_over_devices(*pair) for name, pair in out.aux.items()})
 
-    token_spec = layout.spec("batch", "length")
-    operands = (h, layout.activations(labels.shape[1])), (labels, token_spec), (weights, token_spec)
-    return _run_with_table(layout, loss_on_device, PartitionSpec(), table, *operands)
+    token_spec, h_spec = _specs(layout, labels)
+    operands = (variables, PartitionSpec()), (h, h_spec), (labels, token_spec), (weights, token_spec)
+    return _run_with_table(layout, loss_on_device, PartitionSpec(), table, *operands, axis=layer.axis)
 
 
-def _global_loss(
-    layout: Layout, layer: Any, table: Any, h: Array, labels: Array, weights: Array, rng: jax.Array | None
-) -> LossOut:
-    """`layer.loss` on global arrays, which the compiler places."""
-    if is_zero2(table):
-        spec = layout.state_spec(TABLE, table.full.shape, divided=False)
-        table = lax.with_sharding_constraint(table.shard, NamedSharding(layout.mesh, spec))
-    return layer.loss(table, _flatten(h), _flatten(labels), _flatten(weights), rng)
+def best(layout: Layout, layer: Any, table: Any, h: Float[Array, "B *T D"]) -> Int[Array, "B *T"]:
+    """The most probable word of each token, or class of each sequence.
+
+    Args:
+      layout: Layout of the run.
+      layer: An output layer.
+      table: As for `loss`.
+      h: As for `loss`.
+
+    Returns:
+      Ids of words. If `layer.merges(None)` is True, each device computes them for its tokens and words; otherwise `layer.best`
+      runs on global arrays.
+    """
+    if not layer.merges(None):
+        return layer.best(_global_table(layout, layer, table), _flatten(h))[1].reshape(h.shape[:-1])
+    tensor_parallel, vocab_axes = layout.tensor_parallel(_length(h[..., 0])), layout.rules[layer.axis]
+    module, variables = _unbind(layer)
+
+    def best_on_device(table: Array, variables: Any, h: Array) -> Array:
+        layer = module.bind(variables)
+        if not vocab_axes:
+            return layer.best(table, _flatten(h))[1].reshape(h.shape[:-1])
+        h = tensor_parallel.gather_tokens(h) if "tensor" in vocab_axes else h
+        score, ids = layer.best(table, _flatten(h), lax.axis_index(vocab_axes) * table.shape[0])
+        is_best = score == lax.pmax(score, vocab_axes)
+        # Of words with equal scores, the first one.
+        return lax.pmin(jnp.where(is_best, ids, layer.vocab), vocab_axes).reshape(h.shape[:-1])
+
+    token_spec, h_spec = _specs(layout, h[..., 0])
+    out_spec = token_spec if "tensor" in vocab_axes else PartitionSpec(*h_spec[:-1])
+    # The ids are integers, but pmax has no derivative by which a tangent of the operands could pass.
+    table, h, variables = lax.stop_gradient((table, h, variables))
+    operands = (variables, PartitionSpec()), (h, h_spec)
+    return _run_with_table(layout, best_on_device, out_spec, table, *operands, axis=layer.axis)
 
 
-def _flatten(x: Array) -> Array:
-    """[B, T, ...] -> [B T, ...]."""
-    return x.reshape(-1, *x.shape[2:])
+def _unbind(layer: Any) -> tuple[Any, Any]:
+    """An output layer without its own parameters, and these, which enter a `shard_map` as arguments."""
+    return (layer, {}) if layer.scope is None else layer.unbind()
 
 
-def _run_with_table(layout: Layout, function: Callable[..., Any], out_spec: Any, table: Any, *operands: Any) -> Any:
+def _length(labels: Array) -> int:
+    """Tokens per sequence of an array `[B, T]`; 1 for `[B]`, so that no mesh axis divides them."""
+    return 1 if labels.ndim == 1 else labels.shape[1]
+
+
+def _specs(layout: Layout, labels: Array) -> tuple[PartitionSpec, PartitionSpec]:
+    """PartitionSpecs of labels `[B, T]` or `[B]`, and of the hidden states that predict them."""
+    if labels.ndim == 1:
+        return layout.spec("batch"), layout.spec("batch", None)
+    return layout.spec("batch", "length"), layout.activations(labels.shape[1])
+
+
+def _global_table(layout: Layout, layer: Any, table: Any) -> Any:
+    """The table as a global array, for a computation that the compiler places."""
+    if not is_zero2(table):
+        return table
+    spec = layout.state_spec((layer.axis, "embed"), table.full.shape, divided=False)
+    return lax.with_sharding_constraint(table.shard, NamedSharding(layout.mesh, spec))
+
+
+def _flatten(h: Array) -> Array:
+    """Makes `[tokens, D]` of `[B, T, D]`."""
+    return h.reshape(-1, h.shape[-1])
+
+
+def _run_with_table(
+    layout: Layout, function: Callable[..., Any], out_spec: Any, table: Any, *operands: Any, axis: str = "vocab"
+) -> Any:
     """Runs `function(table, *arrays)` on each device, on all features of the device's words. operands: (array, spec)."""
-    table_spec, gather = layout.parameters(TABLE, table)
+    table_spec, gather = layout.parameters((axis, "embed"), table)
 
     def run_on_device(table: Any, *arrays: Array) -> Any:
         return function(gather(table), *arrays)
@@ -151,11 +207,11 @@ def _run_with_table(layout: Layout, function: Callable[..., Any], out_spec: Any,
 
 
 def _merged_nll(
-    vocab_axes: tuple[str, ...], layer: Any, table: Array, h: Float[Array, "N D"], labels: Int[Array, " N"]
+    vocab_axes: tuple[str, ...], layer: Any, table: Array, h: Float[Array, "N D"], labels: Int[Array, " N"], rng: Any
 ) -> Float[Array, " N"]:
-    """-log p(label) of the device's tokens over the words of all devices; NaN for a label outside the vocabulary."""
-    lse, logit = layer.partial(table, lax.axis_index(vocab_axes) * table.shape[0], h, labels)
+    """Losses of the device's tokens over the words of all devices; NaN for a label outside the vocabulary."""
+    lse, score = layer.partial(table, lax.axis_index(vocab_axes) * table.shape[0], h, labels, rng)
     max_lse = lax.pmax(lax.stop_gradient(lse), vocab_axes)
     lse = jnp.log(lax.psum(jnp.exp(lse - max_lse), vocab_axes)) + max_lse
     vocab = lax.axis_size(vocab_axes) * table.shape[0]
-    return jnp.where((labels >= 0) & (labels < vocab), lse - lax.psum(logit, vocab_axes), jnp.nan)
+    return jnp.where((labels >= 0) & (labels < vocab), lse - lax.psum(score, vocab_axes), jnp.nan)

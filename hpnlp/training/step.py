@@ -318,6 +318,7 @@ def _model_parallel(layout: Layout, axes: Any, masks: Any) -> ModelParallel:
         embedding_lookup=functools.partial(vocab_parallel.lookup, layout),
         run_layers=functools.partial(pipeline.run_layers, layout, axes["layers"]),
         loss=functools.partial(vocab_parallel.loss, layout),
+        best=functools.partial(vocab_parallel.best, layout),
         token_order=functools.partial(context_parallel.token_order, layout, masks),
     )
 

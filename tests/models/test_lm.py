@@ -22,6 +22,7 @@ SMALL = {"dim": 16, "heads": 4, "layers": 2, "vocab": 24, "max_len": 16, "mlp_di
 GPT = {"norm": "layer", "position": "learned", "mlp": "gelu", "qkv_bias": True, "out_bias": True, "mlp_bias": True}
 RICH = {"kv_heads": 2, "head_dim": 6, "qk_norm": True, "qkv_bias": True, "tied": False}
 REVERSIBLE = {"residual": "reversible"}
+BERT = GPT | {"norm_placement": "post", "embed_norm": True}
 
 # Every mixer, each in one layer.
 MIXED = {"mixer": ",".join(EXACT), "layers": len(EXACT)}
@@ -110,23 +111,37 @@ def numpy_logits(config, params, tokens, patterns=(Full(),)):  # noqa: B008  (fr
     x = params["embed"]["table"][tokens]
     if config.position == "learned":
         x = x + params["positions"]["table"][:length]
+    if config.embed_norm:
+        x = norm(params["embed_norm"], x)
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(config.layers)]
+    run = numpy_post_norm if config.norm_placement == "post" else numpy_pre_norm
+    x = run(config, layers, x, norm, attention, mlp, patterns)
+    x = norm(params["final_norm"], x) if config.norm_placement == "pre" else x
+    return x @ (params["embed"]["table"] if config.tied else params["head"]).T
+
+
+def numpy_post_norm(config, layers, x, norm, attention, mlp, patterns):
+    """Layers that normalise the stream after each addition."""
+    for layer, p in enumerate(layers):
+        x = norm(p["mix_norm"], x + attention(p["attention"], x, patterns[layer % len(patterns)]))
+        x = norm(p["feed_norm"], x + mlp(p["mlp"], x))
+    return x
+
+
+def numpy_pre_norm(config, layers, x, norm, attention, mlp, patterns):
+    """Layers whose branches read normalised streams: one stream, or two, whose mean is returned."""
     streams = [x] * (2 if config.residual == "reversible" else 1)
-    for layer in range(config.layers):
-        p = jax.tree.map(lambda leaf, i=layer: leaf[i], params["layers"])
-        streams[0] = streams[0] + attention(
-            p["attention"], norm(p["mix_norm"], streams[-1]), patterns[layer % len(patterns)]
-        )
+    for layer, p in enumerate(layers):
+        pattern = patterns[layer % len(patterns)]
+        streams[0] = streams[0] + attention(p["attention"], norm(p["mix_norm"], streams[-1]), pattern)
         streams[-1] = streams[-1] + mlp(p["mlp"], norm(p["feed_norm"], streams[0]))
-    return (
-        norm(params["final_norm"], np.mean(streams, axis=0))
-        @ (params["embed"]["table"] if config.tied else params["head"]).T
-    )
+    return np.mean(streams, axis=0)
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, RICH, GPT, {"position": "none", "mlp": "gelu", "kv_heads": 1}, REVERSIBLE | RICH],
-    ids=["llama", "rich", "gpt", "nope", "reversible"],
+    [{}, RICH, GPT, {"position": "none", "mlp": "gelu", "kv_heads": 1}, REVERSIBLE | RICH, BERT],
+    ids=["llama", "rich", "gpt", "nope", "reversible", "bert"],
 )
 def test_logits_match_reference(fields):
     model, params = make(**fields)
@@ -198,7 +213,7 @@ def test_packed_rows_equal_separate_rows(fields):
             np.testing.assert_allclose(h[segments == number], alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("fields", [RICH, GPT, RINGS, REVERSIBLE], ids=["rope", "learned", "rings", "reversible"])
+@pytest.mark.parametrize("fields", [RICH, BERT, RINGS, REVERSIBLE], ids=["rope", "bert", "rings", "reversible"])
 def test_prefill_and_extend_equal_the_full_pass(fields):
     """Prompts of different lengths, whose padding holds tokens that must not count."""
     model, params = make(**fields)
@@ -380,6 +395,8 @@ def test_non_embedding_parameters_counts_matrices(fields):
         ({"layers": 0}, "model.layers=0: expected at least 1"),
         ({"dtype": "bf16"}, "unknown model.dtype 'bf16': did you mean 'bfloat16'"),
         ({"residual": "reversed"}, "model.residual='reversed': did you mean 'reversible'"),
+        ({"norm_placement": "last"}, "model.norm_placement='last': expected one of|did you mean"),
+        (REVERSIBLE | {"norm_placement": "post"}, "'post': a norm of the residual stream has no inverse: set"),
         ({"heads": 3}, "model.dim=16 is not a multiple of model.heads=3"),
         ({"kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=4"),
         ({"head_dim": 5}, "head dimension is 5: make it even"),

@@ -20,7 +20,8 @@ from hpnlp.models.huggingface.sliding_windows import (
     windows_json,
 )
 from hpnlp.models.lm import LMConfig
-from hpnlp.spec import parse_one
+from hpnlp.nn.output import OUTPUTS
+from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError
 
 
@@ -283,7 +284,9 @@ def config_json(config: LMConfig) -> dict[str, Any]:
     for field in ("vocab", "max_len"):
         if getattr(config, field) < 1:
             raise InputError(f"config.{field} is {getattr(config, field)}: set it, because a checkpoint states it")
-    if parse_one(config.output, "model.output").name in FULL_SOFTMAX:
+    layer = parse_one(config.output, "model.output")
+    has_bias = layer.name == "full" and build(layer, OUTPUTS, "output layer", name=None).use_bias
+    if layer.name in FULL_SOFTMAX and not has_bias:
         config = dataclasses.replace(config, output="full")
     differences: dict[str, dict[str, Any]] = {}
     short = dataclasses.replace(config, mixer=canonical_mixer(config.mixer, config.layers, config.max_len))

@@ -21,7 +21,8 @@ class OutputLayer(nn.Module, kw_only=True):
     Methods take the table as an argument, because it may be the embedding, or only some rows of it. A subclass implements `nll`
     and `logits`, from which the other methods follow; it overrides those that it can compute more cheaply.
 
-    The model sets vocab, dim and stats; the fields of the subclasses are the arguments of a spec string.
+    The model sets vocab, dim, stats and axis; the fields of the subclasses are the arguments of a spec string. The words may be
+    the classes of a classifier.
     """
 
     #: V, the number of words.
@@ -30,6 +31,8 @@ class OutputLayer(nn.Module, kw_only=True):
     dim: int = 0
     #: Counts and order of the words in the training text, for layers that need them.
     stats: WordStats | None = None
+    #: Logical name of the axis of words, by which a mesh divides the table and parameters of a number per word.
+    axis: str = "vocab"
 
     # Whether exp(log_prob) sums to 1 over the vocabulary.
     is_normalized: ClassVar[bool] = True
@@ -92,13 +95,13 @@ class OutputLayer(nn.Module, kw_only=True):
         return None
 
     def merges(self, rng: jax.Array | None) -> bool:
-        """Whether `loss` can be computed from `partial` of slices of the table: see `FullOutput`.
+        """Whether `loss` can be computed from `partial` of slices of the table: see `SoftmaxOutput`.
 
         Args:
           rng: The key of `loss`, or None.
 
         Returns:
-          True if the layer has `partial`, and the loss with this rng is the exact softmax's.
+          True if the layer has `partial`, and the loss with this rng follows from it.
         """
         return False
 
@@ -152,6 +155,19 @@ class OutputLayer(nn.Module, kw_only=True):
         """
         values, ids = jax.lax.top_k(self.log_prob(table, h), k)
         return values, ids
+
+    def best(self, table: Any, h: Float[Array, "N D"]) -> tuple[Float[Array, " N"], Int[Array, " N"]]:
+        """The most probable word of each token.
+
+        Args:
+          table: [V, D], or None for layers without a table.
+          h: [N, D] hidden states.
+
+        Returns:
+          (score [N] float32, by which words of several slices of the table compare; id [N] int32).
+        """
+        scores, ids = self.top_k(table, h, 1)
+        return scores[:, 0], ids[:, 0]
 
     def sample(
         self,

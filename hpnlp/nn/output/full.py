@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from hpnlp.nn.layers import param
 from hpnlp.nn.output.base import OutputLayer
 from hpnlp.ops.softmax import linear_cross_entropy, logits, partial_cross_entropy
-from hpnlp.types import LossOut
+from hpnlp.types import InputError, LossOut
 
 
-class FullOutput(OutputLayer):
-    """Softmax over all rows of the table.
+class SoftmaxOutput(OutputLayer):
+    """Softmax over all rows of the table. Its loss can be computed from slices of the table.
 
     Cost:
       As `linear_cross_entropy`.
@@ -33,8 +35,19 @@ class FullOutput(OutputLayer):
         rng: jax.Array | None = None,
     ) -> LossOut:
         options = {"bias": self.bias, "weights": weights, "ignore_index": None, "reduction": "sum"}
-        total = linear_cross_entropy(h, table, labels, **options)
+        total = linear_cross_entropy(h, table, labels, label_smoothing=self.smoothing(rng), **options)
         return LossOut(total, weights.astype(jnp.float32).sum())
+
+    def smoothing(self, rng: jax.Array | None) -> float:
+        """Share of the target distribution that is spread evenly over all words.
+
+        Args:
+          rng: The key of `loss`, or None.
+
+        Returns:
+          The share; 0 for the loss that is reported.
+        """
+        return 0.0
 
     def nll(self, table: Float[Array, "V D"], h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
         return linear_cross_entropy(h, table, labels, bias=self.bias, ignore_index=None, reduction="none")
@@ -43,21 +56,80 @@ class FullOutput(OutputLayer):
         return True
 
     def partial(
-        self, table: Float[Array, "v D"], start: int | Int[Array, ""], h: Float[Array, "N D"], labels: Int[Array, " N"]
+        self,
+        table: Float[Array, "v D"],
+        start: int | Int[Array, ""],
+        h: Float[Array, "N D"],
+        labels: Int[Array, " N"],
+        rng: jax.Array | None = None,
     ) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
-        """Statistics of a slice of the vocabulary, from which `hpnlp.parallel.vocab_parallel` merges the loss lse - logit.
+        """Statistics of a slice of the vocabulary, from which `hpnlp.parallel.vocab_parallel` merges the loss lse - score.
 
         Args:
           table: [v, D] rows of the words start to start + v - 1.
           start: Id of the first word.
           h: [N, D] hidden states.
           labels: [N] ids of words, in this slice or another.
+          rng: The key of `loss`, or None.
 
         Returns:
-          (lse [N], logit of the label [N] or 0 where another slice has it): see `partial_cross_entropy`.
+          (lse [N], score [N]): the log-sum-exp of the slice, and the sum of its logits, each times its share of the target
+          distribution. Without smoothing, that is the logit of the label, or 0 where another slice has the label.
         """
-        bias = None if self.bias is None else lax.dynamic_slice_in_dim(self.bias, start, table.shape[0])
-        return partial_cross_entropy(h, table, labels, start, bias=bias)[:2]
+        lse, target, total = partial_cross_entropy(h, table, labels, start, bias=self._bias_of(table, start))
+        share = self.smoothing(rng)
+        return lse, target if share == 0 else (1 - share) * target + (share / self.vocab) * total
+
+    def best(
+        self, table: Float[Array, "v D"], h: Float[Array, "N D"], start: int | Int[Array, ""] = 0
+    ) -> tuple[Float[Array, " N"], Int[Array, " N"]]:
+        """The most probable word of each token, among all words or those of a slice of the table.
+
+        Args:
+          table: [v, D] rows of the words start to start + v - 1.
+          h: [N, D] hidden states.
+          start: Id of the first word.
+
+        Returns:
+          (logit [N] float32, id [N] int32).
+
+        Cost:
+          2 N V D operations; the logits of all tokens are not stored.
+        """
+        bias = self._bias_of(table, start)
+        no_labels = jnp.zeros(h.shape[:1], jnp.int32)
+        _, _, row = linear_cross_entropy(
+            h, table, no_labels, bias=bias, ignore_index=None, reduction="none", return_stats=True
+        )
+        logit = (h.astype(jnp.float32) * table[row].astype(h.dtype).astype(jnp.float32)).sum(axis=1)
+        return logit if bias is None else logit + bias[row], row + start
 
     def logits(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, "N V"]:
         return logits(h, table, bias=self.bias)
+
+    def _bias_of(self, table: Float[Array, "v D"], start: int | Int[Array, ""]) -> Float[Array, " v"] | None:
+        """The bias of the words start to start + v - 1."""
+        return None if self.bias is None else lax.dynamic_slice_in_dim(self.bias, start, table.shape[0])
+
+
+class FullOutput(SoftmaxOutput):
+    """Exact softmax, with a bias of each word and smoothed labels if wanted."""
+
+    #: Adds a learned bias to the score of each word.
+    use_bias: bool = False
+    #: Share of the target distribution that is spread evenly over all words in training (Szegedy et al. 2016). The reported
+    #: loss is -log p(label).
+    label_smoothing: int | float = 0.0
+
+    def setup(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise InputError(f"label_smoothing={self.label_smoothing}: expected at least 0, and less than 1")
+        if self.use_bias:
+            self.word_bias = param(self, "bias", nn.initializers.zeros, (self.vocab,), (self.axis,))
+
+    @property
+    def bias(self) -> Float[Array, " V"] | None:
+        return self.word_bias if self.use_bias else None
+
+    def smoothing(self, rng: jax.Array | None) -> float:
+        return 0.0 if rng is None else float(self.label_smoothing)

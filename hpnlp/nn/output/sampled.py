@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import param
 from hpnlp.nn.output.base import required_counts
-from hpnlp.nn.output.full import FullOutput
+from hpnlp.nn.output.full import SoftmaxOutput
 from hpnlp.nn.output.ranking import RankingOutput
 from hpnlp.ops.softmax import sampled_losses as ops
 from hpnlp.ops.softmax import zero_ignored_tokens
@@ -31,7 +31,7 @@ SAMPLERS: dict[str, Callable[[int, WordStats | None, float], Sampler]] = {
 }
 
 
-class _Sampling(FullOutput):
+class _Sampling(SoftmaxOutput):
     """Trains on the rows of the labels and of samples from a proposal distribution.
 
     Cost:
@@ -142,7 +142,7 @@ class NCEOutput(_Sampling):
     def setup(self) -> None:
         if self.partition not in ("fixed", "learned"):
             raise InputError(f"partition={self.partition!r}: expected 'fixed' or 'learned'")
-        self.word_bias = param(self, "bias", self._init_bias, (self.vocab,), ("vocab",))
+        self.word_bias = param(self, "bias", self._init_bias, (self.vocab,), (self.axis,))
         self.log_z = self.param("log_z", nn.initializers.zeros, (), jnp.float32) if self.partition == "learned" else 0.0
 
     def _init_bias(self, rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> Float[Array, " V"]:

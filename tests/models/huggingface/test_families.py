@@ -120,6 +120,8 @@ def test_missing_setting_raises(llama):
     [
         ({"norm": "layer"}, "in llama, the nearest, norm is 'rms', not 'layer'"),
         ({"out_bias": True}, "no family of transformers has such a model"),
+        ({"norm_placement": "post"}, "norm_placement is 'pre', not 'post'"),
+        ({"output": "full(use_bias=True)"}, "output is 'full', not 'full.use_bias=True.'"),
         ({"position": "none"}, "position is 'rope', not 'none'"),
         ({"position": "none", "rope_scaling": "ntk(3)"}, "position is 'rope', not 'none'"),
         (

@@ -1,0 +1,192 @@
+"""The encoder: a bidirectional Backbone that labels tokens or sequences, as BERT does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from hpnlp.models.backbone import LIMITS, BackboneConfig
+from hpnlp.models.prediction import Batch, PredictionModel
+from hpnlp.nn.attention import mixer_period
+from hpnlp.nn.layers import Embed, dropout
+from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling
+from hpnlp.spec import did_you_mean, shortened
+from hpnlp.types import InputError, LossOut, TableRows, option
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderConfig(BackboneConfig):
+    """A bidirectional encoder, with a label for each token or for each sequence."""
+
+    pooling: str = option(
+        "none",
+        '"none" for a label of each token; otherwise the label is one of the sequence, whose hidden states are pooled.',
+    )
+    classes: int = option(0, "Number of classes of a label, 0 for the vocabulary (masked tokens).")
+    token_types: int = option(0, "Number of token types, which tell the texts of a pair apart (2); 0 for none.")
+    transform: str = option(
+        "none",
+        'Layer before the output layer: "tanh", a dense layer and tanh (BERT\'s pooler), "gelu_norm", a dense layer, GELU and '
+        "a norm (BERT's prediction of masked tokens).",
+    )
+    output: str = option("full(use_bias=True)", "Output layer, an entry of OUTPUTS.")
+    tied: bool = option(False, "The output layer shares the embedding table, if its rows are words.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for spec, mixer in zip(mixer_period(self.mixer), self.mixers(), strict=True):
+            if not mixer.traits.bidirectional:
+                raise InputError(
+                    f"model.mixer={self.mixer!r}: {spec.name} mixes with earlier tokens only, and an encoder needs both "
+                    "directions: choose a bidirectional mixer"
+                )
+            if not mixer.traits.isolates_segments:
+                raise InputError(
+                    f"model.mixer={self.mixer!r}: {spec.name} mixes padding with the text: choose a mixer that isolates "
+                    "segments"
+                )
+        for name, known in (("pooling", ("none", *POOLINGS)), ("transform", ("none", *TRANSFORMS))):
+            if (value := getattr(self, name)) not in known:
+                raise InputError(f"model.{name}={value!r}: {did_you_mean(value, known)}")
+        for name in ("classes", "token_types"):
+            if not 0 <= getattr(self, name) <= LIMITS["vocab"]:
+                raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected 0 to {LIMITS['vocab']}")
+        if self.classes == 1:
+            raise InputError("model.classes=1: expected at least 2, or 0 for the vocabulary")
+        if self.tied and self.classes:
+            raise InputError(
+                f"model.tied=True shares the embedding with an output layer over words, and model.classes={self.classes}: set "
+                "model.tied=False"
+            )
+
+    def outputs(self) -> tuple[int, str]:
+        """Outputs of the head.
+
+        Returns:
+          Their number, and the logical name of their axis: `(V, "vocab")` or `(classes, "labels")`.
+        """
+        return (self.classes, "labels") if self.classes else (self.vocab, "vocab")
+
+    def sizes(self) -> dict[str, tuple[int, str]]:
+        """Sizes of the logical axes that a mesh may divide, as `BackboneConfig.sizes`, with the classes."""
+        return super().sizes() | ({"labels": (self.classes, "model.classes")} if self.classes else {})
+
+
+class Encoder(PredictionModel):
+    """A bidirectional encoder with an output layer over classes or the vocabulary.
+
+    A batch is a mapping with tokens, segment_ids and positions, int32 `[B, T]`; token_types, int32 `[B, T]`, if the config has
+    token types; labels, int32, and weights, float32. Tokens attend to all tokens of the same segment id; 0 marks padding.
+    Without pooling, labels and weights are `[B, T]`. With pooling, they are `[B]`, and a sequence is one text or pair of
+    texts.
+
+    Attributes:
+      config: Sizes and parts of the model, an EncoderConfig.
+    """
+
+    def setup(self) -> None:
+        super().setup()
+        c = self.config
+        if c.pooling != "none":
+            if not c.classes:
+                raise InputError(
+                    f"model.classes=0, model.pooling={c.pooling!r}: a label of a sequence is no word: set model.classes to the "
+                    "number of classes, or model.pooling=none"
+                )
+            self.pool = Pooling(c.pooling)
+        if c.token_types:
+            self.token_types = Embed(c.token_types, c.dim, axis="token_types")
+        if c.transform != "none":
+            self.transform = HeadTransform(c.transform, c.norm, c.norm_eps)
+
+    def loss(self, batch: Batch, deterministic: bool = True) -> LossOut:
+        """The loss of a batch.
+
+        Args:
+          batch: Tokens, segment_ids, positions, labels and weights, and token_types if the config has some.
+          deterministic: No dropout and no sampling in the output layer; otherwise the rngs "dropout" and "output" are used.
+
+        Returns:
+          The loss summed over tokens or sequences, in nats, with the auxiliary losses and metrics of the layers and
+          "accuracy". In training, the accuracy of words of the vocabulary is left out, which takes a third of the products of
+          their loss; so is that of an output layer of which only some rows are trained.
+        """
+        h, batch, indices, aux = self.states(batch, deterministic)
+        h = self._head_states(h, batch, deterministic)
+        rng = None if deterministic else self.make_rng("output")
+        out = self.output_loss(h, batch, indices, rng)
+        aux = {**aux, **out.aux}
+        if deterministic or (self.config.classes and not isinstance(self.table, TableRows)):
+            weights, hits = batch["weights"].astype(jnp.float32), self.best(h) == batch["labels"]
+            aux["accuracy"] = (jnp.where(hits, weights, 0.0).sum(), weights.sum())
+        return LossOut(out.sum, out.weight, aux)
+
+    def logits(self, batch: Batch) -> Float[Array, "B *T C"]:
+        """Logits of the labels of a batch, on one device.
+
+        Args:
+          batch: Tokens, segment_ids and positions, and token_types if the config has some.
+
+        Returns:
+          Float32 logits of each token `[B, T, C]`, or of each sequence `[B, C]`.
+        """
+        h, batch, _, _ = self.states(batch, deterministic=True)
+        h = self._head_states(h, batch, deterministic=True)
+        return self.output.logits(self.table, h.reshape(-1, h.shape[-1])).reshape(*h.shape[:-1], -1)
+
+    def added_embeddings(self, batch: Batch) -> jax.Array | None:
+        """Embeddings of token types, if the config has some."""
+        if not self.config.token_types:
+            return None
+        if "token_types" not in batch:
+            raise InputError(
+                f"model.token_types={self.config.token_types}: the batch has no token_types: pass them, or set "
+                "model.token_types=0"
+            )
+        return self.token_types(batch["token_types"])
+
+    def _head_states(self, h: jax.Array, batch: Batch, deterministic: bool) -> jax.Array:
+        """Pooled and transformed hidden states, with dropout before a classifier."""
+        c, ids = self.config, batch["ids"]
+        if c.pooling != "none":
+            h = self.pool(h, batch["segment_ids"], ids)
+            ids = ids.min(axis=1)
+        h = self.transform(h) if c.transform != "none" else h
+        if deterministic or c.dropout == 0.0 or not c.classes:
+            return h
+        rng = self.make_rng("dropout")
+        return dropout(h, c.dropout, rng, ids) if h.ndim == 3 else dropout(h[None], c.dropout, rng, ids[None])[0]
+
+    def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
+        """A batch of zeros with the shapes and dtypes of a batch of data.
+
+        Args:
+          batch_size: Number of sequences, B.
+          length: Tokens per sequence, T.
+
+        Returns:
+          The batch, all of whose tokens have segment id 1, and whose weights are 1.
+        """
+        sizes = {"batch": batch_size, "length": length}
+        shapes = {name: tuple(sizes[axis] for axis in axes) for name, axes in self.batch_axes().items()}
+        batch = {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}
+        ones = {"segment_ids": jnp.ones_like(batch["segment_ids"]), "weights": jnp.ones(shapes["weights"], jnp.float32)}
+        return batch | ones
+
+    def batch_axes(self) -> dict[str, tuple[str, ...]]:
+        """Logical names of the axes of the arrays of a batch.
+
+        Returns:
+          ("batch",) for labels and weights of sequences; otherwise ("batch", "length").
+        """
+        names = ["tokens", "segment_ids", "positions", *(["token_types"] if self.config.token_types else [])]
+        axes: dict[str, tuple[str, ...]] = dict.fromkeys([*names, "labels", "weights"], ("batch", "length"))
+        return axes if self.config.pooling == "none" else axes | {"labels": ("batch",), "weights": ("batch",)}
+
+    def __call__(self, batch: Mapping[str, Any]) -> LossOut:
+        return self.loss(batch)

@@ -1,0 +1,144 @@
+"""Models that predict words or classes from hidden states: a Backbone and an output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from hpnlp.models.backbone import Backbone
+from hpnlp.nn.attention import Context
+from hpnlp.nn.layers import embed_init, param
+from hpnlp.nn.output import OUTPUTS, is_normalized
+from hpnlp.spec import build, parse_one
+from hpnlp.types import InputError, LossOut
+
+Batch = Mapping[str, jax.Array]
+
+
+class PredictionModel(Backbone):
+    """A Backbone and an output layer over the words of the vocabulary, or over classes.
+
+    Its config has the fields `output` and `tied`, the method `outputs`, and the attribute `mask`. The parameters of the head
+    lie beside those of the Backbone: "head", the output layer's table if it is not the embedding, and "output", its own.
+    """
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether the loss is -log p(label) of a distribution over the words or classes."""
+        return is_normalized(self.config.output)
+
+    def setup(self) -> None:
+        super().setup()
+        c = self.config
+        count, axis = c.outputs()
+        stats = self.stats if axis == "vocab" else None
+        extra = {"vocab": count, "dim": c.dim, "stats": stats, "axis": axis}
+        self.output = build(parse_one(c.output, "model.output"), OUTPUTS, "output layer", **extra)
+        if c.tied and self.output.rows_are != "words":
+            raise InputError(
+                f"model.output={c.output!r} has no table of words by id that the embedding could share: set model.tied=False"
+            )
+        if not self.output.rows_are:
+            self.table = None
+        elif c.tied:
+            self.table = self.embed.table
+        else:
+            self.table = param(self, "head", embed_init, (count, c.dim), (axis, "embed"))
+
+    def states(self, batch: Batch, deterministic: bool) -> tuple[jax.Array, Batch, np.ndarray | None, Any]:
+        """Hidden states of a batch.
+
+        Args:
+          batch: Tokens, segment_ids and positions, int32 `[B, T]`, and other arrays `[B, T]` or `[B]`.
+          deterministic: No dropout; otherwise the rng "dropout" is used.
+
+        Returns:
+          `(h [B, T, D], batch, indices, aux)`: the batch with numbers of the tokens, `ids`; on a ring of devices, h and arrays
+          of tokens are in the order `indices`, which is None if tokens keep their order.
+        """
+        order = indices = None
+        ids = jnp.arange(batch["tokens"].size, dtype=jnp.int32).reshape(batch["tokens"].shape)
+        batch = {**batch, "ids": ids}
+        if self.model_parallel is not None:
+            order, indices = self.model_parallel.token_order(batch["tokens"].shape[1])
+            if indices is not None:
+                batch = {name: x[:, indices] if x.ndim > 1 else x for name, x in batch.items()}
+        ids = None if deterministic else batch["ids"]
+        context = Context(
+            batch["positions"], batch["segment_ids"], self.config.mask, deterministic, ids=ids, order=order
+        )
+        h, _, aux = self.hidden(batch["tokens"], context, added=self.added_embeddings(batch))
+        return h, batch, indices, aux
+
+    def added_embeddings(self, batch: Batch) -> jax.Array | None:
+        """Embeddings that a model adds to those of tokens and positions.
+
+        Args:
+          batch: As for `states`, in the order of the tokens on devices.
+
+        Returns:
+          `[B, T, D]`, or None.
+        """
+        return None
+
+    def output_loss(self, h: jax.Array, batch: Batch, indices: np.ndarray | None, rng: Any) -> LossOut:
+        """The output layer's loss.
+
+        Args:
+          h: Hidden states `[B, T, D]`, or `[B, D]` for one of each sequence.
+          batch: Labels and weights, `[B, T]` or `[B]`.
+          indices: Order of the tokens, as `states` returns it; None for `[B, D]`.
+          rng: Key for samples, or None.
+
+        Returns:
+          The loss summed over the batch.
+        """
+        operands = h, batch["labels"], batch["weights"]
+        if self.model_parallel is None:
+            h, labels, weights = h.reshape(-1, h.shape[-1]), *(x.reshape(-1) for x in operands[1:])
+            return self.output.loss(self.table, h, labels, weights, rng)
+        if indices is not None and not self.output.merges(rng):
+            # Such a layer may draw samples per token, by the token's index: tokens return to their original order.
+            operands = tuple(x[:, np.argsort(indices)] for x in operands)
+        return self.model_parallel.loss(self.output, self.table, *operands, rng)
+
+    def best(self, h: jax.Array) -> Int[Array, "B *T"]:
+        """The most probable word or class of each hidden state.
+
+        Args:
+          h: Hidden states `[B, T, D]` or `[B, D]`.
+
+        Returns:
+          Ids.
+        """
+        if self.model_parallel is not None:
+            return self.model_parallel.best(self.output, self.table, h)
+        return self.output.best(self.table, h.reshape(-1, h.shape[-1]))[1].reshape(h.shape[:-1])
+
+    def rows(self, batch: Batch) -> dict[tuple[str, ...], Int[Array, " R"]]:
+        """Rows of tables that `loss` of this batch looks up with the same rngs.
+
+        Args:
+          batch: As for `loss`.
+
+        Returns:
+          Path of a table among the parameters -> ids, with repetitions. `TableRows` of them may replace the table. Tables
+          that are used in full are left out.
+
+        Raises:
+          InputError: The embedding and the output layer share their table.
+        """
+        if self.config.tied:
+            raise InputError(
+                "optimizer.rows=True trains only the rows that a batch looks up, but the output layer uses all rows of a tied "
+                "table: set model.tied=False"
+            )
+        rows = {("embed", "table"): batch["tokens"].reshape(-1)}
+        labels = jnp.where(batch["weights"] != 0, batch["labels"], 0).reshape(-1)
+        head_rows = self.output.rows(labels, self.make_rng("output"))
+        return rows if head_rows is None else {**rows, ("head",): head_rows}

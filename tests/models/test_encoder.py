@@ -1,0 +1,185 @@
+"""The encoder: losses, metrics, isolation and errors. See also test_encoder_oracle.py and test_encoder_layouts.py."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.models.backbone import axes_of
+from hpnlp.models.encoder import Encoder, EncoderConfig
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.mixers.exact import ExactMixer
+from hpnlp.ops.attention import Full
+from hpnlp.types import InputError, MixerTraits, Model
+from tests.contracts import assert_close, once
+
+B, T = 3, 9
+SIZES = {"dim": 16, "heads": 2, "layers": 1, "vocab": 24, "max_len": T, "mlp_dim": 24}
+BERT = {"norm": "layer", "norm_placement": "post", "embed_norm": True, "position": "learned", "mlp": "gelu_exact"}
+BERT |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "token_types": 2}
+# Every head, with the others as variants of the same model.
+SEQUENCES = BERT | {"pooling": "first", "transform": "tanh", "classes": 5}
+TAGS = {"classes": 4}
+WORDS = BERT | {"transform": "gelu_norm", "tied": True}
+
+
+def make(**fields):
+    """A small model and random parameters."""
+    model = Encoder(EncoderConfig(**SIZES | fields))
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(model.init(jax.random.key(0), model.example_batch(1, 2))["params"]))
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        return jnp.asarray(rng.normal(path[-1].key == "scale", 0.5, leaf.shape), jnp.float32)
+
+    return model, jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def make_batch(config, batch=B, length=T, seed=1):
+    """Texts of several lengths, with weights of which one is 0."""
+    rng = np.random.default_rng(seed)
+    real = np.arange(length)[None] < rng.integers(2, length + 1, (batch, 1))
+    shape = (batch, length) if config.pooling == "none" else (batch,)
+    values = {
+        "tokens": rng.integers(0, config.vocab, (batch, length)),
+        "segment_ids": real,
+        "positions": np.tile(np.arange(length), (batch, 1)),
+        "labels": rng.integers(0, config.outputs()[0], shape),
+    }
+    if config.token_types:
+        values["token_types"] = rng.integers(0, config.token_types, (batch, length))
+    weights = np.where(rng.permutation(np.prod(shape)) == 0, 0, rng.uniform(0.5, 2, np.prod(shape))).reshape(shape)
+    weights = weights * real if len(shape) == 2 else weights
+    return {name: jnp.asarray(x, jnp.int32) for name, x in values.items()} | {
+        "weights": jnp.asarray(weights, jnp.float32)
+    }
+
+
+def apply(model, params, batch, method, *args):
+    return model.apply({"params": params}, batch, *args, method=method)
+
+
+@pytest.mark.parametrize("fields", [SEQUENCES, TAGS, WORDS], ids=["sequences", "tags", "words"])
+def test_loss_and_accuracy_follow_from_logits(fields):
+    """Padding and other sequences of the batch have no effect; a token's logits depend on later and on earlier tokens."""
+    model, params = make(**fields)
+    batch = make_batch(model.config)
+    padding = batch["segment_ids"] == 0
+    other = batch | {"tokens": jnp.where(padding, (batch["tokens"] + 1) % 24, batch["tokens"])}
+    other = {name: x.at[2].set(x[1]) if name != "segment_ids" else x for name, x in other.items()}
+    changed = batch | {"tokens": batch["tokens"].at[0, 1].set((batch["tokens"][0, 1] + 1) % 24)}
+
+    def run(params):
+        logits = [apply(model, params, x, "logits") for x in (batch, other, changed)]
+        return apply(model, params, batch, "loss"), logits
+
+    out, (logits, other, changed) = once(run, params)
+    weights, labels = np.asarray(batch["weights"]), np.asarray(batch["labels"])
+    assert logits.shape == (*labels.shape, model.config.outputs()[0]) and logits.dtype == jnp.float32
+    nll = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), labels[..., None], axis=-1)[..., 0]
+    hits = np.asarray(logits).argmax(axis=-1) == labels
+    np.testing.assert_allclose(out.sum, (weights * nll).sum(), rtol=1e-5)
+    np.testing.assert_allclose(out.weight, weights.sum(), rtol=1e-6)
+    assert_close(out.aux["accuracy"], (jnp.float32((weights * hits).sum()), jnp.float32(weights.sum())))
+    keep = np.asarray(~padding)[:2] if labels.ndim == 2 else np.ones(2, bool)
+    assert_close(logits[:2][keep], other[:2][keep])
+    if labels.ndim == 2:
+        length = int(np.asarray(~padding)[0].sum())
+        assert (np.abs(np.asarray(changed - logits))[0, :length] > 0).any(axis=-1).all()
+
+
+def test_label_smoothing_and_dropout_are_for_training():
+    """The training loss is the smoothed one; the reported loss and accuracy are not changed."""
+    model, params = make(**SEQUENCES)
+    other = Encoder(dataclasses.replace(model.config, output="full(use_bias=True,label_smoothing=0.2)"))
+    batch = make_batch(model.config)
+
+    def run(params, key):
+        losses = [apply(m, params, batch, "loss") for m in (model, other)]
+        training = other.apply({"params": params}, batch, False, rngs={"dropout": key, "output": key}, method="loss")
+        return *losses, training, apply(model, params, batch, "logits")
+
+    reported, unsmoothed, training, logits = once(run, params, jax.random.key(0))
+    assert_close(reported, unsmoothed)
+    log_probs, labels = np.asarray(jax.nn.log_softmax(logits)), np.asarray(batch["labels"])
+    losses = -0.8 * log_probs[np.arange(B), labels] - 0.2 * log_probs.mean(axis=1)
+    np.testing.assert_allclose(training.sum, (np.asarray(batch["weights"]) * losses).sum(), rtol=1e-5)
+    assert_close(training.aux["accuracy"], reported.aux["accuracy"])
+
+
+@pytest.mark.parametrize("classes", [0, 4])
+def test_states_are_dropped_before_a_classifier_only(classes):
+    """The final norm makes all states 1, whatever the layers drop."""
+    model, params = make(classes=classes, dropout=0.5, norm="layer")
+    params["final_norm"] = {"scale": jnp.zeros(16), "bias": jnp.ones(16)}
+    batch = make_batch(model.config)
+
+    def losses(params, key):
+        rngs = {"dropout": key, "output": key}
+        return [model.apply({"params": params}, batch, *args, rngs=rngs, method="loss").sum for args in ((), (False,))]
+
+    reported, training = once(losses, params, jax.random.key(0))
+    assert (reported != training) == bool(classes)
+
+
+def test_encoders_are_models():
+    model, params = make(**SEQUENCES)
+    assert isinstance(model, Model) and model.is_normalized
+    batch, axes = model.example_batch(2, T), model.batch_axes()
+    assert {name: x.ndim for name, x in batch.items()} == {name: len(names) for name, names in axes.items()}
+    assert axes["labels"] == ("batch",) and axes["token_types"] == ("batch", "length")
+    assert make(**TAGS)[0].batch_axes()["labels"] == ("batch", "length")
+    names = axes_of(model)
+    assert names["head"] == ("labels", "embed") and names["output"]["bias"] == ("labels",)
+    for leaf, axis_names in zip(
+        jax.tree.leaves(params), jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple)), strict=True
+    ):
+        assert leaf.ndim == len(axis_names)
+    assert "final_norm" not in params and {"embed_norm", "token_types", "transform"} < params.keys()
+
+
+def test_rows_of_tables():
+    model = Encoder(EncoderConfig(**SIZES | {"output": "sampled(3)"}))
+    batch = make_batch(model.config)
+    rows = model.apply(model.init(jax.random.key(0), batch), batch, rngs={"output": jax.random.key(1)}, method="rows")
+    assert rows.keys() == {("embed", "table"), ("head",)}
+    with pytest.raises(InputError, match="set model.tied=False"):
+        apply(*make(**WORDS), make_batch(EncoderConfig(**SIZES | WORDS)), "rows")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mixer": "conv"}, "model.mixer='conv': conv mixes with earlier tokens only"),
+        ({"mixer": "full,leaks", "layers": 2}, "leaks mixes padding with the text"),
+        ({"pooling": "avg", "classes": 2}, "model.pooling='avg': "),
+        ({"transform": "pooler"}, "model.transform='pooler': "),
+        ({"classes": 1}, "model.classes=1: expected at least 2"),
+        ({"classes": -2}, "model.classes=-2: expected 0 to"),
+        ({"token_types": -1}, "model.token_types=-1: expected 0 to"),
+        ({"classes": 3, "tied": True}, "model.classes=3: set model.tied=False"),
+        ({"pooling": "mean"}, "a label of a sequence is no word: set model.classes"),
+        ({"output": "hierarchical(balanced)", "tied": True}, "no table of words by id .*: set model.tied=False"),
+        ({"output": "full(label_smoothing=1.0)"}, "label_smoothing=1.0: expected at least 0, and less than 1"),
+        ({"classes": 3, "output": "hierarchical"}, "needs the words' counts"),
+    ],
+    ids=str,
+)
+def test_invalid_configs_raise(fields, message, monkeypatch):
+    class Leaks(ExactMixer):
+        traits = MixerTraits(isolates_segments=False)
+
+    monkeypatch.setitem(MIXERS, "leaks", lambda **extra: Leaks(Full(), **extra))
+    with pytest.raises(InputError, match=message):
+        make(**fields)
+
+
+def test_batches_without_token_types_raise():
+    model, params = make(**SEQUENCES)
+    batch = make_batch(model.config)
+    del batch["token_types"]
+    with pytest.raises(InputError, match="the batch has no token_types: pass them, or set model.token_types=0"):
+        jax.eval_shape(lambda: apply(model, params, batch, "loss"))

@@ -1,0 +1,114 @@
+"""The encoder over eight devices: loss, metrics and first gradients of one device."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from hpnlp.models.backbone import axes_and_shapes
+from hpnlp.models.encoder import Encoder
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.step import _model_parallel
+from hpnlp.types import InputError
+from tests.contracts import ONCE
+from tests.models.test_encoder import SEQUENCES, TAGS, WORDS, make, make_batch
+from tests.training.test_step import assert_leaves_close
+
+B, T = 8, 16
+SIZES = {"layers": 2, "max_len": T, "dropout": 0.3}
+# 6 classes divide over 2 stages, and not over 2 stages x 2 devices of the axis `tensor`.
+HEADS = {
+    "sequences": SEQUENCES | {"classes": 6},
+    "tags": TAGS | {"classes": 6, "output": "full(use_bias=True,label_smoothing=0.1)"},
+    "words": WORDS,
+    "attention": {"pooling": "attention", "classes": 3},
+    "sampled": {"pooling": "max", "classes": 40, "output": "sampled(7,uniform)"},
+}
+LAYOUTS = {
+    "data 8": Plan(),
+    "zero3 8": Plan("zero3"),
+    "data 4 x tensor 2": Plan(tensor=2),
+    "data 4 x pipeline 2": Plan(pipeline=2),
+    "3d": Plan("3d"),
+    "pipeline 2 x zero3 2 x tensor 2": Plan("zero3", pipeline=2, tensor=2),
+    "data 2 x sequence 4": Plan(sequence=4),
+    "data 4 x sequence 2, by heads": Plan(sequence=2, exchange="heads"),
+}
+FIRST = {("sequences", "3d")}
+
+
+@functools.cache
+def model_of(head, ring):
+    model, params = make(**SIZES | HEADS[head] | ({"dropout": 0.0} if ring else {}))
+    return model, params, make_batch(model.config, B, T)
+
+
+@functools.cache
+def results(head, plan, devices, ring):
+    """`(gradients, {name: (sum, weight)})` of a training loss, and its evaluation."""
+    model, params, batch = model_of(head, ring)
+    layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
+    axes, shapes = axes_and_shapes(model)
+    if devices > 1:
+        model = model.clone(model_parallel=_model_parallel(layout, axes, model.config.masks()))
+    specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
+    params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
+    batch = {name: jax.device_put(x, layout.sharding(*model.batch_axes()[name])) for name, x in batch.items()}
+
+    def loss(params, batch, key):
+        rngs = {"dropout": key, "output": key}
+        outs = [model.apply({"params": params}, batch, *args, rngs=rngs, method="loss") for args in ((False,), ())]
+        return outs[0].sum, [{"loss": (out.sum, out.weight), **out.aux} for out in outs]
+
+    with jax.set_mesh(layout.mesh):
+        return jax.device_get(
+            jax.jit(jax.grad(loss, has_aux=True), compiler_options=ONCE)(params, batch, jax.random.key(7))
+        )
+
+
+CASES = [
+    pytest.param(head, layout, marks=[] if (head, layout) in FIRST else pytest.mark.slow)
+    for head in HEADS
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("head", "layout"), CASES)
+def test_layouts_match_one_device(head, layout):
+    """With dropout, except on a ring, which refuses it."""
+    plan = LAYOUTS[layout]
+    ring = layout == "data 2 x sequence 4"
+    gradients, metrics = results(head, plan, 8, ring)
+    expected_gradients, expected = results(head, Plan(), 1, ring)
+    for actual, pairs in zip(metrics, expected, strict=True):
+        assert actual.keys() == pairs.keys()
+        for name, pair in pairs.items():
+            np.testing.assert_allclose(actual[name], pair, rtol=1e-5, err_msg=name)
+    for tree in (gradients, expected_gradients):
+        if "bias" in tree["layers"]["attention"]["k"]:
+            # A bias of keys shifts all scores of a query equally: its gradient is 0 up to rounding.
+            tree["layers"]["attention"]["k"] = dict(tree["layers"]["attention"]["k"], bias=np.zeros(1))
+    assert_leaves_close(gradients, expected_gradients, 1e-5)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
+def test_sizes_that_do_not_divide_raise():
+    model, _, batch = model_of("sequences", False)
+    layout = Plan().layout(model.config.sizes(), jax.devices())
+    parallel = model.clone(model_parallel=_model_parallel(layout, axes_and_shapes(model)[0], model.config.masks()))
+    batch = {name: x[:6] for name, x in batch.items()}
+    with pytest.raises(InputError, match="6 sequences do not divide over plan.data=8"), jax.set_mesh(layout.mesh):
+        jax.eval_shape(
+            lambda p: parallel.apply(p, batch, method="loss"), jax.eval_shape(model.init, jax.random.key(0), batch)
+        )
+
+
+def test_classes_are_replicated_if_they_do_not_divide():
+    model, _, _ = model_of("sequences", False)
+    for classes, axes in ((6, ("pipeline",)), (8, ("pipeline", "tensor")), (3, ())):
+        config = dataclasses.replace(model.config, classes=classes)
+        assert Plan("3d").layout(config.sizes(), 8).rules["labels"] == axes
+    assert isinstance(model, Encoder)
