@@ -182,7 +182,7 @@ def _check_config(path: str, config: Any) -> None:
         )
     sections = {name: section for name, section in config.items() if isinstance(section, ConfigDict)}
     fields = {f"{name}.{field}" for name, section in sections.items() for field in section} | set(config)
-    task = config.get("task", "lm")
+    task: Any = config.get("task", "lm")
     if missing := [name for name in field_types(task) if name not in fields]:
         argument = "" if task == "lm" else repr(task)
         raise InputError(

@@ -18,6 +18,8 @@ from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling
 from hpnlp.spec import did_you_mean, shortened
 from hpnlp.types import InputError, LossOut, TableRows, option
 
+MAX_CONFUSED = 1000  # classes of a confusion matrix
+
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig(BackboneConfig):
@@ -114,7 +116,8 @@ class Encoder(PredictionModel):
         Returns:
           The loss summed over tokens or sequences, in nats, with the auxiliary losses and metrics of the layers and
           "accuracy". In training, the accuracy of words of the vocabulary is left out, which takes a third of the products of
-          their loss; so is that of an output layer of which only some rows are trained.
+          their loss; so is that of an output layer of which only some rows are trained. In evaluation, models with at most
+          MAX_CONFUSED classes also report "confusion", the weights `[C, C]` by label and predicted class.
         """
         h, batch, indices, aux = self.states(batch, deterministic)
         h = self._head_states(h, batch, deterministic)
@@ -122,8 +125,11 @@ class Encoder(PredictionModel):
         out = self.output_loss(h, batch, indices, rng)
         aux = {**aux, **out.aux}
         if deterministic or (self.config.classes and not isinstance(self.table, TableRows)):
-            weights, hits = batch["weights"].astype(jnp.float32), self.best(h) == batch["labels"]
-            aux["accuracy"] = (jnp.where(hits, weights, 0.0).sum(), weights.sum())
+            weights, best = batch["weights"].astype(jnp.float32), self.best(h)
+            aux["accuracy"] = (jnp.where(best == batch["labels"], weights, 0.0).sum(), weights.sum())
+            if deterministic and 0 < self.config.classes <= MAX_CONFUSED:
+                confusion = jnp.zeros((self.config.classes, self.config.classes), jnp.float32)
+                aux["confusion"] = (confusion.at[batch["labels"], best].add(weights), weights.sum())
         return LossOut(out.sum, out.weight, aux)
 
     def logits(self, batch: Batch) -> Float[Array, "B *T C"]:

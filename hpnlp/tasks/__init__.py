@@ -5,10 +5,11 @@ field `task`.
 """
 
 from hpnlp.spec import lookup
+from hpnlp.tasks.classification import Classification
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.tasks.task import Task
 
-TASKS: dict[str, Task] = {"lm": LanguageModel()}
+TASKS: dict[str, Task] = {"lm": LanguageModel(), "classification": Classification()}
 
 
 def find(name: str) -> Task:

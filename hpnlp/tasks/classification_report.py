@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.tasks.reporting import Heatmap, Outcome, Ranking, Report, Section, TaskReport, decimals
 
 CONFUSION = "confusion.png"
 MAX_DRAWN = 40  # classes in the picture of the confusion matrix: the most frequent ones, and the others as one
 EXAMPLES = 4  # shown of each kind, right and wrong
+EXAMPLE_BATCHES = 4  # batches of held-out examples that these are chosen from
 MAX_TEXT = 100  # characters of an example
 
 
@@ -45,25 +48,28 @@ class ClassificationReport(TaskReport):
             return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
         count, accuracy = report["heldout_examples"], report["heldout_accuracy"]
         text = f"The model predicts {100 * accuracy:.1f} % of {count:,} held-out labels"
-        others = [f"{name} {100 * value:.1f} %" for name, value in _baselines(report) if value is not None]
+        others = [f"{name} {100 * value:.1f} %" for name, value in _baselines(report)]
         return f"{text} ({', '.join(others)})." if others else f"{text}."
 
     def rows(self, report: Report) -> list[tuple[str, str]]:
         return [
             ("held-out examples, classes", f"{report['heldout_examples']:,}, {report['classes']:,}"),
             ("held-out accuracy", decimals(report["heldout_accuracy"])),
-            ("held-out macro F1", decimals(report["heldout_macro_f1"])),
+            ("held-out macro F1", decimals(report.get("heldout_macro_f1"))),
             *((f"{name}, accuracy", decimals(value)) for name, value in _baselines(report)),
             ("held-out loss, nats an example", decimals(report["heldout_loss"])),
         ]
 
     def section(self, outcome: Outcome) -> Section:
         """The confusion matrix, and examples that are classified rightly and wrongly."""
-        heatmap = drawn_confusion(np.asarray(outcome.sums["confusion"][0]), outcome.dataset.labels)
-        parts = [f"Held-out labels, and the model's:\n\n![confusion matrix]({CONFUSION})"]
+        parts, pictures = [], {}
+        if "confusion" in outcome.sums:
+            matrix = np.asarray(outcome.sums["confusion"][0])
+            pictures[CONFUSION] = drawn_confusion(matrix, outcome.dataset.labels)
+            parts.append(f"Held-out labels, and the model's:\n\n![confusion matrix]({CONFUSION})")
         if outcome.params is not None:
             parts.append("\n".join(_examples(outcome)))
-        return Section("\n\n".join(parts), {CONFUSION: heatmap})
+        return Section("\n\n".join(parts), pictures)
 
     def rank(self, reports: Mapping[str, Report]) -> Ranking:
         """Ranks runs by held-out accuracy on the same examples: those that most runs were scored on."""
@@ -80,10 +86,14 @@ class ClassificationReport(TaskReport):
         return Ranking("held-out accuracy", scores, unscored, higher_is_better=True)
 
 
-def _baselines(report: Report) -> list[tuple[str, float | None]]:
+def _baselines(report: Report) -> list[tuple[str, float]]:
     """`(name, accuracy)` of each baseline."""
-    names = {"majority_accuracy": "the most frequent class", "bag_of_words_accuracy": "a linear model of word counts"}
-    return [(text, report[name]) for name, text in names.items() if name in report]
+    names = {
+        "majority_accuracy": "the most frequent class",
+        "words_accuracy": "a linear model of words",
+        "characters_accuracy": "a linear model of characters",
+    }
+    return [(text, report[name]) for name, text in names.items() if report.get(name) is not None]
 
 
 def macro_f1(confusion: np.ndarray) -> float:
@@ -122,29 +132,24 @@ def drawn_confusion(confusion: np.ndarray, labels: tuple[str, ...]) -> Heatmap:
 
 
 def _examples(outcome: Outcome) -> Iterator[str]:
-    """Lines of a table of examples of the first held-out batch: some right ones, and the surest wrong ones."""
-    batch, labels = (
-        next(iter(outcome.dataset.heldout(batch_size=outcome.config.data.batch_size))),
-        outcome.dataset.labels,
-    )
-    arrays = {name: batch[name] for name in outcome.model.batch_axes()}
-    logits = jax.jit(lambda params, batch: outcome.model.apply({"params": params}, batch, method="logits"))(
-        outcome.params, arrays
+    """Lines of a table of held-out examples, spread over all of them: the surest right ones and the surest wrong ones."""
+    dataset, model = outcome.dataset, outcome.model
+    stored, labels = dataset.stored[HELDOUT], dataset.labels
+    count = min(stored.count, outcome.config.data.batch_size * EXAMPLE_BATCHES)
+    numbers = np.arange(count) * stored.count // count
+    batch = dataset.kind.batch(stored, numbers, count, dataset.tokenizer, dataset.seq_len)
+    logits = jax.jit(functools.partial(model.apply, method="logits"))(
+        {"params": outcome.params}, {name: batch[name] for name in model.batch_axes()}
     )
     probabilities = np.asarray(jax.nn.softmax(logits))
-    predicted, real = probabilities.argmax(axis=1), batch["weights"] > 0
-    sure = np.argsort(-probabilities.max(axis=1), kind="stable")
+    predicted, best = probabilities.argmax(axis=1), probabilities.max(axis=1)
+    surest = np.argsort(-best, kind="stable")
     yield "| label | prediction | probability | text |"
     yield "|---|---|---|---|"
     for is_right in (True, False):
-        chosen = [i for i in sure if real[i] and (predicted[i] == batch["labels"][i]) == is_right][:EXAMPLES]
-        for index in chosen:
-            ids = batch["tokens"][index][batch["segment_ids"][index] > 0]
-            text = " ".join(outcome.dataset.tokenizer.decode(ids).decode("utf-8", "replace").split())
-            cells = [
-                labels[batch["labels"][index]],
-                labels[predicted[index]],
-                f"{probabilities[index, predicted[index]]:.2f}",
-                f"{text[:MAX_TEXT]}{'...' * (len(text) > MAX_TEXT)}",
-            ]
+        chosen = [i for i in surest if (predicted[i] == batch["labels"][i]) == is_right][:EXAMPLES]
+        for i in chosen:
+            text = " ".join(b" ".join(stored.text(numbers[i], part) for part in range(stored.parts)).decode().split())
+            shown = f"`{text[:MAX_TEXT].replace('`', chr(39))}{'...' * (len(text) > MAX_TEXT)}`"
+            cells = [labels[batch["labels"][i]], labels[predicted[i]], f"{best[i]:.2f}", shown]
             yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

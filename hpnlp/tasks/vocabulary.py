@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpnlp.data import tokenizers
+from hpnlp.data.examples import load_labels, save_labels
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError, Tokenizer, WordStats
 
@@ -22,41 +23,48 @@ class Sizes:
     Attributes:
       ids: Number of ids of the tokenizer.
       stats: Counts of the ids in the training text, if they are known.
+      classes: Number of labels, 0 for a task without labels.
     """
 
     ids: int
     stats: WordStats | None = None
+    classes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer of a run.
+    """The tokenizer of a run, and the labels of a task with labels.
 
     Attributes:
       tokenizer: The tokenizer.
+      labels: Names of the classes in the order of their ids; None for a task without labels.
     """
 
     tokenizer: Tokenizer
+    labels: tuple[str, ...] | None = None
 
     @property
     def sizes(self) -> Sizes:
         """The sizes of the vocabulary."""
-        return Sizes(self.tokenizer.vocab_size, self.tokenizer.stats)
+        return Sizes(self.tokenizer.vocab_size, self.tokenizer.stats, len(self.labels or ()))
 
     def save(self, workdir: Path) -> None:
         """Writes the vocabulary to a run directory; neither a kill nor a full disk leaves an incomplete file.
 
         Args:
-          workdir: The run directory, which receives tokenizer.json.
+          workdir: The run directory, which receives tokenizer.json, and labels.json of a task with labels.
         """
+        if self.labels is not None:
+            save_labels(self.labels, str(workdir))
         tokenizers.save_whole(self.tokenizer, str(workdir))
 
 
-def load(workdir: Path) -> Vocabulary | None:
+def load(workdir: Path, has_labels: bool = False) -> Vocabulary | None:
     """Reads the vocabulary of a run directory.
 
     Args:
       workdir: The run directory.
+      has_labels: Whether the task has labels.
 
     Returns:
       The vocabulary, or None if one of its files is absent.
@@ -65,7 +73,9 @@ def load(workdir: Path) -> Vocabulary | None:
       InputError: A file cannot be read.
     """
     path = workdir / "tokenizer.json"
-    return Vocabulary(tokenizers.load(str(path))) if path.exists() else None
+    if not path.exists() or (has_labels and not (workdir / "labels.json").exists()):
+        return None
+    return Vocabulary(tokenizers.load(str(path)), load_labels(str(workdir)) if has_labels else None)
 
 
 def planned_sizes(tokenizer: str, vocab: int) -> Sizes:

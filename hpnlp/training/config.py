@@ -200,18 +200,17 @@ def for_task(values: ConfigDict, task: str) -> ConfigDict:
     Raises:
       InputError: There is no such task, or it lacks a field that is set.
     """
-    result, old = default(task), _to_dict(Config(task=values.task))
-    for section, fields in values.items():
-        for name, value in fields.items() if isinstance(fields, ConfigDict) else ():
-            if value == old[section][name]:
-                continue
-            try:
-                result[section][name] = value
-            except (AttributeError, KeyError, TypeError):
-                raise InputError(
-                    f"task={task}: the config sets {section}.{name}={value!r}, which this task does not have: write an "
-                    f"experiment that begins with default({task!r})"
-                ) from None
+    result, of_task, before = default(task), section_types(task), flat(Config(task=str(values.task)))
+    for name, value in _flat(values.to_dict()).items():
+        section, _, field = name.partition(".")
+        if name == "task" or value == before[name]:
+            continue
+        if field not in typing.get_type_hints(of_task[section]):
+            raise InputError(
+                f"task={task}: the config sets {name}={value!r}, which this task does not have: write an experiment that "
+                f"begins with default({task!r})"
+            )
+        result.update_from_flattened_dict({name: value})
     return result
 
 

@@ -3,8 +3,8 @@
 The directory holds `config.json`, the vocabulary (`tokenizer.json`), `metrics.jsonl`, `checkpoints/` (see `checkpoint`) and,
 when the run is finished, its report. A run has begun when it has left a training step or a checkpoint. From then on, the same
 config resumes the run from its newest checkpoint, and another config is refused unless the user accepts the changes. Before,
-the directory may be reused with any config. This module checks that a run may resume (`claimed`); `loop._Run._resume` restores its
-state.
+the directory may be reused with any config. This module checks that a run may resume (`claimed`); `loop._Run._resume` restores
+its state.
 """
 
 from __future__ import annotations
@@ -314,7 +314,8 @@ def load_vocabulary(workdir: str | Path, config: Config) -> Vocabulary:
     """
     vocabulary = tasks.find(config.task).load_vocabulary(Path(workdir))
     if vocabulary is None:
-        raise InputError(f"{workdir} has no tokenizer.json: put back the one that the run was trained with")
+        absent = next((n for n in ("tokenizer.json", "labels.json") if not (Path(workdir) / n).exists()), "")
+        raise InputError(f"{workdir} has no {absent}: put back the one that the run was trained with")
     return vocabulary
 
 

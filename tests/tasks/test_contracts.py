@@ -6,6 +6,7 @@ A new task needs an entry in EXAMPLES.
 import dataclasses
 import json
 import os
+import random
 import signal
 
 import jax
@@ -18,7 +19,7 @@ from hpnlp.tasks import TASKS
 from hpnlp.training import config as configs
 from hpnlp.training import loop
 from hpnlp.training.evaluation import on_devices
-from hpnlp.training.run_directory import load, make_model
+from hpnlp.training.run_directory import check_task, load, make_model
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
@@ -30,8 +31,25 @@ def language_model(directory):
     return tiny.make(train__steps=4, train__sample=8)
 
 
+def classification(directory):
+    """Words of one of three vocabularies, which overlap; the label is the vocabulary."""
+    draw = random.Random(0)
+    lines = []
+    for number in range(120):
+        words = draw.choices(tiny.WORDS[number % 3 * 4 :][:8], k=6)
+        lines.append(json.dumps({"text": " ".join(words), "label": ("red", "green", "blue")[number % 3]}))
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("classification")
+    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=16, batch_size=8)
+    config.data.heldout = 0.2
+    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1)
+    config.optimizer.update(warmup=0, learning_rate=1e-2)
+    config.train.steps = 4
+    return configs.resolve(config)
+
+
 # Name of a task -> its tiny config, made from a directory for its data.
-EXAMPLES = {"lm": language_model}
+EXAMPLES = {"lm": language_model, "classification": classification}
 
 
 @pytest.fixture(scope="module", params=TASKS)
@@ -75,7 +93,7 @@ def test_run_stopped_by_a_signal_resumes_exactly(config, finished, tmp_path, mon
     class Writer(loop.JsonlWriter):
         def write(self, step, values):
             super().write(step, values)
-            if step == 3:
+            if step == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
@@ -89,14 +107,18 @@ def test_run_stopped_by_a_signal_resumes_exactly(config, finished, tmp_path, mon
         np.testing.assert_array_equal(actual, expected)
 
 
-def test_config_and_model_are_read_back(config, finished):
+def test_run_is_read_back(config, finished):
     workdir, result, _ = finished
     assert configs.from_json((workdir / "config.json").read_text()) == config
     run = load(workdir, step=4)
     assert run.model.config == result.model.config
     assert run.vocabulary.sizes == tasks.find(config.task).vocabulary(result.dataset).sizes
-    with pytest.raises(InputError, match="unknown task 'other'"):
+
+
+def test_unknown_task_raises():
+    with pytest.raises(InputError, match="unknown task 'other': known: "):
         configs.default("other")
+    assert all(task.name == name for name, task in TASKS.items())
 
 
 @pytest.fixture(scope="module")
@@ -162,12 +184,14 @@ def test_runs_compare(config, finished, tmp_path):
     assert metric in written and [row.split("|")[1].strip() for row in rows[2:4]] == [str(workdir), str(other)]
 
 
-def test_directory_of_another_task_is_refused(config, finished):
+def test_runs_of_other_tasks_are_refused(config, finished, tmp_path):
     workdir, *_ = finished
-    values = json.loads((workdir / "config.json").read_text())
-    (workdir / "config.json").write_text(json.dumps({**values, "task": "none"}))
-    try:
-        with pytest.raises(InputError, match="unknown task 'none'"):
-            loop.train(config, workdir, accept_changes=True)
-    finally:
-        (workdir / "config.json").write_text(json.dumps(values, indent=1) + "\n")
+    other = next(name for name in TASKS if name != config.task)
+    made = EXAMPLES[other](tmp_path)
+    with pytest.raises(InputError, match=f"holds a run of task='{config.task}', and this config has task='{other}'"):
+        loop.train(made, workdir, accept_changes=True)
+    warm = dataclasses.replace(made, train=dataclasses.replace(made.train, init_from=str(workdir)))
+    with pytest.raises(InputError, match=f"holds a model of task='{config.task}', and this config has task='{other}'"):
+        loop.train(warm, tmp_path / "run")
+    with pytest.raises(InputError, match=f"generate works on runs of task='{other}': name one of these"):
+        check_task(workdir, config, other, "generate")

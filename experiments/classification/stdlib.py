@@ -1,0 +1,30 @@
+"""The package of the Python standard library that a function comes from, from the function's code.
+
+    hpnlp train --config=experiments/classification/stdlib.py --workdir=runs/packages
+
+Names of packages are hidden in the code. TIME
+"""
+
+from __future__ import annotations
+
+from ml_collections import ConfigDict
+
+from hpnlp.training.config import default
+
+
+def get_config() -> ConfigDict:
+    config = default("classification")
+    config.data.path = "stdlib_functions"
+    config.data.tokenizer = "words(8000)"
+    config.data.seq_len = 256
+    config.data.batch_size = 16
+    config.model.layers = 2
+    config.model.dim = 128
+    config.model.heads = 4
+    config.model.mlp = "gelu"
+    config.model.dropout = 0.1
+    config.optimizer.learning_rate = 1e-3
+    config.train.steps = 800
+    config.train.eval_every = 100
+    config.train.eval_batches = 0
+    return config
