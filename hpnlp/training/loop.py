@@ -428,7 +428,7 @@ def heldout_loss(
     if not weight:
         raise InputError(
             f"train.eval_batches={config.train.eval_batches}: no token of the held-out text in these batches is "
-            "predicted (prompts fill its rows): raise it, 0 for all, or hold out other text"
+            "predicted (prompts fill their sequences): raise it, 0 for all, or hold out other text"
         )
     scores = {"loss": float(total / weight)}
     if corpus.tokenizer.lossless and limit is None and trainer.gives_probabilities:
