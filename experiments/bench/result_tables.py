@@ -301,6 +301,16 @@ def faults(rows: Rows) -> Lines:
     return [("seeded faults that tests detect", f"{detected} of {len(rows)}, {first} of them by `make test`")]
 
 
+def commits(rows: Rows) -> Lines:
+    """The last commits before and after a change: median of the ratios of the rounds, and their range."""
+    lines = []
+    for row in rows:
+        ratios = [after / before for after, before in zip(row["after"], row["before"], strict=True)]
+        figure = f"{row['over_before']:.3f} ({min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds)"
+        lines.append((f"{row['what']}: time relative to commit {row['commit'][:7]}", figure))
+    return lines
+
+
 def gpu_attention(rows: Rows) -> Lines:
     ways = {"forward": "forward", "both": "forward and backward"}
     return [
@@ -358,5 +368,6 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "large_batch": large_batch,
     "suite": suite,
     "faults": faults,
+    "commits": commits,
     "gpu_step": gpu_step,
 }

@@ -30,6 +30,7 @@ SECTIONS = {
     "Rematerialisation and reversible layers": ("remat", "reversible"),
     "Planner": ("plan", "plan_tpu"),
     "Tests": ("suite", "faults"),
+    "Changes": ("commits",),
 }
 
 # The figures of the README: (label, benchmark, beginning of the figure's label in the table of that benchmark).

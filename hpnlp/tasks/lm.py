@@ -78,7 +78,7 @@ class LanguageModel(Task):
         if not weight:
             raise InputError(
                 f"train.eval_batches={config.train.eval_batches}: no token of the held-out text in these batches is "
-                "predicted (prompts fill its rows): raise it, 0 for all, or hold out other text"
+                "predicted (prompts fill their sequences): raise it, 0 for all, or hold out other text"
             )
         scores = {"loss": float(total / weight)}
         if dataset.tokenizer.lossless and is_complete and gives_probabilities:

@@ -139,7 +139,7 @@ class Config:
         if self.data.seq_len < self.train.eval_stride:
             raise InputError(
                 f"train.eval_stride={self.train.eval_stride} is more than data.seq_len={self.data.seq_len}: choose 0 for "
-                "all tokens of a row, or at most data.seq_len"
+                "all tokens of a sequence, or at most data.seq_len"
             )
         for name, value in flat(self).items():
             numbers = value if isinstance(value, tuple) else (value,)
@@ -151,7 +151,7 @@ class Config:
         tokens = self.data.batch_size * self.data.seq_len
         if tokens > LARGEST:
             raise InputError(
-                f"data.batch_size={self.data.batch_size} rows of data.seq_len={self.data.seq_len} are {tokens:,} tokens: "
+                f"data.batch_size={self.data.batch_size} sequences of data.seq_len={self.data.seq_len} are {tokens:,} tokens: "
                 f"expected at most {LARGEST:,}, lower one of the two fields"
             )
 

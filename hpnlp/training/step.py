@@ -349,7 +349,7 @@ def check_batch(layout: Layout, batch_size: int, seq_len: int, accumulate: int) 
     if batch_size % (devices * accumulate):
         owner = "1 device's" if devices == 1 else f"{devices} devices'"
         raise InputError(
-            f"data.batch_size={batch_size} does not split into {owner} rows (plan.data x plan.fsdp) times "
+            f"data.batch_size={batch_size} does not split into {owner} sequences (plan.data x plan.fsdp) times "
             f"optimizer.accumulate={accumulate}: make it a multiple of {devices * accumulate}"
         )
     if seq_len % layout.size("length"):

@@ -84,7 +84,7 @@ def train_error(error_of, tmp_path):
         ("--config.plan.zero=5", "plan.zero=5: expected a stage of ZeRO, 0 to 3"),
         ("--config.plan.exchange=rings", "plan.exchange='rings': did you mean 'ring'?"),
         ("--config.plan.name=dta", "unknown plan.name 'dta': did you mean 'data'?"),
-        ("--config.data.batch_size=12", "data.batch_size=12 does not split into 8 devices' rows"),
+        ("--config.data.batch_size=12", "data.batch_size=12 does not split into 8 devices' sequences"),
         ("--config.data.path=/no/such/text", "/no/such/text"),
         ("--config.data.tokenizer=byts", "did you mean 'bytes'?"),
         ("--config.data.seq_len=1000000", "add text, or lower data.seq_len"),

@@ -87,7 +87,7 @@ def test_search_continues_after_an_invalid_plan(plan, monkeypatch):
         (("--devices=999999999999999999999999",), "--devices"),
         (("--out=",), "--out is empty: use a file, for example plan.png, or a directory"),
         (("--depth=deep",), "--depth"),
-        (("--devices=7", "--config.data.batch_size=64"), "data.batch_size=64 does not split into 7 devices' rows"),
+        (("--devices=7", "--config.data.batch_size=64"), "data.batch_size=64 does not split into 7 devices' sequences"),
         (("--config.data.batch_size=0",), "data.batch_size=0: expected at least 1"),
         (("--config.plan.name=zero4",), "unknown plan.name 'zero4'"),
         (

@@ -281,7 +281,7 @@ def test_clipping_limits_the_global_norm():
         ({"schedule": "wsd(-1)"}, r"optimizer.schedule: wsd\(decay=-1\): expected a fraction"),
         ({"schedule": "rsqrt(0)"}, r"optimizer.schedule: rsqrt\(timescale=0\): expected a number of steps over 0"),
         ({"scaling": "linaer"}, "unknown optimizer.scaling 'linaer': did you mean 'linear'?"),
-        ({"base_batch": -256}, "optimizer.base_batch=-256: expected a number of rows, 0 for no scaling"),
+        ({"base_batch": -256}, "optimizer.base_batch=-256: expected a number of sequences, 0 for no scaling"),
         ({"loss_scale": 0.5}, "optimizer.loss_scale=0.5: expected a factor of at least 1, as in 1024, or 0 for none"),
         ({"loss_scale": float("nan")}, "optimizer.loss_scale=nan: expected a factor"),
         ({"accumulate": 0}, "optimizer.accumulate=0: expected at least 1"),

@@ -1,0 +1,125 @@
+"""Measures the benchmarks of another commit and of this tree, side by side, to find what a change made slower.
+
+    python experiments/bench/commits.py --before=44dcb6f [--only=loss,decode] [--rounds=5]
+
+Every round runs each benchmark script in both trees, each in a process of its own, and alternates which tree comes first, since
+the speed of a machine drifts. Both trees run with the interpreter and packages of this process. About 40 minutes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from hpnlp import measure
+
+ROOT = Path(__file__).parents[2]
+Samples = Mapping[str, Sequence[float]]  # name of a measurement -> its seconds, or milliseconds
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("before", None, "The commit to compare with.", required=True)
+flags.DEFINE_list("only", [], "Names of the benchmarks to run; empty for all.")
+flags.DEFINE_integer("rounds", 5, "Runs of each benchmark in each tree; the median of their ratios is reported.")
+flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the result goes.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """A benchmark script that both trees have.
+
+    Attributes:
+      name: Name of its result file without the device.
+      arguments: Arguments of its command line.
+      samples: Function from the rows of its result file to the times of hpnlp, without those of its peers.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    samples: Callable[[Sequence[Mapping[str, Any]]], Samples]
+
+    def run(self, tree: Path) -> Samples:
+        """Runs the script of a source tree. Raises CalledProcessError if it fails."""
+        with tempfile.TemporaryDirectory() as out:
+            subprocess.run(
+                [sys.executable, f"experiments/bench/{self.name}.py", *self.arguments, f"--out={out}"],
+                cwd=tree,
+                env={**os.environ, "PYTHONPATH": str(tree)},
+                stdout=subprocess.DEVNULL,
+                check=True,
+            )
+            (path,) = Path(out).glob("*.json")
+            return self.samples(json.loads(path.read_text("utf-8"))["rows"])
+
+
+SCRIPTS = {
+    "loss": Script(
+        "softmax", ["--only=exact"], lambda rows: {f"loss, {row['what']}": row["all_s"]["ours"] for row in rows}
+    ),
+    "attention": Script(
+        "attention", ["--only=short"], lambda rows: {f"attention, {row['what']}": row["all_ms"]["ours"] for row in rows}
+    ),
+    "step": Script(
+        "train_step", [], lambda rows: {f"training step, {row['size']}": row["all_ms"]["ours"] for row in rows}
+    ),
+    "loop": Script(
+        "loop",
+        ["--steps=60", "--rounds=1", "--imports=1"],
+        lambda rows: {"60 steps of the training loop": rows[0]["loop_seconds"]},
+    ),
+    "decode": Script(
+        "decode",
+        ["--models=demo", "--rounds=5"],
+        lambda rows: {
+            f"{row['what']}, {row['batch']} prompt{'s' * (row['batch'] > 1)}": row["all_ms"][
+                "prefill" if row["what"] == "prefill" else "ours"
+            ]
+            for row in rows
+        },
+    ),
+}
+
+
+def export(commit: str, directory: Path) -> None:
+    """Writes the files of a commit into a directory. Raises CalledProcessError if the repository has no such commit."""
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, stdout=subprocess.PIPE)
+    subprocess.run(["tar", "-x", "-C", directory], input=archive.stdout, check=True)
+
+
+def compare(script: Script, before: Path, rounds: int) -> list[dict[str, Any]]:
+    """A row for each measurement of a script: medians of each round in both trees, and the median of their ratios."""
+    medians: dict[str, dict[str, list[float]]] = {}  # measurement -> tree -> median of each round
+    for i in range(rounds):
+        trees = {"before": before, "after": ROOT}
+        for name in list(trees)[:: 1 if i % 2 == 0 else -1]:
+            for what, times in script.run(trees[name]).items():
+                medians.setdefault(what, {"before": [], "after": []})[name].append(statistics.median(times))
+    rows = []
+    for what, by_tree in medians.items():
+        ratios = [after / first for after, first in zip(by_tree["after"], by_tree["before"], strict=True)]
+        fastest = min(by_tree["after"]) / min(by_tree["before"])
+        rows.append({"what": what, "over_before": statistics.median(ratios), "fastest_over_before": fastest, **by_tree})
+        print(f"{what}: {rows[-1]['over_before']:.3f} ({', '.join(f'{x:.3f}' for x in sorted(ratios))})", flush=True)
+    return rows
+
+
+def main(_: Any) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        export(FLAGS.before, Path(directory))
+        scripts = [SCRIPTS[name] for name in FLAGS.only or SCRIPTS]
+        rows = [row for script in scripts for row in compare(script, Path(directory), FLAGS.rounds)]
+    rows = [{"commit": FLAGS.before, **row} for row in rows]
+    print(measure.write_result("commits", rows, FLAGS.out))
+
+
+if __name__ == "__main__":
+    app.run(main)
