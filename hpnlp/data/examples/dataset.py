@@ -83,7 +83,7 @@ class Examples:
 
     def _digest(self, side: str, record: Mapping[str, Any]) -> str:
         """Digest of the examples of one side with their classes."""
-        return key_of([record[side]["digest"], record["names"], record["labels"]])
+        return key_of([record[side]["digest"], record["labels"]])
 
     @property
     def seq_len(self) -> int:
