@@ -185,7 +185,7 @@ class Examples:
 
     def _batch(self, side: str, numbers: np.ndarray, count: int) -> Batch:
         """The batch of the examples with these numbers, filled up with padding to `count` rows."""
-        return self.kind.batch(self.stored[side], numbers, count, self.tokenizer, self.config.seq_len)
+        return self.kind.batch(self.stored[side], numbers.tolist(), count, self.tokenizer, self.config.seq_len)
 
 
 def _count(count: int) -> str:

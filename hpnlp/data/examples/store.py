@@ -121,7 +121,7 @@ class StoredExamples:
         Returns:
           uint16 or uint32 [T].
         """
-        return self._tokens.document(int(number) * self.parts + part)
+        return self._tokens.document(number * self.parts + part)
 
     def text(self, number: int, part: int) -> bytes:
         """The original bytes of one text.
@@ -133,7 +133,7 @@ class StoredExamples:
         Returns:
           The text in UTF-8.
         """
-        return self._tokens.raw(int(number) * self.parts + part)
+        return self._tokens.raw(number * self.parts + part)
 
     def texts(self, limit: int | None = None) -> Iterator[tuple[bytes, ...]]:
         """Reads the original bytes of the first examples.
