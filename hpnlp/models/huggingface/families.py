@@ -20,7 +20,7 @@ from hpnlp.models.huggingface.sliding_windows import (
     windows_json,
 )
 from hpnlp.models.lm import LMConfig
-from hpnlp.spec import parse_one
+from hpnlp.spec import parse_one, parse_period
 from hpnlp.types import InputError
 
 
@@ -328,6 +328,7 @@ def _function_fields(fields: dict[str, Any]) -> dict[str, Any]:
     if fields["position"] == "rope":
         fields |= {"rope_theta": theta, "rope_scaling": parse_scaling(scaling)}
     fields["mixer"] = canonical_mixer(fields["mixer"], fields["layers"])
+    fields["form"] = ",".join(map(str, parse_period(fields["form"], "model.form")))
     fields["kv_heads"] = fields["kv_heads"] or fields["heads"]
     fields["head_dim"] = fields["head_dim"] or fields["dim"] // fields["heads"]
     return fields
