@@ -111,11 +111,12 @@ class TensorParallel:
         """
         return policy
 
-    def gather_parameters(self, params: Any) -> Any:
+    def gather_parameters(self, params: Any, stack: str) -> Any:
         """Gathers the parameters of one layer.
 
         Args:
           params: The device's shards.
+          stack: Name of the stack that holds the layer.
 
         Returns:
           A tree of full parameters (of the device's heads and columns).
@@ -132,8 +133,8 @@ class ModelParallel:
 
     Attributes:
       embedding_lookup: `(table, ids [B, T], dtype) -> x [B, T, D]`.
-      run_layers: `(run, stacked parameters, x, context, rng) -> (x, aux)` for all layers, where
-          `run(tensor_parallel, parameters of some layers, x, context, rng, index of the first) -> (x, aux)`.
+      run_layers: `(run, stacks of parameters by name, x, context, rng) -> (x, aux)` for all layers, where
+          `run(tensor_parallel, stacks of a chunk of the layers, x, context, rng, index of the chunk) -> (x, aux)`.
       loss: `(output layer, *arguments of its loss) -> LossOut`, for hidden states `[B, T, D]` or `[B, D]`.
       best: `(output layer, table, h) -> ids` of the most probable words or classes, `[B, T]` or `[B]`.
       token_order: `(sequence length) -> (order, indices)`. order: what `run` needs to know about the order of the tokens

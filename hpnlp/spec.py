@@ -41,6 +41,11 @@ class Spec:
     kwargs: tuple[tuple[str, Any], ...] = ()
     repeat: int = 1
 
+    def __str__(self) -> str:
+        """The spec string that parses to this entry."""
+        arguments = ", ".join([*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs)])
+        return self.name + (f"({arguments})" if arguments else "") + (f"*{self.repeat}" if self.repeat > 1 else "")
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Suggestion for an unknown name, to end an error message with.
@@ -81,6 +86,24 @@ def parse(text: str, what: str) -> tuple[Spec, ...]:
             f"{what}={shortened(text)} is not a spec: expected names with optional arguments and repeats, as in "
             '"window(256,0)*5,full"'
         ) from error
+
+
+def parse_period(text: str, what: str) -> tuple[Spec, ...]:
+    """The shortest period of the entries that layers take in turn.
+
+    Args:
+      text: A spec string, as "window(256,0)*5,full".
+      what: The config field or argument that holds the string, for error messages.
+
+    Returns:
+      The entries of one period, with repeats written out.
+
+    Raises:
+      InputError: The string is not a spec.
+    """
+    specs = tuple(dataclasses.replace(spec, repeat=1) for spec in parse(text, what) for _ in range(spec.repeat))
+    periods = (n for n in range(1, len(specs)) if specs == specs[:n] * (len(specs) // n))
+    return specs[: next(periods, len(specs))]
 
 
 def _unmark(tree: ast.AST) -> None:

@@ -26,6 +26,7 @@ from hpnlp.types import InputError
 )
 def test_valid_strings_are_parsed(text, specs):
     assert parse(text, "thing") == specs
+    assert parse(",".join(map(str, specs)), "thing") == specs
 
 
 @pytest.mark.parametrize(

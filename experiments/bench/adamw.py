@@ -72,7 +72,7 @@ def main(_: Any) -> None:
     )
     stacks = jax.jit(lambda key: nn.meta.unbox(model.init(key, example_batch(1, 8)))["params"])(jax.random.key(0))
     grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape) / 100, stacks)
-    layers, grads_of_layers = separate_layers(stacks), separate_layers(grads)
+    layers, grads_of_layers = (separate_layers(tree, model.config) for tree in (stacks, grads))
     vector = ravel_pytree(stacks)[0]
     is_decayed = is_matrix(stacks)
     decays = ravel_pytree(jax.tree.map(lambda x, d: jnp.full(x.shape, float(d)), stacks, is_decayed))[0]

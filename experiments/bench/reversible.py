@@ -67,7 +67,9 @@ def bench(layers: int, rounds: int) -> list[dict[str, Any]]:
     programs = {
         name: measure.compile(jax.grad(functools.partial(loss, model)), params, batch) for name, model in models.items()
     }
-    stored = jax.jit(jax.grad(lambda p: loss(models["reversible"], separate_layers(p), batch)))(params)
+    stored = jax.jit(jax.grad(lambda p: loss(models["reversible"], separate_layers(p, models["plain"].config), batch)))(
+        params
+    )
     error = relative_distance(programs["reversible"](params, batch), stored)
     if error > 1e-3:
         sys.exit(f"{layers} layers: gradients differ by {error:.1e}: nothing is reported")

@@ -13,13 +13,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
-from hpnlp.models.layer_stack import LayerStack
+from hpnlp.models.layer_forms import check_effects, layer_forms, matrix_size, projections
+from hpnlp.models.layer_stack import LayerStack, init_layers, make_blocks, stack_order
 from hpnlp.nn.attention import Context, mixer_period
-from hpnlp.nn.block import Block, BlockConfig
-from hpnlp.nn.layers import GATED, NORMS, Embed, dropout
+from hpnlp.nn.block import BlockConfig
+from hpnlp.nn.layers import NORMS, Embed, dropout
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Full
-from hpnlp.spec import build, did_you_mean, lookup, parse, shortened
+from hpnlp.ops.stacks import StackOrder
+from hpnlp.spec import build, did_you_mean, lookup, parse, parse_period, shortened
 from hpnlp.types import Aux, InputError, Mixer, Model, WordStats, option
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -51,6 +53,11 @@ class BackboneConfig(BlockConfig):
     """
 
     layers: int = option(4, "Number of Blocks L.")
+    form: str = option(
+        "block",
+        "Forms that the layers take in turn, with the Block fields in which they differ from the model, as in "
+        '"block*3,block(heads=2,mlp_dim=64)": all fields of a Block except dim, mixer, dropout and norm_placement.',
+    )
     vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
     max_len: int = option(0, "Longest sequence that learned positions reach, 0 for data.seq_len.")
     embed_norm: bool = option(False, "A norm of the sum of the embeddings, before dropout.")
@@ -69,14 +76,12 @@ class BackboneConfig(BlockConfig):
     )
 
     def __post_init__(self) -> None:
-        self._check_ranges()
+        _check_ranges(self, "model.")
         super().__post_init__()
-        period = len(mixer_period(self.mixer))
-        if period > self.layers:
-            raise InputError(
-                f"model.mixer={self.mixer!r} takes {period} layers for one turn, but model.layers={self.layers}: name fewer "
-                "mixers, or add layers"
-            )
+        self._check_periods()
+        for form in set(self.forms()):
+            _check_ranges(form, "model.form: ")
+        check_effects(self.form, self._block())
         projects = any(mixer.needs for mixer in self.mixers())
         for name in ("qk_norm", "qkv_bias", "out_bias"):
             if getattr(self, name) and not projects:
@@ -92,24 +97,52 @@ class BackboneConfig(BlockConfig):
                 "model.norm_placement='pre', or model.residual='plain'"
             )
 
-    def _check_ranges(self) -> None:
-        """Raises InputError for numbers out of range."""
-        for name, minimum in MINIMA.items():
-            if getattr(self, name) < minimum:
-                raise InputError(f"model.{name}={getattr(self, name)}: expected at least {minimum}")
-        for name, limit in LIMITS.items():
-            if getattr(self, name) > limit:
-                raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected at most {limit}")
-        for name in ("norm_eps", "rope_theta"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"model.{name}={getattr(self, name)}: expected a finite number over 0")
-        # Checked before `mixer_period` writes the repeats out.
-        mixers = sum(spec.repeat for spec in parse(self.mixer, "model.mixer"))
-        if mixers > LIMITS["layers"]:
+    def _check_periods(self) -> None:
+        """Raises InputError if layers take too many mixers or forms in turn."""
+        for field, text in (("model.mixer", self.mixer), ("model.form", self.form)):
+            entries = sum(spec.repeat for spec in parse(text, field))  # checked before repeats are written out
+            if entries > LIMITS["layers"]:
+                raise InputError(
+                    f"{field}={shortened(text, 80)} names {entries} layers: expected at most {LIMITS['layers']}; one "
+                    "period is enough, as it repeats"
+                )
+        period = math.lcm(*(len(parse_period(text, field)) for field, text in self.periodic_fields().items()))
+        if period > self.layers:
+            fields = self.periodic_fields()
+            shown = " and ".join(f"{field}={text!r}" for field, text in fields.items())
             raise InputError(
-                f"model.mixer={shortened(self.mixer, 80)} names {mixers} layers: expected at most {LIMITS['layers']}; one "
-                "period is enough, as it repeats"
+                f"{shown} take{'s' * (len(fields) == 1)} {period} layers for one turn, but model.layers={self.layers}: name "
+                f"fewer {'mixers' if fields.keys() == {'model.mixer'} else 'entries'}, or add layers"
             )
+
+    def periodic_fields(self) -> dict[str, str]:
+        """The fields by which layers differ.
+
+        Returns:
+          Name and value of those of `model.mixer` and `model.form` that have several entries; empty if all layers are alike.
+        """
+        fields = {"model.mixer": self.mixer, "model.form": self.form}
+        return {field: text for field, text in fields.items() if len(parse_period(text, field)) > 1}
+
+    def forms(self) -> tuple[BlockConfig, ...]:
+        """The forms that layers take in turn.
+
+        Returns:
+          The Block of each layer of one period: the model's own, with the mixer of that layer and the changes of its form.
+        """
+        return layer_forms(self.form, self._block())
+
+    def _block(self) -> BlockConfig:
+        """The model's own Block."""
+        return BlockConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(BlockConfig)})
+
+    def stack_order(self) -> StackOrder:
+        """The stack that holds the parameters of each layer.
+
+        Returns:
+          The order of the stacks under "layers" in the parameters. Forms with equal parameters share a stack.
+        """
+        return stack_order(self.forms(), self.mask)
 
     def mixers(self) -> list[Mixer]:
         """The mixers of one period, which layers take in turn.
@@ -137,18 +170,33 @@ class BackboneConfig(BlockConfig):
         """Sizes of the logical axes that a mesh may divide.
 
         Returns:
-          Logical axis -> (size, the config field that sets it).
+          Logical axis -> (size, the config field that sets it). Where layers differ, the size is the greatest common divisor
+          of theirs.
         """
-        period = len(mixer_period(self.mixer))
+        forms = self.forms()
+        attending = [form for form in forms if projections(form)] or forms
+        period, periodic = len(forms), self.periodic_fields()
         return {
-            "heads": (self.heads, "model.heads"),
-            "kv_heads": (self.kv_head_count, "model.kv_heads"),
-            "mlp": (self.mlp_size, "model.mlp_dim"),
+            "heads": _common_size([form.heads for form in attending], "heads"),
+            "kv_heads": _common_size([form.kv_head_count for form in attending], "kv_heads"),
+            "mlp": _common_size([form.mlp_size for form in forms], "mlp_dim"),
             "vocab": (self.vocab, "model.vocab"),
             "layers": (self.layers, "model.layers"),
-            # Each stage of a pipeline begins with the first mixer of a period, so stages hold complete periods.
-            "periods": (self.layers // period if self.layers % period == 0 else 1, "model.mixer"),
+            # Each stage of a pipeline begins with the first form of a period, so stages hold complete periods.
+            "periods": (
+                self.layers // period if self.layers % period == 0 else 1,
+                " and ".join(periodic) or "model.mixer",
+            ),
         }
+
+    def attention_width(self) -> int:
+        """Width of the attention of all layers together.
+
+        Returns:
+          The sum of heads x head size over the layers whose mixers have projections.
+        """
+        widths = [form.heads * form.head_size if projections(form) else 0 for form in self.forms()]
+        return sum(widths[layer % len(widths)] for layer in range(self.layers))
 
     def non_embedding_parameters(self) -> int:
         """Number of weights in the layers' matrices.
@@ -156,15 +204,27 @@ class BackboneConfig(BlockConfig):
         Returns:
           The number, without biases, norms, tables and the mixers' own parameters.
         """
-        heads = {"heads": self.heads, "kv_heads": self.kv_head_count}
-        mixing = []
-        for mixer in self.mixers():
-            columns = [heads[need.axis] * (need.width or self.head_size) for need in mixer.needs.values()]
-            if columns:
-                columns.append(self.heads * self.head_size)  # the output projection
-            mixing.append(self.dim * sum(columns))
-        mlp = (3 if self.mlp in GATED else 2) * self.dim * self.mlp_size
-        return sum(mixing[layer % len(mixing)] + mlp for layer in range(self.layers))
+        sizes = [matrix_size(form) for form in self.forms()]
+        return sum(sizes[layer % len(sizes)] for layer in range(self.layers))
+
+
+def _check_ranges(block: BlockConfig, prefix: str) -> None:
+    """Raises InputError for numbers of a config out of range, which is named with the prefix."""
+    for name, minimum in MINIMA.items():
+        if getattr(block, name, minimum) < minimum:
+            raise InputError(f"{prefix}{name}={getattr(block, name)}: expected at least {minimum}")
+    for name, limit in LIMITS.items():
+        if getattr(block, name, limit) > limit:
+            raise InputError(f"{prefix}{name}={shortened(getattr(block, name), 40)}: expected at most {limit}")
+    for name in ("norm_eps", "rope_theta"):
+        if not 0 < getattr(block, name) < math.inf:
+            raise InputError(f"{prefix}{name}={getattr(block, name)}: expected a finite number over 0")
+
+
+def _common_size(sizes: list[int], field: str) -> tuple[int, str]:
+    """`(greatest common divisor of the forms' sizes, field that sets them)`."""
+    alike = len(set(sizes)) == 1
+    return math.gcd(*sizes), f"model.{field}" if alike else f"common divisor of {field} in model.form"
 
 
 class Backbone(nn.Module):
@@ -199,38 +259,9 @@ class Backbone(nn.Module):
         if c.embed_norm:
             self.embed_norm = norm(c.norm_eps)
         if self.is_initializing():
-            self.param("layers", self._init_layers)
+            self.param("layers", functools.partial(init_layers, c.forms(), c.layers, c.mask))
         if c.norm_placement == "pre":
             self.final_norm = norm(c.norm_eps)
-
-    def _blocks(self, tensor_parallel: TensorParallel) -> list[Block]:
-        """The Block of each mixer. They are no submodules: their parameters are slices of those under "layers"."""
-        # Residual branches start small, so that the variance of the stream does not grow with depth (GPT-2, sec. 2.3).
-        out_init = nn.initializers.variance_scaling(1.0 / (2 * self.config.layers), "fan_in", "truncated_normal")
-        mixers = mixer_period(self.config.mixer)
-        return [Block(self.config, out_init, mixer, tensor_parallel, parent=None) for mixer in mixers]
-
-    def _init_layers(self, rng: jax.Array) -> Any:
-        """Parameters of all layers, stacked on a first axis with the logical name "layers"."""
-        x = jnp.zeros((1, 1, self.config.dim), jnp.float32)
-        context = Context(jnp.zeros((1, 1), jnp.int32), None, self.config.mask)
-        keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(self.config.layers))
-
-        def init_layer(block: Block, key: jax.Array) -> Any:
-            return block.init(key, x, context)["params"]
-
-        first, *further = (functools.partial(init_layer, block) for block in self._blocks(NO_TENSOR_PARALLEL))
-        if any(jax.eval_shape(init, rng) != jax.eval_shape(first, rng) for init in further):
-            raise InputError(
-                f"model.mixer={self.config.mixer!r}: the mixers have different parameters, which do not stack: choose mixers "
-                "with the same projections and parameters"
-            )
-        stacked = jax.vmap(first)(keys)
-        return jax.tree.map(
-            lambda box: box.add_axis(0, {nn.PARTITION_NAME: "layers"}),
-            stacked,
-            is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned),
-        )
 
     def hidden(
         self, tokens: Int[Array, "B T"], context: Context, caches: Any = None, added: Any = None
@@ -256,6 +287,7 @@ class Backbone(nn.Module):
         if c.residual == "reversible":  # the two streams side by side, so that devices send one array
             x = jnp.concatenate([x, x], axis=-1).astype(jnp.float32)
         params = nn.meta.unbox(self.get_variable("params", "layers"))
+        params = params if isinstance(params, tuple) else c.stack_order().split(params)
         if self.is_initializing():
             aux = {}  # the layers' parameters exist by now, and their results are not used
         elif parallel is None:
@@ -295,13 +327,14 @@ class Backbone(nn.Module):
         x: jax.Array,
         context: Context,
         rng: Any,
-        first: Any,
+        chunk: Any,
         caches: Any = None,
     ) -> tuple[jax.Array, Any, Aux]:
-        """Runs the layers with these parameters, of which the first has the index `first`: `(x, caches, aux)`."""
+        """Runs the layers with these parameters, a chunk of the model's: `(x, caches, aux)`."""
         c = self.config
         stack = LayerStack(
-            blocks=self._blocks(tensor_parallel),
+            blocks=make_blocks(c.forms(), c.layers, tensor_parallel),
+            order=c.stack_order(),
             layers=c.layers,
             unroll=c.unroll,
             dtype=DTYPES[c.dtype],
@@ -309,14 +342,14 @@ class Backbone(nn.Module):
             remat=self.remat,
         )
         run = stack.run_reversible if c.residual == "reversible" else stack.run_plain
-        return run(params, x, context, rng, first, caches)
+        return run(params, x, context, rng, chunk, caches)
 
     def _run_without_caches(self, *args: Any) -> tuple[jax.Array, Aux]:
         x, _, aux = self._run_layers(*args)
         return x, aux
 
 
-def separate_layers(params: Any) -> Any:
+def separate_layers(params: Any, config: BackboneConfig) -> Any:
     """Splits the stacked parameters of layers into separate arrays.
 
     For decoding, which reads the parameters for every token: XLA copies a layer out of the stack whenever it is used. The copy
@@ -325,15 +358,16 @@ def separate_layers(params: Any) -> Any:
 
     Args:
       params: Parameters of a model.
+      config: Config of the model.
 
     Returns:
       The parameters, with a tuple of one tree per layer under "layers".
     """
-    stack = params["layers"]
-    if isinstance(stack, tuple):
+    if isinstance(params["layers"], tuple):
         return params
-    count = jax.tree.leaves(stack)[0].shape[0]
-    return {**params, "layers": tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(count))}
+    order = config.stack_order()
+    stacks = order.split(params["layers"])
+    return {**params, "layers": tuple(order.layer(stacks, i) for i in range(config.layers))}
 
 
 def axes_of(model: Model) -> Any:

@@ -111,7 +111,7 @@ class Generation:
 
         start = time.perf_counter()
         params = host_offload.to_device(params)
-        sharding, params = _replicated(params), jax.jit(separate_layers)(params)
+        sharding, params = _replicated(params), jax.jit(separate_layers, static_argnums=1)(params, model.config)
         self._prefill_args, self._decode_args = (params, padded, lengths), (params, draw, ids)
         prefill, decode = _jitted(sharding)
         static = {"model": model, "capacity": padded.shape[1] + _round_up(tokens, CHUNK)}

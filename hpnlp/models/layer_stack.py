@@ -7,14 +7,17 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hpnlp.model_parallel import TensorParallel
+from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.attention import Context
-from hpnlp.nn.block import Block
+from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.stack import reversible_layer, run_layers, run_reversible_layers
+from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
 from hpnlp.parallel import remat
+from hpnlp.spec import parse_one
 from hpnlp.types import Aux
 
 
@@ -24,6 +27,7 @@ class LayerStack:
 
     Attributes:
       blocks: The Block of each form of layers, in the order in which layers take them.
+      order: The stack of parameters that holds the layers of each form.
       layers: Number of layers of the whole model, by which dropout keys of the branches differ.
       unroll: Number of layers in one iteration of the loop over layers, 0 for all.
       dtype: Dtype of the activations in branches.
@@ -32,6 +36,7 @@ class LayerStack:
     """
 
     blocks: Sequence[Block]
+    order: StackOrder
     layers: int
     unroll: int
     dtype: Any
@@ -39,24 +44,23 @@ class LayerStack:
     remat: str
 
     def run_plain(
-        self, params: Any, x: jax.Array, context: Context, rng: Any, first: Any, caches: Any = None
+        self, params: Any, x: jax.Array, context: Context, rng: Any, chunk: Any, caches: Any = None
     ) -> tuple[jax.Array, Any, Aux]:
         """Runs layers of which each adds its branches to one stream.
 
         Args:
-          params: Stacked parameters of these layers, or a tuple of one tree per layer.
+          params: Stacks of the parameters of these layers by name, or a tuple of one tree per layer.
           x: `[B, T, D]`.
           context: Positions, segments and mask, shared by all layers.
           rng: Key for dropout, or None.
-          first: Index of the first layer.
+          chunk: Index of these layers among equal chunks of the model's layers, 0 for all layers.
           caches: As `nn.stack.run_layers` returns them, or None.
 
         Returns:
           `(x, caches, aux)`.
         """
-        count = _layer_count(params)
-        layers = [functools.partial(self._plain_layer, block, context, rng) for block in self.blocks]
-        unroll = self.unroll or count
+        layers = [functools.partial(self._plain_layer, form, context, rng) for form in range(len(self.blocks))]
+        unroll = self.unroll
         policy = remat.policy(self.remat)
         if policy is not None or self.tensor_parallel.regathers:
             policy = self.tensor_parallel.remat_policy(policy)
@@ -64,10 +68,10 @@ class LayerStack:
             # With several layers in one iteration, XLA would replace what is to be recomputed by the results of the forward
             # pass, and keep these.
             unroll = 1
-        return run_layers(layers, x, params, caches, count, unroll, first)
+        return run_layers(layers, x, params, caches, unroll, _first_layer(params, chunk), self.order)
 
     def run_reversible(
-        self, params: Any, x: jax.Array, context: Context, rng: Any, first: Any, caches: Any = None
+        self, params: Any, x: jax.Array, context: Context, rng: Any, chunk: Any, caches: Any = None
     ) -> tuple[jax.Array, Any, Aux]:
         """Runs layers of which each branch is added to the stream that the other branch reads.
 
@@ -78,51 +82,131 @@ class LayerStack:
           x: `[B, T, 2 D]`, the two streams side by side.
           context: Positions, segments and mask, shared by all layers.
           rng: Key for dropout, or None.
-          first: Index of the first layer.
+          chunk: As for `run_plain`.
           caches: As for `run_plain`.
 
         Returns:
           `(x, caches, aux)`.
         """
-        count = _layer_count(params)
-        branches = [
-            (functools.partial(self._mix, block), functools.partial(self._feed, block)) for block in self.blocks
-        ]
+        first = _first_layer(params, chunk)
+        forms = range(len(self.blocks))
+        branches = [(functools.partial(self._mix, form), functools.partial(self._feed, form)) for form in forms]
         x1, x2 = jnp.split(x, 2, axis=-1)
         if caches is None and context.capacity is None and not isinstance(params, tuple):
-            streams, aux = run_reversible_layers(branches, (x1, x2), params, count, (context, rng), first)
+            streams, aux = run_reversible_layers(branches, (x1, x2), params, (context, rng), first, self.order)
         else:
             layers = [reversible_layer(pair, (context, rng)) for pair in branches]
-            streams, caches, aux = run_layers(layers, (x1, x2), params, caches, count, self.unroll or count, first)
+            streams, caches, aux = run_layers(layers, (x1, x2), params, caches, self.unroll, first, self.order)
         return jnp.concatenate(streams, axis=-1), caches, aux
 
-    def _apply(self, block: Block, method: str, params_and_index: Any, rng: Any, *args: Any) -> Any:
-        """Calls a method of a Block with the parameters and the dropout key of one layer."""
+    def _apply(self, form: int, method: str, params_and_index: Any, rng: Any, *args: Any) -> Any:
+        """Calls a method of a form's Block with the parameters and the dropout key of one layer."""
         params, index = params_and_index
         rngs = {} if rng is None else {"dropout": jax.random.fold_in(rng, index)}
-        params = self.tensor_parallel.gather_parameters(params)
-        return block.apply({"params": params}, *args, rngs=rngs, method=method)
+        params = self.tensor_parallel.gather_parameters(params, self.order.names[form])
+        return self.blocks[form].apply({"params": params}, *args, rngs=rngs, method=method)
 
     def _plain_layer(
-        self, block: Block, context: Context, rng: Any, x: jax.Array, slices: tuple[Any, jax.Array, Any]
+        self, form: int, context: Context, rng: Any, x: jax.Array, slices: tuple[Any, jax.Array, Any]
     ) -> tuple[jax.Array, tuple[Any, Aux]]:
         *params_and_index, cache = slices
-        x, cache, aux = self._apply(block, "__call__", params_and_index, rng, x, context, cache)
+        x, cache, aux = self._apply(form, "__call__", params_and_index, rng, x, context, cache)
         return x, (cache, aux)
 
     def _mix(
-        self, block: Block, params_and_index: Any, x: jax.Array, context: Context, rng: Any, cache: Any = None
+        self, form: int, params_and_index: Any, x: jax.Array, context: Context, rng: Any, cache: Any = None
     ) -> tuple[jax.Array, tuple[Any, Aux]]:
-        y, cache, aux = self._apply(block, "mix", params_and_index, rng, x.astype(self.dtype), context, cache)
+        y, cache, aux = self._apply(form, "mix", params_and_index, rng, x.astype(self.dtype), context, cache)
         return y, (cache, aux)
 
     def _feed(
-        self, block: Block, params_and_index: Any, x: jax.Array, context: Context, rng: Any
+        self, form: int, params_and_index: Any, x: jax.Array, context: Context, rng: Any
     ) -> tuple[jax.Array, Aux]:
         # Applied by itself, the branch would draw the same numbers as the first branch of its layer.
         rng = None if rng is None else jax.random.fold_in(rng, self.layers + 1)
-        return self._apply(block, "feed", params_and_index, rng, x.astype(self.dtype), context)
+        return self._apply(form, "feed", params_and_index, rng, x.astype(self.dtype), context)
 
 
-def _layer_count(params: Any) -> int:
-    return len(params) if isinstance(params, tuple) else jax.tree.leaves(params)[0].shape[0]
+def _first_layer(params: Any, chunk: Any) -> Any:
+    """Index of the first layer of a chunk of layers with these parameters."""
+    return chunk * (len(params) if isinstance(params, tuple) else layer_count(params))
+
+
+@functools.cache
+def stack_order(forms: tuple[BlockConfig, ...], mask: Any) -> StackOrder:
+    """Groups layer forms by the parameters of their layers.
+
+    Forms share a stack if the names, shapes and axes of their parameters are equal. A mixer with parameters of its own shares
+    a stack with mixers of the same spec only, because its parameters may be initialised in another way.
+
+    Args:
+      forms: The forms of one period.
+      mask: The model's static Mask.
+
+    Returns:
+      The order. Several stacks are named after their first layer, as "0_conv" and "2_full".
+    """
+    if len(set(forms)) == 1:
+        return single_stack(len(forms))
+    blocks = make_blocks(forms, 1, NO_TENSOR_PARALLEL)
+    keys = {form: _stack_key(block, mask) for form, block in zip(forms, blocks, strict=True)}
+    firsts = [next(i for i, other in enumerate(forms) if keys[other] == keys[form]) for form in forms]
+    if len(set(firsts)) == 1:
+        return single_stack(len(forms))
+    digits = len(str(len(forms) - 1))
+    return StackOrder(tuple(f"{first:0{digits}}_{blocks[first].mixer.name}" for first in firsts))
+
+
+def make_blocks(forms: Sequence[BlockConfig], layers: int, tensor_parallel: TensorParallel) -> list[Block]:
+    """The Block of each form. They are no submodules of a model: their parameters are slices of stacks.
+
+    Args:
+      forms: The forms of one period.
+      layers: Number of layers of the model.
+      tensor_parallel: Tensor parallelism of the Blocks.
+
+    Returns:
+      The Blocks.
+    """
+    # Residual branches start small, so that the variance of the stream does not grow with depth (GPT-2, sec. 2.3).
+    out_init = nn.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal")
+    return [Block(form, out_init, parse_one(form.mixer, "model.mixer"), tensor_parallel, parent=None) for form in forms]
+
+
+def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax.Array) -> Any:
+    """Initial parameters of all layers, which depend on the layer's index and form alone.
+
+    Args:
+      forms: The forms of one period.
+      layers: Number of layers.
+      mask: The model's static Mask.
+      rng: Key; each layer folds in its index.
+
+    Returns:
+      A stack, or a dict of several stacks by name. Each parameter is stacked on a first axis with the logical name "layers".
+    """
+    order, blocks = stack_order(forms, mask), make_blocks(forms, layers, NO_TENSOR_PARALLEL)
+    keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(layers))
+    stacks = {}
+    for name in order.stack_names:
+        members = order.layers_of(name, layers)
+        init = functools.partial(_init_layer, blocks[order.names.index(name)], mask)
+        stacked = jax.vmap(init)(keys if len(members) == layers else keys[jnp.asarray(members)])
+        stacks[name] = jax.tree.map(
+            lambda box: box.add_axis(0, {nn.PARTITION_NAME: "layers"}),
+            stacked,
+            is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned),
+        )
+    return order.join(stacks)
+
+
+def _init_layer(block: Block, mask: Any, key: jax.Array) -> Any:
+    """Parameters of one layer."""
+    x = jnp.zeros((1, 1, block.config.dim), jnp.float32)
+    return block.init(key, x, Context(jnp.zeros((1, 1), jnp.int32), None, mask))["params"]
+
+
+def _stack_key(block: Block, mask: Any) -> Any:
+    """Compares equal for Blocks whose layers share a stack."""
+    params = jax.eval_shape(functools.partial(_init_layer, block, mask), jax.eval_shape(lambda: jax.random.key(0)))
+    return params, block.mixer if "mixer" in params.get("attention", {}) else None

@@ -15,7 +15,7 @@ from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.layers import NORMS, Dense, dense_init
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
-from hpnlp.spec import Spec, build, parse, parse_one
+from hpnlp.spec import Spec, build, parse_one, parse_period
 from hpnlp.types import Aux, MixerInputs, MixerOutput, Projection, check_method
 
 
@@ -73,11 +73,7 @@ def mixer_period(text: str) -> tuple[Spec, ...]:
     Returns:
       The mixers of one period, with repeats written out.
     """
-    specs = tuple(
-        dataclasses.replace(spec, repeat=1) for spec in parse(text, "model.mixer") for _ in range(spec.repeat)
-    )
-    periods = (n for n in range(1, len(specs)) if specs == specs[:n] * (len(specs) // n))
-    return specs[: next(periods, len(specs))]
+    return parse_period(text, "model.mixer")
 
 
 class Attention(nn.Module):

@@ -1,6 +1,7 @@
-"""Stacks of layers whose forms repeat with a period, over stacked or separate parameters; with plain or reversible residuals.
+"""Layers whose forms repeat with a period, over stacked or separate parameters; with plain or reversible residuals.
 
-A stack of L layers has one or more forms, such as two mixers in turn: layer i has the form `layers[i % period]`.
+L layers have one or more forms, such as two mixers in turn: layer i has the form `layers[i % period]`. Forms with equal
+parameters share a stack of parameters (`ops.stacks`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hpnlp.ops.reversible import by_period, layer_of_period, reversible
+from hpnlp.ops.reversible import reversible
+from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
 from hpnlp.types import Aux
 
 # (x, (parameters, index of the layer, cache or None)) -> (x, (cache or None, aux)); x is an array, or a tree of arrays.
@@ -25,7 +27,13 @@ BranchPair = tuple[Callable[..., tuple[jax.Array, tuple[Any, Aux]]], Callable[..
 
 
 def run_layers(
-    layers: Sequence[Layer], x: Any, params: Any, caches: Any, count: int, unroll: int, first: Any = 0
+    layers: Sequence[Layer],
+    x: Any,
+    params: Any,
+    caches: Any,
+    unroll: int,
+    first: Any = 0,
+    order: StackOrder | None = None,
 ) -> tuple[Any, Any, Aux]:
     """Runs a stack of layers.
 
@@ -35,52 +43,54 @@ def run_layers(
     Args:
       layers: The forms of the layers, of one period.
       x: Input of the first layer, an array or a tree of arrays.
-      params: Parameters of all layers, stacked on a first axis, or a tuple of one tree per layer.
+      params: Parameters of all layers, stacked on a first axis; with `order`, a dict of stacks by name. Or a tuple of one
+          tree per layer.
       caches: None, or caches that an earlier call returned. For separate parameters, a tuple of one cache per layer. For
           stacked ones, `(by form, remaining)`: for each form, its caches stacked over periods; and one cache for each layer
           after the loop.
-      count: Number of layers.
-      unroll: Number of layers in one iteration of the loop, rounded up to complete periods.
-      first: Index of the first layer.
+      unroll: Number of layers in one iteration of the loop, rounded up to complete periods; 0 for all layers.
+      first: Index of the first layer, which has the first form.
+      order: The stack that holds the layers of each form; None for a single one.
 
     Returns:
       `(x, caches, aux)`, with aux summed over layers.
     """
-    indices = _layer_indices(count, first)
     if isinstance(params, tuple):
-        return _run_separate(layers, x, params, caches, indices)
-    return _run_stacked(layers, x, params, caches, indices, unroll)
+        return _run_separate(layers, x, params, caches, first)
+    stacks, order = _indexed_stacks(params, first, order, len(layers))
+    return _run_stacked(layers, x, stacks, caches, unroll, order)
 
 
 def _run_separate(
-    layers: Sequence[Layer], x: Any, params: tuple[Any, ...], caches: Any, indices: jax.Array
+    layers: Sequence[Layer], x: Any, params: tuple[Any, ...], caches: Any, first: Any
 ) -> tuple[Any, Any, Aux]:
     """`run_layers` with separate parameters."""
+    indices = _layer_indices(range(len(params)), first)
     slices = [(layer_params, indices[i], caches and caches[i]) for i, layer_params in enumerate(params)]
     x, results = _run_in_order(layers, x, slices)
     return x, tuple(cache for cache, _ in results), _sum_by_name([aux for _, aux in results])
 
 
 def _run_stacked(
-    layers: Sequence[Layer], x: Any, params: Any, caches: Any, indices: jax.Array, unroll: int
+    layers: Sequence[Layer], x: Any, stacks: dict[str, Any], caches: Any, unroll: int, order: StackOrder
 ) -> tuple[Any, Any, Aux]:
     """`run_layers` with stacked parameters: a scan over complete periods, and then the layers that remain."""
-    count, period = len(indices), len(layers)
+    count, period = layer_count(stacks), len(layers)
     looped = count - count % period
     caches_by_form, remaining_caches = caches or ((None,) * period, (None,) * (count % period))
 
     def run_period(x: Any, slices: tuple[Any, Any]) -> tuple[Any, Any]:
         params_and_indices, caches = slices
         return _run_in_order(
-            layers, x, [(*layer_of_period(params_and_indices, i, period), cache) for i, cache in enumerate(caches)]
+            layers, x, [(*order.layer_of_period(params_and_indices, i), cache) for i, cache in enumerate(caches)]
         )
 
-    slices = by_period((params, indices), period)
-    x, results = lax.scan(run_period, x, (slices, caches_by_form), unroll=-(-unroll // period))
+    slices = order.by_period(stacks, count // period)
+    x, results = lax.scan(run_period, x, (slices, caches_by_form), unroll=-(-(unroll or count) // period))
     caches_by_form = tuple(cache for cache, _ in results)
     reports = [_sum_over_layers(aux) for _, aux in results]
 
-    remaining = [jax.tree.map(lambda leaf, i=i: leaf[i], (params, indices)) for i in range(looped, count)]
+    remaining = [order.layer(stacks, i) for i in range(looped, count)]
     remaining = [(*layer_slice, cache) for layer_slice, cache in zip(remaining, remaining_caches, strict=True)]
     x, results = _run_in_order(layers, x, remaining)
     remaining_caches = tuple(cache for cache, _ in results)
@@ -88,22 +98,28 @@ def _run_stacked(
 
 
 def run_reversible_layers(
-    branches: Sequence[BranchPair], x: Streams, params: Any, count: int, operands: tuple[Any, ...], first: Any = 0
+    branches: Sequence[BranchPair],
+    x: Streams,
+    params: Any,
+    operands: tuple[Any, ...],
+    first: Any = 0,
+    order: StackOrder | None = None,
 ) -> tuple[Streams, Aux]:
     """Runs a stack of reversible layers, whose backward pass recomputes activations from the output.
 
     Args:
       branches: The branches of each form, of one period.
       x: The two streams.
-      params: Parameters of all layers, stacked on a first axis.
-      count: Number of layers.
+      params: Parameters of all layers, stacked on a first axis; with `order`, a dict of stacks by name.
       operands: Passed to every branch.
-      first: Index of the first layer.
+      first: Index of the first layer, which has the first form.
+      order: The stack that holds the layers of each form; None for a single one.
 
     Returns:
       `(x, aux)`, with aux summed over layers.
     """
-    x1, x2, reports = reversible(branches, (params, _layer_indices(count, first)), *x, *operands)
+    stacks, order = _indexed_stacks(params, first, order, len(branches))
+    x1, x2, reports = reversible(branches, stacks, *x, *operands, order=order)
     return (x1, x2), _sum_by_name(
         [_sum_over_layers(aux) for (_, mix_aux), feed_aux in reports for aux in (mix_aux, feed_aux)]
     )
@@ -131,8 +147,20 @@ def reversible_layer(branches: BranchPair, operands: tuple[Any, ...]) -> Layer:
     return layer
 
 
-def _layer_indices(count: int, first: Any) -> jax.Array:
-    return jnp.arange(count, dtype=jnp.uint32) + jnp.asarray(first, jnp.uint32)
+def _indexed_stacks(
+    params: Any, first: Any, order: StackOrder | None, period: int
+) -> tuple[dict[str, Any], StackOrder]:
+    """`(stacks, order)`: pairs of the parameters and the indices of the layers of each stack."""
+    order, params = (single_stack(period), {"all": params}) if order is None else (order, params)
+    count = layer_count(params)
+    return {name: (stack, _layer_indices(order.layers_of(name, count), first)) for name, stack in params.items()}, order
+
+
+def _layer_indices(layers: Sequence[int], first: Any) -> jax.Array:
+    """Indices of layers in the model, from those in a part of it that begins with the layer `first`."""
+    is_range = list(layers) == list(range(len(layers)))
+    indices = jnp.arange(len(layers), dtype=jnp.uint32) if is_range else jnp.asarray(layers, jnp.uint32)
+    return indices + jnp.asarray(first, jnp.uint32)
 
 
 def _run_in_order(layers: Sequence[Layer], x: Any, slices: Sequence[Any]) -> tuple[Any, list[tuple[Any, Aux]]]:

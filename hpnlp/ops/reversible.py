@@ -23,18 +23,26 @@ from jaxtyping import Array, Float
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
 from hpnlp.types import InputError
 
 # (parameters of a layer, stream, *operands) -> (output that is added to the other stream, report)
 Branch = Callable[..., tuple[Array, Any]]
 Layers = Sequence[tuple[Branch, Branch]]
+# The leaves of each stack, by its name.
+Stacks = dict[str, list[Any]]
 # (value that branches read, rounding error of the value)
 Stream = tuple[Array, Array]
 
 
 @array_op("... | ... |", x1="...")
 def reversible(
-    layers: Layers, params: Any, x1: Float[Array, "*x"], x2: Float[Array, "*x"], *operands: Any
+    layers: Layers,
+    params: Any,
+    x1: Float[Array, "*x"],
+    x2: Float[Array, "*x"],
+    *operands: Any,
+    order: StackOrder | None = None,
 ) -> tuple[Float[Array, "*x"], Float[Array, "*x"], list[tuple[Any, Any]]]:
     """Passes two streams through a stack of layers, the i-th of which has the branches `layers[i % len(layers)]`.
 
@@ -49,10 +57,12 @@ def reversible(
       layers: Pairs of branches (f, g), `branch(params, x, *operands) -> (output, report)`. A branch must return the same when
         it is called again: pass random keys among params or operands. Values that need a gradient are passed there too; for a
         value that a branch closes over, jax raises an error.
-      params: Tree of arrays with a first axis of layers. Integers and keys have no gradient.
+      params: Tree of arrays with a first axis of layers; with `order`, a dict of such trees, the stacks of layers by name.
+          Integers and keys have no gradient.
       x1: First stream, of any shape, float32 or float64. Branches may compute in 16 bits.
       x2: Second stream, of the same shape.
       *operands: Trees of arrays, the same for all layers.
+      order: The stack that holds the layers of each pair of branches; None for a single one.
 
     Returns:
       (y1, y2, reports). reports holds for each pair of branches the pair of the reports of f and g, stacked over the layers
@@ -71,45 +81,53 @@ def reversible(
             "and cast inside the branches"
         )
     x1, x2 = vary_alike(x1, x2)
+    order, stacks = (single_stack(len(layers)), {"all": params}) if order is None else (order, params)
     # Trees become lists of leaves, in which leaves without a gradient can be None; not every container allows None.
-    leaves, treedef = jax.tree.flatten(params)
+    flat = {name: jax.tree.flatten(stack) for name, stack in stacks.items()}
+    leaves = {name: stack_leaves for name, (stack_leaves, _) in flat.items()}
     operand_leaves, operand_treedef = jax.tree.flatten(operands)
 
-    def of_leaves(branch: Branch) -> Branch:
+    def of_leaves(branch: Branch, treedef: Any) -> Branch:
         def call(leaves: list[Any], x: Array, operand_leaves: list[Any]) -> tuple[Array, Any]:
             operands = jax.tree.unflatten(operand_treedef, operand_leaves)
             return branch(jax.tree.unflatten(treedef, leaves), x, *operands)
 
         return call
 
-    layers = [(of_leaves(f), of_leaves(g)) for f, g in layers]
-    count, period = leaves[0].shape[0], len(layers)
-    end = count - count % period
+    layers = [
+        (of_leaves(f, flat[name][1]), of_leaves(g, flat[name][1]))
+        for (f, g), name in zip(layers, order.names, strict=True)
+    ]
+    periods, count = divmod(layer_count(leaves), order.period)
+    segments = [(layers, order, leaves, periods)] if periods else []
+    if count:
+        segments.append((layers[:count], *order.remaining(leaves, periods, count), 1))
     reports: list[Any] = []
-    for branches, start, stop in ((layers, 0, end), (layers[: count - end], end, count)):
-        if start < stop:
-            stack = [leaf[start:stop] for leaf in leaves]
-            outputs: Any = _run(tuple(branches), by_period(stack, len(branches)), x1, x2, operand_leaves)
-            x1, x2, stack_reports = outputs
-            reports += stack_reports
+    for branches, segment_order, stacks, length in segments:
+        slices = segment_order.by_period(stacks, length)
+        outputs: Any = _run(tuple(branches), segment_order, slices, x1, x2, operand_leaves)
+        x1, x2, segment_reports = outputs
+        reports += segment_reports
     return x1, x2, reports
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(layers: Layers, params: list[Any], x1: Array, x2: Array, operands: list[Any]) -> tuple[Array, Array, Any]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(
+    layers: Layers, order: StackOrder, params: Stacks, x1: Array, x2: Array, operands: list[Any]
+) -> tuple[Array, Array, Any]:
     """`reversible` of lists of leaves; params are in the form of `by_period`, reports are stacked over periods."""
-    (y1, _), (y2, _), reports = _forward_pass(layers, params, x1, x2, operands)
+    (y1, _), (y2, _), reports = _forward_pass(layers, order, params, x1, x2, operands)
     return y1, y2, reports
 
 
 @accepts_numpy
 def _run_forward(
-    layers: Layers, params: list[Any], x1: Array, x2: Array, operands: list[Any]
+    layers: Layers, order: StackOrder, params: Stacks, x1: Array, x2: Array, operands: list[Any]
 ) -> tuple[tuple[Array, Array, Any], Any]:
     # Branches run in the form that they have in the backward pass: a branch with a custom derivative may round differently
     # when it is not differentiated.
     layers = [(_as_in_backward(f), _as_in_backward(g)) for f, g in layers]
-    y1, y2, reports = _forward_pass(layers, params, x1, x2, operands)
+    y1, y2, reports = _forward_pass(layers, order, params, x1, x2, operands)
     return (y1[0], y2[0], reports), (params, x2, y1, y2, operands)
 
 
@@ -118,14 +136,14 @@ def _as_in_backward(branch: Branch) -> Branch:
 
 
 def _forward_pass(
-    layers: Layers, params: list[Any], x1: Array, x2: Array, operands: list[Any]
+    layers: Layers, order: StackOrder, params: Stacks, x1: Array, x2: Array, operands: list[Any]
 ) -> tuple[Stream, Stream, Any]:
     """Both streams after all layers, as compensated sums, and the reports of the branches, stacked over periods."""
 
     def period(streams: tuple[Stream, Stream], params: Any) -> tuple[tuple[Stream, Stream], Any]:
         (x1, x2), reports = streams, []
         for index, (f, g) in enumerate(layers):
-            layer = layer_of_period(params, index, len(layers))
+            layer = order.layer_of_period(params, index)
             output, f_report = f(layer, x2[0], operands)
             x1 = _add(x1, output.astype(x1[0].dtype))
             output, g_report = g(layer, x1[0], operands)
@@ -137,7 +155,9 @@ def _forward_pass(
     return y1, y2, reports
 
 
-def _run_backward(layers: Layers, saved: Any, cotangents: tuple[Array, Array, Any]) -> tuple[Any, ...]:
+def _run_backward(
+    layers: Layers, order: StackOrder, saved: Any, cotangents: tuple[Array, Array, Any]
+) -> tuple[Any, ...]:
     """Gradients of the parameters, both input streams and the operands; recomputes each layer's inputs from its outputs."""
     params, x2, y1, y2, operands = saved
     d1, d2, d_reports = cotangents
@@ -147,7 +167,7 @@ def _run_backward(layers: Layers, saved: Any, cotangents: tuple[Array, Array, An
         params, d_reports, number = slices
         d_params = []
         for index, (f, g) in reversed(list(enumerate(layers))):
-            layer, (d_f_report, d_g_report) = layer_of_period(params, index, len(layers)), d_reports[index]
+            layer, (d_f_report, d_g_report) = order.layer_of_period(params, index), d_reports[index]
             output, by_y1, by_g, by_operands = _vjp_of_branch(g, layer, y1[0], operands, d2, d_g_report)
             y2, d1, d_operands = _add(y2, -output), d1 + by_y1, _sum_lists(d_operands, by_operands)
             if index == 0:
@@ -156,14 +176,14 @@ def _run_backward(layers: Layers, saved: Any, cotangents: tuple[Array, Array, An
             output, by_y2, by_f, by_operands = _vjp_of_branch(f, layer, y2[0], operands, d1, d_f_report)
             y1, d2, d_operands = _add(y1, -output), d2 + by_y2, _sum_lists(d_operands, by_operands)
             d_params.insert(0, _sum_lists(by_g, by_f))
-        by_params = d_params[0] if len(layers) == 1 else [jnp.stack(leaves) for leaves in zip(*d_params, strict=True)]
-        return (y1, y2, d1, d2, d_operands), by_params
+        return (y1, y2, d1, d2, d_operands), order.period_of_layers(d_params)
 
     d_operands = [jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in _real_leaves(operands)]
     numbers = jnp.arange(jax.tree.leaves(params)[0].shape[0], dtype=jnp.int32)
     slices = params, jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, d_reports), numbers
     (_, _, d1, d2, d_operands), d_params = lax.scan(period, (y1, y2, d1, d2, d_operands), slices, reverse=True)
-    return _with_none(params, d_params), d1, d2, _with_none(operands, d_operands)
+    by_params = {name: _with_none(stack, d_params[name]) for name, stack in params.items()}
+    return by_params, d1, d2, _with_none(operands, d_operands)
 
 
 _run.defvjp(_run_forward, _run_backward)
@@ -213,36 +233,3 @@ def _with_none(leaves: list[Any], gradients: Sequence[Array]) -> list[Any]:
     """Gradients of all leaves, from those of the real ones: None for the other leaves."""
     remaining = iter(gradients)
     return [next(remaining).astype(leaf.dtype) if _is_real(leaf) else None for leaf in leaves]
-
-
-def by_period(tree: Any, period: int) -> Any:
-    """Reshapes stacked layers for layer forms that are used in turn.
-
-    Args:
-      tree: Tree of arrays [L, ...].
-      period: Number of layer forms.
-
-    Returns:
-      Arrays [L // period, period, ...], without the layers beyond the last complete period; for a period of 1 the tree itself.
-    """
-
-    def reshape(leaf: jax.Array) -> jax.Array:
-        # With an axis of size 1, XLA chooses another layout, and copies the stack.
-        periods = leaf.shape[0] // period
-        return leaf if period == 1 else leaf[: periods * period].reshape(periods, period, *leaf.shape[1:])
-
-    return jax.tree.map(reshape, tree)
-
-
-def layer_of_period(tree: Any, index: int, period: int) -> Any:
-    """Selects a layer of one period.
-
-    Args:
-      tree: A slice of the result of `by_period`: arrays [period, ...], or one layer for a period of 1.
-      index: Index of the layer within the period.
-      period: Number of layer forms.
-
-    Returns:
-      The arrays of the layer.
-    """
-    return tree if period == 1 else jax.tree.map(lambda leaf: leaf[index], tree)

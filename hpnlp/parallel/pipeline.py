@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -43,8 +43,8 @@ AXIS = "pipeline"
 # Without plan.microbatches, at most so many microbatches per stage: the bubble is a fifth of the time, or less with rounds.
 MICROBATCHES_PER_STAGE = 4
 
-# Runs some layers: (tensor_parallel, stacked shards of the layers' parameters, x, context, rng, index of the first layer)
-# -> (x, aux). `tensor_parallel.gather_parameters` makes full parameters from one layer's shards.
+# Runs a chunk of the layers: (tensor_parallel, stacks of shards of their parameters by name, x, context, rng, index of the
+# chunk) -> (x, aux). `tensor_parallel.gather_parameters` makes full parameters from one layer's shards.
 Run = Callable[..., tuple[jax.Array, Aux]]
 
 # Runs the layers of one stage and round: (chunk of parameters, x, context, round) -> (x, aux).
@@ -58,9 +58,10 @@ def run_layers(
 
     Args:
       layout: Layout of the run.
-      names: Logical names of the parameters' axes, of which the first is "layers".
+      names: Logical names of the parameters' axes, of which the first is "layers"; a tree like `params`.
       run: Function that runs some layers on one device.
-      params: Parameters, stacked in the layers' order, `[L, ...]`, laid out by the layout.
+      params: Stacks of parameters by name, `[n, ...]` in the layers' order, laid out by the layout. A stage holds an equal
+          part of each.
       x: Hidden states, laid out by `Layout.activations`.
       context: A pytree of arrays `[B, ...]` and `[B, T, ...]`.
       rng: Key for dropout, or None.
@@ -76,8 +77,10 @@ def run_layers(
     gathered in every tick, forward and backward, and their gradients scattered. With rounds, see `_redistribute`.
     """
     length = context.positions.shape[1]
-    param_specs, gather = layout.parameters(names, params, stacked=True)
-    tensor_parallel = _tensor_parallel(layout, length, gather, context.order)
+    layouts = {name: layout.parameters(names[name], stack, stacked=True) for name, stack in params.items()}
+    param_specs = {name: specs for name, (specs, _) in layouts.items()}
+    gathers = {name: gather for name, (_, gather) in layouts.items()}
+    tensor_parallel = _tensor_parallel(layout, length, gathers, context.order)
     count = microbatches(layout, x.shape[0])
     leaves, treedef = jax.tree.flatten(context)
 
@@ -101,16 +104,19 @@ def run_layers(
     return program(params, x, leaves, rng)
 
 
-def _tensor_parallel(layout: Layout, length: int, gather: Callable[[Any], Any], order: Any) -> MeshTensorParallel:
+def _tensor_parallel(
+    layout: Layout, length: int, gathers: Mapping[str, Callable[[Any], Any]], order: Any
+) -> MeshTensorParallel:
     """Collectives of one device in a layer: gathering of its parameters, and mixing over a divided sequence.
 
-    order: the chunks of each device of a ring, from `context_parallel.token_order`.
+    gathers: by the name of a stack, the function that gathers one of its layers. order: the chunks of each device of a ring,
+    from `context_parallel.token_order`.
     """
 
-    def gather_from_host(shards: Any) -> Any:
-        return gather(host_offload.to_device(shards))
+    def gather(shards: Any, stack: str) -> Any:
+        return gathers[stack](host_offload.to_device(shards) if layout.offload_parameters else shards)
 
-    fields: dict[str, Any] = {"gather": gather_from_host if layout.offload_parameters else gather}
+    fields: dict[str, Any] = {"gather": gather}
     if layout.size("length") > 1:
         ring = functools.partial(context_parallel.ring, chunks=order)
         fields["run_mixer"] = context_parallel.by_heads if layout.exchange == "heads" else ring
@@ -199,11 +205,9 @@ def _run_stages(
 def _stage(tensor_parallel: MeshTensorParallel, run: Run, params: Any, rng: Any) -> Stage:
     """A stage of one round, whose gathered parameters are kept for the backward pass. It takes no chunk."""
     here = lax.axis_index(AXIS)
-    layers = jax.tree.leaves(params)[0].shape[0]
-    first = (here * layers).astype(jnp.uint32)
 
     def stage(chunk: Any, x: jax.Array, context: Any, round_: jax.Array) -> tuple[jax.Array, Aux]:
-        return run(tensor_parallel, params, x, context, rng, first)
+        return run(tensor_parallel, params, x, context, rng, here)
 
     return stage
 
@@ -219,25 +223,28 @@ def _regathering_stage(
     chunks `[R, c, ...]` are arguments of the stage only in order to receive it.
     """
     here = lax.axis_index(AXIS)
-    stack = jax.tree.map(functools.partial(_redistribute, rounds=rounds), params)
-    layers = jax.tree.leaves(stack)[0].shape[1]
-    chunks = jax.tree.map(lambda leaf: leaf.shard if is_zero2(leaf) else leaf, stack, is_leaf=is_zero2)
-    stack = lax.stop_gradient(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stack))
+    stacks = jax.tree.map(functools.partial(_redistribute, rounds=rounds), params)
+    sizes = {name: jax.tree.leaves(stack)[0].shape[1] for name, stack in stacks.items()}  # of the stacks in a chunk
+    chunks = jax.tree.map(lambda leaf: leaf.shard if is_zero2(leaf) else leaf, stacks, is_leaf=is_zero2)
+    stacks = lax.stop_gradient(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stacks))
 
-    def gather(layer: Any) -> Any:
+    def gather(layer: Any, stack: str) -> Any:
         def take(leaf: Any, receiver: jax.Array) -> Any:
             if is_zero2(leaf):
                 return Zero2Parameter(_at(leaf.full, layer["index"]), receiver)
             return _with_gradient_of(_at(leaf, layer["index"]), receiver)
 
-        return tensor_parallel.gather(jax.tree.map(take, stack, layer["gradient_receivers"], is_leaf=is_zero2))
+        parameters = jax.tree.map(take, stacks[stack], layer["gradient_receivers"], is_leaf=is_zero2)
+        return tensor_parallel.gather(parameters, stack)
 
     gathering = dataclasses.replace(tensor_parallel, gather=gather)
 
     def stage(chunk: Any, x: jax.Array, context: Any, round_: jax.Array) -> tuple[jax.Array, Aux]:
-        indices = round_ * layers + jnp.arange(layers, dtype=jnp.int32)
-        first = ((round_ * lax.axis_size(AXIS) + here) * layers).astype(jnp.uint32)
-        return run(gathering, {"index": indices, "gradient_receivers": chunk}, x, context, rng, first)
+        layers = {
+            name: {"index": round_ * size + jnp.arange(size, dtype=jnp.int32), "gradient_receivers": chunk[name]}
+            for name, size in sizes.items()
+        }
+        return run(gathering, layers, x, context, rng, round_ * lax.axis_size(AXIS) + here)
 
     return stage, chunks
 

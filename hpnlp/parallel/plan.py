@@ -48,7 +48,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "positions": (),  # rows of a table of learned positions
     "token_types": (),  # rows of a table of token types
     "layers": ("pipeline",),
-    "periods": ("pipeline",),  # layers / period of the mixers: all stages run the same program
+    "periods": ("pipeline",),  # layers / period of their forms: all stages run the same program
     "embed": (),  # the model dimension of parameters
     "hidden": (),  # the model dimension of activations
     "heads": ("tensor",),
@@ -234,9 +234,7 @@ class Plan:
         rules = {name: tuple(a for a in axes if mesh.shape[a] > 1) for name, axes in RULES.items()}
         for name, (size, field) in sizes.items():
             if name in ("layers", "periods"):
-                self._check_stages(
-                    size, "periods of model.mixer" if name == "periods" else field, mesh.shape["pipeline"]
-                )
+                self._check_stages(size, f"periods of {field}" if name == "periods" else field, mesh.shape["pipeline"])
             rules[name] = _dividing_axes(size, rules[name], mesh.shape)
         # Attention is divided by complete groups of query heads and their key head, or not at all.
         if rules["heads"] != rules["kv_heads"]:

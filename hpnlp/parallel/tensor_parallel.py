@@ -29,7 +29,7 @@ def _run_mixer(mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
     return mixer(inputs, mask)
 
 
-def _identity(params: Any) -> Any:
+def _identity(params: Any, stack: str) -> Any:
     return params
 
 
@@ -44,7 +44,7 @@ class MeshTensorParallel(TensorParallel):
       shards_tokens: True where, between branches, each device of the axis `tensor` holds a slice of the tokens of each
           sequence (sequence parallelism); False where it holds all of them.
       run_mixer: `(mixer, inputs, mask) -> MixerOutput` for the device's tokens.
-      gather: Makes a layer's full parameters from the device's shards.
+      gather: `(shards, name of the stack)`: makes a layer's full parameters from the device's shards.
       regathered_sizes: Numbers of elements that parameters have before and after `gather`, where the backward pass gathers
           them again; empty where it keeps the gathered parameters.
     """
@@ -54,7 +54,7 @@ class MeshTensorParallel(TensorParallel):
     mesh_axes: Mapping[str, tuple[str, ...]]
     shards_tokens: bool
     run_mixer: Callable[[Any, MixerInputs, Any], MixerOutput] = _run_mixer
-    gather: Callable[[Any], Any] = _identity
+    gather: Callable[[Any, str], Any] = _identity
     regathered_sizes: frozenset[int] = frozenset()
 
     @property
@@ -88,8 +88,8 @@ class MeshTensorParallel(TensorParallel):
             )
         return self.run_mixer(mixer, inputs, mask)
 
-    def gather_parameters(self, params: Any) -> Any:
-        return self.gather(params)
+    def gather_parameters(self, params: Any, stack: str) -> Any:
+        return self.gather(params, stack)
 
     def remat_policy(self, policy: Any) -> Any:
         if not self.regathered_sizes:

@@ -176,12 +176,11 @@ def costs(config: Config, devices: int) -> Costs:
     jaxpr = trace(trainer, batch_size, length).jaxpr
     program = program_cost(jaxpr, state_shards(trainer), donated=True)
     stages, count = layout.size("layers"), microbatches(layout, batch_size // config.optimizer.accumulate)
-    mixers = model.mixers()
     model_flops = measure.training_flops(
         model.non_embedding_parameters(),
         batch_size * length,
-        layers=sum(bool(mixers[layer % len(mixers)].needs) for layer in range(model.layers)),
-        width=model.heads * model.head_size,
+        layers=1,  # of the width of all layers together, which may have different heads
+        width=model.attention_width(),
         length=length,
     )
     return Costs(

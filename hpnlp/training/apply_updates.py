@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from hpnlp.nn.attention import mixer_period
 from hpnlp.parallel import host_offload
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError, Model
@@ -123,10 +122,11 @@ def check_by_layer(model: Model, config: OptimizerConfig) -> None:
             "plan.offload_parameters=True fetches a layer once in a backward pass, and model.residual='reversible' takes each "
             f"branch by itself: set model.residual='plain' and plan.remat='full', {alternative}"
         )
-    if len(mixer_period(c.mixer)) > 1:
+    if fields := c.periodic_fields():
+        shown = " and ".join(f"{field}={text!r}" for field, text in fields.items())
         raise InputError(
-            f"plan.offload_parameters=True fetches one layer at a time, and model.mixer={c.mixer!r} alternates several: "
-            f"name one mixer, {alternative}"
+            f"plan.offload_parameters=True fetches one layer at a time, and {shown} alternates several: name one, "
+            f"{alternative}"
         )
     if config.name == "adafactor":
         raise InputError(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hpnlp.parallel import host_offload
+from hpnlp.parallel import host_offload, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.training import sparse_rows
 from hpnlp.training.apply_updates import Update, mean
@@ -130,24 +130,25 @@ class Gradients:
         if not self.zero2:
             return params
 
-        def shard(path: Any, leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-            if not _has_divided_gradient(sparse_rows.keys(path), ids):
+        def shard(path: Any, leaf: jax.Array, names: Any, spec: PartitionSpec) -> jax.Array:
+            if not _has_divided_gradient(names, sparse_rows.keys(path) in ids):
                 return leaf
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.layout.mesh, spec))
 
-        return jax.tree_util.tree_map_with_path(shard, params, self.layout.state_specs(self.axes, params, divided=True))
+        specs = self.layout.state_specs(self.axes, params, divided=True)
+        return jax.tree_util.tree_map_with_path(shard, params, self.axes, specs)
 
     def _with_shards(self, shards: Any, params: Any, ids: Any) -> Any:
         """Parameters for the model, from replicated ones and the shards that gradients are taken with respect to."""
         if not self.zero2:
             return shards
 
-        def join(path: Any, shard: jax.Array, leaf: jax.Array) -> Any:
-            if _has_divided_gradient(sparse_rows.keys(path), ids):
+        def join(path: Any, shard: jax.Array, names: Any, leaf: jax.Array) -> Any:
+            if _has_divided_gradient(names, sparse_rows.keys(path) in ids):
                 return Zero2Parameter(jax.lax.stop_gradient(leaf), shard)
             return shard
 
-        return jax.tree_util.tree_map_with_path(join, shards, params)
+        return jax.tree_util.tree_map_with_path(join, shards, self.axes, params)
 
     def _sum(
         self, shards: Any, params: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array
@@ -199,6 +200,9 @@ def _rngs(key: jax.Array) -> dict[str, jax.Array]:
     return {"dropout": key, "output": jax.random.fold_in(key, 1)}
 
 
-def _has_divided_gradient(path: sparse_rows.Path, ids: Any) -> bool:
-    """True if ZeRO 2 shards the parameter's gradient: in layers, and for tables that are not trained row by row."""
-    return path not in ids and (path[0] in ("layers", "head") or path == ("embed", "table"))
+def _has_divided_gradient(names: tuple[str, ...] | None, by_rows: bool) -> bool:
+    """True if ZeRO 2 shards the gradient of a parameter with these logical axes.
+
+    It does in layers, and for tables that are not trained row by row: their programs gather what ZeRO divides.
+    """
+    return names is not None and not by_rows and ("layers" in names or names == vocab_parallel.TABLE)

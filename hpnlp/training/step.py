@@ -137,7 +137,7 @@ def make_trainer(
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     gradients = Gradients(
         model=model.clone(
-            model_parallel=None if single else _model_parallel(layout, axes, model.config.masks()), remat=plan.remat
+            model_parallel=None if single else _model_parallel(layout, axes, model.config), remat=plan.remat
         ),
         single_model=model,
         update=update,
@@ -195,7 +195,8 @@ def make_trainer(
 def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout: Layout) -> None:
     """Raises InputError if a plan does not fit a model's mixers and residuals, or the optimizer."""
     c = model.config
-    context_parallel.check_support(layout, c.mixers(), model.config.masks(), (c.heads, c.kv_head_count), c.dropout)
+    heads = [c.sizes()[name][0] for name in ("heads", "kv_heads")]
+    context_parallel.check_support(layout, c.mixers(), c.masks(), heads, c.dropout)
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(
             "model.residual='reversible': pipeline stages that gather their parameters in the backward pass (ZeRO "
@@ -312,14 +313,14 @@ def _gradient_shapes(mesh: Any, shapes: Any, param_shardings: Any, statistic_spe
     return jax.tree.map(gradient_shape, shapes, param_shardings, statistic_specs)
 
 
-def _model_parallel(layout: Layout, axes: Any, masks: Any) -> ModelParallel:
-    """Functions that run a model over a mesh. `axes`: logical axis names of its parameters; `masks`: those of its layers."""
+def _model_parallel(layout: Layout, axes: Any, config: Any) -> ModelParallel:
+    """Functions that run a model with this config over a mesh. `axes`: logical axis names of its parameters."""
     return ModelParallel(
         embedding_lookup=functools.partial(vocab_parallel.lookup, layout),
-        run_layers=functools.partial(pipeline.run_layers, layout, axes["layers"]),
+        run_layers=functools.partial(pipeline.run_layers, layout, config.stack_order().split(axes["layers"])),
         loss=functools.partial(vocab_parallel.loss, layout),
         best=functools.partial(vocab_parallel.best, layout),
-        token_order=functools.partial(context_parallel.token_order, layout, masks),
+        token_order=functools.partial(context_parallel.token_order, layout, config.masks()),
     )
 
 

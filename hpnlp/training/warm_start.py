@@ -18,6 +18,7 @@ from hpnlp.data.stream import tokenizer_digest
 from hpnlp.models.huggingface import convert
 from hpnlp.nn.attention import mixer_period
 from hpnlp.parallel.plan import Plan
+from hpnlp.spec import parse_period
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import run_directory as runs
 from hpnlp.training.step import Trainer
@@ -201,7 +202,7 @@ def _architecture(config: Any) -> dict[str, Any]:
     """Fields that decide what a model computes; values that are written in several ways are resolved to one."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE}
     values |= {"kv_heads": config.kv_head_count, "head_dim": config.head_size, "mlp_dim": config.mlp_size}
-    values["mixer"] = mixer_period(config.mixer)
+    values |= {"mixer": mixer_period(config.mixer), "form": parse_period(config.form, "model.form")}
     unused = [] if config.position == "learned" else ["max_len"]
     unused += [] if config.position == "rope" else ["rope_theta", "rope_scaling"]
     return {name: value for name, value in values.items() if name not in unused}

@@ -2,22 +2,18 @@
 
 import dataclasses
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hpnlp.models.backbone import separate_layers
-from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.lm import LM
 from hpnlp.nn.attention import mixer_period
-from hpnlp.nn.mixers import MIXERS
-from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full, Window
 from hpnlp.spec import Spec
-from hpnlp.types import InputError
 from tests.contracts import EXACT
-from tests.models.test_lm import MIXED, ONCE, SMALL, logits_of, loss_of, make, make_batch, numpy_logits, run
+from tests.models.test_lm import MIXED, ONCE, logits_of, loss_of, make, make_batch, numpy_logits, run
 
 PERIODS = {"mixer": "window(2,0),full", "layers": 5}  # two periods, and one more layer
 
@@ -65,7 +61,9 @@ def test_every_mixer_learns_in_two_steps():
 def test_gradients_equal_those_layer_by_layer():
     model, params = make(**PERIODS)
     batch = make_batch(2, 9)
-    expected, by_layer = run(jax.value_and_grad(lambda p: loss_of(model, separate_layers(p), batch)), params)
+    expected, by_layer = run(
+        jax.value_and_grad(lambda p: loss_of(model, separate_layers(p, model.config), batch)), params
+    )
     for unroll, remat in ((1, "none"), (3, "dots")):
         other = LM(dataclasses.replace(model.config, unroll=unroll), remat=remat)
         loss, grads = run(jax.value_and_grad(lambda p, other=other: loss_of(other, p, batch)), params)
@@ -88,7 +86,7 @@ def test_prefill_and_extend_equal_separate_layers():
             states.append(h[:, 0])
         return jnp.stack(states), caches
 
-    (h, caches), (expected, by_layer) = run(decode, params), run(decode, separate_layers(params))
+    (h, caches), (expected, by_layer) = run(decode, params), run(decode, separate_layers(params, model.config))
     np.testing.assert_allclose(h, expected, atol=1e-5)
     assert [cache.k.shape[1] for cache in by_layer] == [3, 12, 3, 12, 3]
     stacked, remaining = caches
@@ -106,17 +104,3 @@ def test_dropout_does_not_depend_on_the_period():
 
     actual, expected = (run(lambda p, of=of: loss(p, jax.random.key(1), of), params) for of in (wide, model))
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
-
-
-class Learned(ExactMixer):
-    """A mixer with a parameter."""
-
-    def setup(self):
-        self.param("scale", nn.initializers.ones, (3,))
-
-
-def test_mixers_with_different_parameters_raise(monkeypatch):
-    monkeypatch.setitem(MIXERS, "learned", lambda **extra: Learned(Full(), **extra))
-    model = LM(LMConfig(**SMALL | {"mixer": "full,learned"}))
-    with pytest.raises(InputError, match="'full,learned': the mixers have different parameters"):
-        jax.eval_shape(lambda: model.init(jax.random.key(0), example_batch(1, 2)))

@@ -30,7 +30,7 @@ def test_greedy_ids_equal_the_argmax_of_the_full_pass(residual):
     best = np.asarray(jax.jit(lambda p: model.apply({"params": p}, padded, method="logits"))(params).argmax(-1))
     for row, prompt, expected in zip(rows, prompts, best, strict=True):
         np.testing.assert_array_equal(row[len(prompt) :], expected[len(prompt) - 1 : len(row) - 1])
-    assert len(separate_layers(params)["layers"]) == 3
+    assert len(separate_layers(params, CONFIG)["layers"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_gradients_equal_those_layer_by_layer(fields, monkeypatch):
         out = model.apply({"params": params}, batch, False, rngs={"dropout": key, "output": key}, method=LM.loss)
         return out.sum + sum(value / weight for value, weight in out.aux.values()), out.aux
 
-    losses = loss, lambda p: loss(separate_layers(p))
+    losses = loss, lambda p: loss(separate_layers(p, model.config))
     actual, expected = run(lambda p: [jax.value_and_grad(f, has_aux=True)(p) for f in losses], params)
     assert actual[0][1].keys() == ({"size_loss", "tokens"} if "reporting" in model.config.mixer else set())
     for a, b in zip(jax.tree.leaves(actual[0]), jax.tree.leaves(expected[0]), strict=True):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hpnlp.nn.stack import run_layers
+from hpnlp.ops.stacks import StackOrder
 
 COUNT = 7
 ONCE = {"xla_backend_optimization_level": 0}
@@ -38,9 +39,11 @@ def test_equals_a_plain_loop(kinds, unroll):
     w = np.linspace(0.5, 1.5, COUNT, dtype=np.float32)
     layers = [layer(kind) for kind in range(kinds)]
     expected, reports = plain(kinds, 2.0, w)
-    stacked = {"w": jnp.asarray(w)}
-    for params in (stacked, tuple({"w": weight} for weight in stacked["w"])):
-        run = jax.jit(lambda *args: run_layers(layers, *args, COUNT, unroll), compiler_options=ONCE)
+    stacked, order = {"w": jnp.asarray(w)}, StackOrder(tuple(f"remainder {kind % 2}" for kind in range(kinds)))
+    stacks = {name: {"w": w[np.array(order.layers_of(name, COUNT))]} for name in order.stack_names}
+    for params in (stacked, tuple({"w": weight} for weight in stacked["w"]), *[stacks] * (kinds > 1)):
+        chosen = order if params is stacks else None
+        run = jax.jit(lambda *args: run_layers(layers, *args, unroll, order=chosen), compiler_options=ONCE)  # noqa: B023
         x, caches, aux = run(jnp.float32(2), params, None)
         np.testing.assert_allclose(x, expected, rtol=1e-6)
         assert aux.keys() == reports.keys()
@@ -59,7 +62,7 @@ def test_layers_of_one_form_are_one_loop():
     """The program has only the scan over all layers: no slices, and no layers after it."""
 
     def run(x, w):
-        return run_layers([layer(0)], x, {"w": w}, None, COUNT, 1)[0]
+        return run_layers([layer(0)], x, {"w": w}, None, 1)[0]
 
     jaxpr = jax.make_jaxpr(run)(jnp.float32(2), jnp.ones(COUNT))
     (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")

@@ -3,12 +3,11 @@
 import dataclasses
 import types
 
-import jax
 import numpy as np
 import pytest
 
 from hpnlp.models.decode import Generation
-from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.lm import LM, LMConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full, Window
@@ -71,8 +70,6 @@ def test_convolutions_raise_for_widths_and_masks_that_they_cannot_have():
             LMConfig(mixer=f"conv({width})", **SIZES)
     with pytest.raises(InputError, match="a convolution cannot apply the mask Window"):
         MIXERS["conv"]().within(Window(3, 0))
-    with pytest.raises(InputError, match="conv,full.* different parameters, which do not stack"):
-        LM(LMConfig(mixer="conv,full", **SIZES)).init(jax.random.key(0), example_batch(1, 4))
 
 
 def test_weights_of_layers_are_counted_by_their_projections():

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from hpnlp import measure
 from hpnlp.ops.reversible import reversible
+from hpnlp.ops.stacks import StackOrder
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 
@@ -48,6 +49,15 @@ def reference(layers, params, x1, x2, *operands):
     return x1, x2, reports
 
 
+def by_form(layers, params, *arguments):
+    """`reversible` over one stack for each pair of branches."""
+    order = StackOrder(tuple(map(str, range(len(layers)))))
+    stacks = {
+        name: jax.tree.map(lambda leaf, i=i: leaf[i :: len(layers)], params) for i, name in enumerate(order.names)
+    }
+    return reversible(layers, stacks, *arguments, order=order)
+
+
 def arrays(count, scale=0.5, dtype="float32"):
     draw = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(draw.standard_normal(shape), dtype)  # noqa: E731
@@ -69,19 +79,20 @@ def loss_of(run, layers, key=None, ids=(1, 2)):
 
 
 @pytest.mark.parametrize(
-    ("layers", "count", "key"),
+    ("layers", "count", "key", "op"),
     [
-        ([(mix, feed)], 1, jax.random.PRNGKey),
-        ([(mix, feed)], 4, jax.random.key),
-        ([(mix, feed), (other, feed)], 5, jax.random.PRNGKey),
-        ([(mix, feed)] * 2 + [(other, mix)], 2, jax.random.key),
+        ([(mix, feed)], 1, jax.random.PRNGKey, reversible),
+        ([(mix, feed)], 4, jax.random.key, reversible),
+        ([(mix, feed), (other, feed)], 5, jax.random.PRNGKey, reversible),
+        ([(mix, feed)] * 2 + [(other, mix)], 2, jax.random.key, reversible),
+        ([(mix, feed), (other, feed)], 5, jax.random.key, by_form),
     ],
-    ids=["one", "loop", "turns and a half", "less than a turn"],
+    ids=["one", "loop", "turns and a half", "less than a turn", "two stacks"],
 )
-def test_gradients_match_reference(layers, count, key):
+def test_gradients_match_reference(layers, count, key, op):
     """Gradients by parameters, both streams, and an operand; dropout, layer numbers and reports are the same."""
     arguments = arrays(count)
-    losses = [loss_of(run, layers, key(1)) for run in (reversible, reference)]
+    losses = [loss_of(run, layers, key(1)) for run in (op, reference)]
     actual, expected = once(lambda *a: [jax.value_and_grad(loss, (0, 1, 2, 3))(*a) for loss in losses], *arguments)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(expected))
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)

@@ -19,13 +19,13 @@ from tests.contracts import once
 LAYERS, B, T, D = 8, 16, 8, 16
 
 
-def run(tensor_parallel, params, x, context, rng, first):
+def run(tensor_parallel, params, x, context, rng, chunk):
     """Layers that depend on their index and on positions, and report a sum."""
 
     def layer(x, slices):
         layer_params, index = slices
         y = jnp.tanh(
-            x @ tensor_parallel.gather_parameters(layer_params)["w"]
+            x @ tensor_parallel.gather_parameters(layer_params, "all")["w"]
             + index.astype(jnp.float32)
             + 0.1 * context.positions[..., None]
         )
@@ -33,8 +33,9 @@ def run(tensor_parallel, params, x, context, rng, first):
 
     if tensor_parallel.regathers:
         layer = jax.checkpoint(layer, policy=tensor_parallel.remat_policy(None), prevent_cse=False)
-    indices = first + jnp.arange(jax.tree.leaves(params)[0].shape[0], dtype=jnp.uint32)
-    x, squares = jax.lax.scan(layer, x, (params, indices))
+    count = jax.tree.leaves(params)[0].shape[0]
+    indices = jnp.asarray(chunk * count, jnp.uint32) + jnp.arange(count, dtype=jnp.uint32)
+    x, squares = jax.lax.scan(layer, x, (params["all"], indices))
     return x, {"square": (squares.sum(), jnp.float32(x.shape[0] * len(indices)))}
 
 
@@ -42,7 +43,7 @@ def arrays():
     draw = np.random.default_rng(0)
     w, x = draw.standard_normal((LAYERS, D, D)) / D, draw.standard_normal((B, T, D))
     positions = jnp.asarray(draw.integers(0, 5, (B, T)), jnp.int32)
-    return {"w": jnp.asarray(w, jnp.float32)}, jnp.asarray(x, jnp.float32), Context(positions, None, Causal())
+    return {"all": {"w": jnp.asarray(w, jnp.float32)}}, jnp.asarray(x, jnp.float32), Context(positions, None, Causal())
 
 
 def with_gradients(run_all):
@@ -54,7 +55,7 @@ def with_gradients(run_all):
 
 
 def on_one_device(params, x, context):
-    return run(NO_TENSOR_PARALLEL, params, x, context, None, jnp.uint32(0))
+    return run(NO_TENSOR_PARALLEL, params, x, context, None, 0)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def expected_results():
 
 def staged(plan, devices=8):
     layout = plan.layout({"layers": (LAYERS, "model.layers")}, jax.devices()[:devices])
-    names = {"w": ("layers", "embed", "hidden")}
+    names = {"all": {"w": ("layers", "embed", "hidden")}}
     return lambda params, x, context: pipeline.run_layers(layout, names, run, params, x, context, None)
 
 

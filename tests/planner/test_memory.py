@@ -19,10 +19,23 @@ from hpnlp.training.optim import OptimizerConfig
 from tests.contracts import ONCE
 from tests.planner.common import CONFIG, MODEL, planned
 
+HYBRID = {"mixer": "conv,full", "form": "block*3,block(heads=2,mlp_dim=256)"}
 
-@pytest.mark.parametrize("remat", ["none", "full", pytest.param("names(mixed)", marks=pytest.mark.slow), "dots"])
-def test_temporaries_match_the_compiled_program(remat):
-    config = dataclasses.replace(CONFIG, plan=Plan("single", remat=remat))
+
+@pytest.mark.parametrize(
+    ("remat", "fields"),
+    [
+        ("none", {}),
+        ("full", {}),
+        ("dots", {}),
+        pytest.param("names(mixed)", {}, marks=pytest.mark.slow),
+        pytest.param("none", HYBRID, marks=pytest.mark.slow),
+        pytest.param("full", HYBRID, marks=pytest.mark.slow),
+        pytest.param("none", HYBRID | {"residual": "reversible"}, marks=pytest.mark.slow),
+    ],
+)
+def test_temporaries_match_the_compiled_program(remat, fields):
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, **fields), plan=Plan("single", remat=remat))
     trainer = trainer_of(config, jax.devices()[:1])
     traced = trace(trainer, 16, 128)
     with jax.set_mesh(trainer.layout.mesh):

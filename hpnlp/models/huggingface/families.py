@@ -21,7 +21,7 @@ from hpnlp.models.huggingface.sliding_windows import (
 )
 from hpnlp.models.lm import LMConfig
 from hpnlp.nn.output import OUTPUTS
-from hpnlp.spec import build, parse_one
+from hpnlp.spec import build, parse_one, parse_period
 from hpnlp.types import InputError
 
 
@@ -331,6 +331,7 @@ def _function_fields(fields: dict[str, Any]) -> dict[str, Any]:
     if fields["position"] == "rope":
         fields |= {"rope_theta": theta, "rope_scaling": parse_scaling(scaling)}
     fields["mixer"] = canonical_mixer(fields["mixer"], fields["layers"])
+    fields["form"] = ",".join(map(str, parse_period(fields["form"], "model.form")))
     fields["kv_heads"] = fields["kv_heads"] or fields["heads"]
     fields["head_dim"] = fields["head_dim"] or fields["dim"] // fields["heads"]
     return fields

@@ -1,0 +1,137 @@
+"""Layer forms: the Block fields in which the layers of a model differ, `model.form`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hpnlp.nn.attention import mixer_period
+from hpnlp.nn.block import BlockConfig
+from hpnlp.nn.layers import GATED
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.spec import Spec, build, parse_one, parse_period
+from hpnlp.types import InputError, Projection
+
+# Block fields that are the same in all layers, and the reason.
+SHARED: Mapping[str, str] = {
+    "dim": "branches of all layers are added to one stream",
+    "dropout": "one rate holds for the whole model",
+    "norm_placement": "the norm after the last layer depends on it",
+    "mixer": "model.mixer names the mixer of each layer",
+}
+# Block fields that only mixers with projections read.
+OF_PROJECTIONS = (
+    *("heads", "kv_heads", "head_dim", "position", "rope_theta", "rope_scaling", "qk_norm", "qkv_bias", "out_bias"),
+)
+
+
+class BlockForm:
+    """Entry of FORMS: a Block with the model's fields, except for those given. Called with fields, returns them."""
+
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=field.type)
+            for field in dataclasses.fields(BlockConfig)
+            if field.name not in SHARED
+        ]
+    )
+
+    def __call__(self, **fields: Any) -> dict[str, Any]:
+        return fields
+
+
+FORMS = {"block": BlockForm()}
+
+
+def layer_forms(text: str, base: BlockConfig) -> tuple[BlockConfig, ...]:
+    """The forms that layers take in turn.
+
+    Args:
+      text: `model.form`, a spec string as "block*3,block(heads=2)". Layer i has the entry i % p of its p entries.
+      base: The model's Block. Layer i has the entry i % m of its m mixers.
+
+    Returns:
+      The Block of each layer of one period, of the least common multiple of p and m layers, each with one mixer.
+
+    Raises:
+      InputError: A form has an unknown field, or a value that does not fit.
+    """
+    mixers, entries = mixer_period(base.mixer), parse_period(text, "model.form")
+    forms = [(entry, _changes(entry, text)) for entry in entries]
+    period = math.lcm(len(mixers), len(forms))
+    return tuple(_form(base, mixers[i % len(mixers)], *forms[i % len(forms)]) for i in range(period))
+
+
+def check_effects(text: str, base: BlockConfig) -> None:
+    """Checks that every field of a form is read by the mixer of one of its layers.
+
+    Args:
+      text: As for `layer_forms`.
+      base: As for `layer_forms`.
+
+    Raises:
+      InputError: A form sets a field of projections, and its mixers have none.
+    """
+    mixers, entries = mixer_period(base.mixer), parse_period(text, "model.form")
+    for index, entry in enumerate(entries):
+        unread = [name for name, _ in entry.kwargs if name in OF_PROJECTIONS]
+        specs = [mixers[i % len(mixers)] for i in range(index, math.lcm(len(mixers), len(entries)), len(entries))]
+        if unread and not any(build(spec, MIXERS, "mixer", dropout=0.0, name=None).needs for spec in specs):
+            raise InputError(
+                f"model.form: {unread[0]} of '{entry}' has no effect, because {', '.join(map(str, dict.fromkeys(specs)))}, the "
+                "mixer of these layers, has no projections: leave it out, or change the order of model.mixer or model.form"
+            )
+
+
+def _changes(entry: Spec, text: str) -> dict[str, Any]:
+    """Fields in which a form differs from the model's Block."""
+    for name, _ in entry.kwargs:
+        if name in SHARED:
+            raise InputError(f"model.form={text!r} sets {name}, but {SHARED[name]}: set model.{name} instead")
+    return build(entry, FORMS, "layer form")
+
+
+def _form(base: BlockConfig, mixer: Spec, entry: Spec, changes: Mapping[str, Any]) -> BlockConfig:
+    """The Block of one layer."""
+    try:
+        form = dataclasses.replace(base, mixer=str(mixer), **changes)
+    except InputError as error:
+        raise InputError(f"model.form '{entry}': {error}") from None
+    if form.position != base.position and "learned" in (form.position, base.position):
+        raise InputError(
+            f"model.form '{entry}' and model.position={base.position!r}: learned positions are added to the embedding, for "
+            "all layers: choose 'rope' and 'none' for both, or leave position out of the form"
+        )
+    return form
+
+
+def projections(form: BlockConfig) -> Mapping[str, Projection]:
+    """The projections that a form's mixer reads.
+
+    Args:
+      form: A form with one mixer.
+
+    Returns:
+      `Mixer.needs`.
+    """
+    return build(parse_one(form.mixer, "model.mixer"), MIXERS, "mixer", dropout=form.dropout, name=None).needs
+
+
+def matrix_size(form: BlockConfig) -> int:
+    """Number of weights in the matrices of one layer.
+
+    Args:
+      form: The form of the layer.
+
+    Returns:
+      The number, without biases, norms and the mixer's own parameters.
+    """
+    heads = {"heads": form.heads, "kv_heads": form.kv_head_count}
+    columns = [heads[need.axis] * (need.width or form.head_size) for need in projections(form).values()]
+    if columns:
+        columns.append(form.heads * form.head_size)  # the output projection
+    mlp = (3 if form.mlp in GATED else 2) * form.mlp_size
+    return form.dim * (sum(columns) + mlp)
