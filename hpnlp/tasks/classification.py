@@ -80,10 +80,7 @@ class Classification(Task):
         model = config.model
         if model.pooling == "none":
             raise InputError("model.pooling='none' labels every token: choose another, such as 'mean'")
-        if config.train.eval_stride:
-            raise InputError(
-                f"train.eval_stride={config.train.eval_stride} is for language models: set it to 0 for task={self.name!r}"
-            )
+        self.check_no_stride(config)
         if model.classes not in (0, sizes.classes):
             raise InputError(f"model.classes={model.classes}, but the data have {sizes.classes} labels: set it to 0")
         filled = vocabularies.fill_sizes(model, sizes, config.data.seq_len)
