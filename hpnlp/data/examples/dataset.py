@@ -83,7 +83,7 @@ class Examples:
 
     def _digest(self, side: str, record: Mapping[str, Any]) -> str:
         """Digest of the examples of one side with their classes."""
-        return key_of([record[side]["digest"], record["names"], record["labels"]])
+        return key_of([record[side]["digest"], record["labels"]])
 
     @property
     def seq_len(self) -> int:
@@ -185,7 +185,7 @@ class Examples:
 
     def _batch(self, side: str, numbers: np.ndarray, count: int) -> Batch:
         """The batch of the examples with these numbers, filled up with padding to `count` rows."""
-        return self.kind.batch(self.stored[side], numbers, count, self.tokenizer, self.config.seq_len)
+        return self.kind.batch(self.stored[side], numbers.tolist(), count, self.tokenizer, self.config.seq_len)
 
 
 def _count(count: int) -> str:

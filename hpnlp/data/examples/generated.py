@@ -22,11 +22,13 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from hpnlp import spec as specs
 from hpnlp.data import sources, token_store
 from hpnlp.data.digest import Snapshot
 from hpnlp.data.examples import library, number_words
 from hpnlp.data.files import ignore_progress
 from hpnlp.data.sources import File, LeftOut, Source
+from hpnlp.types import InputError
 
 _FORMAT = 2  # version of the files that are written; part of the cache key
 GROUP_FIELD = "group"
@@ -54,9 +56,14 @@ def find(path: str, root: str) -> tuple[tuple[Source, ...], str, tuple[Source, .
       if `path` is no entry of GENERATED.
 
     Raises:
-      InputError: The standard library cannot be read, or the cache cannot be written.
+      InputError: `path` is no file but looks like a name, the standard library cannot be read, or the cache cannot be written.
     """
     if path not in GENERATED:
+        if specs.is_name(path) and not os.path.exists(path):
+            raise InputError(
+                f"data.path={path!r} is neither a file nor the name of generated examples: "
+                f"{specs.did_you_mean(path, GENERATED)}"
+            )
         return (), "", ()
     origin, make, make_challenge = GENERATED[path]
     read_from = sources.find(origin, "the standard library")[0].files if origin else ()

@@ -21,7 +21,7 @@ from hpnlp.data.records import SKIP
 from hpnlp.data.sources import LeftOut, Source
 from hpnlp.types import InputError, Tokenizer
 
-_FORMAT = 1  # version of the files that `ExampleIngest.write` writes; part of the cache key
+_FORMAT = 2  # version of the files that `ExampleIngest.write` writes; part of the cache key
 # Sizes from which a group of examples is tokenised at once, on all cores if the tokenizer supports it.
 _GROUP_BYTES = 1 << 20
 _GROUP_EXAMPLES = 512
@@ -65,12 +65,12 @@ class ExampleIngest:
         return self.train, self.heldout, self.challenge
 
     def fingerprint(self) -> Any:
-        """Lists everything that the result depends on, except the tokenizer and the content of the files.
+        """Lists everything that the result depends on, except the tokenizer, the content of the files and `labels`.
 
         Returns:
           A JSON-able value.
         """
-        options = [self.group_field, self.heldout_fraction, self.heldout_examples, self.skip_bad_lines, self.labels]
+        options = [self.group_field, self.heldout_fraction, self.heldout_examples, self.skip_bad_lines]
         files = [
             [[source.walked, [[file.path, file.name] for file in source.files]] for source in group]
             for group in self._groups
@@ -123,7 +123,7 @@ class ExampleIngest:
         writing = _Writing(self, directory, tokenizer, progress)
         threshold = self._threshold()
         with (
-            ExampleWriter(directory, "train", tokenizer.vocab_size) as train,
+            ExampleWriter(directory, "train", tokenizer.vocab_size, writing.classes.names) as train,
             _Candidates(writing, "heldout") as heldout,
         ):
             for source in self.train:
@@ -272,7 +272,9 @@ class _Candidates:
     def __init__(self, writing: _Writing, name: str):
         self._writing = writing
         self._name = name
-        self._writer = ExampleWriter(writing.directory, "candidates", writing.tokenizer.vocab_size)
+        self._writer = ExampleWriter(
+            writing.directory, "candidates", writing.tokenizer.vocab_size, writing.classes.names
+        )
         self._fractions: list[float] = []
         self.aside = 0
 
@@ -293,11 +295,11 @@ class _Candidates:
         The files of the candidates are removed.
         """
         directory, kind = self._writing.directory, self._writing.ingest.kind
-        identity = np.arange(len(self._writing.classes.names))
-        stored = StoredExamples(directory, "candidates", self._writer.record(), kind.parts, identity)
+        names = self._writing.classes.names
+        stored = StoredExamples(directory, "candidates", self._writer.record(), kind.parts, np.arange(len(names)))
         order = np.argsort(np.array(self._fractions), kind="stable")[:limit]
         self.aside = len(self._fractions) - len(order)
-        with ExampleWriter(directory, self._name, self._writing.tokenizer.vocab_size) as writer:
+        with ExampleWriter(directory, self._name, self._writing.tokenizer.vocab_size, names) as writer:
             for number in np.sort(order).tolist():
                 labels = stored.labels(number)
                 if self._is_known(labels):

@@ -154,7 +154,7 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def batch(
-        self, examples: StoredExamples, numbers: np.ndarray, count: int, tokenizer: Tokenizer, seq_len: int
+        self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         """Makes a batch.
 
@@ -181,9 +181,9 @@ def _framed(text: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
     return np.concatenate([bos, text[: seq_len - len(bos) - len(eos)], eos])
 
 
-def _padded(rows: Sequence[np.ndarray], count: int, width: int, fill: float, dtype: type = np.int32) -> np.ndarray:
+def _padded(rows: Sequence[np.ndarray], count: int, width: int, fill: int) -> np.ndarray:
     """An array [count, width] with the rows at its beginning, and `fill` elsewhere."""
-    out = np.full((count, width), fill, dtype)
+    out = np.full((count, width), fill, np.int32)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row
     return out
@@ -249,7 +249,7 @@ class Classification(Kind):
         return lengths.sum(axis=1) > seq_len - self.special_tokens(tokenizer)
 
     def batch(
-        self, examples: StoredExamples, numbers: np.ndarray, count: int, tokenizer: Tokenizer, seq_len: int
+        self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         room = seq_len - self.special_tokens(tokenizer)
         bos, eos = _special(tokenizer.bos_id), _special(tokenizer.eos_id)
@@ -345,7 +345,7 @@ class Tagging(Kind):
         return [np.concatenate(words)], np.concatenate(stored)
 
     def batch(
-        self, examples: StoredExamples, numbers: np.ndarray, count: int, tokenizer: Tokenizer, seq_len: int
+        self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         rows = [_framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
         room = seq_len - self.special_tokens(tokenizer)
@@ -401,7 +401,7 @@ class Seq2Seq(Kind):
         return f" and data.target_len={self.target_len}"
 
     def batch(
-        self, examples: StoredExamples, numbers: np.ndarray, count: int, tokenizer: Tokenizer, seq_len: int
+        self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         start = tokenizer.pad_id if tokenizer.bos_id is None else tokenizer.bos_id
         sources = [_framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
@@ -444,7 +444,7 @@ class Pairs(Kind):
         return [values["text_field"], values["pair_field"]]
 
     def batch(
-        self, examples: StoredExamples, numbers: np.ndarray, count: int, tokenizer: Tokenizer, seq_len: int
+        self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         first, second = (
             [_framed(examples.part(number, part), tokenizer, seq_len) for number in numbers] for part in range(2)

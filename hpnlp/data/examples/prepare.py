@@ -65,10 +65,18 @@ def prepare_examples(
         snapshot.check()
         return record
 
-    directory, record = token_store.cached(
-        root, f"examples-{token_store.key_of([content, tokenizer_digest(tokenizer)])}", write
-    )
+    key = [content, tokenizer_digest(tokenizer)]
+    if labels is not None:
+        found = token_store.find(root, _name(key)) or {}
+        # The classes of a run that is resumed are mostly those that its data have by themselves.
+        key = key if found.get("labels") == list(labels) else [*key, list(labels)]
+    directory, record = token_store.cached(root, _name(key), write)
     return Examples(config, tokenizer, directory, record, is_cached)
+
+
+def _name(key: Any) -> str:
+    """Name of an entry of the cache."""
+    return f"examples-{token_store.key_of(key)}"
 
 
 def _find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None) -> ExampleIngest:

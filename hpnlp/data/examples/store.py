@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
@@ -19,15 +20,18 @@ _CHUNK = 1 << 16  # examples whose lengths are read at once
 class ExampleWriter:
     """Appends examples to the files `directory/name.*`; a context manager. No example stays in memory."""
 
-    def __init__(self, directory: str, name: str, vocab_size: int):
+    def __init__(self, directory: str, name: str, vocab_size: int, classes: Sequence[str]):
         """Creates the files.
 
         Args:
           directory: An existing directory.
           name: First part of the files' names.
           vocab_size: Number of ids of the tokenizer.
+          classes: Names of the classes by their ids; may grow while examples are added. The digest is of the names, so that it
+              does not depend on the numbers of the classes.
         """
         self.examples = 0
+        self._classes = classes
         self._label_count = 0
         self._hash = hashlib.blake2b(digest_size=16)
         self._tokens = TokenWriter(directory, name, vocab_size, keep_raw=True)
@@ -51,15 +55,12 @@ class ExampleWriter:
         for ids, text in zip(parts, texts, strict=True):
             self._tokens.add(ids, 1, text)
         self._label_count += len(labels)
-        self._write("labels", labels.astype(np.int32))
-        self._write("label_ends", np.array([self._label_count], np.int64))
+        self._files["labels"].write(labels.astype(np.int32).tobytes())
+        self._files["label_ends"].write(np.array([self._label_count], np.int64).tobytes())
+        has_label = labels != NO_LABEL
+        names = [self._classes[label] for label in labels[has_label].tolist()]
+        self._hash.update(json.dumps([len(labels), np.flatnonzero(has_label).tolist(), names]).encode())
         self.examples += 1
-
-    def _write(self, array: str, values: np.ndarray) -> None:
-        """Appends `values` to the file of `array`, and to the digest."""
-        data = values.tobytes()
-        self._hash.update(data)
-        self._files[array].write(data)
 
     def record(self) -> dict[str, Any]:
         """Describes the files.
@@ -120,7 +121,7 @@ class StoredExamples:
         Returns:
           uint16 or uint32 [T].
         """
-        return self._tokens.document(int(number) * self.parts + part)
+        return self._tokens.document(number * self.parts + part)
 
     def text(self, number: int, part: int) -> bytes:
         """The original bytes of one text.
@@ -132,7 +133,7 @@ class StoredExamples:
         Returns:
           The text in UTF-8.
         """
-        return self._tokens.raw(int(number) * self.parts + part)
+        return self._tokens.raw(number * self.parts + part)
 
     def texts(self, limit: int | None = None) -> Iterator[tuple[bytes, ...]]:
         """Reads the original bytes of the first examples.

@@ -7,6 +7,7 @@ import pytest
 
 from hpnlp.data import sources
 from hpnlp.data.examples import ClassificationConfig, Seq2SeqConfig, generated, library, number_words, prepare_examples
+from hpnlp.types import InputError
 
 SOURCE = '''
 """A module of PACKAGE."""
@@ -115,7 +116,11 @@ def test_examples_are_generated_once(root, cache):
     assert generated.find("stdlib_functions", str(cache)) == first
     (root / "web" / "new.py").write_text("x = 1")
     assert generated.find("stdlib_functions", str(cache)) != first
-    assert generated.find("nothing", str(cache)) == ((), "", ())
+    assert generated.find("a.csv", str(cache)) == ((), "", ())
+    with pytest.raises(
+        InputError, match="data.path='stdlib_function' is neither .* examples: did you mean 'stdlib_functions'"
+    ):
+        prepare_examples(ClassificationConfig("stdlib_function"))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,8 @@ def test_numbers_in_words(number, words):
     assert number_words.to_words(number) == words
 
 
-def test_longer_numbers_have_more_digits_than_those_trained_on(cache):
+def test_longer_numbers_have_more_digits_than_those_trained_on(cache, monkeypatch):
+    monkeypatch.setattr(number_words, "_COUNT", 3000)
     significant = [
         {len(row["group"].rstrip("0")) for row in make([])} for make in (number_words.examples, number_words.longer)
     ]
