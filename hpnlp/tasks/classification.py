@@ -54,10 +54,7 @@ class Classification(Task):
     ) -> Examples:
         if vocabulary is None:
             return prepare_examples(data, progress=progress)
-        found = prepare_examples(data, None, vocabulary.tokenizer, progress)
-        # Examples with other labels than their own are other entries of the cache.
-        is_same = found.labels == vocabulary.labels
-        return found if is_same else prepare_examples(data, vocabulary.labels, vocabulary.tokenizer, progress)
+        return prepare_examples(data, vocabulary.labels, vocabulary.tokenizer, progress)
 
     def heldout(
         self, config: RunConfig, dataset: Examples, *, limit: int | None, process_index: int = 0, process_count: int = 1
