@@ -135,7 +135,7 @@ def plot_heatmap(heatmap: Heatmap, path: Path) -> None:
     for row, column in zip(*np.nonzero(counts), strict=True):
         color = "white" if shares[row, column] > 0.5 else "black"
         axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", fontsize=6, color=color)
-    figure.colorbar(image, label=f"share of the {heatmap.ylabel} examples")
+    figure.colorbar(image, label="share of the row")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

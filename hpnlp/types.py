@@ -472,10 +472,10 @@ class Model(Protocol):
         ...
 
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
-        """Logical names of the axes of the arrays of a batch.
+        """Logical axes of the arrays of a batch, such as ("batch", "length"), by their names.
 
         Returns:
-          Name of an array -> its axes, such as ("batch", "length") or ("batch",).
+          The axes of each array of `example_batch`.
         """
         ...
 

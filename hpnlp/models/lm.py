@@ -77,8 +77,8 @@ class LM(PredictionModel):
         return example_batch(batch_size, length)
 
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
-        """Logical names of the axes of a batch's arrays: all are `[B, T]`."""
-        return dict.fromkeys(("tokens", "labels", "segment_ids", "positions", "weights"), ("batch", "length"))
+        """Logical axes of the arrays of a batch: all of them are `[B, T]`."""
+        return dict.fromkeys(example_batch(1, 1), ("batch", "length"))
 
     def logits(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Logits of every next token.

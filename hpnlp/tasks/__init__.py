@@ -7,9 +7,14 @@ field `task`.
 from hpnlp.spec import lookup
 from hpnlp.tasks.classification import Classification
 from hpnlp.tasks.lm import LanguageModel
+from hpnlp.tasks.masked_lm import MaskedLanguageModel
 from hpnlp.tasks.task import Task
 
-TASKS: dict[str, Task] = {"lm": LanguageModel(), "classification": Classification()}
+TASKS: dict[str, Task] = {
+    "lm": LanguageModel(),
+    "classification": Classification(),
+    "masked_lm": MaskedLanguageModel(),
+}
 
 
 def find(name: str) -> Task:

@@ -54,10 +54,7 @@ class Classification(Task):
     ) -> Examples:
         if vocabulary is None:
             return prepare_examples(data, progress=progress)
-        found = prepare_examples(data, None, vocabulary.tokenizer, progress)
-        # Examples with other labels than their own are other entries of the cache.
-        is_same = found.labels == vocabulary.labels
-        return found if is_same else prepare_examples(data, vocabulary.labels, vocabulary.tokenizer, progress)
+        return prepare_examples(data, vocabulary.labels, vocabulary.tokenizer, progress)
 
     def heldout(
         self, config: RunConfig, dataset: Examples, *, limit: int | None, process_index: int = 0, process_count: int = 1
@@ -80,10 +77,7 @@ class Classification(Task):
         model = config.model
         if model.pooling == "none":
             raise InputError("model.pooling='none' labels every token: choose another, such as 'mean'")
-        if config.train.eval_stride:
-            raise InputError(
-                f"train.eval_stride={config.train.eval_stride} is for language models: set it to 0 for task={self.name!r}"
-            )
+        self.check_no_stride(config)
         if model.classes not in (0, sizes.classes):
             raise InputError(f"model.classes={model.classes}, but the data have {sizes.classes} labels: set it to 0")
         filled = vocabularies.fill_sizes(model, sizes, config.data.seq_len)

@@ -10,7 +10,17 @@ import jax
 import numpy as np
 
 from hpnlp.data.examples.dataset import HELDOUT
-from hpnlp.tasks.reporting import Heatmap, Outcome, Ranking, Report, Section, TaskReport, decimals
+from hpnlp.tasks.reporting import (
+    Heatmap,
+    Outcome,
+    Ranking,
+    Report,
+    Section,
+    TaskReport,
+    decimals,
+    digest_fault,
+    rank_on_same_examples,
+)
 
 CONFUSION = "confusion.png"
 MAX_DRAWN = 40  # classes in the picture of the confusion matrix: the most frequent ones, and the others as one
@@ -40,8 +50,7 @@ class ClassificationReport(TaskReport):
         }
 
     def fault(self, report: Report) -> str:
-        digest = report.get("heldout_digest")
-        return "" if isinstance(digest, str) else f"heldout_digest is {digest!r:.40}"
+        return digest_fault(report)
 
     def verdict(self, report: Report) -> str:
         if report["heldout_loss"] is None:
@@ -73,17 +82,7 @@ class ClassificationReport(TaskReport):
 
     def rank(self, reports: Mapping[str, Report]) -> Ranking:
         """Ranks runs by held-out accuracy on the same examples: those that most runs were scored on."""
-        unscored = {
-            name: "its held-out loss is not finite"
-            for name, report in reports.items()
-            if None in (report["heldout_loss"], report["heldout_accuracy"])
-        }
-        digests = {name: report["heldout_digest"] for name, report in reports.items() if name not in unscored}
-        most_common = max(digests.values(), key=list(digests.values()).count, default="")
-        elsewhere = "scored on other examples than the runs above, so that accuracies do not compare"
-        unscored |= {name: elsewhere for name, digest in digests.items() if digest != most_common}
-        scores = {name: reports[name]["heldout_accuracy"] for name in reports if name not in unscored}
-        return Ranking("held-out accuracy", scores, unscored, higher_is_better=True)
+        return rank_on_same_examples(reports, "accuracy", higher_is_better=True)
 
 
 def _baselines(report: Report) -> list[tuple[str, float]]:

@@ -201,3 +201,41 @@ def decimals(value: int | float | None, digits: str = ".4f") -> str:
       The number as text; "-" for None.
     """
     return "-" if value is None else f"{value:{digits}}"
+
+
+def digest_fault(report: Report) -> str:
+    """The reason why the examples of a report cannot be told apart from others; "" if they can.
+
+    Args:
+      report: Content of report.json.
+
+    Returns:
+      The reason, for `TaskReport.fault`.
+    """
+    digest = report.get("heldout_digest")
+    return "" if isinstance(digest, str) else f"heldout_digest is {digest!r:.40}"
+
+
+def rank_on_same_examples(reports: Mapping[str, Report], metric: str, higher_is_better: bool = False) -> Ranking:
+    """Ranks runs by a held-out score on the same examples: those that most runs were scored on.
+
+    Args:
+      reports: Run -> content of report.json, with `heldout_digest`.
+      metric: Name of the score.
+      higher_is_better: Direction of the score.
+
+    Returns:
+      The ranking.
+    """
+    field = f"heldout_{metric}"
+    unscored = {
+        name: "its held-out loss is not finite"
+        for name, report in reports.items()
+        if None in (report["heldout_loss"], report[field])
+    }
+    digests = {name: report["heldout_digest"] for name, report in reports.items() if name not in unscored}
+    most_common = max(digests.values(), key=list(digests.values()).count, default="")
+    elsewhere = "scored on other held-out examples than the runs above"
+    unscored |= {name: elsewhere for name, digest in digests.items() if digest != most_common}
+    scores = {name: report[field] for name, report in reports.items() if name not in unscored}
+    return Ranking(f"held-out {metric}", scores, unscored, higher_is_better)

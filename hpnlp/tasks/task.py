@@ -13,7 +13,7 @@ from hpnlp.data import Batches
 from hpnlp.data.files import Progress
 from hpnlp.tasks.reporting import TaskReport
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
-from hpnlp.types import Model, Tokenizer
+from hpnlp.types import InputError, Model, Tokenizer
 
 Batch = Mapping[str, np.ndarray]
 # Name of a metric -> (weighted sum, sum of the weights) over the examples of an evaluation. Sums may be arrays.
@@ -180,6 +180,20 @@ class Task(abc.ABC):
         Raises:
           InputError: The model does not fit the data, or cannot do what the task or an option of the run needs.
         """
+
+    def check_no_stride(self, config: RunConfig) -> None:
+        """Checks that a config has no evaluation stride, for tasks whose examples do not overlap.
+
+        Args:
+          config: Config of the run.
+
+        Raises:
+          InputError: `train.eval_stride` is set.
+        """
+        if config.train.eval_stride:
+            raise InputError(
+                f"train.eval_stride={config.train.eval_stride} is for language models: set it to 0 for task={self.name!r}"
+            )
 
     @abc.abstractmethod
     def scores(

@@ -78,7 +78,7 @@ def test_runs_are_ranked_by_accuracy_on_the_same_examples():
     reports = {"a": report_of(), "b": report_of(heldout_accuracy=0.75), "c": report_of(heldout_digest="other")}
     ranking = REPORT.rank(reports | {"d": report_of(heldout_loss=None)})
     assert ranking.scores == {"a": 0.5, "b": 0.75} and ranking.higher_is_better
-    assert ranking.unscored.keys() == {"c", "d"} and "other examples" in ranking.unscored["c"]
+    assert ranking.unscored.keys() == {"c", "d"} and "other held-out examples" in ranking.unscored["c"]
 
 
 def test_verdict_names_the_baselines_that_were_measured():

@@ -48,8 +48,16 @@ def classification(directory):
     return configs.resolve(config)
 
 
+def masked_language_model(directory):
+    values = configs.for_task(tiny.get_config(), "masked_lm")
+    values.data.mask_span = 2.0
+    values.train.steps = 4
+    values.optimizer.learning_rate = 1e-2
+    return configs.resolve(values)
+
+
 # Name of a task -> its tiny config, made from a directory for its data.
-EXAMPLES = {"lm": language_model, "classification": classification}
+EXAMPLES = {"lm": language_model, "classification": classification, "masked_lm": masked_language_model}
 
 
 @pytest.fixture(scope="module", params=TASKS)
