@@ -6,7 +6,8 @@ import abc
 import dataclasses
 
 from hpnlp.data.config import CACHE_HELP, TOKENIZER_HELP, check_heldout, check_sizes
-from hpnlp.data.examples.kinds import Classification, Kind, Pairs, Seq2Seq, Tagging
+from hpnlp.data.examples.kind import Kind
+from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
 from hpnlp.types import InputError, option
 
 _PATH_HELP = (
