@@ -125,8 +125,8 @@ def check_by_layer(model: Model, config: OptimizerConfig) -> None:
     if fields := c.periodic_fields():
         shown = " and ".join(f"{field}={text!r}" for field, text in fields.items())
         raise InputError(
-            f"plan.offload_parameters=True fetches one layer at a time, and {shown} alternates several: name one, "
-            f"{alternative}"
+            f"plan.offload_parameters=True fetches one layer at a time, and {shown} alternates several: "
+            f"name {'one mixer' if fields.keys() == {'model.mixer'} else 'one entry of each'}, {alternative}"
         )
     if config.name == "adafactor":
         raise InputError(

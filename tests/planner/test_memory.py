@@ -19,7 +19,7 @@ from hpnlp.training.optim import OptimizerConfig
 from tests.contracts import ONCE
 from tests.planner.common import CONFIG, MODEL, planned
 
-HYBRID = {"mixer": "conv,full", "form": "block*3,block(heads=2,mlp_dim=256)"}
+HYBRID = {"mixer": "conv,full", "form": "block,block(heads=2,mlp_dim=256)"}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ HYBRID = {"mixer": "conv,full", "form": "block*3,block(heads=2,mlp_dim=256)"}
         ("dots", {}),
         pytest.param("names(mixed)", {}, marks=pytest.mark.slow),
         pytest.param("none", HYBRID, marks=pytest.mark.slow),
-        pytest.param("full", HYBRID, marks=pytest.mark.slow),
+        pytest.param("dots", HYBRID, marks=pytest.mark.slow),
         pytest.param("none", HYBRID | {"residual": "reversible"}, marks=pytest.mark.slow),
     ],
 )
