@@ -17,10 +17,9 @@ class ExampleConfig(abc.ABC):
 
     path: str = option(
         "",
-        "Records: a file, a directory or a "
-        "glob; several are separated by commas. The extension of a file decides its format, which is JSONL, `.json` (an array "
-        "of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of fields, by numpy.savez). All but Parquet and "
-        "`.npz` may be compressed, as `.gz` or `.zst`.",
+        "Records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
+        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
+        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
     )
     tokenizer: str = option(
         "bytes",
@@ -90,10 +89,9 @@ class ClassificationConfig(ExampleConfig):
     path: str = option(
         "stdlib_functions",
         '"stdlib_functions" (functions of the running Python\'s standard library, labelled with their package), '
-        "or records: a file, a directory or a "
-        "glob; several are separated by commas. The extension of a file decides its format, which is JSONL, `.json` (an array "
-        "of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of fields, by numpy.savez). All but Parquet and "
-        "`.npz` may be compressed, as `.gz` or `.zst`.",
+        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
+        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
+        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
     )
     text_field: str = option("text", "Field of records that holds the text.")
     pair_field: str = option("", 'Field that holds the second text of a pair; "" for single texts.')
@@ -110,10 +108,9 @@ class TaggingConfig(ExampleConfig):
     path: str = option(
         "stdlib_tokens",
         '"stdlib_tokens" (tokens of lines of the running Python\'s standard library, labelled with their kind), '
-        "or records: a file, a directory or a "
-        "glob; several are separated by commas. The extension of a file decides its format, which is JSONL, `.json` (an array "
-        "of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of fields, by numpy.savez). All but Parquet and "
-        "`.npz` may be compressed, as `.gz` or `.zst`.",
+        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
+        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
+        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
     )
     words_field: str = option(
         "words", "Field of records that holds the words: a list of strings, or a string that is split at whitespace."
@@ -133,10 +130,9 @@ class Seq2SeqConfig(ExampleConfig):
     path: str = option(
         "number_words",
         '"number_words" (whole numbers in digits and in English words, in both directions), '
-        "or records: a file, a directory or a "
-        "glob; several are separated by commas. The extension of a file decides its format, which is JSONL, `.json` (an array "
-        "of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of fields, by numpy.savez). All but Parquet and "
-        "`.npz` may be compressed, as `.gz` or `.zst`.",
+        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
+        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
+        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
     )
     source_field: str = option("source", "Field of records that holds the source.")
     target_field: str = option("target", "Field that holds the target.")
@@ -158,10 +154,9 @@ class PairsConfig(ExampleConfig):
     path: str = option(
         "stdlib_docstrings",
         "\"stdlib_docstrings\" (docstrings of functions of the running Python's standard library, with the functions' code), "
-        "or records: a file, a directory or a "
-        "glob; several are separated by commas. The extension of a file decides its format, which is JSONL, `.json` (an array "
-        "of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of fields, by numpy.savez). All but Parquet and "
-        "`.npz` may be compressed, as `.gz` or `.zst`.",
+        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
+        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
+        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
     )
     heldout: float = option(
         0.2,
