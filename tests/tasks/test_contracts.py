@@ -25,6 +25,7 @@ from hpnlp.types import InputError
 from tests import tiny
 
 PLANS = {"data": Plan("data"), "zero3": Plan("zero3"), "tensor": Plan(tensor=2)}
+SLOW_PLANS = {"zero2": Plan("zero2"), "pipeline": Plan(pipeline=2), "sequence": Plan(sequence=2), "3d": Plan("3d")}
 
 
 def language_model(directory):
@@ -153,9 +154,9 @@ def on_one_device(config, dataset):
     return first_losses(config, dataset, Plan("single"), 1)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PLANS)])
 def test_plans_match_one_device(config, dataset, on_one_device, plan):
-    np.testing.assert_allclose(first_losses(config, dataset, PLANS[plan], 8), on_one_device, rtol=1e-5)
+    np.testing.assert_allclose(first_losses(config, dataset, (PLANS | SLOW_PLANS)[plan], 8), on_one_device, rtol=1e-5)
 
 
 def test_step_is_planned(config):
