@@ -49,6 +49,23 @@ def classification(directory):
     return configs.resolve(config)
 
 
+def tagging(directory):
+    """Words of one vocabulary; the label is the length of the word before."""
+    draw = random.Random(0)
+    lines = []
+    for _ in range(120):
+        words = draw.choices(tiny.WORDS[:8], k=6)
+        labels = ["first", *("long" if len(word) > 4 else "short" for word in words[:-1])]
+        lines.append(json.dumps({"words": words, "labels": labels}))
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("tagging")
+    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=16, batch_size=8)
+    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1)
+    config.optimizer.update(warmup=0, learning_rate=1e-2)
+    config.train.steps = 4
+    return configs.resolve(config)
+
+
 def masked_language_model(directory):
     values = configs.for_task(tiny.get_config(), "masked_lm")
     values.data.mask_span = 2.0
@@ -58,7 +75,12 @@ def masked_language_model(directory):
 
 
 # Name of a task -> its tiny config, made from a directory for its data.
-EXAMPLES = {"lm": language_model, "classification": classification, "masked_lm": masked_language_model}
+EXAMPLES = {
+    "lm": language_model,
+    "classification": classification,
+    "masked_lm": masked_language_model,
+    "tagging": tagging,
+}
 
 
 @pytest.fixture(scope="module", params=TASKS)
