@@ -8,11 +8,13 @@ from hpnlp.spec import lookup
 from hpnlp.tasks.classification import Classification
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.tasks.masked_lm import MaskedLanguageModel
+from hpnlp.tasks.tagging import Tagging
 from hpnlp.tasks.task import Task
 
 TASKS: dict[str, Task] = {
     "lm": LanguageModel(),
     "classification": Classification(),
+    "tagging": Tagging(),
     "masked_lm": MaskedLanguageModel(),
 }
 

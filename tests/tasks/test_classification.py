@@ -10,7 +10,7 @@ import pytest
 from hpnlp import plots
 from hpnlp.tasks import TASKS
 from hpnlp.tasks.classification import Classification
-from hpnlp.tasks.classification_report import MAX_DRAWN, drawn_confusion, macro_f1
+from hpnlp.tasks.label_report import MAX_DRAWN, drawn_confusion, macro_f1
 from hpnlp.tasks.reporting import Heatmap
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary, load
 from hpnlp.training import config as configs
@@ -82,7 +82,7 @@ def test_runs_are_ranked_by_accuracy_on_the_same_examples():
 
 
 def test_verdict_names_the_baselines_that_were_measured():
-    expected = "The model predicts 50.0 % of 1,200 held-out labels (the most frequent class 25.0 %)."
+    expected = "The model predicts 50.0 % of the labels of 1,200 held-out examples (the most frequent class 25.0 %)."
     assert REPORT.verdict(report_of()) == expected
     assert "a linear model of words 62.0 %" in REPORT.verdict(report_of(words_accuracy=0.62))
     assert "not finite" in REPORT.verdict(report_of(heldout_loss=None))

@@ -25,6 +25,7 @@ from hpnlp.types import InputError
 from tests import tiny
 
 PLANS = {"data": Plan("data"), "zero3": Plan("zero3"), "tensor": Plan(tensor=2)}
+SLOW_PLANS = {"zero2": Plan("zero2"), "pipeline": Plan(pipeline=2), "sequence": Plan(sequence=2), "3d": Plan("3d")}
 
 
 def language_model(directory):
@@ -48,6 +49,23 @@ def classification(directory):
     return configs.resolve(config)
 
 
+def tagging(directory):
+    """Words of one vocabulary; the label is the length of the word before."""
+    draw = random.Random(0)
+    lines = []
+    for _ in range(120):
+        words = draw.choices(tiny.WORDS[:8], k=6)
+        labels = ["first", *("long" if len(word) > 4 else "short" for word in words[:-1])]
+        lines.append(json.dumps({"words": words, "labels": labels}))
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("tagging")
+    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=16, batch_size=8)
+    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1)
+    config.optimizer.update(warmup=0, learning_rate=1e-2)
+    config.train.steps = 4
+    return configs.resolve(config)
+
+
 def masked_language_model(directory):
     values = configs.for_task(tiny.get_config(), "masked_lm")
     values.data.mask_span = 2.0
@@ -57,7 +75,12 @@ def masked_language_model(directory):
 
 
 # Name of a task -> its tiny config, made from a directory for its data.
-EXAMPLES = {"lm": language_model, "classification": classification, "masked_lm": masked_language_model}
+EXAMPLES = {
+    "lm": language_model,
+    "classification": classification,
+    "masked_lm": masked_language_model,
+    "tagging": tagging,
+}
 
 
 @pytest.fixture(scope="module", params=TASKS)
@@ -153,9 +176,9 @@ def on_one_device(config, dataset):
     return first_losses(config, dataset, Plan("single"), 1)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PLANS)])
 def test_plans_match_one_device(config, dataset, on_one_device, plan):
-    np.testing.assert_allclose(first_losses(config, dataset, PLANS[plan], 8), on_one_device, rtol=1e-5)
+    np.testing.assert_allclose(first_losses(config, dataset, (PLANS | SLOW_PLANS)[plan], 8), on_one_device, rtol=1e-5)
 
 
 def test_step_is_planned(config):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,9 +28,27 @@ MAX_DRAWN = 40  # classes in the picture of the confusion matrix: the most frequ
 EXAMPLES = 4  # shown of each kind, right and wrong
 EXAMPLE_BATCHES = 4  # batches of held-out examples that these are chosen from
 MAX_TEXT = 100  # characters of an example
+MARK = "\N{BLACK RIGHT-POINTING SMALL TRIANGLE}"
 
 
-class ClassificationReport(TaskReport):
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of a label.
+
+    Attributes:
+      dataset: The data.
+      batch: A batch of held-out examples.
+      number: Number of the example among the held-out ones.
+      index: Index of the label in the batch's labels.
+    """
+
+    dataset: Any
+    batch: Mapping[str, np.ndarray]
+    number: int
+    index: tuple[int, ...]
+
+
+class LabelReport(TaskReport):
     """The part of reports and comparisons of a task that predicts one of several classes."""
 
     numbers_compared: Mapping[str, bool] = {
@@ -37,7 +56,18 @@ class ClassificationReport(TaskReport):
         "heldout_loss": True,
         "heldout_examples": False,
     }
-    unit = "an example"
+
+    def __init__(self, unit: str, baselines: Mapping[str, str], show: Callable[[Place], str]) -> None:
+        """Makes the report of a task.
+
+        Args:
+          unit: The objects that have labels, as "an example".
+          baselines: Field of report.json with the accuracy of a baseline -> name of the baseline.
+          show: Text of an object with a label, for the table of examples.
+        """
+        self.unit = unit
+        self._names = baselines
+        self._show = show
 
     def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, identity of the held-out examples, and accuracies of baselines on them."""
@@ -56,8 +86,8 @@ class ClassificationReport(TaskReport):
         if report["heldout_loss"] is None:
             return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
         count, accuracy = report["heldout_examples"], report["heldout_accuracy"]
-        text = f"The model predicts {100 * accuracy:.1f} % of {count:,} held-out labels"
-        others = [f"{name} {100 * value:.1f} %" for name, value in _baselines(report)]
+        text = f"The model predicts {100 * accuracy:.1f} % of the labels of {count:,} held-out examples"
+        others = [f"{name} {100 * value:.1f} %" for name, value in self._baselines(report)]
         return f"{text} ({', '.join(others)})." if others else f"{text}."
 
     def rows(self, report: Report) -> list[tuple[str, str]]:
@@ -65,34 +95,28 @@ class ClassificationReport(TaskReport):
             ("held-out examples, classes", f"{report['heldout_examples']:,}, {report['classes']:,}"),
             ("held-out accuracy", decimals(report["heldout_accuracy"])),
             ("held-out macro F1", decimals(report.get("heldout_macro_f1"))),
-            *((f"{name}, accuracy", decimals(value)) for name, value in _baselines(report)),
-            ("held-out loss, nats an example", decimals(report["heldout_loss"])),
+            *((f"{name}, accuracy", decimals(value)) for name, value in self._baselines(report)),
+            (f"held-out loss, nats {self.unit}", decimals(report["heldout_loss"])),
         ]
 
     def section(self, outcome: Outcome) -> Section:
-        """The confusion matrix, and examples that are classified rightly and wrongly."""
+        """The confusion matrix, and labels that are predicted rightly and wrongly."""
         parts, pictures = [], {}
         if "confusion" in outcome.sums:
             matrix = np.asarray(outcome.sums["confusion"][0])
             pictures[CONFUSION] = drawn_confusion(matrix, outcome.dataset.labels)
             parts.append(f"Held-out labels, and the model's:\n\n![confusion matrix]({CONFUSION})")
         if outcome.params is not None:
-            parts.append("\n".join(_examples(outcome)))
+            parts.append("\n".join(_examples(outcome, self._show)))
         return Section("\n\n".join(parts), pictures)
+
+    def _baselines(self, report: Report) -> list[tuple[str, float]]:
+        """`(name, accuracy)` of each baseline that was measured."""
+        return [(text, report[name]) for name, text in self._names.items() if report.get(name) is not None]
 
     def rank(self, reports: Mapping[str, Report]) -> Ranking:
         """Ranks runs by held-out accuracy on the same examples: those that most runs were scored on."""
         return rank_on_same_examples(reports, "accuracy", higher_is_better=True)
-
-
-def _baselines(report: Report) -> list[tuple[str, float]]:
-    """`(name, accuracy)` of each baseline."""
-    names = {
-        "majority_accuracy": "the most frequent class",
-        "words_accuracy": "a linear model of words",
-        "characters_accuracy": "a linear model of characters",
-    }
-    return [(text, report[name]) for name, text in names.items() if report.get(name) is not None]
 
 
 def macro_f1(confusion: np.ndarray) -> float:
@@ -130,10 +154,10 @@ def drawn_confusion(confusion: np.ndarray, labels: tuple[str, ...]) -> Heatmap:
     return Heatmap(matrix, names, names, ylabel="label", xlabel="prediction")
 
 
-def _examples(outcome: Outcome) -> Iterator[str]:
-    """Lines of a table of held-out examples, spread over all of them: the surest right ones and the surest wrong ones."""
-    dataset, model = outcome.dataset, outcome.model
-    stored, labels = dataset.stored[HELDOUT], dataset.labels
+def _examples(outcome: Outcome, show: Callable[[Place], str]) -> Iterator[str]:
+    """Lines of a table of held-out labels, spread over all examples: the surest right ones and the surest wrong ones."""
+    dataset, model, labels = outcome.dataset, outcome.model, outcome.dataset.labels
+    stored = dataset.stored[HELDOUT]
     count = min(stored.count, outcome.config.data.batch_size * EXAMPLE_BATCHES)
     numbers = np.arange(count) * stored.count // count
     batch = dataset.kind.batch(stored, numbers, count, dataset.tokenizer, dataset.seq_len)
@@ -141,14 +165,45 @@ def _examples(outcome: Outcome) -> Iterator[str]:
         {"params": outcome.params}, {name: batch[name] for name in model.batch_axes()}
     )
     probabilities = np.asarray(jax.nn.softmax(logits))
-    predicted, best = probabilities.argmax(axis=1), probabilities.max(axis=1)
-    surest = np.argsort(-best, kind="stable")
+    predicted, best = probabilities.argmax(axis=-1), probabilities.max(axis=-1)
+    places = np.argwhere(batch["weights"] > 0)
+    surest = places[np.argsort(-best[tuple(places.T)], kind="stable")]
     yield "| label | prediction | probability | text |"
     yield "|---|---|---|---|"
     for is_right in (True, False):
-        chosen = [i for i in surest if (predicted[i] == batch["labels"][i]) == is_right][:EXAMPLES]
-        for i in chosen:
-            text = " ".join(b" ".join(stored.text(numbers[i], part) for part in range(stored.parts)).decode().split())
-            shown = f"`{text[:MAX_TEXT].replace('`', chr(39))}{'...' * (len(text) > MAX_TEXT)}`"
-            cells = [labels[batch["labels"][i]], labels[predicted[i]], f"{best[i]:.2f}", shown]
+        chosen = [at for at in map(tuple, surest) if (predicted[at] == batch["labels"][at]) == is_right][:EXAMPLES]
+        for at in chosen:
+            text = " ".join(show(Place(dataset, batch, numbers[at[0]], at)).split()).replace("`", "'")
+            cells = [labels[batch["labels"][at]], labels[predicted[at]], f"{best[at]:.2f}", f"`{text}`"]
             yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def whole_text(place: Place) -> str:
+    """The beginning of the texts of an example.
+
+    Args:
+      place: The place of a label.
+
+    Returns:
+      At most MAX_TEXT characters.
+    """
+    stored = place.dataset.stored[HELDOUT]
+    text = b" ".join(stored.text(place.number, part) for part in range(stored.parts)).decode()
+    return f"{text[:MAX_TEXT]}{'...' * (len(text) > MAX_TEXT)}"
+
+
+def text_around(place: Place) -> str:
+    """The text around a token, with MARK before the token.
+
+    Args:
+      place: The place of a label.
+
+    Returns:
+      At most MAX_TEXT characters, and the mark.
+    """
+    row, column = place.index
+    ids = place.batch["tokens"][row][: int(place.batch["segment_ids"][row].sum())]
+    before, after = (
+        place.dataset.tokenizer.decode(part).decode("utf-8", "replace") for part in (ids[:column], ids[column:])
+    )
+    return f"{before[-MAX_TEXT // 2 :]}{MARK}{after[: MAX_TEXT // 2]}"

@@ -1,0 +1,81 @@
+"""Tagging: a label of each word of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hpnlp.data.examples import Examples, TaggingConfig
+from hpnlp.data.examples.dataset import HELDOUT
+from hpnlp.data.examples.store import NO_LABEL
+from hpnlp.models.encoder import Encoder, EncoderConfig
+from hpnlp.tasks.label_report import LabelReport, text_around
+from hpnlp.tasks.labels import LabelTask
+from hpnlp.tasks.task import RunConfig
+from hpnlp.tasks.vocabulary import Sizes
+from hpnlp.types import InputError
+
+BASELINES = {
+    "majority_accuracy": "the most frequent label",
+    "token_accuracy": "the most frequent label of the first token of each word",
+}
+
+
+class Tagging(LabelTask):
+    """Tagging: a label of each word of a text."""
+
+    name = "tagging"
+    model_config = EncoderConfig
+    data_config = TaggingConfig
+    report = LabelReport("a label", BASELINES, text_around)
+
+    def model(self, config: RunConfig, sizes: Sizes) -> Encoder:
+        if config.model.pooling != "none":
+            raise InputError(f"model.pooling={config.model.pooling!r} makes one label of a text: set it to 'none'")
+        return super().model(config, sizes)
+
+    def baseline(self, dataset: Examples) -> TaggingBaselines:
+        return TaggingBaselines(dataset)
+
+
+class TaggingBaselines:
+    """Accuracies of taggers that do not look at the context."""
+
+    def __init__(self, dataset: Examples) -> None:
+        self._dataset = dataset
+
+    def result(self, log: Callable[[str], None] | None = None) -> dict[str, Any]:
+        """Counts the labels of tokens.
+
+        Args:
+          log: Not called.
+
+        Returns:
+          `majority_accuracy`, of the most frequent training label; `token_accuracy`, of the label that the first token of a
+          word has most often, or else the most frequent one.
+        """
+        dataset = self._dataset
+        counts = np.zeros((dataset.tokenizer.vocab_size, len(dataset.labels)), np.int64)
+        np.add.at(counts, _labelled(dataset, "train"), 1)
+        majority = int(counts.sum(axis=0).argmax())
+        best = np.where(counts.any(axis=1), counts.argmax(axis=1), majority)
+        tokens, labels = _labelled(dataset, HELDOUT)
+        return {
+            "majority_accuracy": float(np.mean(labels == majority)),
+            "token_accuracy": float(np.mean(best[tokens] == labels)),
+        }
+
+
+def _labelled(dataset: Examples, side: str) -> tuple[np.ndarray, np.ndarray]:
+    """First tokens of all words of one side, and their labels."""
+    stored = dataset.stored[side]
+    tokens, labels = (
+        np.concatenate(arrays)
+        for arrays in (
+            [stored.part(number, 0) for number in range(stored.count)],
+            [stored.labels(number) for number in range(stored.count)],
+        )
+    )
+    return tokens[labels != NO_LABEL], labels[labels != NO_LABEL]
