@@ -31,7 +31,10 @@ RESIDUALS = ("plain", "reversible")
 
 # The smallest and largest sizes. The limits are several times those of any published model, and small enough that no
 # computation of a plan overflows.
-MINIMA = {"layers": 1, **dict.fromkeys(("kv_heads", "head_dim", "mlp_dim", "vocab", "max_len", "unroll"), 0)}
+MINIMA = {
+    "layers": 1,
+    **dict.fromkeys(("kv_heads", "head_dim", "mlp_dim", "vocab", "max_len", "unroll", "memory_dim"), 0),
+}
 LIMITS = {
     "layers": 4096,
     "dim": 2**18,
@@ -42,6 +45,7 @@ LIMITS = {
     "vocab": 2**27,
     "max_len": 2**28,
     "unroll": 4096,
+    "memory_dim": 2**18,
 }
 
 
@@ -56,7 +60,7 @@ class BackboneConfig(BlockConfig):
     form: str = option(
         "block",
         "Forms that the layers take in turn, with the Block fields in which they differ from the model, as in "
-        '"block*3,block(heads=2,mlp_dim=64)": all fields of a Block except dim, mixer, dropout and norm_placement.',
+        '"block*3,block(heads=2,mlp_dim=64)": all fields of a Block except dim, mixer, dropout, memory_dim and norm_placement.',
     )
     vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
     max_len: int = option(0, "Longest sequence that learned positions reach, 0 for data.seq_len.")
@@ -82,7 +86,7 @@ class BackboneConfig(BlockConfig):
         for form in set(self.forms()):
             _check_ranges(form, "model.form: ")
         check_effects(self.form, self._block())
-        projects = any(mixer.needs for mixer in self.mixers())
+        projects = self.memory_dim > 0 or any(mixer.needs for mixer in self.mixers())
         for name in ("qk_norm", "qkv_bias", "out_bias"):
             if getattr(self, name) and not projects:
                 raise InputError(
@@ -91,6 +95,16 @@ class BackboneConfig(BlockConfig):
         lookup(DTYPES, self.dtype, "model.dtype")
         if self.residual not in RESIDUALS:
             raise InputError(f"model.residual={self.residual!r}: {did_you_mean(self.residual, RESIDUALS)}")
+        if self.memory_dim and not self.has_memory:
+            raise InputError(
+                f"model.memory_dim={self.memory_dim}: this model passes its layers no memory: set it to 0, or choose a "
+                "models.decoder.Decoder"
+            )
+        if self.residual == "reversible" and self.memory_dim:
+            raise InputError(
+                f"model.residual='reversible', model.memory_dim={self.memory_dim}: reversible layers have two branches: set "
+                "model.residual='plain'"
+            )
         if self.residual == "reversible" and self.norm_placement == "post":
             raise InputError(
                 "model.residual='reversible', model.norm_placement='post': a norm of the residual stream has no inverse: set "
@@ -157,6 +171,11 @@ class BackboneConfig(BlockConfig):
     def mask(self) -> Any:
         """The static Mask of the model: the pairs of tokens that may influence each other."""
         return Full()
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the model passes its layers a memory, so that `memory_dim` may be over 0."""
+        return False
 
     def masks(self) -> list[Any]:
         """Masks of the layers of one period.

@@ -19,6 +19,7 @@ from hpnlp.types import InputError, Projection
 SHARED: Mapping[str, str] = {
     "dim": "branches of all layers are added to one stream",
     "dropout": "one rate holds for the whole model",
+    "memory_dim": "all layers attend to one memory",
     "norm_placement": "the norm after the last layer depends on it",
     "mixer": "model.mixer names the mixer of each layer",
 }
@@ -79,7 +80,11 @@ def check_effects(text: str, base: BlockConfig) -> None:
     for index, entry in enumerate(entries):
         unread = [name for name, _ in entry.kwargs if name in OF_PROJECTIONS]
         specs = [mixers[i % len(mixers)] for i in range(index, math.lcm(len(mixers), len(entries)), len(entries))]
-        if unread and not any(build(spec, MIXERS, "mixer", dropout=0.0, name=None).needs for spec in specs):
+        if (
+            unread
+            and not base.memory_dim
+            and not any(build(spec, MIXERS, "mixer", dropout=0.0, name=None).needs for spec in specs)
+        ):
             raise InputError(
                 f"model.form: {unread[0]} of '{entry}' has no effect, because {', '.join(map(str, dict.fromkeys(specs)))}, the "
                 "mixer of these layers, has no projections: leave it out, or change the order of model.mixer or model.form"
@@ -134,4 +139,7 @@ def matrix_size(form: BlockConfig) -> int:
     if columns:
         columns.append(form.heads * form.head_size)  # the output projection
     mlp = (3 if form.mlp in GATED else 2) * form.mlp_size
-    return form.dim * (sum(columns) + mlp)
+    reading = 0
+    if form.memory_dim:
+        reading = 2 * (form.dim * form.heads + form.memory_dim * form.kv_head_count) * form.head_size
+    return form.dim * (sum(columns) + mlp) + reading

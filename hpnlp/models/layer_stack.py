@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
-from hpnlp.nn.attention import Context
+from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.stack import reversible_layer, run_layers, run_reversible_layers
 from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
@@ -202,8 +202,10 @@ def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax
 
 def _init_layer(block: Block, mask: Any, key: jax.Array) -> Any:
     """Parameters of one layer."""
-    x = jnp.zeros((1, 1, block.config.dim), jnp.float32)
-    return block.init(key, x, Context(jnp.zeros((1, 1), jnp.int32), None, mask))["params"]
+    x, ids = jnp.zeros((1, 1, block.config.dim), jnp.float32), jnp.zeros((1, 1), jnp.int32)
+    width = block.config.memory_dim
+    memory = Memory(jnp.zeros((1, 1, width), jnp.float32), ids) if width else None
+    return block.init(key, x, Context(ids, None, mask, memory=memory))["params"]
 
 
 def _stack_key(block: Block, mask: Any) -> Any:
