@@ -52,7 +52,7 @@ def with_memory(batch):
 def test_prefill_and_extend_equal_the_full_pass(separate):
     """Further tokens take the memory's keys and values from the cache; the memory's padding does not count."""
     model, params = make(**GPT if separate else {})
-    variables = {"params": separate_layers(params) if separate else params}
+    variables = {"params": separate_layers(params, model.config) if separate else params}
     memory, lengths = make_memory(4), np.array([3, 7, 1, 6], np.int32)
     tokens, rows = np.asarray(make_batch(4, 12)["tokens"]), np.arange(4)
     padding = memory.segment_ids == 0
