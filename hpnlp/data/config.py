@@ -1,4 +1,4 @@
-"""The config of a corpus, and fields and checks that it shares with the configs of labelled examples."""
+"""The config of a corpus, and checks that it shares with the configs of labelled examples."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 from hpnlp.data.packing import PACKINGS
 from hpnlp.spec import lookup
 from hpnlp.types import InputError, option
-
-TOKENIZER_HELP = '"bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", or the path of a tokenizer.json.'
-CACHE_HELP = 'Directory of tokenised text; "" is $HPNLP_CACHE, or hpnlp under $XDG_CACHE_HOME or ~/.cache.'
 
 
 def check_sizes(config: Any, fields: Iterable[str]) -> None:
@@ -61,7 +58,10 @@ class DataConfig:
         (),
         "Share of each source of `path` in the training tokens, to within 1 %; () reads every source once per epoch.",
     )
-    tokenizer: str = option("bytes", TOKENIZER_HELP)
+    tokenizer: str = option(
+        "bytes",
+        '"bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", or the path of a tokenizer.json.',
+    )
     text_field: str = option("text", "Field of records (JSONL, JSON arrays, Parquet) that holds the text.")
     prompt_field: str = option(
         "",
@@ -95,7 +95,10 @@ class DataConfig:
         '"concat" lays documents one after another and cuts sequences when they are full; "fit" keeps documents whole, '
         "or in pieces of seq_len, and fills sequences with documents that fit.",
     )
-    cache: str = option("", CACHE_HELP)
+    cache: str = option(
+        "",
+        'Directory of tokenised text; "" is $HPNLP_CACHE, or hpnlp under $XDG_CACHE_HOME or ~/.cache.',
+    )
 
     def __post_init__(self) -> None:
         check_sizes(self, ("seq_len", "batch_size"))

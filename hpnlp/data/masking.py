@@ -133,7 +133,9 @@ def _runs(length: int, rng: np.random.Generator, rate: float, span: float) -> tu
 
 
 class MaskedCorpus:
-    """The sequences of a text corpus with masked tokens; `packing="fit"` keeps its documents whole.
+    """The sequences of a text corpus with masked tokens.
+
+    `packing="fit"` keeps the documents of training batches whole. Held-out documents stand one after another, as always.
 
     A batch has "tokens", "labels" (the original tokens), "segment_ids" and "positions", int32 [B, T], and "weights", float32
     [B, T], 1 on masked tokens.

@@ -5,31 +5,26 @@ from __future__ import annotations
 import abc
 import dataclasses
 
-from hpnlp.data.config import CACHE_HELP, TOKENIZER_HELP, check_heldout, check_sizes
-from hpnlp.data.examples.kinds import Classification, Kind, Pairs, Seq2Seq, Tagging
+from hpnlp.data.config import check_heldout, check_sizes
+from hpnlp.data.examples.kind import Kind
+from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
 from hpnlp.types import InputError, option
-
-_PATH_HELP = (
-    "a file, a directory or a glob; several are separated by commas. The extension of a file decides its format, which is "
-    "JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of fields, by numpy.savez). "
-    "All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`."
-)
-_HELDOUT_HELP = (
-    "Fraction of examples held out, chosen by a hash of their names (file and number), or of their groups; one of them if "
-    "the fraction leaves no example on one side."
-)
-_HELDOUT_EXAMPLES_HELP = (
-    "Evaluate on a fixed sample of at most this many held-out examples; 0 takes all. Held-out examples over the limit are "
-    "not trained on. Does not apply to `heldout_path`."
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExampleConfig(abc.ABC):
     """Examples to read, and how they are split, tokenised and cut into batches: the fields that all kinds share."""
 
-    path: str = option("", f"Records: {_PATH_HELP}")
-    tokenizer: str = option("bytes", TOKENIZER_HELP)
+    path: str = option(
+        "",
+        "Records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
+        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
+        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
+    )
+    tokenizer: str = option(
+        "bytes",
+        '"bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", or the path of a tokenizer.json.',
+    )
     skip_bad_lines: bool = option(
         False,
         "Leave out, and count in the summary, records that are damaged, lack a field, or are held out with a label that "
@@ -37,11 +32,19 @@ class ExampleConfig(abc.ABC):
     )
     seq_len: int = option(256, "Tokens per sequence; longer texts are cut, and counted in the summary.")
     batch_size: int = option(16, "Examples per optimizer step, over all processes.")
-    heldout: float = option(0.1, _HELDOUT_HELP)
+    heldout: float = option(
+        0.1,
+        "Fraction of examples held out, chosen by a hash of their names (file and number), or of their groups; one of them if "
+        "the fraction leaves no example on one side.",
+    )
     heldout_path: str = option(
         "", "Examples to hold out instead, all of them; files that are also under `path` are not trained on."
     )
-    heldout_examples: int = option(2000, _HELDOUT_EXAMPLES_HELP)
+    heldout_examples: int = option(
+        2000,
+        "Evaluate on a fixed sample of at most this many held-out examples; 0 takes all. Held-out examples over the limit are "
+        "not trained on. Does not apply to `heldout_path`.",
+    )
     challenge_path: str = option(
         "",
         'Examples that are scored apart from the held-out ones, such as longer ones, and never trained on; "" for none, or '
@@ -52,7 +55,10 @@ class ExampleConfig(abc.ABC):
         "Field with the name of an example's group, such as its source document. A group is held out as a whole, so that "
         'near duplicates are not on both sides; "" for no groups.',
     )
-    cache: str = option("", CACHE_HELP)
+    cache: str = option(
+        "",
+        'Directory of tokenised examples; "" is $HPNLP_CACHE, or hpnlp under $XDG_CACHE_HOME or ~/.cache.',
+    )
 
     def __post_init__(self) -> None:
         check_sizes(self, ("seq_len", "batch_size"))
@@ -82,7 +88,10 @@ class ClassificationConfig(ExampleConfig):
 
     path: str = option(
         "stdlib_functions",
-        f'"stdlib_functions" (functions of the running Python\'s standard library, labelled with their module), {_PATH_HELP}',
+        '"stdlib_functions" (functions of the running Python\'s standard library, labelled with their package), '
+        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
+        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
+        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
     )
     text_field: str = option("text", "Field of records that holds the text.")
     pair_field: str = option("", 'Field that holds the second text of a pair; "" for single texts.')
@@ -98,7 +107,10 @@ class TaggingConfig(ExampleConfig):
 
     path: str = option(
         "stdlib_tokens",
-        f'"stdlib_tokens" (tokens of lines of the running Python\'s standard library, labelled with their kind), {_PATH_HELP}',
+        '"stdlib_tokens" (tokens of lines of the running Python\'s standard library, labelled with their kind), '
+        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
+        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
+        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
     )
     words_field: str = option(
         "words", "Field of records that holds the words: a list of strings, or a string that is split at whitespace."
@@ -117,7 +129,10 @@ class Seq2SeqConfig(ExampleConfig):
 
     path: str = option(
         "number_words",
-        f'"number_words" (whole numbers in digits and in English words, in both directions), {_PATH_HELP}',
+        '"number_words" (whole numbers in digits and in English words, in both directions), '
+        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
+        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
+        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
     )
     source_field: str = option("source", "Field of records that holds the source.")
     target_field: str = option("target", "Field that holds the target.")
@@ -138,11 +153,21 @@ class PairsConfig(ExampleConfig):
 
     path: str = option(
         "stdlib_docstrings",
-        '"stdlib_docstrings" (docstrings of functions of the running Python\'s standard library, with the code '
-        f"of the function), {_PATH_HELP}",
+        "\"stdlib_docstrings\" (docstrings of functions of the running Python's standard library, with the functions' code), "
+        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
+        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
+        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
     )
-    heldout: float = option(0.2, _HELDOUT_HELP)
-    heldout_examples: int = option(1000, _HELDOUT_EXAMPLES_HELP)
+    heldout: float = option(
+        0.2,
+        "Fraction of examples held out, chosen by a hash of their names (file and number), or of their groups; one of them if "
+        "the fraction leaves no example on one side.",
+    )
+    heldout_examples: int = option(
+        1000,
+        "Evaluate on a fixed sample of at most this many held-out examples; 0 takes all. Held-out examples over the limit are "
+        "not trained on. Does not apply to `heldout_path`.",
+    )
     text_field: str = option("text", "Field of records that holds the first text, such as a query.")
     pair_field: str = option("pair", "Field that holds the second text, which belongs to the first.")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.fields import FieldError
-from hpnlp.data.examples.kinds import Kind
+from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.labels import ClassIndex, in_order
 from hpnlp.data.examples.rows import Row, RowReader
 from hpnlp.data.examples.store import NO_LABEL, ExampleWriter, StoredExamples

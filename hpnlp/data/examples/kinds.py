@@ -5,7 +5,6 @@ Shape letters: B batch, T `seq_len`, U `target_len`.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,195 +12,10 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.fields import Column, FieldError
+from hpnlp.data.examples.kind import Kind, framed, padded, row_weights, sequences, special_token
 from hpnlp.data.examples.store import NO_LABEL, StoredExamples
 from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer
-
-
-class Kind(abc.ABC):
-    """The form of the examples of one kind of task.
-
-    An example is stored as one or two texts of token ids (`parts`), with an array of labels. Special tokens are added, and
-    texts are cut, when a batch is made, so that stored examples do not depend on `seq_len`.
-
-    Attributes:
-      has_labels: Whether examples have labels, so that there are classes.
-    """
-
-    has_labels: bool = False
-
-    @property
-    def parts(self) -> int:
-        """Number of texts per example."""
-        return 1
-
-    @property
-    def parts_per_sequence(self) -> int:
-        """Number of texts that stand in one sequence."""
-        return 1
-
-    @property
-    @abc.abstractmethod
-    def columns(self) -> tuple[Column, ...]:
-        """Fields of the records."""
-
-    @abc.abstractmethod
-    def texts(self, values: Mapping[str, Any]) -> list[str]:
-        """Texts of an example.
-
-        Args:
-          values: Config field -> converted value of the field that it names.
-
-        Returns:
-          One text per part, as people read it.
-        """
-
-    def check(self, values: Mapping[str, Any]) -> None:
-        """Checks the fields of a record against each other.
-
-        Args:
-          values: As for `texts`.
-
-        Raises:
-          FieldError: The fields do not fit together.
-        """
-        return None  # most kinds have nothing to check
-
-    def labels(self, values: Mapping[str, Any]) -> list[str]:
-        """Labels of an example.
-
-        Args:
-          values: As for `texts`.
-
-        Returns:
-          Names of classes.
-        """
-        return []
-
-    def pieces(self, values: Mapping[str, Any]) -> list[str]:
-        """Texts to tokenise.
-
-        Args:
-          values: As for `texts`.
-
-        Returns:
-          Texts whose ids `join` joins to those of an example.
-        """
-        return self.texts(values)
-
-    def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
-        """Joins the ids of the `pieces` of an example.
-
-        Args:
-          ids: Token ids of each piece.
-          labels: Class ids of the `labels`, int32.
-
-        Returns:
-          Token ids of each part, and the labels to store: one per example, or one per token.
-
-        Raises:
-          FieldError: A text has no tokens.
-        """
-        if not all(map(len, ids)):
-            raise FieldError("has a text without tokens")
-        return ids, labels
-
-    def special_tokens(self, tokenizer: Tokenizer) -> int:
-        """Number of tokens that are added to the texts of a sequence.
-
-        Args:
-          tokenizer: The tokenizer.
-
-        Returns:
-          The number of bos and eos tokens.
-        """
-        return (tokenizer.bos_id is not None) + (tokenizer.eos_id is not None)
-
-    def check_sizes(self, tokenizer: Tokenizer, seq_len: int) -> None:
-        """Checks that a sequence has room for at least one token of each text.
-
-        Args:
-          tokenizer: The tokenizer.
-          seq_len: Tokens per sequence.
-
-        Raises:
-          InputError: `seq_len` is too short, or the tokenizer lacks a token.
-        """
-        least = self.special_tokens(tokenizer) + self.parts_per_sequence
-        if seq_len < least:
-            raise InputError(f"data.seq_len={seq_len} leaves no room for text: pass at least {least}")
-
-    def is_cut(self, lengths: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
-        """Finds the examples that are cut.
-
-        Args:
-          lengths: Tokens of each text, integers [n, parts].
-          tokenizer: The tokenizer.
-          seq_len: Tokens per sequence.
-
-        Returns:
-          bool [n].
-        """
-        return np.any(lengths > seq_len - self.special_tokens(tokenizer), axis=1)
-
-    def other_limits(self) -> str:
-        """Limits other than `seq_len` at which texts are cut.
-
-        Returns:
-          Text for the summary, such as " and data.target_len=64".
-        """
-        return ""
-
-    @abc.abstractmethod
-    def batch(
-        self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
-    ) -> Batch:
-        """Makes a batch.
-
-        Args:
-          examples: The examples.
-          numbers: Numbers of the examples of the batch, at most `count`.
-          count: Number of rows of the batch, B; further rows are padding.
-          tokenizer: The tokenizer of the examples.
-          seq_len: Tokens per sequence, T.
-
-        Returns:
-          Arrays whose first axis is B.
-        """
-
-
-def _special(token: int | None) -> np.ndarray:
-    """The id of a special token as int32 [1], or [0] if the tokenizer has none."""
-    return np.array([] if token is None else [token], np.int32)
-
-
-def _framed(text: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
-    """bos, text and eos; the text is cut so that all have `seq_len` tokens at most."""
-    bos, eos = _special(tokenizer.bos_id), _special(tokenizer.eos_id)
-    return np.concatenate([bos, text[: seq_len - len(bos) - len(eos)], eos])
-
-
-def _padded(rows: Sequence[np.ndarray], count: int, width: int, fill: int) -> np.ndarray:
-    """An array [count, width] with the rows at its beginning, and `fill` elsewhere."""
-    out = np.full((count, width), fill, np.int32)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out
-
-
-def _sequences(rows: Sequence[np.ndarray], count: int, width: int, pad_id: int, prefix: str = "") -> Batch:
-    """Tokens, segment ids (1; 0 on padding) and positions, int32 [count, width]."""
-    segment_ids = _padded([np.ones(len(row)) for row in rows], count, width, 0)
-    return {
-        f"{prefix}tokens": _padded(rows, count, width, pad_id),
-        f"{prefix}segment_ids": segment_ids,
-        f"{prefix}positions": segment_ids * np.arange(width, dtype=np.int32),
-    }
-
-
-def _row_weights(rows: int, count: int) -> np.ndarray:
-    """1 for each row and 0 for padding, float32 [count]."""
-    return (np.arange(count) < rows).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +66,7 @@ class Classification(Kind):
         self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         room = seq_len - self.special_tokens(tokenizer)
-        bos, eos = _special(tokenizer.bos_id), _special(tokenizer.eos_id)
+        bos, eos = special_token(tokenizer.bos_id), special_token(tokenizer.eos_id)
         rows, types = [], []
         for number in numbers:
             texts = [examples.part(number, part) for part in range(self.parts)]
@@ -263,10 +77,10 @@ class Classification(Kind):
         labels = np.zeros(count, np.int32)
         labels[: len(numbers)] = [int(examples.labels(number)[0]) for number in numbers]
         return {
-            **_sequences(rows, count, seq_len, tokenizer.pad_id),
-            "token_types": _padded(types, count, seq_len, 0),
+            **sequences(rows, count, seq_len, tokenizer.pad_id),
+            "token_types": padded(types, count, seq_len, 0),
             "labels": labels,
-            "weights": _row_weights(len(numbers), count),
+            "weights": row_weights(len(numbers), count),
         }
 
 
@@ -347,13 +161,13 @@ class Tagging(Kind):
     def batch(
         self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
-        rows = [_framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
+        rows = [framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
         room = seq_len - self.special_tokens(tokenizer)
-        before = np.full(len(_special(tokenizer.bos_id)), NO_LABEL, np.int32)
+        before = np.full(len(special_token(tokenizer.bos_id)), NO_LABEL, np.int32)
         stored = [np.concatenate([before, examples.labels(number)[:room]]) for number in numbers]
-        labels = _padded(stored, count, seq_len, NO_LABEL)
+        labels = padded(stored, count, seq_len, NO_LABEL)
         return {
-            **_sequences(rows, count, seq_len, tokenizer.pad_id),
+            **sequences(rows, count, seq_len, tokenizer.pad_id),
             "labels": np.where(labels == NO_LABEL, 0, labels),
             "weights": (labels != NO_LABEL).astype(np.float32),
         }
@@ -404,15 +218,15 @@ class Seq2Seq(Kind):
         self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         start = tokenizer.pad_id if tokenizer.bos_id is None else tokenizer.bos_id
-        sources = [_framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
+        sources = [framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
         targets = [examples.part(number, 1) for number in numbers]
-        labels = [np.concatenate([text, _special(tokenizer.eos_id)])[: self.target_len] for text in targets]
+        labels = [np.concatenate([text, special_token(tokenizer.eos_id)])[: self.target_len] for text in targets]
         inputs = [np.append(start, row)[:-1] for row in labels]
-        target = _sequences(inputs, count, self.target_len, tokenizer.pad_id, "target_")
+        target = sequences(inputs, count, self.target_len, tokenizer.pad_id, "target_")
         return {
-            **_sequences(sources, count, seq_len, tokenizer.pad_id),
+            **sequences(sources, count, seq_len, tokenizer.pad_id),
             **target,
-            "target_labels": _padded(labels, count, self.target_len, tokenizer.pad_id),
+            "target_labels": padded(labels, count, self.target_len, tokenizer.pad_id),
             "target_weights": target["target_segment_ids"].astype(np.float32),
         }
 
@@ -447,10 +261,10 @@ class Pairs(Kind):
         self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         first, second = (
-            [_framed(examples.part(number, part), tokenizer, seq_len) for number in numbers] for part in range(2)
+            [framed(examples.part(number, part), tokenizer, seq_len) for number in numbers] for part in range(2)
         )
         return {
-            **_sequences(first, count, seq_len, tokenizer.pad_id),
-            **_sequences(second, count, seq_len, tokenizer.pad_id, "pair_"),
-            "weights": _row_weights(len(numbers), count),
+            **sequences(first, count, seq_len, tokenizer.pad_id),
+            **sequences(second, count, seq_len, tokenizer.pad_id, "pair_"),
+            "weights": row_weights(len(numbers), count),
         }

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpnlp.data import files, records
 from hpnlp.data.examples.fields import TYPES, Column, FieldError
-from hpnlp.data.examples.kinds import Kind
+from hpnlp.data.examples.kind import Kind
 from hpnlp.data.files import printable
 from hpnlp.data.records import SKIP, ReportBad
 from hpnlp.data.sources import File, LeftOut, Source

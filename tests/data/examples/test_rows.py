@@ -49,7 +49,7 @@ def test_compressed_files_and_integer_labels_give_the_same_rows(tmp_path):
     rows = [{"text": "one", "label": 1}, {"text": "two", "label": True}, {"text": "three\r\n3", "label": "-"}]
     plain = write(tmp_path / "a.jsonl", rows)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + plain.read_bytes() + b"\n\n"))
-    (tmp_path / "c.csv").write_bytes(b'\xef\xbb\xbfid,text,label\n0,one,1\n1,"two",true\n\n2,"three\r\n3",-\n')
+    (tmp_path / "c.csv").write_bytes(b'\xef\xbb\xbftext,id,label\none,0,1\n"two",1,true\n\n"three\r\n3",2,-\n')
     expected = [{"text_field": "one", "label_field": "1"}, {"text_field": "two", "label_field": "true"}]
     expected.append({"text_field": "three\r\n3", "label_field": "-"})
     for name in ("a.jsonl", "b.jsonl.gz", "c.csv"):

@@ -147,8 +147,10 @@ def _lines(file: File) -> Iterator[list[tokenize.TokenInfo]]:
 
 
 _PLAIN_KINDS = {tokenize.NUMBER: "number", tokenize.STRING: "string", tokenize.COMMENT: "comment"}
-# From Python 3.12 on, f-strings are several tokens.
-_PLAIN_KINDS |= {getattr(tokenize, name, -1): "string" for name in ("FSTRING_START", "FSTRING_MIDDLE", "FSTRING_END")}
+# From Python 3.12 on, f-strings are several tokens, and from 3.14 on t-strings.
+_PLAIN_KINDS |= {
+    getattr(tokenize, f"{letter}STRING_{part}", -1): "string" for letter in "FT" for part in ("START", "MIDDLE", "END")
+}
 
 
 def _kinds(line: Sequence[tokenize.TokenInfo]) -> list[str]:

@@ -25,7 +25,7 @@ from typing import Any
 from hpnlp import spec as specs
 from hpnlp.data import sources, token_store
 from hpnlp.data.digest import Snapshot
-from hpnlp.data.examples import library, number_words
+from hpnlp.data.examples.generated import library, number_words
 from hpnlp.data.files import ignore_progress
 from hpnlp.data.sources import File, LeftOut, Source
 from hpnlp.types import InputError

@@ -1,0 +1,245 @@
+"""The interface of a kind of labelled examples, and the arrays that batches of several kinds have."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpnlp.data.examples.fields import Column, FieldError
+from hpnlp.data.examples.store import StoredExamples
+from hpnlp.data.packing import Batch
+from hpnlp.types import InputError, Tokenizer
+
+
+class Kind(abc.ABC):
+    """The form of the examples of one kind of task.
+
+    An example is stored as one or two texts of token ids (`parts`), with an array of labels. Special tokens are added, and
+    texts are cut, when a batch is made, so that stored examples do not depend on `seq_len`.
+
+    Attributes:
+      has_labels: Whether examples have labels, so that there are classes.
+    """
+
+    has_labels: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Number of texts per example."""
+        return 1
+
+    @property
+    def parts_per_sequence(self) -> int:
+        """Number of texts that stand in one sequence."""
+        return 1
+
+    @property
+    @abc.abstractmethod
+    def columns(self) -> tuple[Column, ...]:
+        """Fields of the records."""
+
+    @abc.abstractmethod
+    def texts(self, values: Mapping[str, Any]) -> list[str]:
+        """Texts of an example.
+
+        Args:
+          values: Config field -> converted value of the field that it names.
+
+        Returns:
+          One text per part, as people read it.
+        """
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Checks the fields of a record against each other.
+
+        Args:
+          values: As for `texts`.
+
+        Raises:
+          FieldError: The fields do not fit together.
+        """
+        return None  # most kinds have nothing to check
+
+    def labels(self, values: Mapping[str, Any]) -> list[str]:
+        """Labels of an example.
+
+        Args:
+          values: As for `texts`.
+
+        Returns:
+          Names of classes.
+        """
+        return []
+
+    def pieces(self, values: Mapping[str, Any]) -> list[str]:
+        """Texts to tokenise.
+
+        Args:
+          values: As for `texts`.
+
+        Returns:
+          Texts whose ids `join` joins to those of an example.
+        """
+        return self.texts(values)
+
+    def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
+        """Joins the ids of the `pieces` of an example.
+
+        Args:
+          ids: Token ids of each piece.
+          labels: Class ids of the `labels`, int32.
+
+        Returns:
+          Token ids of each part, and the labels to store: one per example, or one per token.
+
+        Raises:
+          FieldError: A text has no tokens.
+        """
+        if not all(map(len, ids)):
+            raise FieldError("has a text without tokens")
+        return ids, labels
+
+    def special_tokens(self, tokenizer: Tokenizer) -> int:
+        """Number of tokens that are added to the texts of a sequence.
+
+        Args:
+          tokenizer: The tokenizer.
+
+        Returns:
+          The number of bos and eos tokens.
+        """
+        return (tokenizer.bos_id is not None) + (tokenizer.eos_id is not None)
+
+    def check_sizes(self, tokenizer: Tokenizer, seq_len: int) -> None:
+        """Checks that a sequence has room for at least one token of each text.
+
+        Args:
+          tokenizer: The tokenizer.
+          seq_len: Tokens per sequence.
+
+        Raises:
+          InputError: `seq_len` is too short, or the tokenizer lacks a token.
+        """
+        least = self.special_tokens(tokenizer) + self.parts_per_sequence
+        if seq_len < least:
+            raise InputError(f"data.seq_len={seq_len} leaves no room for text: pass at least {least}")
+
+    def is_cut(self, lengths: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
+        """Finds the examples that are cut.
+
+        Args:
+          lengths: Tokens of each text, integers [n, parts].
+          tokenizer: The tokenizer.
+          seq_len: Tokens per sequence.
+
+        Returns:
+          bool [n].
+        """
+        return np.any(lengths > seq_len - self.special_tokens(tokenizer), axis=1)
+
+    def other_limits(self) -> str:
+        """Limits other than `seq_len` at which texts are cut.
+
+        Returns:
+          Text for the summary, such as " and data.target_len=64".
+        """
+        return ""
+
+    @abc.abstractmethod
+    def batch(
+        self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
+    ) -> Batch:
+        """Makes a batch.
+
+        Args:
+          examples: The examples.
+          numbers: Numbers of the examples of the batch, at most `count`.
+          count: Number of rows of the batch, B; further rows are padding.
+          tokenizer: The tokenizer of the examples.
+          seq_len: Tokens per sequence, T.
+
+        Returns:
+          Arrays whose first axis is B.
+        """
+
+
+def special_token(token: int | None) -> np.ndarray:
+    """Makes a text of one special token.
+
+    Args:
+      token: Id of the token; None if the tokenizer has none.
+
+    Returns:
+      int32 [1], or [0] for None.
+    """
+    return np.array([] if token is None else [token], np.int32)
+
+
+def framed(text: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
+    """Puts bos before a text and eos after it.
+
+    Args:
+      text: Token ids, integers [n], which are cut if there are too many.
+      tokenizer: The tokenizer.
+      seq_len: Maximum number of tokens of the result.
+
+    Returns:
+      Token ids, integers.
+    """
+    bos, eos = special_token(tokenizer.bos_id), special_token(tokenizer.eos_id)
+    return np.concatenate([bos, text[: seq_len - len(bos) - len(eos)], eos])
+
+
+def padded(rows: Sequence[np.ndarray], count: int, width: int, fill: int) -> np.ndarray:
+    """Lays rows of different lengths into one array.
+
+    Args:
+      rows: At most `count` rows of at most `width` integers.
+      count: Number of rows of the array.
+      width: Length of its rows.
+      fill: Value of all other elements.
+
+    Returns:
+      int32 [count, width].
+    """
+    out = np.full((count, width), fill, np.int32)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+def sequences(rows: Sequence[np.ndarray], count: int, width: int, pad_id: int, prefix: str = "") -> Batch:
+    """Makes the inputs of a model, one sequence a row.
+
+    Args:
+      rows: Token ids of each sequence.
+      count: Number of rows of the batch.
+      width: Tokens per row.
+      pad_id: Token id of padding.
+      prefix: Beginning of the arrays' names.
+
+    Returns:
+      "tokens", "segment_ids" (1; 0 on padding) and "positions", int32 [count, width].
+    """
+    segment_ids = padded([np.ones(len(row), np.int32) for row in rows], count, width, 0)
+    return {
+        f"{prefix}tokens": padded(rows, count, width, pad_id),
+        f"{prefix}segment_ids": segment_ids,
+        f"{prefix}positions": segment_ids * np.arange(width, dtype=np.int32),
+    }
+
+
+def row_weights(rows: int, count: int) -> np.ndarray:
+    """Weights of the rows of a batch.
+
+    Args:
+      rows: Number of examples.
+      count: Number of rows of the batch.
+
+    Returns:
+      float32 [count]: 1 for each example, 0 for the rows of padding after them.
+    """
+    return (np.arange(count) < rows).astype(np.float32)
