@@ -54,12 +54,14 @@ class Projection:
       width: Features per head; 0 for the head size H.
       norm: True if `model.qk_norm` normalises the heads, as those of queries and keys.
       rope: True if `model.position="rope"` rotates the heads, as those of queries and keys.
+      source: "x" for a projection of the hidden states; "memory" for one of `Context.memory`.
     """
 
     axis: str
     width: int = 0
     norm: bool = False
     rope: bool = False
+    source: str = "x"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
 from hpnlp.models.layer_stack import LayerStack
-from hpnlp.nn.attention import Context, mixer_period
+from hpnlp.nn.attention import Context, Memory, mixer_period
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.layers import GATED, NORMS, Embed, dropout
 from hpnlp.nn.mixers import MIXERS
@@ -29,7 +29,10 @@ RESIDUALS = ("plain", "reversible")
 
 # The smallest and largest sizes. The limits are several times those of any published model, and small enough that no
 # computation of a plan overflows.
-MINIMA = {"layers": 1, **dict.fromkeys(("kv_heads", "head_dim", "mlp_dim", "vocab", "max_len", "unroll"), 0)}
+MINIMA = {
+    "layers": 1,
+    **dict.fromkeys(("kv_heads", "head_dim", "mlp_dim", "vocab", "max_len", "unroll", "memory_dim"), 0),
+}
 LIMITS = {
     "layers": 4096,
     "dim": 2**18,
@@ -40,6 +43,7 @@ LIMITS = {
     "vocab": 2**27,
     "max_len": 2**28,
     "unroll": 4096,
+    "memory_dim": 2**18,
 }
 
 
@@ -77,7 +81,7 @@ class BackboneConfig(BlockConfig):
                 f"model.mixer={self.mixer!r} takes {period} layers for one turn, but model.layers={self.layers}: name fewer "
                 "mixers, or add layers"
             )
-        projects = any(mixer.needs for mixer in self.mixers())
+        projects = self.memory_dim > 0 or any(mixer.needs for mixer in self.mixers())
         for name in ("qk_norm", "qkv_bias", "out_bias"):
             if getattr(self, name) and not projects:
                 raise InputError(
@@ -86,6 +90,16 @@ class BackboneConfig(BlockConfig):
         lookup(DTYPES, self.dtype, "model.dtype")
         if self.residual not in RESIDUALS:
             raise InputError(f"model.residual={self.residual!r}: {did_you_mean(self.residual, RESIDUALS)}")
+        if self.memory_dim and not self.has_memory:
+            raise InputError(
+                f"model.memory_dim={self.memory_dim}: this model passes its layers no memory: set it to 0, or choose a "
+                "models.decoder.Decoder"
+            )
+        if self.residual == "reversible" and self.memory_dim:
+            raise InputError(
+                f"model.residual='reversible', model.memory_dim={self.memory_dim}: reversible layers have two branches: set "
+                "model.residual='plain'"
+            )
         if self.residual == "reversible" and self.norm_placement == "post":
             raise InputError(
                 "model.residual='reversible', model.norm_placement='post': a norm of the residual stream has no inverse: set "
@@ -124,6 +138,11 @@ class BackboneConfig(BlockConfig):
     def mask(self) -> Any:
         """The static Mask of the model: the pairs of tokens that may influence each other."""
         return Full()
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the model passes its layers a memory, so that `memory_dim` may be over 0."""
+        return False
 
     def masks(self) -> list[Any]:
         """Masks of the layers of one period.
@@ -164,7 +183,10 @@ class BackboneConfig(BlockConfig):
                 columns.append(self.heads * self.head_size)  # the output projection
             mixing.append(self.dim * sum(columns))
         mlp = (3 if self.mlp in GATED else 2) * self.dim * self.mlp_size
-        return sum(mixing[layer % len(mixing)] + mlp for layer in range(self.layers))
+        reading = 0
+        if self.memory_dim:
+            reading = 2 * (self.dim * self.heads + self.memory_dim * self.kv_head_count) * self.head_size
+        return sum(mixing[layer % len(mixing)] + reading + mlp for layer in range(self.layers))
 
 
 class Backbone(nn.Module):
@@ -212,8 +234,10 @@ class Backbone(nn.Module):
 
     def _init_layers(self, rng: jax.Array) -> Any:
         """Parameters of all layers, stacked on a first axis with the logical name "layers"."""
-        x = jnp.zeros((1, 1, self.config.dim), jnp.float32)
-        context = Context(jnp.zeros((1, 1), jnp.int32), None, self.config.mask)
+        x, ids = jnp.zeros((1, 1, self.config.dim), jnp.float32), jnp.zeros((1, 1), jnp.int32)
+        width = self.config.memory_dim
+        memory = Memory(jnp.zeros((1, 1, width), jnp.float32), ids) if width else None
+        context = Context(ids, None, self.config.mask, memory=memory)
         keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(self.config.layers))
 
         def init_layer(block: Block, key: jax.Array) -> Any:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.prediction import PredictionModel
-from hpnlp.nn.attention import Context, mixer_period
+from hpnlp.nn.attention import Context, Memory, mixer_period
 from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.types import InputError, LossOut, option
 
@@ -80,20 +80,22 @@ class LM(PredictionModel):
         """Logical axes of the arrays of a batch: all of them are `[B, T]`."""
         return dict.fromkeys(example_batch(1, 1), ("batch", "length"))
 
-    def logits(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    def logits(self, tokens: Int[Array, "B T"], memory: Memory | None = None) -> Float[Array, "B T V"]:
         """Logits of every next token.
 
         Args:
           tokens: Ids, one document per sequence.
+          memory: What the layers attend to, with segment id 1; None for a model without a memory.
 
         Returns:
           Float32 logits.
         """
-        h, _, _ = self.hidden(tokens, Context(_positions(tokens), None, Causal()))
+        segment_ids = None if memory is None else jnp.ones_like(tokens)
+        h, _, _ = self.hidden(tokens, Context(_positions(tokens), segment_ids, Causal(), memory=memory))
         return self.output.logits(self.table, h.reshape(-1, h.shape[-1])).reshape(*tokens.shape, -1)
 
     def prefill(
-        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int, memory: Memory | None = None
     ) -> tuple[Float[Array, "B D"], Any]:
         """Runs prompts through the model and fills caches.
 
@@ -101,13 +103,15 @@ class LM(PredictionModel):
           tokens: Ids of the prompts, padded at the end.
           lengths: Number of tokens of each prompt.
           capacity: Number of tokens per sequence that the caches have room for.
+          memory: As for `logits`. Its keys and values are stored in the caches.
 
         Returns:
           `(hidden state of each prompt's last token, caches)`.
         """
         positions = _positions(tokens)
         segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-        h, caches, _ = self.hidden(tokens, Context(positions, segment_ids, Causal(), capacity=capacity))
+        context = Context(positions, segment_ids, Causal(), capacity=capacity, memory=memory)
+        h, caches, _ = self.hidden(tokens, context)
         return jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0], caches
 
     def extend(

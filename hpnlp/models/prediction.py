@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from hpnlp.models.backbone import Backbone
-from hpnlp.nn.attention import Context
+from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.layers import embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.spec import build, parse_one
@@ -70,7 +70,13 @@ class PredictionModel(Backbone):
                 batch = {name: x[:, indices] if x.ndim > 1 else x for name, x in batch.items()}
         ids = None if deterministic else batch["ids"]
         context = Context(
-            batch["positions"], batch["segment_ids"], self.config.mask, deterministic, ids=ids, order=order
+            batch["positions"],
+            batch["segment_ids"],
+            self.config.mask,
+            deterministic,
+            ids=ids,
+            order=order,
+            memory=self.memory_of(batch),
         )
         h, _, aux = self.hidden(batch["tokens"], context, added=self.added_embeddings(batch))
         return h, batch, indices, aux
@@ -83,6 +89,17 @@ class PredictionModel(Backbone):
 
         Returns:
           `[B, T, D]`, or None.
+        """
+        return None
+
+    def memory_of(self, batch: Batch) -> Memory | None:
+        """The memory that layers attend to.
+
+        Args:
+          batch: As for `states`.
+
+        Returns:
+          The memory, or None for a model without one.
         """
         return None
 

@@ -14,9 +14,24 @@ from jaxtyping import Array, Float
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.layers import NORMS, Dense, dense_init
 from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.mixers.cross import CrossMixer
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.spec import Spec, build, parse, parse_one
-from hpnlp.types import Aux, MixerInputs, MixerOutput, Projection, check_method
+from hpnlp.types import Aux, InputError, MixerInputs, MixerOutput, Projection, check_method
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Vectors that the tokens of a sequence attend to, such as the hidden states of an encoder.
+
+    Attributes:
+      states: `[B, S, M]`.
+      segment_ids: int32 `[B, S]`: a token attends to the vectors of its own segment id; 0 marks padding.
+    """
+
+    states: jax.Array
+    segment_ids: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +47,7 @@ class Context:
       capacity: If given, layers also return a cache with room for this number of tokens per sequence.
       ids: int32 `[B, T]`, a number for each token of the batch; dropout depends on it. None without dropout.
       order: The order of the tokens over the devices of a ring, from `ModelParallel.token_order`; None otherwise.
+      memory: Memory of cross-attention; None for layers without, and where their caches hold its keys and values.
     """
 
     positions: jax.Array
@@ -41,6 +57,7 @@ class Context:
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
     ids: jax.Array | None = None
     order: Any = dataclasses.field(default=None, metadata={"static": True})
+    memory: Memory | None = None
 
 
 def _linear(factor: int | float) -> Scaling:
@@ -99,6 +116,7 @@ class Attention(nn.Module):
       out_init: Initialiser of the output projection.
       dropout: Rate of dropout on attention probabilities.
       tensor_parallel: Division of the heads over devices.
+      cross: Cross-attention to `Context.memory`, in place of `mixer`.
     """
 
     heads: int
@@ -115,6 +133,7 @@ class Attention(nn.Module):
     out_init: Any = dense_init
     dropout: float = 0.0
     tensor_parallel: TensorParallel = NO_TENSOR_PARALLEL
+    cross: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
@@ -128,11 +147,16 @@ class Attention(nn.Module):
         Returns:
           `(y [B, T, D], cache or None, aux)`.
         """
-        mixer = build(self.mixer, MIXERS, "mixer", dropout=self.dropout, name="mixer")
+        if self.cross:
+            mixer: Any = CrossMixer(self.dropout, name="mixer")
+        else:
+            mixer = build(self.mixer, MIXERS, "mixer", dropout=self.dropout, name="mixer")
         x = self.tensor_parallel.gather_tokens(x)
+        memory = context.memory if self.cross else None
         projected = {
             name: checkpoint_name(self._project(x, name, projection, context), "projected")
             for name, projection in mixer.needs.items()
+            if projection.source == "x" or cache is None  # the cache holds the projections of the memory
         }
         dropping = self.dropout > 0.0 and not context.deterministic
         streams = self._dropout_streams(context) if dropping else None
@@ -142,7 +166,7 @@ class Attention(nn.Module):
             positions=context.positions,
             kv_positions=context.positions,
             segment_ids=context.segment_ids,
-            kv_segment_ids=context.segment_ids,
+            kv_segment_ids=context.segment_ids if memory is None else memory.segment_ids,
             rng=self.make_rng("dropout") if dropping else None,
             streams=streams,
             deterministic=context.deterministic,
@@ -169,7 +193,11 @@ class Attention(nn.Module):
         return context.ids[:, :1] * self.heads + heads[None].astype(jnp.int32)
 
     def _project(self, x: jax.Array, name: str, projection: Projection, context: Context) -> jax.Array:
-        """A projection of x, split into heads, normalised and rotated."""
+        """A projection of x or of the memory, split into heads, normalised and rotated."""
+        if projection.source == "memory":
+            if context.memory is None:
+                raise InputError("layers with cross-attention got no memory: pass one, or set model.memory_dim=0")
+            x = context.memory.states.astype(x.dtype)
         # The same mesh axes divide query and key heads.
         heads = self.tensor_parallel.local_size("heads", getattr(self, projection.axis))
         width = projection.width or self.head_dim

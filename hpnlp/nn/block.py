@@ -50,6 +50,10 @@ class BlockConfig:
     qkv_bias: bool = option(False, "Biases on queries, keys and values.")
     out_bias: bool = option(False, "A bias on attention's output.")
     mlp_bias: bool = option(False, "Biases in MLPs.")
+    memory_dim: int = option(
+        0,
+        "Features of the memory, such as hidden states of an encoder, which a third branch attends to; 0 for no such branch.",
+    )
     dropout: float = option(0.0, "Rate of dropout on each branch's result and on attention probabilities.")
 
     def __post_init__(self) -> None:
@@ -97,7 +101,8 @@ class BlockConfig:
 class Block(nn.Module):
     """Two branches: `mix` (attention) and `feed` (MLP). `__call__` adds them to a single stream.
 
-    Each branch has a norm: of its input if `config.norm_placement` is "pre", of the sum that `__call__` makes if it is "post".
+    With `config.memory_dim`, a third branch between the two, `read`, attends to `Context.memory`. Each branch has a norm: of
+    its input if `config.norm_placement` is "pre", of the sum that `__call__` makes if it is "post".
 
     Attributes:
       config: Sizes, and the kinds of mixer, MLP, norm and position encoding.
@@ -115,22 +120,26 @@ class Block(nn.Module):
         c = self.config
         norm = lookup(NORMS, c.norm, "model.norm")
         self.mix_norm = norm(c.norm_eps)
-        self.attention = Attention(
-            heads=c.heads,
-            kv_heads=c.kv_head_count,
-            head_dim=c.head_size,
-            mixer=self.mixer,
-            rope_theta=c.rope_theta if c.position == "rope" else None,
-            rope_scaling=c.rope_scaling,
-            qk_norm=c.qk_norm,
-            norm=c.norm,
-            norm_eps=c.norm_eps,
-            use_bias=c.qkv_bias,
-            out_bias=c.out_bias,
-            out_init=self.out_init,
-            dropout=c.dropout,
-            tensor_parallel=self.tensor_parallel,
-        )
+        options: dict[str, Any] = {
+            "heads": c.heads,
+            "kv_heads": c.kv_head_count,
+            "head_dim": c.head_size,
+            "mixer": self.mixer,
+            "rope_theta": c.rope_theta if c.position == "rope" else None,
+            "rope_scaling": c.rope_scaling,
+            "qk_norm": c.qk_norm,
+            "norm": c.norm,
+            "norm_eps": c.norm_eps,
+            "use_bias": c.qkv_bias,
+            "out_bias": c.out_bias,
+            "out_init": self.out_init,
+            "dropout": c.dropout,
+            "tensor_parallel": self.tensor_parallel,
+        }
+        self.attention = Attention(**options)
+        if c.memory_dim:
+            self.read_norm = norm(c.norm_eps)
+            self.cross_attention = Attention(**options, cross=True)
         self.feed_norm = norm(c.norm_eps)
         self.mlp = MLP(c.mlp_size, c.mlp, c.mlp_bias, self.out_init, self.tensor_parallel)
 
@@ -148,6 +157,20 @@ class Block(nn.Module):
         y, cache, aux = self.attention(self._normed_input(self.mix_norm, x), context, cache)
         return self._drop(y, context), cache, aux
 
+    def read(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
+        """The branch that attends to the memory, without its residual.
+
+        Args:
+          x: Hidden states.
+          context: The memory, and segments of the tokens.
+          cache: Keys and values of the memory, or None.
+
+        Returns:
+          `(y [B, T, D], cache or None, aux)`.
+        """
+        y, cache, aux = self.cross_attention(self._normed_input(self.read_norm, x), context, cache)
+        return self._drop(y, context), cache, aux
+
     def feed(self, x: Float[Array, "B T D"], context: Context) -> tuple[jax.Array, Aux]:
         """The feed-forward branch, without its residual.
 
@@ -161,18 +184,26 @@ class Block(nn.Module):
         return self._drop(self.mlp(self._normed_input(self.feed_norm, x)), context), {}
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
-        """Adds both branches to a single stream, one after the other.
+        """Adds the branches to a single stream, one after the other.
 
         Args:
           x: Hidden states.
-          context: Positions, segments and mask.
-          cache: Cache of the tokens that precede x, or None.
+          context: Positions, segments, mask and memory.
+          cache: Cache of the tokens that precede x, or None; with a memory, the pair of this and the cache of `read`.
 
         Returns:
           `(x [B, T, D], cache or None, aux)`.
         """
-        y, cache, aux = self.mix(x, context, cache)
-        x = self._normed_sum(self.mix_norm, x + y)
+        if not self.config.memory_dim:
+            y, cache, aux = self.mix(x, context, cache)
+            x = self._normed_sum(self.mix_norm, x + y)
+        else:
+            of_mix, of_read = cache or (None, None)
+            y, of_mix, aux = self.mix(x, context, of_mix)
+            x = self._normed_sum(self.mix_norm, x + y)
+            y, of_read, read_aux = self.read(x, context, of_read)
+            x = self._normed_sum(self.read_norm, x + y)
+            cache, aux = (of_mix, of_read), {**aux, **read_aux}
         y, feed_aux = self.feed(x, context)
         return self._normed_sum(self.feed_norm, x + y), cache, {**aux, **feed_aux}
 

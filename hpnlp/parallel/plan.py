@@ -45,6 +45,7 @@ FILL = -1  # an axis size: all remaining devices
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "length": ("sequence",),
+    "memory": (),  # the vectors that a sequence of a decoder attends to
     "positions": (),  # rows of a table of learned positions
     "token_types": (),  # rows of a table of token types
     "layers": ("pipeline",),

@@ -196,6 +196,11 @@ def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout:
     """Raises InputError if a plan does not fit a model's mixers and residuals, or the optimizer."""
     c = model.config
     context_parallel.check_support(layout, c.mixers(), model.config.masks(), (c.heads, c.kv_head_count), c.dropout)
+    if c.memory_dim and layout.size("length") > 1:
+        raise InputError(
+            f"plan.sequence={layout.size('length')} divides sequences, and model.memory_dim={c.memory_dim}: the memory is not "
+            "divided: set plan.sequence=1"
+        )
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(
             "model.residual='reversible': pipeline stages that gather their parameters in the backward pass (ZeRO "

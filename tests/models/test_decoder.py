@@ -1,0 +1,174 @@
+"""A decoder with a memory: caches, segments, layouts and errors. See also test_decoder_oracle.py."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from hpnlp.models.backbone import axes_and_shapes, separate_layers
+from hpnlp.models.decoder import Decoder, DecoderConfig
+from hpnlp.models.encoder import EncoderConfig
+from hpnlp.models.lm import LMConfig
+from hpnlp.nn.attention import Context, Memory
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import _model_parallel, make_trainer
+from hpnlp.types import InputError
+from tests.contracts import ONCE, once
+from tests.models.test_lm import GPT, make_batch
+from tests.training.test_step import assert_leaves_close
+
+SIZES = {"dim": 16, "heads": 4, "kv_heads": 2, "layers": 2, "vocab": 24, "max_len": 16, "mlp_dim": 24, "memory_dim": 12}
+LENGTHS = (5, 1, 4, 2)
+
+
+def make(**fields):
+    """A small decoder with random parameters."""
+    model = Decoder(DecoderConfig(**SIZES | fields))
+    shapes = axes_and_shapes(model)[1]
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        return jnp.asarray(rng.normal(path[-1].key == "scale", 0.4, leaf.shape), jnp.float32)
+
+    return model, jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def make_memory(batch, length=6):
+    states = np.random.default_rng(3).standard_normal((batch, length, SIZES["memory_dim"]))
+    filled = np.arange(length)[None] < np.resize(LENGTHS, batch)[:, None]
+    return Memory(jnp.asarray(states, jnp.float32), jnp.asarray(filled, jnp.int32))
+
+
+def with_memory(batch):
+    memory = make_memory(len(batch["tokens"]))
+    return batch | {"memory": memory.states, "memory_segment_ids": memory.segment_ids}
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
+def test_prefill_and_extend_equal_the_full_pass(separate):
+    """Further tokens take the memory's keys and values from the cache; the memory's padding does not count."""
+    model, params = make(**GPT if separate else {})
+    variables = {"params": separate_layers(params) if separate else params}
+    memory, lengths = make_memory(4), np.array([3, 7, 1, 6], np.int32)
+    tokens, rows = np.asarray(make_batch(4, 12)["tokens"]), np.arange(4)
+    padding = memory.segment_ids == 0
+    noisy = dataclasses.replace(memory, states=jnp.where(padding[..., None], 1e4, memory.states))
+    positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32)[None], (4, 12))
+
+    def full(memory):
+        context = Context(positions, jnp.ones_like(positions), model.config.mask, memory=memory)
+        return model.apply(variables, jnp.asarray(tokens), context, method="hidden")[0]
+
+    expected, other = once(lambda *memories: [full(m) for m in memories], memory, noisy)
+    np.testing.assert_array_equal(expected, other)
+    h, caches = once(
+        lambda t, n, m: model.apply(variables, t, n, 12, m, method="prefill"),
+        tokens[:, :7],
+        jnp.asarray(lengths),
+        memory,
+    )
+    np.testing.assert_allclose(h, expected[rows, lengths - 1], atol=1e-5, rtol=1e-4)
+    extend = jax.jit(lambda t, p, c: model.apply(variables, t, p, c, method="extend"), compiler_options=ONCE)
+    for _ in range(2):
+        places = lengths[:, None]
+        h, caches = extend(jnp.asarray(tokens[rows[:, None], places]), jnp.asarray(places), caches)
+        np.testing.assert_allclose(h, expected[rows[:, None], places], atol=1e-5, rtol=1e-4)
+        lengths = lengths + 1
+
+
+def test_tokens_depend_on_the_memory_of_their_segment():
+    """d hidden[i] / d memory[s] is exactly 0 unless the segments are equal, and not 0 there."""
+    model, params = make()
+    segments, memory_segments = np.array([1, 1, 2, 2, 3]), np.array([2, 1, 1, 3, 0])
+    positions = jnp.asarray([[0, 1, 0, 1, 0]], jnp.int32)
+    tokens = jnp.arange(5, dtype=jnp.int32)[None]
+    direction = jnp.asarray(np.random.default_rng(2).normal(size=16), jnp.float32)
+
+    def outputs(states):
+        memory = Memory(states, jnp.asarray(memory_segments[None], jnp.int32))
+        context = Context(positions, jnp.asarray(segments[None], jnp.int32), model.config.mask, memory=memory)
+        return model.apply({"params": params}, tokens, context, method="hidden")[0][0] @ direction
+
+    jacobian = once(jax.jacrev(outputs), jnp.asarray(np.random.default_rng(4).normal(size=(1, 5, 12)), jnp.float32))
+    depends = np.any(np.asarray(jacobian)[:, 0] != 0.0, axis=-1)
+    np.testing.assert_array_equal(depends, segments[:, None] == memory_segments[None])
+
+
+def gradients(plan, devices, remat="none"):
+    """`(gradients by parameters and memory, loss)` of a training step with dropout."""
+    model, params = make(**GPT, dropout=0.3, norm_placement="post")
+    batch = with_memory(make_batch(8, 16))
+    layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
+    axes, shapes = axes_and_shapes(model)
+    if devices > 1:
+        model = model.clone(model_parallel=_model_parallel(layout, axes, model.config.masks()), remat=remat)
+    specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
+    params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
+    batch = {name: jax.device_put(x, layout.sharding(*model.batch_axes()[name])) for name, x in batch.items()}
+
+    def loss(params, memory, batch, key):
+        rngs = {"dropout": key, "output": key}
+        out = model.apply({"params": params}, batch | {"memory": memory}, False, rngs=rngs, method="loss")
+        return out.sum, out.sum
+
+    with jax.set_mesh(layout.mesh):
+        program = jax.jit(jax.grad(loss, (0, 1), has_aux=True), compiler_options=ONCE)
+        return jax.device_get(program(params, batch["memory"], batch, jax.random.key(7)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "remat"),
+    [
+        (Plan(), "none"),
+        (Plan("zero3"), "none"),
+        (Plan(tensor=2), "none"),
+        (Plan(pipeline=2), "full"),
+        (Plan("3d"), "none"),
+        (Plan("zero3", pipeline=2, tensor=2), "dots"),
+    ],
+    ids=["data", "zero3", "tensor", "pipeline", "3d", "pipeline x zero3 x tensor"],
+)
+def test_layouts_match_one_device(plan, remat):
+    (actual, loss), (expected, expected_loss) = gradients(plan, 8, remat), gradients(Plan(), 1)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for tree in (actual[0], expected[0]):
+        for branch in ("attention", "cross_attention"):
+            # A bias of keys shifts all scores of a query equally: its gradient is 0 up to rounding.
+            tree["layers"][branch]["k"].pop("bias")
+    assert_leaves_close(actual, expected, 1e-5)
+    assert np.any(expected[1])
+
+
+def test_weights_of_three_branches_are_counted():
+    model, params = make()
+    kernels = [leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"]
+    assert model.config.non_embedding_parameters() == sum(kernels)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (LMConfig, {}, "model.memory_dim=12: this model passes its layers no memory: set it to 0"),
+        (EncoderConfig, {}, "model.memory_dim=12: this model passes its layers no memory"),
+        (DecoderConfig, {"memory_dim": 0}, "model.memory_dim=0: set it to the features of the memory"),
+        (DecoderConfig, {"memory_dim": -1}, "model.memory_dim=-1: expected at least 0"),
+        (DecoderConfig, {"residual": "reversible"}, "reversible layers have two branches: set model.residual='plain'"),
+    ],
+    ids=str,
+)
+def test_invalid_configs_raise(kind, fields, message):
+    with pytest.raises(InputError, match=message):
+        kind(**SIZES | fields)
+
+
+def test_missing_and_divided_memories_raise():
+    model, params = make()
+    with pytest.raises(InputError, match="layers with cross-attention got no memory"):
+        jax.eval_shape(lambda t: model.apply({"params": params}, t, method="logits"), jnp.zeros((1, 4), jnp.int32))
+    with pytest.raises(InputError, match="the memory is not divided: set plan.sequence=1"):
+        make_trainer(model, OptimizerConfig(), Plan("sequence"), steps=1)
