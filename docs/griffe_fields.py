@@ -5,7 +5,7 @@ A config field is `name: type = option(default, "help")`; an option of a module 
 
 from __future__ import annotations
 
-import importlib
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ class Fields(griffe.Extension):
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         value = attr.value
         if isinstance(value, griffe.ExprCall) and str(value.function) == "option":
-            # The help may be a name or a formatted string, whose value the dataclass has.
-            config = getattr(importlib.import_module(attr.module.path), attr.parent.name)
-            attr.value = value.arguments[0]
-            attr.docstring = griffe.Docstring(config.__dataclass_fields__[attr.name].metadata["help"], parent=attr)
+            attr.value, text = value.arguments[:2]
+            attr.docstring = griffe.Docstring(ast.literal_eval(str(text)), parent=attr)
         elif attr.docstring is None and attr.lineno and isinstance(attr.filepath, Path):
             lines = attr.filepath.read_text("utf-8").splitlines()[: attr.lineno - 1]
             comments = []
