@@ -85,7 +85,13 @@ EXAMPLES = {
 }
 
 
-@pytest.fixture(scope="module", params=TASKS)
+# Tagging shares its code with classification.
+SLOW = ("tagging",)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in TASKS]
+)
 def config(request, tmp_path_factory):
     made = EXAMPLES[request.param](tmp_path_factory.mktemp("data"))
     train = dataclasses.replace(made.train, eval_every=2, checkpoint_every=2, log_every=1)
