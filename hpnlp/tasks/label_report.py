@@ -96,6 +96,7 @@ class LabelReport(TaskReport):
             ("held-out accuracy", decimals(report["heldout_accuracy"])),
             ("held-out macro F1", decimals(report.get("heldout_macro_f1"))),
             *((f"{name}, accuracy", decimals(value)) for name, value in self._baselines(report)),
+            *_further_rows(report),
             (f"held-out loss, nats {self.unit}", decimals(report["heldout_loss"])),
         ]
 
@@ -117,6 +118,14 @@ class LabelReport(TaskReport):
     def rank(self, reports: Mapping[str, Report]) -> Ranking:
         """Ranks runs by held-out accuracy on the same examples: those that most runs were scored on."""
         return rank_on_same_examples(reports, "accuracy", higher_is_better=True)
+
+
+def _further_rows(report: Report) -> Iterator[tuple[str, str]]:
+    """Rows with the accuracy on examples that are scored apart."""
+    for field, value in report.items():
+        name = field.removeprefix("heldout_").removesuffix("_accuracy")
+        if field == f"heldout_{name}_accuracy":
+            yield f"{name} examples, accuracy", decimals(value)
 
 
 def macro_f1(confusion: np.ndarray) -> float:

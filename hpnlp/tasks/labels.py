@@ -47,6 +47,16 @@ class LabelTask(Task):
             batch_size=config.data.batch_size, limit=limit, process_index=process_index, process_count=process_count
         )
 
+    def further_heldout(
+        self, config: RunConfig, dataset: Examples, *, process_index: int = 0, process_count: int = 1
+    ) -> dict[str, Iterator[Batch]]:
+        options = {
+            "batch_size": config.data.batch_size,
+            "process_index": process_index,
+            "process_count": process_count,
+        }
+        return {name: dataset.heldout(name=name, **options) for name in dataset.heldout_sets[1:]}
+
     def vocabulary(self, dataset: Examples) -> Vocabulary:
         return Vocabulary(dataset.tokenizer, dataset.labels)
 

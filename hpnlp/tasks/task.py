@@ -130,6 +130,22 @@ class Task(abc.ABC):
           The batches, filled with examples of weight 0.
         """
 
+    def further_heldout(
+        self, config: RunConfig, dataset: Any, *, process_index: int = 0, process_count: int = 1
+    ) -> dict[str, Iterator[Batch]]:
+        """Iterators over examples that are scored at the end, apart from the held-out ones.
+
+        Args:
+          config: Config of the run.
+          dataset: Result of `dataset`.
+          process_index: Index of this process.
+          process_count: Number of processes.
+
+        Returns:
+          Name of a set of examples -> its batches, as from `heldout`.
+        """
+        return {}
+
     def vocabulary(self, dataset: Any) -> Vocabulary:
         """The vocabulary of a dataset, which the run directory keeps.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -49,19 +49,51 @@ def evaluate(trainer: Trainer, params: Any, dataset: Dataset, config: Config, li
     task = tasks.find(config.task)
     index, count = batch_share(trainer, config)
     batches = task.heldout(config, dataset, limit=limit, process_index=index, process_count=count)
+    sums = _sums(trainer, params, batches, config)
+    return Evaluation(_scores(trainer, dataset, config, sums, limit is None), sums)
+
+
+def further_scores(trainer: Trainer, params: Any, dataset: Dataset, config: Config) -> dict[str, float]:
+    """Scores all examples that are held out beside the held-out ones, such as longer ones.
+
+    Args:
+      trainer: Compiled functions of the model.
+      params: Parameters, laid out as the trainer's.
+      dataset: Data.
+      config: Config of the run.
+
+    Returns:
+      Name of a set of examples and of a score, as in "challenge_accuracy" -> score; empty if there are no such examples.
+    """
+    index, count = batch_share(trainer, config)
+    sets = tasks.find(config.task).further_heldout(config, dataset, process_index=index, process_count=count)
+    scores = {
+        name: _scores(trainer, dataset, config, _sums(trainer, params, batches, config), True)
+        for name, batches in sets.items()
+    }
+    return {f"{name}_{metric}": value for name, of_set in scores.items() for metric, value in of_set.items()}
+
+
+def _sums(
+    trainer: Trainer, params: Any, batches: Iterable[Mapping[str, np.ndarray]], config: Config
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What the model's loss reports, summed over batches in float64."""
     pending: list[Any] = []
     for batch in batches:
         arrays = on_devices(trainer, batch, config)
         # Waits for the last program: two programs on the simulated devices of one CPU can deadlock over its threads.
         jax.block_until_ready(pending[-1:])
         pending.append(trainer.evaluate(params, arrays))
-    first, *further = (jax.tree.map(lambda x: np.asarray(x, np.float64), sums) for sums in jax.device_get(pending))
+    total, *further = (jax.tree.map(lambda x: np.asarray(x, np.float64), sums) for sums in jax.device_get(pending))
     for sums in further:
-        first = jax.tree.map(np.add, first, sums)
-    scores = task.scores(
-        config, dataset, first, is_complete=limit is None, gives_probabilities=trainer.gives_probabilities
-    )
-    return Evaluation(scores, first)
+        total = jax.tree.map(np.add, total, sums)
+    return total
+
+
+def _scores(trainer: Trainer, dataset: Dataset, config: Config, sums: Any, is_complete: bool) -> dict[str, float]:
+    """Scores of a task from the sums of an evaluation."""
+    probable = trainer.gives_probabilities
+    return tasks.find(config.task).scores(config, dataset, sums, is_complete=is_complete, gives_probabilities=probable)
 
 
 def batch_share(trainer: Trainer, config: Config) -> tuple[int, int]:

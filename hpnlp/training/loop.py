@@ -22,7 +22,7 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import distributed, warm_start
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
-from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, on_devices
+from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, find_writers, reading_progress
 from hpnlp.training.run_directory import claimed, has_begun, make_model, write_config
@@ -39,7 +39,8 @@ class Result:
     Attributes:
       step: Number of steps done.
       interrupted: True if a signal stopped the run early; the same command continues from `step`.
-      heldout: Scores on all held-out examples by name, see `scores` of the task; empty if the run was interrupted.
+      heldout: Scores on all held-out examples by name, see `scores` of the task, and on further sets of examples, with
+        their names; empty if the run was interrupted.
       sums: What the model's loss reports, summed over all held-out examples: name -> (sum, weight).
       baselines: Results of other methods on the same data, such as bits per byte of general compressors, see
         `data.baselines`; empty if the run was interrupted and in processes other than process 0.
@@ -373,6 +374,8 @@ class _Run:
         else:
             self.display.print("scoring all held-out text")
             heldout = self.evaluate(None)
+            with self.clock("eval"):
+                heldout.scores.update(further_scores(self.trainer, self.state.best_params, self.dataset, self.config))
             if self.baseline is not None:
                 baselines = self.baseline.result(self.display.print)
         return Result(

@@ -147,3 +147,9 @@ def test_config_takes_its_fields_to_another_task():
     values.data.packing = "fit"
     with pytest.raises(InputError, match="the config sets data.packing='fit', which this task does not have"):
         configs.for_task(values, "classification")
+
+
+def test_examples_that_are_scored_apart_have_rows():
+    written = report_of(heldout_macro_f1=0.4, heldout_challenge_accuracy=0.125, heldout_challenge_macro_f1=0.1)
+    rows = dict(REPORT.rows(written))
+    assert rows["challenge examples, accuracy"] == "0.1250" and rows["held-out accuracy"] == "0.5000"

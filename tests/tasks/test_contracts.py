@@ -40,8 +40,10 @@ def classification(directory):
         words = draw.choices(tiny.WORDS[number % 3 * 4 :][:8], k=6)
         lines.append(json.dumps({"text": " ".join(words), "label": ("red", "green", "blue")[number % 3]}))
     (directory / "examples.jsonl").write_text("\n".join(lines))
+    (directory / "others.jsonl").write_text("\n".join(lines[:9]))
     config = configs.default("classification")
-    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=16, batch_size=8)
+    config.data.update(path=str(directory / "examples.jsonl"), challenge_path=str(directory / "others.jsonl"))
+    config.data.update(tokenizer="words(30)", seq_len=16, batch_size=8)
     config.data.heldout = 0.2
     config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1)
     config.optimizer.update(warmup=0, learning_rate=1e-2)
@@ -83,7 +85,13 @@ EXAMPLES = {
 }
 
 
-@pytest.fixture(scope="module", params=TASKS)
+# Tagging shares its code with classification.
+SLOW = ("tagging",)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in TASKS]
+)
 def config(request, tmp_path_factory):
     made = EXAMPLES[request.param](tmp_path_factory.mktemp("data"))
     train = dataclasses.replace(made.train, eval_every=2, checkpoint_every=2, log_every=1)
@@ -102,7 +110,9 @@ def test_run_reports_its_primary_metric(config, finished):
     workdir, result, written = finished
     task = tasks.find(config.task)
     assert np.isfinite(result.heldout[task.metric]) and np.isfinite(result.heldout["loss"])
-    assert written[f"heldout_{task.metric}"] == result.heldout[task.metric] and written["config"]["task"] == config.task
+    assert all(written[f"heldout_{name}"] == value for name, value in result.heldout.items())
+    assert all(f"{name}_{task.metric}" in result.heldout for name in task.further_heldout(config, result.dataset))
+    assert written["config"]["task"] == config.task
     text = (workdir / "report.md").read_text()
     assert report.verdict(written) in text and text.count("\n| ") > 8
     assert (workdir / "loss.png").exists()
