@@ -12,8 +12,8 @@ from hpnlp import cli
 USAGE = """
 hpnlp compare RUN RUN ... [--out=compare.png]
 
-Prints a table of finished runs, best first, and plots quality against time and memory. RUN is the workdir of a run, or of a
-sweep, which stands for all of its members.
+Prints a table of finished runs, best first, and plots quality against time and memory. RUN is the workdir of a run, or a
+directory of runs and sweeps, which stands for all of them.
 """
 
 flags.DEFINE_string(
@@ -42,6 +42,8 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _members(path: Path) -> list[Path]:
-    """The members of a sweep, or the run itself."""
-    members = sorted(report.parent for report in path.glob("*/report.json"))
-    return members if members and not (path / "report.json").exists() else [path]
+    """The run itself, or the finished runs in a directory and in the sweeps in it."""
+    if (path / "report.json").exists():
+        return [path]
+    reports = sorted(path.glob("*/report.json")) + sorted(path.glob("*/*/report.json"))
+    return [report.parent for report in reports] or [path]

@@ -60,6 +60,11 @@ def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
     assert outcome.code == 2 and "[2/2] 01-seed=1: finished before" in outcome.out
     assert (tmp_path / "runs" / "01-seed=1" / "report.json").stat().st_mtime_ns == before
 
+    # The directory of the sweep's workdir stands for its finished members.
+    (tmp_path / "runs" / "other" / "report.json").unlink()
+    outcome = run("compare", str(tmp_path), f"--out={tmp_path}/all.png")
+    assert outcome.code == 0 and "01-seed=1" in outcome.out
+
     # A finished member with another config is an error, and does not count as finished.
     finished = (tmp_path / "runs" / "01-seed=1" / "report.json").read_text()
     outcome = run(*sweep([{"data.seq_len": 100000}, {"train.seed": 1}], argument=":3"))

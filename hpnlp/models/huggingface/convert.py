@@ -320,10 +320,18 @@ def _write_tensors(shards: list[list[Tensor]], params: Mapping[str, Any], dtype:
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         values = {tensor.name: tensor.read_params(params, dtype) for tensor in shard}
         import_safetensors("numpy").save_file(values, directory / name, metadata={"format": "pt"})
+        (directory / name).chmod(_default_mode())  # safetensors makes files that only their owner can read
         index |= dict.fromkeys(values, name)
     if len(shards) > 1:
         total = sum(math.prod(tensor.shape) for shard in shards for tensor in shard) * dtype.itemsize
         write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+
+
+def _default_mode() -> int:
+    """The mode of new files, which the umask of the process decides."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def check_readable(directory: str | Path) -> None:

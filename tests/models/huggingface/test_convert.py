@@ -206,6 +206,10 @@ def sharded(tmp_path):
     return tmp_path / "a"
 
 
+def test_files_have_the_same_mode(tmp_path):
+    assert len({path.stat().st_mode for path in sharded(tmp_path).iterdir()}) == 1
+
+
 def test_missing_shard_raises(tmp_path):
     directory = sharded(tmp_path)
     next(directory.glob("model-00002*")).unlink()
