@@ -16,7 +16,7 @@ from hpnlp.training.config import default
 def get_config(source: str = "runs/x") -> ConfigDict:
     """The config of a run that starts from `source`: the workdir of a run, or a directory in the Hugging Face layout."""
     start = warm_start.find(source)
-    config = default()
+    config = default(start.task)
     config.train.init_from = source
     config.data.tokenizer = start.tokenizer_field
     config.model.update(dataclasses.asdict(start.model))
