@@ -2,8 +2,9 @@
 
     hpnlp train --config=experiments/classification/stdlib.py --workdir=runs/packages
 
-Names of packages are hidden in the code, and functions of one file are held out together. On two CPU cores the run takes about
-4 minutes, and predicts 72 % of the 681 held-out packages, of 14 (Python 3.11; the most frequent package: 7 %).
+Names of packages are hidden in the code, and functions of one file are held out together. On two CPU cores the run takes two to
+four minutes, and predicts 76 % of the 681 held-out packages, of 14 (Python 3.11). A linear model of words predicts 71 %, one of
+characters 77 %, the most frequent package 7 %.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from hpnlp.training.config import default
 def get_config() -> ConfigDict:
     config = default("classification")
     config.data.path = "stdlib_functions"
-    config.data.tokenizer = "words(8000)"
+    config.data.tokenizer = "bpe(4096)"
     config.data.seq_len = 256
     config.data.batch_size = 16
     config.model.layers = 2
     config.model.dim = 128
     config.model.heads = 4
     config.model.mlp = "gelu"
-    config.model.dropout = 0.1
+    config.model.pooling = "max"
+    config.model.dropout = 0.3
     config.optimizer.learning_rate = 1e-3
     config.train.steps = 800
     config.train.eval_every = 100
