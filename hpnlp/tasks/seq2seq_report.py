@@ -1,4 +1,4 @@
-"""The part of reports of sequence-to-sequence models: exact matches, also of the examples that are scored apart, and decoded texts."""
+"""The part of reports of sequence-to-sequence models: exact matches on both sets of scored examples, and decoded texts."""
 
 from __future__ import annotations
 

@@ -199,8 +199,8 @@ def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout:
     context_parallel.check_support(layout, c.mixers(), c.masks(), heads, c.dropout)
     if c.has_memory and layout.size("length") > 1:
         raise InputError(
-            f"plan.sequence={layout.size('length')} divides sequences, and the model's layers attend to a memory: the memory is "
-            "not divided: set plan.sequence=1"
+            f"plan.sequence={layout.size('length')} divides sequences, and the model's layers attend to a memory: the memory "
+            "is not divided: set plan.sequence=1"
         )
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(

@@ -238,7 +238,7 @@ def test_runs_compare(config, finished, tmp_path):
     metric = f"heldout_{task.metric}"
     ranked = [name for name in written if name.startswith("heldout_") and isinstance(written[name], float)]
     sign = 1 if task.higher_is_better else -1
-    worse = {name: written[name] - sign * 0.25 * abs(written[name]) for name in ranked}
+    worse = {name: written[name] - sign * 0.25 * (abs(written[name]) or 1.0) for name in ranked}
     (other / "report.json").write_text(json.dumps(written | worse))
     rows = report.compare([other, workdir], tmp_path / "compare.png").splitlines()
     assert metric in written and [row.split("|")[1].strip() for row in rows[2:4]] == [str(workdir), str(other)]
