@@ -205,4 +205,4 @@ def _has_divided_gradient(names: tuple[str, ...] | None, by_rows: bool) -> bool:
 
     It does in layers, and for tables that are not trained row by row: their programs gather what ZeRO divides.
     """
-    return names is not None and not by_rows and ("layers" in names or names == vocab_parallel.TABLE)
+    return names is not None and not by_rows and ("layers" in names or names in vocab_parallel.TABLES)
