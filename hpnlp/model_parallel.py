@@ -133,7 +133,8 @@ class ModelParallel:
 
     Attributes:
       embedding_lookup: `(table, ids [B, T], dtype) -> x [B, T, D]`.
-      run_layers: `(run, stacks of parameters by name, x, context, rng) -> (x, aux)` for all layers, where
+      run_layers: `(axes of the stacks, run, stacks of parameters by name, x, context, rng) -> (x, aux)` for all layers of a
+          Backbone. axes: logical names of the parameters' axes, by the name of a stack.
           `run(tensor_parallel, stacks of a chunk of the layers, x, context, rng, index of the chunk) -> (x, aux)`.
       loss: `(output layer, *arguments of its loss) -> LossOut`, for hidden states `[B, T, D]` or `[B, D]`.
       best: `(output layer, table, h) -> ids` of the most probable words or classes, `[B, T]` or `[B]`.

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
 from hpnlp.models.layer_forms import check_effects, layer_forms, matrix_size, projections
-from hpnlp.models.layer_stack import LayerStack, init_layers, make_blocks, stack_order
+from hpnlp.models.layer_stack import LayerStack, init_layers, layer_axes, make_blocks, stack_order
 from hpnlp.nn.attention import Context, mixer_period
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.layers import NORMS, Embed, dropout
@@ -177,6 +177,11 @@ class BackboneConfig(BlockConfig):
         """Whether the model passes its layers a memory, so that `memory_dim` may be over 0."""
         return False
 
+    @property
+    def is_single_stack(self) -> bool:
+        """Whether all layers are those of one Backbone, the model itself, so that they lie under "layers"."""
+        return True
+
     def masks(self) -> list[Any]:
         """Masks of the layers of one period.
 
@@ -257,12 +262,14 @@ class Backbone(nn.Module):
       stats: Word statistics of the text, for output layers that need them.
       model_parallel: Embedding lookup, layers and loss over several devices, for `loss`; None for one device.
       remat: Rematerialisation policy of the layers, as `Plan.remat`.
+      shared_embed: An embedding of another model of which this one is a part; None for an embedding of its own.
     """
 
     config: Any
     stats: WordStats | None = None
     model_parallel: ModelParallel | None = None
     remat: str = "none"
+    shared_embed: Embed | None = None
 
     def setup(self) -> None:
         c = self.config
@@ -271,7 +278,7 @@ class Backbone(nn.Module):
                 f"plan.remat={self.remat!r}: reversible layers keep nothing that could be recomputed: set plan.remat='none', "
                 "or model.residual='plain'"
             )
-        self.embed = Embed(c.vocab, c.dim)
+        self.embed = Embed(c.vocab, c.dim) if self.shared_embed is None else self.shared_embed
         if c.position == "learned":
             self.positions = Embed(c.max_len, c.dim, axis="positions")
         norm = lookup(NORMS, c.norm, "model.norm")
@@ -312,7 +319,8 @@ class Backbone(nn.Module):
         elif parallel is None:
             x, caches, aux = self._run_layers(NO_TENSOR_PARALLEL, params, x, context, rng, 0, caches)
         else:
-            x, aux = parallel.run_layers(self._run_without_caches, params, x, context, rng)
+            axes = layer_axes(c.forms(), c.layers, c.mask)
+            x, aux = parallel.run_layers(axes, self._run_without_caches, params, x, context, rng)
         if c.residual == "reversible":
             # The mean, as in trax's Reformer; its ReformerLM concatenates the streams, for a head of twice the width.
             x1, x2 = jnp.split(x, 2, axis=-1)

@@ -20,6 +20,7 @@ from hpnlp import measure
 from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.models.backbone import separate_layers
 from hpnlp.models.lm import LM
+from hpnlp.nn.attention import Memory
 from hpnlp.ops.sampling import pick
 from hpnlp.parallel import host_offload
 from hpnlp.types import InputError, Tokenizer
@@ -75,6 +76,7 @@ class Generation:
         eos_id: int | Sequence[int] | None = None,
         pad_id: int = 0,
         allowed: np.ndarray | None = None,
+        memory: Memory | None = None,
     ) -> None:
         """Checks the arguments and compiles the programs; computes nothing else.
 
@@ -91,6 +93,7 @@ class Generation:
           eos_id: Id or ids that end a sequence, None for sequences without end.
           pad_id: Id after the end.
           allowed: bool `[V']`, the ids that may be drawn in addition to eos; None for all. Ids from V' on may not be drawn.
+          memory: What the layers of a decoder attend to, with segment id 1, one for each prompt; None for a model without.
 
         Raises:
           InputError: Invalid arguments, or caches that do not fit in memory.
@@ -112,7 +115,7 @@ class Generation:
         start = time.perf_counter()
         params = host_offload.to_device(params)
         sharding, params = _replicated(params), jax.jit(separate_layers, static_argnums=1)(params, model.config)
-        self._prefill_args, self._decode_args = (params, padded, lengths), (params, draw, ids)
+        self._prefill_args, self._decode_args = (params, padded, lengths, memory), (params, draw, ids)
         prefill, decode = _jitted(sharding)
         static = {"model": model, "capacity": padded.shape[1] + _round_up(tokens, CHUNK)}
         state = prefill.eval_shape(*self._prefill_args, **static)
@@ -203,9 +206,11 @@ def _jitted(sharding: NamedSharding | None) -> tuple[Any, Any]:
     return prefill, decode
 
 
-def _prefill(params: Any, tokens: jax.Array, lengths: jax.Array, *, model: LM, capacity: int) -> _DecodeState:
+def _prefill(
+    params: Any, tokens: jax.Array, lengths: jax.Array, memory: Memory | None, *, model: LM, capacity: int
+) -> _DecodeState:
     # Flax declares the result of `apply` as Any or (Any, variables); it is what the method returns, as no variable is mutable.
-    h, caches = model.apply({"params": params}, tokens, lengths, capacity, method="prefill")  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
+    h, caches = model.apply({"params": params}, tokens, lengths, capacity, memory, method="prefill")  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
     return _DecodeState(h, caches, lengths, jnp.zeros(lengths.shape, bool))
 
 
@@ -217,7 +222,7 @@ def _decode(
     points = _uniform_points(options.pop("key"), state.positions)
 
     def step(state: _DecodeState, points: jax.Array) -> tuple[_DecodeState, jax.Array]:
-        logits: Any = model.apply({"params": params}, state.h, method=_output_logits)
+        logits: Any = model.apply({"params": params}, state.h, method="next_logits")
         token = jnp.where(state.ended, ids["pad"], pick(logits, points, **options).astype(jnp.int32))
         ended = state.ended | jnp.isin(token, ids["eos"])
         # As in `_prefill`, the result is what the method returns.
@@ -228,10 +233,6 @@ def _decode(
 
     state, tokens = jax.lax.scan(step, state, points)
     return state, tokens.T
-
-
-def _output_logits(model: LM, h: jax.Array) -> jax.Array:
-    return model.output.logits(model.table, h)
 
 
 def _uniform_points(key: jax.Array, positions: jax.Array) -> jax.Array:

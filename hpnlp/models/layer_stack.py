@@ -200,6 +200,26 @@ def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax
     return order.join(stacks)
 
 
+@functools.cache
+def layer_axes(forms: tuple[BlockConfig, ...], layers: int, mask: Any) -> dict[str, Any]:
+    """Logical axis names of the parameters of all layers. Allocates nothing.
+
+    Args:
+      forms: The forms of one period.
+      layers: Number of layers.
+      mask: The model's static Mask.
+
+    Returns:
+      Name of each stack -> a tree like its parameters of tuples of names, of which the first is "layers".
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    boxed = jax.eval_shape(functools.partial(init_layers, forms, layers, mask), key)
+    names = jax.tree.map(
+        lambda box: tuple(box.names), boxed, is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned)
+    )
+    return stack_order(forms, mask).split(names)
+
+
 def _init_layer(block: Block, mask: Any, key: jax.Array) -> Any:
     """Parameters of one layer."""
     x, ids = jnp.zeros((1, 1, block.config.dim), jnp.float32), jnp.zeros((1, 1), jnp.int32)

@@ -94,6 +94,17 @@ class LM(PredictionModel):
         h, _, _ = self.hidden(tokens, Context(_positions(tokens), segment_ids, Causal(), memory=memory))
         return self.output.logits(self.table, h.reshape(-1, h.shape[-1])).reshape(*tokens.shape, -1)
 
+    def next_logits(self, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
+        """Logits of the tokens that follow, on one device.
+
+        Args:
+          h: Hidden states of the last tokens, as `prefill` and `extend` return them.
+
+        Returns:
+          Float32 logits.
+        """
+        return self.output.logits(self.table, h)
+
     def prefill(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int, memory: Memory | None = None
     ) -> tuple[Float[Array, "B D"], Any]:

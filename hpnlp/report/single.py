@@ -43,7 +43,8 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
     curve, fault = read_metrics(workdir, result.step)
     part = tasks.find(config.task).report
     section = part.section(Outcome(config, result.dataset, result.model, _local(result.params), result.sums))
-    report = summarize(config, result) | {"skipped_steps": sum(line.get("skipped") or 0 for line in curve)}
+    report = summarize(config, result) | _finite(dict(section.numbers))
+    report |= {"skipped_steps": sum(line.get("skipped") or 0 for line in curve)}
     text = render(workdir, config, report, section.text, flags, fault)
     try:
         plots.plot_curves({workdir.name: curve}, workdir / "loss.png", report, part.levels(report), part.unit)

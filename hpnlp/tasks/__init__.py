@@ -8,6 +8,7 @@ from hpnlp.spec import lookup
 from hpnlp.tasks.classification import Classification
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.tasks.masked_lm import MaskedLanguageModel
+from hpnlp.tasks.seq2seq import SequenceToSequence
 from hpnlp.tasks.tagging import Tagging
 from hpnlp.tasks.task import Task
 
@@ -16,6 +17,7 @@ TASKS: dict[str, Task] = {
     "classification": Classification(),
     "tagging": Tagging(),
     "masked_lm": MaskedLanguageModel(),
+    "seq2seq": SequenceToSequence(),
 }
 
 

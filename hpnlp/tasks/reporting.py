@@ -39,10 +39,12 @@ class Section:
     Attributes:
       text: Markdown, which refers to the pictures by their file names; "" for no section.
       pictures: File name -> picture.
+      numbers: Fields of report.json that are computed for the section.
     """
 
     text: str = ""
     pictures: Mapping[str, Heatmap] = dataclasses.field(default_factory=dict)
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

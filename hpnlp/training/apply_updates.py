@@ -117,6 +117,11 @@ def check_by_layer(model: Model, config: OptimizerConfig) -> None:
       InputError: The model or the optimizer works on several layers at once.
     """
     c, alternative = model.config, "or plan.offload_parameters=False"
+    if not c.is_single_stack:
+        raise InputError(
+            "plan.offload_parameters=True fetches the layers of one stack one after another, and the model has several stacks: "
+            "set plan.offload_parameters=False, and plan.offload_optimizer=True to offload the optimizer's state"
+        )
     if c.residual == "reversible":
         raise InputError(
             "plan.offload_parameters=True fetches a layer once in a backward pass, and model.residual='reversible' takes each "

@@ -137,7 +137,7 @@ def make_trainer(
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     gradients = Gradients(
         model=model.clone(
-            model_parallel=None if single else _model_parallel(layout, axes, model.config), remat=plan.remat
+            model_parallel=None if single else _model_parallel(layout, model.config.masks()), remat=plan.remat
         ),
         single_model=model,
         update=update,
@@ -197,10 +197,10 @@ def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout:
     c = model.config
     heads = [c.sizes()[name][0] for name in ("heads", "kv_heads")]
     context_parallel.check_support(layout, c.mixers(), c.masks(), heads, c.dropout)
-    if c.memory_dim and layout.size("length") > 1:
+    if c.has_memory and layout.size("length") > 1:
         raise InputError(
-            f"plan.sequence={layout.size('length')} divides sequences, and model.memory_dim={c.memory_dim}: the memory is not "
-            "divided: set plan.sequence=1"
+            f"plan.sequence={layout.size('length')} divides sequences, and the model's layers attend to a memory: the memory "
+            "is not divided: set plan.sequence=1"
         )
     if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
         raise InputError(
@@ -318,14 +318,14 @@ def _gradient_shapes(mesh: Any, shapes: Any, param_shardings: Any, statistic_spe
     return jax.tree.map(gradient_shape, shapes, param_shardings, statistic_specs)
 
 
-def _model_parallel(layout: Layout, axes: Any, config: Any) -> ModelParallel:
-    """Functions that run a model with this config over a mesh. `axes`: logical axis names of its parameters."""
+def _model_parallel(layout: Layout, masks: Any) -> ModelParallel:
+    """Functions that run a model over a mesh. masks: those of the layers of one period."""
     return ModelParallel(
         embedding_lookup=functools.partial(vocab_parallel.lookup, layout),
-        run_layers=functools.partial(pipeline.run_layers, layout, config.stack_order().split(axes["layers"])),
+        run_layers=functools.partial(pipeline.run_layers, layout),
         loss=functools.partial(vocab_parallel.loss, layout),
         best=functools.partial(vocab_parallel.best, layout),
-        token_order=functools.partial(context_parallel.token_order, layout, config.masks()),
+        token_order=functools.partial(context_parallel.token_order, layout, masks),
     )
 
 

@@ -19,6 +19,8 @@ from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection
 class MemoryCache:
     """Keys and values of a memory, computed once for all tokens of a sequence.
 
+    The batch of the tokens may be a multiple of that of the memory: consecutive sequences then share a memory.
+
     Attributes:
       k: `[B, S, K, H]`.
       v: `[B, S, K, H]`.
@@ -82,9 +84,12 @@ class CrossMixer(nn.Module):
         segment_ids = inputs.segment_ids
         if segment_ids is None:
             segment_ids = jnp.ones(inputs.q.shape[:2], jnp.int32)
+        # Consecutive sequences that share a memory, such as the beams of a search, are taken as one sequence.
+        batch = cache.k.shape[0]
+        q, segment_ids = inputs.q.reshape(batch, -1, *inputs.q.shape[2:]), segment_ids.reshape(batch, -1)
         rate = 0.0 if inputs.deterministic else self.dropout
         o: Any = attend(
-            inputs.q,
+            q,
             cache.k,
             cache.v,
             Full(),
@@ -94,4 +99,4 @@ class CrossMixer(nn.Module):
             rng=inputs.rng if rate else None,
             streams=inputs.streams if rate else None,
         )
-        return o
+        return o.reshape(*inputs.q.shape[:3], -1)

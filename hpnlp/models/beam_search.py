@@ -1,0 +1,312 @@
+"""Beam search: the most probable continuations of prompts that a limited search finds.
+
+The rules of scores and of the end of the search are those of `transformers.GenerationMixin.generate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from hpnlp.models.backbone import separate_layers
+from hpnlp.models.lm import LM
+from hpnlp.nn.attention import Memory
+from hpnlp.types import InputError
+
+# Added to the scores of continuations that are out of the running; finite, so that differences of scores are.
+EXCLUDED = np.float32(-1e9)
+EARLY_STOPPING = (False, True, "never")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Beams:
+    """The best continuations of each prompt, best first.
+
+    Attributes:
+      ids: int32 `[B, beams, n]`, ids that follow the prompt, up to the first eos; padded after it.
+      scores: float32 `[B, beams]`, the sum of the log-probabilities over the number of ids to the power of the length penalty.
+    """
+
+    ids: jax.Array
+    scores: jax.Array
+
+    def lists(self, eos_id: int) -> list[list[int]]:
+        """The best continuation of each prompt.
+
+        Args:
+          eos_id: Id that ends a continuation.
+
+        Returns:
+          The ids of each, without eos and padding.
+        """
+        best = np.asarray(self.ids)[:, 0].tolist()
+        return [ids[: ids.index(eos_id)] if eos_id in ids else ids for ids in best]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Numbers that a search depends on.
+
+    Attributes:
+      eos: int32 `[E]`, ids that end a continuation.
+      pad: int32 scalar, id after the end.
+      length_penalty: float32 scalar.
+      tokens: Largest number of ids of a continuation.
+      beams: Number of continuations that are kept, W.
+      early_stopping: One of EARLY_STOPPING.
+    """
+
+    eos: jax.Array
+    pad: jax.Array
+    length_penalty: jax.Array
+    tokens: int = dataclasses.field(metadata={"static": True})
+    beams: int = dataclasses.field(metadata={"static": True})
+    early_stopping: bool | str = dataclasses.field(metadata={"static": True})
+
+    def score(self, log_prob: jax.Array, count: jax.Array | int) -> jax.Array:
+        """Scores of continuations of `count` ids with these sums of log-probabilities."""
+        return log_prob / jnp.asarray(count, jnp.float32) ** self.length_penalty
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """State of a search after `count` ids.
+
+    Attributes:
+      count: int32 scalar.
+      h: `[B W, D]`, hidden states of the last ids.
+      caches: Caches of the `B W` running sequences.
+      positions: int32 `[B W]`, positions of the next ids.
+      ids: int32 `[B, W, n]`, running continuations.
+      log_probs: float32 `[B, W]`, their sums of log-probabilities.
+      ended: The best continuations that have ended.
+      is_ended: bool `[B, W]`, whether `ended` holds a continuation there.
+      can_improve: bool `[B, 1]`, whether a running continuation may become better than those that have ended.
+      can_continue: bool scalar, whether any continuation has not ended.
+    """
+
+    count: jax.Array
+    h: jax.Array
+    caches: Any
+    positions: jax.Array
+    ids: jax.Array
+    log_probs: jax.Array
+    ended: Beams
+    is_ended: jax.Array
+    can_improve: jax.Array
+    can_continue: jax.Array
+
+
+def beam_search(
+    model: LM,
+    params: Any,
+    prompts: Sequence[np.ndarray | Sequence[int]],
+    *,
+    tokens: int,
+    beams: int = 4,
+    eos_id: int | Sequence[int],
+    pad_id: int = 0,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    memory: Memory | None = None,
+) -> Beams:
+    """Searches for the most probable continuations of prompts.
+
+    Args:
+      model: A model with `prefill` and `extend`, such as an LM or a Decoder.
+      params: Parameters of the model.
+      prompts: Ids of each prompt, at least one, of any lengths.
+      tokens: Largest number of new ids. A continuation that reaches it has ended.
+      beams: Number of continuations that are extended side by side, W.
+      eos_id: Id or ids that end a continuation.
+      pad_id: Id after the end.
+      length_penalty: Exponent of the number of ids by which scores are divided; larger numbers prefer longer continuations.
+      early_stopping: When the search of a prompt ends. True: when W continuations have ended. False: when no running one,
+          with its present score, is better than the worst of those. "never": when none can become better.
+      memory: What the layers of a decoder attend to, one for each prompt, with segment id 1.
+
+    Returns:
+      The W best continuations of each prompt that have ended.
+
+    Raises:
+      InputError: Invalid arguments.
+
+    Cost: one pass over the prompts for each beam, and per new id one pass over W tokens per prompt, and a copy of the caches.
+    One program, which is compiled once for each combination of shapes. Keys and values of a memory are computed once per
+    prompt, and all beams read them.
+    """
+    arrays = [np.asarray(prompt, np.int32) for prompt in prompts]
+    eos = [*eos_id] if isinstance(eos_id, Sequence) else [eos_id]
+    _check(model, arrays, tokens, beams, eos, length_penalty, early_stopping)
+    lengths = np.array([len(prompt) for prompt in arrays], np.int32)
+    padded = np.full((len(arrays), int(lengths.max())), pad_id, np.int32)
+    for row, prompt in zip(padded, arrays, strict=True):
+        row[: len(prompt)] = prompt
+    rules = Rules(
+        jnp.asarray(eos, jnp.int32), jnp.int32(pad_id), jnp.float32(length_penalty), tokens, beams, early_stopping
+    )
+    return _search(params, padded, lengths, memory, rules, model=model)
+
+
+def _check(
+    model: LM,
+    prompts: list[np.ndarray],
+    tokens: int,
+    beams: int,
+    eos: list[int],
+    length_penalty: float,
+    early_stopping: bool | str,
+) -> None:
+    """Raises InputError for invalid arguments of `beam_search`."""
+    vocab, c = model.config.vocab, model.config
+    if not prompts or any(prompt.ndim != 1 or not len(prompt) for prompt in prompts):
+        raise InputError("prompts: expected at least one prompt, and at least one id in each")
+    if any(np.any((prompt < 0) | (prompt >= vocab)) for prompt in prompts):
+        raise InputError(f"prompts: expected ids of the model's {vocab}")
+    if tokens < 1:
+        raise InputError(f"tokens={tokens}: expected at least 1")
+    longest = max(map(len, prompts)) + tokens - 1  # the last id is not read
+    if c.position == "learned" and longest > c.max_len:
+        raise InputError(
+            f"tokens={tokens}: with the prompts these exceed the model's {c.max_len} learned positions: set tokens to at most "
+            f"{c.max_len - longest + tokens}"
+        )
+    if not eos or any(not 0 <= i < vocab for i in eos):
+        raise InputError(f"eos_id={eos}: expected ids of the model's {vocab}")
+    if not 1 <= beams <= 1024 or 1 + len(eos) > vocab:
+        raise InputError(
+            f"beams={beams}: expected 1 to 1024, and a vocabulary of more ids than those that end a sequence"
+        )
+    if not math.isfinite(length_penalty):
+        raise InputError(f"length_penalty={length_penalty}: expected a finite number, 0 for sums of log-probabilities")
+    if early_stopping not in EARLY_STOPPING:
+        raise InputError(f"early_stopping={early_stopping!r}: expected True, False or 'never'")
+    if not model.is_normalized:
+        raise InputError(
+            f"model.output={c.output!r} has no probabilities, which a beam search compares: decode greedily"
+        )
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _search(params: Any, prompts: jax.Array, lengths: jax.Array, memory: Any, rules: Rules, *, model: LM) -> Beams:
+    """`beam_search` of padded prompts."""
+    params = separate_layers(params, model.config)
+
+    def step(search: _Search) -> _Search:
+        return _step(model, params, rules, search)
+
+    def goes_on(search: _Search) -> jax.Array:
+        may_end = rules.early_stopping is True
+        has_place = ~jnp.all(search.is_ended) if may_end else jnp.asarray(True)
+        return jnp.any(search.can_improve) & has_place & search.can_continue
+
+    return lax.while_loop(goes_on, step, _start(model, params, rules, prompts, lengths, memory)).ended
+
+
+def _start(model: LM, params: Any, rules: Rules, prompts: jax.Array, lengths: jax.Array, memory: Any) -> _Search:
+    """The search after the pass over the prompts."""
+    prompts, lengths = (jnp.repeat(x, rules.beams, axis=0) for x in (prompts, lengths))
+    capacity = prompts.shape[1] + rules.tokens
+    h, caches = _apply(model, params, prompts, lengths, capacity, memory, method="prefill")
+    shape = len(prompts) // rules.beams, rules.beams
+    ids = jnp.full((*shape, rules.tokens), rules.pad, jnp.int32)
+    # All beams are equal at first, and the first one counts.
+    first = jnp.where(jnp.arange(rules.beams) == 0, jnp.float32(0), EXCLUDED)
+    return _Search(
+        count=jnp.zeros((), jnp.int32),
+        h=h,
+        caches=caches,
+        positions=lengths,
+        ids=ids,
+        log_probs=jnp.broadcast_to(first[None], shape),
+        ended=Beams(ids, jnp.full(shape, EXCLUDED, jnp.float32)),
+        is_ended=jnp.zeros(shape, bool),
+        can_improve=jnp.ones((shape[0], 1), bool),
+        can_continue=jnp.asarray(True),
+    )
+
+
+def _step(model: LM, params: Any, rules: Rules, search: _Search) -> _Search:
+    """Extends all running continuations by one id."""
+    beams, count = rules.beams, search.count
+    logits = _apply(model, params, search.h, method="next_logits")
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1).reshape(-1, beams, logits.shape[-1])
+    log_probs = log_probs + search.log_probs[:, :, None]
+    # As many candidates as leave enough running ones, if all others end.
+    kept = max(2, 1 + len(rules.eos)) * beams
+    best, index = lax.top_k(log_probs.reshape(len(log_probs), -1), kept)
+    parent, token = (x.astype(jnp.int32) for x in jnp.divmod(index, logits.shape[-1]))
+    ids = lax.dynamic_update_slice_in_dim(_take(search.ids, parent), token[:, :, None], count, axis=2)
+    ends = jnp.isin(token, rules.eos) | (count + 1 == rules.tokens)
+
+    running, order = lax.top_k(best + _excluded(ends), beams)
+    ended, is_ended = _merge(rules, search, Beams(ids, best), ends)
+    chosen = _take(parent, order), _take(token, order)
+    flat = (chosen[0] + beams * jnp.arange(len(best), dtype=jnp.int32)[:, None]).reshape(-1)
+    caches = jax.tree.map(functools.partial(_reorder, flat), search.caches)
+    h, caches = _apply(model, params, chosen[1].reshape(-1, 1), search.positions[:, None], caches, method="extend")
+    longest = rules.tokens if rules.early_stopping == "never" else count + 1
+    hoped = rules.score(running[:, :1], longest)
+    if rules.early_stopping == "never":  # a score falls with the length unless the penalty is positive
+        hoped = jnp.where(rules.length_penalty > 0, hoped, rules.score(running[:, :1], count + 1))
+    worst = jnp.where(is_ended, ended.scores.min(axis=1, keepdims=True), EXCLUDED)
+    return _Search(
+        count=count + 1,
+        h=h[:, 0],
+        caches=caches,
+        positions=search.positions + 1,
+        ids=_take(ids, order),
+        log_probs=running,
+        ended=ended,
+        is_ended=is_ended,
+        can_improve=search.can_improve & jnp.any(hoped > worst, axis=1, keepdims=True),
+        can_continue=~jnp.all(ends),
+    )
+
+
+def _merge(rules: Rules, search: _Search, candidates: Beams, ends: jax.Array) -> tuple[Beams, jax.Array]:
+    """`(ended, is_ended)` with the candidates `[B, kept]` that have ended, of the best W."""
+    ends_now = ends & (jnp.arange(ends.shape[1]) < rules.beams)[None]
+    scores = rules.score(candidates.scores, search.count + 1)
+    if rules.early_stopping is True:
+        scores = scores + _excluded(jnp.all(search.is_ended, axis=1, keepdims=True))
+    scores = scores + _excluded(~search.can_improve)
+    scores = scores + _excluded(~ends_now)
+    scores, order = lax.top_k(jnp.concatenate([search.ended.scores, scores], axis=1), rules.beams)
+    ids, is_ended = (
+        _take(jnp.concatenate(pair, axis=1), order)
+        for pair in ((search.ended.ids, candidates.ids), (search.is_ended, ends_now))
+    )
+    return Beams(ids, scores), is_ended
+
+
+def _excluded(mask: jax.Array) -> jax.Array:
+    """EXCLUDED where the mask is true, 0 elsewhere."""
+    return jnp.where(mask, EXCLUDED, jnp.float32(0))
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """`x[b, index[b, i], ...]`, `[B, I, ...]`."""
+    return jax.vmap(lambda row, i: row[i])(x, index)
+
+
+def _reorder(flat: jax.Array, leaf: jax.Array) -> jax.Array:
+    """A cache of the running sequences `[B W k, ...]` in the order `flat [B W]`; an array `[B, ...]` that beams share stays."""
+    if leaf.shape[0] % len(flat):
+        return leaf
+    return leaf.reshape(len(flat), -1, *leaf.shape[1:])[flat].reshape(leaf.shape)
+
+
+def _apply(model: LM, params: Any, *args: Any, method: Any) -> Any:
+    return model.apply({"params": params}, *args, method=method)

@@ -1,0 +1,53 @@
+"""Tasks on labelled examples (`data.examples`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpnlp.data import sources
+from hpnlp.data.examples import Examples, prepare_examples
+from hpnlp.data.examples.generated import GENERATED
+from hpnlp.data.files import Progress
+from hpnlp.tasks import vocabulary as vocabularies
+from hpnlp.tasks.task import Batch, RunConfig, Task
+from hpnlp.tasks.vocabulary import Sizes, Vocabulary
+
+
+class ExampleTask(Task):
+    """A task whose data config is an `ExampleConfig`."""
+
+    def check_data(self, data: Any) -> None:
+        for field in ("path", "heldout_path", "challenge_path"):
+            paths = getattr(data, field)
+            if paths and paths not in GENERATED:
+                sources.find(paths, f"data.{field}")
+
+    def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Examples:
+        if vocabulary is None:
+            return prepare_examples(data, progress=progress)
+        return prepare_examples(data, vocabulary.labels, vocabulary.tokenizer, progress)
+
+    def heldout(
+        self, config: RunConfig, dataset: Examples, *, limit: int | None, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[Batch]:
+        return dataset.heldout(
+            batch_size=config.data.batch_size, limit=limit, process_index=process_index, process_count=process_count
+        )
+
+    def further_heldout(
+        self, config: RunConfig, dataset: Examples, *, process_index: int = 0, process_count: int = 1
+    ) -> dict[str, Iterator[Batch]]:
+        options = {
+            "batch_size": config.data.batch_size,
+            "process_index": process_index,
+            "process_count": process_count,
+        }
+        return {name: dataset.heldout(name=name, **options) for name in dataset.heldout_sets[1:]}
+
+    def load_vocabulary(self, workdir: Path) -> Vocabulary | None:
+        return vocabularies.load(workdir)
+
+    def planned_sizes(self, config: RunConfig) -> Sizes:
+        return vocabularies.planned_sizes(config.data.tokenizer, config.model.vocab)

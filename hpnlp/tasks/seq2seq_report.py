@@ -1,0 +1,120 @@
+"""The part of reports of sequence-to-sequence models: exact matches on both sets of scored examples, and decoded texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from hpnlp.data.examples.dataset import CHALLENGE, HELDOUT
+from hpnlp.models.seq2seq_decode import generate
+from hpnlp.tasks.reporting import (
+    Outcome,
+    Ranking,
+    Report,
+    Section,
+    TaskReport,
+    decimals,
+    digest_fault,
+    rank_on_same_examples,
+)
+
+EXAMPLES = 6  # shown of each set
+MAX_TEXT = 100  # characters of a text
+NAMES = {HELDOUT: "held out", CHALLENGE: "scored apart"}
+
+
+class Seq2SeqReport(TaskReport):
+    """The part of reports and comparisons of sequence-to-sequence models."""
+
+    numbers_compared: Mapping[str, bool] = {
+        "heldout_exact_match": True,
+        "heldout_loss": True,
+        "heldout_examples": False,
+    }
+    unit = "a target token"
+
+    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+        """Scores, and identity of the held-out examples."""
+        return {
+            **{f"heldout_{name}": value for name, value in scores.items()},
+            "heldout_examples": dataset.heldout_examples,
+            "heldout_digest": dataset.heldout_digest,
+            **baselines,
+        }
+
+    def fault(self, report: Report) -> str:
+        return digest_fault(report)
+
+    def verdict(self, report: Report) -> str:
+        if report["heldout_loss"] is None:
+            return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
+        count, matches = report["heldout_examples"], report["heldout_exact_match"]
+        text = f"The model produces {100 * matches:.1f} % of the targets of {count:,} held-out examples exactly"
+        apart = report.get("heldout_challenge_exact_match")
+        return f"{text}." if apart is None else f"{text}, and {100 * apart:.1f} % of those that are scored apart."
+
+    def rows(self, report: Report) -> list[tuple[str, str]]:
+        return [
+            ("held-out examples", f"{report['heldout_examples']:,}"),
+            ("held-out exact match", decimals(report["heldout_exact_match"])),
+            ("held-out token accuracy", decimals(report["heldout_accuracy"])),
+            ("exact match of examples scored apart", decimals(report.get("heldout_challenge_exact_match"))),
+            ("token accuracy of examples scored apart", decimals(report.get("heldout_challenge_accuracy"))),
+            (f"held-out loss, nats {self.unit}", decimals(report["heldout_loss"])),
+        ]
+
+    def section(self, outcome: Outcome) -> Section:
+        """Texts that greedy decoding produces."""
+        return Section() if outcome.params is None else Section("\n".join(_examples(outcome)))
+
+    def rank(self, reports: Mapping[str, Report]) -> Ranking:
+        """Ranks runs by exact match on the same examples: those that most runs were scored on."""
+        return rank_on_same_examples(reports, "exact_match", higher_is_better=True)
+
+
+def _examples(outcome: Outcome) -> Iterator[str]:
+    """Lines of a table of sources, targets and decoded texts, spread over the examples of each set."""
+    dataset, tokenizer = outcome.dataset, outcome.dataset.tokenizer
+    chosen = []
+    for name in dataset.heldout_sets:
+        count = dataset.stored[name].count
+        chosen += [(name, int(number)) for number in np.unique(np.linspace(0, count - 1, EXAMPLES).astype(int))]
+    batches = [
+        dataset.kind.batch(dataset.stored[name], [number], 1, tokenizer, dataset.seq_len) for name, number in chosen
+    ]
+    batch = {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
+    yield "| set | source | target | decoded | |"
+    yield "|---|---|---|---|---|"
+    for (name, number), ids in zip(chosen, _decoded(outcome, batch), strict=True):
+        source, target = (dataset.stored[name].text(number, part).decode() for part in range(2))
+        text = tokenizer.decode(ids).decode("utf-8", "replace")
+        expected = tokenizer.decode(dataset.stored[name].part(number, 1)).decode("utf-8", "replace")
+        cells = [NAMES[name], *map(_cell, (source, target, text)), "right" if text == expected else "wrong"]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def _decoded(outcome: Outcome, batch: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Ids of the greedily decoded targets of a batch, without eos and padding."""
+    tokenizer, most = outcome.dataset.tokenizer, outcome.config.data.target_len
+    generation = generate(
+        outcome.model,
+        outcome.params,
+        batch,
+        start_id=int(batch["target_tokens"][0, 0]),
+        # The decoder's learned positions are as many as the longest target has, and a first id precedes the target.
+        tokens=max(1, most - 1),
+        temperature=0.0,
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+    )
+    rows = np.concatenate([*generation], axis=1)
+    ends = rows == tokenizer.eos_id
+    return [row[: end.argmax() if end.any() else len(row)] for row, end in zip(rows, ends, strict=True)]
+
+
+def _cell(text: str) -> str:
+    """A text in a table."""
+    shown = f"{text[:MAX_TEXT]}{'...' * (len(text) > MAX_TEXT)}"
+    return f"`{' '.join(shown.split()).replace('`', chr(39))}`".replace("|", r"\|")

@@ -1,0 +1,252 @@
+"""Sequence to sequence: loss, layouts, decoding and errors. See also test_seq2seq_oracle.py."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from hpnlp.models.backbone import axes_and_shapes
+from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from hpnlp.models.seq2seq_decode import generate, search
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import _model_parallel, make_trainer
+from hpnlp.types import InputError
+from tests.contracts import ONCE, once
+from tests.training.test_step import assert_leaves_close
+
+SIZES = {"dim": 16, "heads": 4, "kv_heads": 2, "layers": 2, "vocab": 24, "max_len": 12, "target_len": 8, "mlp_dim": 24}
+BART = {"norm": "layer", "mlp": "gelu", "position": "learned", "norm_placement": "post", "embed_norm": True}
+BART |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+SOURCE_LENGTHS, TARGET_LENGTHS = (12, 5, 1, 7), (3, 8, 1, 5)
+
+
+def make(scale=0.4, **fields):
+    """A small model with random parameters."""
+    model = Seq2Seq(Seq2SeqConfig(**SIZES | fields))
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        return jnp.asarray(rng.normal(path[-1].key == "scale", scale, leaf.shape), jnp.float32)
+
+    return model, jax.tree_util.tree_map_with_path(draw, axes_and_shapes(model)[1])
+
+
+def make_batch(count=4, vocab=24, source=12, target=8):
+    rng = np.random.default_rng(1)
+    batch = {}
+    for prefix, width, lengths in (("", source, SOURCE_LENGTHS), ("target_", target, TARGET_LENGTHS)):
+        filled = np.arange(width)[None] < np.resize(lengths, count)[:, None]
+        batch |= {
+            f"{prefix}tokens": (rng.integers(3, vocab, (count, width)) * filled).astype(np.int32),
+            f"{prefix}segment_ids": filled.astype(np.int32),
+            f"{prefix}positions": (np.arange(width)[None] * filled).astype(np.int32),
+        }
+    weights = batch["target_segment_ids"].astype(np.float32)
+    labels = rng.integers(3, vocab, (count, target)).astype(np.int32)
+    return batch | {"target_labels": labels, "target_weights": weights}
+
+
+@pytest.mark.parametrize("fields", [{}, BART | {"share_embeddings": False, "tied": False}], ids=["shared", "separate"])
+def test_loss_is_that_of_the_logits(fields):
+    """Loss, accuracy and exact match are recomputed from the logits, in numpy."""
+    model, params = make(**fields)
+    batch = make_batch()
+
+    def run(params, batch):
+        out = model.apply({"params": params}, batch, method="loss")
+        return out, model.apply({"params": params}, batch, method="logits")
+
+    _, logits = once(run, params, batch)
+    best = np.asarray(logits).argmax(axis=-1)
+    weights, real = batch["target_weights"], batch["target_weights"] > 0
+    # Labels of the first target are the most probable ones.
+    batch["target_labels"][0] = best[0]
+    out, logits = once(run, params, batch)
+    log_probs = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch["target_labels"][..., None], 2)[..., 0]
+    np.testing.assert_allclose(out.sum, -(log_probs * weights).sum(), rtol=1e-5)
+    right = (best == batch["target_labels"]) & real
+    assert [*map(float, out.aux["accuracy"])] == [right.sum(), weights.sum()]
+    expected = np.all(right | ~real, axis=1)
+    assert [*map(float, out.aux["exact_match"])] == [expected.sum(), 4] and expected[0]
+    assert ("embed" in params) == model.config.share_embeddings
+    assert ("embed" in params["encoder"]) != model.config.share_embeddings
+
+
+def test_padding_of_sources_and_later_targets_do_not_count():
+    model, params = make()
+    batch = make_batch()
+    changed = dict(batch)
+    changed["tokens"] = np.where(batch["segment_ids"] == 0, 7, batch["tokens"])
+    changed["target_tokens"] = np.concatenate(
+        [batch["target_tokens"][:, :4], 23 - batch["target_tokens"][:, 4:]], axis=1
+    )
+    run = jax.jit(lambda batch: model.apply({"params": params}, batch, method="logits"), compiler_options=ONCE)
+    counts = batch["target_weights"][:, :4] > 0
+    np.testing.assert_array_equal(np.asarray(run(batch))[:, :4][counts], np.asarray(run(changed))[:, :4][counts])
+    changed["tokens"] = np.concatenate([23 - batch["tokens"][:, :1], batch["tokens"][:, 1:]], axis=1)
+    assert np.all(np.any(run(batch)[:, :1] != run(changed)[:, :1], axis=-1))
+
+
+def test_exact_match_is_that_of_greedy_decoding():
+    """Greedy decoding with caches reproduces labels that are the most probable ones, and the model says so."""
+    model, params = make(**BART)
+    batch = make_batch()
+    run = jax.jit(lambda b: model.apply({"params": params}, b, method="logits"), compiler_options=ONCE)
+    decoded = np.concatenate([*generate(model, params, batch, start_id=1, eos_id=2, tokens=7, temperature=0.0)], axis=1)
+    tokens = np.full((4, 8), 1, np.int32)
+    for length in range(7):
+        best = np.asarray(run(batch | _target_of(tokens)))[:, length].argmax(axis=-1)
+        ended = np.any(tokens[:, 1:] == 2, axis=1)
+        tokens[:, length + 1] = np.where(ended, 0, best)
+    np.testing.assert_array_equal(decoded, tokens[:, 1 : 1 + decoded.shape[1]])
+
+
+def _target_of(tokens):
+    ones = np.ones_like(tokens)
+    positions = np.tile(np.arange(tokens.shape[1], dtype=np.int32), (len(tokens), 1))
+    return {"target_tokens": tokens, "target_segment_ids": ones, "target_positions": positions}
+
+
+def test_widest_beam_search_finds_the_best_sequence():
+    """A search as wide as the vocabulary finds the best of all sequences of two ids, with its score."""
+    model, params = make(vocab=6, layers=1)
+    batch = make_batch(vocab=6)
+    beams = search(model, params, batch, start_id=1, eos_id=2, tokens=2, beams=6, early_stopping="never")
+    logits = jax.jit(lambda b: model.apply({"params": params}, b, method="logits"), compiler_options=ONCE)
+
+    def log_probs(second):
+        tokens = np.tile(np.array([[1, second]], np.int32), (4, 1))
+        return np.asarray(jax.nn.log_softmax(logits(batch | _target_of(tokens))))
+
+    scores = {(2, 0): log_probs(0)[:, 0, 2]}
+    for first in (i for i in range(6) if i != 2):
+        after = log_probs(first)
+        scores |= {(first, second): (after[:, 0, first] + after[:, 1, second]) / 2 for second in range(6)}
+    for row in range(4):
+        ranked = sorted(scores, key=lambda ids: -scores[ids][row])[:3]
+        assert [tuple(ids) for ids in np.asarray(beams.ids)[row, :3].tolist()] == ranked
+        np.testing.assert_allclose(beams.scores[row, :3], [scores[ids][row] for ids in ranked], rtol=1e-5)
+    assert beams.lists(2)[0] == [i for i in np.asarray(beams.ids)[0, 0].tolist() if i != 2][: len(beams.lists(2)[0])]
+
+
+@functools.cache
+def gradients(plan, devices):
+    """`(gradients, metrics)` of a training loss with dropout, and the metrics of an evaluation."""
+    # Larger parameters would make gradients so sensitive that rounding alone exceeds the tolerance.
+    model, params = make(0.2, **BART, dropout=0.3, encoder_layers=4)
+    batch = make_batch(8)
+    layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
+    axes, shapes = axes_and_shapes(model)
+    if devices > 1:
+        model = model.clone(model_parallel=_model_parallel(layout, model.config.masks()))
+    specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
+    params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
+    batch = {name: jax.device_put(x, layout.sharding(*model.batch_axes()[name])) for name, x in batch.items()}
+
+    def loss(params, batch, key):
+        rngs = {"dropout": key, "output": key}
+        out, scored = (model.apply({"params": params}, batch, *a, rngs=rngs, method="loss") for a in ((False,), ()))
+        return out.sum, (out.sum, scored.sum, scored.aux)
+
+    with jax.set_mesh(layout.mesh):
+        program = jax.jit(jax.grad(loss, has_aux=True), compiler_options=ONCE)
+        return jax.device_get(program(params, batch, jax.random.key(7)))
+
+
+def without_key_biases(grads):
+    """Gradients without those of the keys' biases, which are 0 up to rounding: they shift all scores of a query equally."""
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
+        if not jax.tree_util.keystr(path).endswith("['k']['bias']")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(), Plan("zero3"), Plan(tensor=2), Plan(pipeline=2), Plan("3d")],
+    ids=["data", "zero3", "tensor", "pipeline", "3d"],
+)
+def test_layouts_match_one_device(plan):
+    (actual, metrics), (expected, expected_metrics) = gradients(plan, 8), gradients(Plan(), 1)
+    for a, b in zip(jax.tree.leaves(metrics), jax.tree.leaves(expected_metrics), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert_leaves_close(without_key_biases(actual), without_key_biases(expected), 1e-5)
+
+
+def test_weights_of_both_stacks_are_counted():
+    model, params = make(encoder_layers=3, encoder_form="block(mlp_dim=40)")
+    kernels = [leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"]
+    assert model.config.non_embedding_parameters() == sum(kernels)
+    assert model.config.sizes()["mlp"][0] == 8 and model.config.sizes()["layers"][0] == 1
+
+
+def test_rows_are_those_of_sources_and_targets():
+    batch = make_batch()
+    for shared in (True, False):
+        model, params = make(share_embeddings=shared, tied=False, output="sampled(3,uniform)")
+        rngs = {"dropout": jax.random.key(0), "output": jax.random.key(1)}
+        rows = model.apply({"params": params}, batch, rngs=rngs, method="rows")
+        source, target = set(batch["tokens"].flat), set(batch["target_tokens"].flat)
+        found = {path: set(np.asarray(ids).tolist()) for path, ids in rows.items()}
+        head = found.pop(("decoder", "head"))
+        assert head >= {int(i) for i in batch["target_labels"][batch["target_weights"] > 0]}
+        tables = {("encoder", "embed", "table"): source, ("decoder", "embed", "table"): target}
+        assert found == ({("embed", "table"): source | target} if shared else tables)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"encoder_mixer": "conv"}, "model.encoder_mixer='conv': conv mixes with earlier tokens only"),
+        ({"encoder_layers": -1}, "model.encoder_layers=-1: expected at least 1"),
+        ({"encoder_mixer": "full,window(2,2)", "encoder_layers": 1}, "model.encoder_layers=1: name fewer"),
+        ({"encoder_form": "block(heads=3)"}, "model.encoder_form"),
+        ({"target_len": -1}, "model.target_len=-1: expected at least 0"),
+        ({"memory_dim": 8}, "model.memory_dim=8: the decoder attends to the encoder's hidden states, of model.dim=16"),
+        ({"residual": "reversible"}, "reversible layers have two branches: set model.residual='plain'"),
+    ],
+    ids=str,
+)
+def test_invalid_configs_raise(fields, message):
+    with pytest.raises(InputError, match=message):
+        Seq2SeqConfig(**SIZES | fields)
+
+
+def test_plans_that_do_not_fit_raise():
+    def trainer(plan, **fields):
+        make_trainer(make(**fields)[0], OptimizerConfig(), plan, steps=1)
+
+    with pytest.raises(InputError, match="the memory is not divided: set plan.sequence=1"):
+        trainer(Plan("sequence"))
+    with pytest.raises(InputError, match="the model has several stacks: set plan.offload_parameters=False"):
+        trainer(Plan(offload_parameters=True))
+    with pytest.raises(InputError, match="the common divisor of layers of encoder and decoder=1 does not divide into"):
+        trainer(Plan(pipeline=2), encoder_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 0}, "tokens=0: expected at least 1"),
+        (
+            {"tokens": 9},
+            "tokens=9: with the prompts these exceed the model's 8 learned positions: set tokens to at most 8",
+        ),
+        ({"beams": 0}, "beams=0: expected 1 to 1024"),
+        ({"eos_id": 24}, r"eos_id=\[24\]: expected ids of the model's 24"),
+        ({"start_id": 24}, "prompts: expected ids of the model's 24"),
+        ({"length_penalty": float("nan")}, "length_penalty=nan: expected a finite number"),
+        ({"early_stopping": "soon"}, "early_stopping='soon': expected True, False or 'never'"),
+    ],
+    ids=str,
+)
+def test_invalid_searches_raise(options, message):
+    model, params = make(**BART)
+    with pytest.raises(InputError, match=message):
+        search(model, params, make_batch(), **{"start_id": 1, "eos_id": 2, "tokens": 4} | options)
