@@ -92,10 +92,27 @@ def sequence_to_sequence(directory):
     return configs.resolve(config)
 
 
+def dual_encoder(directory):
+    """Texts of words of one vocabulary; the partner has the same words in another order."""
+    draw = random.Random(0)
+    lines = []
+    for _ in range(120):
+        words = draw.sample(tiny.WORDS[:12], k=4)
+        lines.append(json.dumps({"text": " ".join(words), "pair": " ".join(draw.sample(words, k=3))}))
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("dual_encoder")
+    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=16, batch_size=8)
+    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1, learn_temperature=True)
+    config.optimizer.update(warmup=0, learning_rate=1e-2)
+    config.train.steps = 4
+    return configs.resolve(config)
+
+
 # Name of a task -> its tiny config, made from a directory for its data.
 EXAMPLES = {
     "lm": language_model,
     "classification": classification,
+    "dual_encoder": dual_encoder,
     "masked_lm": masked_language_model,
     "seq2seq": sequence_to_sequence,
     "tagging": tagging,
