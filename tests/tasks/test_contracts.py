@@ -93,12 +93,13 @@ def sequence_to_sequence(directory):
 
 
 def dual_encoder(directory):
-    """Texts of words of one vocabulary; the partner has the same words in another order."""
+    """Texts of words of one vocabulary; the partner has a word of another one for each of them."""
     draw = random.Random(0)
     lines = []
     for _ in range(120):
-        words = draw.sample(tiny.WORDS[:12], k=4)
-        lines.append(json.dumps({"text": " ".join(words), "pair": " ".join(draw.sample(words, k=3))}))
+        numbers = draw.sample(range(6), k=3)
+        texts = [" ".join(tiny.WORDS[offset + number] for number in numbers) for offset in (0, 6)]
+        lines.append(json.dumps({"text": texts[0], "pair": texts[1]}))
     (directory / "examples.jsonl").write_text("\n".join(lines))
     config = configs.default("dual_encoder")
     config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=16, batch_size=8)
