@@ -36,7 +36,8 @@ class DualEncoderConfig(BackboneConfig):
     temperature: float = option(0.05, "Divisor of the cosine similarities; its initial value if it is learned.")
     learn_temperature: bool = option(False, "Train the temperature, which stays at 0.01 or above.")
     symmetric: bool = option(
-        True, "The loss is the mean of both directions, text to partner and partner to text; otherwise of the first only."
+        True,
+        "The loss is the mean of both directions, text to partner and partner to text; otherwise of the first only.",
     )
     negatives: str = option(
         "batch",

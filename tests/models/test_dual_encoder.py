@@ -150,11 +150,15 @@ def test_parts_of_a_batch_are_sets_of_negatives_if_asked_for():
     batch = make_batch(padding=0)
     loss = jax.jit(functools.partial(model.apply, method="loss"), compiler_options=ONCE)
     halves = [loss({"params": params}, {key: x[part::2] for key, x in batch.items()}) for part in range(2)]
-    trainer = make_trainer(model, OptimizerConfig(accumulate=2, warmup=0), Plan("single"), steps=2, devices=jax.devices()[:1])
+    trainer = make_trainer(
+        model, OptimizerConfig(accumulate=2, warmup=0), Plan("single"), steps=2, devices=jax.devices()[:1]
+    )
     _, metrics = trainer.step(trainer.init(jax.random.key(0), params), batch, jax.random.key(1))
     np.testing.assert_allclose(metrics["loss"], sum(float(half.sum) for half in halves) / B, rtol=1e-5)
     other = DualEncoder(dataclasses.replace(model.config, negatives="batch"))
-    with pytest.raises(InputError, match=r"optimizer.accumulate=2 .* set optimizer.accumulate=1, or model.negatives='part'"):
+    with pytest.raises(
+        InputError, match=r"optimizer.accumulate=2 .* set optimizer.accumulate=1, or model.negatives='part'"
+    ):
         make_trainer(other, OptimizerConfig(accumulate=2), Plan("single"), steps=2, devices=jax.devices()[:1])
 
 

@@ -18,7 +18,9 @@ def test_scores_match_scikit_learn():
     actual = retrieval_scores(partner_ranks(scores))
     labels = np.arange(40)
     for k in (1, 10):
-        assert actual[f"recall_at_{k}"] == pytest.approx(metrics.top_k_accuracy_score(labels, scores, k=k, labels=labels))
+        assert actual[f"recall_at_{k}"] == pytest.approx(
+            metrics.top_k_accuracy_score(labels, scores, k=k, labels=labels)
+        )
     assert actual["mrr"] == pytest.approx(metrics.label_ranking_average_precision_score(np.eye(40), scores))
 
 
