@@ -2,9 +2,10 @@
 
     hpnlp train --config=experiments/dual_encoder/stdlib.py --workdir=runs/docstrings
 
-On two CPU cores the run takes about 2 minutes. Of 1,000 held-out bodies, the right one is among the 10 most similar for 56 % of
-the docstrings, and the most similar one for 24 % (one seed). TF-IDF over words is better: 76 % and 39 %. The 4,088 training pairs
-are learned almost by heart after 100 steps, and identifiers that a docstring and its code have in common need no training to match.
+On two CPU cores the run takes about 2 minutes. Of 1,000 held-out bodies, the right one is among the 10 most similar for 56 %
+of the docstrings, and the most similar one for 24 % (one seed). TF-IDF over words is better: 76 % and 39 %. The 4,088
+training pairs are learned almost by heart after 100 steps, and identifiers that a docstring and its code have in common need
+no training to match.
 """
 
 from __future__ import annotations

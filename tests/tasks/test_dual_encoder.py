@@ -5,8 +5,8 @@ import pytest
 
 from hpnlp.tasks import TASKS
 from hpnlp.tasks.dual_encoder_report import partner_ranks, retrieval_scores
-from hpnlp.training import config as configs
 from hpnlp.tasks.vocabulary import Sizes
+from hpnlp.training import config as configs
 from hpnlp.types import InputError
 
 
