@@ -182,6 +182,17 @@ class BackboneConfig(BlockConfig):
         """Whether all layers are those of one Backbone, the model itself, so that they lie under "layers"."""
         return True
 
+    def check_accumulation(self, parts: int) -> None:
+        """Checks that the loss of a batch is the sum of the losses of its parts.
+
+        Args:
+          parts: Number of parts that gradients are accumulated from.
+
+        Raises:
+          InputError: The loss compares the examples of a batch, and there are several parts.
+        """
+        return None  # most losses are sums over examples
+
     def masks(self) -> list[Any]:
         """Masks of the layers of one period.
 

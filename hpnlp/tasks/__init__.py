@@ -6,6 +6,7 @@ field `task`.
 
 from hpnlp.spec import lookup
 from hpnlp.tasks.classification import Classification
+from hpnlp.tasks.dual_encoder import DualEncoding
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.tasks.masked_lm import MaskedLanguageModel
 from hpnlp.tasks.seq2seq import SequenceToSequence
@@ -18,6 +19,7 @@ TASKS: dict[str, Task] = {
     "tagging": Tagging(),
     "masked_lm": MaskedLanguageModel(),
     "seq2seq": SequenceToSequence(),
+    "dual_encoder": DualEncoding(),
 }
 
 

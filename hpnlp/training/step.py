@@ -195,6 +195,7 @@ def make_trainer(
 def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout: Layout) -> None:
     """Raises InputError if a plan does not fit a model's mixers and residuals, or the optimizer."""
     c = model.config
+    c.check_accumulation(config.accumulate)
     heads = [c.sizes()[name][0] for name in ("heads", "kv_heads")]
     context_parallel.check_support(layout, c.mixers(), c.masks(), heads, c.dropout)
     if c.has_memory and layout.size("length") > 1:

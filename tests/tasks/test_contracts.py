@@ -94,10 +94,28 @@ def sequence_to_sequence(directory):
     return configs.resolve(config)
 
 
+def dual_encoder(directory):
+    """Texts of words of one vocabulary; the partner has a word of another one for each of them."""
+    draw = random.Random(0)
+    lines = []
+    for _ in range(120):
+        numbers = draw.sample(range(6), k=3)
+        texts = [" ".join(tiny.WORDS[offset + number] for number in numbers) for offset in (0, 6)]
+        lines.append(json.dumps({"text": texts[0], "pair": texts[1]}))
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("dual_encoder")
+    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=16, batch_size=8)
+    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1, learn_temperature=True)
+    config.optimizer.update(warmup=0, learning_rate=1e-2)
+    config.train.steps = 4
+    return configs.resolve(config)
+
+
 # Name of a task -> its tiny config, made from a directory for its data.
 EXAMPLES = {
     "lm": language_model,
     "classification": classification,
+    "dual_encoder": dual_encoder,
     "masked_lm": masked_language_model,
     "seq2seq": sequence_to_sequence,
     "tagging": tagging,

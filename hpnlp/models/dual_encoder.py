@@ -1,0 +1,265 @@
+"""Dual encoder: two towers whose vectors of texts that belong together are similar, trained with in-batch negatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from hpnlp.model_parallel import ModelParallel
+from hpnlp.models.backbone import Backbone, BackboneConfig
+from hpnlp.models.encoder import EncoderConfig
+from hpnlp.models.prediction import Batch
+from hpnlp.nn.attention import Context
+from hpnlp.nn.layers import param
+from hpnlp.nn.pooling import POOLINGS, Pooling
+from hpnlp.spec import did_you_mean
+from hpnlp.types import Aux, InputError, LossOut, WordStats, option
+
+NEGATIVES = ("batch", "part")
+INPUTS = ("tokens", "segment_ids", "positions")
+PAIR = "pair_"  # beginning of the names of the second texts' arrays
+LOWEST_TEMPERATURE = 0.01  # a learned temperature does not fall below it (Radford et al. 2021, section 2.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class DualEncoderConfig(BackboneConfig):
+    """Two bidirectional towers of one form, each of which makes a vector of a text."""
+
+    pooling: str = option("mean", "An entry of POOLINGS: how the hidden states of a text become one vector.")
+    shared: bool = option(True, "Both texts of a pair pass the same tower; otherwise each has a tower of its own.")
+    temperature: float = option(0.05, "Divisor of the cosine similarities; its initial value if it is learned.")
+    learn_temperature: bool = option(False, "Train the temperature, which stays at 0.01 or above.")
+    symmetric: bool = option(
+        True,
+        "The loss is the mean of both directions, text to partner and partner to text; otherwise of the first only.",
+    )
+    negatives: str = option(
+        "batch",
+        'Partners that a text is compared with: "batch", those of all texts of a step; or "part", those of the same part of '
+        "the batch where optimizer.accumulate has several, so that there are fewer.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise InputError(f"model.pooling={self.pooling!r}: {did_you_mean(self.pooling, POOLINGS)}")
+        if self.negatives not in NEGATIVES:
+            raise InputError(f"model.negatives={self.negatives!r}: {did_you_mean(self.negatives, NEGATIVES)}")
+        if not LOWEST_TEMPERATURE <= self.temperature <= 100:
+            raise InputError(
+                f"model.temperature={self.temperature}: expected {LOWEST_TEMPERATURE} to 100, such as 0.05"
+            )
+        self.tower()  # makes the checks of a Backbone, and those of a bidirectional one
+
+    def tower(self) -> EncoderConfig:
+        """Config of a tower.
+
+        Returns:
+          The config.
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(BackboneConfig)}
+        return EncoderConfig(**fields, pooling=self.pooling)
+
+    @property
+    def is_single_stack(self) -> bool:
+        """The layers are those of the towers."""
+        return False
+
+    def check_accumulation(self, parts: int) -> None:
+        """Refuses parts of a batch, in which a text would have fewer negatives, unless the config asks for them."""
+        if parts > 1 and self.negatives == "batch":
+            raise InputError(
+                f"optimizer.accumulate={parts} computes the loss of one part of the batch at a time, and "
+                "model.negatives='batch' compares the texts of the whole batch: set optimizer.accumulate=1, or "
+                "model.negatives='part' for negatives from the same part only"
+            )
+
+    def attention_width(self) -> int:
+        """Width of the attention of all layers that a pair passes: those of both texts."""
+        return 2 * super().attention_width()
+
+    def non_embedding_parameters(self) -> int:
+        """Number of weights in the matrices of the layers that a pair passes: those of both texts."""
+        return 2 * super().non_embedding_parameters()
+
+
+class Tower(Backbone):
+    """A Backbone with pooling: a normalised vector of each text.
+
+    Attributes:
+      config: An EncoderConfig with pooling.
+    """
+
+    def setup(self) -> None:
+        super().setup()
+        self.pool = Pooling(self.config.pooling)
+
+    def vectors(self, batch: Batch, deterministic: bool) -> tuple[Float[Array, "B D"], Aux]:
+        """Vectors of texts.
+
+        Args:
+          batch: Tokens, segment_ids and positions, int32 `[B, T]`.
+          deterministic: No dropout; otherwise the rng "dropout" is used.
+
+        Returns:
+          `(vectors, aux)`: float32 vectors of length 1, or of 0 for texts without tokens.
+        """
+        ids = jnp.arange(batch["tokens"].size, dtype=jnp.int32).reshape(batch["tokens"].shape)
+        operands, order = [batch[name] for name in INPUTS] + [ids], None
+        if self.model_parallel is not None:
+            order, indices = self.model_parallel.token_order(ids.shape[1])
+            operands = operands if indices is None else [x[:, indices] for x in operands]
+        tokens, segment_ids, positions, ids = operands
+        drawn = None if deterministic else ids
+        context = Context(positions, segment_ids, self.config.mask, deterministic, ids=drawn, order=order)
+        h, _, aux = self.hidden(tokens, context)
+        pooled = self.pool(h, segment_ids, ids).astype(jnp.float32)
+        squares = jnp.square(pooled).sum(axis=-1, keepdims=True)
+        return pooled * jax.lax.rsqrt(jnp.maximum(squares, np.float32(1e-24))), aux
+
+
+class DualEncoder(nn.Module):
+    """Two towers, whose similarity is the cosine of their vectors.
+
+    A batch is a mapping with tokens, segment_ids and positions of the first texts, pair_tokens, pair_segment_ids and
+    pair_positions of their partners, int32 `[B, T]`, and weights, float32 `[B]`. Segment id 0 marks padding. A pair of weight
+    0 is padding as well, and no negative.
+
+    The loss is the cross-entropy of a text's partner among the partners of all texts of the batch, on whatever devices they
+    are. A partner that occurs twice is a negative of the other text.
+
+    The parameters are those of "tower", and of "pair_tower" if the towers are not shared; and "log_scale", the logarithm of 1 /
+    temperature, if that is learned.
+
+    Attributes:
+      config: Sizes and parts of the model.
+      stats: Not used; models of the other tasks have it.
+      model_parallel: As for a Backbone.
+      remat: As for a Backbone.
+
+    References:
+      Henderson et al. 2017, "Efficient natural language response suggestion for Smart Reply", section 4.
+      Radford et al. 2021, "Learning transferable visual models from natural language supervision", for both directions.
+    """
+
+    config: DualEncoderConfig
+    stats: WordStats | None = None
+    model_parallel: ModelParallel | None = None
+    remat: str = "none"
+
+    @property
+    def is_normalized(self) -> bool:
+        """The loss is -log p(partner) over the partners of a batch."""
+        return True
+
+    def setup(self) -> None:
+        c, shared = self.config, {"model_parallel": self.model_parallel, "remat": self.remat}
+        self.tower = Tower(c.tower(), **shared)
+        if not c.shared:
+            self.pair_tower = Tower(c.tower(), **shared)
+        if c.learn_temperature:
+            start = nn.initializers.constant(-math.log(c.temperature))
+            self.log_scale = param(self, "log_scale", start, (1,), ("hidden",))
+
+    def loss(self, batch: Batch, deterministic: bool = True) -> LossOut:
+        """The loss of a batch.
+
+        Args:
+          batch: Pairs, with weights.
+          deterministic: No dropout; otherwise the rng "dropout" is used.
+
+        Returns:
+          The loss summed over pairs, in nats, with the auxiliary losses and metrics of the layers (the names of those of a
+          separate second tower begin with "pair_"), "accuracy", the share of texts whose partner is the most similar one of
+          the batch, and "temperature" if it is learned.
+        """
+        texts, partners, aux = self._vectors(batch, deterministic)
+        weights = batch["weights"].astype(jnp.float32)
+        scale = self._scale()
+        # The vectors of all devices: [B, D], small beside the towers' activations.
+        scores = jnp.einsum("id,jd->ij", texts, partners, precision=jax.lax.Precision.HIGHEST) * scale
+        lowest, is_pair = np.float32(np.finfo(np.float32).min), weights != 0
+        scores = jnp.where(is_pair[:, None] & is_pair[None, :], scores, lowest)
+        own = jnp.diagonal(scores)
+        nll = jax.nn.logsumexp(scores, axis=1) - own
+        if self.config.symmetric:
+            nll = (nll + jax.nn.logsumexp(scores, axis=0) - own) / 2
+        others = jnp.where(jnp.eye(len(own), dtype=bool), lowest, scores).max(axis=1)
+        hits = own > others  # a tie with another partner is no hit
+        aux = {**aux, "accuracy": (jnp.where(hits, weights, 0.0).sum(), weights.sum())}
+        if self.config.learn_temperature:
+            aux["temperature"] = (1 / scale, jnp.float32(1))
+        return LossOut(jnp.where(is_pair, nll * weights, 0.0).sum(), weights.sum(), aux)
+
+    def embed(self, batch: Batch) -> tuple[Float[Array, "B D"], Float[Array, "B D"]]:
+        """Vectors of the texts of a batch.
+
+        Args:
+          batch: Pairs; weights are not read.
+
+        Returns:
+          `(vectors of the first texts, vectors of their partners)`, float32, of length 1.
+        """
+        texts, partners, _ = self._vectors(batch, deterministic=True)
+        return texts, partners
+
+    def _vectors(self, batch: Batch, deterministic: bool) -> tuple[jax.Array, jax.Array, Aux]:
+        """Vectors of the first texts and of their partners, and what the layers report."""
+        first, second = ({name: batch[prefix + name] for name in INPUTS} for prefix in ("", PAIR))
+        if not self.config.shared:
+            texts, aux = self.tower.vectors(first, deterministic)
+            partners, pair_aux = self.pair_tower.vectors(second, deterministic)
+            return texts, partners, {**aux, **{f"{PAIR}{name}": pair for name, pair in pair_aux.items()}}
+        # Interleaved, so that every device keeps its pairs.
+        both = {name: jnp.stack([first[name], second[name]], axis=1) for name in INPUTS}
+        vectors, aux = self.tower.vectors({name: x.reshape(-1, x.shape[-1]) for name, x in both.items()}, deterministic)
+        pairs = vectors.reshape(-1, 2, vectors.shape[-1])
+        return pairs[:, 0], pairs[:, 1], aux
+
+    def _scale(self) -> jax.Array:
+        """1 / temperature, a float32 scalar."""
+        if not self.config.learn_temperature:
+            return jnp.float32(1 / self.config.temperature)
+        return jnp.exp(jnp.minimum(self.log_scale[0], np.float32(-math.log(LOWEST_TEMPERATURE))))
+
+    def rows(self, batch: Batch) -> dict[tuple[str, ...], Int[Array, " R"]]:
+        """Rows of tables that `loss` of this batch looks up.
+
+        Args:
+          batch: As for `loss`.
+
+        Returns:
+          Path of a table among the parameters -> ids, with repetitions.
+        """
+        first, second = (batch[f"{prefix}tokens"].reshape(-1) for prefix in ("", PAIR))
+        if self.config.shared:
+            return {("tower", "embed", "table"): jnp.concatenate([first, second])}
+        return {("tower", "embed", "table"): first, ("pair_tower", "embed", "table"): second}
+
+    def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
+        """A batch of zeros with the shapes and dtypes of a batch of data.
+
+        Args:
+          batch_size: Number of pairs, B.
+          length: Tokens per text, T.
+
+        Returns:
+          The batch, all of whose tokens have segment id 1, and whose weights are 1.
+        """
+        batch = {name: jnp.zeros((batch_size, length), jnp.int32) for name in self.batch_axes() if name != "weights"}
+        ones = {name: jnp.ones_like(x) for name, x in batch.items() if name.endswith("segment_ids")}
+        return batch | ones | {"weights": jnp.ones((batch_size,), jnp.float32)}
+
+    def batch_axes(self) -> dict[str, tuple[str, ...]]:
+        """Logical axes of the arrays of a batch: ("batch",) for weights, otherwise ("batch", "length")."""
+        names = [prefix + name for prefix in ("", PAIR) for name in INPUTS]
+        axes: dict[str, tuple[str, ...]] = dict.fromkeys(names, ("batch", "length"))
+        return axes | {"weights": ("batch",)}
+
+    def __call__(self, batch: Batch) -> LossOut:
+        return self.loss(batch)

@@ -1,0 +1,70 @@
+"""Dual encoder: finding the text that belongs to another text by the similarity of their vectors."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from hpnlp.data.examples import Examples, PairsConfig
+from hpnlp.data.examples.baselines import tfidf_recall
+from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
+from hpnlp.tasks import vocabulary as vocabularies
+from hpnlp.tasks.dual_encoder_report import MAX_PAIRS, TOP, RetrievalReport
+from hpnlp.tasks.examples import ExampleTask
+from hpnlp.tasks.task import RunConfig, Sums
+from hpnlp.tasks.vocabulary import Sizes
+from hpnlp.types import InputError
+
+
+class DualEncoding(ExampleTask):
+    """Dual encoder: finding the text that belongs to another text by the similarity of their vectors.
+
+    Evaluations during training score a text's partner among those of its batch. The report ranks each held-out partner among
+    all of them.
+    """
+
+    name = "dual_encoder"
+    model_config = DualEncoderConfig
+    data_config = PairsConfig
+    metric, higher_is_better = "accuracy", True
+    report = RetrievalReport()
+
+    def model(self, config: RunConfig, sizes: Sizes) -> DualEncoder:
+        self.check_no_stride(config)
+        if config.data.batch_size < 2:
+            raise InputError("data.batch_size=1: a pair has no negatives: set it to at least 2, better to 32 or more")
+        filled = vocabularies.fill_sizes(config.model, sizes, config.data.seq_len)
+        return DualEncoder(filled)
+
+    def scores(
+        self, config: RunConfig, dataset: Examples, sums: Sums, *, is_complete: bool, gives_probabilities: bool
+    ) -> dict[str, float]:
+        """Mean loss in nats per pair, and the share of texts whose partner is the most similar of its batch."""
+        return {name: float(sums[name][0] / sums[name][1]) for name in ("loss", "accuracy")}
+
+    def baseline(self, dataset: Examples) -> TfidfBaseline:
+        return TfidfBaseline(dataset)
+
+
+class TfidfBaseline:
+    """Recall of TF-IDF on the held-out pairs that the report ranks."""
+
+    def __init__(self, dataset: Examples) -> None:
+        self._dataset = dataset
+
+    def result(self, log: Callable[[str], None] | None = None) -> dict[str, Any]:
+        """Measures it.
+
+        Args:
+          log: Called with a message before the measurement.
+
+        Returns:
+          `tfidf_recall_at_K` for each K of TOP; None if scikit-learn is not installed.
+        """
+        recall: dict[int, Any] = dict.fromkeys(TOP)
+        if importlib.util.find_spec("sklearn") is not None:
+            if log is not None:
+                log("ranking held-out pairs by TF-IDF, for comparison")
+            recall = dict(tfidf_recall(self._dataset, top=TOP, limit=MAX_PAIRS))
+        return {f"tfidf_recall_at_{k}": recall[k] for k in TOP}

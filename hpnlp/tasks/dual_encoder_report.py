@@ -1,0 +1,167 @@
+"""The part of reports of dual encoders: recall and mean reciprocal rank over all held-out pairs, and examples."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hpnlp.data.examples.dataset import HELDOUT
+from hpnlp.tasks.reporting import (
+    Outcome,
+    Ranking,
+    Report,
+    Section,
+    TaskReport,
+    decimals,
+    digest_fault,
+    rank_on_same_examples,
+)
+
+TOP = (1, 10)  # numbers of retrieved texts whose recall is reported
+MAX_PAIRS = 10_000  # held-out pairs that are ranked, the first ones: their similarities take 400 MB
+EXAMPLES = 4  # shown of each kind, hits and misses
+MAX_TEXT = 80  # characters of a text
+
+
+class RetrievalReport(TaskReport):
+    """The part of reports and comparisons of dual encoders."""
+
+    numbers_compared: Mapping[str, bool] = {
+        "heldout_accuracy": True,
+        "heldout_loss": True,
+        "heldout_recall_at_10": True,
+        "heldout_examples": False,
+    }
+    unit = "a pair"
+
+    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+        """Scores, identity of the held-out pairs, and recall of TF-IDF on them.
+
+        Recall of the model is None until `section` has ranked the pairs.
+        """
+        return {
+            **{f"heldout_{name}": value for name, value in scores.items()},
+            **{f"heldout_{name}": None for name in (*(f"recall_at_{k}" for k in TOP), "mrr")},
+            "heldout_examples": dataset.heldout_examples,
+            "heldout_digest": dataset.heldout_digest,
+            **baselines,
+        }
+
+    def fault(self, report: Report) -> str:
+        return digest_fault(report)
+
+    def verdict(self, report: Report) -> str:
+        if report["heldout_loss"] is None:
+            return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
+        count, recall = report["heldout_examples"], report["heldout_recall_at_10"]
+        if recall is None:
+            share = f"{100 * report['heldout_accuracy']:.1f} %"
+            return f"The partner of {share} of {count:,} held-out texts is the most similar one of its batch."
+        text = (
+            f"The partner of {100 * recall:.1f} % of the held-out texts is among the 10 most similar of "
+            f"{min(count, MAX_PAIRS):,}"
+        )
+        tfidf = report.get("tfidf_recall_at_10")
+        return f"{text}." if tfidf is None else f"{text} (TF-IDF: {100 * tfidf:.1f} %)."
+
+    def rows(self, report: Report) -> list[tuple[str, str]]:
+        return [
+            ("held-out pairs", f"{report['heldout_examples']:,}"),
+            *((f"recall at {k}", decimals(report[f"heldout_recall_at_{k}"])) for k in TOP),
+            *((f"TF-IDF, recall at {k}", decimals(report.get(f"tfidf_recall_at_{k}"))) for k in TOP),
+            ("mean reciprocal rank", decimals(report["heldout_mrr"])),
+            ("held-out accuracy within batches", decimals(report["heldout_accuracy"])),
+            (f"held-out loss within batches, nats {self.unit}", decimals(report["heldout_loss"])),
+        ]
+
+    def section(self, outcome: Outcome) -> Section:
+        """Recall over all held-out pairs, and texts with the partner that is the most similar one."""
+        if outcome.params is None:
+            return Section()
+        scores = similarities(outcome)
+        ranks = partner_ranks(scores)
+        numbers = {f"heldout_{name}": value for name, value in retrieval_scores(ranks).items()}
+        return Section("\n".join(_examples(outcome, scores, ranks)), numbers=numbers)
+
+    def rank(self, reports: Mapping[str, Report]) -> Ranking:
+        """Ranks runs by recall at 10 over the same held-out pairs: those that most runs were scored on."""
+        return rank_on_same_examples(reports, "recall_at_10", higher_is_better=True)
+
+
+def similarities(outcome: Outcome) -> np.ndarray:
+    """Cosine similarities of the first held-out pairs, at most MAX_PAIRS.
+
+    Args:
+      outcome: Result of a run.
+
+    Returns:
+      float32 `[N, N]`: of the first text of each pair with the second text of each pair.
+    """
+    dataset, model = outcome.dataset, outcome.model
+    stored, rows = dataset.stored[HELDOUT], outcome.config.data.batch_size
+    embed = jax.jit(functools.partial(model.apply, method="embed"))
+    count = min(stored.count, MAX_PAIRS)
+    vectors = []
+    for start in range(0, count, rows):
+        numbers = range(start, min(start + rows, count))
+        batch = dataset.kind.batch(stored, numbers, rows, dataset.tokenizer, dataset.seq_len)
+        both: Any = embed({"params": outcome.params}, {name: batch[name] for name in model.batch_axes()})
+        vectors.append([np.asarray(x)[: len(numbers)] for x in both])
+    texts, partners = map(np.concatenate, zip(*vectors, strict=True))
+    return texts @ partners.T
+
+
+def partner_ranks(scores: np.ndarray) -> np.ndarray:
+    """Rank of each text's own partner among all partners.
+
+    Args:
+      scores: `[N, N]`, similarities of texts (rows) and partners; the partner of text i is i.
+
+    Returns:
+      int `[N]`, 1 for the most similar. Partners that are equally similar come first; similarities that are not finite give
+      the rank N.
+    """
+    own = np.diag(scores)[:, None]
+    return np.where(np.isfinite(own[:, 0]), np.sum(scores >= own, axis=1), len(scores))
+
+
+def retrieval_scores(ranks: np.ndarray) -> dict[str, float]:
+    """Recall and mean reciprocal rank.
+
+    Args:
+      ranks: Rank of each text's partner, from 1.
+
+    Returns:
+      `recall_at_K` for each K of TOP, and `mrr`.
+    """
+    return {f"recall_at_{k}": float(np.mean(ranks <= k)) for k in TOP} | {"mrr": float(np.mean(1 / ranks))}
+
+
+def _examples(outcome: Outcome, scores: np.ndarray, ranks: np.ndarray) -> Iterator[str]:
+    """Lines of a table of texts, spread over the hits and over the misses."""
+    stored = outcome.dataset.stored[HELDOUT]
+    yield "| rank of the partner | text | its partner | the most similar partner |"
+    yield "|---|---|---|---|"
+    for places in (np.flatnonzero(ranks == 1), np.flatnonzero(ranks > TOP[-1])):
+        for i in _spread(places):
+            best = int(scores[i].argmax())
+            texts = (stored.text(i, 0), stored.text(i, 1), stored.text(best, 1))
+            yield "| " + " | ".join([str(ranks[i]), *(_cell(text.decode()) for text in texts)]) + " |"
+
+
+def _spread(places: np.ndarray) -> Sequence[int]:
+    """At most EXAMPLES of these numbers, from the first to the last."""
+    if not len(places):
+        return []
+    return [int(places[i]) for i in np.unique(np.linspace(0, len(places) - 1, EXAMPLES).astype(int))]
+
+
+def _cell(text: str) -> str:
+    """The beginning of a text, in a table."""
+    shown = " ".join(text[: 4 * MAX_TEXT].split())
+    shown = f"{shown[:MAX_TEXT]}{'...' * (len(shown) > MAX_TEXT)}"
+    return f"`{shown.replace('`', chr(39))}`".replace("|", r"\|")

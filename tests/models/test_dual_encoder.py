@@ -1,0 +1,190 @@
+"""The dual encoder: loss and gradients against torch, layouts, accumulation, rows and errors."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from hpnlp.models.backbone import axes_and_shapes
+from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import _model_parallel, make_trainer
+from hpnlp.types import InputError, Model
+from tests.contracts import ONCE
+from tests.training.test_step import assert_leaves_close
+
+B, T = 8, 8
+SIZES = {"dim": 16, "heads": 4, "layers": 2, "vocab": 24, "max_len": T, "mlp_dim": 24}
+SEPARATE = {"shared": False, "learn_temperature": True, "temperature": 0.2, "pooling": "attention"}
+LAYOUTS = {
+    "data 8": Plan(),
+    "zero3 8": Plan("zero3"),
+    "data 4 x tensor 2": Plan(tensor=2),
+    "data 4 x pipeline 2": Plan(pipeline=2),
+    "data 2 x sequence 4": Plan(sequence=4),
+    "3d": Plan("3d"),
+}
+FIRST = {("shared", "data 8"), ("separate", "3d")}
+FIELDS = {"shared": {"symmetric": False}, "separate": SEPARATE}
+
+
+def make(**fields):
+    """A small model with random parameters."""
+    model = DualEncoder(DualEncoderConfig(**SIZES | fields))
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        offset = {"scale": 1.0, "log_scale": 1.5}.get(path[-1].key, 0.0)
+        return jnp.asarray(rng.normal(offset, 0.4, leaf.shape), jnp.float32)
+
+    return model, jax.tree_util.tree_map_with_path(draw, axes_and_shapes(model)[1])
+
+
+def make_batch(padding=2):
+    """Pairs of texts of several lengths, of which the last ones are padding."""
+    rng, batch = np.random.default_rng(1), {}
+    for prefix in ("", "pair_"):
+        is_token = np.arange(T)[None] < rng.integers(2, T + 1, (B, 1))
+        batch |= {
+            f"{prefix}tokens": rng.integers(0, 24, (B, T)).astype(np.int32),
+            f"{prefix}segment_ids": is_token.astype(np.int32),
+            f"{prefix}positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+        }
+    return batch | {"weights": (np.arange(B) < B - padding).astype(np.float32)}
+
+
+@functools.cache
+def results(name, plan, devices):
+    """`(gradients, metrics)` of a batch whose last pairs are padding."""
+    model, params = make(**FIELDS[name])
+    layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
+    axes, shapes = axes_and_shapes(model)
+    if devices > 1:
+        model = model.clone(model_parallel=_model_parallel(layout, model.config.masks()))
+    specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
+    params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
+    batch = {key: jax.device_put(x, layout.sharding(*model.batch_axes()[key])) for key, x in make_batch().items()}
+
+    def loss(params, batch):
+        out = model.apply({"params": params}, batch, method="loss")
+        return out.sum, {"loss": (out.sum, out.weight), **out.aux}
+
+    with jax.set_mesh(layout.mesh):
+        return jax.device_get(jax.jit(jax.grad(loss, has_aux=True), compiler_options=ONCE)(params, batch))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", FIELDS)
+def test_loss_and_gradients_match_torch(name):
+    """The cross-entropy of torch over the scaled similarities of the pairs, without padding, as in
+    MultipleNegativesRankingLoss of sentence-transformers; gradients enter the towers as cotangents of their vectors."""
+    torch = pytest.importorskip("torch")
+    model, params = make(**FIELDS[name])
+    batch = make_batch()
+
+    def embed(params):
+        return model.apply({"params": params}, batch, method="embed")
+
+    vectors, pull = jax.vjp(embed, params)
+    for x in vectors:
+        np.testing.assert_allclose(np.linalg.norm(x, axis=1), 1, rtol=1e-6)
+    texts, partners = (torch.tensor(np.asarray(x), requires_grad=True) for x in vectors)
+    start = float(params["log_scale"][0]) if "log_scale" in params else -np.log(model.config.temperature)
+    log_scale = torch.tensor(start, dtype=torch.float32, requires_grad=True)
+    count = int(batch["weights"].sum())
+    scores = texts[:count] @ partners[:count].T * torch.exp(log_scale)
+    entropy, labels = torch.nn.functional.cross_entropy, torch.arange(count)
+    total = entropy(scores, labels, reduction="sum")
+    if model.config.symmetric:
+        total = (total + entropy(scores.T, labels, reduction="sum")) / 2
+    total.backward()
+    gradients, metrics = results(name, Plan(), 1)
+    np.testing.assert_allclose(metrics["loss"], (total.item(), count), rtol=1e-5)
+    hits = (scores.argmax(dim=1) == labels).sum().item()
+    np.testing.assert_allclose(metrics["accuracy"], (hits, count))
+    (expected,) = pull(tuple(jnp.asarray(x.grad.numpy()) for x in (texts, partners)))
+    if "log_scale" in params:
+        np.testing.assert_allclose(gradients["log_scale"][0], log_scale.grad.item(), rtol=1e-4)
+        np.testing.assert_allclose(metrics["temperature"][0], np.exp(-start), rtol=1e-5)
+        expected = expected | {"log_scale": gradients["log_scale"]}
+    assert_leaves_close(gradients, jax.device_get(expected), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[] if (name, layout) in FIRST else pytest.mark.slow)
+        for name in FIELDS
+        for layout in LAYOUTS
+    ],
+)
+def test_layouts_match_one_device(name, layout):
+    """Negatives come from the texts of all devices, and gradients reach them there."""
+    gradients, metrics = results(name, LAYOUTS[layout], 8)
+    expected_gradients, expected = results(name, Plan(), 1)
+    assert metrics.keys() == expected.keys()
+    for key, pair in expected.items():
+        np.testing.assert_allclose(metrics[key], pair, rtol=1e-5, err_msg=key)
+    assert_leaves_close(gradients, expected_gradients, 1e-5)
+
+
+def test_padding_has_no_effect():
+    model, params = make()
+    batch = make_batch()
+    other = {key: x.copy() for key, x in batch.items()}
+    for prefix in ("", "pair_"):
+        other[f"{prefix}tokens"][-2:] = 3  # texts of padding pairs
+        other[f"{prefix}tokens"][other[f"{prefix}segment_ids"] == 0] = 5
+    loss = jax.jit(functools.partial(model.apply, method="loss"), compiler_options=ONCE)
+    assert_leaves_close(loss({"params": params}, batch), loss({"params": params}, other), 1e-6)
+
+
+def test_parts_of_a_batch_are_sets_of_negatives_if_asked_for():
+    """Accumulated gradients are those of the parts, each of which has its own negatives."""
+    model, params = make(negatives="part")
+    batch = make_batch(padding=0)
+    loss = jax.jit(functools.partial(model.apply, method="loss"), compiler_options=ONCE)
+    halves = [loss({"params": params}, {key: x[part::2] for key, x in batch.items()}) for part in range(2)]
+    trainer = make_trainer(
+        model, OptimizerConfig(accumulate=2, warmup=0), Plan("single"), steps=2, devices=jax.devices()[:1]
+    )
+    _, metrics = trainer.step(trainer.init(jax.random.key(0), params), batch, jax.random.key(1))
+    np.testing.assert_allclose(metrics["loss"], sum(float(half.sum) for half in halves) / B, rtol=1e-5)
+    other = DualEncoder(dataclasses.replace(model.config, negatives="batch"))
+    with pytest.raises(
+        InputError, match=r"optimizer.accumulate=2 .* set optimizer.accumulate=1, or model.negatives='part'"
+    ):
+        make_trainer(other, OptimizerConfig(accumulate=2), Plan("single"), steps=2, devices=jax.devices()[:1])
+
+
+def test_rows_are_those_of_both_texts():
+    batch = make_batch()
+    for name, fields in FIELDS.items():
+        model, params = make(**fields)
+        assert isinstance(model, Model)
+        rows = model.apply({"params": params}, batch, method="rows")
+        gradients, _ = results(name, Plan(), 1)
+        for (tower, *_), ids in rows.items():
+            touched = np.abs(gradients[tower]["embed"]["table"]).max(axis=1) > 0
+            assert set(np.flatnonzero(touched)) <= set(np.asarray(ids).tolist())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pooling": "none"}, "model.pooling='none'"),
+        ({"negatives": "all"}, "model.negatives='all'"),
+        ({"temperature": 0.0}, "model.temperature=0.0: expected 0.01 to 100"),
+        ({"temperature": float("nan")}, "model.temperature=nan"),
+        ({"mixer": "conv"}, "choose a bidirectional mixer"),
+        ({"memory_dim": 8}, "model.memory_dim=8"),
+    ],
+)
+def test_invalid_configs_raise(fields, message):
+    with pytest.raises(InputError, match=message):
+        DualEncoderConfig(**SIZES | fields)
