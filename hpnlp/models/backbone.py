@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
-from hpnlp.models.layer_forms import check_effects, layer_forms, matrix_size, projections
+from hpnlp.models.layer_forms import build_mixer, check_effects, layer_forms, matrix_size, projections
 from hpnlp.models.layer_stack import LayerStack, init_layers, make_blocks, stack_order
 from hpnlp.nn.attention import Context, mixer_period
 from hpnlp.nn.block import BlockConfig
@@ -22,7 +23,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Full
 from hpnlp.ops.stacks import StackOrder
 from hpnlp.spec import build, did_you_mean, lookup, parse, parse_period, shortened
-from hpnlp.types import Aux, InputError, Mixer, Model, WordStats, option
+from hpnlp.types import InputError, Mixer, Model, Statistics, WordStats, option
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -153,6 +154,22 @@ class BackboneConfig(BlockConfig):
         extra = {"dropout": self.dropout, "name": None}
         return [build(spec, MIXERS, "mixer", **extra) for spec in mixer_period(self.mixer)]
 
+    def statistics_by_mixer(self, statistics: Statistics) -> list[tuple[Mixer, Statistics]]:
+        """Pairs the mixers that return statistics with those of their layers.
+
+        Args:
+          statistics: Of a model, under "layers"; or empty.
+
+        Returns:
+          `(mixer, statistics [n, ...] of the layers of its stack)`.
+        """
+        if not statistics:
+            return []
+        order = self.stack_order()
+        stacks = order.split(statistics["layers"])
+        mixers = [build_mixer(form) for form in self.forms()]
+        return [(mixers[order.names.index(name)], stack) for name, stack in stacks.items()]
+
     @property
     def mask(self) -> Any:
         """The static Mask of the model: the pairs of tokens that may influence each other."""
@@ -265,7 +282,7 @@ class Backbone(nn.Module):
 
     def hidden(
         self, tokens: Int[Array, "B T"], context: Context, caches: Any = None, added: Any = None
-    ) -> tuple[Float[Array, "B T D"], Any, Aux]:
+    ) -> tuple[Float[Array, "B T D"], Any, LayerReport]:
         """Hidden states of tokens.
 
         Args:
@@ -275,7 +292,7 @@ class Backbone(nn.Module):
           added: Further embeddings `[B, T, D]`, or None.
 
         Returns:
-          `(hidden states after the final norm, or the last layer's if norms follow additions; caches; aux)`.
+          `(hidden states after the final norm, or the last layer's if norms follow additions; caches; report)`.
 
         Raises:
           InputError: More tokens than learned positions.
@@ -289,16 +306,49 @@ class Backbone(nn.Module):
         params = nn.meta.unbox(self.get_variable("params", "layers"))
         params = params if isinstance(params, tuple) else c.stack_order().split(params)
         if self.is_initializing():
-            aux = {}  # the layers' parameters exist by now, and their results are not used
+            report = LayerReport()  # the layers' parameters exist by now, and their results are not used
         elif parallel is None:
-            x, caches, aux = self._run_layers(NO_TENSOR_PARALLEL, params, x, context, rng, 0, caches)
+            x, caches, report = self._run_layers(NO_TENSOR_PARALLEL, params, x, context, rng, 0, caches)
         else:
-            x, aux = parallel.run_layers(self._run_without_caches, params, x, context, rng)
+            x, report = parallel.run_layers(self._run_without_caches, params, x, context, rng)
         if c.residual == "reversible":
             # The mean, as in trax's Reformer; its ReformerLM concatenates the streams, for a head of twice the width.
             x1, x2 = jnp.split(x, 2, axis=-1)
             x = ((x1 + x2) / 2).astype(DTYPES[c.dtype])
-        return self.final_norm(x) if c.norm_placement == "pre" else x, caches, aux
+        return self.final_norm(x) if c.norm_placement == "pre" else x, caches, report
+
+    @nn.nowrap
+    def statistics_of(self, report: LayerReport) -> Statistics:
+        """The statistics of a batch.
+
+        Args:
+          report: Report of the layers, as `hidden` returns it.
+
+        Returns:
+          Under "layers", the statistics `[L, ...]` of each layer by name; by the name of the stack and by name if layers
+          have several stacks. Empty without statistics.
+        """
+        if not report.statistics:
+            return {}
+        names = self.config.stack_order().stack_names
+        return {"layers": report.statistics[names[0]] if len(names) == 1 else dict(report.statistics)}
+
+    @nn.nowrap
+    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
+        """Auxiliary losses of the mixers.
+
+        Args:
+          statistics: As `statistics_of` returns them, summed over the whole batch.
+
+        Returns:
+          Name -> the mean of the loss over the layers that report it, float32.
+        """
+        losses: dict[str, list[jax.Array]] = {}
+        for mixer, stack in self.config.statistics_by_mixer(statistics):
+            if loss := getattr(mixer, "auxiliary_loss", None):
+                for name, values in jax.vmap(loss)(stack).items():
+                    losses.setdefault(name, []).append(values)
+        return {name: jnp.mean(jnp.concatenate(values)) for name, values in losses.items()}
 
     def _embed(self, tokens: jax.Array, context: Context, added: jax.Array | None) -> jax.Array:
         """Embeddings of tokens, with learned positions and `added` added, and normalised if the config says so."""
@@ -329,8 +379,8 @@ class Backbone(nn.Module):
         rng: Any,
         chunk: Any,
         caches: Any = None,
-    ) -> tuple[jax.Array, Any, Aux]:
-        """Runs the layers with these parameters, a chunk of the model's: `(x, caches, aux)`."""
+    ) -> tuple[jax.Array, Any, LayerReport]:
+        """Runs the layers with these parameters, a chunk of the model's: `(x, caches, report)`."""
         c = self.config
         stack = LayerStack(
             blocks=make_blocks(c.forms(), c.layers, tensor_parallel),
@@ -344,9 +394,9 @@ class Backbone(nn.Module):
         run = stack.run_reversible if c.residual == "reversible" else stack.run_plain
         return run(params, x, context, rng, chunk, caches)
 
-    def _run_without_caches(self, *args: Any) -> tuple[jax.Array, Aux]:
-        x, _, aux = self._run_layers(*args)
-        return x, aux
+    def _run_without_caches(self, *args: Any) -> tuple[jax.Array, LayerReport]:
+        x, _, report = self._run_layers(*args)
+        return x, report
 
 
 def separate_layers(params: Any, config: BackboneConfig) -> Any:

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.attention import Context
 from hpnlp.nn.block import Block, BlockConfig
@@ -18,7 +19,6 @@ from hpnlp.nn.stack import reversible_layer, run_layers, run_reversible_layers
 from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
 from hpnlp.parallel import remat
 from hpnlp.spec import parse_one
-from hpnlp.types import Aux
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class LayerStack:
 
     def run_plain(
         self, params: Any, x: jax.Array, context: Context, rng: Any, chunk: Any, caches: Any = None
-    ) -> tuple[jax.Array, Any, Aux]:
+    ) -> tuple[jax.Array, Any, LayerReport]:
         """Runs layers of which each adds its branches to one stream.
 
         Args:
@@ -57,7 +57,7 @@ class LayerStack:
           caches: As `nn.stack.run_layers` returns them, or None.
 
         Returns:
-          `(x, caches, aux)`.
+          `(x, caches, report)`.
         """
         layers = [functools.partial(self._plain_layer, form, context, rng) for form in range(len(self.blocks))]
         unroll = self.unroll
@@ -72,7 +72,7 @@ class LayerStack:
 
     def run_reversible(
         self, params: Any, x: jax.Array, context: Context, rng: Any, chunk: Any, caches: Any = None
-    ) -> tuple[jax.Array, Any, Aux]:
+    ) -> tuple[jax.Array, Any, LayerReport]:
         """Runs layers of which each branch is added to the stream that the other branch reads.
 
         Activations are recomputed in the backward pass, unless there are caches or separate parameters.
@@ -86,18 +86,18 @@ class LayerStack:
           caches: As for `run_plain`.
 
         Returns:
-          `(x, caches, aux)`.
+          `(x, caches, report)`.
         """
         first = _first_layer(params, chunk)
         forms = range(len(self.blocks))
         branches = [(functools.partial(self._mix, form), functools.partial(self._feed, form)) for form in forms]
         x1, x2 = jnp.split(x, 2, axis=-1)
         if caches is None and context.capacity is None and not isinstance(params, tuple):
-            streams, aux = run_reversible_layers(branches, (x1, x2), params, (context, rng), first, self.order)
+            streams, report = run_reversible_layers(branches, (x1, x2), params, (context, rng), first, self.order)
         else:
             layers = [reversible_layer(pair, (context, rng)) for pair in branches]
-            streams, caches, aux = run_layers(layers, (x1, x2), params, caches, self.unroll, first, self.order)
-        return jnp.concatenate(streams, axis=-1), caches, aux
+            streams, caches, report = run_layers(layers, (x1, x2), params, caches, self.unroll, first, self.order)
+        return jnp.concatenate(streams, axis=-1), caches, report
 
     def _apply(self, form: int, method: str, params_and_index: Any, rng: Any, *args: Any) -> Any:
         """Calls a method of a form's Block with the parameters and the dropout key of one layer."""
@@ -108,20 +108,20 @@ class LayerStack:
 
     def _plain_layer(
         self, form: int, context: Context, rng: Any, x: jax.Array, slices: tuple[Any, jax.Array, Any]
-    ) -> tuple[jax.Array, tuple[Any, Aux]]:
+    ) -> tuple[jax.Array, tuple[Any, LayerReport]]:
         *params_and_index, cache = slices
-        x, cache, aux = self._apply(form, "__call__", params_and_index, rng, x, context, cache)
-        return x, (cache, aux)
+        x, cache, report = self._apply(form, "__call__", params_and_index, rng, x, context, cache)
+        return x, (cache, report)
 
     def _mix(
         self, form: int, params_and_index: Any, x: jax.Array, context: Context, rng: Any, cache: Any = None
-    ) -> tuple[jax.Array, tuple[Any, Aux]]:
-        y, cache, aux = self._apply(form, "mix", params_and_index, rng, x.astype(self.dtype), context, cache)
-        return y, (cache, aux)
+    ) -> tuple[jax.Array, tuple[Any, LayerReport]]:
+        y, cache, report = self._apply(form, "mix", params_and_index, rng, x.astype(self.dtype), context, cache)
+        return y, (cache, report)
 
     def _feed(
         self, form: int, params_and_index: Any, x: jax.Array, context: Context, rng: Any
-    ) -> tuple[jax.Array, Aux]:
+    ) -> tuple[jax.Array, LayerReport]:
         # Applied by itself, the branch would draw the same numbers as the first branch of its layer.
         rng = None if rng is None else jax.random.fold_in(rng, self.layers + 1)
         return self._apply(form, "feed", params_and_index, rng, x.astype(self.dtype), context)
@@ -137,7 +137,8 @@ def stack_order(forms: tuple[BlockConfig, ...], mask: Any) -> StackOrder:
     """Groups layer forms by the parameters of their layers.
 
     Forms share a stack if the names, shapes and axes of their parameters are equal. A mixer with parameters of its own shares
-    a stack with mixers of the same spec only, because its parameters may be initialised in another way.
+    a stack with mixers of the same spec only, because its parameters may be initialised in another way; so does a mixer that
+    returns statistics.
 
     Args:
       forms: The forms of one period.
@@ -191,7 +192,7 @@ def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax
     for name in order.stack_names:
         members = order.layers_of(name, layers)
         init = functools.partial(_init_layer, blocks[order.names.index(name)], mask)
-        stacked = jax.vmap(init)(keys if len(members) == layers else keys[jnp.asarray(members)])
+        _, stacked = jax.vmap(init)(keys if len(members) == layers else keys[jnp.asarray(members)])
         stacks[name] = jax.tree.map(
             lambda box: box.add_axis(0, {nn.PARTITION_NAME: "layers"}),
             stacked,
@@ -200,13 +201,17 @@ def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax
     return order.join(stacks)
 
 
-def _init_layer(block: Block, mask: Any, key: jax.Array) -> Any:
-    """Parameters of one layer."""
+def _init_layer(block: Block, mask: Any, key: jax.Array) -> tuple[LayerReport, Any]:
+    """`(report, parameters)` of one layer."""
     x = jnp.zeros((1, 1, block.config.dim), jnp.float32)
-    return block.init(key, x, Context(jnp.zeros((1, 1), jnp.int32), None, mask))["params"]
+    context = Context(jnp.zeros((1, 1), jnp.int32), None, mask)
+    (_, _, report), variables = block.init_with_output(key, x, context)  # pyright: ignore[reportGeneralTypeIssues]
+    return report, variables["params"]
 
 
 def _stack_key(block: Block, mask: Any) -> Any:
     """Compares equal for Blocks whose layers share a stack."""
-    params = jax.eval_shape(functools.partial(_init_layer, block, mask), jax.eval_shape(lambda: jax.random.key(0)))
-    return params, block.mixer if "mixer" in params.get("attention", {}) else None
+    init = functools.partial(_init_layer, block, mask)
+    report, params = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+    has_own = "mixer" in params.get("attention", {}) or report.statistics
+    return params, block.mixer if has_own else None

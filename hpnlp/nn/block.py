@@ -9,11 +9,12 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, Float
 
+from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.layers import GATED, MLP, NORMS, Initializer, dropout
 from hpnlp.spec import Spec, did_you_mean, lookup
-from hpnlp.types import Aux, InputError, option
+from hpnlp.types import InputError, option
 
 NORM_PLACEMENTS = ("pre", "post")
 
@@ -134,7 +135,7 @@ class Block(nn.Module):
         self.feed_norm = norm(c.norm_eps)
         self.mlp = MLP(c.mlp_size, c.mlp, c.mlp_bias, self.out_init, self.tensor_parallel)
 
-    def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
+    def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
         """The mixing branch, without its residual.
 
         Args:
@@ -143,12 +144,12 @@ class Block(nn.Module):
           cache: Cache of the tokens that precede x, or None.
 
         Returns:
-          `(y [B, T, D], cache or None, aux)`.
+          `(y [B, T, D], cache or None, report)`.
         """
-        y, cache, aux = self.attention(self._normed_input(self.mix_norm, x), context, cache)
-        return self._drop(y, context), cache, aux
+        y, cache, report = self.attention(self._normed_input(self.mix_norm, x), context, cache)
+        return self._drop(y, context), cache, report
 
-    def feed(self, x: Float[Array, "B T D"], context: Context) -> tuple[jax.Array, Aux]:
+    def feed(self, x: Float[Array, "B T D"], context: Context) -> tuple[jax.Array, LayerReport]:
         """The feed-forward branch, without its residual.
 
         Args:
@@ -156,11 +157,13 @@ class Block(nn.Module):
           context: Ids of the tokens, for dropout.
 
         Returns:
-          `(y [B, T, D], aux)`.
+          `(y [B, T, D], report)`.
         """
-        return self._drop(self.mlp(self._normed_input(self.feed_norm, x)), context), {}
+        return self._drop(self.mlp(self._normed_input(self.feed_norm, x)), context), LayerReport()
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, cache: Any = None
+    ) -> tuple[jax.Array, Any, LayerReport]:
         """Adds both branches to a single stream, one after the other.
 
         Args:
@@ -169,12 +172,12 @@ class Block(nn.Module):
           cache: Cache of the tokens that precede x, or None.
 
         Returns:
-          `(x [B, T, D], cache or None, aux)`.
+          `(x [B, T, D], cache or None, report)`.
         """
-        y, cache, aux = self.mix(x, context, cache)
+        y, cache, report = self.mix(x, context, cache)
         x = self._normed_sum(self.mix_norm, x + y)
-        y, feed_aux = self.feed(x, context)
-        return self._normed_sum(self.feed_norm, x + y), cache, {**aux, **feed_aux}
+        y, feed_report = self.feed(x, context)
+        return self._normed_sum(self.feed_norm, x + y), cache, report.merged(feed_report)
 
     def _normed_input(self, norm: nn.Module, x: jax.Array) -> jax.Array:
         return norm(x) if self.config.norm_placement == "pre" else x

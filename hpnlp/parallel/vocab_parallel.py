@@ -25,6 +25,8 @@ from hpnlp.parallel.varying import sum_over_devices
 from hpnlp.parallel.zero import is_zero2
 from hpnlp.types import LossOut, TableRows
 
+TABLES = (("vocab", "embed"), ("labels", "embed"))  # logical names of the axes of tables of words, and of classes
+
 
 def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
     """Looks up the rows of a table.

@@ -14,7 +14,7 @@ from hpnlp.parallel import host_offload, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.training import sparse_rows
 from hpnlp.training.apply_updates import Update, mean
-from hpnlp.types import InputError, LossOut, Model, Zero2Parameter
+from hpnlp.types import InputError, LossOut, Model, Statistics, Zero2Parameter
 
 Batch = Mapping[str, jax.Array]
 
@@ -34,7 +34,8 @@ class Gradients:
       axes: Logical axis names of the parameters, a tree like them.
       tables: Shapes of the parameters by path.
       zero2: True if gradients are sharded where parameters are replicated.
-      aux_weights: Factor of each auxiliary loss, a metric of layers whose name ends in `_loss`; 1 by default.
+      aux_weights: Factor of each auxiliary loss: a metric of layers whose name ends in `_loss`, or a result of the model's
+        `auxiliary_loss`; 1 by default.
     """
 
     model: Model
@@ -46,7 +47,9 @@ class Gradients:
     zero2: bool
     aux_weights: Mapping[str, float]
 
-    def __call__(self, params: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array) -> tuple[Any, tuple[Any, Any]]:
+    def __call__(
+        self, params: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array
+    ) -> tuple[Any, tuple[Any, Any, Any]]:
         """Gradients of the sum of a batch's losses.
 
         Args:
@@ -57,20 +60,74 @@ class Gradients:
           key: Key of the step, for dropout and sampled losses.
 
         Returns:
-          `(gradients, (weight, sums))`: the weight of the loss, and `(total, weight)` of each metric.
+          `(gradients, (weight, sums, statistics))`: the weight of the loss, `(total, weight)` of each metric, and the layers'
+          statistics, summed over the batch.
+
+        Cost: with accumulation, a model with `auxiliary_loss` runs one more forward pass.
         """
         constants = self._shards(params, ids), params, ids, scale
         gradient = jax.grad(self._sum, has_aux=True)
         if self.update.config.accumulate == 1:
-            return gradient(*constants, batch, key)
-
-        def accumulate(totals: Any, inputs: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-            return self.update.each(_add, totals, gradient(*constants, *inputs)), None
-
+            grads, (weight, sums, statistics) = gradient(*constants, None, batch, key)
+            return grads, (weight, {**sums, **self.auxiliary_metrics(statistics)}, statistics)
         inputs = self._split_for_accumulation(batch, key)
         first = jax.tree.map(lambda x: x[0], inputs)
-        _, shapes = jax.eval_shape(gradient, *constants, *first)
-        return jax.lax.scan(accumulate, (self.update.each(_zeros, constants[0]), _zeros(shapes)), inputs)[0]
+        _, shapes = jax.eval_shape(gradient, *constants, None, *first)
+        cotangent = self._statistics_cotangent(shapes, *constants, inputs)
+
+        def accumulate(totals: Any, inputs: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+            return self.update.each(_add, totals, gradient(*constants, cotangent, *inputs)), None
+
+        start = self.update.each(_zeros, constants[0]), _zeros(shapes)
+        grads, (weight, sums, statistics) = jax.lax.scan(accumulate, start, inputs)[0]
+        return grads, (weight, {**sums, **self.auxiliary_metrics(statistics)}, statistics)
+
+    def auxiliary_metrics(self, statistics: Statistics) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """The model's auxiliary losses as metrics.
+
+        Args:
+          statistics: Sums over the batch.
+
+        Returns:
+          Name -> `(loss, 1)`.
+        """
+        return {name: (value, jnp.ones(())) for name, value in self.model.auxiliary_loss(statistics).items()}
+
+    def _statistics_cotangent(
+        self, shapes: Any, shards: Any, params: Any, ids: Any, scale: Any, inputs: tuple[Batch, jax.Array]
+    ) -> Any:
+        """Gradient of the sum of the losses by the statistics of the batch, from a forward pass over all parts.
+
+        The auxiliary losses depend on the sums over all parts, which no part knows.
+
+        Args:
+          shapes: Shapes of `(weight, metrics, statistics)`.
+          shards: As for `_sum`.
+          params: As for `_sum`.
+          ids: As for `_sum`.
+          scale: As for `_sum`.
+          inputs: The parts.
+
+        Returns:
+          A tree like the statistics; None if the model has no auxiliary losses.
+        """
+        weight_shape, _, statistics_shapes = shapes
+        if not jax.eval_shape(self.model.auxiliary_loss, statistics_shapes):
+            return None
+        tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
+
+        def add(totals: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+            out = loss(self.model, tables, *part)
+            return _add(totals, (out.weight, out.statistics)), None
+
+        (weight, statistics), _ = jax.lax.scan(add, _zeros((weight_shape, statistics_shapes)), inputs)
+        weight = weight if scale is None else weight * scale.value
+        return jax.tree.map(lambda d: d * weight, jax.grad(self._auxiliary_loss)(statistics))
+
+    def _auxiliary_loss(self, statistics: Statistics) -> jax.Array:
+        """The model's auxiliary losses with their factors."""
+        losses = self.model.auxiliary_loss(statistics)
+        return sum((self.aux_weights.get(name, 1.0) * value for name, value in losses.items()), jnp.zeros(()))
 
     def looked_up(self, params: Any, batch: Batch, key: jax.Array) -> dict[sparse_rows.Path, jax.Array]:
         """Rows that a step looks up, by their table's path; empty unless `optimizer.rows` is set.
@@ -110,6 +167,7 @@ class Gradients:
         batch, key = self.single_model.example_batch(1, 8), jax.random.key(0)
         out = jax.eval_shape(lambda params: loss(self.single_model, params, batch, key), params)
         losses = [name for name in out.aux if name.endswith("_loss")]
+        losses += jax.eval_shape(self.single_model.auxiliary_loss, out.statistics)
         for name in self.aux_weights:
             if name not in losses:
                 reported = f"the model has {', '.join(losses)}" if losses else "the model has none"
@@ -151,9 +209,11 @@ class Gradients:
         return jax.tree_util.tree_map_with_path(join, shards, self.axes, params)
 
     def _sum(
-        self, shards: Any, params: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        """`(sum of the loss with auxiliary losses, (weight, metrics))`.
+        self, shards: Any, params: Any, ids: Any, scale: Any, cotangent: Any, batch: Batch, key: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
+        """`(sum of the loss with auxiliary losses, (weight, metrics, statistics))`.
+
+        cotangent: for a part of a batch, the result of `_statistics_cotangent`; None for a whole batch.
 
         The sum, not the mean: sums add up over devices and accumulated parts, whatever the number of target tokens in each of
         them, and they keep float16 gradients of order 1 in the backward pass.
@@ -164,9 +224,14 @@ class Gradients:
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):
                 total = total + self.aux_weights.get(name, 1.0) * mean(value, weight) * out.weight
+        if cotangent is None and out.statistics:
+            total = total + self._auxiliary_loss(out.statistics) * out.weight
         if scale is not None:
             total = total * scale.value
-        return total, (out.weight, {"loss": (out.sum, out.weight), **out.aux})
+        if cotangent is not None:
+            products = jax.tree.map(lambda d, statistic: jnp.sum(d * statistic), cotangent, out.statistics)
+            total = total + sum(jax.tree.leaves(products))
+        return total, (out.weight, {"loss": (out.sum, out.weight), **out.aux}, out.statistics)
 
 
 def loss(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> LossOut:
@@ -179,7 +244,7 @@ def loss(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> Loss
       key: Key for dropout and sampled losses in training; None for evaluation, which draws nothing.
 
     Returns:
-      The sum of the losses, its weight and the layers' metrics.
+      The sum of the losses, its weight, and the layers' metrics and statistics.
     """
     if model.model_parallel is None:
         params = host_offload.to_device(params)
@@ -205,4 +270,4 @@ def _has_divided_gradient(names: tuple[str, ...] | None, by_rows: bool) -> bool:
 
     It does in layers, and for tables that are not trained row by row: their programs gather what ZeRO divides.
     """
-    return names is not None and not by_rows and ("layers" in names or names == vocab_parallel.TABLE)
+    return names is not None and not by_rows and ("layers" in names or names in vocab_parallel.TABLES)

@@ -71,8 +71,8 @@ class OptimizerConfig:
     )
     aux: str = option(
         "",
-        'Factors of auxiliary losses, metrics of layers whose names end in "_loss", as in "balance_loss(0.01)"; 1 for those '
-        "that are not named.",
+        'Factors of the layers\' auxiliary losses, which are reported beside the loss, as in "balance_loss(0.01)"; 1 for '
+        "those that are not named.",
     )
     scaling: str = option(
         "linear",
@@ -85,7 +85,9 @@ class OptimizerConfig:
         lookup(SCALINGS, self.scaling, "optimizer.scaling")
         self.aux_weights()  # raises InputError if it is not valid
         if self.base_batch < 0:
-            raise InputError(f"optimizer.base_batch={self.base_batch}: expected a number of sequences, 0 for no scaling")
+            raise InputError(
+                f"optimizer.base_batch={self.base_batch}: expected a number of sequences, 0 for no scaling"
+            )
         if self.accumulate < 1:
             raise InputError(f"optimizer.accumulate={self.accumulate}: expected at least 1 (no accumulation)")
         if self.warmup < 0:

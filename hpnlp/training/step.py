@@ -253,7 +253,7 @@ class _StepFunctions:
         key = jax.random.fold_in(key, state.step)
         ids = self.gradients.looked_up(state.params, batch, key)
         full_state, state = state, sparse_rows.gather(state, ids, self.tables)
-        grads, (weight, sums) = self.gradients(state.params, ids, state.scale, batch, key)
+        grads, (weight, sums, _) = self.gradients(state.params, ids, state.scale, batch, key)
         scaled = weight if state.scale is None else weight * state.scale.value
         norm = self.update.norm(grads, scaled)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
@@ -285,7 +285,7 @@ class _StepFunctions:
         """`Trainer.evaluate`, without dropout; averaged parameters, sharded as statistics are, are resharded."""
         params = jax.tree.map(jax.lax.with_sharding_constraint, params, self.param_shardings)
         out = loss(self.gradients.model, params, batch, None)
-        return {"loss": (out.sum, out.weight), **out.aux}
+        return {"loss": (out.sum, out.weight), **out.aux, **self.gradients.auxiliary_metrics(out.statistics)}
 
     def rows_trained(self, examples: int, length: int) -> dict[sparse_rows.Path, int]:
         """`Trainer.rows_trained`."""

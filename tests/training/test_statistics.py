@@ -1,0 +1,157 @@
+"""Statistics of layers, and auxiliary losses of them, are the same numbers on every layout."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hpnlp.models.lm import LM, LMConfig
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
+from tests.centered_keys import CenteredKeys, centered_keys
+from tests.contracts import ONCE
+
+B, T, STEPS = 16, 8, 3
+SIZES = {"layers": 4, "dim": 16, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "vocab": 24, "max_len": T, "unroll": 1}
+MODEL = {"mixer": "centered,full", **SIZES}
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0, aux="keys_loss(3), hidden_loss(0.2)")
+LAYOUTS = {
+    "accumulated": (Plan(), 1, {"accumulate": 4}),
+    "data": (Plan("data"), 8, {}),
+    "zero3 x tensor, accumulated": (Plan("zero3", tensor=2), 8, {"accumulate": 2}),
+    "pipeline": (Plan("data", pipeline=2, microbatches=4), 4, {}),
+}
+SLOW_LAYOUTS = {
+    "recomputed": (Plan(remat="full"), 1, {}),
+    "zero3 x pipeline, accumulated": (Plan("zero3", pipeline=2, microbatches=2), 4, {"accumulate": 2}),
+    "zero2 x tensor x pipeline": (Plan("zero2", pipeline=2, tensor=2, microbatches=2), 8, {}),
+    "tensor": (Plan("single", tensor=2), 2, {}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mixers():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MIXERS, "centered", centered_keys)
+        yield
+
+
+def batch_of(seed):
+    """Sequences of different lengths; padding has weight 0."""
+    draw = np.random.default_rng(seed)
+    tokens = draw.integers(0, SIZES["vocab"], (B, T + 1)).astype(np.int32)
+    real = np.arange(T)[None] < draw.integers(T // 2, T + 1, (B, 1))
+    return {
+        "tokens": tokens[:, :T],
+        "labels": tokens[:, 1:],
+        "segment_ids": real.astype(np.int32),
+        "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+        "weights": real.astype(np.float32),
+    }
+
+
+@functools.cache
+def model_of(**changes):
+    return LM(LMConfig(**MODEL | changes))
+
+
+@functools.cache
+def trainer_of(plan=Plan(), devices=1, **changes):  # noqa: B008  (frozen)
+    config = dataclasses.replace(OPTIMIZER, **changes)
+    return make_trainer(model_of(), config, plan, devices=jax.devices()[:devices], steps=STEPS)
+
+
+@functools.cache
+def initial_state():
+    return jax.device_get(trainer_of().init(jax.random.key(0)))
+
+
+@functools.cache
+def run(plan=Plan(), devices=1, **changes):  # noqa: B008  (frozen)
+    """`(metrics of each step, first gradients, last state)`."""
+    trainer = trainer_of(plan, devices, **changes)
+    state = jax.device_put(initial_state(), jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes))
+    metrics, gradients = [], None
+    for seed in range(STEPS):
+        batch = jax.device_put(batch_of(seed), trainer.batch_sharding)
+        state, values = trainer.step(state, batch, jax.random.key(1))
+        metrics.append({name: float(value) for name, value in values.items()})
+        if gradients is None:
+            gradients = jax.device_get(optax.tree.get(state.opt_state, "mu"))
+    return metrics, gradients, jax.device_get(state)
+
+
+def assert_runs_equal(actual, expected):
+    for values, references in zip(actual[0], expected[0], strict=True):
+        assert values.keys() == references.keys()
+        for name in ("loss", "keys_loss", "hidden_loss"):
+            assert values[name] == pytest.approx(references[name], rel=1e-6), name
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual[1]), jax.tree.leaves(expected[1]), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b), path
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_auxiliary_losses_and_gradients_do_not_depend_on_the_layout(layout):
+    plan, devices, changes = LAYOUTS[layout]
+    assert_runs_equal(run(plan, devices, **changes), run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SLOW_LAYOUTS)
+def test_further_layouts(layout):
+    plan, devices, changes = SLOW_LAYOUTS[layout]
+    assert_runs_equal(run(plan, devices, **changes), run())
+
+
+def test_factors_scale_the_gradients_of_auxiliary_losses():
+    """The gradients are those of the mean loss plus the losses times their factors, by plain differentiation."""
+    model, params = model_of(), initial_state().params
+    batch = batch_of(0)
+
+    def objective(params):
+        out = model.apply({"params": params}, batch, method="loss")
+        losses = model.auxiliary_loss(out.statistics)
+        return out.sum / out.weight + 3 * losses["keys_loss"] + 0.2 * losses["hidden_loss"], (out, losses)
+
+    grads, (out, losses) = jax.jit(jax.grad(objective, has_aux=True), compiler_options=ONCE)(params)
+    metrics, gradients, _ = run()
+    assert out.statistics["layers"].keys() == {"0_centered"}
+    assert out.statistics["layers"]["0_centered"]["keys"].shape == (2, 2, 4)
+    np.testing.assert_array_equal(out.statistics["layers"]["0_centered"]["tokens"], batch["segment_ids"].sum())
+    assert metrics[0]["loss"] == pytest.approx(float(out.sum / out.weight), rel=1e-6)
+    for name, value in losses.items():
+        assert metrics[0][name] == pytest.approx(float(value), rel=1e-6)
+    scale = min(1.0, OPTIMIZER.clip_norm / float(optax.tree.norm(grads))) * (1 - OPTIMIZER.b1)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(grads), strict=True):
+        assert np.linalg.norm(a - scale * b) <= 2e-6 * np.linalg.norm(scale * b)
+
+
+def test_evaluation_reports_auxiliary_losses():
+    trainer, state = trainer_of(), initial_state()
+    values = trainer.evaluate(state.params, jax.device_put(batch_of(0), trainer.batch_sharding))
+    for name in ("keys_loss", "hidden_loss"):
+        assert float(values[name][0] / values[name][1]) == pytest.approx(run()[0][0][name], rel=1e-6)
+
+
+def test_invalid_statistics_raise(monkeypatch):
+    with pytest.raises(InputError, match=r"weights z_loss, .* \(the model has hidden_loss, keys_loss\)"):
+        trainer_of(aux="z_loss(1)")
+    with pytest.raises(InputError, match=r"plan.sequence=2 .* statistics \(keys, hidden, tokens\)"):
+        trainer_of(Plan(sequence=2), 2)
+    monkeypatch.setattr(CenteredKeys, "statistic_axes", {"keys": (None,)})
+    with pytest.raises(InputError, match="CenteredKeys returns the statistics hidden, tokens without their axes"):
+        jax.eval_shape(lambda: model_of().apply({"params": initial_state().params}, batch_of(0), method="loss"))
+
+
+def test_models_without_statistics_have_none():
+    model = model_of(mixer="full")
+    assert model.auxiliary_loss({}) == {}
+    out = jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), batch_of(0)))[0]
+    assert out.statistics == {} and out.sum.dtype == jnp.float32
