@@ -161,9 +161,10 @@ class Mixer(Protocol):
     (`MixerTraits.decodes`). `partial(inputs, mask) -> (o, float32 lse [B, T, N])` mixes some of the keys, with the mask as
     `within` returns it and without parameters of its own; `ops.attention.merge` joins its results, as on a ring of devices.
 
-    A mixer that returns `MixerOutput.statistics` lists them in the attribute `statistic_axes`, and may have the method
-    `auxiliary_loss(statistics) -> {name: float32 scalar}`, a pure function of the statistics of one layer, summed over the
-    whole batch.
+    A mixer that returns `MixerOutput.statistics` lists them in the attribute `statistic_axes`, and may have the methods
+    `auxiliary_loss(statistics) -> {name: float32 scalar}` and, if it has buffers (`nn.layers.buffer`),
+    `advance(buffers, statistics, step, rng) -> buffers`: pure functions of the buffers and statistics of one layer, where
+    statistics are summed over the whole batch.
 
     Attributes:
       needs: The projections that the mixer reads, by their names in MixerInputs; none for a mixer that reads `x`.
@@ -472,6 +473,20 @@ class Model(Protocol):
 
         Returns:
           Name of an array -> its axes, such as ("batch", "length") or ("batch",).
+        """
+        ...
+
+    def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
+        """The buffers of the next step, a pure function outside of the gradient. Called if the model has buffers.
+
+        Args:
+          buffers: The collection "buffers" of the model.
+          statistics: As for `auxiliary_loss`.
+          step: Number of steps done, int32.
+          rng: Key of the step.
+
+        Returns:
+          A tree of arrays like `buffers`.
         """
         ...
 

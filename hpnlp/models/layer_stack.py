@@ -49,7 +49,7 @@ class LayerStack:
         """Runs layers of which each adds its branches to one stream.
 
         Args:
-          params: Stacks of the parameters of these layers by name, or a tuple of one tree per layer.
+          params: Stacks of the variables of these layers by name, or a tuple of one tree per layer: dicts of collections.
           x: `[B, T, D]`.
           context: Positions, segments and mask, shared by all layers.
           rng: Key for dropout, or None.
@@ -103,8 +103,8 @@ class LayerStack:
         """Calls a method of a form's Block with the parameters and the dropout key of one layer."""
         params, index = params_and_index
         rngs = {} if rng is None else {"dropout": jax.random.fold_in(rng, index)}
-        params = self.tensor_parallel.gather_parameters(params, self.order.names[form])
-        return self.blocks[form].apply({"params": params}, *args, rngs=rngs, method=method)
+        variables = self.tensor_parallel.gather_parameters(params, self.order.names[form])
+        return self.blocks[form].apply(variables, *args, rngs=rngs, method=method)
 
     def _plain_layer(
         self, form: int, context: Context, rng: Any, x: jax.Array, slices: tuple[Any, jax.Array, Any]
@@ -134,11 +134,11 @@ def _first_layer(params: Any, chunk: Any) -> Any:
 
 @functools.cache
 def stack_order(forms: tuple[BlockConfig, ...], mask: Any) -> StackOrder:
-    """Groups layer forms by the parameters of their layers.
+    """Groups layer forms by the variables of their layers.
 
-    Forms share a stack if the names, shapes and axes of their parameters are equal. A mixer with parameters of its own shares
+    Forms share a stack if the names, shapes and axes of their variables are equal. A mixer with parameters of its own shares
     a stack with mixers of the same spec only, because its parameters may be initialised in another way; so does a mixer that
-    returns statistics.
+    has buffers or returns statistics.
 
     Args:
       forms: The forms of one period.
@@ -174,8 +174,8 @@ def make_blocks(forms: Sequence[BlockConfig], layers: int, tensor_parallel: Tens
     return [Block(form, out_init, parse_one(form.mixer, "model.mixer"), tensor_parallel, parent=None) for form in forms]
 
 
-def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax.Array) -> Any:
-    """Initial parameters of all layers, which depend on the layer's index and form alone.
+def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax.Array) -> dict[str, Any]:
+    """Initial variables of all layers, which depend on the layer's index and form alone.
 
     Args:
       forms: The forms of one period.
@@ -184,7 +184,8 @@ def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax
       rng: Key; each layer folds in its index.
 
     Returns:
-      A stack, or a dict of several stacks by name. Each parameter is stacked on a first axis with the logical name "layers".
+      By collection, a stack, or a dict of several stacks by name. Each array is stacked on a first axis with the logical name
+      "layers". Layers without buffers have no such collection.
     """
     order, blocks = stack_order(forms, mask), make_blocks(forms, layers, NO_TENSOR_PARALLEL)
     keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(layers))
@@ -198,20 +199,24 @@ def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax
             stacked,
             is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned),
         )
-    return order.join(stacks)
+    names = dict.fromkeys(collection for variables in stacks.values() for collection in variables)
+    return {
+        collection: order.join({name: stack[collection] for name, stack in stacks.items() if collection in stack})
+        for collection in names
+    }
 
 
 def _init_layer(block: Block, mask: Any, key: jax.Array) -> tuple[LayerReport, Any]:
-    """`(report, parameters)` of one layer."""
+    """`(report, variables)` of one layer."""
     x = jnp.zeros((1, 1, block.config.dim), jnp.float32)
     context = Context(jnp.zeros((1, 1), jnp.int32), None, mask)
     (_, _, report), variables = block.init_with_output(key, x, context)  # pyright: ignore[reportGeneralTypeIssues]
-    return report, variables["params"]
+    return report, dict(variables)
 
 
 def _stack_key(block: Block, mask: Any) -> Any:
     """Compares equal for Blocks whose layers share a stack."""
     init = functools.partial(_init_layer, block, mask)
-    report, params = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
-    has_own = "mixer" in params.get("attention", {}) or report.statistics
-    return params, block.mixer if has_own else None
+    report, variables = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+    has_own = report.statistics or any("mixer" in tree.get("attention", {}) for tree in variables.values())
+    return variables, block.mixer if has_own else None

@@ -166,7 +166,7 @@ class StackOrder:
         Returns:
           The only stack, or a dict of several stacks by name.
         """
-        return stacks[self.names[0]] if len(stacks) == 1 else dict(stacks)
+        return stacks[self.names[0]] if len(self.stack_names) == 1 else dict(stacks)
 
     def _place(self, form: int) -> int:
         """Index of a form among the forms of a period that share its stack."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from hpnlp.models.backbone import axes_and_shapes
 from hpnlp.models.encoder import Encoder
+from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.step import _model_parallel
 from hpnlp.types import InputError
@@ -53,7 +53,7 @@ def results(head, plan, devices, ring):
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)
     if devices > 1:
-        model = model.clone(model_parallel=_model_parallel(layout, axes, model.config.masks()))
+        model = model.clone(model_parallel=_model_parallel(layout, axes, model.config))
     specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
     params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
     batch = {name: jax.device_put(x, layout.sharding(*model.batch_axes()[name])) for name, x in batch.items()}
@@ -86,7 +86,8 @@ def test_layouts_match_one_device(head, layout):
     for actual, pairs in zip(metrics, expected, strict=True):
         assert actual.keys() == pairs.keys()
         for name, pair in pairs.items():
-            np.testing.assert_allclose(actual[name], pair, rtol=1e-5, err_msg=name)
+            for a, b in zip(actual[name], pair, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=name)
     for tree in (gradients, expected_gradients):
         if "bias" in tree["layers"]["attention"]["k"]:
             # A bias of keys shifts all scores of a query equally: its gradient is 0 up to rounding.
@@ -98,7 +99,7 @@ def test_layouts_match_one_device(head, layout):
 def test_sizes_that_do_not_divide_raise():
     model, _, batch = model_of("sequences", False)
     layout = Plan().layout(model.config.sizes(), jax.devices())
-    parallel = model.clone(model_parallel=_model_parallel(layout, axes_and_shapes(model)[0], model.config.masks()))
+    parallel = model.clone(model_parallel=_model_parallel(layout, axes_and_shapes(model)[0], model.config))
     batch = {name: x[:6] for name, x in batch.items()}
     with pytest.raises(InputError, match="6 sequences do not divide over plan.data=8"), jax.set_mesh(layout.mesh):
         jax.eval_shape(
