@@ -7,10 +7,11 @@ neither package imports the other.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from hpnlp.types import Array, Aux, LossOut, MixerInputs, MixerOutput
+from hpnlp.layer_report import LayerReport
+from hpnlp.types import Array, LossOut, MixerInputs, MixerOutput
 
 
 class TensorParallel:
@@ -100,6 +101,18 @@ class TensorParallel:
         """
         return mixer(inputs, mask)
 
+    def local_statistic(self, value: Array, axes: Sequence[str | None]) -> Array:
+        """The device's terms of a statistic, which is then summed over devices.
+
+        Args:
+          value: Sums of the device's tokens and heads.
+          axes: Logical axes of the statistic.
+
+        Returns:
+          Sums for all heads, 0 for those of other devices; all 0 where another device counts the same tokens.
+        """
+        return value
+
     def remat_policy(self, policy: Any) -> Any:
         """Excludes parameters that the backward pass gathers again from the values that a policy saves.
 
@@ -133,9 +146,9 @@ class ModelParallel:
 
     Attributes:
       embedding_lookup: `(table, ids [B, T], dtype) -> x [B, T, D]`.
-      run_layers: `(axes of the stacks, run, stacks of parameters by name, x, context, rng) -> (x, aux)` for all layers of a
-          Backbone. axes: logical names of the parameters' axes, by the name of a stack.
-          `run(tensor_parallel, stacks of a chunk of the layers, x, context, rng, index of the chunk) -> (x, aux)`.
+      run_layers: `(axes of the stacks, run, stacks of variables by name, x, context, rng) -> (x, report)` for all layers of a
+          Backbone. axes: logical names of the variables' axes, by collection, by the name of a stack.
+          `run(tensor_parallel, stacks of a chunk of the layers, x, context, rng, index of the chunk) -> (x, report)`.
       loss: `(output layer, *arguments of its loss) -> LossOut`, for hidden states `[B, T, D]` or `[B, D]`.
       best: `(output layer, table, h) -> ids` of the most probable words or classes, `[B, T]` or `[B]`.
       token_order: `(sequence length) -> (order, indices)`. order: what `run` needs to know about the order of the tokens
@@ -143,7 +156,7 @@ class ModelParallel:
     """
 
     embedding_lookup: Callable[..., Array]
-    run_layers: Callable[..., tuple[Array, Aux]]
+    run_layers: Callable[..., tuple[Array, LayerReport]]
     loss: Callable[..., LossOut]
     best: Callable[..., Array]
     token_order: Callable[..., Any]

@@ -23,6 +23,9 @@ T = TypeVar("T")
 # Auxiliary results of a layer: name -> (sum, weight). Names that end in `_loss` are added to the training loss.
 Aux = Mapping[str, tuple[Array, Array]]
 
+# Sums over tokens: name -> float32 array; or a tree of these, by layer stack.
+Statistics = Mapping[str, Any]
+
 
 class InputError(ValueError):
     """The input is at fault, not the program. The message gives the value, what was expected, and the fix.
@@ -141,12 +144,14 @@ class MixerOutput:
     Attributes:
       o: `[B, T, N, H]`, the mixed values before the output projection; or, from a mixer that needs no projections,
           `[B, T, D]`, which is not projected.
-      aux: Statistics and losses of the mixer.
+      aux: Losses and metrics of the mixer, as (sum, weight).
+      statistics: Sums over the tokens, float32, by name; see `statistic_axes`.
       cache: What `extend` needs to know about the tokens; None unless `MixerInputs.capacity` is given.
     """
 
     o: Array
     aux: Aux = dataclasses.field(default_factory=dict)
+    statistics: Statistics = dataclasses.field(default_factory=dict)
     cache: Any = None
 
 
@@ -157,6 +162,11 @@ class Mixer(Protocol):
     A mixer may have two more methods. `extend(inputs, mask, cache) -> (o, cache)` mixes further tokens with those in the cache
     (`MixerTraits.decodes`). `partial(inputs, mask) -> (o, float32 lse [B, T, N])` mixes some of the keys, with the mask as
     `within` returns it and without parameters of its own; `ops.attention.merge` joins its results, as on a ring of devices.
+
+    A mixer that returns `MixerOutput.statistics` lists them in the attribute `statistic_axes`, and may have the methods
+    `auxiliary_loss(statistics) -> {name: float32 scalar}` and, if it has buffers (`nn.layers.buffer`),
+    `advance(buffers, statistics, step, rng) -> buffers`: pure functions of the buffers and statistics of one layer, where
+    statistics are summed over the whole batch.
 
     Attributes:
       needs: The projections that the mixer reads, by their names in MixerInputs; none for a mixer that reads `x`.
@@ -196,32 +206,6 @@ class Mixer(Protocol):
         ...
 
 
-def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:
-    """Checks that a mixer's method and its `__call__` come from the same class.
-
-    A subclass that changes `__call__` alone computes another function than the method that it inherits.
-
-    Args:
-      mixer: The mixer.
-      name: Name of the method that is about to be called in place of `__call__`.
-      caller: Caller of the method, for the message.
-      fix: Remedy for the user, for the message.
-
-    Raises:
-      InputError: The mixer has no such method, or takes it from another class than `__call__`.
-    """
-    bases = type(mixer).__mro__
-    of_call, of_method = (next((base for base in bases if method in vars(base)), None) for method in ("__call__", name))
-    if of_method is None:
-        raise InputError(f"{type(mixer).__name__} has no `{name}`, which {caller} calls: {fix}")
-    if of_call is not of_method:
-        called = "none" if of_call is None else of_call.__name__
-        raise InputError(
-            f"{type(mixer).__name__} takes `{name}` from {of_method.__name__} and `__call__` from {called}, and {caller} "
-            f"calls `{name}` alone: define both in one class, or {fix}"
-        )
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossOut:
@@ -230,12 +214,14 @@ class LossOut:
     Attributes:
       sum: float32 scalar, the weighted sum of the tokens' losses in nats.
       weight: float32 scalar, the sum of the tokens' weights.
-      aux: Auxiliary losses and statistics of the layers.
+      aux: Auxiliary losses and metrics of the layers and the output layer, as (sum, weight).
+      statistics: Sums over the tokens of the batch, as `Model.auxiliary_loss` reads them.
     """
 
     sum: Array
     weight: Array
     aux: Aux = dataclasses.field(default_factory=dict)
+    statistics: Statistics = dataclasses.field(default_factory=dict)
 
 
 @jax.tree_util.register_dataclass
@@ -450,6 +436,17 @@ class Model(Protocol):
         """
         ...
 
+    def auxiliary_loss(self, statistics: Statistics) -> dict[str, Array]:
+        """Auxiliary losses, pure functions of statistics.
+
+        Args:
+          statistics: `LossOut.statistics`, summed over the whole batch.
+
+        Returns:
+          Name -> float32 scalar, which training adds to the mean loss with its factor in `optimizer.aux`.
+        """
+        ...
+
     def rows(self, batch: Mapping[str, Array]) -> dict[tuple[str, ...], Array]:
         """Rows of tables that `loss` of this batch looks up.
 
@@ -478,6 +475,20 @@ class Model(Protocol):
 
         Returns:
           The axes of each array of `example_batch`.
+        """
+        ...
+
+    def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
+        """The buffers of the next step, a pure function outside of the gradient. Called if the model has buffers.
+
+        Args:
+          buffers: The collection "buffers" of the model.
+          statistics: As for `auxiliary_loss`.
+          step: Number of steps done, int32.
+          rng: Key of the step.
+
+        Returns:
+          A tree of arrays like `buffers`.
         """
         ...
 

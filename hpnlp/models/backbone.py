@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
-from hpnlp.models.layer_forms import check_effects, layer_forms, matrix_size, projections
+from hpnlp.models.layer_forms import build_mixer, check_effects, layer_forms, matrix_size, projections
 from hpnlp.models.layer_stack import LayerStack, init_layers, layer_axes, make_blocks, stack_order
+from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.attention import Context, mixer_period
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.layers import NORMS, Embed, dropout
@@ -22,7 +24,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Full
 from hpnlp.ops.stacks import StackOrder
 from hpnlp.spec import build, did_you_mean, lookup, parse, parse_period, shortened
-from hpnlp.types import Aux, InputError, Mixer, Model, WordStats, option
+from hpnlp.types import InputError, Mixer, Statistics, WordStats, option
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -167,6 +169,22 @@ class BackboneConfig(BlockConfig):
         extra = {"dropout": self.dropout, "name": None}
         return [build(spec, MIXERS, "mixer", **extra) for spec in mixer_period(self.mixer)]
 
+    def statistics_by_mixer(self, statistics: Statistics) -> list[tuple[Mixer, Statistics]]:
+        """Pairs the mixers that return statistics with those of their layers.
+
+        Args:
+          statistics: Of a model, under "layers"; or empty.
+
+        Returns:
+          `(mixer, statistics [n, ...] of the layers of its stack)`.
+        """
+        if not statistics:
+            return []
+        order = self.stack_order()
+        stacks = order.split(statistics["layers"])
+        mixers = [build_mixer(form) for form in self.forms()]
+        return [(mixers[order.names.index(name)], stack) for name, stack in stacks.items()]
+
     @property
     def mask(self) -> Any:
         """The static Mask of the model: the pairs of tokens that may influence each other."""
@@ -296,13 +314,40 @@ class Backbone(nn.Module):
         if c.embed_norm:
             self.embed_norm = norm(c.norm_eps)
         if self.is_initializing():
-            self.param("layers", functools.partial(init_layers, c.forms(), c.layers, c.mask))
+            self._init_layers()
         if c.norm_placement == "pre":
             self.final_norm = norm(c.norm_eps)
 
+    def _init_layers(self) -> None:
+        """Makes the variables of the layers."""
+        c, variables = self.config, {}
+
+        def initial_params(rng: jax.Array) -> Any:
+            variables.update(init_layers(c.forms(), c.layers, c.mask, rng))
+            return variables["params"]
+
+        self.param("layers", initial_params)
+        if BUFFERS in variables:
+            self.variable(BUFFERS, "layers", lambda: variables[BUFFERS])
+
+    def _layer_variables(self) -> Any:
+        """The variables of the layers: stacks by name, or a tuple of one tree per layer, of dicts of collections."""
+        params, buffers = (nn.meta.unbox(self.get_variable(name, "layers")) for name in ("params", BUFFERS))
+        if isinstance(params, tuple):
+            return tuple(
+                {"params": layer, BUFFERS: layer_buffers}
+                for layer, layer_buffers in zip(params, buffers or ({},) * len(params), strict=True)
+            )
+        order = self.config.stack_order()
+        by_name = order.split(buffers) if buffers else {}
+        return {
+            name: {"params": stack, **({BUFFERS: by_name[name]} if name in by_name else {})}
+            for name, stack in order.split(params).items()
+        }
+
     def hidden(
         self, tokens: Int[Array, "B T"], context: Context, caches: Any = None, added: Any = None
-    ) -> tuple[Float[Array, "B T D"], Any, Aux]:
+    ) -> tuple[Float[Array, "B T D"], Any, LayerReport]:
         """Hidden states of tokens.
 
         Args:
@@ -312,7 +357,7 @@ class Backbone(nn.Module):
           added: Further embeddings `[B, T, D]`, or None.
 
         Returns:
-          `(hidden states after the final norm, or the last layer's if norms follow additions; caches; aux)`.
+          `(hidden states after the final norm, or the last layer's if norms follow additions; caches; report)`.
 
         Raises:
           InputError: More tokens than learned positions.
@@ -323,20 +368,77 @@ class Backbone(nn.Module):
         x = dropout(x, c.dropout, None if rng is None else jax.random.fold_in(rng, c.layers), context.ids)
         if c.residual == "reversible":  # the two streams side by side, so that devices send one array
             x = jnp.concatenate([x, x], axis=-1).astype(jnp.float32)
-        params = nn.meta.unbox(self.get_variable("params", "layers"))
-        params = params if isinstance(params, tuple) else c.stack_order().split(params)
         if self.is_initializing():
-            aux = {}  # the layers' parameters exist by now, and their results are not used
+            report = LayerReport()  # the layers' parameters exist by now, and their results are not used
         elif parallel is None:
-            x, caches, aux = self._run_layers(NO_TENSOR_PARALLEL, params, x, context, rng, 0, caches)
+            x, caches, report = self._run_layers(
+                NO_TENSOR_PARALLEL, self._layer_variables(), x, context, rng, 0, caches
+            )
         else:
             axes = layer_axes(c.forms(), c.layers, c.mask)
-            x, aux = parallel.run_layers(axes, self._run_without_caches, params, x, context, rng)
+            x, report = parallel.run_layers(axes, self._run_without_caches, self._layer_variables(), x, context, rng)
         if c.residual == "reversible":
             # The mean, as in trax's Reformer; its ReformerLM concatenates the streams, for a head of twice the width.
             x1, x2 = jnp.split(x, 2, axis=-1)
             x = ((x1 + x2) / 2).astype(DTYPES[c.dtype])
-        return self.final_norm(x) if c.norm_placement == "pre" else x, caches, aux
+        return self.final_norm(x) if c.norm_placement == "pre" else x, caches, report
+
+    @nn.nowrap
+    def statistics_of(self, report: LayerReport) -> Statistics:
+        """The statistics of a batch.
+
+        Args:
+          report: Report of the layers, as `hidden` returns it.
+
+        Returns:
+          Under "layers", the statistics `[L, ...]` of each layer by name; by the name of the stack and by name if layers
+          have several stacks. Empty without statistics.
+        """
+        if not report.statistics:
+            return {}
+        return {"layers": self.config.stack_order().join(report.statistics)}
+
+    @nn.nowrap
+    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
+        """Auxiliary losses of the mixers.
+
+        Args:
+          statistics: As `statistics_of` returns them, summed over the whole batch.
+
+        Returns:
+          Name -> the mean of the loss over the layers that report it, float32.
+        """
+        losses: dict[str, list[jax.Array]] = {}
+        for mixer, stack in self.config.statistics_by_mixer(statistics):
+            if loss := getattr(mixer, "auxiliary_loss", None):
+                for name, values in jax.vmap(loss)(stack).items():
+                    losses.setdefault(name, []).append(values)
+        return {name: jnp.mean(jnp.concatenate(values)) for name, values in losses.items()}
+
+    @nn.nowrap
+    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+        """Buffers for the next step, from the `advance` of each layer's mixer.
+
+        Args:
+          buffers: The model's buffers.
+          statistics: As `statistics_of` returns them, summed over the whole batch.
+          step: Number of steps done, int32.
+          rng: Key; each layer folds in its index.
+
+        Returns:
+          A tree like `buffers`. Buffers of mixers without `advance` stay as they are.
+        """
+        c, order = self.config, self.config.stack_order()
+        by_stack, stacks = order.split(statistics.get("layers", {})), order.split(buffers["layers"])
+        mixers = {name: build_mixer(c.forms()[order.names.index(name)]) for name in stacks}
+        for name, stack in stacks.items():
+            if advance := getattr(mixers[name], "advance", None):
+                members = jnp.asarray(order.layers_of(name, c.layers), jnp.uint32)
+                rngs = jax.vmap(functools.partial(jax.random.fold_in, rng))(members)
+                mapped = jax.vmap(advance, in_axes=(0, 0, None, 0))
+                new = mapped(stack["attention"]["mixer"], by_stack.get(name, {}), step, rngs)
+                stacks[name] = {**stack, "attention": {**stack["attention"], "mixer": new}}
+        return {**buffers, "layers": order.join(stacks)}
 
     def _embed(self, tokens: jax.Array, context: Context, added: jax.Array | None) -> jax.Array:
         """Embeddings of tokens, with learned positions and `added` added, and normalised if the config says so."""
@@ -367,8 +469,8 @@ class Backbone(nn.Module):
         rng: Any,
         chunk: Any,
         caches: Any = None,
-    ) -> tuple[jax.Array, Any, Aux]:
-        """Runs the layers with these parameters, a chunk of the model's: `(x, caches, aux)`."""
+    ) -> tuple[jax.Array, Any, LayerReport]:
+        """Runs the layers with these parameters, a chunk of the model's: `(x, caches, report)`."""
         c = self.config
         stack = LayerStack(
             blocks=make_blocks(c.forms(), c.layers, tensor_parallel),
@@ -382,57 +484,33 @@ class Backbone(nn.Module):
         run = stack.run_reversible if c.residual == "reversible" else stack.run_plain
         return run(params, x, context, rng, chunk, caches)
 
-    def _run_without_caches(self, *args: Any) -> tuple[jax.Array, Aux]:
-        x, _, aux = self._run_layers(*args)
-        return x, aux
+    def _run_without_caches(self, *args: Any) -> tuple[jax.Array, LayerReport]:
+        x, _, report = self._run_layers(*args)
+        return x, report
 
 
 def separate_layers(params: Any, config: BackboneConfig) -> Any:
-    """Splits the stacked parameters of layers into separate arrays.
+    """Splits the stacked variables of layers into separate arrays.
 
     For decoding, which reads the parameters for every token: XLA copies a layer out of the stack whenever it is used. The copy
     is negligible beside the products of a batch, but takes three quarters of the time of decoding one token. Layers with
     separate parameters run one by one, whatever `unroll` is.
 
     Args:
-      params: Parameters of a model.
+      params: Weights of a model.
       config: Config of the model.
 
     Returns:
-      The parameters, with a tuple of one tree per layer under "layers".
+      The weights, with a tuple of one tree per layer under "layers", of parameters and of buffers.
     """
     if isinstance(params["layers"], tuple):
         return params
     order = config.stack_order()
     stacks = order.split(params["layers"])
-    return {**params, "layers": tuple(order.layer(stacks, i) for i in range(config.layers))}
-
-
-def axes_of(model: Model) -> Any:
-    """Logical axis names of a model's parameters. Allocates nothing.
-
-    Args:
-      model: A model.
-
-    Returns:
-      A tree like the parameters of tuples of names.
-    """
-    return axes_and_shapes(model)[0]
-
-
-def axes_and_shapes(model: Model) -> tuple[Any, Any]:
-    """Logical axis names and shapes of a model's parameters. Allocates nothing.
-
-    Args:
-      model: A model.
-
-    Returns:
-      `(axes, shapes)`: trees like the parameters of tuples of names (None for a parameter without names) and of shapes.
-    """
-    boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), model.example_batch(1, 8)))["params"]
-
-    def is_boxed(node: Any) -> bool:
-        return isinstance(node, nn.LogicallyPartitioned)
-
-    axes = jax.tree.map(lambda node: tuple(node.names) if is_boxed(node) else None, boxed, is_leaf=is_boxed)
-    return axes, nn.meta.unbox(boxed)
+    separate = {**params, "layers": tuple(order.layer(stacks, i) for i in range(config.layers))}
+    if BUFFERS not in params:
+        return separate
+    # Stacks without buffers have layers without buffers.
+    stacks = dict.fromkeys(order.stack_names, {}) | order.split(params[BUFFERS]["layers"])
+    layers = tuple(order.layer(stacks, i) for i in range(config.layers))
+    return {**separate, BUFFERS: {**params[BUFFERS], "layers": layers}}

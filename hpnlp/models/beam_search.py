@@ -18,6 +18,7 @@ from jax import lax
 
 from hpnlp.models.backbone import separate_layers
 from hpnlp.models.lm import LM
+from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
 from hpnlp.types import InputError
 
@@ -309,4 +310,4 @@ def _reorder(flat: jax.Array, leaf: jax.Array) -> jax.Array:
 
 
 def _apply(model: LM, params: Any, *args: Any, method: Any) -> Any:
-    return model.apply({"params": params}, *args, method=method)
+    return model.apply(collections(params), *args, method=method)

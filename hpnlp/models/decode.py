@@ -20,6 +20,7 @@ from hpnlp import measure
 from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.models.backbone import separate_layers
 from hpnlp.models.lm import LM
+from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
 from hpnlp.ops.sampling import pick
 from hpnlp.parallel import host_offload
@@ -82,7 +83,7 @@ class Generation:
 
         Args:
           model: The model.
-          params: Parameters of the model, on any layout, in the device's or the host's memory.
+          params: Weights of the model (`models.variables`), on any layout, in the device's or the host's memory.
           prompts: Ids of each prompt, at least one, of any lengths.
           tokens: Number of new tokens per sequence.
           temperature: Temperature of the softmax; 0 takes the most probable id.
@@ -210,7 +211,7 @@ def _prefill(
     params: Any, tokens: jax.Array, lengths: jax.Array, memory: Memory | None, *, model: LM, capacity: int
 ) -> _DecodeState:
     # Flax declares the result of `apply` as Any or (Any, variables); it is what the method returns, as no variable is mutable.
-    h, caches = model.apply({"params": params}, tokens, lengths, capacity, memory, method="prefill")  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
+    h, caches = model.apply(collections(params), tokens, lengths, capacity, memory, method="prefill")  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
     return _DecodeState(h, caches, lengths, jnp.zeros(lengths.shape, bool))
 
 
@@ -222,12 +223,12 @@ def _decode(
     points = _uniform_points(options.pop("key"), state.positions)
 
     def step(state: _DecodeState, points: jax.Array) -> tuple[_DecodeState, jax.Array]:
-        logits: Any = model.apply({"params": params}, state.h, method="next_logits")
+        logits: Any = model.apply(collections(params), state.h, method="next_logits")
         token = jnp.where(state.ended, ids["pad"], pick(logits, points, **options).astype(jnp.int32))
         ended = state.ended | jnp.isin(token, ids["eos"])
         # As in `_prefill`, the result is what the method returns.
         h, caches = model.apply(  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
-            {"params": params}, token[:, None], state.positions[:, None], state.caches, method="extend"
+            collections(params), token[:, None], state.positions[:, None], state.caches, method="extend"
         )
         return _DecodeState(h[:, 0], caches, state.positions + 1, ended), token
 

@@ -15,6 +15,7 @@ from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import Backbone, BackboneConfig
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.prediction import Batch
+from hpnlp.models.variables import WithoutStatistics, check_without_statistics
 from hpnlp.nn.attention import Context
 from hpnlp.nn.layers import param
 from hpnlp.nn.pooling import POOLINGS, Pooling
@@ -54,7 +55,8 @@ class DualEncoderConfig(BackboneConfig):
             raise InputError(
                 f"model.temperature={self.temperature}: expected {LOWEST_TEMPERATURE} to 100, such as 0.05"
             )
-        self.tower()  # makes the checks of a Backbone, and those of a bidirectional one
+        # The tower's config makes the checks of a Backbone, and those of a bidirectional one.
+        check_without_statistics(self.tower().mixers(), "dual encoder")
 
     def tower(self) -> EncoderConfig:
         """Config of a tower.
@@ -117,13 +119,13 @@ class Tower(Backbone):
         tokens, segment_ids, positions, ids = operands
         drawn = None if deterministic else ids
         context = Context(positions, segment_ids, self.config.mask, deterministic, ids=drawn, order=order)
-        h, _, aux = self.hidden(tokens, context)
+        h, _, report = self.hidden(tokens, context)
         pooled = self.pool(h, segment_ids, ids).astype(jnp.float32)
         squares = jnp.square(pooled).sum(axis=-1, keepdims=True)
-        return pooled * jax.lax.rsqrt(jnp.maximum(squares, np.float32(1e-24))), aux
+        return pooled * jax.lax.rsqrt(jnp.maximum(squares, np.float32(1e-24))), report.aux
 
 
-class DualEncoder(nn.Module):
+class DualEncoder(WithoutStatistics, nn.Module):
     """Two towers, whose similarity is the cosine of their vectors.
 
     A batch is a mapping with tokens, segment_ids and positions of the first texts, pair_tokens, pair_segment_ids and

@@ -119,18 +119,18 @@ class Encoder(PredictionModel):
           their loss; so is that of an output layer of which only some rows are trained. In evaluation, models with at most
           MAX_CONFUSED classes also report "confusion", the weights `[C, C]` by label and predicted class.
         """
-        h, batch, indices, aux = self.states(batch, deterministic)
+        h, batch, indices, report = self.states(batch, deterministic)
         h = self._head_states(h, batch, deterministic)
         rng = None if deterministic else self.make_rng("output")
         out = self.output_loss(h, batch, indices, rng)
-        aux = {**aux, **out.aux}
+        aux = {**report.aux, **out.aux}
         if deterministic or (self.config.classes and not isinstance(self.table, TableRows)):
             weights, best = batch["weights"].astype(jnp.float32), self.best(h)
             aux["accuracy"] = (jnp.where(best == batch["labels"], weights, 0.0).sum(), weights.sum())
             if deterministic and 0 < self.config.classes <= MAX_CONFUSED:
                 confusion = jnp.zeros((self.config.classes, self.config.classes), jnp.float32)
                 aux["confusion"] = (confusion.at[batch["labels"], best].add(weights), weights.sum())
-        return LossOut(out.sum, out.weight, aux)
+        return LossOut(out.sum, out.weight, aux, self.statistics_of(report))
 
     def logits(self, batch: Batch) -> Float[Array, "B *T C"]:
         """Logits of the labels of a batch, on one device.

@@ -13,7 +13,7 @@ from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.layers import GATED
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.spec import Spec, build, parse_one, parse_period
-from hpnlp.types import InputError, Projection
+from hpnlp.types import InputError, Mixer, Projection
 
 # Block fields that are the same in all layers, and the reason.
 SHARED: Mapping[str, str] = {
@@ -113,6 +113,18 @@ def _form(base: BlockConfig, mixer: Spec, entry: Spec, changes: Mapping[str, Any
     return form
 
 
+def build_mixer(form: BlockConfig) -> Mixer:
+    """The mixer of a form.
+
+    Args:
+      form: A form with one mixer.
+
+    Returns:
+      A module of `hpnlp.nn.mixers`.
+    """
+    return build(parse_one(form.mixer, "model.mixer"), MIXERS, "mixer", dropout=form.dropout, name=None)
+
+
 def projections(form: BlockConfig) -> Mapping[str, Projection]:
     """The projections that a form's mixer reads.
 
@@ -122,7 +134,7 @@ def projections(form: BlockConfig) -> Mapping[str, Projection]:
     Returns:
       `Mixer.needs`.
     """
-    return build(parse_one(form.mixer, "model.mixer"), MIXERS, "mixer", dropout=form.dropout, name=None).needs
+    return build_mixer(form).needs
 
 
 def matrix_size(form: BlockConfig) -> int:

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.block import Block, BlockConfig
@@ -18,7 +19,6 @@ from hpnlp.nn.stack import reversible_layer, run_layers, run_reversible_layers
 from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
 from hpnlp.parallel import remat
 from hpnlp.spec import parse_one
-from hpnlp.types import Aux
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,11 +45,11 @@ class LayerStack:
 
     def run_plain(
         self, params: Any, x: jax.Array, context: Context, rng: Any, chunk: Any, caches: Any = None
-    ) -> tuple[jax.Array, Any, Aux]:
+    ) -> tuple[jax.Array, Any, LayerReport]:
         """Runs layers of which each adds its branches to one stream.
 
         Args:
-          params: Stacks of the parameters of these layers by name, or a tuple of one tree per layer.
+          params: Stacks of the variables of these layers by name, or a tuple of one tree per layer: dicts of collections.
           x: `[B, T, D]`.
           context: Positions, segments and mask, shared by all layers.
           rng: Key for dropout, or None.
@@ -57,7 +57,7 @@ class LayerStack:
           caches: As `nn.stack.run_layers` returns them, or None.
 
         Returns:
-          `(x, caches, aux)`.
+          `(x, caches, report)`.
         """
         layers = [functools.partial(self._plain_layer, form, context, rng) for form in range(len(self.blocks))]
         unroll = self.unroll
@@ -72,7 +72,7 @@ class LayerStack:
 
     def run_reversible(
         self, params: Any, x: jax.Array, context: Context, rng: Any, chunk: Any, caches: Any = None
-    ) -> tuple[jax.Array, Any, Aux]:
+    ) -> tuple[jax.Array, Any, LayerReport]:
         """Runs layers of which each branch is added to the stream that the other branch reads.
 
         Activations are recomputed in the backward pass, unless there are caches or separate parameters.
@@ -86,42 +86,42 @@ class LayerStack:
           caches: As for `run_plain`.
 
         Returns:
-          `(x, caches, aux)`.
+          `(x, caches, report)`.
         """
         first = _first_layer(params, chunk)
         forms = range(len(self.blocks))
         branches = [(functools.partial(self._mix, form), functools.partial(self._feed, form)) for form in forms]
         x1, x2 = jnp.split(x, 2, axis=-1)
         if caches is None and context.capacity is None and not isinstance(params, tuple):
-            streams, aux = run_reversible_layers(branches, (x1, x2), params, (context, rng), first, self.order)
+            streams, report = run_reversible_layers(branches, (x1, x2), params, (context, rng), first, self.order)
         else:
             layers = [reversible_layer(pair, (context, rng)) for pair in branches]
-            streams, caches, aux = run_layers(layers, (x1, x2), params, caches, self.unroll, first, self.order)
-        return jnp.concatenate(streams, axis=-1), caches, aux
+            streams, caches, report = run_layers(layers, (x1, x2), params, caches, self.unroll, first, self.order)
+        return jnp.concatenate(streams, axis=-1), caches, report
 
     def _apply(self, form: int, method: str, params_and_index: Any, rng: Any, *args: Any) -> Any:
         """Calls a method of a form's Block with the parameters and the dropout key of one layer."""
         params, index = params_and_index
         rngs = {} if rng is None else {"dropout": jax.random.fold_in(rng, index)}
-        params = self.tensor_parallel.gather_parameters(params, self.order.names[form])
-        return self.blocks[form].apply({"params": params}, *args, rngs=rngs, method=method)
+        variables = self.tensor_parallel.gather_parameters(params, self.order.names[form])
+        return self.blocks[form].apply(variables, *args, rngs=rngs, method=method)
 
     def _plain_layer(
         self, form: int, context: Context, rng: Any, x: jax.Array, slices: tuple[Any, jax.Array, Any]
-    ) -> tuple[jax.Array, tuple[Any, Aux]]:
+    ) -> tuple[jax.Array, tuple[Any, LayerReport]]:
         *params_and_index, cache = slices
-        x, cache, aux = self._apply(form, "__call__", params_and_index, rng, x, context, cache)
-        return x, (cache, aux)
+        x, cache, report = self._apply(form, "__call__", params_and_index, rng, x, context, cache)
+        return x, (cache, report)
 
     def _mix(
         self, form: int, params_and_index: Any, x: jax.Array, context: Context, rng: Any, cache: Any = None
-    ) -> tuple[jax.Array, tuple[Any, Aux]]:
-        y, cache, aux = self._apply(form, "mix", params_and_index, rng, x.astype(self.dtype), context, cache)
-        return y, (cache, aux)
+    ) -> tuple[jax.Array, tuple[Any, LayerReport]]:
+        y, cache, report = self._apply(form, "mix", params_and_index, rng, x.astype(self.dtype), context, cache)
+        return y, (cache, report)
 
     def _feed(
         self, form: int, params_and_index: Any, x: jax.Array, context: Context, rng: Any
-    ) -> tuple[jax.Array, Aux]:
+    ) -> tuple[jax.Array, LayerReport]:
         # Applied by itself, the branch would draw the same numbers as the first branch of its layer.
         rng = None if rng is None else jax.random.fold_in(rng, self.layers + 1)
         return self._apply(form, "feed", params_and_index, rng, x.astype(self.dtype), context)
@@ -134,10 +134,11 @@ def _first_layer(params: Any, chunk: Any) -> Any:
 
 @functools.cache
 def stack_order(forms: tuple[BlockConfig, ...], mask: Any) -> StackOrder:
-    """Groups layer forms by the parameters of their layers.
+    """Groups layer forms by the variables of their layers.
 
-    Forms share a stack if the names, shapes and axes of their parameters are equal. A mixer with parameters of its own shares
-    a stack with mixers of the same spec only, because its parameters may be initialised in another way.
+    Forms share a stack if the names, shapes and axes of their variables are equal. A mixer with parameters of its own shares
+    a stack with mixers of the same spec only, because its parameters may be initialised in another way; so does a mixer that
+    has buffers or returns statistics.
 
     Args:
       forms: The forms of one period.
@@ -173,8 +174,8 @@ def make_blocks(forms: Sequence[BlockConfig], layers: int, tensor_parallel: Tens
     return [Block(form, out_init, parse_one(form.mixer, "model.mixer"), tensor_parallel, parent=None) for form in forms]
 
 
-def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax.Array) -> Any:
-    """Initial parameters of all layers, which depend on the layer's index and form alone.
+def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax.Array) -> dict[str, Any]:
+    """Initial variables of all layers, which depend on the layer's index and form alone.
 
     Args:
       forms: The forms of one period.
@@ -183,7 +184,8 @@ def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax
       rng: Key; each layer folds in its index.
 
     Returns:
-      A stack, or a dict of several stacks by name. Each parameter is stacked on a first axis with the logical name "layers".
+      By collection, a stack, or a dict of several stacks by name. Each array is stacked on a first axis with the logical name
+      "layers". Layers without buffers have no such collection.
     """
     order, blocks = stack_order(forms, mask), make_blocks(forms, layers, NO_TENSOR_PARALLEL)
     keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(layers))
@@ -191,18 +193,22 @@ def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax
     for name in order.stack_names:
         members = order.layers_of(name, layers)
         init = functools.partial(_init_layer, blocks[order.names.index(name)], mask)
-        stacked = jax.vmap(init)(keys if len(members) == layers else keys[jnp.asarray(members)])
+        _, stacked = jax.vmap(init)(keys if len(members) == layers else keys[jnp.asarray(members)])
         stacks[name] = jax.tree.map(
             lambda box: box.add_axis(0, {nn.PARTITION_NAME: "layers"}),
             stacked,
             is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned),
         )
-    return order.join(stacks)
+    names = dict.fromkeys(collection for variables in stacks.values() for collection in variables)
+    return {
+        collection: order.join({name: stack[collection] for name, stack in stacks.items() if collection in stack})
+        for collection in names
+    }
 
 
 @functools.cache
 def layer_axes(forms: tuple[BlockConfig, ...], layers: int, mask: Any) -> dict[str, Any]:
-    """Logical axis names of the parameters of all layers. Allocates nothing.
+    """Logical axis names of the variables of all layers. Allocates nothing.
 
     Args:
       forms: The forms of one period.
@@ -210,25 +216,34 @@ def layer_axes(forms: tuple[BlockConfig, ...], layers: int, mask: Any) -> dict[s
       mask: The model's static Mask.
 
     Returns:
-      Name of each stack -> a tree like its parameters of tuples of names, of which the first is "layers".
+      Name of each stack -> by collection, a tree like its arrays of tuples of names, of which the first is "layers".
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     boxed = jax.eval_shape(functools.partial(init_layers, forms, layers, mask), key)
     names = jax.tree.map(
         lambda box: tuple(box.names), boxed, is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned)
     )
-    return stack_order(forms, mask).split(names)
+    order = stack_order(forms, mask)
+    collections = {name: order.split(tree) for name, tree in names.items()}
+    return {
+        stack: {name: stacks[stack] for name, stacks in collections.items() if stack in stacks}
+        for stack in order.stack_names
+    }
 
 
-def _init_layer(block: Block, mask: Any, key: jax.Array) -> Any:
-    """Parameters of one layer."""
+def _init_layer(block: Block, mask: Any, key: jax.Array) -> tuple[LayerReport, Any]:
+    """`(report, variables)` of one layer."""
     x, ids = jnp.zeros((1, 1, block.config.dim), jnp.float32), jnp.zeros((1, 1), jnp.int32)
     width = block.config.memory_dim
     memory = Memory(jnp.zeros((1, 1, width), jnp.float32), ids) if width else None
-    return block.init(key, x, Context(ids, None, mask, memory=memory))["params"]
+    context = Context(ids, None, mask, memory=memory)
+    (_, _, report), variables = block.init_with_output(key, x, context)  # pyright: ignore[reportGeneralTypeIssues]
+    return report, dict(variables)
 
 
 def _stack_key(block: Block, mask: Any) -> Any:
     """Compares equal for Blocks whose layers share a stack."""
-    params = jax.eval_shape(functools.partial(_init_layer, block, mask), jax.eval_shape(lambda: jax.random.key(0)))
-    return params, block.mixer if "mixer" in params.get("attention", {}) else None
+    init = functools.partial(_init_layer, block, mask)
+    report, variables = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+    has_own = report.statistics or any("mixer" in tree.get("attention", {}) for tree in variables.values())
+    return variables, block.mixer if has_own else None

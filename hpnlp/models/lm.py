@@ -65,12 +65,12 @@ class LM(PredictionModel):
           deterministic: No dropout and no sampling in the output layer; otherwise the rngs "dropout" and "output" are used.
 
         Returns:
-          The loss summed over tokens, in nats, with the auxiliary losses and metrics of the layers.
+          The loss summed over tokens, in nats, with the auxiliary losses, metrics and statistics of the layers.
         """
-        h, batch, indices, aux = self.states(batch, deterministic)
+        h, batch, indices, report = self.states(batch, deterministic)
         rng = None if deterministic else self.make_rng("output")
         out = self.output_loss(h, batch, indices, rng)
-        return LossOut(out.sum, out.weight, {**aux, **out.aux})
+        return LossOut(out.sum, out.weight, {**report.aux, **out.aux}, self.statistics_of(report))
 
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
         """A batch of zeros; see the function `example_batch`."""

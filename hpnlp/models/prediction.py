@@ -58,8 +58,8 @@ class PredictionModel(Backbone):
           deterministic: No dropout; otherwise the rng "dropout" is used.
 
         Returns:
-          `(h [B, T, D], batch, indices, aux)`: the batch with numbers of the tokens, `ids`; on a ring of devices, h and arrays
-          of tokens are in the order `indices`, which is None if tokens keep their order.
+          `(h [B, T, D], batch, indices, report)`: the batch with numbers of the tokens, `ids`; on a ring of devices, h and
+          arrays of tokens are in the order `indices`, which is None if tokens keep their order.
         """
         order = indices = None
         ids = jnp.arange(batch["tokens"].size, dtype=jnp.int32).reshape(batch["tokens"].shape)
@@ -78,8 +78,8 @@ class PredictionModel(Backbone):
             order=order,
             memory=self.memory_of(batch),
         )
-        h, _, aux = self.hidden(batch["tokens"], context, added=self.added_embeddings(batch))
-        return h, batch, indices, aux
+        h, _, report = self.hidden(batch["tokens"], context, added=self.added_embeddings(batch))
+        return h, batch, indices, report
 
     def added_embeddings(self, batch: Batch) -> jax.Array | None:
         """Embeddings that a model adds to those of tokens and positions.

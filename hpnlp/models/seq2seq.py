@@ -19,6 +19,7 @@ from hpnlp.models.decoder import Decoder, DecoderConfig
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.lm import LMConfig
 from hpnlp.models.prediction import Batch
+from hpnlp.models.variables import WithoutStatistics, check_without_statistics
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.layers import Embed
 from hpnlp.nn.output import is_normalized
@@ -52,8 +53,8 @@ class Seq2SeqConfig(LMConfig):
                 f"model.dim={self.dim} features: set it to 0"
             )
         # The checks of the Backbone are made for each of the two.
-        self.decoder()
-        self.encoder()
+        for stack in (self.decoder(), self.encoder()):
+            check_without_statistics(stack.mixers(), "sequence-to-sequence model")
 
     @property
     def has_memory(self) -> bool:
@@ -125,7 +126,7 @@ def _common(name: str, decoder: tuple[int, str], encoder: tuple[int, str]) -> tu
     return math.gcd(size, other), f"the common divisor of {name} of encoder and decoder"
 
 
-class Seq2Seq(nn.Module):
+class Seq2Seq(WithoutStatistics, nn.Module):
     """An encoder of the source and a decoder of the target.
 
     A batch is a mapping with tokens, segment_ids and positions of the sources, int32 `[B, T]`; target_tokens, target_labels,
@@ -175,11 +176,11 @@ class Seq2Seq(nn.Module):
         """
         memory, encoder_aux = self.encode(batch, deterministic)
         target = _target(batch) | {"memory": memory.states, "memory_segment_ids": memory.segment_ids}
-        h, target, indices, decoder_aux = self.decoder.states(target, deterministic)
+        h, target, indices, report = self.decoder.states(target, deterministic)
         # The decoder's own key, which `rows` uses as well.
         rng = None if deterministic else self.decoder.make_rng("output")
         out = self.decoder.output_loss(h, target, indices, rng)
-        aux = {**{f"encoder_{name}": pair for name, pair in encoder_aux.items()}, **decoder_aux, **out.aux}
+        aux = {**{f"encoder_{name}": pair for name, pair in encoder_aux.items()}, **report.aux, **out.aux}
         if deterministic:
             weights = target["weights"].astype(jnp.float32)
             is_right = self.decoder.best(h) == target["labels"]
@@ -202,8 +203,8 @@ class Seq2Seq(nn.Module):
         tokens, segment_ids = batch["tokens"], batch["segment_ids"]
         ids = None if deterministic else jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape)
         context = Context(batch["positions"], segment_ids, self.encoder.config.mask, deterministic, ids=ids)
-        h, _, aux = self.encoder.hidden(tokens, context)
-        return Memory(h, segment_ids), aux
+        h, _, report = self.encoder.hidden(tokens, context)
+        return Memory(h, segment_ids), report.aux
 
     def logits(self, batch: Batch) -> Float[Array, "B U V"]:
         """Logits of every label of the targets, on one device.

@@ -12,6 +12,7 @@ import numpy as np
 from hpnlp.models.beam_search import Beams, beam_search
 from hpnlp.models.decode import Generation
 from hpnlp.models.seq2seq import Seq2Seq, standalone_decoder
+from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
 
 
@@ -68,5 +69,5 @@ def _prompts(batch: Mapping[str, Any], start_id: int) -> list[np.ndarray]:
 
 @functools.partial(jax.jit, static_argnames="model")
 def _encode(params: Any, source: Mapping[str, jax.Array], *, model: Seq2Seq) -> Memory:
-    encoded: Any = model.apply({"params": params}, source, method="encode")
+    encoded: Any = model.apply(collections(params), source, method="encode")
     return encoded[0]

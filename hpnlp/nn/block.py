@@ -9,11 +9,12 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, Float
 
+from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.layers import GATED, MLP, NORMS, Initializer, dropout
 from hpnlp.spec import Spec, did_you_mean, lookup
-from hpnlp.types import Aux, InputError, option
+from hpnlp.types import InputError, option
 
 NORM_PLACEMENTS = ("pre", "post")
 
@@ -143,7 +144,7 @@ class Block(nn.Module):
         self.feed_norm = norm(c.norm_eps)
         self.mlp = MLP(c.mlp_size, c.mlp, c.mlp_bias, self.out_init, self.tensor_parallel)
 
-    def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
+    def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
         """The mixing branch, without its residual.
 
         Args:
@@ -152,12 +153,12 @@ class Block(nn.Module):
           cache: Cache of the tokens that precede x, or None.
 
         Returns:
-          `(y [B, T, D], cache or None, aux)`.
+          `(y [B, T, D], cache or None, report)`.
         """
-        y, cache, aux = self.attention(self._normed_input(self.mix_norm, x), context, cache)
-        return self._drop(y, context), cache, aux
+        y, cache, report = self.attention(self._normed_input(self.mix_norm, x), context, cache)
+        return self._drop(y, context), cache, report
 
-    def read(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
+    def read(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
         """The branch that attends to the memory, without its residual.
 
         Args:
@@ -166,12 +167,12 @@ class Block(nn.Module):
           cache: Keys and values of the memory, or None.
 
         Returns:
-          `(y [B, T, D], cache or None, aux)`.
+          `(y [B, T, D], cache or None, report)`.
         """
-        y, cache, aux = self.cross_attention(self._normed_input(self.read_norm, x), context, cache)
-        return self._drop(y, context), cache, aux
+        y, cache, report = self.cross_attention(self._normed_input(self.read_norm, x), context, cache)
+        return self._drop(y, context), cache, report
 
-    def feed(self, x: Float[Array, "B T D"], context: Context) -> tuple[jax.Array, Aux]:
+    def feed(self, x: Float[Array, "B T D"], context: Context) -> tuple[jax.Array, LayerReport]:
         """The feed-forward branch, without its residual.
 
         Args:
@@ -179,11 +180,13 @@ class Block(nn.Module):
           context: Ids of the tokens, for dropout.
 
         Returns:
-          `(y [B, T, D], aux)`.
+          `(y [B, T, D], report)`.
         """
-        return self._drop(self.mlp(self._normed_input(self.feed_norm, x)), context), {}
+        return self._drop(self.mlp(self._normed_input(self.feed_norm, x)), context), LayerReport()
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, Aux]:
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, cache: Any = None
+    ) -> tuple[jax.Array, Any, LayerReport]:
         """Adds the branches to a single stream, one after the other.
 
         Args:
@@ -192,20 +195,20 @@ class Block(nn.Module):
           cache: Cache of the tokens that precede x, or None; with a memory, the pair of this and the cache of `read`.
 
         Returns:
-          `(x [B, T, D], cache or None, aux)`.
+          `(x [B, T, D], cache or None, report)`.
         """
         if not self.config.memory_dim:
-            y, cache, aux = self.mix(x, context, cache)
+            y, cache, report = self.mix(x, context, cache)
             x = self._normed_sum(self.mix_norm, x + y)
         else:
             of_mix, of_read = cache or (None, None)
-            y, of_mix, aux = self.mix(x, context, of_mix)
+            y, of_mix, report = self.mix(x, context, of_mix)
             x = self._normed_sum(self.mix_norm, x + y)
-            y, of_read, read_aux = self.read(x, context, of_read)
+            y, of_read, read_report = self.read(x, context, of_read)
             x = self._normed_sum(self.read_norm, x + y)
-            cache, aux = (of_mix, of_read), {**aux, **read_aux}
-        y, feed_aux = self.feed(x, context)
-        return self._normed_sum(self.feed_norm, x + y), cache, {**aux, **feed_aux}
+            cache, report = (of_mix, of_read), report.merged(read_report)
+        y, feed_report = self.feed(x, context)
+        return self._normed_sum(self.feed_norm, x + y), cache, report.merged(feed_report)
 
     def _normed_input(self, norm: nn.Module, x: jax.Array) -> jax.Array:
         return norm(x) if self.config.norm_placement == "pre" else x

@@ -1,4 +1,4 @@
-"""Layers that hold parameters: Dense, Embed, RMSNorm, LayerNorm, MLP, dropout.
+"""Layers that hold parameters or buffers: Dense, Embed, RMSNorm, LayerNorm, MLP, dropout.
 
 Parameters are float32 and carry the logical names of their axes; a layer computes in the dtype of its input.
 """
@@ -45,6 +45,29 @@ def param(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...
         return variable
     value: Any = module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
     return value
+
+
+def buffer(
+    module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> jax.Array:
+    """A float32 buffer of a module: an array that the optimizer does not change.
+
+    Args:
+      module: The module.
+      name: Name of the buffer.
+      init: Initialiser; a buffer of zeros or ones needs no key.
+      shape: Shape of the buffer.
+      axes: Logical names of its axes; None for an axis that is never divided.
+
+    Returns:
+      The buffer. It has no gradient.
+    """
+    boxed = nn.with_logical_partitioning(init, axes)
+
+    def initial() -> Any:
+        return boxed(module.make_rng("params"), shape, jnp.float32)
+
+    return jax.lax.stop_gradient(nn.meta.unbox(module.variable("buffers", name, initial).value))
 
 
 class Dense(nn.Module):

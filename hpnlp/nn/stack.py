@@ -13,17 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hpnlp.layer_report import LayerReport
 from hpnlp.ops.reversible import reversible
 from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
 from hpnlp.types import Aux
 
-# (x, (parameters, index of the layer, cache or None)) -> (x, (cache or None, aux)); x is an array, or a tree of arrays.
-Layer = Callable[[Any, tuple[Any, jax.Array, Any]], tuple[Any, tuple[Any, Aux]]]
+# (x, (parameters, index of the layer, cache or None)) -> (x, (cache or None, report)); x is an array, or a tree of arrays.
+Layer = Callable[[Any, tuple[Any, jax.Array, Any]], tuple[Any, tuple[Any, LayerReport]]]
 # The two streams of a reversible stack.
 Streams = tuple[jax.Array, jax.Array]
-# The branches (mix, feed) of a reversible layer: mix((parameters, index), x, *operands[, cache]) -> (y, (cache or None, aux)),
-# and feed((parameters, index), x, *operands) -> (y, aux).
-BranchPair = tuple[Callable[..., tuple[jax.Array, tuple[Any, Aux]]], Callable[..., tuple[jax.Array, Aux]]]
+# The branches (mix, feed) of a reversible layer: mix((parameters, index), x, *operands[, cache]) -> (y, (cache or None,
+# report)), and feed((parameters, index), x, *operands) -> (y, report).
+BranchPair = tuple[
+    Callable[..., tuple[jax.Array, tuple[Any, LayerReport]]], Callable[..., tuple[jax.Array, LayerReport]]
+]
 
 
 def run_layers(
@@ -34,7 +37,7 @@ def run_layers(
     unroll: int,
     first: Any = 0,
     order: StackOrder | None = None,
-) -> tuple[Any, Any, Aux]:
+) -> tuple[Any, Any, LayerReport]:
     """Runs a stack of layers.
 
     Stacked parameters run as a loop over periods, with the layers of a period one after another in its body, and the layers
@@ -53,27 +56,27 @@ def run_layers(
       order: The stack that holds the layers of each form; None for a single one.
 
     Returns:
-      `(x, caches, aux)`, with aux summed over layers.
+      `(x, caches, report)` of all layers.
     """
     if isinstance(params, tuple):
-        return _run_separate(layers, x, params, caches, first)
+        return _run_separate(layers, x, params, caches, first, order or single_stack(len(layers)))
     stacks, order = _indexed_stacks(params, first, order, len(layers))
     return _run_stacked(layers, x, stacks, caches, unroll, order)
 
 
 def _run_separate(
-    layers: Sequence[Layer], x: Any, params: tuple[Any, ...], caches: Any, first: Any
-) -> tuple[Any, Any, Aux]:
+    layers: Sequence[Layer], x: Any, params: tuple[Any, ...], caches: Any, first: Any, order: StackOrder
+) -> tuple[Any, Any, LayerReport]:
     """`run_layers` with separate parameters."""
     indices = _layer_indices(range(len(params)), first)
     slices = [(layer_params, indices[i], caches and caches[i]) for i, layer_params in enumerate(params)]
     x, results = _run_in_order(layers, x, slices)
-    return x, tuple(cache for cache, _ in results), _sum_by_name([aux for _, aux in results])
+    return x, tuple(cache for cache, _ in results), _join(order, [], [report for _, report in results])
 
 
 def _run_stacked(
     layers: Sequence[Layer], x: Any, stacks: dict[str, Any], caches: Any, unroll: int, order: StackOrder
-) -> tuple[Any, Any, Aux]:
+) -> tuple[Any, Any, LayerReport]:
     """`run_layers` with stacked parameters: a scan over complete periods, and then the layers that remain."""
     count, period = layer_count(stacks), len(layers)
     looped = count - count % period
@@ -88,13 +91,13 @@ def _run_stacked(
     slices = order.by_period(stacks, count // period)
     x, results = lax.scan(run_period, x, (slices, caches_by_form), unroll=-(-(unroll or count) // period))
     caches_by_form = tuple(cache for cache, _ in results)
-    reports = [_sum_over_layers(aux) for _, aux in results]
+    reports = [report for _, report in results]
 
     remaining = [order.layer(stacks, i) for i in range(looped, count)]
     remaining = [(*layer_slice, cache) for layer_slice, cache in zip(remaining, remaining_caches, strict=True)]
     x, results = _run_in_order(layers, x, remaining)
     remaining_caches = tuple(cache for cache, _ in results)
-    return x, (caches_by_form, remaining_caches), _sum_by_name([*reports, *(aux for _, aux in results)])
+    return x, (caches_by_form, remaining_caches), _join(order, reports, [report for _, report in results])
 
 
 def run_reversible_layers(
@@ -104,7 +107,7 @@ def run_reversible_layers(
     operands: tuple[Any, ...],
     first: Any = 0,
     order: StackOrder | None = None,
-) -> tuple[Streams, Aux]:
+) -> tuple[Streams, LayerReport]:
     """Runs a stack of reversible layers, whose backward pass recomputes activations from the output.
 
     Args:
@@ -116,13 +119,16 @@ def run_reversible_layers(
       order: The stack that holds the layers of each form; None for a single one.
 
     Returns:
-      `(x, aux)`, with aux summed over layers.
+      `(x, report)` of all layers.
     """
     stacks, order = _indexed_stacks(params, first, order, len(branches))
     x1, x2, reports = reversible(branches, stacks, *x, *operands, order=order)
-    return (x1, x2), _sum_by_name(
-        [_sum_over_layers(aux) for (_, mix_aux), feed_aux in reports for aux in (mix_aux, feed_aux)]
-    )
+    joined = [mix_report.merged(feed_report) for (_, mix_report), feed_report in reports]
+    by_form, remaining = joined[: len(branches)], joined[len(branches) :]
+    if layer_count(stacks) < len(branches):
+        by_form, remaining = [], joined
+    remaining = [jax.tree.map(lambda leaf: leaf[0], report) for report in remaining]
+    return (x1, x2), _join(order, by_form, remaining)
 
 
 def reversible_layer(branches: BranchPair, operands: tuple[Any, ...]) -> Layer:
@@ -137,12 +143,12 @@ def reversible_layer(branches: BranchPair, operands: tuple[Any, ...]) -> Layer:
     """
     mix, feed = branches
 
-    def layer(x: Streams, slices: tuple[Any, jax.Array, Any]) -> tuple[Streams, tuple[Any, Aux]]:
+    def layer(x: Streams, slices: tuple[Any, jax.Array, Any]) -> tuple[Streams, tuple[Any, LayerReport]]:
         (x1, x2), (*params_and_index, cache) = x, slices
-        y, (cache, mix_aux) = mix(params_and_index, x2, *operands, cache)
+        y, (cache, mix_report) = mix(params_and_index, x2, *operands, cache)
         x1 = x1 + y.astype(x1.dtype)
-        y, feed_aux = feed(params_and_index, x1, *operands)
-        return (x1, x2 + y.astype(x2.dtype)), (cache, {**mix_aux, **feed_aux})
+        y, feed_report = feed(params_and_index, x1, *operands)
+        return (x1, x2 + y.astype(x2.dtype)), (cache, mix_report.merged(feed_report))
 
     return layer
 
@@ -163,13 +169,20 @@ def _layer_indices(layers: Sequence[int], first: Any) -> jax.Array:
     return indices + jnp.asarray(first, jnp.uint32)
 
 
-def _run_in_order(layers: Sequence[Layer], x: Any, slices: Sequence[Any]) -> tuple[Any, list[tuple[Any, Aux]]]:
-    """Runs one layer per slice, starting with the first form: `(x, (cache, aux) of each layer)`."""
+def _run_in_order(layers: Sequence[Layer], x: Any, slices: Sequence[Any]) -> tuple[Any, list[tuple[Any, LayerReport]]]:
+    """Runs one layer per slice, starting with the first form: `(x, (cache, report) of each layer)`."""
     results = []
     for i, layer_slice in enumerate(slices):
         x, result = layers[i % len(layers)](x, layer_slice)
         results.append(result)
     return x, results
+
+
+def _join(order: StackOrder, by_form: Sequence[LayerReport], remaining: Sequence[LayerReport]) -> LayerReport:
+    """The report of all layers, from those of the forms, stacked over periods, and those of the layers after them."""
+    aux = _sum_by_name([*(_sum_over_layers(report.aux) for report in by_form), *(report.aux for report in remaining)])
+    statistics = [[report.statistics for report in reports] for reports in (by_form, remaining)]
+    return LayerReport(aux, order.stack_layers(*statistics))
 
 
 def _sum_over_layers(aux: Aux) -> Aux:

@@ -123,6 +123,29 @@ class StackOrder:
             name: jax.tree.map(lambda leaf, start=start: leaf[start:], stacks[name]) for name, start in starts.items()
         }
 
+    def stack_layers(self, by_form: Sequence[Any], remaining: Sequence[Any]) -> dict[str, Any]:
+        """Stacks results of layers in the order of the model.
+
+        Args:
+          by_form: For each form of a period, a tree of arrays `[Q, ...]` of its layers in the Q complete periods; or empty.
+          remaining: A tree of arrays for each layer after the complete periods.
+
+        Returns:
+          Trees of arrays `[n, ...]` by the name of the stack; stacks whose trees have no arrays are left out.
+        """
+        result = {}
+        for stack_name in self.stack_names:
+            parts = []
+            trees = [tree for name, tree in zip(self.names, by_form, strict=False) if name == stack_name]
+            if trees:
+                parts.append(jax.tree.map(_interleave, *trees))
+            trees = [tree for i, tree in enumerate(remaining) if self.names[i % self.period] == stack_name]
+            if trees:
+                parts.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
+            if jax.tree.leaves(parts):
+                result[stack_name] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+        return result
+
     def split(self, tree: Any) -> dict[str, Any]:
         """Stacks by name, from the form that a model's parameters have.
 
@@ -143,7 +166,7 @@ class StackOrder:
         Returns:
           The only stack, or a dict of several stacks by name.
         """
-        return stacks[self.names[0]] if len(stacks) == 1 else dict(stacks)
+        return stacks[self.names[0]] if len(self.stack_names) == 1 else dict(stacks)
 
     def _place(self, form: int) -> int:
         """Index of a form among the forms of a period that share its stack."""
@@ -172,6 +195,11 @@ def layer_count(stacks: Mapping[str, Any]) -> int:
       The sum of the sizes of the first axes.
     """
     return sum(jax.tree.leaves(stack)[0].shape[0] for stack in stacks.values())
+
+
+def _interleave(*leaves: jax.Array) -> jax.Array:
+    """Layers `[Q m, ...]` in the order of the model, from those of m forms `[Q, ...]`."""
+    return leaves[0] if len(leaves) == 1 else jnp.stack(leaves, 1).reshape(-1, *leaves[0].shape[1:])
 
 
 def _by_period(leaf: jax.Array, periods: int, size: int) -> jax.Array:

@@ -22,12 +22,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from hpnlp.layer_report import check_method, statistic_axes
 from hpnlp.ops.attention import Full, merge
 from hpnlp.ops.custom_vjp import tied
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.ring_schedule import Chunks, RingSchedule, assign_chunks, make_schedule
 from hpnlp.parallel.varying import zeros_like
-from hpnlp.types import InputError, MixerInputs, MixerOutput, check_method
+from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 AXIS = "sequence"
 
@@ -84,6 +85,11 @@ def check_support(
         raise InputError(
             f"plan.sequence={layout.size('length')} divides sequences over devices, and a mixer without heads needs whole "
             "ones: set plan.sequence=1, or choose a model.mixer that has heads"
+        )
+    if divides_sequences and (names := [name for mixer in mixers for name in statistic_axes(mixer)]):
+        raise InputError(
+            f"plan.sequence={layout.size('length')} divides sequences over devices, and a mixer of model.mixer returns "
+            f"statistics ({', '.join(dict.fromkeys(names))}) of whole ones: set plan.sequence=1"
         )
     if any(mask.heads is not None for mask in masks) and (divides_sequences or layout.size("heads") > 1):
         raise InputError(

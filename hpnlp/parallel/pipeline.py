@@ -31,12 +31,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from hpnlp.layer_report import LayerReport
 from hpnlp.parallel import context_parallel, host_offload
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.tensor_parallel import MeshTensorParallel
-from hpnlp.parallel.varying import sum_over_devices, vary, zeros_like
+from hpnlp.parallel.varying import sum_over_devices, total_over_devices, vary, zeros_like
 from hpnlp.parallel.zero import is_zero2
-from hpnlp.types import Aux, InputError, Zero2Parameter
+from hpnlp.types import InputError, Zero2Parameter
 
 AXIS = "pipeline"
 
@@ -44,16 +45,16 @@ AXIS = "pipeline"
 MICROBATCHES_PER_STAGE = 4
 
 # Runs a chunk of the layers: (tensor_parallel, stacks of shards of their parameters by name, x, context, rng, index of the
-# chunk) -> (x, aux). `tensor_parallel.gather_parameters` makes full parameters from one layer's shards.
-Run = Callable[..., tuple[jax.Array, Aux]]
+# chunk) -> (x, report). `tensor_parallel.gather_parameters` makes full parameters from one layer's shards.
+Run = Callable[..., tuple[jax.Array, LayerReport]]
 
-# Runs the layers of one stage and round: (chunk of parameters, x, context, round) -> (x, aux).
-Stage = Callable[..., tuple[jax.Array, Aux]]
+# Runs the layers of one stage and round: (chunk of parameters, x, context, round) -> (x, report).
+Stage = Callable[..., tuple[jax.Array, LayerReport]]
 
 
 def run_layers(
     layout: Layout, names: Any, run: Run, params: Any, x: Float[Array, "B T D"], context: Any, rng: jax.Array | None
-) -> tuple[Float[Array, "B T D"], Aux]:
+) -> tuple[Float[Array, "B T D"], LayerReport]:
     """Runs all layers of a model over a mesh.
 
     Args:
@@ -67,8 +68,8 @@ def run_layers(
       rng: Key for dropout, or None.
 
     Returns:
-      `(x, aux)`: the hidden states after all layers, and the auxiliary losses and metrics of the layers, summed over layers
-      and devices.
+      `(x, report)`: the hidden states after all layers, and the report of the layers, summed over devices; the
+      statistics of a stack are in the layers' order.
 
     Raises:
       InputError: A device's sequences do not divide into microbatches.
@@ -84,14 +85,15 @@ def run_layers(
     count = microbatches(layout, x.shape[0])
     leaves, treedef = jax.tree.flatten(context)
 
-    def run_on_device(params: Any, x: jax.Array, leaves: Any, rng: Any) -> tuple[jax.Array, Aux]:
+    def run_on_device(params: Any, x: jax.Array, leaves: Any, rng: Any) -> tuple[jax.Array, LayerReport]:
         context = jax.tree.unflatten(treedef, leaves)
         local = dataclasses.replace(tensor_parallel, regathered_sizes=_regathered_sizes(layout, params))
         if layout.size("layers") == 1:
-            x, aux = run(local, params, x, context, rng, 0)
+            x, report = run(local, params, x, context, rng, 0)
         else:
-            x, aux = _run_stages(layout, local, run, params, x, context, rng, count)
-        return x, {name: sum_over_devices(*pair) for name, pair in aux.items()}
+            x, report = _run_stages(layout, local, run, params, x, context, rng, count)
+        aux = {name: sum_over_devices(*pair) for name, pair in report.aux.items()}
+        return x, LayerReport(aux, jax.tree.map(total_over_devices, report.statistics))
 
     x_spec = layout.activations(length)
     context_specs = [PartitionSpec(*layout.spec("batch", "length")[: leaf.ndim]) for leaf in leaves]
@@ -189,7 +191,7 @@ def _run_stages(
     context: Any,
     rng: Any,
     count: int,
-) -> tuple[jax.Array, Aux]:
+) -> tuple[jax.Array, LayerReport]:
     """Runs the device's sequences through all stages, of which the device holds one."""
     # Marked before the loop over ticks: the gradient is summed where an array begins to vary, and so only once.
     params = jax.tree.map(lambda leaf: vary(leaf, jax.typeof(x).manual_axis_type.varying), params)
@@ -206,7 +208,7 @@ def _stage(tensor_parallel: MeshTensorParallel, run: Run, params: Any, rng: Any)
     """A stage of one round, whose gathered parameters are kept for the backward pass. It takes no chunk."""
     here = lax.axis_index(AXIS)
 
-    def stage(chunk: Any, x: jax.Array, context: Any, round_: jax.Array) -> tuple[jax.Array, Aux]:
+    def stage(chunk: Any, x: jax.Array, context: Any, round_: jax.Array) -> tuple[jax.Array, LayerReport]:
         return run(tensor_parallel, params, x, context, rng, here)
 
     return stage
@@ -239,7 +241,7 @@ def _regathering_stage(
 
     gathering = dataclasses.replace(tensor_parallel, gather=gather)
 
-    def stage(chunk: Any, x: jax.Array, context: Any, round_: jax.Array) -> tuple[jax.Array, Aux]:
+    def stage(chunk: Any, x: jax.Array, context: Any, round_: jax.Array) -> tuple[jax.Array, LayerReport]:
         layers = {
             name: {"index": round_ * size + jnp.arange(size, dtype=jnp.int32), "gradient_receivers": chunk[name]}
             for name, size in sizes.items()
@@ -249,7 +251,9 @@ def _regathering_stage(
     return stage, chunks
 
 
-def _run_ticks(stage: Stage, chunks: Any, x: jax.Array, context: Any, count: int, rounds: int) -> tuple[jax.Array, Aux]:
+def _run_ticks(
+    stage: Stage, chunks: Any, x: jax.Array, context: Any, count: int, rounds: int
+) -> tuple[jax.Array, LayerReport]:
     """Runs the schedule on x `[b, t, D]`: in tick n, each stage works on item n - (index of the stage) of `_schedule`."""
     stages, here = lax.axis_size(AXIS), lax.axis_index(AXIS)
     inputs, contexts = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), (x, context))
@@ -257,24 +261,38 @@ def _run_ticks(stage: Stage, chunks: Any, x: jax.Array, context: Any, count: int
     # With rounds, the last stage sends to the first.
     neighbours = [(i, (i + 1) % stages) for i in range(stages if rounds > 1 else stages - 1)]
 
-    def tick(carry: Any, now: jax.Array) -> tuple[Any, Aux]:
+    def tick(carry: Any, now: jax.Array) -> tuple[Any, Any]:
         received, outputs, chunks = carry
         busy, round_, index = _schedule(now - here, stages, count, rounds)
         microbatch, microbatch_context = jax.tree.map(lambda a: _at(a, index), (inputs, contexts))
         chunks, chunk = _take_chunk(chunks, round_)
         enters = (here == 0) & (round_ == 0)
-        y, aux = stage(chunk, jnp.where(enters, microbatch, received), microbatch_context, round_)
+        y, report = stage(chunk, jnp.where(enters, microbatch, received), microbatch_context, round_)
         # Results of earlier rounds, and of idle ticks before the first item, are overwritten later; the last stage, whose
         # outputs count, is never idle after its first item.
         outputs = lax.dynamic_update_index_in_dim(outputs, y, index, 0)
-        aux = jax.tree.map(lambda a: jnp.where(busy, a, 0), aux)
-        return (lax.ppermute(y, AXIS, neighbours), outputs, chunks), aux
+        report = jax.tree.map(lambda a: jnp.where(busy, a, 0), report)
+        return (lax.ppermute(y, AXIS, neighbours), outputs, chunks), (report, round_)
 
     received, outputs = jax.tree.map(zeros_like, jax.eval_shape(lambda: (inputs[0], inputs)))
     numbers = jnp.arange(ticks(stages, count, rounds), dtype=jnp.int32)
-    (_, outputs, _), aux = lax.scan(tick, (received, outputs, chunks), numbers)
+    (_, outputs, _), (reports, rounds_of_ticks) = lax.scan(tick, (received, outputs, chunks), numbers)
     outputs = lax.psum(jnp.where(here == stages - 1, outputs, 0), AXIS)
-    return outputs.reshape(x.shape), jax.tree.map(lambda a: jnp.sum(a, axis=0), aux)
+    aux = jax.tree.map(lambda a: jnp.sum(a, axis=0), reports.aux)
+    in_order = functools.partial(_sum_by_chunk, rounds_of_ticks, rounds)
+    return outputs.reshape(x.shape), LayerReport(aux, jax.tree.map(in_order, reports.statistics))
+
+
+def _sum_by_chunk(rounds_of_ticks: jax.Array, rounds: int, x: Float[Array, "ticks c ..."]) -> Float[Array, "n ..."]:
+    """Sums over microbatches for each layer of the model, in order; 0 for layers of other stages.
+
+    rounds_of_ticks: the round that the stage worked on in each tick.
+    """
+    stages, here = lax.axis_size(AXIS), lax.axis_index(AXIS)
+    chunk = rounds_of_ticks * stages + here
+    is_chunk = chunk[:, None] == jnp.arange(rounds * stages, dtype=jnp.int32)
+    by_chunk = jnp.where(is_chunk.reshape(*is_chunk.shape, *(1,) * (x.ndim - 1)), x[:, None], 0.0).sum(axis=0)
+    return by_chunk.reshape(-1, *x.shape[2:])
 
 
 def _schedule(item: jax.Array, stages: int, count: int, rounds: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from hpnlp.model_parallel import TensorParallel
@@ -102,6 +104,19 @@ class MeshTensorParallel(TensorParallel):
             return primitive.name not in GATHERS and not converts and base_policy(primitive, *avals, **params)
 
         return policy_without_parameters
+
+    def local_statistic(self, value: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+        for dim, name in enumerate(axes):
+            mesh_axes = self.mesh_axes.get("heads" if name == "kv_heads" else name or "", ())
+            if mesh_axes:
+                shards = math.prod(lax.axis_size(axis) for axis in mesh_axes)
+                owners = np.arange(shards, dtype=np.int32).repeat(value.shape[dim])
+                owners = np.expand_dims(owners, [d for d in range(value.ndim) if d != dim])
+                is_local = jnp.asarray(owners) == lax.axis_index(mesh_axes)
+                return jnp.where(is_local, jnp.concatenate([value] * shards, dim), 0.0)
+        # In a branch, the devices of the axis have the same tokens: the first one counts.
+        is_repeated = "tensor" in jax.typeof(value).manual_axis_type.varying
+        return jnp.where(lax.axis_index("tensor") == 0, value, 0.0) if is_repeated else value
 
     def local_tokens(self, x: jax.Array, axis: int) -> jax.Array:
         if not self.shards_tokens:

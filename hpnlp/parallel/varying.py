@@ -41,6 +41,19 @@ def sum_over_devices(value: jax.Array, weight: jax.Array) -> tuple[jax.Array, ja
     return (lax.psum(value, axes), lax.psum(weight, axes)) if axes else (value, weight)
 
 
+def total_over_devices(x: jax.Array) -> jax.Array:
+    """Sums an array over all mesh axes that it varies over.
+
+    Args:
+      x: An array of any shape.
+
+    Returns:
+      The sum, the same on all devices.
+    """
+    axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying))
+    return lax.psum(x, axes) if axes else x
+
+
 def zeros_like(shape: Any) -> jax.Array:
     """Creates zeros that vary over the same mesh axes as a traced array.
 

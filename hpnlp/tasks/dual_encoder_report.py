@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from hpnlp.data.examples.dataset import HELDOUT
+from hpnlp.models.variables import collections
 from hpnlp.tasks.reporting import (
     Outcome,
     Ranking,
@@ -109,7 +110,7 @@ def similarities(outcome: Outcome) -> np.ndarray:
     for start in range(0, count, rows):
         numbers = range(start, min(start + rows, count))
         batch = dataset.kind.batch(stored, numbers, rows, dataset.tokenizer, dataset.seq_len)
-        both: Any = embed({"params": outcome.params}, {name: batch[name] for name in model.batch_axes()})
+        both: Any = embed(collections(outcome.params), {name: batch[name] for name in model.batch_axes()})
         vectors.append([np.asarray(x)[: len(numbers)] for x in both])
     texts, partners = map(np.concatenate, zip(*vectors, strict=True))
     return texts @ partners.T

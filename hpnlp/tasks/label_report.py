@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from hpnlp.data.examples.dataset import HELDOUT
+from hpnlp.models.variables import collections
 from hpnlp.tasks.reporting import (
     Heatmap,
     Outcome,
@@ -171,7 +172,7 @@ def _examples(outcome: Outcome, show: Callable[[Place], str]) -> Iterator[str]:
     numbers = np.arange(count) * stored.count // count
     batch = dataset.kind.batch(stored, numbers, count, dataset.tokenizer, dataset.seq_len)
     logits = jax.jit(functools.partial(model.apply, method="logits"))(
-        {"params": outcome.params}, {name: batch[name] for name in model.batch_axes()}
+        collections(outcome.params), {name: batch[name] for name in model.batch_axes()}
     )
     probabilities = np.asarray(jax.nn.softmax(logits))
     predicted, best = probabilities.argmax(axis=-1), probabilities.max(axis=-1)

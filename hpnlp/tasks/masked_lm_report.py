@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hpnlp.models.variables import collections
 from hpnlp.tasks.reporting import (
     Outcome,
     Ranking,
@@ -73,7 +74,7 @@ def _examples(outcome: Outcome) -> Iterator[str]:
     dataset, model, tokenizer = outcome.dataset, outcome.model, outcome.dataset.tokenizer
     batch = next(iter(dataset.heldout(batch_size=SEQUENCES, limit=1)))
     logits = jax.jit(functools.partial(model.apply, method="logits"))(
-        {"params": outcome.params}, {name: batch[name] for name in model.batch_axes()}
+        collections(outcome.params), {name: batch[name] for name in model.batch_axes()}
     )
     predicted = np.asarray(logits)[..., : tokenizer.vocab_size].argmax(axis=-1)
     original = np.where(batch["weights"] > 0, batch["labels"], batch["tokens"])

@@ -263,28 +263,34 @@ class Checkpointer:
             items = self._manager.restore(step, args=ocp.args.Composite(**args))
             fields, data = items["rest"], items["data"]["state"]
             state = TrainState(
-                fields["step"], items["params"], fields["opt_state"], fields.get("ema"), fields.get("scale")
+                fields["step"],
+                items["params"],
+                fields["opt_state"],
+                fields.get("ema"),
+                fields.get("scale"),
+                fields.get("buffers"),
             )
             verify(record["checksums"], _checksums(state, data))
             progress = _checked_progress(record["progress"])
         return state, data, progress
 
     def restore_params(self, shapes: TrainState, step: int | None = None) -> Any:
-        """Reads the parameters for evaluation and generation: averaged ones where the run keeps an average.
+        """Reads the weights for evaluation and generation (`TrainState.best_params`).
 
         Args:
           shapes: Shapes of the state, with the shardings to restore it with.
           step: Step of the checkpoint; None for the newest.
 
         Returns:
-          The parameters.
+          The weights; of a converted model, its parameters.
 
         Raises:
           InputError: There is no such checkpoint, it is damaged, or it is of another model.
         """
         step = self.step_of(step)
-        if shapes.ema is not None and step != CONVERTED_STEP:
-            return self.restore(shapes, step)[0].ema
+        is_split = shapes.ema is not None or shapes.buffers is not None
+        if is_split and step != CONVERTED_STEP:
+            return self.restore(shapes, step)[0].best_params
         record = self._record(step)
         self._check_fits(step, record, {"params": shapes.params})
         with self._readable(step):
@@ -423,6 +429,7 @@ def _smallest_leaf(tree: Any) -> dict[str, Any]:
 def _without_params(state: TrainState) -> dict[str, Any]:
     """Content of the item `rest`; the names are part of the format."""
     fields = {"step": state.step, "opt_state": state.opt_state, "ema": state.ema, "scale": state.scale}
+    fields["buffers"] = state.buffers
     return {name: value for name, value in fields.items() if value is not None}
 
 

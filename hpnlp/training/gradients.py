@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from hpnlp.models import variables
 from hpnlp.parallel import host_offload, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.training import sparse_rows
 from hpnlp.training.apply_updates import Update, mean
-from hpnlp.types import InputError, LossOut, Model, Zero2Parameter
+from hpnlp.training.checksum import type_of
+from hpnlp.types import InputError, LossOut, Model, Statistics, Zero2Parameter
 
 Batch = Mapping[str, jax.Array]
 
@@ -34,7 +36,8 @@ class Gradients:
       axes: Logical axis names of the parameters, a tree like them.
       tables: Shapes of the parameters by path.
       zero2: True if gradients are sharded where parameters are replicated.
-      aux_weights: Factor of each auxiliary loss, a metric of layers whose name ends in `_loss`; 1 by default.
+      aux_weights: Factor of each auxiliary loss: a metric of layers whose name ends in `_loss`, or a result of the model's
+        `auxiliary_loss`; 1 by default.
     """
 
     model: Model
@@ -46,31 +49,98 @@ class Gradients:
     zero2: bool
     aux_weights: Mapping[str, float]
 
-    def __call__(self, params: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array) -> tuple[Any, tuple[Any, Any]]:
+    def __call__(
+        self, params: Any, buffers: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array
+    ) -> tuple[Any, tuple[Any, Any, Any]]:
         """Gradients of the sum of a batch's losses.
 
         Args:
           params: Parameters; of tables in `ids`, the looked-up rows only.
+          buffers: Buffers, or None.
           ids: Trained rows of tables, by the table's path.
           scale: A `LossScale`, or None.
           batch: Arrays whose first axis is that of the examples.
           key: Key of the step, for dropout and sampled losses.
 
         Returns:
-          `(gradients, (weight, sums))`: the weight of the loss, and `(total, weight)` of each metric.
+          `(gradients, (weight, sums, statistics))`: the weight of the loss, `(total, weight)` of each metric, and the layers'
+          statistics, summed over the batch.
+
+        Cost: with accumulation, a model with `auxiliary_loss` runs one more forward pass.
         """
-        constants = self._shards(params, ids), params, ids, scale
+        constants = self._shards(params, ids), params, buffers, ids, scale
         gradient = jax.grad(self._sum, has_aux=True)
         if self.update.config.accumulate == 1:
-            return gradient(*constants, batch, key)
-
-        def accumulate(totals: Any, inputs: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-            return self.update.each(_add, totals, gradient(*constants, *inputs)), None
-
+            grads, (weight, sums, statistics) = gradient(*constants, None, batch, key)
+            return grads, (weight, self.with_auxiliary_losses(sums, statistics), statistics)
         inputs = self._split_for_accumulation(batch, key)
         first = jax.tree.map(lambda x: x[0], inputs)
-        _, shapes = jax.eval_shape(gradient, *constants, *first)
-        return jax.lax.scan(accumulate, (self.update.each(_zeros, constants[0]), _zeros(shapes)), inputs)[0]
+        _, shapes = jax.eval_shape(gradient, *constants, None, *first)
+        cotangent = self._statistics_cotangent(shapes, *constants, inputs)
+
+        def accumulate(totals: Any, inputs: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+            return self.update.each(_add, totals, gradient(*constants, cotangent, *inputs)), None
+
+        start = self.update.each(_zeros, constants[0]), _zeros(shapes)
+        grads, (weight, sums, statistics) = jax.lax.scan(accumulate, start, inputs)[0]
+        return grads, (weight, self.with_auxiliary_losses(sums, statistics), statistics)
+
+    def with_auxiliary_losses(self, sums: Mapping[str, Any], statistics: Statistics) -> dict[str, Any]:
+        """Adds the model's auxiliary losses to its metrics.
+
+        Args:
+          sums: `(total, weight)` of each metric.
+          statistics: Sums over the batch.
+
+        Returns:
+          The metrics, with `(loss, 1)` of each auxiliary loss.
+
+        Raises:
+          InputError: A metric and a loss have the same name.
+        """
+        losses = {name: (value, jnp.ones(())) for name, value in self.model.auxiliary_loss(statistics).items()}
+        if twice := sums.keys() & losses.keys():
+            raise InputError(
+                f"auxiliary_loss returns {', '.join(twice)}, the name of a metric of the model: rename the loss"
+            )
+        return {**sums, **losses}
+
+    def _statistics_cotangent(
+        self, shapes: Any, shards: Any, params: Any, buffers: Any, ids: Any, scale: Any, inputs: tuple[Batch, jax.Array]
+    ) -> Any:
+        """Gradient of the sum of the losses by the statistics of the batch, from a forward pass over all parts.
+
+        The auxiliary losses depend on the sums over all parts, which no part knows.
+
+        Args:
+          shapes: Shapes of `(weight, metrics, statistics)`.
+          shards: As for `_sum`.
+          params: As for `_sum`.
+          buffers: As for `_sum`.
+          ids: As for `_sum`.
+          scale: As for `_sum`.
+          inputs: The parts.
+
+        Returns:
+          A tree like the statistics; None if the model has no auxiliary losses.
+        """
+        weight_shape, _, statistics_shapes = shapes
+        if not jax.eval_shape(self.model.auxiliary_loss, statistics_shapes):
+            return None
+        tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
+
+        def add(totals: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+            out = loss(self.model, variables.join(tables, buffers), *part)
+            return _add(totals, (out.weight, out.statistics)), None
+
+        (weight, statistics), _ = jax.lax.scan(add, _zeros((weight_shape, statistics_shapes)), inputs)
+        weight = weight if scale is None else weight * scale.value
+        return jax.tree.map(lambda d: d * weight, jax.grad(self._auxiliary_loss)(statistics))
+
+    def _auxiliary_loss(self, statistics: Statistics) -> jax.Array:
+        """The model's auxiliary losses with their factors."""
+        losses = self.model.auxiliary_loss(statistics)
+        return sum((self.aux_weights.get(name, 1.0) * value for name, value in losses.items()), jnp.zeros(()))
 
     def looked_up(self, params: Any, batch: Batch, key: jax.Array) -> dict[sparse_rows.Path, jax.Array]:
         """Rows that a step looks up, by their table's path; empty unless `optimizer.rows` is set.
@@ -96,11 +166,11 @@ class Gradients:
             ids_by_path = jax.lax.map(rows_of, self._split_for_accumulation(batch, key))
         return {path: sparse_rows.distinct(ids.reshape(-1), self.tables[path][0]) for path, ids in ids_by_path.items()}
 
-    def check_aux_weights(self, params: Any) -> None:
+    def check_aux_weights(self, weights: Any) -> None:
         """Checks that the layers report every loss that has a weight. Allocates nothing.
 
         Args:
-          params: Shapes of the parameters.
+          weights: Shapes of the model's weights.
 
         Raises:
           InputError: No layer reports one of them.
@@ -108,14 +178,44 @@ class Gradients:
         if not self.aux_weights:
             return
         batch, key = self.single_model.example_batch(1, 8), jax.random.key(0)
-        out = jax.eval_shape(lambda params: loss(self.single_model, params, batch, key), params)
+        out = jax.eval_shape(lambda weights: loss(self.single_model, weights, batch, key), weights)
         losses = [name for name in out.aux if name.endswith("_loss")]
+        losses += jax.eval_shape(self.single_model.auxiliary_loss, out.statistics)
         for name in self.aux_weights:
             if name not in losses:
                 reported = f"the model has {', '.join(losses)}" if losses else "the model has none"
                 raise InputError(
                     f"optimizer.aux={self.update.config.aux!r} weights {name}, a loss that no layer reports ({reported}): "
                     "leave it out"
+                )
+
+    def check_advance(self, weights: Any) -> None:
+        """Checks that `Model.advance` keeps the names and shapes of buffers. Allocates nothing.
+
+        Args:
+          weights: Shapes of the model's weights.
+
+        Raises:
+          InputError: It changes them.
+        """
+        buffers = variables.split(weights)[1]
+        if buffers is None:
+            return
+        model, batch, key = self.single_model, self.single_model.example_batch(1, 8), jax.random.key(0)
+
+        def advance(weights: Any) -> Any:
+            statistics = loss(model, weights, batch, key).statistics
+            return model.advance(variables.split(weights)[1], statistics, jnp.int32(0), key)
+
+        here, there = (
+            {jax.tree_util.keystr(path): type_of(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+            for tree in (buffers, jax.eval_shape(advance, weights))
+        )
+        for name in [*here, *there]:
+            if here.get(name) != there.get(name):
+                raise InputError(
+                    f"advance of model.mixer={model.config.mixer!r} makes the buffer {name} {there.get(name, 'nothing')} from "
+                    f"{here.get(name, 'nothing')}: return buffers of the same names, shapes and dtypes"
                 )
 
     def _split_for_accumulation(self, batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
@@ -151,40 +251,55 @@ class Gradients:
         return jax.tree_util.tree_map_with_path(join, shards, self.axes, params)
 
     def _sum(
-        self, shards: Any, params: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        """`(sum of the loss with auxiliary losses, (weight, metrics))`.
+        self,
+        shards: Any,
+        params: Any,
+        buffers: Any,
+        ids: Any,
+        scale: Any,
+        cotangent: Any,
+        batch: Batch,
+        key: jax.Array,
+    ) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
+        """`(sum of the loss with auxiliary losses, (weight, metrics, statistics))`.
+
+        cotangent: for a part of a batch, the result of `_statistics_cotangent`; None for a whole batch.
 
         The sum, not the mean: sums add up over devices and accumulated parts, whatever the number of target tokens in each of
         them, and they keep float16 gradients of order 1 in the backward pass.
         """
         tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
-        out = loss(self.model, tables, batch, key)
+        out = loss(self.model, variables.join(tables, buffers), batch, key)
         total = out.sum
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):
                 total = total + self.aux_weights.get(name, 1.0) * mean(value, weight) * out.weight
+        if cotangent is None and out.statistics:
+            total = total + self._auxiliary_loss(out.statistics) * out.weight
         if scale is not None:
             total = total * scale.value
-        return total, (out.weight, {"loss": (out.sum, out.weight), **out.aux})
+        if cotangent is not None:
+            products = jax.tree.map(lambda d, statistic: jnp.sum(d * statistic), cotangent, out.statistics)
+            total = total + sum(jax.tree.leaves(products))
+        return total, (out.weight, {"loss": (out.sum, out.weight), **out.aux}, out.statistics)
 
 
-def loss(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> LossOut:
+def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None) -> LossOut:
     """Loss of a batch.
 
     Args:
       model: The model.
-      params: Parameters of the model.
+      weights: Weights of the model, see `models.variables`.
       batch: Arrays whose first axis is that of the examples.
       key: Key for dropout and sampled losses in training; None for evaluation, which draws nothing.
 
     Returns:
-      The sum of the losses, its weight and the layers' metrics.
+      The sum of the losses, its weight, and the layers' metrics and statistics.
     """
     if model.model_parallel is None:
-        params = host_offload.to_device(params)
+        weights = host_offload.to_device(weights)
     rngs = {} if key is None else _rngs(key)
-    out: Any = model.apply({"params": params}, batch, key is None, rngs=rngs, method="loss")
+    out: Any = model.apply(variables.collections(weights), batch, key is None, rngs=rngs, method="loss")
     return out
 
 

@@ -46,7 +46,7 @@ class Result:
         `data.baselines`; empty if the run was interrupted and in processes other than process 0.
       dataset: The data, with its tokenizer.
       model: The model.
-      params: Parameters of the model, averaged ones where the run keeps an average.
+      params: Weights of the model: averaged parameters where the run keeps an average, and buffers.
       seconds: Seconds by phase, over all restarts; "setup" holds all compilation.
       peak_memory_bytes: Largest peak memory of any restart.
       parameters: Number of parameters.

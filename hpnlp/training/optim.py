@@ -71,8 +71,8 @@ class OptimizerConfig:
     )
     aux: str = option(
         "",
-        'Factors of auxiliary losses, metrics of layers whose names end in "_loss", as in "balance_loss(0.01)"; 1 for those '
-        "that are not named.",
+        'Factors of the layers\' auxiliary losses, which are reported beside the loss, as in "balance_loss(0.01)"; 1 for '
+        "those that are not named.",
     )
     scaling: str = option(
         "linear",

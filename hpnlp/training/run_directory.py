@@ -281,7 +281,7 @@ class Run:
       config: Config of the run.
       vocabulary: Vocabulary of the run.
       model: Model of the run.
-      params: Parameters for generation and export: averaged ones where the run keeps an average.
+      params: Weights for generation and export: averaged parameters where the run keeps an average, and buffers.
       step: Step of the checkpoint that the parameters are from.
       eos_ids: Ids that end a text, see the function `eos_ids`.
     """

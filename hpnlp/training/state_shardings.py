@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from hpnlp.models import variables
 from hpnlp.parallel import host_offload
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
@@ -27,6 +28,7 @@ class TrainState:
       opt_state: State of the optimizer.
       ema: Averaged parameters, or None.
       scale: A `LossScale`, or None.
+      buffers: Buffers, or None if the model has none.
     """
 
     step: Any
@@ -34,11 +36,12 @@ class TrainState:
     opt_state: Any
     ema: Any = None
     scale: Any = None
+    buffers: Any = None
 
     @property
     def best_params(self) -> Any:
-        """The parameters for evaluation, generation and export."""
-        return self.params if self.ema is None else self.ema
+        """The weights for evaluation, generation and export: parameters, averaged ones if there are some, and buffers."""
+        return variables.join(self.params if self.ema is None else self.ema, self.buffers)
 
 
 def state_shardings(layout: Layout, plan: Plan, axes: Any, statistic_specs: Any, shapes: TrainState) -> TrainState:
@@ -47,13 +50,14 @@ def state_shardings(layout: Layout, plan: Plan, axes: Any, statistic_specs: Any,
     Args:
       layout: The plan on its devices; its ZeRO stage decides whether parameters are divided over `fsdp`.
       plan: The plan; states what rests in the host's memory.
-      axes: A tree like the parameters, of tuples of logical axis names.
+      axes: A tree like the weights, of tuples of logical axis names.
       statistic_specs: A tree like the parameters, of the PartitionSpec of each one's gradient and statistics.
       shapes: Shapes of the state.
 
     Returns:
-      Parameters by their logical axes, and each statistic of the optimizer as the parameter that it belongs to.
+      Parameters and buffers by their logical axes, and each statistic of the optimizer as the parameter that it belongs to.
     """
+    axes, buffer_axes = variables.split(axes)
     param_specs = layout.state_specs(axes, shapes.params, divided=layout.zero == 3)
     params, statistics = (
         jax.tree.map(lambda _, spec: NamedSharding(layout.mesh, spec), shapes.params, specs)
@@ -65,6 +69,7 @@ def state_shardings(layout: Layout, plan: Plan, axes: Any, statistic_specs: Any,
         opt_state=_optimizer_shardings(layout, statistics, shapes),
         ema=None if shapes.ema is None else statistics,
         scale=jax.tree.map(lambda _: layout.sharding(), shapes.scale),
+        buffers=None if buffer_axes is None else _buffer_shardings(layout, buffer_axes, shapes.buffers),
     )
     if plan.offload_optimizer:
         state = dataclasses.replace(state, opt_state=host_offload.on_host(state.opt_state))
@@ -72,6 +77,12 @@ def state_shardings(layout: Layout, plan: Plan, axes: Any, statistic_specs: Any,
         ema = state.ema and host_offload.layers_on_host(state.ema)
         state = dataclasses.replace(state, params=host_offload.layers_on_host(state.params), ema=ema)
     return state
+
+
+def _buffer_shardings(layout: Layout, axes: Any, shapes: Any) -> Any:
+    """Shardings of buffers. ZeRO divides them where it divides parameters, so that layers gather both alike."""
+    specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
+    return jax.tree.map(lambda _, spec: NamedSharding(layout.mesh, spec), shapes, specs)
 
 
 def _optimizer_shardings(layout: Layout, statistics: Any, shapes: TrainState) -> Any:

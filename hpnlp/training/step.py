@@ -10,12 +10,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from hpnlp import measure
 from hpnlp.model_parallel import ModelParallel
-from hpnlp.models.backbone import axes_and_shapes
+from hpnlp.models import variables
 from hpnlp.parallel import context_parallel, distributed_matrices, host_offload, pipeline, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
@@ -26,6 +27,9 @@ from hpnlp.training.muon import ApplyToWhole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
 from hpnlp.training.state_shardings import TrainState, shapes_with, state_shardings
 from hpnlp.types import InputError, Model
+
+# Folded into the key of a step for `Model.advance`: no part of an accumulated batch has this number.
+ADVANCE_STREAM = np.uint32(2**32 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +54,9 @@ class Trainer:
     """The compiled functions of one model on one mesh.
 
     Attributes:
-      init: `init(key[, params]) -> state`.
+      init: `init(key[, weights]) -> state`; buffers that the weights lack are drawn.
       step: `step(state, batch, key) -> (state, metrics)`; the state is donated.
-      evaluate: `evaluate(params, batch)` -> name -> (sum, weight): of "loss" in nats, and of what the layers report.
+      evaluate: `evaluate(weights, batch)` -> name -> (sum, weight): of "loss" in nats, and of what the layers report.
       state_shapes: Shapes of the state, with their shardings.
       example_batch: `example_batch(batch_size, length)`: a batch of zeros with the shapes and dtypes of a batch of data.
       batch_sharding: Sharding of each array of a batch, by name; the arrays are global.
@@ -121,18 +125,19 @@ def make_trainer(
 
     Raises:
       InputError: The plan does not divide the model, or does not fit the model or the optimizer; or `optimizer.aux` names a
-        loss that no layer reports.
+        loss that no layer reports; or `advance` changes the shape of a buffer.
     """
     layout = plan.layout(model.config.sizes(), devices)
     _check_compatible(model, config, plan, layout)
-    axes, param_shapes = axes_and_shapes(model.clone(remat=plan.remat))
+    weight_axes, weight_shapes = variables.axes_and_shapes(model.clone(remat=plan.remat))
+    (axes, _), (param_shapes, buffer_shapes) = variables.split(weight_axes), variables.split(weight_shapes)
     statistic_specs = layout.state_specs(axes, param_shapes, divided=layout.zero >= 1)
     # jax_debug_nans re-executes the program operation by operation, which does not terminate inside shard_map.
     single = (layout.mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
     optimizer = make_optimizer(config, steps, None if single else _apply_to_whole(layout.mesh, statistic_specs))
-    make_state = functools.partial(_initial_state, model, config, optimizer)
-    shapes = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)), param_shapes)
-    shardings = state_shardings(layout, plan, axes, statistic_specs, shapes)
+    make_state = functools.partial(_initial_state, model, config, optimizer, buffer_shapes is not None)
+    shapes = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)), weight_shapes)
+    shardings = state_shardings(layout, plan, weight_axes, statistic_specs, shapes)
     tables = {sparse_rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     gradients = Gradients(
@@ -147,7 +152,8 @@ def make_trainer(
         zero2=layout.zero == 2 and not single,
         aux_weights=config.aux_weights(),
     )
-    gradients.check_aux_weights(param_shapes)
+    gradients.check_aux_weights(weight_shapes)
+    gradients.check_advance(weight_shapes)
     functions = _StepFunctions(
         gradients=gradients,
         update=update,
@@ -155,7 +161,7 @@ def make_trainer(
         tables=tables,
         fetches_optimizer=plan.offload_optimizer and not plan.offload_parameters,
         param_shapes=param_shapes,
-        param_shardings=shardings.params,
+        weight_shardings=variables.join(shardings.params, shardings.buffers),
     )
     functions.rows_trained(config.accumulate, 8)  # raises InputError for models that cannot train some rows only
     on_mesh = functools.partial(_OnMesh, layout.mesh)
@@ -218,14 +224,17 @@ def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout:
 
 
 def _initial_state(
-    model: Model, config: OptimizerConfig, optimizer: Any, key: jax.Array, params: Any = None
+    model: Model, config: OptimizerConfig, optimizer: Any, has_buffers: bool, key: jax.Array, weights: Any = None
 ) -> TrainState:
-    """The state before the first step; `key` draws the parameters where none are passed."""
-    if params is None:
-        params = nn.meta.unbox(model.init(key, model.example_batch(1, 8)))["params"]
+    """The state before the first step; `key` draws the parameters and buffers that are not passed."""
+    params, buffers = (None, None) if weights is None else variables.split(weights)
+    if params is None or (has_buffers and buffers is None):
+        initial = nn.meta.unbox(model.init(key, model.example_batch(1, 8)))
+        params = initial["params"] if params is None else params
+        buffers = initial.get(variables.BUFFERS)
     ema = jax.tree.map(jnp.copy, params) if config.ema else None
     scale = loss_scale.initial(config.loss_scale, model.config.dtype)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema, scale)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema, scale, buffers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +248,7 @@ class _StepFunctions:
       tables: Shapes of the parameters by path.
       fetches_optimizer: True if the optimizer's state rests in the host's memory, and is fetched at once, not by layer.
       param_shapes: Shapes of the parameters.
-      param_shardings: Shardings of the parameters.
+      weight_shardings: Shardings of the model's weights.
     """
 
     gradients: Gradients
@@ -248,18 +257,20 @@ class _StepFunctions:
     tables: Mapping[sparse_rows.Path, tuple[int, ...]]
     fetches_optimizer: bool
     param_shapes: Any
-    param_shardings: Any
+    weight_shardings: Any
 
-    def init(self, key: jax.Array, params: Any = None) -> TrainState:
-        """The state before the first step; `key` draws the parameters where none are passed."""
-        return _initial_state(self.gradients.single_model, self.update.config, self.update.optimizer, key, params)
+    def init(self, key: jax.Array, weights: Any = None) -> TrainState:
+        """The state before the first step; `key` draws the parameters and buffers that are not passed."""
+        model, update = self.gradients.single_model, self.update
+        has_buffers = variables.BUFFERS in self.weight_shardings
+        return _initial_state(model, update.config, update.optimizer, has_buffers, key, weights)
 
     def step(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: gradients, update, metrics. Only the trained rows of a table take part in it."""
         key = jax.random.fold_in(key, state.step)
         ids = self.gradients.looked_up(state.params, batch, key)
         full_state, state = state, sparse_rows.gather(state, ids, self.tables)
-        grads, (weight, sums) = self.gradients(state.params, ids, state.scale, batch, key)
+        grads, (weight, sums, statistics) = self.gradients(state.params, state.buffers, ids, state.scale, batch, key)
         scaled = weight if state.scale is None else weight * state.scale.value
         norm = self.update.norm(grads, scaled)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
@@ -276,7 +287,8 @@ class _StepFunctions:
         )
         with jax.numpy_dtype_promotion("standard"):
             learning_rate = jnp.asarray(self.schedule(_updates(state)), jnp.float32)
-        new_state = TrainState(state.step, params, opt_state, ema, state.scale)
+        buffers = self._advance(state, statistics, is_finite if skips else None, key)
+        new_state = TrainState(state.step, params, opt_state, ema, state.scale, buffers)
         # Vectors, such as a confusion matrix, are metrics of evaluations only.
         metrics = {name: mean(total, count) for name, (total, count) in sums.items() if not total.ndim}
         metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}
@@ -287,11 +299,21 @@ class _StepFunctions:
         new_state = dataclasses.replace(new_state, step=state.step + 1)
         return sparse_rows.scatter(full_state, new_state, ids, self.tables), metrics
 
-    def evaluate(self, params: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def _advance(self, state: TrainState, statistics: Any, is_finite: jax.Array | None, key: jax.Array) -> Any:
+        """The buffers of the next step; those of the state if the step is skipped. None if the model has none."""
+        if state.buffers is None:
+            return None
+        rng = jax.random.fold_in(key, ADVANCE_STREAM)
+        buffers = self.gradients.model.advance(state.buffers, statistics, state.step, rng)
+        if is_finite is None:
+            return buffers
+        return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), buffers, state.buffers)
+
+    def evaluate(self, weights: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
         """`Trainer.evaluate`, without dropout; averaged parameters, sharded as statistics are, are resharded."""
-        params = jax.tree.map(jax.lax.with_sharding_constraint, params, self.param_shardings)
-        out = loss(self.gradients.model, params, batch, None)
-        return {"loss": (out.sum, out.weight), **out.aux}
+        weights = jax.tree.map(jax.lax.with_sharding_constraint, weights, self.weight_shardings)
+        out = loss(self.gradients.model, weights, batch, None)
+        return self.gradients.with_auxiliary_losses({"loss": (out.sum, out.weight), **out.aux}, out.statistics)
 
     def rows_trained(self, examples: int, length: int) -> dict[sparse_rows.Path, int]:
         """`Trainer.rows_trained`."""

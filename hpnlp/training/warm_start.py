@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import tokenizer_digest
+from hpnlp.models import variables
 from hpnlp.models.huggingface import convert
 from hpnlp.nn.attention import mixer_period
 from hpnlp.parallel.plan import Plan
@@ -217,7 +218,7 @@ def load_params(source: Source, trainer: Trainer, plan: Plan) -> tuple[Any, str]
       plan: The trainer's plan.
 
     Returns:
-      The parameters, for `Trainer.init`, and a phrase on their origin.
+      The weights, for `Trainer.init`, and a phrase on their origin.
 
     Raises:
       InputError: The parameters cannot be read, or have other shapes than the model's.
@@ -229,7 +230,8 @@ def load_params(source: Source, trainer: Trainer, plan: Plan) -> tuple[Any, str]
         params, origin = run.params, f"{source.directory}, step {run.step}"
     else:
         params, origin = convert.load(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
-    expected = trainer.state_shapes.params
+    shapes = trainer.state_shapes
+    expected = variables.join(shapes.params, shapes.buffers) if source.is_run else shapes.params
     _check_shapes(params, expected, source)
     if not source.is_run:
         params = jax.tree.map(_place, expected, params)

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from hpnlp import measure
 from hpnlp.data.tokenizers import ByteTokenizer, WordTokenizer
 from hpnlp.models import decode
-from hpnlp.models.backbone import axes_of
 from hpnlp.models.decode import Generation, TextStream, drawable_ids, sample_text
 from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.variables import axes_of
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.parallel.host_offload import HOST

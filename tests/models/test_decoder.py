@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from hpnlp.models.backbone import axes_and_shapes, separate_layers
+from hpnlp.models.backbone import separate_layers
 from hpnlp.models.decoder import Decoder, DecoderConfig
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.lm import LMConfig
+from hpnlp.models.variables import axes_and_shapes
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig

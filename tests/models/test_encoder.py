@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.backbone import axes_of
 from hpnlp.models.encoder import Encoder, EncoderConfig
+from hpnlp.models.variables import axes_of
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full

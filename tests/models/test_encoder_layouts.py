@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from hpnlp.models.backbone import axes_and_shapes
 from hpnlp.models.encoder import Encoder
+from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.step import _model_parallel
 from hpnlp.types import InputError

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.backbone import axes_and_shapes, separate_layers
+from hpnlp.models.backbone import separate_layers
 from hpnlp.models.decode import Generation
 from hpnlp.models.huggingface.families import config_json
 from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.backbone import RESIDUALS, axes_of
+from hpnlp.models.backbone import RESIDUALS
 from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.variables import axes_of
 from hpnlp.nn.attention import Context
 from hpnlp.ops.attention.masks.base import Full
 from hpnlp.ops.attention.masks.patterns import Causal

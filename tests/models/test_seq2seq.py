@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from hpnlp.models.backbone import axes_and_shapes
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hpnlp.models.seq2seq_decode import generate, search
+from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import _model_parallel, make_trainer

@@ -8,6 +8,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from hpnlp import measure
+from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL
 from hpnlp.nn.attention import Context
 from hpnlp.ops.attention.masks.patterns import Causal
@@ -29,14 +30,16 @@ def run(tensor_parallel, params, x, context, rng, chunk):
             + index.astype(jnp.float32)
             + 0.1 * context.positions[..., None]
         )
-        return x + y, jnp.sum(y**2)
+        return x + y, jnp.sum(y**2, axis=(0, 1))
 
     if tensor_parallel.regathers:
         layer = jax.checkpoint(layer, policy=tensor_parallel.remat_policy(None), prevent_cse=False)
     count = jax.tree.leaves(params)[0].shape[0]
     indices = jnp.asarray(chunk * count, jnp.uint32) + jnp.arange(count, dtype=jnp.uint32)
     x, squares = jax.lax.scan(layer, x, (params["all"], indices))
-    return x, {"square": (squares.sum(), jnp.float32(x.shape[0] * len(indices)))}
+    return x, LayerReport(
+        {"square": (squares.sum(), jnp.float32(x.shape[0] * len(indices)))}, {"all": {"squares": squares}}
+    )
 
 
 def arrays():
@@ -48,8 +51,10 @@ def arrays():
 
 def with_gradients(run_all):
     def value(params, x, context):
-        y, aux = run_all(params, x, context)
-        return (y**2).sum() + aux["square"][0], (y, aux)
+        y, report = run_all(params, x, context)
+        by_layer = jnp.arange(LAYERS, dtype=jnp.float32)[:, None]
+        statistic = (report.statistics["all"]["squares"] * by_layer).sum()
+        return (y**2).sum() + report.aux["square"][0] + statistic, (y, report)
 
     return jax.value_and_grad(value, (0, 1), has_aux=True)
 
@@ -86,13 +91,13 @@ def staged(plan, devices=8):
 )
 def test_stages_equal_the_layers_in_sequence(plan, expected_results):
     inputs = arrays()
-    (expected, (y, aux)), gradients = expected_results
-    (value, (z, reports)), staged_gradients = once(with_gradients(staged(plan)), *inputs)
-    pairs = (value, z, staged_gradients), (expected, y, gradients)
+    (expected, (y, report)), gradients = expected_results
+    (value, (z, staged_report)), staged_gradients = once(with_gradients(staged(plan)), *inputs)
+    pairs = (value, z, staged_gradients, staged_report.statistics), (expected, y, gradients, report.statistics)
     for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
         assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(b)
-    total, weight = reports["square"]
-    assert float(total) == pytest.approx(float(aux["square"][0]), rel=1e-5) and float(weight) == B * LAYERS
+    total, weight = staged_report.aux["square"]
+    assert float(total) == pytest.approx(float(report.aux["square"][0]), rel=1e-5) and float(weight) == B * LAYERS
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from hpnlp.models.backbone import axes_of
 from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.variables import axes_of
 from hpnlp.parallel.plan import AXES, PLANS, RULES, Plan
 from hpnlp.types import InputError
 

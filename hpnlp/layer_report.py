@@ -1,0 +1,77 @@
+"""Results of layers beside their hidden states, and the optional parts of mixers that layers and layouts rely on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from hpnlp.types import Aux, InputError, Mixer, Statistics
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """Results of layers beside their hidden states.
+
+    Attributes:
+      aux: Losses and metrics, as (sum, weight); of several layers, summed over the layers.
+      statistics: Sums over tokens, float32, by name; of several layers, by the name of their stack and stacked `[n, ...]`.
+    """
+
+    aux: Aux = dataclasses.field(default_factory=dict)
+    statistics: Statistics = dataclasses.field(default_factory=dict)
+
+    def merged(self, other: LayerReport) -> LayerReport:
+        """Joins the reports of two branches of a layer.
+
+        Args:
+          other: Report of the other branch.
+
+        Returns:
+          The report with the names of both.
+        """
+        return LayerReport({**self.aux, **other.aux}, {**self.statistics, **other.statistics})
+
+
+def statistic_axes(mixer: Mixer) -> Mapping[str, tuple[str | None, ...]]:
+    """Statistics that a mixer returns.
+
+    A statistic with an axis "heads" or "kv_heads" holds sums for each of these heads. One without is a function of the tokens,
+    the same on all devices that have these tokens and different heads.
+
+    Args:
+      mixer: The mixer.
+
+    Returns:
+      Its attribute `statistic_axes`, the logical axes of each statistic by name; empty without such an attribute.
+    """
+    return getattr(mixer, "statistic_axes", {})
+
+
+def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:
+    """Checks that a mixer's method and its `__call__` come from the same class.
+
+    A subclass that changes `__call__` alone computes another function than the method that it inherits.
+
+    Args:
+      mixer: The mixer.
+      name: Name of the method that is about to be called in place of `__call__`.
+      caller: Caller of the method, for the message.
+      fix: Remedy for the user, for the message.
+
+    Raises:
+      InputError: The mixer has no such method, or takes it from another class than `__call__`.
+    """
+    bases = type(mixer).__mro__
+    of_call, of_method = (next((base for base in bases if method in vars(base)), None) for method in ("__call__", name))
+    if of_method is None:
+        raise InputError(f"{type(mixer).__name__} has no `{name}`, which {caller} calls: {fix}")
+    if of_call is not of_method:
+        called = "none" if of_call is None else of_call.__name__
+        raise InputError(
+            f"{type(mixer).__name__} takes `{name}` from {of_method.__name__} and `__call__` from {called}, and {caller} "
+            f"calls `{name}` alone: define both in one class, or {fix}"
+        )

@@ -1,0 +1,109 @@
+"""Runs of models with buffers: they resume bit for bit, evaluate, generate and start other runs with their buffers."""
+
+import dataclasses
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.models.decode import Generation
+from hpnlp.models.lm import LM
+from hpnlp.models.variables import collections, split
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.training import loop
+from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.run_directory import load
+from hpnlp.types import InputError
+from tests import tiny
+from tests.centered_keys import centered_keys
+
+CONFIG = {"model__mixer": "centered,full", "plan__fsdp": 2, "train__eval_every": 4, "train__eval_batches": 1}
+CONFIG |= {
+    "optimizer__ema": 0.9,
+    "plan__tensor": 2,
+    "optimizer__accumulate": 2,
+    "optimizer__aux": "keys_loss(0.1), hidden_loss(0.1)",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mixers():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MIXERS, "centered", centered_keys)
+        yield
+
+
+def train(workdir, **overrides):
+    return loop.train(tiny.make(**CONFIG | overrides), workdir)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    return workdir, train(workdir)
+
+
+def buffers_of(weights):
+    return split(jax.device_get(weights))[1]["layers"]["0_centered"]["attention"]["mixer"]
+
+
+def test_interrupted_run_resumes_bit_for_bit(undisturbed, tmp_path, monkeypatch):
+    workdir, expected = undisturbed
+
+    class Writer(loop.JsonlWriter):
+        def write(self, number, values):
+            super().write(number, values)
+            if number == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "JsonlWriter", Writer)
+        assert train(tmp_path).interrupted
+    result = train(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == (workdir / "metrics.jsonl").read_bytes()
+    assert jax.tree.structure(result.params) == jax.tree.structure(expected.params)
+    for a, b in zip(jax.tree.leaves(result.params), jax.tree.leaves(expected.params), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    buffers = buffers_of(result.params)
+    assert buffers["updates"] == [12.0] and np.abs(buffers["average"]).max() > 1e-3
+
+
+def test_loaded_run_generates_with_its_buffers(undisturbed):
+    workdir, result = undisturbed
+    run = load(workdir, step=12)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.params), jax.device_get(result.params))
+    prompt = np.array([5, 3, 8, 2])
+    generation = Generation(run.model, run.params, [prompt], tokens=4, temperature=0.0)
+    (ids,) = np.concatenate(list(generation), axis=1)
+    logits = jax.jit(lambda tokens: run.model.apply(collections(run.params), tokens, method=LM.logits))
+    best = np.argmax(np.asarray(logits(np.array([*prompt, *ids], np.int32)[None]))[0], axis=-1)
+    np.testing.assert_array_equal(ids, best[3:-1])
+
+
+def test_runs_start_from_a_run_with_its_buffers(undisturbed, tmp_path):
+    source = load(undisturbed[0])
+    result = train(tmp_path, train__init_from=str(undisturbed[0]), train__steps=1)
+    start, end = buffers_of(source.params), buffers_of(result.params)
+    np.testing.assert_array_equal(end["updates"], start["updates"] + 1)
+
+
+def test_buffers_of_another_shape_raise(undisturbed):
+    workdir, result = undisturbed
+    trainer = tiny.shared_trainer(
+        result.model, tiny.make(**CONFIG).optimizer, tiny.make(**CONFIG).plan, steps=12
+    )  # `loop` makes it with other arguments
+    shapes = trainer.state_shapes
+
+    def longer(leaf):
+        return jax.ShapeDtypeStruct((*leaf.shape, 2), jnp.float32, sharding=leaf.sharding)
+
+    checkpoints = Checkpointer(workdir, read_only=True)
+    try:
+        for buffers, text in ((None, "nothing"), (jax.tree.map(longer, shapes.buffers), r"float32\[1, 2, 8, 2\]")):
+            with pytest.raises(InputError, match=rf"rest\['buffers'\].*was saved as float32.*, expected {text}"):
+                checkpoints.restore(dataclasses.replace(shapes, buffers=buffers))
+    finally:
+        checkpoints.close()
