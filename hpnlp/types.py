@@ -491,11 +491,3 @@ class Model(Protocol):
           A tree of arrays like `buffers`.
         """
         ...
-
-
-class Writer(Protocol):
-    """A destination of metrics, called once per step with plain floats."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...

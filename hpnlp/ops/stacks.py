@@ -202,7 +202,7 @@ def _interleave(*leaves: jax.Array) -> jax.Array:
     return leaves[0] if len(leaves) == 1 else jnp.stack(leaves, 1).reshape(-1, *leaves[0].shape[1:])
 
 
-def _by_period(leaf: jax.Array, periods: int, size: int) -> jax.Array:
+def _by_period(leaf: Any, periods: int, size: int) -> Any:
     """Layers `[Q, size, ...]` of Q complete periods; `[Q, ...]` for a size of 1."""
     leaf = leaf if periods * size == leaf.shape[0] else leaf[: periods * size]
     # With an axis of size 1, XLA chooses another layout, and copies the stack.

@@ -200,7 +200,7 @@ def _run_with_table(
     """Runs `function(table, *arrays)` on each device, on all features of the device's words. operands: (array, spec)."""
     table_spec, gather = layout.parameters((axis, "embed"), table)
 
-    def run_on_device(table: Any, *arrays: Array) -> Any:
+    def run_on_device(table: Any, *arrays: Any) -> Any:
         return function(gather(table), *arrays)
 
     arrays, specs = zip(*operands, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,7 @@ Batch = Mapping[str, np.ndarray]
 Sums = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
+@runtime_checkable
 class RunConfig(Protocol):
     """The sections of a run's config (`training.config.Config`) that tasks read."""
 
@@ -33,6 +34,7 @@ class RunConfig(Protocol):
     def train(self) -> Any: ...
 
 
+@runtime_checkable
 class Dataset(Protocol):
     """Data of a run, such as `data.Corpus`.
 
@@ -51,6 +53,7 @@ class Dataset(Protocol):
         ...
 
 
+@runtime_checkable
 class Baseline(Protocol):
     """A measurement of other methods on the same data, which may run beside the training."""
 

@@ -24,10 +24,10 @@ from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
 from hpnlp.training.loss_scale import MINIMUM
-from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, find_writers, reading_progress
+from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
 from hpnlp.training.run_directory import claimed, has_begun, make_model, write_config
 from hpnlp.training.step import TrainState, check_batch, make_trainer
-from hpnlp.types import InputError, Writer
+from hpnlp.types import InputError
 
 MAX_NONFINITE_STEPS = 20  # a run stops after this number of consecutive steps without a finite gradient
 

@@ -13,12 +13,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from hpnlp.spec import build, checked, parse
-from hpnlp.types import InputError, Writer
+from hpnlp.types import InputError
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """A destination of metrics, called once per step with plain floats."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class JsonlWriter:
