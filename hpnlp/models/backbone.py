@@ -16,6 +16,7 @@ from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
 from hpnlp.models.layer_forms import build_mixer, check_effects, layer_forms, matrix_size, projections
 from hpnlp.models.layer_stack import LayerStack, init_layers, layer_axes, make_blocks, stack_order
+from hpnlp.models.ranges import LIMITS, check_ranges
 from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.attention import Context, mixer_period
 from hpnlp.nn.block import BlockConfig
@@ -31,31 +32,12 @@ DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "flo
 # Addition of a layer's branches: one after the other to one stream, or each to the stream that the other branch reads.
 RESIDUALS = ("plain", "reversible")
 
-# The smallest and largest sizes. The limits are several times those of any published model, and small enough that no
-# computation of a plan overflows.
-MINIMA = {
-    "layers": 1,
-    **dict.fromkeys(("kv_heads", "head_dim", "mlp_dim", "vocab", "max_len", "unroll", "memory_dim"), 0),
-}
-LIMITS = {
-    "layers": 4096,
-    "dim": 2**18,
-    "heads": 2**14,
-    "kv_heads": 2**14,
-    "head_dim": 2**16,
-    "mlp_dim": 2**20,
-    "vocab": 2**27,
-    "max_len": 2**28,
-    "unroll": 4096,
-    "memory_dim": 2**18,
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class BackboneConfig(BlockConfig):
     """Embeddings, positions and a stack of Blocks.
 
-    Sizes have upper limits, LIMITS.
+    Sizes have upper limits, `ranges.LIMITS`.
     """
 
     layers: int = option(4, "Number of Blocks L.")
@@ -82,11 +64,11 @@ class BackboneConfig(BlockConfig):
     )
 
     def __post_init__(self) -> None:
-        _check_ranges(self, "model.")
+        check_ranges(self, "model.")
         super().__post_init__()
         self._check_periods()
         for form in set(self.forms()):
-            _check_ranges(form, "model.form: ")
+            check_ranges(form, "model.form: ")
         check_effects(self.form, self._block())
         projects = self.memory_dim > 0 or any(mixer.needs for mixer in self.mixers())
         for name in ("qk_norm", "qkv_bias", "out_bias"):
@@ -259,19 +241,6 @@ class BackboneConfig(BlockConfig):
         """
         sizes = [matrix_size(form) for form in self.forms()]
         return sum(sizes[layer % len(sizes)] for layer in range(self.layers))
-
-
-def _check_ranges(block: BlockConfig, prefix: str) -> None:
-    """Raises InputError for numbers of a config out of range, which is named with the prefix."""
-    for name, minimum in MINIMA.items():
-        if getattr(block, name, minimum) < minimum:
-            raise InputError(f"{prefix}{name}={getattr(block, name)}: expected at least {minimum}")
-    for name, limit in LIMITS.items():
-        if getattr(block, name, limit) > limit:
-            raise InputError(f"{prefix}{name}={shortened(getattr(block, name), 40)}: expected at most {limit}")
-    for name in ("norm_eps", "rope_theta"):
-        if not 0 < getattr(block, name) < math.inf:
-            raise InputError(f"{prefix}{name}={getattr(block, name)}: expected a finite number over 0")
 
 
 def _common_size(sizes: list[int], field: str) -> tuple[int, str]:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from hpnlp.models.backbone import LIMITS, BackboneConfig
+from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.prediction import Batch, PredictionModel
+from hpnlp.models.ranges import LIMITS
 from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.layers import Embed, dropout
 from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling

@@ -31,8 +31,8 @@ class Memory:
       segment_ids: int32 `[B, S]`: a token attends to the vectors of its own segment id; 0 marks padding.
     """
 
-    states: jax.Array
-    segment_ids: jax.Array
+    states: Any
+    segment_ids: Any
 
 
 @jax.tree_util.register_dataclass

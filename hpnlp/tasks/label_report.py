@@ -169,7 +169,7 @@ def _examples(outcome: Outcome, show: Callable[[Place], str]) -> Iterator[str]:
     dataset, model, labels = outcome.dataset, outcome.model, outcome.dataset.labels
     stored = dataset.stored[HELDOUT]
     count = min(stored.count, outcome.config.data.batch_size * EXAMPLE_BATCHES)
-    numbers = np.arange(count) * stored.count // count
+    numbers = (np.arange(count) * stored.count // count).tolist()
     batch = dataset.kind.batch(stored, numbers, count, dataset.tokenizer, dataset.seq_len)
     logits = jax.jit(functools.partial(model.apply, method="logits"))(
         collections(outcome.params), {name: batch[name] for name in model.batch_axes()}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp.data.baselines import NAMES, WINDOW
-from hpnlp.data.stream import Corpus
 from hpnlp.models import decode
 from hpnlp.nn.output import is_normalized
 from hpnlp.tasks import vocabulary as vocabularies
@@ -37,7 +36,7 @@ class LanguageModelReport(TaskReport):
     }
     unit = "a token"
 
-    def numbers(self, dataset: Corpus, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, identity of the held-out text, and bits per byte of compressors on the same text.
 
         The bits per byte of a tokenizer that loses text or of an output layer that gives no probabilities are None.

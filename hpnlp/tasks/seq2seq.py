@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from hpnlp.data.examples import Examples
 from hpnlp.data.examples import Seq2SeqConfig as Seq2SeqDataConfig
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hpnlp.tasks import vocabulary as vocabularies
@@ -36,7 +35,7 @@ class SequenceToSequence(ExampleTask):
         return Seq2Seq(dataclasses.replace(filled, target_len=target_len), stats)
 
     def scores(
-        self, config: RunConfig, dataset: Examples, sums: Sums, *, is_complete: bool, gives_probabilities: bool
+        self, config: RunConfig, dataset: Any, sums: Sums, *, is_complete: bool, gives_probabilities: bool
     ) -> dict[str, float]:
         """Mean loss in nats per target token, and the shares of tokens and of whole targets that are predicted."""
         return {name: float(sums[name][0] / sums[name][1]) for name in ("loss", "accuracy", "exact_match")}

@@ -16,8 +16,8 @@ from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError, Model, Tokenizer
 
 Batch = Mapping[str, np.ndarray]
-# Name of a metric -> (weighted sum, sum of the weights) over the examples of an evaluation. Sums may be arrays.
-Sums = Mapping[str, tuple[np.ndarray, np.ndarray]]
+# Name of a metric -> (weighted sum, sum of the weights) over the examples of an evaluation, in float64. Sums may be arrays.
+Sums = Mapping[str, tuple[Any, Any]]
 
 
 @runtime_checkable

@@ -27,7 +27,7 @@ class Evaluation:
     """
 
     scores: dict[str, float]
-    sums: dict[str, tuple[np.ndarray, np.ndarray]]
+    sums: dict[str, tuple[Any, Any]]
 
 
 def evaluate(trainer: Trainer, params: Any, dataset: Dataset, config: Config, limit: int | None = None) -> Evaluation:
@@ -76,7 +76,7 @@ def further_scores(trainer: Trainer, params: Any, dataset: Dataset, config: Conf
 
 def _sums(
     trainer: Trainer, params: Any, batches: Iterable[Mapping[str, np.ndarray]], config: Config
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+) -> dict[str, tuple[Any, Any]]:
     """What the model's loss reports, summed over batches in float64."""
     pending: list[Any] = []
     for batch in batches:

@@ -178,14 +178,19 @@ class Gradients:
         if not self.aux_weights:
             return
         batch, key = self.single_model.example_batch(1, 8), jax.random.key(0)
-        out = jax.eval_shape(lambda weights: loss(self.single_model, weights, batch, key), weights)
-        losses = [name for name in out.aux if name.endswith("_loss")]
-        losses += jax.eval_shape(self.single_model.auxiliary_loss, out.statistics)
+
+        def reported(weights: Any) -> Any:
+            out = loss(self.single_model, weights, batch, key)
+            return out.aux, out.statistics
+
+        aux, statistics = jax.eval_shape(reported, weights)
+        losses = [name for name in aux if name.endswith("_loss")]
+        losses += jax.eval_shape(self.single_model.auxiliary_loss, statistics)
         for name in self.aux_weights:
             if name not in losses:
-                reported = f"the model has {', '.join(losses)}" if losses else "the model has none"
+                known = f"the model has {', '.join(losses)}" if losses else "the model has none"
                 raise InputError(
-                    f"optimizer.aux={self.update.config.aux!r} weights {name}, a loss that no layer reports ({reported}): "
+                    f"optimizer.aux={self.update.config.aux!r} weights {name}, a loss that no layer reports ({known}): "
                     "leave it out"
                 )
 

@@ -163,7 +163,7 @@ def test_parts_of_a_batch_are_sets_of_negatives_if_asked_for():
 
 
 def test_rows_are_those_of_both_texts():
-    batch = make_batch()
+    batch = jax.tree.map(jnp.asarray, make_batch())
     for name, fields in FIELDS.items():
         model, params = make(**fields)
         assert isinstance(model, Model)

@@ -187,12 +187,12 @@ def test_weights_of_both_stacks_are_counted():
 
 
 def test_rows_are_those_of_sources_and_targets():
-    batch = make_batch()
+    batch = jax.tree.map(jnp.asarray, make_batch())
     for shared in (True, False):
         model, params = make(share_embeddings=shared, tied=False, output="sampled(3,uniform)")
         rngs = {"dropout": jax.random.key(0), "output": jax.random.key(1)}
         rows = model.apply({"params": params}, batch, rngs=rngs, method="rows")
-        source, target = set(batch["tokens"].flat), set(batch["target_tokens"].flat)
+        source, target = (set(np.asarray(batch[name]).flat) for name in ("tokens", "target_tokens"))
         found = {path: set(np.asarray(ids).tolist()) for path, ids in rows.items()}
         head = found.pop(("decoder", "head"))
         assert head >= {int(i) for i in batch["target_labels"][batch["target_weights"] > 0]}

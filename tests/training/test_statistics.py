@@ -56,13 +56,14 @@ def batch_of(seed):
     draw = np.random.default_rng(seed)
     tokens = draw.integers(0, SIZES["vocab"], (B, T + 1)).astype(np.int32)
     real = np.arange(T)[None] < draw.integers(T // 2, T + 1, (B, 1))
-    return {
+    batch = {
         "tokens": tokens[:, :T],
         "labels": tokens[:, 1:],
         "segment_ids": real.astype(np.int32),
         "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
         "weights": real.astype(np.float32),
     }
+    return jax.tree.map(jnp.asarray, batch)
 
 
 def model_of(**fields):
@@ -168,18 +169,23 @@ def test_invalid_statistics_raise(monkeypatch):
         trainer_of(aux="z_loss(1)")
     with pytest.raises(InputError, match=r"plan.sequence=2 .* statistics \(keys, hidden, tokens\)"):
         trainer_of(Plan(sequence=2), 2)
+    params = initial_state().best_params
     with monkeypatch.context() as patch:
         patch.setattr(CenteredKeys, "auxiliary_loss", lambda _, statistics: {"loss": statistics["tokens"]})
         trainer = trainer_of(learning_rate=0.25, aux="")
         with pytest.raises(InputError, match="auxiliary_loss returns loss, the name of a metric"):
-            trainer.evaluate(initial_state().best_params, batch_of(0))
+            trainer.evaluate(params, batch_of(0))
     with monkeypatch.context() as patch:
         patch.setattr(CenteredKeys, "advance", lambda _, buffers, *rest: {"average": buffers["average"][0]})
         with pytest.raises(InputError, match=r"advance of .*'average'\] float32\[2, 4\] from float32\[2, 2, 4\]"):
             trainer_of(learning_rate=0.5)
     monkeypatch.setattr(CenteredKeys, "statistic_axes", {"keys": (None,)})
     with pytest.raises(InputError, match="CenteredKeys returns the statistics hidden, tokens without their axes"):
-        jax.eval_shape(lambda: model_of().apply(collections(initial_state().best_params), batch_of(0), method="loss"))
+        jax.eval_shape(
+            lambda *operands: model_of().apply(*operands, method="loss"),
+            collections(params),
+            batch_of(0),
+        )
 
 
 def test_buffers_are_the_average_of_the_keys_and_have_no_gradient():
@@ -224,7 +230,12 @@ def test_planner_counts_buffers():
 def test_models_without_statistics_have_none():
     model = model_of(mixer="full")
     assert model.auxiliary_loss({}) == {}
-    out = jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), batch_of(0)))[0]
-    assert out.statistics == {} and out.sum.dtype == jnp.float32
+
+    def loss():
+        out = model.init_with_output(jax.random.key(0), batch_of(0))[0]
+        return out.sum, out.statistics
+
+    total, statistics = jax.eval_shape(loss)
+    assert statistics == {} and total.dtype == jnp.float32
     trainer = make_trainer(model, OptimizerConfig(), Plan(), devices=jax.devices()[:1], steps=1)
     assert trainer.state_shapes.buffers is None and trainer.state_shapes.best_params is trainer.state_shapes.params

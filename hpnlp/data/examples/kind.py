@@ -150,7 +150,12 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def batch(
-        self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
+        self,
+        examples: StoredExamples,
+        numbers: Sequence[int] | np.ndarray,
+        count: int,
+        tokenizer: Tokenizer,
+        seq_len: int,
     ) -> Batch:
         """Makes a batch.
 

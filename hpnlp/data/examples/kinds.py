@@ -63,7 +63,12 @@ class Classification(Kind):
         return lengths.sum(axis=1) > seq_len - self.special_tokens(tokenizer)
 
     def batch(
-        self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
+        self,
+        examples: StoredExamples,
+        numbers: Sequence[int] | np.ndarray,
+        count: int,
+        tokenizer: Tokenizer,
+        seq_len: int,
     ) -> Batch:
         room = seq_len - self.special_tokens(tokenizer)
         bos, eos = special_token(tokenizer.bos_id), special_token(tokenizer.eos_id)
@@ -159,7 +164,12 @@ class Tagging(Kind):
         return [np.concatenate(words)], np.concatenate(stored)
 
     def batch(
-        self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
+        self,
+        examples: StoredExamples,
+        numbers: Sequence[int] | np.ndarray,
+        count: int,
+        tokenizer: Tokenizer,
+        seq_len: int,
     ) -> Batch:
         rows = [framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
         room = seq_len - self.special_tokens(tokenizer)
@@ -215,7 +225,12 @@ class Seq2Seq(Kind):
         return f" and data.target_len={self.target_len}"
 
     def batch(
-        self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
+        self,
+        examples: StoredExamples,
+        numbers: Sequence[int] | np.ndarray,
+        count: int,
+        tokenizer: Tokenizer,
+        seq_len: int,
     ) -> Batch:
         start = tokenizer.pad_id if tokenizer.bos_id is None else tokenizer.bos_id
         sources = [framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
@@ -258,7 +273,12 @@ class Pairs(Kind):
         return [values["text_field"], values["pair_field"]]
 
     def batch(
-        self, examples: StoredExamples, numbers: Sequence[int], count: int, tokenizer: Tokenizer, seq_len: int
+        self,
+        examples: StoredExamples,
+        numbers: Sequence[int] | np.ndarray,
+        count: int,
+        tokenizer: Tokenizer,
+        seq_len: int,
     ) -> Batch:
         first, second = (
             [framed(examples.part(number, part), tokenizer, seq_len) for number in numbers] for part in range(2)

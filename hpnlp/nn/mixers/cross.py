@@ -27,9 +27,9 @@ class MemoryCache:
       segment_ids: int32 `[B, S]`.
     """
 
-    k: jax.Array
-    v: jax.Array
-    segment_ids: jax.Array
+    k: Any
+    v: Any
+    segment_ids: Any
 
 
 class CrossMixer(nn.Module):
