@@ -181,7 +181,9 @@ def _examples(outcome: Outcome, show: Callable[[Place], str]) -> Iterator[str]:
     yield "| label | prediction | probability | text |"
     yield "|---|---|---|---|"
     for is_right in (True, False):
-        chosen = [at for at in map(tuple, surest.tolist()) if (predicted[at] == batch["labels"][at]) == is_right][:EXAMPLES]
+        chosen = [at for at in map(tuple, surest.tolist()) if (predicted[at] == batch["labels"][at]) == is_right][
+            :EXAMPLES
+        ]
         for at in chosen:
             text = " ".join(show(Place(dataset, batch, numbers[at[0]], at)).split()).replace("`", "'")
             cells = [labels[batch["labels"][at]], labels[predicted[at]], f"{best[at]:.2f}", f"`{text}`"]
