@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from hpnlp.data.examples import Seq2SeqConfig as Seq2SeqDataConfig
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
