@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpnlp.data import sources
-from hpnlp.data.examples import Examples, prepare_examples
-from hpnlp.data.examples.generated import GENERATED
+from hpnlp.data.examples import Examples, check_paths, prepare_examples
 from hpnlp.data.files import Progress
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.task import Batch, RunConfig, Task
@@ -19,10 +17,7 @@ class ExampleTask(Task):
     """A task whose data config is an `ExampleConfig`."""
 
     def check_data(self, data: Any) -> None:
-        for field in ("path", "heldout_path", "challenge_path"):
-            paths = getattr(data, field)
-            if paths and paths not in GENERATED:
-                sources.find(paths, f"data.{field}")
+        check_paths(data)
 
     def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Examples:
         if vocabulary is None:

@@ -9,7 +9,7 @@ from hpnlp.data.examples.config import (
 )
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.labels import load_labels, save_labels
-from hpnlp.data.examples.prepare import prepare_examples
+from hpnlp.data.examples.prepare import check_paths, prepare_examples
 
 __all__ = [
     "ClassificationConfig",
@@ -18,6 +18,7 @@ __all__ = [
     "PairsConfig",
     "Seq2SeqConfig",
     "TaggingConfig",
+    "check_paths",
     "load_labels",
     "prepare_examples",
     "save_labels",

@@ -21,7 +21,7 @@ from hpnlp.data.records import SKIP
 from hpnlp.data.sources import LeftOut, Source
 from hpnlp.types import InputError, Tokenizer
 
-_FORMAT = 2  # version of the files that `ExampleIngest.write` writes; part of the cache key
+_FORMAT = 3  # version of the files that `ExampleIngest.write` writes; part of the cache key
 # Sizes from which a group of examples is tokenised at once, on all cores if the tokenizer supports it.
 _GROUP_BYTES = 1 << 20
 _GROUP_EXAMPLES = 512
@@ -292,20 +292,20 @@ class _Candidates:
     def write_selected(self, limit: int | None) -> dict[str, Any]:
         """Copies the examples with the lowest hashes, at most `limit`, to the files of `name`, and returns their record.
 
-        The files of the candidates are removed.
+        Only examples whose labels are known count. The files of the candidates are removed.
         """
         directory, kind = self._writing.directory, self._writing.ingest.kind
         names = self._writing.classes.names
         stored = StoredExamples(directory, "candidates", self._writer.record(), kind.parts, np.arange(len(names)))
-        order = np.argsort(np.array(self._fractions), kind="stable")[:limit]
-        self.aside = len(self._fractions) - len(order)
+        # Before the limit applies, so that a resumed run, which refuses unknown labels as it reads, selects the same examples.
+        known = np.array([number for number in range(stored.count) if self._is_known(stored.labels(number))], np.int64)
+        order = known[np.argsort(np.array(self._fractions, np.float64)[known], kind="stable")[:limit]]
+        self.aside = len(known) - len(order)
         with ExampleWriter(directory, self._name, self._writing.tokenizer.vocab_size, names) as writer:
             for number in np.sort(order).tolist():
-                labels = stored.labels(number)
-                if self._is_known(labels):
-                    parts = range(kind.parts)
-                    texts = [stored.text(number, part) for part in parts]
-                    writer.add([stored.part(number, part) for part in parts], texts, labels)
+                parts = range(kind.parts)
+                texts = [stored.text(number, part) for part in parts]
+                writer.add([stored.part(number, part) for part in parts], texts, stored.labels(number))
         for file in os.listdir(directory):
             if file.startswith("candidates."):
                 os.remove(os.path.join(directory, file))

@@ -74,6 +74,21 @@ def prepare_examples(
     return Examples(config, tokenizer, directory, record, is_cached)
 
 
+def check_paths(config: ExampleConfig) -> None:
+    """Checks that the files of a config exist. Neither reads nor generates examples.
+
+    Args:
+      config: The config.
+
+    Raises:
+      InputError: A path does not exist, or no file is left to read in it.
+    """
+    for field in ("path", "heldout_path", "challenge_path"):
+        paths = getattr(config, field)
+        if paths and not (field == "path" and generated.is_generated(paths)):
+            sources.find(paths, f"data.{field}", FORMATS)
+
+
 def _name(key: Any) -> str:
     """Name of an entry of the cache."""
     return f"examples-{token_store.key_of(key)}"

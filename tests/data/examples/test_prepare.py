@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpnlp.data import tokenizers
-from hpnlp.data.examples import ClassificationConfig, prepare_examples
+from hpnlp.data.examples import ClassificationConfig, check_paths, prepare_examples
 from hpnlp.data.ingest import hash_fraction
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, take
@@ -245,6 +245,33 @@ def test_heldout_examples_without_a_class_are_left_out_if_skipped(tmp_path):
     examples = prepare_examples(config("classification", tmp_path / "train.jsonl", **paths))
     assert examples.heldout_examples == 2 and examples.labels == ("a", "b")
     assert re.search("left out: 1 bad records .*test.jsonl, line 2", examples.summary)
+
+
+def test_paths_are_checked_without_reading_files(tmp_path):
+    path = write(tmp_path / "a.npz", classification())
+    check_paths(config("classification", path, challenge_path=str(path)))
+    check_paths(ClassificationConfig())
+    for options, message in (
+        ({"path": "stdlib_function"}, "did you mean 'stdlib_functions'"),
+        ({"heldout_path": "stdlib_functions"}, "data.heldout_path='stdlib_functions' does not exist"),
+    ):
+        with pytest.raises(InputError, match=message):
+            check_paths(ClassificationConfig(**options))
+
+
+def test_heldout_examples_are_the_same_with_saved_classes(tmp_path):
+    """A run that resumes without its cache finds its held-out examples, although some labels are held out only."""
+    rows = [
+        {"text": f"text {i}", "label": "rare" if hash_fraction(f"a.jsonl#{i}") < 0.1 else f"class {i % 2}"}
+        for i in range(60)
+    ]
+    path, options = write(tmp_path / "a.jsonl", rows), {"heldout": 0.5, "heldout_examples": 9, "skip_bad_lines": True}
+    first, resumed = (
+        prepare_examples(config("classification", path, cache=str(tmp_path / cache), **options), labels)
+        for cache, labels in (("first", None), ("second", ("class 0", "class 1")))
+    )
+    assert first.labels == resumed.labels and first.heldout_examples == 9
+    assert first.heldout_digest == resumed.heldout_digest and heldout_texts(first) == heldout_texts(resumed)
 
 
 def test_too_many_classes_raise(tmp_path, monkeypatch):

@@ -44,6 +44,26 @@ GENERATED: dict[str, tuple[str, _Make, _Make | None]] = {
 }
 
 
+def is_generated(path: str) -> bool:
+    """Decides whether a path names generated examples.
+
+    Args:
+      path: Value of `ExampleConfig.path`.
+
+    Returns:
+      Whether it is an entry of GENERATED.
+
+    Raises:
+      InputError: `path` is no file but looks like a name.
+    """
+    if path not in GENERATED and specs.is_name(path) and not os.path.exists(path):
+        raise InputError(
+            f"data.path={path!r} is neither a file nor the name of generated examples: "
+            f"{specs.did_you_mean(path, GENERATED)}"
+        )
+    return path in GENERATED
+
+
 def find(path: str, root: str) -> tuple[tuple[Source, ...], str, tuple[Source, ...]]:
     """Finds generated examples, which are written to the cache unless they are there already.
 
@@ -58,12 +78,7 @@ def find(path: str, root: str) -> tuple[tuple[Source, ...], str, tuple[Source, .
     Raises:
       InputError: `path` is no file but looks like a name, the standard library cannot be read, or the cache cannot be written.
     """
-    if path not in GENERATED:
-        if specs.is_name(path) and not os.path.exists(path):
-            raise InputError(
-                f"data.path={path!r} is neither a file nor the name of generated examples: "
-                f"{specs.did_you_mean(path, GENERATED)}"
-            )
+    if not is_generated(path):
         return (), "", ()
     origin, make, make_challenge = GENERATED[path]
     read_from = sources.find(origin, "the standard library")[0].files if origin else ()
