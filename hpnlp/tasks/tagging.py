@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpnlp.data.examples import Examples, TaggingConfig
+from hpnlp.data.examples.baselines import MAX_TRAINED
 from hpnlp.data.examples.dataset import HELDOUT
-from hpnlp.data.examples.store import NO_LABEL
+from hpnlp.data.examples.store import NO_LABEL, StoredExamples
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.tasks.label_report import LabelReport, text_around
 from hpnlp.tasks.labels import LabelTask
@@ -54,28 +55,23 @@ class TaggingBaselines:
 
         Returns:
           `majority_accuracy`, of the most frequent training label; `token_accuracy`, of the label that the first token of a
-          word has most often, or else the most frequent one.
+          word has most often, or else the most frequent one. At most MAX_TRAINED training examples are counted.
         """
-        dataset = self._dataset
+        dataset, train = self._dataset, self._dataset.stored["train"]
         counts = np.zeros((dataset.tokenizer.vocab_size, len(dataset.labels)), np.int64)
-        np.add.at(counts, _labelled(dataset, "train"), 1)
+        np.add.at(counts, _labelled(train, train.spread(MAX_TRAINED).tolist()), 1)
         majority = int(counts.sum(axis=0).argmax())
         best = np.where(counts.any(axis=1), counts.argmax(axis=1), majority)
-        tokens, labels = _labelled(dataset, HELDOUT)
+        heldout = dataset.stored[HELDOUT]
+        tokens, labels = _labelled(heldout, range(heldout.count))
         return {
             "majority_accuracy": float(np.mean(labels == majority)),
             "token_accuracy": float(np.mean(best[tokens] == labels)),
         }
 
 
-def _labelled(dataset: Examples, side: str) -> tuple[np.ndarray, np.ndarray]:
-    """First tokens of all words of one side, and their labels."""
-    stored = dataset.stored[side]
-    tokens, labels = (
-        np.concatenate(arrays)
-        for arrays in (
-            [stored.part(number, 0) for number in range(stored.count)],
-            [stored.labels(number) for number in range(stored.count)],
-        )
-    )
+def _labelled(stored: StoredExamples, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """First tokens of all words of examples, and their labels."""
+    tokens = np.concatenate([stored.part(number, 0) for number in numbers])
+    labels = np.concatenate([stored.labels(number) for number in numbers])
     return tokens[labels != NO_LABEL], labels[labels != NO_LABEL]

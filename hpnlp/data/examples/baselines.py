@@ -10,12 +10,16 @@ import numpy as np
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.types import InputError
 
+# Training examples that baselines read, spread evenly: features of more take gigabytes.
+MAX_TRAINED = 50_000
 
-def linear_accuracy(examples: Examples, name: str = "heldout", seed: int = 0) -> dict[str, float]:
+
+def linear_accuracy(examples: Examples, name: str = "heldout", seed: int = 0) -> dict[str, float | None]:
     """Trains linear classifiers on bags of words and of characters.
 
     The classifiers are logistic regressions, fitted by `SGDClassifier`, over TF-IDF of words (with their pairs) and of runs
-    of 2 to 5 characters within words. The texts of a pair are features of their own.
+    of 2 to 5 characters within words. The texts of a pair are features of their own. At most MAX_TRAINED training examples are
+    read.
 
     Args:
       examples: Examples with one label each.
@@ -23,20 +27,26 @@ def linear_accuracy(examples: Examples, name: str = "heldout", seed: int = 0) ->
       seed: Seed of the order of the training examples.
 
     Returns:
-      "words" and "characters" -> share of the examples whose label is predicted.
+      "words" and "characters" -> share of the examples whose label is predicted; None if the training examples have a single
+      class, or no feature that two of them share.
 
     Raises:
       InputError: scikit-learn is missing.
 
-    Cost: all training texts in memory; seconds for 10,000 texts.
+    Cost: the training texts that are read in memory; seconds for 10,000 texts.
     """
     text, linear = _import("feature_extraction.text"), _import("linear_model")
     train, scored = examples.stored["train"], examples.stored[name]
-    result = {}
+    numbers = train.spread(MAX_TRAINED)
+    texts, targets = list(train.texts(numbers)), train.all_labels()[numbers]
+    result: dict[str, float | None] = dict.fromkeys(_FEATURES)
     for features, options in _FEATURES.items():
         vectorizers = [text.TfidfVectorizer(sublinear_tf=True, **options) for _ in range(train.parts)]
-        x, targets = _features(list(train.texts()), vectorizers, fit=True), train.all_labels()
-        model = linear.SGDClassifier(loss="log_loss", alpha=1e-5, random_state=seed).fit(x, targets)
+        try:
+            x = _features(texts, vectorizers, fit=True)
+            model = linear.SGDClassifier(loss="log_loss", alpha=1e-5, random_state=seed).fit(x, targets)
+        except ValueError:  # no feature, or a single class
+            continue
         predicted = model.predict(_features(list(scored.texts()), vectorizers, fit=False))
         result[features] = float(np.mean(predicted == scored.all_labels()))
     return result
@@ -60,31 +70,34 @@ def _features(texts: Sequence[tuple[bytes, ...]], vectorizers: Sequence[Any], fi
 
 def tfidf_recall(
     examples: Examples, name: str = "heldout", top: Sequence[int] = (1, 10), limit: int = 1000
-) -> dict[int, float]:
+) -> dict[int, float | None]:
     """Finds the second text of each pair by the cosine similarity of TF-IDF over words, among the second texts of all pairs.
 
-    Identifiers such as `read_file` count as words and as their parts. Document frequencies are those of the training pairs.
+    Identifiers such as `read_file` count as their parts. Document frequencies are those of at most MAX_TRAINED training pairs.
 
     Args:
       examples: Examples of pairs.
       name: The examples to score, one of `Examples.heldout_sets`.
       top: Numbers of retrieved texts.
-      limit: Number of pairs to score, the first ones.
+      limit: Maximum number of pairs to score, the first ones.
 
     Returns:
-      k -> share of the pairs whose second text is among the k most similar. Of equally similar texts, those in front of it
-      count.
+      k -> share of the pairs whose second text is among the k most similar; equally similar texts count as more similar. None
+      if the training pairs have no word.
 
     Raises:
       InputError: scikit-learn is missing.
 
-    Cost: all training texts in memory; `limit`^2 similarities.
+    Cost: one pass over the training texts that are read; `limit`^2 similarities.
     """
     text = _import("feature_extraction.text")
-    scored = examples.stored[name]
+    train, scored = examples.stored["train"], examples.stored[name]
     vectorizer = text.TfidfVectorizer(sublinear_tf=True, token_pattern=r"[^\W_]+", dtype=np.float32)
-    vectorizer.fit(part.decode() for texts in examples.stored["train"].texts() for part in texts)
-    texts = list(scored.texts(limit))
+    try:
+        vectorizer.fit(part.decode() for texts in train.texts(train.spread(MAX_TRAINED)) for part in texts)
+    except ValueError:  # no word
+        return dict.fromkeys(top)
+    texts = list(scored.texts(range(min(limit, scored.count))))
     queries, keys = (vectorizer.transform([row[part].decode() for row in texts]) for part in range(2))
     scores = (queries @ keys.T).toarray()
     rank = np.sum(scores >= np.diag(scores)[:, None], axis=1)  # 1 for the best; ties count against the pair

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -135,17 +135,29 @@ class StoredExamples:
         """
         return self._tokens.raw(number * self.parts + part)
 
-    def texts(self, limit: int | None = None) -> Iterator[tuple[bytes, ...]]:
-        """Reads the original bytes of the first examples.
+    def spread(self, limit: int) -> np.ndarray:
+        """Numbers of some examples, spread evenly.
 
         Args:
-          limit: Maximum number of examples; None for all.
+          limit: Maximum number of examples.
+
+        Returns:
+          int64 [n], ascending; all numbers if there are at most `limit` examples.
+        """
+        count = min(limit, self.count)
+        return np.arange(count) * self.count // max(1, count)
+
+    def texts(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[bytes, ...]]:
+        """Reads the original bytes of examples.
+
+        Args:
+          numbers: Numbers of the examples; None for all.
 
         Yields:
           The texts of one example.
         """
-        for number in range(self.count if limit is None else min(limit, self.count)):
-            yield tuple(self.text(number, part) for part in range(self.parts))
+        for number in range(self.count) if numbers is None else numbers:
+            yield tuple(self.text(int(number), part) for part in range(self.parts))
 
     def labels(self, number: int) -> np.ndarray:
         """Labels of one example: one, none, or one per token with NO_LABEL for tokens that have none.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hpnlp.data.examples import baselines, prepare_examples
+from hpnlp.data.examples.store import StoredExamples
 from hpnlp.types import InputError
 from tests.data.examples.records import config, write
 
@@ -58,6 +59,27 @@ def test_tfidf_ranks_match_a_direct_computation(tmp_path):
     order = np.argsort(-queries @ keys.T, axis=1)
     expected = np.mean([i in order[i, :3] for i in range(len(rows))])
     assert baselines.tfidf_recall(examples, top=(3,))[3] == pytest.approx(expected, abs=1 / len(rows))
+
+
+@pytest.mark.oracle
+def test_examples_without_features_have_no_score(tmp_path):
+    pytest.importorskip("sklearn")
+    rows = [{"text": "!" * (i + 1), "pair": "?" * (i + 1), "label": i % 2} for i in range(9)]
+    path = write(tmp_path / "a.jsonl", rows)
+    scores = baselines.linear_accuracy(prepare_examples(config("classification", path)))
+    assert scores["words"] is None and scores.keys() == {"words", "characters"}
+    assert baselines.tfidf_recall(prepare_examples(config("pairs", path))) == {1: None, 10: None}
+
+
+@pytest.mark.oracle
+def test_baselines_read_a_limited_number_of_training_examples(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(baselines, "MAX_TRAINED", 61)
+    read, texts = [], StoredExamples.texts
+    monkeypatch.setattr(StoredExamples, "texts", lambda *args: (read.append(1) or row for row in texts(*args)))
+    examples = prepare_examples(config("classification", write(tmp_path / "a.jsonl", list(bags()))))
+    assert baselines.linear_accuracy(examples)["words"] > 0.5
+    assert len(read) == 61 + 2 * examples.heldout_examples
 
 
 def test_missing_package_raises(tmp_path, monkeypatch):
