@@ -45,7 +45,7 @@ class TrainConfig:
         "run that has saved a checkpoint resumes from that.",
     )
     log_every: int = option(20, "Steps between fetching and writing metrics.")
-    eval_every: int = option(0, "Steps between evaluations on held-out text, 0 for one at the end only.")
+    eval_every: int = option(0, "Steps between evaluations on held-out examples, 0 for one at the end only.")
     eval_batches: int = option(16, "Batches of an evaluation, 0 for all; the one at the end takes all.")
     eval_stride: int = option(
         0,

@@ -78,16 +78,23 @@ def _sums(
     trainer: Trainer, params: Any, batches: Iterable[Mapping[str, np.ndarray]], config: Config
 ) -> dict[str, tuple[Any, Any]]:
     """What the model's loss reports, summed over batches in float64."""
-    pending: list[Any] = []
+    total: Any = None
+    last: Any = None  # sums on the devices: of one batch only, because a confusion matrix may take megabytes
     for batch in batches:
         arrays = on_devices(trainer, batch, config)
         # Waits for the last program: two programs on the simulated devices of one CPU can deadlock over its threads.
-        jax.block_until_ready(pending[-1:])
-        pending.append(trainer.evaluate(params, arrays))
-    total, *further = (jax.tree.map(lambda x: np.asarray(x, np.float64), sums) for sums in jax.device_get(pending))
-    for sums in further:
-        total = jax.tree.map(np.add, total, sums)
-    return total
+        jax.block_until_ready(last)
+        started = trainer.evaluate(params, arrays)
+        total, last = _add(total, last), started
+    return _add(total, last)
+
+
+def _add(total: Any, sums: Any) -> Any:
+    """The total with sums that lie on the devices; None for no total or no sums."""
+    if sums is None:
+        return total
+    values = jax.tree.map(lambda x: np.asarray(x, np.float64), jax.device_get(sums))
+    return values if total is None else jax.tree.map(np.add, total, values)
 
 
 def _scores(trainer: Trainer, dataset: Dataset, config: Config, sums: Any, is_complete: bool) -> dict[str, float]:

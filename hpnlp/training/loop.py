@@ -277,7 +277,7 @@ class _Run:
             writer.write(self.step, {f"heldout_{name}": value for name, value in scores.items()})
         self.display.print(f"step {self.step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
         score = scores[self.task.metric]
-        is_better = self._is_better(score)
+        is_better = self._is_better(scores)
         if is_better:
             self.progress |= {"best": score, "bad_evals": 0}
         else:
@@ -287,17 +287,21 @@ class _Run:
             self.stopped = True
         return score if is_better else None
 
-    def _is_better(self, score: float) -> bool:
-        """True if a score exceeds the best one by more than `train.min_delta`, in the direction of the primary metric."""
-        best, least = self.progress["best"], self.config.train.min_delta
-        if not math.isfinite(score) or best is None:
-            return math.isfinite(score)
+    def _is_better(self, scores: Mapping[str, float]) -> bool:
+        """True if the primary metric exceeds the best one by more than `train.min_delta`, in its direction.
+
+        A model whose loss is not finite is never better: its accuracy is finite all the same.
+        """
+        score, best, least = scores[self.task.metric], self.progress["best"], self.config.train.min_delta
+        is_finite = math.isfinite(score) and math.isfinite(scores["loss"])
+        if not is_finite or best is None:
+            return is_finite
         return score > best + least if self.task.higher_is_better else score < best - least
 
     def evaluate(self, limit: int | None) -> Evaluation:
         """Evaluation of the current parameters, over at most `limit` batches."""
         self.flush()
-        self.display.status("scoring held-out text")
+        self.display.status("scoring held-out examples")
         with self.clock("eval"):
             return evaluate(self.trainer, self.state.best_params, self.dataset, self.config, limit)
 
@@ -357,7 +361,7 @@ class _Run:
             )
 
     def finish(self) -> Result:
-        """Reads the last checkpoint back, evaluates on all held-out text unless a signal arrived, and returns the result."""
+        """Reads the last checkpoint back, evaluates on all held-out examples unless a signal arrived, and returns the result."""
         with self.clock("checkpoint"):
             self.checkpoints.wait()
             shapes = self.trainer.state_shapes
@@ -372,7 +376,7 @@ class _Run:
                 f"{self.stopping.signal}: saved step {self.saved_step}; the same command goes on from there"
             )
         else:
-            self.display.print("scoring all held-out text")
+            self.display.print("scoring all held-out examples")
             heldout = self.evaluate(None)
             with self.clock("eval"):
                 heldout.scores.update(further_scores(self.trainer, self.state.best_params, self.dataset, self.config))

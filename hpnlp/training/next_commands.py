@@ -28,7 +28,7 @@ def render(workdir: Path, config: Config, flags: str) -> str:
     steps = min(2 * config.train.steps, LIMITS["train.steps"])
     commands = {
         **tasks.find(config.task).report.commands(workdir, config),
-        "train it on other text, with your files in place of data.path": [
+        "train it on other data, with your files in place of data.path": [
             "train",
             *_without(train_flags, "data.path", "data.weights", "train.init_from"),
             f"--workdir={_unused(directory, workdir)}",
