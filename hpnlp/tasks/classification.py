@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples import ClassificationConfig, Examples
-from hpnlp.data.examples.baselines import linear_accuracy
+from hpnlp.data.examples.baselines import MAX_TRAINED, linear_accuracy
 from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.tasks.label_report import LabelReport, whole_text
@@ -45,6 +45,10 @@ class Classification(LabelTask):
     def model(self, config: RunConfig, sizes: Sizes) -> Encoder:
         if config.model.pooling == "none":
             raise InputError("model.pooling='none' labels every token: choose another, such as 'mean'")
+        if config.data.pair_field and config.model.token_types == 1:
+            raise InputError(
+                "model.token_types=1 does not tell the texts of a pair (data.pair_field) apart: set it to 2, or to 0 for none"
+            )
         return super().model(config, sizes)
 
     def baseline(self, dataset: Examples) -> ClassificationBaselines:
@@ -65,13 +69,15 @@ class ClassificationBaselines:
 
         Returns:
           `majority_accuracy`, of the most frequent training class; and, if scikit-learn is installed, `words_accuracy` and
-          `characters_accuracy`, of linear models of bags of words and of characters, otherwise None.
+          `characters_accuracy`, of linear models of bags of words and of characters, otherwise None, as where there is nothing
+          to fit.
         """
         labels = self._dataset.stored[HELDOUT].all_labels()
         figures: dict[str, Any] = {"majority_accuracy": float(np.mean(labels == self._dataset.class_counts.argmax()))}
         linear: dict[str, Any] = {"words": None, "characters": None}
         if importlib.util.find_spec("sklearn") is not None:
             if log is not None:
-                log("fitting linear models of words and of characters, for comparison")
+                count = min(self._dataset.train_examples, MAX_TRAINED)
+                log(f"fitting linear models of words and of characters to {count:,} training examples, for comparison")
             linear = linear_accuracy(self._dataset)
         return figures | {f"{name}_accuracy": value for name, value in linear.items()}

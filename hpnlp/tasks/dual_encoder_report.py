@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from hpnlp.data.examples.dataset import HELDOUT
-from hpnlp.models.variables import collections
 from hpnlp.tasks.reporting import (
     Outcome,
     Ranking,
@@ -102,16 +99,14 @@ def similarities(outcome: Outcome) -> np.ndarray:
     Returns:
       float32 `[N, N]`: of the first text of each pair with the second text of each pair.
     """
-    dataset, model = outcome.dataset, outcome.model
+    dataset, embed = outcome.dataset, outcome.compiled("embed")
     stored, rows = dataset.stored[HELDOUT], outcome.config.data.batch_size
-    embed = jax.jit(functools.partial(model.apply, method="embed"))
     count = min(stored.count, MAX_PAIRS)
     vectors = []
     for start in range(0, count, rows):
         numbers = range(start, min(start + rows, count))
         batch = dataset.kind.batch(stored, numbers, rows, dataset.tokenizer, dataset.seq_len)
-        both: Any = embed(collections(outcome.params), {name: batch[name] for name in model.batch_axes()})
-        vectors.append([np.asarray(x)[: len(numbers)] for x in both])
+        vectors.append([np.asarray(x)[: len(numbers)] for x in embed(batch)])
     texts, partners = map(np.concatenate, zip(*vectors, strict=True))
     return texts @ partners.T
 

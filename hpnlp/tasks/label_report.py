@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +10,6 @@ import jax
 import numpy as np
 
 from hpnlp.data.examples.dataset import HELDOUT
-from hpnlp.models.variables import collections
 from hpnlp.tasks.reporting import (
     Heatmap,
     Outcome,
@@ -29,6 +27,7 @@ MAX_DRAWN = 40  # classes in the picture of the confusion matrix: the most frequ
 EXAMPLES = 4  # shown of each kind, right and wrong
 EXAMPLE_BATCHES = 4  # batches of held-out examples that these are chosen from
 MAX_TEXT = 100  # characters of an example
+MAX_LABEL = 40  # characters of a label
 MARK = "\N{BLACK RIGHT-POINTING SMALL TRIANGLE}"
 
 
@@ -154,7 +153,7 @@ def drawn_confusion(confusion: np.ndarray, labels: tuple[str, ...]) -> Heatmap:
       The picture, in which classes beyond the MAX_DRAWN most frequent ones are one row and column.
     """
     order = np.argsort(-confusion.sum(axis=1), kind="stable")
-    names = [labels[index] for index in order]
+    names = [_shown(labels[index]) for index in order]
     matrix = confusion[np.ix_(order, order)]
     if len(names) > MAX_DRAWN:
         kept = MAX_DRAWN - 1
@@ -166,15 +165,11 @@ def drawn_confusion(confusion: np.ndarray, labels: tuple[str, ...]) -> Heatmap:
 
 def _examples(outcome: Outcome, show: Callable[[Place], str]) -> Iterator[str]:
     """Lines of a table of held-out labels, spread over all examples: the surest right ones and the surest wrong ones."""
-    dataset, model, labels = outcome.dataset, outcome.model, outcome.dataset.labels
+    dataset, labels = outcome.dataset, outcome.dataset.labels
     stored = dataset.stored[HELDOUT]
-    count = min(stored.count, outcome.config.data.batch_size * EXAMPLE_BATCHES)
-    numbers = (np.arange(count) * stored.count // count).tolist()
-    batch = dataset.kind.batch(stored, numbers, count, dataset.tokenizer, dataset.seq_len)
-    logits = jax.jit(functools.partial(model.apply, method="logits"))(
-        collections(outcome.params), {name: batch[name] for name in model.batch_axes()}
-    )
-    probabilities = np.asarray(jax.nn.softmax(logits))
+    numbers = stored.spread(outcome.config.data.batch_size * EXAMPLE_BATCHES).tolist()
+    batch = dataset.kind.batch(stored, numbers, len(numbers), dataset.tokenizer, dataset.seq_len)
+    probabilities = np.asarray(jax.nn.softmax(outcome.compiled("logits")(batch)))
     predicted, best = probabilities.argmax(axis=-1), probabilities.max(axis=-1)
     places = np.argwhere(batch["weights"] > 0)
     surest = places[np.argsort(-best[tuple(places.T)], kind="stable")]
@@ -186,8 +181,15 @@ def _examples(outcome: Outcome, show: Callable[[Place], str]) -> Iterator[str]:
         ]
         for at in chosen:
             text = " ".join(show(Place(dataset, batch, numbers[at[0]], at)).split()).replace("`", "'")
-            cells = [labels[batch["labels"][at]], labels[predicted[at]], f"{best[at]:.2f}", f"`{text}`"]
+            names = (_shown(labels[label[at]]) for label in (batch["labels"], predicted))
+            cells = [*names, f"{best[at]:.2f}", f"`{text}`"]
             yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _shown(label: str) -> str:
+    """A label in one line of limited length."""
+    text = " ".join(label[: 4 * MAX_LABEL].split())
+    return text if len(text) <= MAX_LABEL else f"{text[:MAX_LABEL]}..."
 
 
 def whole_text(place: Place) -> str:

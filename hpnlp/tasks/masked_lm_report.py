@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
-from hpnlp.models.variables import collections
 from hpnlp.tasks.reporting import (
     Outcome,
     Ranking,
@@ -71,12 +68,9 @@ class MaskedReport(TaskReport):
 
 def _examples(outcome: Outcome) -> Iterator[str]:
     """Lines of a table of hidden tokens, spread over some held-out sequences."""
-    dataset, model, tokenizer = outcome.dataset, outcome.model, outcome.dataset.tokenizer
+    dataset, tokenizer = outcome.dataset, outcome.dataset.tokenizer
     batch = next(iter(dataset.heldout(batch_size=SEQUENCES, limit=1)))
-    logits = jax.jit(functools.partial(model.apply, method="logits"))(
-        collections(outcome.params), {name: batch[name] for name in model.batch_axes()}
-    )
-    predicted = np.asarray(logits)[..., : tokenizer.vocab_size].argmax(axis=-1)
+    predicted = np.asarray(outcome.compiled("logits")(batch))[..., : tokenizer.vocab_size].argmax(axis=-1)
     original = np.where(batch["weights"] > 0, batch["labels"], batch["tokens"])
     places = np.argwhere(batch["weights"] > 0)
     yield "| hidden token | prediction | text before | text after |"

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+
+from hpnlp.models.variables import collections
+from hpnlp.parallel import host_offload
 
 Report = Mapping[str, Any]  # content of report.json
 
@@ -87,6 +92,20 @@ class Outcome:
     model: Any
     params: Any
     sums: Mapping[str, Any]
+
+    def compiled(self, method: str) -> Callable[[Mapping[str, np.ndarray]], Any]:
+        """Compiles a method of the model.
+
+        Args:
+          method: Name of a method that takes a batch.
+
+        Returns:
+          The method with the run's parameters, as a function of the arrays of a batch; those that the model does not read are
+          left out.
+        """
+        weights = collections(host_offload.to_device(self.params))
+        apply = jax.jit(functools.partial(self.model.apply, method=method))
+        return lambda batch: apply(weights, {name: batch[name] for name in self.model.batch_axes()})
 
 
 class TaskReport(abc.ABC):
@@ -219,10 +238,12 @@ def digest_fault(report: Report) -> str:
 
 
 def rank_on_same_examples(reports: Mapping[str, Report], metric: str, higher_is_better: bool = False) -> Ranking:
-    """Ranks runs by a held-out score on the same examples: those that most runs were scored on.
+    """Ranks runs by a held-out score on the same labels of the same examples: those that most runs were scored on.
+
+    Sequences of another length may cut labels off, or hide other tokens, so that the number of labels differs.
 
     Args:
-      reports: Run -> content of report.json, with `heldout_digest`.
+      reports: Run -> content of report.json, with `heldout_digest` and `scored_weight`.
       metric: Name of the score.
       higher_is_better: Direction of the score.
 
@@ -235,9 +256,13 @@ def rank_on_same_examples(reports: Mapping[str, Report], metric: str, higher_is_
         for name, report in reports.items()
         if None in (report["heldout_loss"], report[field])
     }
-    digests = {name: report["heldout_digest"] for name, report in reports.items() if name not in unscored}
-    most_common = max(digests.values(), key=list(digests.values()).count, default="")
-    elsewhere = "scored on other held-out examples than the runs above"
-    unscored |= {name: elsewhere for name, digest in digests.items() if digest != most_common}
+    scored = {
+        name: (report["heldout_digest"], report.get("scored_weight"))
+        for name, report in reports.items()
+        if name not in unscored
+    }
+    most_common = max(scored.values(), key=list(scored.values()).count, default=None)
+    elsewhere = "scored on other held-out examples, or on other labels of them, than the runs above"
+    unscored |= {name: elsewhere for name, labels in scored.items() if labels != most_common}
     scores = {name: report[field] for name, report in reports.items() if name not in unscored}
     return Ranking(f"held-out {metric}", scores, unscored, higher_is_better)

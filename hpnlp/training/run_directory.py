@@ -173,7 +173,7 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
 
 def _check_outside_data(workdir: Path, config: Config) -> None:
     """Raises InputError if `workdir` is in a directory of data, whose files a run that resumes would read as text."""
-    for field in ("path", "heldout_path"):
+    for field in (field.name for field in dataclasses.fields(config.data) if field.name.endswith("path")):
         for path in filter(None, map(str.strip, getattr(config.data, field).split(","))):
             directory = os.path.expanduser(path)
             if path in ("stdlib", "stdlib+tests") or not os.path.isdir(directory):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
 
 import matplotlib.image
 import numpy as np
@@ -10,10 +11,11 @@ import pytest
 from hpnlp import plots
 from hpnlp.tasks import TASKS
 from hpnlp.tasks.classification import Classification
-from hpnlp.tasks.label_report import MAX_DRAWN, drawn_confusion, macro_f1
+from hpnlp.tasks.label_report import MAX_DRAWN, MAX_LABEL, drawn_confusion, macro_f1
 from hpnlp.tasks.reporting import Heatmap
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary, load
 from hpnlp.training import config as configs
+from hpnlp.training.run_directory import claimed
 from hpnlp.types import InputError
 
 REPORT = TASKS["classification"].report
@@ -55,8 +57,8 @@ def test_rare_classes_are_drawn_as_one(tmp_path):
     assert heatmap.counts.shape == (MAX_DRAWN, MAX_DRAWN) and heatmap.counts.sum() == confusion.sum()
     assert heatmap.rows[0] == f"class {classes - 1}" and heatmap.rows[-1] == "8 others"
     assert heatmap.counts[0, 0] == confusion[-1, -1]
-    small = drawn_confusion(np.array([[1, 0], [2, 3]]), ("a", "b"))
-    assert list(small.rows) == ["b", "a"] and small.counts.tolist() == [[3, 2], [0, 1]]
+    small = drawn_confusion(np.array([[1, 0], [2, 3]]), ("a\nb", "c" * 99))
+    assert list(small.rows) == ["c" * MAX_LABEL + "...", "a b"] and small.counts.tolist() == [[3, 2], [0, 1]]
     plots.plot_heatmap(Heatmap(np.eye(3), "abc", "abc", "label", "prediction"), tmp_path / "confusion.png")
     assert matplotlib.image.imread(tmp_path / "confusion.png").std() > 0.05
 
@@ -67,6 +69,7 @@ def report_of(**changes):
         "heldout_loss": 1.0,
         "heldout_examples": 1200,
         "heldout_digest": "one",
+        "scored_weight": 1200.0,
         "classes": 3,
         "majority_accuracy": 0.25,
         "words_accuracy": None,
@@ -76,9 +79,11 @@ def report_of(**changes):
 
 def test_runs_are_ranked_by_accuracy_on_the_same_examples():
     reports = {"a": report_of(), "b": report_of(heldout_accuracy=0.75), "c": report_of(heldout_digest="other")}
-    ranking = REPORT.rank(reports | {"d": report_of(heldout_loss=None)})
+    reports |= {"d": report_of(heldout_loss=None), "e": report_of(scored_weight=1190.0)}
+    ranking = REPORT.rank(reports)
     assert ranking.scores == {"a": 0.5, "b": 0.75} and ranking.higher_is_better
-    assert ranking.unscored.keys() == {"c", "d"} and "other held-out examples" in ranking.unscored["c"]
+    assert ranking.unscored.keys() == {"c", "d", "e"} and "not finite" in ranking.unscored["d"]
+    assert all("other held-out examples, or on other labels" in ranking.unscored[name] for name in "ce")
 
 
 def test_verdict_names_the_baselines_that_were_measured():
@@ -104,6 +109,25 @@ def test_models_that_do_not_fit_raise(section, field, value, message):
     changed = dataclasses.replace(getattr(CONFIG, section), **{field: value})
     with pytest.raises(InputError, match=message):
         Classification().model(dataclasses.replace(CONFIG, **{section: changed}), Sizes(20, classes=3))
+
+
+def test_pairs_need_two_token_types():
+    data = dataclasses.replace(CONFIG.data, pair_field="second")
+    for types in (0, 1, 2):
+        model = dataclasses.replace(CONFIG.model, token_types=types)
+        paired = dataclasses.replace(CONFIG, data=data, model=model)
+        expected = pytest.raises(InputError, match="model.token_types=1 does not tell") if types == 1 else nullcontext()
+        with expected:
+            assert Classification().model(paired, Sizes(20, classes=3)).config.token_types == types
+
+
+def test_workdir_inside_the_scored_examples_raises(tmp_path):
+    data = dataclasses.replace(CONFIG.data, challenge_path=str(tmp_path))
+    with (
+        pytest.raises(InputError, match="lies in data.challenge_path="),
+        claimed(tmp_path / "run", dataclasses.replace(CONFIG, data=data), accept_changes=False),
+    ):
+        pass
 
 
 def test_sizes_of_the_model_are_those_of_the_data():
