@@ -168,7 +168,8 @@ def _resolve_members(
 ) -> dict[str, tuple[list[str], Any]]:
     """All members, validated as far as is possible without reading their data: name -> (flags of `hpnlp train`, config).
 
-    Raises InputError where a member is invalid, two are equal, or a member sets a field that an override sets to another value.
+    Raises InputError where a member is invalid, two are equal or of different tasks, or a member sets a field that an override
+    sets to another value.
     """
     members: dict[str, tuple[list[str], Any]] = {}
     for index, fields in enumerate(sweep):
@@ -180,6 +181,11 @@ def _resolve_members(
                 f"members {equal[0]} and {name} of get_sweep() have the same config: remove one of them"
             )
         members[name] = member_flags, config
+    if len({config.task for _, config in members.values()}) > 1:
+        tasks = ", ".join(f"{name}: {config.task}" for name, (_, config) in members.items())
+        raise cli.InputError(
+            f"members of get_sweep() have different tasks ({tasks}), whose scores do not compare: write a sweep for each task"
+        )
     return members
 
 

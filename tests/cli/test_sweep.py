@@ -142,6 +142,11 @@ def test_failed_members_do_not_stop_the_others(sweep, run, tmp_path):
             [],
             "member 01-writers=tensorbord of get_sweep(): unknown train.writers 'tensorbord'",
         ),
+        (
+            [{"task": "lm"}, {"task": "masked_lm"}],
+            [],
+            "members of get_sweep() have different tasks (00-task=lm: lm, 01-task=masked_lm: masked_lm), whose scores",
+        ),
         ([{"data.path": "a\0b"}], [], "member 00-path=a_b of get_sweep(): a value has a NUL"),
         ([{1: 2}], [], 'return a list such as [{"model.dim": 64}, ...]'),
     ],
