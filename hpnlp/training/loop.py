@@ -361,7 +361,7 @@ class _Run:
             )
 
     def finish(self) -> Result:
-        """Reads the last checkpoint back, evaluates on all held-out examples unless a signal arrived, and returns the result."""
+        """Reads the last checkpoint back, evaluates all held-out examples unless a signal arrived, and returns the result."""
         with self.clock("checkpoint"):
             self.checkpoints.wait()
             shapes = self.trainer.state_shapes
