@@ -1,4 +1,4 @@
-"""Results of layers beside their hidden states, and the optional parts of mixers that layers and layouts rely on."""
+"""Results of layers beside their hidden states, and the optional parts of mixers and feed-forward networks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from hpnlp.types import Aux, InputError, Mixer, Statistics
+from hpnlp.types import Aux, InputError, Statistics
 
 
 @jax.tree_util.register_dataclass
@@ -18,11 +18,23 @@ class LayerReport:
 
     Attributes:
       aux: Losses and metrics, as (sum, weight); of several layers, summed over the layers.
-      statistics: Sums over tokens, float32, by name; of several layers, by the name of their stack and stacked `[n, ...]`.
+      statistics: Sums over tokens, float32, by name; of a layer, by the name of their branch; of several layers, also by the
+        name of their stack, and stacked `[n, ...]`.
     """
 
     aux: Aux = dataclasses.field(default_factory=dict)
     statistics: Statistics = dataclasses.field(default_factory=dict)
+
+    def of_branch(self, branch: str) -> LayerReport:
+        """The report with its statistics under the name of a branch.
+
+        Args:
+          branch: Name of the module of the branch in a Block, as "attention".
+
+        Returns:
+          The report of the branch, as a part of that of a layer.
+        """
+        return LayerReport(self.aux, {branch: self.statistics} if self.statistics else {})
 
     def merged(self, other: LayerReport) -> LayerReport:
         """Joins the reports of two branches of a layer.
@@ -32,23 +44,40 @@ class LayerReport:
 
         Returns:
           The report with the names of both.
+
+        Raises:
+          InputError: Both have a loss or metric of the same name.
         """
+        if twice := self.aux.keys() & other.aux.keys():
+            raise InputError(f"two branches of a layer report {', '.join(sorted(twice))}: rename it in one of the two")
         return LayerReport({**self.aux, **other.aux}, {**self.statistics, **other.statistics})
 
 
-def statistic_axes(mixer: Mixer) -> Mapping[str, tuple[str | None, ...]]:
-    """Statistics that a mixer returns.
+def statistic_axes(module: Any) -> Mapping[str, tuple[str | None, ...]]:
+    """Statistics that a mixer or feed-forward network returns.
 
-    A statistic with an axis "heads" or "kv_heads" holds sums for each of these heads. One without is a function of the tokens,
-    the same on all devices that have these tokens and different heads.
+    A statistic with an axis "heads", "kv_heads" or "mlp" holds sums for each of these heads or columns. One without is a
+    function of the tokens, the same on all devices that have these tokens and different heads or columns.
 
     Args:
-      mixer: The mixer.
+      module: The mixer or feed-forward network.
 
     Returns:
       Its attribute `statistic_axes`, the logical axes of each statistic by name; empty without such an attribute.
     """
-    return getattr(mixer, "statistic_axes", {})
+    return getattr(module, "statistic_axes", {})
+
+
+def has_state(module: Any) -> bool:
+    """Whether a mixer or feed-forward network returns statistics or changes buffers.
+
+    Args:
+      module: The mixer or feed-forward network.
+
+    Returns:
+      True if it has `statistic_axes` or the method `advance`.
+    """
+    return bool(statistic_axes(module)) or hasattr(module, "advance")
 
 
 def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:

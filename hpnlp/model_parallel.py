@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from hpnlp.layer_report import LayerReport
-from hpnlp.types import Array, LossOut, MixerInputs, MixerOutput
+from hpnlp.layer_report import LayerReport, statistic_axes
+from hpnlp.types import Array, InputError, LossOut, MixerInputs, MixerOutput
 
 
 class TensorParallel:
@@ -100,6 +100,30 @@ class TensorParallel:
           `mixer(inputs, mask)`, for the device's tokens and heads.
         """
         return mixer(inputs, mask)
+
+    def report(self, module: Any, output: MixerOutput) -> LayerReport:
+        """The report of a mixer or feed-forward network, with the device's terms of its statistics.
+
+        Args:
+          module: The mixer or feed-forward network.
+          output: What it has returned.
+
+        Returns:
+          The report.
+
+        Raises:
+          InputError: The module does not list a statistic in `statistic_axes`.
+        """
+        axes = statistic_axes(module)
+        if undeclared := [name for name in output.statistics if name not in axes]:
+            raise InputError(
+                f"{type(module).__name__} returns the statistics {', '.join(undeclared)} without their axes: list them in its "
+                "attribute statistic_axes"
+            )
+        statistics = output.statistics.items()
+        return LayerReport(
+            output.aux, {name: self.local_statistic(value.astype("float32"), axes[name]) for name, value in statistics}
+        )
 
     def local_statistic(self, value: Array, axes: Sequence[str | None]) -> Array:
         """The device's terms of a statistic, which is then summed over devices.

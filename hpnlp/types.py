@@ -20,8 +20,8 @@ import numpy as np
 Array = jax.Array
 T = TypeVar("T")
 
-# Auxiliary results of a layer: name -> (sum, weight). Names that end in `_loss` are added to the training loss.
-Aux = Mapping[str, tuple[Array, Array]]
+# Auxiliary results of a layer: name -> (sum, weight) or their shapes. Names that end in `_loss` are added to the training loss.
+Aux = Mapping[str, tuple[Any, Any]]
 
 # Sums over tokens: name -> float32 array; or a tree of these, by layer stack.
 Statistics = Mapping[str, Any]
@@ -166,7 +166,8 @@ class Mixer(Protocol):
     A mixer that returns `MixerOutput.statistics` lists them in the attribute `statistic_axes`, and may have the methods
     `auxiliary_loss(statistics) -> {name: float32 scalar}` and, if it has buffers (`nn.layers.buffer`),
     `advance(buffers, statistics, step, rng) -> buffers`: pure functions of the buffers and statistics of one layer, where
-    statistics are summed over the whole batch.
+    statistics are summed over the whole batch. On a ring such a mixer needs `prepare(inputs) -> (inputs, statistics)`, which
+    treats each token by itself: the inputs for `partial`, and the sums over these tokens. Its `__call__` does the same first.
 
     Attributes:
       needs: The projections that the mixer reads, by their names in MixerInputs; none for a mixer that reads `x`.

@@ -18,7 +18,7 @@ def tables() -> dict[str, Iterable[str]]:
     from hpnlp import tasks
     from hpnlp.data import tokenizers
     from hpnlp.models import backbone
-    from hpnlp.nn import attention, block, layers, mixers, output
+    from hpnlp.nn import attention, block, feed_forward, layers, mixers, output
     from hpnlp.parallel import plan, remat
     from hpnlp.training import metrics, optim
 
@@ -26,7 +26,7 @@ def tables() -> dict[str, Iterable[str]]:
         "task": tasks.TASKS,
         "model.mixer": mixers.MIXERS,
         "model.output": output.OUTPUTS,
-        "model.mlp": layers.MLPS,
+        "model.mlp": feed_forward.FEED_FORWARDS,
         "model.norm": layers.NORMS,
         "model.norm_placement": block.NORM_PLACEMENTS,
         "model.rope_scaling": attention.ROPE_SCALINGS,

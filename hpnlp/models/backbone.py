@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -14,7 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
-from hpnlp.models.layer_forms import build_mixer, check_effects, layer_forms, matrix_size, projections
+from hpnlp.models import layer_statistics
+from hpnlp.models.layer_forms import branch_modules, check_effects, layer_forms, matrix_size, projections
 from hpnlp.models.layer_stack import LayerStack, init_layers, layer_axes, make_blocks, stack_order
 from hpnlp.models.ranges import LIMITS, check_ranges
 from hpnlp.models.variables import BUFFERS
@@ -69,6 +69,7 @@ class BackboneConfig(BlockConfig):
         self._check_periods()
         for form in set(self.forms()):
             check_ranges(form, "model.form: ")
+            branch_modules(form)  # raises InputError for unknown entries
         check_effects(self.form, self._block())
         projects = self.memory_dim > 0 or any(mixer.needs for mixer in self.mixers())
         for name in ("qk_norm", "qkv_bias", "out_bias"):
@@ -150,22 +151,6 @@ class BackboneConfig(BlockConfig):
         """
         extra = {"dropout": self.dropout, "name": None}
         return [build(spec, MIXERS, "mixer", **extra) for spec in mixer_period(self.mixer)]
-
-    def statistics_by_mixer(self, statistics: Statistics) -> list[tuple[Mixer, Statistics]]:
-        """Pairs the mixers that return statistics with those of their layers.
-
-        Args:
-          statistics: Of a model, under "layers"; or empty.
-
-        Returns:
-          `(mixer, statistics [n, ...] of the layers of its stack)`.
-        """
-        if not statistics:
-            return []
-        order = self.stack_order()
-        stacks = order.split(statistics["layers"])
-        mixers = [build_mixer(form) for form in self.forms()]
-        return [(mixers[order.names.index(name)], stack) for name, stack in stacks.items()]
 
     @property
     def mask(self) -> Any:
@@ -360,54 +345,36 @@ class Backbone(nn.Module):
           report: Report of the layers, as `hidden` returns it.
 
         Returns:
-          Under "layers", the statistics `[L, ...]` of each layer by name; by the name of the stack and by name if layers
-          have several stacks. Empty without statistics.
+          Those of `layer_statistics.of_report`.
         """
-        if not report.statistics:
-            return {}
-        return {"layers": self.config.stack_order().join(report.statistics)}
+        return layer_statistics.of_report(self.config, report)
 
     @nn.nowrap
     def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
-        """Auxiliary losses of the mixers.
+        """Auxiliary losses of the layers, see `layer_statistics.auxiliary_loss`.
 
         Args:
           statistics: As `statistics_of` returns them, summed over the whole batch.
 
         Returns:
-          Name -> the mean of the loss over the layers that report it, float32.
+          Name -> float32 scalar.
         """
-        losses: dict[str, list[jax.Array]] = {}
-        for mixer, stack in self.config.statistics_by_mixer(statistics):
-            if loss := getattr(mixer, "auxiliary_loss", None):
-                for name, values in jax.vmap(loss)(stack).items():
-                    losses.setdefault(name, []).append(values)
-        return {name: jnp.mean(jnp.concatenate(values)) for name, values in losses.items()}
+        return layer_statistics.auxiliary_loss(self.config, statistics)
 
     @nn.nowrap
     def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
-        """Buffers for the next step, from the `advance` of each layer's mixer.
+        """Buffers for the next step, see `layer_statistics.advance`.
 
         Args:
           buffers: The model's buffers.
           statistics: As `statistics_of` returns them, summed over the whole batch.
           step: Number of steps done, int32.
-          rng: Key; each layer folds in its index.
+          rng: Key.
 
         Returns:
-          A tree like `buffers`. Buffers of mixers without `advance` stay as they are.
+          A tree like `buffers`.
         """
-        c, order = self.config, self.config.stack_order()
-        by_stack, stacks = order.split(statistics.get("layers", {})), order.split(buffers["layers"])
-        mixers = {name: build_mixer(c.forms()[order.names.index(name)]) for name in stacks}
-        for name, stack in stacks.items():
-            if advance := getattr(mixers[name], "advance", None):
-                members = jnp.asarray(order.layers_of(name, c.layers), jnp.uint32)
-                rngs = jax.vmap(functools.partial(jax.random.fold_in, rng))(members)
-                mapped = jax.vmap(advance, in_axes=(0, 0, None, 0))
-                new = mapped(stack["attention"]["mixer"], by_stack.get(name, {}), step, rngs)
-                stacks[name] = {**stack, "attention": {**stack["attention"], "mixer": new}}
-        return {**buffers, "layers": order.join(stacks)}
+        return layer_statistics.advance(self.config, buffers, statistics, step, rng)
 
     def _embed(self, tokens: jax.Array, context: Context, added: jax.Array | None) -> jax.Array:
         """Embeddings of tokens, with learned positions and `added` added, and normalised if the config says so."""

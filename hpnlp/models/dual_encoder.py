@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -11,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import Backbone, BackboneConfig
 from hpnlp.models.encoder import EncoderConfig
+from hpnlp.models.layer_statistics import OfSeveralStacks
 from hpnlp.models.prediction import Batch
-from hpnlp.models.variables import WithoutStatistics, check_without_statistics
 from hpnlp.nn.attention import Context
 from hpnlp.nn.layers import param
 from hpnlp.nn.pooling import POOLINGS, Pooling
 from hpnlp.spec import did_you_mean
-from hpnlp.types import Aux, InputError, LossOut, WordStats, option
+from hpnlp.types import InputError, LossOut, WordStats, option
 
 NEGATIVES = ("batch", "part")
 INPUTS = ("tokens", "segment_ids", "positions")
@@ -55,8 +58,7 @@ class DualEncoderConfig(BackboneConfig):
             raise InputError(
                 f"model.temperature={self.temperature}: expected {LOWEST_TEMPERATURE} to 100, such as 0.05"
             )
-        # The tower's config makes the checks of a Backbone, and those of a bidirectional one.
-        check_without_statistics(self.tower().mixers(), "dual encoder")
+        self.tower()  # makes the checks of a Backbone, and those of a bidirectional one
 
     def tower(self) -> EncoderConfig:
         """Config of a tower.
@@ -66,6 +68,14 @@ class DualEncoderConfig(BackboneConfig):
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(BackboneConfig)}
         return EncoderConfig(**fields, pooling=self.pooling)
+
+    def stacks(self) -> dict[str, BackboneConfig]:
+        """Configs of the towers, by the names of their modules.
+
+        Returns:
+          That of "tower", and of "pair_tower" if the towers are not shared.
+        """
+        return dict.fromkeys(["tower"] if self.shared else ["tower", "pair_tower"], self.tower())
 
     @property
     def is_single_stack(self) -> bool:
@@ -101,7 +111,7 @@ class Tower(Backbone):
         super().setup()
         self.pool = Pooling(self.config.pooling)
 
-    def vectors(self, batch: Batch, deterministic: bool) -> tuple[Float[Array, "B D"], Aux]:
+    def vectors(self, batch: Batch, deterministic: bool) -> tuple[Float[Array, "B D"], LayerReport]:
         """Vectors of texts.
 
         Args:
@@ -109,7 +119,7 @@ class Tower(Backbone):
           deterministic: No dropout; otherwise the rng "dropout" is used.
 
         Returns:
-          `(vectors, aux)`: float32 vectors of length 1, or of 0 for texts without tokens.
+          `(vectors, report of the layers)`: float32 vectors of length 1, or of 0 for texts without tokens.
         """
         ids = jnp.arange(batch["tokens"].size, dtype=jnp.int32).reshape(batch["tokens"].shape)
         operands, order = [batch[name] for name in INPUTS] + [ids], None
@@ -122,10 +132,10 @@ class Tower(Backbone):
         h, _, report = self.hidden(tokens, context)
         pooled = self.pool(h, segment_ids, ids).astype(jnp.float32)
         squares = jnp.square(pooled).sum(axis=-1, keepdims=True)
-        return pooled * jax.lax.rsqrt(jnp.maximum(squares, np.float32(1e-24))), report.aux
+        return pooled * jax.lax.rsqrt(jnp.maximum(squares, np.float32(1e-24))), report
 
 
-class DualEncoder(WithoutStatistics, nn.Module):
+class DualEncoder(OfSeveralStacks, nn.Module):
     """Two towers, whose similarity is the cosine of their vectors.
 
     A batch is a mapping with tokens, segment_ids and positions of the first texts, pair_tokens, pair_segment_ids and
@@ -148,6 +158,8 @@ class DualEncoder(WithoutStatistics, nn.Module):
       Henderson et al. 2017, "Efficient natural language response suggestion for Smart Reply", section 4.
       Radford et al. 2021, "Learning transferable visual models from natural language supervision", for both directions.
     """
+
+    prefixes: ClassVar[Mapping[str, str]] = {"tower": "", "pair_tower": PAIR}
 
     config: DualEncoderConfig
     stats: WordStats | None = None
@@ -176,11 +188,11 @@ class DualEncoder(WithoutStatistics, nn.Module):
           deterministic: No dropout; otherwise the rng "dropout" is used.
 
         Returns:
-          The loss summed over pairs, in nats, with the auxiliary losses and metrics of the layers (the names of those of a
-          separate second tower begin with "pair_"), "accuracy", the share of texts whose partner is the most similar one of
-          the batch, and "temperature" if it is learned.
+          The loss summed over pairs, in nats, with the statistics, auxiliary losses and metrics of the layers (the names of
+          losses and metrics of a separate second tower begin with "pair_"), "accuracy", the share of texts whose partner is
+          the most similar one of the batch, and "temperature" if it is learned.
         """
-        texts, partners, aux = self._vectors(batch, deterministic)
+        texts, partners, reports = self._vectors(batch, deterministic)
         weights = batch["weights"].astype(jnp.float32)
         scale = self._scale()
         # The vectors of all devices: [B, D], small beside the towers' activations.
@@ -193,10 +205,11 @@ class DualEncoder(WithoutStatistics, nn.Module):
             nll = (nll + jax.nn.logsumexp(scores, axis=0) - own) / 2
         others = jnp.where(jnp.eye(len(own), dtype=bool), lowest, scores).max(axis=1)
         hits = own > others  # a tie with another partner is no hit
+        aux, statistics = self.join_reports(reports)
         aux = {**aux, "accuracy": (jnp.where(hits, weights, 0.0).sum(), weights.sum())}
         if self.config.learn_temperature:
             aux["temperature"] = (1 / scale, jnp.float32(1))
-        return LossOut(jnp.where(is_pair, nll * weights, 0.0).sum(), weights.sum(), aux)
+        return LossOut(jnp.where(is_pair, nll * weights, 0.0).sum(), weights.sum(), aux, statistics)
 
     def embed(self, batch: Batch) -> tuple[Float[Array, "B D"], Float[Array, "B D"]]:
         """Vectors of the texts of a batch.
@@ -210,18 +223,19 @@ class DualEncoder(WithoutStatistics, nn.Module):
         texts, partners, _ = self._vectors(batch, deterministic=True)
         return texts, partners
 
-    def _vectors(self, batch: Batch, deterministic: bool) -> tuple[jax.Array, jax.Array, Aux]:
-        """Vectors of the first texts and of their partners, and what the layers report."""
+    def _vectors(self, batch: Batch, deterministic: bool) -> tuple[jax.Array, jax.Array, dict[str, LayerReport]]:
+        """Vectors of the first texts and of their partners, and the report of each tower."""
         first, second = ({name: batch[prefix + name] for name in INPUTS} for prefix in ("", PAIR))
         if not self.config.shared:
-            texts, aux = self.tower.vectors(first, deterministic)
-            partners, pair_aux = self.pair_tower.vectors(second, deterministic)
-            return texts, partners, {**aux, **{f"{PAIR}{name}": pair for name, pair in pair_aux.items()}}
+            texts, report = self.tower.vectors(first, deterministic)
+            partners, pair_report = self.pair_tower.vectors(second, deterministic)
+            return texts, partners, {"tower": report, "pair_tower": pair_report}
         # Interleaved, so that every device keeps its pairs.
         both = {name: jnp.stack([first[name], second[name]], axis=1) for name in INPUTS}
-        vectors, aux = self.tower.vectors({name: x.reshape(-1, x.shape[-1]) for name, x in both.items()}, deterministic)
+        interleaved = {name: x.reshape(-1, x.shape[-1]) for name, x in both.items()}
+        vectors, report = self.tower.vectors(interleaved, deterministic)
         pairs = vectors.reshape(-1, 2, vectors.shape[-1])
-        return pairs[:, 0], pairs[:, 1], aux
+        return pairs[:, 0], pairs[:, 1], {"tower": report}
 
     def _scale(self) -> jax.Array:
         """1 / temperature, a float32 scalar."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.block import BlockConfig
-from hpnlp.nn.layers import GATED
+from hpnlp.nn.feed_forward import FeedForward, build_feed_forward
+from hpnlp.nn.feed_forward.mlp import is_gated
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.spec import Spec, build, parse_one, parse_period
 from hpnlp.types import InputError, Mixer, Projection
@@ -125,6 +126,18 @@ def build_mixer(form: BlockConfig) -> Mixer:
     return build(parse_one(form.mixer, "model.mixer"), MIXERS, "mixer", dropout=form.dropout, name=None)
 
 
+def branch_modules(form: BlockConfig) -> dict[str, Mixer | FeedForward]:
+    """The modules of a form whose layers may have statistics and buffers.
+
+    Args:
+      form: A form with one mixer.
+
+    Returns:
+      The mixer under "attention", and the feed-forward network under "mlp": the names of their branches in a Block.
+    """
+    return {"attention": build_mixer(form), "mlp": build_feed_forward(form.mlp, hidden=form.mlp_size)}
+
+
 def projections(form: BlockConfig) -> Mapping[str, Projection]:
     """The projections that a form's mixer reads.
 
@@ -150,7 +163,7 @@ def matrix_size(form: BlockConfig) -> int:
     columns = [heads[need.axis] * (need.width or form.head_size) for need in projections(form).values()]
     if columns:
         columns.append(form.heads * form.head_size)  # the output projection
-    mlp = (3 if form.mlp in GATED else 2) * form.mlp_size
+    mlp = (3 if is_gated(form.mlp) else 2) * form.mlp_size
     reading = 0
     if form.memory_dim:
         reading = 2 * (form.dim * form.heads + form.memory_dim * form.kv_head_count) * form.head_size

@@ -137,8 +137,8 @@ def stack_order(forms: tuple[BlockConfig, ...], mask: Any) -> StackOrder:
     """Groups layer forms by the variables of their layers.
 
     Forms share a stack if the names, shapes and axes of their variables are equal. A mixer with parameters of its own shares
-    a stack with mixers of the same spec only, because its parameters may be initialised in another way; so does a mixer that
-    has buffers or returns statistics.
+    a stack with mixers of the same spec only, because its parameters may be initialised in another way; so does a mixer or
+    feed-forward network that has buffers or returns statistics.
 
     Args:
       forms: The forms of one period.
@@ -245,5 +245,7 @@ def _stack_key(block: Block, mask: Any) -> Any:
     """Compares equal for Blocks whose layers share a stack."""
     init = functools.partial(_init_layer, block, mask)
     report, variables = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
-    has_own = report.statistics or any("mixer" in tree.get("attention", {}) for tree in variables.values())
-    return variables, block.mixer if has_own else None
+    has_own = any("mixer" in tree.get("attention", {}) for tree in variables.values())
+    mixer = block.mixer if has_own or "attention" in report.statistics else None
+    has_buffers = "mlp" in variables.get("buffers", {})
+    return variables, mixer, block.config.mlp if has_buffers or "mlp" in report.statistics else None

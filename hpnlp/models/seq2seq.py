@@ -6,24 +6,26 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import Backbone, BackboneConfig
 from hpnlp.models.decoder import Decoder, DecoderConfig
 from hpnlp.models.encoder import EncoderConfig
+from hpnlp.models.layer_statistics import OfSeveralStacks
 from hpnlp.models.lm import LMConfig
 from hpnlp.models.prediction import Batch
-from hpnlp.models.variables import WithoutStatistics, check_without_statistics
+from hpnlp.models.variables import join, split
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.layers import Embed
 from hpnlp.nn.output import is_normalized
-from hpnlp.types import Aux, InputError, LossOut, WordStats, option
+from hpnlp.types import InputError, LossOut, WordStats, option
 
 # Fields of the encoder's and the decoder's own configs -> the fields of Seq2SeqConfig that set them.
 ENCODER_FIELDS = {"layers": "encoder_layers", "mixer": "encoder_mixer", "form": "encoder_form"}
@@ -52,9 +54,7 @@ class Seq2SeqConfig(LMConfig):
                 f"model.memory_dim={self.memory_dim}: the decoder attends to the encoder's hidden states, of "
                 f"model.dim={self.dim} features: set it to 0"
             )
-        # The checks of the Backbone are made for each of the two.
-        for stack in (self.decoder(), self.encoder()):
-            check_without_statistics(stack.mixers(), "sequence-to-sequence model")
+        self.stacks()  # each of the two makes the checks of a Backbone
 
     @property
     def has_memory(self) -> bool:
@@ -65,6 +65,14 @@ class Seq2SeqConfig(LMConfig):
     def is_single_stack(self) -> bool:
         """The layers are those of two stacks."""
         return False
+
+    def stacks(self) -> dict[str, BackboneConfig]:
+        """Configs of the two stacks, by the names of their modules.
+
+        Returns:
+          Those of "encoder" and "decoder".
+        """
+        return {"encoder": self.encoder(), "decoder": self.decoder()}
 
     def decoder(self) -> DecoderConfig:
         """Config of the decoder.
@@ -126,7 +134,7 @@ def _common(name: str, decoder: tuple[int, str], encoder: tuple[int, str]) -> tu
     return math.gcd(size, other), f"the common divisor of {name} of encoder and decoder"
 
 
-class Seq2Seq(WithoutStatistics, nn.Module):
+class Seq2Seq(OfSeveralStacks, nn.Module):
     """An encoder of the source and a decoder of the target.
 
     A batch is a mapping with tokens, segment_ids and positions of the sources, int32 `[B, T]`; target_tokens, target_labels,
@@ -141,6 +149,8 @@ class Seq2Seq(WithoutStatistics, nn.Module):
       model_parallel: As for a Backbone.
       remat: As for a Backbone.
     """
+
+    prefixes: ClassVar[Mapping[str, str]] = {"encoder": "encoder_", "decoder": ""}
 
     config: Seq2SeqConfig
     stats: WordStats | None = None
@@ -169,18 +179,19 @@ class Seq2Seq(WithoutStatistics, nn.Module):
           deterministic: No dropout and no sampling in the output layer; otherwise the rngs "dropout" and "output" are used.
 
         Returns:
-          The loss summed over target tokens, in nats, with the auxiliary losses and metrics of the layers; the names of those
-          of the encoder begin with "encoder_". In evaluation also "accuracy", the share of tokens, and "exact_match", the
-          share of targets, that are the most probable ones given the correct tokens before. A target that matches is the
-          one that greedy decoding finds.
+          The loss summed over target tokens, in nats, with the statistics, auxiliary losses and metrics of the layers; the
+          names of losses and metrics of the encoder begin with "encoder_". In evaluation also "accuracy", the share of tokens,
+          and "exact_match", the share of targets, that are the most probable ones given the correct tokens before. A target
+          that matches is the one that greedy decoding finds.
         """
-        memory, encoder_aux = self.encode(batch, deterministic)
+        memory, encoder_report = self.encode(batch, deterministic)
         target = _target(batch) | {"memory": memory.states, "memory_segment_ids": memory.segment_ids}
         h, target, indices, report = self.decoder.states(target, deterministic)
         # The decoder's own key, which `rows` uses as well.
         rng = None if deterministic else self.decoder.make_rng("output")
         out = self.decoder.output_loss(h, target, indices, rng)
-        aux = {**{f"encoder_{name}": pair for name, pair in encoder_aux.items()}, **report.aux, **out.aux}
+        aux, statistics = self.join_reports({"encoder": encoder_report, "decoder": report})
+        aux = {**aux, **out.aux}
         if deterministic:
             weights = target["weights"].astype(jnp.float32)
             is_right = self.decoder.best(h) == target["labels"]
@@ -188,9 +199,9 @@ class Seq2Seq(WithoutStatistics, nn.Module):
             is_target = jnp.any(weights > 0, axis=1)
             matches = is_target & jnp.all(is_right | (weights == 0), axis=1)
             aux["exact_match"] = (matches.astype(jnp.float32).sum(), is_target.astype(jnp.float32).sum())
-        return LossOut(out.sum, out.weight, aux)
+        return LossOut(out.sum, out.weight, aux, statistics)
 
-    def encode(self, batch: Batch, deterministic: bool = True) -> tuple[Memory, Aux]:
+    def encode(self, batch: Batch, deterministic: bool = True) -> tuple[Memory, LayerReport]:
         """The hidden states of the sources.
 
         Args:
@@ -198,13 +209,13 @@ class Seq2Seq(WithoutStatistics, nn.Module):
           deterministic: As for `loss`.
 
         Returns:
-          `(memory for the decoder, aux)`.
+          `(memory for the decoder, report of the encoder's layers)`.
         """
         tokens, segment_ids = batch["tokens"], batch["segment_ids"]
         ids = None if deterministic else jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape)
         context = Context(batch["positions"], segment_ids, self.encoder.config.mask, deterministic, ids=ids)
         h, _, report = self.encoder.hidden(tokens, context)
-        return Memory(h, segment_ids), report.aux
+        return Memory(h, segment_ids), report
 
     def logits(self, batch: Batch) -> Float[Array, "B U V"]:
         """Logits of every label of the targets, on one device.
@@ -270,15 +281,17 @@ def _target(batch: Batch) -> dict[str, jax.Array]:
     return {name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)}
 
 
-def standalone_decoder(model: Seq2Seq, params: Any) -> tuple[Decoder, Any]:
+def standalone_decoder(model: Seq2Seq, weights: Any) -> tuple[Decoder, Any]:
     """The decoder as a model of its own, for one device.
 
     Args:
       model: A Seq2Seq.
-      params: Its parameters.
+      weights: Its weights.
 
     Returns:
-      `(decoder, its parameters)`, with the embedding if it is shared.
+      `(decoder, its weights)`, with the embedding if it is shared.
     """
+    params, buffers = split(weights)
     embedding = {"embed": params["embed"]} if model.config.share_embeddings else {}
-    return Decoder(model.config.decoder(), model.stats), params["decoder"] | embedding
+    decoder = Decoder(model.config.decoder(), model.stats)
+    return decoder, join(params["decoder"] | embedding, (buffers or {}).get("decoder"))

@@ -6,14 +6,13 @@ some. A model without buffers has weights that are its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 
-from hpnlp.layer_report import statistic_axes
-from hpnlp.types import InputError, Mixer, Model, Statistics
+from hpnlp.types import InputError, Model
 
 BUFFERS = "buffers"
 
@@ -54,53 +53,6 @@ def collections(weights: Mapping[str, Any]) -> dict[str, Any]:
     """
     params, buffers = split(weights)
     return {"params": params} if buffers is None else {"params": params, BUFFERS: buffers}
-
-
-class WithoutStatistics:
-    """Base of models whose layers have neither statistics nor buffers; `check_without_statistics` refuses those that have."""
-
-    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
-        """There are no auxiliary losses.
-
-        Args:
-          statistics: Empty.
-
-        Returns:
-          An empty dict.
-        """
-        return {}
-
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
-        """Leaves buffers as they are.
-
-        Args:
-          buffers: Buffers of the model.
-          statistics: Empty.
-          step: Number of steps done.
-          rng: Key.
-
-        Returns:
-          `buffers`.
-        """
-        return buffers
-
-
-def check_without_statistics(mixers: Iterable[Mixer], model: str) -> None:
-    """Checks that mixers have neither statistics nor buffers.
-
-    Args:
-      mixers: The mixers of a model.
-      model: Name of the model, for the message.
-
-    Raises:
-      InputError: A mixer has statistics, or changes buffers.
-    """
-    for mixer in mixers:
-        if statistic_axes(mixer) or hasattr(mixer, "advance"):
-            raise InputError(
-                f"model.mixer: {type(mixer).__name__} has statistics or buffers, which a {model} does not keep: choose another "
-                "mixer"
-            )
 
 
 def axes_of(model: Model) -> Any:

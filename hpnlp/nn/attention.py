@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from hpnlp.layer_report import LayerReport, check_method, statistic_axes
+from hpnlp.layer_report import LayerReport, check_method
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.layers import NORMS, Dense, dense_init
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.cross import CrossMixer
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.spec import Spec, build, parse_one, parse_period
-from hpnlp.types import InputError, Mixer, MixerInputs, MixerOutput, Projection, Statistics
+from hpnlp.types import InputError, MixerInputs, MixerOutput, Projection
 
 
 @jax.tree_util.register_dataclass
@@ -178,25 +178,12 @@ class Attention(nn.Module):
         else:
             o, cache = mixer.extend(inputs, context.mask, cache)
             out = MixerOutput(o, cache=cache)
-        report = LayerReport(out.aux, self._local_statistics(mixer, out.statistics))
+        report = self.tensor_parallel.report(mixer, out)
         if not mixer.needs:
             return self.tensor_parallel.local_tokens(out.o, 1), out.cache, report
         o = out.o.reshape(*x.shape[:-1], -1)
         y = Dense(x.shape[-1], ("heads", "embed"), self.out_bias, self.out_init, self.tensor_parallel, name="out")(o)
         return y, out.cache, report
-
-    def _local_statistics(self, mixer: Mixer, statistics: Statistics) -> Statistics:
-        """The device's terms of a mixer's statistics, for all heads."""
-        axes = statistic_axes(mixer)
-        if undeclared := [name for name in statistics if name not in axes]:
-            raise InputError(
-                f"{type(mixer).__name__} returns the statistics {', '.join(undeclared)} without their axes: list them in its "
-                "attribute statistic_axes"
-            )
-        return {
-            name: self.tensor_parallel.local_statistic(value.astype(jnp.float32), axes[name])
-            for name, value in statistics.items()
-        }
 
     def _dropout_streams(self, context: Context) -> jax.Array:
         """int32 `[B, N]`: a number for each sequence and head, the same under every layout over devices."""

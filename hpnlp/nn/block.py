@@ -12,9 +12,11 @@ from jaxtyping import Array, Float
 from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.attention import Attention, Context
-from hpnlp.nn.layers import GATED, MLP, NORMS, Initializer, dropout
+from hpnlp.nn.feed_forward import build_feed_forward
+from hpnlp.nn.feed_forward.mlp import is_gated
+from hpnlp.nn.layers import NORMS, Initializer, dropout
 from hpnlp.spec import Spec, did_you_mean, lookup
-from hpnlp.types import InputError, option
+from hpnlp.types import InputError, MixerInputs, option
 
 NORM_PLACEMENTS = ("pre", "post")
 
@@ -31,7 +33,7 @@ class BlockConfig:
         "full",
         'An entry of MIXERS, or several that the layers take in turn, as in "window(256,0)*5,full".',
     )
-    mlp: str = option("swiglu", "An entry of MLPS.")
+    mlp: str = option("swiglu", "Feed-forward network, an entry of FEED_FORWARDS.")
     mlp_dim: int = option(0, "Columns of the MLP, 0 for 4 D (gated MLPs, 8 D / 3, rounded up to a multiple of 64).")
     norm: str = option("rms", "An entry of NORMS.")
     norm_eps: float = option(1e-6, "Added to the variance in norms.")
@@ -96,17 +98,17 @@ class BlockConfig:
         """Number of columns of the MLP."""
         if self.mlp_dim:
             return self.mlp_dim
-        return -(-8 * self.dim // (3 * 64)) * 64 if self.mlp in GATED else 4 * self.dim
+        return -(-8 * self.dim // (3 * 64)) * 64 if is_gated(self.mlp) else 4 * self.dim
 
 
 class Block(nn.Module):
-    """Two branches: `mix` (attention) and `feed` (MLP). `__call__` adds them to a single stream.
+    """Two branches: `mix` (attention) and `feed` (a feed-forward network). `__call__` adds them to a single stream.
 
     With `config.memory_dim`, a third branch between the two, `read`, attends to `Context.memory`. Each branch has a norm: of
     its input if `config.norm_placement` is "pre", of the sum that `__call__` makes if it is "post".
 
     Attributes:
-      config: Sizes, and the kinds of mixer, MLP, norm and position encoding.
+      config: Sizes, and the kinds of mixer, feed-forward network, norm and position encoding.
       out_init: Initialiser of the projections that write to the residual stream.
       mixer: The mixer of this Block, one of `config.mixer`.
       tensor_parallel: Division of heads and MLP columns over devices.
@@ -142,7 +144,13 @@ class Block(nn.Module):
             self.read_norm = norm(c.norm_eps)
             self.cross_attention = Attention(**options, cross=True)
         self.feed_norm = norm(c.norm_eps)
-        self.mlp = MLP(c.mlp_size, c.mlp, c.mlp_bias, self.out_init, self.tensor_parallel)
+        self.mlp: Any = build_feed_forward(
+            c.mlp,
+            hidden=c.mlp_size,
+            use_bias=c.mlp_bias,
+            down_init=self.out_init,
+            tensor_parallel=self.tensor_parallel,
+        )
 
     def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
         """The mixing branch, without its residual.
@@ -156,7 +164,7 @@ class Block(nn.Module):
           `(y [B, T, D], cache or None, report)`.
         """
         y, cache, report = self.attention(self._normed_input(self.mix_norm, x), context, cache)
-        return self._drop(y, context), cache, report
+        return self._drop(y, context), cache, report.of_branch("attention")
 
     def read(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
         """The branch that attends to the memory, without its residual.
@@ -170,19 +178,27 @@ class Block(nn.Module):
           `(y [B, T, D], cache or None, report)`.
         """
         y, cache, report = self.cross_attention(self._normed_input(self.read_norm, x), context, cache)
-        return self._drop(y, context), cache, report
+        return self._drop(y, context), cache, report.of_branch("cross_attention")
 
     def feed(self, x: Float[Array, "B T D"], context: Context) -> tuple[jax.Array, LayerReport]:
         """The feed-forward branch, without its residual.
 
         Args:
           x: Hidden states.
-          context: Ids of the tokens, for dropout.
+          context: Positions and segments of the tokens, and their ids for dropout.
 
         Returns:
           `(y [B, T, D], report)`.
         """
-        return self._drop(self.mlp(self._normed_input(self.feed_norm, x)), context), LayerReport()
+        out = self.mlp(
+            MixerInputs(
+                x=self.tensor_parallel.gather_tokens(self._normed_input(self.feed_norm, x)),
+                positions=context.positions,
+                segment_ids=context.segment_ids,
+                deterministic=context.deterministic,
+            )
+        )
+        return self._drop(out.o, context), self.tensor_parallel.report(self.mlp, out).of_branch("mlp")
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None

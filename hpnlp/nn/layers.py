@@ -1,4 +1,4 @@
-"""Layers that hold parameters or buffers: Dense, Embed, RMSNorm, LayerNorm, MLP, dropout.
+"""Layers that hold parameters or buffers: Dense, Embed, RMSNorm, LayerNorm, dropout.
 
 Parameters are float32 and carry the logical names of their axes; a layer computes in the dtype of its input.
 """
@@ -11,15 +11,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.ops.dropout import keep_mask, seed_words
 from hpnlp.ops.linear import linear
 from hpnlp.ops.norms import layer_norm, rms_norm
-from hpnlp.spec import lookup
 from hpnlp.types import TableRows, Zero2Parameter
 
 Initializer = Callable[..., Any]
@@ -155,72 +152,6 @@ class LayerNorm(nn.Module):
 
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
-
-
-@jax.custom_jvp
-def gelu_exact(x: jax.Array) -> jax.Array:
-    """GELU by the error function (Hendrycks & Gimpel 2016), x P(X <= x) of a standard normal X.
-
-    It has a derivative of its own, because JAX 0.12 cannot differentiate the error function inside `shard_map`.
-
-    Args:
-      x: An array.
-
-    Returns:
-      An array of the same shape and dtype.
-    """
-    return jax.nn.gelu(x, approximate=False)
-
-
-@gelu_exact.defjvp
-def _gelu_exact_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    (x,), (dx,) = primals, tangents
-    half, sqrt_half, scale = (np.array(value, x.dtype) for value in (0.5, 0.5**0.5, (2 * np.pi) ** -0.5))
-    below = half * jax.lax.erfc(-x * sqrt_half)  # P(X <= x)
-    return gelu_exact(x), dx * (below + x * jnp.exp(-half * x * x) * scale)
-
-
-# The activation of each kind of MLP. The kinds in GATED apply it to a second projection, by which they multiply the first
-# (Shazeer 2020, "GLU variants improve transformer", eq. 6).
-MLPS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu_exact": gelu_exact,
-    "relu": jax.nn.relu,
-    "swiglu": jax.nn.silu,
-    "geglu": lambda x: jax.nn.gelu(x, approximate=True),
-    "geglu_exact": gelu_exact,
-}
-GATED = ("swiglu", "geglu", "geglu_exact")
-
-
-class MLP(nn.Module):
-    """The feed-forward branch: `down(f(up(x)))`, or `down(f(gate(x)) * up(x))` for the kinds in GATED.
-
-    Attributes:
-      hidden: Number of columns of up and gate.
-      kind: Entry of MLPS, the activation f.
-      use_bias: Biases on all projections.
-      down_init: Initialiser of the last projection.
-      tensor_parallel: Division of the columns over devices.
-    """
-
-    hidden: int
-    kind: str = "gelu"
-    use_bias: bool = False
-    down_init: Initializer = dense_init
-    tensor_parallel: TensorParallel = NO_TENSOR_PARALLEL
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
-        activation = lookup(MLPS, self.kind, "model.mlp")
-        x, size = self.tensor_parallel.gather_tokens(x), self.tensor_parallel.local_size("mlp", self.hidden)
-        h = checkpoint_name(Dense(size, ("embed", "mlp"), self.use_bias, name="up")(x), "hidden")
-        if self.kind in GATED:
-            gate = checkpoint_name(Dense(size, ("embed", "mlp"), self.use_bias, name="gate")(x), "hidden")
-            h = activation(gate) * h
-        else:
-            h = activation(h)
-        return Dense(x.shape[-1], ("mlp", "embed"), self.use_bias, self.down_init, self.tensor_parallel, name="down")(h)
 
 
 def dropout(

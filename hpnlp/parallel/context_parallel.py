@@ -22,12 +22,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from hpnlp.layer_report import check_method, statistic_axes
+from hpnlp.layer_report import check_method, has_state, statistic_axes
 from hpnlp.ops.attention import Full, merge
 from hpnlp.ops.custom_vjp import tied
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.ring_schedule import Chunks, RingSchedule, assign_chunks, make_schedule
-from hpnlp.parallel.varying import zeros_like
+from hpnlp.parallel.varying import of_all_shards, of_first_device, zeros_like
 from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 AXIS = "sequence"
@@ -86,11 +86,6 @@ def check_support(
             f"plan.sequence={layout.size('length')} divides sequences over devices, and a mixer without heads needs whole "
             "ones: set plan.sequence=1, or choose a model.mixer that has heads"
         )
-    if divides_sequences and (names := [name for mixer in mixers for name in statistic_axes(mixer)]):
-        raise InputError(
-            f"plan.sequence={layout.size('length')} divides sequences over devices, and a mixer of model.mixer returns "
-            f"statistics ({', '.join(dict.fromkeys(names))}) of whole ones: set plan.sequence=1"
-        )
     if any(mask.heads is not None for mask in masks) and (divides_sequences or layout.size("heads") > 1):
         raise InputError(
             "heads with masks of their own (model.mixer) are not alike on all devices: set plan.tensor=1 and plan.sequence=1, "
@@ -113,16 +108,41 @@ def check_support(
                 )
 
 
+def check_variables(layout: Layout, axes: Any) -> None:
+    """Checks that a mixer of some of the heads has no variables of all of them.
+
+    Args:
+      layout: Layout of the run.
+      axes: Logical axis names of the model's weights.
+
+    Raises:
+      InputError: Devices exchange tokens for heads, and a mixer has a parameter or buffer with an axis of heads.
+    """
+    if layout.size("length") == 1 or layout.exchange != "heads":
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=lambda node: node is None or isinstance(node, tuple))
+    for path, names in leaves:
+        if any(key.key == "mixer" for key in path) and {"heads", "kv_heads"} & set(names or ()):
+            raise InputError(
+                "plan.exchange=heads gives each device some of the heads, and model.mixer has "
+                f"{jax.tree_util.keystr(path[-1:])} of the heads of all devices: choose plan.exchange=ring, or plan.sequence=1"
+            )
+
+
 def check_mixer(mixer: Any) -> None:
-    """Checks that a mixer can run on a ring, which calls `partial` in place of `__call__`.
+    """Checks that a mixer can run on a ring, which calls `partial`, and `prepare` if there is one, in place of `__call__`.
 
     Args:
       mixer: A mixer.
 
     Raises:
-      InputError: The mixer has no `partial`, or takes it from another class than `__call__`.
+      InputError: The mixer has no `partial`, or it has statistics or buffers and no `prepare`, or it takes one of them from
+        another class than `__call__`.
     """
-    check_method(mixer, "partial", "a ring", "choose plan.exchange=heads, or plan.sequence=1")
+    fix = "choose plan.exchange=heads, or plan.sequence=1"
+    check_method(mixer, "partial", "a ring", fix)
+    if has_state(mixer):
+        check_method(mixer, "prepare", "a ring, for the statistics and buffers of the device's tokens,", fix)
 
 
 def by_heads(mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
@@ -158,7 +178,15 @@ def by_heads(mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
         first = _gather_tokens(inputs.streams[:, None, :])[:, 0]
         fields["streams"] = lax.dynamic_slice_in_dim(first, lax.axis_index(AXIS) * count, count, 1)
     out = mixer(dataclasses.replace(inputs, **fields), mask)
-    return MixerOutput(lax.all_to_all(out.o, AXIS, split_axis=1, concat_axis=2, tiled=True), out.aux)
+    axes = statistic_axes(mixer)
+    statistics = {name: _of_all_heads(x, axes.get(name, ())) for name, x in out.statistics.items()}
+    return MixerOutput(lax.all_to_all(out.o, AXIS, split_axis=1, concat_axis=2, tiled=True), out.aux, statistics)
+
+
+def _of_all_heads(statistic: Array, axes: Sequence[str | None]) -> Array:
+    """The device's terms of a statistic of all tokens, for the heads of all devices of the axis."""
+    dims = [dim for dim, name in enumerate(axes) if name in ("heads", "kv_heads")]
+    return of_all_shards(statistic, dims[0], (AXIS,)) if dims else of_first_device(statistic, AXIS)
 
 
 def _scatter_heads(x: Array) -> Array:
@@ -175,7 +203,7 @@ def ring(mixer: Any, inputs: MixerInputs, mask: Any, chunks: Chunks) -> MixerOut
     """Runs a mixer on queries of the device's tokens while keys and values travel round a ring.
 
     Args:
-      mixer: A mixer with `partial`.
+      mixer: A mixer with `partial`; with `prepare` if it has statistics or buffers.
       inputs: Inputs of the device's tokens, which are those of its two chunks.
       mask: A static Mask over all tokens.
       chunks: The two chunks of each device.
@@ -195,6 +223,7 @@ def ring(mixer: Any, inputs: MixerInputs, mask: Any, chunks: Chunks) -> MixerOut
     mask = mixer.within(mask)
     if mask.heads is not None:
         raise InputError("heads with masks of their own do not run on a ring: set plan.sequence=1")
+    inputs, statistics = mixer.prepare(inputs) if has_state(mixer) else (inputs, {})
     assert inputs.q is not None and inputs.k is not None and inputs.v is not None
     schedule = make_schedule(mask, inputs.q.shape[1] * lax.axis_size(AXIS), chunks)
 
@@ -203,7 +232,8 @@ def ring(mixer: Any, inputs: MixerInputs, mask: Any, chunks: Chunks) -> MixerOut
         return mixer.partial(MixerInputs(None, q, k, v, positions, kv_positions, segment_ids, kv_segment_ids), mask)
 
     query_info, key_info = (inputs.positions, inputs.segment_ids), (inputs.kv_positions, inputs.kv_segment_ids)
-    return MixerOutput(_ring(schedule, partial, inputs.q, inputs.k, inputs.v, query_info, key_info))
+    o: Any = _ring(schedule, partial, inputs.q, inputs.k, inputs.v, query_info, key_info)
+    return MixerOutput(o, statistics=statistics)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from hpnlp.model_parallel import TensorParallel
+from hpnlp.parallel.varying import of_all_shards, of_first_device
 from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 # Primitives that take parameters from a stack, from the host or from other devices. If a policy saved their results, the
@@ -109,14 +108,10 @@ class MeshTensorParallel(TensorParallel):
         for dim, name in enumerate(axes):
             mesh_axes = self.mesh_axes.get("heads" if name == "kv_heads" else name or "", ())
             if mesh_axes:
-                shards = math.prod(lax.axis_size(axis) for axis in mesh_axes)
-                owners = np.arange(shards, dtype=np.int32).repeat(value.shape[dim])
-                owners = np.expand_dims(owners, [d for d in range(value.ndim) if d != dim])
-                is_local = jnp.asarray(owners) == lax.axis_index(mesh_axes)
-                return jnp.where(is_local, jnp.concatenate([value] * shards, dim), 0.0)
-        # In a branch, the devices of the axis have the same tokens: the first one counts.
+                return of_all_shards(value, dim, mesh_axes)
+        # In a branch, the devices of the axis have the same tokens.
         is_repeated = "tensor" in jax.typeof(value).manual_axis_type.varying
-        return jnp.where(lax.axis_index("tensor") == 0, value, 0.0) if is_repeated else value
+        return of_first_device(value, "tensor") if is_repeated else value
 
     def local_tokens(self, x: jax.Array, axis: int) -> jax.Array:
         if not self.shards_tokens:

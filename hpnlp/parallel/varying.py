@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from hpnlp.ops.custom_vjp import vary_alike
@@ -52,6 +54,37 @@ def total_over_devices(x: jax.Array) -> jax.Array:
     """
     axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying))
     return lax.psum(x, axes) if axes else x
+
+
+def of_all_shards(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """The device's shard of an array in its place, with 0 for other shards: the sum over devices is the complete array.
+
+    Args:
+      x: The shard.
+      dim: The divided dimension.
+      axes: The mesh axes that divide it.
+
+    Returns:
+      An array of the complete size.
+    """
+    shards = math.prod(lax.axis_size(axis) for axis in axes)
+    owners = np.arange(shards, dtype=np.int32).repeat(x.shape[dim])
+    owners = np.expand_dims(owners, [d for d in range(x.ndim) if d != dim])
+    is_local = jnp.asarray(owners) == lax.axis_index(axes)
+    return jnp.where(is_local, jnp.concatenate([x] * shards, dim), 0.0)
+
+
+def of_first_device(x: jax.Array, axis: str) -> jax.Array:
+    """An array that all devices of a mesh axis have, with 0 on all but the first: the sum over devices counts it once.
+
+    Args:
+      x: The array.
+      axis: The mesh axis.
+
+    Returns:
+      An array of the same shape.
+    """
+    return jnp.where(lax.axis_index(axis) == 0, x, 0.0)
 
 
 def zeros_like(shape: Any) -> jax.Array:

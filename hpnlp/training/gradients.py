@@ -219,7 +219,7 @@ class Gradients:
         for name in [*here, *there]:
             if here.get(name) != there.get(name):
                 raise InputError(
-                    f"advance of model.mixer={model.config.mixer!r} makes the buffer {name} {there.get(name, 'nothing')} from "
+                    f"advance of a mixer or feed-forward network makes the buffer {name} {there.get(name, 'nothing')} from "
                     f"{here.get(name, 'nothing')}: return buffers of the same names, shapes and dtypes"
                 )
 

@@ -130,6 +130,7 @@ def make_trainer(
     layout = plan.layout(model.config.sizes(), devices)
     _check_compatible(model, config, plan, layout)
     weight_axes, weight_shapes = variables.axes_and_shapes(model.clone(remat=plan.remat))
+    context_parallel.check_variables(layout, weight_axes)
     (axes, _), (param_shapes, buffer_shapes) = variables.split(weight_axes), variables.split(weight_shapes)
     statistic_specs = layout.state_specs(axes, param_shapes, divided=layout.zero >= 1)
     # jax_debug_nans re-executes the program operation by operation, which does not terminate inside shard_map.

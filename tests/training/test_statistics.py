@@ -9,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from hpnlp.layer_report import statistic_axes
+from hpnlp.layer_report import has_state
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.variables import collections
+from hpnlp.nn.feed_forward import FEED_FORWARDS
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner.memory import memory_estimate
@@ -19,25 +20,34 @@ from hpnlp.spec import build, parse_one
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
-from tests.centered_keys import CenteredKeys, centered_keys
+from tests.centered_columns import centered_columns
+from tests.centered_keys import CenteredKeys, centered_keys, summed_keys
 from tests.contracts import MIXER_SPECS, ONCE
 
 B, T, STEPS = 16, 8, 3
 ONE = Plan()
 SIZES = {"layers": 4, "dim": 16, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "vocab": 24, "max_len": T, "unroll": 1}
-MODEL = {"mixer": "centered,full", **SIZES}
-OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0, aux="keys_loss(3), hidden_loss(0.2)")
+MODEL = {"mixer": "centered,full", "mlp": "columns", **SIZES}
+AUX = {"keys_loss": 3.0, "hidden_loss": 0.2, "columns_loss": 2.0}
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-3, schedule="constant", warmup=0, aux=", ".join(f"{name}({value})" for name, value in AUX.items())
+)
 LAYOUTS = {
     "accumulated": (Plan(), 1, {"accumulate": 4}),
-    "data": (Plan("data"), 8, {}),
     "zero3 x tensor, accumulated": (Plan("zero3", tensor=2), 8, {"accumulate": 2}),
     "pipeline": (Plan("data", pipeline=2, microbatches=4), 4, {}),
+    "ring": (Plan(sequence=2), 4, {}),
 }
+SUMMED = (("mixer", "summed,full"), ("kv_heads", 4))
 SLOW_LAYOUTS = {
     "recomputed": (Plan(remat="full"), 1, {}),
     "zero3 x pipeline, accumulated": (Plan("zero3", pipeline=2, microbatches=2), 4, {"accumulate": 2}),
     "zero2 x tensor x pipeline": (Plan("zero2", pipeline=2, tensor=2, microbatches=2), 8, {}),
     "tensor": (Plan("single", tensor=2), 2, {}),
+    "ring x tensor, accumulated": (Plan("zero3", sequence=2, tensor=2), 8, {"accumulate": 2}),
+    "data": (Plan("data"), 8, {}),
+    "heads": (Plan(sequence=4, exchange="heads"), 8, {}, SUMMED),
+    "heads x tensor": (Plan(sequence=2, tensor=2, exchange="heads"), 4, {}, SUMMED),
     "offloaded": (Plan(remat="full", offload_parameters=True), 1, {}, (("mixer", "centered"),)),
     "rounds": (Plan("zero3", pipeline=2, rounds=2, microbatches=2), 4, {}, (("mixer", "centered"),)),
     "reversible": (Plan(pipeline=2, microbatches=2), 4, {"accumulate": 2}, (("residual", "reversible"),)),
@@ -48,6 +58,8 @@ SLOW_LAYOUTS = {
 def mixers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MIXERS, "centered", centered_keys)
+        patch.setitem(MIXERS, "summed", summed_keys)
+        patch.setitem(FEED_FORWARDS, "columns", centered_columns)
         yield
 
 
@@ -96,7 +108,7 @@ def run(plan=Plan(), devices=1, fields=(), **changes):  # noqa: B008  (frozen)
     return metrics, gradients, jax.device_get(state)
 
 
-def assert_runs_equal(actual, expected):
+def assert_runs_equal(actual, expected, of_gradients=1e-6):
     for values, references in zip(actual[0], expected[0], strict=True):
         assert values.keys() == references.keys()
         for name in [name for name in values if name.endswith("loss")]:
@@ -106,7 +118,7 @@ def assert_runs_equal(actual, expected):
     ):
         assert np.linalg.norm(buffers - references) <= 1e-6 * np.linalg.norm(references)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual[1]), jax.tree.leaves(expected[1]), strict=True):
-        assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b), path
+        assert np.linalg.norm(a - b) <= of_gradients * np.linalg.norm(b), path
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -122,16 +134,22 @@ def test_further_layouts(layout):
     assert_runs_equal(run(plan, devices, *fields, **changes), run(ONE, 1, *fields))
 
 
-def is_stateful(spec):
-    mixer = build(parse_one(spec, "mixer"), MIXERS, "mixer", dropout=0.0, name=None)
-    return statistic_axes(mixer) or hasattr(mixer, "advance")
+def has_state_of_its_own(spec):
+    return has_state(build(parse_one(spec, "mixer"), MIXERS, "mixer", dropout=0.0, name=None))
 
 
-@pytest.mark.parametrize("spec", [spec for spec in MIXER_SPECS if is_stateful(spec)])
+# Changes of the model and of the optimizer; for the mixer of this file, those of one of `LAYOUTS`.
+WITH_STATE = {"centered": ((), {})} | {
+    spec: ((("mixer", spec), ("mlp", "swiglu")), {"aux": ""}) for spec in MIXER_SPECS if has_state_of_its_own(spec)
+}
+
+
+@pytest.mark.parametrize("spec", WITH_STATE)
 def test_mixers_with_statistics_have_equal_states_on_one_and_eight_devices(spec):
-    """Contract of every entry of MIXERS that has statistics; `LAYOUTS` tests more layouts of the mixer of this file."""
-    fields = (("mixer", spec),)
-    assert_runs_equal(run(Plan("zero3", tensor=2), 8, fields, aux=""), run(ONE, 1, fields, aux=""))
+    """Contract of every entry of MIXERS that has statistics or buffers, and of the mixer of this file."""
+    fields, changes = WITH_STATE[spec]
+    plan, devices, accumulation = LAYOUTS["zero3 x tensor, accumulated"]
+    assert_runs_equal(run(plan, devices, fields, **accumulation, **changes), run(ONE, 1, fields, **changes))
 
 
 def test_factors_scale_the_gradients_of_auxiliary_losses():
@@ -142,13 +160,22 @@ def test_factors_scale_the_gradients_of_auxiliary_losses():
     def objective(params):
         out = model.apply({"params": params, "buffers": weights["buffers"]}, batch, method="loss")
         losses = model.auxiliary_loss(out.statistics)
-        return out.sum / out.weight + 3 * losses["keys_loss"] + 0.2 * losses["hidden_loss"], (out, losses)
+        return out.sum / out.weight + sum(AUX[name] * losses[name] for name in AUX), (out, losses)
 
     grads, (out, losses) = jax.jit(jax.grad(objective, has_aux=True), compiler_options=ONCE)(initial_state().params)
     metrics, gradients, _ = run()
-    assert out.statistics["layers"].keys() == {"0_centered"}
-    assert out.statistics["layers"]["0_centered"]["keys"].shape == (2, 2, 4)
-    np.testing.assert_array_equal(out.statistics["layers"]["0_centered"]["tokens"], batch["segment_ids"].sum())
+    statistics = out.statistics["layers"]
+    assert {stack: set(branches) for stack, branches in statistics.items()} == {
+        "0_centered": {"attention", "mlp"},
+        "1_full": {"mlp"},
+    }
+    assert statistics["0_centered"]["attention"]["keys"].shape == (2, 2, 4)
+    assert statistics["1_full"]["mlp"]["columns"].shape == (2, 32)
+    for branch in ("attention", "mlp"):
+        np.testing.assert_array_equal(statistics["0_centered"][branch]["tokens"], batch["segment_ids"].sum())
+    mean_columns = [stack["mlp"]["columns"] / stack["mlp"]["tokens"][:, None] for stack in statistics.values()]
+    assert losses["columns_loss"] == pytest.approx(float(np.mean(np.square(mean_columns))), rel=1e-6)
+    assert metrics_of_layers(out) == pytest.approx(run()[0][0]["input_square"], rel=1e-6)
     assert metrics[0]["loss"] == pytest.approx(float(out.sum / out.weight), rel=1e-6)
     for name, value in losses.items():
         assert metrics[0][name] == pytest.approx(float(value), rel=1e-6)
@@ -157,18 +184,31 @@ def test_factors_scale_the_gradients_of_auxiliary_losses():
         assert np.linalg.norm(a - scale * b) <= 2e-6 * np.linalg.norm(scale * b)
 
 
+def metrics_of_layers(out):
+    total, weight = out.aux["input_square"]
+    return float(total / weight)
+
+
 def test_evaluation_reports_auxiliary_losses():
     trainer, state = trainer_of(), initial_state()
     values = trainer.evaluate(state.best_params, jax.device_put(batch_of(0), trainer.batch_sharding))
-    for name in ("keys_loss", "hidden_loss"):
+    for name in (*AUX, "input_square"):
         assert float(values[name][0] / values[name][1]) == pytest.approx(run()[0][0][name], rel=1e-6)
 
 
 def test_invalid_statistics_raise(monkeypatch):
-    with pytest.raises(InputError, match=r"weights z_loss, .* \(the model has hidden_loss, keys_loss\)"):
+    with pytest.raises(InputError, match=r"weights z_loss, .* \(the model has columns_loss, hidden_loss, keys_loss\)"):
         trainer_of(aux="z_loss(1)")
-    with pytest.raises(InputError, match=r"plan.sequence=2 .* statistics \(keys, hidden, tokens\)"):
-        trainer_of(Plan(sequence=2), 2)
+    with monkeypatch.context() as patch:
+        patch.delattr(CenteredKeys, "prepare")
+        with pytest.raises(
+            InputError, match="CenteredKeys has no `prepare`, which a ring, .* choose plan.exchange=heads"
+        ):
+            trainer_of(Plan(sequence=2), 2, learning_rate=0.125)
+    with pytest.raises(
+        InputError, match=r"plan.exchange=heads .* model.mixer has \['average'\] of the heads of all devices"
+    ):
+        trainer_of(Plan(sequence=2, exchange="heads"), 2)
     params = initial_state().best_params
     with monkeypatch.context() as patch:
         patch.setattr(CenteredKeys, "auxiliary_loss", lambda _, statistics: {"loss": statistics["tokens"]})
@@ -197,12 +237,12 @@ def test_buffers_are_the_average_of_the_keys_and_have_no_gradient():
     average = 0.0
     for seed, state in enumerate(states[:2]):
         apply = jax.jit(lambda weights, batch: model_of().apply(collections(weights), batch, method="loss"))
-        statistics = apply(state.best_params, batch_of(seed)).statistics["layers"]["0_centered"]
+        statistics = apply(state.best_params, batch_of(seed)).statistics["layers"]["0_centered"]["attention"]
         average = 0.9 * average + 0.1 * np.asarray(statistics["keys"]) / statistics["tokens"][:, None, None]
     buffers = states[2].buffers["layers"]["0_centered"]["attention"]["mixer"]
     np.testing.assert_allclose(buffers["average"], average, rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(buffers["updates"], [2.0, 2.0])
-    assert states[0].buffers["layers"].keys() == {"0_centered"}
+    assert states[0].buffers["layers"]["1_full"].keys() == {"mlp"}
     assert jax.tree.structure(optax.tree.get(states[2].opt_state, "mu")) == jax.tree.structure(states[2].params)
 
     broken = jax.tree.map(np.array, states[2])
@@ -223,12 +263,13 @@ def test_planner_counts_buffers():
         trainer_of(*LAYOUTS[name][:2]) if name else trainer_of() for name in ("", "zero3 x tensor, accumulated")
     )
     memory = [memory_estimate(trainer, 0, B, T)["buffers"] for trainer in (one, several)]
-    assert memory[0] == 2 * 4 * (2 * 4 + 1)  # layers x bytes x (averages of heads and the counter)
+    # Layers x bytes x numbers: averages of heads and the counter, and averages of columns.
+    assert memory[0] == 2 * 4 * (2 * 4 + 1) + 4 * 4 * 32
     assert memory[1] < memory[0]
 
 
 def test_models_without_statistics_have_none():
-    model = model_of(mixer="full")
+    model = model_of(mixer="full", mlp="swiglu")
     assert model.auxiliary_loss({}) == {}
 
     def loss():

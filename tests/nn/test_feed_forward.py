@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from hpnlp.nn.layers import gelu_exact
+from hpnlp.nn.feed_forward.mlp import gelu_exact
 from tests.contracts import once
 
 
