@@ -15,6 +15,7 @@ from hpnlp.planner.devices import USABLE, Device
 from hpnlp.planner.estimate import Costs
 from hpnlp.planner.search import flags, plan_name
 from hpnlp.spec import parse_one
+from hpnlp.training.config import flat
 from hpnlp.types import InputError
 
 HEADROOM = 1.15  # height of a plot's axis over the height of its bar
@@ -119,9 +120,11 @@ def _waterfall(values: Sequence[float], scale: float, width: int = 40) -> list[s
 
 def _uncounted(costs: Costs) -> str:
     """Names the collectives that the compiler chooses, which are not estimated; empty where there are none."""
-    output = costs.config.model.output
+    fields = flat(costs.config)
+    output = fields.get("model.output", "full")  # a dual encoder has no output layer
     uncounted = ["optimizer.rows"] if costs.config.optimizer.rows else []
     uncounted += [f"the loss of {output}"] if parse_one(output, "model.output").name != "full" else []
+    uncounted += ["the similarities of pairs"] if "model.negatives" in fields else []
     if not uncounted or costs.devices == 1:
         return ""
     return f"not counted: communication that the compiler adds for {', '.join(uncounted)}"

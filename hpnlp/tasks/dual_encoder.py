@@ -32,8 +32,13 @@ class DualEncoding(ExampleTask):
 
     def model(self, config: RunConfig, sizes: Sizes) -> DualEncoder:
         self.check_no_stride(config)
-        if config.data.batch_size < 2:
-            raise InputError("data.batch_size=1: a pair has no negatives: set it to at least 2, better to 32 or more")
+        batch_size, parts = config.data.batch_size, config.optimizer.accumulate
+        if batch_size < 2 * parts:
+            accumulated = f", optimizer.accumulate={parts}" if parts > 1 else ""
+            raise InputError(
+                f"data.batch_size={batch_size}{accumulated}: a pair has no negatives: set data.batch_size to at least "
+                f"{2 * parts}, better to {32 * parts} or more"
+            )
         filled = vocabularies.fill_sizes(config.model, sizes, config.data.seq_len)
         return DualEncoder(filled)
 

@@ -56,6 +56,11 @@ class RetrievalReport(TaskReport):
         if report["heldout_loss"] is None:
             return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
         count, recall = report["heldout_examples"], report["heldout_recall_at_10"]
+        if count <= TOP[-1]:
+            return (
+                f"{count:,} held-out pairs are too few to rank them: hold out more than {TOP[-1]}, by data.heldout, "
+                "data.heldout_examples or data.heldout_path."
+            )
         if recall is None:
             share = f"{100 * report['heldout_accuracy']:.1f} %"
             return f"The partner of {share} of {count:,} held-out texts is the most similar one of its batch."

@@ -31,6 +31,9 @@ class RunConfig(Protocol):
     def data(self) -> Any: ...
 
     @property
+    def optimizer(self) -> Any: ...
+
+    @property
     def train(self) -> Any: ...
 
 

@@ -172,7 +172,7 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
 
 
 def _check_outside_data(workdir: Path, config: Config) -> None:
-    """Raises InputError if `workdir` is in a directory of data, whose files a run that resumes would read as text."""
+    """Raises InputError if `workdir` is in a directory of data, whose files a run that resumes would read."""
     for field in (field.name for field in dataclasses.fields(config.data) if field.name.endswith("path")):
         for path in filter(None, map(str.strip, getattr(config.data, field).split(","))):
             directory = os.path.expanduser(path)
@@ -182,8 +182,8 @@ def _check_outside_data(workdir: Path, config: Config) -> None:
             # Hidden files and directories are not read as data.
             if within == "." or not any(name.startswith(".") for name in Path(within).parts):
                 raise InputError(
-                    f"workdir {workdir} lies in data.{field}={path}, and what the run writes would become text: choose another "
-                    "--workdir, or name the files of text by a glob"
+                    f"workdir {workdir} lies in data.{field}={path}, and what the run writes would be read as data: choose "
+                    "another --workdir, or name the files of data by a glob"
                 )
 
 

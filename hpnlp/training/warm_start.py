@@ -204,7 +204,7 @@ def _architecture(config: Any) -> dict[str, Any]:
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE}
     values |= {"kv_heads": config.kv_head_count, "head_dim": config.head_size, "mlp_dim": config.mlp_size}
     values |= {"mixer": mixer_period(config.mixer), "form": parse_period(config.form, "model.form")}
-    unused = [] if config.position == "learned" else ["max_len"]
+    unused = [] if config.position == "learned" else ["max_len", "target_len"]
     unused += [] if config.position == "rope" else ["rope_theta", "rope_scaling"]
     return {name: value for name, value in values.items() if name not in unused}
 

@@ -15,6 +15,7 @@ import pytest
 
 from hpnlp import planner, report, tasks
 from hpnlp.parallel.plan import Plan
+from hpnlp.planner import render
 from hpnlp.tasks import TASKS
 from hpnlp.training import config as configs
 from hpnlp.training import loop
@@ -235,8 +236,10 @@ def test_plans_match_one_device(config, dataset, on_one_device, plan):
 
 
 def test_step_is_planned(config):
-    costs = planner.costs(config, 8)
-    assert costs.parameters > 0 and costs.bytes > 0 and costs.total_seconds(planner.DEVICES["h100"]) > 0
+    costs, device = planner.costs(config, 8), planner.DEVICES["h100"]
+    assert costs.parameters > 0 and costs.bytes > 0 and costs.total_seconds(device) > 0
+    text = render.table(costs, device, "h100")
+    assert ("the similarities of pairs" in text) == (config.task == "dual_encoder") and "MFU" in text
 
 
 def weight_of(batch):

@@ -29,8 +29,26 @@ def test_ties_and_numbers_that_are_not_finite_count_against_the_partner():
     np.testing.assert_array_equal(partner_ranks(scores), [2, 1, 3])
 
 
-def test_a_batch_of_one_pair_is_refused():
+@pytest.mark.parametrize(
+    ("batch_size", "parts", "message"),
+    [
+        (1, 1, "data.batch_size=1: a pair has no negatives: set data.batch_size to at least 2"),
+        (4, 4, "data.batch_size=4, optimizer.accumulate=4: a pair has no negatives: set data.batch_size to at least 8"),
+    ],
+)
+def test_a_batch_or_part_of_one_pair_is_refused(batch_size, parts, message):
     config = configs.default("dual_encoder")
-    config.data.batch_size = 1
-    with pytest.raises(InputError, match="data.batch_size=1: a pair has no negatives"):
+    config.data.batch_size, config.optimizer.accumulate = batch_size, parts
+    with pytest.raises(InputError, match=message):
         TASKS["dual_encoder"].model(configs.resolve(config), Sizes(ids=30))
+
+
+def test_verdict_needs_more_pairs_than_it_ranks():
+    numbers = {"heldout_loss": 1.0, "heldout_recall_at_10": 0.5, "heldout_accuracy": 0.25}
+    verdict = TASKS["dual_encoder"].report.verdict
+    assert verdict(numbers | {"heldout_examples": 10}).startswith("10 held-out pairs are too few to rank them")
+    assert verdict(numbers | {"heldout_examples": 20_000}) == (
+        "The partner of 50.0 % of the held-out texts is among the 10 most similar of 10,000."
+    )
+    unranked = verdict(numbers | {"heldout_examples": 11, "heldout_recall_at_10": None})
+    assert unranked == "The partner of 25.0 % of 11 held-out texts is the most similar one of its batch."

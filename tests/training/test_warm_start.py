@@ -13,7 +13,9 @@ from hpnlp.cli import experiment
 from hpnlp.data import tokenizers
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.seq2seq import Seq2SeqConfig
 from hpnlp.planner import costs
+from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import loop, warm_start
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import flat, resolve, to_json
@@ -228,3 +230,16 @@ def test_planner_accepts_configs_with_a_source(words):
     config = finetuned(words, plan__name="zero3")
     assert flat(config)["train.init_from"] == str(words)
     assert costs(config, 8).parameters == sum(leaf.size for leaf in jax.tree.leaves(load(words).params))
+
+
+def test_target_length_matters_to_learned_positions_only(tmp_path):
+    def check(position):
+        models = [Seq2SeqConfig(dim=8, heads=2, vocab=20, max_len=8, target_len=n, position=position) for n in (8, 12)]
+        vocabulary = Vocabulary(tokenizers.build("bytes"))
+        return warm_start.check_model(
+            models[0], warm_start.Source(tmp_path, "seq2seq", models[1], vocabulary, "", True)
+        )
+
+    assert check("rope") == ""
+    with pytest.raises(InputError, match="model.target_len is 8, in the source 12"):
+        check("learned")

@@ -149,7 +149,8 @@ class Tagging(Kind):
 
     def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
         space, letter, letters, *words = ids
-        has_no_space = len(letters) == 2 * len(letter)  # decoding inserts spaces between words
+        # Decoding inserts spaces between words. Tokens that begin with a space (byte-level BPE) differ from those that do not.
+        has_no_space = np.array_equal(letters, np.concatenate([letter, letter]))
         stored = []
         for number, label in enumerate(labels):
             word = words[number]

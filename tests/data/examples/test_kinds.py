@@ -100,6 +100,20 @@ def test_each_word_has_one_label_for_every_tokenizer(tmp_path, tokenizer):
         assert names == ["odd" if len(word) % 4 else "even" for word in words]
 
 
+def test_tokens_of_spaces_are_kept_where_other_tokens_contain_them(tmp_path):
+    """The vocabulary has a token " a", but " " is a token of its own before z."""
+    write(tmp_path / "train.jsonl", [{"words": ["a", "a", "b"], "labels": ["x", "x", "y"]}] * 30)
+    write(tmp_path / "test.jsonl", [{"words": ["a", "z", "a"], "labels": ["x", "y", "x"]}])
+    paths = {"heldout_path": str(tmp_path / "test.jsonl")}
+    examples = prepare_examples(config("tagging", tmp_path / "train.jsonl", tokenizer="bpe(300)", **paths))
+    ids = [examples.tokenizer.encode(text) for text in (b"a z", b" z", b" a")]
+    assert list(map(len, ids)) == [3, 2, 1]
+    batch = next(examples.heldout(batch_size=1))
+    real = batch["tokens"][0][batch["segment_ids"][0] > 0]
+    assert examples.tokenizer.decode(real).endswith(b"a z a") and batch["weights"].sum() == 3
+    assert (examples.tokenizer.decode(real[np.flatnonzero(batch["weights"][0])])) == b"az a"
+
+
 def test_targets_are_shifted_by_one(tmp_path):
     rows = [{"source": "12", "target": "one two"}, {"source": "7" * 50, "target": "x" * 30}]
     batch, examples = heldout_batch(tmp_path, "seq2seq", rows)
