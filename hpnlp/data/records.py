@@ -340,9 +340,7 @@ def _record(value: dict[str, Any], number: int, where: str, fields: Fields, repo
 def _field(record: dict[str, Any], field: str, argument: str) -> bytes:
     """The bytes of one field, which the config field data.`argument` names; raises _FieldError."""
     if field not in record:
-        raise _FieldError(
-            f"{missing(field, argument, list(record))}, or data.skip_bad_lines=True to leave such records out"
-        )
+        raise _FieldError(missing_in_record(field, argument, list(record)))
     value = record[field]
     if value is None:
         return b""
@@ -365,3 +363,17 @@ def missing(field: str, argument: str, known: list[str]) -> str:
     """
     names = ", ".join(map(repr, known[:20])) + (", ..." if len(known) > 20 else "") or "none"
     return f"no field {field!r}, the fields are {names}: pass data.{argument}=NAME with one of them"
+
+
+def missing_in_record(field: str, argument: str, known: list[str]) -> str:
+    """Formats the message for a field that one record lacks.
+
+    Args:
+      field: Name of the field.
+      argument: Config field that holds the name.
+      known: Names of the fields that the record has.
+
+    Returns:
+      The message, without the place of the record.
+    """
+    return f"{missing(field, argument, known)}, or data.skip_bad_lines=True to leave such records out"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import inspect
 import math
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,18 @@ _GROUP_BYTES = 1 << 20
 _GROUP_EXAMPLES = 512
 # Approximate limit of the text from which a vocabulary is made, as for text corpora.
 _VOCABULARY_BYTES = 1 << 28
+
+
+def _version(kind: Kind) -> list[str]:
+    """Name of a kind; and the digest of its file, outside of the package, where _FORMAT does not change with the code."""
+    name = type(kind).__name__
+    if type(kind).__module__.startswith("hpnlp."):
+        return [name]
+    try:
+        code = Path(inspect.getfile(type(kind))).read_bytes()
+    except (OSError, TypeError):  # defined in an interactive session
+        return [name]
+    return [name, hashlib.sha256(code).hexdigest()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +90,7 @@ class ExampleIngest:
             [[source.walked, [[file.path, file.name] for file in source.files]] for source in group]
             for group in self._groups
         ]
-        return ["examples", _FORMAT, type(self.kind).__name__, self.kind.columns, options, files]
+        return ["examples", _FORMAT, *_version(self.kind), self.kind.columns, options, files]
 
     def training_texts(self, progress: Progress) -> Iterator[bytes]:
         """Reads the text from which a vocabulary is made: the training examples, or an even sample of many.

@@ -121,11 +121,14 @@ class RowReader:
 
     def _convert(self, name: str, number: int, where: str, record: dict[str, Any]) -> Row | None:
         """The record with converted values; None if it is bad and skipped."""
-        values = {}
+        values, known = {}, list(record)
+        for column in self._columns:
+            if column.name not in record:
+                fault = records.missing_in_record(column.name, column.argument, known)
+                self.report_bad(where, InputError(f"{where}: {fault}"))
+                return None
         try:
             for column in self._columns:
-                if column.name not in record:
-                    raise FieldError(records.missing(column.name, column.argument, list(record)))
                 try:
                     values[column.argument] = TYPES[column.type][0](record[column.name])
                 except FieldError as error:

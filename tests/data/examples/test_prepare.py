@@ -1,5 +1,6 @@
 """`prepare_examples`: the split into training and held-out examples, the classes, the cache, and errors."""
 
+import dataclasses
 import json
 import re
 import tracemalloc
@@ -7,6 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from hpnlp.cli import experiment
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import ClassificationConfig, check_paths, prepare_examples
 from hpnlp.data.ingest import hash_fraction
@@ -41,6 +43,26 @@ def test_groups_are_held_out_as_a_whole(tmp_path):
     rows[7].pop("page")
     with pytest.raises(InputError, match="line 8: no field 'page', .*: pass data.group_field=NAME"):
         prepare_examples(config("classification", write(path, rows), group_field="page"))
+
+
+def test_examples_are_made_anew_when_the_code_of_their_kind_changes(path, tmp_path):
+    code = """
+from hpnlp.data.examples import ClassificationConfig
+from hpnlp.data.examples.kinds import Classification
+
+class Changed(Classification):
+    def texts(self, values):
+        return ["PREFIX" + values["text_field"]]
+
+class Config(ClassificationConfig):
+    def kind(self):
+        return Changed("text", "", "label")
+"""
+    fields = dataclasses.asdict(config("classification", path))
+    for prefix, is_cached in (("a", False), ("a", True), ("bb", False)):
+        (tmp_path / "own.py").write_text(code.replace("PREFIX", prefix))
+        examples = prepare_examples(experiment.load(str(tmp_path / "own.py")).Config(**fields))
+        assert examples.is_cached == is_cached and all(text.startswith(prefix) for text in heldout_texts(examples))
 
 
 def test_heldout_examples_limits_their_number(path):
