@@ -1,22 +1,27 @@
 """Classification: scores, the confusion matrix, ranking, and errors of tasks that do not fit."""
 
 import dataclasses
+import functools
 import json
 from contextlib import nullcontext
 
+import jax
 import matplotlib.image
 import numpy as np
 import pytest
 
 from hpnlp import plots
+from hpnlp.models.variables import collections
+from hpnlp.parallel import host_offload
 from hpnlp.tasks import TASKS
 from hpnlp.tasks.classification import Classification
 from hpnlp.tasks.label_report import MAX_DRAWN, MAX_LABEL, drawn_confusion, macro_f1
-from hpnlp.tasks.reporting import Heatmap
+from hpnlp.tasks.reporting import Heatmap, Outcome
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary, load
 from hpnlp.training import config as configs
 from hpnlp.training.run_directory import claimed
 from hpnlp.types import InputError
+from tests.models.test_encoder import TAGS, make, make_batch
 
 REPORT = TASKS["classification"].report
 
@@ -61,6 +66,16 @@ def test_rare_classes_are_drawn_as_one(tmp_path):
     assert list(small.rows) == ["c" * MAX_LABEL + "...", "a b"] and small.counts.tolist() == [[3, 2], [0, 1]]
     plots.plot_heatmap(Heatmap(np.eye(3), "abc", "abc", "label", "prediction"), tmp_path / "confusion.png")
     assert matplotlib.image.imread(tmp_path / "confusion.png").std() > 0.05
+
+
+def test_reports_fetch_offloaded_parameters():
+    model, params = make(**TAGS)
+    batch = make_batch(model.config)
+    expected = jax.jit(functools.partial(model.apply, method="logits"))(collections(params), batch)
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=host_offload.HOST)
+    layers = jax.tree.map(lambda x: jax.device_put(x, host), params["layers"])
+    outcome = Outcome(None, None, model, {**params, "layers": layers}, {})
+    np.testing.assert_array_equal(outcome.compiled("logits")(jax.device_get(batch)), expected)
 
 
 def report_of(**changes):
