@@ -1,7 +1,10 @@
-"""Collections of a model's variables: "params", which the optimizer changes, and "buffers", which `Model.advance` changes.
+"""Collections of a model's variables.
 
-Functions that only apply a model take its weights: the parameters, and under the key BUFFERS the buffers, if the model has
-some. A model without buffers has weights that are its parameters.
+The optimizer changes "params", `Model.advance` changes "buffers", and nothing in training changes "frozen", which the task
+provides.
+
+Functions that only apply a model take its weights: the parameters, and under the keys BUFFERS and FROZEN the others, if the
+model has some and the function reads them. A model with parameters only has weights that are its parameters.
 """
 
 from __future__ import annotations
@@ -15,23 +18,26 @@ import jax
 from hpnlp.types import InputError, Model
 
 BUFFERS = "buffers"
+FROZEN = "frozen"
 
 
-def join(params: Any, buffers: Any) -> Any:
+def join(params: Any, buffers: Any, frozen: Any = None) -> Any:
     """Weights of a model.
 
     Args:
       params: Parameters, a dict; or a tree like them, of shapes or shardings.
       buffers: Buffers, or a tree like them; None or empty if the model has none.
+      frozen: Frozen variables, or a tree like them; None or empty if the model has none.
 
     Returns:
       The weights.
     """
-    return {**params, BUFFERS: buffers} if buffers else params
+    further = {name: tree for name, tree in ((BUFFERS, buffers), (FROZEN, frozen)) if tree}
+    return {**params, **further} if further else params
 
 
 def split(weights: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The inverse of `join`.
+    """The variables that training changes.
 
     Args:
       weights: Weights of a model.
@@ -39,7 +45,8 @@ def split(weights: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     Returns:
       `(parameters, buffers)`; None for no buffers.
     """
-    return {name: value for name, value in weights.items() if name != BUFFERS}, weights.get(BUFFERS)
+    params = {name: value for name, value in weights.items() if name not in (BUFFERS, FROZEN)}
+    return params, weights.get(BUFFERS)
 
 
 def collections(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,10 +56,10 @@ def collections(weights: Mapping[str, Any]) -> dict[str, Any]:
       weights: Weights of a model.
 
     Returns:
-      "params", and BUFFERS if there are some.
+      "params", and BUFFERS and FROZEN if there are some.
     """
-    params, buffers = split(weights)
-    return {"params": params} if buffers is None else {"params": params, BUFFERS: buffers}
+    further = {name: weights[name] for name in (BUFFERS, FROZEN) if name in weights}
+    return {"params": split(weights)[0], **further}
 
 
 def axes_of(model: Model) -> Any:
@@ -80,7 +87,7 @@ def axes_and_shapes(model: Model) -> tuple[Any, Any]:
       InputError: A buffer is not float32.
     """
     variables = jax.eval_shape(lambda: model.init(jax.random.key(0), model.example_batch(1, 8)))
-    boxed = join(variables["params"], variables.get(BUFFERS))
+    boxed = join(variables["params"], variables.get(BUFFERS), variables.get(FROZEN))
 
     def is_boxed(node: Any) -> bool:
         return isinstance(node, nn.LogicallyPartitioned)

@@ -1,4 +1,4 @@
-"""Layers that hold parameters or buffers: Dense, Embed, RMSNorm, LayerNorm, dropout.
+"""Layers that hold variables, and functions that declare them: Dense, Embed, RMSNorm, LayerNorm, dropout.
 
 Parameters are float32 and carry the logical names of their axes; a layer computes in the dtype of its input.
 """
@@ -66,6 +66,25 @@ def buffer(
         return boxed(module.make_rng("params"), shape, jnp.float32)
 
     return jax.lax.stop_gradient(nn.meta.unbox(module.variable("buffers", name, initial).value))
+
+
+def frozen(module: nn.Module, name: str, initial: Callable[[jax.Array], Any]) -> Any:
+    """Frozen variables of a module: arrays that the task provides and that training does not change, as those of a teacher.
+
+    A module declares them by a call in `setup` or in a compact method, and may read them by further calls in other methods.
+
+    Args:
+      module: The module.
+      name: Name of the variables.
+      initial: Function of a key that returns a tree of arrays with the logical names of their axes, such as the parameters that
+        a Flax module's `init` returns. It states names, shapes and dtypes; its values are replaced by those of the task.
+
+    Returns:
+      The tree of arrays. None where the model is applied without frozen variables.
+    """
+    if module.is_initializing() and not module.has_variable("frozen", name):
+        module.variable("frozen", name, lambda: initial(module.make_rng("params")))
+    return nn.meta.unbox(module.get_variable("frozen", name))
 
 
 class Dense(nn.Module):

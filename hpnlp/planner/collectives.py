@@ -139,7 +139,8 @@ def trace(trainer: Trainer, batch_size: int, length: int) -> Any:
       A `jax.stages.Traced`, with its `jaxpr` and `lower()`.
     """
     batch = jax.eval_shape(lambda: trainer.example_batch(batch_size, length))
-    return trainer.step.jitted.trace(trainer.state_shapes, batch, jax.eval_shape(lambda: jax.random.key(0)))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return trainer.step.jitted.trace(trainer.state_shapes, batch, key, *trainer.step.frozen)
 
 
 def step_traffic(trainer: Trainer, jaxpr: Any) -> list[Collective]:

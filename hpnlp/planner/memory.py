@@ -23,8 +23,9 @@ def memory_estimate(trainer: Trainer, peak: int, batch_size: int, length: int) -
       length: Tokens of an example.
 
     Returns:
-      Bytes of "parameters", "optimizer" (its state), "average" (of the parameters), "buffers", "gradients" and "activations".
-      The last are all temporary buffers at the peak that are not gradients. Uses without any bytes are left out.
+      Bytes of "parameters", "optimizer" (its state), "average" (of the parameters), "buffers", "frozen" (variables that the
+      task provides), "gradients" and "activations". The last are all temporary buffers at the peak that are not gradients.
+      Uses without any bytes are left out.
     """
     shapes = trainer.state_shapes
     gradients = min(peak, gradient_bytes(trainer, batch_size, length))
@@ -33,6 +34,7 @@ def memory_estimate(trainer: Trainer, peak: int, batch_size: int, length: int) -
         "optimizer": held_bytes(shapes.opt_state),
         "average": held_bytes(shapes.ema),
         "buffers": held_bytes(shapes.buffers),
+        "frozen": held_bytes(trainer.step.frozen),
         "gradients": gradients,
         "activations": peak - gradients,
     }
@@ -40,7 +42,7 @@ def memory_estimate(trainer: Trainer, peak: int, batch_size: int, length: int) -
 
 
 def state_bytes(trainer: Trainer, batch_size: int, length: int) -> int:
-    """Bytes of the training state and the gradients in the memory of one device, known without a trace of the step.
+    """Bytes of the training state, frozen variables and gradients in the memory of one device, known without a trace.
 
     Args:
       trainer: A trainer, on devices or on an abstract mesh.
@@ -50,7 +52,8 @@ def state_bytes(trainer: Trainer, batch_size: int, length: int) -> int:
     Returns:
       A lower bound of what the step needs.
     """
-    return held_bytes(trainer.state_shapes) + gradient_bytes(trainer, batch_size, length)
+    held = held_bytes((trainer.state_shapes, trainer.step.frozen))
+    return held + gradient_bytes(trainer, batch_size, length)
 
 
 def gradient_bytes(trainer: Trainer, batch_size: int, length: int) -> int:
@@ -92,7 +95,7 @@ def held_bytes(shapes: Any, *, hosted: bool = False) -> int:
 
 
 def state_shards(trainer: Trainer) -> dict[int, int]:
-    """Number of devices that each array of the training state is divided over.
+    """Number of devices that each array of the training state and each frozen variable is divided over.
 
     Args:
       trainer: A trainer, on devices or on an abstract mesh.
@@ -100,5 +103,10 @@ def state_shards(trainer: Trainer) -> dict[int, int]:
     Returns:
       The number of shards by the index of the array among the arguments of the step; empty arrays are left out.
     """
-    leaves = enumerate(jax.tree.leaves(trainer.state_shapes))
-    return {index: math.prod(x.shape) // math.prod(x.sharding.shard_shape(x.shape)) for index, x in leaves if x.size}
+    between = [None] * (len(trainer.batch_sharding) + 1)  # the batch and the key
+    leaves = [*jax.tree.leaves(trainer.state_shapes), *between, *jax.tree.leaves(trainer.step.frozen)]
+    return {
+        index: math.prod(x.shape) // math.prod(x.sharding.shard_shape(x.shape))
+        for index, x in enumerate(leaves)
+        if x is not None and x.size
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -70,6 +71,23 @@ class Baseline(Protocol):
           Fields of report.json.
         """
         ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frozen:
+    """Arrays that a model reads and that training does not change, such as the parameters of a teacher or a retrieval index.
+
+    Checkpoints hold the source and the digest, and not the arrays.
+
+    Attributes:
+      source: Origin of the arrays for messages, a path or a name.
+      digest: Digest of their content: a run resumes with arrays of the same digest only.
+      values: Tree of arrays like the collection "frozen" of the model (`nn.layers.frozen`); the same in every process.
+    """
+
+    source: str
+    digest: str
+    values: Any
 
 
 class Task(abc.ABC):
@@ -202,6 +220,20 @@ class Task(abc.ABC):
         Raises:
           InputError: The model does not fit the data, or cannot do what the task or an option of the run needs.
         """
+
+    def frozen(self, config: RunConfig) -> Frozen | None:
+        """The frozen variables of the model.
+
+        Args:
+          config: Config of the run.
+
+        Returns:
+          The variables; None for a model without any.
+
+        Raises:
+          InputError: They cannot be read.
+        """
+        return None
 
     def check_no_stride(self, config: RunConfig) -> None:
         """Checks that a config has no evaluation stride, for tasks whose examples do not overlap.

@@ -39,6 +39,25 @@ def type_of(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
+def first_difference(expected: Any, actual: Any) -> tuple[str, str, str] | None:
+    """Compares the names, dtypes and shapes of two trees.
+
+    Args:
+      expected: A tree of arrays or shapes.
+      actual: Another one.
+
+    Returns:
+      `(path, type in expected, type in actual)` of the first leaf that differs, with "nothing" for an absent one; None if the
+      trees are alike.
+    """
+    there, here = (
+        {jax.tree_util.keystr(path): type_of(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (expected, actual)
+    )
+    names = (name for name in [*there, *here] if there.get(name) != here.get(name))
+    return next(((name, there.get(name, "nothing"), here.get(name, "nothing")) for name in names), None)
+
+
 def checksum(tree: Any) -> dict[str, str]:
     """Checksums of the arrays of a tree.
 

@@ -15,7 +15,7 @@ from hpnlp.parallel import host_offload, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.training import sparse_rows
 from hpnlp.training.apply_updates import Update, mean
-from hpnlp.training.checksum import type_of
+from hpnlp.training.checksum import first_difference
 from hpnlp.types import InputError, LossOut, Model, Statistics, Zero2Parameter
 
 Batch = Mapping[str, jax.Array]
@@ -38,6 +38,7 @@ class Gradients:
       zero2: True if gradients are sharded where parameters are replicated.
       aux_weights: Factor of each auxiliary loss: a metric of layers whose name ends in `_loss`, or a result of the model's
         `auxiliary_loss`; 1 by default.
+      frozen: The model's frozen variables within the trace of a step; None if it has none.
     """
 
     model: Model
@@ -48,6 +49,7 @@ class Gradients:
     tables: Mapping[sparse_rows.Path, tuple[int, ...]]
     zero2: bool
     aux_weights: Mapping[str, float]
+    frozen: Any = None
 
     def __call__(
         self, params: Any, buffers: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array
@@ -130,7 +132,7 @@ class Gradients:
         tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
 
         def add(totals: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-            out = loss(self.model, variables.join(tables, buffers), *part)
+            out = loss(self.model, variables.join(tables, buffers, self.frozen), *part)
             return _add(totals, (out.weight, out.statistics)), None
 
         (weight, statistics), _ = jax.lax.scan(add, _zeros((weight_shape, statistics_shapes)), inputs)
@@ -212,16 +214,12 @@ class Gradients:
             statistics = loss(model, weights, batch, key).statistics
             return model.advance(variables.split(weights)[1], statistics, jnp.int32(0), key)
 
-        here, there = (
-            {jax.tree_util.keystr(path): type_of(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-            for tree in (buffers, jax.eval_shape(advance, weights))
-        )
-        for name in [*here, *there]:
-            if here.get(name) != there.get(name):
-                raise InputError(
-                    f"advance of a mixer or feed-forward network makes the buffer {name} {there.get(name, 'nothing')} from "
-                    f"{here.get(name, 'nothing')}: return buffers of the same names, shapes and dtypes"
-                )
+        if difference := first_difference(buffers, jax.eval_shape(advance, weights)):
+            name, old, new = difference
+            raise InputError(
+                f"advance of a mixer or feed-forward network makes the buffer {name} {new} from {old}: return buffers of the "
+                "same names, shapes and dtypes"
+            )
 
     def _split_for_accumulation(self, batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
         """The batch as arrays `[accumulate, B / accumulate, ...]`, and a key for each part."""
@@ -274,7 +272,7 @@ class Gradients:
         them, and they keep float16 gradients of order 1 in the backward pass.
         """
         tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
-        out = loss(self.model, variables.join(tables, buffers), batch, key)
+        out = loss(self.model, variables.join(tables, buffers, self.frozen), batch, key)
         total = out.sum
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):

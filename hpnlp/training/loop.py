@@ -25,7 +25,7 @@ from hpnlp.training.config import Config
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
-from hpnlp.training.run_directory import claimed, has_begun, make_model, write_config
+from hpnlp.training.run_directory import check_frozen, claimed, frozen_record, has_begun, make_model, write_config
 from hpnlp.training.step import TrainState, check_batch, make_trainer
 from hpnlp.types import InputError
 
@@ -152,7 +152,9 @@ class _Run:
         self.model: Any = make_model(config, vocabulary)
         accepted = "" if self.source is None else warm_start.check_model(self.model.config, self.source, accept_changes)
         optimizer = config.optimizer.for_batch(config.data.batch_size)
-        self.trainer = make_trainer(self.model, optimizer, config.plan, steps=config.train.steps)
+        self.frozen = self.task.frozen(config)
+        trainer = make_trainer(self.model, optimizer, config.plan, steps=config.train.steps)
+        self.trainer = trainer.with_frozen(None if self.frozen is None else self.frozen.values)
         check_batch(self.trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
         index, count = batch_share(self.trainer, config)
         self.key = jax.random.key(config.train.seed)
@@ -202,6 +204,7 @@ class _Run:
     def _resume(self) -> _Start:
         """Restores the newest checkpoint: training state, position in the data, progress, and seconds of each phase."""
         state, data_state, progress = self.checkpoints.restore(self.trainer.state_shapes)
+        check_frozen(self.workdir, self.frozen, progress)
         self.batches.set_state(data_state)
         for phase, seconds in progress["seconds"].items():
             self.clock.seconds[phase] = self.clock.seconds.get(phase, 0.0) + seconds
@@ -319,6 +322,7 @@ class _Run:
             if self.jsonl is not None:
                 self.jsonl.sync()
             progress = {**self.progress, "seconds": self.clock.seconds, "peak_memory_bytes": self._peak_memory_bytes()}
+            progress |= frozen_record(self.frozen)
             self.checkpoints.save(self.state, self.batches.get_state(), progress, score)
         self.saved_step = self.step
 

@@ -15,7 +15,7 @@ import errno
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from hpnlp import tasks
 from hpnlp.data.files import is_special
 from hpnlp.models.huggingface import convert
 from hpnlp.parallel.plan import Plan
+from hpnlp.tasks.task import Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
 from hpnlp.training.checkpoint import CONVERTED_STEP, Checkpointer, checked_directory
@@ -259,6 +260,38 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+def frozen_record(frozen: Frozen | None) -> dict[str, Any]:
+    """The entry of a checkpoint's progress for frozen variables.
+
+    Args:
+      frozen: The frozen variables, or None.
+
+    Returns:
+      Their source and digest under "frozen"; empty for None.
+    """
+    return {} if frozen is None else {"frozen": {"source": frozen.source, "digest": frozen.digest}}
+
+
+def check_frozen(workdir: Path, frozen: Frozen | None, progress: Mapping[str, Any]) -> None:
+    """Checks that a run resumes with the frozen variables that it was trained with.
+
+    Args:
+      workdir: The run directory.
+      frozen: The frozen variables of the task, if there are some.
+      progress: Progress of the checkpoint, with `frozen_record` of those that it was trained with.
+
+    Raises:
+      InputError: The digests differ.
+    """
+    old, new = progress.get("frozen", {}), frozen_record(frozen).get("frozen", {})
+    if old.get("digest") != new.get("digest"):
+        then, now = (f"{record['source']} (digest {record['digest']})" if record else "none" for record in (old, new))
+        raise InputError(
+            f"{workdir} was trained with other frozen variables: then {then}, now {now}: put back those that it was trained "
+            "with, or choose another workdir"
+        )
 
 
 def write_config(workdir: Path, config: Config) -> None:

@@ -69,7 +69,7 @@ def state_shardings(layout: Layout, plan: Plan, axes: Any, statistic_specs: Any,
         opt_state=_optimizer_shardings(layout, statistics, shapes),
         ema=None if shapes.ema is None else statistics,
         scale=jax.tree.map(lambda _: layout.sharding(), shapes.scale),
-        buffers=None if buffer_axes is None else _buffer_shardings(layout, buffer_axes, shapes.buffers),
+        buffers=None if buffer_axes is None else variable_shardings(layout, buffer_axes, shapes.buffers),
     )
     if plan.offload_optimizer:
         state = dataclasses.replace(state, opt_state=host_offload.on_host(state.opt_state))
@@ -79,8 +79,17 @@ def state_shardings(layout: Layout, plan: Plan, axes: Any, statistic_specs: Any,
     return state
 
 
-def _buffer_shardings(layout: Layout, axes: Any, shapes: Any) -> Any:
-    """Shardings of buffers. ZeRO divides them where it divides parameters, so that layers gather both alike."""
+def variable_shardings(layout: Layout, axes: Any, shapes: Any) -> Any:
+    """Shardings of buffers or frozen variables. ZeRO divides them where it divides parameters, so that layers gather all alike.
+
+    Args:
+      layout: The plan on its devices.
+      axes: A tree of tuples of logical axis names.
+      shapes: A tree like it, of shapes.
+
+    Returns:
+      A tree of shardings.
+    """
     specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
     return jax.tree.map(lambda _, spec: NamedSharding(layout.mesh, spec), shapes, specs)
 

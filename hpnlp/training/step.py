@@ -22,10 +22,11 @@ from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import loss_scale, sparse_rows
 from hpnlp.training.apply_updates import Update, check_by_layer, mean
+from hpnlp.training.checksum import first_difference
 from hpnlp.training.gradients import Batch, Gradients, loss
 from hpnlp.training.muon import ApplyToWhole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
-from hpnlp.training.state_shardings import TrainState, shapes_with, state_shardings
+from hpnlp.training.state_shardings import TrainState, shapes_with, state_shardings, variable_shardings
 from hpnlp.types import InputError, Model
 
 # Folded into the key of a step for `Model.advance`: no part of an accumulated batch has this number.
@@ -34,10 +35,17 @@ ADVANCE_STREAM = np.uint32(2**32 - 1)
 
 @dataclasses.dataclass(frozen=True)
 class _OnMesh:
-    """A jitted function, called with its mesh set."""
+    """A jitted function, called with its mesh set.
+
+    Attributes:
+      mesh: The mesh.
+      jitted: The function.
+      frozen: Its last arguments: none, or the model's frozen variables; their shapes in a trainer without values.
+    """
 
     mesh: Mesh | AbstractMesh
     jitted: Any
+    frozen: tuple[Any, ...] = ()
 
     def __call__(self, *args: Any) -> Any:
         if isinstance(self.mesh, AbstractMesh):
@@ -45,8 +53,12 @@ class _OnMesh:
                 f"devices={self.mesh.size}: a trainer for devices that are not present can only be traced; pass a list of "
                 "devices, or None for all"
             )
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self.frozen)[:1]):
+            raise InputError(
+                "the model has frozen variables, and the trainer has none: pass them to Trainer.with_frozen"
+            )
         with jax.set_mesh(self.mesh):
-            return self.jitted(*args)
+            return self.jitted(*args, *self.frozen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +95,31 @@ class Trainer:
     rows_trained: Callable[[int, int], Mapping[sparse_rows.Path, int]]
     single_device: Callable[[], Trainer] | None
 
+    def with_frozen(self, values: Any) -> Trainer:
+        """The trainer with the values of the model's frozen variables. Steps and evaluations read them, and do not donate them.
+
+        Args:
+          values: A tree of arrays like the model's collection "frozen"; None for a model without frozen variables.
+
+        Returns:
+          The trainer.
+
+        Raises:
+          InputError: The arrays have other names, shapes or dtypes than the model's.
+        """
+        shapes = self.step.frozen[0] if self.step.frozen else None
+        if difference := first_difference(shapes, values):
+            name, expected, actual = difference
+            raise InputError(
+                f"the frozen variables{name} of the model are {expected}, and the values are {actual}: pass the arrays that "
+                "this model was made for"
+            )
+        if shapes is None:
+            return self
+        frozen = (jax.tree.map(_place, shapes, values),)
+        step, evaluate = (dataclasses.replace(function, frozen=frozen) for function in (self.step, self.evaluate))
+        return dataclasses.replace(self, step=step, evaluate=evaluate)
+
     def flops(self, examples: int, length: int) -> int | None:
         """Floating-point operations of the matrix products of one step, recomputation included.
 
@@ -97,7 +134,7 @@ class Trainer:
         key = jax.eval_shape(lambda: jax.random.key(0))
         try:
             trainer = self if self.single_device is None else self.single_device()
-            return measure.count_flops(trainer.step.jitted, trainer.state_shapes, batch, key)
+            return measure.count_flops(trainer.step.jitted, trainer.state_shapes, batch, key, *trainer.step.frozen)
         except InputError:
             return None
 
@@ -166,6 +203,8 @@ def make_trainer(
     )
     functions.rows_trained(config.accumulate, 8)  # raises InputError for models that cannot train some rows only
     on_mesh = functools.partial(_OnMesh, layout.mesh)
+    frozen = _frozen_shapes(layout, weight_axes, weight_shapes)
+    frozen_shardings = jax.tree.map(lambda leaf: leaf.sharding, frozen)
     batch_sharding = {name: layout.sharding(*names) for name, names in model.batch_axes().items()}
     replicated = layout.sharding()
     one_device = functools.partial(
@@ -182,11 +221,17 @@ def make_trainer(
             jax.jit(
                 functions.step,
                 donate_argnums=0,
-                in_shardings=(shardings, batch_sharding, replicated),
+                in_shardings=(shardings, batch_sharding, replicated, *frozen_shardings),
                 out_shardings=(shardings, replicated),
-            )
+            ),
+            frozen,
         ),
-        evaluate=on_mesh(jax.jit(functions.evaluate, in_shardings=(None, batch_sharding), out_shardings=replicated)),
+        evaluate=on_mesh(
+            jax.jit(
+                functions.evaluate, in_shardings=(None, batch_sharding, *frozen_shardings), out_shardings=replicated
+            ),
+            frozen,
+        ),
         state_shapes=shapes_with(shapes, shardings),
         example_batch=model.example_batch,
         batch_sharding=batch_sharding,
@@ -222,6 +267,19 @@ def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout:
         )
     if plan.offload_parameters:
         check_by_layer(model, config)
+
+
+def _frozen_shapes(layout: Layout, axes: Any, shapes: Any) -> tuple[Any, ...]:
+    """The argument of steps for frozen variables, shapes with shardings; empty if there are none in a model's weights."""
+    if variables.FROZEN not in shapes:
+        return ()
+    axes, shapes = axes[variables.FROZEN], shapes[variables.FROZEN]
+    return (shapes_with(shapes, variable_shardings(layout, axes, shapes)),)
+
+
+def _place(shape: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
+    """An array with the sharding of `shape`."""
+    return jax.make_array_from_callback(shape.shape, shape.sharding, lambda index: value[index])
 
 
 def _initial_state(
@@ -266,12 +324,15 @@ class _StepFunctions:
         has_buffers = variables.BUFFERS in self.weight_shardings
         return _initial_state(model, update.config, update.optimizer, has_buffers, key, weights)
 
-    def step(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(
+        self, state: TrainState, batch: Batch, key: jax.Array, frozen: Any = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: gradients, update, metrics. Only the trained rows of a table take part in it."""
+        gradients = dataclasses.replace(self.gradients, frozen=frozen)
         key = jax.random.fold_in(key, state.step)
         ids = self.gradients.looked_up(state.params, batch, key)
         full_state, state = state, sparse_rows.gather(state, ids, self.tables)
-        grads, (weight, sums, statistics) = self.gradients(state.params, state.buffers, ids, state.scale, batch, key)
+        grads, (weight, sums, statistics) = gradients(state.params, state.buffers, ids, state.scale, batch, key)
         scaled = weight if state.scale is None else weight * state.scale.value
         norm = self.update.norm(grads, scaled)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
@@ -310,10 +371,10 @@ class _StepFunctions:
             return buffers
         return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), buffers, state.buffers)
 
-    def evaluate(self, weights: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def evaluate(self, weights: Any, batch: Batch, frozen: Any = None) -> dict[str, tuple[jax.Array, jax.Array]]:
         """`Trainer.evaluate`, without dropout; averaged parameters, sharded as statistics are, are resharded."""
         weights = jax.tree.map(jax.lax.with_sharding_constraint, weights, self.weight_shardings)
-        out = loss(self.gradients.model, weights, batch, None)
+        out = loss(self.gradients.model, variables.join(weights, None, frozen), batch, None)
         return self.gradients.with_auxiliary_losses({"loss": (out.sum, out.weight), **out.aux}, out.statistics)
 
     def rows_trained(self, examples: int, length: int) -> dict[sparse_rows.Path, int]:
