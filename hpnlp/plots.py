@@ -67,8 +67,9 @@ def _plot_curve(
 def smooth(values: Sequence[float]) -> np.ndarray:
     """Centred moving average over 1/20 of a run.
 
-    The window is symmetric around each step, and narrower near both ends, so that the average of a falling loss does not lag
-    behind as an exponential average does.
+    The window is symmetric around each step, so that the average of a falling loss does not lag behind as an exponential
+    average does. It is narrower near the start, where losses fall fast. The last half of a window is a straight line that is
+    fitted to the last window, so that the curve does not end at the loss of a single batch.
 
     Args:
       values: Losses of consecutive steps.
@@ -78,9 +79,15 @@ def smooth(values: Sequence[float]) -> np.ndarray:
     """
     count = len(values)
     index = np.arange(count)
-    half = np.minimum(max(1, count // 40), np.minimum(index, count - 1 - index))
+    widest = max(1, count // 40)
+    half = np.minimum(widest, np.minimum(index, count - 1 - index))
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
-    return (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
+    averages = (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
+    if count > 2 * widest:
+        window = np.arange(-2 * widest, 1)
+        slope, last = np.polyfit(window, np.asarray(values, np.float64)[window - 1], 1)
+        averages[-widest:] = last + slope * window[-widest:]
+    return averages
 
 
 def plot_tradeoff(

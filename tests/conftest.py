@@ -42,6 +42,20 @@ def pytest_addoption(parser):
     parser.addoption(
         "--thin", type=int, default=1, metavar="N", help="run every Nth test of each file, beginning with the first"
     )
+    parser.addoption(
+        "--register",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="run a file that adds entries to tables, and test them",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("register"):
+        from hpnlp import cli
+
+        cli.register(config.getoption("register"))
 
 
 @pytest.hookimpl(trylast=True)  # after the selection by markers

@@ -1,6 +1,9 @@
-"""The README and the documentation: their Python runs, their commands parse, and their example mask is a correct one."""
+"""The README and the documentation: their Python runs, their commands parse, and their examples are correct."""
 
+import contextlib
 import functools
+import itertools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -9,14 +12,23 @@ import jax
 import numpy as np
 import pytest
 
-from hpnlp.cli import experiment
+from hpnlp import cli
+from hpnlp.cli import experiment, fields
+from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.attention import Causal, Where, attend, reference
 from hpnlp.ops.attention.block_sparse import block_mask
+from hpnlp.ops.attention.masks.table import MASKS
+from hpnlp.parallel.plan import Plan
+from hpnlp.training import loop
 from hpnlp.training.config import resolve
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import make_trainer
+from tests import contracts, test_contracts
 from tests.contracts import assert_close, once
-from tests.tiny import quick_compiler, xla_cache  # noqa: F401  (fixtures)
+from tests.tiny import WORDS, quick_compiler, xla_cache  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).parents[1]
+EXTENDING, TASKS_PAGE = ROOT / "docs/guide/extending.md", ROOT / "docs/guide/tasks.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -26,6 +38,25 @@ def blocks(path, language):
     return [content for name, content in fenced if name == language]
 
 
+def files(path):
+    """Python blocks of a page that are files: name -> content. Their first line is a comment with the name."""
+    named = [(re.match(r"# (\w+\.py)\n", block), block) for block in blocks(path, "python")]
+    return {match[1]: block for match, block in named if match}
+
+
+@contextlib.contextmanager
+def unchanged_tables():
+    """Removes the entries that are added to tables, and restores those that are replaced."""
+    tables = [*fields.tables().values(), MASKS, contracts.EXACT, contracts.REFERENCES]
+    before = [(table, dict(table)) for table in tables if isinstance(table, dict)]
+    try:
+        yield
+    finally:
+        for table, entries in before:
+            table.clear()
+            table.update(entries)
+
+
 @functools.cache
 def run_page(path, directory):
     """Names that the Python blocks of a page define, run one after another as a reader would, and once."""
@@ -33,7 +64,8 @@ def run_page(path, directory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         for block in blocks(path, "python"):
-            exec(compile(block, str(path), "exec"), defined)
+            if block not in files(path).values():
+                exec(compile(block, str(path), "exec"), defined)
     return defined
 
 
@@ -57,17 +89,73 @@ def commands(path):
                 yield words[words.index("hpnlp") + 1 :]
 
 
-def test_commands_parse():
+def flags(arguments, name):
+    return [argument.partition("=")[2] for argument in arguments if argument.startswith(f"--{name}=")]
+
+
+def test_commands_parse(own):
     """Every config field in a command exists and holds the value, and every experiment file is there."""
     parsed = 0
     for path in PAGES:
         for name, *arguments in commands(path):
-            config = next((a.partition("=")[2] for a in arguments if a.startswith("--config=")), None)
+            (config,) = flags(arguments, "config") or [None]
             if name not in ("train", "plan", "sweep") or config is None or config.endswith((":DIR", ":runs/bytes")):
                 continue
-            resolve(experiment.read(str(ROOT / config), [a for a in arguments if a.startswith("--config.")]))
+            file = own / config if (own / config).exists() else ROOT / config
+            with unchanged_tables():
+                cli.register(str(own / file) for file in flags(arguments, "register"))
+                resolve(experiment.read(str(file), [a for a in arguments if a.startswith("--config.")]))
             parsed += 1
-    assert parsed > 15
+    assert parsed > 20
+
+
+@pytest.fixture(scope="module")
+def own(directory):
+    """Directory with the files of the page on entries of one's own."""
+    for name, content in files(EXTENDING).items():
+        (directory / name).write_text(content)
+    return directory
+
+
+@pytest.fixture
+def registered(own):
+    with unchanged_tables():
+        cli.register(str(own / name) for name in files(EXTENDING))
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["ema", "log_sparse"])
+def test_example_mixers_meet_the_contracts(registered, spec):
+    test_contracts.test_mixer_matches_its_reference(spec, Causal(), 37, "float32")
+    test_contracts.test_mixer_with_cache_matches_full_pass(spec)
+
+
+@pytest.mark.slow
+def test_example_entries_train_together(registered):
+    config = LMConfig(
+        layers=2, dim=16, heads=2, vocab=40, mixer="ema(0.8),log_sparse", output="cosine(8.0)", tied=False
+    )
+    optimizer = OptimizerConfig(name="signum", learning_rate=1e-2, warmup=0)
+    trainer = make_trainer(LM(config), optimizer, Plan("single"), steps=9)
+    state, batch, losses = trainer.init(jax.random.key(0)), example_batch(4, 12), []
+    for step in range(4):
+        state, metrics = trainer.step(state, batch, jax.random.key(step))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_example_task_trains(own, registered, tmp_path):
+    lines = [json.dumps({"text": f"the {a} sees a {b} near {c}"}) for a, b, c in itertools.permutations(WORDS[:6], 3)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    changed = {"data.path": tmp_path / "texts.jsonl", "data.cache": tmp_path, "train.steps": 2, "model.dim": 16}
+    overrides = [f"--config.{name}={value}" for name, value in changed.items()]
+    config = resolve(experiment.read(str(own / "word_order.py"), overrides))
+    result = loop.train(config, tmp_path / "run")
+    assert result.dataset.labels == ("in order", "shuffled") and 0 < result.heldout["accuracy"] <= 1
+    ((label, probability),) = run_page(TASKS_PAGE, own)["classify"](tmp_path / "run", ["the fox sees a dog near the"])
+    assert label in ("in order", "shuffled") and 0.5 <= probability <= 1
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 
 from hpnlp import plots, report
 from hpnlp.tasks import lm_report
+from hpnlp.training import next_commands
 from hpnlp.training.config import Config, flat
 from hpnlp.training.loop import Result
 from hpnlp.types import InputError
@@ -366,7 +367,23 @@ def test_smoothed_loss_does_not_lag():
         line = np.linspace(5.0, 1.0, count).tolist()
         np.testing.assert_allclose(plots.smooth(line), line, rtol=1e-12)
     noisy = 2.0 + np.random.default_rng(0).normal(size=1000)
-    assert plots.smooth(noisy.tolist())[50:-50].std() < 0.2
+    smoothed = plots.smooth(noisy.tolist())
+    assert smoothed[50:-50].std() < 0.2 and abs(smoothed[-1] - 2.0) < 0.7
+    assert np.abs(np.diff(smoothed[-30:])).max() < 0.2
+
+
+def test_proposed_commands_register_the_same_files(tmp_path):
+    text = next_commands.render(tmp_path / "run", Config(), "--register=own.py --config=exp.py")
+    assert [line.count("--register=own.py") for line in text.splitlines()] == [1, 1, 1, 1]
+
+
+def test_runs_are_grouped_by_task(tmp_path):
+    one, two = runs(tmp_path, a={}, b={})
+    other = tmp_path / "c"
+    other.mkdir()
+    numbers = summary() | {"heldout_accuracy": 0.5, "heldout_examples": 3}
+    (other / "report.json").write_text(json.dumps(numbers | {"config": {"task": "classification"}}))
+    assert report.by_task([one, other, two]) == {"lm": [one, two], "classification": [other]}
 
 
 def test_repeated_runs_are_listed_once(tmp_path):

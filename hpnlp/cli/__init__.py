@@ -6,7 +6,7 @@ import difflib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from absl import flags
@@ -15,6 +15,11 @@ from hpnlp.types import InputError
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("debug", False, "Print the traceback of errors that invalid input causes.")
+flags.DEFINE_multi_string(
+    "register",
+    [],
+    "Python file to run first, which adds entries of its own to tables such as MIXERS and TASKS; may be given more than once.",
+)
 
 # Beginning of Python's error message for a value -> the expected type, in words.
 EXPECTED = {
@@ -26,7 +31,7 @@ EXPECTED = {
 
 
 def parse(argv: Sequence[str], usage: str, positional: bool = False) -> list[str]:
-    """Parses the flags of a command; with --help, prints the help and exits.
+    """Parses the flags of a command, and runs the files of --register; with --help, prints the help and exits.
 
     Args:
       argv: "hpnlp COMMAND" and its arguments, without config overrides.
@@ -37,7 +42,7 @@ def parse(argv: Sequence[str], usage: str, positional: bool = False) -> list[str
       The positional arguments.
 
     Raises:
-      InputError: A flag is unknown or has an invalid value, or there is an unexpected argument.
+      InputError: A flag is unknown or has an invalid value, there is an unexpected argument, or a file of --register fails.
     """
     if any(arg in ("--help", "-h", "-help", "--helpfull") for arg in argv[1:]):
         print(f"{usage.strip()}\n\nFlags:\n{_flag_help()}")
@@ -50,7 +55,32 @@ def parse(argv: Sequence[str], usage: str, positional: bool = False) -> list[str
         raise InputError(_invalid_flag_message(str(error))) from error
     if arguments and not positional:
         raise InputError(f"unexpected argument {arguments[0]!r}: flags are written --name=value")
+    register(FLAGS.register)
     return arguments
+
+
+def register(paths: Iterable[str]) -> None:
+    """Runs Python files that add entries to tables.
+
+    Args:
+      paths: Paths of the files.
+
+    Raises:
+      InputError: There is no such file, or it raises an error.
+    """
+    for path in paths:
+        from hpnlp.cli import experiment  # only where there is a file, since it takes time
+
+        experiment.load(path, "register")
+
+
+def register_flags() -> list[str]:
+    """The flags --register of this command, for commands that it starts or proposes.
+
+    Returns:
+      One flag for each file.
+    """
+    return [f"--register={path}" for path in FLAGS.register]
 
 
 def _unknown_flag_message(error: flags.UnrecognizedFlagError, command: str) -> str:

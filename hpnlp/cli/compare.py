@@ -13,7 +13,8 @@ USAGE = """
 hpnlp compare RUN RUN ... [--out=compare.png]
 
 Prints a table of finished runs, best first, and plots quality against time and memory. RUN is the workdir of a run, or a
-directory of runs and sweeps, which stands for all of them.
+directory of runs and sweeps, which stands for all of them. Runs of several tasks have a table and a plot for each task, such as
+compare-classification.png.
 """
 
 flags.DEFINE_string(
@@ -36,9 +37,11 @@ def run(argv: Sequence[str]) -> None:
     members = [member for name in runs for member in _members(Path(name))]
     if not members:
         raise cli.InputError("no run: write hpnlp compare RUN RUN ..., each a workdir with a report.json")
-    out = cli.plot_path(cli.FLAGS.out, "compare.png")
-    table = report.compare(members, out)
-    print(f"{table}\nwritten: {out}, {out.with_suffix('.md')}")
+    path, by_task = cli.plot_path(cli.FLAGS.out, "compare.png"), report.by_task(members)
+    for task, of_task in by_task.items():
+        out = path if len(by_task) == 1 else path.with_stem(f"{path.stem}-{task}")
+        table = report.compare(of_task, out)
+        print(f"{table}\nwritten: {out}, {out.with_suffix('.md')}")
 
 
 def _members(path: Path) -> list[Path]:

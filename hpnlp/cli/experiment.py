@@ -22,6 +22,11 @@ from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
 EXAMPLE = "experiments/lm/bytes.py (in the repository of hpnlp)"
+# Flag -> the files that it takes, for error messages.
+_EXPECTED = {
+    "config": f"an experiment file, for example {EXAMPLE}",
+    "register": "a Python file that adds entries to tables such as MIXERS",
+}
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -37,11 +42,12 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return [arg for arg in argv if arg not in overrides], overrides
 
 
-def load(path: str) -> ModuleType:
-    """Imports an experiment file.
+def load(path: str, flag: str = "config") -> ModuleType:
+    """Imports an experiment file, or another Python file that a flag names.
 
     Args:
       path: Path of a Python file.
+      flag: Name of the flag, for error messages.
 
     Returns:
       Its module.
@@ -51,11 +57,14 @@ def load(path: str) -> ModuleType:
     """
     if not Path(path).is_file():
         problem = f"{path!r} is a directory" if Path(path).is_dir() else f"there is no file {path!r}"
-        raise InputError(f"--config: {problem}: use an experiment file, for example {EXAMPLE}")
-    spec = importlib.util.spec_from_file_location("experiment", os.path.abspath(path))
+        raise InputError(f"--{flag}: {problem}: use {_EXPECTED[flag]}")
+    # The path is a name that no other module has. Dataclasses and Flax modules look their module up by its name.
+    name = os.path.abspath(path)
+    spec = importlib.util.spec_from_file_location(name, name)
     if spec is None or spec.loader is None or Path(path).suffix != ".py":
-        raise InputError(f"--config={path} is not a Python file: use an experiment file, for example {EXAMPLE}")
+        raise InputError(f"--{flag}={path} is not a Python file: use {_EXPECTED[flag]}")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     call(path, spec.loader.exec_module, module)
     return module
 

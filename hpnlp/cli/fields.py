@@ -18,7 +18,7 @@ def tables() -> dict[str, Iterable[str]]:
     from hpnlp import tasks
     from hpnlp.data import tokenizers
     from hpnlp.models import backbone
-    from hpnlp.nn import attention, block, feed_forward, layers, mixers, output
+    from hpnlp.nn import attention, block, feed_forward, layers, mixers, output, pooling
     from hpnlp.parallel import plan, remat
     from hpnlp.training import metrics, optim
 
@@ -29,6 +29,7 @@ def tables() -> dict[str, Iterable[str]]:
         "model.mlp": feed_forward.FEED_FORWARDS,
         "model.norm": layers.NORMS,
         "model.norm_placement": block.NORM_PLACEMENTS,
+        "model.pooling": pooling.POOLINGS,
         "model.rope_scaling": attention.ROPE_SCALINGS,
         "model.residual": backbone.RESIDUALS,
         "model.dtype": backbone.DTYPES,

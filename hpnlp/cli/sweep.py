@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> None:
     finished, failed = [], {}
     for index, (name, (member_flags, config)) in enumerate(members.items()):
         directory, label = workdir / name, f"[{index + 1}/{len(members)}] {name}"
-        code = _train_unfinished([f"--config={path}", *member_flags], directory, config, label)
+        code = _train_unfinished([*cli.register_flags(), f"--config={path}", *member_flags], directory, config, label)
         if code is None:
             finished.append(directory)
         else:

@@ -31,6 +31,7 @@ flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0, for several proc
 flags.DEFINE_integer("processes", 0, "Number of processes; requires --coordinator.")
 flags.DEFINE_integer("process", -1, "Index of this process, from 0; requires --coordinator.")
 MAX_SECONDS = 10**6
+FILES = ("register", "config")  # flags with files that may add tasks
 flags.DEFINE_integer("wait", 300, "Seconds to wait for the other processes.", lower_bound=1, upper_bound=MAX_SECONDS)
 flags.DEFINE_integer(
     "heartbeat",
@@ -76,12 +77,12 @@ def run(argv: Sequence[str]) -> None:
     if result.interrupted:
         sys.exit(signals.INTERRUPTED)
     if distributed.is_lead():
-        report.write(workdir, resolved, result, shlex.join([f"--config={path}", *overrides]))
+        report.write(workdir, resolved, result, shlex.join([*cli.register_flags(), f"--config={path}", *overrides]))
 
 
 def _task(argv: Sequence[str], overrides: Sequence[str]) -> str:
     """The task whose fields --help lists: that of --config.task, or else of the experiment file, or else "lm"."""
-    if task := experiment.task_of(overrides):
-        return task
-    path = next((arg.partition("=")[2] for arg in argv if arg.startswith("--config=")), "")
-    return experiment.read(path).task if path else "lm"
+    paths = {name: [arg.partition("=")[2] for arg in argv if arg.startswith(f"--{name}=")] for name in FILES}
+    cli.register(paths["register"])
+    in_file = experiment.read(paths["config"][-1]).task if paths["config"] else "lm"
+    return experiment.task_of(overrides) or in_file

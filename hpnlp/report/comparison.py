@@ -54,6 +54,24 @@ def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
     return table
 
 
+def by_task(workdirs: Sequence[str | Path]) -> dict[str, list[str | Path]]:
+    """Groups runs by their task, since scores of several tasks do not compare.
+
+    Args:
+      workdirs: Directories of finished runs.
+
+    Returns:
+      Name of a task -> its runs, in their order.
+
+    Raises:
+      InputError: A run has no valid report.
+    """
+    groups: dict[str, list[str | Path]] = {}
+    for workdir in workdirs:
+        groups.setdefault(task_of(read_report(workdir)).name, []).append(workdir)
+    return groups
+
+
 def _table(reports: Mapping[str, Report], ranking: Ranking) -> list[str]:
     """Lines of the Markdown table of `reports`, in their order; configs are compared with that of the first."""
     has_skipped = any(report.get("skipped_steps") for report in reports.values())

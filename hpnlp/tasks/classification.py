@@ -20,7 +20,7 @@ from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError, option
 
 BASELINES = {
-    "majority_accuracy": "the most frequent class",
+    "majority_accuracy": "the most frequent training class",
     "words_accuracy": "a linear model of words",
     "characters_accuracy": "a linear model of characters",
 }

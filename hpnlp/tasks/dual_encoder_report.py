@@ -145,6 +145,8 @@ def retrieval_scores(ranks: np.ndarray) -> dict[str, float]:
 def _examples(outcome: Outcome, scores: np.ndarray, ranks: np.ndarray) -> Iterator[str]:
     """Lines of a table of texts, spread over the hits and over the misses."""
     stored = outcome.dataset.stored[HELDOUT]
+    yield f"Held-out texts whose partner is the most similar one, and texts whose partner has a rank over {TOP[-1]}:"
+    yield ""
     yield "| rank of the partner | text | its partner | the most similar partner |"
     yield "|---|---|---|---|"
     for places in (np.flatnonzero(ranks == 1), np.flatnonzero(ranks > TOP[-1])):

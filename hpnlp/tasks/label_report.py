@@ -57,17 +57,19 @@ class LabelReport(TaskReport):
         "heldout_examples": False,
     }
 
-    def __init__(self, unit: str, baselines: Mapping[str, str], show: Callable[[Place], str]) -> None:
+    def __init__(self, unit: str, baselines: Mapping[str, str], show: Callable[[Place], str], note: str = "") -> None:
         """Makes the report of a task.
 
         Args:
           unit: The objects that have labels, as "an example".
           baselines: Field of report.json with the accuracy of a baseline -> name of the baseline.
           show: Text of an object with a label, for the table of examples.
+          note: Explanation of the texts, in parentheses.
         """
         self.unit = unit
         self._names = baselines
         self._show = show
+        self._note = note
 
     def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, identity of the held-out examples, and accuracies of baselines on them."""
@@ -106,9 +108,11 @@ class LabelReport(TaskReport):
         if "confusion" in outcome.sums:
             matrix = np.asarray(outcome.sums["confusion"][0])
             pictures[CONFUSION] = drawn_confusion(matrix, outcome.dataset.labels)
-            parts.append(f"Held-out labels, and the model's:\n\n![confusion matrix]({CONFUSION})")
+            parts.append(
+                f"Number of held-out labels (rows) by prediction (columns):\n\n![confusion matrix]({CONFUSION})"
+            )
         if outcome.params is not None:
-            parts.append("\n".join(_examples(outcome, self._show)))
+            parts.append("\n".join(_examples(outcome, self._show, self._note)))
         return Section("\n\n".join(parts), pictures)
 
     def _baselines(self, report: Report) -> list[tuple[str, float]]:
@@ -163,7 +167,7 @@ def drawn_confusion(confusion: np.ndarray, labels: tuple[str, ...]) -> Heatmap:
     return Heatmap(matrix, names, names, ylabel="label", xlabel="prediction")
 
 
-def _examples(outcome: Outcome, show: Callable[[Place], str]) -> Iterator[str]:
+def _examples(outcome: Outcome, show: Callable[[Place], str], note: str) -> Iterator[str]:
     """Lines of a table of held-out labels, spread over all examples: the surest right ones and the surest wrong ones."""
     dataset, labels = outcome.dataset, outcome.dataset.labels
     stored = dataset.stored[HELDOUT]
@@ -173,6 +177,8 @@ def _examples(outcome: Outcome, show: Callable[[Place], str]) -> Iterator[str]:
     predicted, best = probabilities.argmax(axis=-1), probabilities.max(axis=-1)
     places = np.argwhere(batch["weights"] > 0)
     surest = places[np.argsort(-best[tuple(places.T)], kind="stable")]
+    yield f"The surest right and wrong predictions among {count:,} held-out examples{note}:"
+    yield ""
     yield "| label | prediction | probability | text |"
     yield "|---|---|---|---|"
     for is_right in (True, False):

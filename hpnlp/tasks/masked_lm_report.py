@@ -73,6 +73,8 @@ def _examples(outcome: Outcome) -> Iterator[str]:
     predicted = np.asarray(outcome.compiled("logits")(batch))[..., : tokenizer.vocab_size].argmax(axis=-1)
     original = np.where(batch["weights"] > 0, batch["labels"], batch["tokens"])
     places = np.argwhere(batch["weights"] > 0)
+    yield "Some hidden tokens of held-out text:"
+    yield ""
     yield "| hidden token | prediction | text before | text after |"
     yield "|---|---|---|---|"
     for row, column in places[np.unique(np.linspace(0, len(places) - 1, EXAMPLES).astype(int))] if len(places) else ():

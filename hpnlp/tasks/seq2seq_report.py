@@ -22,6 +22,7 @@ from hpnlp.tasks.reporting import (
 
 EXAMPLES = 6  # shown of each set
 MAX_TEXT = 100  # characters of a text
+APART = {"heldout_challenge_exact_match": "exact match", "heldout_challenge_accuracy": "token accuracy"}
 NAMES = {HELDOUT: "held out", CHALLENGE: "scored apart"}
 
 
@@ -60,8 +61,11 @@ class Seq2SeqReport(TaskReport):
             ("held-out examples", f"{report['heldout_examples']:,}"),
             ("held-out exact match", decimals(report["heldout_exact_match"])),
             ("held-out token accuracy", decimals(report["heldout_accuracy"])),
-            ("exact match of examples scored apart", decimals(report.get("heldout_challenge_exact_match"))),
-            ("token accuracy of examples scored apart", decimals(report.get("heldout_challenge_accuracy"))),
+            *(
+                (f"{name} of examples scored apart", decimals(report[field]))
+                for field, name in APART.items()
+                if field in report
+            ),
             (f"held-out loss, nats {self.unit}", decimals(report["heldout_loss"])),
         ]
 
@@ -85,6 +89,8 @@ def _examples(outcome: Outcome) -> Iterator[str]:
         dataset.kind.batch(dataset.stored[name], [number], 1, tokenizer, dataset.seq_len) for name, number in chosen
     ]
     batch = {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
+    yield "Targets that greedy decoding produces:"
+    yield ""
     yield "| set | source | target | decoded | |"
     yield "|---|---|---|---|---|"
     for (name, number), ids in zip(chosen, _decoded(outcome, batch), strict=True):

@@ -12,15 +12,15 @@ from hpnlp.data.examples.baselines import MAX_TRAINED
 from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.data.examples.store import NO_LABEL, StoredExamples
 from hpnlp.models.encoder import Encoder, EncoderConfig
-from hpnlp.tasks.label_report import LabelReport, text_around
+from hpnlp.tasks.label_report import MARK, LabelReport, text_around
 from hpnlp.tasks.labels import LabelTask
 from hpnlp.tasks.task import RunConfig
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError
 
 BASELINES = {
-    "majority_accuracy": "the most frequent label",
-    "token_accuracy": "the most frequent label of the first token of each word",
+    "majority_accuracy": "the most frequent training label",
+    "token_accuracy": "the most frequent training label of each word's first token",
 }
 
 
@@ -30,7 +30,7 @@ class Tagging(LabelTask):
     name = "tagging"
     model_config = EncoderConfig
     data_config = TaggingConfig
-    report = LabelReport("a label", BASELINES, text_around)
+    report = LabelReport("a label", BASELINES, text_around, f" ({MARK} stands before the labelled word)")
 
     def model(self, config: RunConfig, sizes: Sizes) -> Encoder:
         if config.model.pooling != "none":

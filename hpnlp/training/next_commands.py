@@ -24,10 +24,12 @@ def render(workdir: Path, config: Config, flags: str) -> str:
       Items of a Markdown list, `- PURPOSE: COMMAND`.
     """
     train_flags = shlex.split(flags)
+    registered = [flag for flag in train_flags if flag.startswith("--register=")]
     directory = workdir / ".." if workdir.name in ("", "..") else workdir.parent
     steps = min(2 * config.train.steps, LIMITS["train.steps"])
+    of_task = tasks.find(config.task).report.commands(workdir, config)
     commands = {
-        **tasks.find(config.task).report.commands(workdir, config),
+        **{purpose: [*argv, *registered] for purpose, argv in of_task.items()},
         "train it on other data, with your files in place of data.path": [
             "train",
             *_without(train_flags, "data.path", "data.weights", "train.init_from"),
@@ -43,7 +45,7 @@ def render(workdir: Path, config: Config, flags: str) -> str:
             f"--config.train.steps={steps}",
             "--accept_changes",
         ],
-        "compare it with the runs beside it": ["compare", str(directory)],
+        "compare it with the runs beside it": ["compare", str(directory), *registered],
     }
     return "\n".join(f"- {purpose}: {_code(shlex.join(['hpnlp', *argv]))}" for purpose, argv in commands.items())
 

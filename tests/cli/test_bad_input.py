@@ -196,6 +196,7 @@ def test_invalid_experiment_files_raise(error_of, tmp_path, source, message):
             ("generate", "--workdir=x", "--prompt_file=/no/such"),
             "--prompt_file=/no/such: No such file or directory: use",
         ),
+        (("plan", "--register=/no/such.py"), "--register: there is no file '/no/such.py': use a Python file that adds"),
         (("compare",), "no run: write hpnlp compare RUN RUN"),
         (("compare", "/no/such/run"), "there is no directory '/no/such/run': name the workdir of a run"),
     ],

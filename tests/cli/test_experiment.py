@@ -48,6 +48,14 @@ def test_each_experiment_imports_the_modules_of_its_directory(tmp_path, monkeypa
         assert not {"late", "parts", "parts.model"} & set(sys.modules) - modules
 
 
+def test_files_may_define_dataclasses_with_postponed_annotations(tmp_path):
+    source = (
+        "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A:\n    x: Path = 1\n"
+    )
+    (tmp_path / "a.py").write_text(source)
+    assert experiment.load(str(tmp_path / "a.py")).A().x == 1
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -102,7 +102,9 @@ def test_runs_are_ranked_by_accuracy_on_the_same_examples():
 
 
 def test_verdict_names_the_baselines_that_were_measured():
-    expected = "The model predicts 50.0 % of the labels of 1,200 held-out examples (the most frequent class 25.0 %)."
+    expected = (
+        "The model predicts 50.0 % of the labels of 1,200 held-out examples (the most frequent training class 25.0 %)."
+    )
     assert REPORT.verdict(report_of()) == expected
     assert "a linear model of words 62.0 %" in REPORT.verdict(report_of(words_accuracy=0.62))
     assert "not finite" in REPORT.verdict(report_of(heldout_loss=None))
