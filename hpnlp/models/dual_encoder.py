@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -31,6 +32,8 @@ LOWEST_TEMPERATURE = 0.01  # a learned temperature does not fall below it (Radfo
 @dataclasses.dataclass(frozen=True)
 class DualEncoderConfig(BackboneConfig):
     """Two bidirectional towers of one form, each of which makes a vector of a text."""
+
+    least_layers: ClassVar[int] = 0
 
     pooling: str = option("mean", "An entry of POOLINGS: how the hidden states of a text become one vector.")
     shared: bool = option(True, "Both texts of a pair pass the same tower; otherwise each has a tower of its own.")
