@@ -60,7 +60,8 @@ class DataConfig:
     )
     tokenizer: str = option(
         "bytes",
-        '"bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", or the path of a tokenizer.json.',
+        '"bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", "bpe(SIZE, by=digits)", "bpe(SIZE, '
+        'by=identifiers)", or the path of a tokenizer.json.',
     )
     text_field: str = option("text", "Field of records (JSONL, JSON arrays, Parquet) that holds the text.")
     prompt_field: str = option(

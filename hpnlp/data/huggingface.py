@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
+from hpnlp import spec as specs
 from hpnlp.data.documents import to_text
 from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
 from hpnlp.types import InputError, Tokenizer, WordStats
@@ -23,6 +24,30 @@ TOKENIZER_CONFIG: Mapping[str, Any] = {
     "split_special_tokens": True,
     "clean_up_tokenization_spaces": False,
 }
+
+
+# The ends of words within an identifier such as readHTTPHeader, and words.
+_CASE = r"(?<=[\p{Ll}\p{N}])(?=\p{Lu})|(?<=\p{Lu})(?=\p{Lu}\p{Ll})"
+_WORD = r"[^\W_]+"
+
+
+def _split_by_spaces(hf: Any, inner: Any) -> None:
+    """Sets GPT-2's split of text into words, which keep the space before them."""
+    inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _split_by_digits(hf: Any, inner: Any) -> None:
+    """Sets GPT-2's split, with each digit by itself, as in Llama: numbers of any length are made of the same ten tokens."""
+    pre = hf.pre_tokenizers
+    inner.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
+
+
+def _split_by_identifiers(hf: Any, inner: Any) -> None:
+    """Sets a split of text into lower-case words and parts of identifiers, without punctuation."""
+    normalizers, pre = hf.normalizers, hf.pre_tokenizers
+    inner.normalizer = normalizers.Sequence([normalizers.Replace(hf.Regex(_CASE), " "), normalizers.Lowercase()])
+    words = pre.Split(hf.Regex(_WORD), behavior="removed", invert=True)
+    inner.pre_tokenizer = pre.Sequence([words, pre.ByteLevel(add_prefix_space=True, use_regex=False)])
 
 
 class HFTokenizer(Tokenizer):
@@ -40,6 +65,12 @@ class HFTokenizer(Tokenizer):
 
     SPECIAL = ("<pad>", "<bos>", "<eos>")  # special tokens of tokenizers trained by `train`
     SMALLEST = 256 + len(SPECIAL)
+    # Name -> function that sets how a tokenizer splits text into the words that it has tokens for.
+    SPLITS: ClassVar[Mapping[str, Callable[[Any, Any], None]]] = {
+        "spaces": _split_by_spaces,
+        "digits": _split_by_digits,
+        "identifiers": _split_by_identifiers,
+    }
 
     # Role -> names of the special token in published tokenizers, for a tokenizer.json without its config.
     _ROLE_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -94,21 +125,26 @@ class HFTokenizer(Tokenizer):
         self.stats: WordStats | None = None
 
     @classmethod
-    def train(cls, size: int, texts: Iterable[bytes]) -> HFTokenizer:
-        """Trains byte-level BPE with GPT-2's splitting of text into words.
+    def train(cls, size: int, texts: Iterable[bytes], by: str = "spaces") -> HFTokenizer:
+        """Trains byte-level BPE.
 
         Args:
           size: Maximum number of ids, special tokens included.
           texts: Documents, UTF-8, which are read once.
+          by: An entry of SPLITS.
 
         Returns:
-          The tokenizer.
+          The tokenizer. It is not lossless with by="identifiers": `decode` returns lower-case words with a space before each.
+
+        Raises:
+          InputError: `by` is unknown, or a text is not UTF-8.
 
         References: Sennrich et al. 2016, "Neural machine translation of rare words with subword units".
         """
+        split = specs.lookup(cls.SPLITS, by, "split of words by")
         hf = _import_tokenizers()
         inner = hf.Tokenizer(hf.models.BPE())
-        inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        split(hf, inner)
         inner.decoder = hf.decoders.ByteLevel()
         trainer = hf.trainers.BpeTrainer(
             vocab_size=size - len(cls.SPECIAL),

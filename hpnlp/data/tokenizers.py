@@ -61,8 +61,8 @@ def _build_words(cap: Any, by: Any = "letters", *, texts: Iterable[bytes]) -> To
     return WordTokenizer.train(_word_sizes(cap, by)[1], texts, str(by))
 
 
-def _build_bpe(size: Any, texts: Iterable[bytes]) -> Tokenizer:
-    return HFTokenizer.train(_bpe_sizes(size)[1], texts)
+def _build_bpe(size: Any, by: Any = "spaces", *, texts: Iterable[bytes]) -> Tokenizer:
+    return HFTokenizer.train(_bpe_sizes(size, by)[1], texts, str(by))
 
 
 TOKENIZERS = {"bytes": _build_bytes, "words": _build_words, "bpe": _build_bpe}
@@ -74,8 +74,9 @@ def _word_sizes(cap: Any, by: Any = "letters") -> tuple[int, int]:
     return WordTokenizer.SMALLEST, _check_size(cap, WordTokenizer.SMALLEST, "words(30000)")
 
 
-def _bpe_sizes(size: Any) -> tuple[int, int]:
-    """Checks the argument of "bpe" and returns the smallest and the largest possible number of ids."""
+def _bpe_sizes(size: Any, by: Any = "spaces") -> tuple[int, int]:
+    """Checks the arguments of "bpe" and returns the smallest and the largest possible number of ids."""
+    specs.lookup(HFTokenizer.SPLITS, str(by), "split of words by")
     return HFTokenizer.SMALLEST, _check_size(size, HFTokenizer.SMALLEST, "bpe(8192)")
 
 
@@ -124,7 +125,8 @@ def build(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
     """Makes the tokenizer of a spec string. The result depends on `spec` and `texts` alone.
 
     Args:
-      spec: "bytes", "words(30000)", "words(30000, by=whitespace)", "bpe(8192)", or the path of a tokenizer.json.
+      spec: "bytes", "words(30000)", "words(30000, by=whitespace)", "bpe(8192)", "bpe(2000, by=identifiers)", or the path of a
+        tokenizer.json.
       texts: Documents from which a vocabulary is made; read once, and only if `is_trained(spec)`.
 
     Returns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -40,7 +40,9 @@ class BackboneConfig(BlockConfig):
     Sizes have upper limits, `ranges.LIMITS`.
     """
 
-    layers: int = option(4, "Number of Blocks L.")
+    least_layers: ClassVar[int] = 1  # of a model of this kind
+
+    layers: int = option(4, "Number of Blocks L; 0, for encoders and dual encoders, leaves the embeddings as they are.")
     form: str = option(
         "block",
         "Forms that the layers take in turn, with the Block fields in which they differ from the model, as in "
@@ -64,7 +66,7 @@ class BackboneConfig(BlockConfig):
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self, "model.")
+        check_ranges(self, "model.", {"layers": self.least_layers})
         super().__post_init__()
         self._check_periods()
         for form in set(self.forms()):
@@ -106,7 +108,7 @@ class BackboneConfig(BlockConfig):
                     "period is enough, as it repeats"
                 )
         period = math.lcm(*(len(parse_period(text, field)) for field, text in self.periodic_fields().items()))
-        if period > self.layers:
+        if period > max(self.layers, 1):
             fields = self.periodic_fields()
             shown = " and ".join(f"{field}={text!r}" for field, text in fields.items())
             raise InputError(
@@ -164,8 +166,8 @@ class BackboneConfig(BlockConfig):
 
     @property
     def is_single_stack(self) -> bool:
-        """Whether all layers are those of one Backbone, the model itself, so that they lie under "layers"."""
-        return True
+        """Whether there are layers, all of them those of one Backbone, the model itself, so that they lie under "layers"."""
+        return self.layers > 0
 
     def check_accumulation(self, parts: int) -> None:
         """Checks that the loss of a batch is the sum of the losses of its parts.
@@ -267,7 +269,7 @@ class Backbone(nn.Module):
         norm = lookup(NORMS, c.norm, "model.norm")
         if c.embed_norm:
             self.embed_norm = norm(c.norm_eps)
-        if self.is_initializing():
+        if self.is_initializing() and c.layers:
             self._init_layers()
         if c.norm_placement == "pre":
             self.final_norm = norm(c.norm_eps)
@@ -322,7 +324,7 @@ class Backbone(nn.Module):
         x = dropout(x, c.dropout, None if rng is None else jax.random.fold_in(rng, c.layers), context.ids)
         if c.residual == "reversible":  # the two streams side by side, so that devices send one array
             x = jnp.concatenate([x, x], axis=-1).astype(jnp.float32)
-        if self.is_initializing():
+        if self.is_initializing() or not c.layers:
             report = LayerReport()  # the layers' parameters exist by now, and their results are not used
         elif parallel is None:
             x, caches, report = self._run_layers(

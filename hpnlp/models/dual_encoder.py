@@ -35,6 +35,8 @@ LOWEST_TEMPERATURE = 0.01  # a learned temperature does not fall below it (Radfo
 class DualEncoderConfig(BackboneConfig):
     """Two bidirectional towers of one form, each of which makes a vector of a text."""
 
+    least_layers: ClassVar[int] = 0
+
     pooling: str = option("mean", "An entry of POOLINGS: how the hidden states of a text become one vector.")
     shared: bool = option(True, "Both texts of a pair pass the same tower; otherwise each has a tower of its own.")
     temperature: float = option(0.05, "Divisor of the cosine similarities; its initial value if it is learned.")

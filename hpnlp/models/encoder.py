@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ MAX_CONFUSED = 1000  # classes of a confusion matrix
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig(BackboneConfig):
     """A bidirectional encoder, with a label for each token or for each sequence."""
+
+    least_layers: ClassVar[int] = 0
 
     pooling: str = option(
         "none",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from hpnlp.nn.block import BlockConfig
 from hpnlp.spec import shortened
@@ -10,10 +11,7 @@ from hpnlp.types import InputError
 
 # The smallest and largest sizes. The limits are several times those of any published model, and small enough that no
 # computation of a plan overflows.
-MINIMA = {
-    "layers": 1,
-    **dict.fromkeys(("kv_heads", "head_dim", "mlp_dim", "vocab", "max_len", "unroll", "memory_dim"), 0),
-}
+MINIMA = dict.fromkeys(("kv_heads", "head_dim", "mlp_dim", "vocab", "max_len", "unroll", "memory_dim"), 0)
 LIMITS = {
     "layers": 4096,
     "dim": 2**18,
@@ -28,17 +26,18 @@ LIMITS = {
 }
 
 
-def check_ranges(block: BlockConfig, prefix: str) -> None:
+def check_ranges(block: BlockConfig, prefix: str, minima: Mapping[str, int] | None = None) -> None:
     """Checks that the numbers of a config are in range.
 
     Args:
       block: The config of a Block or a Backbone.
       prefix: Text before a field's name in messages, such as "model.".
+      minima: Smallest sizes of further fields.
 
     Raises:
       InputError: A number is out of range.
     """
-    for name, minimum in MINIMA.items():
+    for name, minimum in {**(minima or {}), **MINIMA}.items():
         if getattr(block, name, minimum) < minimum:
             raise InputError(f"{prefix}{name}={getattr(block, name)}: expected at least {minimum}")
     for name, limit in LIMITS.items():

@@ -259,7 +259,7 @@ class Plan:
 
     def _check_stages(self, size: int, field: str, stages: int) -> None:
         """Raises InputError unless the layers, or periods of layers, divide into stages and rounds."""
-        if size % (stages * self.rounds):
+        if size % (stages * self.rounds) or (not size and stages > 1):
             chunks = f" of plan.rounds={self.rounds} chunks" if self.rounds > 1 else ""
             raise InputError(
                 f"{field}={size} does not divide into plan.pipeline={stages} stages{chunks}: make it a multiple of "

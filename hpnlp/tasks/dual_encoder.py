@@ -10,7 +10,7 @@ from hpnlp.data.examples import Examples, PairsConfig
 from hpnlp.data.examples.baselines import tfidf_recall
 from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
 from hpnlp.tasks import vocabulary as vocabularies
-from hpnlp.tasks.dual_encoder_report import MAX_PAIRS, TOP, RetrievalReport
+from hpnlp.tasks.dual_encoder_report import MAX_PAIRS, TFIDF, TOP, RetrievalReport
 from hpnlp.tasks.examples import ExampleTask
 from hpnlp.tasks.task import RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes
@@ -65,11 +65,11 @@ class TfidfBaseline:
           log: Called with a message before the measurement.
 
         Returns:
-          `tfidf_recall_at_K` for each K of TOP; None if scikit-learn is not installed.
+          `NAME_recall_at_K` for each name of TFIDF and K of TOP; None if scikit-learn is not installed.
         """
-        recall: dict[int, Any] = dict.fromkeys(TOP)
+        recall: dict[str, Any] = {by: dict.fromkeys(TOP) for by in TFIDF.values()}
         if importlib.util.find_spec("sklearn") is not None:
             if log is not None:
                 log("ranking held-out pairs by TF-IDF, for comparison")
-            recall = dict(tfidf_recall(self._dataset, top=TOP, limit=MAX_PAIRS))
-        return {f"tfidf_recall_at_{k}": recall[k] for k in TOP}
+            recall = {by: tfidf_recall(self._dataset, top=TOP, limit=MAX_PAIRS, by=by) for by in TFIDF.values()}
+        return {f"{name}_recall_at_{k}": recall[by][k] for name, by in TFIDF.items() for k in TOP}

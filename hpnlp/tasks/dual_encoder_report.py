@@ -20,6 +20,8 @@ from hpnlp.tasks.reporting import (
 )
 
 TOP = (1, 10)  # numbers of retrieved texts whose recall is reported
+# Beginning of fields of report.json -> objects that TF-IDF counts.
+TFIDF = {"tfidf": "words", "token_tfidf": "tokens"}
 MAX_PAIRS = 10_000  # held-out pairs that are ranked, the first ones: their similarities take 400 MB
 EXAMPLES = 4  # shown of each kind, hits and misses
 MAX_TEXT = 80  # characters of a text
@@ -68,14 +70,19 @@ class RetrievalReport(TaskReport):
             f"The partner of {100 * recall:.1f} % of the held-out texts is among the 10 most similar of "
             f"{min(count, MAX_PAIRS):,}"
         )
-        tfidf = report.get("tfidf_recall_at_10")
-        return f"{text}." if tfidf is None else f"{text} (TF-IDF: {100 * tfidf:.1f} %)."
+        recall = {objects: report.get(f"{name}_recall_at_10") for name, objects in TFIDF.items()}
+        others = [f"TF-IDF of {objects} {100 * value:.1f} %" for objects, value in recall.items() if value is not None]
+        return f"{text} ({', '.join(others)})." if others else f"{text}."
 
     def rows(self, report: Report) -> list[tuple[str, str]]:
         return [
             ("held-out pairs", f"{report['heldout_examples']:,}"),
             *((f"recall at {k}", decimals(report[f"heldout_recall_at_{k}"])) for k in TOP),
-            *((f"TF-IDF, recall at {k}", decimals(report.get(f"tfidf_recall_at_{k}"))) for k in TOP),
+            *(
+                (f"TF-IDF of {objects}, recall at {k}", decimals(report.get(f"{name}_recall_at_{k}")))
+                for name, objects in TFIDF.items()
+                for k in TOP
+            ),
             ("mean reciprocal rank", decimals(report["heldout_mrr"])),
             ("held-out accuracy within batches", decimals(report["heldout_accuracy"])),
             (f"held-out loss within batches, nats {self.unit}", decimals(report["heldout_loss"])),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+from collections.abc import Callable
 from typing import Any
 
+from hpnlp.data.examples import Examples
 from hpnlp.data.examples import Seq2SeqConfig as Seq2SeqDataConfig
+from hpnlp.data.examples.baselines import linear_exact_match
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.examples import ExampleTask
-from hpnlp.tasks.seq2seq_report import Seq2SeqReport
+from hpnlp.tasks.seq2seq_report import LINEAR, Seq2SeqReport
 from hpnlp.tasks.task import RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError
@@ -40,3 +44,29 @@ class SequenceToSequence(ExampleTask):
     ) -> dict[str, float]:
         """Mean loss in nats per target token, and the shares of tokens and of whole targets that are predicted."""
         return {name: float(sums[name][0] / sums[name][1]) for name in ("loss", "accuracy", "exact_match")}
+
+    def baseline(self, dataset: Examples) -> LinearBaseline:
+        return LinearBaseline(dataset)
+
+
+class LinearBaseline:
+    """Exact matches of linear models of words and their places."""
+
+    def __init__(self, dataset: Examples) -> None:
+        self._dataset = dataset
+
+    def result(self, log: Callable[[str], None] | None = None) -> dict[str, Any]:
+        """Measures them.
+
+        Args:
+          log: Called with a message before the measurement.
+
+        Returns:
+          The fields of LINEAR, None for a set of examples that the data do not have and if scikit-learn is not installed.
+        """
+        matches: dict[str, float] = {}
+        if importlib.util.find_spec("sklearn") is not None:
+            if log is not None:
+                log("fitting linear models of the words of targets, for comparison")
+            matches = linear_exact_match(self._dataset, self._dataset.heldout_sets)
+        return {field: matches.get(name) for name, field in LINEAR.items()}

@@ -23,6 +23,8 @@ from hpnlp.tasks.reporting import (
 EXAMPLES = 6  # shown of each set
 MAX_TEXT = 100  # characters of a text
 APART = {"heldout_challenge_exact_match": "exact match", "heldout_challenge_accuracy": "token accuracy"}
+# Set of examples -> field of report.json with the exact matches of a linear model.
+LINEAR = {HELDOUT: "linear_exact_match", CHALLENGE: "linear_challenge_exact_match"}
 NAMES = {HELDOUT: "held out", CHALLENGE: "scored apart"}
 
 
@@ -53,6 +55,8 @@ class Seq2SeqReport(TaskReport):
             return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
         count, matches = report["heldout_examples"], report["heldout_exact_match"]
         text = f"The model produces {100 * matches:.1f} % of the targets of {count:,} held-out examples exactly"
+        linear = report.get(LINEAR[HELDOUT])
+        text += "" if linear is None else f" (a linear model of words: {100 * linear:.1f} %)"
         apart = report.get("heldout_challenge_exact_match")
         return f"{text}." if apart is None else f"{text}, and {100 * apart:.1f} % of those that are scored apart."
 
@@ -60,6 +64,11 @@ class Seq2SeqReport(TaskReport):
         return [
             ("held-out examples", f"{report['heldout_examples']:,}"),
             ("held-out exact match", decimals(report["heldout_exact_match"])),
+            *(
+                (f"linear model of words, exact match, {NAMES[name]}", decimals(report[field]))
+                for name, field in LINEAR.items()
+                if report.get(field) is not None
+            ),
             ("held-out token accuracy", decimals(report["heldout_accuracy"])),
             *(
                 (f"{name} of examples scored apart", decimals(report[field]))

@@ -61,6 +61,24 @@ def test_saved_tokenizer_loads_as_the_same(trained, spec, tmp_path):
             np.testing.assert_array_equal(after.encode(text), before.encode(text))
 
 
+def test_bpe_by_digits_has_a_token_for_each_digit():
+    tokenizer = build("bpe(300, by=digits)", [b"there are 1024 of 1024 or 1024"])
+    ids = tokenizer.encode(b"are 10241024")
+    assert [tokenizer.decode([i]) for i in ids[-8:].tolist()] == [b"1", b"0", b"2", b"4"] * 2
+    assert tokenizer.lossless and tokenizer.decode(ids) == b"are 10241024"
+
+
+def test_bpe_by_identifiers_splits_names_and_drops_case_and_punctuation(tmp_path):
+    tokenizer = build("bpe(300, by=identifiers)", TEXTS)
+    ids = tokenizer.encode("readHTTPHeader(self.foo_bar2): É".encode())
+    assert tokenizer.decode(ids) == " read http header self foo bar2 é".encode() and not tokenizer.lossless
+    np.testing.assert_array_equal(tokenizer.encode("READ http headerSelf, foo bar2 é".encode()), ids)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    np.testing.assert_array_equal(load(str(tmp_path)).encode("readHTTPHeader(self.foo_bar2): É".encode()), ids)
+    with pytest.raises(InputError, match="unknown split of words by 'names'"):
+        build("bpe(300, by=names)", TEXTS)
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_tokenizers_follow_the_protocol(trained, spec):
     tokenizer = trained[spec]

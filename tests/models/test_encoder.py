@@ -13,6 +13,7 @@ from hpnlp.models.variables import axes_of
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full
+from hpnlp.parallel.plan import Plan
 from hpnlp.types import InputError, MixerTraits, Model
 from tests.contracts import assert_close, once
 
@@ -123,6 +124,18 @@ def test_states_are_dropped_before_a_classifier_only(classes):
 
     reported, training = once(losses, params, jax.random.key(0))
     assert (reported != training) == bool(classes)
+
+
+def test_without_layers_the_order_of_tokens_has_no_effect():
+    model, params = make(**SEQUENCES | {"layers": 0, "position": "none", "pooling": "mean"})
+    assert "layers" not in params and not model.config.is_single_stack
+    batch = make_batch(model.config)
+    batch = batch | {"segment_ids": jnp.ones_like(batch["segment_ids"])}
+    turned = batch | {"tokens": batch["tokens"][:, ::-1], "token_types": batch["token_types"][:, ::-1]}
+    grads = jax.grad(lambda params, batch: apply(model, params, batch, "loss").sum)
+    assert_close(*once(lambda params: [grads(params, x) for x in (batch, turned)], params))
+    with pytest.raises(InputError, match="model.layers=0 does not divide into plan.pipeline=2 stages"):
+        Plan(pipeline=2).layout(model.config.sizes())
 
 
 def test_encoders_are_models():

@@ -56,6 +56,11 @@ def test_verdict_names_both_sets_of_examples():
     assert TASK.report.verdict(report_of()) == f"{text}."
     apart = TASK.report.verdict(report_of(heldout_challenge_exact_match=0.125))
     assert apart == f"{text}, and 12.5 % of those that are scored apart."
+    linear = report_of(heldout_challenge_exact_match=0.125, linear_exact_match=0.25, linear_challenge_exact_match=0.0)
+    assert TASK.report.verdict(linear) == (
+        f"{text} (a linear model of words: 25.0 %), and 12.5 % of those that are scored apart."
+    )
+    assert ("linear model of words, exact match, held out", "0.2500") in TASK.report.rows(linear)
     assert "not finite" in TASK.report.verdict(report_of(heldout_loss=None))
 
 

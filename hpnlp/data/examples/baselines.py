@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpnlp.data.examples.dataset import Examples
+from hpnlp.data.examples.store import StoredExamples
 from hpnlp.types import InputError
 
 # Training examples that baselines read, spread evenly: features of more take gigabytes.
@@ -69,17 +72,19 @@ def _features(texts: Sequence[tuple[bytes, ...]], vectorizers: Sequence[Any], fi
 
 
 def tfidf_recall(
-    examples: Examples, name: str = "heldout", top: Sequence[int] = (1, 10), limit: int = 1000
+    examples: Examples, name: str = "heldout", top: Sequence[int] = (1, 10), limit: int = 1000, by: str = "words"
 ) -> dict[int, float | None]:
-    """Finds the second text of each pair by the cosine similarity of TF-IDF over words, among the second texts of all pairs.
+    """Finds the second text of each pair by the cosine similarity of TF-IDF, among the second texts of all pairs.
 
-    Identifiers such as `read_file` count as their parts. Document frequencies are those of at most MAX_TRAINED training pairs.
+    Document frequencies are those of at most MAX_TRAINED training pairs.
 
     Args:
       examples: Examples of pairs.
       name: The examples to score, one of `Examples.heldout_sets`.
       top: Numbers of retrieved texts.
       limit: Maximum number of pairs to score, the first ones.
+      by: "words", without regard to case, of which identifiers such as `read_file` and `readFile` have two; or "tokens", those
+        of the examples' tokenizer.
 
     Returns:
       k -> share of the pairs whose second text is among the k most similar; equally similar texts count as more similar. None
@@ -92,16 +97,97 @@ def tfidf_recall(
     """
     text = _import("feature_extraction.text")
     train, scored = examples.stored["train"], examples.stored[name]
-    vectorizer = text.TfidfVectorizer(sublinear_tf=True, token_pattern=r"[^\W_]+", dtype=np.float32)
+    split = {"words": _words, "tokens": lambda text: examples.tokenizer.encode(text).tolist()}[by]
+    vectorizer = text.TfidfVectorizer(sublinear_tf=True, analyzer=list, dtype=np.float32)
     try:
-        vectorizer.fit(part.decode() for texts in train.texts(train.spread(MAX_TRAINED)) for part in texts)
+        vectorizer.fit(split(part) for texts in train.texts(train.spread(MAX_TRAINED)) for part in texts)
     except ValueError:  # no word
         return dict.fromkeys(top)
     texts = list(scored.texts(range(min(limit, scored.count))))
-    queries, keys = (vectorizer.transform([row[part].decode() for row in texts]) for part in range(2))
+    queries, keys = (vectorizer.transform([split(row[part]) for row in texts]) for part in range(2))
     scores = (queries @ keys.T).toarray()
     rank = np.sum(scores >= np.diag(scores)[:, None], axis=1)  # 1 for the best; ties count against the pair
     return {k: float(np.mean(rank <= k)) for k in top}
+
+
+# The ends of words within an identifier such as readHTTPHeader, and words.
+_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_WORD = re.compile(r"[^\W_]+")
+
+
+def _words(text: bytes) -> list[str]:
+    return _WORD.findall(_CASE.sub(" ", text.decode()).lower())
+
+
+def linear_exact_match(examples: Examples, names: Sequence[str] = ("heldout",)) -> dict[str, float]:
+    """Predicts each piece of a target by a linear model of the pieces of the source and their places.
+
+    Pieces are words of letters, digits, and other characters. A ridge regression for each place of the target reads which piece
+    stands at each place of the source, counted from its beginning and from its end. Targets end with a piece of their own.
+
+    Args:
+      examples: Examples with a source and a target.
+      names: The sets of examples to score, of `Examples.heldout_sets`.
+
+    Returns:
+      Name of a set -> share of the targets of which all pieces are predicted.
+
+    Raises:
+      InputError: scikit-learn is missing.
+
+    Cost: seconds; it reads at most MAX_TRAINED training examples. Targets with more than MAX_PIECES pieces count as wrong.
+    """
+    text, linear = _import("feature_extraction.text"), _import("linear_model")
+    vectorizer = text.CountVectorizer(analyzer=_places, max_features=_MAX_FEATURES, dtype=np.float32)
+    train = examples.stored["train"]
+    sources, targets = _columns(train, train.spread(MAX_TRAINED))
+    pieces = [_target(target) for target in targets]
+    known = collections.Counter((place, piece) for target in pieces for place, piece in enumerate(target))
+    columns = {key: i for i, (key, _) in enumerate(known.most_common(_MAX_FEATURES))}
+    x, y = vectorizer.fit_transform(sources), np.zeros((len(pieces), len(columns)), np.float32)
+    for row, target in enumerate(pieces):
+        y[row, [columns[key] for key in enumerate(target) if key in columns]] = 1
+    model = linear.Ridge(alpha=1.0, solver="cholesky", fit_intercept=False).fit(x, y)
+    result = {}
+    for name in names:
+        sources, targets = _columns(examples.stored[name])
+        predicted = _best_pieces(model.predict(vectorizer.transform(sources)), columns)
+        result[name] = float(np.mean([p == _target(t) for p, t in zip(predicted, targets, strict=True)]))
+    return result
+
+
+_PIECE = re.compile(r"[^\W\d_]+|\d|\S")
+_END = ""  # the piece after the last one
+MAX_PIECES = 32
+_MAX_FEATURES = 1500  # the most frequent pairs of place and piece, of sources and of targets
+
+
+def _columns(stored: StoredExamples, numbers: Iterable[int] | None = None) -> Iterator[tuple[str, ...]]:
+    """The first texts of the examples with these numbers, all by default, and the second ones."""
+    return zip(*([text.decode() for text in texts] for texts in stored.texts(numbers)), strict=True)
+
+
+def _places(text: str) -> list[tuple[int, str]]:
+    """Pieces of a source with their places, which are negative when counted from the end."""
+    pieces = _PIECE.findall(text)
+    return [*enumerate(pieces), *((place - len(pieces), piece) for place, piece in enumerate(pieces))]
+
+
+def _target(text: str) -> list[str]:
+    """Pieces of a target with the one after the last; without that if the target is too long."""
+    return [*_PIECE.findall(text), _END][:MAX_PIECES]
+
+
+def _best_pieces(scores: np.ndarray, columns: Mapping[tuple[int, str], int]) -> list[list[str]]:
+    """The pieces with the highest scores at each place, up to the end of the target."""
+    best = []
+    for place in range(MAX_PIECES):
+        at = [(piece, column) for (other, piece), column in columns.items() if other == place]
+        if at:
+            choice = scores[:, [column for _, column in at]].argmax(axis=1)
+            best.append([at[i][0] for i in choice])
+    rows = [list(row) for row in zip(*best, strict=True)]
+    return [row[: row.index(_END) + 1] if _END in row else row for row in rows]
 
 
 def _import(module: str) -> Any:

@@ -23,7 +23,8 @@ class ExampleConfig(abc.ABC):
     )
     tokenizer: str = option(
         "bytes",
-        '"bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", or the path of a tokenizer.json.',
+        '"bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", "bpe(SIZE, by=digits)", "bpe(SIZE, '
+        'by=identifiers)", or the path of a tokenizer.json.',
     )
     skip_bad_lines: bool = option(
         False,
@@ -170,6 +171,11 @@ class PairsConfig(ExampleConfig):
     )
     text_field: str = option("text", "Field of records that holds the first text, such as a query.")
     pair_field: str = option("pair", "Field that holds the second text, which belongs to the first.")
+    distinct: bool = option(
+        False,
+        "Keep each token of a text once, at its first occurrence, so that frequent tokens do not dominate: for models without "
+        "layers.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,4 +183,4 @@ class PairsConfig(ExampleConfig):
             raise InputError('data.pair_field="": expected the name of the field with the second text of a pair')
 
     def kind(self) -> Kind:
-        return Pairs(self.text_field, self.pair_field)
+        return Pairs(self.text_field, self.pair_field, self.distinct)

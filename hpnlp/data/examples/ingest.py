@@ -86,6 +86,7 @@ class ExampleIngest:
           A JSON-able value.
         """
         options = [self.group_field, self.heldout_fraction, self.heldout_examples, self.skip_bad_lines]
+        options += ["distinct"] if self.kind.distinct else []
         files = [
             [[source.walked, [[file.path, file.name] for file in source.files]] for source in group]
             for group in self._groups

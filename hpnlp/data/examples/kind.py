@@ -22,9 +22,11 @@ class Kind(abc.ABC):
 
     Attributes:
       has_labels: Whether examples have labels, so that there are classes.
+      distinct: Whether each token of a text is stored once, at its first occurrence.
     """
 
     has_labels: bool = False
+    distinct: bool = False
 
     @property
     def parts(self) -> int:

@@ -257,10 +257,12 @@ class Pairs(Kind):
     Attributes:
       text_field: Field of the first text.
       pair_field: Field of the second text.
+      distinct: Keep each token of a text once, at its first occurrence.
     """
 
     text_field: str
     pair_field: str
+    distinct: bool = False
 
     @property
     def parts(self) -> int:
@@ -272,6 +274,12 @@ class Pairs(Kind):
 
     def texts(self, values: Mapping[str, Any]) -> list[str]:
         return [values["text_field"], values["pair_field"]]
+
+    def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
+        ids, labels = super().join(ids, labels)
+        if self.distinct:
+            ids = [text[np.sort(np.unique(text, return_index=True)[1])] for text in ids]
+        return ids, labels
 
     def batch(
         self,

@@ -12,6 +12,7 @@ from hpnlp.types import InputError
 from tests.data.examples.records import config, write
 
 NAMES = [f"name{i}" for i in range(80)]
+NAMED = ["file", "socket", "thread", "header", "queue", "token"]
 
 
 def bags(count=300):
@@ -80,6 +81,28 @@ def test_baselines_read_a_limited_number_of_training_examples(tmp_path, monkeypa
     examples = prepare_examples(config("classification", write(tmp_path / "a.jsonl", list(bags()))))
     assert baselines.linear_accuracy(examples)["words"] > 0.5
     assert len(read) == 61 + 2 * examples.heldout_examples
+
+
+@pytest.mark.oracle
+def test_tfidf_of_words_matches_parts_of_identifiers_and_of_tokens_those_of_the_tokenizer(tmp_path):
+    pytest.importorskip("sklearn")
+    rows = [{"text": f"read {a} {b} quickly", "pair": f"def read{a.title()}_{b}(self)"} for a in NAMED for b in NAMED]
+    examples = prepare_examples(config("pairs", write(tmp_path / "a.jsonl", rows), tokenizer="words(300)"))
+    assert baselines.tfidf_recall(examples, top=(1,), by="words")[1] == 1.0
+    assert baselines.tfidf_recall(examples, top=(1,), by="tokens")[1] < 0.5
+
+
+@pytest.mark.oracle
+def test_a_linear_model_predicts_targets_whose_words_stand_in_the_places_of_the_source_words(tmp_path):
+    pytest.importorskip("sklearn")
+    draw = random.Random(0)
+    words = dict(zip(NAMED, ["one", "two", "three", "four", "five", "six"], strict=True))
+    sources = [draw.choices(NAMED, k=draw.randint(1, 4)) for _ in range(300)]
+    rows = [{"source": " ".join(s), "target": " ".join(words[name] for name in s)} for s in sources]
+    longer = [{"source": " ".join(s), "target": " ".join(map(words.get, s))} for s in (draw.choices(NAMED, k=6),)]
+    paths = {"challenge_path": str(write(tmp_path / "b.jsonl", longer))}
+    examples = prepare_examples(config("seq2seq", write(tmp_path / "a.jsonl", rows), **paths))
+    assert baselines.linear_exact_match(examples, ("heldout", "challenge")) == {"heldout": 1.0, "challenge": 0.0}
 
 
 def test_missing_package_raises(tmp_path, monkeypatch):

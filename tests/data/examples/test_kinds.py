@@ -137,6 +137,13 @@ def test_pairs_have_a_sequence_each(tmp_path):
     assert batch["weights"].tolist() == [1]
 
 
+def test_distinct_tokens_stand_at_their_first_occurrences(tmp_path):
+    batch, examples = heldout_batch(tmp_path, "pairs", [{"text": "attend", "pair": "abba"}], distinct=True)
+    np.testing.assert_array_equal(batch["tokens"], [framed("atend")[0]])
+    np.testing.assert_array_equal(batch["pair_tokens"], [framed("ab")[0]])
+    assert examples.stored["heldout"].text(0, 0) == b"attend"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_without_room_for_text_raise(tmp_path, kind):
     write(tmp_path / "a.jsonl", KINDS[kind][0]())
