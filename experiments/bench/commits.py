@@ -3,7 +3,8 @@
     python experiments/bench/commits.py --before=44dcb6f [--only=loss,decode] [--rounds=5]
 
 Every round runs each benchmark script in both trees, each in a process of its own, and alternates which tree comes first, since
-the speed of a machine drifts. Both trees run with the interpreter and packages of this process. About 40 minutes.
+the speed of a machine drifts. "train" is no script, but 50 steps of `hpnlp train`, whose losses and peak memory are compared.
+Both trees run with the interpreter and packages of this process. About 40 minutes.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ SCRIPTS = {
         "attention", ["--only=short"], lambda rows: {f"attention, {row['what']}": row["all_ms"]["ours"] for row in rows}
     ),
     "step": Script(
-        "train_step", [], lambda rows: {f"training step, {row['size']}": row["all_ms"]["ours"] for row in rows}
+        "train_step",
+        ["--sizes=small,wide"],
+        lambda rows: {f"training step, {row['size']}": row["all_ms"]["ours"] for row in rows},
     ),
     "loop": Script(
         "loop",
@@ -87,6 +90,16 @@ SCRIPTS = {
         },
     ),
 }
+# Arguments of `hpnlp`: a run whose losses and peak memory are compared.
+TRAINING = [
+    "train",
+    "--config=experiments/lm/bytes.py",
+    "--config.train.steps=50",
+    "--config.train.log_every=1",
+    "--config.train.eval_stride=0",
+    "--config.train.sample=0",
+    "--config.data.heldout_bytes=20000",
+]
 
 
 def export(commit: str, directory: Path) -> None:
@@ -112,11 +125,49 @@ def compare(script: Script, before: Path, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def trained(tree: Path) -> tuple[list[float], int]:
+    """`(losses of each step, peak bytes of the process)` of a training run. Raises RuntimeError if it fails."""
+    with tempfile.TemporaryDirectory() as workdir:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hpnlp", *TRAINING, f"--workdir={workdir}"],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            stdout=subprocess.DEVNULL,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise RuntimeError(f"training in {tree} ended with status {status}")
+        lines = map(json.loads, Path(workdir, "metrics.jsonl").read_text("utf-8").splitlines())
+        return [line["loss"] for line in lines if "loss" in line], 1024 * usage.ru_maxrss
+
+
+def compare_training(before: Path, rounds: int) -> list[dict[str, Any]]:
+    """Rows for the peak memory of training, and for the largest difference of the losses of its steps."""
+    losses: dict[str, list[float]] = {}
+    peaks: dict[str, list[int]] = {"before": [], "after": []}
+    for _ in range(rounds):
+        for name, tree in {"before": before, "after": ROOT}.items():
+            losses[name], peak = trained(tree)
+            peaks[name].append(peak)
+    ratio = statistics.median(peaks["after"]) / statistics.median(peaks["before"])
+    difference = max(abs(a / b - 1) for a, b in zip(losses["after"], losses["before"], strict=True))
+    rows = [
+        {"what": "peak memory of 50 training steps", "over_before": ratio, **peaks},
+        {"what": "losses of 50 training steps", "largest_difference": difference},
+    ]
+    print(*rows, sep="\n", flush=True)
+    return rows
+
+
 def main(_: Any) -> None:
     with tempfile.TemporaryDirectory() as directory:
         export(FLAGS.before, Path(directory))
-        scripts = [SCRIPTS[name] for name in FLAGS.only or SCRIPTS]
-        rows = [row for script in scripts for row in compare(script, Path(directory), FLAGS.rounds)]
+        names = FLAGS.only or [*SCRIPTS, "train"]
+        rows = [
+            row for name in names if name in SCRIPTS for row in compare(SCRIPTS[name], Path(directory), FLAGS.rounds)
+        ]
+        if "train" in names:
+            rows += compare_training(Path(directory), FLAGS.rounds)
     rows = [{"commit": FLAGS.before, **row} for row in rows]
     print(measure.write_result("commits", rows, FLAGS.out))
 

@@ -132,6 +132,46 @@ def parity(rows: Rows) -> Lines:
     ]
 
 
+def tasks(rows: Rows) -> Lines:
+    """Of each task: the largest differences over its layouts, and the errors of its plans."""
+    lines, plans = [], []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        of_task = [row for row in rows if row["task"] == task]
+        layouts = [row for row in of_task if "loss_relative" in row]
+        if layouts:
+            names = ", ".join(row["layout"] for row in layouts)
+            label = (
+                f"`{task}`, {layouts[0]['steps']} steps on 8 devices ({names}) and on one: largest relative difference of "
+                "losses; of first gradients, array by array"
+            )
+            figures = [max(row[f"{what}_relative"] for row in layouts) for what in ("loss", "gradient")]
+            fall = f"loss {layouts[0]['first_loss']:.2f} to {layouts[0]['last_loss']:.2f}"
+            lines.append((label, f"{figures[0]:.1e}; {figures[1]:.1e} ({fall})"))
+        lines += [
+            (f"`{task}`, layout {row['layout']}", f"refused: {row['refused']}") for row in of_task if "refused" in row
+        ]
+        for row in of_task:
+            if "state_bytes" in row:
+                step = f"`{task}`, `{row['mixer']}`, `plan.remat={row['remat']}`"
+                label = (
+                    f"plan of a step of {step}: relative error against the compiled program: state; temporary memory"
+                )
+                errors = [row[f"{what}_bytes_planned"] / row[f"{what}_bytes"] - 1 for what in ("state", "temporaries")]
+                plans.append((label, f"{errors[0]:+.1%}; {errors[1]:+.1%}"))
+    return [*lines, *plans]
+
+
+def beam(rows: Rows) -> Lines:
+    return [
+        (
+            f"beam search, {row['layers']} + {row['layers']} layers, D {row['dim']}, {row['batch']} "
+            f"source{'s' * (row['batch'] > 1)}, {row['beams']} beams: tokens/s relative to transformers, equal outputs",
+            f"{row['times_faster']:.1f} ({row['ours_tokens_per_second']:,.0f} tokens/s)",
+        )
+        for row in rows
+    ]
+
+
 def bubble(rows: Rows) -> Lines:
     counted = [row for row in rows if "idle_counted" in row]
     difference = max(abs(row["idle_counted"] - row["idle_formula"]) for row in counted)
@@ -305,9 +345,14 @@ def commits(rows: Rows) -> Lines:
     """The last commits before and after a change: median of the ratios of the rounds, and their range."""
     lines = []
     for row in rows:
+        if "largest_difference" in row:
+            label = f"{row['what']}: largest relative difference from commit {row['commit'][:7]}"
+            lines.append((label, f"{row['largest_difference']:.1e}"))
+            continue
         ratios = [after / before for after, before in zip(row["after"], row["before"], strict=True)]
         figure = f"{row['over_before']:.3f} ({min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds)"
-        lines.append((f"{row['what']}: time relative to commit {row['commit'][:7]}", figure))
+        measured = "" if "memory" in row["what"] else "time "
+        lines.append((f"{row['what']}: {measured}relative to commit {row['commit'][:7]}", figure))
     return lines
 
 
@@ -358,6 +403,8 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "decode": decode,
     "loop": loop,
     "parity": parity,
+    "tasks": tasks,
+    "beam": beam,
     "bubble": bubble,
     "ring": ring,
     "remat": remat,

@@ -23,10 +23,10 @@ IMAGES = ROOT / "docs" / "images"
 SECTIONS = {
     "Training": ("demo", "train_step", "encoder", "loop", "resume", "large_batch", "adamw", "gpu_step"),
     "Attention": ("attention", "gpu_attention"),
-    "Decoding": ("decode",),
+    "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "gpu_softmax", "softmax_layers", "estimates"),
     "Search": ("search",),
-    "Parallelism": ("parity", "bubble", "ring"),
+    "Parallelism": ("parity", "tasks", "bubble", "ring"),
     "Rematerialisation and reversible layers": ("remat", "reversible"),
     "Planner": ("plan", "plan_tpu"),
     "Tests": ("suite", "faults"),

@@ -2,9 +2,9 @@
 
     python experiments/bench/resume.py [--kills=20] [--steps=150] [--path=stdlib]
 
-A small run is killed at random moments, during its first compilation and while it saves, and restarted with the same command.
-A run that finishes is compared with an uninterrupted one, and the next run begins, until the number of kills is reached. Steps
-logged after the newest complete checkpoint are lost and computed again.
+A small run of resume_config.py, whose model has buffers, is killed at random moments, during its first compilation and while it
+saves, and restarted with the same command. A run that finishes is compared with an uninterrupted one, and the next run begins,
+until the number of kills is reached. Steps logged after the newest complete checkpoint are lost and computed again.
 """
 
 from __future__ import annotations
@@ -27,21 +27,7 @@ from absl import app, flags
 from hpnlp import measure
 
 ROOT = Path(__file__).parents[2]
-INTERVAL = 10
-# The intervals of logging, evaluation and checkpoints do not divide each other.
-SETTING = {
-    "model.layers": 2,
-    "model.dim": 64,
-    "model.heads": 4,
-    "data.seq_len": 64,
-    "data.batch_size": 8,
-    "data.heldout_bytes": 5000,
-    "train.log_every": 7,
-    "train.eval_every": 25,
-    "train.eval_batches": 1,
-    "train.checkpoint_every": INTERVAL,
-    "train.sample": 0,
-}
+INTERVAL = 10  # of the checkpoints of resume_config.py
 
 FLAGS = flags.FLAGS
 
@@ -67,8 +53,8 @@ class Runs:
 
     def __init__(self, root: Path, path: str, steps: int) -> None:
         self.root = root
-        overrides = {**SETTING, "train.steps": steps, "data.path": path, "data.cache": root / "data"}
-        command = [sys.executable, "-m", "hpnlp", "train", "--config=experiments/lm/bytes.py"]
+        overrides = {"train.steps": steps, "data.path": path, "data.cache": root / "data"}
+        command = [sys.executable, "-m", "hpnlp", "train", "--config=experiments/bench/resume_config.py"]
         self.command = command + [f"--config.{name}={value}" for name, value in overrides.items()]
         self.cache_numbers = itertools.count()
 

@@ -140,11 +140,9 @@ def compare(costs: Costs, depth: str, device: str) -> str:
       InputError: As `compile_step`.
     """
     compiled = compile_step(costs, depth, device)
-    state = sum(costs.memory.get(use, 0) for use in ("parameters", "optimizer", "average", "buffers", "frozen"))
-    temporaries = costs.memory["gradients"] + costs.memory.get("activations", 0)
     rows: list[tuple[str, float, float]] = [
-        ("state, bytes", float(state), float(compiled.arguments)),
-        ("temporaries, bytes", float(temporaries), float(compiled.temporaries)),
+        ("state, bytes", float(costs.state_bytes), float(compiled.arguments)),
+        ("temporaries, bytes", float(costs.temporary_bytes), float(compiled.temporaries)),
     ]
     if compiled.collectives is not None:
         for kind in sorted({collective.kind for collective in (*costs.collectives, *compiled.collectives)}):

@@ -45,6 +45,16 @@ class Costs:
         """Bytes in device memory, of all uses."""
         return sum(self.memory.values())
 
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes of temporary buffers: gradients and activations."""
+        return self.memory.get("gradients", 0) + self.memory.get("activations", 0)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that stay in device memory from step to step: parameters, optimizer state and so on."""
+        return self.bytes - self.temporary_bytes
+
     def fits(self, device: Device) -> bool:
         """Whether the step fits into the usable memory of a device.
 
@@ -65,7 +75,7 @@ class Costs:
         Returns:
           Bytes.
         """
-        return device.temporaries_error * (self.memory.get("gradients", 0) + self.memory.get("activations", 0))
+        return device.temporaries_error * self.temporary_bytes
 
     def is_tight(self, device: Device) -> bool:
         """Whether the step fits, but would not fit if the estimate had its largest measured error.
