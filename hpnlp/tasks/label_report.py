@@ -177,7 +177,7 @@ def _examples(outcome: Outcome, show: Callable[[Place], str], note: str) -> Iter
     predicted, best = probabilities.argmax(axis=-1), probabilities.max(axis=-1)
     places = np.argwhere(batch["weights"] > 0)
     surest = places[np.argsort(-best[tuple(places.T)], kind="stable")]
-    yield f"The surest right and wrong predictions among {count:,} held-out examples{note}:"
+    yield f"The surest right and wrong predictions among {len(numbers):,} held-out examples{note}:"
     yield ""
     yield "| label | prediction | probability | text |"
     yield "|---|---|---|---|"
