@@ -125,3 +125,17 @@ def shapes_with(shapes: Any, shardings: Any) -> Any:
       A tree of `jax.ShapeDtypeStruct`.
     """
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def place(shape: Any, value: Any) -> jax.Array:
+    """Places an array in the memory of devices.
+
+    Args:
+      shape: A shape with a sharding; where it rests in the host's memory, the array comes to the devices.
+      value: The array, in every process.
+
+    Returns:
+      The array with this sharding.
+    """
+    sharding = NamedSharding(shape.sharding.mesh, shape.sharding.spec)
+    return jax.make_array_from_callback(shape.shape, sharding, lambda index: value[index])

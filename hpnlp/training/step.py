@@ -26,7 +26,7 @@ from hpnlp.training.checksum import first_difference
 from hpnlp.training.gradients import Batch, Gradients, loss
 from hpnlp.training.muon import ApplyToWhole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
-from hpnlp.training.state_shardings import TrainState, shapes_with, state_shardings, variable_shardings
+from hpnlp.training.state_shardings import TrainState, place, shapes_with, state_shardings, variable_shardings
 from hpnlp.types import InputError, Model
 
 # Folded into the key of a step for `Model.advance`: no part of an accumulated batch has this number.
@@ -116,7 +116,7 @@ class Trainer:
             )
         if shapes is None:
             return self
-        frozen = (jax.tree.map(_place, shapes, values),)
+        frozen = (jax.tree.map(place, shapes, values),)
         step, evaluate = (dataclasses.replace(function, frozen=frozen) for function in (self.step, self.evaluate))
         return dataclasses.replace(self, step=step, evaluate=evaluate)
 
@@ -275,11 +275,6 @@ def _frozen_shapes(layout: Layout, axes: Any, shapes: Any) -> tuple[Any, ...]:
         return ()
     axes, shapes = axes[variables.FROZEN], shapes[variables.FROZEN]
     return (shapes_with(shapes, variable_shardings(layout, axes, shapes)),)
-
-
-def _place(shape: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
-    """An array with the sharding of `shape`."""
-    return jax.make_array_from_callback(shape.shape, shape.sharding, lambda index: value[index])
 
 
 def _initial_state(

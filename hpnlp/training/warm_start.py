@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import tokenizer_digest
@@ -22,6 +21,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.spec import parse_period
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import run_directory as runs
+from hpnlp.training.state_shardings import place
 from hpnlp.training.step import Trainer
 from hpnlp.types import InputError, Tokenizer
 
@@ -234,7 +234,7 @@ def load_params(source: Source, trainer: Trainer, plan: Plan) -> tuple[Any, str]
     expected = variables.join(shapes.params, shapes.buffers) if source.is_run else shapes.params
     _check_shapes(params, expected, source)
     if not source.is_run:
-        params = jax.tree.map(_place, expected, params)
+        params = jax.tree.map(place, expected, params)
     return params, f"{origin}, with its tokenizer"
 
 
@@ -251,9 +251,3 @@ def _check_shapes(params: Any, expected: Any, source: Source) -> None:
                 f"{there.get(name, 'none')} in the source, expected {here.get(name, 'none')}: set the model's fields to the "
                 "source's"
             )
-
-
-def _place(shape: Any, value: Any) -> jax.Array:
-    """The array `value` with the sharding of `shape`, in the devices' memory."""
-    sharding = NamedSharding(shape.sharding.mesh, shape.sharding.spec)
-    return jax.make_array_from_callback(shape.shape, sharding, lambda index: value[index])
