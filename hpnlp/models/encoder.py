@@ -42,13 +42,13 @@ class EncoderConfig(BackboneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for spec, mixer in zip(mixer_period(self.mixer), self.mixers(), strict=True):
-            if not mixer.traits.bidirectional:
+        for spec, traits in zip(mixer_period(self.mixer), self.traits, strict=True):
+            if not traits.bidirectional:
                 raise InputError(
                     f"model.mixer={self.mixer!r}: {spec.name} mixes with earlier tokens only, and an encoder needs both "
                     "directions: choose a bidirectional mixer"
                 )
-            if not mixer.traits.isolates_segments:
+            if not traits.isolates_segments:
                 raise InputError(
                     f"model.mixer={self.mixer!r}: {spec.name} mixes padding with the text: choose a mixer that isolates "
                     "segments"

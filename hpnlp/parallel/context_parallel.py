@@ -120,8 +120,12 @@ def check_mixer(mixer: Any) -> None:
       mixer: A mixer.
 
     Raises:
-      InputError: The mixer has no `partial`, or takes it from another class than `__call__`.
+      InputError: The mixer has no `partial`, takes it from another class than `__call__`, or draws, which `partial` cannot.
     """
+    if mixer.traits.draws:
+        raise InputError(
+            f"{type(mixer).__name__} draws, which a ring does not support: choose plan.exchange=heads, or plan.sequence=1"
+        )
     check_method(mixer, "partial", "a ring", "choose plan.exchange=heads, or plan.sequence=1")
 
 

@@ -111,7 +111,8 @@ def fill_sizes(model: Config, sizes: Sizes, seq_len: int) -> Config:
       The config, with `vocab` and `max_len` where they are 0.
 
     Raises:
-      InputError: The vocabulary is smaller than the tokenizer's, or sequences are longer than the learned positions.
+      InputError: The vocabulary is smaller than the tokenizer's, sequences are longer than the learned positions, or of
+          another length than a mixer has parameters for.
     """
     c: Any = model
     if c.vocab and c.vocab < sizes.ids:
@@ -121,4 +122,10 @@ def fill_sizes(model: Config, sizes: Sizes, seq_len: int) -> Config:
     max_len = c.max_len or seq_len
     if c.position == "learned" and seq_len > max_len:
         raise InputError(f"data.seq_len={seq_len} is longer than model.max_len={max_len} learned positions: change one")
-    return dataclasses.replace(c, vocab=c.vocab or sizes.ids, max_len=max_len)
+    filled = dataclasses.replace(c, vocab=c.vocab or sizes.ids, max_len=max_len)
+    if filled.fixed_length() not in (0, seq_len):
+        raise InputError(
+            f"data.seq_len={seq_len}, model.max_len={max_len}: model.mixer={c.mixer!r} mixes sequences of one length: set "
+            "both to it, or model.max_len=0"
+        )
+    return filled
