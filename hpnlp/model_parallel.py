@@ -170,9 +170,9 @@ class ModelParallel:
 
     Attributes:
       embedding_lookup: `(table, ids [B, T], dtype) -> x [B, T, D]`.
-      run_layers: `(axes of the stacks, run, stacks of variables by name, x, context, rng) -> (x, report)` for all layers of a
+      run_layers: `(axes of the stacks, run, stacks of variables by name, x, context, rngs) -> (x, report)` for all layers of a
           Backbone. axes: logical names of the variables' axes, by collection, by the name of a stack.
-          `run(tensor_parallel, stacks of a chunk of the layers, x, context, rng, index of the chunk) -> (x, report)`.
+          `run(tensor_parallel, stacks of a chunk of the layers, x, context, rngs, index of the chunk) -> (x, report)`.
       loss: `(output layer, *arguments of its loss) -> LossOut`, for hidden states `[B, T, D]` or `[B, D]`.
       best: `(output layer, table, h) -> ids` of the most probable words or classes, `[B, T]` or `[B]`.
       token_order: `(sequence length) -> (order, indices)`. order: what `run` needs to know about the order of the tokens

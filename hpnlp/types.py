@@ -74,16 +74,20 @@ class MixerTraits:
     Attributes:
       causal: It can mix under `Causal()`, so that no output depends on later tokens.
       bidirectional: It can mix under `Full()`, so that outputs depend on earlier and later tokens.
+      any_length: It mixes sequences of any length; otherwise only of `model.max_len` tokens, at which it is initialised.
       prefix_consistent: Under `Causal()`, the outputs of a prefix equal the first outputs of the whole sequence.
       isolates_segments: Tokens of one segment do not influence those of another.
       decodes: It has a cache (`MixerOutput.cache`) and `extend`.
+      draws: It reads `MixerInputs.draws`.
     """
 
     causal: bool = True
     bidirectional: bool = True
+    any_length: bool = True
     prefix_consistent: bool = True
     isolates_segments: bool = True
     decodes: bool = True
+    draws: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +105,9 @@ class MixerInputs:
       segment_ids: int32 `[B, T]`; tokens of different segments do not attend to each other.
       kv_segment_ids: int32 `[B, S]`, segments of the keys.
       memory: Output of an encoder or a retriever.
-      rng: Key for dropout and random features.
+      rng: Key for dropout.
+      draws: Key for what the mixer draws, such as random features, if it claims `MixerTraits.draws`. It depends on the layer,
+          and in training on the step; it is the same for all heads.
       streams: int32 `[B, N]`, a number for each sequence and head; attention dropout depends on it, so that every
           layout over devices drops the same entries.
       deterministic: True switches dropout off.
@@ -119,6 +125,7 @@ class MixerInputs:
     kv_segment_ids: Array | None = None
     memory: Any = None
     rng: Array | None = None
+    draws: Array | None = None
     streams: Array | None = None
     deterministic: bool = dataclasses.field(default=True, metadata={"static": True})
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})

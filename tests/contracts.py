@@ -24,6 +24,7 @@ from hpnlp.ops.attention.block_sparse.flash import _backward, _forward, _traced_
 from hpnlp.ops.attention.masks.table import MASKS as PATTERN_TABLE
 from hpnlp.spec import build, parse_one
 from hpnlp.types import MixerInputs, WordStats
+from tests.fixed_and_drawing_mixers import noisy_keys
 
 # Absolute and relative tolerance between two forms of one result whose values are of order 1.
 TOLERANCE = {jnp.dtype("float32"): 5e-6, jnp.dtype("float16"): 8e-3, jnp.dtype("bfloat16"): 6e-2}
@@ -71,6 +72,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec
     "binary_hybrid": ("binary_hybrid(4)",),
     "binary_ecc": ("binary_ecc", "binary_ecc(3,normalized)"),
 }
+# Mixers that no model has, with traits that no entry of MIXERS claims.
+EXTRA_MIXERS = {"noisy": noisy_keys}
 MIXER_SPECS = tuple(spec for name in MIXERS for spec in EXAMPLES.get(name, (name,)))
 OUTPUT_SPECS = (
     *(spec for name in OUTPUTS for spec in EXAMPLES.get(name, (name,))),
@@ -130,7 +133,7 @@ class Mixing:
     """A mixer with random inputs: B 2, N 4, K 2, H 8, D 16, sequences of three segments."""
 
     def __init__(self, spec, length, dtype="float32", seed=0):
-        self.module = build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None)
+        self.module = build(parse_one(spec, "mixer"), MIXERS | EXTRA_MIXERS, "mixer", name=None)
         self.spec, rng = spec, np.random.default_rng(seed)
         shapes = {"x": (16,), "q": (4, 8), "k": (2, 8), "v": (2, 8)}
         self.arrays = {
@@ -145,7 +148,8 @@ class Mixing:
     def inputs(self, arrays, **fields):
         """The inputs of the mixer: x, and those of q, k and v that it declares to need."""
         declared = {name: arrays[name] for name in ("x", *self.module.needs)}
-        return MixerInputs(**declared, **fields)
+        draws = {"draws": jax.random.key(4)} if self.module.traits.draws else {}
+        return MixerInputs(**declared, **draws | fields)
 
     def packed(self, arrays):
         """`inputs` with segment ids and positions."""
@@ -185,6 +189,9 @@ def claiming(trait):
     """The specs of the mixers that claim a trait."""
     mixers = {spec: build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None) for spec in MIXER_SPECS}
     return [spec for spec, mixer in mixers.items() if getattr(mixer.traits, trait)]
+
+
+DRAWING = (*claiming("draws"), *EXTRA_MIXERS)
 
 
 @functools.cache

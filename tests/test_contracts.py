@@ -19,7 +19,7 @@ from hpnlp.ops.attention.block_sparse.block_mask import density
 from hpnlp.training.sparse_rows import distinct
 from hpnlp.types import InputError, LossOut, TableRows
 from tests import contracts
-from tests.contracts import MIXER_SPECS, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
+from tests.contracts import MIXER_SPECS, ONCE, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
 
 mixers = pytest.mark.parametrize("spec", MIXER_SPECS)
 FIRST = {spec.partition("(")[0]: spec for spec in reversed(OUTPUT_SPECS)}.values()
@@ -162,6 +162,23 @@ def test_mixer_gives_prefixes_the_same_output(spec):
     np.testing.assert_array_equal(changed[:, :15], o[:, :15])
     assert np.any(changed[:, 15:] != o[:, 15:])
     assert_close(prefix, o[:, :15])
+
+
+@pytest.mark.parametrize("spec", contracts.DRAWING)
+def test_mixer_draws_the_same_numbers_with_the_same_key(spec):
+    """Other keys draw other numbers, and further tokens draw those of the first ones."""
+    mixing = Mixing(spec, 9)
+    run = jax.jit(lambda arrays, draws: mixing(mixing.inputs(arrays, draws=draws), Causal()), compiler_options=ONCE)
+    first, second = jax.random.key(1), jax.random.key(2)
+    o = run(mixing.arrays, first)
+    np.testing.assert_array_equal(run(mixing.arrays, first), o)
+    assert np.any(run(mixing.arrays, second) != o)
+
+
+@pytest.mark.parametrize("spec", contracts.claiming("any_length"))
+def test_parameters_of_mixers_of_any_length_do_not_depend_on_the_length(spec):
+    shapes = [jax.eval_shape(lambda length=length: Mixing(spec, length).params) for length in (1, 9)]
+    assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
 
 
 @mixers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -18,8 +19,9 @@ USAGE = """
 hpnlp convert --from=DIR --to=runs/x [--dtype=bfloat16]
 hpnlp convert --from=runs/x --to=DIR [--dtype=bfloat16] [--step=N]
 
-Converts a directory with config.json, model.safetensors and tokenizer.json, of the family llama, mistral, qwen2, qwen3 or gpt2,
-to a run at step 0, for `hpnlp generate` and `hpnlp train`. Converts a run to such a directory, for transformers.
+Converts a directory with config.json, model.safetensors and tokenizer.json, of the family llama, mistral, qwen2, qwen3, gpt2 or
+bert (masked words, labels of texts, labels of tokens), to a run at step 0, for `hpnlp generate` and `hpnlp train`. Converts a
+run to such a directory, for transformers.
 """
 
 flags.DEFINE_string("from", None, "Directory of a Hugging Face checkpoint, or of a run.")
@@ -115,21 +117,25 @@ def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
 
 def _to_run(source: Path, target: Path) -> None:
     """Writes a run at step 0 with the model and the tokenizer of a Hugging Face checkpoint."""
-    from hpnlp.data import DataConfig, tokenizers
+    from hpnlp.data import tokenizers
+    from hpnlp.data.examples import save_labels
     from hpnlp.models.huggingface import convert
+    from hpnlp.tasks import TASKS
     from hpnlp.tasks.vocabulary import Vocabulary
     from hpnlp.training import config
     from hpnlp.training import run_directory as runs
     from hpnlp.training.checkpoint import Checkpointer, checked_directory
 
     checked_directory(target, "--to")
-    model = convert.load_config(source, cli.FLAGS.dtype)
+    model, labels = convert.load_config(source, cli.FLAGS.dtype), convert.labels(source)
+    task = TASKS[convert.family_in(source).task]
     convert.eos_ids(source)  # raises where they cannot be read
     # Sequences are at most as long as the model's learned positions.
-    data = DataConfig(seq_len=min(DataConfig.seq_len, model.max_len), tokenizer=str(target / "tokenizer.json"))
-    values = config.Config(model, data, task=convert.TASK)
+    seq_len = min(task.data_config.seq_len, model.max_len)
+    data = task.data_config(seq_len=seq_len, tokenizer=str(target / "tokenizer.json"))
+    values = config.Config(task.model_config(**dataclasses.asdict(model)), data, task=task.name)
     runs.make_model(
-        values, Vocabulary(tokenizers.load(str(source)))
+        values, Vocabulary(tokenizers.load(str(source)), labels)
     )  # raises where the tokenizer does not fit the model
     _, params = convert.load(source, cli.FLAGS.dtype)
     target.mkdir(parents=True, exist_ok=True)
@@ -138,13 +144,18 @@ def _to_run(source: Path, target: Path) -> None:
     checkpoints.check_saved(0, params)
     checkpoints.close()
     _copy(source, target, (*TOKENIZER, *COMPANIONS))
+    if labels is not None:
+        save_labels(labels, str(target))
     if not (target / convert.GENERATION).exists() and (settings := convert.generation_settings(source)):
         # The config.json of a run does not hold the ids that end a text.
         (target / convert.GENERATION).write_text(json.dumps(settings) + "\n")
     (target / "config.json").write_text(config.to_json(values))
     for remark in [*convert.remarks(source), *convert.generation_remarks(source)]:
         print(f"{target}: {remark}")
-    print(f"{target}: a run at step 0. Next: hpnlp generate --workdir={target} --prompt=...")
+    following = f"hpnlp generate --workdir={target} --prompt=..."
+    if task.name != "lm":
+        following = f"hpnlp train --config.task={task.name} --config.train.init_from={target} ..."
+    print(f"{target}: a run at step 0. Next: {following}")
 
 
 def _to_checkpoint(source: Path, target: Path) -> None:
@@ -155,24 +166,27 @@ def _to_checkpoint(source: Path, target: Path) -> None:
     from hpnlp.models.huggingface import convert
     from hpnlp.training import run_directory as runs
 
-    runs.check_task(source, runs.load_config(source), convert.TASK, "convert")
-    run = runs.load(source, cli.FLAGS.step)
+    values = runs.load_config(source)
+    runs.check_task(source, values, convert.TASKS, "convert")
+    run, labels = runs.load(source, cli.FLAGS.step), runs.load_vocabulary(source, values).labels
     tokenizer, model = run.tokenizer, run.model.config
     bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
     with tempfile.TemporaryDirectory() as scratch:
         is_copied = isinstance(tokenizer, HFTokenizer) and not tokenizer.is_trained_here
         if not is_copied:
             export(tokenizer, scratch)  # raises before anything is written to the target
-        convert.save(model, run.params, target, dtype=cli.FLAGS.dtype, bos_id=bos_id, eos_id=eos_id)
+        options = {"dtype": cli.FLAGS.dtype, "bos_id": bos_id, "eos_id": eos_id, "labels": labels}
+        convert.save(model, run.params, target, **options)
         _copy(source if is_copied else Path(scratch), target, TOKENIZER)
     convert.check_readable(target)
     tokenizers.load(str(target))
     _copy(source, target, COMPANIONS)
-    if model.output != "full":
+    if model.output not in ("full", "full(use_bias=True)"):
         print(f"{target}: model.output={model.output!r} estimates a full softmax, which the checkpoint has")
-    if not is_copied and convert.model_type(target) in FIXED_TOKENIZER:
+    family = convert.family_in(target)
+    if not is_copied and family.model_type in FIXED_TOKENIZER:
         print(
-            f"{target}: AutoTokenizer of transformers builds Qwen's tokenizer for model_type={convert.model_type(target)}: "
+            f"{target}: AutoTokenizer of transformers builds Qwen's tokenizer for model_type={family.model_type}: "
             f"load this one with PreTrainedTokenizerFast.from_pretrained({str(target)!r}) instead"
         )
-    print(f"{target}: a checkpoint. Next, in Python: AutoModelForCausalLM.from_pretrained({str(target)!r})")
+    print(f"{target}: a checkpoint. Next, in Python: {family.loader}.from_pretrained({str(target)!r})")

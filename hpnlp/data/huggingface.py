@@ -78,6 +78,7 @@ class HFTokenizer(Tokenizer):
         "eos": ("<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>", "[SEP]"),
         "pad": ("<pad>", "[PAD]", "<|pad|>"),
     }
+    _MASKS = ("[MASK]", "<mask>")  # names of the special token that hides a word
 
     def __init__(self, inner: Any, config: Mapping[str, Any], start_id: object = None):
         """Wraps a tokenizer of the `tokenizers` package, which it configures.
@@ -120,6 +121,7 @@ class HFTokenizer(Tokenizer):
         # pyright does not narrow the type of start_id by a condition that a variable holds.
         self._start_id: int | None = start_id if is_id else self.bos_id  # pyright: ignore[reportAttributeAccessIssue]
         self.pad_id: int = _first(self._role_id("pad"), self.eos_id, 0)
+        self.mask_id: int | None = next((inner.token_to_id(name) for name in self._MASKS if name in added), None)
         is_exact = self._is_byte_level and self._form["normalizer"] is None and not self._adds_space
         self.lossless: bool = is_exact and self.bos_id is not None
         self.stats: WordStats | None = None

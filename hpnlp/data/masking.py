@@ -31,7 +31,7 @@ def rng_of(seed: int, number: int) -> np.random.Generator:
 
 
 def mask_id_of(tokenizer: Tokenizer) -> int:
-    """Chooses the id of the mask: the first id after the vocabulary.
+    """Chooses the id of the mask: that of the tokenizer's own mask, or else the first id after the vocabulary.
 
     No tokenizer changes: a model for masked language modelling has a table of at least `mask_id_of(tokenizer) + 1` rows.
     Reserved ids of a vocabulary, such as those of `bytes`, are not used, because data of token ids may contain them.
@@ -42,7 +42,8 @@ def mask_id_of(tokenizer: Tokenizer) -> int:
     Returns:
       The id.
     """
-    return tokenizer.vocab_size
+    own = getattr(tokenizer, "mask_id", None)  # published tokenizers may have one, as BERT's
+    return tokenizer.vocab_size if own is None else own
 
 
 def mask_tokens(
@@ -81,7 +82,9 @@ def mask_tokens(
     section 3.1 (which limits spans to 10 tokens and selects until a budget is spent).
     """
     check_mask(rate, span)
-    special = sorted({tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id} - {None})
+    special = sorted(
+        {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, getattr(tokenizer, "mask_id", None)} - {None}
+    )
     is_text = (segment_ids > 0) & ~np.isin(tokens, special)
     if span:
         run, is_selected = _runs(len(tokens), rng, rate, span)

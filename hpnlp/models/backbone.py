@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -14,8 +15,17 @@ from jaxtyping import Array, Float, Int
 from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
 from hpnlp.models import layer_statistics
-from hpnlp.models.layer_forms import branch_modules, check_effects, layer_forms, matrix_size, projections
-from hpnlp.models.layer_stack import LayerStack, init_layers, layer_axes, make_blocks, stack_order
+from hpnlp.models.layer_forms import (
+    branch_modules,
+    check_effects,
+    check_length,
+    common_size,
+    fixed_length,
+    layer_forms,
+    matrix_size,
+    projections,
+)
+from hpnlp.models.layer_stack import LayerStack, init_layers, layer_axes, layer_rngs, make_blocks, stack_order
 from hpnlp.models.ranges import LIMITS, check_ranges
 from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.attention import Context, mixer_period
@@ -25,7 +35,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Full
 from hpnlp.ops.stacks import StackOrder
 from hpnlp.spec import build, did_you_mean, lookup, parse, parse_period, shortened
-from hpnlp.types import InputError, Mixer, Statistics, WordStats, option
+from hpnlp.types import InputError, Mixer, MixerTraits, Statistics, WordStats, option
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -143,7 +153,7 @@ class BackboneConfig(BlockConfig):
         Returns:
           The order of the stacks under "layers" in the parameters. Forms with equal parameters share a stack.
         """
-        return stack_order(self.forms(), self.mask)
+        return stack_order(self.forms(), self.mask, self.fixed_length() or 1)
 
     def mixers(self) -> list[Mixer]:
         """The mixers of one period, which layers take in turn.
@@ -151,8 +161,16 @@ class BackboneConfig(BlockConfig):
         Returns:
           Modules of `hpnlp.nn.mixers`, one for each entry of `mixer`.
         """
-        extra = {"dropout": self.dropout, "name": None}
-        return [build(spec, MIXERS, "mixer", **extra) for spec in mixer_period(self.mixer)]
+        return [build(spec, MIXERS, "mixer", dropout=self.dropout, name=None) for spec in mixer_period(self.mixer)]
+
+    @functools.cached_property
+    def traits(self) -> tuple[MixerTraits, ...]:
+        """Traits of `mixers`. Kept when the config is made, as modules cannot be made in the methods of another."""
+        return tuple(mixer.traits for mixer in self.mixers())
+
+    def fixed_length(self) -> int:
+        """The length of all sequences if a mixer has a fixed one; see `layer_forms.fixed_length`."""
+        return fixed_length(self.mixer, self.traits, self.max_len)
 
     @property
     def mask(self) -> Any:
@@ -199,9 +217,9 @@ class BackboneConfig(BlockConfig):
         attending = [form for form in forms if projections(form)] or forms
         period, periodic = len(forms), self.periodic_fields()
         return {
-            "heads": _common_size([form.heads for form in attending], "heads"),
-            "kv_heads": _common_size([form.kv_head_count for form in attending], "kv_heads"),
-            "mlp": _common_size([form.mlp_size for form in forms], "mlp_dim"),
+            "heads": common_size([form.heads for form in attending], "heads"),
+            "kv_heads": common_size([form.kv_head_count for form in attending], "kv_heads"),
+            "mlp": common_size([form.mlp_size for form in forms], "mlp_dim"),
             "vocab": (self.vocab, "model.vocab"),
             "layers": (self.layers, "model.layers"),
             # Each stage of a pipeline begins with the first form of a period, so stages hold complete periods.
@@ -228,12 +246,6 @@ class BackboneConfig(BlockConfig):
         """
         sizes = [matrix_size(form) for form in self.forms()]
         return sum(sizes[layer % len(sizes)] for layer in range(self.layers))
-
-
-def _common_size(sizes: list[int], field: str) -> tuple[int, str]:
-    """`(greatest common divisor of the forms' sizes, field that sets them)`."""
-    alike = len(set(sizes)) == 1
-    return math.gcd(*sizes), f"model.{field}" if alike else f"common divisor of {field} in model.form"
 
 
 class Backbone(nn.Module):
@@ -279,7 +291,7 @@ class Backbone(nn.Module):
         c, variables = self.config, {}
 
         def initial_params(rng: jax.Array) -> Any:
-            variables.update(init_layers(c.forms(), c.layers, c.mask, rng))
+            variables.update(init_layers(c.forms(), c.layers, c.mask, c.fixed_length() or 1, rng))
             return variables["params"]
 
         self.param("layers", initial_params)
@@ -316,11 +328,13 @@ class Backbone(nn.Module):
           `(hidden states after the final norm, or the last layer's if norms follow additions; caches; report)`.
 
         Raises:
-          InputError: More tokens than learned positions.
+          InputError: More tokens than learned positions, or another number than a mixer has parameters for.
         """
         c, parallel = self.config, self.model_parallel
         x = self._embed(tokens, context, added)
-        rng = self.make_rng("dropout") if c.dropout > 0.0 and not context.deterministic else None
+        drops, draws = c.dropout > 0.0, any(traits.draws for traits in c.traits)
+        rng = self.make_rng("dropout") if (drops or draws) and not context.deterministic else None
+        rngs = layer_rngs(rng, c.layers, drops, draws)
         x = dropout(x, c.dropout, None if rng is None else jax.random.fold_in(rng, c.layers), context.ids)
         if c.residual == "reversible":  # the two streams side by side, so that devices send one array
             x = jnp.concatenate([x, x], axis=-1).astype(jnp.float32)
@@ -328,11 +342,11 @@ class Backbone(nn.Module):
             report = LayerReport()  # the layers' parameters exist by now, and their results are not used
         elif parallel is None:
             x, caches, report = self._run_layers(
-                NO_TENSOR_PARALLEL, self._layer_variables(), x, context, rng, 0, caches
+                NO_TENSOR_PARALLEL, self._layer_variables(), x, context, rngs, 0, caches
             )
         else:
-            axes = layer_axes(c.forms(), c.layers, c.mask)
-            x, report = parallel.run_layers(axes, self._run_without_caches, self._layer_variables(), x, context, rng)
+            axes = layer_axes(c.forms(), c.layers, c.mask, c.fixed_length() or 1)
+            x, report = parallel.run_layers(axes, self._run_without_caches, self._layer_variables(), x, context, rngs)
         if c.residual == "reversible":
             # The mean, as in trax's Reformer; its ReformerLM concatenates the streams, for a head of twice the width.
             x1, x2 = jnp.split(x, 2, axis=-1)
@@ -381,6 +395,8 @@ class Backbone(nn.Module):
     def _embed(self, tokens: jax.Array, context: Context, added: jax.Array | None) -> jax.Array:
         """Embeddings of tokens, with learned positions and `added` added, and normalised if the config says so."""
         c, parallel = self.config, self.model_parallel
+        if not self.is_initializing():
+            check_length(c.mixer, c.fixed_length(), tokens.shape[1])
         dtype = DTYPES[c.dtype]
         x = (
             self.embed(tokens, dtype)
@@ -404,7 +420,7 @@ class Backbone(nn.Module):
         params: Any,
         x: jax.Array,
         context: Context,
-        rng: Any,
+        rngs: Any,
         chunk: Any,
         caches: Any = None,
     ) -> tuple[jax.Array, Any, LayerReport]:
@@ -420,7 +436,7 @@ class Backbone(nn.Module):
             remat=self.remat,
         )
         run = stack.run_reversible if c.residual == "reversible" else stack.run_plain
-        return run(params, x, context, rng, chunk, caches)
+        return run(params, x, context, rngs, chunk, caches)
 
     def _run_without_caches(self, *args: Any) -> tuple[jax.Array, LayerReport]:
         x, _, report = self._run_layers(*args)

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from hpnlp.models.backbone import separate_layers
+from hpnlp.models.decode import check_decodes
 from hpnlp.models.lm import LM
 from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
@@ -149,6 +150,7 @@ def beam_search(
     """
     arrays = [np.asarray(prompt, np.int32) for prompt in prompts]
     eos = [*eos_id] if isinstance(eos_id, Sequence) else [eos_id]
+    check_decodes(model, memory, len(arrays))
     _check(model, arrays, tokens, beams, eos, length_penalty, early_stopping)
     lengths = np.array([len(prompt) for prompt in arrays], np.int32)
     padded = np.full((len(arrays), int(lengths.max())), pad_id, np.int32)

@@ -103,6 +103,7 @@ class Generation:
         new token. Programs are cached for prompts of similar length.
         """
         arrays = [np.asarray(prompt, np.int32) for prompt in prompts]
+        check_decodes(model, memory, len(arrays))
         _check_options(model, tokens, temperature, top_k, top_p, seed)
         _check_prompts(model, arrays, tokens)
         eos_ids = _eos_ids(eos_id, model.config.vocab)
@@ -247,12 +248,33 @@ def _uniform_points(key: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.vectorize(draw)(sequences, positions[None] + steps)
 
 
-def _check_options(model: LM, tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
-    """Raises InputError for a model that cannot decode, and for invalid options of Generation."""
-    if not all(mixer.traits.decodes for mixer in model.config.mixers()):
+def check_decodes(model: LM, memory: Memory | None, count: int) -> None:
+    """Checks that a model can continue prompts.
+
+    Args:
+      model: The model.
+      memory: What the layers of a decoder attend to, or None.
+      count: Number of prompts.
+
+    Raises:
+      InputError: A mixer has no cache, or mixes sequences of one length only; or there is not one memory for each prompt of a
+          decoder, and none for other models.
+    """
+    width = model.config.memory_dim
+    found = None if memory is None else (memory.states.shape[0], memory.states.shape[-1])
+    if found != ((count, width) if width else None):
+        expected = f"states [{count}, S, {width}], one memory for each prompt" if width else "None"
+        shape = None if memory is None else list(memory.states.shape)
+        raise InputError(f"memory has states of shape {shape}: model.memory_dim={width} expects {expected}")
+    if not all(traits.decodes and traits.any_length for traits in model.config.traits):
         raise InputError(
-            f"model.mixer={model.config.mixer!r} cannot decode: generate with a model whose mixers all have a cache"
+            f"model.mixer={model.config.mixer!r} cannot decode: generate with a model whose mixers all have a cache, and mix "
+            "sequences of any length"
         )
+
+
+def _check_options(model: LM, tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+    """Raises InputError for invalid options of Generation."""
     if tokens < 1:
         raise InputError(f"tokens={tokens}: expected at least 1")
     if tokens > MAX_TOKENS:

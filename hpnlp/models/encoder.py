@@ -44,13 +44,13 @@ class EncoderConfig(BackboneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for spec, mixer in zip(mixer_period(self.mixer), self.mixers(), strict=True):
-            if not mixer.traits.bidirectional:
+        for spec, traits in zip(mixer_period(self.mixer), self.traits, strict=True):
+            if not traits.bidirectional:
                 raise InputError(
                     f"model.mixer={self.mixer!r}: {spec.name} mixes with earlier tokens only, and an encoder needs both "
                     "directions: choose a bidirectional mixer"
                 )
-            if not mixer.traits.isolates_segments:
+            if not traits.isolates_segments:
                 raise InputError(
                     f"model.mixer={self.mixer!r}: {spec.name} mixes padding with the text: choose a mixer that isolates "
                     "segments"
@@ -86,9 +86,9 @@ class Encoder(PredictionModel):
     """A bidirectional encoder with an output layer over classes or the vocabulary.
 
     A batch is a mapping with tokens, segment_ids and positions, int32 `[B, T]`; token_types, int32 `[B, T]`, if the config has
-    token types; labels, int32, and weights, float32. Tokens attend to all tokens of the same segment id; 0 marks padding.
-    Without pooling, labels and weights are `[B, T]`. With pooling, they are `[B]`, and a sequence is one text or pair of
-    texts.
+    token types and sequences are pairs of texts, otherwise all types are 0; labels, int32, and weights, float32. Tokens attend
+    to all tokens of the same segment id; 0 marks padding. Without pooling, labels and weights are `[B, T]`. With pooling, they
+    are `[B]`, and a sequence is one text or pair of texts.
 
     Attributes:
       config: Sizes and parts of the model, an EncoderConfig.
@@ -149,15 +149,11 @@ class Encoder(PredictionModel):
         return self.output.logits(self.table, h.reshape(-1, h.shape[-1])).reshape(*h.shape[:-1], -1)
 
     def added_embeddings(self, batch: Batch) -> jax.Array | None:
-        """Embeddings of token types, if the config has some."""
+        """Embeddings of token types, if the config has some; of type 0 for a batch of single texts without token_types."""
         if not self.config.token_types:
             return None
-        if "token_types" not in batch:
-            raise InputError(
-                f"model.token_types={self.config.token_types}: the batch has no token_types: pass them, or set "
-                "model.token_types=0"
-            )
-        return self.token_types(batch["token_types"])
+        types = batch.get("token_types")
+        return self.token_types(jnp.zeros_like(batch["tokens"]) if types is None else types)
 
     def _head_states(self, h: jax.Array, batch: Batch, deterministic: bool) -> jax.Array:
         """Pooled and transformed hidden states, with dropout before a classifier."""
@@ -191,11 +187,15 @@ class Encoder(PredictionModel):
         """Logical names of the axes of the arrays of a batch.
 
         Returns:
-          ("batch",) for labels and weights of sequences; otherwise ("batch", "length").
+          ("batch",) for labels and weights of sequences; otherwise ("batch", "length"). Batches with labels of tokens have no
+          token_types.
         """
-        names = ["tokens", "segment_ids", "positions", *(["token_types"] if self.config.token_types else [])]
-        axes: dict[str, tuple[str, ...]] = dict.fromkeys([*names, "labels", "weights"], ("batch", "length"))
-        return axes if self.config.pooling == "none" else axes | {"labels": ("batch",), "weights": ("batch",)}
+        names = ("tokens", "segment_ids", "positions", "labels", "weights")
+        axes: dict[str, tuple[str, ...]] = dict.fromkeys(names, ("batch", "length"))
+        if self.config.pooling == "none":
+            return axes
+        types = {"token_types": ("batch", "length")} if self.config.token_types else {}
+        return axes | types | {"labels": ("batch",), "weights": ("batch",)}
 
     def __call__(self, batch: Mapping[str, Any]) -> LossOut:
         return self.loss(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpnlp.nn.attention import mixer_period
@@ -14,7 +14,7 @@ from hpnlp.nn.feed_forward import FeedForward, build_feed_forward
 from hpnlp.nn.feed_forward.mlp import is_gated
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.spec import Spec, build, parse_one, parse_period
-from hpnlp.types import InputError, Mixer, Projection
+from hpnlp.types import InputError, Mixer, MixerTraits, Projection
 
 # Block fields that are the same in all layers, and the reason.
 SHARED: Mapping[str, str] = {
@@ -138,6 +138,45 @@ def branch_modules(form: BlockConfig) -> dict[str, Mixer | FeedForward]:
     return {"attention": build_mixer(form), "mlp": build_feed_forward(form.mlp, hidden=form.mlp_size)}
 
 
+def fixed_length(mixer: str, traits: Sequence[MixerTraits], max_len: int) -> int:
+    """The length of all sequences of a model, if one of its mixers has a fixed length.
+
+    Args:
+      mixer: `model.mixer`, for the message.
+      traits: Traits of the mixers.
+      max_len: `model.max_len`.
+
+    Returns:
+      max_len; 0 if all mixers mix sequences of any length.
+
+    Raises:
+      InputError: A mixer has a fixed length, and max_len is 0.
+    """
+    if all(mixer_traits.any_length for mixer_traits in traits):
+        return 0
+    if not max_len:
+        raise InputError(f"model.max_len=0: model.mixer={mixer!r} mixes sequences of one length: set it to that length")
+    return max_len
+
+
+def check_length(mixer: str, fixed: int, length: int) -> None:
+    """Checks that a model has parameters for sequences of a length.
+
+    Args:
+      mixer: `model.mixer`, for the message.
+      fixed: As `fixed_length` returns it.
+      length: Tokens per sequence.
+
+    Raises:
+      InputError: The sequences have another length.
+    """
+    if fixed not in (0, length):
+        raise InputError(
+            f"model.mixer={mixer!r} mixes sequences of model.max_len={fixed} tokens only, and these have {length}: pad or cut "
+            f"them, set model.max_len={length} for a new model, or choose a mixer of any length"
+        )
+
+
 def projections(form: BlockConfig) -> Mapping[str, Projection]:
     """The projections that a form's mixer reads.
 
@@ -168,3 +207,17 @@ def matrix_size(form: BlockConfig) -> int:
     if form.memory_dim:
         reading = 2 * (form.dim * form.heads + form.memory_dim * form.kv_head_count) * form.head_size
     return form.dim * (sum(columns) + mlp) + reading
+
+
+def common_size(sizes: Sequence[int], field: str) -> tuple[int, str]:
+    """The size of an axis in layers of several forms.
+
+    Args:
+      sizes: The sizes in each form.
+      field: Field of BlockConfig that sets it.
+
+    Returns:
+      `(greatest common divisor, name of the field for messages)`.
+    """
+    alike = len(set(sizes)) == 1
+    return math.gcd(*sizes), f"model.{field}" if alike else f"common divisor of {field} in model.form"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -19,6 +19,8 @@ from hpnlp.nn.stack import reversible_layer, run_layers, run_reversible_layers
 from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
 from hpnlp.parallel import remat
 from hpnlp.spec import parse_one
+
+Rngs = Mapping[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +46,7 @@ class LayerStack:
     remat: str
 
     def run_plain(
-        self, params: Any, x: jax.Array, context: Context, rng: Any, chunk: Any, caches: Any = None
+        self, params: Any, x: jax.Array, context: Context, rngs: Rngs, chunk: Any, caches: Any = None
     ) -> tuple[jax.Array, Any, LayerReport]:
         """Runs layers of which each adds its branches to one stream.
 
@@ -52,14 +54,15 @@ class LayerStack:
           params: Stacks of the variables of these layers by name, or a tuple of one tree per layer: dicts of collections.
           x: `[B, T, D]`.
           context: Positions, segments and mask, shared by all layers.
-          rng: Key for dropout, or None.
+          rngs: Keys by name, into which each layer folds its index: "dropout" in training with dropout, and "draws" if a
+              mixer of the model draws.
           chunk: Index of these layers among equal chunks of the model's layers, 0 for all layers.
           caches: As `nn.stack.run_layers` returns them, or None.
 
         Returns:
           `(x, caches, report)`.
         """
-        layers = [functools.partial(self._plain_layer, form, context, rng) for form in range(len(self.blocks))]
+        layers = [functools.partial(self._plain_layer, form, context, rngs) for form in range(len(self.blocks))]
         unroll = self.unroll
         policy = remat.policy(self.remat)
         if policy is not None or self.tensor_parallel.regathers:
@@ -71,7 +74,7 @@ class LayerStack:
         return run_layers(layers, x, params, caches, unroll, _first_layer(params, chunk), self.order)
 
     def run_reversible(
-        self, params: Any, x: jax.Array, context: Context, rng: Any, chunk: Any, caches: Any = None
+        self, params: Any, x: jax.Array, context: Context, rngs: Rngs, chunk: Any, caches: Any = None
     ) -> tuple[jax.Array, Any, LayerReport]:
         """Runs layers of which each branch is added to the stream that the other branch reads.
 
@@ -81,7 +84,7 @@ class LayerStack:
           params: As for `run_plain`.
           x: `[B, T, 2 D]`, the two streams side by side.
           context: Positions, segments and mask, shared by all layers.
-          rng: Key for dropout, or None.
+          rngs: As for `run_plain`.
           chunk: As for `run_plain`.
           caches: As for `run_plain`.
 
@@ -93,38 +96,56 @@ class LayerStack:
         branches = [(functools.partial(self._mix, form), functools.partial(self._feed, form)) for form in forms]
         x1, x2 = jnp.split(x, 2, axis=-1)
         if caches is None and context.capacity is None and not isinstance(params, tuple):
-            streams, report = run_reversible_layers(branches, (x1, x2), params, (context, rng), first, self.order)
+            streams, report = run_reversible_layers(branches, (x1, x2), params, (context, rngs), first, self.order)
         else:
-            layers = [reversible_layer(pair, (context, rng)) for pair in branches]
+            layers = [reversible_layer(pair, (context, rngs)) for pair in branches]
             streams, caches, report = run_layers(layers, (x1, x2), params, caches, self.unroll, first, self.order)
         return jnp.concatenate(streams, axis=-1), caches, report
 
-    def _apply(self, form: int, method: str, params_and_index: Any, rng: Any, *args: Any) -> Any:
-        """Calls a method of a form's Block with the parameters and the dropout key of one layer."""
+    def _apply(self, form: int, method: str, params_and_index: Any, rngs: Rngs, *args: Any) -> Any:
+        """Calls a method of a form's Block with the parameters and the keys of one layer."""
         params, index = params_and_index
-        rngs = {} if rng is None else {"dropout": jax.random.fold_in(rng, index)}
+        rngs = {name: jax.random.fold_in(rng, index) for name, rng in rngs.items()}
         variables = self.tensor_parallel.gather_parameters(params, self.order.names[form])
         return self.blocks[form].apply(variables, *args, rngs=rngs, method=method)
 
     def _plain_layer(
-        self, form: int, context: Context, rng: Any, x: jax.Array, slices: tuple[Any, jax.Array, Any]
+        self, form: int, context: Context, rngs: Rngs, x: jax.Array, slices: tuple[Any, jax.Array, Any]
     ) -> tuple[jax.Array, tuple[Any, LayerReport]]:
         *params_and_index, cache = slices
-        x, cache, report = self._apply(form, "__call__", params_and_index, rng, x, context, cache)
+        x, cache, report = self._apply(form, "__call__", params_and_index, rngs, x, context, cache)
         return x, (cache, report)
 
     def _mix(
-        self, form: int, params_and_index: Any, x: jax.Array, context: Context, rng: Any, cache: Any = None
+        self, form: int, params_and_index: Any, x: jax.Array, context: Context, rngs: Rngs, cache: Any = None
     ) -> tuple[jax.Array, tuple[Any, LayerReport]]:
-        y, cache, report = self._apply(form, "mix", params_and_index, rng, x.astype(self.dtype), context, cache)
+        y, cache, report = self._apply(form, "mix", params_and_index, rngs, x.astype(self.dtype), context, cache)
         return y, (cache, report)
 
     def _feed(
-        self, form: int, params_and_index: Any, x: jax.Array, context: Context, rng: Any
+        self, form: int, params_and_index: Any, x: jax.Array, context: Context, rngs: Rngs
     ) -> tuple[jax.Array, LayerReport]:
         # Applied by itself, the branch would draw the same numbers as the first branch of its layer.
-        rng = None if rng is None else jax.random.fold_in(rng, self.layers + 1)
-        return self._apply(form, "feed", params_and_index, rng, x.astype(self.dtype), context)
+        rngs = {name: jax.random.fold_in(rng, self.layers + 1) for name, rng in rngs.items()}
+        return self._apply(form, "feed", params_and_index, rngs, x.astype(self.dtype), context)
+
+
+def layer_rngs(rng: jax.Array | None, layers: int, drops: bool, draws: bool) -> dict[str, jax.Array]:
+    """Keys for the layers of a model.
+
+    Args:
+      rng: Key of the model in training, or None in evaluation. Layers fold numbers up to `layers + 1` into it for dropout.
+      layers: Number of layers.
+      drops: Whether the model has dropout.
+      draws: Whether a mixer reads `MixerInputs.draws`.
+
+    Returns:
+      "dropout" in training, if the model drops; "draws" if a mixer draws, always the same key in evaluation.
+    """
+    rngs = {"dropout": rng} if drops and rng is not None else {}
+    if draws:
+        rngs["draws"] = jax.random.key(0) if rng is None else jax.random.fold_in(rng, layers + 2)
+    return rngs
 
 
 def _first_layer(params: Any, chunk: Any) -> Any:
@@ -133,7 +154,7 @@ def _first_layer(params: Any, chunk: Any) -> Any:
 
 
 @functools.cache
-def stack_order(forms: tuple[BlockConfig, ...], mask: Any) -> StackOrder:
+def stack_order(forms: tuple[BlockConfig, ...], mask: Any, length: int) -> StackOrder:
     """Groups layer forms by the variables of their layers.
 
     Forms share a stack if the names, shapes and axes of their variables are equal. A mixer with parameters of its own shares
@@ -143,6 +164,7 @@ def stack_order(forms: tuple[BlockConfig, ...], mask: Any) -> StackOrder:
     Args:
       forms: The forms of one period.
       mask: The model's static Mask.
+      length: As for `init_layers`.
 
     Returns:
       The order. Several stacks are named after their first layer, as "0_conv" and "2_full".
@@ -150,7 +172,7 @@ def stack_order(forms: tuple[BlockConfig, ...], mask: Any) -> StackOrder:
     if len(set(forms)) == 1:
         return single_stack(len(forms))
     blocks = make_blocks(forms, 1, NO_TENSOR_PARALLEL)
-    keys = {form: _stack_key(block, mask) for form, block in zip(forms, blocks, strict=True)}
+    keys = {form: _stack_key(block, mask, length) for form, block in zip(forms, blocks, strict=True)}
     firsts = [next(i for i, other in enumerate(forms) if keys[other] == keys[form]) for form in forms]
     if len(set(firsts)) == 1:
         return single_stack(len(forms))
@@ -174,25 +196,26 @@ def make_blocks(forms: Sequence[BlockConfig], layers: int, tensor_parallel: Tens
     return [Block(form, out_init, parse_one(form.mixer, "model.mixer"), tensor_parallel, parent=None) for form in forms]
 
 
-def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax.Array) -> dict[str, Any]:
+def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, length: int, rng: jax.Array) -> dict[str, Any]:
     """Initial variables of all layers, which depend on the layer's index and form alone.
 
     Args:
       forms: The forms of one period.
       layers: Number of layers.
       mask: The model's static Mask.
+      length: Tokens of a sequence, on which the parameters of mixers of a fixed length depend.
       rng: Key; each layer folds in its index.
 
     Returns:
       By collection, a stack, or a dict of several stacks by name. Each array is stacked on a first axis with the logical name
       "layers". Layers without buffers have no such collection.
     """
-    order, blocks = stack_order(forms, mask), make_blocks(forms, layers, NO_TENSOR_PARALLEL)
+    order, blocks = stack_order(forms, mask, length), make_blocks(forms, layers, NO_TENSOR_PARALLEL)
     keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(layers))
     stacks = {}
     for name in order.stack_names:
         members = order.layers_of(name, layers)
-        init = functools.partial(_init_layer, blocks[order.names.index(name)], mask)
+        init = functools.partial(_init_layer, blocks[order.names.index(name)], mask, length)
         _, stacked = jax.vmap(init)(keys if len(members) == layers else keys[jnp.asarray(members)])
         stacks[name] = jax.tree.map(
             lambda box: box.add_axis(0, {nn.PARTITION_NAME: "layers"}),
@@ -207,23 +230,24 @@ def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, rng: jax
 
 
 @functools.cache
-def layer_axes(forms: tuple[BlockConfig, ...], layers: int, mask: Any) -> dict[str, Any]:
+def layer_axes(forms: tuple[BlockConfig, ...], layers: int, mask: Any, length: int) -> dict[str, Any]:
     """Logical axis names of the variables of all layers. Allocates nothing.
 
     Args:
       forms: The forms of one period.
       layers: Number of layers.
       mask: The model's static Mask.
+      length: As for `init_layers`.
 
     Returns:
       Name of each stack -> by collection, a tree like its arrays of tuples of names, of which the first is "layers".
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
-    boxed = jax.eval_shape(functools.partial(init_layers, forms, layers, mask), key)
+    boxed = jax.eval_shape(functools.partial(init_layers, forms, layers, mask, length), key)
     names = jax.tree.map(
         lambda box: tuple(box.names), boxed, is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned)
     )
-    order = stack_order(forms, mask)
+    order = stack_order(forms, mask, length)
     collections = {name: order.split(tree) for name, tree in names.items()}
     return {
         stack: {name: stacks[stack] for name, stacks in collections.items() if stack in stacks}
@@ -231,19 +255,20 @@ def layer_axes(forms: tuple[BlockConfig, ...], layers: int, mask: Any) -> dict[s
     }
 
 
-def _init_layer(block: Block, mask: Any, key: jax.Array) -> tuple[LayerReport, Any]:
+def _init_layer(block: Block, mask: Any, length: int, key: jax.Array) -> tuple[LayerReport, Any]:
     """`(report, variables)` of one layer."""
-    x, ids = jnp.zeros((1, 1, block.config.dim), jnp.float32), jnp.zeros((1, 1), jnp.int32)
+    x, positions = jnp.zeros((1, length, block.config.dim), jnp.float32), jnp.arange(length, dtype=jnp.int32)[None]
     width = block.config.memory_dim
-    memory = Memory(jnp.zeros((1, 1, width), jnp.float32), ids) if width else None
-    context = Context(ids, None, mask, memory=memory)
-    (_, _, report), variables = block.init_with_output(key, x, context)  # pyright: ignore[reportGeneralTypeIssues]
+    memory = Memory(jnp.zeros((1, 1, width), jnp.float32), jnp.zeros((1, 1), jnp.int32)) if width else None
+    context = Context(positions, None, mask, memory=memory)
+    rngs = {"params": key, "draws": key}
+    (_, _, report), variables = block.init_with_output(rngs, x, context)  # pyright: ignore[reportGeneralTypeIssues]
     return report, dict(variables)
 
 
-def _stack_key(block: Block, mask: Any) -> Any:
+def _stack_key(block: Block, mask: Any, length: int) -> Any:
     """Compares equal for Blocks whose layers share a stack."""
-    init = functools.partial(_init_layer, block, mask)
+    init = functools.partial(_init_layer, block, mask, length)
     report, variables = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
     has_own = any("mixer" in tree.get("attention", {}) for tree in variables.values())
     mixer = block.mixer if has_own or "attention" in report.statistics else None

@@ -26,8 +26,8 @@ class LMConfig(BackboneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for spec, mixer in zip(mixer_period(self.mixer), self.mixers(), strict=True):
-            if not (mixer.traits.causal and mixer.traits.prefix_consistent):
+        for spec, traits in zip(mixer_period(self.mixer), self.traits, strict=True):
+            if not (traits.causal and traits.prefix_consistent):
                 raise InputError(
                     f"model.mixer={self.mixer!r}: {spec.name} lets tokens depend on later ones, which a language model "
                     "predicts: choose a causal mixer"

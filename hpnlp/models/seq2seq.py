@@ -103,6 +103,10 @@ class Seq2SeqConfig(LMConfig):
         }
         return super().periodic_fields() | renamed
 
+    def fixed_length(self) -> int:
+        """The length of all sources if a mixer of the encoder has a fixed one."""
+        return self.encoder().fixed_length()
+
     def sizes(self) -> dict[str, tuple[int, str]]:
         """Sizes of the logical axes that a mesh may divide: the greatest common divisors of both stacks' sizes."""
         encoder, decoder = self.encoder().sizes(), self.decoder().sizes()

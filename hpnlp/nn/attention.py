@@ -167,6 +167,7 @@ class Attention(nn.Module):
             segment_ids=context.segment_ids,
             kv_segment_ids=context.segment_ids if memory is None else memory.segment_ids,
             rng=self.make_rng("dropout") if dropping else None,
+            draws=self.make_rng("draws") if mixer.traits.draws else None,
             streams=streams,
             deterministic=context.deterministic,
             capacity=context.capacity,

@@ -44,7 +44,7 @@ AXIS = "pipeline"
 # Without plan.microbatches, at most so many microbatches per stage: the bubble is a fifth of the time, or less with rounds.
 MICROBATCHES_PER_STAGE = 4
 
-# Runs a chunk of the layers: (tensor_parallel, stacks of shards of their parameters by name, x, context, rng, index of the
+# Runs a chunk of the layers: (tensor_parallel, stacks of shards of their parameters by name, x, context, rngs, index of the
 # chunk) -> (x, report). `tensor_parallel.gather_parameters` makes full parameters from one layer's shards.
 Run = Callable[..., tuple[jax.Array, LayerReport]]
 
@@ -53,7 +53,13 @@ Stage = Callable[..., tuple[jax.Array, LayerReport]]
 
 
 def run_layers(
-    layout: Layout, names: Any, run: Run, params: Any, x: Float[Array, "B T D"], context: Any, rng: jax.Array | None
+    layout: Layout,
+    names: Any,
+    run: Run,
+    params: Any,
+    x: Float[Array, "B T D"],
+    context: Any,
+    rngs: Mapping[str, jax.Array],
 ) -> tuple[Float[Array, "B T D"], LayerReport]:
     """Runs all layers of a model over a mesh.
 
@@ -65,7 +71,7 @@ def run_layers(
           part of each.
       x: Hidden states, laid out by `Layout.activations`.
       context: A pytree of arrays `[B, ...]` and `[B, T, ...]`.
-      rng: Key for dropout, or None.
+      rngs: Keys for the layers by name, which are the same on all devices; empty for none.
 
     Returns:
       `(x, report)`: the hidden states after all layers, and the report of the layers, summed over devices; the
@@ -85,13 +91,13 @@ def run_layers(
     count = microbatches(layout, x.shape[0])
     leaves, treedef = jax.tree.flatten(context)
 
-    def run_on_device(params: Any, x: jax.Array, leaves: Any, rng: Any) -> tuple[jax.Array, LayerReport]:
+    def run_on_device(params: Any, x: jax.Array, leaves: Any, rngs: Any) -> tuple[jax.Array, LayerReport]:
         context = jax.tree.unflatten(treedef, leaves)
         local = dataclasses.replace(tensor_parallel, regathered_sizes=_regathered_sizes(layout, params))
         if layout.size("layers") == 1:
-            x, report = run(local, params, x, context, rng, 0)
+            x, report = run(local, params, x, context, rngs, 0)
         else:
-            x, report = _run_stages(layout, local, run, params, x, context, rng, count)
+            x, report = _run_stages(layout, local, run, params, x, context, rngs, count)
         aux = {name: sum_over_devices(*pair) for name, pair in report.aux.items()}
         return x, LayerReport(aux, jax.tree.map(total_over_devices, report.statistics))
 
@@ -103,7 +109,7 @@ def run_layers(
         in_specs=(param_specs, x_spec, context_specs, PartitionSpec()),
         out_specs=(x_spec, PartitionSpec()),
     )
-    return program(params, x, leaves, rng)
+    return program(params, x, leaves, rngs)
 
 
 def _tensor_parallel(
@@ -189,33 +195,33 @@ def _run_stages(
     params: Any,
     x: jax.Array,
     context: Any,
-    rng: Any,
+    rngs: Any,
     count: int,
 ) -> tuple[jax.Array, LayerReport]:
     """Runs the device's sequences through all stages, of which the device holds one."""
     # Marked before the loop over ticks: the gradient is summed where an array begins to vary, and so only once.
     params = jax.tree.map(lambda leaf: vary(leaf, jax.typeof(x).manual_axis_type.varying), params)
     if tensor_parallel.regathers:
-        stage, chunks = _regathering_stage(tensor_parallel, run, params, rng, layout.rounds)
+        stage, chunks = _regathering_stage(tensor_parallel, run, params, rngs, layout.rounds)
     else:
-        stage, chunks = _stage(tensor_parallel, run, params, rng), ()
+        stage, chunks = _stage(tensor_parallel, run, params, rngs), ()
     if layout.recompute_stages:
         stage = jax.checkpoint(stage, prevent_cse=False)
     return _run_ticks(stage, chunks, x, context, count, layout.rounds)
 
 
-def _stage(tensor_parallel: MeshTensorParallel, run: Run, params: Any, rng: Any) -> Stage:
+def _stage(tensor_parallel: MeshTensorParallel, run: Run, params: Any, rngs: Any) -> Stage:
     """A stage of one round, whose gathered parameters are kept for the backward pass. It takes no chunk."""
     here = lax.axis_index(AXIS)
 
     def stage(chunk: Any, x: jax.Array, context: Any, round_: jax.Array) -> tuple[jax.Array, LayerReport]:
-        return run(tensor_parallel, params, x, context, rng, here)
+        return run(tensor_parallel, params, x, context, rngs, here)
 
     return stage
 
 
 def _regathering_stage(
-    tensor_parallel: MeshTensorParallel, run: Run, params: Any, rng: Any, rounds: int
+    tensor_parallel: MeshTensorParallel, run: Run, params: Any, rngs: Any, rounds: int
 ) -> tuple[Stage, Any]:
     """`(stage, chunks)`: a stage whose parameters are gathered again in the backward pass.
 
@@ -246,7 +252,7 @@ def _regathering_stage(
             name: {"index": round_ * size + jnp.arange(size, dtype=jnp.int32), "gradient_receivers": chunk[name]}
             for name, size in sizes.items()
         }
-        return run(gathering, layers, x, context, rng, round_ * lax.axis_size(AXIS) + here)
+        return run(gathering, layers, x, context, rngs, round_ * lax.axis_size(AXIS) + here)
 
     return stage, chunks
 

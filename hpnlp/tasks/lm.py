@@ -53,12 +53,12 @@ class LanguageModel(Task):
 
     def model(self, config: RunConfig, sizes: Sizes) -> LM:
         model = config.model
-        for mixer in model.mixers():
-            if not mixer.traits.isolates_segments:
+        for traits in model.traits:
+            if not traits.isolates_segments:
                 raise InputError(
                     f"model.mixer={model.mixer!r} mixes documents that share a sequence of the batch: choose another mixer"
                 )
-            if config.train.sample and not mixer.traits.decodes:
+            if config.train.sample and not (traits.decodes and traits.any_length):
                 raise InputError(
                     f"train.sample={config.train.sample} generates text at the end, which model.mixer={model.mixer!r} cannot: "
                     "set train.sample=0, or choose another mixer"

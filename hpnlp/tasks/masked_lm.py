@@ -64,7 +64,7 @@ class MaskedText(MaskedCorpus):
 class MaskedLanguageModel(Task):
     """Masked language modelling: hidden tokens of a text, from the tokens on both sides.
 
-    The model has one more id than the tokenizer, that of the mask.
+    The model has one more id than the tokenizer, that of the mask, unless the tokenizer has a mask of its own.
     """
 
     name = "masked_lm"
@@ -105,10 +105,11 @@ class MaskedLanguageModel(Task):
     def model(self, config: RunConfig, sizes: Sizes) -> Encoder:
         model = config.model
         self.check_no_stride(config)
-        for field, expected in (("pooling", "none"), ("classes", 0), ("token_types", 0)):
+        for field, expected in (("pooling", "none"), ("classes", 0)):
             if (value := getattr(model, field)) != expected:
                 raise InputError(f"model.{field}={value!r}: task={self.name!r} predicts tokens: set it to {expected!r}")
-        filled = vocabularies.fill_sizes(model, dataclasses.replace(sizes, ids=sizes.ids + 1), config.data.seq_len)
+        ids = sizes.masked_ids or sizes.ids + 1
+        filled = vocabularies.fill_sizes(model, dataclasses.replace(sizes, ids=ids), config.data.seq_len)
         return Encoder(filled, sizes.stats and sizes.stats.padded(filled.vocab))
 
     def scores(

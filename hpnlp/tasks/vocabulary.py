@@ -10,6 +10,7 @@ import numpy as np
 
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import load_labels, save_labels
+from hpnlp.data.masking import mask_id_of
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError, Tokenizer, WordStats
 
@@ -24,11 +25,13 @@ class Sizes:
       ids: Number of ids of the tokenizer.
       stats: Counts of the ids in the training text, if they are known.
       classes: Number of labels, 0 for a task without labels.
+      masked_ids: Number of ids with that of the mask (`data.masking.mask_id_of`); 0 if that is not known.
     """
 
     ids: int
     stats: WordStats | None = None
     classes: int = 0
+    masked_ids: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Vocabulary:
     @property
     def sizes(self) -> Sizes:
         """The sizes of the vocabulary."""
-        return Sizes(self.tokenizer.vocab_size, self.tokenizer.stats, len(self.labels or ()))
+        ids = self.tokenizer.vocab_size
+        return Sizes(ids, self.tokenizer.stats, len(self.labels or ()), max(ids, mask_id_of(self.tokenizer) + 1))
 
     def save(self, workdir: Path) -> None:
         """Writes the vocabulary to a run directory; neither a kill nor a full disk leaves an incomplete file.
@@ -111,7 +115,8 @@ def fill_sizes(model: Config, sizes: Sizes, seq_len: int) -> Config:
       The config, with `vocab` and `max_len` where they are 0.
 
     Raises:
-      InputError: The vocabulary is smaller than the tokenizer's, or sequences are longer than the learned positions.
+      InputError: The vocabulary is smaller than the tokenizer's, sequences are longer than the learned positions, or of
+          another length than a mixer has parameters for.
     """
     c: Any = model
     if c.vocab and c.vocab < sizes.ids:
@@ -121,4 +126,10 @@ def fill_sizes(model: Config, sizes: Sizes, seq_len: int) -> Config:
     max_len = c.max_len or seq_len
     if c.position == "learned" and seq_len > max_len:
         raise InputError(f"data.seq_len={seq_len} is longer than model.max_len={max_len} learned positions: change one")
-    return dataclasses.replace(c, vocab=c.vocab or sizes.ids, max_len=max_len)
+    filled = dataclasses.replace(c, vocab=c.vocab or sizes.ids, max_len=max_len)
+    if filled.fixed_length() not in (0, seq_len):
+        raise InputError(
+            f"data.seq_len={seq_len}, model.max_len={max_len}: model.mixer={c.mixer!r} mixes sequences of one length: set "
+            "both to it, or model.max_len=0"
+        )
+    return filled

@@ -179,7 +179,7 @@ class Gradients:
         """
         if not self.aux_weights:
             return
-        batch, key = self.single_model.example_batch(1, 8), jax.random.key(0)
+        batch, key = _example(self.single_model), jax.random.key(0)
 
         def reported(weights: Any) -> Any:
             out = loss(self.single_model, weights, batch, key)
@@ -208,7 +208,7 @@ class Gradients:
         buffers = variables.split(weights)[1]
         if buffers is None:
             return
-        model, batch, key = self.single_model, self.single_model.example_batch(1, 8), jax.random.key(0)
+        model, batch, key = self.single_model, _example(self.single_model), jax.random.key(0)
 
         def advance(weights: Any) -> Any:
             statistics = loss(model, weights, batch, key).statistics
@@ -308,6 +308,11 @@ def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None) -> Los
 
 def _add(totals: Any, new: Any) -> Any:
     return jax.tree.map(jnp.add, totals, new)
+
+
+def _example(model: Model) -> dict[str, jax.Array]:
+    """A batch of one short example, or one of the length that the model needs."""
+    return model.example_batch(1, model.config.fixed_length() or 8)
 
 
 def _zeros(shapes: Any) -> Any:

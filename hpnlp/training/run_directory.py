@@ -15,7 +15,7 @@ import errno
 import fcntl
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -352,21 +352,22 @@ def load_vocabulary(workdir: str | Path, config: Config) -> Vocabulary:
     return vocabulary
 
 
-def check_task(workdir: str | Path, config: Config, task: str, command: str) -> None:
-    """Checks that a run is of the task that a command works on.
+def check_task(workdir: str | Path, config: Config, allowed: Sequence[str], command: str) -> None:
+    """Checks that a run is of a task that a command works on.
 
     Args:
       workdir: The run directory.
       config: Config of the run.
-      task: The task.
+      allowed: The tasks that the command works on.
       command: Name of the command, for the message.
 
     Raises:
       InputError: The run is of another task.
     """
-    if config.task != task:
+    if config.task not in allowed:
+        names = " or ".join(map(repr, allowed))
         raise InputError(
-            f"{workdir} holds a run of task={config.task!r}, and {command} works on runs of task={task!r}: name one of these"
+            f"{workdir} holds a run of task={config.task!r}, and {command} works on runs of task={names}: name one of these"
         )
 
 

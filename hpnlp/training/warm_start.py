@@ -88,9 +88,9 @@ def find(directory: str | Path) -> Source:
     if "model_type" in _read_json(source):
         return Source(
             path,
-            convert.TASK,
+            convert.family_in(path).task,
             convert.load_config(path),
-            Vocabulary(tokenizers.load(str(path))),
+            Vocabulary(tokenizers.load(str(path)), convert.labels(path)),
             "",
             is_run=False,
         )

@@ -15,6 +15,7 @@ from absl.testing import flagsaver
 from hpnlp import cli
 from hpnlp.cli import convert as command
 from hpnlp.data import tokenizers
+from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.training import config as configs
@@ -73,6 +74,29 @@ def test_round_trip_reproduces_all_files(checkpoint, converted, tmp_path):
     assert names == {path.name for path in (tmp_path / "back").iterdir()}
     for name in names:
         assert (tmp_path / "back" / name).read_bytes() == (checkpoint / name).read_bytes(), name
+
+
+def test_classifiers_keep_the_names_of_their_classes(checkpoint, tmp_path):
+    source, tokenizer = tmp_path / "source", tokenizers.load(str(checkpoint))
+    fields = {"norm": "layer", "norm_placement": "post", "embed_norm": True, "position": "learned", "mlp": "gelu_exact"}
+    fields |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "token_types": 2, "norm_eps": 1e-12}
+    config = EncoderConfig(
+        dim=8, heads=2, layers=1, mlp_dim=24, vocab=tokenizer.vocab_size, max_len=32, pooling="first", transform="tanh",
+        classes=2, **fields,
+    )  # fmt: skip
+    model = Encoder(config)
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(model.init(jax.random.key(0), model.example_batch(1, 2))["params"]))
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, np.float32), shapes)
+    ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
+    convert.save(config, params, source, labels=("no", "yes"), **ids)
+    tokenizer.save(str(source / "tokenizer.json"))
+    run(from_=source, to=tmp_path / "run")
+    values = runs.load_config(tmp_path / "run")
+    assert values.task == "classification" and values.data.seq_len == 32
+    assert runs.load_vocabulary(tmp_path / "run", values).labels == ("no", "yes")
+    run(from_=tmp_path / "run", to=tmp_path / "back")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes(), name
 
 
 @pytest.mark.parametrize(

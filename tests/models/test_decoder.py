@@ -1,6 +1,7 @@
 """A decoder with a memory: caches, segments, layouts and errors. See also test_decoder_oracle.py."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,11 @@ import pytest
 from jax.sharding import NamedSharding
 
 from hpnlp.models.backbone import separate_layers
+from hpnlp.models.beam_search import beam_search
+from hpnlp.models.decode import Generation
 from hpnlp.models.decoder import Decoder, DecoderConfig
 from hpnlp.models.encoder import EncoderConfig
-from hpnlp.models.lm import LMConfig
+from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.parallel.plan import Plan
@@ -173,3 +176,9 @@ def test_missing_and_divided_memories_raise():
         jax.eval_shape(lambda t: model.apply({"params": params}, t, method="logits"), jnp.zeros((1, 4), jnp.int32))
     with pytest.raises(InputError, match="the memory is not divided: set plan.sequence=1"):
         make_trainer(model, OptimizerConfig(), Plan("sequence"), steps=1)
+    two = Memory(np.zeros((2, 3, model.config.memory_dim), np.float32), np.ones((2, 3), np.int32))
+    for memory, shape in ((None, "None"), (two, re.escape("[2, 3, 12]"))):
+        with pytest.raises(InputError, match=rf"memory has states of shape {shape}: .* expects states \[1, S, 12\]"):
+            Generation(model, params, [[1]], tokens=1, memory=memory)
+    with pytest.raises(InputError, match="model.memory_dim=0 expects None"):
+        beam_search(LM(LMConfig(**SIZES | {"memory_dim": 0})), None, [[1], [2]], tokens=1, eos_id=0, memory=two)

@@ -190,9 +190,10 @@ def test_invalid_configs_raise(fields, message, monkeypatch):
         make(**fields)
 
 
-def test_batches_without_token_types_raise():
+def test_tokens_have_type_0_where_batches_have_no_token_types():
     model, params = make(**SEQUENCES)
-    batch = make_batch(model.config)
-    del batch["token_types"]
-    with pytest.raises(InputError, match="the batch has no token_types: pass them, or set model.token_types=0"):
-        jax.eval_shape(lambda: apply(model, params, batch, "loss"))
+    batch = make_batch(model.config) | {"token_types": jnp.zeros((B, T), jnp.int32)}
+    single = {name: x for name, x in batch.items() if name != "token_types"}
+    losses = once(lambda p: [apply(model, p, inputs, "loss").sum for inputs in (batch, single)], params)
+    assert losses[0] == losses[1]
+    assert "token_types" not in make(**TAGS | {"token_types": 2})[0].batch_axes()

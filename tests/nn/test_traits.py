@@ -3,9 +3,13 @@
 import dataclasses
 import types
 
+import flax.linen as nn
+import jax
 import numpy as np
 import pytest
 
+from hpnlp.data import DataConfig
+from hpnlp.models.beam_search import beam_search
 from hpnlp.models.decode import Generation
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.nn.mixers import MIXERS
@@ -18,6 +22,7 @@ from hpnlp.training.config import Config
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, MixerTraits
+from tests.fixed_and_drawing_mixers import token_mixer
 
 LANGUAGE_MODEL = TASKS["lm"]
 SIZES = {"vocab": 8, "dim": 8, "heads": 2, "layers": 2}
@@ -84,3 +89,28 @@ def test_weights_of_layers_are_counted_by_their_projections():
 def test_options_of_projections_raise_without_projections(name):
     with pytest.raises(InputError, match=f"model.{name}=True has no effect, because model.mixer='conv'"):
         LMConfig(mixer="conv", **SIZES, **{name: True})
+
+
+def test_mixers_of_a_fixed_length_are_initialised_at_the_models_length_and_refuse_others(monkeypatch):
+    monkeypatch.setitem(MIXERS, "tokens", token_mixer)
+    fields = {"mixer": "tokens,full", **SIZES}
+    model = LM(LMConfig(**fields, max_len=6))
+    shapes = nn.meta.unbox(jax.eval_shape(lambda: model.init(jax.random.key(0), model.example_batch(1, 2))))
+    assert shapes["params"]["layers"]["0_tokens"]["attention"]["mixer"]["pairs"].shape == (1, 6, 6)
+
+    def apply(length):
+        return jax.eval_shape(lambda weights: model.apply(weights, model.example_batch(1, length)).sum, shapes)
+
+    assert apply(6).shape == ()
+    with pytest.raises(InputError, match="'tokens,full' mixes sequences of model.max_len=6 tokens only, .* have 5"):
+        apply(5)
+    with pytest.raises(InputError, match="model.mixer='tokens,full' cannot decode"):
+        Generation(model, None, [np.array([1])], tokens=1)
+    with pytest.raises(InputError, match="model.mixer='tokens,full' cannot decode"):
+        beam_search(model, None, [np.array([1])], tokens=1, eos_id=0)
+    with pytest.raises(InputError, match="model.max_len=0: model.mixer='tokens,full' mixes sequences of one length"):
+        jax.eval_shape(lambda: LM(LMConfig(**fields)).init(jax.random.key(0), model.example_batch(1, 6)))
+    config = Config(model=LMConfig(**fields, max_len=6), data=DataConfig(seq_len=8))
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, sample=0))
+    with pytest.raises(InputError, match="data.seq_len=8, model.max_len=6: .* one length"):
+        LANGUAGE_MODEL.model(config, Sizes(8))

@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face checkpoints (config.json and model.safetensors) and a language model.
+"""Conversion between Hugging Face checkpoints (config.json and model.safetensors) and language models or encoders.
 
 `families.py` holds the names of sizes and tensors in each model family. Only safetensors is read: the older pytorch_model.bin
 is a pickle, which can run code.
@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ from hpnlp.models.huggingface.checkpoint_files import (
     read_json,
     write_json,
 )
-from hpnlp.models.huggingface.families import FAMILIES, Family, config_json, fields_of
+from hpnlp.models.huggingface.families import FAMILIES, config_json, family_of, fields_of, labels_of
+from hpnlp.models.huggingface.family import Family, ModelConfig
 from hpnlp.models.huggingface.rope_scaling import rope_remarks
-from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
@@ -59,8 +59,8 @@ GREEDY_SETTINGS: Mapping[str, Any] = {
 # Last part of a parameter's path -> last part of the tensor's name. The head is a parameter without a module.
 LEAVES = {"/kernel": "weight", "/scale": "weight", "/table": "weight", "": "weight", "/bias": "bias"}
 
-# Tensors of older checkpoints that are no parameters: causal masks and rotary frequencies.
-BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+# The tasks of the models that are converted.
+TASKS = tuple(dict.fromkeys(family.task for family in FAMILIES.values()))
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -113,10 +113,7 @@ class Tensor:
         return np.ascontiguousarray(value.T if self.transposed else value, dtype)
 
 
-TASK = "lm"  # the task of the models that are converted
-
-
-def load_config(directory: str | Path, dtype: str = "float32") -> LMConfig:
+def load_config(directory: str | Path, dtype: str = "float32") -> ModelConfig:
     """Reads the config of a model from config.json alone.
 
     Args:
@@ -124,24 +121,25 @@ def load_config(directory: str | Path, dtype: str = "float32") -> LMConfig:
       dtype: Entry of DTYPES in which the model is to compute.
 
     Returns:
-      The config.
+      The config of an LM or an Encoder.
 
     Raises:
-      InputError: The file is missing or damaged, or describes a model that LM does not compute.
+      InputError: The file is missing or damaged, or describes a model that these do not compute.
     """
     directory = Path(directory)
     lookup(DTYPES, dtype, "dtype")
     if not directory.is_dir():
         raise InputError(f"{directory} is not a directory: download the checkpoint, and name the directory it is in")
     source = str(directory / CONFIG)
-    fields = fields_of(read_json(directory / CONFIG), source)
+    raw = read_json(directory / CONFIG)
+    fields = fields_of(raw, source)
     try:
-        return LMConfig(**fields, dtype=dtype)
+        return family_of(raw, source).config(**fields, dtype=dtype)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
 
 
-def load(directory: str | Path, dtype: str = "float32") -> tuple[LMConfig, dict[str, Any]]:
+def load(directory: str | Path, dtype: str = "float32") -> tuple[ModelConfig, dict[str, Any]]:
     """Reads the model of a directory that `save_pretrained` of transformers has written.
 
     Args:
@@ -149,45 +147,65 @@ def load(directory: str | Path, dtype: str = "float32") -> tuple[LMConfig, dict[
       dtype: Entry of DTYPES in which the model is to compute.
 
     Returns:
-      The config, with `dtype`, and the parameters of `LM.init` as float32 numpy arrays.
+      The config, with `dtype`, and the parameters of the model's `init` as float32 numpy arrays.
 
     Raises:
       InputError: A file is missing or damaged, tensors do not match config.json, a tensor is not finite in float32 or in
-          `dtype`, or config.json describes a model that LM does not compute.
+          `dtype`, or config.json describes a model that neither LM nor Encoder computes.
 
     Cost: memory for the parameters in float32 and one tensor of the checkpoint.
     """
     directory, config = Path(directory), load_config(directory, dtype)
-    family = FAMILIES[model_type(directory)]
-    shapes = _shapes(config)
+    family = family_in(directory)
+    shapes = _shapes(family, config)
     expected = {tensor.name: tensor for tensor in _tensors(family, shapes)}
     with contextlib.ExitStack() as stack:
-        stored = open_tensors(directory, family.base, stack)
-        _check_headers(expected, stored, config, directory)
+        stored = _open(directory, family, stack)
+        _check_headers(expected, stored, family, config.tied, directory)
         params = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
         for name, tensor in expected.items():
             value = stored[name].read()
             _check_finite(value, f"{directory}: {name}", dtype, "download it again, or take another checkpoint")
             tensor.write_params(value, params)
-        head = stored.get("lm_head.weight") if config.tied else None
-        if head is not None and not np.array_equal(head.read(), params["embed/table"]):
-            raise InputError(
-                f"{directory}: lm_head.weight differs from the embedding that it should equal: "
-                "set tie_word_embeddings to false in config.json"
-            )
+        for name in family.copies.keys() & stored.keys() - expected.keys():
+            if not np.array_equal(stored[name].read(), params[family.copies[name]]):
+                raise InputError(
+                    f"{directory}: {name} differs from {family.copies[name]}, which it should equal: set tie_word_embeddings "
+                    "to false in config.json"
+                )
     return config, unflatten_dict(params, sep="/")
 
 
-def model_type(directory: str | Path) -> str:
-    """Reads the model_type of a checkpoint that `save` has written.
+def family_in(directory: str | Path) -> Family:
+    """The family of a checkpoint.
 
     Args:
       directory: Directory of the checkpoint.
 
     Returns:
-      A key of FAMILIES.
+      An entry of FAMILIES.
+
+    Raises:
+      InputError: config.json is missing or damaged, or of no known family.
     """
-    return read_json(Path(directory) / CONFIG)["model_type"]
+    path = Path(directory) / CONFIG
+    return family_of(read_json(path), str(path))
+
+
+def labels(directory: str | Path) -> tuple[str, ...] | None:
+    """Names of the classes of a checkpoint.
+
+    Args:
+      directory: Directory of the checkpoint.
+
+    Returns:
+      The names in the order of their ids; None for a model without classes.
+
+    Raises:
+      InputError: config.json is damaged.
+    """
+    path = Path(directory) / CONFIG
+    return tuple(labels_of(read_json(path), str(path))) if family_in(directory).has_labels else None
 
 
 def remarks(directory: str | Path) -> list[str]:
@@ -265,24 +283,26 @@ def generation_remarks(directory: str | Path) -> list[str]:
 
 
 def save(
-    config: LMConfig,
+    config: ModelConfig,
     params: Mapping[str, Any],
     directory: str | Path,
     *,
     dtype: str = "float32",
     bos_id: int | None = None,
     eos_id: int | None = None,
+    labels: Sequence[str] | None = None,
     shard_bytes: int = 5 * 2**30,
 ) -> None:
     """Writes a directory that `from_pretrained` of transformers reads: config.json and model.safetensors.
 
     Args:
       config: The model.
-      params: Parameters of `LM.init`, numpy or jax arrays.
+      params: Parameters of the model's `init`, numpy or jax arrays.
       directory: Created if it is missing; must not hold a checkpoint.
       dtype: Entry of DTYPES in which the tensors are stored.
       bos_id: Id of bos in the tokenizer, for `generate` of transformers.
       eos_id: Id of eos in the tokenizer, for `generate` of transformers.
+      labels: Names of the classes, for a model with classes.
       shard_bytes: A larger model is split into files of at most this size, or of one tensor.
 
     Raises:
@@ -293,16 +313,17 @@ def save(
     """
     import_safetensors("numpy")
     directory = Path(directory)
-    raw = config_json(config) | {"dtype": dtype, "bos_token_id": bos_id, "eos_token_id": eos_id}
+    raw = config_json(config, labels) | {"dtype": dtype, "bos_token_id": bos_id, "eos_token_id": eos_id}
     stored = np.dtype(lookup(DTYPES, dtype, "dtype"))
     flat = _flatten(params)
-    shapes = _shapes(config)
+    family = family_of(raw, CONFIG)
+    shapes = _shapes(family, config)
     differing = dict(shapes.items() ^ {path: tuple(leaf.shape) for path, leaf in flat.items()}.items())
     if differing:
         raise InputError(
             f"params are not of config: {', '.join(sorted(differing))} differ; pass the config that made them"
         )
-    tensors = list(_tensors(FAMILIES[raw["model_type"]], shapes))
+    tensors = list(_tensors(family, shapes))
     _check_all_finite(tensors, flat, dtype)
     with raises_input_errors(directory, "free some space, or name a directory that can be written"):
         directory.mkdir(parents=True, exist_ok=True)
@@ -346,14 +367,23 @@ def check_readable(directory: str | Path) -> None:
     directory = Path(directory)
     with contextlib.ExitStack() as stack:
         load_config(directory)
-        open_tensors(directory, FAMILIES[model_type(directory)].base, stack)
+        _open(directory, family_in(directory), stack)
 
 
-def _shapes(config: LMConfig) -> Shapes:
-    """Path -> shape of the parameters of LM(config); allocates nothing."""
+def _open(directory: Path, family: Family, stack: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, by the names that newer checkpoints of the family have."""
+    stored = open_tensors(directory, family.base, stack)
+    for old, new in family.renamed.items():
+        stored = {name.replace(old, new) if name.endswith(old) else name: tensor for name, tensor in stored.items()}
+    return stored
+
+
+def _shapes(family: Family, config: ModelConfig) -> Shapes:
+    """Path -> shape of the parameters of a model; allocates nothing."""
 
     def init() -> Any:
-        return LM(config).init(jax.random.key(0), example_batch(1, 1))["params"]
+        model = family.model(config)
+        return model.init(jax.random.key(0), model.example_batch(1, 1))["params"]
 
     return {path: tuple(leaf.shape) for path, leaf in _flatten(jax.eval_shape(init)).items()}
 
@@ -377,10 +407,12 @@ def _tensors(family: Family, shapes: Shapes) -> Iterator[Tensor]:
             for layer in range(shapes[paths[0]][0]) if stacked else [None]:
                 name = f"{stored_module.format(layer)}.{suffix}"
                 yield Tensor(name, shape[::-1] if transposed else shape, paths, layer, transposed)
+    for name, path in family.tensors.items():
+        yield Tensor(name, shapes[path], (path,), None, transposed=False)
 
 
 def _check_headers(
-    expected: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], config: LMConfig, directory: Path
+    expected: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], family: Family, tied: bool, directory: Path
 ) -> None:
     """Raises InputError unless names, shapes and dtypes of the stored tensors are those expected; reads headers alone."""
     missing = [name for name in expected if name not in stored]
@@ -389,9 +421,8 @@ def _check_headers(
             f"{directory} lacks {len(missing)} tensor{'s' * (len(missing) > 1)} that config.json requires, "
             f"{missing[0]} first: take both from one checkpoint"
         )
-    surplus = [name for name in stored if name not in expected and not BUFFERS.search(name)]
-    if config.tied and "lm_head.weight" in surplus:
-        surplus.remove("lm_head.weight")
+    known = expected.keys() | (family.copies.keys() if tied else ())
+    surplus = [name for name in stored if name not in known and not re.search(family.ignored, name)]
     if surplus:
         raise InputError(
             f"{directory} holds {len(surplus)} tensor{'s' * (len(surplus) > 1)} that the model of config.json lacks, "

@@ -1,4 +1,4 @@
-"""Hugging Face model families: their names for the sizes and the tensors of an LM.
+"""Hugging Face model families: their names for the sizes and the tensors of language models and encoders.
 
 FAMILIES is a plain table. `fields_of` reads a config.json through it and `config_json` writes one; `convert.py` moves the
 tensors.
@@ -7,10 +7,12 @@ tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpnlp.models.huggingface.bert import BERT_FAMILIES
 from hpnlp.models.huggingface.config_values import checked_value, unsupported
+from hpnlp.models.huggingface.family import Family, ModelConfig
 from hpnlp.models.huggingface.rope_scaling import parse_scaling, read_rope, rope_json
 from hpnlp.models.huggingface.sliding_windows import (
     WindowLayers,
@@ -19,44 +21,13 @@ from hpnlp.models.huggingface.sliding_windows import (
     read_windows,
     windows_json,
 )
-from hpnlp.models.lm import LMConfig
 from hpnlp.nn.output import OUTPUTS
+from hpnlp.ops.attention import Causal
 from hpnlp.spec import build, parse_one, parse_period
 from hpnlp.types import InputError
 
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """Names of one `model_type` for the fields of an LMConfig and for its parameters.
-
-    Attributes:
-      architecture: Class in transformers.
-      fields: Key of config.json -> fields of LMConfig that it sets.
-      activation: Key of the MLP's activation.
-      activations: Value of that key -> LMConfig.mlp.
-      fixed: Fields of LMConfig that have the same value in all models of the family.
-      defaults: Values that transformers assumes for keys that config.json lacks; all other keys are required.
-      accepted: Key -> values under which the family computes the same as LM.
-      modules: Module of the checkpoint, with `{}` for the layer -> modules of LM that it concatenates on the last axis.
-      base: First part of all names but the head's, which a checkpoint of the model without a head leaves out.
-      transposed: True if matrices are stored as [out, in].
-      windows: Layers that may have a sliding window.
-    """
-
-    architecture: str
-    fields: dict[str, tuple[str, ...]]
-    activation: str
-    activations: dict[str, str]
-    fixed: dict[str, Any]
-    defaults: dict[str, Any]
-    accepted: dict[str, tuple[Any, ...]]
-    modules: dict[str, tuple[str, ...]]
-    base: str
-    transposed: bool
-    windows: WindowLayers = WindowLayers.NONE
-
-
 _LLAMA = Family(
+    model_type="llama",
     architecture="LlamaForCausalLM",
     fields={
         "hidden_size": ("dim",),
@@ -116,20 +87,24 @@ _LLAMA = Family(
 )
 
 
-def _like_llama(architecture: str, *absent: str, windows: WindowLayers, **additions: dict[str, Any]) -> Family:
+def _like_llama(
+    model_type: str, architecture: str, *absent: str, windows: WindowLayers, **additions: dict[str, Any]
+) -> Family:
     """A family with the tensors of Llama, without the keys `absent` of config.json, and with `additions` to its tables."""
     fields = {key: names for key, names in _LLAMA.fields.items() if key not in absent}
-    tables = {name: {**getattr(_LLAMA, name), **addition} for name, addition in additions.items()}
-    return dataclasses.replace(_LLAMA, architecture=architecture, fields=fields, windows=windows, **tables)
+    tables: dict[str, Any] = {name: {**getattr(_LLAMA, name), **addition} for name, addition in additions.items()}
+    tables |= {"model_type": model_type, "architecture": architecture, "fields": fields, "windows": windows}
+    return dataclasses.replace(_LLAMA, **tables)
 
 
 # Defaults of the keys for windows in the families of Qwen.
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
-# model_type -> family. A model that several families can express is written as the first of them.
+# Name -> family. A model that several families can express is written as the first of them.
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": _like_llama(
+        "mistral",
         "MistralForCausalLM",
         "attention_bias",
         "mlp_bias",
@@ -137,6 +112,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None},
     ),
     "qwen2": _like_llama(
+        "qwen2",
         "Qwen2ForCausalLM",
         "attention_bias",
         "mlp_bias",
@@ -145,6 +121,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 32, **_QWEN_WINDOWS},
     ),
     "qwen3": _like_llama(
+        "qwen3",
         "Qwen3ForCausalLM",
         "mlp_bias",
         windows=WindowLayers.SOME,
@@ -152,6 +129,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOWS},
     ),
     "gpt2": Family(
+        model_type="gpt2",
         architecture="GPT2LMHeadModel",
         fields={
             "n_embd": ("dim",),
@@ -195,6 +173,7 @@ FAMILIES: dict[str, Family] = {
         base="transformer.",
         transposed=False,
     ),
+    **BERT_FAMILIES,
 }
 
 # Keys that change the meaning of the weights in any family -> what the user can do about it.
@@ -206,12 +185,12 @@ REFUSED = {
 # Output layers that train on samples of the words and whose distribution is the softmax over all rows of the table.
 FULL_SOFTMAX = ("full", "sampled", "importance")
 
-# Fields of LMConfig that change how a model is trained or run, and not the function that it computes.
+# Fields that change how a model is trained or run, and not the function that it computes.
 FREE = ("dropout", "dtype", "unroll")
 
 
 def fields_of(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Reads the fields of LMConfig from a config.json.
+    """Reads the fields of a model's config from a config.json.
 
     Args:
       raw: Content of the file.
@@ -221,8 +200,8 @@ def fields_of(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
       Name -> value of the fields that the file sets.
 
     Raises:
-      InputError: The model_type is not in FAMILIES, a value is missing or invalid, or a setting makes the model compute
-          something that LM does not.
+      InputError: The family is not in FAMILIES, a value is missing or invalid, or a setting makes the model compute something
+          that hpnlp's does not.
     """
     family = family_of(raw, source)
     for key, fix in REFUSED.items():
@@ -238,9 +217,11 @@ def fields_of(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise unsupported(source, family.activation, activation, family.activations)
     fields = {**family.fixed, "mlp": family.activations[activation]}
     for key, names in family.fields.items():
-        is_unset = key in family.defaults and raw[key] is None  # LMConfig derives the value of 0 from other fields
-        value = 0 if is_unset else checked_value(raw, key, type(getattr(LMConfig, names[0])), source)
+        is_unset = key in family.defaults and raw[key] is None  # the config derives the value of 0 from other fields
+        value = 0 if is_unset else checked_value(raw, key, type(getattr(family.config, names[0])), source)
         fields |= dict.fromkeys(names, value)
+    if family.has_labels:
+        fields["classes"] = len(labels_of(raw, source))
     if family.windows is not WindowLayers.NONE:
         fields["mixer"] = mixer_of(read_windows(raw, family.windows, source))
     return fields | (read_rope(raw, source) if fields["position"] == "rope" else {})
@@ -254,25 +235,38 @@ def family_of(raw: Mapping[str, Any], source: str) -> Family:
       source: Name of the file, for error messages.
 
     Returns:
-      The family of its model_type.
+      The family of its model_type, and of its architecture where several have that model_type.
 
     Raises:
-      InputError: model_type is missing or not in FAMILIES.
+      InputError: model_type is missing, or FAMILIES has no such family.
     """
+    known = ", ".join(dict.fromkeys(family.model_type for family in FAMILIES.values()))
     if "model_type" not in raw or not isinstance(raw["model_type"], str):
-        raise InputError(f"{source}: model_type is missing or not a string: expected one of {', '.join(FAMILIES)}")
-    if raw["model_type"] not in FAMILIES:
+        raise InputError(f"{source}: model_type is missing or not a string: expected one of {known}")
+    families = [family for family in FAMILIES.values() if family.model_type == raw["model_type"]]
+    if not families:
         raise InputError(
-            f"{source}: model_type={raw['model_type']!r} is not supported: choose a model of one of {', '.join(FAMILIES)}"
+            f"{source}: model_type={raw['model_type']!r} is not supported: choose a model of one of {known}"
         )
-    return FAMILIES[raw["model_type"]]
+    if len(families) == 1:
+        return families[0]
+    names = raw.get("architectures")
+    for family in families:
+        if names == [family.architecture]:
+            return family
+    listed = " or ".join(family.architecture for family in families)
+    raise InputError(
+        f"{source}: architectures={names!r:.80} is not supported: load the model with transformers as {listed}, save it again, "
+        "and convert that"
+    )
 
 
-def config_json(config: LMConfig) -> dict[str, Any]:
+def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dict[str, Any]:
     """Writes the config.json of the first family that computes the same function.
 
     Args:
       config: The model. A sampled softmax is written as the full softmax over the same table.
+      labels: Names of the classes; None for those that transformers gives to classes.
 
     Returns:
       The values of config.json. If no family has the model's windows, windows of at least max_len tokens become full
@@ -284,53 +278,107 @@ def config_json(config: LMConfig) -> dict[str, Any]:
     for field in ("vocab", "max_len"):
         if getattr(config, field) < 1:
             raise InputError(f"config.{field} is {getattr(config, field)}: set it, because a checkpoint states it")
-    layer = parse_one(config.output, "model.output")
-    has_bias = layer.name == "full" and build(layer, OUTPUTS, "output layer", name=None).use_bias
-    if layer.name in FULL_SOFTMAX and not has_bias:
-        config = dataclasses.replace(config, output="full")
-    differences: dict[str, dict[str, Any]] = {}
-    short = dataclasses.replace(config, mixer=canonical_mixer(config.mixer, config.layers, config.max_len))
-    for candidate in (config, short):
-        fields = _function_fields({**dataclasses.asdict(candidate), "mlp_dim": candidate.mlp_size})
-        for name, family in FAMILIES.items():
-            raw = _express(candidate, name, family)
-            expressed = _function_fields({**dataclasses.asdict(LMConfig()), **fields_of(raw, name)})
+    families = {
+        name: family for name, family in FAMILIES.items() if _field_names(family.config) == _field_names(config)
+    }
+    if not families:
+        raise InputError(
+            f"no family of transformers has a model of {type(config).__name__}: convert an LM or an Encoder"
+        )
+    config = _with_full_softmax(config)
+    differences: dict[str, dict[str, tuple[Any, Any]]] = {}
+    candidates = [config]
+    if config.mask == Causal():
+        short = canonical_mixer(config.mixer, config.layers, config.max_len)
+        candidates.append(dataclasses.replace(config, mixer=short))
+    for candidate in candidates:
+        fields = _function_fields({**dataclasses.asdict(candidate), "mlp_dim": candidate.mlp_size}, config.mask)
+        for name, family in families.items():
+            raw = _express(candidate, family, labels)
+            values = {**dataclasses.asdict(family.config()), **fields_of(raw, name)}
+            expressed = _function_fields(values, config.mask)
             differences[name] = {
-                field: expressed.get(field) for field in fields if fields[field] != expressed.get(field)
+                field: (expressed.get(field), value) for field, value in fields.items() if value != expressed.get(field)
             }
             if not differences[name]:
                 return raw
     nearest = min(differences, key=lambda name: len(differences[name]))
-    listed = ", ".join(f"{field} is {value!r}, not {fields[field]!r}" for field, value in differences[nearest].items())
-    flags = " ".join(f"--config.model.{field}={value}" for field, value in differences[nearest].items())
+    listed = ", ".join(f"{field} is {there!r}, not {here!r}" for field, (there, here) in differences[nearest].items())
+    flags = " ".join(f"--config.model.{field}={there}" for field, (there, _) in differences[nearest].items())
     raise InputError(
         f"no family of transformers has such a model: in {nearest}, the nearest, {listed}: train one with {flags}"
     )
 
 
-def _express(config: LMConfig, model_type: str, family: Family) -> dict[str, Any]:
+def labels_of(raw: Mapping[str, Any], source: str) -> list[str]:
+    """Names of the classes in a config.json.
+
+    Args:
+      raw: Content of the file.
+      source: Name of the file, for error messages.
+
+    Returns:
+      The names, in the order of their ids; of two classes if the file has none, as in transformers.
+
+    Raises:
+      InputError: id2label is no table of different names for the ids 0, 1, ...
+    """
+    names = raw.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    ids = [str(i) for i in range(len(names))]
+    if not isinstance(names, dict) or sorted(names, key=str) != sorted(ids):
+        raise InputError(
+            f"{source}: id2label is {names!r:.80}: expected names of the classes by the ids 0, 1, ...: mend it"
+        )
+    labels = [names[i] for i in ids]
+    if not all(isinstance(label, str) for label in labels) or len(set(labels)) < len(labels):
+        raise InputError(f"{source}: id2label is {names!r:.80}: expected a different name for each class: mend it")
+    return labels
+
+
+def _with_full_softmax(config: Any) -> Any:
+    """The config, with the full softmax in place of an output layer that estimates it."""
+    layer = parse_one(config.output, "model.output")
+    has_bias = layer.name == "full" and build(layer, OUTPUTS, "output layer", name=None).use_bias
+    if layer.name in FULL_SOFTMAX and not has_bias:
+        return dataclasses.replace(config, output="full")
+    return config
+
+
+def _field_names(config: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(config)]
+
+
+def _express(config: ModelConfig, family: Family, labels: Sequence[str] | None) -> dict[str, Any]:
     """The config.json of `config` in a family; settings that the family lacks are dropped or changed."""
     values = dataclasses.asdict(config)
     values |= {"kv_heads": config.kv_head_count, "head_dim": config.head_size, "mlp_dim": config.mlp_size}
     activation_of = {mlp: activation for activation, mlp in reversed(family.activations.items())}
+    names: dict[str, Any] = {}
+    if family.has_labels:
+        labels = labels or [f"LABEL_{i}" for i in range(max(2, values["classes"]))]
+        id2label = {str(i): label for i, label in enumerate(labels)}
+        names = {"id2label": id2label, "label2id": {label: int(i) for i, label in id2label.items()}}
     return {
         "architectures": [family.architecture],
-        "model_type": model_type,
+        "model_type": family.model_type,
         family.activation: activation_of.get(config.mlp, next(iter(family.activations))),
         **{key: values[names[0]] for key, names in family.fields.items()},
         **{key: accepted[0] for key, accepted in family.accepted.items()},
+        **names,
         **windows_json(config.mixer, config.layers, family.windows),
         **(rope_json(config) if family.fixed["position"] == "rope" else {}),
     }
 
 
-def _function_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that decide the function of a model, with one spelling for equal values."""
+def _function_fields(fields: dict[str, Any], mask: Any) -> dict[str, Any]:
+    """The fields that decide the function of a model under its mask, with one spelling for equal values."""
     fields = {name: value for name, value in fields.items() if name not in FREE}
     theta, scaling = fields.pop("rope_theta"), fields.pop("rope_scaling")
     if fields["position"] == "rope":
         fields |= {"rope_theta": theta, "rope_scaling": parse_scaling(scaling)}
-    fields["mixer"] = canonical_mixer(fields["mixer"], fields["layers"])
+    fields["mixer"] = ",".join(map(str, parse_period(fields["mixer"], "model.mixer")))
+    if mask == Causal():  # without which windows also differ in the tokens that follow
+        fields["mixer"] = canonical_mixer(fields["mixer"], fields["layers"])
     fields["form"] = ",".join(map(str, parse_period(fields["form"], "model.form")))
     fields["kv_heads"] = fields["kv_heads"] or fields["heads"]
     fields["head_dim"] = fields["head_dim"] or fields["dim"] // fields["heads"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.huggingface.config_values import checked_value, unsupported
-from hpnlp.models.lm import LMConfig
 from hpnlp.nn.attention import ROPE_SCALINGS
 from hpnlp.ops.attention.positions.rope import Scaling, frequencies
 from hpnlp.spec import build, parse_one
@@ -104,7 +104,7 @@ def _merge_spellings(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     return rope | {key: raw[key] for key in ("original_max_position_embeddings",) if key in raw}
 
 
-def rope_json(config: LMConfig) -> dict[str, Any]:
+def rope_json(config: BackboneConfig) -> dict[str, Any]:
     """Writes theta and scaling in both spellings, so that every version of transformers reads them.
 
     Args:

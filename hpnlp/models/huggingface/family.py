@@ -1,0 +1,64 @@
+"""The names of a Hugging Face model family for the sizes and the tensors of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hpnlp.models.encoder import EncoderConfig
+from hpnlp.models.huggingface.sliding_windows import WindowLayers
+from hpnlp.models.lm import LM, LMConfig
+
+ModelConfig = LMConfig | EncoderConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Names of one class of transformers for the fields of a model's config and for its parameters.
+
+    Attributes:
+      model_type: Key of config.json that names the family, together with `architecture` where several have it.
+      architecture: Class in transformers.
+      fields: Key of config.json -> fields of `config` that it sets.
+      activation: Key of the MLP's activation.
+      activations: Value of that key -> `config.mlp`.
+      fixed: Fields of `config` that have the same value in all models of the family.
+      defaults: Values that transformers assumes for keys that config.json lacks; all other keys are required.
+      accepted: Key -> values under which the family computes the same as the model.
+      modules: Module of the checkpoint, with `{}` for the layer -> modules of the model that it concatenates on the last axis.
+      base: First part of all names but the head's, which a checkpoint of the model without a head leaves out.
+      transposed: True if matrices are stored as [out, in].
+      windows: Layers that may have a sliding window.
+      tensors: Tensor of the checkpoint -> path of the parameter, where `modules` does not lead to it.
+      copies: Tensor that a checkpoint may hold beside the parameter that it equals -> path of that parameter. Of tied models.
+      ignored: Regular expression of tensors that the model does not compute with.
+      renamed: Last part of a tensor's name in older checkpoints -> its name now.
+      has_labels: True if id2label names the classes of the model.
+      model: The model.
+      config: Dataclass of its config.
+      task: The task of such models, a key of TASKS.
+      loader: Class of transformers that loads the checkpoint.
+    """
+
+    model_type: str
+    architecture: str
+    fields: dict[str, tuple[str, ...]]
+    activation: str
+    activations: dict[str, str]
+    fixed: dict[str, Any]
+    defaults: dict[str, Any]
+    accepted: dict[str, tuple[Any, ...]]
+    modules: dict[str, tuple[str, ...]]
+    base: str
+    transposed: bool
+    windows: WindowLayers = WindowLayers.NONE
+    tensors: dict[str, str] = dataclasses.field(default_factory=dict)
+    copies: dict[str, str] = dataclasses.field(default_factory=lambda: {"lm_head.weight": "embed/table"})
+    # Causal masks and rotary frequencies, which older checkpoints hold.
+    ignored: str = r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$"
+    renamed: dict[str, str] = dataclasses.field(default_factory=dict)
+    has_labels: bool = False
+    model: Any = LM
+    config: type[ModelConfig] = LMConfig
+    task: str = "lm"
+    loader: str = "AutoModelForCausalLM"
