@@ -162,8 +162,8 @@ FAULTS = (
         "cache_ring_slot",
         "the ring of the cache is indexed without subtracting the pinned slots",
         "hpnlp/ops/attention/decoding/kv_cache.py",
-        "cache.pinned + (at - cache.pinned) % cache.ring",
-        "cache.pinned + at % cache.ring",
+        "self.pinned + (self.lengths - self.pinned) % self.ring",
+        "self.pinned + self.lengths % self.ring",
         "tests/ops/attention/decoding tests/models",
     ),
     Fault(

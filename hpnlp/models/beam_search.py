@@ -144,9 +144,9 @@ def beam_search(
     Raises:
       InputError: Invalid arguments.
 
-    Cost: one pass over the prompts for each beam, and per new id one pass over W tokens per prompt, and a copy of the caches.
-    One program, which is compiled once for each combination of shapes. Keys and values of a memory are computed once per
-    prompt, and all beams read them.
+    Cost: one pass over the prompts, and per new id one pass over W tokens per prompt. One program, which is compiled once for
+    each combination of shapes. Keys and values of a prompt and of a memory are computed once per prompt, and all beams read
+    them; those of new ids are not copied where a beam is continued (`kv_cache.BeamCache`).
     """
     arrays = [np.asarray(prompt, np.int32) for prompt in prompts]
     eos = [*eos_id] if isinstance(eos_id, Sequence) else [eos_id]
@@ -219,10 +219,11 @@ def _search(params: Any, prompts: jax.Array, lengths: jax.Array, memory: Any, ru
 
 def _start(model: LM, params: Any, rules: Rules, prompts: jax.Array, lengths: jax.Array, memory: Any) -> _Search:
     """The search after the pass over the prompts."""
-    prompts, lengths = (jnp.repeat(x, rules.beams, axis=0) for x in (prompts, lengths))
     capacity = prompts.shape[1] + rules.tokens
     h, caches = _apply(model, params, prompts, lengths, capacity, memory, method="prefill")
-    shape = len(prompts) // rules.beams, rules.beams
+    h, lengths = (jnp.repeat(x, rules.beams, axis=0) for x in (h, lengths))
+    caches = jax.tree.map(functools.partial(_for_beams, len(prompts), rules.beams), caches, is_leaf=_has_beams)
+    shape = len(prompts), rules.beams
     ids = jnp.full((*shape, rules.tokens), rules.pad, jnp.int32)
     # All beams are equal at first, and the first one counts.
     first = jnp.where(jnp.arange(rules.beams) == 0, jnp.float32(0), EXCLUDED)
@@ -255,10 +256,9 @@ def _step(model: LM, params: Any, rules: Rules, search: _Search) -> _Search:
 
     running, order = lax.top_k(best + _excluded(ends), beams)
     ended, is_ended = _merge(rules, search, Beams(ids, best), ends)
-    chosen = _take(parent, order), _take(token, order)
-    flat = (chosen[0] + beams * jnp.arange(len(best), dtype=jnp.int32)[:, None]).reshape(-1)
-    caches = jax.tree.map(functools.partial(_reorder, flat), search.caches)
-    h, caches = _apply(model, params, chosen[1].reshape(-1, 1), search.positions[:, None], caches, method="extend")
+    parent, token = _take(parent, order), _take(token, order)
+    caches = jax.tree.map(functools.partial(_reordered, parent), search.caches, is_leaf=_is_reordered)
+    h, caches = _apply(model, params, token.reshape(-1, 1), search.positions[:, None], caches, method="extend")
     longest = rules.tokens if rules.early_stopping == "never" else count + 1
     hoped = rules.score(running[:, :1], longest)
     if rules.early_stopping == "never":  # a score falls with the length unless the penalty is positive
@@ -304,11 +304,28 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, i: row[i])(x, index)
 
 
-def _reorder(flat: jax.Array, leaf: jax.Array) -> jax.Array:
-    """A cache of the running sequences `[B W k, ...]` in the order `flat [B W]`; an array `[B, ...]` that beams share stays."""
-    if leaf.shape[0] % len(flat):
-        return leaf
-    return leaf.reshape(len(flat), -1, *leaf.shape[1:])[flat].reshape(leaf.shape)
+def _has_beams(cache: Any) -> bool:
+    return hasattr(cache, "for_beams")
+
+
+def _for_beams(batch: int, beams: int, cache: Any) -> Any:
+    """A cache of `batch` sequences for `beams` continuations of each: by its own method, or an array `[B k, ...]` repeated."""
+    if _has_beams(cache):
+        return cache.for_beams(beams)
+    by_example = cache.reshape(batch, 1, -1, *cache.shape[1:])
+    return jnp.repeat(by_example, beams, axis=1).reshape(-1, *cache.shape[1:])
+
+
+def _is_reordered(cache: Any) -> bool:
+    return hasattr(cache, "reordered")
+
+
+def _reordered(order: jax.Array, cache: Any) -> Any:
+    """A cache whose continuations are taken in the order `[B, W]`: by its own method, or an array `[B W k, ...]` gathered."""
+    if _is_reordered(cache):
+        return cache.reordered(order)
+    by_beam = cache.reshape(*order.shape, -1, *cache.shape[1:])
+    return _take(by_beam, order).reshape(cache.shape)
 
 
 def _apply(model: LM, params: Any, *args: Any, method: Any) -> Any:

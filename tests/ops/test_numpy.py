@@ -112,6 +112,7 @@ CALLS = {
             (x(2, 1, 4, 8), x(4, 12, 8), x(4, 12, 8), PLACES[:, :1] + 9, PLACES),
         ),
     ),
+    "attention.decoding.kv_cache.by_head": ((kv_cache.by_head, (x(2, 12, 4, 8),)),),
     "attention.decoding.kv_cache.start_cache": (
         (lambda k, v, n: kv_cache.start_cache(k, v, n, Causal(), 16), (*QKV[1:], np.array([12, 7]))),
     ),

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.ops.attention import Full, attend
+from hpnlp.ops.attention.decoding.decode import attend_cache
+from hpnlp.ops.attention.decoding.kv_cache import by_head
 from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -22,14 +24,36 @@ class MemoryCache:
     The batch of the tokens may be a multiple of that of the memory: consecutive sequences then share a memory.
 
     Attributes:
-      k: `[B, S, K, H]`.
-      v: `[B, S, K, H]`.
+      k: `[B * K, S, H]`, as in a KVCache.
+      v: `[B * K, S, H]`.
       segment_ids: int32 `[B, S]`.
     """
 
     k: Any
     v: Any
     segment_ids: Any
+
+    def for_beams(self, beams: int) -> MemoryCache:
+        """Cache of several continuations of each sequence.
+
+        Args:
+          beams: Number of continuations.
+
+        Returns:
+          This cache, which they share.
+        """
+        return self
+
+    def reordered(self, order: jax.Array) -> MemoryCache:
+        """The cache after continuations of a sequence were replaced by others of the same sequence.
+
+        Args:
+          order: int `[B, W]`, the continuation that takes each place.
+
+        Returns:
+          This cache.
+        """
+        return self
 
 
 class CrossMixer(nn.Module):
@@ -51,9 +75,23 @@ class CrossMixer(nn.Module):
     dropout: float = 0.0
 
     def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
-        assert inputs.k is not None and inputs.v is not None and inputs.kv_segment_ids is not None
-        cache = MemoryCache(inputs.k, inputs.v, inputs.kv_segment_ids)
-        return MixerOutput(self._attend(inputs, cache), cache=None if inputs.capacity is None else cache)
+        assert inputs.q is not None and inputs.k is not None and inputs.v is not None
+        assert inputs.kv_segment_ids is not None
+        rate = 0.0 if inputs.deterministic else self.dropout
+        o: Any = attend(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            Full(),
+            segment_ids=_segments(inputs),
+            kv_segment_ids=inputs.kv_segment_ids,
+            dropout_rate=rate,
+            rng=inputs.rng if rate else None,
+            streams=inputs.streams if rate else None,
+        )
+        if inputs.capacity is None:
+            return MixerOutput(o)
+        return MixerOutput(o, cache=MemoryCache(by_head(inputs.k), by_head(inputs.v), inputs.kv_segment_ids))
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: MemoryCache) -> tuple[jax.Array, MemoryCache]:
         """Attends with further tokens.
@@ -66,7 +104,14 @@ class CrossMixer(nn.Module):
         Returns:
           `(o [B, T, N, H], cache)`.
         """
-        return self._attend(inputs, cache), cache
+        assert inputs.q is not None
+        # Consecutive sequences that share a memory, such as the beams of a search, are taken as one sequence.
+        batch = cache.segment_ids.shape[0]
+        q, segment_ids = inputs.q.reshape(batch, -1, *inputs.q.shape[2:]), _segments(inputs).reshape(batch, -1)
+        is_seen = segment_ids[:, :, None] == cache.segment_ids[:, None]
+        positions = jnp.zeros(segment_ids.shape, jnp.int32)
+        o = attend_cache(q, cache.k, cache.v, Full(), positions, jnp.where(is_seen, 0, -1))
+        return o.reshape(*inputs.q.shape[:3], -1), cache
 
     def within(self, mask: Any) -> Any:
         """The mask over the memory.
@@ -79,24 +124,8 @@ class CrossMixer(nn.Module):
         """
         return Full()
 
-    def _attend(self, inputs: MixerInputs, cache: MemoryCache) -> jax.Array:
-        assert inputs.q is not None
-        segment_ids = inputs.segment_ids
-        if segment_ids is None:
-            segment_ids = jnp.ones(inputs.q.shape[:2], jnp.int32)
-        # Consecutive sequences that share a memory, such as the beams of a search, are taken as one sequence.
-        batch = cache.k.shape[0]
-        q, segment_ids = inputs.q.reshape(batch, -1, *inputs.q.shape[2:]), segment_ids.reshape(batch, -1)
-        rate = 0.0 if inputs.deterministic else self.dropout
-        o: Any = attend(
-            q,
-            cache.k,
-            cache.v,
-            Full(),
-            segment_ids=segment_ids,
-            kv_segment_ids=cache.segment_ids,
-            dropout_rate=rate,
-            rng=inputs.rng if rate else None,
-            streams=inputs.streams if rate else None,
-        )
-        return o.reshape(*inputs.q.shape[:3], -1)
+
+def _segments(inputs: MixerInputs) -> jax.Array:
+    """Segment ids of the tokens; 1 where there are none."""
+    assert inputs.q is not None
+    return jnp.ones(inputs.q.shape[:2], jnp.int32) if inputs.segment_ids is None else inputs.segment_ids

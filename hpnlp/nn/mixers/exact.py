@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 
 from hpnlp.ops.attention import Full, Mask, PerHead, attend
-from hpnlp.ops.attention.decoding.kv_cache import KVCache, extend_cache, start_cache
+from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -78,7 +78,7 @@ class ExactMixer(nn.Module):
         if self.dropout and not inputs.deterministic:
             raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
-        return extend_cache(inputs.q, inputs.k, inputs.v, self.within(mask), cache)
+        return cache.extend(inputs.q, inputs.k, inputs.v, self.within(mask))
 
     def partial(self, inputs: MixerInputs, mask: Any) -> tuple[jax.Array, jax.Array]:
         """Partial attention over some of the keys, which `merge` joins with the results over other keys.

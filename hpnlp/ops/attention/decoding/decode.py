@@ -19,7 +19,7 @@ def attend_cache(
     v: Float[Array, "BK S Hv"],
     mask: Mask | PerHead,
     positions: Int[Array, "B T"],
-    kv_positions: Int[Array, "B S"],
+    kv_positions: Int[Array, "B *queries S"],
     *,
     scale: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
@@ -32,7 +32,7 @@ def attend_cache(
       v: Values [B * K, S, Hv], as k; finite also where keys are hidden.
       mask: Mask over `positions` for queries and `kv_positions` for keys.
       positions: int [B, T].
-      kv_positions: int [B, S], in any order; keys at negative positions are hidden.
+      kv_positions: int [B, S], in any order; keys at negative positions are hidden. Or int [B, T, S], for each query.
       scale: H ** -0.5 if None.
 
     Returns:
@@ -53,7 +53,8 @@ def attend_cache(
     queries = q.reshape(b, t, kv_heads, group, h).transpose(0, 2, 1, 3, 4).reshape(b * kv_heads, t * group, h)
     scores = _product(queries, k, contract=2) * jnp.float32(h**-0.5 if scale is None else scale)
 
-    visible = _visible(mask, positions[:, :, None], kv_positions[:, None, :], n)
+    keys = kv_positions if kv_positions.ndim == 3 else kv_positions[:, None, :]
+    visible = _visible(mask, positions[:, :, None], keys, n)
     visible = jnp.broadcast_to(visible, (b, t, n, s)).reshape(b, t, kv_heads, group, s).transpose(0, 2, 1, 3, 4)
     scores = jnp.where(visible.reshape(scores.shape), scores, -jnp.inf)
     # Finite, because a row without visible keys would otherwise subtract infinity from itself.

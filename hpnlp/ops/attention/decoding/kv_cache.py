@@ -19,6 +19,10 @@ from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.types import InputError
 
+# Up to this number of continuations of an example, each reads the keys of all (BeamCache): the products that are masked take
+# less time than copies of the caches.
+MAX_SHARED_BEAMS = 16
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +45,14 @@ class KVCache:
     pinned: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
+    def slots(self) -> int:
+        """Number of slots of a sequence, S."""
+        return self.k.shape[1]
+
+    @property
     def ring(self) -> int:
         """Number of slots of the ring, 0 without a ring."""
-        return 0 if self.pinned is None else self.k.shape[1] - self.pinned
+        return 0 if self.pinned is None else self.slots - self.pinned
 
     def positions(self) -> Int[Array, "B S"]:
         """The position that each slot holds.
@@ -51,12 +60,125 @@ class KVCache:
         Returns:
           int [B, S], -1 for empty slots.
         """
-        slots, lengths = jnp.arange(self.k.shape[1], dtype=jnp.int32)[None], self.lengths[:, None]
+        slots, lengths = jnp.arange(self.slots, dtype=jnp.int32)[None], self.lengths[:, None]
         held = slots
         if self.pinned is not None:
             replaced = jnp.maximum(lengths - 1 - slots, 0) // self.ring  # how often the slot has been overwritten
             held = jnp.where(slots < self.pinned, slots, slots + replaced * self.ring)
         return jnp.where(slots < lengths, held, -1)
+
+    def next_slots(self) -> Int[Array, " B"]:
+        """The slot of each example's next token."""
+        if not self.ring:
+            return self.lengths
+        return jnp.where(
+            self.lengths < self.pinned, self.lengths, self.pinned + (self.lengths - self.pinned) % self.ring
+        )
+
+    def extend(self, q: Array, k: Array, v: Array, mask: Mask | PerHead) -> tuple[Array, KVCache]:
+        """`extend_cache` of this cache."""
+        return extend_cache(q, k, v, mask, self)
+
+    def for_beams(self, beams: int) -> KVCache:
+        """Cache of several continuations of each example.
+
+        Args:
+          beams: Number of continuations W.
+
+        Returns:
+          A BeamCache whose sequences all continue the tokens of this cache; for more than MAX_SHARED_BEAMS continuations, a
+          KVCache with a copy for each of them.
+        """
+        batch, slots = self.lengths.shape[0], self.slots
+        if beams > MAX_SHARED_BEAMS:
+
+            def copies(x: Array) -> Array:
+                by_example = x.reshape(batch, 1, -1, *x.shape[1:])
+                return jnp.repeat(by_example, beams, axis=1).reshape(-1, *x.shape[1:])
+
+            return KVCache(copies(self.k), copies(self.v), jnp.repeat(self.lengths, beams), self.pinned)
+
+        def spread(x: Array) -> Array:
+            return jnp.pad(x[:, :, None], ((0, 0), (0, 0), (0, beams - 1), (0, 0))).reshape(x.shape[0], -1, x.shape[2])
+
+        owners = jnp.zeros((batch, beams, slots), jnp.int32)
+        return BeamCache(spread(self.k), spread(self.v), self.lengths, self.pinned, owners)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BeamCache(KVCache):
+    """Keys and values of the W continuations of each example in a beam search, which never move.
+
+    Continuation w writes its key of each position to its own part of the slot of that position. When continuations are
+    reordered, only the numbers change that state in whose part of each slot the key of a continuation is.
+
+    Attributes:
+      k: [B * K, S * W, H]: slot s has the parts s * W to s * W + W - 1.
+      v: [B * K, S * W, Hv].
+      lengths: int [B], number of tokens of each continuation of an example.
+      pinned: As in a KVCache.
+      owners: int [B, W, S], the continuation in whose part of slot s the key of continuation w is.
+    """
+
+    owners: Any = None
+
+    @property
+    def slots(self) -> int:
+        """Number of slots, S."""
+        return self.owners.shape[2]
+
+    def extend(self, q: Array, k: Array, v: Array, mask: Mask | PerHead) -> tuple[Array, BeamCache]:
+        """Attention of a further token of each continuation.
+
+        Args:
+          q: Queries [B * W, 1, N, H].
+          k: Keys [B * W, 1, K, H].
+          v: Values [B * W, 1, K, Hv].
+          mask: Mask over positions, with which the cache was made.
+
+        Returns:
+          (o [B * W, 1, N, Hv], the cache with the tokens).
+
+        Cost:
+          O(B N W^2 S H) time and O(B N W^2 S) memory.
+        """
+        batch, beams, slots = self.owners.shape
+        q, k, v = (x.reshape(batch, beams, *x.shape[2:]) for x in (q, k, v))
+        at = self.next_slots()
+        is_new = (at[:, None] == jnp.arange(slots, dtype=jnp.int32)[None])[:, None]
+        owners = jnp.where(is_new, jnp.arange(beams, dtype=jnp.int32)[None, :, None], self.owners)
+        longer = dataclasses.replace(
+            self,
+            k=_write(self.k, k, at * beams),
+            v=_write(self.v, v, at * beams),
+            lengths=self.lengths + 1,
+            owners=owners,
+        )
+        positions = jnp.broadcast_to(self.lengths[:, None], (batch, beams))
+        o = attend_cache(q, longer.k, longer.v, mask, positions, longer.visible_positions())
+        return o.reshape(batch * beams, 1, *o.shape[2:]), longer
+
+    def visible_positions(self) -> Int[Array, "B W SW"]:
+        """The position that each part of a slot holds for each continuation.
+
+        Returns:
+          int [B, W, S * W], -1 for the keys of other continuations and for empty slots.
+        """
+        batch, beams, slots = self.owners.shape
+        is_own = self.owners[..., None] == jnp.arange(beams, dtype=jnp.int32)[None, None, None]
+        return jnp.where(is_own, self.positions()[:, None, :, None], -1).reshape(batch, beams, slots * beams)
+
+    def reordered(self, order: Int[Array, "B W"]) -> BeamCache:
+        """The cache after each continuation was replaced by another one of its example.
+
+        Args:
+          order: int [B, W], the continuation that takes each place.
+
+        Returns:
+          The cache, with the same arrays of keys and values.
+        """
+        return dataclasses.replace(self, owners=jnp.take_along_axis(self.owners, order[:, :, None], axis=1))
 
 
 @array_op("B", k="B")
@@ -95,7 +217,7 @@ def start_cache(
         in_prompt = (jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None])[:, :, None, None]
 
         def store(x: Array) -> Array:
-            x = _by_head(jnp.where(in_prompt, x, jnp.zeros((), x.dtype)))
+            x = by_head(jnp.where(in_prompt, x, jnp.zeros((), x.dtype)))
             return jnp.pad(x, ((0, 0), (0, capacity - length), (0, 0)))
 
         return KVCache(store(k), store(v), lengths)
@@ -144,12 +266,10 @@ def extend_cache(
     positions = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     if cache.ring and count > 1:
         # Computed before the new keys overwrite keys that the first new queries still see.
-        keys, values = (jnp.concatenate([x, _by_head(new)], axis=1) for x, new in ((cache.k, k), (cache.v, v)))
+        keys, values = (jnp.concatenate([x, by_head(new)], axis=1) for x, new in ((cache.k, k), (cache.v, v)))
         o = attend_cache(q, keys, values, mask, positions, jnp.concatenate([cache.positions(), positions], axis=1))
         return o, _refill(cache, k, v, cache.lengths + count)
-    at = cache.lengths
-    if cache.ring:
-        at = jnp.where(at < cache.pinned, at, cache.pinned + (at - cache.pinned) % cache.ring)
+    at = cache.next_slots()
     longer = KVCache(_write(cache.k, k, at), _write(cache.v, v, at), cache.lengths + count, cache.pinned)
     return attend_cache(q, longer.k, longer.v, mask, positions, longer.positions()), longer
 
@@ -157,7 +277,7 @@ def extend_cache(
 def _write(slots: Array, new: Array, at: Array) -> Array:
     """`slots [B * K, S, H]` with `new [B, T, K, H]` from the slots `at [B]` on."""
     batch, count, heads = new.shape[:3]
-    new = _by_head(new)
+    new = by_head(new)
     if batch > 8:
         grouped = slots.reshape(batch, heads, *slots.shape[1:])
         write = jax.vmap(lambda example, x, at: jax.lax.dynamic_update_slice(example, x, (0, at, 0)))
@@ -176,12 +296,23 @@ def _refill(cache: KVCache, k: Array, v: Array, lengths: Array) -> KVCache:
     source = jnp.clip(source, 0, k.shape[1] - 1)[:, :, None, None]
 
     def take(old: Array, new: Array) -> Array:
-        return jnp.where(is_new, _by_head(jnp.take_along_axis(new, source, axis=1)), old)
+        return jnp.where(is_new, by_head(jnp.take_along_axis(new, source, axis=1)), old)
 
     return dataclasses.replace(longer, k=take(cache.k, k), v=take(cache.v, v))
 
 
-def _by_head(x: Array) -> Array:
-    """`[B, T, K, H]` as `[B * K, T, H]`."""
+@array_op("BK", x="B")
+def by_head(x: Float[Array, "B T K H"]) -> Float[Array, "BK T H"]:
+    """Keys or values in the layout of a cache.
+
+    Args:
+      x: [B, T, K, H].
+
+    Returns:
+      [B * K, T, H].
+
+    Cost:
+      A copy.
+    """
     batch, length, heads, size = x.shape
     return x.transpose(0, 2, 1, 3).reshape(batch * heads, length, size)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.attention import Blockwise, Causal, Global, PerHead, Sinks, Window, reference
-from hpnlp.ops.attention.decoding.kv_cache import KVCache, extend_cache, start_cache
+from hpnlp.ops.attention.decoding.kv_cache import MAX_SHARED_BEAMS, KVCache, extend_cache, start_cache
 from hpnlp.types import InputError
 
 ONCE = {"xla_backend_optimization_level": 0}
@@ -28,6 +28,43 @@ def attend_whole(q, k, v, mask):
         return reference(q, k, v, mask)
     inputs = [(q[:, :, n : n + 1], *(x[:, :, n // 2 : n // 2 + 1] for x in (k, v)), mask.masks[n]) for n in range(4)]
     return jnp.concatenate([reference(*part) for part in inputs], axis=2)
+
+
+@pytest.mark.parametrize("mask", [PINNED, HEADS, Causal()], ids=["pinned", "heads", "full"])
+def test_reordered_beams_match_copied_caches(mask):
+    """Three beams of two examples, whose order is random before each token."""
+    beams, tokens, lengths = 3, 12, np.array([2, 9], np.int32)
+    q, k, v = arrays(2 * beams)
+    orders = jnp.asarray(np.random.default_rng(1).integers(0, beams, (tokens, 2, beams)), jnp.int32)
+
+    def run(q, k, v, orders):
+        shared = start_cache(k[::beams, :9], v[::beams, :9], jnp.asarray(lengths), mask, LENGTH)
+        copied = jax.tree.map(lambda x: jnp.repeat(x.reshape(2, -1, *x.shape[1:]), beams, axis=0), shared)
+        shared, results = shared.for_beams(beams), []
+        for step in range(tokens):
+            rows = (orders[step] + beams * jnp.arange(2, dtype=jnp.int32)[:, None]).reshape(-1)
+            shared, copied = shared.reordered(orders[step]), jax.tree.map(lambda x, rows=rows: x[rows], copied)
+            inputs = [x[:, 20 + step][:, None] for x in (q, k, v)]
+            (o, shared), (expected, extended) = (
+                shared.extend(*inputs, mask),
+                jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), copied).extend(*inputs, mask),
+            )
+            copied = jax.tree.map(lambda x, like: x.reshape(like.shape), extended, copied)
+            results.append((o, expected))
+        return results
+
+    for o, expected in jax.jit(run, compiler_options=ONCE)(q, k, v, orders):
+        np.testing.assert_allclose(o, expected, atol=1e-6)
+
+
+def test_many_beams_have_copies_of_the_cache():
+    beams = MAX_SHARED_BEAMS + 1
+    cache = KVCache(jnp.arange(24.0).reshape(4, 3, 2), jnp.zeros((4, 3, 1)), jnp.array([3, 2], jnp.int32), pinned=1)
+    copies = cache.for_beams(beams)
+    assert type(copies) is KVCache and copies.pinned == 1
+    expected = np.repeat(cache.k.reshape(2, 1, 2, 3, 2), beams, axis=1)
+    np.testing.assert_array_equal(copies.k.reshape(expected.shape), expected)
+    np.testing.assert_array_equal(copies.lengths, np.repeat([3, 2], beams))
 
 
 @pytest.mark.parametrize(
