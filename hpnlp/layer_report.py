@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 
-from hpnlp.types import Aux, InputError, Mixer, Statistics
+from hpnlp.types import InputError, Mixer
+
+CARRY = "carry"  # the collection of variables that layers read, and `LayerReport.carry` replaces
 
 
 @jax.tree_util.register_dataclass
@@ -19,21 +21,24 @@ class LayerReport:
     Attributes:
       aux: Losses and metrics, as (sum, weight); of several layers, summed over the layers.
       statistics: Sums over tokens, float32, by name; of several layers, by the name of their stack and stacked `[n, ...]`.
+      carry: Carry of the mixer for the tokens that follow, empty for none; of several layers, by the name of their stack and
+        stacked `[n, B, ...]`.
     """
 
-    aux: Aux = dataclasses.field(default_factory=dict)
-    statistics: Statistics = dataclasses.field(default_factory=dict)
+    aux: Any = dataclasses.field(default_factory=dict)
+    statistics: Any = dataclasses.field(default_factory=dict)
+    carry: Any = dataclasses.field(default_factory=dict)
 
     def merged(self, other: LayerReport) -> LayerReport:
         """Joins the reports of two branches of a layer.
 
         Args:
-          other: Report of the other branch.
+          other: Report of the other branch, which has no carry.
 
         Returns:
           The report with the names of both.
         """
-        return LayerReport({**self.aux, **other.aux}, {**self.statistics, **other.statistics})
+        return LayerReport({**self.aux, **other.aux}, {**self.statistics, **other.statistics}, self.carry)
 
 
 def statistic_axes(mixer: Mixer) -> Mapping[str, tuple[str | None, ...]]:

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.layer_report import LayerReport
+from hpnlp.layer_report import CARRY, LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
-from hpnlp.models.layer_forms import build_mixer, check_effects, layer_forms, matrix_size, projections
+from hpnlp.models.layer_forms import build_mixer, check_carry, check_effects, layer_forms, matrix_size, projections
 from hpnlp.models.layer_stack import LayerStack, init_layers, layer_axes, make_blocks, stack_order
 from hpnlp.models.ranges import LIMITS, check_ranges
 from hpnlp.models.variables import BUFFERS
@@ -76,6 +76,7 @@ class BackboneConfig(BlockConfig):
                 raise InputError(
                     f"model.{name}=True has no effect, because model.mixer={self.mixer!r} has no projections: set it to False"
                 )
+        check_carry(self)
         lookup(DTYPES, self.dtype, "model.dtype")
         if self.residual not in RESIDUALS:
             raise InputError(f"model.residual={self.residual!r}: {did_you_mean(self.residual, RESIDUALS)}")
@@ -175,6 +176,11 @@ class BackboneConfig(BlockConfig):
     @property
     def has_memory(self) -> bool:
         """Whether the model passes its layers a memory, so that `memory_dim` may be over 0."""
+        return False
+
+    @property
+    def keeps_carry(self) -> bool:
+        """Whether the model keeps the carry of its mixers from batch to batch."""
         return False
 
     @property
@@ -307,12 +313,9 @@ class Backbone(nn.Module):
                 {"params": layer, BUFFERS: layer_buffers}
                 for layer, layer_buffers in zip(params, buffers or ({},) * len(params), strict=True)
             )
-        order = self.config.stack_order()
-        by_name = order.split(buffers) if buffers else {}
-        return {
-            name: {"params": stack, **({BUFFERS: by_name[name]} if name in by_name else {})}
-            for name, stack in order.split(params).items()
-        }
+        collections = {"params": params, BUFFERS: buffers, CARRY: self.get_variable(CARRY, "layers")}
+        collections = {name: tree for name, tree in collections.items() if tree is not None}
+        return self.config.stack_order().by_stack(collections)
 
     def hidden(
         self, tokens: Int[Array, "B T"], context: Context, caches: Any = None, added: Any = None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hpnlp.layer_report import LayerReport
+from hpnlp.layer_report import CARRY, LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.models.layer_forms import build_mixer
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.stack import reversible_layer, run_layers, run_reversible_layers
@@ -100,11 +101,15 @@ class LayerStack:
         return jnp.concatenate(streams, axis=-1), caches, report
 
     def _apply(self, form: int, method: str, params_and_index: Any, rng: Any, *args: Any) -> Any:
-        """Calls a method of a form's Block with the parameters and the dropout key of one layer."""
+        """Calls a method of a form's Block with the variables and the dropout key of one layer."""
         params, index = params_and_index
+        x, context, *further = args
         rngs = {} if rng is None else {"dropout": jax.random.fold_in(rng, index)}
         variables = self.tensor_parallel.gather_parameters(params, self.order.names[form])
-        return self.blocks[form].apply(variables, *args, rngs=rngs, method=method)
+        if CARRY in variables:
+            context = dataclasses.replace(context, carry=variables[CARRY])
+            variables = {name: tree for name, tree in variables.items() if name != CARRY}
+        return self.blocks[form].apply(variables, x, context, *further, rngs=rngs, method=method)
 
     def _plain_layer(
         self, form: int, context: Context, rng: Any, x: jax.Array, slices: tuple[Any, jax.Array, Any]
@@ -138,7 +143,7 @@ def stack_order(forms: tuple[BlockConfig, ...], mask: Any) -> StackOrder:
 
     Forms share a stack if the names, shapes and axes of their variables are equal. A mixer with parameters of its own shares
     a stack with mixers of the same spec only, because its parameters may be initialised in another way; so does a mixer that
-    has buffers or returns statistics.
+    has buffers or a carry, or returns statistics.
 
     Args:
       forms: The forms of one period.
@@ -223,12 +228,62 @@ def layer_axes(forms: tuple[BlockConfig, ...], layers: int, mask: Any) -> dict[s
     names = jax.tree.map(
         lambda box: tuple(box.names), boxed, is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned)
     )
+    return stack_order(forms, mask).by_stack(names)
+
+
+def initial_carry(forms: tuple[BlockConfig, ...], layers: int, mask: Any, batch: int, dtype: Any) -> Any:
+    """The carry of all layers before the first tokens.
+
+    Args:
+      forms: The forms of one period.
+      layers: Number of layers.
+      mask: The model's static Mask.
+      batch: Number of sequences B.
+      dtype: Dtype of the activations.
+
+    Returns:
+      Of the mixers that have one, a stack `[n, B, ...]`, or a dict of several stacks by name, as for parameters; None if no
+      mixer has one.
+    """
+
+    def stack(mixer: Any, dim: int, count: int) -> Any:
+        carry = mixer.initial_carry(batch, dim, dtype)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (count, *x.shape)), carry)
+
+    return _by_carrying_stack(stack, forms, layers, mask)
+
+
+def carry_axes(forms: tuple[BlockConfig, ...], layers: int, mask: Any) -> Any:
+    """Logical axes of the carry of all layers.
+
+    Args:
+      forms: The forms of one period.
+      layers: Number of layers.
+      mask: The model's static Mask.
+
+    Returns:
+      A tree like the result of `initial_carry`, of tuples of names, of which the first are "layers" and "batch".
+    """
+
+    def axes(mixer: Any, dim: int, count: int) -> Any:
+        names, treedef = jax.tree.flatten(mixer.carry_axes, is_leaf=lambda node: isinstance(node, tuple))
+        return treedef.unflatten([("layers", *axis_names) for axis_names in names])
+
+    return _by_carrying_stack(axes, forms, layers, mask)
+
+
+def _by_carrying_stack(
+    make: Callable[[Any, int, int], Any], forms: tuple[BlockConfig, ...], layers: int, mask: Any
+) -> Any:
+    """Joins `make(mixer, dim, number of layers)` of the stacks whose mixers have a carry; None without any."""
     order = stack_order(forms, mask)
-    collections = {name: order.split(tree) for name, tree in names.items()}
-    return {
-        stack: {name: stacks[stack] for name, stacks in collections.items() if stack in stacks}
-        for stack in order.stack_names
+    mixers = {name: build_mixer(forms[order.names.index(name)]) for name in order.stack_names}
+    result = {
+        name: make(mixer, forms[0].dim, len(order.layers_of(name, layers)))
+        for name, mixer in mixers.items()
+        if hasattr(mixer, "initial_carry")
     }
+    return order.join(result) if result else None
 
 
 def _init_layer(block: Block, mask: Any, key: jax.Array) -> tuple[LayerReport, Any]:
@@ -245,5 +300,10 @@ def _stack_key(block: Block, mask: Any) -> Any:
     """Compares equal for Blocks whose layers share a stack."""
     init = functools.partial(_init_layer, block, mask)
     report, variables = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
-    has_own = report.statistics or any("mixer" in tree.get("attention", {}) for tree in variables.values())
+    mixer = build_mixer(block.config)
+    has_own = (
+        report.statistics
+        or hasattr(mixer, "initial_carry")
+        or any("mixer" in tree.get("attention", {}) for tree in variables.values())
+    )
     return variables, block.mixer if has_own else None

@@ -1,5 +1,7 @@
 """Collections of a model's variables: "params", which the optimizer changes, and "buffers", which `Model.advance` changes.
 
+A third one, "carry", is not part of a model's weights: it holds what the sequences of a batch need of the batch before.
+
 Functions that only apply a model take its weights: the parameters, and under the key BUFFERS the buffers, if the model has
 some. A model without buffers has weights that are its parameters.
 """
@@ -12,7 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from hpnlp.layer_report import statistic_axes
+from hpnlp.layer_report import CARRY, statistic_axes
 from hpnlp.types import InputError, Mixer, Model, Statistics
 
 BUFFERS = "buffers"
@@ -43,17 +45,33 @@ def split(weights: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     return {name: value for name, value in weights.items() if name != BUFFERS}, weights.get(BUFFERS)
 
 
-def collections(weights: Mapping[str, Any]) -> dict[str, Any]:
+def collections(weights: Mapping[str, Any], carry: Any = None) -> dict[str, Any]:
     """The variables that `Model.apply` takes.
 
     Args:
       weights: Weights of a model.
+      carry: Carry of the batch before, or None.
 
     Returns:
-      "params", and BUFFERS if there are some.
+      "params", and BUFFERS and CARRY if there are some.
     """
     params, buffers = split(weights)
-    return {"params": params} if buffers is None else {"params": params, BUFFERS: buffers}
+    trees = {"params": params, BUFFERS: buffers, CARRY: carry}
+    return {name: tree for name, tree in trees.items() if tree is not None}
+
+
+def initial_carry(model: Model, batch_size: int) -> Any:
+    """The carry before the first batch of a stream.
+
+    Args:
+      model: A model.
+      batch_size: Sequences of a batch.
+
+    Returns:
+      The collection CARRY, `Model.initial_carry`; None for a model that carries nothing.
+    """
+    make = getattr(model, "initial_carry", None)
+    return None if make is None else make(batch_size)
 
 
 class WithoutStatistics:

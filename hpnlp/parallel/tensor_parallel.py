@@ -118,6 +118,11 @@ class MeshTensorParallel(TensorParallel):
         is_repeated = "tensor" in jax.typeof(value).manual_axis_type.varying
         return jnp.where(lax.axis_index("tensor") == 0, value, 0.0) if is_repeated else value
 
+    def same_on_all(self, x: jax.Array) -> jax.Array:
+        if "tensor" not in jax.typeof(x).manual_axis_type.varying:
+            return x
+        return lax.psum(jnp.where(lax.axis_index("tensor") == 0, x, 0), "tensor")
+
     def local_tokens(self, x: jax.Array, axis: int) -> jax.Array:
         if not self.shards_tokens:
             return x

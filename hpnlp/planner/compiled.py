@@ -140,7 +140,7 @@ def compare(costs: Costs, depth: str, device: str) -> str:
       InputError: As `compile_step`.
     """
     compiled = compile_step(costs, depth, device)
-    state = sum(costs.memory.get(use, 0) for use in ("parameters", "optimizer", "average", "buffers"))
+    state = sum(costs.memory.get(use, 0) for use in ("parameters", "optimizer", "average", "buffers", "carry"))
     temporaries = costs.memory["gradients"] + costs.memory.get("activations", 0)
     rows: list[tuple[str, float, float]] = [
         ("state, bytes", float(state), float(compiled.arguments)),

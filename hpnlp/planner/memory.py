@@ -23,8 +23,8 @@ def memory_estimate(trainer: Trainer, peak: int, batch_size: int, length: int) -
       length: Tokens of an example.
 
     Returns:
-      Bytes of "parameters", "optimizer" (its state), "average" (of the parameters), "buffers", "gradients" and "activations".
-      The last are all temporary buffers at the peak that are not gradients. Uses without any bytes are left out.
+      Bytes of "parameters", "optimizer" (its state), "average" (of the parameters), "buffers", "carry", "gradients" and
+      "activations". The last are all temporary buffers at the peak that are not gradients. Uses without any bytes are left out.
     """
     shapes = trainer.state_shapes
     gradients = min(peak, gradient_bytes(trainer, batch_size, length))
@@ -33,6 +33,7 @@ def memory_estimate(trainer: Trainer, peak: int, batch_size: int, length: int) -
         "optimizer": held_bytes(shapes.opt_state),
         "average": held_bytes(shapes.ema),
         "buffers": held_bytes(shapes.buffers),
+        "carry": held_bytes(shapes.carry),
         "gradients": gradients,
         "activations": peak - gradients,
     }

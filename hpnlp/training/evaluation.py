@@ -79,11 +79,13 @@ def _sums(
 ) -> dict[str, tuple[Any, Any]]:
     """What the model's loss reports, summed over batches in float64."""
     pending: list[Any] = []
+    carry = trainer.initial_carry()
     for batch in batches:
         arrays = on_devices(trainer, batch, config)
         # Waits for the last program: two programs on the simulated devices of one CPU can deadlock over its threads.
         jax.block_until_ready(pending[-1:])
-        pending.append(trainer.evaluate(params, arrays))
+        sums, carry = trainer.evaluate_next(params, arrays, carry)
+        pending.append(sums)
     total, *further = (jax.tree.map(lambda x: np.asarray(x, np.float64), sums) for sums in jax.device_get(pending))
     for sums in further:
         total = jax.tree.map(np.add, total, sums)

@@ -152,7 +152,9 @@ class _Run:
         self.model: Any = make_model(config, vocabulary)
         accepted = "" if self.source is None else warm_start.check_model(self.model.config, self.source, accept_changes)
         optimizer = config.optimizer.for_batch(config.data.batch_size)
-        self.trainer = make_trainer(self.model, optimizer, config.plan, steps=config.train.steps)
+        self.trainer = make_trainer(
+            self.model, optimizer, config.plan, steps=config.train.steps, batch_size=config.data.batch_size
+        )
         check_batch(self.trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
         index, count = batch_share(self.trainer, config)
         self.key = jax.random.key(config.train.seed)
