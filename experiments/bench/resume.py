@@ -1,6 +1,6 @@
 """Measures the steps lost by `kill -9`, and whether resumed runs equal an uninterrupted run bit for bit.
 
-    python experiments/bench/resume.py [--kills=20] [--steps=150] [--path=stdlib]
+    python experiments/bench/resume.py [--kills=20] [--steps=150] [--path=stdlib] [--model=memory]
 
 A small run is killed at random moments, during its first compilation and while it saves, and restarted with the same command.
 A run that finishes is compared with an uninterrupted one, and the next run begins, until the number of kills is reached. Steps
@@ -42,6 +42,11 @@ SETTING = {
     "train.checkpoint_every": INTERVAL,
     "train.sample": 0,
 }
+# Name in --model -> further fields. "memory" carries hidden states from batch to batch, over text in stream order.
+MODELS = {
+    "plain": {},
+    "memory": {"model.mixer": "segment_memory(100),full", "data.order": "stream", "train.eval_stride": 0},
+}
 
 FLAGS = flags.FLAGS
 
@@ -65,9 +70,9 @@ def is_saving(workdir: Path) -> bool:
 class Runs:
     """Starts the same training run in directories under `root`."""
 
-    def __init__(self, root: Path, path: str, steps: int) -> None:
+    def __init__(self, root: Path, path: str, steps: int, model: str) -> None:
         self.root = root
-        overrides = {**SETTING, "train.steps": steps, "data.path": path, "data.cache": root / "data"}
+        overrides = {**SETTING, **MODELS[model], "train.steps": steps, "data.path": path, "data.cache": root / "data"}
         command = [sys.executable, "-m", "hpnlp", "train", "--config=experiments/lm/bytes.py"]
         self.command = command + [f"--config.{name}={value}" for name, value in overrides.items()]
         self.cache_numbers = itertools.count()
@@ -110,7 +115,7 @@ def main(_: Any) -> None:
     draw = random.Random(FLAGS.seed)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        runs = Runs(root, FLAGS.path, FLAGS.steps)
+        runs = Runs(root, FLAGS.path, FLAGS.steps, FLAGS.model)
         cold_seconds, _ = runs.finish(root / "undisturbed")
         expected = lines_of(root / "undisturbed")
         _, total_seconds = runs.finish(root / "again")
@@ -154,6 +159,7 @@ def main(_: Any) -> None:
         runs.finish(root / f"run{number}")
         differ, compared = differ + differing(root / f"run{number}"), compared + 1
     summary = {
+        "model": FLAGS.model,
         "kills": len(rows),
         "interval": INTERVAL,
         "steps_lost_beyond_interval": sum(row["beyond_interval"] for row in rows),
@@ -163,7 +169,11 @@ def main(_: Any) -> None:
         "lines_of_each": len(expected),
     }
     print(summary)
-    print(measure.write_result("resume", [summary, *rows], FLAGS.out))
+    print(
+        measure.write_result(
+            "resume" if FLAGS.model == "plain" else f"resume-{FLAGS.model}", [summary, *rows], FLAGS.out
+        )
+    )
 
 
 KINDS = ("any moment", "any moment", "saving", "compiling")
@@ -172,6 +182,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("kills", 20, "Number of kills.")
     flags.DEFINE_integer("steps", 150, "Steps of each run.")
     flags.DEFINE_integer("seed", 0, "Seed of the moments of the kills.")
+    flags.DEFINE_enum("model", "plain", MODELS, "What the runs train.")
     flags.DEFINE_string("path", "stdlib", "The text, as data.path.")
     flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the result goes.")
     app.run(main)
