@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 
-from hpnlp.types import Aux, InputError, Statistics
+from hpnlp.types import InputError
+
+CARRY = "carry"  # the collection of variables that layers read, and `LayerReport.carry` replaces
 
 
 @jax.tree_util.register_dataclass
@@ -20,10 +22,13 @@ class LayerReport:
       aux: Losses and metrics, as (sum, weight); of several layers, summed over the layers.
       statistics: Sums over tokens, float32, by name; of a layer, by the name of their branch; of several layers, also by the
         name of their stack, and stacked `[n, ...]`.
+      carry: Carry of the mixer for the tokens that follow, empty for none; of several layers, by the name of their stack and
+        stacked `[n, B, ...]`.
     """
 
-    aux: Aux = dataclasses.field(default_factory=dict)
-    statistics: Statistics = dataclasses.field(default_factory=dict)
+    aux: Any = dataclasses.field(default_factory=dict)
+    statistics: Any = dataclasses.field(default_factory=dict)
+    carry: Any = dataclasses.field(default_factory=dict)
 
     def of_branch(self, branch: str) -> LayerReport:
         """The report with its statistics under the name of a branch.
@@ -40,7 +45,7 @@ class LayerReport:
         """Joins the reports of two branches of a layer.
 
         Args:
-          other: Report of the other branch.
+          other: Report of the other branch, which has no carry.
 
         Returns:
           The report with the names of both.
@@ -50,7 +55,9 @@ class LayerReport:
         """
         if twice := self.aux.keys() & other.aux.keys():
             raise InputError(f"two branches of a layer report {', '.join(sorted(twice))}: rename it in one of the two")
-        return LayerReport({**self.aux, **other.aux}, {**self.statistics, **other.statistics})
+        return LayerReport(
+            {**self.aux, **other.aux}, {**self.statistics, **other.statistics}, self.carry or other.carry
+        )
 
 
 def statistic_axes(module: Any) -> Mapping[str, tuple[str | None, ...]]:

@@ -10,8 +10,24 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import jax
+
 from hpnlp.layer_report import LayerReport, statistic_axes
 from hpnlp.types import Array, InputError, LossOut, MixerInputs, MixerOutput
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Zero2Parameter:
+    """A parameter that every device holds in full, while each device keeps a shard of its gradient (ZeRO-2).
+
+    Attributes:
+      full: The parameter, which the forward pass reads; it receives no gradient. Or its PartitionSpec.
+      shard: The same array, laid out as its gradient is to be, which receives the gradient. Or its PartitionSpec.
+    """
+
+    full: Any
+    shard: Any
 
 
 class TensorParallel:
@@ -136,6 +152,17 @@ class TensorParallel:
           Sums for all heads, 0 for those of other devices; all 0 where another device counts the same tokens.
         """
         return value
+
+    def same_on_all(self, x: Array) -> Array:
+        """Marks an array as equal on all devices that have the same sequences.
+
+        Args:
+          x: An array that is equal on these devices, as a function of `gather_tokens` is.
+
+        Returns:
+          x.
+        """
+        return x
 
     def remat_policy(self, policy: Any) -> Any:
         """Excludes parameters that the backward pass gathers again from the values that a policy saves.

@@ -57,7 +57,8 @@ class Projection:
       width: Features per head; 0 for the head size H.
       norm: True if `model.qk_norm` normalises the heads, as those of queries and keys.
       rope: True if `model.position="rope"` rotates the heads, as those of queries and keys.
-      source: "x" for a projection of the hidden states; "memory" for one of `Context.memory`.
+      source: "x" for a projection of the hidden states; "memory" for one of `Context.memory`; "carry" for one of the states
+        in the mixer's carry, a `SegmentMemory`, and after them the hidden states.
     """
 
     axis: str
@@ -105,9 +106,9 @@ class MixerInputs:
       segment_ids: int32 `[B, T]`; tokens of different segments do not attend to each other.
       kv_segment_ids: int32 `[B, S]`, segments of the keys.
       memory: Output of an encoder or a retriever.
+      carry: Carry of the tokens that precede x, as `initial_carry` and `MixerOutput.carry` give it; None for none.
       rng: Key for dropout.
-      draws: Key for what the mixer draws, such as random features, if it claims `MixerTraits.draws`. It depends on the layer,
-          and in training on the step; it is the same for all heads.
+      draws: Key for random features and the like, if the mixer claims `MixerTraits.draws`; of the layer and the training step.
       streams: int32 `[B, N]`, a number for each sequence and head; attention dropout depends on it, so that every
           layout over devices drops the same entries.
       deterministic: True switches dropout off.
@@ -124,6 +125,7 @@ class MixerInputs:
     segment_ids: Array | None = None
     kv_segment_ids: Array | None = None
     memory: Any = None
+    carry: Any = None
     rng: Array | None = None
     draws: Array | None = None
     streams: Array | None = None
@@ -154,12 +156,14 @@ class MixerOutput:
       aux: Losses and metrics of the mixer, as (sum, weight).
       statistics: Sums over the tokens, float32, by name; see `statistic_axes`.
       cache: What `extend` needs to know about the tokens; None unless `MixerInputs.capacity` is given.
+      carry: The carry for the tokens that follow; None unless `MixerInputs.carry` is given.
     """
 
     o: Array
     aux: Aux = dataclasses.field(default_factory=dict)
     statistics: Statistics = dataclasses.field(default_factory=dict)
     cache: Any = None
+    carry: Any = None
 
 
 @runtime_checkable
@@ -175,6 +179,10 @@ class Mixer(Protocol):
     `advance(buffers, statistics, step, rng) -> buffers`: pure functions of the buffers and statistics of one layer, where
     statistics are summed over the whole batch. On a ring such a mixer needs `prepare(inputs) -> (inputs, statistics)`, which
     treats each token by itself: the inputs for `partial`, and the sums over these tokens. Its `__call__` does the same first.
+
+    A mixer that carries state from one part of a sequence to the next, which is read in a later batch, has the method
+    `initial_carry(batch, dim, dtype)`, a tree of arrays `[B, ...]` before the first tokens, and the attribute `carry_axes`, a
+    tree like it of the arrays' logical axes, of which the first is "batch". No gradient passes through a carry.
 
     Attributes:
       needs: The projections that the mixer reads, by their names in MixerInputs; none for a mixer that reads `x`.
@@ -224,12 +232,14 @@ class LossOut:
       weight: float32 scalar, the sum of the tokens' weights.
       aux: Auxiliary losses and metrics of the layers and the output layer, as (sum, weight).
       statistics: Sums over the tokens of the batch, as `Model.auxiliary_loss` reads them.
+      carry: The collection "carry" for the next batch; None unless the model was applied with one.
     """
 
     sum: Array
     weight: Array
     aux: Aux = dataclasses.field(default_factory=dict)
     statistics: Statistics = dataclasses.field(default_factory=dict)
+    carry: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -263,20 +273,6 @@ class TableRows:
     def __getitem__(self, ids: Array | np.ndarray) -> Array:
         """The rows of these ids, `[..., D]`; NaN for an id that is not among them."""
         return self.values.at[self.find(ids)].get(mode="fill", fill_value=np.nan)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Zero2Parameter:
-    """A parameter that every device holds in full, while each device keeps a shard of its gradient (ZeRO-2).
-
-    Attributes:
-      full: The parameter, which the forward pass reads; it receives no gradient. Or its PartitionSpec.
-      shard: The same array, laid out as its gradient is to be, which receives the gradient. Or its PartitionSpec.
-    """
-
-    full: Any
-    shard: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -411,6 +407,9 @@ class Tokenizer(Protocol):
 @runtime_checkable
 class Model(Protocol):
     """A Flax module that a trainer can train.
+
+    A model that carries state from batch to batch also has `initial_carry(batch_size)`, the collection "carry" of empty
+    sequences or None, and `carry_axes()`, a tree like it of logical axes, which begin with "layers" and "batch".
 
     Attributes:
       config: Its config, a `models.backbone.BackboneConfig`.

@@ -53,8 +53,10 @@ EXACT = {
     "longformer(4,1)": attention.Window(2) | attention.Global(1),
     "bigbird(2,3,1,1,among=2)": attention.bigbird(2, 3, 1, 1, among=2),
 }
+# The same of mixers that are softmax attention over a static pattern as long as they have no carry.
+SOFTMAX = EXACT | {"segment_memory(3)": attention.Window(3, 0)}
 # Table entry -> its spec strings in tests. Entries that are missing here are tested by their bare names.
-EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec in EXACT} | {
+EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec in SOFTMAX} | {
     "sampled": (
         "sampled(2)",
         "sampled(2,unigram,1.0,correct_label=True)",
@@ -165,7 +167,7 @@ def exact(mixing, arrays, params, mask, segment_ids):
     q, k, v = (arrays[name] for name in "qkv")
     operands = {"segment_ids": segment_ids, "kv_segment_ids": segment_ids}
     operands |= {"positions": mixing.positions, "kv_positions": mixing.positions}
-    return reference(q, k, v, EXACT[mixing.spec] & mask, **operands)
+    return reference(q, k, v, SOFTMAX[mixing.spec] & mask, **operands)
 
 
 def convolution(mixing, arrays, params, mask, segment_ids):
@@ -178,17 +180,25 @@ def convolution(mixing, arrays, params, mask, segment_ids):
 
 
 # Name of a mixer -> its reference: (mixing, arrays, params, mask, segment ids) -> o.
-REFERENCES = {spec.partition("(")[0]: exact for spec in EXACT} | {"conv": convolution}
+REFERENCES = {spec.partition("(")[0]: exact for spec in SOFTMAX} | {"conv": convolution}
 
 
 def reference_output(mixing, arrays, params, mask):
     return REFERENCES[parse_one(mixing.spec, "mixer").name](mixing, arrays, params, mask, mixing.segment_ids)
 
 
+def mixers_by_spec():
+    return {spec: build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None) for spec in MIXER_SPECS}
+
+
 def claiming(trait):
     """The specs of the mixers that claim a trait."""
-    mixers = {spec: build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None) for spec in MIXER_SPECS}
-    return [spec for spec, mixer in mixers.items() if getattr(mixer.traits, trait)]
+    return [spec for spec, mixer in mixers_by_spec().items() if getattr(mixer.traits, trait)]
+
+
+def carrying():
+    """The specs of the mixers that carry state from one part of a sequence to the next."""
+    return [spec for spec, mixer in mixers_by_spec().items() if hasattr(mixer, "initial_carry")]
 
 
 DRAWING = (*claiming("draws"), *EXTRA_MIXERS)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS, OutputLayer
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.block_sparse.block_mask import density
+from hpnlp.spec import parse_one
 from hpnlp.training.sparse_rows import distinct
 from hpnlp.types import InputError, LossOut, TableRows
 from tests import contracts
@@ -217,6 +220,54 @@ def test_mixer_with_cache_matches_full_pass(spec):
         o, cache = once(extend, take(positions), cache)
         np.testing.assert_allclose(o, full[rows, positions], atol=contracts.TOLERANCE[o.dtype])
         length = length + count
+
+
+@pytest.mark.parametrize("spec", contracts.carrying())
+def test_mixer_with_carry_matches_full_pass(spec):
+    """Three parts of a sequence, the second shorter than the carry, against one pass, with segments that cross the borders.
+
+    Compares values, and gradients of the last part with the earlier ones as constants. Other segments change no bit.
+    """
+    mixing, parts = Mixing(spec, 14), ((0, 7), (7, 9), (9, 14))
+    ids, positions, x = mixing.segment_ids + 1, mixing.positions, mixing.arrays["x"]
+    attention = Attention(4, 2, 8, parse_one(spec, "mixer"), rope_theta=100.0, qk_norm=True)
+    params = nn.meta.unbox(attention.init(jax.random.key(0), x, Context(positions, ids, Causal())))
+    signs = jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 16)), jnp.float32)
+
+    def in_parts(params, x):
+        carry, outputs = mixing.module.initial_carry(2, 16, x.dtype), []
+        for start, end in parts:
+            context = Context(positions[:, start:end], ids[:, start:end], Causal(), carry=carry)
+            y, _, report = attention.apply(params, x[:, start:end], context)
+            assert jax.tree.map(jnp.shape, report.carry) == jax.tree.map(jnp.shape, carry)
+            carry = jax.lax.stop_gradient(report.carry)
+            outputs.append(y)
+        return jnp.concatenate(outputs, axis=1)
+
+    def whole(params, x):
+        x = jnp.concatenate([jax.lax.stop_gradient(x[:, :9]), x[:, 9:]], axis=1)
+        return attention.apply(params, x, Context(positions, ids, Causal()))[0]
+
+    def gradients_and_values(function, x):
+        def score(params, x):
+            y = function(params, x)
+            return jnp.sum(y[:, 9:] * signs), y
+
+        return jax.grad(score, (0, 1), has_aux=True)(params, x)
+
+    other = (ids == 2) & (jnp.arange(14) < 9)[None]
+    large = jnp.where(other[..., None], jnp.float32(1e4), x)
+    of_parts, of_large, of_whole = once(
+        lambda *xs: [gradients_and_values(f, x) for f, x in zip((in_parts, in_parts, whole), xs, strict=True)],
+        x,
+        large,
+        x,
+    )
+    assert_close(of_parts, of_whole)
+    assert not np.asarray(of_parts[0][1])[:, :9].any()
+    elsewhere = np.asarray(ids) != 2
+    assert other.any() and (np.asarray(ids)[:, 8] == np.asarray(ids)[:, 9]).any() and elsewhere[:, 9:].any()
+    np.testing.assert_array_equal(np.asarray(of_parts[1])[elsewhere], np.asarray(of_large[1])[elsewhere])
 
 
 # Output layers.

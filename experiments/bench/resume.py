@@ -1,6 +1,6 @@
 """Measures the steps lost by `kill -9`, and whether resumed runs equal an uninterrupted run bit for bit.
 
-    python experiments/bench/resume.py [--kills=20] [--steps=150] [--path=stdlib]
+    python experiments/bench/resume.py [--kills=20] [--steps=150] [--path=stdlib] [--model=memory]
 
 A small run of resume_config.py, whose model has buffers, is killed at random moments, during its first compilation and while it
 saves, and restarted with the same command. A run that finishes is compared with an uninterrupted one, and the next run begins,
@@ -28,6 +28,11 @@ from hpnlp import measure
 
 ROOT = Path(__file__).parents[2]
 INTERVAL = 10  # of the checkpoints of resume_config.py
+# Name in --model -> further fields. "memory" carries hidden states from batch to batch, over text in stream order.
+MODELS = {
+    "buffers": {},
+    "memory": {"model.mixer": "segment_memory(100),centered", "data.order": "stream", "train.eval_stride": 0},
+}
 
 FLAGS = flags.FLAGS
 
@@ -51,9 +56,9 @@ def is_saving(workdir: Path) -> bool:
 class Runs:
     """Starts the same training run in directories under `root`."""
 
-    def __init__(self, root: Path, path: str, steps: int) -> None:
+    def __init__(self, root: Path, path: str, steps: int, model: str) -> None:
         self.root = root
-        overrides = {"train.steps": steps, "data.path": path, "data.cache": root / "data"}
+        overrides = {**MODELS[model], "train.steps": steps, "data.path": path, "data.cache": root / "data"}
         command = [sys.executable, "-m", "hpnlp", "train", "--config=experiments/bench/resume_config.py"]
         self.command = command + [f"--config.{name}={value}" for name, value in overrides.items()]
         self.cache_numbers = itertools.count()
@@ -96,7 +101,7 @@ def main(_: Any) -> None:
     draw = random.Random(FLAGS.seed)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        runs = Runs(root, FLAGS.path, FLAGS.steps)
+        runs = Runs(root, FLAGS.path, FLAGS.steps, FLAGS.model)
         cold_seconds, _ = runs.finish(root / "undisturbed")
         expected = lines_of(root / "undisturbed")
         _, total_seconds = runs.finish(root / "again")
@@ -140,6 +145,7 @@ def main(_: Any) -> None:
         runs.finish(root / f"run{number}")
         differ, compared = differ + differing(root / f"run{number}"), compared + 1
     summary = {
+        "model": FLAGS.model,
         "kills": len(rows),
         "interval": INTERVAL,
         "steps_lost_beyond_interval": sum(row["beyond_interval"] for row in rows),
@@ -149,7 +155,11 @@ def main(_: Any) -> None:
         "lines_of_each": len(expected),
     }
     print(summary)
-    print(measure.write_result("resume", [summary, *rows], FLAGS.out))
+    print(
+        measure.write_result(
+            "resume" if FLAGS.model == "buffers" else f"resume-{FLAGS.model}", [summary, *rows], FLAGS.out
+        )
+    )
 
 
 KINDS = ("any moment", "any moment", "saving", "compiling")
@@ -158,6 +168,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("kills", 20, "Number of kills.")
     flags.DEFINE_integer("steps", 150, "Steps of each run.")
     flags.DEFINE_integer("seed", 0, "Seed of the moments of the kills.")
+    flags.DEFINE_enum("model", "buffers", MODELS, "What the runs train.")
     flags.DEFINE_string("path", "stdlib", "The text, as data.path.")
     flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the result goes.")
     app.run(main)

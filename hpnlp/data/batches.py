@@ -1,4 +1,4 @@
-"""Iterators over batches that shuffle, mix, shard and resume.
+"""Iterators over batches that shuffle or stream, mix, shard and resume.
 
 grain orders rows by number (shuffle, repeat, mix, shard, read ahead), and the dataset makes a batch of the rows with given
 numbers. The state of an iterator is therefore the number of batches it has returned, for every dataset and number of processes.
@@ -74,10 +74,10 @@ class Batches:
             raise InputError(f"the data iterator's state is damaged (batches={batches}): take another checkpoint")
         if differing:
             raise InputError(
-                f"the data iterator's state is of another {' and '.join(differing)}: the text, its split or its "
-                "tokenizer has changed since, or the run was begun by a version of hpnlp that held out whole files: give the "
-                "run its old data back, continue with that version, or start another run (train.init_from takes the model of "
-                "this one)"
+                f"the data iterator's state is of another {' and '.join(differing)}: the text, its split, "
+                "its tokenizer or its order has changed since, or the run was begun by a version of hpnlp that held out whole "
+                "files: give the run its old data back, continue with that version, or start another run (train.init_from "
+                "takes the model of this one)"
             )
         self._batches.set_state({"next_index": batches})
 
@@ -119,8 +119,7 @@ def shuffled_batches(
     """
     import grain  # takes half a second to import
 
-    if seed < 0:
-        raise InputError(f"seed={seed}: expected at least 0")
+    _check_seed(seed)
     per_process = _rows_per_process(batch_size, "data.batch_size", process_index, process_count)
     sources = [
         grain.MapDataset.range(first, end)
@@ -134,7 +133,54 @@ def shuffled_batches(
     def read(numbers: np.ndarray) -> packing.Batch:
         return make(numbers, per_process)
 
-    batches = order.batch(per_process, batch_fn=np.array)[process_index::process_count].map(read)
+    return _read_ahead(order.batch(per_process, batch_fn=np.array)[process_index::process_count].map(read), made_from)
+
+
+def streamed_batches(
+    total: int,
+    make: Callable[[np.ndarray], packing.Batch],
+    made_from: Mapping[str, str],
+    *,
+    seed: int,
+    batch_size: int,
+    process_index: int,
+    process_count: int,
+) -> Batches:
+    """Iterates endlessly over training batches in which each example goes on where it stopped in the batch before.
+
+    Example i of batch n is the row `start + i total // batch_size + n`, modulo `total`: the examples begin at equal distances
+    in the text, and each of them reads all of it. Of n processes with b = `batch_size` / n rows each, process p gets the
+    examples `[p b, (p + 1) b)`.
+
+    Args:
+      total: Number of rows.
+      make: Makes the batch of rows: their numbers, int64 [b], which go on counting after `total` -> arrays.
+      made_from: See `Batches`.
+      seed: Seed of `start`, at least 0.
+      batch_size: Rows per batch over all processes.
+      process_index: Index of this process.
+      process_count: Number of processes, which divides `batch_size`.
+
+    Returns:
+      The iterator.
+
+    Raises:
+      InputError: The seed or a number of processes is out of range.
+    """
+    import grain  # takes half a second to import
+
+    _check_seed(seed)
+    count = _rows_per_process(batch_size, "data.batch_size", process_index, process_count)
+    start = int(np.random.SeedSequence(seed).generate_state(1)[0]) % total
+    examples = np.arange(process_index * count, (process_index + 1) * count, dtype=np.int64)
+    first = start + examples * total // batch_size
+    return _read_ahead(grain.MapDataset.range(_ENDLESS).map(lambda batch: make(first + batch)), made_from)
+
+
+def _read_ahead(batches: Any, made_from: Mapping[str, str]) -> Batches:
+    """Iterator over a `grain.MapDataset` of batches."""
+    import grain
+
     # One thread that reads two batches ahead hides the page faults of text that is not in memory yet.
     ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
     return Batches(iter(batches.to_iter_dataset(ahead)), made_from)
@@ -158,13 +204,49 @@ def ordered_batches(
     Raises:
       InputError: An argument is out of range.
     """
-    if limit is not None and limit < 1:
-        raise InputError(f"limit={limit}: expected at least one batch, or None for all")
+    _check_limit(limit)
     per_process = _rows_per_process(batch_size, "batch_size", process_index, process_count)
     count = min(total, limit * batch_size) if limit else total
     numbers = np.arange(count) * total // count
     starts = range(process_index * per_process, -(-count // batch_size) * batch_size, batch_size)
     return ((numbers[i : i + per_process], per_process) for i in starts)
+
+
+def ordered_streams(
+    total: int, batch_size: int, limit: int | None, process_index: int, process_count: int
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Divides rows into the batches of one evaluation, in which each example goes on where it stopped in the batch before.
+
+    Args:
+      total: Number of rows, which the examples share in equal consecutive parts.
+      batch_size: Rows per batch over all processes.
+      limit: Maximum number of batches, with the first rows of each part; None for all rows.
+      process_index: Index of this process.
+      process_count: Number of processes, which divides `batch_size`.
+
+    Returns:
+      As for `ordered_batches`; the last examples may have fewer rows than the others, or none.
+
+    Raises:
+      InputError: An argument is out of range.
+    """
+    _check_limit(limit)
+    per_process = _rows_per_process(batch_size, "batch_size", process_index, process_count)
+    length = -(-total // batch_size)
+    starts = np.arange(batch_size, dtype=np.int64) * length
+    own = slice(process_index * per_process, (process_index + 1) * per_process)
+    batches = (starts + i for i in range(min(length, limit) if limit else length))
+    return ((numbers[numbers < total][own], per_process) for numbers in batches)
+
+
+def _check_seed(seed: int) -> None:
+    if seed < 0:
+        raise InputError(f"seed={seed}: expected at least 0")
+
+
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise InputError(f"limit={limit}: expected at least one batch, or None for all")
 
 
 def _rows_per_process(batch_size: int, argument: str, process_index: int, process_count: int) -> int:

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from hpnlp.data.packing import PACKINGS
-from hpnlp.spec import lookup
+from hpnlp.spec import did_you_mean, lookup
 from hpnlp.types import InputError, option
+
+ORDERS = ("shuffle", "stream")
 
 
 def check_sizes(config: Any, fields: Iterable[str]) -> None:
@@ -96,6 +98,11 @@ class DataConfig:
         '"concat" lays documents one after another and cuts sequences when they are full; "fit" keeps documents whole, '
         "or in pieces of seq_len, and fills sequences with documents that fit.",
     )
+    order: str = option(
+        "shuffle",
+        '"shuffle" for sequences in random order; "stream" for examples of the batch that go on in the next batch where they '
+        "stopped, as models that carry state from batch to batch need.",
+    )
     cache: str = option(
         "",
         'Directory of tokenised text; "" is $HPNLP_CACHE, or hpnlp under $XDG_CACHE_HOME or ~/.cache.',
@@ -112,3 +119,15 @@ class DataConfig:
         if self.heldout_bytes < 0:
             raise InputError(f"data.heldout_bytes={self.heldout_bytes}: expected a number of bytes, or 0 for all")
         lookup(PACKINGS, self.packing, "data.packing")
+        if self.order not in ORDERS:
+            raise InputError(f"data.order={self.order!r}: {did_you_mean(self.order, ORDERS)}")
+        if self.order == "stream" and self.packing != "concat":
+            raise InputError(
+                f"data.order='stream', data.packing={self.packing!r}: documents go on in the next sequence only if they are "
+                "laid one after another: set data.packing='concat'"
+            )
+        if self.order == "stream" and self.weights:
+            raise InputError(
+                f"data.order='stream', data.weights={self.weights}: a mixture takes sequences from its sources in turn: set "
+                "data.weights=(), or data.order='shuffle'"
+            )

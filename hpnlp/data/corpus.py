@@ -1,4 +1,4 @@
-"""A tokenised corpus, and iterators over its batches that shuffle, mix, shard and resume.
+"""A tokenised corpus, and iterators over its batches that shuffle or stream, mix, shard and resume.
 
 `batches` orders rows by number, and `packing` computes the content of a row. The state of an iterator is therefore the
 number of batches it has returned, for every packing, mixture and number of processes.
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data import packing, token_store
-from hpnlp.data.batches import Batches, ordered_batches, shuffled_batches
+from hpnlp.data.batches import Batches, ordered_batches, ordered_streams, shuffled_batches, streamed_batches
 from hpnlp.data.config import DataConfig
 from hpnlp.data.files import printable
 from hpnlp.data.sources import LeftOut
@@ -140,7 +140,7 @@ class Corpus:
         return b"".join(reversed(documents))[-limit:], tokens / self.train_tokens * min(1.0, limit / max(1, size))
 
     def train(self, *, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
-        """Iterates endlessly over training batches, in a new order each epoch.
+        """Iterates endlessly over training batches, in the order `data.order`; shuffled in a new order each epoch.
 
         The global batch has `batch_size` sequences. Of n processes with b = `batch_size` / n sequences each, process p gets the
         sequences `[p b, (p + 1) b)`: the shards of all processes together are the batch that a single process would get.
@@ -157,7 +157,17 @@ class Corpus:
           InputError: An argument is out of range, or a source has no training text.
         """
         rows = self._rows
-        made_from = {**self._digests, "packing": self.config.packing}
+        made_from = {**self._digests, "packing": self.config.packing, "order": self.config.order}
+        if self.config.order == "stream":
+            return streamed_batches(
+                self.train_rows,
+                lambda numbers: self._batch(self._train, rows, len(numbers), numbers),
+                {**made_from, "batch size": str(self.config.batch_size)},
+                seed=seed,
+                batch_size=self.config.batch_size,
+                process_index=process_index,
+                process_count=process_count,
+            )
         return shuffled_batches(
             rows.ranges,
             self.config.weights,
@@ -181,7 +191,8 @@ class Corpus:
         """Iterates over the held-out text once; every token is predicted exactly once.
 
         The processes share the sequences as in `train`. The last batch is filled with sequences of weight 0, so that every
-        process gets the same number of batches.
+        process gets the same number of batches. With `data.order="stream"`, each example goes on in the next batch where it
+        stopped.
 
         Args:
           batch_size: Sequences per batch over all processes.
@@ -200,8 +211,11 @@ class Corpus:
         seq_len = self.config.seq_len
         if stride is not None and not 1 <= stride <= seq_len:
             raise InputError(f"stride={stride}: expected 1 to data.seq_len={seq_len}")
+        if stride is not None and self.config.order == "stream":
+            raise InputError(f"stride={stride}: sequences of data.order='stream' do not overlap: pass None")
         rows = packing.ConcatRows(self._heldout, seq_len, [(0, self.heldout_tokens)], stride)
-        batches = ordered_batches(rows.ranges[0][1], batch_size, limit, process_index, process_count)
+        divide = ordered_streams if self.config.order == "stream" else ordered_batches
+        batches = divide(rows.ranges[0][1], batch_size, limit, process_index, process_count)
         return (self._batch(self._heldout, rows, count, numbers) for numbers, count in batches)
 
     @property
@@ -232,8 +246,16 @@ class Corpus:
         count: int,
         numbers: np.ndarray,
     ) -> packing.Batch:
-        """The batch of the rows with these numbers, filled up with padding to `count` rows."""
-        return packing.assemble(tokens, rows.segments(numbers), count, self.config.seq_len, self.tokenizer.pad_id)
+        """The batch of the rows with these numbers, filled up with padding to `count` rows.
+
+        In a stream, numbers go on counting after the last row.
+        """
+        if self.config.order == "stream":
+            passes, numbers = np.divmod(numbers, rows.ranges[-1][1])
+            segments = packing.continued(rows.segments(numbers), tokens, passes)
+        else:
+            segments = rows.segments(numbers)
+        return packing.assemble(tokens, segments, count, self.config.seq_len, self.tokenizer.pad_id)
 
 
 def _documents(count: int) -> str:

@@ -17,6 +17,8 @@ from hpnlp.data.token_store import Tokens
 
 Batch = dict[str, np.ndarray]
 
+_LARGEST_ID = 2**31 - 1  # of segments
+
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
@@ -27,12 +29,16 @@ class Segments:
       start: Index of the segment's first token in `Tokens.tokens`.
       length: Number of the segment's tokens that are inputs.
       loss_from: Labels before this token carry no loss; None for no such limit.
+      segment_id: Segment id, at least 1; None to count from 1 within a row.
+      position: Position of the segment's first token; None for 0.
     """
 
     row: np.ndarray
     start: np.ndarray
     length: np.ndarray
     loss_from: np.ndarray | None = None
+    segment_id: np.ndarray | None = None
+    position: np.ndarray | None = None
 
 
 class ConcatRows:
@@ -199,11 +205,30 @@ def _row_recipe(remaining: np.ndarray, present: list[int], seq_len: int) -> list
     return recipe
 
 
+def continued(segments: Segments, tokens: Tokens, passes: np.ndarray) -> Segments:
+    """Gives segments the ids and positions of a stream, in which a document goes on in the next row.
+
+    Args:
+      segments: Segments of the rows.
+      tokens: The documents.
+      passes: Number of earlier passes over the text, of each row, integers [B].
+
+    Returns:
+      The segments. Those of one document in one pass have the same id, and neighbours in a stream have different ids. A
+      position is that of the token in its document.
+    """
+    doc = np.searchsorted(tokens.ends, segments.start, "right")
+    position = segments.start - np.where(doc > 0, tokens.ends[doc - 1], 0)
+    number = passes[segments.row].astype(np.int64) * len(tokens.ends) + doc
+    return dataclasses.replace(segments, segment_id=1 + number % _LARGEST_ID, position=position)
+
+
 def assemble(tokens: Tokens, segments: Segments, rows: int, seq_len: int, pad_id: int) -> Batch:
     """Makes the arrays of a batch. Rows without segments are padding.
 
     A label is the token after its input. Weights are 0 on padding, on labels of another document, and on labels that carry no
     loss, and 1 elsewhere. Segment ids count from 1 within a row, and 0 is padding. Positions count from 0 within a segment.
+    Both may be those of a stream, see `continued`.
 
     Args:
       tokens: The documents.
@@ -229,13 +254,15 @@ def assemble(tokens: Tokens, segments: Segments, rows: int, seq_len: int, pad_id
     if segments.loss_from is not None:
         loss_from = np.maximum(loss_from, segments.loss_from)
     label = source + 1
+    segment_id = np.arange(len(first)) - first + 1 if segments.segment_id is None else segments.segment_id
+    position = 0 if segments.position is None else segments.position
     carries_loss = (label < np.repeat(tokens.ends[doc], length)) & (label >= np.repeat(loss_from, length))
     shape = (rows, seq_len)
     return {
         "tokens": _scatter(tokens.tokens[source], target, pad_id, np.int32, shape),
         "labels": _scatter(tokens.tokens[label], target, pad_id, np.int32, shape),
-        "segment_ids": _scatter(np.repeat(np.arange(len(first)) - first + 1, length), target, 0, np.int32, shape),
-        "positions": _scatter(np.repeat(-before, length) + step, target, 0, np.int32, shape),
+        "segment_ids": _scatter(np.repeat(segment_id, length), target, 0, np.int32, shape),
+        "positions": _scatter(np.repeat(position - before, length) + step, target, 0, np.int32, shape),
         "weights": _scatter(carries_loss, target, 0, np.float32, shape),
     }
 

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.layer_report import LayerReport
+from hpnlp.layer_report import CARRY, LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
 from hpnlp.models import layer_statistics
 from hpnlp.models.layer_forms import (
     branch_modules,
+    check_carry,
     check_effects,
     check_length,
     common_size,
@@ -89,6 +90,7 @@ class BackboneConfig(BlockConfig):
                 raise InputError(
                     f"model.{name}=True has no effect, because model.mixer={self.mixer!r} has no projections: set it to False"
                 )
+        check_carry(self)
         lookup(DTYPES, self.dtype, "model.dtype")
         if self.residual not in RESIDUALS:
             raise InputError(f"model.residual={self.residual!r}: {did_you_mean(self.residual, RESIDUALS)}")
@@ -180,6 +182,11 @@ class BackboneConfig(BlockConfig):
     @property
     def has_memory(self) -> bool:
         """Whether the model passes its layers a memory, so that `memory_dim` may be over 0."""
+        return False
+
+    @property
+    def keeps_carry(self) -> bool:
+        """Whether the model keeps the carry of its mixers from batch to batch."""
         return False
 
     @property
@@ -306,12 +313,9 @@ class Backbone(nn.Module):
                 {"params": layer, BUFFERS: layer_buffers}
                 for layer, layer_buffers in zip(params, buffers or ({},) * len(params), strict=True)
             )
-        order = self.config.stack_order()
-        by_name = order.split(buffers) if buffers else {}
-        return {
-            name: {"params": stack, **({BUFFERS: by_name[name]} if name in by_name else {})}
-            for name, stack in order.split(params).items()
-        }
+        collections = {"params": params, BUFFERS: buffers, CARRY: self.get_variable(CARRY, "layers")}
+        collections = {name: tree for name, tree in collections.items() if tree is not None}
+        return self.config.stack_order().by_stack(collections)
 
     def hidden(
         self, tokens: Int[Array, "B T"], context: Context, caches: Any = None, added: Any = None

@@ -27,6 +27,11 @@ class DecoderConfig(LMConfig):
         """Batches have a memory."""
         return True
 
+    @property
+    def keeps_carry(self) -> bool:
+        """The memory of a batch is complete."""
+        return False
+
 
 class Decoder(LM):
     """A causal language model whose layers attend to a memory.

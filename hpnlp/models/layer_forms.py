@@ -92,6 +92,42 @@ def check_effects(text: str, base: BlockConfig) -> None:
             )
 
 
+def carries(mixer: str) -> bool:
+    """Whether a mixer carries state from batch to batch.
+
+    Args:
+      mixer: `model.mixer`.
+
+    Returns:
+      True if one of its mixers has an `initial_carry`.
+    """
+    mixers = (build(spec, MIXERS, "mixer", dropout=0.0, name=None) for spec in mixer_period(mixer))
+    return any(hasattr(entry, "initial_carry") for entry in mixers)
+
+
+def check_carry(config: Any) -> None:
+    """Checks that a model can carry the state of its mixers from batch to batch, if they have some.
+
+    Args:
+      config: A `models.backbone.BackboneConfig`.
+
+    Raises:
+      InputError: It cannot.
+    """
+    if not carries(config.mixer):
+        return
+    if not config.keeps_carry:
+        raise InputError(
+            f"model.mixer={config.mixer!r} carries state from batch to batch, which {type(config).__name__} does not keep: "
+            "choose another mixer, as window(128,0), or task='lm'"
+        )
+    if config.residual == "reversible":
+        raise InputError(
+            f"model.mixer={config.mixer!r}, model.residual='reversible': reversible layers do not return the state that the "
+            "mixer carries: set model.residual='plain', or choose another mixer"
+        )
+
+
 def _changes(entry: Spec, text: str) -> dict[str, Any]:
     """Fields in which a form differs from the model's Block."""
     for name, _ in entry.kwargs:

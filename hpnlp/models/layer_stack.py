@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hpnlp.layer_report import LayerReport
+from hpnlp.layer_report import CARRY, LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.models.layer_forms import build_mixer
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.stack import reversible_layer, run_layers, run_reversible_layers
@@ -103,11 +104,15 @@ class LayerStack:
         return jnp.concatenate(streams, axis=-1), caches, report
 
     def _apply(self, form: int, method: str, params_and_index: Any, rngs: Rngs, *args: Any) -> Any:
-        """Calls a method of a form's Block with the parameters and the keys of one layer."""
+        """Calls a method of a form's Block with the variables and the keys of one layer."""
         params, index = params_and_index
+        x, context, *further = args
         rngs = {name: jax.random.fold_in(rng, index) for name, rng in rngs.items()}
         variables = self.tensor_parallel.gather_parameters(params, self.order.names[form])
-        return self.blocks[form].apply(variables, *args, rngs=rngs, method=method)
+        if CARRY in variables:
+            context = dataclasses.replace(context, carry=variables[CARRY])
+            variables = {name: tree for name, tree in variables.items() if name != CARRY}
+        return self.blocks[form].apply(variables, x, context, *further, rngs=rngs, method=method)
 
     def _plain_layer(
         self, form: int, context: Context, rngs: Rngs, x: jax.Array, slices: tuple[Any, jax.Array, Any]
@@ -159,7 +164,7 @@ def stack_order(forms: tuple[BlockConfig, ...], mask: Any, length: int) -> Stack
 
     Forms share a stack if the names, shapes and axes of their variables are equal. A mixer with parameters of its own shares
     a stack with mixers of the same spec only, because its parameters may be initialised in another way; so does a mixer or
-    feed-forward network that has buffers or returns statistics.
+    feed-forward network that has buffers or a carry, or returns statistics.
 
     Args:
       forms: The forms of one period.
@@ -247,12 +252,61 @@ def layer_axes(forms: tuple[BlockConfig, ...], layers: int, mask: Any, length: i
     names = jax.tree.map(
         lambda box: tuple(box.names), boxed, is_leaf=lambda node: isinstance(node, nn.LogicallyPartitioned)
     )
-    order = stack_order(forms, mask, length)
-    collections = {name: order.split(tree) for name, tree in names.items()}
-    return {
-        stack: {name: stacks[stack] for name, stacks in collections.items() if stack in stacks}
-        for stack in order.stack_names
+    return stack_order(forms, mask, length).by_stack(names)
+
+
+def initial_carry(forms: tuple[BlockConfig, ...], layers: int, order: StackOrder, batch: int, dtype: Any) -> Any:
+    """The carry of all layers before the first tokens.
+
+    Args:
+      forms: The forms of one period.
+      layers: Number of layers.
+      order: The stack that holds each layer.
+      batch: Number of sequences B.
+      dtype: Dtype of the activations.
+
+    Returns:
+      Of the mixers that have one, a stack `[n, B, ...]`, or a dict of several stacks by name, as for parameters; None if no
+      mixer has one.
+    """
+
+    def stack(mixer: Any, dim: int, count: int) -> Any:
+        carry = mixer.initial_carry(batch, dim, dtype)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (count, *x.shape)), carry)
+
+    return _by_carrying_stack(stack, forms, layers, order)
+
+
+def carry_axes(forms: tuple[BlockConfig, ...], layers: int, order: StackOrder) -> Any:
+    """Logical axes of the carry of all layers.
+
+    Args:
+      forms: The forms of one period.
+      layers: Number of layers.
+      order: The stack that holds each layer.
+
+    Returns:
+      A tree like the result of `initial_carry`, of tuples of names, of which the first are "layers" and "batch".
+    """
+
+    def axes(mixer: Any, dim: int, count: int) -> Any:
+        names, treedef = jax.tree.flatten(mixer.carry_axes, is_leaf=lambda node: isinstance(node, tuple))
+        return treedef.unflatten([("layers", *axis_names) for axis_names in names])
+
+    return _by_carrying_stack(axes, forms, layers, order)
+
+
+def _by_carrying_stack(
+    make: Callable[[Any, int, int], Any], forms: tuple[BlockConfig, ...], layers: int, order: StackOrder
+) -> Any:
+    """Joins `make(mixer, dim, number of layers)` of the stacks whose mixers have a carry; None without any."""
+    mixers = {name: build_mixer(forms[order.names.index(name)]) for name in order.stack_names}
+    result = {
+        name: make(mixer, forms[0].dim, len(order.layers_of(name, layers)))
+        for name, mixer in mixers.items()
+        if hasattr(mixer, "initial_carry")
     }
+    return order.join(result) if result else None
 
 
 def _init_layer(block: Block, mask: Any, length: int, key: jax.Array) -> tuple[LayerReport, Any]:
@@ -270,7 +324,9 @@ def _stack_key(block: Block, mask: Any, length: int) -> Any:
     """Compares equal for Blocks whose layers share a stack."""
     init = functools.partial(_init_layer, block, mask, length)
     report, variables = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
-    has_own = any("mixer" in tree.get("attention", {}) for tree in variables.values())
-    mixer = block.mixer if has_own or "attention" in report.statistics else None
+    has_own = "attention" in report.statistics or any(
+        "mixer" in tree.get("attention", {}) for tree in variables.values()
+    )
+    mixer = block.mixer if has_own or hasattr(build_mixer(block.config), "initial_carry") else None
     has_buffers = "mlp" in variables.get("buffers", {})
     return variables, mixer, block.config.mlp if has_buffers or "mlp" in report.statistics else None

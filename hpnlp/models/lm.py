@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.models.backbone import BackboneConfig
+from hpnlp.models.backbone import DTYPES, BackboneConfig
+from hpnlp.models.layer_stack import carry_axes, initial_carry
 from hpnlp.models.prediction import PredictionModel
 from hpnlp.nn.attention import Context, Memory, mixer_period
 from hpnlp.ops.attention.masks.patterns import Causal
@@ -37,6 +39,11 @@ class LMConfig(BackboneConfig):
     def mask(self) -> Any:
         """Tokens depend on earlier ones only."""
         return Causal()
+
+    @property
+    def keeps_carry(self) -> bool:
+        """A batch may go on where the previous one stopped."""
+        return True
 
     def outputs(self) -> tuple[int, str]:
         """Outputs of the head.
@@ -65,12 +72,16 @@ class LM(PredictionModel):
           deterministic: No dropout and no sampling in the output layer; otherwise the rngs "dropout" and "output" are used.
 
         Returns:
-          The loss summed over tokens, in nats, with the auxiliary losses, metrics and statistics of the layers.
+          The loss summed over tokens, in nats, with the auxiliary losses, metrics and statistics of the layers, and their carry
+          if the collection "carry" is given.
         """
         h, batch, indices, report = self.states(batch, deterministic)
         rng = None if deterministic else self.make_rng("output")
         out = self.output_loss(h, batch, indices, rng)
-        return LossOut(out.sum, out.weight, {**report.aux, **out.aux}, self.statistics_of(report))
+        carry = None
+        if report.carry:
+            carry = {"layers": jax.lax.stop_gradient(self.config.stack_order().join(report.carry))}
+        return LossOut(out.sum, out.weight, {**report.aux, **out.aux}, self.statistics_of(report), carry)
 
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
         """A batch of zeros; see the function `example_batch`."""
@@ -79,6 +90,26 @@ class LM(PredictionModel):
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
         """Logical axes of the arrays of a batch: all of them are `[B, T]`."""
         return dict.fromkeys(example_batch(1, 1), ("batch", "length"))
+
+    @nn.nowrap
+    def initial_carry(self, batch_size: int) -> Any:
+        """The carry before the first batch of a stream.
+
+        Args:
+          batch_size: Sequences of a batch.
+
+        Returns:
+          Under "layers", arrays `[L, B, ...]` as of the parameters' stacks; None for a model without a carry.
+        """
+        c = self.config
+        carry = initial_carry(c.forms(), c.layers, c.stack_order(), batch_size, DTYPES[c.dtype])
+        return None if carry is None else {"layers": carry}
+
+    @nn.nowrap
+    def carry_axes(self) -> Any:
+        """Logical axes of the carry: a tree like that of `initial_carry`, of tuples of names."""
+        c = self.config
+        return {"layers": carry_axes(c.forms(), c.layers, c.stack_order())}
 
     def logits(self, tokens: Int[Array, "B T"], memory: Memory | None = None) -> Float[Array, "B T V"]:
         """Logits of every next token.

@@ -1,7 +1,8 @@
 """Collections of a model's variables.
 
 The optimizer changes "params", `Model.advance` changes "buffers", and nothing in training changes "frozen", which the task
-provides.
+provides. A fourth
+one, "carry", is not part of a model's weights: it holds what the sequences of a batch need of the batch before.
 
 Functions that only apply a model take its weights: the parameters, and under the keys BUFFERS and FROZEN the others, if the
 model has some and the function reads them. A model with parameters only has weights that are its parameters.
@@ -15,6 +16,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from hpnlp.layer_report import CARRY
 from hpnlp.types import InputError, Model
 
 BUFFERS = "buffers"
@@ -49,17 +51,32 @@ def split(weights: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     return params, weights.get(BUFFERS)
 
 
-def collections(weights: Mapping[str, Any]) -> dict[str, Any]:
+def collections(weights: Mapping[str, Any], carry: Any = None) -> dict[str, Any]:
     """The variables that `Model.apply` takes.
 
     Args:
       weights: Weights of a model.
+      carry: Carry of the batch before, or None.
 
     Returns:
-      "params", and BUFFERS and FROZEN if there are some.
+      "params", and BUFFERS, FROZEN and CARRY if there are some.
     """
-    further = {name: weights[name] for name in (BUFFERS, FROZEN) if name in weights}
-    return {"params": split(weights)[0], **further}
+    trees = {BUFFERS: weights.get(BUFFERS), FROZEN: weights.get(FROZEN), CARRY: carry}
+    return {"params": split(weights)[0], **{name: tree for name, tree in trees.items() if tree is not None}}
+
+
+def initial_carry(model: Model, batch_size: int) -> Any:
+    """The carry before the first batch of a stream.
+
+    Args:
+      model: A model.
+      batch_size: Sequences of a batch.
+
+    Returns:
+      The collection CARRY, `Model.initial_carry`; None for a model that carries nothing.
+    """
+    make = getattr(model, "initial_carry", None)
+    return None if make is None else make(batch_size)
 
 
 def axes_of(model: Model) -> Any:

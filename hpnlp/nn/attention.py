@@ -16,9 +16,10 @@ from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.layers import NORMS, Dense, dense_init
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.cross import CrossMixer
+from hpnlp.nn.mixers.segment_memory import SegmentMemory
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.spec import Spec, build, parse_one, parse_period
-from hpnlp.types import InputError, MixerInputs, MixerOutput, Projection
+from hpnlp.types import InputError, Mixer, MixerInputs, MixerOutput, Projection
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +50,7 @@ class Context:
       ids: int32 `[B, T]`, a number for each token of the batch; dropout depends on it. None without dropout.
       order: The order of the tokens over the devices of a ring, from `ModelParallel.token_order`; None otherwise.
       memory: Memory of cross-attention; None for layers without, and where their caches hold its keys and values.
+      carry: Carry of the layer's mixer, the only field in which layers differ; None for none.
     """
 
     positions: jax.Array
@@ -59,6 +61,7 @@ class Context:
     ids: jax.Array | None = None
     order: Any = dataclasses.field(default=None, metadata={"static": True})
     memory: Memory | None = None
+    carry: Any = None
 
 
 def _linear(factor: int | float) -> Scaling:
@@ -148,14 +151,19 @@ class Attention(nn.Module):
         """
         if self.cross:
             mixer: Any = CrossMixer(self.dropout, name="mixer")
+            if cache is None and context.memory is None:
+                raise InputError("layers with cross-attention got no memory: pass one, or set model.memory_dim=0")
         else:
             mixer = build(self.mixer, MIXERS, "mixer", dropout=self.dropout, name="mixer")
         x = self.tensor_parallel.gather_tokens(x)
-        memory = context.memory if self.cross else None
+        tokens = SegmentMemory(x, context.positions, context.segment_ids)
+        keys = self._key_tokens(mixer, tokens, context)
         projected = {
-            name: checkpoint_name(self._project(x, name, projection, context), "projected")
+            name: checkpoint_name(
+                self._project(tokens if projection.source == "x" else keys, name, projection), "projected"
+            )
             for name, projection in mixer.needs.items()
-            if projection.source == "x" or cache is None  # the cache holds the projections of the memory
+            if projection.source != "memory" or cache is None  # the cache holds the projections of the memory
         }
         dropping = self.dropout > 0.0 and not context.deterministic
         streams = self._dropout_streams(context) if dropping else None
@@ -163,9 +171,10 @@ class Attention(nn.Module):
             x=x,
             **projected,
             positions=context.positions,
-            kv_positions=context.positions,
+            kv_positions=keys.positions,
             segment_ids=context.segment_ids,
-            kv_segment_ids=context.segment_ids if memory is None else memory.segment_ids,
+            kv_segment_ids=keys.segment_ids,
+            carry=None if self.cross else context.carry,
             rng=self.make_rng("dropout") if dropping else None,
             draws=self.make_rng("draws") if mixer.traits.draws else None,
             streams=streams,
@@ -180,6 +189,7 @@ class Attention(nn.Module):
             o, cache = mixer.extend(inputs, context.mask, cache)
             out = MixerOutput(o, cache=cache)
         report = self.tensor_parallel.report(mixer, out)
+        report = dataclasses.replace(report, carry=self._whole_carry(mixer, out.carry))
         if not mixer.needs:
             return self.tensor_parallel.local_tokens(out.o, 1), out.cache, report
         o = out.o.reshape(*x.shape[:-1], -1)
@@ -193,12 +203,29 @@ class Attention(nn.Module):
         heads = start + jnp.arange(self.tensor_parallel.local_size("heads", self.heads))
         return context.ids[:, :1] * self.heads + heads[None].astype(jnp.int32)
 
-    def _project(self, x: jax.Array, name: str, projection: Projection, context: Context) -> jax.Array:
-        """A projection of x or of the memory, split into heads, normalised and rotated."""
-        if projection.source == "memory":
-            if context.memory is None:
-                raise InputError("layers with cross-attention got no memory: pass one, or set model.memory_dim=0")
-            x = context.memory.states.astype(x.dtype)
+    def _key_tokens(self, mixer: Mixer, tokens: SegmentMemory, context: Context) -> SegmentMemory:
+        """The tokens that keys are computed from: those of x, after those of the carry; or the vectors of the memory."""
+        sources = [projection.source for projection in mixer.needs.values()]
+        if "memory" in sources and context.memory is not None:
+            memory = context.memory
+            return SegmentMemory(memory.states.astype(tokens.states.dtype), tokens.positions, memory.segment_ids)
+        if "carry" in sources and context.carry is not None:
+            return context.carry.followed_by(tokens.states, tokens.positions, tokens.segment_ids)
+        return tokens
+
+    def _whole_carry(self, mixer: Any, carry: Any) -> Any:
+        """A mixer's carry, where arrays that the axis of heads does not divide are the same on all devices of that axis."""
+        if carry is None:
+            return {}
+
+        def whole(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+            return x if "heads" in axes or "kv_heads" in axes else self.tensor_parallel.same_on_all(x)
+
+        return jax.tree.map(whole, carry, mixer.carry_axes)
+
+    def _project(self, tokens: SegmentMemory, name: str, projection: Projection) -> jax.Array:
+        """A projection of the states of tokens, split into heads, normalised and rotated."""
+        x = tokens.states
         # The same mesh axes divide query and key heads.
         heads = self.tensor_parallel.local_size("heads", getattr(self, projection.axis))
         width = projection.width or self.head_dim
@@ -208,5 +235,5 @@ class Attention(nn.Module):
             y = NORMS[self.norm](self.norm_eps, "head_dim", name=f"{name}_norm")(y)
         if projection.rope and self.rope_theta is not None:
             scaling = build(parse_one(self.rope_scaling, "model.rope_scaling"), ROPE_SCALINGS, "RoPE scaling")
-            y = rope(y, context.positions, theta=self.rope_theta, scaling=scaling)
+            y = rope(y, tokens.positions, theta=self.rope_theta, scaling=scaling)
         return y

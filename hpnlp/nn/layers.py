@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel, Zero2Parameter
 from hpnlp.ops.dropout import keep_mask, seed_words
 from hpnlp.ops.linear import linear
 from hpnlp.ops.norms import layer_norm, rms_norm
-from hpnlp.types import TableRows, Zero2Parameter
+from hpnlp.types import TableRows
 
 Initializer = Callable[..., Any]
 

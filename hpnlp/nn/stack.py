@@ -182,7 +182,8 @@ def _join(order: StackOrder, by_form: Sequence[LayerReport], remaining: Sequence
     """The report of all layers, from those of the forms, stacked over periods, and those of the layers after them."""
     aux = _sum_by_name([*(_sum_over_layers(report.aux) for report in by_form), *(report.aux for report in remaining)])
     statistics = [[report.statistics for report in reports] for reports in (by_form, remaining)]
-    return LayerReport(aux, order.stack_layers(*statistics))
+    carries = [[report.carry for report in reports] for reports in (by_form, remaining)]
+    return LayerReport(aux, order.stack_layers(*statistics), order.stack_layers(*carries))
 
 
 def _sum_over_layers(aux: Aux) -> Aux:

@@ -168,6 +168,21 @@ class StackOrder:
         """
         return stacks[self.names[0]] if len(self.stack_names) == 1 else dict(stacks)
 
+    def by_stack(self, collections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Groups collections of variables by stack.
+
+        Args:
+          collections: Name of a collection -> its stacks, as `join` returns them; a collection may lack stacks.
+
+        Returns:
+          Name of a stack -> name of a collection -> the stack.
+        """
+        split = {name: self.split(tree) for name, tree in collections.items()}
+        return {
+            stack: {name: stacks[stack] for name, stacks in split.items() if stack in stacks}
+            for stack in self.stack_names
+        }
+
     def _place(self, form: int) -> int:
         """Index of a form among the forms of a period that share its stack."""
         return self.names[:form].count(self.names[form])

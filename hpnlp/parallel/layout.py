@@ -16,9 +16,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from hpnlp.model_parallel import Zero2Parameter
 from hpnlp.parallel import zero
 from hpnlp.parallel.tensor_parallel import MeshTensorParallel
-from hpnlp.types import InputError, Zero2Parameter
+from hpnlp.types import InputError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,9 +89,13 @@ class Layout:
         if names is None or len(names) != len(shape):
             return PartitionSpec()
         axes = [self.rules[name] if name else () for name in names]
-        if divided and (dim := zero.fsdp_dimension(names, shape, axes, self.mesh.shape)) != zero.NOT_DIVIDED:
+        if divided and (dim := self._fsdp_dimension(names, shape)) != zero.NOT_DIVIDED:
             axes[dim] = (*axes[dim], zero.AXIS)
         return _partition_spec(axes)
+
+    def _fsdp_dimension(self, names: Sequence[str | None], shape: Sequence[int]) -> int:
+        """The dimension of an array that ZeRO divides, or NOT_DIVIDED."""
+        return zero.fsdp_dimension(names, shape, [self.rules[name] if name else () for name in names], self.mesh.shape)
 
     def state_specs(self, names: Any, shapes: Any, *, divided: bool) -> Any:
         """PartitionSpecs of a tree of arrays.
@@ -182,7 +187,7 @@ class Layout:
         """The dimension along which a parameter, or a slice of a stack of them, is gathered; or NOT_DIVIDED."""
         if self.zero != 3 and not zero.is_zero2(leaf):
             return zero.NOT_DIVIDED
-        dim = zero.divided_dimension(self.state_spec(names, zero.full_shape(leaf), divided=True))
+        dim = zero.NOT_DIVIDED if names is None else self._fsdp_dimension(names, zero.full_shape(leaf))
         return dim - stacked if dim != zero.NOT_DIVIDED else dim
 
     def undivided(self, names: Any, shapes: Any) -> list[str]:

@@ -31,13 +31,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from hpnlp.layer_report import LayerReport
+from hpnlp.layer_report import CARRY, LayerReport
+from hpnlp.model_parallel import Zero2Parameter
 from hpnlp.parallel import context_parallel, host_offload
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.tensor_parallel import MeshTensorParallel
 from hpnlp.parallel.varying import sum_over_devices, total_over_devices, vary, zeros_like
 from hpnlp.parallel.zero import is_zero2
-from hpnlp.types import InputError, Zero2Parameter
+from hpnlp.types import InputError
 
 AXIS = "pipeline"
 
@@ -60,18 +61,21 @@ def run_layers(
     x: Float[Array, "B T D"],
     context: Any,
     rngs: Mapping[str, jax.Array],
+    *,
+    carry_names: Any = None,
 ) -> tuple[Float[Array, "B T D"], LayerReport]:
     """Runs all layers of a model over a mesh.
 
     Args:
       layout: Layout of the run.
-      names: Logical names of the parameters' axes, of which the first is "layers"; a tree like `params`.
+      names: Logical names of the parameters' axes, of which the first is "layers"; a tree like `params` without the carry.
       run: Function that runs some layers on one device.
       params: Stacks of parameters by name, `[n, ...]` in the layers' order, laid out by the layout. A stage holds an equal
-          part of each.
+          part of each. Without stages, a stack may have a carry.
       x: Hidden states, laid out by `Layout.activations`.
       context: A pytree of arrays `[B, ...]` and `[B, T, ...]`.
       rngs: Keys for the layers by name, which are the same on all devices; empty for none.
+      carry_names: Logical names of the carry's axes, by the name of the stack; None without a carry.
 
     Returns:
       `(x, report)`: the hidden states after all layers, and the report of the layers, summed over devices; the
@@ -84,6 +88,10 @@ def run_layers(
     gathered in every tick, forward and backward, and their gradients scattered. With rounds, see `_redistribute`.
     """
     length = context.positions.shape[1]
+    names = {
+        name: {**names[name], CARRY: (carry_names or {})[name]} if CARRY in stack else names[name]
+        for name, stack in params.items()
+    }
     layouts = {name: layout.parameters(names[name], stack, stacked=True) for name, stack in params.items()}
     param_specs = {name: specs for name, (specs, _) in layouts.items()}
     gathers = {name: gather for name, (_, gather) in layouts.items()}
@@ -99,15 +107,16 @@ def run_layers(
         else:
             x, report = _run_stages(layout, local, run, params, x, context, rngs, count)
         aux = {name: sum_over_devices(*pair) for name, pair in report.aux.items()}
-        return x, LayerReport(aux, jax.tree.map(total_over_devices, report.statistics))
+        return x, LayerReport(aux, jax.tree.map(total_over_devices, report.statistics), report.carry)
 
     x_spec = layout.activations(length)
     context_specs = [PartitionSpec(*layout.spec("batch", "length")[: leaf.ndim]) for leaf in leaves]
+    carry_specs = {name: specs[CARRY] for name, specs in param_specs.items() if CARRY in specs}
     program = jax.shard_map(
         run_on_device,
         mesh=layout.mesh,
         in_specs=(param_specs, x_spec, context_specs, PartitionSpec()),
-        out_specs=(x_spec, PartitionSpec()),
+        out_specs=(x_spec, LayerReport(PartitionSpec(), PartitionSpec(), carry_specs)),  # pyright: ignore
     )
     return program(params, x, leaves, rngs)
 

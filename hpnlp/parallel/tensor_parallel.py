@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from hpnlp.model_parallel import TensorParallel
@@ -112,6 +113,11 @@ class MeshTensorParallel(TensorParallel):
         # In a branch, the devices of the axis have the same tokens.
         is_repeated = "tensor" in jax.typeof(value).manual_axis_type.varying
         return of_first_device(value, "tensor") if is_repeated else value
+
+    def same_on_all(self, x: jax.Array) -> jax.Array:
+        if "tensor" not in jax.typeof(x).manual_axis_type.varying:
+            return x
+        return lax.psum(jnp.where(lax.axis_index("tensor") == 0, x, 0), "tensor")
 
     def local_tokens(self, x: jax.Array, axis: int) -> jax.Array:
         if not self.shards_tokens:

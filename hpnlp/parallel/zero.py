@@ -20,10 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
+from hpnlp.model_parallel import Zero2Parameter
 from hpnlp.parallel.varying import vary
-from hpnlp.types import Zero2Parameter
 
 AXIS = "fsdp"
 NOT_DIVIDED = -1  # in place of None, which is no leaf of a pytree
@@ -38,7 +37,8 @@ def fsdp_dimension(
     """Chooses the dimension of a parameter, gradient or optimizer statistic that ZeRO divides.
 
     The model dimension ("embed") is preferred, then the first other dimension that divides. The stacked dimension "layers" is
-    never divided over `fsdp`. Vectors are not divided either: they are too small to be worth the messages.
+    never divided over `fsdp`. Vectors are not divided either: they are too small to be worth the messages. Nor are arrays that
+    `fsdp` divides already, such as those with an axis "batch".
 
     Args:
       names: Logical names of the array's axes.
@@ -49,26 +49,13 @@ def fsdp_dimension(
     Returns:
       The dimension, or NOT_DIVIDED.
     """
-    if sum(name != "layers" for name in names) <= 1:
+    if sum(name != "layers" for name in names) <= 1 or any(AXIS in axes for axes in mesh_axes):
         return NOT_DIVIDED
     for dim in sorted(range(len(names)), key=lambda dim: names[dim] != "embed"):
         shards = math.prod(mesh_shape[axis] for axis in (*mesh_axes[dim], AXIS))
         if names[dim] != "layers" and shape[dim] % shards == 0:
             return dim
     return NOT_DIVIDED
-
-
-def divided_dimension(spec: PartitionSpec) -> int:
-    """Finds the dimension that a PartitionSpec divides over `fsdp`.
-
-    Args:
-      spec: PartitionSpec of an array.
-
-    Returns:
-      The dimension, or NOT_DIVIDED.
-    """
-    divided = [dim for dim, axes in enumerate(spec) if axes == AXIS or (isinstance(axes, tuple) and AXIS in axes)]
-    return divided[0] if divided else NOT_DIVIDED
 
 
 def full_shape(leaf: Any) -> tuple[int, ...]:

@@ -160,7 +160,14 @@ def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:
       InputError: The model, the batch and the plan are not compatible.
     """
     optimizer = config.optimizer.for_batch(config.data.batch_size)
-    trainer = make_trainer(model_of(config), optimizer, config.plan, steps=config.train.steps, devices=devices)
+    trainer = make_trainer(
+        model_of(config),
+        optimizer,
+        config.plan,
+        steps=config.train.steps,
+        devices=devices,
+        batch_size=config.data.batch_size,
+    )
     check_batch(trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
     return trainer
 

@@ -24,8 +24,8 @@ def memory_estimate(trainer: Trainer, peak: int, batch_size: int, length: int) -
 
     Returns:
       Bytes of "parameters", "optimizer" (its state), "average" (of the parameters), "buffers", "frozen" (variables that the
-      task provides), "gradients" and "activations". The last are all temporary buffers at the peak that are not gradients.
-      Uses without any bytes are left out.
+      task provides), "carry", "gradients" and "activations". The last are all temporary buffers at the peak that are not
+      gradients. Uses without any bytes are left out.
     """
     shapes = trainer.state_shapes
     gradients = min(peak, gradient_bytes(trainer, batch_size, length))
@@ -35,6 +35,7 @@ def memory_estimate(trainer: Trainer, peak: int, batch_size: int, length: int) -
         "average": held_bytes(shapes.ema),
         "buffers": held_bytes(shapes.buffers),
         "frozen": held_bytes(trainer.step.frozen),
+        "carry": held_bytes(shapes.carry),
         "gradients": gradients,
         "activations": peak - gradients,
     }

@@ -10,6 +10,7 @@ from hpnlp.data import sources
 from hpnlp.data.baselines import Baselines
 from hpnlp.data.files import Progress
 from hpnlp.data.stream import Corpus, DataConfig, prepare
+from hpnlp.models.layer_forms import carries
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.lm_report import LanguageModelReport
@@ -53,6 +54,7 @@ class LanguageModel(Task):
 
     def model(self, config: RunConfig, sizes: Sizes) -> LM:
         model = config.model
+        _check_order(config)
         for traits in model.traits:
             if not traits.isolates_segments:
                 raise InputError(
@@ -87,3 +89,25 @@ class LanguageModel(Task):
 
     def baseline(self, dataset: Corpus) -> Baselines:
         return Baselines(dataset)
+
+
+def _check_order(config: RunConfig) -> None:
+    """Raises InputError if the model or the evaluation does not fit the order of the data."""
+    model, order = config.model, config.data.order
+    if order != "stream":
+        if carries(model.mixer):
+            raise InputError(
+                f"data.order={order!r}: model.mixer={model.mixer!r} carries state from batch to batch, where sequences must go "
+                "on: set data.order='stream', or choose another mixer"
+            )
+        return
+    if config.train.eval_stride:
+        raise InputError(
+            f"train.eval_stride={config.train.eval_stride}: sequences of data.order='stream' do not overlap: set "
+            "train.eval_stride=0"
+        )
+    if model.position == "learned":
+        raise InputError(
+            "model.position='learned' ends after model.max_len tokens, and positions of data.order='stream' go on to the end "
+            "of a document: set model.position='rope' or 'none'"
+        )

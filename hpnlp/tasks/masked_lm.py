@@ -39,6 +39,11 @@ class MaskedDataConfig(DataConfig):
             check_mask(self.mask_rate, self.mask_span)
         except InputError as error:
             raise InputError(f"data.mask_{error}") from None
+        if self.order != "shuffle":
+            raise InputError(
+                f"data.order={self.order!r} is for language models, whose tokens depend on earlier ones only: set it to "
+                "'shuffle'"
+            )
         if self.prompt_field:
             raise InputError(
                 f"data.prompt_field={self.prompt_field!r}: masked tokens are predicted in prompts as well: set it to ''"

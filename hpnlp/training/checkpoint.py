@@ -1,9 +1,10 @@
 """Checkpoints: saving and restoring everything that a run needs to resume.
 
-A checkpoint is an orbax composite of four items. `params` holds the parameters. `rest` holds the other fields of the training
-state: step, optimizer state, averaged parameters, loss scale. `data` holds the state of the data iterator. `record` holds the
-format version, the progress of the loop, and checksums of the other items, because orbax restores flipped bits in array data
-without an error. A converted model is saved at CONVERTED_STEP with the items `params` and `record` only.
+A checkpoint is an orbax composite of four or five items. `params` holds the parameters. `rest` holds the other fields of the
+training state: step, optimizer state, averaged parameters, loss scale. `carry` holds the carry, if the model has one, which
+only the run itself reads. `data` holds the state of the data iterator. `record` holds the format version, the progress of the
+loop, and checksums of the other items, because orbax restores flipped bits in array data without an error. A converted model is
+saved at CONVERTED_STEP with the items `params` and `record` only.
 
 The training loop decides when to save (`loop._Run.checkpoint_is_due`), and restores the newest checkpoint when a run resumes
 (`loop._Run._resume`). `run_directory` decides whether a run may resume in a directory.
@@ -12,6 +13,7 @@ The training loop decides when to save (`loop._Run.checkpoint_is_due`), and rest
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
@@ -159,9 +161,11 @@ class Checkpointer:
         Raises:
           InputError: An earlier write has failed.
         """
+        carry = {} if state.carry is None else {"carry": ocp.args.StandardSave(state.carry)}
         items = {
             "params": ocp.args.StandardSave(state.params),
             "rest": ocp.args.StandardSave(_without_params(state)),
+            **carry,
             "data": ocp.args.JsonSave({"state": data}),
             "record": ocp.args.JsonSave(
                 {"format": FORMAT, "checksums": _checksums(state, data), "progress": dict(progress)}
@@ -243,6 +247,7 @@ class Checkpointer:
 
         Args:
           shapes: Shapes of the state, with the shardings to restore it with; they may differ from those it was saved with.
+            A carry is read if they have one.
           step: Step of the checkpoint; None for the newest.
 
         Returns:
@@ -253,12 +258,14 @@ class Checkpointer:
         """
         step = self.step_of(step)
         record = self._record(step)
-        self._check_fits(step, record, {"params": shapes.params, "rest": _without_params(shapes)})
+        carry = {} if shapes.carry is None else {"carry": shapes.carry}
+        self._check_fits(step, record, {"params": shapes.params, "rest": _without_params(shapes), **carry})
         with self._readable(step):
             args = {
                 "params": ocp.args.StandardRestore(shapes.params),
                 "rest": ocp.args.StandardRestore(_without_params(shapes)),
                 "data": ocp.args.JsonRestore(),
+                **{name: ocp.args.StandardRestore(tree) for name, tree in carry.items()},
             }
             items = self._manager.restore(step, args=ocp.args.Composite(**args))
             fields, data = items["rest"], items["data"]["state"]
@@ -269,6 +276,7 @@ class Checkpointer:
                 fields.get("ema"),
                 fields.get("scale"),
                 fields.get("buffers"),
+                items["carry"] if carry else None,
             )
             verify(record["checksums"], _checksums(state, data))
             progress = _checked_progress(record["progress"])
@@ -290,7 +298,7 @@ class Checkpointer:
         step = self.step_of(step)
         is_split = shapes.ema is not None or shapes.buffers is not None
         if is_split and step != CONVERTED_STEP:
-            return self.restore(shapes, step)[0].best_params
+            return self.restore(dataclasses.replace(shapes, carry=None), step)[0].best_params
         record = self._record(step)
         self._check_fits(step, record, {"params": shapes.params})
         with self._readable(step):
@@ -335,16 +343,18 @@ class Checkpointer:
         """Raises InputError if another model or optimizer was saved; orbax would report that as damage."""
         for item, tree in shapes.items():
             with self._readable(step):
-                checksums = record["checksums"][item]
+                checksums = record["checksums"].get(item, {}) if item == "carry" else record["checksums"][item]
                 saved = {name: text.rpartition(":")[0] for name, text in checksums.items()}
             leaves = jax.tree_util.tree_leaves_with_path(tree)
             expected = {jax.tree_util.keystr(path): type_of(leaf) for path, leaf in leaves}
+            fix = "give the run its old config back, or the version of hpnlp that began it, or choose another workdir"
+            if item == "carry":
+                fix = "give the run its old data.batch_size and model back, or begin another run with train.init_from"
             for name in [*expected, *saved]:
                 if saved.get(name) != expected.get(name):
                     raise InputError(
                         f"checkpoint {step} in {self.directory} does not fit this config: {item}{name} was saved as "
-                        f"{saved.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}: give the run its old "
-                        "config back, or the version of hpnlp that began it, or choose another workdir"
+                        f"{saved.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}: {fix}"
                     )
 
     @contextlib.contextmanager
@@ -438,6 +448,7 @@ def _checksums(state: TrainState, data: Any) -> dict[str, Any]:
     return {
         "params": checksum(state.params),
         "rest": checksum(_without_params(state)),
+        **({} if state.carry is None else {"carry": checksum(state.carry)}),
         "data": {"state": zlib.crc32(json.dumps(data, sort_keys=True).encode())},
     }
 

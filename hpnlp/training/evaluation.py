@@ -80,11 +80,12 @@ def _sums(
     """What the model's loss reports, summed over batches in float64."""
     total: Any = None
     last: Any = None  # sums on the devices: of one batch only, because a confusion matrix may take megabytes
+    carry = trainer.initial_carry()
     for batch in batches:
         arrays = on_devices(trainer, batch, config)
         # Waits for the last program: two programs on the simulated devices of one CPU can deadlock over its threads.
         jax.block_until_ready(last)
-        started = trainer.evaluate(params, arrays)
+        started, carry = trainer.evaluate_next(params, arrays, carry)
         total, last = _add(total, last), started
     return _add(total, last)
 

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from hpnlp.model_parallel import Zero2Parameter
 from hpnlp.models import variables
 from hpnlp.parallel import host_offload, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.training import sparse_rows
 from hpnlp.training.apply_updates import Update, mean
 from hpnlp.training.checksum import first_difference
-from hpnlp.types import InputError, LossOut, Model, Statistics, Zero2Parameter
+from hpnlp.types import InputError, LossOut, Model, Statistics
 
 Batch = Mapping[str, jax.Array]
 
@@ -52,8 +53,8 @@ class Gradients:
     frozen: Any = None
 
     def __call__(
-        self, params: Any, buffers: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array
-    ) -> tuple[Any, tuple[Any, Any, Any]]:
+        self, params: Any, buffers: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array, carry: Any
+    ) -> tuple[Any, tuple[Any, Any, Any], Any]:
         """Gradients of the sum of a batch's losses.
 
         Args:
@@ -63,29 +64,32 @@ class Gradients:
           scale: A `LossScale`, or None.
           batch: Arrays whose first axis is that of the examples.
           key: Key of the step, for dropout and sampled losses.
+          carry: Carry of the batch before, or None.
 
         Returns:
-          `(gradients, (weight, sums, statistics))`: the weight of the loss, `(total, weight)` of each metric, and the layers'
-          statistics, summed over the batch.
+          `(gradients, (weight, sums, statistics), carry)`: the weight of the loss, `(total, weight)` of each metric, and the
+          layers' statistics, summed over the batch; and the carry for the next batch.
 
         Cost: with accumulation, a model with `auxiliary_loss` runs one more forward pass.
         """
         constants = self._shards(params, ids), params, buffers, ids, scale
         gradient = jax.grad(self._sum, has_aux=True)
         if self.update.config.accumulate == 1:
-            grads, (weight, sums, statistics) = gradient(*constants, None, batch, key)
-            return grads, (weight, self.with_auxiliary_losses(sums, statistics), statistics)
-        inputs = self._split_for_accumulation(batch, key)
+            grads, ((weight, sums, statistics), carry) = gradient(*constants, None, batch, key, carry)
+            return grads, (weight, self.with_auxiliary_losses(sums, statistics), statistics), carry
+        inputs = (*self._split_for_accumulation(batch, key), self._split(carry, 1))
         first = jax.tree.map(lambda x: x[0], inputs)
-        _, shapes = jax.eval_shape(gradient, *constants, None, *first)
+        _, (shapes, _) = jax.eval_shape(gradient, *constants, None, *first)
         cotangent = self._statistics_cotangent(shapes, *constants, inputs)
 
-        def accumulate(totals: Any, inputs: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-            return self.update.each(_add, totals, gradient(*constants, cotangent, *inputs)), None
+        def accumulate(totals: Any, inputs: tuple[Batch, jax.Array, Any]) -> tuple[Any, Any]:
+            grads, (sums, carry) = gradient(*constants, cotangent, *inputs)
+            return self.update.each(_add, totals, (grads, sums)), carry
 
         start = self.update.each(_zeros, constants[0]), _zeros(shapes)
-        grads, (weight, sums, statistics) = jax.lax.scan(accumulate, start, inputs)[0]
-        return grads, (weight, self.with_auxiliary_losses(sums, statistics), statistics)
+        (grads, (weight, sums, statistics)), carries = jax.lax.scan(accumulate, start, inputs)
+        carry = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1, *x.shape[3:]), carries)
+        return grads, (weight, self.with_auxiliary_losses(sums, statistics), statistics), carry
 
     def with_auxiliary_losses(self, sums: Mapping[str, Any], statistics: Statistics) -> dict[str, Any]:
         """Adds the model's auxiliary losses to its metrics.
@@ -108,7 +112,14 @@ class Gradients:
         return {**sums, **losses}
 
     def _statistics_cotangent(
-        self, shapes: Any, shards: Any, params: Any, buffers: Any, ids: Any, scale: Any, inputs: tuple[Batch, jax.Array]
+        self,
+        shapes: Any,
+        shards: Any,
+        params: Any,
+        buffers: Any,
+        ids: Any,
+        scale: Any,
+        inputs: tuple[Batch, jax.Array, Any],
     ) -> Any:
         """Gradient of the sum of the losses by the statistics of the batch, from a forward pass over all parts.
 
@@ -131,7 +142,7 @@ class Gradients:
             return None
         tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
 
-        def add(totals: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+        def add(totals: Any, part: tuple[Batch, jax.Array, Any]) -> tuple[Any, None]:
             out = loss(self.model, variables.join(tables, buffers, self.frozen), *part)
             return _add(totals, (out.weight, out.statistics)), None
 
@@ -223,10 +234,19 @@ class Gradients:
 
     def _split_for_accumulation(self, batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
         """The batch as arrays `[accumulate, B / accumulate, ...]`, and a key for each part."""
+        parts = jnp.arange(self.update.config.accumulate, dtype=jnp.uint32)
+        return self._split(batch, 0), jax.vmap(lambda i: jax.random.fold_in(key, i))(parts)
+
+    def _split(self, tree: Any, axis: int) -> Any:
+        """Arrays whose first axis is that of the parts, from arrays with the examples on `axis`."""
         count = self.update.config.accumulate
+
         # Interleaved, so that every device keeps its sequences in every part.
-        batches = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
-        return batches, jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count, dtype=jnp.uint32))
+        def split(x: jax.Array) -> jax.Array:
+            shape = (*x.shape[:axis], -1, count, *x.shape[axis + 1 :])
+            return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
+
+        return jax.tree.map(split, tree)
 
     def _shards(self, params: Any, ids: Any) -> Any:
         """The arrays that gradients are taken with respect to: parameters, each sharded as its gradient will be."""
@@ -263,8 +283,9 @@ class Gradients:
         cotangent: Any,
         batch: Batch,
         key: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
-        """`(sum of the loss with auxiliary losses, (weight, metrics, statistics))`.
+        carry: Any,
+    ) -> tuple[jax.Array, tuple[tuple[jax.Array, Any, Any], Any]]:
+        """`(sum of the loss with auxiliary losses, ((weight, metrics, statistics), carry))`.
 
         cotangent: for a part of a batch, the result of `_statistics_cotangent`; None for a whole batch.
 
@@ -272,7 +293,7 @@ class Gradients:
         them, and they keep float16 gradients of order 1 in the backward pass.
         """
         tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
-        out = loss(self.model, variables.join(tables, buffers, self.frozen), batch, key)
+        out = loss(self.model, variables.join(tables, buffers, self.frozen), batch, key, carry)
         total = out.sum
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):
@@ -284,10 +305,10 @@ class Gradients:
         if cotangent is not None:
             products = jax.tree.map(lambda d, statistic: jnp.sum(d * statistic), cotangent, out.statistics)
             total = total + sum(jax.tree.leaves(products))
-        return total, (out.weight, {"loss": (out.sum, out.weight), **out.aux}, out.statistics)
+        return total, ((out.weight, {"loss": (out.sum, out.weight), **out.aux}, out.statistics), out.carry)
 
 
-def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None) -> LossOut:
+def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None, carry: Any = None) -> LossOut:
     """Loss of a batch.
 
     Args:
@@ -295,14 +316,15 @@ def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None) -> Los
       weights: Weights of the model, see `models.variables`.
       batch: Arrays whose first axis is that of the examples.
       key: Key for dropout and sampled losses in training; None for evaluation, which draws nothing.
+      carry: Carry of the batch before, or None.
 
     Returns:
-      The sum of the losses, its weight, and the layers' metrics and statistics.
+      The sum of the losses, its weight, the layers' metrics and statistics, and the carry for the next batch.
     """
     if model.model_parallel is None:
         weights = host_offload.to_device(weights)
     rngs = {} if key is None else _rngs(key)
-    out: Any = model.apply(variables.collections(weights), batch, key is None, rngs=rngs, method="loss")
+    out: Any = model.apply(variables.collections(weights, carry), batch, key is None, rngs=rngs, method="loss")
     return out
 
 

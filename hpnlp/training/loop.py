@@ -153,7 +153,9 @@ class _Run:
         accepted = "" if self.source is None else warm_start.check_model(self.model.config, self.source, accept_changes)
         optimizer = config.optimizer.for_batch(config.data.batch_size)
         self.frozen = self.task.frozen(config)
-        trainer = make_trainer(self.model, optimizer, config.plan, steps=config.train.steps)
+        trainer = make_trainer(
+            self.model, optimizer, config.plan, steps=config.train.steps, batch_size=config.data.batch_size
+        )
         self.trainer = trainer.with_frozen(None if self.frozen is None else self.frozen.values)
         check_batch(self.trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
         index, count = batch_share(self.trainer, config)

@@ -29,6 +29,7 @@ class TrainState:
       ema: Averaged parameters, or None.
       scale: A `LossScale`, or None.
       buffers: Buffers, or None if the model has none.
+      carry: Carry of the last batch, or None if the model has none.
     """
 
     step: Any
@@ -37,6 +38,7 @@ class TrainState:
     ema: Any = None
     scale: Any = None
     buffers: Any = None
+    carry: Any = None
 
     @property
     def best_params(self) -> Any:
@@ -44,18 +46,21 @@ class TrainState:
         return variables.join(self.params if self.ema is None else self.ema, self.buffers)
 
 
-def state_shardings(layout: Layout, plan: Plan, axes: Any, statistic_specs: Any, shapes: TrainState) -> TrainState:
+def state_shardings(
+    layout: Layout, plan: Plan, axes: Any, carry_axes: Any, statistic_specs: Any, shapes: TrainState
+) -> TrainState:
     """Shardings of a training state.
 
     Args:
       layout: The plan on its devices; its ZeRO stage decides whether parameters are divided over `fsdp`.
       plan: The plan; states what rests in the host's memory.
       axes: A tree like the weights, of tuples of logical axis names.
+      carry_axes: The same of the carry, or None.
       statistic_specs: A tree like the parameters, of the PartitionSpec of each one's gradient and statistics.
       shapes: Shapes of the state.
 
     Returns:
-      Parameters and buffers by their logical axes, and each statistic of the optimizer as the parameter that it belongs to.
+      Parameters, buffers and carry by their logical axes, and each statistic of the optimizer as its parameter.
     """
     axes, buffer_axes = variables.split(axes)
     param_specs = layout.state_specs(axes, shapes.params, divided=layout.zero == 3)
@@ -70,6 +75,7 @@ def state_shardings(layout: Layout, plan: Plan, axes: Any, statistic_specs: Any,
         ema=None if shapes.ema is None else statistics,
         scale=jax.tree.map(lambda _: layout.sharding(), shapes.scale),
         buffers=None if buffer_axes is None else variable_shardings(layout, buffer_axes, shapes.buffers),
+        carry=None if carry_axes is None else variable_shardings(layout, carry_axes, shapes.carry),
     )
     if plan.offload_optimizer:
         state = dataclasses.replace(state, opt_state=host_offload.on_host(state.opt_state))
@@ -79,8 +85,47 @@ def state_shardings(layout: Layout, plan: Plan, axes: Any, statistic_specs: Any,
     return state
 
 
+def frozen_shapes(layout: Layout, axes: Any, shapes: Any) -> tuple[Any, ...]:
+    """The last argument of steps.
+
+    Args:
+      layout: The plan on its devices.
+      axes: Logical axes of a model's weights.
+      shapes: Shapes of the weights.
+
+    Returns:
+      The frozen variables, shapes with shardings; empty without any.
+    """
+    if variables.FROZEN not in shapes:
+        return ()
+    axes, shapes = axes[variables.FROZEN], shapes[variables.FROZEN]
+    return (shapes_with(shapes, variable_shardings(layout, axes, shapes)),)
+
+
+def gradient_shapes(mesh: Any, shapes: Any, param_shardings: Any, statistic_specs: Any) -> Any:
+    """Shapes of the gradients.
+
+    Args:
+      mesh: The mesh.
+      shapes: Shapes of the parameters.
+      param_shardings: Shardings of the parameters.
+      statistic_specs: PartitionSpecs of the optimizer's statistics.
+
+    Returns:
+      Shapes with the statistics' specs, in the parameters' memory (device or host).
+    """
+
+    def gradient_shape(x: Any, sharding: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        placed = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+
+    return jax.tree.map(gradient_shape, shapes, param_shardings, statistic_specs)
+
+
 def variable_shardings(layout: Layout, axes: Any, shapes: Any) -> Any:
-    """Shardings of buffers or frozen variables. ZeRO divides them where it divides parameters, so that layers gather all alike.
+    """Shardings of buffers, frozen variables or a carry.
+
+    ZeRO divides variables where it divides parameters, so that layers gather all alike.
 
     Args:
       layout: The plan on its devices.

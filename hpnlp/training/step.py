@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from hpnlp import measure
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models import variables
+from hpnlp.models.layer_forms import carries
 from hpnlp.parallel import context_parallel, distributed_matrices, host_offload, pipeline, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
@@ -26,7 +27,14 @@ from hpnlp.training.checksum import first_difference
 from hpnlp.training.gradients import Batch, Gradients, loss
 from hpnlp.training.muon import ApplyToWhole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
-from hpnlp.training.state_shardings import TrainState, place, shapes_with, state_shardings, variable_shardings
+from hpnlp.training.state_shardings import (
+    TrainState,
+    frozen_shapes,
+    gradient_shapes,
+    place,
+    shapes_with,
+    state_shardings,
+)
 from hpnlp.types import InputError, Model
 
 # Folded into the key of a step for `Model.advance`: no part of an accumulated batch has this number.
@@ -68,7 +76,9 @@ class Trainer:
     Attributes:
       init: `init(key[, weights]) -> state`; buffers that the weights lack are drawn.
       step: `step(state, batch, key) -> (state, metrics)`; the state is donated.
-      evaluate: `evaluate(weights, batch)` -> name -> (sum, weight): of "loss" in nats, and of what the layers report.
+      initial_carry: `initial_carry()`: the carry before the first batch, None for a model without one.
+      evaluate_next: `evaluate_next(weights, batch, carry) -> (sums, carry)`: name -> (sum, weight) of "loss" in nats and of
+        what the layers report, and the carry for the batch that continues this one.
       state_shapes: Shapes of the state, with their shardings.
       example_batch: `example_batch(batch_size, length)`: a batch of zeros with the shapes and dtypes of a batch of data.
       batch_sharding: Sharding of each array of a batch, by name; the arrays are global.
@@ -84,7 +94,8 @@ class Trainer:
 
     init: _OnMesh
     step: _OnMesh
-    evaluate: _OnMesh
+    initial_carry: _OnMesh
+    evaluate_next: _OnMesh
     state_shapes: TrainState
     example_batch: Callable[[int, int], Batch]
     batch_sharding: Mapping[str, NamedSharding]
@@ -117,8 +128,20 @@ class Trainer:
         if shapes is None:
             return self
         frozen = (jax.tree.map(place, shapes, values),)
-        step, evaluate = (dataclasses.replace(function, frozen=frozen) for function in (self.step, self.evaluate))
-        return dataclasses.replace(self, step=step, evaluate=evaluate)
+        step, evaluate = (dataclasses.replace(run, frozen=frozen) for run in (self.step, self.evaluate_next))
+        return dataclasses.replace(self, step=step, evaluate_next=evaluate)
+
+    def evaluate(self, weights: Any, batch: Mapping[str, Any]) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Sums over one batch.
+
+        Args:
+          weights: Weights of the model.
+          batch: Arrays of all sequences.
+
+        Returns:
+          As `evaluate_next`, from the initial carry.
+        """
+        return self.evaluate_next(weights, batch, self.initial_carry())[0]
 
     def flops(self, examples: int, length: int) -> int | None:
         """Floating-point operations of the matrix products of one step, recomputation included.
@@ -146,6 +169,7 @@ def make_trainer(
     *,
     steps: int,
     devices: Sequence[Any] | int | None = None,
+    batch_size: int = 0,
 ) -> Trainer:
     """Builds the training step of a model. Nothing is allocated.
 
@@ -156,6 +180,7 @@ def make_trainer(
       steps: Number of steps of the run, for the learning rate's schedule.
       devices: Devices to use, all by default. A number stands for that many devices that are not present: the functions can
         be traced, but not called.
+      batch_size: Sequences of a batch, which a model with a carry needs in order to train; 0 leaves the carry out of the state.
 
     Returns:
       The compiled functions, with the shapes and shardings of their arguments.
@@ -173,14 +198,15 @@ def make_trainer(
     # jax_debug_nans re-executes the program operation by operation, which does not terminate inside shard_map.
     single = (layout.mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
     optimizer = make_optimizer(config, steps, None if single else _apply_to_whole(layout.mesh, statistic_specs))
-    make_state = functools.partial(_initial_state, model, config, optimizer, buffer_shapes is not None)
+    make_state = functools.partial(_initial_state, model, config, optimizer, buffer_shapes is not None, batch_size)
     shapes = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)), weight_shapes)
-    shardings = state_shardings(layout, plan, weight_axes, statistic_specs, shapes)
+    carry_axes = None if shapes.carry is None else model.carry_axes()  # pyright: ignore[reportAttributeAccessIssue]
+    shardings = state_shardings(layout, plan, weight_axes, carry_axes, statistic_specs, shapes)
     tables = {sparse_rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
     gradients = Gradients(
         model=model.clone(
-            model_parallel=None if single else _model_parallel(layout, model.config.masks()), remat=plan.remat
+            model_parallel=None if single else _model_parallel(layout, model.config, carry_axes), remat=plan.remat
         ),
         single_model=model,
         update=update,
@@ -200,10 +226,11 @@ def make_trainer(
         fetches_optimizer=plan.offload_optimizer and not plan.offload_parameters,
         param_shapes=param_shapes,
         weight_shardings=variables.join(shardings.params, shardings.buffers),
+        batch_size=batch_size,
     )
     functions.rows_trained(config.accumulate, 8)  # raises InputError for models that cannot train some rows only
     on_mesh = functools.partial(_OnMesh, layout.mesh)
-    frozen = _frozen_shapes(layout, weight_axes, weight_shapes)
+    frozen = frozen_shapes(layout, weight_axes, weight_shapes)
     frozen_shardings = jax.tree.map(lambda leaf: leaf.sharding, frozen)
     batch_sharding = {name: layout.sharding(*names) for name, names in model.batch_axes().items()}
     replicated = layout.sharding()
@@ -214,6 +241,7 @@ def make_trainer(
         Plan("single", remat=plan.remat),
         steps=steps,
         devices=1,
+        batch_size=batch_size,
     )
     return Trainer(
         init=on_mesh(jax.jit(functions.init, out_shardings=shardings)),
@@ -226,9 +254,12 @@ def make_trainer(
             ),
             frozen,
         ),
-        evaluate=on_mesh(
+        initial_carry=on_mesh(jax.jit(functions.initial_carry, out_shardings=shardings.carry)),
+        evaluate_next=on_mesh(
             jax.jit(
-                functions.evaluate, in_shardings=(None, batch_sharding, *frozen_shardings), out_shardings=replicated
+                functions.evaluate,
+                in_shardings=(None, batch_sharding, shardings.carry, *frozen_shardings),
+                out_shardings=(replicated, shardings.carry),
             ),
             frozen,
         ),
@@ -238,7 +269,7 @@ def make_trainer(
         gives_probabilities=model.is_normalized,
         layout=layout,
         undivided=tuple(layout.undivided(axes, shapes.params)),
-        gradient_shapes=_gradient_shapes(layout.mesh, shapes.params, shardings.params, statistic_specs),
+        gradient_shapes=gradient_shapes(layout.mesh, shapes.params, shardings.params, statistic_specs),
         rows_trained=functions.rows_trained,
         single_device=None if layout.size("layers", "length") == 1 else one_device,
     )
@@ -248,6 +279,12 @@ def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout:
     """Raises InputError if a plan does not fit a model's mixers and residuals, or the optimizer."""
     c = model.config
     c.check_accumulation(config.accumulate)
+    for field, axis in (("pipeline", "layers"), ("sequence", "length")):
+        if carries(c.mixer) and layout.size(axis) > 1:
+            raise InputError(
+                f"plan.{field}={layout.size(axis)}: model.mixer={c.mixer!r} carries state from batch to batch, which devices "
+                f"that hold parts of the {axis} do not keep: set plan.{field}=1, or choose another mixer"
+            )
     heads = [c.sizes()[name][0] for name in ("heads", "kv_heads")]
     context_parallel.check_support(layout, c.mixers(), c.masks(), heads, c.dropout)
     if c.has_memory and layout.size("length") > 1:
@@ -269,16 +306,14 @@ def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout:
         check_by_layer(model, config)
 
 
-def _frozen_shapes(layout: Layout, axes: Any, shapes: Any) -> tuple[Any, ...]:
-    """The argument of steps for frozen variables, shapes with shardings; empty if there are none in a model's weights."""
-    if variables.FROZEN not in shapes:
-        return ()
-    axes, shapes = axes[variables.FROZEN], shapes[variables.FROZEN]
-    return (shapes_with(shapes, variable_shardings(layout, axes, shapes)),)
-
-
 def _initial_state(
-    model: Model, config: OptimizerConfig, optimizer: Any, has_buffers: bool, key: jax.Array, weights: Any = None
+    model: Model,
+    config: OptimizerConfig,
+    optimizer: Any,
+    has_buffers: bool,
+    batch_size: int,
+    key: jax.Array,
+    weights: Any = None,
 ) -> TrainState:
     """The state before the first step; `key` draws the parameters and buffers that are not passed."""
     params, buffers = (None, None) if weights is None else variables.split(weights)
@@ -288,7 +323,8 @@ def _initial_state(
         buffers = initial.get(variables.BUFFERS)
     ema = jax.tree.map(jnp.copy, params) if config.ema else None
     scale = loss_scale.initial(config.loss_scale, model.config.dtype)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema, scale, buffers)
+    carry = variables.initial_carry(model, batch_size) if batch_size else None
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema, scale, buffers, carry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,6 +339,7 @@ class _StepFunctions:
       fetches_optimizer: True if the optimizer's state rests in the host's memory, and is fetched at once, not by layer.
       param_shapes: Shapes of the parameters.
       weight_shardings: Shardings of the model's weights.
+      batch_size: Sequences of a batch, 0 for a state without a carry.
     """
 
     gradients: Gradients
@@ -312,22 +349,30 @@ class _StepFunctions:
     fetches_optimizer: bool
     param_shapes: Any
     weight_shardings: Any
+    batch_size: int
 
     def init(self, key: jax.Array, weights: Any = None) -> TrainState:
         """The state before the first step; `key` draws the parameters and buffers that are not passed."""
         model, update = self.gradients.single_model, self.update
         has_buffers = variables.BUFFERS in self.weight_shardings
-        return _initial_state(model, update.config, update.optimizer, has_buffers, key, weights)
+        return _initial_state(model, update.config, update.optimizer, has_buffers, self.batch_size, key, weights)
+
+    def initial_carry(self) -> Any:
+        """`Trainer.initial_carry`."""
+        return variables.initial_carry(self.gradients.single_model, self.batch_size) if self.batch_size else None
 
     def step(
         self, state: TrainState, batch: Batch, key: jax.Array, frozen: Any = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: gradients, update, metrics. Only the trained rows of a table take part in it."""
+        self._check_carry(state, batch)
         gradients = dataclasses.replace(self.gradients, frozen=frozen)
         key = jax.random.fold_in(key, state.step)
         ids = self.gradients.looked_up(state.params, batch, key)
         full_state, state = state, sparse_rows.gather(state, ids, self.tables)
-        grads, (weight, sums, statistics) = gradients(state.params, state.buffers, ids, state.scale, batch, key)
+        grads, (weight, sums, statistics), carry = gradients(
+            state.params, state.buffers, ids, state.scale, batch, key, state.carry
+        )
         scaled = weight if state.scale is None else weight * state.scale.value
         norm = self.update.norm(grads, scaled)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0])
@@ -344,8 +389,11 @@ class _StepFunctions:
         )
         with jax.numpy_dtype_promotion("standard"):
             learning_rate = jnp.asarray(self.schedule(_updates(state)), jnp.float32)
-        buffers = self._advance(state, statistics, is_finite if skips else None, key)
-        new_state = TrainState(state.step, params, opt_state, ema, state.scale, buffers)
+        buffers = self._advance(state, statistics, key)
+        if skips:
+            select = functools.partial(jnp.where, is_finite)
+            buffers, carry = jax.tree.map(select, (buffers, carry), (state.buffers, state.carry))
+        new_state = TrainState(state.step, params, opt_state, ema, state.scale, buffers, carry)
         # Vectors, such as a confusion matrix, are metrics of evaluations only.
         metrics = {name: mean(total, count) for name, (total, count) in sums.items() if not total.ndim}
         metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}
@@ -356,21 +404,30 @@ class _StepFunctions:
         new_state = dataclasses.replace(new_state, step=state.step + 1)
         return sparse_rows.scatter(full_state, new_state, ids, self.tables), metrics
 
-    def _advance(self, state: TrainState, statistics: Any, is_finite: jax.Array | None, key: jax.Array) -> Any:
-        """The buffers of the next step; those of the state if the step is skipped. None if the model has none."""
+    def _check_carry(self, state: TrainState, batch: Batch) -> None:
+        """Raises InputError if the state lacks the carry of the batch's sequences."""
+        count = jax.tree.leaves(batch)[0].shape[0]
+        if self.batch_size != count and variables.initial_carry(self.gradients.single_model, 1) is not None:
+            raise InputError(
+                f"batch_size={self.batch_size} of make_trainer: the model carries state from batch to batch, and the batch has "
+                f"{count} sequences: pass batch_size={count}"
+            )
+
+    def _advance(self, state: TrainState, statistics: Any, key: jax.Array) -> Any:
+        """The buffers of the next step, None if the model has none."""
         if state.buffers is None:
             return None
         rng = jax.random.fold_in(key, ADVANCE_STREAM)
-        buffers = self.gradients.model.advance(state.buffers, statistics, state.step, rng)
-        if is_finite is None:
-            return buffers
-        return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), buffers, state.buffers)
+        return self.gradients.model.advance(state.buffers, statistics, state.step, rng)
 
-    def evaluate(self, weights: Any, batch: Batch, frozen: Any = None) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """`Trainer.evaluate`, without dropout; averaged parameters, sharded as statistics are, are resharded."""
+    def evaluate(
+        self, weights: Any, batch: Batch, carry: Any, frozen: Any = None
+    ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], Any]:
+        """`Trainer.evaluate_next`, without dropout; averaged parameters, sharded as statistics are, are resharded."""
         weights = jax.tree.map(jax.lax.with_sharding_constraint, weights, self.weight_shardings)
-        out = loss(self.gradients.model, variables.join(weights, None, frozen), batch, None)
-        return self.gradients.with_auxiliary_losses({"loss": (out.sum, out.weight), **out.aux}, out.statistics)
+        out = loss(self.gradients.model, variables.join(weights, None, frozen), batch, None, carry)
+        sums = {"loss": (out.sum, out.weight), **out.aux}
+        return self.gradients.with_auxiliary_losses(sums, out.statistics), out.carry
 
     def rows_trained(self, examples: int, length: int) -> dict[sparse_rows.Path, int]:
         """`Trainer.rows_trained`."""
@@ -388,21 +445,13 @@ def _updates(state: TrainState) -> jax.Array:
     return counts[0][1] if counts else state.step
 
 
-def _gradient_shapes(mesh: Any, shapes: Any, param_shardings: Any, statistic_specs: Any) -> Any:
-    """Shapes of the parameters with their statistics' specs, in the parameters' memory (device or host)."""
-
-    def gradient_shape(x: Any, sharding: Any, spec: Any) -> jax.ShapeDtypeStruct:
-        placed = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
-
-    return jax.tree.map(gradient_shape, shapes, param_shardings, statistic_specs)
-
-
-def _model_parallel(layout: Layout, masks: Any) -> ModelParallel:
-    """Functions that run a model over a mesh. masks: those of the layers of one period."""
+def _model_parallel(layout: Layout, config: Any, carry_axes: Any) -> ModelParallel:
+    """Functions that run a model over a mesh. carry_axes: as of `Model.carry_axes`, or None."""
+    masks = config.masks()
+    carry_names = None if carry_axes is None else config.stack_order().split(carry_axes["layers"])
     return ModelParallel(
         embedding_lookup=functools.partial(vocab_parallel.lookup, layout),
-        run_layers=functools.partial(pipeline.run_layers, layout),
+        run_layers=functools.partial(pipeline.run_layers, layout, carry_names=carry_names),
         loss=functools.partial(vocab_parallel.loss, layout),
         best=functools.partial(vocab_parallel.best, layout),
         token_order=functools.partial(context_parallel.token_order, layout, masks),

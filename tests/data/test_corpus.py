@@ -29,6 +29,7 @@ LAYOUTS = {
     "fit": {"packing": "fit"},
     "concat mixed": {"packing": "concat", "weights": (1.0, 3.0)},
     "fit mixed": {"packing": "fit", "weights": (1.0, 3.0)},
+    "stream": {"order": "stream"},
 }
 
 
@@ -228,3 +229,72 @@ def test_summary_states_the_heldout_share(stories, tmp_path):
     (tmp_path / "b.jsonl").write_text(rows)
     scored = prepare(config(tmp_path / "a.jsonl", heldout_path=str(tmp_path / "b.jsonl"))).summary
     assert "% of all" not in scored and "takes" not in scored
+
+
+def streams(batches) -> dict[str, np.ndarray]:
+    """The tokens of each example of consecutive batches, one after another: arrays [B, steps * T]."""
+    return {name: np.concatenate([batch[name] for batch in batches], axis=1) for name in batches[0]}
+
+
+def test_examples_of_a_stream_continue_from_batch_to_batch(stories):
+    """More than a pass of each example: labels are the tokens that follow; positions and segments are those of documents."""
+    corpus = prepare(config(stories, order="stream"))
+    read = streams(take(corpus.train(seed=2), corpus.train_rows + 5))
+    other = streams(take(corpus.train(seed=3), 1))
+    assert not np.array_equal(other["tokens"], read["tokens"][:, :32])
+    text = corpus.read_training_text(10**6)[0]
+    for tokens, labels, ids, positions in zip(
+        *(read[name] for name in ("tokens", "labels", "segment_ids", "positions")), strict=True
+    ):
+        real = ids > 0
+        tokens, labels, ids, positions = (x[real] for x in (tokens, labels, ids, positions))
+        assert sum(~real) < 32  # only the last sequence of the text is filled up
+        follows = ids[1:] == ids[:-1]
+        np.testing.assert_array_equal(labels[:-1][follows], tokens[1:][follows])
+        np.testing.assert_array_equal(positions[1:], np.where(follows, positions[:-1] + 1, 0))
+        np.testing.assert_array_equal(ids[1:][~follows], ids[:-1][~follows] + 1)  # never one that memory still holds
+        decoded = corpus.tokenizer.decode(tokens)
+        assert decoded[: len(text)] in text + text and len(decoded) > len(text)
+    first_pass = take(corpus.train(seed=2), corpus.train_rows // 4)
+    rows = np.concatenate([batch["labels"] for batch in first_pass])
+    assert len(np.unique(rows, axis=0)) == len(rows)  # no sequence twice
+
+
+@pytest.mark.parametrize(("batch_size", "limit"), [(4, None), (8, 2), (512, None)])
+def test_heldout_streams_have_every_token_once(stories, batch_size, limit):
+    corpus = prepare(config(stories, order="stream"))
+    batches = list(corpus.heldout(batch_size=batch_size, limit=limit))
+    shards = [
+        list(corpus.heldout(batch_size=batch_size, limit=limit, process_index=i, process_count=2)) for i in (0, 1)
+    ]
+    together = [{name: np.concatenate([a[name], b[name]]) for name in a} for a, b in zip(*shards, strict=True)]
+    assert_equal(together, batches)
+    read = streams(batches)
+    if limit is None:
+        shuffled = prepare(config(stories)).heldout(batch_size=1)
+        assert predicted([read], corpus.tokenizer) == predicted(shuffled, corpus.tokenizer) == corpus.read_heldout()
+    else:
+        assert len(batches) == limit and (read["weights"].sum(axis=1) > 0).all()
+    follows = (read["segment_ids"][:, 1:] == read["segment_ids"][:, :-1]) & (read["segment_ids"][:, 1:] > 0)
+    np.testing.assert_array_equal(np.diff(read["positions"])[follows], 1)
+    with pytest.raises(InputError, match="stride=8: sequences of data.order='stream' do not overlap"):
+        corpus.heldout(batch_size=4, stride=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "streams"}, "data.order='streams': did you mean 'stream'"),
+        ({"order": "stream", "packing": "fit"}, "data.packing='fit'.*set data.packing='concat'"),
+        ({"order": "stream", "weights": (1.0, 2.0)}, r"data.weights=\(1.0, 2.0\).*set data.weights=\(\)"),
+    ],
+)
+def test_orders_that_cannot_be_raise(options, message):
+    with pytest.raises(InputError, match=message):
+        DataConfig(**options)
+
+
+def test_a_stream_of_another_batch_size_does_not_resume(stories):
+    state = prepare(config(stories, order="stream")).train(seed=0).get_state()
+    with pytest.raises(InputError, match="is of another batch size"):
+        prepare(config(stories, order="stream", batch_size=8)).train(seed=0).set_state(state)

@@ -1,4 +1,4 @@
-"""Runs of models with buffers: they resume bit for bit, evaluate, generate and start other runs with their buffers."""
+"""Runs of models with buffers and a carry: they resume bit for bit, evaluate, generate and start other runs."""
 
 import dataclasses
 import os
@@ -20,7 +20,8 @@ from hpnlp.types import InputError
 from tests import tiny
 from tests.centered_keys import centered_keys
 
-CONFIG = {"model__mixer": "centered,full", "plan__fsdp": 2, "train__eval_every": 4, "train__eval_batches": 1}
+CONFIG = {"model__mixer": "centered,segment_memory(20)", "data__order": "stream"}
+CONFIG |= {"plan__fsdp": 2, "train__eval_every": 4, "train__eval_batches": 1}
 CONFIG |= {
     "optimizer__ema": 0.9,
     "plan__tensor": 2,
@@ -105,5 +106,17 @@ def test_buffers_of_another_shape_raise(undisturbed):
         for buffers, text in ((None, "nothing"), (jax.tree.map(longer, shapes.buffers), r"float32\[1, 2, 8, 2\]")):
             with pytest.raises(InputError, match=rf"rest\['buffers'\].*was saved as float32.*, expected {text}"):
                 checkpoints.restore(dataclasses.replace(shapes, buffers=buffers))
+    finally:
+        checkpoints.close()
+
+
+def test_a_carry_of_another_batch_size_raises(undisturbed):
+    workdir, result = undisturbed
+    config = tiny.make(**CONFIG)
+    trainer = tiny.shared_trainer(result.model, config.optimizer, config.plan, steps=12, batch_size=4)
+    checkpoints = Checkpointer(workdir, read_only=True)
+    try:
+        with pytest.raises(InputError, match=r"carry\['layers'\].*float32\[1, 8, 20, 16\].*its old data.batch_size"):
+            checkpoints.restore(trainer.state_shapes)
     finally:
         checkpoints.close()

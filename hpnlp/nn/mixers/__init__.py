@@ -8,6 +8,7 @@ from typing import Any
 from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.exact import exact_mixer
+from hpnlp.nn.mixers.segment_memory import segment_memory
 from hpnlp.ops.attention import Full
 
 MIXERS: dict[str, Callable[..., Any]] = {
@@ -22,4 +23,5 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "longformer": exact_mixer(patterns.longformer),
     "bigbird": exact_mixer(patterns.bigbird),
     "conv": conv,
+    "segment_memory": segment_memory,
 }

@@ -1,0 +1,204 @@
+"""State that a model carries from batch to batch: layouts, accumulation, evaluation and refusals.
+
+Runs and checkpoints with a carry are those of `test_buffers`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from hpnlp.models.encoder import EncoderConfig
+from hpnlp.models.lm import LM, LMConfig
+from hpnlp.models.seq2seq import Seq2SeqConfig
+from hpnlp.nn.mixers.segment_memory import SegmentMemoryMixer
+from hpnlp.ops.attention import Full
+from hpnlp.parallel.plan import Plan
+from hpnlp.planner.memory import memory_estimate
+from hpnlp.tasks import TASKS
+from hpnlp.tasks.vocabulary import Sizes
+from hpnlp.training.evaluation import evaluate
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.run_directory import make_model
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
+from tests import tiny
+
+B, T, STEPS, M = 8, 8, 3, 5
+SIZES = {"dim": 16, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "vocab": 24, "layers": 3}
+MODEL = LMConfig(mixer=f"segment_memory({M}),full", **SIZES)
+# Adam would divide differences of rounding in small gradients by the size of these gradients.
+OPTIMIZER = OptimizerConfig("sgd", learning_rate=0.1, schedule="constant", warmup=0, skip_nonfinite=True)
+LAYOUTS = {
+    "zero3 x tensor, accumulated": (Plan("zero3", tensor=2), 8, {"accumulate": 2}),
+}
+SLOW_LAYOUTS = {
+    "accumulated": (Plan(), 1, {"accumulate": 4}),
+    "data": (Plan("data"), 8, {}),
+    "zero2 x tensor": (Plan("zero2", tensor=2), 4, {}),
+    "recomputed": (Plan(remat="full"), 1, {}),
+}
+
+
+def batch_of(number):
+    """Batch of a stream of tokens whose documents have 13 tokens."""
+    first = number * T + np.arange(T)[None] + 5 * np.arange(B)[:, None]
+    tokens = np.random.default_rng(0).integers(0, SIZES["vocab"], 100).astype(np.int32)
+    batch = {
+        "tokens": tokens[first],
+        "labels": tokens[first + 1],
+        "segment_ids": 1 + first // 13,
+        "positions": first % 13,
+    }
+    batch = {name: x.astype(np.int32) for name, x in batch.items()}
+    return {**batch, "weights": np.ones((B, T), np.float32)}
+
+
+@functools.cache
+def trainer_of(plan=Plan(), devices=1, mixer=MODEL.mixer, **changes):  # noqa: B008  (frozen)
+    model = LM(dataclasses.replace(MODEL, mixer=mixer))
+    config = dataclasses.replace(OPTIMIZER, **changes)
+    return make_trainer(model, config, plan, devices=jax.devices()[:devices], steps=STEPS, batch_size=B)
+
+
+@functools.cache
+def run(plan=Plan(), devices=1, **changes):  # noqa: B008  (frozen)
+    """`(losses, last state)`."""
+    trainer = trainer_of(plan, devices, **changes)
+    state, losses = trainer.init(jax.random.key(0)), []
+    for number in range(STEPS):
+        state, metrics = trainer.step(
+            state, jax.device_put(batch_of(number), trainer.batch_sharding), jax.random.key(1)
+        )
+        losses.append(float(metrics["loss"]))
+    assert trainer.step.jitted._cache_size() == 1  # one trace over all steps
+    return losses, jax.device_get(state)
+
+
+def assert_runs_equal(actual, expected):
+    np.testing.assert_allclose(actual[0], expected[0], rtol=2e-6)
+    for a, b in zip(*(jax.tree.leaves(state.carry) for _, state in (actual, expected)), strict=True):
+        assert a.dtype == b.dtype and np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_carry_do_not_depend_on_the_layout(layout):
+    plan, devices, changes = LAYOUTS[layout]
+    assert_runs_equal(run(plan, devices, **changes), run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SLOW_LAYOUTS)
+def test_further_layouts(layout):
+    plan, devices, changes = SLOW_LAYOUTS[layout]
+    assert_runs_equal(run(plan, devices, **changes), run())
+
+
+def test_carry_holds_the_last_tokens_of_the_layers_that_have_one():
+    _, state = run()
+    carry, last = state.carry["layers"]["0_segment_memory"], batch_of(STEPS - 1)
+    assert carry.states.shape == (2, B, M, SIZES["dim"]) and state.carry["layers"].keys() == {"0_segment_memory"}
+    for layer in range(2):
+        np.testing.assert_array_equal(carry.positions[layer], last["positions"][:, -M:])
+        np.testing.assert_array_equal(carry.segment_ids[layer], last["segment_ids"][:, -M:])
+    assert (np.abs(carry.states[0] - carry.states[1]) > 1e-3).any()
+
+
+def test_skipped_steps_keep_the_carry_and_new_states_begin_without():
+    trainer, (_, state) = trainer_of(), run()
+    broken = dataclasses.replace(state, params=jax.tree.map(lambda x: x * np.nan, state.params))
+    skipped, metrics = trainer.step(jax.device_put(broken), batch_of(STEPS), jax.random.key(1))
+    assert metrics["skipped"] == 1.0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(skipped.carry), state.carry)
+    for started in (trainer.init(jax.random.key(0)), trainer.init(jax.random.key(0), state.best_params)):
+        assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(started.carry))
+    assert "carry" not in state.best_params
+
+
+def test_planner_counts_the_carry():
+    plan, devices, changes = LAYOUTS["zero3 x tensor, accumulated"]
+    sizes = [
+        memory_estimate(trainer, 0, B, T)["carry"] for trainer in (trainer_of(), trainer_of(plan, devices, **changes))
+    ]
+    assert sizes == [2 * B * M * 4 * (SIZES["dim"] + 2), sizes[0] // 4]
+
+
+# Evaluation.
+
+
+def test_evaluation_reads_the_text_as_one_stream():
+    """The loss of one stream does not depend on where its sequences are cut, unless each begins with an empty carry."""
+    totals = []
+    for seq_len in (16, 48):
+        overrides = {"data__order": "stream", "data__batch_size": 1, "data__seq_len": seq_len}
+        config = tiny.make(model__mixer="segment_memory(20)", **overrides)
+        dataset = TASKS["lm"].dataset(config.data, None)
+        model = make_model(config, TASKS["lm"].vocabulary(dataset))
+        trainer = make_trainer(model, OptimizerConfig(), Plan(), devices=jax.devices()[:1], steps=1, batch_size=1)
+        params = jax.tree.map(lambda x: 4 * x, trainer.init(jax.random.key(0)).params)
+        totals.append(evaluate(trainer, params, dataset, config).sums["loss"])
+    np.testing.assert_allclose(*totals, rtol=1e-6)
+    alone = sum(np.asarray(trainer.evaluate(params, batch)["loss"]) for batch in dataset.heldout(batch_size=1))
+    assert alone[1] == totals[1][1] and abs(alone[0] - totals[1][0]) > 1e-4 * alone[0]
+
+
+# Refusals.
+
+
+def language_model(**overrides):
+    config = tiny.make(**{"model__mixer": "segment_memory(4)", "data__order": "stream"} | overrides)
+    return TASKS["lm"].model(config, Sizes(8))
+
+
+REFUSALS = {
+    "shuffled": (
+        lambda: language_model(data__order="shuffle"),
+        r"data.order='shuffle': model.mixer='segment_memory\(4\)' carries.*set data.order='stream'",
+    ),
+    "stride": (lambda: language_model(train__eval_stride=4), "train.eval_stride=4.*set train.eval_stride=0"),
+    "learned positions": (lambda: language_model(model__position="learned"), "model.position='learned' ends"),
+    "masked": (
+        lambda: TASKS["masked_lm"].data_config(order="stream", packing="concat"),
+        "data.order='stream' is for language models",
+    ),
+    "encoder": (
+        lambda: EncoderConfig(**SIZES, mixer="segment_memory"),
+        "EncoderConfig does not keep: choose another mixer",
+    ),
+    "seq2seq": (
+        lambda: Seq2SeqConfig(**SIZES, mixer="segment_memory"),
+        "DecoderConfig does not keep: choose another mixer",
+    ),
+    "reversible": (lambda: dataclasses.replace(MODEL, residual="reversible"), "set model.residual='plain'"),
+    "pipeline": (
+        lambda: trainer_of(Plan("pipeline"), 3, "segment_memory(5)"),
+        "plan.pipeline=3: model.mixer=.*set plan.pipeline=1",
+    ),
+    "sequence": (lambda: trainer_of(Plan("sequence"), 2), "plan.sequence=2: model.mixer=.*set plan.sequence=1"),
+    "no memory": (
+        lambda: LMConfig(**SIZES, mixer="segment_memory(0)"),
+        r"segment_memory\(0\): expected a memory of at least 1",
+    ),
+    "mask": (lambda: SegmentMemoryMixer().within(Full()), "a segment memory cannot apply the mask Full"),
+    "batch size": (lambda: step_of_another_size(), "batch_size=8 of make_trainer.*has 4 sequences: pass batch_size=4"),
+}
+
+
+def step_of_another_size():
+    batch = {name: x[:4] for name, x in batch_of(0).items()}
+    trainer_of().step(trainer_of().init(jax.random.key(0)), batch, jax.random.key(1))
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_unsupported_combinations_raise(case):
+    make, message = REFUSALS[case]
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_streams_train_models_without_a_carry():
+    model = language_model(model__mixer="window(4,0)")
+    assert model.initial_carry(2) is None
+    assert make_trainer(model, OPTIMIZER, Plan(), steps=1, batch_size=8).state_shapes.carry is None
