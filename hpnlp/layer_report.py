@@ -39,7 +39,7 @@ class LayerReport:
         Returns:
           The report of the branch, as a part of that of a layer.
         """
-        return LayerReport(self.aux, {branch: self.statistics} if self.statistics else {})
+        return dataclasses.replace(self, statistics={branch: self.statistics} if self.statistics else {})
 
     def merged(self, other: LayerReport) -> LayerReport:
         """Joins the reports of two branches of a layer.
