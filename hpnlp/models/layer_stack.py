@@ -327,6 +327,6 @@ def _stack_key(block: Block, mask: Any, length: int) -> Any:
     has_own = "attention" in report.statistics or any(
         "mixer" in tree.get("attention", {}) for tree in variables.values()
     )
-    mixer = block.mixer if has_own or hasattr(build_mixer(block.config), "initial_carry") else None
+    mixer = block.mixer if has_own or report.carry else None
     has_buffers = "mlp" in variables.get("buffers", {})
     return variables, mixer, block.config.mlp if has_buffers or "mlp" in report.statistics else None

@@ -155,6 +155,10 @@ class Attention(nn.Module):
                 raise InputError("layers with cross-attention got no memory: pass one, or set model.memory_dim=0")
         else:
             mixer = build(self.mixer, MIXERS, "mixer", dropout=self.dropout, name="mixer")
+        if self.is_initializing() and hasattr(mixer, "initial_carry"):
+            # The report then has a carry, which tells layers that have one from others.
+            carry = mixer.initial_carry(x.shape[0], x.shape[-1], x.dtype)
+            context = dataclasses.replace(context, segment_ids=jnp.ones_like(context.positions), carry=carry)
         x = self.tensor_parallel.gather_tokens(x)
         tokens = SegmentMemory(x, context.positions, context.segment_ids)
         keys = self._key_tokens(mixer, tokens, context)

@@ -51,7 +51,10 @@ def train_error(error_of, tmp_path):
         ("--name=adamw", "unknown flag --name: did you mean --config.optimizer.name or --config.plan.name?"),
         ("--config.train.steps=1e3", "hpnlp: --config.train.steps=1e3: expected int\n"),
         ("--config.data.weights=(1,", "hpnlp: --config.data.weights=(1,: expected tuple, for example (1,3)\n"),
-        ("--config.data.tokenizer=bpe", "tokenizer 'bpe' takes (size): missing a required argument: 'size'"),
+        (
+            "--config.data.tokenizer=bpe",
+            "tokenizer 'bpe' takes (size, by='spaces'): missing a required argument: 'size'",
+        ),
         ("--config.train.profile=10:15", "train.profile='10:15' goes beyond train.steps=12"),
         ("--config=tests", "--config: 'tests' is a directory: use an experiment file"),
         (

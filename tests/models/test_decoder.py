@@ -109,7 +109,7 @@ def gradients(plan, devices, remat="none"):
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)
     if devices > 1:
-        model = model.clone(model_parallel=_model_parallel(layout, model.config.masks()), remat=remat)
+        model = model.clone(model_parallel=_model_parallel(layout, model.config, None), remat=remat)
     specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
     params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
     batch = {name: jax.device_put(x, layout.sharding(*model.batch_axes()[name])) for name, x in batch.items()}

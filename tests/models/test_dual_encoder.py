@@ -65,7 +65,7 @@ def results(name, plan, devices):
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)
     if devices > 1:
-        model = model.clone(model_parallel=_model_parallel(layout, model.config.masks()))
+        model = model.clone(model_parallel=_model_parallel(layout, model.config, None))
     specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
     params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
     batch = {key: jax.device_put(x, layout.sharding(*model.batch_axes()[key])) for key, x in make_batch().items()}

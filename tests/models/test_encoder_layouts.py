@@ -53,7 +53,7 @@ def results(head, plan, devices, ring):
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)
     if devices > 1:
-        model = model.clone(model_parallel=_model_parallel(layout, model.config.masks()))
+        model = model.clone(model_parallel=_model_parallel(layout, model.config, None))
     specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
     params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
     batch = {name: jax.device_put(x, layout.sharding(*model.batch_axes()[name])) for name, x in batch.items()}
@@ -99,7 +99,7 @@ def test_layouts_match_one_device(head, layout):
 def test_sizes_that_do_not_divide_raise():
     model, _, batch = model_of("sequences", False)
     layout = Plan().layout(model.config.sizes(), jax.devices())
-    parallel = model.clone(model_parallel=_model_parallel(layout, model.config.masks()))
+    parallel = model.clone(model_parallel=_model_parallel(layout, model.config, None))
     batch = {name: x[:6] for name, x in batch.items()}
     with pytest.raises(InputError, match="6 sequences do not divide over plan.data=8"), jax.set_mesh(layout.mesh):
         jax.eval_shape(

@@ -143,7 +143,7 @@ def gradients(plan, devices):
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)
     if devices > 1:
-        model = model.clone(model_parallel=_model_parallel(layout, model.config.masks()))
+        model = model.clone(model_parallel=_model_parallel(layout, model.config, None))
     specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
     params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
     batch = {name: jax.device_put(x, layout.sharding(*model.batch_axes()[name])) for name, x in batch.items()}
@@ -205,7 +205,7 @@ def test_rows_are_those_of_sources_and_targets():
     ("fields", "message"),
     [
         ({"encoder_mixer": "conv"}, "model.encoder_mixer='conv': conv mixes with earlier tokens only"),
-        ({"encoder_layers": -1}, "model.encoder_layers=-1: expected at least 1"),
+        ({"encoder_layers": -1}, "model.encoder_layers=-1: expected at least 0"),
         ({"encoder_mixer": "full,window(2,2)", "encoder_layers": 1}, "model.encoder_layers=1: name fewer"),
         ({"encoder_form": "block(heads=3)"}, "model.encoder_form"),
         ({"target_len": -1}, "model.target_len=-1: expected at least 0"),

@@ -262,7 +262,7 @@ def test_trainers_use_shard_map_over_several_devices(devices):
     batch = jax.eval_shape(lambda: example_batch(8, 8))
     key = jax.eval_shape(lambda: KEY)
     step = jax.make_jaxpr(trainer.step.jitted)(trainer.state_shapes, batch, key)
-    evaluate = jax.make_jaxpr(trainer.evaluate.jitted)(trainer.state_shapes.params, batch)
+    evaluate = jax.make_jaxpr(trainer.evaluate_next.jitted)(trainer.state_shapes.params, batch, None)
     assert ("shard_map" in str(step)) == ("shard_map" in str(evaluate)) == (devices > 1)
 
 

@@ -285,4 +285,4 @@ def test_runs_of_other_tasks_are_refused(config, finished, tmp_path):
     with pytest.raises(InputError, match=f"holds a model of task='{config.task}', and this config has task='{other}'"):
         loop.train(warm, tmp_path / "run")
     with pytest.raises(InputError, match=f"generate works on runs of task='{other}': name one of these"):
-        check_task(workdir, config, other, "generate")
+        check_task(workdir, config, (other,), "generate")

@@ -16,13 +16,14 @@ from hpnlp.training.step import Trainer
 def test_sums_of_earlier_batches_do_not_stay_on_the_devices(monkeypatch):
     shape, counts = (3, 5, 7), []
 
-    def evaluate(params, batch):
+    def evaluate_next(params, batch, carry):
         counts.append(sum(x.shape == shape for x in jax.live_arrays()))
-        return {"confusion": (jnp.full(shape, batch["x"][0], jnp.float32), jnp.float32(1))}
+        return {"confusion": (jnp.full(shape, batch["x"][0], jnp.float32), jnp.float32(1))}, carry
 
     monkeypatch.setattr(evaluation, "on_devices", lambda trainer, batch, config: batch)
     trainer = object.__new__(Trainer)
-    object.__setattr__(trainer, "evaluate", evaluate)
+    object.__setattr__(trainer, "evaluate_next", evaluate_next)
+    object.__setattr__(trainer, "initial_carry", lambda: None)
     batches = [{"x": np.array([number])} for number in range(9)]
     total, weight = evaluation._sums(trainer, None, batches, Config())["confusion"]
     assert (total == 36).all() and weight == 9 and total.dtype == "float64"

@@ -121,7 +121,7 @@ def test_heldout_bits_are_per_byte_of_text(undisturbed):
 
 def test_nothing_is_compiled_after_the_first_step(undisturbed):
     _, _, trainer = undisturbed
-    assert trainer.step.jitted._cache_size() == trainer.evaluate.jitted._cache_size() == 1
+    assert trainer.step.jitted._cache_size() == trainer.evaluate_next.jitted._cache_size() == 1
 
 
 def test_run_stopped_by_signals_resumes_exactly(undisturbed, tmp_path, monkeypatch, capsys):
