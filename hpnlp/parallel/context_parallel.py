@@ -140,9 +140,9 @@ def check_mixer(mixer: Any) -> None:
         another class than `__call__`; or it draws, which `partial` cannot.
     """
     fix = "choose plan.exchange=heads, or plan.sequence=1"
-    check_method(mixer, "partial", "a ring", fix)
     if mixer.traits.draws:
         raise InputError(f"{type(mixer).__name__} draws, which a ring does not support: {fix}")
+    check_method(mixer, "partial", "a ring", fix)
     if has_state(mixer):
         check_method(mixer, "prepare", "a ring, for the statistics and buffers of the device's tokens,", fix)
 

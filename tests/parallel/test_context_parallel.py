@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from hpnlp.parallel.context_parallel import token_order
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
-from hpnlp.types import InputError, MixerInputs
+from hpnlp.types import InputError, MixerInputs, MixerTraits
 from tests.contracts import ONCE, once
 from tests.parallel.test_ring_schedule import MASKS, PLAIN, ZIGZAG, T
 
@@ -179,7 +180,8 @@ def test_unsupported_mixers_and_lengths_raise():
     per_head = ExactMixer(PerHead((Causal(), Full()) * 2))
     assert "heads with masks of their own do not run on a ring" in error_message(per_head)
     assert "are not divided over devices: set plan.sequence=1" in error_message(per_head, "heads")
-    assert "object has no `partial`" in error_message(object())
+    whole = SimpleNamespace(traits=MixerTraits())
+    assert "SimpleNamespace has no `partial`" in error_message(whole)
     assert "Louder takes `partial` from ExactMixer and `__call__` from Louder" in error_message(Louder())
     assert "divides 2 heads of k over plan.sequence=4 devices: choose" in error_message(ExactMixer(), "heads")
     with pytest.raises(InputError, match="sequences of 36 tokens do not divide into two chunks .* multiple of 8"):
