@@ -133,7 +133,7 @@ def parity(rows: Rows) -> Lines:
 
 
 def tasks(rows: Rows) -> Lines:
-    """Of each task: the largest differences over its layouts, and the errors of its plans."""
+    """The largest differences of each task over its layouts, and the errors of its plans."""
     lines, plans = [], []
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = [row for row in rows if row["task"] == task]

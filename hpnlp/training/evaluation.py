@@ -77,7 +77,7 @@ def further_scores(trainer: Trainer, params: Any, dataset: Dataset, config: Conf
 def _sums(
     trainer: Trainer, params: Any, batches: Iterable[Mapping[str, np.ndarray]], config: Config
 ) -> dict[str, tuple[Any, Any]]:
-    """What the model's loss reports, summed over batches in float64."""
+    """Sums over batches, in float64, of the loss and the metrics that the model reports."""
     total: Any = None
     last: Any = None  # sums on the devices: of one batch only, because a confusion matrix may take megabytes
     carry = trainer.initial_carry()

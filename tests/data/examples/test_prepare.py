@@ -141,7 +141,7 @@ def test_saved_tokenizer_and_labels_find_the_same_batches(path, tmp_path, cache)
 
 
 def test_states_and_digests_do_not_depend_on_the_cache(path, tmp_path):
-    """Of a run that found its classes, and goes on with these classes on another machine."""
+    """A run that found its classes continues with these classes on another machine."""
     write(path, classification()[::-1])  # classes occur in another order than that of their names
     examples = prepare_examples(config("classification", path))
     moved = config("classification", path, cache=str(tmp_path / "other"))
