@@ -47,7 +47,7 @@ def files(path):
 @contextlib.contextmanager
 def unchanged_tables():
     """Removes the entries that are added to tables, and restores those that are replaced."""
-    tables = [*fields.tables().values(), MASKS, contracts.EXACT, contracts.REFERENCES]
+    tables = [*fields.tables().values(), MASKS, contracts.SOFTMAX, contracts.REFERENCES]
     before = [(table, dict(table)) for table in tables if isinstance(table, dict)]
     try:
         yield

@@ -45,7 +45,7 @@ class Classification(LabelTask):
     def model(self, config: RunConfig, sizes: Sizes) -> Encoder:
         if config.model.pooling == "none":
             raise InputError("model.pooling='none' labels every token: choose another, such as 'mean'")
-        if config.data.pair_field and config.model.token_types == 1:
+        if config.data.kind().parts == 2 and config.model.token_types == 1:
             raise InputError(
                 "model.token_types=1 does not tell the texts of a pair (data.pair_field) apart: set it to 2, or to 0 for none"
             )

@@ -50,7 +50,7 @@ def make_batch(config, batch=B, length=T, seed=1):
         "positions": np.tile(np.arange(length), (batch, 1)),
         "labels": rng.integers(0, config.outputs()[0], shape),
     }
-    if config.token_types:
+    if config.token_types and config.pooling != "none":
         values["token_types"] = rng.integers(0, config.token_types, (batch, length))
     weights = np.where(rng.permutation(np.prod(shape)) == 0, 0, rng.uniform(0.5, 2, np.prod(shape))).reshape(shape)
     weights = weights * real if len(shape) == 2 else weights

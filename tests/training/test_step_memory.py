@@ -66,10 +66,9 @@ def test_offloaded_optimizer_matches(plan, devices):
     ],
 )
 def test_offloaded_parameters_match(plan, changes):
-    """Layers and their averages are in the host's memory between steps; results are those of one device without offloading."""
-    initial = changes.get("loss_scale")
-    scale = jax.device_get(loss_scale.initial(initial, "float32"))
-    plain = Run(trainer_of(loss_scale=initial) if initial else trainer_of(), scale=scale)
+    """Layers and their averages are in the host's memory between steps; results are those of the plan without offloading."""
+    scale = jax.device_get(loss_scale.initial(changes.get("loss_scale"), "float32"))
+    plain = Run(trainer_of(plan, 4, **changes), scale=scale)
     offloaded = Run(trainer_of(dataclasses.replace(plan, offload_parameters=True), 4, **changes), scale=scale)
     for seed in range(3):
         assert offloaded.step(batch_of(seed)) == pytest.approx(plain.step(batch_of(seed)), rel=1e-5)
