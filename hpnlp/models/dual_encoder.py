@@ -192,7 +192,7 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         Returns:
           The loss summed over pairs, in nats, with the statistics, auxiliary losses and metrics of the layers (the names of
           losses and metrics of a separate second tower begin with "pair_"), "accuracy", the share of texts whose partner is
-          the most similar one of the batch, and "temperature" if it is learned.
+          the most similar one of the batch (of weight 0 if there is no other), and "temperature" if it is learned.
         """
         texts, partners, reports = self._vectors(batch, deterministic)
         weights = batch["weights"].astype(jnp.float32)
@@ -207,8 +207,9 @@ class DualEncoder(OfSeveralStacks, nn.Module):
             nll = (nll + jax.nn.logsumexp(scores, axis=0) - own) / 2
         others = jnp.where(jnp.eye(len(own), dtype=bool), lowest, scores).max(axis=1)
         hits = own > others  # a tie with another partner is no hit
+        compared = jnp.where(is_pair.sum() > 1, weights, 0.0)  # a single pair has no other partner to tell apart
         aux, statistics = self.join_reports(reports)
-        aux = {**aux, "accuracy": (jnp.where(hits, weights, 0.0).sum(), weights.sum())}
+        aux = {**aux, "accuracy": (jnp.where(hits, compared, 0.0).sum(), compared.sum())}
         if self.config.learn_temperature:
             aux["temperature"] = (1 / scale, jnp.float32(1))
         return LossOut(jnp.where(is_pair, nll * weights, 0.0).sum(), weights.sum(), aux, statistics)

@@ -46,6 +46,11 @@ class DualEncoding(ExampleTask):
         self, config: RunConfig, dataset: Examples, sums: Sums, *, is_complete: bool, gives_probabilities: bool
     ) -> dict[str, float]:
         """Mean loss in nats per pair, and the share of texts whose partner is the most similar of its batch."""
+        if not sums["accuracy"][1]:
+            raise InputError(
+                "the held-out batches have one pair each, and nothing to tell a partner from: hold out more pairs, or raise "
+                "train.eval_batches"
+            )
         return {name: float(sums[name][0] / sums[name][1]) for name in ("loss", "accuracy")}
 
     def baseline(self, dataset: Examples) -> TfidfBaseline:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from hpnlp.data.examples import Examples, check_paths, prepare_examples
 from hpnlp.data.files import Progress
-from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.task import Batch, RunConfig, Task
-from hpnlp.tasks.vocabulary import Sizes, Vocabulary
+from hpnlp.tasks.vocabulary import Vocabulary
 
 
 class ExampleTask(Task):
@@ -40,9 +38,3 @@ class ExampleTask(Task):
             "process_count": process_count,
         }
         return {name: dataset.heldout(name=name, **options) for name in dataset.heldout_sets[1:]}
-
-    def load_vocabulary(self, workdir: Path) -> Vocabulary | None:
-        return vocabularies.load(workdir)
-
-    def planned_sizes(self, config: RunConfig) -> Sizes:
-        return vocabularies.planned_sizes(config.data.tokenizer, config.model.vocab)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 from hpnlp.data import sources
 from hpnlp.data.baselines import Baselines
@@ -45,12 +44,6 @@ class LanguageModel(Task):
             process_index=process_index,
             process_count=process_count,
         )
-
-    def load_vocabulary(self, workdir: Path) -> Vocabulary | None:
-        return vocabularies.load(workdir)
-
-    def planned_sizes(self, config: RunConfig) -> Sizes:
-        return vocabularies.planned_sizes(config.data.tokenizer, config.model.vocab)
 
     def model(self, config: RunConfig, sizes: Sizes) -> LM:
         model = config.model

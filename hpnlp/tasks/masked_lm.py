@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,9 +98,6 @@ class MaskedLanguageModel(Task):
         return dataset.heldout(
             batch_size=config.data.batch_size, limit=limit, process_index=process_index, process_count=process_count
         )
-
-    def load_vocabulary(self, workdir: Path) -> Vocabulary | None:
-        return vocabularies.load(workdir)
 
     def planned_sizes(self, config: RunConfig) -> Sizes:
         limit = config.model.vocab - 1 if config.model.vocab else 0

@@ -12,6 +12,7 @@ import numpy as np
 
 from hpnlp.data import Batches
 from hpnlp.data.files import Progress
+from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.reporting import TaskReport
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError, Model, Tokenizer
@@ -181,7 +182,6 @@ class Task(abc.ABC):
         """
         return Vocabulary(dataset.tokenizer)
 
-    @abc.abstractmethod
     def load_vocabulary(self, workdir: Path) -> Vocabulary | None:
         """Reads the vocabulary of a run directory.
 
@@ -194,8 +194,8 @@ class Task(abc.ABC):
         Raises:
           InputError: A file cannot be read.
         """
+        return vocabularies.load(workdir)
 
-    @abc.abstractmethod
     def planned_sizes(self, config: RunConfig) -> Sizes:
         """Sizes of the vocabulary that the planner expects of data that it does not read.
 
@@ -205,6 +205,7 @@ class Task(abc.ABC):
         Returns:
           The largest sizes that the data may have.
         """
+        return vocabularies.planned_sizes(config.data.tokenizer, config.model.vocab)
 
     @abc.abstractmethod
     def model(self, config: RunConfig, sizes: Sizes) -> Model:

@@ -115,6 +115,16 @@ def test_loss_and_gradients_match_torch(name):
     assert_leaves_close(gradients, jax.device_get(expected), 1e-5)
 
 
+def test_a_batch_with_one_pair_has_no_accuracy():
+    """The last batch of an evaluation may be filled up to that; its pair has no other partner to be taken for."""
+    name = next(iter(FIELDS))
+    model, params = make(**FIELDS[name])
+    batch = make_batch()
+    one = batch | {"weights": jnp.zeros_like(batch["weights"]).at[0].set(1.0)}
+    out = model.apply({"params": params}, one, method="loss")
+    assert [float(x) for x in out.aux["accuracy"]] == [0, 0] and float(out.weight) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

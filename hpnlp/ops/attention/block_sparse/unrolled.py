@@ -37,9 +37,9 @@ def suits(options: Options, length: int, key_length: int, operands: ExecutorOper
     """
     if options.form is not None:
         return options.form is Form.UNROLLED
-    pairs = length * key_length
+    pairs, mask = length * key_length, _static_mask(options, operands)
     if (
-        -(-length // (options.block_size or cost_model.UNROLLED_BLOCK)) > cost_model.UNROLLED_MAX_BLOCKS
+        -(-length // _block_size(options, mask)) > cost_model.UNROLLED_MAX_BLOCKS
         or pairs > cost_model.UNROLLED_MAX_PAIRS
     ):
         return False
@@ -142,8 +142,18 @@ def _query_blocks(
     options: Options, length: int, key_length: int, operands: ExecutorOperands
 ) -> tuple[_QueryBlock, ...]:
     """All query blocks, each with the span of keys that the mask reaches where that is known while tracing."""
-    mask = options.mask if operands.mask_is_static else Full()
-    return _trimmed_blocks(mask, length, key_length, options.block_size or cost_model.UNROLLED_BLOCK)
+    mask = _static_mask(options, operands)
+    return _trimmed_blocks(mask, length, key_length, _block_size(options, mask))
+
+
+def _static_mask(options: Options, operands: ExecutorOperands) -> Mask:
+    """The mask as far as it is known while tracing."""
+    return options.mask if operands.mask_is_static else Full()
+
+
+def _block_size(options: Options, mask: Mask) -> int:
+    """Number of queries in a block. mask: result of `_static_mask`."""
+    return options.block_size or (cost_model.UNROLLED_FULL_BLOCK if mask == Full() else cost_model.UNROLLED_BLOCK)
 
 
 @functools.lru_cache(maxsize=64)
