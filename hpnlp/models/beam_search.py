@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hpnlp.models.backbone import separate_layers
+from hpnlp.models.backbone import for_decoding
 from hpnlp.models.decode import check_decodes
 from hpnlp.models.lm import LM
 from hpnlp.models.variables import collections
@@ -204,7 +204,7 @@ def _check(
 @functools.partial(jax.jit, static_argnames="model")
 def _search(params: Any, prompts: jax.Array, lengths: jax.Array, memory: Any, rules: Rules, *, model: LM) -> Beams:
     """`beam_search` of padded prompts."""
-    params = separate_layers(params, model.config)
+    params = for_decoding(params, model.config, len(prompts) * rules.beams)
 
     def step(search: _Search) -> _Search:
         return _step(model, params, rules, search)

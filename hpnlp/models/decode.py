@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp import measure
 from hpnlp.data.huggingface import HFTokenizer
-from hpnlp.models.backbone import separate_layers
+from hpnlp.models.backbone import for_decoding
 from hpnlp.models.lm import LM
 from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
@@ -116,7 +116,8 @@ class Generation:
 
         start = time.perf_counter()
         params = host_offload.to_device(params)
-        sharding, params = _replicated(params), jax.jit(separate_layers, static_argnums=1)(params, model.config)
+        sharding = _replicated(params)
+        params = jax.jit(for_decoding, static_argnums=(1, 2))(params, model.config, len(padded))
         self._prefill_args, self._decode_args = (params, padded, lengths, memory), (params, draw, ids)
         prefill, decode = _jitted(sharding)
         static = {"model": model, "capacity": padded.shape[1] + _round_up(tokens, CHUNK)}

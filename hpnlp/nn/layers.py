@@ -5,7 +5,7 @@ Parameters are float32 and carry the logical names of their axes; a layer comput
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -15,13 +15,16 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel, Zero2Parameter
 from hpnlp.ops.dropout import keep_mask, seed_words
-from hpnlp.ops.linear import linear
+from hpnlp.ops.linear import linear, linear_by_transpose
 from hpnlp.ops.norms import layer_norm, rms_norm
 from hpnlp.types import TableRows
 
 Initializer = Callable[..., Any]
 
 dense_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+# Name of a further parameter of a Dense layer: the transpose of its kernel.
+TRANSPOSE = "kernel_transpose"
+
 embed_init: Initializer = nn.initializers.normal(0.02)
 
 
@@ -87,8 +90,27 @@ def frozen(module: nn.Module, name: str, initial: Callable[[jax.Array], Any]) ->
     return nn.meta.unbox(module.get_variable("frozen", name))
 
 
+def with_transposes(params: Any) -> Any:
+    """Adds the transposes of the kernels of `Dense` layers, which they then read; for decoding.
+
+    Args:
+      params: Parameters of layers, whose kernels are not stacked.
+
+    Returns:
+      The parameters, with the array TRANSPOSE beside each matrix "kernel". Other modules do not read it.
+
+    Cost: a copy of the kernels.
+    """
+    if not isinstance(params, Mapping):
+        return params
+    added = {name: with_transposes(value) for name, value in params.items()}
+    if getattr(added.get("kernel"), "ndim", 0) == 2:
+        added[TRANSPOSE] = jax.lax.optimization_barrier(added["kernel"].T)
+    return added
+
+
 class Dense(nn.Module):
-    """`x @ kernel + bias` over the last axis.
+    """`x @ kernel + bias` over the last axis. A parameter TRANSPOSE (`with_transposes`) is read in place of the kernel.
 
     Attributes:
       features: Output features.
@@ -109,6 +131,8 @@ class Dense(nn.Module):
     def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*local_tokens F"]:
         kernel = param(self, "kernel", self.init, (x.shape[-1], self.features), self.axes)
         bias = param(self, "bias", nn.initializers.zeros, (self.features,), self.axes[1:]) if self.use_bias else None
+        if (transpose := self.get_variable("params", TRANSPOSE)) is not None:
+            return linear_by_transpose(x, transpose, bias)
         if self.tensor_parallel.is_identity:
             return linear(x, kernel, bias)
         y = self.tensor_parallel.reduce_output(linear(x, kernel), self.axes[0])

@@ -39,6 +39,44 @@ def linear(
     return out.astype(x.dtype).reshape(*x.shape[:-1], w.shape[-1])
 
 
+@array_op("... F", x="... D", wt="F D")
+def linear_by_transpose(
+    x: Float[Array, "*tokens D"], wt: Float[Array, "F D"], b: Float[Array, " F"] | None = None
+) -> Float[Array, "*tokens F"]:
+    """`linear` with the transpose of the matrix in memory: see `prefers_transpose`.
+
+    Args:
+      x: [..., D].
+      wt: [F, D]; as w in `linear`.
+      b: [F]; None for no bias.
+
+    Returns:
+      [..., F] in the dtype of x.
+
+    Cost:
+      As `linear`.
+    """
+    out = product_by_transpose(x.reshape(-1, x.shape[-1]), wt)
+    if b is not None:
+        out = out + b.astype(jnp.float32)[None, :]
+    return out.astype(x.dtype).reshape(*x.shape[:-1], wt.shape[0])
+
+
+def prefers_transpose(rows: int) -> bool:
+    """Whether products of a few rows with a matrix are faster by the matrix's transpose.
+
+    On XLA:CPU they are if neither side is transposed on the way: 13 ms in place of 36 for 4 rows, and 21 ms in place of 52 for
+    32 rows, with matrices of 100 MB, D = 512, on two cores. For one row there is no difference.
+
+    Args:
+      rows: Number of rows.
+
+    Returns:
+      True for 2 to 64 rows on a CPU.
+    """
+    return 2 <= rows <= 64 and jax.default_backend() == "cpu"
+
+
 @array_op("M F", x="M", w="_ F")
 def product(x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F"]:
     """Product `x w` in float32, for results that must not be rounded to the dtype of x, such as logits.
@@ -51,6 +89,20 @@ def product(x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F
       [M, F] float32.
     """
     return _product(*vary_alike(x, w))
+
+
+@array_op("M F", x="M D", wt="F D")
+def product_by_transpose(x: Float[Array, "M D"], wt: Float[Array, "F D"]) -> Float[Array, "M F"]:
+    """`product` with the transpose of the matrix in memory.
+
+    Args:
+      x: [M, D].
+      wt: [F, D]; as w in `linear`.
+
+    Returns:
+      [M, F] float32.
+    """
+    return _product_by_transpose(*vary_alike(x, wt))
 
 
 @accepts_numpy
@@ -114,3 +166,24 @@ def _dot(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
 
 
 _product.defvjp(_product_forward, _product_backward)
+
+
+@jax.custom_vjp
+def _product_by_transpose(x: Array, wt: Array) -> Array:
+    # The barriers keep XLA from moving the transposes into the product.
+    columns = lax.optimization_barrier(x.T)
+    return lax.optimization_barrier(_dot(wt.astype(x.dtype), columns, 1, 0)).T
+
+
+@accepts_numpy
+def _product_by_transpose_forward(x: Array, wt: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product_by_transpose(x, wt), (x, wt)
+
+
+def _product_by_transpose_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, wt = saved
+    dx, dw = _product_backward((x, wt.T), dy)
+    return dx, dw.T
+
+
+_product_by_transpose.defvjp(_product_by_transpose_forward, _product_by_transpose_backward)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from hpnlp.models.backbone import separate_layers
+from hpnlp.models.backbone import for_decoding
 from hpnlp.models.beam_search import beam_search
 from hpnlp.models.decode import Generation
 from hpnlp.models.decoder import Decoder, DecoderConfig
@@ -52,11 +52,11 @@ def with_memory(batch):
     return batch | {"memory": memory.states, "memory_segment_ids": memory.segment_ids}
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
+@pytest.mark.parametrize("separate", [False, True], ids=["stacked", "for decoding"])
 def test_prefill_and_extend_equal_the_full_pass(separate):
     """Further tokens take the memory's keys and values from the cache; the memory's padding does not count."""
     model, params = make(**GPT if separate else {})
-    variables = {"params": separate_layers(params, model.config) if separate else params}
+    variables = {"params": for_decoding(params, model.config, 4) if separate else params}
     memory, lengths = make_memory(4), np.array([3, 7, 1, 6], np.int32)
     tokens, rows = np.asarray(make_batch(4, 12)["tokens"]), np.arange(4)
     padding = memory.segment_ids == 0
@@ -65,7 +65,7 @@ def test_prefill_and_extend_equal_the_full_pass(separate):
 
     def full(memory):
         context = Context(positions, jnp.ones_like(positions), model.config.mask, memory=memory)
-        return model.apply(variables, jnp.asarray(tokens), context, method="hidden")[0]
+        return model.apply({"params": params}, jnp.asarray(tokens), context, method="hidden")[0]
 
     expected, other = once(lambda *memories: [full(m) for m in memories], memory, noisy)
     np.testing.assert_array_equal(expected, other)

@@ -153,6 +153,8 @@ CALLS = {
     ),
     "convolution.causal_conv": ((convolution.causal_conv, (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),),
     "linear.linear": ((linear.linear, (x(2, 3, D), x(D, 5), x(5))), (linear.linear, (np.float16(H), x(D, 5)))),
+    "linear.linear_by_transpose": ((linear.linear_by_transpose, (x(2, 3, D), x(5, D), x(5))),),
+    "linear.product_by_transpose": ((linear.product_by_transpose, (H, x(5, D))),),
     "linear.product": ((linear.product, (H, x(D, 5))),),
     "linear.widened": ((linear.widened, (np.float16(H), TABLE)),),
     "norms.rms_norm": ((lambda a, s: norms.rms_norm(a, s, 1e-6), (H, x(D))),),

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
-from hpnlp.ops.linear import product, widened
+from hpnlp.ops.linear import prefers_transpose, product, product_by_transpose, widened
 from hpnlp.ops.softmax import chunked_cross_entropy
 from hpnlp.ops.softmax.logits_spec import LogitsSpec
 from hpnlp.types import InputError
@@ -46,7 +46,7 @@ def logits(
     Cost:
       O(M V D) time, O(M V) memory.
     """
-    out = product(h, table.T)
+    out = product_by_transpose(h, table) if prefers_transpose(len(h)) else product(h, table.T)
     return out if bias is None else out + bias.astype(jnp.float32)[None, :]
 
 

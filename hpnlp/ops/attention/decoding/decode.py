@@ -51,7 +51,7 @@ def attend_cache(
     kv_heads = k.shape[0] // b
     group = n // kv_heads
     queries = q.reshape(b, t, kv_heads, group, h).transpose(0, 2, 1, 3, 4).reshape(b * kv_heads, t * group, h)
-    scores = _product(queries, k, contract=2) * jnp.float32(h**-0.5 if scale is None else scale)
+    scores = _scores(queries, k) * jnp.float32(h**-0.5 if scale is None else scale)
 
     keys = kv_positions if kv_positions.ndim == 3 else kv_positions[:, None, :]
     visible = _visible(mask, positions[:, :, None], keys, n)
@@ -61,7 +61,7 @@ def attend_cache(
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), FLOOR)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    o = _product(weights.astype(v.dtype), v, contract=1) / jnp.where(total > 0, total, 1.0)
+    o = _mixed(weights.astype(v.dtype), v) / jnp.where(total > 0, total, 1.0)
     return o.astype(q.dtype).reshape(b, kv_heads, t, group, -1).transpose(0, 2, 1, 3, 4).reshape(b, t, n, -1)
 
 
@@ -75,6 +75,25 @@ def _visible(mask: Mask | PerHead, queries: Array, keys: Array, heads: int) -> A
     return jnp.stack([visible[group_of[head]] for head in range(heads)], axis=2)
 
 
-def _product(x: Array, y: Array, contract: int) -> Array:
-    """float32 product over the last axis of x and the axis `contract` of y, batched over the first axis."""
-    return jax.lax.dot_general(x, y, (((2,), (contract,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+# With a few queries XLA:CPU is 20 % faster if the queries or weights, the smaller side, are in memory as the transpose of what
+# they are elsewhere. Barriers keep it from moving the transposes into the products.
+
+
+def _scores(queries: Array, k: Array) -> Array:
+    """float32 products of `[n, M, H]` with `[n, S, H]`: `[n, M, S]`."""
+    if queries.shape[1] == 1:
+        return _product(queries, k, 2, 2)
+    columns = jax.lax.optimization_barrier(jnp.swapaxes(queries, 1, 2))
+    return jnp.swapaxes(jax.lax.optimization_barrier(_product(k, columns, 2, 1)), 1, 2)
+
+
+def _mixed(weights: Array, v: Array) -> Array:
+    """float32 products of `[n, M, S]` with `[n, S, H]`: `[n, M, H]`."""
+    if weights.shape[1] == 1:
+        return _product(weights, v, 2, 1)
+    return _product(jax.lax.optimization_barrier(jnp.swapaxes(weights, 1, 2)), v, 1, 1)
+
+
+def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
+    """float32 product over an axis of each, batched over the first axis."""
+    return jax.lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((0,), (0,))), preferred_element_type=jnp.float32)
