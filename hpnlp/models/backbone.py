@@ -51,7 +51,7 @@ class BackboneConfig(BlockConfig):
     Sizes have upper limits, `ranges.LIMITS`.
     """
 
-    least_layers: ClassVar[int] = 1  # of a model of this kind
+    least_layers: ClassVar[int] = 1  # smallest value of `layers`
 
     layers: int = option(4, "Number of Blocks L; 0, for encoders and dual encoders, leaves the embeddings as they are.")
     form: str = option(
@@ -132,7 +132,7 @@ class BackboneConfig(BlockConfig):
         """The fields by which layers differ.
 
         Returns:
-          Name and value of those of `model.mixer` and `model.form` that have several entries; empty if all layers are alike.
+          Field -> value for those of `model.mixer` and `model.form` that have several entries; empty if all layers are alike.
         """
         fields = {"model.mixer": self.mixer, "model.form": self.form}
         return {field: text for field, text in fields.items() if len(parse_period(text, field)) > 1}
@@ -167,7 +167,7 @@ class BackboneConfig(BlockConfig):
 
     @functools.cached_property
     def traits(self) -> tuple[MixerTraits, ...]:
-        """Traits of `mixers`. Kept when the config is made, as modules cannot be made in the methods of another."""
+        """Traits of `mixers`. Computed when the config is made, because a module's methods cannot make other modules."""
         return tuple(mixer.traits for mixer in self.mixers())
 
     def fixed_length(self) -> int:
@@ -191,7 +191,7 @@ class BackboneConfig(BlockConfig):
 
     @property
     def is_single_stack(self) -> bool:
-        """Whether there are layers, all of them those of one Backbone, the model itself, so that they lie under "layers"."""
+        """Whether the model is one Backbone with at least one layer, so that all layers' parameters are under "layers"."""
         return self.layers > 0
 
     def check_accumulation(self, parts: int) -> None:

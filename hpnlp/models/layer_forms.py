@@ -24,14 +24,14 @@ SHARED: Mapping[str, str] = {
     "norm_placement": "the norm after the last layer depends on it",
     "mixer": "model.mixer names the mixer of each layer",
 }
-# Block fields that only mixers with projections read.
-OF_PROJECTIONS = (
-    *("heads", "kv_heads", "head_dim", "position", "rope_theta", "rope_scaling", "qk_norm", "qkv_bias", "out_bias"),
+# Block fields that have an effect on projections only.
+PROJECTION_FIELDS = frozenset(
+    ["heads", "kv_heads", "head_dim", "position", "rope_theta", "rope_scaling", "qk_norm", "qkv_bias", "out_bias"]
 )
 
 
 class BlockForm:
-    """Entry of FORMS: a Block with the model's fields, except for those given. Called with fields, returns them."""
+    """Entry of FORMS, called with the arguments of "block(...)": returns the Block fields that differ from the model's."""
 
     __signature__ = inspect.Signature(
         [
@@ -52,11 +52,11 @@ def layer_forms(text: str, base: BlockConfig) -> tuple[BlockConfig, ...]:
     """The forms that layers take in turn.
 
     Args:
-      text: `model.form`, a spec string as "block*3,block(heads=2)". Layer i has the entry i % p of its p entries.
+      text: `model.form`, a spec string such as "block*3,block(heads=2)". Layer i has the entry i % f of its f entries.
       base: The model's Block. Layer i has the entry i % m of its m mixers.
 
     Returns:
-      The Block of each layer of one period, of the least common multiple of p and m layers, each with one mixer.
+      The Block of each layer of one period, each with one mixer. The period is the least common multiple of f and m.
 
     Raises:
       InputError: A form has an unknown field, or a value that does not fit.
@@ -68,18 +68,18 @@ def layer_forms(text: str, base: BlockConfig) -> tuple[BlockConfig, ...]:
 
 
 def check_effects(text: str, base: BlockConfig) -> None:
-    """Checks that every field of a form is read by the mixer of one of its layers.
+    """Checks that every field of a form has an effect on one of its layers.
 
     Args:
       text: As for `layer_forms`.
       base: As for `layer_forms`.
 
     Raises:
-      InputError: A form sets a field of projections, and its mixers have none.
+      InputError: A form sets one of PROJECTION_FIELDS, and its mixers have no projections.
     """
     mixers, entries = mixer_period(base.mixer), parse_period(text, "model.form")
     for index, entry in enumerate(entries):
-        unread = [name for name, _ in entry.kwargs if name in OF_PROJECTIONS]
+        unread = [name for name, _ in entry.kwargs if name in PROJECTION_FIELDS]
         specs = [mixers[i % len(mixers)] for i in range(index, math.lcm(len(mixers), len(entries)), len(entries))]
         if (
             unread
@@ -106,13 +106,13 @@ def carries(mixer: str) -> bool:
 
 
 def check_carry(config: Any) -> None:
-    """Checks that a model can carry the state of its mixers from batch to batch, if they have some.
+    """Checks that a model whose mixers carry state from batch to batch can do so.
 
     Args:
       config: A `models.backbone.BackboneConfig`.
 
     Raises:
-      InputError: It cannot.
+      InputError: A mixer carries state, and the model does not keep a carry or has reversible residuals.
     """
     if not carries(config.mixer):
         return
@@ -239,10 +239,10 @@ def matrix_size(form: BlockConfig) -> int:
     if columns:
         columns.append(form.heads * form.head_size)  # the output projection
     mlp = (3 if is_gated(form.mlp) else 2) * form.mlp_size
-    reading = 0
+    cross = 0  # cross-attention: queries and output of size dim, keys and values of size memory_dim
     if form.memory_dim:
-        reading = 2 * (form.dim * form.heads + form.memory_dim * form.kv_head_count) * form.head_size
-    return form.dim * (sum(columns) + mlp) + reading
+        cross = 2 * (form.dim * form.heads + form.memory_dim * form.kv_head_count) * form.head_size
+    return form.dim * (sum(columns) + mlp) + cross
 
 
 def common_size(sizes: Sequence[int], field: str) -> tuple[int, str]:
