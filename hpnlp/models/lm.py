@@ -116,7 +116,7 @@ class LM(PredictionModel):
 
         Args:
           tokens: Ids, one document per sequence.
-          memory: What the layers attend to, with segment id 1; None for a model without a memory.
+          memory: Memory of cross-attention, with segment id 1; None for a model without a memory.
 
         Returns:
           Float32 logits.

@@ -132,7 +132,7 @@ class LanguageModelReport(TaskReport):
         # Perplexities compare on the same tokens only: those that most runs were scored on.
         digests = {name: report.get("heldout_digest") for name, report in scored.items()}
         most_common = max(filter(None, digests.values()), key=list(digests.values()).count, default="")
-        unknown = "its report does not say on which tokens it was scored: run its training command again"
+        unknown = "its report lacks the digest of the tokens that it was scored on: run its training command again"
         elsewhere = "scored on other tokens than the runs above, so that perplexities do not compare"
         unscored |= {
             name: elsewhere if digest else unknown for name, digest in digests.items() if digest != most_common

@@ -87,7 +87,7 @@ class Outcome:
       dataset: Its data.
       model: Its model.
       params: Parameters of the model; None if they are spread over the devices of several processes.
-      sums: What the model's loss reports, summed over all held-out examples.
+      sums: Loss, metrics and auxiliary losses over all held-out examples: name -> (sum, weight).
     """
 
     config: Any
@@ -138,7 +138,7 @@ class TaskReport(abc.ABC):
     def fault(self, report: Report) -> str:
         """The first reason why a report cannot be compared, beside missing `numbers_compared`; "" if it can.
 
-        By default, a report needs the digest of its held-out examples, by which `rank_on_same_examples` tells them from others.
+        By default, a report needs the digest of its held-out examples, by which `rank_on_same_examples` identifies them.
 
         Args:
           report: Content of report.json, with a section `config`.

@@ -117,7 +117,7 @@ class Config:
       optimizer: Optimizer and learning rate.
       train: Length, evaluation, checkpoints and outputs.
       plan: Layout over devices, rematerialisation and offloading.
-      task: What is learned, an entry of TASKS.
+      task: The task, an entry of TASKS.
     """
 
     model: Any = None

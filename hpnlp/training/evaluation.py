@@ -23,7 +23,7 @@ class Evaluation:
 
     Attributes:
       scores: Scores by name, see `tasks.task.Task.scores`.
-      sums: What the model's loss reports, by name: float64 `(sum, weight)` over all batches.
+      sums: Loss, metrics and auxiliary losses of the model by name: float64 `(sum, weight)` over all batches.
     """
 
     scores: dict[str, float]
