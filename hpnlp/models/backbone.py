@@ -17,6 +17,7 @@ from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParall
 from hpnlp.models import layer_statistics
 from hpnlp.models.layer_forms import (
     branch_modules,
+    build_mixers,
     check_carry,
     check_effects,
     check_length,
@@ -29,13 +30,12 @@ from hpnlp.models.layer_forms import (
 from hpnlp.models.layer_stack import LayerStack, init_layers, layer_axes, layer_rngs, make_blocks, stack_order
 from hpnlp.models.ranges import LIMITS, check_ranges
 from hpnlp.models.variables import BUFFERS
-from hpnlp.nn.attention import Context, mixer_period
+from hpnlp.nn.attention import Context
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.layers import NORMS, Embed, dropout
-from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Full
 from hpnlp.ops.stacks import StackOrder
-from hpnlp.spec import build, did_you_mean, lookup, parse, parse_period, shortened
+from hpnlp.spec import did_you_mean, lookup, parse, parse_period, shortened
 from hpnlp.types import InputError, Mixer, MixerTraits, Statistics, WordStats, option
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -163,7 +163,7 @@ class BackboneConfig(BlockConfig):
         Returns:
           Modules of `hpnlp.nn.mixers`, one for each entry of `mixer`.
         """
-        return [build(spec, MIXERS, "mixer", dropout=self.dropout, name=None) for spec in mixer_period(self.mixer)]
+        return build_mixers(self.mixer, self.dropout)
 
     @functools.cached_property
     def traits(self) -> tuple[MixerTraits, ...]:

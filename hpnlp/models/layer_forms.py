@@ -13,7 +13,7 @@ from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.feed_forward import FeedForward, build_feed_forward
 from hpnlp.nn.feed_forward.mlp import is_gated
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.spec import Spec, build, parse_one, parse_period
+from hpnlp.spec import Spec, build, parse_period
 from hpnlp.types import InputError, Mixer, MixerTraits, Projection
 
 # Block fields that are the same in all layers, and the reason.
@@ -78,17 +78,15 @@ def check_effects(text: str, base: BlockConfig) -> None:
       InputError: A form sets one of PROJECTION_FIELDS, and its mixers have no projections.
     """
     mixers, entries = mixer_period(base.mixer), parse_period(text, "model.form")
+    needs = [mixer.needs for mixer in build_mixers(base.mixer)]
     for index, entry in enumerate(entries):
         unread = [name for name, _ in entry.kwargs if name in PROJECTION_FIELDS]
-        specs = [mixers[i % len(mixers)] for i in range(index, math.lcm(len(mixers), len(entries)), len(entries))]
-        if (
-            unread
-            and not base.memory_dim
-            and not any(build(spec, MIXERS, "mixer", dropout=0.0, name=None).needs for spec in specs)
-        ):
+        layers = range(index, math.lcm(len(mixers), len(entries)), len(entries))
+        if unread and not base.memory_dim and not any(needs[i % len(mixers)] for i in layers):
+            specs = dict.fromkeys(str(mixers[i % len(mixers)]) for i in layers)
             raise InputError(
-                f"model.form: {unread[0]} of '{entry}' has no effect, because {', '.join(map(str, dict.fromkeys(specs)))}, the "
-                "mixer of these layers, has no projections: leave it out, or change the order of model.mixer or model.form"
+                f"model.form: {unread[0]} of '{entry}' has no effect, because {', '.join(specs)}, the mixer of these layers, "
+                "has no projections: leave it out, or change the order of model.mixer or model.form"
             )
 
 
@@ -101,8 +99,7 @@ def carries(mixer: str) -> bool:
     Returns:
       True if one of its mixers has an `initial_carry`.
     """
-    mixers = (build(spec, MIXERS, "mixer", dropout=0.0, name=None) for spec in mixer_period(mixer))
-    return any(hasattr(entry, "initial_carry") for entry in mixers)
+    return any(hasattr(entry, "initial_carry") for entry in build_mixers(mixer))
 
 
 def check_carry(config: Any) -> None:
@@ -150,6 +147,22 @@ def _form(base: BlockConfig, mixer: Spec, entry: Spec, changes: Mapping[str, Any
     return form
 
 
+def build_mixers(text: str, dropout: float = 0.0) -> list[Mixer]:
+    """The mixers of one period, which layers take in turn.
+
+    Args:
+      text: `model.mixer`.
+      dropout: Rate of dropout on attention probabilities.
+
+    Returns:
+      A module of `hpnlp.nn.mixers` for each entry, without a name.
+
+    Raises:
+      InputError: Unknown name, or wrong arguments.
+    """
+    return [build(spec, MIXERS, "mixer", dropout=dropout, name=None) for spec in mixer_period(text)]
+
+
 def build_mixer(form: BlockConfig) -> Mixer:
     """The mixer of a form.
 
@@ -159,7 +172,8 @@ def build_mixer(form: BlockConfig) -> Mixer:
     Returns:
       A module of `hpnlp.nn.mixers`.
     """
-    return build(parse_one(form.mixer, "model.mixer"), MIXERS, "mixer", dropout=form.dropout, name=None)
+    (mixer,) = build_mixers(form.mixer, form.dropout)
+    return mixer
 
 
 def branch_modules(form: BlockConfig) -> dict[str, Mixer | FeedForward]:
