@@ -42,7 +42,7 @@ class LMConfig(BackboneConfig):
 
     @property
     def keeps_carry(self) -> bool:
-        """A batch may go on where the previous one stopped."""
+        """A batch may continue the previous one."""
         return True
 
     def outputs(self) -> tuple[int, str]:
