@@ -122,7 +122,7 @@ class TensorParallel:
 
         Args:
           module: The mixer or feed-forward network.
-          output: What it has returned.
+          output: Result of the module.
 
         Returns:
           The report.
@@ -202,8 +202,8 @@ class ModelParallel:
           `run(tensor_parallel, stacks of a chunk of the layers, x, context, rngs, index of the chunk) -> (x, report)`.
       loss: `(output layer, *arguments of its loss) -> LossOut`, for hidden states `[B, T, D]` or `[B, D]`.
       best: `(output layer, table, h) -> ids` of the most probable words or classes, `[B, T]` or `[B]`.
-      token_order: `(sequence length) -> (order, indices)`. order: what `run` needs to know about the order of the tokens
-          on the devices, static. indices: int `[T]`, the tokens in that order, or None if they keep their order.
+      token_order: `(sequence length) -> (order, indices)`. order: a static description of the order of the tokens over
+          devices, for `run`. indices: int `[T]`, the tokens in that order, or None if they keep their order.
     """
 
     embedding_lookup: Callable[..., Array]

@@ -39,7 +39,7 @@ def option(default: T, help: str) -> T:
 
     Args:
       default: Default value.
-      help: What the field means, with units and special values.
+      help: Meaning of the field, with units and special values.
 
     Returns:
       The dataclass field; typed as its value, for type checkers.
@@ -155,7 +155,7 @@ class MixerOutput:
           `[B, T, D]`, which is not projected.
       aux: Losses and metrics of the mixer, as (sum, weight).
       statistics: Sums over the tokens, float32, by name; see `statistic_axes`.
-      cache: What `extend` needs to know about the tokens; None unless `MixerInputs.capacity` is given.
+      cache: State of the tokens that `extend` reads; None unless `MixerInputs.capacity` is given.
       carry: The carry for the tokens that follow; None unless `MixerInputs.carry` is given.
     """
 

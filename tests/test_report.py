@@ -262,7 +262,7 @@ def test_perplexities_of_different_tokens_are_not_compared(tmp_path):
     (tmp_path / "old").mkdir()
     old = LOSSY | {"heldout_digest": None}
     rows, below = cells(report.compare(runs(tmp_path / "old", a=old, b=old), tmp_path / "c.png"))
-    assert {row["held-out perplexity"] for row in rows.values()} == {"-"} and below.count("does not say") == 2
+    assert {row["held-out perplexity"] for row in rows.values()} == {"-"} and below.count("lacks the digest") == 2
     # Bits per byte compare across tokenizers.
     (tmp_path / "more").mkdir()
     rows, below = cells(report.compare(runs(tmp_path / "more", a={}, b={"heldout_digest": "b"}), tmp_path / "c.png"))

@@ -258,7 +258,7 @@ def field_types(task: str) -> dict[str, str]:
     """The types of all config fields.
 
     Args:
-      task: Name of the task, which decides about the fields of the sections model and data.
+      task: Name of the task, which determines the fields of the sections model and data.
 
     Returns:
       "section.field", or the name of a field without a section, -> name of the type; of a field that may be None, the other

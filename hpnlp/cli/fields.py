@@ -51,7 +51,7 @@ def described(task: str) -> Iterator[tuple[str, str, Rows]]:
     """Sections of the config.
 
     Args:
-      task: Name of the task, which decides about the fields of the sections model and data.
+      task: Name of the task, which determines the fields of the sections model and data.
 
     Yields:
       Name of a section, its summary, and (field, default, help) of each of its fields; the help lists the names that the field
@@ -88,7 +88,7 @@ def listed(task: str) -> str:
     """Every config field with its default, its help and its names, for --help.
 
     Args:
-      task: Name of the task, which decides about the fields of the sections model and data.
+      task: Name of the task, which determines the fields of the sections model and data.
 
     Returns:
       The text.

@@ -146,7 +146,7 @@ def streamed_batches(
     process_index: int,
     process_count: int,
 ) -> Batches:
-    """Iterates endlessly over training batches in which each example goes on where it stopped in the batch before.
+    """Iterates endlessly over training batches in which each example continues the same example of the batch before.
 
     Example i of batch n is the row `start + i total // batch_size + n`, modulo `total`: the examples begin at equal distances
     in the text, and each of them reads all of it. Of n processes with b = `batch_size` / n rows each, process p gets the
@@ -154,7 +154,7 @@ def streamed_batches(
 
     Args:
       total: Number of rows.
-      make: Makes the batch of rows: their numbers, int64 [b], which go on counting after `total` -> arrays.
+      make: Makes the batch of rows: their numbers, int64 [b], which count on after `total` -> arrays.
       made_from: See `Batches`.
       seed: Seed of `start`, at least 0.
       batch_size: Rows per batch over all processes.
@@ -215,7 +215,7 @@ def ordered_batches(
 def ordered_streams(
     total: int, batch_size: int, limit: int | None, process_index: int, process_count: int
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Divides rows into the batches of one evaluation, in which each example goes on where it stopped in the batch before.
+    """Divides rows into the batches of one evaluation, in which each example continues the same example of the batch before.
 
     Args:
       total: Number of rows, which the examples share in equal consecutive parts.

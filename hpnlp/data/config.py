@@ -100,8 +100,8 @@ class DataConfig:
     )
     order: str = option(
         "shuffle",
-        '"shuffle" for sequences in random order; "stream" for examples of the batch that go on in the next batch where they '
-        "stopped, as models that carry state from batch to batch need.",
+        '"shuffle" for sequences in random order; "stream" for batches in which each example continues the same example of the '
+        "batch before, as mixers that carry state need.",
     )
     cache: str = option(
         "",

@@ -191,8 +191,8 @@ class Corpus:
         """Iterates over the held-out text once; every token is predicted exactly once.
 
         The processes share the sequences as in `train`. The last batch is filled with sequences of weight 0, so that every
-        process gets the same number of batches. With `data.order="stream"`, each example goes on in the next batch where it
-        stopped.
+        process gets the same number of batches. With `data.order="stream"`, each example of a batch continues the same example
+        of the batch before.
 
         Args:
           batch_size: Sequences per batch over all processes.
@@ -248,7 +248,7 @@ class Corpus:
     ) -> packing.Batch:
         """The batch of the rows with these numbers, filled up with padding to `count` rows.
 
-        In a stream, numbers go on counting after the last row.
+        In a stream, numbers count on after the last row.
         """
         if self.config.order == "stream":
             passes, numbers = np.divmod(numbers, rows.ranges[-1][1])

@@ -12,17 +12,17 @@ from hpnlp.data.corpus import Corpus
 from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer
 
-_MASK, _RANDOM = 0.8, 0.1  # shares of the selected tokens that become the mask, and a random token; the others stay
+_MASK, _RANDOM = 0.8, 0.1  # shares of the selected tokens that become the mask or a random token; the others stay
 _MAX_SPAN = 100
 _HELDOUT_SEED = 0  # of the masks of held-out text, which are the same in every evaluation and run
 
 
 def rng_of(seed: int, number: int) -> np.random.Generator:
-    """Makes the generator of one sequence, from a counter-based generator.
+    """Makes the random generator of one sequence: a counter-based one, whose key is (seed, number).
 
     Args:
       seed: Seed of the run, 0 to 2^64 - 1.
-      number: Number of the sequence in the stream of all epochs, so that a sequence is masked anew in each epoch.
+      number: Number of the sequence in the stream of all epochs, so that each epoch masks other tokens of a sequence.
 
     Returns:
       A generator that depends on (seed, number) alone.
@@ -31,10 +31,11 @@ def rng_of(seed: int, number: int) -> np.random.Generator:
 
 
 def mask_id_of(tokenizer: Tokenizer) -> int:
-    """Chooses the id of the mask: that of the tokenizer's own mask, or else the first id after the vocabulary.
+    """The id of the mask: that of the tokenizer's own mask, or else the first id after the vocabulary.
 
-    No tokenizer changes: a model for masked language modelling has a table of at least `mask_id_of(tokenizer) + 1` rows.
-    Reserved ids of a vocabulary, such as those of `bytes`, are not used, because data of token ids may contain them.
+    The tokenizer does not change: a model for masked language modelling has an embedding table of at least
+    `mask_id_of(tokenizer) + 1` rows. Reserved ids of a vocabulary, such as those of `bytes`, are not used, because data of
+    token ids may contain them.
 
     Args:
       tokenizer: The tokenizer.
@@ -59,8 +60,8 @@ def mask_tokens(
 
     Each token is selected with probability `rate`, except bos, eos, pad and padding. Of the selected tokens, 80 % become the
     mask, 10 % a random token of the vocabulary that is not special, and 10 % stay. With `span`, runs of consecutive tokens
-    are selected: a Markov chain in its stationary state enters and leaves runs, so that their lengths are geometric, and
-    every token still has probability `rate`. All tokens of a run become masks, or random tokens, or stay.
+    are selected by a stationary Markov chain: the lengths of runs are geometric, and every token is still selected with
+    probability `rate`. All tokens of a run become masks, or all become random tokens, or all stay.
 
     Args:
       tokens: Token ids of one sequence, integers [T].
@@ -68,7 +69,7 @@ def mask_tokens(
       rng: Generator of this sequence; see `rng_of`.
       tokenizer: The tokenizer of the sequence.
       mask_id: Id of the mask; see `mask_id_of`.
-      rate: Probability of a token to be selected, between 0 and 1.
+      rate: Probability that a token is selected, between 0 and 1.
       span: Mean length of runs, at least 1; 0 for single tokens, which are selected independently.
 
     Returns:
@@ -95,9 +96,9 @@ def mask_tokens(
     random = rng.integers(0, tokenizer.vocab_size - len(special), len(tokens))
     for token in special:  # in ascending order, so that the random ids skip all of them
         random += random >= token
-    hidden = np.where(draw < _MASK, mask_id, np.where(draw < _MASK + _RANDOM, random, tokens))
+    replaced = np.where(draw < _MASK, mask_id, np.where(draw < _MASK + _RANDOM, random, tokens))
     return {
-        "tokens": np.where(is_selected, hidden, tokens).astype(np.int32),
+        "tokens": np.where(is_selected, replaced, tokens).astype(np.int32),
         "labels": np.where(is_selected, tokens, 0).astype(np.int32),
         "weights": is_selected.astype(np.float32),
     }
@@ -124,7 +125,7 @@ def check_mask(rate: float, span: float) -> None:
 
 
 def _runs(length: int, rng: np.random.Generator, rate: float, span: float) -> tuple[np.ndarray, np.ndarray]:
-    """(number of the run of each token, whether its run is selected); runs are selected and not selected in turn."""
+    """`(index of each token's run, whether each token is selected)`. Selected runs alternate with runs that are not."""
     leave, enter = 1 / span, rate / (1 - rate) / span
     starts_selected = rng.random() < rate
     lengths = np.empty(length, np.int64)  # each run has at least one token, so this many are enough
@@ -138,7 +139,7 @@ def _runs(length: int, rng: np.random.Generator, rate: float, span: float) -> tu
 class MaskedCorpus:
     """The sequences of a text corpus with masked tokens.
 
-    `packing="fit"` keeps the documents of training batches whole. Held-out documents stand one after another, as always.
+    With `packing="fit"`, the documents of training batches are kept whole. Held-out documents are always concatenated.
 
     A batch has "tokens", "labels" (the original tokens), "segment_ids" and "positions", int32 [B, T], and "weights", float32
     [B, T], 1 on masked tokens.
@@ -227,14 +228,14 @@ class MaskedCorpus:
 
 
 class MaskedBatches:
-    """An endless iterator over masked batches, with the state of the iterator over the batches below it."""
+    """An endless iterator over masked batches. Its state is that of the iterator over the batches of the corpus."""
 
     def __init__(self, batches: Batches, corpus: MaskedCorpus, seed: int, process_index: int, process_count: int):
         """Wraps the batches of a corpus.
 
         Args:
-          batches: The batches.
-          corpus: Masks a batch.
+          batches: The batches of the corpus that this process reads.
+          corpus: Masks each batch.
           seed: Seed of the masks.
           process_index: Index of this process.
           process_count: Number of processes.

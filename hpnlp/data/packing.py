@@ -206,7 +206,7 @@ def _row_recipe(remaining: np.ndarray, present: list[int], seq_len: int) -> list
 
 
 def continued(segments: Segments, tokens: Tokens, passes: np.ndarray) -> Segments:
-    """Gives segments the ids and positions of a stream, in which a document goes on in the next row.
+    """Gives segments the ids and positions of a stream, in which a document continues in the next row.
 
     Args:
       segments: Segments of the rows.

@@ -17,6 +17,7 @@ from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParall
 from hpnlp.models import layer_statistics
 from hpnlp.models.layer_forms import (
     branch_modules,
+    build_mixers,
     check_carry,
     check_effects,
     check_length,
@@ -29,14 +30,13 @@ from hpnlp.models.layer_forms import (
 from hpnlp.models.layer_stack import LayerStack, init_layers, layer_axes, layer_rngs, make_blocks, stack_order
 from hpnlp.models.ranges import LIMITS, check_ranges
 from hpnlp.models.variables import BUFFERS
-from hpnlp.nn.attention import Context, mixer_period
+from hpnlp.nn.attention import Context
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.layers import NORMS, Embed, dropout, with_transposes
-from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Full
 from hpnlp.ops.linear import prefers_transpose
 from hpnlp.ops.stacks import StackOrder
-from hpnlp.spec import build, did_you_mean, lookup, parse, parse_period, shortened
+from hpnlp.spec import did_you_mean, lookup, parse, parse_period, shortened
 from hpnlp.types import InputError, Mixer, MixerTraits, Statistics, WordStats, option
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -52,7 +52,7 @@ class BackboneConfig(BlockConfig):
     Sizes have upper limits, `ranges.LIMITS`.
     """
 
-    least_layers: ClassVar[int] = 1  # of a model of this kind
+    least_layers: ClassVar[int] = 1  # smallest value of `layers`
 
     layers: int = option(4, "Number of Blocks L; 0, for encoders and dual encoders, leaves the embeddings as they are.")
     form: str = option(
@@ -133,7 +133,7 @@ class BackboneConfig(BlockConfig):
         """The fields by which layers differ.
 
         Returns:
-          Name and value of those of `model.mixer` and `model.form` that have several entries; empty if all layers are alike.
+          Field -> value for those of `model.mixer` and `model.form` that have several entries; empty if all layers are alike.
         """
         fields = {"model.mixer": self.mixer, "model.form": self.form}
         return {field: text for field, text in fields.items() if len(parse_period(text, field)) > 1}
@@ -164,11 +164,11 @@ class BackboneConfig(BlockConfig):
         Returns:
           Modules of `hpnlp.nn.mixers`, one for each entry of `mixer`.
         """
-        return [build(spec, MIXERS, "mixer", dropout=self.dropout, name=None) for spec in mixer_period(self.mixer)]
+        return build_mixers(self.mixer, self.dropout)
 
     @functools.cached_property
     def traits(self) -> tuple[MixerTraits, ...]:
-        """Traits of `mixers`. Kept when the config is made, as modules cannot be made in the methods of another."""
+        """Traits of `mixers`. Computed when the config is made, because a module's methods cannot make other modules."""
         return tuple(mixer.traits for mixer in self.mixers())
 
     def fixed_length(self) -> int:
@@ -192,7 +192,7 @@ class BackboneConfig(BlockConfig):
 
     @property
     def is_single_stack(self) -> bool:
-        """Whether there are layers, all of them those of one Backbone, the model itself, so that they lie under "layers"."""
+        """Whether the model is one Backbone with at least one layer, so that all layers' parameters are under "layers"."""
         return self.layers > 0
 
     def check_accumulation(self, parts: int) -> None:

@@ -23,7 +23,7 @@ from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
 from hpnlp.types import InputError
 
-# Added to the scores of continuations that are out of the running; finite, so that differences of scores are.
+# Added to the scores of continuations that must not be chosen; finite, so that differences of scores are finite.
 EXCLUDED = np.float32(-1e9)
 EARLY_STOPPING = (False, True, "never")
 
@@ -136,7 +136,7 @@ def beam_search(
       length_penalty: Exponent of the number of ids by which scores are divided; larger numbers prefer longer continuations.
       early_stopping: When the search of a prompt ends. True: when W continuations have ended. False: when no running one,
           with its present score, is better than the worst of those. "never": when none can become better.
-      memory: What the layers of a decoder attend to, one for each prompt, with segment id 1.
+      memory: Memory of a decoder, one for each prompt, with segment id 1; None for a model without a memory.
 
     Returns:
       The W best continuations of each prompt that have ended.
@@ -225,7 +225,7 @@ def _start(model: LM, params: Any, rules: Rules, prompts: jax.Array, lengths: ja
     caches = jax.tree.map(functools.partial(_for_beams, len(prompts), rules.beams), caches, is_leaf=_has_beams)
     shape = len(prompts), rules.beams
     ids = jnp.full((*shape, rules.tokens), rules.pad, jnp.int32)
-    # All beams are equal at first, and the first one counts.
+    # All beams are equal at first: only the first one may be extended.
     first = jnp.where(jnp.arange(rules.beams) == 0, jnp.float32(0), EXCLUDED)
     return _Search(
         count=jnp.zeros((), jnp.int32),
@@ -247,7 +247,7 @@ def _step(model: LM, params: Any, rules: Rules, search: _Search) -> _Search:
     logits = _apply(model, params, search.h, method="next_logits")
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1).reshape(-1, beams, logits.shape[-1])
     log_probs = log_probs + search.log_probs[:, :, None]
-    # As many candidates as leave enough running ones, if all others end.
+    # So many candidates that W of them continue even if all others end.
     kept = max(2, 1 + len(rules.eos)) * beams
     best, index = lax.top_k(log_probs.reshape(len(log_probs), -1), kept)
     parent, token = (x.astype(jnp.int32) for x in jnp.divmod(index, logits.shape[-1]))
@@ -260,9 +260,9 @@ def _step(model: LM, params: Any, rules: Rules, search: _Search) -> _Search:
     caches = jax.tree.map(functools.partial(_reordered, parent), search.caches, is_leaf=_is_reordered)
     h, caches = _apply(model, params, token.reshape(-1, 1), search.positions[:, None], caches, method="extend")
     longest = rules.tokens if rules.early_stopping == "never" else count + 1
-    hoped = rules.score(running[:, :1], longest)
+    attainable = rules.score(running[:, :1], longest)
     if rules.early_stopping == "never":  # a score falls with the length unless the penalty is positive
-        hoped = jnp.where(rules.length_penalty > 0, hoped, rules.score(running[:, :1], count + 1))
+        attainable = jnp.where(rules.length_penalty > 0, attainable, rules.score(running[:, :1], count + 1))
     worst = jnp.where(is_ended, ended.scores.min(axis=1, keepdims=True), EXCLUDED)
     return _Search(
         count=count + 1,
@@ -273,7 +273,7 @@ def _step(model: LM, params: Any, rules: Rules, search: _Search) -> _Search:
         log_probs=running,
         ended=ended,
         is_ended=is_ended,
-        can_improve=search.can_improve & jnp.any(hoped > worst, axis=1, keepdims=True),
+        can_improve=search.can_improve & jnp.any(attainable > worst, axis=1, keepdims=True),
         can_continue=~jnp.all(ends),
     )
 

@@ -94,7 +94,7 @@ class Generation:
           eos_id: Id or ids that end a sequence, None for sequences without end.
           pad_id: Id after the end.
           allowed: bool `[V']`, the ids that may be drawn in addition to eos; None for all. Ids from V' on may not be drawn.
-          memory: What the layers of a decoder attend to, with segment id 1, one for each prompt; None for a model without.
+          memory: Memory of a decoder, one for each prompt, with segment id 1; None for a model without a memory.
 
         Raises:
           InputError: Invalid arguments, or caches that do not fit in memory.
@@ -254,7 +254,7 @@ def check_decodes(model: LM, memory: Memory | None, count: int) -> None:
 
     Args:
       model: The model.
-      memory: What the layers of a decoder attend to, or None.
+      memory: Memory of a decoder, or None.
       count: Number of prompts.
 
     Raises:

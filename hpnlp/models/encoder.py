@@ -19,7 +19,7 @@ from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling
 from hpnlp.spec import did_you_mean, shortened
 from hpnlp.types import InputError, LossOut, TableRows, option
 
-MAX_CONFUSED = 1000  # classes of a confusion matrix
+MAX_CONFUSED = 1000  # largest number of classes for which a confusion matrix is reported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,10 @@ class EncoderConfig(BackboneConfig):
 
     pooling: str = option(
         "none",
-        '"none" for a label of each token; otherwise the label is one of the sequence, whose hidden states are pooled.',
+        '"none" for a label of each token; an entry of POOLINGS for one label of each sequence, from its pooled hidden states.',
     )
-    classes: int = option(0, "Number of classes of a label, 0 for the vocabulary (masked tokens).")
-    token_types: int = option(0, "Number of token types, which tell the texts of a pair apart (2); 0 for none.")
+    classes: int = option(0, "Number of classes; 0 to predict ids of the vocabulary, as for masked tokens.")
+    token_types: int = option(0, "Number of token types: 2 to tell the texts of a pair apart, 0 for none.")
     transform: str = option(
         "none",
         'Layer before the output layer: "tanh", a dense layer and tanh (BERT\'s pooler), "gelu_norm", a dense layer, GELU and '
@@ -118,8 +118,8 @@ class Encoder(PredictionModel):
 
         Returns:
           The loss summed over tokens or sequences, in nats, with the auxiliary losses and metrics of the layers and
-          "accuracy". In training, the accuracy of words of the vocabulary is left out, which takes a third of the products of
-          their loss; so is that of an output layer of which only some rows are trained. In evaluation, models with at most
+          "accuracy". Training reports the accuracy only for classes, because that over a vocabulary takes a third of the
+          products of the loss, and only if all rows of the output layer's table are trained. Evaluations of models with at most
           MAX_CONFUSED classes also report "confusion", the weights `[C, C]` by label and predicted class.
         """
         h, batch, indices, report = self.states(batch, deterministic)

@@ -13,7 +13,7 @@ from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.feed_forward import FeedForward, build_feed_forward
 from hpnlp.nn.feed_forward.mlp import is_gated
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.spec import Spec, build, parse_one, parse_period
+from hpnlp.spec import Spec, build, parse_period
 from hpnlp.types import InputError, Mixer, MixerTraits, Projection
 
 # Block fields that are the same in all layers, and the reason.
@@ -24,14 +24,14 @@ SHARED: Mapping[str, str] = {
     "norm_placement": "the norm after the last layer depends on it",
     "mixer": "model.mixer names the mixer of each layer",
 }
-# Block fields that only mixers with projections read.
-OF_PROJECTIONS = (
-    *("heads", "kv_heads", "head_dim", "position", "rope_theta", "rope_scaling", "qk_norm", "qkv_bias", "out_bias"),
+# Block fields that have an effect on projections only.
+PROJECTION_FIELDS = frozenset(
+    ["heads", "kv_heads", "head_dim", "position", "rope_theta", "rope_scaling", "qk_norm", "qkv_bias", "out_bias"]
 )
 
 
 class BlockForm:
-    """Entry of FORMS: a Block with the model's fields, except for those given. Called with fields, returns them."""
+    """Entry of FORMS, called with the arguments of "block(...)": returns the Block fields that differ from the model's."""
 
     __signature__ = inspect.Signature(
         [
@@ -52,11 +52,11 @@ def layer_forms(text: str, base: BlockConfig) -> tuple[BlockConfig, ...]:
     """The forms that layers take in turn.
 
     Args:
-      text: `model.form`, a spec string as "block*3,block(heads=2)". Layer i has the entry i % p of its p entries.
+      text: `model.form`, a spec string such as "block*3,block(heads=2)". Layer i has the entry i % f of its f entries.
       base: The model's Block. Layer i has the entry i % m of its m mixers.
 
     Returns:
-      The Block of each layer of one period, of the least common multiple of p and m layers, each with one mixer.
+      The Block of each layer of one period, each with one mixer. The period is the least common multiple of f and m.
 
     Raises:
       InputError: A form has an unknown field, or a value that does not fit.
@@ -68,27 +68,25 @@ def layer_forms(text: str, base: BlockConfig) -> tuple[BlockConfig, ...]:
 
 
 def check_effects(text: str, base: BlockConfig) -> None:
-    """Checks that every field of a form is read by the mixer of one of its layers.
+    """Checks that every field of a form has an effect on one of its layers.
 
     Args:
       text: As for `layer_forms`.
       base: As for `layer_forms`.
 
     Raises:
-      InputError: A form sets a field of projections, and its mixers have none.
+      InputError: A form sets one of PROJECTION_FIELDS, and its mixers have no projections.
     """
     mixers, entries = mixer_period(base.mixer), parse_period(text, "model.form")
+    needs = [mixer.needs for mixer in build_mixers(base.mixer)]
     for index, entry in enumerate(entries):
-        unread = [name for name, _ in entry.kwargs if name in OF_PROJECTIONS]
-        specs = [mixers[i % len(mixers)] for i in range(index, math.lcm(len(mixers), len(entries)), len(entries))]
-        if (
-            unread
-            and not base.memory_dim
-            and not any(build(spec, MIXERS, "mixer", dropout=0.0, name=None).needs for spec in specs)
-        ):
+        unread = [name for name, _ in entry.kwargs if name in PROJECTION_FIELDS]
+        layers = range(index, math.lcm(len(mixers), len(entries)), len(entries))
+        if unread and not base.memory_dim and not any(needs[i % len(mixers)] for i in layers):
+            specs = dict.fromkeys(str(mixers[i % len(mixers)]) for i in layers)
             raise InputError(
-                f"model.form: {unread[0]} of '{entry}' has no effect, because {', '.join(map(str, dict.fromkeys(specs)))}, the "
-                "mixer of these layers, has no projections: leave it out, or change the order of model.mixer or model.form"
+                f"model.form: {unread[0]} of '{entry}' has no effect, because {', '.join(specs)}, the mixer of these layers, "
+                "has no projections: leave it out, or change the order of model.mixer or model.form"
             )
 
 
@@ -101,18 +99,17 @@ def carries(mixer: str) -> bool:
     Returns:
       True if one of its mixers has an `initial_carry`.
     """
-    mixers = (build(spec, MIXERS, "mixer", dropout=0.0, name=None) for spec in mixer_period(mixer))
-    return any(hasattr(entry, "initial_carry") for entry in mixers)
+    return any(hasattr(entry, "initial_carry") for entry in build_mixers(mixer))
 
 
 def check_carry(config: Any) -> None:
-    """Checks that a model can carry the state of its mixers from batch to batch, if they have some.
+    """Checks that a model whose mixers carry state from batch to batch can do so.
 
     Args:
       config: A `models.backbone.BackboneConfig`.
 
     Raises:
-      InputError: It cannot.
+      InputError: A mixer carries state, and the model does not keep a carry or has reversible residuals.
     """
     if not carries(config.mixer):
         return
@@ -150,6 +147,22 @@ def _form(base: BlockConfig, mixer: Spec, entry: Spec, changes: Mapping[str, Any
     return form
 
 
+def build_mixers(text: str, dropout: float = 0.0) -> list[Mixer]:
+    """The mixers of one period, which layers take in turn.
+
+    Args:
+      text: `model.mixer`.
+      dropout: Rate of dropout on attention probabilities.
+
+    Returns:
+      A module of `hpnlp.nn.mixers` for each entry, without a name.
+
+    Raises:
+      InputError: Unknown name, or wrong arguments.
+    """
+    return [build(spec, MIXERS, "mixer", dropout=dropout, name=None) for spec in mixer_period(text)]
+
+
 def build_mixer(form: BlockConfig) -> Mixer:
     """The mixer of a form.
 
@@ -159,7 +172,8 @@ def build_mixer(form: BlockConfig) -> Mixer:
     Returns:
       A module of `hpnlp.nn.mixers`.
     """
-    return build(parse_one(form.mixer, "model.mixer"), MIXERS, "mixer", dropout=form.dropout, name=None)
+    (mixer,) = build_mixers(form.mixer, form.dropout)
+    return mixer
 
 
 def branch_modules(form: BlockConfig) -> dict[str, Mixer | FeedForward]:
@@ -239,10 +253,10 @@ def matrix_size(form: BlockConfig) -> int:
     if columns:
         columns.append(form.heads * form.head_size)  # the output projection
     mlp = (3 if is_gated(form.mlp) else 2) * form.mlp_size
-    reading = 0
+    cross = 0  # cross-attention: queries and output of size dim, keys and values of size memory_dim
     if form.memory_dim:
-        reading = 2 * (form.dim * form.heads + form.memory_dim * form.kv_head_count) * form.head_size
-    return form.dim * (sum(columns) + mlp) + reading
+        cross = 2 * (form.dim * form.heads + form.memory_dim * form.kv_head_count) * form.head_size
+    return form.dim * (sum(columns) + mlp) + cross
 
 
 def common_size(sizes: Sequence[int], field: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""The layers of a language model on one device: Blocks with plain or reversible residuals."""
+"""The layers of a Backbone on one device: Blocks with plain or reversible residuals."""
 
 from __future__ import annotations
 
@@ -266,8 +266,8 @@ def initial_carry(forms: tuple[BlockConfig, ...], layers: int, order: StackOrder
       dtype: Dtype of the activations.
 
     Returns:
-      Of the mixers that have one, a stack `[n, B, ...]`, or a dict of several stacks by name, as for parameters; None if no
-      mixer has one.
+      Arrays `[n, B, ...]` of the n layers of a stack; if the model has several stacks, by the names of those whose mixers carry
+      state. None if no mixer carries state.
     """
 
     def stack(mixer: Any, dim: int, count: int) -> Any:
@@ -321,7 +321,7 @@ def _init_layer(block: Block, mask: Any, length: int, key: jax.Array) -> tuple[L
 
 
 def _stack_key(block: Block, mask: Any, length: int) -> Any:
-    """Compares equal for Blocks whose layers share a stack."""
+    """A key that is equal for Blocks whose layers share a stack."""
     init = functools.partial(_init_layer, block, mask, length)
     report, variables = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
     has_own = "attention" in report.statistics or any(

@@ -42,7 +42,7 @@ class LMConfig(BackboneConfig):
 
     @property
     def keeps_carry(self) -> bool:
-        """A batch may go on where the previous one stopped."""
+        """A batch may continue the previous one."""
         return True
 
     def outputs(self) -> tuple[int, str]:
@@ -116,7 +116,7 @@ class LM(PredictionModel):
 
         Args:
           tokens: Ids, one document per sequence.
-          memory: What the layers attend to, with segment id 1; None for a model without a memory.
+          memory: Memory of cross-attention, with segment id 1; None for a model without a memory.
 
         Returns:
           Float32 logits.

@@ -58,8 +58,9 @@ class PredictionModel(Backbone):
           deterministic: No dropout; otherwise the rng "dropout" is used.
 
         Returns:
-          `(h [B, T, D], batch, indices, report)`: the batch with numbers of the tokens, `ids`; on a ring of devices, h and
-          arrays of tokens are in the order `indices`, which is None if tokens keep their order.
+          `(h [B, T, D], batch, indices, report)`. The batch has an array more, `ids`, a number for each token. On a ring of
+          devices, h and the arrays `[B, T]` are in the token order `indices`; otherwise `indices` is None. `report` is the
+          `LayerReport`.
         """
         order = indices = None
         ids = jnp.arange(batch["tokens"].size, dtype=jnp.int32).reshape(batch["tokens"].shape)

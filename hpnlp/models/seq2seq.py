@@ -36,13 +36,13 @@ DECODER_FIELDS = {"max_len": "target_len"}
 class Seq2SeqConfig(LMConfig):
     """An encoder and a decoder with cross-attention, of one vocabulary and one model size.
 
-    Fields whose names begin with `encoder_` are those of the encoder. The encoder has the other fields of a Backbone in common
-    with the decoder.
+    `layers`, `mixer` and `form` are those of the decoder, `encoder_layers`, `encoder_mixer` and `encoder_form` those of the
+    encoder. The other fields of a Backbone hold for both.
     """
 
-    encoder_layers: int = option(0, "Number of Blocks of the encoder, 0 for layers.")
-    encoder_mixer: str = option("full", "Mixers of the encoder's layers, as mixer; they mix in both directions.")
-    encoder_form: str = option("block", "Forms that the encoder's layers take in turn, as form.")
+    encoder_layers: int = option(0, "Number of Blocks of the encoder; 0 for as many as model.layers.")
+    encoder_mixer: str = option("full", "Mixers of the encoder's layers, as model.mixer; all must be bidirectional.")
+    encoder_form: str = option("block", "Forms that the encoder's layers take in turn, as model.form.")
     share_embeddings: bool = option(True, "The encoder and the decoder share the embedding table.")
     max_len: int = option(0, "Longest source that learned positions reach, 0 for data.seq_len.")
     target_len: int = option(0, "Longest target that learned positions reach, 0 for data.target_len.")
@@ -63,11 +63,11 @@ class Seq2SeqConfig(LMConfig):
 
     @property
     def is_single_stack(self) -> bool:
-        """The layers are those of two stacks."""
+        """The layers are those of two Backbones."""
         return False
 
     def stacks(self) -> dict[str, BackboneConfig]:
-        """Configs of the two stacks, by the names of their modules.
+        """Configs of the two Backbones, by the names of their modules.
 
         Returns:
           Those of "encoder" and "decoder".
@@ -184,9 +184,9 @@ class Seq2Seq(OfSeveralStacks, nn.Module):
 
         Returns:
           The loss summed over target tokens, in nats, with the statistics, auxiliary losses and metrics of the layers; the
-          names of losses and metrics of the encoder begin with "encoder_". In evaluation also "accuracy", the share of tokens,
-          and "exact_match", the share of targets, that are the most probable ones given the correct tokens before. A target
-          that matches is the one that greedy decoding finds.
+          names of losses and metrics of the encoder begin with "encoder_". Evaluations also report "accuracy", the share of
+          target tokens that are the most probable ones given the correct tokens before, and "exact_match", the share of targets
+          of which all tokens are: these are the targets that greedy decoding produces.
         """
         memory, encoder_report = self.encode(batch, deterministic)
         target = _target(batch) | {"memory": memory.states, "memory_segment_ids": memory.segment_ids}

@@ -1,11 +1,11 @@
 """Collections of a model's variables.
 
-The optimizer changes "params", `Model.advance` changes "buffers", and nothing in training changes "frozen", which the task
-provides. A fourth
-one, "carry", is not part of a model's weights: it holds what the sequences of a batch need of the batch before.
+The optimizer changes "params" and `Model.advance` changes "buffers". Training does not change "frozen", which the task
+provides. The forward pass changes "carry", the state that each sequence of a batch passes to its continuation in the next one.
 
-Functions that only apply a model take its weights: the parameters, and under the keys BUFFERS and FROZEN the others, if the
-model has some and the function reads them. A model with parameters only has weights that are its parameters.
+Functions that only apply a model take its weights: the parameters and, under the keys BUFFERS and FROZEN, the buffers and the
+frozen variables that the model has and the function reads. The weights of a model with parameters only are its parameters. A
+carry is not part of the weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FROZEN = "frozen"
 
 
 def join(params: Any, buffers: Any, frozen: Any = None) -> Any:
-    """Weights of a model.
+    """Joins the collections of a model's weights.
 
     Args:
       params: Parameters, a dict; or a tree like them, of shapes or shardings.
@@ -39,13 +39,13 @@ def join(params: Any, buffers: Any, frozen: Any = None) -> Any:
 
 
 def split(weights: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The variables that training changes.
+    """Splits weights into parameters and buffers; frozen variables are left out.
 
     Args:
       weights: Weights of a model.
 
     Returns:
-      `(parameters, buffers)`; None for no buffers.
+      `(parameters, buffers)`; buffers are None if there are none.
     """
     params = {name: value for name, value in weights.items() if name not in (BUFFERS, FROZEN)}
     return params, weights.get(BUFFERS)
@@ -59,7 +59,7 @@ def collections(weights: Mapping[str, Any], carry: Any = None) -> dict[str, Any]
       carry: Carry of the batch before, or None.
 
     Returns:
-      "params", and BUFFERS, FROZEN and CARRY if there are some.
+      Collection -> variables: "params", and those of BUFFERS, FROZEN and CARRY that are not None.
     """
     trees = {BUFFERS: weights.get(BUFFERS), FROZEN: weights.get(FROZEN), CARRY: carry}
     return {"params": split(weights)[0], **{name: tree for name, tree in trees.items() if tree is not None}}

@@ -156,7 +156,7 @@ class Attention(nn.Module):
         else:
             mixer = build(self.mixer, MIXERS, "mixer", dropout=self.dropout, name="mixer")
         if self.is_initializing() and hasattr(mixer, "initial_carry"):
-            # The report then has a carry, which tells layers that have one from others.
+            # The report then has a carry, by which `layer_stack.stack_order` distinguishes layers with a carry from others.
             carry = mixer.initial_carry(x.shape[0], x.shape[-1], x.dtype)
             context = dataclasses.replace(context, segment_ids=jnp.ones_like(context.positions), carry=carry)
         x = self.tensor_parallel.gather_tokens(x)

@@ -34,7 +34,9 @@ class BlockConfig:
         'An entry of MIXERS, or several that the layers take in turn, as in "window(256,0)*5,full".',
     )
     mlp: str = option("swiglu", "Feed-forward network, an entry of FEED_FORWARDS.")
-    mlp_dim: int = option(0, "Columns of the MLP, 0 for 4 D (gated MLPs, 8 D / 3, rounded up to a multiple of 64).")
+    mlp_dim: int = option(
+        0, "Columns of the MLP; 0 for 4 D, or, if it is gated, 8 D / 3 rounded up to a multiple of 64."
+    )
     norm: str = option("rms", "An entry of NORMS.")
     norm_eps: float = option(1e-6, "Added to the variance in norms.")
     norm_placement: str = option(

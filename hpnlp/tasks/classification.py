@@ -31,7 +31,7 @@ class ClassifierConfig(EncoderConfig):
     """A bidirectional encoder with a label for each text or pair of texts."""
 
     pooling: str = option("mean", "An entry of POOLINGS: how the hidden states of a text become one vector.")
-    classes: int = option(0, "Number of classes of a label, 0 for those of the data.")
+    classes: int = option(0, "Number of classes; 0 for the number of labels in the data.")
 
 
 class Classification(LabelTask):
@@ -62,15 +62,14 @@ class ClassificationBaselines:
         self._dataset = dataset
 
     def result(self, log: Callable[[str], None] | None = None) -> dict[str, Any]:
-        """Measures them.
+        """Measures the accuracies.
 
         Args:
           log: Called with a message before a measurement that takes long.
 
         Returns:
-          `majority_accuracy`, of the most frequent training class; and, if scikit-learn is installed, `words_accuracy` and
-          `characters_accuracy`, of linear models of bags of words and of characters, otherwise None, as where there is nothing
-          to fit.
+          `majority_accuracy`, of the most frequent training class; and `words_accuracy` and `characters_accuracy`, of linear
+          models of bags of words and of characters, which are None if scikit-learn is not installed or there is nothing to fit.
         """
         labels = self._dataset.stored[HELDOUT].all_labels()
         figures: dict[str, Any] = {"majority_accuracy": float(np.mean(labels == self._dataset.class_counts.argmax()))}

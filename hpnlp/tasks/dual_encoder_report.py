@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.tasks.reporting import (
+    NOT_FINITE,
     Outcome,
     Ranking,
     Report,
     Section,
     TaskReport,
     decimals,
-    digest_fault,
     rank_on_same_examples,
+    spread,
+    text_cell,
 )
 
 TOP = (1, 10)  # numbers of retrieved texts whose recall is reported
@@ -51,12 +53,9 @@ class RetrievalReport(TaskReport):
             **baselines,
         }
 
-    def fault(self, report: Report) -> str:
-        return digest_fault(report)
-
     def verdict(self, report: Report) -> str:
         if report["heldout_loss"] is None:
-            return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
+            return NOT_FINITE
         count, recall = report["heldout_examples"], report["heldout_recall_at_10"]
         if count <= TOP[-1]:
             return (
@@ -70,8 +69,8 @@ class RetrievalReport(TaskReport):
             f"The partner of {100 * recall:.1f} % of the held-out texts is among the 10 most similar of "
             f"{min(count, MAX_PAIRS):,}"
         )
-        recall = {objects: report.get(f"{name}_recall_at_10") for name, objects in TFIDF.items()}
-        others = [f"TF-IDF of {objects} {100 * value:.1f} %" for objects, value in recall.items() if value is not None]
+        tfidf = {objects: report.get(f"{name}_recall_at_10") for name, objects in TFIDF.items()}
+        others = [f"TF-IDF of {objects} {100 * value:.1f} %" for objects, value in tfidf.items() if value is not None]
         return f"{text} ({', '.join(others)})." if others else f"{text}."
 
     def rows(self, report: Report) -> list[tuple[str, str]]:
@@ -157,21 +156,7 @@ def _examples(outcome: Outcome, scores: np.ndarray, ranks: np.ndarray) -> Iterat
     yield "| rank of the partner | text | its partner | the most similar partner |"
     yield "|---|---|---|---|"
     for places in (np.flatnonzero(ranks == 1), np.flatnonzero(ranks > TOP[-1])):
-        for i in _spread(places):
+        for i in places[spread(len(places), EXAMPLES)].tolist():
             best = int(scores[i].argmax())
             texts = (stored.text(i, 0), stored.text(i, 1), stored.text(best, 1))
-            yield "| " + " | ".join([str(ranks[i]), *(_cell(text.decode()) for text in texts)]) + " |"
-
-
-def _spread(places: np.ndarray) -> Sequence[int]:
-    """At most EXAMPLES of these numbers, from the first to the last."""
-    if not len(places):
-        return []
-    return [int(places[i]) for i in np.unique(np.linspace(0, len(places) - 1, EXAMPLES).astype(int))]
-
-
-def _cell(text: str) -> str:
-    """The beginning of a text, in a table."""
-    shown = " ".join(text[: 4 * MAX_TEXT].split())
-    shown = f"{shown[:MAX_TEXT]}{'...' * (len(shown) > MAX_TEXT)}"
-    return f"`{shown.replace('`', chr(39))}`".replace("|", r"\|")
+            yield "| " + " | ".join([str(ranks[i]), *(text_cell(text.decode(), MAX_TEXT) for text in texts)]) + " |"

@@ -11,21 +11,22 @@ import numpy as np
 
 from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.tasks.reporting import (
+    NOT_FINITE,
     Heatmap,
     Outcome,
     Ranking,
     Report,
     Section,
     TaskReport,
+    code_cell,
     decimals,
-    digest_fault,
     rank_on_same_examples,
 )
 
 CONFUSION = "confusion.png"
-MAX_DRAWN = 40  # classes in the picture of the confusion matrix: the most frequent ones, and the others as one
-EXAMPLES = 4  # shown of each kind, right and wrong
-EXAMPLE_BATCHES = 4  # batches of held-out examples that these are chosen from
+MAX_DRAWN = 40  # rows of the picture of the confusion matrix: the most frequent classes, and one row for the others
+EXAMPLES = 4  # right predictions that are shown, and as many wrong ones
+EXAMPLE_BATCHES = 4  # batches of held-out examples that predictions are chosen from
 MAX_TEXT = 100  # characters of an example
 MAX_LABEL = 40  # characters of a label
 MARK = "\N{BLACK RIGHT-POINTING SMALL TRIANGLE}"
@@ -33,13 +34,13 @@ MARK = "\N{BLACK RIGHT-POINTING SMALL TRIANGLE}"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a label.
+    """The place of a label among the held-out examples.
 
     Attributes:
-      dataset: The data.
+      dataset: The data, an `Examples`.
       batch: A batch of held-out examples.
       number: Number of the example among the held-out ones.
-      index: Index of the label in the batch's labels.
+      index: Index of the label in `batch["labels"]`: (example,), or (example, token).
     """
 
     dataset: Any
@@ -63,11 +64,11 @@ class LabelReport(TaskReport):
         Args:
           unit: The objects that have labels, as "an example".
           baselines: Field of report.json with the accuracy of a baseline -> name of the baseline.
-          show: Text of an object with a label, for the table of examples.
-          note: Explanation of the texts, in parentheses.
+          show: Returns the text that stands for the object with a label in the table of examples.
+          note: Explanation of these texts for the reader of the report, as " (...)".
         """
         self.unit = unit
-        self._names = baselines
+        self._baseline_names = baselines
         self._show = show
         self._note = note
 
@@ -81,12 +82,9 @@ class LabelReport(TaskReport):
             **baselines,
         }
 
-    def fault(self, report: Report) -> str:
-        return digest_fault(report)
-
     def verdict(self, report: Report) -> str:
         if report["heldout_loss"] is None:
-            return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
+            return NOT_FINITE
         count, accuracy = report["heldout_examples"], report["heldout_accuracy"]
         text = f"The model predicts {100 * accuracy:.1f} % of the labels of {count:,} held-out examples"
         others = [f"{name} {100 * value:.1f} %" for name, value in self._baselines(report)]
@@ -103,7 +101,7 @@ class LabelReport(TaskReport):
         ]
 
     def section(self, outcome: Outcome) -> Section:
-        """The confusion matrix, and labels that are predicted rightly and wrongly."""
+        """The confusion matrix, and examples of right and wrong predictions."""
         parts, pictures = [], {}
         if "confusion" in outcome.sums:
             matrix = np.asarray(outcome.sums["confusion"][0])
@@ -117,7 +115,7 @@ class LabelReport(TaskReport):
 
     def _baselines(self, report: Report) -> list[tuple[str, float]]:
         """`(name, accuracy)` of each baseline that was measured."""
-        return [(text, report[name]) for name, text in self._names.items() if report.get(name) is not None]
+        return [(name, report[field]) for field, name in self._baseline_names.items() if report.get(field) is not None]
 
     def rank(self, reports: Mapping[str, Report]) -> Ranking:
         """Ranks runs by held-out accuracy on the same examples: those that most runs were scored on."""
@@ -186,10 +184,9 @@ def _examples(outcome: Outcome, show: Callable[[Place], str], note: str) -> Iter
             :EXAMPLES
         ]
         for at in chosen:
-            text = " ".join(show(Place(dataset, batch, numbers[at[0]], at)).split()).replace("`", "'")
-            names = (_shown(labels[label[at]]) for label in (batch["labels"], predicted))
-            cells = [*names, f"{best[at]:.2f}", f"`{text}`"]
-            yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+            text = " ".join(show(Place(dataset, batch, numbers[at[0]], at)).split())
+            names = (_shown(labels[label[at]]).replace("|", r"\|") for label in (batch["labels"], predicted))
+            yield "| " + " | ".join([*names, f"{best[at]:.2f}", code_cell(text)]) + " |"
 
 
 def _shown(label: str) -> str:

@@ -12,7 +12,7 @@ from hpnlp.data.baselines import NAMES, WINDOW
 from hpnlp.models import decode
 from hpnlp.nn.output import is_normalized
 from hpnlp.tasks import vocabulary as vocabularies
-from hpnlp.tasks.reporting import Outcome, Ranking, Report, Section, TaskReport, decimals
+from hpnlp.tasks.reporting import NOT_FINITE, Outcome, Ranking, Report, Section, TaskReport, decimals
 from hpnlp.types import InputError
 
 BITS_PER_BYTE = "held-out bits/byte"
@@ -132,7 +132,7 @@ class LanguageModelReport(TaskReport):
         # Perplexities compare on the same tokens only: those that most runs were scored on.
         digests = {name: report.get("heldout_digest") for name, report in scored.items()}
         most_common = max(filter(None, digests.values()), key=list(digests.values()).count, default="")
-        unknown = "its report does not say on which tokens it was scored: run its training command again"
+        unknown = "its report lacks the digest of the tokens that it was scored on: run its training command again"
         elsewhere = "scored on other tokens than the runs above, so that perplexities do not compare"
         unscored |= {
             name: elsewhere if digest else unknown for name, digest in digests.items() if digest != most_common
@@ -147,7 +147,7 @@ class LanguageModelReport(TaskReport):
 def _obstacle(report: Report) -> str:
     """Sentence on why a model cannot be compared with compressors; "" if it can."""
     if report["heldout_loss"] is None:
-        return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
+        return NOT_FINITE
     if report["heldout_bits_per_byte"] is None:
         if is_normalized(report["config"]["model.output"]):
             reason = "The tokenizer does not keep every byte"

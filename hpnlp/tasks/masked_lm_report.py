@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 
 from hpnlp.tasks.reporting import (
+    NOT_FINITE,
     Outcome,
     Ranking,
     Report,
     Section,
     TaskReport,
+    code_cell,
     decimals,
-    digest_fault,
     rank_on_same_examples,
+    spread,
 )
 
 SEQUENCES, EXAMPLES = 4, 8  # held-out sequences whose hidden tokens are predicted, and hidden tokens that are shown
@@ -37,12 +39,9 @@ class MaskedReport(TaskReport):
             **baselines,
         }
 
-    def fault(self, report: Report) -> str:
-        return digest_fault(report)
-
     def verdict(self, report: Report) -> str:
         if report["heldout_loss"] is None:
-            return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
+            return NOT_FINITE
         text = f"The model predicts {100 * report['heldout_accuracy']:.1f} % of the hidden tokens of held-out text"
         frequent = report.get("frequent_accuracy")
         return f"{text}." if frequent is None else f"{text} (the most frequent token: {100 * frequent:.1f} %)."
@@ -77,7 +76,7 @@ def _examples(outcome: Outcome) -> Iterator[str]:
     yield ""
     yield "| hidden token | prediction | text before | text after |"
     yield "|---|---|---|---|"
-    for row, column in places[np.unique(np.linspace(0, len(places) - 1, EXAMPLES).astype(int))] if len(places) else ():
+    for row, column in places[spread(len(places), EXAMPLES)]:
         in_document = batch["segment_ids"][row] == batch["segment_ids"][row, column]
         texts = [
             original[row, column : column + 1],
@@ -87,4 +86,4 @@ def _examples(outcome: Outcome) -> Iterator[str]:
         ]
         token, guess, before, after = (tokenizer.decode(ids).decode("utf-8", "replace") for ids in texts)
         cells = [repr(token), repr(guess), repr(before[-CONTEXT:]), repr(after[:CONTEXT])]
-        yield "| " + " | ".join(f"`{cell.replace('`', chr(39))}`".replace("|", r"\|") for cell in cells) + " |"
+        yield "| " + " | ".join(map(code_cell, cells)) + " |"

@@ -17,6 +17,9 @@ from hpnlp.parallel import host_offload
 
 Report = Mapping[str, Any]  # content of report.json
 
+# The verdict on a run whose held-out loss is not finite.
+NOT_FINITE = "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
+
 
 @dataclasses.dataclass(frozen=True)
 class Heatmap:
@@ -84,7 +87,7 @@ class Outcome:
       dataset: Its data.
       model: Its model.
       params: Parameters of the model; None if they are spread over the devices of several processes.
-      sums: What the model's loss reports, summed over all held-out examples.
+      sums: Loss, metrics and auxiliary losses over all held-out examples: name -> (sum, weight).
     """
 
     config: Any
@@ -133,7 +136,9 @@ class TaskReport(abc.ABC):
         """
 
     def fault(self, report: Report) -> str:
-        """The first reason why a report cannot be compared, beside its numbers; "" if it can.
+        """The first reason why a report cannot be compared, beside missing `numbers_compared`; "" if it can.
+
+        By default, a report needs the digest of its held-out examples, by which `rank_on_same_examples` identifies them.
 
         Args:
           report: Content of report.json, with a section `config`.
@@ -141,7 +146,8 @@ class TaskReport(abc.ABC):
         Returns:
           The reason.
         """
-        return ""
+        digest = report.get("heldout_digest")
+        return "" if isinstance(digest, str) else f"heldout_digest is {digest!r:.40}"
 
     @abc.abstractmethod
     def verdict(self, report: Report) -> str:
@@ -224,17 +230,43 @@ def decimals(value: int | float | None, digits: str = ".4f") -> str:
     return "-" if value is None else f"{value:{digits}}"
 
 
-def digest_fault(report: Report) -> str:
-    """The reason why the examples of a report cannot be told apart from others; "" if they can.
+def code_cell(text: str) -> str:
+    """A text as code in a cell of a Markdown table.
 
     Args:
-      report: Content of report.json.
+      text: The text, in one line.
 
     Returns:
-      The reason, for `TaskReport.fault`.
+      Markdown.
     """
-    digest = report.get("heldout_digest")
-    return "" if isinstance(digest, str) else f"heldout_digest is {digest!r:.40}"
+    return f"`{text.replace('`', chr(39))}`".replace("|", r"\|")
+
+
+def text_cell(text: str, limit: int) -> str:
+    """The beginning of a text as code in a cell of a Markdown table.
+
+    Args:
+      text: The text, in which whitespace is shown as single spaces.
+      limit: Maximum number of characters; "..." follows a text that is cut.
+
+    Returns:
+      Markdown.
+    """
+    shown = " ".join(text[: 4 * limit].split())
+    return code_cell(f"{shown[:limit]}{'...' * (len(shown) > limit)}")
+
+
+def spread(count: int, limit: int) -> list[int]:
+    """Indices that are spread evenly over a sequence, its first and last element among them.
+
+    Args:
+      count: Length of the sequence.
+      limit: Maximum number of indices, at least 2.
+
+    Returns:
+      The indices, ascending; none for an empty sequence.
+    """
+    return np.unique(np.linspace(0, count - 1, limit).astype(int)).tolist() if count else []
 
 
 def rank_on_same_examples(reports: Mapping[str, Report], metric: str, higher_is_better: bool = False) -> Ranking:

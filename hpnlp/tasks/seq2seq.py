@@ -50,13 +50,13 @@ class SequenceToSequence(ExampleTask):
 
 
 class LinearBaseline:
-    """Exact matches of linear models of words and their places."""
+    """Exact matches of a linear model of words and their places, see `linear_exact_match`."""
 
     def __init__(self, dataset: Examples) -> None:
         self._dataset = dataset
 
     def result(self, log: Callable[[str], None] | None = None) -> dict[str, Any]:
-        """Measures them.
+        """Measures the exact matches.
 
         Args:
           log: Called with a message before the measurement.

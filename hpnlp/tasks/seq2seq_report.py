@@ -10,21 +10,25 @@ import numpy as np
 from hpnlp.data.examples.dataset import CHALLENGE, HELDOUT
 from hpnlp.models.seq2seq_decode import generate
 from hpnlp.tasks.reporting import (
+    NOT_FINITE,
     Outcome,
     Ranking,
     Report,
     Section,
     TaskReport,
     decimals,
-    digest_fault,
     rank_on_same_examples,
+    spread,
+    text_cell,
 )
 
 EXAMPLES = 6  # shown of each set
 MAX_TEXT = 100  # characters of a text
+# Field of report.json with a score of the examples that are scored apart -> name of the score.
 APART = {"heldout_challenge_exact_match": "exact match", "heldout_challenge_accuracy": "token accuracy"}
 # Set of examples -> field of report.json with the exact matches of a linear model.
 LINEAR = {HELDOUT: "linear_exact_match", CHALLENGE: "linear_challenge_exact_match"}
+# Set of examples -> its name in reports.
 NAMES = {HELDOUT: "held out", CHALLENGE: "scored apart"}
 
 
@@ -47,12 +51,9 @@ class Seq2SeqReport(TaskReport):
             **baselines,
         }
 
-    def fault(self, report: Report) -> str:
-        return digest_fault(report)
-
     def verdict(self, report: Report) -> str:
         if report["heldout_loss"] is None:
-            return "The held-out loss is not finite: the model is of no use. Lower optimizer.learning_rate, and train anew."
+            return NOT_FINITE
         count, matches = report["heldout_examples"], report["heldout_exact_match"]
         text = f"The model produces {100 * matches:.1f} % of the targets of {count:,} held-out examples exactly"
         linear = report.get(LINEAR[HELDOUT])
@@ -92,8 +93,7 @@ def _examples(outcome: Outcome) -> Iterator[str]:
     dataset, tokenizer = outcome.dataset, outcome.dataset.tokenizer
     chosen = []
     for name in dataset.heldout_sets:
-        count = dataset.stored[name].count
-        chosen += [(name, int(number)) for number in np.unique(np.linspace(0, count - 1, EXAMPLES).astype(int))]
+        chosen += [(name, number) for number in spread(dataset.stored[name].count, EXAMPLES)]
     batches = [
         dataset.kind.batch(dataset.stored[name], [number], 1, tokenizer, dataset.seq_len) for name, number in chosen
     ]
@@ -106,8 +106,8 @@ def _examples(outcome: Outcome) -> Iterator[str]:
         source, target = (dataset.stored[name].text(number, part).decode() for part in range(2))
         text = tokenizer.decode(ids).decode("utf-8", "replace")
         expected = tokenizer.decode(dataset.stored[name].part(number, 1)).decode("utf-8", "replace")
-        cells = [NAMES[name], *map(_cell, (source, target, text)), "right" if text == expected else "wrong"]
-        yield "| " + " | ".join(cells) + " |"
+        texts = (text_cell(shown, MAX_TEXT) for shown in (source, target, text))
+        yield "| " + " | ".join([NAMES[name], *texts, "right" if text == expected else "wrong"]) + " |"
 
 
 def _decoded(outcome: Outcome, batch: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -127,9 +127,3 @@ def _decoded(outcome: Outcome, batch: Mapping[str, np.ndarray]) -> list[np.ndarr
     rows = np.concatenate([*generation], axis=1)
     ends = rows == tokenizer.eos_id
     return [row[: end.argmax() if end.any() else len(row)] for row, end in zip(rows, ends, strict=True)]
-
-
-def _cell(text: str) -> str:
-    """A text in a table."""
-    shown = f"{text[:MAX_TEXT]}{'...' * (len(text) > MAX_TEXT)}"
-    return f"`{' '.join(shown.split()).replace('`', chr(39))}`".replace("|", r"\|")

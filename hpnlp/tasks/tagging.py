@@ -47,7 +47,7 @@ class Tagging(LabelTask):
 
 
 class TaggingBaselines:
-    """Accuracies of taggers that do not look at the context."""
+    """Accuracies of taggers that do not use the context of a word."""
 
     def __init__(self, dataset: Examples) -> None:
         self._dataset = dataset

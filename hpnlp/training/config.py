@@ -117,7 +117,7 @@ class Config:
       optimizer: Optimizer and learning rate.
       train: Length, evaluation, checkpoints and outputs.
       plan: Layout over devices, rematerialisation and offloading.
-      task: What is learned, an entry of TASKS.
+      task: The task, an entry of TASKS.
     """
 
     model: Any = None
@@ -125,7 +125,7 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     plan: Plan = Plan()
-    task: str = option("lm", "What is learned; it decides about the fields of the sections model and data.")
+    task: str = option("lm", "The task, an entry of TASKS, which determines the fields of the sections model and data.")
 
     def __post_init__(self) -> None:
         types = section_types(self.task)
@@ -176,7 +176,7 @@ def default(task: str = "lm") -> ConfigDict:
     """Default values of all fields.
 
     Args:
-      task: Name of the task, which decides about the fields of the sections model and data.
+      task: Name of the task, which determines the fields of the sections model and data.
 
     Returns:
       A locked ConfigDict with a section per part: setting an unknown field or a value of a wrong type raises.

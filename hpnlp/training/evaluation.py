@@ -23,7 +23,7 @@ class Evaluation:
 
     Attributes:
       scores: Scores by name, see `tasks.task.Task.scores`.
-      sums: What the model's loss reports, by name: float64 `(sum, weight)` over all batches.
+      sums: Loss, metrics and auxiliary losses of the model by name: float64 `(sum, weight)` over all batches.
     """
 
     scores: dict[str, float]
@@ -35,9 +35,9 @@ def evaluate(trainer: Trainer, params: Any, dataset: Dataset, config: Config, li
 
     Args:
       trainer: Compiled functions of the model.
-      params: Parameters, laid out as the trainer's.
+      params: Weights of the model on the trainer's devices, such as `TrainState.best_params`.
       dataset: Data; its held-out part is read.
-      config: Config of the run: its task, and sizes of batches.
+      config: Config of the run, which names the task and the batch size.
       limit: Largest number of batches, spread over the examples; None for all.
 
     Returns:
@@ -54,16 +54,19 @@ def evaluate(trainer: Trainer, params: Any, dataset: Dataset, config: Config, li
 
 
 def further_scores(trainer: Trainer, params: Any, dataset: Dataset, config: Config) -> dict[str, float]:
-    """Scores all examples that are held out beside the held-out ones, such as longer ones.
+    """Scores the task's further sets of examples (`Task.further_heldout`), such as those of `data.challenge_path`.
 
     Args:
       trainer: Compiled functions of the model.
-      params: Parameters, laid out as the trainer's.
+      params: As for `evaluate`.
       dataset: Data.
       config: Config of the run.
 
     Returns:
-      Name of a set of examples and of a score, as in "challenge_accuracy" -> score; empty if there are no such examples.
+      "SET_SCORE", such as "challenge_accuracy" -> score; empty if there are no such sets.
+
+    Raises:
+      InputError: No example of a set has a loss.
     """
     index, count = batch_share(trainer, config)
     sets = tasks.find(config.task).further_heldout(config, dataset, process_index=index, process_count=count)
@@ -91,7 +94,7 @@ def _sums(
 
 
 def _add(total: Any, sums: Any) -> Any:
-    """The total with sums that lie on the devices; None for no total or no sums."""
+    """Adds sums on the devices to a total in float64; either may be None."""
     if sums is None:
         return total
     values = jax.tree.map(lambda x: np.asarray(x, np.float64), jax.device_get(sums))
@@ -100,8 +103,8 @@ def _add(total: Any, sums: Any) -> Any:
 
 def _scores(trainer: Trainer, dataset: Dataset, config: Config, sums: Any, is_complete: bool) -> dict[str, float]:
     """Scores of a task from the sums of an evaluation."""
-    probable = trainer.gives_probabilities
-    return tasks.find(config.task).scores(config, dataset, sums, is_complete=is_complete, gives_probabilities=probable)
+    task, normalized = tasks.find(config.task), trainer.gives_probabilities
+    return task.scores(config, dataset, sums, is_complete=is_complete, gives_probabilities=normalized)
 
 
 def batch_share(trainer: Trainer, config: Config) -> tuple[int, int]:

@@ -58,17 +58,17 @@ class Gradients:
         """Gradients of the sum of a batch's losses.
 
         Args:
-          params: Parameters; of tables in `ids`, the looked-up rows only.
+          params: Parameters; tables in `ids` have their looked-up rows only.
           buffers: Buffers, or None.
-          ids: Trained rows of tables, by the table's path.
+          ids: Ids of the looked-up rows, by the path of their table, as `looked_up` returns them.
           scale: A `LossScale`, or None.
           batch: Arrays whose first axis is that of the examples.
           key: Key of the step, for dropout and sampled losses.
           carry: Carry of the batch before, or None.
 
         Returns:
-          `(gradients, (weight, sums, statistics), carry)`: the weight of the loss, `(total, weight)` of each metric, and the
-          layers' statistics, summed over the batch; and the carry for the next batch.
+          `(gradients, (weight, sums, statistics), carry)`. `sums` has the `(total, weight)` of "loss", of each metric and of
+          each auxiliary loss; these and the layers' `statistics` are summed over the batch. `carry` is that for the next batch.
 
         Cost: with accumulation, a model with `auxiliary_loss` runs one more forward pass.
         """
@@ -121,18 +121,18 @@ class Gradients:
         scale: Any,
         inputs: tuple[Batch, jax.Array, Any],
     ) -> Any:
-        """Gradient of the sum of the losses by the statistics of the batch, from a forward pass over all parts.
+        """Gradient of the sum of the losses with respect to the statistics of the batch, by a forward pass over all parts.
 
-        The auxiliary losses depend on the sums over all parts, which no part knows.
+        Auxiliary losses are functions of the sums over all parts, and each part has only its own sums.
 
         Args:
           shapes: Shapes of `(weight, metrics, statistics)`.
-          shards: As for `_sum`.
-          params: As for `_sum`.
-          buffers: As for `_sum`.
-          ids: As for `_sum`.
-          scale: As for `_sum`.
-          inputs: The parts.
+          shards: The result of `_shards`.
+          params: As for `__call__`.
+          buffers: As for `__call__`.
+          ids: As for `__call__`.
+          scale: As for `__call__`.
+          inputs: The parts: batches, keys and carries, each with a first axis of parts.
 
         Returns:
           A tree like the statistics; None if the model has no auxiliary losses.
@@ -156,7 +156,7 @@ class Gradients:
         return sum((self.aux_weights.get(name, 1.0) * value for name, value in losses.items()), jnp.zeros(()))
 
     def looked_up(self, params: Any, batch: Batch, key: jax.Array) -> dict[sparse_rows.Path, jax.Array]:
-        """Rows that a step looks up, by their table's path; empty unless `optimizer.rows` is set.
+        """Rows that a step looks up, by the path of their table; empty unless `optimizer.rows` is set.
 
         Args:
           params: Parameters.
@@ -180,13 +180,13 @@ class Gradients:
         return {path: sparse_rows.distinct(ids.reshape(-1), self.tables[path][0]) for path, ids in ids_by_path.items()}
 
     def check_aux_weights(self, weights: Any) -> None:
-        """Checks that the layers report every loss that has a weight. Allocates nothing.
+        """Checks that the layers report every loss in `optimizer.aux`. Allocates nothing.
 
         Args:
           weights: Shapes of the model's weights.
 
         Raises:
-          InputError: No layer reports one of them.
+          InputError: No layer reports a loss in `optimizer.aux`.
         """
         if not self.aux_weights:
             return
@@ -214,7 +214,7 @@ class Gradients:
           weights: Shapes of the model's weights.
 
         Raises:
-          InputError: It changes them.
+          InputError: `advance` changes a name, a shape or a dtype.
         """
         buffers = variables.split(weights)[1]
         if buffers is None:
@@ -238,11 +238,11 @@ class Gradients:
         return self._split(batch, 0), jax.vmap(lambda i: jax.random.fold_in(key, i))(parts)
 
     def _split(self, tree: Any, axis: int) -> Any:
-        """Arrays whose first axis is that of the parts, from arrays with the examples on `axis`."""
+        """Arrays with a first axis of parts, from arrays with the examples on `axis`."""
         count = self.update.config.accumulate
 
-        # Interleaved, so that every device keeps its sequences in every part.
         def split(x: jax.Array) -> jax.Array:
+            # Parts are interleaved, so that every device keeps its sequences in every part.
             shape = (*x.shape[:axis], -1, count, *x.shape[axis + 1 :])
             return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
 
@@ -287,10 +287,9 @@ class Gradients:
     ) -> tuple[jax.Array, tuple[tuple[jax.Array, Any, Any], Any]]:
         """`(sum of the loss with auxiliary losses, ((weight, metrics, statistics), carry))`.
 
-        cotangent: for a part of a batch, the result of `_statistics_cotangent`; None for a whole batch.
-
-        The sum, not the mean: sums add up over devices and accumulated parts, whatever the number of target tokens in each of
-        them, and they keep float16 gradients of order 1 in the backward pass.
+        The loss is a sum, not a mean: sums add up over devices and accumulated parts, whatever the number of target tokens in
+        each of them, and they keep float16 gradients of order 1 in the backward pass. `shards` are the arguments of the
+        gradient (`_shards`). `cotangent` is the result of `_statistics_cotangent` for a part of a batch; None for a whole one.
         """
         tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
         out = loss(self.model, variables.join(tables, buffers, self.frozen), batch, key, carry)

@@ -41,7 +41,7 @@ class Result:
       interrupted: True if a signal stopped the run early; the same command continues from `step`.
       heldout: Scores on all held-out examples by name, see `scores` of the task, and on further sets of examples, with
         their names; empty if the run was interrupted.
-      sums: What the model's loss reports, summed over all held-out examples: name -> (sum, weight).
+      sums: Loss, metrics and auxiliary losses over all held-out examples: name -> (sum, weight).
       baselines: Results of other methods on the same data, such as bits per byte of general compressors, see
         `data.baselines`; empty if the run was interrupted and in processes other than process 0.
       dataset: The data, with its tokenizer.

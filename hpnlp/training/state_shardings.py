@@ -53,7 +53,7 @@ def state_shardings(
 
     Args:
       layout: The plan on its devices; its ZeRO stage decides whether parameters are divided over `fsdp`.
-      plan: The plan; states what rests in the host's memory.
+      plan: The plan; its offloading options place parts of the state in host memory.
       axes: A tree like the weights, of tuples of logical axis names.
       carry_axes: The same of the carry, or None.
       statistic_specs: A tree like the parameters, of the PartitionSpec of each one's gradient and statistics.
@@ -86,15 +86,15 @@ def state_shardings(
 
 
 def frozen_shapes(layout: Layout, axes: Any, shapes: Any) -> tuple[Any, ...]:
-    """The last argument of steps.
+    """Shapes of a model's frozen variables, as the last arguments of a step or an evaluation.
 
     Args:
       layout: The plan on its devices.
-      axes: Logical axes of a model's weights.
+      axes: Logical axes of the model's weights.
       shapes: Shapes of the weights.
 
     Returns:
-      The frozen variables, shapes with shardings; empty without any.
+      A tuple of one tree of shapes with shardings; empty for a model without frozen variables.
     """
     if variables.FROZEN not in shapes:
         return ()
@@ -125,7 +125,7 @@ def gradient_shapes(mesh: Any, shapes: Any, param_shardings: Any, statistic_spec
 def variable_shardings(layout: Layout, axes: Any, shapes: Any) -> Any:
     """Shardings of buffers, frozen variables or a carry.
 
-    ZeRO divides variables where it divides parameters, so that layers gather all alike.
+    ZeRO 3 divides these variables as it divides parameters, so that a layer gathers all of its variables in the same way.
 
     Args:
       layout: The plan on its devices.
@@ -176,11 +176,11 @@ def place(shape: Any, value: Any) -> jax.Array:
     """Places an array in the memory of devices.
 
     Args:
-      shape: A shape with a sharding; where it rests in the host's memory, the array comes to the devices.
-      value: The array, in every process.
+      shape: A shape with a sharding, whose memory kind is ignored: the array comes to the devices even if it is host memory.
+      value: The array, the same in every process.
 
     Returns:
-      The array with this sharding.
+      The array with this sharding, in device memory.
     """
     sharding = NamedSharding(shape.sharding.mesh, shape.sharding.spec)
     return jax.make_array_from_callback(shape.shape, sharding, lambda index: value[index])

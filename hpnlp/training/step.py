@@ -48,7 +48,8 @@ class _OnMesh:
     Attributes:
       mesh: The mesh.
       jitted: The function.
-      frozen: Its last arguments: none, or the model's frozen variables; their shapes in a trainer without values.
+      frozen: The last arguments of the function: (), or a tuple of the model's frozen variables. Before
+        `Trainer.with_frozen`, the tuple holds their shapes.
     """
 
     mesh: Mesh | AbstractMesh
@@ -74,22 +75,22 @@ class Trainer:
     """The compiled functions of one model on one mesh.
 
     Attributes:
-      init: `init(key[, weights]) -> state`; buffers that the weights lack are drawn.
+      init: `init(key[, weights]) -> state`; parameters or buffers that are not passed are initialised from the key.
       step: `step(state, batch, key) -> (state, metrics)`; the state is donated.
-      initial_carry: `initial_carry()`: the carry before the first batch, None for a model without one.
-      evaluate_next: `evaluate_next(weights, batch, carry) -> (sums, carry)`: name -> (sum, weight) of "loss" in nats and of
-        what the layers report, and the carry for the batch that continues this one.
+      initial_carry: `initial_carry()` returns the carry before the first batch, None for a model without one.
+      evaluate_next: `evaluate_next(weights, batch, carry) -> (sums, carry)`: the (sum, weight) of "loss", in nats, and of each
+        metric and auxiliary loss by name, and the carry for the batch that continues this one.
       state_shapes: Shapes of the state, with their shardings.
-      example_batch: `example_batch(batch_size, length)`: a batch of zeros with the shapes and dtypes of a batch of data.
+      example_batch: `example_batch(batch_size, length)` returns a batch of zeros with the shapes and dtypes of a batch of data.
       batch_sharding: Sharding of each array of a batch, by name; the arrays are global.
       gives_probabilities: True if the loss is -log p(label).
       layout: The plan on its devices.
       undivided: Names and shapes of the matrices that no axis of the mesh divides.
       gradient_shapes: Shapes of the parameters, with the shardings of their gradients and statistics.
-      rows_trained: `rows_trained(examples, length)`: the largest number of rows of a table that a batch of that shape trains,
-        by the table's path, for tables that are trained row by row.
-      single_device: Makes the trainer of one device, from which FLOPs are counted, if this trainer leaves out products, or
-        computes products of idle ticks of a pipeline; None otherwise.
+      rows_trained: `rows_trained(examples, length)` returns the largest number of rows that a batch of that shape trains, by
+        the path of the table, for tables that are trained row by row.
+      single_device: Makes the trainer of one device, from which FLOPs are counted under sequence parallelism and pipelines: a
+        ring skips products, and a pipeline computes products in idle ticks. None under other plans.
     """
 
     init: _OnMesh
@@ -107,7 +108,7 @@ class Trainer:
     single_device: Callable[[], Trainer] | None
 
     def with_frozen(self, values: Any) -> Trainer:
-        """The trainer with the values of the model's frozen variables. Steps and evaluations read them, and do not donate them.
+        """Returns the trainer with values of the model's frozen variables, which steps and evaluations read and do not donate.
 
         Args:
           values: A tree of arrays like the model's collection "frozen"; None for a model without frozen variables.
@@ -151,7 +152,7 @@ class Trainer:
           length: Tokens of a sequence.
 
         Returns:
-          The number; None for output layers that group tokens by their labels, so that it depends on the batch.
+          The number; None for output layers that group tokens by their labels, whose products depend on the batch.
         """
         batch = jax.eval_shape(lambda: self.example_batch(examples, length))
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -336,7 +337,7 @@ class _StepFunctions:
       update: Update of the parameters by their gradients.
       schedule: Learning rate by number of updates.
       tables: Shapes of the parameters by path.
-      fetches_optimizer: True if the optimizer's state rests in the host's memory, and is fetched at once, not by layer.
+      fetches_optimizer: True if the optimizer state is in host memory and is fetched as a whole, not layer by layer.
       param_shapes: Shapes of the parameters.
       weight_shardings: Shardings of the model's weights.
       batch_size: Sequences of a batch, 0 for a state without a carry.
@@ -423,7 +424,7 @@ class _StepFunctions:
     def evaluate(
         self, weights: Any, batch: Batch, carry: Any, frozen: Any = None
     ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], Any]:
-        """`Trainer.evaluate_next`, without dropout; averaged parameters, sharded as statistics are, are resharded."""
+        """`Trainer.evaluate_next`. Averaged parameters, which have the shardings of optimizer state, are resharded."""
         weights = jax.tree.map(jax.lax.with_sharding_constraint, weights, self.weight_shardings)
         out = loss(self.gradients.model, variables.join(weights, None, frozen), batch, None, carry)
         sums = {"loss": (out.sum, out.weight), **out.aux}
@@ -446,7 +447,7 @@ def _updates(state: TrainState) -> jax.Array:
 
 
 def _model_parallel(layout: Layout, config: Any, carry_axes: Any) -> ModelParallel:
-    """Functions that run a model over a mesh. carry_axes: as of `Model.carry_axes`, or None."""
+    """Functions that run a model over a mesh. `carry_axes` is the result of `Model.carry_axes`, or None."""
     masks = config.masks()
     carry_names = None if carry_axes is None else config.stack_order().split(carry_axes["layers"])
     return ModelParallel(

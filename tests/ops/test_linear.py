@@ -19,7 +19,7 @@ def test_products_by_the_transpose_equal_those_with_the_matrix(dtype):
     def score(product, x, w, b):
         y = product(x.astype(dtype), w, b)
         assert y.dtype == dtype
-        return (y * weights).sum(), y
+        return (y.astype(jnp.float32) * weights).sum(), y
 
     def results(product):
         return jax.jit(jax.grad(lambda *args: score(product, *args), argnums=(0, 1, 2), has_aux=True))(x, w, b)

@@ -317,6 +317,7 @@ INTERNAL = {
 # Functions that compute on the host, from numbers and numpy arrays, and functions that only other ops call.
 ON_HOST = {
     "attention.attend.explain",
+    "linear.prefers_transpose",
     *("attention.operands.scale_queries", "attention.reference.dense_attention"),
     *("attention.positions.rope.yarn", "attention.positions.rope.frequencies"),
     *("attention.positions.bias.alibi", "attention.positions.bias.alibi_slopes"),

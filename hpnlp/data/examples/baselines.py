@@ -1,4 +1,4 @@
-"""Scores of linear models of scikit-learn on the same examples, which a trained model should beat (extra `sklearn`)."""
+"""Scores of linear models and TF-IDF of scikit-learn, which a trained model should exceed (extra `sklearn`)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.store import StoredExamples
 from hpnlp.types import InputError
 
-# Training examples that baselines read, spread evenly: features of more take gigabytes.
+# Largest number of training examples that baselines read, spread evenly: features of more examples take gigabytes.
 MAX_TRAINED = 50_000
 
 
 def linear_accuracy(examples: Examples, name: str = "heldout", seed: int = 0) -> dict[str, float | None]:
     """Trains linear classifiers on bags of words and of characters.
 
-    The classifiers are logistic regressions, fitted by `SGDClassifier`, over TF-IDF of words (with their pairs) and of runs
-    of 2 to 5 characters within words. The texts of a pair are features of their own. At most MAX_TRAINED training examples are
-    read.
+    The classifiers are logistic regressions, fitted by `SGDClassifier`, over TF-IDF of words and pairs of words, and over
+    TF-IDF of runs of 2 to 5 characters within words. Each text of a pair has its own features. At most MAX_TRAINED training
+    examples are read.
 
     Args:
       examples: Examples with one label each.
@@ -31,12 +31,12 @@ def linear_accuracy(examples: Examples, name: str = "heldout", seed: int = 0) ->
 
     Returns:
       "words" and "characters" -> share of the examples whose label is predicted; None if the training examples have a single
-      class, or no feature that two of them share.
+      class, or no two of them share a feature.
 
     Raises:
       InputError: scikit-learn is missing.
 
-    Cost: the training texts that are read in memory; seconds for 10,000 texts.
+    Cost: memory for the training texts that are read and their features.
     """
     text, linear = _import("feature_extraction.text"), _import("linear_model")
     train, scored = examples.stored["train"], examples.stored[name]
@@ -55,7 +55,7 @@ def linear_accuracy(examples: Examples, name: str = "heldout", seed: int = 0) ->
     return result
 
 
-# Name of a bag -> options of TfidfVectorizer. Words are runs of letters and digits, of one character too.
+# Name of the features -> options of TfidfVectorizer. Words are runs of letters and digits, also of a single one.
 _FEATURES = {
     "words": {"token_pattern": r"\w+", "ngram_range": (1, 2), "min_df": 2},
     "characters": {"analyzer": "char_wb", "ngram_range": (2, 5), "min_df": 2},
@@ -63,7 +63,7 @@ _FEATURES = {
 
 
 def _features(texts: Sequence[tuple[bytes, ...]], vectorizers: Sequence[Any], fit: bool) -> Any:
-    """Features of each text of the examples, side by side."""
+    """Features of the examples: those of each of their texts, concatenated."""
     from scipy import sparse
 
     columns = [[row[part].decode() for row in texts] for part in range(len(vectorizers))]
@@ -83,17 +83,17 @@ def tfidf_recall(
       name: The examples to score, one of `Examples.heldout_sets`.
       top: Numbers of retrieved texts.
       limit: Maximum number of pairs to score, the first ones.
-      by: "words", without regard to case, of which identifiers such as `read_file` and `readFile` have two; or "tokens", those
-        of the examples' tokenizer.
+      by: "words", in lower case, where identifiers such as `read_file` and `readFile` are two words; or "tokens" of the
+        examples' tokenizer.
 
     Returns:
       k -> share of the pairs whose second text is among the k most similar; equally similar texts count as more similar. None
-      if the training pairs have no word.
+      if the training pairs have no words.
 
     Raises:
       InputError: scikit-learn is missing.
 
-    Cost: one pass over the training texts that are read; `limit`^2 similarities.
+    Cost: one pass over the training texts that are read; memory for `limit`^2 similarities.
     """
     text = _import("feature_extraction.text")
     train, scored = examples.stored["train"], examples.stored[name]
@@ -110,7 +110,7 @@ def tfidf_recall(
     return {k: float(np.mean(rank <= k)) for k in top}
 
 
-# The ends of words within an identifier such as readHTTPHeader, and words.
+# Borders of words within an identifier such as readHTTPHeader; words.
 _CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _WORD = re.compile(r"[^\W_]+")
 
@@ -122,8 +122,9 @@ def _words(text: bytes) -> list[str]:
 def linear_exact_match(examples: Examples, names: Sequence[str] = ("heldout",)) -> dict[str, float]:
     """Predicts each piece of a target by a linear model of the pieces of the source and their places.
 
-    Pieces are words of letters, digits, and other characters. A ridge regression for each place of the target reads which piece
-    stands at each place of the source, counted from its beginning and from its end. Targets end with a piece of their own.
+    A piece is a run of letters, a digit, or another character. The features are the pieces at each place of the source, counted
+    from its beginning and from its end. For each place of the target, a ridge regression scores the pieces. An end piece
+    follows the last piece of a target.
 
     Args:
       examples: Examples with a source and a target.
@@ -135,7 +136,7 @@ def linear_exact_match(examples: Examples, names: Sequence[str] = ("heldout",)) 
     Raises:
       InputError: scikit-learn is missing.
 
-    Cost: seconds; it reads at most MAX_TRAINED training examples. Targets with more than MAX_PIECES pieces count as wrong.
+    Cost: at most MAX_TRAINED training examples are read. Of longer targets, the first MAX_PIECES pieces are compared.
     """
     text, linear = _import("feature_extraction.text"), _import("linear_model")
     vectorizer = text.CountVectorizer(analyzer=_places, max_features=_MAX_FEATURES, dtype=np.float32)
@@ -174,7 +175,7 @@ def _places(text: str) -> list[tuple[int, str]]:
 
 
 def _target(text: str) -> list[str]:
-    """Pieces of a target with the one after the last; without that if the target is too long."""
+    """Pieces of a target and the end piece, at most MAX_PIECES."""
     return [*_PIECE.findall(text), _END][:MAX_PIECES]
 
 
@@ -191,7 +192,7 @@ def _best_pieces(scores: np.ndarray, columns: Mapping[tuple[int, str], int]) -> 
 
 
 def _import(module: str) -> Any:
-    """A module of scikit-learn, which is no dependency."""
+    """Imports a module of scikit-learn, which is an optional dependency."""
     import importlib
 
     try:

@@ -16,7 +16,7 @@ from hpnlp.data.sources import LeftOut
 from hpnlp.data.token_store import key_of
 from hpnlp.types import InputError, Tokenizer
 
-# Sets of examples that are scored, the second of which a data set need not have.
+# Names of the sets of examples that are scored. A data set may have no examples in the second one.
 HELDOUT, CHALLENGE = "heldout", "challenge"
 
 
@@ -35,7 +35,7 @@ class Examples:
       class_counts: Number of training labels of each class, int64 [classes].
       heldout_digest: Digest of the held-out examples and the classes.
       stored: "train", "heldout" and "challenge" -> the examples, for reports and baselines.
-      summary: One line with the sizes of both sides, the classes, the cut examples, and counts of what is not read.
+      summary: One line with the sizes of the sets, the classes, the number of cut examples, and counts of what is not read.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Examples:
         self.summary = "; ".join(self._summary_parts(record))
 
     def _digest(self, side: str, record: Mapping[str, Any]) -> str:
-        """Digest of the examples of one side with their classes."""
+        """Digest of the examples of one set with their classes."""
         return key_of([record[side]["digest"], record["labels"]])
 
     @property
@@ -92,7 +92,7 @@ class Examples:
 
     @property
     def heldout_sets(self) -> tuple[str, ...]:
-        """Names of the sets of examples that are scored, the held-out examples first."""
+        """Names of the sets that have examples to score, HELDOUT first."""
         return (HELDOUT, CHALLENGE) if self.stored[CHALLENGE].count else (HELDOUT,)
 
     def _summary_parts(self, record: Mapping[str, Any]) -> Iterator[str]:
@@ -163,7 +163,7 @@ class Examples:
     ) -> Iterator[Batch]:
         """Iterates over held-out examples once, in the order of `stored`.
 
-        The last batch is filled with rows of weight 0, so that every process gets the same number of batches.
+        The last batch is filled with padding of weight 0, so that every process gets the same number of batches.
 
         Args:
           batch_size: Examples per batch over all processes.
@@ -184,7 +184,7 @@ class Examples:
         return (self._batch(name, numbers, count) for numbers, count in batches)
 
     def _batch(self, side: str, numbers: np.ndarray, count: int) -> Batch:
-        """The batch of the examples with these numbers, filled up with padding to `count` rows."""
+        """The batch of the examples with these numbers, filled up with padding to the size `count`."""
         return self.kind.batch(self.stored[side], numbers.tolist(), count, self.tokenizer, self.config.seq_len)
 
 

@@ -1,4 +1,4 @@
-"""One pass over labelled examples: choose those to hold out, number the classes, tokenise all, and write them to disk."""
+"""Reads labelled examples, chooses those to hold out, numbers the classes, tokenises the texts and writes them to disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _VOCABULARY_BYTES = 1 << 28
 
 
 def _version(kind: Kind) -> list[str]:
-    """Name of a kind; and the digest of its file, outside of the package, where _FORMAT does not change with the code."""
+    """Name of a kind and, for a kind outside of the package, the digest of its file: _FORMAT does not change with its code."""
     name = type(kind).__name__
     if type(kind).__module__.startswith("hpnlp."):
         return [name]
@@ -50,9 +50,9 @@ class ExampleIngest:
 
     Attributes:
       kind: Kind of the examples.
-      train: Examples to train on, a part of which is held out unless `heldout` are given.
-      heldout: Examples to hold out as a whole.
-      challenge: Further examples to score, apart from those that are held out.
+      train: Sources of examples to train on, a part of which is held out if `heldout` is empty.
+      heldout: Sources of examples that are all held out.
+      challenge: Sources of further examples, which are scored separately.
       group_field: See `ExampleConfig`.
       heldout_fraction: `ExampleConfig.heldout`.
       heldout_examples: See `ExampleConfig`.
@@ -94,7 +94,7 @@ class ExampleIngest:
         return ["examples", _FORMAT, *_version(self.kind), self.kind.columns, options, files]
 
     def training_texts(self, progress: Progress) -> Iterator[bytes]:
-        """Reads the text from which a vocabulary is made: the training examples, or an even sample of many.
+        """Reads the text from which a vocabulary is made: the training examples, or a sample if they are large.
 
         Args:
           progress: Called while text is read.
@@ -120,8 +120,8 @@ class ExampleIngest:
     def write(self, directory: str, tokenizer: Tokenizer, progress: Progress) -> dict[str, Any]:
         """Tokenises all examples and writes them to the files `train.*`, `heldout.*` and `challenge.*`.
 
-        As for text corpora, an example whose group has a hash below the threshold is a candidate, and candidates with the
-        lowest hashes are held out until there are `heldout_examples`; other candidates are neither evaluated nor trained on.
+        As for text corpora, an example whose group has a hash below a threshold is a candidate. The candidates with the lowest
+        hashes are held out, at most `heldout_examples`; the other candidates are neither evaluated nor trained on.
 
         Args:
           directory: An empty directory.
@@ -129,9 +129,9 @@ class ExampleIngest:
           progress: Called while examples are read.
 
         Returns:
-          A JSON-able record: "train", "heldout" and "challenge" for `StoredExamples`, "aside" with the number of examples on
-          neither side, "names" and "counts" of the classes as stored, "labels" with the names of the classes in the order of
-          their final ids, and "left_out" with a `LeftOut`.
+          A JSON-able record: "train", "heldout" and "challenge" for `StoredExamples`; "aside", the number of candidates that
+          are not held out; "names" and "counts" of the classes in the order of the ids that are stored; "labels", the names of
+          the classes in the order of their final ids; and "left_out", a `LeftOut`.
 
         Raises:
           InputError: A file cannot be read or holds an invalid record, or the classes are not valid.
@@ -221,7 +221,7 @@ def _total_bytes(sources: Sequence[Source]) -> int:
 
 
 class _Writing:
-    """State of one pass: what was read and left out, and the classes."""
+    """State of `ExampleIngest.write`: the classes, the records that are left out, and the progress."""
 
     def __init__(self, ingest: ExampleIngest, directory: str, tokenizer: Tokenizer, progress: Progress):
         self.ingest = ingest
@@ -283,7 +283,7 @@ def _groups(rows: Iterator[Row], kind: Kind) -> Iterator[list[Row]]:
 
 
 class _Candidates:
-    """Examples that may be held out, on disk, with the hash of each one's group."""
+    """Examples that may be held out, on disk, with the hashes of their groups."""
 
     def __init__(self, writing: _Writing, name: str):
         self._writing = writing

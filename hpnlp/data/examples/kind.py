@@ -17,11 +17,11 @@ from hpnlp.types import InputError, Tokenizer
 class Kind(abc.ABC):
     """The form of the examples of one kind of task.
 
-    An example is stored as one or two texts of token ids (`parts`), with an array of labels. Special tokens are added, and
-    texts are cut, when a batch is made, so that stored examples do not depend on `seq_len`.
+    An example is stored as the token ids of one or two texts (`parts`), with an array of labels. Special tokens are added and
+    texts are cut when a batch is made, so that stored examples do not depend on `seq_len`.
 
     Attributes:
-      has_labels: Whether examples have labels, so that there are classes.
+      has_labels: Whether examples have labels.
       distinct: Whether each token of a text is stored once, at its first occurrence.
     """
 
@@ -48,10 +48,10 @@ class Kind(abc.ABC):
         """Texts of an example.
 
         Args:
-          values: Config field -> converted value of the field that it names.
+          values: Config field, such as "text_field" -> converted value of the record's field that it names.
 
         Returns:
-          One text per part, as people read it.
+          One text per part, as it is shown in reports and read by baselines.
         """
 
     def check(self, values: Mapping[str, Any]) -> None:
@@ -83,12 +83,12 @@ class Kind(abc.ABC):
           values: As for `texts`.
 
         Returns:
-          Texts whose ids `join` joins to those of an example.
+          Texts whose token ids are the arguments of `join`; by default the texts of the example.
         """
         return self.texts(values)
 
     def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
-        """Joins the ids of the `pieces` of an example.
+        """Makes the arrays to store from the token ids of the `pieces` of an example.
 
         Args:
           ids: Token ids of each piece.
@@ -164,7 +164,7 @@ class Kind(abc.ABC):
         Args:
           examples: The examples.
           numbers: Numbers of the examples of the batch, at most `count`.
-          count: Number of rows of the batch, B; further rows are padding.
+          count: Size of the batch, B. After the given examples, the batch is filled with padding of weight 0.
           tokenizer: The tokenizer of the examples.
           seq_len: Tokens per sequence, T.
 
@@ -189,28 +189,28 @@ def framed(text: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
     """Puts bos before a text and eos after it.
 
     Args:
-      text: Token ids, integers [n], which are cut if there are too many.
+      text: Token ids, integers [n]; the end of a longer text is cut off.
       tokenizer: The tokenizer.
       seq_len: Maximum number of tokens of the result.
 
     Returns:
-      Token ids, integers.
+      Token ids, integers [at most seq_len].
     """
     bos, eos = special_token(tokenizer.bos_id), special_token(tokenizer.eos_id)
     return np.concatenate([bos, text[: seq_len - len(bos) - len(eos)], eos])
 
 
 def padded(rows: Sequence[np.ndarray], count: int, width: int, fill: int) -> np.ndarray:
-    """Lays rows of different lengths into one array.
+    """Pads arrays of different lengths to one array.
 
     Args:
-      rows: At most `count` rows of at most `width` integers.
-      count: Number of rows of the array.
-      width: Length of its rows.
-      fill: Value of all other elements.
+      rows: At most `count` arrays of at most `width` integers.
+      count: Size B of the first axis.
+      width: Size T of the second axis.
+      fill: Value of padding.
 
     Returns:
-      int32 [count, width].
+      int32 [B, T].
     """
     out = np.full((count, width), fill, np.int32)
     for i, row in enumerate(rows):
@@ -219,17 +219,17 @@ def padded(rows: Sequence[np.ndarray], count: int, width: int, fill: int) -> np.
 
 
 def sequences(rows: Sequence[np.ndarray], count: int, width: int, pad_id: int, prefix: str = "") -> Batch:
-    """Makes the inputs of a model, one sequence a row.
+    """Makes the inputs of a model from sequences.
 
     Args:
       rows: Token ids of each sequence.
-      count: Number of rows of the batch.
-      width: Tokens per row.
+      count: Size B of the batch.
+      width: Tokens per sequence, T.
       pad_id: Token id of padding.
-      prefix: Beginning of the arrays' names.
+      prefix: Prefix of the arrays' names.
 
     Returns:
-      "tokens", "segment_ids" (1; 0 on padding) and "positions", int32 [count, width].
+      "tokens", "segment_ids" (1; 0 on padding) and "positions", int32 [B, T].
     """
     segment_ids = padded([np.ones(len(row), np.int32) for row in rows], count, width, 0)
     return {
@@ -239,14 +239,14 @@ def sequences(rows: Sequence[np.ndarray], count: int, width: int, pad_id: int, p
     }
 
 
-def row_weights(rows: int, count: int) -> np.ndarray:
-    """Weights of the rows of a batch.
+def example_weights(examples: int, count: int) -> np.ndarray:
+    """Weights of the examples of a batch.
 
     Args:
-      rows: Number of examples.
-      count: Number of rows of the batch.
+      examples: Number of examples.
+      count: Size B of the batch.
 
     Returns:
-      float32 [count]: 1 for each example, 0 for the rows of padding after them.
+      float32 [B]: 1 for each example, 0 for the padding after them.
     """
-    return (np.arange(count) < rows).astype(np.float32)
+    return (np.arange(count) < examples).astype(np.float32)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.fields import Column, FieldError
-from hpnlp.data.examples.kind import Kind, framed, padded, row_weights, sequences, special_token
+from hpnlp.data.examples.kind import Kind, example_weights, framed, padded, sequences, special_token
 from hpnlp.data.examples.store import NO_LABEL, StoredExamples
 from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer
@@ -24,7 +24,7 @@ class Classification(Kind):
 
     A batch has "tokens" (bos text eos, or bos text eos second eos), "segment_ids" (1; 0 on padding), "positions" and
     "token_types" (1 on the second text and its eos, otherwise 0), int32 [B, T]; "labels", int32 [B]; "weights", float32 [B].
-    Of a pair that is too long, the longer text is cut first.
+    If a pair is too long, the longer text is cut first.
 
     Attributes:
       text_field: Field of the text.
@@ -85,14 +85,14 @@ class Classification(Kind):
             **sequences(rows, count, seq_len, tokenizer.pad_id),
             "token_types": padded(types, count, seq_len, 0),
             "labels": labels,
-            "weights": row_weights(len(numbers), count),
+            "weights": example_weights(len(numbers), count),
         }
 
 
 def _cut_lengths(texts: Sequence[np.ndarray], room: int) -> list[int]:
-    """Lengths of one or two texts that have room together, by cutting the longer one until both are equally long.
+    """Lengths to which one or two texts are cut so that they fit into `room` tokens: the longer text is cut first.
 
-    If `room` is odd, the longer one keeps one token more, as in the packages of Hugging Face.
+    If both are cut and `room` is odd, the longer text keeps one token more, as in Hugging Face `tokenizers`.
     """
     lengths = [len(text) for text in texts]
     if sum(lengths) <= room:
@@ -103,7 +103,7 @@ def _cut_lengths(texts: Sequence[np.ndarray], room: int) -> list[int]:
     return [room - short, short] if lengths[0] > lengths[1] else [short, room - short]
 
 
-# From their ids follows whether a tokenizer has tokens for the spaces between words.
+# Tokenised with every example: their ids show whether the tokenizer has tokens for the spaces between words.
 _SPACES = (" ", "a", "a a")
 
 
@@ -112,8 +112,8 @@ class Tagging(Kind):
     """Words with one label each.
 
     A batch has "tokens" (bos words eos), "segment_ids" (1; 0 on padding), "positions" and "labels", int32 [B, T], and
-    "weights", float32 [B, T]. The label of a word stands on its first token that is not the space before it; weights are 1
-    there and 0 on all other tokens. The words are tokenised one by one, each but the first with a space before it, unless
+    "weights", float32 [B, T]. The first token of a word, apart from a token of the space before it, carries the label and has
+    weight 1; all other tokens have weight 0. Words are tokenised one by one, each but the first with a space before it, unless
     the tokenizer has no tokens for spaces between words.
 
     Attributes:
@@ -295,5 +295,5 @@ class Pairs(Kind):
         return {
             **sequences(first, count, seq_len, tokenizer.pad_id),
             **sequences(second, count, seq_len, tokenizer.pad_id, "pair_"),
-            "weights": row_weights(len(numbers), count),
+            "weights": example_weights(len(numbers), count),
         }

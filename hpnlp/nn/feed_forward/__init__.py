@@ -18,24 +18,25 @@ FEED_FORWARDS: dict[str, Callable[..., Any]] = {kind: mlp(kind) for kind in ACTI
 class FeedForward(Protocol):
     """The position-wise branch of a Block: a Flax module, made by an entry of FEED_FORWARDS.
 
-    An entry has the keyword arguments `hidden`, the number of columns; `use_bias`; `down_init`, the initialiser of weights that
-    write to the residual stream; `tensor_parallel`; and `name`. Its other arguments are those of the spec string.
+    Entries are called with the keyword arguments `hidden`, the number of columns; `use_bias`; `down_init`, the initialiser of
+    the projection to the residual stream; `tensor_parallel`; and `name`. Other arguments of an entry are those of the spec
+    string.
 
     A feed-forward network may return statistics and have buffers, with the same optional attributes and methods as a
-    `types.Mixer`: `statistic_axes`, `auxiliary_loss` and `advance`. A statistic with an axis "mlp" holds sums for each of the
-    columns.
+    `types.Mixer`: `statistic_axes`, `auxiliary_loss` and `advance`. A statistic with an axis "mlp" holds one sum per column.
     """
 
     def __call__(self, inputs: MixerInputs) -> MixerOutput:
         """Transforms each token.
 
         Args:
-          inputs: `x`, the normalised hidden states of all tokens that the branch reads, with positions, segment_ids and
-            deterministic; no projections.
+          inputs: `x` `[B, T, D]`, the normalised hidden states of the tokens, with positions, segment_ids and deterministic; no
+            projections.
 
         Returns:
-          `o` `[B, t, D]`, for the device's tokens: `tensor_parallel` has `reduce_output`, which `nn.layers.Dense` calls, and
-          `local_tokens`.
+          `o` `[B, T, D]`; under tensor parallelism only the tokens that this device keeps. The last product of a network sums
+          and selects them by `tensor_parallel.reduce_output`, as `nn.layers.Dense` does; a network without such a product
+          selects them by `tensor_parallel.local_tokens`.
         """
         ...
 
@@ -54,7 +55,7 @@ def build_feed_forward(
       text: The spec of an entry of FEED_FORWARDS, such as "swiglu".
       hidden: Number of columns.
       use_bias: Biases on all projections.
-      down_init: Initialiser of weights that write to the residual stream.
+      down_init: Initialiser of the projection to the residual stream.
       tensor_parallel: Division of the columns over devices.
 
     Returns:

@@ -39,7 +39,7 @@ def _gelu_exact_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tu
     return gelu_exact(x), dx * (below + x * jnp.exp(-half * x * x) * scale)
 
 
-# The activation of each kind of MLP. The kinds in GATED apply it to a second projection, by which they multiply the first
+# The activation of each kind of MLP. The kinds in GATED apply it to a second projection, which multiplies the first one
 # (Shazeer 2020, "GLU variants improve transformer", eq. 6).
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
@@ -85,13 +85,13 @@ class MLP(nn.Module):
 
 
 def mlp(kind: str) -> Callable[..., MLP]:
-    """Makes an entry of FEED_FORWARDS from an activation.
+    """Makes the entry of FEED_FORWARDS for a kind of MLP.
 
     Args:
       kind: Entry of ACTIVATIONS.
 
     Returns:
-      A function with the other attributes of an MLP as arguments that returns it.
+      A function from the other attributes of an MLP to the module.
     """
 
     def make_mlp(
@@ -108,7 +108,7 @@ def mlp(kind: str) -> Callable[..., MLP]:
 
 
 def is_gated(text: str) -> bool:
-    """Whether a feed-forward network is an MLP with a second projection.
+    """Whether a feed-forward network is an MLP with a gate.
 
     Args:
       text: A spec string of FEED_FORWARDS.

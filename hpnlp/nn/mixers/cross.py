@@ -21,7 +21,7 @@ from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection
 class MemoryCache:
     """Keys and values of a memory, computed once for all tokens of a sequence.
 
-    The batch of the tokens may be a multiple of that of the memory: consecutive sequences then share a memory.
+    The batch of the tokens may be a multiple of B: consecutive sequences, such as the beams of a search, then share a memory.
 
     Attributes:
       k: `[B * K, S, H]`, as in a KVCache.
@@ -34,21 +34,21 @@ class MemoryCache:
     segment_ids: Any
 
     def for_beams(self, beams: int) -> MemoryCache:
-        """Cache of several continuations of each sequence.
+        """The cache of several continuations of each sequence, which share a memory.
 
         Args:
           beams: Number of continuations.
 
         Returns:
-          This cache, which they share.
+          This cache.
         """
         return self
 
     def reordered(self, order: jax.Array) -> MemoryCache:
-        """The cache after continuations of a sequence were replaced by others of the same sequence.
+        """The cache after continuations of a sequence are replaced by others of the same sequence, which have the same memory.
 
         Args:
-          order: int `[B, W]`, the continuation that takes each place.
+          order: int `[B, W]`, for each continuation the index of the one that replaces it.
 
         Returns:
           This cache.
@@ -94,7 +94,7 @@ class CrossMixer(nn.Module):
         return MixerOutput(o, cache=MemoryCache(by_head(inputs.k), by_head(inputs.v), inputs.kv_segment_ids))
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: MemoryCache) -> tuple[jax.Array, MemoryCache]:
-        """Attends with further tokens.
+        """Attends from further tokens to the memory.
 
         Args:
           inputs: q of the tokens; segment ids, or None for segment 1.

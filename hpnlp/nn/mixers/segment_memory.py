@@ -1,4 +1,4 @@
-"""Sliding-window attention whose window reaches into the tokens of earlier batches, from a memory of their hidden states."""
+"""Sliding-window attention that includes tokens of earlier batches, by a memory of their hidden states (Transformer-XL)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Proje
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SegmentMemory:
-    """Consecutive tokens of each sequence, as arrays or as the logical names of their axes.
+    """Consecutive tokens of each sequence; or, in place of each array, the logical names of its axes.
 
     Attributes:
-      states: `[B, M, D]`, hidden states that the mixer read.
+      states: `[B, M, D]`, hidden states that the mixer read as its inputs.
       positions: int32 `[B, M]`, positions of the tokens within their documents.
       segment_ids: int32 `[B, M]`; 0 where there is no token.
     """
@@ -46,20 +46,22 @@ class SegmentMemory:
 
 
 class SegmentMemoryMixer(nn.Module):
-    """Softmax attention to the last M tokens and the token itself, of which earlier batches may have brought some.
+    """Softmax attention of each token to itself and the M tokens before it, in its own sequence or in earlier batches.
 
-    The memory of Transformer-XL: keys and values are projections of the hidden states in the memory, through which no gradient
-    passes, and of the tokens' own; queries are projections of the tokens alone. Each token sees the same number of
-    tokens wherever its sequence begins, as with `same_length` in the authors' code (in the paper, the memory is cut off for no
-    token of a sequence). So the output is that of a sliding window over the whole stream, and a cache of the last M + 1
-    keys decodes it. Keys in the memory are computed with the present parameters, from hidden states of earlier parameters.
+    The carry is the memory of Transformer-XL: the last M hidden states that the mixer read. Keys and values are projections of
+    the memory, through which no gradient passes, and of the current tokens; queries are projections of the current tokens.
+
+    Every token sees M earlier tokens, wherever its sequence begins, as with `same_length` in the authors' code. (In the paper,
+    a token sees the whole memory and all earlier tokens of its sequence.) With fixed parameters, the outputs therefore equal
+    those of a sliding window over the whole stream, and decoding needs a cache of M + 1 keys. In training, the hidden states
+    in the memory were computed with the parameters of earlier steps, and are projected with the current ones.
 
     Attributes:
-      memory: Number of tokens M before a token that it attends to. The carry holds the last M tokens of a sequence.
+      memory: Number of earlier tokens M that a token attends to.
       dropout: Rate of dropout on attention probabilities.
 
-    Cost: as sliding-window attention, and the projections of M more tokens to keys and values. The carry takes M D numbers for
-    each sequence and layer.
+    Cost: that of sliding-window attention, and the projections of M more tokens to keys and values. The carry takes M D numbers
+    per sequence and layer.
 
     References: Dai et al. 2019, "Transformer-XL", arXiv 1901.02860, sec. 3.2, without its relative positions.
     """
@@ -84,7 +86,7 @@ class SegmentMemoryMixer(nn.Module):
           dtype: Dtype of the hidden states.
 
         Returns:
-          Zeros, of which no token sees any.
+          A memory without tokens: zeros, with segment id 0.
         """
         ids = jnp.zeros((batch, self.memory), jnp.int32)
         return SegmentMemory(jnp.zeros((batch, self.memory, dim), dtype), ids, ids)
@@ -109,7 +111,7 @@ class SegmentMemoryMixer(nn.Module):
         return MixerOutput(o, cache=cache, carry=None if inputs.carry is None else self._last(inputs))
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """Mixes further tokens with the last M before each of them; see `extend_cache`.
+        """Attends from further tokens to the M tokens before each of them; see `extend_cache`.
 
         Args:
           inputs: q, k and v of the further tokens. A sequence is one segment.
@@ -128,16 +130,16 @@ class SegmentMemoryMixer(nn.Module):
         return extend_cache(inputs.q, inputs.k, inputs.v, self.within(mask), cache)
 
     def within(self, mask: Any) -> Any:
-        """The window.
+        """The mask of the pairs that influence each other.
 
         Args:
           mask: `Causal()`.
 
         Returns:
-          The mask of the pairs that influence each other.
+          `Window(M, 0)`.
 
         Raises:
-          InputError: Another mask, which would not hold for the tokens in the memory.
+          InputError: The mask is not `Causal()`, so that it is not defined for the tokens in the memory.
         """
         if mask != Causal():
             raise InputError(
@@ -164,7 +166,7 @@ def segment_memory(memory: int = 128, *, dropout: float = 0.0, name: str | None 
       The mixer.
 
     Raises:
-      InputError: No token to remember.
+      InputError: `memory` is less than 1.
     """
     if memory < 1:
         raise InputError(f"model.mixer=segment_memory({memory}): expected a memory of at least 1 token")
