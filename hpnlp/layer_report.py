@@ -55,9 +55,8 @@ class LayerReport:
         """
         if twice := self.aux.keys() & other.aux.keys():
             raise InputError(f"two branches of a layer report {', '.join(sorted(twice))}: rename it in one of the two")
-        return LayerReport(
-            {**self.aux, **other.aux}, {**self.statistics, **other.statistics}, self.carry or other.carry
-        )
+        carry = self.carry if jax.tree.leaves(self.carry) else other.carry  # an array has no truth value
+        return LayerReport({**self.aux, **other.aux}, {**self.statistics, **other.statistics}, carry)
 
 
 def statistic_axes(module: Any) -> Mapping[str, tuple[str | None, ...]]:

@@ -196,6 +196,11 @@ def claiming(trait):
     return [spec for spec, mixer in mixers_by_spec().items() if getattr(mixer.traits, trait)]
 
 
+def decoding():
+    """A spec of each class of mixers that decode."""
+    return {type(mixers_by_spec()[spec]): spec for spec in claiming("decodes")}.values()
+
+
 def carrying():
     """The specs of the mixers that carry state from one part of a sequence to the next."""
     return [spec for spec, mixer in mixers_by_spec().items() if hasattr(mixer, "initial_carry")]

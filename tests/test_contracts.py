@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpnlp.models.beam_search import _for_beams, _has_beams, _is_reordered, _reordered
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS, OutputLayer
@@ -220,6 +221,44 @@ def test_mixer_with_cache_matches_full_pass(spec):
         o, cache = once(extend, take(positions), cache)
         np.testing.assert_allclose(o, full[rows, positions], atol=contracts.TOLERANCE[o.dtype])
         length = length + count
+
+
+@pytest.mark.parametrize("spec", contracts.decoding())
+def test_caches_of_beams_match_caches_of_their_own(spec):
+    """Prompts of 2 and 4 tokens with two beams each, which read two tokens, and the next one after the beams change."""
+    mixing, length, order = Mixing(spec, 9), np.array([2, 4]), np.array([[1, 0], [1, 1]])
+    prompt = np.tile(np.arange(4), (2, 1))
+    filled = jnp.asarray(prompt < length[:, None], jnp.int32)
+
+    def take(examples, columns, positions):
+        arrays = {name: array[examples[:, None], columns] for name, array in mixing.arrays.items()}
+        return mixing.inputs(arrays, positions=jnp.asarray(positions, jnp.int32))
+
+    def start(examples):
+        inputs = take(examples, prompt[examples], prompt[examples])
+        inputs = dataclasses.replace(inputs, segment_ids=filled[examples], capacity=8)
+        return mixing.module.apply(mixing.params, inputs, Causal()).cache
+
+    def extend(cache, step, beams):
+        """`(o, cache)` of one token of each sequence, which is another one for each beam."""
+        examples = np.repeat(np.arange(2), 2)
+        inputs = take(examples, (4 + step + beams)[:, None], (length[examples] + step)[:, None])
+        return mixing.module.apply(mixing.params, inputs, Causal(), cache, method="extend")
+
+    def shared():
+        cache = jax.tree.map(lambda x: _for_beams(2, 2, x), start(np.arange(2)), is_leaf=_has_beams)
+        for step in range(2):
+            cache = extend(cache, step, np.array([0, 1, 0, 1]))[1]
+        cache = jax.tree.map(lambda x: _reordered(jnp.asarray(order), x), cache, is_leaf=_is_reordered)
+        return extend(cache, 2, np.array([0, 1, 0, 1]))[0]
+
+    def separate():
+        cache = start(np.repeat(np.arange(2), 2))
+        for step in range(2):
+            cache = extend(cache, step, order.reshape(-1))[1]
+        return extend(cache, 2, np.array([0, 1, 0, 1]))[0]
+
+    assert_close(*once(lambda: (shared(), separate())))
 
 
 @pytest.mark.parametrize("spec", contracts.carrying())

@@ -290,8 +290,9 @@ def carry_axes(forms: tuple[BlockConfig, ...], layers: int, order: StackOrder) -
     """
 
     def axes(mixer: Any, dim: int, count: int) -> Any:
-        names, treedef = jax.tree.flatten(mixer.carry_axes, is_leaf=lambda node: isinstance(node, tuple))
-        return treedef.unflatten([("layers", *axis_names) for axis_names in names])
+        # Guided by the carry, which may have tuples, as the names of axes are.
+        carry = jax.eval_shape(lambda: mixer.initial_carry(1, dim, jnp.float32))
+        return jax.tree.map(lambda _, names: ("layers", *names), carry, mixer.carry_axes)
 
     return _by_carrying_stack(axes, forms, layers, order)
 
@@ -327,6 +328,6 @@ def _stack_key(block: Block, mask: Any, length: int) -> Any:
     has_own = "attention" in report.statistics or any(
         "mixer" in tree.get("attention", {}) for tree in variables.values()
     )
-    mixer = block.mixer if has_own or report.carry else None
+    mixer = block.mixer if has_own or jax.tree.leaves(report.carry) else None
     has_buffers = "mlp" in variables.get("buffers", {})
     return variables, mixer, block.config.mlp if has_buffers or "mlp" in report.statistics else None

@@ -35,11 +35,6 @@ class Tagging(LabelTask):
     def model(self, config: RunConfig, sizes: Sizes) -> Encoder:
         if config.model.pooling != "none":
             raise InputError(f"model.pooling={config.model.pooling!r} makes one label of a text: set it to 'none'")
-        if config.model.token_types:
-            raise InputError(
-                f"model.token_types={config.model.token_types} tells the texts of a pair apart, and task={self.name!r} has "
-                "single texts: set it to 0"
-            )
         return super().model(config, sizes)
 
     def baseline(self, dataset: Examples) -> TaggingBaselines:

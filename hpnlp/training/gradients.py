@@ -232,6 +232,25 @@ class Gradients:
                 "same names, shapes and dtypes"
             )
 
+    def check_carry(self, weights: Any) -> None:
+        """Checks that a batch leaves a carry like the one that it got. Allocates nothing.
+
+        Args:
+          weights: Shapes of the model's weights.
+
+        Raises:
+          InputError: The carry has other names, shapes or dtypes, so that the next step or a resumed run could not read it.
+        """
+        model, batch, key = self.single_model, _example(self.single_model), jax.random.key(0)
+        carry = jax.eval_shape(lambda: variables.initial_carry(model, 1))
+        new = jax.eval_shape(lambda weights, carry: loss(model, weights, batch, key, carry).carry, weights, carry)
+        if difference := first_difference(carry, new):
+            name, old, returned = difference
+            raise InputError(
+                f"model.mixer={model.config.mixer!r} returns the carry{name} as {returned} where it was {old}: return arrays "
+                "of the names, shapes and dtypes of `initial_carry`"
+            )
+
     def _split_for_accumulation(self, batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
         """The batch as arrays `[accumulate, B / accumulate, ...]`, and a key for each part."""
         parts = jnp.arange(self.update.config.accumulate, dtype=jnp.uint32)

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpnlp import tasks
+from hpnlp.nn.feed_forward import FEED_FORWARDS
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.output import OUTPUTS
 from hpnlp.training.config import LIMITS, Config, flat
+from hpnlp.training.optim import OPTIMIZERS
+
+# Tables whose entries have the path of the file that adds them as the name of their module (`cli.experiment.load`).
+TABLES = (tasks.TASKS, MIXERS, FEED_FORWARDS, OUTPUTS, OPTIMIZERS)
 
 
 def render(workdir: Path, config: Config, flags: str) -> str:
@@ -24,7 +31,7 @@ def render(workdir: Path, config: Config, flags: str) -> str:
       Items of a Markdown list, `- PURPOSE: COMMAND`.
     """
     train_flags = shlex.split(flags)
-    registered = [flag for flag in train_flags if flag.startswith("--register=")]
+    registered = _registering(train_flags)
     directory = workdir / ".." if workdir.name in ("", "..") else workdir.parent
     steps = min(2 * config.train.steps, LIMITS["train.steps"])
     of_task = tasks.find(config.task).report.commands(workdir, config)
@@ -48,6 +55,14 @@ def render(workdir: Path, config: Config, flags: str) -> str:
         "compare it with the runs beside it": ["compare", str(directory), *registered],
     }
     return "\n".join(f"- {purpose}: {_code(shlex.join(['hpnlp', *argv]))}" for purpose, argv in commands.items())
+
+
+def _registering(train_flags: Sequence[str]) -> list[str]:
+    """Flags that add the run's own entries of tables: --register, also of the experiment file if it adds entries."""
+    files = [flag.partition("=")[2].partition(":")[0] for flag in train_flags if flag.startswith("--config=")]
+    modules = {getattr(entry, "__module__", "") for table in TABLES for entry in table.values()}
+    of_experiment = [f"--register={file}" for file in files if os.path.abspath(file) in modules]
+    return [*(flag for flag in train_flags if flag.startswith("--register=")), *of_experiment]
 
 
 def _without(flags: Sequence[str], *fields: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -95,11 +96,28 @@ def frozen_shapes(layout: Layout, axes: Any, shapes: Any) -> tuple[Any, ...]:
 
     Returns:
       A tuple of one tree of shapes with shardings; empty for a model without frozen variables.
+      They may have other sizes than the model, such as the layers of a teacher: an axis that the devices do not divide is
+      replicated.
     """
     if variables.FROZEN not in shapes:
         return ()
     axes, shapes = axes[variables.FROZEN], shapes[variables.FROZEN]
-    return (shapes_with(shapes, variable_shardings(layout, axes, shapes)),)
+    shardings = jax.tree.map(_dividing, shapes, variable_shardings(layout, axes, shapes))
+    return (shapes_with(shapes, shardings),)
+
+
+def _dividing(x: Any, sharding: NamedSharding) -> NamedSharding:
+    """The sharding without the mesh axes that do not divide the array."""
+    entries = [
+        names if size % math.prod(sharding.mesh.shape[name] for name in _mesh_axes(names)) == 0 else None
+        for size, names in zip(x.shape, sharding.spec, strict=False)
+    ]
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
+
+
+def _mesh_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
 def gradient_shapes(mesh: Any, shapes: Any, param_shardings: Any, statistic_specs: Any) -> Any:

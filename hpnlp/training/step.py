@@ -188,7 +188,7 @@ def make_trainer(
 
     Raises:
       InputError: The plan does not divide the model, or does not fit the model or the optimizer; or `optimizer.aux` names a
-        loss that no layer reports; or `advance` changes the shape of a buffer.
+        loss that no layer reports; or `advance` changes the shape of a buffer, or a batch that of the carry.
     """
     layout = plan.layout(model.config.sizes(), devices)
     _check_compatible(model, config, plan, layout)
@@ -219,6 +219,8 @@ def make_trainer(
     )
     gradients.check_aux_weights(weight_shapes)
     gradients.check_advance(weight_shapes)
+    if carry_axes is not None:
+        gradients.check_carry(weight_shapes)
     functions = _StepFunctions(
         gradients=gradients,
         update=update,

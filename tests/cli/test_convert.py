@@ -76,13 +76,17 @@ def test_round_trip_reproduces_all_files(checkpoint, converted, tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (checkpoint / name).read_bytes(), name
 
 
-def test_classifiers_keep_the_names_of_their_classes(checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("task", "heads"),
+    [("classification", {"pooling": "first", "transform": "tanh"}), ("tagging", {})],
+    ids=["classification", "tagging"],
+)
+def test_classifiers_keep_the_names_of_their_classes(task, heads, checkpoint, tmp_path):
     source, tokenizer = tmp_path / "source", tokenizers.load(str(checkpoint))
     fields = {"norm": "layer", "norm_placement": "post", "embed_norm": True, "position": "learned", "mlp": "gelu_exact"}
     fields |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "token_types": 2, "norm_eps": 1e-12}
     config = EncoderConfig(
-        dim=8, heads=2, layers=1, mlp_dim=24, vocab=tokenizer.vocab_size, max_len=32, pooling="first", transform="tanh",
-        classes=2, **fields,
+        dim=8, heads=2, layers=1, mlp_dim=24, vocab=tokenizer.vocab_size, max_len=32, classes=2, **fields | heads
     )  # fmt: skip
     model = Encoder(config)
     shapes = jax.eval_shape(lambda: nn.meta.unbox(model.init(jax.random.key(0), model.example_batch(1, 2))["params"]))
@@ -92,7 +96,7 @@ def test_classifiers_keep_the_names_of_their_classes(checkpoint, tmp_path):
     tokenizer.save(str(source / "tokenizer.json"))
     run(from_=source, to=tmp_path / "run")
     values = runs.load_config(tmp_path / "run")
-    assert values.task == "classification" and values.data.seq_len == 32
+    assert values.task == task and values.data.seq_len == 32
     assert runs.load_vocabulary(tmp_path / "run", values).labels == ("no", "yes")
     run(from_=tmp_path / "run", to=tmp_path / "back")
     for name in ("config.json", "model.safetensors", "tokenizer.json"):

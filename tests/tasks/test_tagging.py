@@ -35,7 +35,4 @@ def test_models_that_do_not_fit_raise():
     pooled = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, pooling="mean", classes=3))
     with pytest.raises(InputError, match="model.pooling='mean' makes one label of a text: set it to 'none'"):
         Tagging().model(pooled, Sizes(20, classes=3))
-    typed = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, token_types=2))
-    with pytest.raises(InputError, match="model.token_types=2 tells the texts of a pair apart, .* set it to 0"):
-        Tagging().model(typed, Sizes(20, classes=3))
     assert Tagging().model(CONFIG, Sizes(20, classes=3)).config.classes == 3

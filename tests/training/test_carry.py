@@ -5,17 +5,22 @@ Runs and checkpoints with a carry are those of `test_buffers`.
 
 import dataclasses
 import functools
+from typing import Any, ClassVar
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.seq2seq import Seq2SeqConfig
+from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.segment_memory import SegmentMemoryMixer
 from hpnlp.ops.attention import Full
 from hpnlp.parallel.plan import Plan
+from hpnlp.planner.collectives import trace
 from hpnlp.planner.memory import memory_estimate
 from hpnlp.tasks import TASKS
 from hpnlp.tasks.vocabulary import Sizes
@@ -23,7 +28,7 @@ from hpnlp.training.evaluation import evaluate
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.run_directory import make_model
 from hpnlp.training.step import make_trainer
-from hpnlp.types import InputError
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits
 from tests import tiny
 
 B, T, STEPS, M = 8, 8, 3, 5
@@ -123,6 +128,80 @@ def test_planner_counts_the_carry():
         memory_estimate(trainer, 0, B, T)["carry"] for trainer in (trainer_of(), trainer_of(plan, devices, **changes))
     ]
     assert sizes == [2 * B * M * 4 * (SIZES["dim"] + 2), sizes[0] // 4]
+
+
+# Forms of a carry.
+
+
+class Previous(nn.Module):
+    """The hidden state of the token before, of any segment. The carry is that of the last token, as `form` has it."""
+
+    needs: ClassVar = {}
+    traits: ClassVar = MixerTraits(bidirectional=False, decodes=False)
+
+    form: str
+    dropout: float = 0.0
+
+    def _formed(self, x: Any) -> Any:
+        return (x, x) if self.form == "pair" else x
+
+    def initial_carry(self, batch: int, dim: int, dtype: Any) -> Any:
+        return self._formed(jnp.zeros((batch, dim), dtype))
+
+    @property
+    def carry_axes(self) -> Any:
+        return self._formed(("batch", "embed"))
+
+    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+        assert inputs.x is not None
+        first = jnp.zeros_like(inputs.x[:, 0]) if inputs.carry is None else jax.tree.leaves(inputs.carry)[0]
+        last = inputs.x[:, -1].astype("float16" if self.form == "half" else inputs.x.dtype)
+        carry = None if inputs.carry is None or self.form == "none" else self._formed(last)
+        return MixerOutput(jnp.concatenate([first[:, None], inputs.x[:, :-1]], axis=1), carry=carry)
+
+    def within(self, mask: Any) -> Any:
+        return mask
+
+
+@pytest.fixture
+def previous(monkeypatch):
+    monkeypatch.setitem(MIXERS, "previous", Previous)
+
+
+@pytest.mark.parametrize("form", ["array", "pair"])
+def test_a_carry_is_any_tree_of_arrays(form, previous):
+    model = LM(dataclasses.replace(MODEL, mixer=f"previous({form}),full"))
+    assert trace(make_trainer(model, OPTIMIZER, Plan("zero3", tensor=2), steps=1, devices=8, batch_size=B), B, T)
+
+
+def test_a_carry_of_two_arrays_reaches_the_next_batch(previous):
+    """Two batches of a stream have the loss of one batch of the whole stream."""
+    model = LM(dataclasses.replace(MODEL, mixer="previous(pair)", layers=2))
+    trainer = make_trainer(model, OPTIMIZER, Plan(), steps=1, devices=jax.devices()[:1], batch_size=B)
+    params, batches = trainer.init(jax.random.key(0)).params, [batch_of(0), batch_of(1)]
+    first, carry = trainer.evaluate_next(params, batches[0], trainer.initial_carry())
+    second, _ = trainer.evaluate_next(params, batches[1], carry)
+    whole = {name: np.concatenate([batch[name] for batch in batches], axis=1) for name in batches[0]}
+    expected, _ = trainer.evaluate(params, whole)["loss"]
+    np.testing.assert_allclose(first["loss"][0] + second["loss"][0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (
+            "half",
+            r"returns the carry\['layers'\] as float16\[3, 1, 16\] where it was float32\[3, 1, 16\]: return arrays of",
+        ),
+        ("none", r"returns the carry\['layers'\] as nothing where it was float32"),
+    ],
+    ids=["half", "none"],
+)
+def test_a_carry_unlike_the_initial_one_raises(form, message, previous):
+    with pytest.raises(InputError, match=message):
+        make_trainer(
+            LM(dataclasses.replace(MODEL, mixer=f"previous({form})")), OPTIMIZER, Plan(), steps=1, batch_size=B
+        )
 
 
 # Evaluation.

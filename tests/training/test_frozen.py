@@ -148,6 +148,15 @@ def test_planner_counts_frozen_variables():
     assert memory[0] == 4 * sum(x.size for x in jax.tree.leaves(values_of(taught(CONFIG)))) > 2 * memory[1]
 
 
+def test_frozen_variables_that_devices_do_not_divide_are_replicated():
+    """A teacher of one layer, for a student whose two layers are divided into stages."""
+    model = taught(CONFIG)
+    trainer = make_trainer(model, OPTIMIZER, Plan(pipeline=2), devices=jax.devices()[:2], steps=3)
+    (held,) = trainer.with_frozen(values_of(model)).step.frozen
+    kernel = held["teacher"]["layers"]["mlp"]["up"]["kernel"]
+    assert kernel.shape[0] == 1 and kernel.is_fully_replicated
+
+
 class Taught(LanguageModel):
     """Language modelling with a teacher of random parameters."""
 

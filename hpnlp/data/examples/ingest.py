@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import inspect
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -33,15 +32,19 @@ _VOCABULARY_BYTES = 1 << 28
 
 
 def _version(kind: Kind) -> list[str]:
-    """Name of a kind and, for a kind outside of the package, the digest of its file: _FORMAT does not change with its code."""
+    """Name of a kind; and outside of the package digests of the files of its classes, and its options.
+
+    _FORMAT does not change with these files, and options that the package does not know may decide about texts and labels.
+    """
     name = type(kind).__name__
-    if type(kind).__module__.startswith("hpnlp."):
+    own = [c for c in type(kind).__mro__ if issubclass(c, Kind) and not c.__module__.startswith("hpnlp.")]
+    if not own:
         return [name]
-    try:
-        code = Path(inspect.getfile(type(kind))).read_bytes()
-    except (OSError, TypeError):  # defined in an interactive session
-        return [name]
-    return [name, hashlib.sha256(code).hexdigest()]
+    # Of each function, since the module of a class need not be in sys.modules, as of a file beside the one that is registered.
+    functions = [getattr(f, "fget", f) for c in own for f in vars(c).values()]
+    files = {f.__code__.co_filename for f in functions if hasattr(f, "__code__")}
+    code = [Path(file).read_bytes() for file in sorted(files) if os.path.isfile(file)]  # none in an interactive session
+    return [name, *(hashlib.sha256(content).hexdigest() for content in code), repr(vars(kind))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -275,8 +275,8 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
     Raises:
       InputError: No family has such a model; the message names the fields that differ in the most similar family.
     """
-    for field in ("vocab", "max_len"):
-        if getattr(config, field) < 1:
+    for field in ("vocab", "max_len", "layers", "token_types"):
+        if getattr(config, field, 1) < 1:
             raise InputError(f"config.{field} is {getattr(config, field)}: set it, because a checkpoint states it")
     families = {
         name: family for name, family in FAMILIES.items() if _field_names(family.config) == _field_names(config)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.ops.attention import Causal, Window, attend
-from hpnlp.ops.attention.decoding.kv_cache import KVCache, extend_cache, start_cache
+from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -127,7 +127,7 @@ class SegmentMemoryMixer(nn.Module):
         if self.dropout and not inputs.deterministic:
             raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
-        return extend_cache(inputs.q, inputs.k, inputs.v, self.within(mask), cache)
+        return cache.extend(inputs.q, inputs.k, inputs.v, self.within(mask))
 
     def within(self, mask: Any) -> Any:
         """The mask of the pairs that influence each other.

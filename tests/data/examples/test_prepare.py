@@ -45,24 +45,35 @@ def test_groups_are_held_out_as_a_whole(tmp_path):
         prepare_examples(config("classification", write(path, rows), group_field="page"))
 
 
-def test_examples_are_made_anew_when_the_code_of_their_kind_changes(path, tmp_path):
+def test_examples_are_made_anew_when_the_code_or_the_options_of_their_kind_change(path, tmp_path):
+    """The kind is in a file beside the one that is loaded, and has an option of its own."""
     code = """
-from hpnlp.data.examples import ClassificationConfig
+import dataclasses
 from hpnlp.data.examples.kinds import Classification
 
+@dataclasses.dataclass(frozen=True)
 class Changed(Classification):
+    end: str = ""
     def texts(self, values):
-        return ["PREFIX" + values["text_field"]]
+        return ["PREFIX" + values["text_field"] + self.end]
+"""
+    own = """
+from changed_kind import Changed
+from hpnlp.data.examples import ClassificationConfig
 
 class Config(ClassificationConfig):
+    end = ""
     def kind(self):
-        return Changed("text", "", "label")
+        return Changed("text", "", "label", self.end)
 """
     fields = dataclasses.asdict(config("classification", path))
-    for prefix, is_cached in (("a", False), ("a", True), ("bb", False)):
-        (tmp_path / "own.py").write_text(code.replace("PREFIX", prefix))
-        examples = prepare_examples(experiment.load(str(tmp_path / "own.py")).Config(**fields))
-        assert examples.is_cached == is_cached and all(text.startswith(prefix) for text in heldout_texts(examples))
+    (tmp_path / "own.py").write_text(own)
+    for prefix, end, is_cached in (("a", "", False), ("a", "", True), ("bb", "", False), ("bb", "c", False)):
+        (tmp_path / "changed_kind.py").write_text(code.replace("PREFIX", prefix))
+        module = experiment.load(str(tmp_path / "own.py"))
+        module.Config.end = end
+        texts = heldout_texts(examples := prepare_examples(module.Config(**fields)))
+        assert examples.is_cached == is_cached and all(t.startswith(prefix) and t.endswith(end) for t in texts)
 
 
 def test_heldout_examples_limits_their_number(path):

@@ -108,6 +108,8 @@ def test_unsupported_settings_raise(changes, message, classifier):
         ({"pooling": "mean", "transform": "tanh"}, "in bert_classifier, the nearest, pooling is 'first', not 'mean'"),
         ({"norm_placement": "pre"}, "in bert_tagger, the nearest, norm_placement is 'post', not 'pre'"),
         ({"mlp": "swiglu"}, "mlp is 'gelu_exact', not 'swiglu'"),
+        ({"token_types": 0}, "config.token_types is 0: set it, because a checkpoint states it"),
+        ({"layers": 0}, "config.layers is 0: set it"),
         ({"mixer": "window(2)"}, re.escape("mixer is 'full', not 'window(2)'")),
         ({"mixer": "window(16,0)"}, re.escape("mixer is 'full', not 'window(16, 0)'")),  # of the length of the model
     ],
