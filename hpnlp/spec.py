@@ -47,6 +47,10 @@ class Spec:
         return self.name + (f"({arguments})" if arguments else "") + (f"*{self.repeat}" if self.repeat > 1 else "")
 
 
+# End of the message about a run directory that names an unknown entry.
+OWN_ENTRY = "if it is an entry of your own, pass --register=FILE with its file, or import the file first"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Suggestion for an unknown name, to end an error message with.
 
@@ -153,6 +157,10 @@ def shortened(value: Any, length: int = 200) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
+class UnknownNameError(InputError):
+    """A name that is in no table: misspelt, or an entry of one's own that is not registered in this process."""
+
+
 def lookup(table: Mapping[str, T], name: str, what: str) -> T:
     """Looks up an entry of a table.
 
@@ -165,10 +173,10 @@ def lookup(table: Mapping[str, T], name: str, what: str) -> T:
       `table[name]`.
 
     Raises:
-      InputError: Unknown name.
+      UnknownNameError: Unknown name.
     """
     if name not in table:
-        raise InputError(f"unknown {what} {name!r}: {did_you_mean(name, table)}")
+        raise UnknownNameError(f"unknown {what} {name!r}: {did_you_mean(name, table)}")
     return table[name]
 
 

@@ -121,14 +121,16 @@ def _location(path: str, error: BaseException) -> str:
 def _siblings(directory: Path) -> Iterator[None]:
     """Puts the directory of an experiment file on the import path while it runs, as Python does for a script.
 
-    Its modules take precedence over installed modules of the same names, but not over the standard library. Afterwards they
-    are removed from `sys.modules`, and modules that they replaced are restored, since another experiment may have other modules
-    of these names.
+    Its modules take precedence over installed modules of the same names, but not over the standard library and hpnlp.
+    Afterwards they are removed from `sys.modules`, and modules that they replaced are restored, since another experiment may
+    have other modules of these names.
     """
     names = {file.stem for file in directory.glob("*.py")} | {
         file.parent.name for file in directory.glob("*/__init__.py")
     }
-    names -= sys.stdlib_module_names
+    names -= sys.stdlib_module_names | {
+        "hpnlp"
+    }  # a checkout beside the file is not the package whose tables it adds to
     loaded_before = {name.partition(".")[0] for name in sys.modules}
     hidden = {
         name: sys.modules.pop(name)

@@ -300,7 +300,10 @@ def _import_tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise InputError("BPE tokenizers need the tokenizers package: pip install tokenizers") from error
+        raise InputError(
+            "BPE tokenizers need the tokenizers package, which the extra `hf` installs: pip install tokenizers, or set "
+            "data.tokenizer='bytes'"
+        ) from error
     return tokenizers
 
 

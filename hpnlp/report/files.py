@@ -9,6 +9,7 @@ from typing import Any
 
 from hpnlp import tasks
 from hpnlp.data.files import is_special
+from hpnlp.spec import OWN_ENTRY, UnknownNameError
 from hpnlp.tasks import Task
 from hpnlp.types import InputError
 
@@ -100,6 +101,8 @@ def read_report(workdir: str | Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise InputError(f"cannot read {path} ({error.strerror or error}): correct or remove it") from error
+    except UnknownNameError as error:
+        raise InputError(f"{path}: {error}; {OWN_ENTRY}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{path} is not a report ({error}): run the training command again to write it anew"

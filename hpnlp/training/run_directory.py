@@ -26,6 +26,7 @@ from hpnlp import tasks
 from hpnlp.data.files import is_special
 from hpnlp.models.huggingface import convert
 from hpnlp.parallel.plan import Plan
+from hpnlp.spec import OWN_ENTRY, UnknownNameError
 from hpnlp.tasks.task import Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
@@ -103,7 +104,8 @@ def load_config(workdir: str | Path) -> Config:
             raise InputError(
                 f"{workdir} holds a Hugging Face checkpoint and no run: hpnlp convert --from={workdir} --to=runs/x makes one"
             ) from None
-        raise InputError(f"{workdir}: {error}") from None
+        hint = f"; {OWN_ENTRY}" if isinstance(error, UnknownNameError) else ""
+        raise InputError(f"{workdir}: {error}{hint}") from None
 
 
 def has_checkpoints(workdir: str | Path) -> bool:

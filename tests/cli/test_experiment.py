@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from hpnlp.cli import experiment
+from hpnlp.nn import mixers
 from hpnlp.types import InputError
 
 IMPORTING = """
@@ -46,6 +47,17 @@ def test_each_experiment_imports_the_modules_of_its_directory(tmp_path, monkeypa
         assert (values.train.steps, values.model.dim, values.model.layers) == (steps, 8 * steps, 3)
         assert sys.path == path and sys.modules["common"] is common
         assert not {"late", "parts", "parts.model"} & set(sys.modules) - modules
+
+
+def test_files_in_a_checkout_add_to_the_tables_of_the_imported_package(tmp_path, monkeypatch):
+    """A directory hpnlp beside the file, as in a checkout beside which the package is installed, is not imported."""
+    (tmp_path / "hpnlp").mkdir()
+    (tmp_path / "hpnlp" / "__init__.py").write_text("raise AssertionError")
+    path = tmp_path / "own.py"
+    path.write_text("from hpnlp.nn.mixers import MIXERS\nMIXERS['own'] = MIXERS['full']\n")
+    monkeypatch.setattr(mixers, "MIXERS", dict(mixers.MIXERS))
+    experiment.load(str(path), "register")
+    assert mixers.MIXERS["own"] is mixers.MIXERS["full"]
 
 
 def test_files_may_define_dataclasses_with_postponed_annotations(tmp_path):
