@@ -119,7 +119,7 @@ def test_a_batch_with_one_pair_has_no_accuracy():
     """The last batch of an evaluation may be filled up to that; its pair has no other partner to be taken for."""
     name = next(iter(FIELDS))
     model, params = make(**FIELDS[name])
-    batch = make_batch()
+    batch = jax.tree.map(jnp.asarray, make_batch())
     one = batch | {"weights": jnp.zeros_like(batch["weights"]).at[0].set(1.0)}
     out = model.apply({"params": params}, one, method="loss")
     assert [float(x) for x in out.aux["accuracy"]] == [0, 0] and float(out.weight) == 1
