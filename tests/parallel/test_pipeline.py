@@ -71,7 +71,7 @@ def expected_results():
 def staged(plan, devices=8):
     layout = plan.layout({"layers": (LAYERS, "model.layers")}, jax.devices()[:devices])
     names = {"all": {"w": ("layers", "embed", "hidden")}}
-    return lambda params, x, context: pipeline.run_layers(layout, names, run, params, x, context, None)
+    return lambda params, x, context: pipeline.run_layers(layout, names, run, params, x, context, {})
 
 
 @pytest.mark.parametrize(
