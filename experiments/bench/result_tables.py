@@ -161,6 +161,39 @@ def tasks(rows: Rows) -> Lines:
     return [*lines, *plans]
 
 
+# Field of a task's score -> (its name, the baselines' fields and names), for the reports in the rows of `task_runs`.
+SCORES = {
+    "heldout_recall_at_10": (
+        "recall@10",
+        {"tfidf_recall_at_10": "TF-IDF of words", "token_tfidf_recall_at_10": "TF-IDF of the model's tokens"},
+    ),
+    "heldout_exact_match": ("exact match", {"linear_exact_match": "linear model of words"}),
+    "heldout_accuracy": (
+        "accuracy",
+        {
+            "words_accuracy": "linear model of words",
+            "characters_accuracy": "linear model of characters",
+            "majority_accuracy": "most frequent label",
+            "token_accuracy": "most frequent label of each token",
+            "frequent_accuracy": "most frequent token",
+        },
+    ),
+}
+
+
+def task_runs(rows: Rows) -> Lines:
+    """The score of each experiment and those of its baselines."""
+    lines = []
+    for row in rows:
+        field = next(name for name in SCORES if row.get(name) is not None)
+        score, baselines = SCORES[field]
+        others = [f"{label} {100 * row[name]:.1f} %" for name, label in baselines.items() if row.get(name) is not None]
+        minutes = f"{row['seconds'] / 60:.1f} min"
+        figure = f"{100 * row[field]:.1f} % ({', '.join([*others, minutes])})"
+        lines.append((f"`experiments/{row['experiment']}.py`: held-out {score}", figure))
+    return lines
+
+
 def beam(rows: Rows) -> Lines:
     return [
         (
@@ -249,10 +282,11 @@ def plan_tpu(rows: Rows) -> Lines:
 def resume(rows: Rows) -> Lines:
     row = rows[0]
     lost, lines = row["steps_lost_beyond_interval"], f"of {row['lines_of_each']} in each of {row['runs_compared']} runs"
+    training = {"memory": "training with buffers and carry"}.get(row.get("model", ""), "training")
     return [
-        (f"training killed {row['kills']} times by `kill -9`: steps lost beyond one checkpoint interval", str(lost)),
+        (f"{training}, killed {row['kills']} times by `kill -9`: steps lost beyond one checkpoint interval", str(lost)),
         (
-            "lines of metrics that differ in any bit from those of an uninterrupted run",
+            f"{training}: lines of metrics that differ in any bit from those of an uninterrupted run",
             f"{row['lines_that_differ']} {lines}",
         ),
     ]
@@ -404,13 +438,14 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "loop": loop,
     "parity": parity,
     "tasks": tasks,
+    "task_runs": task_runs,
     "beam": beam,
     "bubble": bubble,
     "ring": ring,
     "remat": remat,
     "plan": plan,
     "plan_tpu": plan_tpu,
-    "resume": resume,
+    **dict.fromkeys(("resume", "resume-memory"), resume),
     "adamw": adamw,
     "large_batch": large_batch,
     "suite": suite,

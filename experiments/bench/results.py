@@ -21,7 +21,18 @@ IMAGES = ROOT / "docs" / "images"
 
 # Sections of docs/results.md: heading -> names of result files without the device.
 SECTIONS = {
-    "Training": ("demo", "train_step", "encoder", "loop", "resume", "large_batch", "adamw", "gpu_step"),
+    "Training": (
+        "demo",
+        "train_step",
+        "encoder",
+        "loop",
+        "resume",
+        "resume-memory",
+        "large_batch",
+        "adamw",
+        "gpu_step",
+    ),
+    "Tasks": ("task_runs",),
     "Attention": ("attention", "gpu_attention"),
     "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "gpu_softmax", "softmax_layers", "estimates"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -41,17 +42,18 @@ class Beams:
     ids: jax.Array
     scores: jax.Array
 
-    def lists(self, eos_id: int) -> list[list[int]]:
+    def lists(self, eos_id: int | Sequence[int]) -> list[list[int]]:
         """The best continuation of each prompt.
 
         Args:
-          eos_id: Id that ends a continuation.
+          eos_id: Id or ids that end a continuation.
 
         Returns:
           The ids of each, without eos and padding.
         """
+        ends = _eos_ids(eos_id)
         best = np.asarray(self.ids)[:, 0].tolist()
-        return [ids[: ids.index(eos_id)] if eos_id in ids else ids for ids in best]
+        return [list(itertools.takewhile(lambda token: token not in ends, ids)) for ids in best]
 
 
 @jax.tree_util.register_dataclass
@@ -149,7 +151,7 @@ def beam_search(
     them; those of new ids are not copied where a beam is continued (`kv_cache.BeamCache`).
     """
     arrays = [np.asarray(prompt, np.int32) for prompt in prompts]
-    eos = [*eos_id] if isinstance(eos_id, Sequence) else [eos_id]
+    eos = _eos_ids(eos_id)
     check_decodes(model, memory, len(arrays))
     _check(model, arrays, tokens, beams, eos, length_penalty, early_stopping)
     lengths = np.array([len(prompt) for prompt in arrays], np.int32)
@@ -160,6 +162,11 @@ def beam_search(
         jnp.asarray(eos, jnp.int32), jnp.int32(pad_id), jnp.float32(length_penalty), tokens, beams, early_stopping
     )
     return _search(params, padded, lengths, memory, rules, model=model)
+
+
+def _eos_ids(eos_id: int | Sequence[int]) -> list[int]:
+    """The ids that end a continuation."""
+    return [*eos_id] if isinstance(eos_id, Sequence) else [eos_id]
 
 
 def _check(

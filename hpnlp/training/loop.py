@@ -243,7 +243,7 @@ class _Run:
         if config.optimizer.warmup >= config.train.steps:
             show(
                 f"optimizer.warmup={config.optimizer.warmup} lasts to the end of train.steps={config.train.steps}: the "
-                "learning rate does not reach its peak"
+                "learning rate rises in every step; lower optimizer.warmup to change that"
             )
 
     def train_step(self) -> None:

@@ -368,7 +368,7 @@ class _StepFunctions:
         self, state: TrainState, batch: Batch, key: jax.Array, frozen: Any = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: gradients, update, metrics. Only the trained rows of a table take part in it."""
-        self._check_carry(state, batch)
+        self._check_carry(batch)
         gradients = dataclasses.replace(self.gradients, frozen=frozen)
         key = jax.random.fold_in(key, state.step)
         ids = self.gradients.looked_up(state.params, batch, key)
@@ -407,7 +407,7 @@ class _StepFunctions:
         new_state = dataclasses.replace(new_state, step=state.step + 1)
         return sparse_rows.scatter(full_state, new_state, ids, self.tables), metrics
 
-    def _check_carry(self, state: TrainState, batch: Batch) -> None:
+    def _check_carry(self, batch: Batch) -> None:
         """Raises InputError if the state lacks the carry of the batch's sequences."""
         count = jax.tree.leaves(batch)[0].shape[0]
         if self.batch_size != count and variables.initial_carry(self.gradients.single_model, 1) is not None:
@@ -427,6 +427,8 @@ class _StepFunctions:
         self, weights: Any, batch: Batch, carry: Any, frozen: Any = None
     ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], Any]:
         """`Trainer.evaluate_next`. Averaged parameters, which have the shardings of optimizer state, are resharded."""
+        if self.batch_size:
+            self._check_carry(batch)
         weights = jax.tree.map(jax.lax.with_sharding_constraint, weights, self.weight_shardings)
         out = loss(self.gradients.model, variables.join(weights, None, frozen), batch, None, carry)
         sums = {"loss": (out.sum, out.weight), **out.aux}

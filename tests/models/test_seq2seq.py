@@ -132,6 +132,7 @@ def test_widest_beam_search_finds_the_best_sequence():
         np.testing.assert_allclose(beams.scores[row, :3], [scores[ids][row] for ids in ranked], rtol=1e-5)
     for row, ids in zip(np.asarray(beams.ids)[:, 0].tolist(), beams.lists(2), strict=True):
         assert ids == row[: [*row, 2].index(2)]
+    assert beams.lists([2, 5]) == [ids[: [*ids, 5].index(5)] for ids in beams.lists(2)]
 
 
 @functools.cache

@@ -261,13 +261,24 @@ REFUSALS = {
         r"segment_memory\(0\): expected a memory of at least 1",
     ),
     "mask": (lambda: SegmentMemoryMixer().within(Full()), "a segment memory cannot apply the mask Full"),
-    "batch size": (lambda: step_of_another_size(), "batch_size=8 of make_trainer.*has 4 sequences: pass batch_size=4"),
+    "batch size": (lambda: step_of_half_a_batch(), "batch_size=8 of make_trainer.*has 4 sequences: pass batch_size=4"),
+    "batch size of an evaluation": (
+        lambda: trainer_of().evaluate_next(initial_weights(), half_a_batch(), trainer_of().initial_carry()),
+        "batch_size=8 of make_trainer.*has 4 sequences: pass batch_size=4",
+    ),
 }
 
 
-def step_of_another_size():
-    batch = {name: x[:4] for name, x in batch_of(0).items()}
-    trainer_of().step(trainer_of().init(jax.random.key(0)), batch, jax.random.key(1))
+def half_a_batch():
+    return {name: x[:4] for name, x in batch_of(0).items()}
+
+
+def initial_weights():
+    return trainer_of().init(jax.random.key(0)).weights
+
+
+def step_of_half_a_batch():
+    trainer_of().step(trainer_of().init(jax.random.key(0)), half_a_batch(), jax.random.key(1))
 
 
 @pytest.mark.parametrize("case", REFUSALS)
