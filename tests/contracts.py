@@ -196,6 +196,18 @@ def claiming(trait):
     return [spec for spec, mixer in mixers_by_spec().items() if getattr(mixer.traits, trait)]
 
 
+def by_tier(specs):
+    """The specs as parameters of a test. Of mixers of one class, whose masks are of one kind, all but the first are slow."""
+    seen, parameters = set(), []
+    for spec in specs:
+        mixer = build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None)
+        mask = mixer.within(Causal() if mixer.traits.causal else Full())
+        kind = (type(mixer), mask.heads is None, mask.relative)
+        parameters.append(pytest.param(spec, marks=[pytest.mark.slow] if kind in seen else []))
+        seen.add(kind)
+    return parameters
+
+
 def decoding():
     """A spec of each class of mixers that decode."""
     return {type(mixers_by_spec()[spec]): spec for spec in claiming("decodes")}.values()

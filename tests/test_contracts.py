@@ -25,7 +25,7 @@ from hpnlp.types import InputError, LossOut, TableRows
 from tests import contracts
 from tests.contracts import MIXER_SPECS, ONCE, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
 
-mixers = pytest.mark.parametrize("spec", MIXER_SPECS)
+mixers = pytest.mark.parametrize("spec", contracts.by_tier(MIXER_SPECS))
 FIRST = {spec.partition("(")[0]: spec for spec in reversed(OUTPUT_SPECS)}.values()
 outputs = pytest.mark.parametrize(  # further forms of an entry are marked slow
     "spec", [spec if spec in FIRST else pytest.param(spec, marks=pytest.mark.slow) for spec in OUTPUT_SPECS]
@@ -115,7 +115,7 @@ def test_mixer_matches_its_reference(spec, mask, length, dtype):
     assert_close(actual, expected, dtype)
 
 
-@pytest.mark.parametrize("spec", contracts.claiming("causal"))
+@pytest.mark.parametrize("spec", contracts.by_tier(contracts.claiming("causal")))
 def test_mixer_gives_forbidden_pairs_no_gradient(spec):
     """d out[i] / d in[j] is exactly 0 unless j <= i in one segment, and not 0 at j = i; for x, q, k and v."""
     mixing = Mixing(spec, 11)
@@ -135,7 +135,7 @@ def test_mixer_gives_forbidden_pairs_no_gradient(spec):
     assert reached[:, 1:].any() and np.einsum("bii->bi", reached | ~allowed).all()
 
 
-@pytest.mark.parametrize("spec", contracts.claiming("isolates_segments"))
+@pytest.mark.parametrize("spec", contracts.by_tier(contracts.claiming("isolates_segments")))
 def test_mixer_isolates_segments(spec):
     """Values of 1e4 in one segment change no bit of the output of another."""
     mixing = Mixing(spec, 23)
@@ -151,7 +151,7 @@ def test_mixer_isolates_segments(spec):
     np.testing.assert_array_equal(np.asarray(o)[elsewhere], np.asarray(large_o)[elsewhere])
 
 
-@pytest.mark.parametrize("spec", contracts.claiming("prefix_consistent"))
+@pytest.mark.parametrize("spec", contracts.by_tier(contracts.claiming("prefix_consistent")))
 def test_mixer_gives_prefixes_the_same_output(spec):
     """Later tokens change no bit of the output of earlier ones, and a shorter sequence gives the same values."""
     mixing = Mixing(spec, 23)
@@ -179,7 +179,7 @@ def test_mixer_draws_the_same_numbers_with_the_same_key(spec):
     assert np.any(run(mixing.arrays, second) != o)
 
 
-@pytest.mark.parametrize("spec", contracts.claiming("any_length"))
+@pytest.mark.parametrize("spec", contracts.by_tier(contracts.claiming("any_length")))
 def test_parameters_of_mixers_of_any_length_do_not_depend_on_the_length(spec):
     shapes = [jax.eval_shape(lambda length=length: Mixing(spec, length).params) for length in (1, 9)]
     assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
@@ -193,7 +193,7 @@ def test_mixer_is_traced_once(spec):
     assert np.any(call(first.arrays) != call(second.arrays))
 
 
-@pytest.mark.parametrize("spec", contracts.claiming("decodes"))
+@pytest.mark.parametrize("spec", contracts.by_tier(contracts.claiming("decodes")))
 def test_mixer_with_cache_matches_full_pass(spec):
     """Prompts of 2 and 7 tokens, the second longer than some caches; then steps of one, one and two tokens."""
     mixing, length, capacity = Mixing(spec, 11), np.array([2, 7]), 12

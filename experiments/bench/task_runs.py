@@ -29,7 +29,7 @@ EXPERIMENTS = (
 )
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("experiments", EXPERIMENTS, "Files below experiments/ to run, without .py.")
+flags.DEFINE_list("experiments", [*EXPERIMENTS], "Files below experiments/ to run, without .py.")
 flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the result goes.")
 
 
