@@ -196,16 +196,20 @@ def claiming(trait):
     return [spec for spec, mixer in mixers_by_spec().items() if getattr(mixer.traits, trait)]
 
 
-def by_tier(specs):
-    """The specs as parameters of a test. Of mixers of one class, whose masks are of one kind, all but the first are slow."""
-    seen, parameters = set(), []
+def one_of_each_kind(specs):
+    """The first spec of each class of mixers and each kind of mask that they have."""
+    first = {}
     for spec in specs:
         mixer = build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None)
         mask = mixer.within(Causal() if mixer.traits.causal else Full())
-        kind = (type(mixer), mask.heads is None, mask.relative)
-        parameters.append(pytest.param(spec, marks=[pytest.mark.slow] if kind in seen else []))
-        seen.add(kind)
-    return parameters
+        first.setdefault((type(mixer), mask.heads is None, mask.relative), spec)
+    return list(first.values())
+
+
+def by_tier(specs):
+    """The specs as parameters of a test; all but one of each kind are slow."""
+    first = one_of_each_kind(specs)
+    return [pytest.param(spec, marks=[] if spec in first else [pytest.mark.slow]) for spec in specs]
 
 
 def decoding():

@@ -135,7 +135,7 @@ def test_mixer_gives_forbidden_pairs_no_gradient(spec):
     assert reached[:, 1:].any() and np.einsum("bii->bi", reached | ~allowed).all()
 
 
-@pytest.mark.parametrize("spec", contracts.by_tier(contracts.claiming("isolates_segments")))
+@pytest.mark.parametrize("spec", contracts.one_of_each_kind(contracts.claiming("isolates_segments")))
 def test_mixer_isolates_segments(spec):
     """Values of 1e4 in one segment change no bit of the output of another."""
     mixing = Mixing(spec, 23)
@@ -151,7 +151,7 @@ def test_mixer_isolates_segments(spec):
     np.testing.assert_array_equal(np.asarray(o)[elsewhere], np.asarray(large_o)[elsewhere])
 
 
-@pytest.mark.parametrize("spec", contracts.by_tier(contracts.claiming("prefix_consistent")))
+@pytest.mark.parametrize("spec", contracts.one_of_each_kind(contracts.claiming("prefix_consistent")))
 def test_mixer_gives_prefixes_the_same_output(spec):
     """Later tokens change no bit of the output of earlier ones, and a shorter sequence gives the same values."""
     mixing = Mixing(spec, 23)
@@ -179,13 +179,13 @@ def test_mixer_draws_the_same_numbers_with_the_same_key(spec):
     assert np.any(run(mixing.arrays, second) != o)
 
 
-@pytest.mark.parametrize("spec", contracts.by_tier(contracts.claiming("any_length")))
+@pytest.mark.parametrize("spec", contracts.one_of_each_kind(contracts.claiming("any_length")))
 def test_parameters_of_mixers_of_any_length_do_not_depend_on_the_length(spec):
     shapes = [jax.eval_shape(lambda length=length: Mixing(spec, length).params) for length in (1, 9)]
     assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
 
 
-@mixers
+@pytest.mark.parametrize("spec", contracts.one_of_each_kind(MIXER_SPECS))
 def test_mixer_is_traced_once(spec):
     first, second = Mixing(spec, 9), Mixing(spec, 9, seed=1)
     once_traced = chex.assert_max_traces(lambda arrays: first(first.inputs(arrays), Causal()), n=1)

@@ -130,7 +130,7 @@ def test_a_batch_with_one_pair_has_no_accuracy():
     [
         pytest.param(name, layout, marks=[] if (name, layout) in FIRST else pytest.mark.slow)
         for name in FIELDS
-        for layout in LAYOUTS
+        for layout in (LAYOUTS if name == "separate" else ("data 8", "data 4 x tensor 2"))
     ],
 )
 def test_layouts_match_one_device(name, layout):

@@ -137,8 +137,6 @@ PARALLEL = dataclasses.replace(
 LAYOUTS = {
     "zero3 x tensor": (Plan("zero3", tensor=2), {}),
     "pipeline x zero3 x tensor": (Plan("zero3", pipeline=2, tensor=2), {}),
-    "data": (Plan("data"), {}),
-    "zero2 x tensor": (Plan("zero2", tensor=2), {}),
     "3d": (Plan("3d"), {}),
     "3d, rounds": (Plan("3d", rounds=2), {"layers": 16}),
     "pipeline x zero2, rounds": (Plan("zero2", pipeline=2, rounds=2), {"layers": 16}),
@@ -157,7 +155,7 @@ def test_layouts_match_one_device(name):
     plan, fields = LAYOUTS[name]
     model = dataclasses.replace(PARALLEL, **fields)
     single, parallel = (Run(trainer_of(*where, model), model) for where in (ONE, (plan, 8)))
-    for seed in range(3 if name == FAST else 12):
+    for seed in range(3 if name == FAST else 5):
         expected, actual = single.step(batch_of(seed)), parallel.step(batch_of(seed))
         assert actual == pytest.approx(expected, rel=1e-5)
         if seed == 0:

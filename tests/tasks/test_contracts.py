@@ -25,8 +25,8 @@ from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
 
-PLANS = {"data": Plan("data"), "zero3": Plan("zero3"), "tensor": Plan(tensor=2)}
-SLOW_PLANS = {"zero2": Plan("zero2"), "pipeline": Plan(pipeline=2), "sequence": Plan(sequence=2), "3d": Plan("3d")}
+PLANS = {"tensor": Plan(tensor=2)}
+SLOW_PLANS = {"zero3": Plan("zero3"), "sequence": Plan(sequence=2), "3d": Plan("3d")}
 
 
 def language_model(directory):
@@ -125,8 +125,8 @@ EXAMPLES = {
 REFUSED = {("seq2seq", "sequence"): "the memory is not divided: set plan.sequence=1"}
 
 
-# Tagging shares its code with classification.
-SLOW = ("tagging",)
+# Tagging shares its code with classification, and masked language models share theirs with language models.
+SLOW = ("masked_lm", "tagging")
 
 
 @pytest.fixture(

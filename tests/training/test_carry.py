@@ -41,7 +41,6 @@ LAYOUTS = {
 }
 SLOW_LAYOUTS = {
     "accumulated": (Plan(), 1, {"accumulate": 4}),
-    "data": (Plan("data"), 8, {}),
     "zero2 x tensor": (Plan("zero2", tensor=2), 4, {}),
     "recomputed": (Plan(remat="full"), 1, {}),
 }

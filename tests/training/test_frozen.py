@@ -36,11 +36,8 @@ LAYOUTS = {
     "zero3 x tensor, accumulated": (Plan("zero3", tensor=2), 4, {"accumulate": 2}),
 }
 SLOW_LAYOUTS = {
-    "accumulated": (Plan(), 1, {"accumulate": 4}),
-    "data": (Plan("data"), 4, {}),
     "zero2": (Plan("zero2"), 4, {}),
     "zero3": (Plan("zero3"), 4, {}),
-    "tensor": (Plan("single", tensor=2), 2, {}),
 }
 
 

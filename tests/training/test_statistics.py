@@ -33,20 +33,18 @@ OPTIMIZER = OptimizerConfig(
     learning_rate=1e-3, schedule="constant", warmup=0, aux=", ".join(f"{name}({value})" for name, value in AUX.items())
 )
 LAYOUTS = {
-    "accumulated": (Plan(), 1, {"accumulate": 4}),
     "zero3 x tensor, accumulated": (Plan("zero3", tensor=2), 8, {"accumulate": 2}),
-    "pipeline": (Plan("data", pipeline=2, microbatches=4), 4, {}),
     "ring": (Plan(sequence=2), 4, {}),
 }
 SUMMED = (("mixer", "summed,full"), ("kv_heads", 4))
 SLOW_LAYOUTS = {
+    "accumulated": (Plan(), 1, {"accumulate": 4}),
+    "pipeline": (Plan("data", pipeline=2, microbatches=4), 4, {}),
     "recomputed": (Plan(remat="full"), 1, {}),
     "zero3 x pipeline, accumulated": (Plan("zero3", pipeline=2, microbatches=2), 4, {"accumulate": 2}),
     "zero2 x tensor x pipeline": (Plan("zero2", pipeline=2, tensor=2, microbatches=2), 8, {}),
-    "tensor": (Plan("single", tensor=2), 2, {}),
     "ring x tensor, accumulated": (Plan("zero3", sequence=2, tensor=2), 8, {"accumulate": 2}),
     "data": (Plan("data"), 8, {}),
-    "heads": (Plan(sequence=4, exchange="heads"), 8, {}, SUMMED),
     "heads x tensor": (Plan(sequence=2, tensor=2, exchange="heads"), 4, {}, SUMMED),
     "offloaded": (Plan(remat="full", offload_parameters=True), 1, {}, (("mixer", "centered"),)),
     "rounds": (Plan("zero3", pipeline=2, rounds=2, microbatches=2), 4, {}, (("mixer", "centered"),)),
