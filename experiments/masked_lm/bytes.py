@@ -2,8 +2,8 @@
 
     hpnlp train --config=experiments/masked_lm/bytes.py --workdir=runs/masked
 
-On two CPU cores the run takes about 3 minutes, and predicts 68 % of the hidden bytes of held-out files (the most frequent byte:
-27 %).
+On two CPU cores the run takes three to seven minutes, and predicts 68 % of the hidden bytes of held-out files (the most
+frequent byte: 27 %).
 """
 
 from __future__ import annotations
