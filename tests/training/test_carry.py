@@ -273,7 +273,7 @@ def half_a_batch():
 
 
 def initial_weights():
-    return trainer_of().init(jax.random.key(0)).weights
+    return trainer_of().init(jax.random.key(0)).best_params
 
 
 def step_of_half_a_batch():
