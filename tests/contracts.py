@@ -197,12 +197,14 @@ def claiming(trait):
 
 
 def one_of_each_kind(specs):
-    """The first spec of each class of mixers and each kind of mask that they have."""
+    """The first spec of each class of mixers and each kind of mask that they have; entries of another file are kinds apart."""
     first = {}
     for spec in specs:
-        mixer = build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None)
+        parsed = parse_one(spec, "mixer")
+        mixer = build(parsed, MIXERS, "mixer", name=None)
         mask = mixer.within(Causal() if mixer.traits.causal else Full())
-        first.setdefault((type(mixer), mask.heads is None, mask.relative), spec)
+        file = MIXERS[parsed.name].__module__  # of a registered entry, the user's
+        first.setdefault((file, type(mixer), mask.heads is None, mask.relative), spec)
     return list(first.values())
 
 

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from hpnlp.models.beam_search import _for_beams, _has_beams, _is_reordered, _reordered
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.output import OUTPUTS, OutputLayer
+from hpnlp.ops import attention
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.block_sparse.block_mask import density
 from hpnlp.spec import parse_one
@@ -42,6 +44,16 @@ def strict():
 def test_every_entry_has_a_case():
     assert {spec.partition("(")[0] for spec in MIXER_SPECS} == MIXERS.keys() == contracts.REFERENCES.keys()
     assert {spec.partition("(")[0] for spec in OUTPUT_SPECS} == OUTPUTS.keys()
+
+
+def test_mixers_of_other_files_have_contracts_of_their_own(monkeypatch):
+    """Of a registered mixer all contracts run in the first tier, also if its class is one of those of the library."""
+
+    def own(back: int = 3):
+        return attention.Window(back)
+
+    monkeypatch.setitem(MIXERS, "own", exact_mixer(own))
+    assert "own" in contracts.one_of_each_kind([*MIXER_SPECS, "own"])
 
 
 # Masks.

@@ -125,7 +125,7 @@ EXAMPLES = {
 REFUSED = {("seq2seq", "sequence"): "the memory is not divided: set plan.sequence=1"}
 
 
-# Tagging shares its code with classification, and masked language models share theirs with language models.
+# Tagging shares its code with classification; masked language models are encoders of the text of language models.
 SLOW = ("masked_lm", "tagging")
 
 
