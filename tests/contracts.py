@@ -1,7 +1,7 @@
 """Cases and helpers of `test_contracts.py`, which runs the same tests on every mask, mixer and output layer.
 
-A new entry of MIXERS or OUTPUTS is tested without further code. If its arguments have no defaults, it needs an entry in
-EXAMPLES; a mixer that is not softmax attention over all pairs that the mask allows needs one in REFERENCES.
+A new entry of OUTPUTS is tested without further code. If its arguments have no defaults, it needs an entry in EXAMPLES. A new
+entry of MIXERS needs a reference, in the file of its family in `tests/mixer_cases`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import pytest
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops import attention
-from hpnlp.ops.attention import Causal, Full, reference
+from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.block_sparse import decompose
 from hpnlp.ops.attention.block_sparse.flash import _backward, _forward, _traced_once
 from hpnlp.ops.attention.masks.table import MASKS as PATTERN_TABLE
 from hpnlp.spec import build, parse_one
 from hpnlp.types import MixerInputs, WordStats
 from tests.fixed_and_drawing_mixers import noisy_keys
+from tests.mixer_cases import convolution, exact
 
 # Absolute and relative tolerance between two forms of one result whose values are of order 1.
 TOLERANCE = {jnp.dtype("float32"): 5e-6, jnp.dtype("float16"): 8e-3, jnp.dtype("bfloat16"): 6e-2}
@@ -39,24 +40,13 @@ PATTERNS = (
     attention.Strided(5).shift(2),
 )
 
-# Spec of a mixer with a static pattern -> its mask. The arguments are small, so that documents cut blocks and a few tokens fill
-# the cache of a window.
-EXACT = {
-    "full": Full(),
-    "blockwise(5)": attention.Blockwise(5),
-    "window(2,1)": attention.Window(2, 1),
-    "dilated(2,3)": attention.Dilated(2, 3),
-    "strided(4)": attention.Window(4) | attention.Strided(4),
-    "fixed(5,2,heads=4)": attention.PerHead((attention.Blockwise(5),) * 2 + (attention.Fixed(5, 2),) * 2),
-    "random(3,2,seed=1)": attention.RandomBlocks(3, 2, 1) | attention.Window(0),
-    "global(2)": attention.Global(2) | attention.Window(0),
-    "longformer(4,1)": attention.Window(2) | attention.Global(1),
-    "bigbird(2,3,1,1,among=2)": attention.bigbird(2, 3, 1, 1, among=2),
-}
-# The same of mixers that are softmax attention over a static pattern as long as they have no carry.
-SOFTMAX = EXACT | {"segment_memory(3)": attention.Window(3, 0)}
+# Files of cases, one for each family of mixers.
+FAMILIES = (exact, convolution)
+
 # Table entry -> its spec strings in tests. Entries that are missing here are tested by their bare names.
-EXAMPLES: dict[str, tuple[str, ...]] = {spec.partition("(")[0]: (spec,) for spec in SOFTMAX} | {
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    name: specs for family in FAMILIES for name, specs in family.EXAMPLES.items()
+} | {
     "sampled": (
         "sampled(2)",
         "sampled(2,unigram,1.0,correct_label=True)",
@@ -145,7 +135,8 @@ class Mixing:
         starts = np.array([[np.argmax(row == number) for number in row] for row in segments])
         self.segment_ids = jnp.asarray(segments, jnp.int32)
         self.positions = jnp.asarray(np.arange(length) - starts, jnp.int32)
-        self.params = nn.meta.unbox(self.module.init(jax.random.key(0), self.inputs(self.arrays), Causal()))
+        self.mask = Causal() if self.module.traits.causal else Full()
+        self.params = nn.meta.unbox(self.module.init(jax.random.key(0), self.inputs(self.arrays), self.mask))
 
     def inputs(self, arrays, **fields):
         """The inputs of the mixer: x, and those of q, k and v that it declares to need."""
@@ -158,29 +149,14 @@ class Mixing:
         ids, positions = self.segment_ids, self.positions
         return self.inputs(arrays, segment_ids=ids, kv_segment_ids=ids, positions=positions, kv_positions=positions)
 
-    def __call__(self, inputs, mask, params=None):
+    def __call__(self, inputs, mask=None, params=None):
+        """The output; `mask` is Causal() by default, or Full() if the mixer is not causal."""
+        mask = self.mask if mask is None else mask
         return self.module.apply(self.params if params is None else params, inputs, mask).o
 
 
-def exact(mixing, arrays, params, mask, segment_ids):
-    """The reference of mixers that are softmax attention over all pairs that their pattern, the mask and the segments allow."""
-    q, k, v = (arrays[name] for name in "qkv")
-    operands = {"segment_ids": segment_ids, "kv_segment_ids": segment_ids}
-    operands |= {"positions": mixing.positions, "kv_positions": mixing.positions}
-    return reference(q, k, v, SOFTMAX[mixing.spec] & mask, **operands)
-
-
-def convolution(mixing, arrays, params, mask, segment_ids):
-    """A dense matrix for each feature, whose entry [t, s] is the weight of distance t - s."""
-    x, kernel = arrays["x"].astype(jnp.float32), params["params"]["taps"]
-    distance = np.arange(x.shape[1])[:, None] - np.arange(x.shape[1])[None]
-    visible = (segment_ids[:, :, None] == segment_ids[:, None]) & ((distance >= 0) & (distance < len(kernel)))[None]
-    weights = jnp.where(visible[..., None], kernel[np.clip(distance, 0, len(kernel) - 1)][None], jnp.float32(0))
-    return jnp.einsum("btsd,bsd->btd", weights, x).astype(arrays["x"].dtype)
-
-
 # Name of a mixer -> its reference: (mixing, arrays, params, mask, segment ids) -> o.
-REFERENCES = {spec.partition("(")[0]: exact for spec in SOFTMAX} | {"conv": convolution}
+REFERENCES = {name: function for family in FAMILIES for name, function in family.REFERENCES.items()}
 
 
 def reference_output(mixing, arrays, params, mask):

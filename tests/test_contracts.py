@@ -108,7 +108,7 @@ def test_tile_is_sound_for_traced_bounds(mask):
 def test_mixer_matches_its_reference(spec, mask, length, dtype):
     """Compares values and gradients by inputs and parameters, with segments."""
     mixing = Mixing(spec, length, dtype)
-    mask = mask if mixing.module.traits.bidirectional else Causal()
+    mask = mask if mixing.module.traits.bidirectional and mixing.module.traits.causal else mixing.mask
 
     def gradients_and_output(function, arrays):
         def score(arrays, params):
@@ -116,11 +116,11 @@ def test_mixer_matches_its_reference(spec, mask, length, dtype):
             signs = jnp.asarray(np.random.default_rng(1).standard_normal(o.shape), jnp.float32)
             return jnp.sum(o.astype(jnp.float32) * signs), o
 
-        return jax.grad(score, (0, 1), has_aux=True)(arrays, mixing.params)
+        return jax.grad(score, (0, 1), has_aux=True)(arrays, mixing.params.get("params", {}))
 
     functions = (
-        lambda arrays, params: mixing(mixing.packed(arrays), mask, params),
-        lambda arrays, params: contracts.reference_output(mixing, arrays, params, mask),
+        lambda arrays, params: mixing(mixing.packed(arrays), mask, mixing.params | {"params": params}),
+        lambda arrays, params: contracts.reference_output(mixing, arrays, mixing.params | {"params": params}, mask),
     )
     actual, expected = once(lambda arrays: [gradients_and_output(f, arrays) for f in functions], mixing.arrays)
     assert actual[1].shape == ((2, length, 4, 8) if mixing.module.needs else (2, length, 16))
@@ -156,7 +156,7 @@ def test_mixer_isolates_segments(spec):
         name: jnp.where(other.reshape(2, 23, *[1] * (array.ndim - 2)), jnp.float32(1e4), array)
         for name, array in mixing.arrays.items()
     }
-    run = jax.jit(lambda arrays: mixing(mixing.packed(arrays), Causal()), compiler_options=contracts.ONCE)
+    run = jax.jit(lambda arrays: mixing(mixing.packed(arrays)), compiler_options=contracts.ONCE)
     o, large_o = run(mixing.arrays), run(large)
     elsewhere = np.asarray(mixing.segment_ids) != 1
     assert elsewhere.any() and not elsewhere.all()
@@ -184,7 +184,7 @@ def test_mixer_gives_prefixes_the_same_output(spec):
 def test_mixer_draws_the_same_numbers_with_the_same_key(spec):
     """Other keys draw other numbers, and further tokens draw those of the first ones."""
     mixing = Mixing(spec, 9)
-    run = jax.jit(lambda arrays, draws: mixing(mixing.inputs(arrays, draws=draws), Causal()), compiler_options=ONCE)
+    run = jax.jit(lambda arrays, draws: mixing(mixing.inputs(arrays, draws=draws)), compiler_options=ONCE)
     first, second = jax.random.key(1), jax.random.key(2)
     o = run(mixing.arrays, first)
     np.testing.assert_array_equal(run(mixing.arrays, first), o)
@@ -200,7 +200,7 @@ def test_parameters_of_mixers_of_any_length_do_not_depend_on_the_length(spec):
 @pytest.mark.parametrize("spec", contracts.one_of_each_kind(MIXER_SPECS))
 def test_mixer_is_traced_once(spec):
     first, second = Mixing(spec, 9), Mixing(spec, 9, seed=1)
-    once_traced = chex.assert_max_traces(lambda arrays: first(first.inputs(arrays), Causal()), n=1)
+    once_traced = chex.assert_max_traces(lambda arrays: first(first.inputs(arrays)), n=1)
     call = jax.jit(once_traced, compiler_options=contracts.ONCE)
     assert np.any(call(first.arrays) != call(second.arrays))
 
