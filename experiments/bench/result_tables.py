@@ -132,6 +132,19 @@ def parity(rows: Rows) -> Lines:
     ]
 
 
+def auxiliary(rows: Rows) -> Lines:
+    """The largest differences of auxiliary losses, buffers and gradients over all layouts."""
+    names = ", ".join(row["layout"] for row in rows[1:])
+    differences = [
+        max(row[f"{what}_relative"] for row in rows) for what in ("loss", "gradient", "first_buffers", "buffers")
+    ]
+    label = (
+        f"a model with buffers and three auxiliary losses, {rows[0]['steps']} steps under {names}, and on one device: largest "
+        "relative difference of losses; of first gradients; of buffers after the first step; after the last"
+    )
+    return [(label, "; ".join(f"{difference:.1e}" for difference in differences))]
+
+
 def tasks(rows: Rows) -> Lines:
     """The largest differences of each task over its layouts, and the errors of its plans."""
     lines, plans = [], []
@@ -438,6 +451,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "loop": loop,
     "parity": parity,
     "tasks": tasks,
+    "auxiliary": auxiliary,
     "task_runs": task_runs,
     "beam": beam,
     "bubble": bubble,
