@@ -9,6 +9,7 @@ from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.segment_memory import segment_memory
+from hpnlp.nn.mixers.transformer_xl import transformer_xl
 from hpnlp.ops.attention import Full
 
 MIXERS: dict[str, Callable[..., Any]] = {
@@ -24,4 +25,5 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "bigbird": exact_mixer(patterns.bigbird),
     "conv": conv,
     "segment_memory": segment_memory,
+    "transformer_xl": transformer_xl,
 }
