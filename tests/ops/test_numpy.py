@@ -20,6 +20,7 @@ from hpnlp.ops.attention.linear import (
     linear_attention_step,
     reference_linear_attention,
 )
+from hpnlp.ops.attention.memory import compression, relative
 from hpnlp.ops.attention.operands import as_flags
 from hpnlp.ops.attention.positions import bias, rope
 from hpnlp.ops.search import build_ivf, build_lsh, exact_search, ivf_search, lsh_candidates, lsh_search
@@ -141,6 +142,35 @@ CALLS = {
         (
             lambda q, k, v, held: kv_cache.extend_cache(q, k, v, Causal(), held),
             (x(2, 1, 4, 8), x(2, 1, 2, 8), x(2, 1, 2, 8), CACHE),
+        ),
+    ),
+    "attention.memory.relative.distance_scores": (
+        (lambda q, r, u: relative.distance_scores(q, r, u, scale=0.5), (QKV[0], x(5, 4, 8), x(4, 8))),
+    ),
+    "attention.memory.relative.relative_attention": (
+        (
+            lambda *a: relative.relative_attention(*a[:6], segment_ids=a[6], block_size=5),
+            (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
+        ),
+    ),
+    "attention.memory.relative.reference_relative_attention": (
+        (
+            lambda *a: relative.reference_relative_attention(*a[:6], segment_ids=a[6]),
+            (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
+        ),
+    ),
+    "attention.memory.compression.pool_memories": (
+        (lambda h, at: compression.pool_memories(h, at, 3, "mean"), (x(2, 12, 4), SEGMENTS)),
+        (lambda h, at: compression.pool_memories(h, at, 3, "max"), (x(2, 12, 4), SEGMENTS)),
+        (lambda h, at, w: compression.pool_memories(h, at, 3, "conv", w), (x(2, 12, 4), SEGMENTS, x(12, 4))),
+    ),
+    "attention.memory.compression.most_used": (
+        (lambda usage, at: compression.most_used(usage, at, 3), (x(2, 12), SEGMENTS)),
+    ),
+    "attention.memory.compression.reconstruction_errors": (
+        (
+            lambda *a: compression.reconstruction_errors(a[0], (a[1], a[2], a[5]), (a[3], a[4], a[5][:, ::3]), a[5]),
+            (*QKV, x(2, 4, 2, 8), x(2, 4, 2, 8), SEGMENTS),
         ),
     ),
     "attention.positions.rope.rope": ((rope.rope, (QKV[0], PLACES)),),

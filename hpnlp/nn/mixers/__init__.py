@@ -10,6 +10,7 @@ from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.segment_memory import segment_memory
+from hpnlp.nn.mixers.transformer_xl import transformer_xl
 from hpnlp.ops.attention import Full
 
 MIXERS: dict[str, Callable[..., Any]] = {
@@ -26,4 +27,5 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "conv": conv,
     "segment_memory": segment_memory,
     "linear": linear,
+    "transformer_xl": transformer_xl,
 }
