@@ -7,6 +7,7 @@ from typing import Any
 
 from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.convolution import conv
+from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.segment_memory import segment_memory
 from hpnlp.ops.attention import Full
@@ -24,4 +25,5 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "bigbird": exact_mixer(patterns.bigbird),
     "conv": conv,
     "segment_memory": segment_memory,
+    "differential": differential,
 }
