@@ -7,6 +7,7 @@ from typing import Any
 
 from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.convolution import conv
+from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.segment_memory import segment_memory
@@ -28,4 +29,5 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "segment_memory": segment_memory,
     "linear": linear,
     "transformer_xl": transformer_xl,
+    "differential": differential,
 }
