@@ -159,6 +159,8 @@ def tasks(rows: Rows) -> Lines:
             )
             figures = [max(row[f"{what}_relative"] for row in layouts) for what in ("loss", "gradient")]
             fall = f"loss {layouts[0]['first_loss']:.2f} to {layouts[0]['last_loss']:.2f}"
+            if (rounding := layouts[0].get("loss_relative_of_rounding")) is not None:
+                fall += f"; losses on one device from parameters one rounding larger differ by {rounding:.1e}"
             lines.append((label, f"{figures[0]:.1e}; {figures[1]:.1e} ({fall})"))
         lines += [
             (f"`{task}`, layout {row['layout']}", f"refused: {row['refused']}") for row in of_task if "refused" in row
