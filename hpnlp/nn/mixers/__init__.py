@@ -8,7 +8,16 @@ from typing import Any
 from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.exact import exact_mixer
+from hpnlp.nn.mixers.fourier import fnet
+from hpnlp.nn.mixers.low_rank import linformer, nystrom
 from hpnlp.nn.mixers.segment_memory import segment_memory
+from hpnlp.nn.mixers.synthesizer import (
+    mixture,
+    synthesizer_dense,
+    synthesizer_factorized_dense,
+    synthesizer_factorized_random,
+    synthesizer_random,
+)
 from hpnlp.ops.attention import Full
 
 MIXERS: dict[str, Callable[..., Any]] = {
@@ -24,4 +33,12 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "bigbird": exact_mixer(patterns.bigbird),
     "conv": conv,
     "segment_memory": segment_memory,
+    "linformer": linformer,
+    "nystrom": nystrom,
+    "fnet": fnet,
+    "synthesizer_dense": synthesizer_dense,
+    "synthesizer_random": synthesizer_random,
+    "synthesizer_factorized_dense": synthesizer_factorized_dense,
+    "synthesizer_factorized_random": synthesizer_factorized_random,
+    "mixture": mixture,
 }
