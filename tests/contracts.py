@@ -129,7 +129,10 @@ class Mixing:
     def __init__(self, spec, length, dtype="float32", seed=0):
         self.module = build(parse_one(spec, "mixer"), MIXERS | EXTRA_MIXERS, "mixer", name=None)
         self.spec, rng = spec, np.random.default_rng(seed)
-        shapes = {"x": (16,), "q": (4, 8), "k": (2, 8), "v": (2, 8)}
+        shapes = {"x": (16,), "q": (4, 8), "k": (2, 8), "v": (2, 8)} | {
+            name: ({"heads": 4, "kv_heads": 2}[projection.axis], projection.width or 8)
+            for name, projection in self.module.needs.items()
+        }
         self.arrays = {
             name: jnp.asarray(rng.standard_normal((2, length, *shape)), dtype) for name, shape in shapes.items()
         }
@@ -172,6 +175,12 @@ def mixers_by_spec():
 def claiming(trait):
     """The specs of the mixers that claim a trait."""
     return [spec for spec, mixer in mixers_by_spec().items() if getattr(mixer.traits, trait)]
+
+
+def mixing_segments():
+    """A spec of each class of mixers that keep padding out, and do not keep segments apart."""
+    mixers = mixers_by_spec()
+    return [spec for spec in claiming("excludes_padding") if not mixers[spec].traits.isolates_segments]
 
 
 def one_of_each_kind(specs):
