@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.nn.mixers import patterns
+from hpnlp.nn.mixers.bucketed import reformer, routing
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.segment_memory import segment_memory
@@ -24,4 +25,6 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "bigbird": exact_mixer(patterns.bigbird),
     "conv": conv,
     "segment_memory": segment_memory,
+    "reformer": reformer,
+    "routing": routing,
 }
