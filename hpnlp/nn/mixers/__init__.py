@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.nn.mixers import patterns
+from hpnlp.nn.mixers.bucketed import reformer, routing
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
@@ -47,4 +48,6 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "synthesizer_factorized_dense": synthesizer_factorized_dense,
     "synthesizer_factorized_random": synthesizer_factorized_random,
     "mixture": mixture,
+    "reformer": reformer,
+    "routing": routing,
 }
