@@ -10,6 +10,7 @@ from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.segment_memory import segment_memory
+from hpnlp.nn.mixers.selected_blocks import moba, nsa
 from hpnlp.ops.attention import Full
 
 MIXERS: dict[str, Callable[..., Any]] = {
@@ -26,4 +27,6 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "conv": conv,
     "segment_memory": segment_memory,
     "differential": differential,
+    "moba": moba,
+    "nsa": nsa,
 }
