@@ -14,6 +14,7 @@ from hpnlp.nn.mixers.fourier import fnet
 from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.low_rank import linformer, nystrom
 from hpnlp.nn.mixers.segment_memory import segment_memory
+from hpnlp.nn.mixers.selected_blocks import moba, nsa
 from hpnlp.nn.mixers.synthesizer import (
     mixture,
     synthesizer_dense,
@@ -50,4 +51,6 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "mixture": mixture,
     "reformer": reformer,
     "routing": routing,
+    "moba": moba,
+    "nsa": nsa,
 }
