@@ -59,7 +59,7 @@ def routing(mixing, arrays, params, mask, segment_ids):
 
 EXAMPLES = {
     "reformer": ("reformer(buckets=4,rounds=2,window=2)",),
-    "routing": ("routing(clusters=2,window=3,decay=0.5)",),
+    "routing": ("routing(clusters=2,window=2,decay=0.5)",),
 }
 REFERENCES = {"reformer": reformer, "routing": routing}
 HIDES_SELF = {"reformer", "routing"}
