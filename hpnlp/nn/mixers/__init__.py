@@ -10,6 +10,7 @@ from hpnlp.nn.mixers.bucketed import reformer, routing
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.segment_memory import segment_memory
+from hpnlp.nn.mixers.sinkhorn import sinkhorn
 from hpnlp.ops.attention import Full
 
 MIXERS: dict[str, Callable[..., Any]] = {
@@ -27,4 +28,5 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "segment_memory": segment_memory,
     "reformer": reformer,
     "routing": routing,
+    "sinkhorn": sinkhorn,
 }
