@@ -15,6 +15,7 @@ from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.low_rank import linformer, nystrom
 from hpnlp.nn.mixers.segment_memory import segment_memory
 from hpnlp.nn.mixers.selected_blocks import moba, nsa
+from hpnlp.nn.mixers.sinkhorn import sinkhorn
 from hpnlp.nn.mixers.synthesizer import (
     mixture,
     synthesizer_dense,
@@ -53,4 +54,5 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "routing": routing,
     "moba": moba,
     "nsa": nsa,
+    "sinkhorn": sinkhorn,
 }

@@ -83,7 +83,7 @@ def forward(band: Band, queries: Any, keys: Any, seed: Array, streams: Array) ->
     Args:
       band: Settings.
       queries: (q [L, T, H], codes int32 [L, T, F]).
-      keys: (k [L, T, H], v [L, T, Hv], codes int32 [L, T, F]).
+      keys: (k [L, S, H], v [L, S, Hv], codes int32 [L, S, F]), S tokens in as many blocks as the queries have.
       seed: uint32 [words], for dropout.
       streams: int32 [L], a number of each sequence, for dropout.
 
@@ -115,13 +115,13 @@ def backward(
     Args:
       band: Settings.
       queries: (q [L, T, H], codes int32 [L, T, F]).
-      keys: (k [L, T, H], v [L, T, Hv], codes int32 [L, T, F]).
+      keys: (k [L, S, H], v [L, S, Hv], codes int32 [L, S, F]), S tokens in as many blocks as the queries have.
       residuals: (do [L, T, Hv], lse [L, T], lse_low [L, T], delta [L, T]); see `tile.QueryResiduals`.
       seed: uint32 [words], for dropout.
       streams: int32 [L], a number of each sequence, for dropout.
 
     Returns:
-      float32 (dq [L, T, H], dk [L, T, H], dv [L, T, Hv]).
+      float32 (dq [L, T, H], dk [L, S, H], dv [L, S, Hv]).
 
     Cost: As `forward`, 2.5 times the products.
     """
@@ -143,7 +143,8 @@ def backward(
 
     zeros = tuple(_varying(jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), jnp.float32), x) for x in key_blocks[:2])
     sums, dq = lax.scan(group, zeros, _varying(grid.indices(), rows[0]))
-    dk, dv = (x[:, band.before :].swapaxes(2, 3).reshape(lanes, -1, x.shape[2])[:, :length] for x in sums)
+    size = keys[0].shape[1]
+    dk, dv = (x[:, band.before :].swapaxes(2, 3).reshape(lanes, -1, x.shape[2])[:, :size] for x in sums)
     return _in_sequence(dq, lanes, length), dk, dv
 
 
