@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -25,7 +27,6 @@ from hpnlp.ops.attention.masks.table import MASKS as PATTERN_TABLE
 from hpnlp.spec import build, parse_one
 from hpnlp.types import MixerInputs, WordStats
 from tests.fixed_and_drawing_mixers import noisy_keys
-from tests.mixer_cases import convolution, exact, low_rank, synthesizer
 
 # Absolute and relative tolerance between two forms of one result whose values are of order 1.
 TOLERANCE = {jnp.dtype("float32"): 5e-6, jnp.dtype("float16"): 8e-3, jnp.dtype("bfloat16"): 6e-2}
@@ -40,8 +41,9 @@ PATTERNS = (
     attention.Strided(5).shift(2),
 )
 
-# Files of cases, one for each family of mixers.
-FAMILIES = (exact, convolution, low_rank, synthesizer)
+# Modules of cases, one for each family of mixers.
+MIXER_CASES = sorted((Path(__file__).parent / "mixer_cases").glob("*.py"))
+FAMILIES = [importlib.import_module(f"tests.mixer_cases.{path.stem}") for path in MIXER_CASES]
 
 # Table entry -> its spec strings in tests. Entries that are missing here are tested by their bare names.
 EXAMPLES: dict[str, tuple[str, ...]] = {

@@ -21,9 +21,10 @@ from hpnlp.nn.output import OUTPUTS, OutputLayer
 from hpnlp.ops import attention
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.block_sparse.block_mask import density
+from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import parse_one
 from hpnlp.training.sparse_rows import distinct
-from hpnlp.types import InputError, LossOut, TableRows
+from hpnlp.types import InputError, LossOut
 from tests import contracts
 from tests.contracts import MIXER_SPECS, ONCE, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
 

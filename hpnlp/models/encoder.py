@@ -16,8 +16,9 @@ from hpnlp.models.ranges import LIMITS
 from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.layers import Embed, dropout
 from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling
+from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import did_you_mean, shortened
-from hpnlp.types import InputError, LossOut, TableRows, option
+from hpnlp.types import InputError, LossOut, option
 
 MAX_CONFUSED = 1000  # largest number of classes for which a confusion matrix is reported
 

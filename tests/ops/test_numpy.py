@@ -14,6 +14,13 @@ from hpnlp.ops import convolution, dropout, dynamic_quantization, linear, norms,
 from hpnlp.ops import reversible as reversible_layers
 from hpnlp.ops.attention import Causal, Window, attend, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
+from hpnlp.ops.attention.linear import (
+    LinearState,
+    linear_attention,
+    linear_attention_step,
+    reference_linear_attention,
+)
+from hpnlp.ops.attention.memory import compression, relative
 from hpnlp.ops.attention.operands import as_flags
 from hpnlp.ops.attention.positions import bias, rope
 from hpnlp.ops.search import build_ivf, build_lsh, exact_search, ivf_search, lsh_candidates, lsh_search
@@ -57,6 +64,7 @@ CODE = binary_codes.binary_code(V)
 IVF, LSH = build_ivf(x(64, D), cells=4), build_lsh(x(64, D), bits=2, tables=2)
 HEAD, TAILS = x(5, D), ((x(2, D), x(2, 2)), (x(1, D), x(3, 1)))
 SAMPLES = proposals.Samples(ids(5), x(5), x(N))
+STATE = LinearState(x(2, 2, 8, 8), x(2, 2, 8))
 CACHE = kv_cache.KVCache(x(4, 16, 8), x(4, 16, 8), np.array([12, 7]))
 
 
@@ -104,6 +112,20 @@ CALLS = {
             (*QKV, SEGMENTS, x(4), x(12, 12)),
         ),
     ),
+    "attention.linear.linear_attention.linear_attention": (
+        (lambda *a: linear_attention(*a, normalize=True, return_state=True, chunk=8), QKV),
+        (lambda *a: linear_attention(*a[:3], causal=False, segment_ids=a[3], chunk=8), (*QKV, SEGMENTS)),
+        (lambda *a: linear_attention(*a, causal=False, normalize=True), QKV),
+    ),
+    "attention.linear.recurrent.linear_attention_step": (
+        (lambda *a: linear_attention_step(*a[:4], log_decay=a[4]), (*(y[:, 0] for y in QKV), STATE, -np.abs(x(2)))),
+    ),
+    "attention.linear.reference.reference_linear_attention": (
+        (
+            lambda *a: reference_linear_attention(*a[:3], segment_ids=a[3], log_decay=a[4], beta=a[5]),
+            (*QKV, SEGMENTS, -np.abs(x(2, 12, 2)), RNG.random((2, 12, 2))),
+        ),
+    ),
     "attention.operands.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
     "attention.attend.merge": ((lambda *a: merge(a[:2], a[2:]), (x(3, 4), x(3), x(3, 4), x(3))),),
     "attention.decoding.decode.attend_cache": (
@@ -120,6 +142,35 @@ CALLS = {
         (
             lambda q, k, v, held: kv_cache.extend_cache(q, k, v, Causal(), held),
             (x(2, 1, 4, 8), x(2, 1, 2, 8), x(2, 1, 2, 8), CACHE),
+        ),
+    ),
+    "attention.memory.relative.distance_scores": (
+        (lambda q, r, u: relative.distance_scores(q, r, u, scale=0.5), (QKV[0], x(5, 4, 8), x(4, 8))),
+    ),
+    "attention.memory.relative.relative_attention": (
+        (
+            lambda *a: relative.relative_attention(*a[:6], segment_ids=a[6], block_size=5),
+            (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
+        ),
+    ),
+    "attention.memory.relative.reference_relative_attention": (
+        (
+            lambda *a: relative.reference_relative_attention(*a[:6], segment_ids=a[6]),
+            (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
+        ),
+    ),
+    "attention.memory.compression.pool_memories": (
+        (lambda h, at: compression.pool_memories(h, at, 3, "mean"), (x(2, 12, 4), SEGMENTS)),
+        (lambda h, at: compression.pool_memories(h, at, 3, "max"), (x(2, 12, 4), SEGMENTS)),
+        (lambda h, at, w: compression.pool_memories(h, at, 3, "conv", w), (x(2, 12, 4), SEGMENTS, x(12, 4))),
+    ),
+    "attention.memory.compression.most_used": (
+        (lambda usage, at: compression.most_used(usage, at, 3), (x(2, 12), SEGMENTS)),
+    ),
+    "attention.memory.compression.reconstruction_errors": (
+        (
+            lambda *a: compression.reconstruction_errors(a[0], (a[1], a[2], a[5]), (a[3], a[4], a[5][:, ::3]), a[5]),
+            (*QKV, x(2, 4, 2, 8), x(2, 4, 2, 8), SEGMENTS),
         ),
     ),
     "attention.positions.rope.rope": ((rope.rope, (QKV[0], PLACES)),),
@@ -307,6 +358,7 @@ INTERNAL = {
         f"attention.masks.{name}"
         for name in ("base", "lookback", "papers", "patterns", "per_head", "selected_tokens", "table")
     ),
+    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "state")),
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),

@@ -7,8 +7,10 @@ from typing import Any
 
 from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.convolution import conv
+from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.fourier import fnet
+from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.low_rank import linformer, nystrom
 from hpnlp.nn.mixers.segment_memory import segment_memory
 from hpnlp.nn.mixers.synthesizer import (
@@ -18,6 +20,7 @@ from hpnlp.nn.mixers.synthesizer import (
     synthesizer_factorized_random,
     synthesizer_random,
 )
+from hpnlp.nn.mixers.transformer_xl import transformer_xl
 from hpnlp.ops.attention import Full
 
 MIXERS: dict[str, Callable[..., Any]] = {
@@ -33,6 +36,9 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "bigbird": exact_mixer(patterns.bigbird),
     "conv": conv,
     "segment_memory": segment_memory,
+    "linear": linear,
+    "transformer_xl": transformer_xl,
+    "differential": differential,
     "linformer": linformer,
     "nystrom": nystrom,
     "fnet": fnet,
