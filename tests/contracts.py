@@ -196,8 +196,9 @@ def decoding():
 
 
 def carrying():
-    """The specs of the mixers that carry state from one part of a sequence to the next."""
-    return [spec for spec, mixer in mixers_by_spec().items() if hasattr(mixer, "initial_carry")]
+    """The specs of the mixers that carry state from one part of a sequence to the next, and lose nothing by it."""
+    specs = [spec for spec, mixer in mixers_by_spec().items() if hasattr(mixer, "initial_carry")]
+    return [spec for spec in specs if parse_one(spec, "mixer").name not in memories.WITHOUT_FULL_PASS]
 
 
 DRAWING = (*claiming("draws"), *EXTRA_MIXERS)

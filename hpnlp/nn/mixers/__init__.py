@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.nn.mixers import patterns
+from hpnlp.nn.mixers.compressive import compressive
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.segment_memory import segment_memory
@@ -26,4 +27,5 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "conv": conv,
     "segment_memory": segment_memory,
     "transformer_xl": transformer_xl,
+    "compressive": compressive,
 }
