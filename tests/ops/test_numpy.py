@@ -14,6 +14,12 @@ from hpnlp.ops import convolution, dropout, dynamic_quantization, linear, norms,
 from hpnlp.ops import reversible as reversible_layers
 from hpnlp.ops.attention import Causal, Window, attend, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
+from hpnlp.ops.attention.linear import (
+    LinearState,
+    linear_attention,
+    linear_attention_step,
+    reference_linear_attention,
+)
 from hpnlp.ops.attention.memory import compression, relative
 from hpnlp.ops.attention.operands import as_flags
 from hpnlp.ops.attention.positions import bias, rope
@@ -58,6 +64,7 @@ CODE = binary_codes.binary_code(V)
 IVF, LSH = build_ivf(x(64, D), cells=4), build_lsh(x(64, D), bits=2, tables=2)
 HEAD, TAILS = x(5, D), ((x(2, D), x(2, 2)), (x(1, D), x(3, 1)))
 SAMPLES = proposals.Samples(ids(5), x(5), x(N))
+STATE = LinearState(x(2, 2, 8, 8), x(2, 2, 8))
 CACHE = kv_cache.KVCache(x(4, 16, 8), x(4, 16, 8), np.array([12, 7]))
 
 
@@ -103,6 +110,20 @@ CALLS = {
         (
             lambda *a: reference(*a[:3], Causal(), segment_ids=a[3], sinks=a[4], bias=a[5]),
             (*QKV, SEGMENTS, x(4), x(12, 12)),
+        ),
+    ),
+    "attention.linear.linear_attention.linear_attention": (
+        (lambda *a: linear_attention(*a, normalize=True, return_state=True, chunk=8), QKV),
+        (lambda *a: linear_attention(*a[:3], causal=False, segment_ids=a[3], chunk=8), (*QKV, SEGMENTS)),
+        (lambda *a: linear_attention(*a, causal=False, normalize=True), QKV),
+    ),
+    "attention.linear.recurrent.linear_attention_step": (
+        (lambda *a: linear_attention_step(*a[:4], log_decay=a[4]), (*(y[:, 0] for y in QKV), STATE, -np.abs(x(2)))),
+    ),
+    "attention.linear.reference.reference_linear_attention": (
+        (
+            lambda *a: reference_linear_attention(*a[:3], segment_ids=a[3], log_decay=a[4], beta=a[5]),
+            (*QKV, SEGMENTS, -np.abs(x(2, 12, 2)), RNG.random((2, 12, 2))),
         ),
     ),
     "attention.operands.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
@@ -343,6 +364,7 @@ INTERNAL = {
         f"attention.masks.{name}"
         for name in ("base", "lookback", "papers", "patterns", "per_head", "selected_tokens", "table")
     ),
+    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "state")),
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),
