@@ -104,3 +104,9 @@ def _check_order(config: RunConfig) -> None:
             "model.position='learned' ends after model.max_len tokens, and positions of data.order='stream' go on to the end "
             "of a document: set model.position='rope' or 'none'"
         )
+    for mixer in model.mixers():
+        if config.data.seq_len % (multiple := getattr(mixer, "carry_multiple", 1)):
+            raise InputError(
+                f"data.seq_len={config.data.seq_len}: model.mixer={model.mixer!r} compresses tokens {multiple} at a time: set "
+                f"it to a multiple of {multiple}"
+            )

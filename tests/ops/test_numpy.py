@@ -196,6 +196,12 @@ CALLS = {
             (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
         ),
     ),
+    "attention.memory.relative.received_attention": (
+        (
+            lambda *a: relative.received_attention(*a[:5], segment_ids=a[5]),
+            (*QKV[:2], x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
+        ),
+    ),
     "attention.memory.relative.reference_relative_attention": (
         (
             lambda *a: relative.reference_relative_attention(*a[:6], segment_ids=a[6]),

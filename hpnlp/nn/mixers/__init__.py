@@ -7,6 +7,7 @@ from typing import Any
 
 from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.bucketed import reformer, routing
+from hpnlp.nn.mixers.compressive import compressive
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
@@ -41,6 +42,7 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "segment_memory": segment_memory,
     "linear": linear,
     "transformer_xl": transformer_xl,
+    "compressive": compressive,
     "differential": differential,
     "linformer": linformer,
     "nystrom": nystrom,
