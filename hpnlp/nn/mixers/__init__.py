@@ -9,6 +9,8 @@ from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.linear import linear
+from hpnlp.nn.mixers.performer import performer
+from hpnlp.nn.mixers.rfa import rfa
 from hpnlp.nn.mixers.segment_memory import segment_memory
 from hpnlp.ops.attention import Full
 
@@ -26,4 +28,6 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "conv": conv,
     "segment_memory": segment_memory,
     "linear": linear,
+    "performer": performer,
+    "rfa": rfa,
 }
