@@ -21,6 +21,7 @@ from hpnlp.ops.attention.linear import (
     reference_linear_attention,
 )
 from hpnlp.ops.attention.memory import compression, relative
+from hpnlp.ops.attention.linear.random_attention import random_feature_attention, rfa_attention
 from hpnlp.ops.attention.operands import as_flags
 from hpnlp.ops.attention.positions import bias, rope
 from hpnlp.ops.attention.selected_blocks import attend_blocks, attend_blocks_reference
@@ -121,6 +122,16 @@ CALLS = {
         (lambda *a: linear_attention(*a, normalize=True, return_state=True, chunk=8), QKV),
         (lambda *a: linear_attention(*a[:3], causal=False, segment_ids=a[3], chunk=8), (*QKV, SEGMENTS)),
         (lambda *a: linear_attention(*a, causal=False, normalize=True), QKV),
+    ),
+    "attention.linear.random_attention.random_feature_attention": (
+        (lambda *a: random_feature_attention(*a[:4], segment_ids=a[4]), (*QKV, x(6, 8), SEGMENTS)),
+        (
+            lambda *a: random_feature_attention(*a[:4], kind="optimal", rho=a[4], causal=False),
+            (*QKV, x(6, 8), RNG.random(2)),
+        ),
+    ),
+    "attention.linear.random_attention.rfa_attention": (
+        (lambda *a: rfa_attention(*a[:4], scale=a[4], segment_ids=a[5]), (*QKV, x(6, 8), x(2, 8), SEGMENTS)),
     ),
     "attention.linear.recurrent.linear_attention_step": (
         (lambda *a: linear_attention_step(*a[:4], log_decay=a[4]), (*(y[:, 0] for y in QKV), STATE, -np.abs(x(2)))),
@@ -407,7 +418,7 @@ INTERNAL = {
         f"attention.masks.{name}"
         for name in ("base", "lookback", "papers", "patterns", "per_head", "selected_tokens", "table")
     ),
-    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "state")),
+    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "random_features", "state")),
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),
@@ -421,6 +432,7 @@ ON_HOST = {
     "attention.attend.explain",
     "linear.prefers_transpose",
     *("attention.operands.scale_queries", "attention.reference.dense_attention"),
+    *(f"attention.linear.random_attention.{name}" for name in ("rfa_quotient", "rfa_terms", "softmax_features")),
     *("attention.positions.rope.yarn", "attention.positions.rope.frequencies"),
     *("attention.positions.bias.alibi", "attention.positions.bias.alibi_slopes"),
     *(f"search.exact.{name}" for name in ("recall", "check_search", "check_bias", "product", "top_k", "best_of")),

@@ -14,6 +14,8 @@ from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.fourier import fnet
 from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.low_rank import linformer, nystrom
+from hpnlp.nn.mixers.performer import performer
+from hpnlp.nn.mixers.rfa import rfa
 from hpnlp.nn.mixers.segment_memory import segment_memory
 from hpnlp.nn.mixers.selected_blocks import moba, nsa
 from hpnlp.nn.mixers.sinkhorn import sinkhorn
@@ -57,4 +59,6 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "moba": moba,
     "nsa": nsa,
     "sinkhorn": sinkhorn,
+    "performer": performer,
+    "rfa": rfa,
 }
