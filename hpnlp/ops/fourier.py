@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
@@ -61,8 +60,13 @@ def fourier_mix_reference(x: Float[Array, "B T D"], scale: float = 1.0) -> Float
 
 @jax.custom_vjp
 def _mix(x: Array) -> Array:
-    # XLA:CPU gives the input of a transform the layout of its producer, and refuses another than this one.
-    return jnp.fft.fft2(with_layout_constraint(x, Layout((0, 1, 2)))).real
+    # XLA:CPU may order axes of size 1 differently in memory, and then refuses the transform ("IsMonotonicWithDim0Major").
+    sizes = [size for size in x.shape if size > 1]
+    transformed = sum(size > 1 for size in x.shape[1:])
+    if not transformed:
+        return x
+    y = jnp.fft.fftn(x.reshape(sizes), axes=range(len(sizes) - transformed, len(sizes)))
+    return y.real.reshape(x.shape)
 
 
 def _forward(x: Array) -> tuple[Array, None]:

@@ -28,7 +28,7 @@ HEADS = {
     "summaries": {
         "pooling": "mean",
         "classes": 3,
-        "mixer": "linformer(4,share=none),nystrom(3,5)",
+        "mixer": "linformer(4,share=none),nystrom(8,5)",
         "layers": 4,
         "heads": 4,
         "kv_heads": 2,
