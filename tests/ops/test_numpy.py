@@ -20,8 +20,8 @@ from hpnlp.ops.attention.linear import (
     linear_attention_step,
     reference_linear_attention,
 )
-from hpnlp.ops.attention.memory import compression, relative
 from hpnlp.ops.attention.linear.random_attention import random_feature_attention, rfa_attention
+from hpnlp.ops.attention.memory import compression, relative
 from hpnlp.ops.attention.operands import as_flags
 from hpnlp.ops.attention.positions import bias, rope
 from hpnlp.ops.attention.selected_blocks import attend_blocks, attend_blocks_reference
