@@ -115,6 +115,10 @@ CALLS = {
         (lambda *a: linear_attention(*a, normalize=True, return_state=True, chunk=8), QKV),
         (lambda *a: linear_attention(*a[:3], causal=False, segment_ids=a[3], chunk=8), (*QKV, SEGMENTS)),
         (lambda *a: linear_attention(*a, causal=False, normalize=True), QKV),
+        (
+            lambda *a: linear_attention(*a[:3], log_decay=a[3], beta=a[4], chunk=8),
+            (*QKV, -np.abs(x(2, 12, 2, 8)), RNG.random((2, 12, 2))),
+        ),
     ),
     "attention.linear.recurrent.linear_attention_step": (
         (lambda *a: linear_attention_step(*a[:4], log_decay=a[4]), (*(y[:, 0] for y in QKV), STATE, -np.abs(x(2)))),
@@ -328,7 +332,7 @@ INTERNAL = {
         f"attention.masks.{name}"
         for name in ("base", "lookback", "papers", "patterns", "per_head", "selected_tokens", "table")
     ),
-    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "state")),
+    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "decay", "delta", "state")),
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),

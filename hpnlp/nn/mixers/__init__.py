@@ -8,6 +8,7 @@ from typing import Any
 from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.exact import exact_mixer
+from hpnlp.nn.mixers.gated import gated_delta, gla, retention
 from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.segment_memory import segment_memory
 from hpnlp.ops.attention import Full
@@ -26,4 +27,7 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "conv": conv,
     "segment_memory": segment_memory,
     "linear": linear,
+    "retention": retention,
+    "gla": gla,
+    "gated_delta": gated_delta,
 }
