@@ -12,6 +12,7 @@ from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.fourier import fnet
+from hpnlp.nn.mixers.gated import gated_delta, gla, retention
 from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.low_rank import linformer, nystrom
 from hpnlp.nn.mixers.performer import performer
@@ -61,4 +62,7 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "sinkhorn": sinkhorn,
     "performer": performer,
     "rfa": rfa,
+    "retention": retention,
+    "gla": gla,
+    "gated_delta": gated_delta,
 }
