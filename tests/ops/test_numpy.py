@@ -41,6 +41,7 @@ from hpnlp.ops.softmax import (
 )
 from hpnlp.ops.softmax import proposals as proposals
 from tests.contracts import assert_close
+from tests.ops import bucketed_and_low_rank_calls
 
 RNG = np.random.default_rng(0)
 N, D, V = 6, 4, 8
@@ -102,7 +103,7 @@ CHOSEN = np.array([[0, 4, 8]] * 2), ids(2, 12, 2, 2, below=3) * [1, 0] - [0, 1]
 GROUPED = H, TABLE, ids(N, below=2), ids(N, below=4), np.array([0, 4, 8])
 ADAPTIVE = {"cutoffs": (3, 5)}
 # name of a public op -> calls of it: (function, arguments).
-CALLS = {
+CALLS = bucketed_and_low_rank_calls.CALLS | {
     "attention.attend.attend": (
         (lambda *a: attend(*a, Causal()), QKV),
         (lambda *a: attend(*a, Causal(), block_size=4), LONG),
@@ -429,6 +430,7 @@ INTERNAL = {
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),
     *(f"attention.block_sparse.{name}" for name in ("operands", "permuted", "scan", "schedule", "tile", "unrolled")),
     "attention.selected_blocks.row_tiles",
+    *bucketed_and_low_rank_calls.INTERNAL,
     *("array_op", "arrays", "counter_rng", "custom_vjp", "stacks"),
     *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),
 }
@@ -449,11 +451,15 @@ ON_HOST = {
     ),
     *(f"softmax.class_based.{name}" for name in ("classes_from", "equal_size_classes", "equal_mass_classes")),
     *("softmax.grouped_softmax.check_k", "softmax.proposals.unigram"),
+    *bucketed_and_low_rank_calls.BY_OPS,
 }
 
 
 # Searches by loops of unknown length.
-NO_GRADIENT = {"softmax.class_based.class_top_k", "softmax.hierarchical.tree_top_k"}
+NO_GRADIENT = {
+    "softmax.class_based.class_top_k",
+    "softmax.hierarchical.tree_top_k",
+}
 
 
 def public_functions():
