@@ -116,6 +116,10 @@ CALLS = {
         (lambda *a: linear_attention(*a, normalize=True, return_state=True, chunk=8), QKV),
         (lambda *a: linear_attention(*a[:3], causal=False, segment_ids=a[3], chunk=8), (*QKV, SEGMENTS)),
         (lambda *a: linear_attention(*a, causal=False, normalize=True), QKV),
+        (
+            lambda *a: linear_attention(*a[:3], log_decay=a[3], beta=a[4], chunk=8),
+            (*QKV, -np.abs(x(2, 12, 2, 8)), RNG.random((2, 12, 2))),
+        ),
     ),
     "attention.linear.random_attention.random_feature_attention": (
         (lambda *a: random_feature_attention(*a[:4], segment_ids=a[4]), (*QKV, x(6, 8), SEGMENTS)),
@@ -125,7 +129,10 @@ CALLS = {
         ),
     ),
     "attention.linear.random_attention.rfa_attention": (
-        (lambda *a: rfa_attention(*a[:4], scale=a[4], segment_ids=a[5]), (*QKV, x(6, 8), x(2, 8), SEGMENTS)),
+        (
+            lambda *a: rfa_attention(*a[:4], scale=a[4], log_gate=a[5], segment_ids=a[6]),
+            (*QKV, x(6, 8), x(2, 8), -RNG.random((2, 12, 2)), SEGMENTS),
+        ),
     ),
     "attention.linear.recurrent.linear_attention_step": (
         (lambda *a: linear_attention_step(*a[:4], log_decay=a[4]), (*(y[:, 0] for y in QKV), STATE, -np.abs(x(2)))),
@@ -339,7 +346,7 @@ INTERNAL = {
         f"attention.masks.{name}"
         for name in ("base", "lookback", "papers", "patterns", "per_head", "selected_tokens", "table")
     ),
-    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "random_features", "state")),
+    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "decay", "delta", "random_features", "state")),
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),

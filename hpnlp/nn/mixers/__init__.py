@@ -8,6 +8,7 @@ from typing import Any
 from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.exact import exact_mixer
+from hpnlp.nn.mixers.gated import gated_delta, gla, retention
 from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.performer import performer
 from hpnlp.nn.mixers.rfa import rfa
@@ -28,6 +29,9 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "conv": conv,
     "segment_memory": segment_memory,
     "linear": linear,
+    "retention": retention,
+    "gla": gla,
+    "gated_delta": gated_delta,
     "performer": performer,
     "rfa": rfa,
 }
