@@ -136,7 +136,10 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
         ),
     ),
     "attention.linear.random_attention.rfa_attention": (
-        (lambda *a: rfa_attention(*a[:4], scale=a[4], segment_ids=a[5]), (*QKV, x(6, 8), x(2, 8), SEGMENTS)),
+        (
+            lambda *a: rfa_attention(*a[:4], scale=a[4], log_gate=a[5], segment_ids=a[6]),
+            (*QKV, x(6, 8), x(2, 8), -RNG.random((2, 12, 2)), SEGMENTS),
+        ),
     ),
     "attention.linear.recurrent.linear_attention_step": (
         (lambda *a: linear_attention_step(*a[:4], log_decay=a[4]), (*(y[:, 0] for y in QKV), STATE, -np.abs(x(2)))),
@@ -423,8 +426,7 @@ INTERNAL = {
         f"attention.masks.{name}"
         for name in ("base", "lookback", "papers", "patterns", "per_head", "selected_tokens", "table")
     ),
-    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "random_features", "state")),
-    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "decay", "delta", "state")),
+    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "decay", "delta", "random_features", "state")),
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),

@@ -65,4 +65,6 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "retention": retention,
     "gla": gla,
     "gated_delta": gated_delta,
+    "performer": performer,
+    "rfa": rfa,
 }
