@@ -25,7 +25,7 @@ from hpnlp.ops.attention.masks.table import MASKS as PATTERN_TABLE
 from hpnlp.spec import build, parse_one
 from hpnlp.types import MixerInputs, WordStats
 from tests.fixed_and_drawing_mixers import noisy_keys
-from tests.mixer_cases import convolution, differential, exact, selected_blocks
+from tests.mixer_cases import clustered, convolution, differential, exact, selected_blocks
 
 # Absolute and relative tolerance between two forms of one result whose values are of order 1.
 TOLERANCE = {jnp.dtype("float32"): 5e-6, jnp.dtype("float16"): 8e-3, jnp.dtype("bfloat16"): 6e-2}
@@ -41,7 +41,7 @@ PATTERNS = (
 )
 
 # Files of cases, one for each family of mixers.
-FAMILIES = (exact, convolution, differential, selected_blocks)
+FAMILIES = (exact, convolution, differential, selected_blocks, clustered)
 
 # Table entry -> its spec strings in tests. Entries that are missing here are tested by their bare names.
 EXAMPLES: dict[str, tuple[str, ...]] = {

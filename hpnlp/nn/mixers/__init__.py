@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.nn.mixers import patterns
+from hpnlp.nn.mixers.clustered import clustered, clustered_improved
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
@@ -29,4 +30,6 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "differential": differential,
     "moba": moba,
     "nsa": nsa,
+    "clustered": clustered,
+    "clustered_improved": clustered_improved,
 }
