@@ -12,7 +12,7 @@ import pytest
 import hpnlp.ops
 from hpnlp.ops import convolution, dropout, dynamic_quantization, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
-from hpnlp.ops.attention import Causal, Window, attend, flash, merge, reference
+from hpnlp.ops.attention import Causal, Window, attend, clustered, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
 from hpnlp.ops.attention.linear import (
     LinearState,
@@ -100,6 +100,7 @@ MANY = (
 )  # fmt: skip
 DOCUMENTS = key_blocks.DocumentBlocks(ids(2, 3), RNG.random((2, 3)) < 0.5, ids(2, 3), ids(2, 12), 4)
 CHOSEN = np.array([[0, 4, 8]] * 2), ids(2, 12, 2, 2, below=3) * [1, 0] - [0, 1]
+CLUSTERS = clustered.Clusters(ids(2, 12, 4, below=3), ids(2, 3), RNG.random(2) < 0.5, 3)
 GROUPED = H, TABLE, ids(N, below=2), ids(N, below=4), np.array([0, 4, 8])
 ADAPTIVE = {"cutoffs": (3, 5)}
 # name of a public op -> calls of it: (function, arguments).
@@ -152,6 +153,14 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     ),
     "attention.operands.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
     "attention.attend.merge": ((lambda *a: merge(a[:2], a[2:]), (x(3, 4), x(3), x(3, 4), x(3))),),
+    "attention.clustered.hamming_kmeans.sign_bits": ((clustered.sign_bits, (QKV[0], x(8, 5))),),
+    "attention.clustered.hamming_kmeans.hamming_kmeans": (
+        (lambda bits, s: clustered.hamming_kmeans(bits, 3, 2, s), (np.sign(x(2, 12, 4, 5)), SEGMENTS)),
+    ),
+    "attention.clustered.attention.clustered_attention": ((clustered.clustered_attention, (*QKV, CLUSTERS, SEGMENTS)),),
+    "attention.clustered.attention.improved_clustered_attention": (
+        (lambda *a: clustered.improved_clustered_attention(*a[:4], 2, a[4]), (*QKV, CLUSTERS, SEGMENTS)),
+    ),
     "attention.selected_blocks.attend_blocks.attend_blocks": (
         (lambda *a: attend_blocks(*a, block=4), (*QKV, *CHOSEN)),
         (

@@ -7,6 +7,7 @@ from typing import Any
 
 from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.bucketed import reformer, routing
+from hpnlp.nn.mixers.clustered import clustered, clustered_improved
 from hpnlp.nn.mixers.compressive import compressive
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.differential import differential
@@ -67,4 +68,6 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "gated_delta": gated_delta,
     "performer": performer,
     "rfa": rfa,
+    "clustered": clustered,
+    "clustered_improved": clustered_improved,
 }
