@@ -32,6 +32,7 @@ from hpnlp.nn.mixers.transformer_xl import transformer_xl
 from hpnlp.ops.attention import Full
 
 MIXERS: dict[str, Callable[..., Any]] = {
+    # Exact attention over a pattern.
     "full": exact_mixer(Full),
     "blockwise": exact_mixer(patterns.blockwise),
     "window": exact_mixer(patterns.window),
@@ -42,12 +43,15 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "global": exact_mixer(patterns.global_),
     "longformer": exact_mixer(patterns.longformer),
     "bigbird": exact_mixer(patterns.bigbird),
-    "conv": conv,
-    "segment_memory": segment_memory,
-    "linear": linear,
-    "transformer_xl": transformer_xl,
-    "compressive": compressive,
-    "differential": differential,
+    # Attention to tokens that are chosen by content.
+    "reformer": reformer,
+    "routing": routing,
+    "sinkhorn": sinkhorn,
+    "clustered": clustered,
+    "clustered_improved": clustered_improved,
+    "moba": moba,
+    "nsa": nsa,
+    # Low-rank attention, Fourier mixing and learned scores.
     "linformer": linformer,
     "nystrom": nystrom,
     "fnet": fnet,
@@ -56,18 +60,18 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "synthesizer_factorized_dense": synthesizer_factorized_dense,
     "synthesizer_factorized_random": synthesizer_factorized_random,
     "mixture": mixture,
-    "reformer": reformer,
-    "routing": routing,
-    "moba": moba,
-    "nsa": nsa,
-    "sinkhorn": sinkhorn,
+    # Linear attention, with a state of constant size.
+    "linear": linear,
     "performer": performer,
     "rfa": rfa,
     "retention": retention,
     "gla": gla,
     "gated_delta": gated_delta,
-    "performer": performer,
-    "rfa": rfa,
-    "clustered": clustered,
-    "clustered_improved": clustered_improved,
+    # State from batch to batch.
+    "segment_memory": segment_memory,
+    "transformer_xl": transformer_xl,
+    "compressive": compressive,
+    # Others.
+    "differential": differential,
+    "conv": conv,
 }
