@@ -45,6 +45,8 @@ PATTERNS = (
 # Modules of cases, one for each family of mixers.
 MIXER_CASES = sorted((Path(__file__).parent / "mixer_cases").glob("*.py"))
 FAMILIES = [importlib.import_module(f"tests.mixer_cases.{path.stem}") for path in MIXER_CASES]
+# Mixers whose tokens do not attend to themselves, unless they see no other token.
+HIDES_SELF = frozenset().union(*(getattr(family, "HIDES_SELF", ()) for family in FAMILIES))
 
 # Table entry -> its spec strings in tests. Entries that are missing here are tested by their bare names.
 EXAMPLES: dict[str, tuple[str, ...]] = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
@@ -60,7 +61,8 @@ def fourier_mix_reference(x: Float[Array, "B T D"], scale: float = 1.0) -> Float
 
 @jax.custom_vjp
 def _mix(x: Array) -> Array:
-    return jnp.fft.fft2(x).real
+    # XLA:CPU gives the input of a transform the layout of its producer, and refuses another than this one.
+    return jnp.fft.fft2(with_layout_constraint(x, Layout((0, 1, 2)))).real
 
 
 def _forward(x: Array) -> tuple[Array, None]:

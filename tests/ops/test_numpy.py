@@ -23,6 +23,9 @@ from hpnlp.ops.attention.linear import (
 from hpnlp.ops.attention.memory import compression, relative
 from hpnlp.ops.attention.operands import as_flags
 from hpnlp.ops.attention.positions import bias, rope
+from hpnlp.ops.attention.selected_blocks import attend_blocks, attend_blocks_reference
+from hpnlp.ops.attention.selected_blocks import blocks as key_blocks
+from hpnlp.ops.attention.selected_blocks import decode as block_cache
 from hpnlp.ops.search import build_ivf, build_lsh, exact_search, ivf_search, lsh_candidates, lsh_search
 from hpnlp.ops.softmax import (
     adaptive,
@@ -93,6 +96,8 @@ def hybrid(function, *more):
 MANY = (
     *QKV, SEGMENTS, PLACES, np.array([12, 9]), RNG.random((2, 1, 12, 12)) < 0.8, x(4, 12, 12), x(4), np.array(0.3)
 )  # fmt: skip
+DOCUMENTS = key_blocks.DocumentBlocks(ids(2, 3), RNG.random((2, 3)) < 0.5, ids(2, 3), ids(2, 12), 4)
+CHOSEN = np.array([[0, 4, 8]] * 2), ids(2, 12, 2, 2, below=3) * [1, 0] - [0, 1]
 GROUPED = H, TABLE, ids(N, below=2), ids(N, below=4), np.array([0, 4, 8])
 ADAPTIVE = {"cutoffs": (3, 5)}
 # name of a public op -> calls of it: (function, arguments).
@@ -128,6 +133,44 @@ CALLS = {
     ),
     "attention.operands.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
     "attention.attend.merge": ((lambda *a: merge(a[:2], a[2:]), (x(3, 4), x(3), x(3, 4), x(3))),),
+    "attention.selected_blocks.attend_blocks.attend_blocks": (
+        (lambda *a: attend_blocks(*a, block=4), (*QKV, *CHOSEN)),
+        (
+            lambda q, k, v, starts, chosen, visible, key: attend_blocks(
+                q, k, v, starts, chosen, block=4, kv_visible=visible, dropout_rate=0.5, rng=key
+            ),
+            (*QKV, *CHOSEN, RNG.random((2, 12, 2)) < 0.8, KEY),
+        ),
+    ),
+    "attention.selected_blocks.attend_blocks.attend_blocks_reference": (
+        (lambda *a: attend_blocks_reference(*a, block=4), (*QKV, *CHOSEN)),
+    ),
+    "attention.selected_blocks.blocks.document_blocks": (
+        (lambda s: key_blocks.document_blocks(s, 2, 12, 4), (SEGMENTS,)),
+    ),
+    "attention.selected_blocks.blocks.block_summaries": (
+        (key_blocks.block_summaries, (QKV[1], DOCUMENTS)),
+        (key_blocks.block_summaries, (QKV[1], DOCUMENTS, x(2, 4))),
+    ),
+    "attention.selected_blocks.blocks.choose_blocks": (
+        (
+            lambda q, k, blocks, s, lse: key_blocks.choose_blocks(q, k, blocks, 2, segment_ids=s, lse=lse),
+            (QKV[0], x(2, 3, 2, 8), DOCUMENTS, SEGMENTS, x(2, 12, 4)),
+        ),
+    ),
+    "attention.selected_blocks.blocks.own_block_attention": ((key_blocks.own_block_attention, (*QKV, DOCUMENTS)),),
+    "attention.selected_blocks.decode.start_block_cache": (
+        (
+            lambda k, v, n, w: block_cache.start_block_cache(k, v, n, 4, 16, w, w, has_v_summaries=True),
+            (*QKV[1:], np.array([12, 7]), x(2, 4)),
+        ),
+    ),
+    "attention.selected_blocks.decode.block_positions": (
+        (lambda c, p: block_cache.block_positions(c, p, 4), (CHOSEN[1], PLACES)),
+    ),
+    "attention.selected_blocks.decode.attend_positions": (
+        (block_cache.attend_positions, (x(2, 2, 4, 8), x(4, 16, 8), x(4, 16, 8), ids(2, 2, 2, 5))),
+    ),
     "attention.decoding.decode.attend_cache": (
         (
             lambda q, k, v, at, held: decode.attend_cache(q, k, v, Causal(), at, held),
@@ -369,6 +412,7 @@ INTERNAL = {
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),
     *(f"attention.block_sparse.{name}" for name in ("operands", "permuted", "scan", "schedule", "tile", "unrolled")),
+    "attention.selected_blocks.row_tiles",
     *("array_op", "arrays", "counter_rng", "custom_vjp", "stacks"),
     *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),
 }

@@ -87,16 +87,16 @@ def trainer_of(plan=Plan(), devices=1, fields=(), **changes):  # noqa: B008  (fr
 
 
 @functools.cache
-def initial_state(fields=()):
-    # Without the factors of `AUX`, which name losses of this file's mixer only.
-    return jax.device_get(trainer_of(fields=fields, **({"aux": ""} if fields else {})).init(jax.random.key(0)))
+def initial_state(fields=(), aux=OPTIMIZER.aux):
+    return jax.device_get(trainer_of(fields=fields, aux=aux).init(jax.random.key(0)))
 
 
 @functools.cache
 def run(plan=Plan(), devices=1, fields=(), **changes):  # noqa: B008  (frozen)
     """`(metrics of each step, first gradients, last state)`. fields: changes of the model, as pairs."""
     trainer = trainer_of(plan, devices, fields, **changes)
-    state = jax.device_put(initial_state(fields), jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes))
+    initial = initial_state(fields, changes.get("aux", OPTIMIZER.aux))
+    state = jax.device_put(initial, jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes))
     metrics, gradients = [], None
     for seed in range(STEPS):
         batch = jax.device_put(batch_of(seed), trainer.batch_sharding)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.nn.mixers import patterns
+from hpnlp.nn.mixers.bucketed import reformer, routing
 from hpnlp.nn.mixers.compressive import compressive
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.differential import differential
@@ -14,6 +15,8 @@ from hpnlp.nn.mixers.fourier import fnet
 from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.low_rank import linformer, nystrom
 from hpnlp.nn.mixers.segment_memory import segment_memory
+from hpnlp.nn.mixers.selected_blocks import moba, nsa
+from hpnlp.nn.mixers.sinkhorn import sinkhorn
 from hpnlp.nn.mixers.synthesizer import (
     mixture,
     synthesizer_dense,
@@ -49,4 +52,9 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "synthesizer_factorized_dense": synthesizer_factorized_dense,
     "synthesizer_factorized_random": synthesizer_factorized_random,
     "mixture": mixture,
+    "reformer": reformer,
+    "routing": routing,
+    "moba": moba,
+    "nsa": nsa,
+    "sinkhorn": sinkhorn,
 }
