@@ -6,13 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.nn.mixers import patterns
+from hpnlp.nn.mixers.bucketed import reformer, routing
+from hpnlp.nn.mixers.compressive import compressive
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.fourier import fnet
+from hpnlp.nn.mixers.gated import gated_delta, gla, retention
 from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.low_rank import linformer, nystrom
+from hpnlp.nn.mixers.performer import performer
+from hpnlp.nn.mixers.rfa import rfa
 from hpnlp.nn.mixers.segment_memory import segment_memory
+from hpnlp.nn.mixers.selected_blocks import moba, nsa
+from hpnlp.nn.mixers.sinkhorn import sinkhorn
 from hpnlp.nn.mixers.synthesizer import (
     mixture,
     synthesizer_dense,
@@ -38,6 +45,7 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "segment_memory": segment_memory,
     "linear": linear,
     "transformer_xl": transformer_xl,
+    "compressive": compressive,
     "differential": differential,
     "linformer": linformer,
     "nystrom": nystrom,
@@ -47,4 +55,14 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "synthesizer_factorized_dense": synthesizer_factorized_dense,
     "synthesizer_factorized_random": synthesizer_factorized_random,
     "mixture": mixture,
+    "reformer": reformer,
+    "routing": routing,
+    "moba": moba,
+    "nsa": nsa,
+    "sinkhorn": sinkhorn,
+    "performer": performer,
+    "rfa": rfa,
+    "retention": retention,
+    "gla": gla,
+    "gated_delta": gated_delta,
 }

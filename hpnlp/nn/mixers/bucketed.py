@@ -1,0 +1,268 @@
+"""Attention within buckets of tokens: hashed by random rotations (Reformer), or clustered by k-means (Routing Transformer)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from hpnlp.nn.layers import buffer
+from hpnlp.ops.attention import Causal, Full
+from hpnlp.ops.attention.bucketed import (
+    BucketCache,
+    bucketed_attention,
+    extend_bucket_cache,
+    lsh_buckets,
+    nearest_centroids,
+    random_rotations,
+    start_bucket_cache,
+    unit_vectors,
+)
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+
+
+class BucketMixer(nn.Module):
+    """Softmax attention to nearby tokens of the same bucket, with one projection for queries and keys.
+
+    A key is the query of its token, scaled to length 1. A token attends to itself only if it sees no other token. Subclasses
+    define the buckets.
+
+    Attributes:
+      window: Number of tokens of the bucket that a token sees in each direction.
+      dropout: Rate of dropout on attention probabilities.
+    """
+
+    needs: ClassVar[Mapping[str, Projection]] = {
+        "q": Projection("heads", norm=True, rope=True),
+        "v": Projection("kv_heads"),
+    }
+    traits: ClassVar[MixerTraits] = MixerTraits()
+
+    window: int = 64
+    dropout: float = 0.0
+
+    def assign(self, inputs: MixerInputs) -> tuple[jax.Array, jax.Array, Mapping[str, jax.Array]]:
+        """Queries, and the buckets of tokens; each a function of the token alone.
+
+        Args:
+          inputs: Inputs of the mixer.
+
+        Returns:
+          (q [B, T, N, H] with the factor of the scores, buckets int32 [B, T, N, R], statistics).
+        """
+        raise NotImplementedError
+
+    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+        assert inputs.v is not None
+        causal = self.within(mask) == Causal()
+        q, buckets, statistics = self.assign(inputs)
+        k, rate = unit_vectors(q), 0.0 if inputs.deterministic else self.dropout
+        o = bucketed_attention(
+            q,
+            k,
+            inputs.v,
+            buckets,
+            window=self.window,
+            causal=causal,
+            hides_self=True,
+            segment_ids=inputs.segment_ids,
+            scale=1.0,
+            dropout_rate=rate,
+            rng=inputs.rng if rate else None,
+            streams=inputs.streams if rate else None,
+        )
+        cache = None
+        if inputs.capacity is not None:
+            cache = start_bucket_cache(k, inputs.v, buckets, inputs.lengths(), inputs.capacity)
+        return MixerOutput(o, statistics=statistics, cache=cache)
+
+    def extend(self, inputs: MixerInputs, mask: Any, cache: BucketCache) -> tuple[jax.Array, BucketCache]:
+        """Mixes further tokens with the preceding ones.
+
+        Args:
+          inputs: q and v of the further tokens. A sequence is one segment.
+          mask: `Causal()`.
+          cache: Cache of the preceding tokens.
+
+        Returns:
+          `(o [B, T, N, H], the extended cache)`.
+
+        Raises:
+          InputError: Dropout is on, or the mask is not `Causal()`.
+        """
+        assert inputs.v is not None
+        if self.dropout and not inputs.deterministic:
+            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
+        if self.within(mask) != Causal():
+            raise InputError(f"extend with the mask {mask}: decoding is causal, pass Causal()")
+        q, buckets, _ = self.assign(inputs)
+        k = unit_vectors(q)
+        return extend_bucket_cache(q, k, inputs.v, buckets, cache, window=self.window, hides_self=True, scale=1.0)
+
+    def within(self, mask: Any) -> Any:
+        """The mask of the pairs that may influence each other. The buckets select among them.
+
+        Args:
+          mask: `Causal()` or `Full()`.
+
+        Returns:
+          The mask.
+
+        Raises:
+          InputError: Another mask, which does not apply to tokens in the order of their buckets.
+        """
+        if mask not in (Causal(), Full()):
+            raise InputError(
+                f"attention within buckets cannot apply the mask {mask}: pass Causal() or Full(), or choose another model.mixer"
+            )
+        return mask
+
+
+class ReformerMixer(BucketMixer):
+    """Attention to tokens in the same bucket of a random hash, in several rounds (`ops.attention.bucketed`).
+
+    The rotations are drawn for each layer and training step, and are the same for all heads; evaluation and decoding always
+    draw the same ones. Unlike in the paper, a token sees the last `window` tokens of its bucket and not a chunk of the sorted
+    sequence, so that later tokens have no influence.
+
+    Attributes:
+      buckets: Number of buckets of a round, 1 or even.
+      rounds: Number of hash rounds.
+
+    Cost: as `bucketed_attention`. Decoding reads all earlier tokens.
+
+    References: Kitaev et al. 2020, "Reformer: the efficient transformer", arXiv 2001.04451, sec. 2.
+    """
+
+    traits: ClassVar[MixerTraits] = MixerTraits(draws=True)
+
+    buckets: int = 32
+    rounds: int = 4
+
+    def assign(self, inputs: MixerInputs) -> tuple[jax.Array, jax.Array, Mapping[str, jax.Array]]:
+        assert inputs.q is not None and inputs.draws is not None
+        rotations = random_rotations(inputs.draws, self.rounds, inputs.q.shape[-1], self.buckets)
+        return inputs.q, lsh_buckets(inputs.q, rotations), {}
+
+
+class RoutingMixer(BucketMixer):
+    """Attention to tokens in the same cluster of spherical k-means (`ops.attention.bucketed`).
+
+    Queries are normalised as by a layer norm without parameters. The centroids of each head are buffers: a training step moves
+    each towards the mean direction of its tokens in the batch, by an exponential average, and scales it to length 1.
+
+    In the paper, a cluster holds the w tokens with the largest similarity of the whole sequence, later ones included, and
+    a token in no cluster gets 0. Here a token belongs to its nearest centroid and sees the last `window` tokens of that
+    cluster, so that later tokens have no influence. All heads are routed; in the paper half of them attend locally, for which
+    layers can take turns: `model.mixer="window(256,0),routing"`.
+
+    Attributes:
+      clusters: Number of centroids of a head.
+      decay: Weight of the old centroid in the exponential average.
+
+    Cost: as `bucketed_attention` with one round, and T products with the centroids. Decoding reads all earlier tokens.
+
+    References: Roy et al. 2020, "Efficient content-based sparse attention with routing transformers", arXiv 2003.05997,
+      sec. 4.1 and algorithm 1.
+    """
+
+    statistic_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
+        "sums": ("heads", None, None),
+        "counts": ("heads", None),
+    }
+
+    clusters: int = 32
+    decay: float = 0.999
+
+    @nn.compact
+    def assign(self, inputs: MixerInputs) -> tuple[jax.Array, jax.Array, Mapping[str, jax.Array]]:
+        assert inputs.q is not None
+        heads, dim = inputs.q.shape[2:]
+        shape = heads, self.clusters, dim
+        centroids = buffer(self, "centroids", _random_directions, shape, ("heads", None, None))
+        q = inputs.q.astype(jnp.float32)
+        directions = unit_vectors(q - jnp.mean(q, axis=-1, keepdims=True))
+        clusters = nearest_centroids(directions, centroids)
+        members = jax.nn.one_hot(clusters, self.clusters, dtype=jnp.float32)
+        if inputs.segment_ids is not None:
+            members = jnp.where((inputs.segment_ids > 0)[:, :, None, None], members, jnp.float32(0))
+        sums = jnp.einsum("btnc,btnh->nch", members, jax.lax.stop_gradient(directions))
+        statistics = {"sums": sums, "counts": jnp.sum(members, axis=(0, 1))}
+        return (directions * dim**0.5).astype(inputs.q.dtype), clusters[..., None], statistics
+
+    def advance(self, buffers: Any, statistics: Any, step: jax.Array, rng: jax.Array) -> Any:
+        """The centroids of the next step.
+
+        Args:
+          buffers: "centroids" [N, C, H].
+          statistics: "sums" [N, C, H] of the directions of the tokens of each cluster, and "counts" [N, C] of these tokens.
+          step: Ignored.
+          rng: Ignored.
+
+        Returns:
+          The new buffers. The centroid of a cluster without tokens does not change.
+        """
+        centroids, counts = buffers["centroids"], statistics["counts"][..., None]
+        mean = statistics["sums"] / jnp.maximum(counts, 1.0)
+        moved = unit_vectors(self.decay * centroids + (1 - self.decay) * mean, eps=1e-12)
+        return {"centroids": jnp.where(counts > 0, moved, centroids)}
+
+
+def _random_directions(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Vectors of length 1, along the last axis."""
+    return unit_vectors(jax.random.normal(key, shape, dtype))
+
+
+def reformer(
+    buckets: int = 32, rounds: int = 4, window: int = 64, *, dropout: float = 0.0, name: str | None = None
+) -> ReformerMixer:
+    """Entry of MIXERS: attention within the buckets of a random hash.
+
+    Args:
+      buckets: Number of buckets of a round, 1 or even; about T / window.
+      rounds: Number of hash rounds.
+      window: Number of tokens of its bucket that a token sees in each direction.
+      dropout: Rate of dropout on attention probabilities.
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+
+    Raises:
+      InputError: An odd number of buckets over 1, fewer than one bucket, round or token.
+    """
+    entry = f"model.mixer=reformer(buckets={buckets}, rounds={rounds}, window={window})"
+    if buckets < 1 or (buckets > 1 and buckets % 2):
+        raise InputError(f"{entry}: expected 1 or an even number of buckets")
+    if rounds < 1 or window < 1:
+        raise InputError(f"{entry}: expected at least 1 round and a window of at least 1 token")
+    return ReformerMixer(window, dropout, buckets, rounds, name=name)
+
+
+def routing(
+    clusters: int = 32, window: int = 256, decay: float = 0.999, *, dropout: float = 0.0, name: str | None = None
+) -> RoutingMixer:
+    """Entry of MIXERS: attention within clusters that follow the queries.
+
+    Args:
+      clusters: Number of clusters of a head; about T / window.
+      window: Number of tokens of its cluster that a token sees in each direction.
+      decay: Weight of the old centroid in the exponential average.
+      dropout: Rate of dropout on attention probabilities.
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+
+    Raises:
+      InputError: Fewer than one cluster or token, or a decay outside of [0, 1].
+    """
+    entry = f"model.mixer=routing(clusters={clusters}, window={window}, decay={decay})"
+    if clusters < 1 or window < 1:
+        raise InputError(f"{entry}: expected at least 1 cluster and a window of at least 1 token")
+    if not 0 <= decay <= 1:
+        raise InputError(f"{entry}: expected a decay of 0 to 1")
+    return RoutingMixer(window, dropout, clusters, decay, name=name)

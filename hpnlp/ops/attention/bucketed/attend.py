@@ -1,0 +1,331 @@
+"""Attention of each token to nearby tokens of its bucket: sort by bucket, attend within a sliding window, restore the order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from hpnlp.ops.array_op import array_op
+from hpnlp.ops.attention.block_sparse import tile
+from hpnlp.ops.attention.block_sparse.operands import Options
+from hpnlp.ops.attention.block_sparse.tile import TileMask
+from hpnlp.ops.attention.bucketed import tiles
+from hpnlp.ops.attention.bucketed.order import inverse, sort_by_bucket
+from hpnlp.ops.attention.masks.base import Full
+from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.dropout import keep_mask, seed_words
+from hpnlp.types import InputError
+
+# Largest block of queries of a tile. With a smaller window, blocks of the window's size waste fewer products.
+MAX_BLOCK = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """Static settings of a call; see `bucketed_attention`."""
+
+    window: int
+    causal: bool
+    hides_self: bool
+    options: Options
+
+    def band(self, number: int) -> tiles.Band:
+        """The tiles of a round over sorted tokens."""
+        block = min(max(8, -(-self.window // 8) * 8), MAX_BLOCK)
+        reach = -(-self.window // block)
+        return tiles.Band(block, reach, 0 if self.causal else reach, _Visible(self, number), self.options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Visible:
+    """Visible pairs of a tile in round `number`: those within the window that no earlier round has computed."""
+
+    settings: _Settings
+    number: int
+
+    def __call__(self, queries: tuple[Array, ...], keys: tuple[Array, ...], seed: Array, streams: Array) -> TileMask:
+        """Codes are the coordinates of all rounds (`sort_by_bucket`), then the indices in the sequence."""
+        *coordinates, index = (q[:, :, None] - k[:, None] for q, k in zip(queries, keys, strict=True))
+        visible = self._within(coordinates[self.number])
+        for earlier in range(self.number):
+            visible = visible & ~self._within(coordinates[earlier])
+        if self.settings.hides_self:
+            visible = visible & (index != 0)
+        kept, rate = None, self.settings.options.dropout_rate
+        if rate:
+            kept = keep_mask(seed, streams[:, None, None], queries[-1][:, :, None], keys[-1][:, None], rate)
+            kept = kept[:, None, None]
+        return TileMask(visible[:, None, None], kept)
+
+    def _within(self, difference: Array) -> Bool[Array, "..."]:
+        window, wraps = self.settings.window, difference.astype(jnp.uint32)
+        # As unsigned numbers, negative differences are large: one comparison for both bounds.
+        if self.settings.causal:
+            return wraps <= jnp.uint32(window)
+        return wraps + jnp.uint32(window) <= jnp.uint32(2 * window)
+
+
+@array_op("B T N", q="B T N")
+def bucketed_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T M H"],
+    v: Float[Array, "B T K Hv"],
+    buckets: Int[Array, "B T N R"],
+    *,
+    window: int,
+    causal: bool,
+    hides_self: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    rng: Array | None = None,
+    streams: Int[Array, "B N"] | None = None,
+) -> Array:
+    """Softmax attention of each token to tokens of its bucket, over several rounds with buckets of their own.
+
+    In a round, a token sees itself and the `window` tokens of its bucket and segment that precede it. Without `causal`, it also
+    sees the `window` tokens that follow. The softmax is over the union of the rounds: a pair that several rounds see counts
+    once, which equals the correction by log(number of rounds) of the paper. As the window or the number of rounds grows,
+    the result tends to exact attention; with one bucket and a window of T it is exact.
+
+    With `causal`, whether a token sees an earlier one depends only on tokens up to it. In the paper, tokens attend to chunks
+    of the sorted sequence, whose borders move with later tokens.
+
+    Args:
+      q: Queries [B, T, N, H].
+      k: Keys [B, T, M, H]; M divides N.
+      v: Values [B, T, K, Hv]; K divides N.
+      buckets: int32 [B, T, N, R], non-negative, for R rounds; a query and a key of one token share a bucket.
+      window: Number of tokens of the bucket that a token sees in each direction, 0 or more.
+      causal: Hide later tokens.
+      hides_self: A token attends to itself only if it sees no other token, as in Reformer, where keys are queries, and the
+        score of a token with itself would be large.
+      segment_ids: int32 [B, T]; a query sees the keys of its own segment.
+      scale: Factor of the scores; H ** -0.5 if None.
+      dropout_rate: Probability of dropping a weight.
+      rng: PRNG key of dropout.
+      streams: int [B, N], a distinct number for each row and head; b * N + n if None.
+
+    Returns:
+      o [B, T, N, Hv] in the dtype of q, accumulated in float32.
+
+    Raises:
+      InputError: Shapes do not fit, a negative window, or dropout without a key.
+
+    Cost:
+      R sorts of T integers for each head, and products for about 2 (causal) or 3 times R T window pairs; memory
+      O(R B N T) integers and O(B N T H), also in the backward pass, which sorts the arrays again.
+
+    References:
+      Kitaev et al. 2020, "Reformer: the efficient transformer", arXiv 2001.04451, sec. 2 and eq. 3 to 5.
+    """
+    _check(q, k, v, buckets, window, dropout_rate, rng)
+    batch, length, heads, _ = q.shape
+    if 0 in (batch, length, heads):
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+    window = min(window, length)
+    options = Options(Full(), q.shape[3] ** -0.5 if scale is None else scale, dropout_rate=dropout_rate)
+    seed = jnp.zeros(1, jnp.uint32) if rng is None else seed_words(rng)
+    if streams is None:
+        streams = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads)
+    order, codes = _order_and_codes(buckets, segment_ids, window)
+    lanes = (_by_lane(x, heads) for x in (q, k, v))
+    arrays = vary_alike(*lanes, order, codes, seed, streams.reshape(-1).astype(jnp.int32))
+    o: Any = _attend(_Settings(window, causal, hides_self, options), *arrays)
+    return o.reshape(batch, heads, length, -1).transpose(0, 2, 1, 3)
+
+
+def _check(q: Array, k: Array, v: Array, buckets: Array, window: int, rate: float, rng: Array | None) -> None:
+    """Raises InputError if the arguments do not fit."""
+    heads = q.shape[2]
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[:2] != q.shape[:2] or x.shape[2] < 1 or heads % x.shape[2]:
+            raise InputError(
+                f"{name} {x.shape} with q {q.shape}: expected equal B and T, and a number of heads that divides {heads}"
+            )
+    if k.shape[3] != q.shape[3]:
+        raise InputError(f"k {k.shape} with q {q.shape}: expected the same head size")
+    if buckets.shape[:3] != q.shape[:3] or buckets.ndim != 4 or buckets.shape[3] < 1:
+        raise InputError(f"buckets {buckets.shape}: expected {q.shape[:3]} and at least one round")
+    if window < 0:
+        raise InputError(f"window is {window}: expected 0 or more tokens")
+    if not 0 <= rate < 1 or (rate and rng is None):
+        raise InputError(f"dropout_rate is {rate}: expected a rate in [0, 1), and a key `rng` if it is not 0")
+
+
+def _order_and_codes(
+    buckets: Array, segment_ids: Array | None, window: int
+) -> tuple[Int[Array, "R L T"], Int[Array, "L T F"]]:
+    """The sorted order of each round, and the codes of `_Visible`, for the L = B N sequences of heads."""
+    batch, length, heads, rounds = buckets.shape
+    by_round = buckets.astype(jnp.int32).transpose(3, 0, 2, 1).reshape(rounds, -1, length)
+    if segment_ids is not None:
+        segment_ids = jnp.repeat(segment_ids, heads, axis=0)[None]
+    order, coordinates = sort_by_bucket(by_round, segment_ids, window)
+    codes = jnp.take_along_axis(coordinates, inverse(order), axis=2)
+    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (1, *codes.shape[1:]))
+    return order, jnp.concatenate([codes, index]).transpose(1, 2, 0)
+
+
+def _by_lane(x: Float[Array, "B T K H"], heads: int) -> Float[Array, "L T H"]:
+    """The sequences of all heads, `[B N, T, H]`; keys and values are repeated for the query heads that read them."""
+    x = x.transpose(0, 2, 1, 3)
+    return jnp.repeat(x, heads // x.shape[1], axis=1).reshape(-1, *x.shape[2:])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    settings: _Settings, q: Array, k: Array, v: Array, order: Array, codes: Array, seed: Array, streams: Array
+) -> Array:
+    """Results [L, T, Hv] of q, k, v [L, T, H], order [R, L, T], codes [L, T, R + 1] and streams [L]."""
+    return _attend_forward(settings, q, k, v, order, codes, seed, streams)[0]
+
+
+def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Any]:
+    order, codes, seed, streams = rest
+    sums: Any = None
+    for number in range(order.shape[0]):
+        sorted_codes = _unstacked(_take(codes, order[number]))
+        queries = _take(q, order[number]), *sorted_codes
+        keys = _take(k, order[number]), _take(v, order[number]), *sorted_codes
+        result = tiles.forward(settings.band(number), queries, keys, seed, streams)
+        back = inverse(order[number])
+        top, total, weighted = (_take(x, back) for x in result)
+        parts = top, total, weighted
+        sums = parts if sums is None else tile.combine(sums, parts)
+    o, lse, lse_low = tile.normalize(*sums)
+    if settings.hides_self:
+        o = jnp.where(jnp.isneginf(lse)[..., None], _alone(settings, v.astype(jnp.float32), seed, streams), o)
+    o, lse, lse_low = (checkpoint_name(x, "mixed") for x in (o.astype(q.dtype), lse, lse_low))
+    return o, (q, k, v, *rest, o, lse, lse_low)
+
+
+def _alone(settings: _Settings, x: Float[Array, "L T H"], seed: Array, streams: Array) -> Float[Array, "L T H"]:
+    """Results of tokens that see only themselves, from their values; also the gradients of the values from those of results."""
+    rate = settings.options.dropout_rate
+    if not rate:
+        return x
+    index = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    kept = keep_mask(seed, streams[:, None], index, index, rate)[..., None]
+    return jnp.where(kept, x * (1.0 / (1.0 - rate)), jnp.float32(0))
+
+
+def _attend_backward(settings: _Settings, saved: Any, do: Array) -> tuple[Any, ...]:
+    q, k, v, order, codes, seed, streams, o, lse, lse_low = saved
+    delta = jnp.einsum("lth,lth->lt", do, o, preferred_element_type=jnp.float32)
+    is_alone = jnp.isneginf(lse)
+    lse = jnp.where(is_alone, jnp.inf, lse)
+    of_alone = _alone(settings, do.astype(jnp.float32), seed, streams)
+    gradients: Any = 0.0, 0.0, jnp.where(is_alone[..., None], of_alone, jnp.float32(0))
+    for number in range(order.shape[0]):
+        sources = q, k, v, codes, do, lse, lse_low, delta
+        q_r, k_r, v_r, codes_r, *residuals = (_take(x, order[number]) for x in sources)
+        codes_r = _unstacked(codes_r)
+        queries, keys = (q_r, *codes_r), (k_r, v_r, *codes_r)
+        part = tiles.backward(settings.band(number), queries, keys, tuple(residuals), seed, streams)
+        back = inverse(order[number])
+        gradients = tuple(total + _take(x, back) for total, x in zip(gradients, part, strict=True))
+    gradients = (dx.astype(x.dtype) for dx, x in zip(gradients, (q, k, v), strict=True))
+    return *gradients, *(np.zeros(x.shape, jax.dtypes.float0) for x in (order, codes, seed, streams))
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _take(x: Array, order: Int[Array, "L T"]) -> Array:
+    """`x [L, T, ...]` in another order of the tokens of each sequence."""
+    return jax.vmap(lambda x, order: x.at[order].get(mode="promise_in_bounds", unique_indices=True))(x, order)
+
+
+def _unstacked(codes: Int[Array, "L T F"]) -> tuple[Array, ...]:
+    return tuple(codes[..., i] for i in range(codes.shape[2]))
+
+
+@array_op("B T N", buckets="B T N")
+def visible_pairs(
+    buckets: Int[Array, "B T N R"], *, window: int, causal: bool, segment_ids: Int[Array, "B T"] | None = None
+) -> Bool[Array, "B N T T"]:
+    """The pairs that `bucketed_attention` computes, by their definition.
+
+    Args:
+      buckets: int32 [B, T, N, R].
+      window: As in `bucketed_attention`.
+      causal: As in `bucketed_attention`.
+      segment_ids: int32 [B, T].
+
+    Returns:
+      bool [B, N, T, T], query by key.
+
+    Cost: O(B N R T^2).
+    """
+    by_round = buckets.transpose(3, 0, 2, 1)
+    alike = by_round[..., :, None] == by_round[..., None, :]
+    if segment_ids is not None:
+        alike = alike & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])[None]
+    # Number of tokens of the bucket up to each token, for each query: a difference counts the tokens between two tokens.
+    count = jnp.cumsum(alike, axis=-1, dtype=jnp.int32)
+    distance = jnp.diagonal(count, axis1=-2, axis2=-1)[..., :, None] - count
+    near = (distance <= window) & (distance >= (0 if causal else -window))
+    return jnp.any(alike & near, axis=0)
+
+
+@array_op("B T N", q="B T N")
+def bucketed_reference(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T M H"],
+    v: Float[Array, "B T K Hv"],
+    buckets: Int[Array, "B T N R"],
+    *,
+    window: int,
+    causal: bool,
+    hides_self: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+) -> Array:
+    """`bucketed_attention` as dense attention over `visible_pairs`, to be read and compared with.
+
+    Args:
+      q: Queries [B, T, N, H].
+      k: Keys [B, T, M, H].
+      v: Values [B, T, K, Hv].
+      buckets: int32 [B, T, N, R].
+      window: As in `bucketed_attention`.
+      causal: As in `bucketed_attention`.
+      hides_self: As in `bucketed_attention`.
+      segment_ids: int32 [B, T].
+      scale: H ** -0.5 if None.
+
+    Returns:
+      o [B, T, N, Hv].
+
+    Cost: O(B N T^2 (H + R)).
+    """
+    heads, length = q.shape[2], q.shape[1]
+    k, v = (jnp.repeat(x, heads // x.shape[2], axis=2).astype(jnp.float32) for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k) * (q.shape[3] ** -0.5 if scale is None else scale)
+    visible = visible_pairs(buckets, window=window, causal=causal, segment_ids=segment_ids)
+    if hides_self:
+        visible = without_self(visible, jnp.eye(length, dtype=bool)[None, None])
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v).astype(q.dtype)
+
+
+def without_self(visible: Bool[Array, "*a T S"], is_self: Bool[Array, "*a T S"]) -> Bool[Array, "*a T S"]:
+    """Hides tokens from themselves, where they see another token.
+
+    Args:
+      visible: bool [..., T, S].
+      is_self: bool, broadcasts to [..., T, S]: the key is that of the query's token.
+
+    Returns:
+      bool [..., T, S].
+    """
+    others = visible & ~is_self
+    return others | (visible & ~jnp.any(others, axis=-1, keepdims=True))
