@@ -7,6 +7,7 @@ from hpnlp.ops import fourier
 from hpnlp.ops.attention.bucketed import attend, cache, hashing, sinkhorn, sinkhorn_cache
 from hpnlp.ops.attention.low_rank import compression, nystrom, value_conv
 from hpnlp.ops.attention.synthetic import attend as synthetic
+from hpnlp.ops.attention.synthetic import factorized_dense
 
 RNG = np.random.default_rng(0)
 
@@ -76,6 +77,12 @@ CALLS = {
     ),
     "attention.low_rank.value_conv.value_conv": ((value_conv.value_conv, (V, x(3, 4))),),
     "attention.low_rank.value_conv.value_conv_reference": ((value_conv.value_conv_reference, (V, x(3, 4))),),
+    "attention.synthetic.factorized_dense.factorized_dense_attend": (
+        (
+            lambda v, a, b, ids: factorized_dense.factorized_dense_attend(v, a, b, segment_ids=ids, kv_segment_ids=ids),
+            (Q, x(2, 12, 4, 3), x(2, 12, 4, 4), SEGMENTS),
+        ),
+    ),
     "attention.synthetic.attend.synthetic_attend": (
         (lambda v, a, b, s: synthetic.synthetic_attend(v, [(a, b)], [s]), (V, Q, K, x(1, 4, 12, 12))),
     ),
