@@ -58,7 +58,7 @@ class Projection:
       norm: True if `model.qk_norm` normalises the heads, as those of queries and keys.
       rope: True if `model.position="rope"` rotates the heads, as those of queries and keys.
       source: "x" for a projection of the hidden states; "memory" for one of `Context.memory`; "carry" for one of the states
-        in the mixer's carry, a `SegmentMemory`, and after them the hidden states.
+        in the mixer's carry, a `SegmentMemory`, and after them the hidden states. See `Mixer` for states that follow these.
     """
 
     axis: str
@@ -78,6 +78,7 @@ class MixerTraits:
       any_length: It mixes sequences of any length; otherwise only of `model.max_len` tokens, at which it is initialised.
       prefix_consistent: Under `Causal()`, the outputs of a prefix equal the first outputs of the whole sequence.
       isolates_segments: Tokens of one segment do not influence those of another.
+      excludes_padding: Padding, of segment id 0, influences no other token where all other tokens are one segment.
       decodes: It has a cache (`MixerOutput.cache`) and `extend`.
       draws: It reads `MixerInputs.draws`.
     """
@@ -87,6 +88,7 @@ class MixerTraits:
     any_length: bool = True
     prefix_consistent: bool = True
     isolates_segments: bool = True
+    excludes_padding: bool = True
     decodes: bool = True
     draws: bool = False
 
@@ -183,6 +185,9 @@ class Mixer(Protocol):
     A mixer that carries state from one part of a sequence to the next, which is read in a later batch, has the method
     `initial_carry(batch, dim, dtype)`, a tree of arrays `[B, ...]` before the first tokens, and the attribute `carry_axes`, a
     tree like it of the arrays' logical axes, of which the first is "batch". No gradient passes through a carry.
+    Such a mixer may have the method `further_keys(tokens)`: further tokens, made of those of the carry and of x, whose keys and
+    values follow those of x, with the projections' parameters as constants; and the attribute `carry_multiple`, a divisor of
+    the lengths of batches. A mixer that adds up over the heads of a layer has `divides_heads = False`.
 
     Attributes:
       needs: The projections that the mixer reads, by their names in MixerInputs; none for a mixer that reads `x`.
@@ -240,39 +245,6 @@ class LossOut:
     aux: Aux = dataclasses.field(default_factory=dict)
     statistics: Statistics = dataclasses.field(default_factory=dict)
     carry: Any = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TableRows:
-    """A subset of the rows of a table `[V, D]`, indexed by row id like the full table: `rows[ids]`.
-
-    Attributes:
-      ids: int32 `[R]`, ascending and distinct; unused entries at the end hold numbers of at least V.
-      values: `[R, D]`, the rows of these ids.
-    """
-
-    ids: Array
-    values: Array
-
-    def find(self, ids: Array | np.ndarray) -> Array:
-        """Indices of rows in `values`.
-
-        Args:
-          ids: int32 `[...]`, ids of rows.
-
-        Returns:
-          int32 `[...]`, the index of each id in `self.ids`; R for an id that is not among them.
-
-        Cost: log2(R) steps per id.
-        """
-        index = jnp.searchsorted(self.ids, ids).astype(jnp.int32)
-        matches = self.ids.at[index].get(mode="fill", fill_value=-1) == ids
-        return jnp.where(matches, index, self.ids.shape[0])
-
-    def __getitem__(self, ids: Array | np.ndarray) -> Array:
-        """The rows of these ids, `[..., D]`; NaN for an id that is not among them."""
-        return self.values.at[self.find(ids)].get(mode="fill", fill_value=np.nan)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

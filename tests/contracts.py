@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -25,7 +27,7 @@ from hpnlp.ops.attention.masks.table import MASKS as PATTERN_TABLE
 from hpnlp.spec import build, parse_one
 from hpnlp.types import MixerInputs, WordStats
 from tests.fixed_and_drawing_mixers import noisy_keys
-from tests.mixer_cases import bucketed, convolution, exact
+from tests.mixer_cases.memories import WITHOUT_FULL_PASS
 
 # Absolute and relative tolerance between two forms of one result whose values are of order 1.
 TOLERANCE = {jnp.dtype("float32"): 5e-6, jnp.dtype("float16"): 8e-3, jnp.dtype("bfloat16"): 6e-2}
@@ -40,8 +42,9 @@ PATTERNS = (
     attention.Strided(5).shift(2),
 )
 
-# Files of cases, one for each family of mixers.
-FAMILIES = (exact, convolution, bucketed)
+# Modules of cases, one for each family of mixers.
+MIXER_CASES = sorted((Path(__file__).parent / "mixer_cases").glob("*.py"))
+FAMILIES = [importlib.import_module(f"tests.mixer_cases.{path.stem}") for path in MIXER_CASES]
 # Mixers whose tokens do not attend to themselves, unless they see no other token.
 HIDES_SELF = frozenset().union(*(getattr(family, "HIDES_SELF", ()) for family in FAMILIES))
 
@@ -129,7 +132,10 @@ class Mixing:
     def __init__(self, spec, length, dtype="float32", seed=0):
         self.module = build(parse_one(spec, "mixer"), MIXERS | EXTRA_MIXERS, "mixer", name=None)
         self.spec, rng = spec, np.random.default_rng(seed)
-        shapes = {"x": (16,), "q": (4, 8), "k": (2, 8), "v": (2, 8)}
+        shapes = {"x": (16,), "q": (4, 8), "k": (2, 8), "v": (2, 8)} | {
+            name: ({"heads": 4, "kv_heads": 2}[projection.axis], projection.width or 8)
+            for name, projection in self.module.needs.items()
+        }
         self.arrays = {
             name: jnp.asarray(rng.standard_normal((2, length, *shape)), dtype) for name, shape in shapes.items()
         }
@@ -174,6 +180,12 @@ def claiming(trait):
     return [spec for spec, mixer in mixers_by_spec().items() if getattr(mixer.traits, trait)]
 
 
+def mixing_segments():
+    """A spec of each class of mixers that keep padding out, and do not keep segments apart."""
+    mixers = mixers_by_spec()
+    return [spec for spec in claiming("excludes_padding") if not mixers[spec].traits.isolates_segments]
+
+
 def one_of_each_kind(specs):
     """The first spec of each class of mixers and each kind of mask that they have; entries of another file are kinds apart."""
     first = {}
@@ -198,8 +210,9 @@ def decoding():
 
 
 def carrying():
-    """The specs of the mixers that carry state from one part of a sequence to the next."""
-    return [spec for spec, mixer in mixers_by_spec().items() if hasattr(mixer, "initial_carry")]
+    """The specs of the mixers that carry state from one part of a sequence to the next, and lose nothing by it."""
+    specs = [spec for spec, mixer in mixers_by_spec().items() if hasattr(mixer, "initial_carry")]
+    return [spec for spec in specs if parse_one(spec, "mixer").name not in WITHOUT_FULL_PASS]
 
 
 DRAWING = (*claiming("draws"), *EXTRA_MIXERS)

@@ -21,9 +21,10 @@ from hpnlp.nn.output import OUTPUTS, OutputLayer
 from hpnlp.ops import attention
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.block_sparse.block_mask import density
+from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import parse_one
 from hpnlp.training.sparse_rows import distinct
-from hpnlp.types import InputError, LossOut, TableRows
+from hpnlp.types import InputError, LossOut
 from tests import contracts
 from tests.contracts import MIXER_SPECS, ONCE, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
 
@@ -165,6 +166,23 @@ def test_mixer_isolates_segments(spec):
     elsewhere = np.asarray(mixing.segment_ids) != 1
     assert elsewhere.any() and not elsewhere.all()
     np.testing.assert_array_equal(np.asarray(o)[elsewhere], np.asarray(large_o)[elsewhere])
+
+
+@pytest.mark.parametrize("spec", contracts.mixing_segments())
+def test_mixer_excludes_padding(spec):
+    """Values of 1e4 in padding at both ends of a text change no bit of its output, which padding does not get."""
+    mixing = Mixing(spec, 23)
+    ids = jnp.asarray((np.arange(23) >= 2)[None] & (np.arange(23)[None] < np.array([[16], [21]])), jnp.int32)
+    padding = (ids == 0)[:, :, None, None]
+    large = {
+        name: jnp.where(padding.reshape(2, 23, *[1] * (array.ndim - 2)), jnp.float32(1e4), array)
+        for name, array in mixing.arrays.items()
+    }
+    inputs = {"segment_ids": ids, "kv_segment_ids": ids}
+    run = jax.jit(lambda arrays: mixing(mixing.inputs(arrays, **inputs)), compiler_options=contracts.ONCE)
+    o, large_o = run(mixing.arrays), run(large)
+    np.testing.assert_array_equal(o, large_o)
+    assert np.asarray(o)[np.asarray(ids) > 0].any() and not np.asarray(o)[np.asarray(ids) == 0].any()
 
 
 @pytest.mark.parametrize("spec", contracts.one_of_each_kind(contracts.claiming("prefix_consistent")))

@@ -132,6 +132,19 @@ def parity(rows: Rows) -> Lines:
     ]
 
 
+def auxiliary(rows: Rows) -> Lines:
+    """The largest differences of auxiliary losses, buffers and gradients over all layouts."""
+    names = ", ".join(row["layout"] for row in rows[1:])
+    differences = [
+        max(row[f"{what}_relative"] for row in rows) for what in ("loss", "gradient", "first_buffers", "buffers")
+    ]
+    label = (
+        f"a model with buffers and three auxiliary losses, {rows[0]['steps']} steps under {names}, and on one device: largest "
+        "relative difference of losses; of first gradients; of buffers after the first step; after the last"
+    )
+    return [(label, "; ".join(f"{difference:.1e}" for difference in differences))]
+
+
 def tasks(rows: Rows) -> Lines:
     """The largest differences of each task over its layouts, and the errors of its plans."""
     lines, plans = [], []
@@ -146,6 +159,8 @@ def tasks(rows: Rows) -> Lines:
             )
             figures = [max(row[f"{what}_relative"] for row in layouts) for what in ("loss", "gradient")]
             fall = f"loss {layouts[0]['first_loss']:.2f} to {layouts[0]['last_loss']:.2f}"
+            if (rounding := layouts[0].get("loss_relative_of_rounding")) is not None:
+                fall += f"; losses on one device from parameters one rounding larger differ by {rounding:.1e}"
             lines.append((label, f"{figures[0]:.1e}; {figures[1]:.1e} ({fall})"))
         lines += [
             (f"`{task}`, layout {row['layout']}", f"refused: {row['refused']}") for row in of_task if "refused" in row
@@ -438,6 +453,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "loop": loop,
     "parity": parity,
     "tasks": tasks,
+    "auxiliary": auxiliary,
     "task_runs": task_runs,
     "beam": beam,
     "bubble": bubble,

@@ -4,8 +4,9 @@
 
 Layouts: each task trains a small model on data of every machine, in float32, on one device and under each layout of eight
 devices. Compared are the losses of all steps, and the first gradients, array by array: Adam's first moment after one step,
-unclipped. The learning rate rises to 1e-3 and falls again, for the reason that parity.py gives. A layout that does not fit a
-task's model is reported with its error message.
+unclipped. The learning rate rises to 1e-3 and falls again, for the reason that parity.py gives. For comparison, one device also
+trains from initial parameters that are each one rounding larger. A layout that does not fit a task's model is reported with its
+error message.
 
 Plans: the step of a model of 6 layers of 384 with T 256 and B 16 is compiled for one device, and its arguments and temporary
 buffers are compared with those that `hpnlp plan` estimates, with rematerialisation too, and for one model whose layers differ.
@@ -74,12 +75,20 @@ def make_config(task: str, model: Mapping[str, Any], length: int, steps: int = 1
     return configs.resolve(values)
 
 
-def train(config: Config, dataset: Any, plan: Plan) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """`(losses, gradients of the first step by path)`. Raises InputError if the plan does not fit the model."""
+def train(
+    config: Config, dataset: Any, plan: Plan, *, rounds_up: bool = False
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """`(losses, gradients of the first step by path)`. Raises InputError if the plan does not fit the model.
+
+    rounds_up: whether every initial parameter is replaced by the next larger float32.
+    """
     model = make_model(config, tasks.find(config.task).vocabulary(dataset))
     trainer = make_trainer(model, config.optimizer, plan, steps=config.train.steps)
     key, batches = jax.random.key(0), dataset.train(seed=0)
     state, losses, gradients = trainer.init(key), [], {}
+    if rounds_up:
+        params = jax.tree.map(lambda x: np.nextafter(np.asarray(x), np.float32(np.inf)), state.params)
+        state = dataclasses.replace(state, params=jax.tree.map(jax.device_put, params))
     for _ in range(config.train.steps):
         state, metrics = trainer.step(state, on_devices(trainer, next(batches), config), key)
         losses.append(float(metrics["loss"]))
@@ -95,6 +104,8 @@ def layouts(task: str) -> Iterator[dict[str, Any]]:
     config = make_config(task, SMALL, 32, FLAGS.steps)
     dataset = tasks.find(task).dataset(config.data, None)
     losses, gradients = train(config, dataset, Plan("single"))
+    rounded_losses = train(config, dataset, Plan("single"), rounds_up=True)[0]
+    of_rounding = float(np.max(np.abs(rounded_losses - losses) / losses))
     for name in LAYOUTS:
         row, start = {"task": task, "layout": name, "steps": FLAGS.steps}, time.perf_counter()
         try:
@@ -114,6 +125,7 @@ def layouts(task: str) -> Iterator[dict[str, Any]]:
             "loss_relative": float(np.max(np.abs(others - losses) / losses)),
             "gradient_relative": differences[worst],
             "gradient": worst,
+            "loss_relative_of_rounding": of_rounding,
             "seconds": time.perf_counter() - start,
         }
 

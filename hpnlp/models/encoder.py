@@ -16,8 +16,9 @@ from hpnlp.models.ranges import LIMITS
 from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.layers import Embed, dropout
 from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling
+from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import did_you_mean, shortened
-from hpnlp.types import InputError, LossOut, TableRows, option
+from hpnlp.types import InputError, LossOut, option
 
 MAX_CONFUSED = 1000  # largest number of classes for which a confusion matrix is reported
 
@@ -50,10 +51,15 @@ class EncoderConfig(BackboneConfig):
                     f"model.mixer={self.mixer!r}: {spec.name} mixes with earlier tokens only, and an encoder needs both "
                     "directions: choose a bidirectional mixer"
                 )
-            if not traits.isolates_segments:
+            if not traits.excludes_padding:
                 raise InputError(
                     f"model.mixer={self.mixer!r}: {spec.name} mixes padding with the text: choose a mixer that isolates "
                     "segments"
+                )
+            if self.pooling == "none" and not traits.isolates_segments:
+                raise InputError(
+                    f"model.mixer={self.mixer!r}: {spec.name} mixes documents that share a sequence, as they may "
+                    "where tokens have labels: choose a mixer that isolates segments"
                 )
         for name, known in (("pooling", ("none", *POOLINGS)), ("transform", ("none", *TRANSFORMS))):
             if (value := getattr(self, name)) not in known:

@@ -17,7 +17,7 @@ from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel, Zero2Parame
 from hpnlp.ops.dropout import keep_mask, seed_words
 from hpnlp.ops.linear import linear, linear_by_transpose
 from hpnlp.ops.norms import layer_norm, rms_norm
-from hpnlp.types import TableRows
+from hpnlp.ops.table_rows import TableRows
 
 Initializer = Callable[..., Any]
 

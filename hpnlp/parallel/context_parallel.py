@@ -91,6 +91,12 @@ def check_support(
             "heads with masks of their own (model.mixer) are not alike on all devices: set plan.tensor=1 and plan.sequence=1, "
             "or choose a mixer with one mask"
         )
+    for mixer in mixers:
+        if layout.size("heads") > 1 and not getattr(mixer, "divides_heads", True):
+            raise InputError(
+                f"{type(mixer).__name__} (model.mixer) adds up over all heads of a layer, which plan.tensor divides over "
+                f"{layout.size('heads')} devices: set plan.tensor=1, or choose another mixer"
+            )
     if divides_sequences and layout.exchange == "ring":
         for mixer in mixers:
             check_mixer(mixer)

@@ -56,6 +56,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "taps": (),  # the weights of a convolution along the sequence
+    "ranks": (),  # compressed tokens, inner dimensions of factors, and terms of a mixture
     "mlp": ("tensor",),
     "vocab": ("pipeline", "tensor"),  # stages would otherwise wait for the last one's logits
     "labels": ("pipeline", "tensor"),  # the classes of a classifier, as words

@@ -20,10 +20,11 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.softmax import zero_ignored_tokens
+from hpnlp.ops.table_rows import TableRows
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.varying import sum_over_devices
 from hpnlp.parallel.zero import is_zero2
-from hpnlp.types import LossOut, TableRows
+from hpnlp.types import LossOut
 
 # Logical names of the axes of tables of words and of classes.
 TABLES = (("vocab", "embed"), ("labels", "embed"))

@@ -54,14 +54,15 @@ class Update:
         Returns:
           The norm of the means, a float32 scalar.
         """
+        # The norm of the sums is divided, not each sum: XLA:CPU would broadcast the weight to arrays of the parameters' sizes.
         if not self.by_layer:
-            return optax.tree.norm(means(grads, weight))
+            return mean(optax.tree.norm(grads), weight)
 
         def add(totals: Any, layer_grads: Any) -> Any:
-            return jax.tree.map(lambda t: t + optax.tree.norm(means(layer_grads, weight), squared=True), totals)
+            return jax.tree.map(lambda t: t + optax.tree.norm(layer_grads, squared=True), totals)
 
         squares = host_offload.by_layer(add, {"layers": jnp.zeros(self.layers), "others": jnp.zeros(())}, grads)
-        return jnp.sqrt(jnp.sum(squares["layers"]) + squares["others"])
+        return mean(jnp.sqrt(jnp.sum(squares["layers"]) + squares["others"]), weight)
 
     def __call__(
         self,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.types import TableRows
+from hpnlp.ops.table_rows import TableRows
 
 Path = tuple[str, ...]  # names of the dicts that lead to a parameter, such as ("embed", "table")
 

@@ -183,7 +183,7 @@ def test_rows_of_tables():
 )
 def test_invalid_configs_raise(fields, message, monkeypatch):
     class Leaks(ExactMixer):
-        traits = MixerTraits(isolates_segments=False)
+        traits = MixerTraits(excludes_padding=False)
 
     monkeypatch.setitem(MIXERS, "leaks", lambda **extra: Leaks(Full(), **extra))
     with pytest.raises(InputError, match=message):

@@ -14,8 +14,19 @@ from hpnlp.ops import convolution, dropout, dynamic_quantization, linear, norms,
 from hpnlp.ops import reversible as reversible_layers
 from hpnlp.ops.attention import Causal, Window, attend, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
+from hpnlp.ops.attention.linear import (
+    LinearState,
+    linear_attention,
+    linear_attention_step,
+    reference_linear_attention,
+)
+from hpnlp.ops.attention.linear.random_attention import random_feature_attention, rfa_attention
+from hpnlp.ops.attention.memory import compression, relative
 from hpnlp.ops.attention.operands import as_flags
 from hpnlp.ops.attention.positions import bias, rope
+from hpnlp.ops.attention.selected_blocks import attend_blocks, attend_blocks_reference
+from hpnlp.ops.attention.selected_blocks import blocks as key_blocks
+from hpnlp.ops.attention.selected_blocks import decode as block_cache
 from hpnlp.ops.search import build_ivf, build_lsh, exact_search, ivf_search, lsh_candidates, lsh_search
 from hpnlp.ops.softmax import (
     adaptive,
@@ -57,6 +68,7 @@ CODE = binary_codes.binary_code(V)
 IVF, LSH = build_ivf(x(64, D), cells=4), build_lsh(x(64, D), bits=2, tables=2)
 HEAD, TAILS = x(5, D), ((x(2, D), x(2, 2)), (x(1, D), x(3, 1)))
 SAMPLES = proposals.Samples(ids(5), x(5), x(N))
+STATE = LinearState(x(2, 2, 8, 8), x(2, 2, 8))
 CACHE = kv_cache.KVCache(x(4, 16, 8), x(4, 16, 8), np.array([12, 7]))
 
 
@@ -85,6 +97,8 @@ def hybrid(function, *more):
 MANY = (
     *QKV, SEGMENTS, PLACES, np.array([12, 9]), RNG.random((2, 1, 12, 12)) < 0.8, x(4, 12, 12), x(4), np.array(0.3)
 )  # fmt: skip
+DOCUMENTS = key_blocks.DocumentBlocks(ids(2, 3), RNG.random((2, 3)) < 0.5, ids(2, 3), ids(2, 12), 4)
+CHOSEN = np.array([[0, 4, 8]] * 2), ids(2, 12, 2, 2, below=3) * [1, 0] - [0, 1]
 GROUPED = H, TABLE, ids(N, below=2), ids(N, below=4), np.array([0, 4, 8])
 ADAPTIVE = {"cutoffs": (3, 5)}
 # name of a public op -> calls of it: (function, arguments).
@@ -104,8 +118,70 @@ CALLS = {
             (*QKV, SEGMENTS, x(4), x(12, 12)),
         ),
     ),
+    "attention.linear.linear_attention.linear_attention": (
+        (lambda *a: linear_attention(*a, normalize=True, return_state=True, chunk=8), QKV),
+        (lambda *a: linear_attention(*a[:3], causal=False, segment_ids=a[3], chunk=8), (*QKV, SEGMENTS)),
+        (lambda *a: linear_attention(*a, causal=False, normalize=True), QKV),
+    ),
+    "attention.linear.random_attention.random_feature_attention": (
+        (lambda *a: random_feature_attention(*a[:4], segment_ids=a[4]), (*QKV, x(6, 8), SEGMENTS)),
+        (
+            lambda *a: random_feature_attention(*a[:4], kind="optimal", rho=a[4], causal=False),
+            (*QKV, x(6, 8), RNG.random(2)),
+        ),
+    ),
+    "attention.linear.random_attention.rfa_attention": (
+        (lambda *a: rfa_attention(*a[:4], scale=a[4], segment_ids=a[5]), (*QKV, x(6, 8), x(2, 8), SEGMENTS)),
+    ),
+    "attention.linear.recurrent.linear_attention_step": (
+        (lambda *a: linear_attention_step(*a[:4], log_decay=a[4]), (*(y[:, 0] for y in QKV), STATE, -np.abs(x(2)))),
+    ),
+    "attention.linear.reference.reference_linear_attention": (
+        (
+            lambda *a: reference_linear_attention(*a[:3], segment_ids=a[3], log_decay=a[4], beta=a[5]),
+            (*QKV, SEGMENTS, -np.abs(x(2, 12, 2)), RNG.random((2, 12, 2))),
+        ),
+    ),
     "attention.operands.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
     "attention.attend.merge": ((lambda *a: merge(a[:2], a[2:]), (x(3, 4), x(3), x(3, 4), x(3))),),
+    "attention.selected_blocks.attend_blocks.attend_blocks": (
+        (lambda *a: attend_blocks(*a, block=4), (*QKV, *CHOSEN)),
+        (
+            lambda q, k, v, starts, chosen, visible, key: attend_blocks(
+                q, k, v, starts, chosen, block=4, kv_visible=visible, dropout_rate=0.5, rng=key
+            ),
+            (*QKV, *CHOSEN, RNG.random((2, 12, 2)) < 0.8, KEY),
+        ),
+    ),
+    "attention.selected_blocks.attend_blocks.attend_blocks_reference": (
+        (lambda *a: attend_blocks_reference(*a, block=4), (*QKV, *CHOSEN)),
+    ),
+    "attention.selected_blocks.blocks.document_blocks": (
+        (lambda s: key_blocks.document_blocks(s, 2, 12, 4), (SEGMENTS,)),
+    ),
+    "attention.selected_blocks.blocks.block_summaries": (
+        (key_blocks.block_summaries, (QKV[1], DOCUMENTS)),
+        (key_blocks.block_summaries, (QKV[1], DOCUMENTS, x(2, 4))),
+    ),
+    "attention.selected_blocks.blocks.choose_blocks": (
+        (
+            lambda q, k, blocks, s, lse: key_blocks.choose_blocks(q, k, blocks, 2, segment_ids=s, lse=lse),
+            (QKV[0], x(2, 3, 2, 8), DOCUMENTS, SEGMENTS, x(2, 12, 4)),
+        ),
+    ),
+    "attention.selected_blocks.blocks.own_block_attention": ((key_blocks.own_block_attention, (*QKV, DOCUMENTS)),),
+    "attention.selected_blocks.decode.start_block_cache": (
+        (
+            lambda k, v, n, w: block_cache.start_block_cache(k, v, n, 4, 16, w, w, has_v_summaries=True),
+            (*QKV[1:], np.array([12, 7]), x(2, 4)),
+        ),
+    ),
+    "attention.selected_blocks.decode.block_positions": (
+        (lambda c, p: block_cache.block_positions(c, p, 4), (CHOSEN[1], PLACES)),
+    ),
+    "attention.selected_blocks.decode.attend_positions": (
+        (block_cache.attend_positions, (x(2, 2, 4, 8), x(4, 16, 8), x(4, 16, 8), ids(2, 2, 2, 5))),
+    ),
     "attention.decoding.decode.attend_cache": (
         (
             lambda q, k, v, at, held: decode.attend_cache(q, k, v, Causal(), at, held),
@@ -120,6 +196,41 @@ CALLS = {
         (
             lambda q, k, v, held: kv_cache.extend_cache(q, k, v, Causal(), held),
             (x(2, 1, 4, 8), x(2, 1, 2, 8), x(2, 1, 2, 8), CACHE),
+        ),
+    ),
+    "attention.memory.relative.distance_scores": (
+        (lambda q, r, u: relative.distance_scores(q, r, u, scale=0.5), (QKV[0], x(5, 4, 8), x(4, 8))),
+    ),
+    "attention.memory.relative.relative_attention": (
+        (
+            lambda *a: relative.relative_attention(*a[:6], segment_ids=a[6], block_size=5),
+            (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
+        ),
+    ),
+    "attention.memory.relative.received_attention": (
+        (
+            lambda *a: relative.received_attention(*a[:5], segment_ids=a[5]),
+            (*QKV[:2], x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
+        ),
+    ),
+    "attention.memory.relative.reference_relative_attention": (
+        (
+            lambda *a: relative.reference_relative_attention(*a[:6], segment_ids=a[6]),
+            (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
+        ),
+    ),
+    "attention.memory.compression.pool_memories": (
+        (lambda h, at: compression.pool_memories(h, at, 3, "mean"), (x(2, 12, 4), SEGMENTS)),
+        (lambda h, at: compression.pool_memories(h, at, 3, "max"), (x(2, 12, 4), SEGMENTS)),
+        (lambda h, at, w: compression.pool_memories(h, at, 3, "conv", w), (x(2, 12, 4), SEGMENTS, x(12, 4))),
+    ),
+    "attention.memory.compression.most_used": (
+        (lambda usage, at: compression.most_used(usage, at, 3), (x(2, 12), SEGMENTS)),
+    ),
+    "attention.memory.compression.reconstruction_errors": (
+        (
+            lambda *a: compression.reconstruction_errors(a[0], (a[1], a[2], a[5]), (a[3], a[4], a[5][:, ::3]), a[5]),
+            (*QKV, x(2, 4, 2, 8), x(2, 4, 2, 8), SEGMENTS),
         ),
     ),
     "attention.positions.rope.rope": ((rope.rope, (QKV[0], PLACES)),),
@@ -307,10 +418,12 @@ INTERNAL = {
         f"attention.masks.{name}"
         for name in ("base", "lookback", "papers", "patterns", "per_head", "selected_tokens", "table")
     ),
+    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "random_features", "state")),
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),
     *(f"attention.block_sparse.{name}" for name in ("operands", "permuted", "scan", "schedule", "tile", "unrolled")),
+    "attention.selected_blocks.row_tiles",
     *("array_op", "arrays", "counter_rng", "custom_vjp", "stacks"),
     *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),
 }
@@ -319,6 +432,7 @@ ON_HOST = {
     "attention.attend.explain",
     "linear.prefers_transpose",
     *("attention.operands.scale_queries", "attention.reference.dense_attention"),
+    *(f"attention.linear.random_attention.{name}" for name in ("rfa_quotient", "rfa_terms", "softmax_features")),
     *("attention.positions.rope.yarn", "attention.positions.rope.frequencies"),
     *("attention.positions.bias.alibi", "attention.positions.bias.alibi_slopes"),
     *(f"search.exact.{name}" for name in ("recall", "check_search", "check_bias", "product", "top_k", "best_of")),

@@ -7,10 +7,26 @@ from typing import Any
 
 from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.bucketed import reformer, routing
+from hpnlp.nn.mixers.compressive import compressive
 from hpnlp.nn.mixers.convolution import conv
+from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
+from hpnlp.nn.mixers.fourier import fnet
+from hpnlp.nn.mixers.linear import linear
+from hpnlp.nn.mixers.low_rank import linformer, nystrom
+from hpnlp.nn.mixers.performer import performer
+from hpnlp.nn.mixers.rfa import rfa
 from hpnlp.nn.mixers.segment_memory import segment_memory
+from hpnlp.nn.mixers.selected_blocks import moba, nsa
 from hpnlp.nn.mixers.sinkhorn import sinkhorn
+from hpnlp.nn.mixers.synthesizer import (
+    mixture,
+    synthesizer_dense,
+    synthesizer_factorized_dense,
+    synthesizer_factorized_random,
+    synthesizer_random,
+)
+from hpnlp.nn.mixers.transformer_xl import transformer_xl
 from hpnlp.ops.attention import Full
 
 MIXERS: dict[str, Callable[..., Any]] = {
@@ -26,7 +42,23 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "bigbird": exact_mixer(patterns.bigbird),
     "conv": conv,
     "segment_memory": segment_memory,
+    "linear": linear,
+    "transformer_xl": transformer_xl,
+    "compressive": compressive,
+    "differential": differential,
+    "linformer": linformer,
+    "nystrom": nystrom,
+    "fnet": fnet,
+    "synthesizer_dense": synthesizer_dense,
+    "synthesizer_random": synthesizer_random,
+    "synthesizer_factorized_dense": synthesizer_factorized_dense,
+    "synthesizer_factorized_random": synthesizer_factorized_random,
+    "mixture": mixture,
     "reformer": reformer,
     "routing": routing,
+    "moba": moba,
+    "nsa": nsa,
     "sinkhorn": sinkhorn,
+    "performer": performer,
+    "rfa": rfa,
 }

@@ -16,7 +16,8 @@ from hpnlp.ops.softmax.margin import hardest, margin_loss
 from hpnlp.ops.softmax.proposals import Uniform, sample
 from hpnlp.ops.softmax.sampled_losses import scores
 from hpnlp.ops.softmax.vmf import vmf_loss
-from hpnlp.types import InputError, LossOut, TableRows
+from hpnlp.ops.table_rows import TableRows
+from hpnlp.types import InputError, LossOut
 
 
 class RankingOutput(OutputLayer):

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.output.base import OutputLayer, required_counts, required_order
 from hpnlp.ops.softmax import hierarchical as ops
+from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import lookup
-from hpnlp.types import TableRows, WordStats
+from hpnlp.types import WordStats
 
 
 class HierarchicalOutput(OutputLayer):

@@ -27,7 +27,8 @@ from hpnlp.ops.linear import widened
 from hpnlp.ops.sampling import sample
 from hpnlp.ops.softmax.grouped_softmax import check_k
 from hpnlp.ops.softmax.trees import Tree, balanced_tree, huffman_tree, tree_from_children
-from hpnlp.types import InputError, TableRows
+from hpnlp.ops.table_rows import TableRows
+from hpnlp.types import InputError
 
 # Levels whose nodes are scored for all tokens by one product. With more levels, a CPU computes longer than it saves in gathers.
 DENSE_LEVELS = 6

@@ -31,7 +31,8 @@ from hpnlp.ops.softmax.hierarchical import (
     tree_sample,
     tree_top_k,
 )
-from hpnlp.types import InputError, TableRows
+from hpnlp.ops.table_rows import TableRows
+from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, assert_float16_has_gradients, once
 
 
@@ -543,7 +544,8 @@ def test_mismatched_shapes_raise_without_type_checker():
     program = """
 import jax.numpy as jnp
 from hpnlp.ops.softmax.hierarchical import balanced_tree, tree_nll
-from hpnlp.types import InputError, TableRows
+from hpnlp.ops.table_rows import TableRows
+from hpnlp.types import InputError
 h, table, labels, tree = jnp.ones((9, 5)), jnp.ones((42, 5)), jnp.ones(9, jnp.int32), balanced_tree(43)
 for changes in {"h": h[:, :4]}, {"h": h[None]}, {"labels": h[:, 0]}, {"labels": labels[1:]}, {"bias": h[:, 0]}:
     try:

@@ -22,6 +22,7 @@ def attend_cache(
     kv_positions: Int[Array, "B *queries S"],
     *,
     scale: float | None = None,
+    by_distance: Float[Array, "B T N R"] | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """softmax(q k^T * scale) v over a cache, for a few queries.
 
@@ -34,6 +35,8 @@ def attend_cache(
       positions: int [B, T].
       kv_positions: int [B, S], in any order; keys at negative positions are hidden. Or int [B, T, S], for each query.
       scale: H ** -0.5 if None.
+      by_distance: float32 [B, T, N, R], added to the scores of the keys at distances 0 to R - 1 before each query; the mask
+        hides all others.
 
     Returns:
       o [B, T, N, Hv] in q's dtype, accumulated in float32; 0 in rows that may see nothing.
@@ -48,15 +51,23 @@ def attend_cache(
       Vaswani et al. 2017, "Attention is all you need", eq. 1.
     """
     (b, t, n, h), s = q.shape, k.shape[1]
+    if s == 0:
+        return jnp.zeros((b, t, n, v.shape[-1]), q.dtype)
     kv_heads = k.shape[0] // b
     group = n // kv_heads
     queries = q.reshape(b, t, kv_heads, group, h).transpose(0, 2, 1, 3, 4).reshape(b * kv_heads, t * group, h)
     scores = _scores(queries, k) * jnp.float32(h**-0.5 if scale is None else scale)
 
+    def as_scores(x: Array) -> Array:
+        x = jnp.broadcast_to(x, (b, t, n, s)).reshape(b, t, kv_heads, group, s)
+        return x.transpose(0, 2, 1, 3, 4).reshape(scores.shape)
+
     keys = kv_positions if kv_positions.ndim == 3 else kv_positions[:, None, :]
+    if by_distance is not None:
+        distance = jnp.clip(positions[:, :, None] - keys, 0, by_distance.shape[3] - 1)
+        scores += as_scores(jnp.take_along_axis(by_distance, distance[:, :, None], axis=3))
     visible = _visible(mask, positions[:, :, None], keys, n)
-    visible = jnp.broadcast_to(visible, (b, t, n, s)).reshape(b, t, kv_heads, group, s).transpose(0, 2, 1, 3, 4)
-    scores = jnp.where(visible.reshape(scores.shape), scores, -jnp.inf)
+    scores = jnp.where(as_scores(visible), scores, -jnp.inf)
     # Finite, because a row without visible keys would otherwise subtract infinity from itself.
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), FLOOR)
     weights = jnp.exp(scores - top)

@@ -75,9 +75,11 @@ class KVCache:
             self.lengths < self.pinned, self.lengths, self.pinned + (self.lengths - self.pinned) % self.ring
         )
 
-    def extend(self, q: Array, k: Array, v: Array, mask: Mask | PerHead) -> tuple[Array, KVCache]:
+    def extend(
+        self, q: Array, k: Array, v: Array, mask: Mask | PerHead, by_distance: Array | None = None
+    ) -> tuple[Array, KVCache]:
         """`extend_cache` of this cache."""
-        return extend_cache(q, k, v, mask, self)
+        return extend_cache(q, k, v, mask, self, by_distance=by_distance)
 
     def for_beams(self, beams: int) -> KVCache:
         """Cache of several continuations of each example.
@@ -128,7 +130,9 @@ class BeamCache(KVCache):
         """Number of slots, S."""
         return self.owners.shape[2]
 
-    def extend(self, q: Array, k: Array, v: Array, mask: Mask | PerHead) -> tuple[Array, BeamCache]:
+    def extend(
+        self, q: Array, k: Array, v: Array, mask: Mask | PerHead, by_distance: Array | None = None
+    ) -> tuple[Array, BeamCache]:
         """Attention of a further token of each continuation.
 
         Args:
@@ -136,6 +140,7 @@ class BeamCache(KVCache):
           k: Keys [B * W, 1, K, H].
           v: Values [B * W, 1, K, Hv].
           mask: Mask over positions, with which the cache was made.
+          by_distance: float32 [B * W, 1, N, R], as in `attend_cache`.
 
         Returns:
           (o [B * W, 1, N, Hv], the cache with the tokens).
@@ -156,7 +161,10 @@ class BeamCache(KVCache):
             owners=owners,
         )
         positions = jnp.broadcast_to(self.lengths[:, None], (batch, beams))
-        o = attend_cache(q, longer.k, longer.v, mask, positions, longer.visible_positions())
+        if by_distance is not None:
+            by_distance = by_distance.reshape(batch, beams, *by_distance.shape[2:])
+        visible = longer.visible_positions()
+        o = attend_cache(q, longer.k, longer.v, mask, positions, visible, by_distance=by_distance)
         return o.reshape(batch * beams, 1, *o.shape[2:]), longer
 
     def visible_positions(self) -> Int[Array, "B W SW"]:
@@ -235,6 +243,8 @@ def extend_cache(
     v: Float[Array, "B T K Hv"],
     mask: Mask | PerHead,
     cache: KVCache,
+    *,
+    by_distance: Float[Array, "B T N R"] | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], KVCache]:
     """Attention of T further tokens of each example over the cache and themselves.
 
@@ -246,6 +256,7 @@ def extend_cache(
       v: Values [B, T, K, Hv].
       mask: Mask over positions; the positions of the T tokens continue from the lengths of the cache.
       cache: Cache of the earlier tokens.
+      by_distance: float32 [B, T, N, R], as in `attend_cache`.
 
     Returns:
       (o [B, T, N, Hv], the cache with the T tokens).
@@ -267,11 +278,13 @@ def extend_cache(
     if cache.ring and count > 1:
         # Computed before the new keys overwrite keys that the first new queries still see.
         keys, values = (jnp.concatenate([x, by_head(new)], axis=1) for x, new in ((cache.k, k), (cache.v, v)))
-        o = attend_cache(q, keys, values, mask, positions, jnp.concatenate([cache.positions(), positions], axis=1))
+        held = jnp.concatenate([cache.positions(), positions], axis=1)
+        o = attend_cache(q, keys, values, mask, positions, held, by_distance=by_distance)
         return o, _refill(cache, k, v, cache.lengths + count)
     at = cache.next_slots()
     longer = KVCache(_write(cache.k, k, at), _write(cache.v, v, at), cache.lengths + count, cache.pinned)
-    return attend_cache(q, longer.k, longer.v, mask, positions, longer.positions()), longer
+    o = attend_cache(q, longer.k, longer.v, mask, positions, longer.positions(), by_distance=by_distance)
+    return o, longer
 
 
 def _write(slots: Array, new: Array, at: Array) -> Array:

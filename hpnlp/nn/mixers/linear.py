@@ -1,0 +1,203 @@
+"""Linear attention with a fixed feature map, and the steps that all mixers with a `LinearState` share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from hpnlp.ops.attention import Causal, Full
+from hpnlp.ops.attention.linear import LinearState, linear_attention, linear_attention_step
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+
+
+def mix(inputs: MixerInputs, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> MixerOutput:
+    """Linear attention of the tokens of a mixer; with `MixerInputs.capacity`, also the state after each sequence.
+
+    Args:
+      inputs: Segments and capacity.
+      q: `[B, T, N, M]`, queries after the feature map.
+      k: `[B, T, K, M]`, keys after the feature map.
+      v: `[B, T, K, H]`, values.
+      **options: Further arguments of `linear_attention`.
+
+    Returns:
+      The output in v's dtype. Its cache is a `LinearState`.
+    """
+    if inputs.capacity is None:
+        o: Any = linear_attention(q, k, v, segment_ids=inputs.segment_ids, **options)
+        return MixerOutput(o.astype(v.dtype))
+    if inputs.segment_ids is not None:
+        # Padding writes nothing and does not decay the state, so that the last state is that of the last token.
+        is_token = (inputs.segment_ids > 0)[..., None]
+        k = jnp.where(is_token[..., None], k, jnp.zeros((), k.dtype))
+        for name in ("log_decay", "beta"):
+            if (x := options.get(name)) is not None:
+                x = jnp.broadcast_to(x[None, None], k.shape[:3]) if x.ndim == 1 else x
+                options[name] = jnp.where(
+                    is_token.reshape(*is_token.shape, *[1] * (x.ndim - 3)), x, jnp.zeros((), x.dtype)
+                )
+    result: Any = linear_attention(q, k, v, return_state=True, **options)
+    o, state = result
+    return MixerOutput(o.astype(v.dtype), cache=state)
+
+
+def extend(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: LinearState, **options: Any
+) -> tuple[jax.Array, LinearState]:
+    """Linear attention of further tokens, each sequence one segment.
+
+    Args:
+      q: `[B, T, N, M]`, queries after the feature map.
+      k: `[B, T, K, M]`, keys after the feature map.
+      v: `[B, T, K, H]`, values.
+      cache: State of the preceding tokens.
+      **options: Further arguments of `linear_attention`; `normalize` follows from the state.
+
+    Returns:
+      `(o [B, T, N, H] in v's dtype, the state with these tokens)`.
+    """
+    if q.shape[1] > 1:
+        options |= {"normalize": cache.z is not None, "state": cache, "return_state": True}
+        result: Any = linear_attention(q, k, v, **options)
+        return result[0].astype(v.dtype), result[1]
+    options.pop("chunk", None)
+    for name in ("log_decay", "beta"):
+        if (x := options.get(name)) is not None and x.ndim > 1:
+            options[name] = x[:, 0]
+    o, cache = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], cache, **options)
+    return o[:, None].astype(v.dtype), cache
+
+
+def only_causal(mask: Any, name: str) -> Any:
+    """Checks the mask of a causal mixer.
+
+    Args:
+      mask: A static Mask.
+      name: The mixer, for the message.
+
+    Returns:
+      `Causal()`.
+
+    Raises:
+      InputError: Another mask.
+    """
+    if mask != Causal():
+        raise InputError(f"{name} cannot apply the mask {mask}: pass Causal(), or choose another model.mixer")
+    return mask
+
+
+def elu_plus_one(x: jax.Array) -> jax.Array:
+    """The feature map elu(x) + 1.
+
+    Args:
+      x: An array.
+
+    Returns:
+      float32 x + 1 where x is positive and exp(x) elsewhere, so that features are positive.
+    """
+    x = x.astype(jnp.float32)
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+
+
+class LinearMixer(nn.Module):
+    """Attention with the weights phi(q)^T phi(k), phi(x) = elu(x) + 1, divided by their sum.
+
+    Queries and keys that `model.position="rope"` rotates are rotated before phi.
+
+    Attributes:
+      chunk: Number of tokens of a chunk; see `linear_attention`.
+
+    Cost: O(B N T (C + H) H) time for chunks of C tokens, and memory linear in T. The cache has `H (H + 1)` numbers per key
+    head and sequence, whatever its length.
+
+    References: Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, eq. 4 to 12. The paper does not scale
+    queries.
+    """
+
+    needs: ClassVar[Mapping[str, Projection]] = {
+        "q": Projection("heads", norm=True, rope=True),
+        "k": Projection("kv_heads", norm=True, rope=True),
+        "v": Projection("kv_heads"),
+    }
+    traits: ClassVar[MixerTraits] = MixerTraits()
+
+    chunk: int = 64
+
+    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+        assert inputs.q is not None and inputs.k is not None and inputs.v is not None
+        causal = self.within(mask) == Causal()
+        q, k = elu_plus_one(inputs.q), elu_plus_one(inputs.k)
+        return mix(inputs, q, k, inputs.v, causal=causal, normalize=True, chunk=self.chunk)
+
+    def extend(self, inputs: MixerInputs, mask: Any, cache: LinearState) -> tuple[jax.Array, LinearState]:
+        """Mixes further tokens with the preceding ones.
+
+        Args:
+          inputs: q, k and v of the further tokens. A sequence is one segment.
+          mask: `Causal()`.
+          cache: State of the preceding tokens.
+
+        Returns:
+          `(o [B, T, N, H], the state with these tokens)`.
+        """
+        assert inputs.q is not None and inputs.k is not None and inputs.v is not None
+        only_causal(mask, "linear attention with a cache")
+        q, k = elu_plus_one(inputs.q), elu_plus_one(inputs.k)
+        return extend(q, k, inputs.v, cache, chunk=self.chunk)
+
+    def within(self, mask: Any) -> Any:
+        """The mask of the pairs that influence each other.
+
+        Args:
+          mask: `Causal()` or `Full()`.
+
+        Returns:
+          The mask.
+
+        Raises:
+          InputError: Another mask, which a sum over all preceding tokens cannot honour.
+        """
+        if mask not in (Causal(), Full()):
+            raise InputError(
+                f"linear attention cannot apply the mask {mask}: pass Causal() or Full(), or choose another model.mixer"
+            )
+        return mask
+
+
+def linear(chunk: int = 64, *, dropout: float = 0.0, name: str | None = None) -> LinearMixer:
+    """Entry of MIXERS: linear attention with the feature map elu + 1.
+
+    Args:
+      chunk: Number of tokens of a chunk.
+      dropout: Ignored: linear attention computes no attention probabilities.
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+
+    Raises:
+      InputError: A chunk of no token.
+    """
+    return LinearMixer(checked_chunk(chunk, "linear"), name=name)
+
+
+def checked_chunk(chunk: int, mixer: str) -> int:
+    """Checks the number of tokens of a chunk.
+
+    Args:
+      chunk: The number.
+      mixer: Entry of MIXERS, for the message.
+
+    Returns:
+      The number.
+
+    Raises:
+      InputError: The number is less than 1.
+    """
+    if chunk < 1:
+        raise InputError(f"model.mixer={mixer}(chunk={chunk}): expected at least 1 token in a chunk")
+    return chunk

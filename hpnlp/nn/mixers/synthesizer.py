@@ -1,0 +1,275 @@
+"""Synthesizers: softmax attention whose scores do not need products of queries and keys, and mixtures with such products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from hpnlp.nn.layers import param
+from hpnlp.nn.mixers.low_rank import of_length
+from hpnlp.ops.attention.synthetic.attend import Factors, synthetic_attend, tiled_scores
+from hpnlp.spec import did_you_mean
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+
+DOT = "dot"
+KINDS = ("dense", "random", "factorized_dense", "factorized_random")
+# Terms that are functions of a token's projection; the others are the same for all sequences.
+OF_TOKENS = (DOT, "dense", "factorized_dense")
+
+
+class SynthesizerMixer(nn.Module):
+    """Softmax attention whose scores are a weighted sum of terms, for sequences of one length.
+
+    A token's place in the sequence, and not its position in its document, chooses the columns and rows of learned scores.
+    Shorter sequences than those of the parameters use the beginning of them.
+
+    Attributes:
+      terms: Terms of the scores, of which several are weighted by the softmax of learned numbers:
+          "dense", `relu(q + c) W + b` with a matrix W [H, T] of each head;
+          "random", learned scores [T, T] of each head, the same for all sequences;
+          "factorized_dense", `relu(q + c) W_a` within blocks of `block` keys times `relu(q + c) W_b` for each block;
+          "factorized_random", the product of two learned matrices [T, rank] of each head;
+          "dot", products of queries and keys, scaled by H ** -0.5.
+      rank: Rank of "factorized_random".
+      block: Keys in a block of "factorized_dense", 0 for the square root of the length.
+      dropout: Rate of dropout on attention probabilities.
+
+    Cost: as `attend` with a query and key width of H for "dense" and "dot", and of the rank for "factorized_random". "random"
+    has N T^2 parameters. "factorized_dense" makes an array of B N T^2 scores.
+
+    References: Tay et al. 2020, "Synthesizer: rethinking self-attention for transformer models", eqs. 2 to 7. The first layer
+    of "dense" is the projection to queries, as in the authors' code, which mixtures share with products of queries and keys.
+    """
+
+    terms: tuple[str, ...] = ("dense",)
+    rank: int = 8
+    block: int = 0
+    dropout: float = 0.0
+
+    traits: ClassVar[MixerTraits] = MixerTraits(any_length=False, decodes=False)
+
+    @property
+    def needs(self) -> Mapping[str, Projection]:
+        """Queries where a term is a function of the tokens. Without keys, nothing is gained by fewer values than queries."""
+        if DOT in self.terms:
+            rotated = {
+                "q": Projection("heads", norm=True, rope=True),
+                "k": Projection("kv_heads", norm=True, rope=True),
+            }
+            return {**rotated, "v": Projection("kv_heads")}
+        hidden = {"q": Projection("heads")} if set(self.terms) & set(OF_TOKENS) else {}
+        return {**hidden, "v": Projection("heads")}
+
+    @nn.compact
+    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+        assert inputs.v is not None
+        mask, rate = self.within(mask), 0.0 if inputs.deterministic else self.dropout
+        factors, scores = self._scores(inputs)
+        o = synthetic_attend(
+            inputs.v,
+            factors,
+            scores,
+            mask,
+            segment_ids=inputs.segment_ids,
+            kv_segment_ids=inputs.segment_ids,
+            positions=None if mask.relative else inputs.positions,
+            kv_positions=None if mask.relative else inputs.positions,
+            dropout_rate=rate,
+            rng=inputs.rng if rate else None,
+            streams=inputs.streams if rate else None,
+        )
+        return MixerOutput(o)
+
+    def within(self, mask: Any) -> Any:
+        """The mask itself: scores of all pairs are defined.
+
+        Args:
+          mask: A static Mask.
+
+        Returns:
+          The mask.
+        """
+        return mask
+
+    def _scores(self, inputs: MixerInputs) -> tuple[list[Factors], list[jax.Array]]:
+        """The terms, as factors whose products are scores, and as scores; weighted if there are several."""
+        assert inputs.v is not None
+        dtype = inputs.v.dtype
+        weights = [jnp.float32(1)] * len(self.terms)
+        if len(self.terms) > 1:
+            logits = param(self, "mixture", nn.initializers.zeros, (len(self.terms),), ("ranks",))
+            weights = list(jax.nn.softmax(logits))
+        factors, scores = [], []
+        for term, weight in zip(self.terms, weights, strict=True):
+            made, added = _TERMS[term](self, inputs)
+            if made is not None:
+                factors.append(((made[0] * weight).astype(dtype), made[1].astype(dtype)))
+            scores += [] if added is None else [weight * added.astype(jnp.float32)]
+        return factors, scores
+
+    def dot(self, inputs: MixerInputs) -> tuple[Factors | None, jax.Array | None]:
+        """Scaled queries, and keys."""
+        assert inputs.q is not None and inputs.k is not None
+        return (inputs.q.astype(jnp.float32) * inputs.q.shape[-1] ** -0.5, inputs.k), None
+
+    def dense(self, inputs: MixerInputs) -> tuple[Factors | None, jax.Array | None]:
+        """The hidden layer, and the columns of the second one; with the biases of its outputs."""
+        hidden = self._hidden("dense", inputs)
+        length, heads, width = hidden.shape[1:]
+        init = nn.initializers.normal((2 / width) ** 0.5)
+        columns = of_length(self, "dense", init, (heads, length, width), ("heads", "positions", "head_dim"))
+        bias = of_length(self, "dense_bias", nn.initializers.zeros, (heads, length), ("heads", "positions"))
+        return (hidden, columns.transpose(1, 0, 2)[None]), bias[None, :, None]
+
+    def random(self, inputs: MixerInputs) -> tuple[Factors | None, jax.Array | None]:
+        """Learned scores of all pairs."""
+        length, heads = self._sizes(inputs)
+        axes = ("heads", "positions", "positions")
+        return None, of_length(self, "random", nn.initializers.normal(1.0), (heads, length, length), axes)[None]
+
+    def factorized_dense(self, inputs: MixerInputs) -> tuple[Factors | None, jax.Array | None]:
+        """Scores within blocks, times scores of blocks."""
+        hidden = self._hidden("factorized_dense", inputs)
+        length, heads, width = hidden.shape[1:]
+        init = nn.initializers.normal((2 / width) ** 0.5)
+        block = self.block or math.ceil(length**0.5)
+        blocks = -(-length // block)
+        stored: Any = [nn.meta.unbox(self.get_variable("params", name)) for name in ("within", "blocks")]
+        if stored[0] is not None:  # for sequences of this length, or for longer ones
+            block, blocks = (x.shape[2] for x in stored)
+        axes = ("heads", "head_dim", "ranks")
+        a = param(self, "within", init, (heads, width, block), axes)
+        b = param(self, "blocks", init, (heads, width, blocks), axes)
+        a, b = (jnp.einsum("btnh,nhc->btnc", hidden.astype(jnp.float32), x) for x in (a, b))
+        return None, tiled_scores(a, b, length)
+
+    def factorized_random(self, inputs: MixerInputs) -> tuple[Factors | None, jax.Array | None]:
+        """Two learned matrices."""
+        length, heads = self._sizes(inputs)
+        init, shape = nn.initializers.normal(self.rank**-0.25), (heads, length, self.rank)
+        made = (
+            of_length(self, f"factor_{side}", init, shape, ("heads", "positions", "ranks")).transpose(1, 0, 2)[None]
+            for side in ("queries", "keys")
+        )
+        return (next(made), next(made)), None
+
+    def _hidden(self, term: str, inputs: MixerInputs) -> jax.Array:
+        """The hidden layer of a term, float32 [B, T, N, H]."""
+        assert inputs.q is not None
+        bias = param(self, f"{term}_hidden", nn.initializers.zeros, inputs.q.shape[2:], ("heads", "head_dim"))
+        return jax.nn.relu(inputs.q.astype(jnp.float32) + bias[None, None])
+
+    def _sizes(self, inputs: MixerInputs) -> tuple[int, int]:
+        """Tokens of a sequence, and heads."""
+        assert inputs.v is not None
+        x = inputs.v if inputs.q is None else inputs.q
+        return x.shape[1], x.shape[2]
+
+
+_TERMS: dict[str, Callable[..., tuple[Factors | None, jax.Array | None]]] = {
+    DOT: SynthesizerMixer.dot,
+    **{kind: getattr(SynthesizerMixer, kind) for kind in KINDS},
+}
+
+
+def synthesizer_dense(*, dropout: float = 0.0, name: str | None = None) -> SynthesizerMixer:
+    """Entry of MIXERS: scores by two layers from each token.
+
+    Args:
+      dropout: Rate of dropout on attention probabilities.
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+    """
+    return SynthesizerMixer(("dense",), dropout=dropout, name=name)
+
+
+def synthesizer_random(*, dropout: float = 0.0, name: str | None = None) -> SynthesizerMixer:
+    """Entry of MIXERS: learned scores, the same for all sequences.
+
+    Args:
+      dropout: Rate of dropout on attention probabilities.
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+    """
+    return SynthesizerMixer(("random",), dropout=dropout, name=name)
+
+
+def synthesizer_factorized_dense(block: int = 0, *, dropout: float = 0.0, name: str | None = None) -> SynthesizerMixer:
+    """Entry of MIXERS: scores within blocks of keys times scores of blocks, both by two layers from each token.
+
+    Args:
+      block: Keys in a block, 0 for the square root of the length.
+      dropout: Rate of dropout on attention probabilities.
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+
+    Raises:
+      InputError: A negative block.
+    """
+    return _checked("synthesizer_factorized_dense", ("factorized_dense",), 8, block, dropout, name)
+
+
+def synthesizer_factorized_random(rank: int = 8, *, dropout: float = 0.0, name: str | None = None) -> SynthesizerMixer:
+    """Entry of MIXERS: learned scores of low rank, the same for all sequences.
+
+    Args:
+      rank: Rank of the scores.
+      dropout: Rate of dropout on attention probabilities.
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+
+    Raises:
+      InputError: A rank below 1.
+    """
+    return _checked("synthesizer_factorized_random", ("factorized_random",), rank, 0, dropout, name)
+
+
+def mixture(
+    *terms: str, rank: int = 8, block: int = 0, dropout: float = 0.0, name: str | None = None
+) -> SynthesizerMixer:
+    """Entry of MIXERS: a learned mixture of products of queries and keys with synthesized scores.
+
+    Args:
+      *terms: Distinct terms beside the products: dense, random, factorized_dense, factorized_random. None for random.
+      rank: Rank of factorized_random.
+      block: Keys in a block of factorized_dense, 0 for the square root of the length.
+      dropout: Rate of dropout on attention probabilities.
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+
+    Raises:
+      InputError: An unknown or repeated term, a rank below 1, or a negative block.
+    """
+    for term in terms:
+        if term not in KINDS:
+            raise InputError(f"model.mixer=mixture({term}): {did_you_mean(str(term), KINDS)}")
+    if len(set(terms)) < len(terms):
+        raise InputError(f"model.mixer=mixture({', '.join(terms)}): expected distinct terms")
+    return _checked("mixture", (DOT, *(terms or ("random",))), rank, block, dropout, name)
+
+
+def _checked(
+    entry: str, terms: tuple[str, ...], rank: int, block: int, dropout: float, name: str | None
+) -> SynthesizerMixer:
+    if rank < 1:
+        raise InputError(f"model.mixer={entry}(rank={rank}): expected at least 1")
+    if block < 0:
+        raise InputError(
+            f"model.mixer={entry}(block={block}): expected at least 1, or 0 for the square root of the length"
+        )
+    return SynthesizerMixer(terms, rank, block, dropout, name=name)

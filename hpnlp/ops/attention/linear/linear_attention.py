@@ -1,0 +1,140 @@
+"""Public call of linear attention: checks the arguments and chooses a form."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hpnlp.ops.array_op import array_op
+from hpnlp.ops.attention.linear.chunked import bidirectional, causal_chunks, outputs
+from hpnlp.ops.attention.linear.chunks import ChunkShape, contiguous, find_borders, scattered
+from hpnlp.ops.attention.linear.state import LinearState, normalized, zero_state
+from hpnlp.types import InputError
+
+
+@array_op("B T N | B", q="B T N")
+def linear_attention(
+    q: Float[Array, "B T N M"],
+    k: Float[Array, "B S K M"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = True,
+    log_decay: Float[Array, "..."] | None = None,
+    beta: Float[Array, "B T K"] | None = None,
+    normalize: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    state: LinearState | None = None,
+    return_state: bool = False,
+    eps: float = 0.0,
+    chunk: int = 64,
+) -> Array | tuple[Array, LinearState]:
+    """Attention whose weights are inner products of queries and keys, in time and memory linear in the length.
+
+    Causal: `o_t = q_t^T S_t` with `S_t = d_t S_{t-1} + k_t v_t^T`; not causal: `o_t = q_t^T sum_s k_s v_s^T`. There is no
+    softmax and no scale: a feature map, such as elu + 1, is applied to queries and keys by the caller.
+
+    Args:
+      q: Queries. The N query heads are groups of N / K, each for one key head.
+      k: Keys. Another length than that of q is accepted for attention that is not causal, without segments.
+      v: Values.
+      causal: True for attention to preceding tokens and the token itself; False for all tokens.
+      log_decay: Logarithm of the decay d, finite and at most 0; causal only. `[K]` for a constant of each head, `[B, T, K]`
+        for a number for each head and token, or `[B, T, K, M]` for one for each feature of a key.
+      beta: Step size of the delta rule, causal only: a token writes `beta_t (v_t - k_t^T d_t S_{t-1})` in place of v_t. The
+        state is bounded for keys of length 1 and step sizes in [0, 2].
+      normalize: Divide by the sum of the weights, for positive weights.
+      segment_ids: Tokens of different segments do not influence each other. Tokens of a segment may be apart, at the price of a
+        gather; with state or return_state, they are consecutive.
+      state: State of the tokens before the first one, which belong to its segment; causal only.
+      return_state: Also return the state after the last token, of its segment; causal only.
+      eps: Least size of a sum of weights; see `normalized`. With 0, a query all of whose weights are 0 gives 0.
+      chunk: Number of tokens of a chunk; a power of 2 for decays of features.
+
+    Returns:
+      o `[B, T, N, H]` in q's dtype; with return_state the pair (o, state). Sums are float32.
+
+    Raises:
+      InputError: Shapes do not match, or an option is not defined for attention that is not causal.
+
+    Cost: O(B N T (C + M) H) time for chunks of C tokens. The backward pass keeps a state `[M, H]` per chunk and head.
+
+    References:
+      Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, eq. 4 to 12.
+    """
+    if log_decay is not None or beta is not None:
+        raise InputError(
+            "linear_attention with log_decay or beta: call linear_attention_step or reference_linear_attention"
+        )
+    _check(q, k, v, causal, log_decay, beta, normalize, segment_ids, state, return_state, chunk)
+    if not causal and segment_ids is None:
+        return _all_pairs(q, k, v, normalize, eps)
+    dtype, order = q.dtype, None
+    if segment_ids is not None and state is None and not return_state:
+        segment_ids, (q, k, v), order = contiguous(segment_ids, q, k, v)
+    (batch, length, heads), (kv_heads, features) = q.shape[:3], k.shape[2:]
+    shape = ChunkShape(batch, length, kv_heads, min(chunk, length))
+    borders = find_borders(shape, segment_ids, causal)
+    queries, keys, values = (shape.split(x) for x in (q, k, v))
+    if causal:
+        first = zero_state(batch, kv_heads, features, v.shape[-1], normalize) if state is None else state
+        o, last = outputs(causal_chunks(queries, keys, values, borders, normalize), first, eps)
+    else:
+        o, last = bidirectional(queries, keys, values, borders, batch * kv_heads, normalize, eps), None
+    o = shape.join(o, heads).astype(dtype)
+    o = o if order is None else scattered(o, order)
+    if return_state:
+        assert last is not None
+        return o, last
+    return o
+
+
+def _all_pairs(q: jax.Array, k: jax.Array, v: jax.Array, normalize: bool, eps: float) -> jax.Array:
+    """Attention of all queries to all keys of the sequence."""
+    (b, t, n, m), heads = q.shape, k.shape[2]
+    k, v = (x.astype(jnp.float32).transpose(0, 2, 1, 3).reshape(b * heads, -1, x.shape[-1]) for x in (k, v))
+    queries = q.astype(jnp.float32).transpose(0, 2, 1, 3).reshape(b * heads, -1, m)
+    o = jnp.einsum("xtm,xmh->xth", queries, jnp.einsum("xsm,xsh->xmh", k, v))
+    if normalize:
+        o = normalized(o, jnp.einsum("xtm,xm->xt", queries, k.sum(axis=1)), eps)
+    return o.reshape(b, n, t, -1).transpose(0, 2, 1, 3).astype(q.dtype)
+
+
+def _check(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    causal: bool,
+    log_decay: jax.Array | None,
+    beta: jax.Array | None,
+    normalize: bool,
+    segment_ids: jax.Array | None,
+    state: LinearState | None,
+    return_state: bool,
+    chunk: int,
+) -> None:
+    """Raises InputError for arguments that do not fit."""
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    if not (q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and q.shape[::3] == k.shape[::3]):
+        raise InputError(f"linear_attention of {shapes}: expected [B, T, N, M], [B, S, K, M] and [B, S, K, H]")
+    if q.shape[2] % k.shape[2]:
+        raise InputError(
+            f"linear_attention of {shapes}: expected a number of query heads that is a multiple of key heads"
+        )
+    if q.shape[1] != k.shape[1] and (causal or segment_ids is not None):
+        raise InputError(
+            f"linear_attention of {shapes}: expected as many queries as keys for causal attention and for segments"
+        )
+    if chunk < 1:
+        raise InputError(f"chunk={chunk}: expected at least 1 token")
+    if segment_ids is not None and segment_ids.shape != q.shape[:2]:
+        raise InputError(f"segment_ids {segment_ids.shape}: expected {q.shape[:2]}, one for each token")
+    options = {"log_decay": log_decay, "beta": beta, "state": state, "return_state": return_state or None}
+    if not causal and (names := [name for name, value in options.items() if value is not None]):
+        raise InputError(f"linear_attention with causal=False and {names[0]}: leave it out, or pass causal=True")
+    if log_decay is not None and log_decay.shape not in (k.shape[2:3], k.shape[:3], k.shape):
+        raise InputError(f"log_decay {log_decay.shape}: expected {k.shape[2:3]}, {k.shape[:3]} or {k.shape}")
+    if beta is not None and (beta.shape != k.shape[:3] or normalize):
+        raise InputError(f"beta {beta.shape}, normalize={normalize}: expected {k.shape[:3]} and no normalisation")
+    if state is not None and normalize != (state.z is not None):
+        raise InputError(f"normalize={normalize}: expected a state with a normaliser just if outputs are normalised")

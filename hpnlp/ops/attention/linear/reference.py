@@ -1,0 +1,92 @@
+"""Linear attention by its definition, written to be read: faster forms are tested against it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hpnlp.ops.array_op import array_op
+from hpnlp.ops.attention.linear.state import normalized
+
+
+@array_op("B T N", q="B T N")
+def reference_linear_attention(
+    q: Float[Array, "B T N M"],
+    k: Float[Array, "B S K M"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = True,
+    log_decay: Float[Array, "..."] | None = None,
+    beta: Float[Array, "B S K"] | None = None,
+    normalize: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    eps: float = 0.0,
+) -> Float[Array, "B T N H"]:
+    """Linear attention with a matrix of all pairs of tokens, without validation of the arguments.
+
+    With the delta rule, the values that a sequence writes are the solution of a linear system of all its tokens.
+
+    Args:
+      q: Queries, after the feature map.
+      k: Keys, after the feature map.
+      v: Values.
+      causal: True for attention to preceding tokens and the token itself only.
+      log_decay: As for `linear_attention`.
+      beta: As for `linear_attention`.
+      normalize: As for `linear_attention`.
+      segment_ids: As for `linear_attention`.
+      eps: As for `linear_attention`.
+
+    Returns:
+      o in q's dtype.
+
+    Cost: O(B N T S M) time and memory with a decay for each feature; O(B N T S) memory without. With beta, O(B K T^3) time.
+
+    References:
+      Katharopoulos et al. 2020, "Transformers are RNNs", eq. 4 and 8; Yang et al. 2023, "Gated linear attention transformers",
+      eq. 3; Yang et al. 2024, "Gated delta networks", eq. 10.
+    """
+    (b, t, n, m), (s, heads) = q.shape, k.shape[1:3]
+    visible = jnp.tril(jnp.ones((t, s), bool)) if causal else jnp.ones((t, s), bool)
+    visible = jnp.broadcast_to(visible[None], (b, t, s))
+    if segment_ids is not None:
+        visible &= segment_ids[:, :, None] == segment_ids[:, None, :]
+    queries = q.astype(jnp.float32).reshape(b, t, heads, n // heads, m)
+    k, values = k.astype(jnp.float32), v.astype(jnp.float32)
+    decay = _decay(log_decay, visible, heads) if log_decay is not None else None
+    if beta is not None:
+        products = _products(k[:, :, :, None], k, decay)[..., 0, :, :]  # [B, K, T, S]
+        products = jnp.where((visible & ~jnp.eye(t, dtype=bool)[None])[:, None], products, jnp.float32(0))
+        rate = beta.astype(jnp.float32).transpose(0, 2, 1)[..., None]
+        system = jnp.eye(t, dtype=jnp.float32)[None, None] + rate * products
+        values = jax.scipy.linalg.solve_triangular(system, rate * values.transpose(0, 2, 1, 3), lower=True)
+        values = values.transpose(0, 2, 1, 3)
+    weights = _products(queries, k, decay)
+    weights = jnp.where(visible[:, None, None], weights, jnp.float32(0))
+    o = jnp.einsum("bkgts,bskh->btkgh", weights, values)
+    if normalize:
+        o = normalized(o, weights.sum(axis=-1).transpose(0, 3, 1, 2), eps)
+    return o.reshape(b, t, n, -1).astype(q.dtype)
+
+
+def _decay(log_decay: Array, visible: Array, heads: int) -> Array:
+    """[B, T, S, K, 1 or M], the decay from token s to token t: a product over visible tokens after s, up to t."""
+    b, t = visible.shape[:2]
+    if log_decay.ndim == 1:
+        log_decay = jnp.broadcast_to(log_decay[None, None], (b, t, heads))
+    if log_decay.ndim == 3:
+        log_decay = log_decay[..., None]
+    total = jnp.einsum(
+        "btu,bukm->btkm", visible.astype(jnp.float32), log_decay.astype(jnp.float32), precision="highest"
+    )
+    difference = total[:, :, None] - total[:, None]
+    return jnp.exp(jnp.where(visible[..., None, None], difference, jnp.float32(0)))
+
+
+def _products(q: Array, k: Array, decay: Array | None) -> Array:
+    """[B, K, G, T, S], inner products of queries [B, T, K, G, M] and keys [B, S, K, M], with the decay of each feature."""
+    if decay is None:
+        return jnp.einsum("btkgm,bskm->bkgts", q, k)
+    decay = jnp.broadcast_to(decay, (*decay.shape[:-1], k.shape[-1]))
+    return jnp.einsum("btkgm,bskm,btskm->bkgts", q, k, decay)

@@ -1,0 +1,1 @@
+"""Attention through few summaries of the keys: Linformer and Nystromformer."""

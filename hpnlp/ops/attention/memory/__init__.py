@@ -1,0 +1,1 @@
+"""Attention to memories of earlier tokens: by relative positions, and compressed."""

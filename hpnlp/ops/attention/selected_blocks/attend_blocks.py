@@ -1,0 +1,361 @@
+"""Attention of each query to some blocks of keys, with memory linear in the number of chosen blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from hpnlp.ops.array_op import array_op
+from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.attention.block_sparse.tile import FLOOR
+from hpnlp.ops.attention.selected_blocks.row_tiles import row_tiles
+from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.dropout import keep_mask, seed_words
+from hpnlp.types import InputError
+
+# Queries times heads in a tile, at most and at least, so that products keep a core busy and few rows are empty.
+MAX_ROWS, MIN_ROWS = 128, 8
+
+
+@array_op("B T N", q="B T N")
+def attend_blocks(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    starts: Int[Array, "B M"],
+    chosen: Int[Array, "B T P C"],
+    *,
+    block: int,
+    kv_visible: Bool[Array, "B S K"] | None = None,
+    dropout_rate: float = 0.0,
+    rng: Array | None = None,
+    streams: Int[Array, "B N"] | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Softmax attention of each query to all keys of the blocks that are chosen for it.
+
+    The pairs (query, block) are sorted by block. Tiles of queries that read the same block are products of matrices, and the
+    partial results of a query's blocks are merged by their log-sum-exp.
+
+    Args:
+      q: Queries.
+      k: Keys. K divides P, P divides N, and query head n reads key head n // (N / K).
+      v: Values.
+      starts: Index of the first key of each of M blocks; all blocks are within the S keys.
+      chosen: Numbers of C distinct blocks for each query and each of P groups of N / P query heads; -1 for none.
+      block: Number of keys of a block.
+      kv_visible: False for keys that no query sees; None for none.
+      dropout_rate: Probability of dropping a weight, by indices of query and key as in `attend`.
+      rng: PRNG key of dropout.
+      streams: A number for each row and head; b N + n if None.
+
+    Returns:
+      (o in q's dtype, float32 lse). A query without keys gets o = 0 and lse = -inf, with zero gradients.
+
+    Raises:
+      InputError: The numbers of heads or blocks do not fit.
+
+    Cost:
+      O(B T N C block H) time, and partial results of B T N C (Hv + 1) float32 numbers. The backward pass computes the weights
+      again from q, k, v, o and lse.
+
+    References:
+      Lu et al. 2025, "MoBA: Mixture of block attention for long-context LLMs", arXiv 2502.13189, algorithm 1.
+    """
+    _check(q, k, starts, chosen, block, dropout_rate, rng)
+    seed = None
+    if dropout_rate:
+        assert rng is not None
+        seed = seed_words(rng)
+        if streams is None:
+            streams = jnp.arange(q.shape[0] * q.shape[2], dtype=jnp.int32).reshape(q.shape[0], q.shape[2])
+    indices = _Indices(starts, chosen, kv_visible, seed, streams if dropout_rate else None)
+    leaves, structure = jax.tree.flatten((q, k, v, indices))
+    q, k, v, indices = jax.tree.unflatten(structure, vary_alike(*leaves))
+    result: Any = _attend(_Options(block, dropout_rate), q, k, v, indices)
+    return result
+
+
+@array_op("B T N", q="B T N")
+def attend_blocks_reference(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    starts: Int[Array, "B M"],
+    chosen: Int[Array, "B T P C"],
+    *,
+    block: int,
+    kv_visible: Bool[Array, "B S K"] | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """`attend_blocks` by its definition, without dropout: dense attention with a mask of pairs.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      starts: Index of the first key of each block.
+      chosen: Numbers of the chosen blocks, -1 for none.
+      block: Number of keys of a block.
+      kv_visible: False for keys that no query sees.
+
+    Returns:
+      (o in q's dtype, float32 lse).
+
+    Cost:
+      O(B N T S (C + H)) time and O(B N T S C) memory.
+    """
+    heads, groups, kv_heads = q.shape[2], chosen.shape[2], k.shape[2]
+    first = jnp.take_along_axis(starts[:, None, None], jnp.maximum(chosen, 0), axis=3)[..., None]
+    keys = jnp.arange(k.shape[1])[None, None, None, None]
+    visible = ((chosen >= 0)[..., None] & (keys >= first) & (keys < first + block)).any(axis=3)
+    visible = jnp.repeat(visible, heads // groups, axis=2)
+    if kv_visible is not None:
+        visible = visible & jnp.repeat(kv_visible.transpose(0, 2, 1), heads // kv_heads, axis=1)[:, None]
+    k, v = (jnp.repeat(x.astype(jnp.float32), heads // kv_heads, axis=2) for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->btns", q.astype(jnp.float32), k) * q.shape[3] ** -0.5
+    sees_any = visible.any(axis=3, keepdims=True)
+    scores = jnp.where(visible, scores, jnp.where(sees_any, -jnp.inf, 0.0))
+    weights = jnp.where(visible, jax.nn.softmax(scores, axis=3), 0.0)
+    lse = jnp.where(sees_any[..., 0], jax.nn.logsumexp(scores, axis=3), -jnp.inf)
+    return jnp.einsum("btns,bsnh->btnh", weights, v).astype(q.dtype), lse
+
+
+def _check(
+    q: Array, k: Array, starts: Array, chosen: Array, block: int, dropout_rate: float, rng: Array | None
+) -> None:
+    """Checks numbers of heads and blocks."""
+    heads, groups, kv_heads = q.shape[2], chosen.shape[2], k.shape[2]
+    if groups % kv_heads or heads % groups:
+        raise InputError(
+            f"chosen has {groups} groups of heads for {heads} query and {kv_heads} key heads: expected a multiple of "
+            f"{kv_heads} that divides {heads}"
+        )
+    if chosen.shape[:2] != q.shape[:2] or starts.shape[0] != q.shape[0]:
+        raise InputError(f"q {q.shape}, starts {starts.shape}, chosen {chosen.shape}: expected equal B and T")
+    if not 1 <= block <= k.shape[1]:
+        raise InputError(f"block {block}: expected 1 to {k.shape[1]}, the number of keys")
+    if not 0.0 <= dropout_rate < 1.0 or (dropout_rate and rng is None):
+        raise InputError(f"dropout_rate {dropout_rate}: expected 0 <= rate < 1, and an rng unless it is 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    block: int
+    dropout_rate: float
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Indices:
+    """Operands without gradients; see `attend_blocks`."""
+
+    starts: Array
+    chosen: Array
+    kv_visible: Array | None
+    seed: Array | None
+    streams: Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """One tile, or the tiles of all examples and key heads one after the other.
+
+    Attributes:
+      rows: int32 [W], index among all rows of queries; -1 for none.
+      problem: int32 scalar, example times K plus key head.
+      start: int32 scalar, index of the first key.
+      is_used: bool scalar, whether the tile has rows.
+    """
+
+    rows: Array
+    problem: Array
+    start: Array
+    is_used: Array
+
+
+class _Problem:
+    """Arrays by example and key head, and their tiles.
+
+    A row is a query of one of the P / K groups of heads of a key head, with its g = N / P heads: `[B K T P / K, g, ...]`.
+    """
+
+    def __init__(self, options: _Options, q: Array, k: Array, v: Array, indices: _Indices) -> None:
+        self.options, self.indices = options, indices
+        self.batch, self.length, self.heads, self.size = q.shape
+        self.kv_heads, (groups, self.count) = k.shape[2], indices.chosen.shape[2:]
+        self.repeats, self.together = groups // self.kv_heads, self.heads // groups
+        self.scale = jnp.float32(self.size**-0.5)
+        self.q, self.k, self.v = self.rows_of(q), _by_head(k), _by_head(v)
+        self.visible = None if indices.kv_visible is None else _by_head(indices.kv_visible[..., None])
+        self.streams = None
+        if indices.streams is not None:
+            self.streams = self.rows_of(jnp.broadcast_to(indices.streams[:, None, :, None], (*q.shape[:3], 1)))[..., 0]
+        blocks = indices.starts.shape[1]
+        chosen = indices.chosen.reshape(self.batch, self.length, self.kv_heads, -1).swapaxes(1, 2)
+        chosen = chosen.reshape(self.batch * self.kv_heads, -1)
+        pairs = chosen.shape[1] // max(blocks, 1)
+        width = 2 ** (max(min(pairs, MAX_ROWS // self.together), MIN_ROWS // self.together, 1).bit_length() - 1)
+        self.tiles, self.places = self._tiles(chosen, blocks, width)
+
+    def _tiles(self, chosen: Array, blocks: int, width: int) -> tuple[_Tile, Array]:
+        tiles = row_tiles(chosen, blocks, width)
+        problems = jnp.arange(chosen.shape[0], dtype=jnp.int32)[:, None]
+        per_problem = chosen.shape[1] // self.count
+        rows = jnp.where(tiles.rows < 0, -1, tiles.rows // self.count + problems[..., None] * per_problem)
+        starts = jnp.repeat(self.indices.starts, self.kv_heads, axis=0).astype(jnp.int32)
+        start = jnp.take_along_axis(starts, jnp.minimum(tiles.groups, blocks - 1), axis=1)
+        problem = jnp.broadcast_to(problems, tiles.groups.shape)
+        flat = [x.reshape(-1, *x.shape[2:]) for x in (rows, problem, start, tiles.groups < blocks)]
+        places = jnp.where(tiles.places < 0, -1, tiles.places + problems * (tiles.groups.shape[1] * width))
+        return _Tile(*flat), places.reshape(-1, self.count)
+
+    def rows_of(self, x: Array) -> Array:
+        """`[B K T P / K, g, F]` from `[B, T, N, F]`."""
+        x = x.reshape(self.batch, self.length, self.kv_heads, self.repeats * self.together, x.shape[3])
+        return x.swapaxes(1, 2).reshape(-1, self.together, x.shape[4])
+
+    def from_rows(self, x: Array) -> Array:
+        """`[B, T, N, F]` from `[B K T P / K, g, F]`."""
+        x = x.reshape(self.batch, self.kv_heads, self.length, -1, x.shape[2])
+        return x.swapaxes(1, 2).reshape(self.batch, self.length, self.heads, x.shape[4])
+
+    def keys_of(self, tile: _Tile, x: Array) -> Array:
+        """The tile's block of keys, values or flags: `[block, F]`."""
+        sizes = 1, self.options.block, x.shape[2]
+        return lax.dynamic_slice(x, (tile.problem, tile.start, jnp.zeros_like(tile.start)), sizes)[0]
+
+    def scores(self, tile: _Tile, q: Array) -> Array:
+        """float32 `[W, g, block]`; -inf for keys that are not visible."""
+        scores = _product(q, self.keys_of(tile, self.k), 2, 1) * self.scale
+        if self.visible is not None:
+            scores = jnp.where(self.keys_of(tile, self.visible)[None, None, :, 0], scores, -jnp.inf)
+        return scores
+
+    def kept(self, tile: _Tile) -> Array | None:
+        """float32 `[W, g, block]`, the factors of dropout; None without dropout."""
+        if self.streams is None or self.indices.seed is None:
+            return None
+        rate = self.options.dropout_rate
+        query = (jnp.maximum(tile.rows, 0) // self.repeats % self.length)[:, None, None]
+        key = (tile.start + jnp.arange(self.options.block, dtype=jnp.int32))[None, None]
+        keep = keep_mask(self.indices.seed, _take_rows(self.streams, tile.rows)[..., None], query, key, rate)
+        return jnp.where(keep, jnp.float32(1.0 / (1.0 - rate)), jnp.float32(0))
+
+
+def _take_rows(x: Array, rows: Array) -> Array:
+    """Rows `[W, ...]` of x; row 0 for -1."""
+    return x.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds")
+
+
+def _by_head(x: Array) -> Array:
+    """`[B K, S, F]` from `[B, S, K, F]`."""
+    return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
+
+
+def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
+    """float32 product over one axis of each."""
+    return lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(options: _Options, q: Array, k: Array, v: Array, indices: _Indices) -> tuple[Array, Array]:
+    return _forward(options, q, k, v, indices)[0]
+
+
+@accepts_numpy
+def _forward(options: _Options, q: Array, k: Array, v: Array, indices: _Indices) -> tuple[Any, Any]:
+    problem = _Problem(options, q, k, v, indices)
+    width, together = problem.tiles.rows.shape[1], problem.together
+
+    def compute(tile: _Tile) -> tuple[Array, Array]:
+        scores = problem.scores(tile, _take_rows(problem.q, tile.rows))
+        top = jnp.maximum(jnp.max(scores, axis=2, keepdims=True), FLOOR)
+        weights = jnp.exp(scores - top)
+        total = jnp.sum(weights, axis=2, keepdims=True)
+        kept = problem.kept(tile)
+        weights = weights if kept is None else weights * kept
+        o = _product(weights.astype(v.dtype), problem.keys_of(tile, problem.v), 2, 0) / jnp.where(total > 0, total, 1.0)
+        lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+        return o, lse[..., 0]
+
+    def skip(tile: _Tile) -> tuple[Array, Array]:
+        empty = (
+            jnp.zeros((width, together, v.shape[3]), jnp.float32),
+            jnp.full((width, together), -jnp.inf, jnp.float32),
+        )
+        o, lse, _ = vary_alike(*empty, tile.rows)
+        return o, lse
+
+    def step(_: None, tile: _Tile) -> tuple[None, tuple[Array, Array]]:
+        return None, lax.cond(tile.is_used, compute, skip, tile)
+
+    _, (o, lse) = lax.scan(step, None, problem.tiles)
+    exists = (problem.places >= 0)[..., None]
+    lse = jnp.where(exists, _take_rows(lse.reshape(-1, together), problem.places), -jnp.inf)
+    top = jnp.maximum(jnp.max(lse, axis=1, keepdims=True), FLOOR)
+    weights = jnp.exp(lse - top)
+    total = jnp.sum(weights, axis=1)
+    share = weights / jnp.where(total > 0, total, 1.0)[:, None]
+    o = jnp.sum(_take_rows(o.reshape(-1, together, v.shape[3]), problem.places) * share[..., None], axis=1)
+    lse = jnp.where(total > 0, top[:, 0] + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    o, lse = problem.from_rows(o).astype(q.dtype), problem.from_rows(lse[..., None])[..., 0]
+    return (o, lse), (q, k, v, indices, o, lse)
+
+
+@accepts_numpy
+def _backward(options: _Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+    q, k, v, indices, o, lse = residuals
+    do, dlse = cotangents
+    problem = _Problem(options, q, k, v, indices)
+    # d score = weight * (do . v - delta)
+    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3) - jnp.where(jnp.isneginf(lse), 0.0, dlse)
+    numbers = jnp.stack([jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta], axis=3)
+    numbers, do = problem.rows_of(numbers), problem.rows_of(do)
+
+    def compute(sums: tuple[Array, Array], tile: _Tile) -> tuple[tuple[Array, Array], Array]:
+        q_rows, do_rows, of_rows = (_take_rows(x, tile.rows) for x in (problem.q, do, numbers))
+        weights = jnp.exp(problem.scores(tile, q_rows) - of_rows[..., :1])
+        weights = jnp.where((tile.rows >= 0)[:, None, None], weights, 0.0)
+        d_weights, dropped = _product(do_rows, problem.keys_of(tile, problem.v), 2, 1), weights
+        if (kept := problem.kept(tile)) is not None:
+            d_weights, dropped = d_weights * kept, weights * kept
+        d_scores = (weights * (d_weights - of_rows[..., 1:]) * problem.scale).astype(q.dtype)
+        dk = _rows_product(d_scores, q_rows)
+        dv = _rows_product(dropped.astype(v.dtype), do_rows)
+        at = tile.problem, tile.start, jnp.zeros_like(tile.start)
+        sum_k, sum_v = (
+            lax.dynamic_update_slice(total, (problem.keys_of(tile, total) + x)[None], at)
+            for total, x in zip(sums, (dk, dv), strict=True)
+        )
+        return (sum_k, sum_v), _product(d_scores, problem.keys_of(tile, problem.k), 2, 0)
+
+    def skip(sums: tuple[Array, Array], tile: _Tile) -> tuple[tuple[Array, Array], Array]:
+        shape = tile.rows.shape[0], problem.together, problem.size
+        return sums, vary_alike(jnp.zeros(shape, jnp.float32), tile.rows)[0]
+
+    def step(sums: tuple[Array, Array], tile: _Tile) -> tuple[tuple[Array, Array], Array]:
+        return lax.cond(tile.is_used, compute, skip, sums, tile)
+
+    start = (jnp.zeros(x.shape, jnp.float32) for x in (problem.k, problem.v))
+    dk, dv, _ = vary_alike(*start, q)
+    (dk, dv), dq = lax.scan(step, (dk, dv), problem.tiles)
+    exists = (problem.places >= 0)[..., None, None]
+    dq = _take_rows(dq.reshape(-1, problem.together, problem.size), problem.places)
+    dq = problem.from_rows(jnp.sum(jnp.where(exists, dq, 0.0), axis=1))
+    shape = problem.batch, problem.kv_heads, k.shape[1], -1
+    dk, dv = (x.reshape(shape).swapaxes(1, 2) for x in (dk, dv))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+def _rows_product(x: Array, y: Array) -> Array:
+    """float32 `[block, F]`, the sum over rows and heads of products of `[W, g, block]` and `[W, g, F]`."""
+    return lax.dot_general(x, y, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
+
+
+_attend.defvjp(_forward, _backward)

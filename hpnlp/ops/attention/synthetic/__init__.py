@@ -1,0 +1,1 @@
+"""Attention whose scores are not products of queries and keys: Synthesizers."""

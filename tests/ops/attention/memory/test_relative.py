@@ -1,0 +1,95 @@
+"""Relative attention in blocks against its definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.attention.memory.relative import (
+    distance_scores,
+    received_attention,
+    reference_relative_attention,
+    relative_attention,
+)
+from hpnlp.types import InputError
+from tests.contracts import assert_close, once
+
+B, N, K, H, HV = 2, 4, 2, 8, 3
+
+
+def operands(length, keys, distances, dtype="float32"):
+    rng = np.random.default_rng(0)
+    shapes = [(B, length, N, H), (B, keys, K, H), (B, keys, K, HV), (distances, N, H), (N, H), (N, H)]
+    return [jnp.asarray(rng.standard_normal(shape), dtype if i < 3 else "float32") for i, shape in enumerate(shapes)]
+
+
+def segments(length, keys):
+    """Ids that are not sorted; the last ones of the keys are those of the queries, and some queries see nothing."""
+    ids = jnp.asarray(np.random.default_rng(1).integers(1, 4, (B, keys)), jnp.int32)
+    return {"segment_ids": ids[:, keys - length :].at[:, 3].set(9), "kv_segment_ids": ids}
+
+
+@pytest.mark.parametrize(
+    ("length", "keys", "distances", "block"),
+    [(19, 24, 6, 8), (19, 19, 40, 8), (16, 40, 9, 8), (5, 9, 4, 8), (1, 3, 3, 8)],
+    ids=["memory", "all earlier keys", "memory longer than the window", "one block", "one token"],
+)
+def test_blocks_match_reference(length, keys, distances, block):
+    """Values, gradients and rows that see nothing; with and without segments."""
+    arrays = operands(length, keys, distances)
+    signs = jnp.asarray(np.random.default_rng(2).standard_normal((B, length, N, HV)), jnp.float32)
+    ids = segments(length, keys) if length > 3 else {}
+
+    def of(function, **options):
+        def score(*arrays):
+            results = [function(*arrays, scale=0.5, **options), function(*arrays, **ids, **options)]
+            return sum(jnp.sum(o * signs) for o in results), results
+
+        return jax.grad(score, tuple(range(6)), has_aux=True)(*arrays)
+
+    actual, expected = once(lambda: (of(relative_attention, block_size=block), of(reference_relative_attention)))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
+    if ids:
+        assert not np.asarray(actual[1][1])[:, 3].any()
+
+
+def test_blocks_drop_different_entries_and_depend_on_the_key():
+    arrays = operands(16, 16, 4)
+    arrays[:2] = jnp.zeros_like(arrays[0]), jnp.zeros_like(arrays[1])
+    arrays[3:] = [jnp.zeros_like(x) for x in arrays[3:]]
+    arrays[2] = jnp.ones_like(arrays[2])
+
+    def dropped(key):
+        return relative_attention(*arrays, dropout_rate=0.5, rng=key, block_size=8)
+
+    first, again, other = once(lambda: [dropped(jax.random.key(seed)) for seed in (0, 0, 1)])
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any() and (first[:, 3:8] != first[:, 11:]).any()
+    assert float(first[:, 3:].mean()) == pytest.approx(1.0, abs=0.2)
+
+
+def test_scores_of_distances_match_definition():
+    q, _, _, r, _, bias = operands(3, 3, 5, "bfloat16")
+    expected = np.einsum("btnh,rnh->btnr", np.asarray(q, np.float32) + np.asarray(bias), np.asarray(r)) * H**-0.5
+    assert_close(distance_scores(q, r, bias), expected.astype(np.float32), "bfloat16")
+
+
+def test_received_attention_is_the_sum_of_the_weights():
+    """In blocks, against the weights of each query, which are its outputs for values that are unit vectors."""
+    q, k, _, *learned = operands(10, 14, 20)
+    unit = jnp.broadcast_to(jnp.eye(14)[None, :, None], (B, 14, K, 14))
+    ids = segments(10, 14)
+    actual, weights = once(
+        lambda: (
+            received_attention(q, k, *learned, **ids, block_size=4),
+            reference_relative_attention(q, k, unit, *learned, **ids),
+        )
+    )
+    np.testing.assert_allclose(actual, np.asarray(weights).sum(axis=1).mean(axis=1), atol=1e-5)
+    assert actual.dtype == jnp.float32
+
+
+def test_fewer_keys_than_queries_raise():
+    with pytest.raises(InputError, match="5 queries and 4 keys: expected at least one key per query"):
+        relative_attention(*operands(5, 4, 4))
