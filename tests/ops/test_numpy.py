@@ -12,7 +12,9 @@ import pytest
 import hpnlp.ops
 from hpnlp.ops import convolution, dropout, dynamic_quantization, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
-from hpnlp.ops.attention import Causal, Window, attend, flash, merge, reference
+from hpnlp.ops.attention import Causal, Window, attend, bucketed, flash, merge, reference
+from hpnlp.ops.attention.bucketed import order as bucket_order
+from hpnlp.ops.attention.bucketed import sinkhorn, sinkhorn_cache
 from hpnlp.ops.attention.decoding import decode, kv_cache
 from hpnlp.ops.attention.linear import (
     LinearState,
@@ -69,6 +71,11 @@ IVF, LSH = build_ivf(x(64, D), cells=4), build_lsh(x(64, D), bits=2, tables=2)
 HEAD, TAILS = x(5, D), ((x(2, D), x(2, 2)), (x(1, D), x(3, 1)))
 SAMPLES = proposals.Samples(ids(5), x(5), x(N))
 STATE = LinearState(x(2, 2, 8, 8), x(2, 2, 8))
+BUCKETS, ROTATIONS = ids(2, 12, 4, 2, below=3), x(2, 8, 2)
+BUCKET_CACHE = bucketed.BucketCache(x(8, 16, 8), x(4, 16, 8), ids(8, 16, 2), ids(8, 16, 2), np.array([12, 7]))
+SORT = sinkhorn.SortSettings(4, 2, 0.5, True)
+SUMS = x(2, 4, 4, 8), x(2, 4, 4, 8), x(2, 4, 2, 8), ids(2, 4) + 1, ids(2, 4, below=2)
+SINKHORN_CACHE = sinkhorn_cache.SinkhornCache(x(2, 16, 2, 8), x(2, 16, 2, 8), *SUMS[:2], np.array([12, 7]))
 CACHE = kv_cache.KVCache(x(4, 16, 8), x(4, 16, 8), np.array([12, 7]))
 
 
@@ -170,6 +177,52 @@ CALLS = {
         ),
     ),
     "attention.selected_blocks.blocks.own_block_attention": ((key_blocks.own_block_attention, (*QKV, DOCUMENTS)),),
+    "attention.bucketed.attend.bucketed_attention": (
+        (
+            lambda *a: bucketed.bucketed_attention(*a[:4], window=3, causal=True, segment_ids=a[4]),
+            (*QKV, BUCKETS, SEGMENTS),
+        ),
+    ),
+    "attention.bucketed.attend.bucketed_reference": (
+        (lambda *a: bucketed.bucketed_reference(*a, window=3, causal=True), (*QKV, BUCKETS)),
+    ),
+    "attention.bucketed.attend.visible_pairs": (
+        (lambda b: bucketed.visible_pairs(b, window=3, causal=True), (BUCKETS,)),
+    ),
+    "attention.bucketed.cache.start_bucket_cache": (
+        (lambda *a: bucketed.start_bucket_cache(*a, 16), (QKV[0], QKV[2], BUCKETS, np.array([12, 7]))),
+    ),
+    "attention.bucketed.cache.extend_bucket_cache": (
+        (
+            lambda *a: bucketed.extend_bucket_cache(*a, window=3),
+            (x(2, 2, 4, 8), x(2, 2, 4, 8), x(2, 2, 2, 8), ids(2, 2, 4, 2, below=3), BUCKET_CACHE),
+        ),
+    ),
+    "attention.bucketed.hashing.lsh_buckets": ((bucketed.lsh_buckets, (QKV[0], ROTATIONS)),),
+    "attention.bucketed.hashing.nearest_centroids": ((bucketed.nearest_centroids, (QKV[0], x(4, 3, 8))),),
+    "attention.bucketed.hashing.random_rotations": ((lambda key: bucketed.random_rotations(key, 2, 8, 4), (KEY,)),),
+    "attention.bucketed.hashing.unit_vectors": ((bucketed.unit_vectors, (QKV[0],)),),
+    "attention.bucketed.order.bucket_ranks": ((bucket_order.bucket_ranks, (ids(2, 12, below=3), SEGMENTS)),),
+    "attention.bucketed.order.inverse": ((bucket_order.inverse, (np.stack([RNG.permutation(12)] * 2),)),),
+    "attention.bucketed.order.sort_by_bucket": (
+        (lambda *a: bucket_order.sort_by_bucket(*a, 3), (ids(2, 12, below=3), SEGMENTS)),
+    ),
+    "attention.bucketed.sinkhorn.balance": (
+        (lambda s: sinkhorn.balance(s, np.tri(5, k=-1, dtype=bool), 2, True), (x(5, 5),)),
+    ),
+    "attention.bucketed.sinkhorn.sort_weights": ((lambda *a: sinkhorn.sort_weights(*a, SORT), SUMS),),
+    "attention.bucketed.sinkhorn.sinkhorn_attention": (
+        (lambda q, k, v, s: sinkhorn.sinkhorn_attention(q, k, v, SORT, segment_ids=s), (*QKV, SEGMENTS)),
+    ),
+    "attention.bucketed.sinkhorn_cache.start_sinkhorn_cache": (
+        (lambda *a: sinkhorn_cache.start_sinkhorn_cache(*a, SORT, 16), (*QKV, np.array([12, 7]))),
+    ),
+    "attention.bucketed.sinkhorn_cache.extend_sinkhorn_cache": (
+        (
+            lambda *a: sinkhorn_cache.extend_sinkhorn_cache(*a, SORT),
+            (x(2, 2, 4, 8), x(2, 2, 2, 8), x(2, 2, 2, 8), SINKHORN_CACHE),
+        ),
+    ),
     "attention.selected_blocks.decode.start_block_cache": (
         (
             lambda k, v, n, w: block_cache.start_block_cache(k, v, n, 4, 16, w, w, has_v_summaries=True),
@@ -423,6 +476,7 @@ INTERNAL = {
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),
     *(f"attention.block_sparse.{name}" for name in ("operands", "permuted", "scan", "schedule", "tile", "unrolled")),
+    "attention.bucketed.tiles",
     "attention.selected_blocks.row_tiles",
     *("array_op", "arrays", "counter_rng", "custom_vjp", "stacks"),
     *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),
@@ -430,6 +484,8 @@ INTERNAL = {
 # Functions that compute on the host, from numbers and numpy arrays, and functions that only other ops call.
 ON_HOST = {
     "attention.attend.explain",
+    "attention.bucketed.attend.without_self",
+    *(f"attention.bucketed.sinkhorn.{name}" for name in ("block_sums", "in_blocks", "mixtures")),
     "linear.prefers_transpose",
     *("attention.operands.scale_queries", "attention.reference.dense_attention"),
     *(f"attention.linear.random_attention.{name}" for name in ("rfa_quotient", "rfa_terms", "softmax_features")),
