@@ -12,9 +12,7 @@ import pytest
 import hpnlp.ops
 from hpnlp.ops import convolution, dropout, dynamic_quantization, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
-from hpnlp.ops.attention import Causal, Window, attend, bucketed, flash, merge, reference
-from hpnlp.ops.attention.bucketed import order as bucket_order
-from hpnlp.ops.attention.bucketed import sinkhorn, sinkhorn_cache
+from hpnlp.ops.attention import Causal, Window, attend, clustered, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
 from hpnlp.ops.attention.linear import (
     LinearState,
@@ -43,6 +41,7 @@ from hpnlp.ops.softmax import (
 )
 from hpnlp.ops.softmax import proposals as proposals
 from tests.contracts import assert_close
+from tests.ops import bucketed_and_low_rank_calls
 
 RNG = np.random.default_rng(0)
 N, D, V = 6, 4, 8
@@ -71,11 +70,6 @@ IVF, LSH = build_ivf(x(64, D), cells=4), build_lsh(x(64, D), bits=2, tables=2)
 HEAD, TAILS = x(5, D), ((x(2, D), x(2, 2)), (x(1, D), x(3, 1)))
 SAMPLES = proposals.Samples(ids(5), x(5), x(N))
 STATE = LinearState(x(2, 2, 8, 8), x(2, 2, 8))
-BUCKETS, ROTATIONS = ids(2, 12, 4, 2, below=3), x(2, 8, 2)
-BUCKET_CACHE = bucketed.BucketCache(x(8, 16, 8), x(4, 16, 8), ids(8, 16, 2), ids(8, 16, 2), np.array([12, 7]))
-SORT = sinkhorn.SortSettings(4, 2, 0.5, True)
-SUMS = x(2, 4, 4, 8), x(2, 4, 4, 8), x(2, 4, 2, 8), ids(2, 4) + 1, ids(2, 4, below=2)
-SINKHORN_CACHE = sinkhorn_cache.SinkhornCache(x(2, 16, 2, 8), x(2, 16, 2, 8), *SUMS[:2], np.array([12, 7]))
 CACHE = kv_cache.KVCache(x(4, 16, 8), x(4, 16, 8), np.array([12, 7]))
 
 
@@ -106,10 +100,11 @@ MANY = (
 )  # fmt: skip
 DOCUMENTS = key_blocks.DocumentBlocks(ids(2, 3), RNG.random((2, 3)) < 0.5, ids(2, 3), ids(2, 12), 4)
 CHOSEN = np.array([[0, 4, 8]] * 2), ids(2, 12, 2, 2, below=3) * [1, 0] - [0, 1]
+CLUSTERS = clustered.Clusters(ids(2, 12, 4, below=3), ids(2, 3), RNG.random(2) < 0.5, 3)
 GROUPED = H, TABLE, ids(N, below=2), ids(N, below=4), np.array([0, 4, 8])
 ADAPTIVE = {"cutoffs": (3, 5)}
 # name of a public op -> calls of it: (function, arguments).
-CALLS = {
+CALLS = bucketed_and_low_rank_calls.CALLS | {
     "attention.attend.attend": (
         (lambda *a: attend(*a, Causal()), QKV),
         (lambda *a: attend(*a, Causal(), block_size=4), LONG),
@@ -129,6 +124,10 @@ CALLS = {
         (lambda *a: linear_attention(*a, normalize=True, return_state=True, chunk=8), QKV),
         (lambda *a: linear_attention(*a[:3], causal=False, segment_ids=a[3], chunk=8), (*QKV, SEGMENTS)),
         (lambda *a: linear_attention(*a, causal=False, normalize=True), QKV),
+        (
+            lambda *a: linear_attention(*a[:3], log_decay=a[3], beta=a[4], chunk=8),
+            (*QKV, -np.abs(x(2, 12, 2, 8)), RNG.random((2, 12, 2))),
+        ),
     ),
     "attention.linear.random_attention.random_feature_attention": (
         (lambda *a: random_feature_attention(*a[:4], segment_ids=a[4]), (*QKV, x(6, 8), SEGMENTS)),
@@ -138,7 +137,10 @@ CALLS = {
         ),
     ),
     "attention.linear.random_attention.rfa_attention": (
-        (lambda *a: rfa_attention(*a[:4], scale=a[4], segment_ids=a[5]), (*QKV, x(6, 8), x(2, 8), SEGMENTS)),
+        (
+            lambda *a: rfa_attention(*a[:4], scale=a[4], log_gate=a[5], segment_ids=a[6]),
+            (*QKV, x(6, 8), x(2, 8), -RNG.random((2, 12, 2)), SEGMENTS),
+        ),
     ),
     "attention.linear.recurrent.linear_attention_step": (
         (lambda *a: linear_attention_step(*a[:4], log_decay=a[4]), (*(y[:, 0] for y in QKV), STATE, -np.abs(x(2)))),
@@ -151,6 +153,14 @@ CALLS = {
     ),
     "attention.operands.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
     "attention.attend.merge": ((lambda *a: merge(a[:2], a[2:]), (x(3, 4), x(3), x(3, 4), x(3))),),
+    "attention.clustered.hamming_kmeans.sign_bits": ((clustered.sign_bits, (QKV[0], x(8, 5))),),
+    "attention.clustered.hamming_kmeans.hamming_kmeans": (
+        (lambda bits, s: clustered.hamming_kmeans(bits, 3, 2, s), (np.sign(x(2, 12, 4, 5)), SEGMENTS)),
+    ),
+    "attention.clustered.attention.clustered_attention": ((clustered.clustered_attention, (*QKV, CLUSTERS, SEGMENTS)),),
+    "attention.clustered.attention.improved_clustered_attention": (
+        (lambda *a: clustered.improved_clustered_attention(*a[:4], 2, a[4]), (*QKV, CLUSTERS, SEGMENTS)),
+    ),
     "attention.selected_blocks.attend_blocks.attend_blocks": (
         (lambda *a: attend_blocks(*a, block=4), (*QKV, *CHOSEN)),
         (
@@ -177,52 +187,6 @@ CALLS = {
         ),
     ),
     "attention.selected_blocks.blocks.own_block_attention": ((key_blocks.own_block_attention, (*QKV, DOCUMENTS)),),
-    "attention.bucketed.attend.bucketed_attention": (
-        (
-            lambda *a: bucketed.bucketed_attention(*a[:4], window=3, causal=True, segment_ids=a[4]),
-            (*QKV, BUCKETS, SEGMENTS),
-        ),
-    ),
-    "attention.bucketed.attend.bucketed_reference": (
-        (lambda *a: bucketed.bucketed_reference(*a, window=3, causal=True), (*QKV, BUCKETS)),
-    ),
-    "attention.bucketed.attend.visible_pairs": (
-        (lambda b: bucketed.visible_pairs(b, window=3, causal=True), (BUCKETS,)),
-    ),
-    "attention.bucketed.cache.start_bucket_cache": (
-        (lambda *a: bucketed.start_bucket_cache(*a, 16), (QKV[0], QKV[2], BUCKETS, np.array([12, 7]))),
-    ),
-    "attention.bucketed.cache.extend_bucket_cache": (
-        (
-            lambda *a: bucketed.extend_bucket_cache(*a, window=3),
-            (x(2, 2, 4, 8), x(2, 2, 4, 8), x(2, 2, 2, 8), ids(2, 2, 4, 2, below=3), BUCKET_CACHE),
-        ),
-    ),
-    "attention.bucketed.hashing.lsh_buckets": ((bucketed.lsh_buckets, (QKV[0], ROTATIONS)),),
-    "attention.bucketed.hashing.nearest_centroids": ((bucketed.nearest_centroids, (QKV[0], x(4, 3, 8))),),
-    "attention.bucketed.hashing.random_rotations": ((lambda key: bucketed.random_rotations(key, 2, 8, 4), (KEY,)),),
-    "attention.bucketed.hashing.unit_vectors": ((bucketed.unit_vectors, (QKV[0],)),),
-    "attention.bucketed.order.bucket_ranks": ((bucket_order.bucket_ranks, (ids(2, 12, below=3), SEGMENTS)),),
-    "attention.bucketed.order.inverse": ((bucket_order.inverse, (np.stack([RNG.permutation(12)] * 2),)),),
-    "attention.bucketed.order.sort_by_bucket": (
-        (lambda *a: bucket_order.sort_by_bucket(*a, 3), (ids(2, 12, below=3), SEGMENTS)),
-    ),
-    "attention.bucketed.sinkhorn.balance": (
-        (lambda s: sinkhorn.balance(s, np.tri(5, k=-1, dtype=bool), 2, True), (x(5, 5),)),
-    ),
-    "attention.bucketed.sinkhorn.sort_weights": ((lambda *a: sinkhorn.sort_weights(*a, SORT), SUMS),),
-    "attention.bucketed.sinkhorn.sinkhorn_attention": (
-        (lambda q, k, v, s: sinkhorn.sinkhorn_attention(q, k, v, SORT, segment_ids=s), (*QKV, SEGMENTS)),
-    ),
-    "attention.bucketed.sinkhorn_cache.start_sinkhorn_cache": (
-        (lambda *a: sinkhorn_cache.start_sinkhorn_cache(*a, SORT, 16), (*QKV, np.array([12, 7]))),
-    ),
-    "attention.bucketed.sinkhorn_cache.extend_sinkhorn_cache": (
-        (
-            lambda *a: sinkhorn_cache.extend_sinkhorn_cache(*a, SORT),
-            (x(2, 2, 4, 8), x(2, 2, 2, 8), x(2, 2, 2, 8), SINKHORN_CACHE),
-        ),
-    ),
     "attention.selected_blocks.decode.start_block_cache": (
         (
             lambda k, v, n, w: block_cache.start_block_cache(k, v, n, 4, 16, w, w, has_v_summaries=True),
@@ -471,21 +435,19 @@ INTERNAL = {
         f"attention.masks.{name}"
         for name in ("base", "lookback", "papers", "patterns", "per_head", "selected_tokens", "table")
     ),
-    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "random_features", "state")),
+    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "decay", "delta", "random_features", "state")),
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),
     *(f"attention.block_sparse.{name}" for name in ("operands", "permuted", "scan", "schedule", "tile", "unrolled")),
-    "attention.bucketed.tiles",
     "attention.selected_blocks.row_tiles",
+    *bucketed_and_low_rank_calls.INTERNAL,
     *("array_op", "arrays", "counter_rng", "custom_vjp", "stacks"),
     *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),
 }
 # Functions that compute on the host, from numbers and numpy arrays, and functions that only other ops call.
 ON_HOST = {
     "attention.attend.explain",
-    "attention.bucketed.attend.without_self",
-    *(f"attention.bucketed.sinkhorn.{name}" for name in ("block_sums", "in_blocks", "mixtures")),
     "linear.prefers_transpose",
     *("attention.operands.scale_queries", "attention.reference.dense_attention"),
     *(f"attention.linear.random_attention.{name}" for name in ("rfa_quotient", "rfa_terms", "softmax_features")),
@@ -500,11 +462,15 @@ ON_HOST = {
     ),
     *(f"softmax.class_based.{name}" for name in ("classes_from", "equal_size_classes", "equal_mass_classes")),
     *("softmax.grouped_softmax.check_k", "softmax.proposals.unigram"),
+    *bucketed_and_low_rank_calls.BY_OPS,
 }
 
 
 # Searches by loops of unknown length.
-NO_GRADIENT = {"softmax.class_based.class_top_k", "softmax.hierarchical.tree_top_k"}
+NO_GRADIENT = {
+    "softmax.class_based.class_top_k",
+    "softmax.hierarchical.tree_top_k",
+}
 
 
 def public_functions():
