@@ -95,8 +95,9 @@ def bucketed_attention(
     once, which equals the correction by log(number of rounds) of the paper. As the window or the number of rounds grows,
     the result tends to exact attention; with one bucket and a window of T it is exact.
 
-    With `causal`, whether a token sees an earlier one depends only on tokens up to it. In the paper, tokens attend to chunks
-    of the sorted sequence, whose borders move with later tokens.
+    With `causal`, whether a token sees an earlier one depends only on tokens up to it. (Later tokens shift its place in a block
+    of the sorted sequence, by which sums of three or more terms may be rounded differently.) In the paper, tokens attend to
+    chunks of the sorted sequence, whose borders move with later tokens.
 
     Args:
       q: Queries [B, T, N, H].
