@@ -336,7 +336,7 @@ def _backward(options: _Options, residuals: Any, cotangents: tuple[Array, Array]
     # d score = weight * (do . v - delta)
     delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3) - jnp.where(jnp.isneginf(lse), 0.0, dlse)
     numbers = jnp.stack([jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta], axis=3)
-    numbers, do = problem.rows_of(numbers), problem.rows_of(do)
+    numbers, do = lax.optimization_barrier((problem.rows_of(numbers), problem.rows_of(do)))
 
     def compute(sums: tuple[Array, Array], tile: _Tile) -> tuple[tuple[Array, Array], Array]:
         q_rows, do_rows, of_rows = (_take_rows(x, tile.rows) for x in (problem.q, do, numbers))
@@ -346,8 +346,10 @@ def _backward(options: _Options, residuals: Any, cotangents: tuple[Array, Array]
         if (kept := problem.kept(tile)) is not None:
             d_weights, dropped = d_weights * kept, weights * kept
         d_scores = (weights * (d_weights - of_rows[..., 1:]) * problem.scale).astype(q.dtype)
+        # The barrier keeps XLA:CPU from computing the exponentials again for each product.
+        d_scores, dropped = lax.optimization_barrier((d_scores, dropped.astype(v.dtype)))
         dk = _rows_product(d_scores, q_rows)
-        dv = _rows_product(dropped.astype(v.dtype), do_rows)
+        dv = _rows_product(dropped, do_rows)
         at = tile.problem, tile.start, jnp.zeros_like(tile.start)
         sum_k, sum_v = (
             lax.dynamic_update_slice(total, (problem.keys_of(tile, total) + x)[None], at)
