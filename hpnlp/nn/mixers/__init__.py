@@ -12,6 +12,7 @@ from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.fourier import fnet
+from hpnlp.nn.mixers.light_convolution import dynamicconv, lightconv
 from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.low_rank import linformer, nystrom
 from hpnlp.nn.mixers.performer import performer
@@ -41,6 +42,8 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "longformer": exact_mixer(patterns.longformer),
     "bigbird": exact_mixer(patterns.bigbird),
     "conv": conv,
+    "lightconv": lightconv,
+    "dynamicconv": dynamicconv,
     "segment_memory": segment_memory,
     "linear": linear,
     "transformer_xl": transformer_xl,
