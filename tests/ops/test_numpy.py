@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hpnlp.ops
-from hpnlp.ops import convolution, dropout, dynamic_quantization, linear, norms, sampling
+from hpnlp.ops import convolution, dropout, dynamic_quantization, light_convolution, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
 from hpnlp.ops.attention import Causal, Window, attend, clustered, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
@@ -277,6 +277,15 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
         (
             lambda a: dynamic_quantization.dequantize(a, signed=True),
             (dynamic_quantization.Quantized(ids(N, D).astype(np.uint8), x(N, 1)),),
+        ),
+    ),
+    "light_convolution.light_conv": (
+        (lambda *a: light_convolution.light_conv(*a, ahead=1), (x(2, 5, 2, 3), x(2, 3), np.zeros((2, 5), np.int32))),
+    ),
+    "light_convolution.dynamic_conv": (
+        (
+            lambda a, b, c: light_convolution.dynamic_conv(a, b, preceding=c),
+            (x(2, 5, 2, 3), x(2, 5, 2, 3), x(2, 2, 2, 3)),
         ),
     ),
     "convolution.causal_conv": ((convolution.causal_conv, (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),),

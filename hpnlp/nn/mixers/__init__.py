@@ -14,6 +14,7 @@ from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.fourier import fnet
 from hpnlp.nn.mixers.gated import gated_delta, gla, retention
+from hpnlp.nn.mixers.light_convolution import dynamicconv, lightconv
 from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.low_rank import linformer, nystrom
 from hpnlp.nn.mixers.performer import performer
@@ -52,6 +53,14 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "moba": moba,
     "nsa": nsa,
     # Low-rank attention, Fourier mixing and learned scores.
+    "conv": conv,
+    "lightconv": lightconv,
+    "dynamicconv": dynamicconv,
+    "segment_memory": segment_memory,
+    "linear": linear,
+    "transformer_xl": transformer_xl,
+    "compressive": compressive,
+    "differential": differential,
     "linformer": linformer,
     "nystrom": nystrom,
     "fnet": fnet,
