@@ -13,6 +13,7 @@ from hpnlp.ops.attention.linear.chunks import Borders, select
 from hpnlp.ops.attention.linear.decay import cumulative, of_groups, weights
 from hpnlp.ops.attention.linear.delta import corrections
 from hpnlp.ops.attention.linear.state import LinearState, normalized
+from hpnlp.ops.custom_vjp import vary_alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +147,10 @@ def scan_states(
     Returns:
       (`[Y, ...]`, the state after the last chunk).
     """
+    if decay is None:
+        start, sums = vary_alike(start, sums)
+    else:
+        start, sums, decay = vary_alike(start, sums, decay)
     by_chunk = sums.reshape(-1, *start.shape)
     if by_chunk.shape[0] == 1:
         return start, _decayed(start, decay) + sums

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from hpnlp.ops.custom_vjp import vary_alike
+
 
 @dataclasses.dataclass(frozen=True)
 class ChunkShape:
@@ -196,4 +198,4 @@ def _taken(is_apart: jax.Array, x: jax.Array, order: jax.Array) -> jax.Array:
     def take(x: jax.Array, order: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1)
 
-    return lax.cond(is_apart, take, lambda x, order: x, x, order)
+    return lax.cond(is_apart, take, lambda x, order: x, *vary_alike(x, order))

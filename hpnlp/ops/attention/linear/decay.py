@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from hpnlp.ops.attention.linear.chunks import Borders, select
 
-DIRECT = 8  # tokens of a block whose decays by feature are computed for each pair
+DIRECT = 4  # tokens of a block whose decays by feature are computed for each pair
 
 
 def of_groups(x: jax.Array, q: jax.Array) -> jax.Array:
