@@ -53,14 +53,6 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "moba": moba,
     "nsa": nsa,
     # Low-rank attention, Fourier mixing and learned scores.
-    "conv": conv,
-    "lightconv": lightconv,
-    "dynamicconv": dynamicconv,
-    "segment_memory": segment_memory,
-    "linear": linear,
-    "transformer_xl": transformer_xl,
-    "compressive": compressive,
-    "differential": differential,
     "linformer": linformer,
     "nystrom": nystrom,
     "fnet": fnet,
@@ -80,7 +72,10 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "segment_memory": segment_memory,
     "transformer_xl": transformer_xl,
     "compressive": compressive,
-    # Others.
-    "differential": differential,
+    # Convolutions.
     "conv": conv,
+    "lightconv": lightconv,
+    "dynamicconv": dynamicconv,
+    # The difference of two attentions.
+    "differential": differential,
 }
