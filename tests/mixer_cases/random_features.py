@@ -75,6 +75,6 @@ def rfa(mixing, arrays, params, mask, segment_ids):
 EXAMPLES = {
     "performer": ("performer(6,optimal,redraw=2)", "performer(16)", "performer(8,hyperbolic,projections=iid)"),
     # With fewer features, sums of weights are often so close to 0 that differences in rounding are visible.
-    "rfa": ("rfa(32)", "rfa(32,True,redraw=2)"),
+    "rfa": ("rfa(64)", "rfa(64,True,redraw=2)"),
 }
 REFERENCES = {"performer": performer, "rfa": rfa}

@@ -24,7 +24,7 @@ def test_projections_are_drawn_anew_every_few_steps(mixer):
 
 
 def test_averages_of_optimal_features_follow_the_batch():
-    """The mean of |q + k|^2 / sqrt(H) over all pairs enters with weight 0.1; a batch without tokens changes nothing."""
+    """The mean of |q + k|^2 / sqrt(H) over all pairs of a batch enters with weight 0.1, unless the batch has no tokens."""
     mixer, rng = performer(6, "optimal"), np.random.default_rng(0)
     q, k = rng.standard_normal((2, 5, 4))
     sums = {"squares": np.square(q).sum() + np.square(k).sum(), "queries": q.sum(0), "keys": k.sum(0), "tokens": 5.0}
