@@ -58,7 +58,7 @@ class Projection:
       norm: True if `model.qk_norm` normalises the heads, as those of queries and keys.
       rope: True if `model.position="rope"` rotates the heads, as those of queries and keys.
       source: "x" for a projection of the hidden states; "memory" for one of `Context.memory`; "carry" for one of the states
-        in the mixer's carry, a `SegmentMemory`, and after them the hidden states.
+        in the mixer's carry, a `SegmentMemory`, and after them the hidden states. See `Mixer` for states that follow these.
     """
 
     axis: str
@@ -103,6 +103,7 @@ class MixerInputs:
       q: Projected queries `[B, T, N, H]`.
       k: Projected keys `[B, S, K, H]`.
       v: Projected values `[B, S, K, H]`.
+      projections: Other projections by name, such as gates, each `[B, T, heads, width]`.
       positions: int32 `[B, T]`, positions of the queries within their documents.
       kv_positions: int32 `[B, S]`, positions of the keys.
       segment_ids: int32 `[B, T]`; tokens of different segments do not attend to each other.
@@ -131,6 +132,7 @@ class MixerInputs:
     rng: Array | None = None
     draws: Array | None = None
     streams: Array | None = None
+    projections: Mapping[str, Array] = dataclasses.field(default_factory=dict)
     deterministic: bool = dataclasses.field(default=True, metadata={"static": True})
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -185,9 +187,13 @@ class Mixer(Protocol):
     A mixer that carries state from one part of a sequence to the next, which is read in a later batch, has the method
     `initial_carry(batch, dim, dtype)`, a tree of arrays `[B, ...]` before the first tokens, and the attribute `carry_axes`, a
     tree like it of the arrays' logical axes, of which the first is "batch". No gradient passes through a carry.
+    Such a mixer may have the method `further_keys(tokens)`: further tokens, made of those of the carry and of x, whose keys and
+    values follow those of x, with the projections' parameters as constants; and the attribute `carry_multiple`, a divisor of
+    the lengths of batches. A mixer that adds up over the heads of a layer has `divides_heads = False`.
 
     Attributes:
-      needs: The projections that the mixer reads, by their names in MixerInputs; none for a mixer that reads `x`.
+      needs: The projections that the mixer reads, by name: q, k and v as fields of MixerInputs, others in its field
+        `projections`; none for a mixer that reads `x`.
       traits: Its properties.
     """
 

@@ -25,6 +25,7 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 from tests import contracts, test_contracts
 from tests.contracts import assert_close, once
+from tests.mixer_cases.exact import SOFTMAX
 from tests.tiny import WORDS, quick_compiler, xla_cache  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +48,7 @@ def files(path):
 @contextlib.contextmanager
 def unchanged_tables():
     """Removes the entries that are added to tables, and restores those that are replaced."""
-    tables = [*fields.tables().values(), MASKS, contracts.SOFTMAX, contracts.REFERENCES]
+    tables = [*fields.tables().values(), MASKS, SOFTMAX, contracts.REFERENCES]
     before = [(table, dict(table)) for table in tables if isinstance(table, dict)]
     try:
         yield

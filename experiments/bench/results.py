@@ -13,8 +13,11 @@ from typing import Any
 from result_plots import CAPTIONS, CORPORA, PLOTS, plot_tradeoff
 from result_tables import BAR, TABLE, Lines
 
-# Files whose results are in docs/guide/output_layers.md.
-IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_")
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.spec import build, parse_one
+
+# Files whose results are in docs/guide/output_layers.md and efficient_attention.md.
+IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_", "mixers-")
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 IMAGES = ROOT / "docs" / "images"
@@ -115,11 +118,35 @@ def output_layers(results: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def table_of(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """A Markdown table with a row for each output layer. columns: heading -> layer -> figure."""
-    layers = dict.fromkeys(layer for column in columns.values() for layer in column)
-    lines = [["output layer", *columns], ["---"] * (len(columns) + 1)]
-    lines += [[f"`{layer}`", *(column.get(layer, "") for column in columns.values())] for layer in layers]
+def mixers(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown table of the mixers: what they can do, and their time and memory relative to exact attention.
+
+    Args:
+      results: The result files by the name of their benchmark.
+
+    Returns:
+      The table.
+    """
+    measured = results["mixers"]
+    modules = {name: build(parse_one(name, "mixer"), MIXERS, "mixer", name=None) for name in MIXERS}
+    columns = {
+        heading: {name: "yes" for name, module in modules.items() if getattr(module.traits, trait)}
+        for heading, trait in {"causal": "causal", "both directions": "bidirectional", "decodes": "decodes"}.items()
+    }
+    for row in measured["rows"]:
+        pairs = {"full": "all pairs", "causal": "causal"}[row["mask"]]
+        name, length = parse_one(row["mixer"], "mixer").name, f"T {row['length']:,}"
+        columns.setdefault(f"time, {pairs}, {length}", {})[name] = f"{row['time_over_exact']:.2f}"
+        columns.setdefault(f"memory, {pairs}, {length}", {})[name] = f"1 / {1 / row['temp_over_jax_nn']:.0f}"
+    text = f"Measured on {machine(measured['environment'])}: B 1, N 8, H 64, float32."
+    return f"{text}\n\n{table_of(columns, 'mixer')}"
+
+
+def table_of(columns: Mapping[str, Mapping[str, str]], entry: str = "output layer") -> str:
+    """A Markdown table with a row for each entry of a table. columns: heading -> name of the entry -> figure."""
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    lines = [[entry, *columns], ["---"] * (len(columns) + 1)]
+    lines += [[f"`{name}`", *(column.get(name, "") for column in columns.values())] for name in names]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -195,6 +222,7 @@ def main() -> None:
     outputs = output_layers(by_bench) + f"\n\n![Perplexity against time of a step](../images/{tradeoff.name})"
     replace_section(ROOT / "docs" / "results.md", "results", "\n\n".join(sections))
     replace_section(ROOT / "docs" / "guide" / "output_layers.md", "outputs", outputs)
+    replace_section(ROOT / "docs" / "guide" / "efficient_attention.md", "mixers", mixers(by_bench))
     replace_section(ROOT / "README.md", "headline", headline(lines))
 
 

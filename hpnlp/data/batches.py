@@ -74,10 +74,10 @@ class Batches:
             raise InputError(f"the data iterator's state is damaged (batches={batches}): take another checkpoint")
         if differing:
             raise InputError(
-                f"the data iterator's state is of another {' and '.join(differing)}: the text, its split, "
-                "its tokenizer or its order has changed since, or the run was begun by a version of hpnlp that held out whole "
-                "files: give the run its old data back, continue with that version, or start another run (train.init_from "
-                "takes the model of this one)"
+                f"the data iterator's state is of another {' and '.join(differing)}: the text, its split, its tokenizer, its "
+                "order or the shape of a stream's batches has changed since, or the run was begun by a version of hpnlp that "
+                "held out whole files: give the run its old data back, continue with that version, or start another run "
+                "(train.init_from takes the model of this one)"
             )
         self._batches.set_state({"next_index": batches})
 

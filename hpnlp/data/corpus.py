@@ -162,7 +162,7 @@ class Corpus:
             return streamed_batches(
                 self.train_rows,
                 lambda numbers: self._batch(self._train, rows, len(numbers), numbers),
-                {**made_from, "batch size": str(self.config.batch_size)},
+                {**made_from, "batch size": str(self.config.batch_size), "sequence length": str(self.config.seq_len)},
                 seed=seed,
                 batch_size=self.config.batch_size,
                 process_index=process_index,

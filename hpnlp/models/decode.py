@@ -267,7 +267,7 @@ def check_decodes(model: LM, memory: Memory | None, count: int) -> None:
         expected = f"states [{count}, S, {width}], one memory for each prompt" if width else "None"
         shape = None if memory is None else list(memory.states.shape)
         raise InputError(f"memory has states of shape {shape}: model.memory_dim={width} expects {expected}")
-    if not all(traits.decodes and traits.any_length for traits in model.config.traits):
+    if not model.config.decodes:
         raise InputError(
             f"model.mixer={model.config.mixer!r} cannot decode: generate with a model whose mixers all have a cache, and mix "
             "sequences of any length"

@@ -41,6 +41,11 @@ class LMConfig(BackboneConfig):
         return Causal()
 
     @property
+    def decodes(self) -> bool:
+        """Whether the model can continue prompts: all mixers have a cache, and mix sequences of any length."""
+        return all(traits.decodes and traits.any_length for traits in self.traits)
+
+    @property
     def keeps_carry(self) -> bool:
         """A batch may continue the previous one."""
         return True

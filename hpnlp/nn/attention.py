@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -19,7 +21,7 @@ from hpnlp.nn.mixers.cross import CrossMixer
 from hpnlp.nn.mixers.segment_memory import SegmentMemory
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.spec import Spec, build, parse_one, parse_period
-from hpnlp.types import InputError, Mixer, MixerInputs, MixerOutput, Projection
+from hpnlp.types import InputError, MixerInputs, MixerOutput, Projection
 
 
 @jax.tree_util.register_dataclass
@@ -161,19 +163,20 @@ class Attention(nn.Module):
             context = dataclasses.replace(context, segment_ids=jnp.ones_like(context.positions), carry=carry)
         x = self.tensor_parallel.gather_tokens(x)
         tokens = SegmentMemory(x, context.positions, context.segment_ids)
-        keys = self._key_tokens(mixer, tokens, context)
+        keys, further = self._key_tokens(mixer, tokens, context)
         projected = {
-            name: checkpoint_name(
-                self._project(tokens if projection.source == "x" else keys, name, projection), "projected"
-            )
+            name: checkpoint_name(self._project(name, projection, tokens, keys, further), "projected")
             for name, projection in mixer.needs.items()
             if projection.source != "memory" or cache is None  # the cache holds the projections of the memory
         }
+        if further is not None:
+            keys = keys.followed_by(further.states, further.positions, further.segment_ids)
         dropping = self.dropout > 0.0 and not context.deterministic
         streams = self._dropout_streams(context) if dropping else None
         inputs = MixerInputs(
             x=x,
-            **projected,
+            **{name: projected.pop(name) for name in ("q", "k", "v") if name in projected},
+            projections=projected,
             positions=context.positions,
             kv_positions=keys.positions,
             segment_ids=context.segment_ids,
@@ -207,15 +210,21 @@ class Attention(nn.Module):
         heads = start + jnp.arange(self.tensor_parallel.local_size("heads", self.heads))
         return context.ids[:, :1] * self.heads + heads[None].astype(jnp.int32)
 
-    def _key_tokens(self, mixer: Mixer, tokens: SegmentMemory, context: Context) -> SegmentMemory:
-        """The tokens that keys are computed from: those of x, after those of the carry; or the vectors of the memory."""
+    def _key_tokens(
+        self, mixer: Any, tokens: SegmentMemory, context: Context
+    ) -> tuple[SegmentMemory, SegmentMemory | None]:
+        """The tokens that keys are computed from: those of x, after those of the carry; or the vectors of the memory.
+
+        And further ones that the mixer makes of these, whose projections have constant parameters; None for none.
+        """
         sources = [projection.source for projection in mixer.needs.values()]
         if "memory" in sources and context.memory is not None:
             memory = context.memory
-            return SegmentMemory(memory.states.astype(tokens.states.dtype), tokens.positions, memory.segment_ids)
+            return SegmentMemory(memory.states.astype(tokens.states.dtype), tokens.positions, memory.segment_ids), None
         if "carry" in sources and context.carry is not None:
-            return context.carry.followed_by(tokens.states, tokens.positions, tokens.segment_ids)
-        return tokens
+            keys = context.carry.followed_by(tokens.states, tokens.positions, tokens.segment_ids)
+            return keys, mixer.further_keys(keys) if hasattr(mixer, "further_keys") else None
+        return tokens, None
 
     def _whole_carry(self, mixer: Any, carry: Any) -> Any:
         """A mixer's carry, where arrays that the axis of heads does not divide are the same on all devices of that axis."""
@@ -227,17 +236,40 @@ class Attention(nn.Module):
 
         return jax.tree.map(whole, carry, mixer.carry_axes)
 
-    def _project(self, tokens: SegmentMemory, name: str, projection: Projection) -> jax.Array:
-        """A projection of the states of tokens, split into heads, normalised and rotated."""
+    def _project(
+        self,
+        name: str,
+        projection: Projection,
+        tokens: SegmentMemory,
+        keys: SegmentMemory,
+        further: SegmentMemory | None,
+    ) -> jax.Array:
+        """A projection of the states of its source."""
+        y = self._heads_of(tokens if projection.source == "x" else keys, name, projection)
+        if further is None or projection.source != "carry":
+            return y
+        return jnp.concatenate([y, self._heads_of(further, name, projection, constant=True)], axis=1)
+
+    def _heads_of(self, tokens: SegmentMemory, name: str, projection: Projection, constant: bool = False) -> jax.Array:
+        """The states of tokens, projected, split into heads, normalised and rotated; `constant` holds for the parameters."""
         x = tokens.states
         # The same mesh axes divide query and key heads.
         heads = self.tensor_parallel.local_size("heads", getattr(self, projection.axis))
         width = projection.width or self.head_dim
-        y = Dense(heads * width, ("embed", projection.axis), self.use_bias, name=name)(x)
+        dense = functools.partial(Dense, heads * width, ("embed", projection.axis), self.use_bias)
+        y = self._layer(dense, name, constant)(x)
         y = y.reshape(*x.shape[:-1], heads, width)
         if projection.norm and self.qk_norm:
-            y = NORMS[self.norm](self.norm_eps, "head_dim", name=f"{name}_norm")(y)
+            norm = functools.partial(NORMS[self.norm], self.norm_eps, "head_dim")
+            y = self._layer(norm, f"{name}_norm", constant)(y)
         if projection.rope and self.rope_theta is not None:
             scaling = build(parse_one(self.rope_scaling, "model.rope_scaling"), ROPE_SCALINGS, "RoPE scaling")
             y = rope(y, tokens.positions, theta=self.rope_theta, scaling=scaling)
         return y
+
+    def _layer(self, make: Callable[..., nn.Module], name: str, constant: bool) -> Callable[[jax.Array], Any]:
+        """A layer of this module; if constant, one with the parameters of the layer that has been called, without gradients."""
+        if not constant:
+            return cast(Callable[[jax.Array], Any], make(name=name))
+        variables = {"params": jax.lax.stop_gradient(self.variables["params"][name])}
+        return lambda x: make(parent=None).apply(variables, x)

@@ -60,7 +60,13 @@ def fourier_mix_reference(x: Float[Array, "B T D"], scale: float = 1.0) -> Float
 
 @jax.custom_vjp
 def _mix(x: Array) -> Array:
-    return jnp.fft.fft2(x).real
+    # XLA:CPU may order axes of size 1 differently in memory, and then refuses the transform ("IsMonotonicWithDim0Major").
+    sizes = [size for size in x.shape if size > 1]
+    transformed = sum(size > 1 for size in x.shape[1:])
+    if not transformed:
+        return x
+    y = jnp.fft.fftn(x.reshape(sizes), axes=range(len(sizes) - transformed, len(sizes)))
+    return y.real.reshape(x.shape)
 
 
 def _forward(x: Array) -> tuple[Array, None]:

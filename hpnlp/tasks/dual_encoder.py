@@ -8,13 +8,22 @@ from typing import Any
 
 from hpnlp.data.examples import Examples, PairsConfig
 from hpnlp.data.examples.baselines import tfidf_recall
+from hpnlp.data.examples.dataset import CHALLENGE, HELDOUT
+from hpnlp.data.files import Progress
 from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.dual_encoder_report import MAX_PAIRS, TFIDF, TOP, RetrievalReport
 from hpnlp.tasks.examples import ExampleTask
 from hpnlp.tasks.task import RunConfig, Sums
-from hpnlp.tasks.vocabulary import Sizes
+from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError
+
+# Set of examples -> the error if it is a single pair, whose partner is compared with no other text.
+SINGLE_PAIR = {
+    HELDOUT: "one pair is held out, and has no negatives: hold out more, by data.heldout, data.heldout_examples or "
+    "data.heldout_path",
+    CHALLENGE: "data.challenge_path holds one pair, which has no negatives: name more pairs, or set it to ''",
+}
 
 
 class DualEncoding(ExampleTask):
@@ -29,6 +38,13 @@ class DualEncoding(ExampleTask):
     data_config = PairsConfig
     metric, higher_is_better = "accuracy", True
     report = RetrievalReport()
+
+    def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Examples:
+        examples = super().dataset(data, vocabulary, progress)
+        for name, fault in SINGLE_PAIR.items():
+            if examples.stored[name].count == 1:
+                raise InputError(fault)
+        return examples
 
     def model(self, config: RunConfig, sizes: Sizes) -> DualEncoder:
         self.check_no_stride(config)
@@ -46,11 +62,6 @@ class DualEncoding(ExampleTask):
         self, config: RunConfig, dataset: Examples, sums: Sums, *, is_complete: bool, gives_probabilities: bool
     ) -> dict[str, float]:
         """Mean loss in nats per pair, and the share of texts whose partner is the most similar of its batch."""
-        if not sums["accuracy"][1]:
-            raise InputError(
-                "the held-out batches have one pair each, and nothing to tell a partner from: hold out more pairs, or raise "
-                "train.eval_batches"
-            )
         return {name: float(sums[name][0] / sums[name][1]) for name in ("loss", "accuracy")}
 
     def baseline(self, dataset: Examples) -> TfidfBaseline:

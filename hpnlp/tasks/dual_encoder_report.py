@@ -24,6 +24,7 @@ from hpnlp.tasks.reporting import (
 TOP = (1, 10)  # numbers of retrieved texts whose recall is reported
 # Beginning of fields of report.json -> objects that TF-IDF counts.
 TFIDF = {"tfidf": "words", "token_tfidf": "tokens"}
+APART = "heldout_challenge_accuracy"  # field of report.json with a score of the pairs of data.challenge_path
 MAX_PAIRS = 10_000  # held-out pairs that are ranked, the first ones: their similarities take 400 MB
 EXAMPLES = 4  # shown of each kind, hits and misses
 MAX_TEXT = 80  # characters of a text
@@ -84,6 +85,7 @@ class RetrievalReport(TaskReport):
             ),
             ("mean reciprocal rank", decimals(report["heldout_mrr"])),
             ("held-out accuracy within batches", decimals(report["heldout_accuracy"])),
+            *([("challenge pairs, accuracy within batches", decimals(report[APART]))] if APART in report else []),
             (f"held-out loss within batches, nats {self.unit}", decimals(report["heldout_loss"])),
         ]
 

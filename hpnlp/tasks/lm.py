@@ -53,11 +53,11 @@ class LanguageModel(Task):
                 raise InputError(
                     f"model.mixer={model.mixer!r} mixes documents that share a sequence of the batch: choose another mixer"
                 )
-            if config.train.sample and not (traits.decodes and traits.any_length):
-                raise InputError(
-                    f"train.sample={config.train.sample} generates text at the end, which model.mixer={model.mixer!r} cannot: "
-                    "set train.sample=0, or choose another mixer"
-                )
+        if config.train.sample and not model.decodes:
+            raise InputError(
+                f"train.sample={config.train.sample} generates text at the end, which model.mixer={model.mixer!r} cannot: set "
+                "train.sample=0, or choose another mixer"
+            )
         filled = vocabularies.fill_sizes(model, sizes, config.data.seq_len)
         return LM(filled, sizes.stats and sizes.stats.padded(filled.vocab))
 
@@ -104,3 +104,9 @@ def _check_order(config: RunConfig) -> None:
             "model.position='learned' ends after model.max_len tokens, and positions of data.order='stream' go on to the end "
             "of a document: set model.position='rope' or 'none'"
         )
+    for mixer in model.mixers():
+        if config.data.seq_len % (multiple := getattr(mixer, "carry_multiple", 1)):
+            raise InputError(
+                f"data.seq_len={config.data.seq_len}: model.mixer={model.mixer!r} compresses tokens {multiple} at a time: set "
+                f"it to a multiple of {multiple}"
+            )

@@ -80,8 +80,10 @@ class Seq2SeqReport(TaskReport):
         ]
 
     def section(self, outcome: Outcome) -> Section:
-        """Texts that greedy decoding produces."""
-        return Section() if outcome.params is None else Section("\n".join(_examples(outcome)))
+        """Texts that greedy decoding produces, if the mixers of the decoder can decode."""
+        if outcome.params is None or not outcome.model.config.decodes:
+            return Section()
+        return Section("\n".join(_examples(outcome)))
 
     def rank(self, reports: Mapping[str, Report]) -> Ranking:
         """Ranks runs by exact match on the same examples: those that most runs were scored on."""
@@ -119,7 +121,7 @@ def _decoded(outcome: Outcome, batch: Mapping[str, np.ndarray]) -> list[np.ndarr
         batch,
         start_id=int(batch["target_tokens"][0, 0]),
         # The decoder's learned positions are as many as the longest target has, and a first id precedes the target.
-        tokens=max(1, most - 1),
+        tokens=most - 1,
         temperature=0.0,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,

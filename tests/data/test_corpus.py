@@ -294,7 +294,8 @@ def test_orders_that_cannot_be_raise(options, message):
         DataConfig(**options)
 
 
-def test_a_stream_of_another_batch_size_does_not_resume(stories):
+@pytest.mark.parametrize(("option", "name"), [("batch_size", "batch size"), ("seq_len", "sequence length")])
+def test_a_stream_of_batches_of_another_shape_does_not_resume(stories, option, name):
     state = prepare(config(stories, order="stream")).train(seed=0).get_state()
-    with pytest.raises(InputError, match="is of another batch size"):
-        prepare(config(stories, order="stream", batch_size=8)).train(seed=0).set_state(state)
+    with pytest.raises(InputError, match=f"is of another {name}"):
+        prepare(config(stories, order="stream", **{option: 8})).train(seed=0).set_state(state)

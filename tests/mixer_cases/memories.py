@@ -5,8 +5,10 @@ import jax.numpy as jnp
 from hpnlp.ops.attention.positions.rope import sinusoids
 
 # Spec -> the number of earlier tokens that a token sees without a carry.
-BACK = {"transformer_xl(3)": 3}
-EXAMPLES = {spec.partition("(")[0]: (spec,) for spec in BACK}
+BACK = {"transformer_xl(3)": 3, "compressive(4,3,2)": 99, "compressive(4,3,2,most_used)": 99}
+EXAMPLES = {name: tuple(spec for spec in BACK if spec.startswith(name)) for name in ("transformer_xl", "compressive")}
+# Mixers that, with a carry, see less of earlier batches than in one pass; see tests/nn/test_compressive.py.
+WITHOUT_FULL_PASS = ("compressive",)
 
 
 def relative(mixing, arrays, params, mask, segment_ids):

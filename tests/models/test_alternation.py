@@ -12,7 +12,7 @@ from hpnlp.models.lm import LM
 from hpnlp.nn.attention import mixer_period
 from hpnlp.ops.attention import Full, Window
 from hpnlp.spec import Spec
-from tests.contracts import EXACT
+from tests.mixer_cases.exact import EXACT
 from tests.models.test_lm import MIXED, ONCE, logits_of, loss_of, make, make_batch, numpy_logits, run
 
 PERIODS = {"mixer": "window(2,0),full", "layers": 5}  # two periods, and one more layer

@@ -17,7 +17,8 @@ from hpnlp.nn.attention import Context
 from hpnlp.ops.attention.masks.base import Full
 from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.types import InputError, WordStats
-from tests.contracts import EXACT, ONCE, once
+from tests.contracts import ONCE, once
+from tests.mixer_cases.exact import EXACT
 
 SMALL = {"dim": 16, "heads": 4, "layers": 2, "vocab": 24, "max_len": 16, "mlp_dim": 24, "unroll": 1}
 GPT = {"norm": "layer", "position": "learned", "mlp": "gelu", "qkv_bias": True, "out_bias": True, "mlp_bias": True}

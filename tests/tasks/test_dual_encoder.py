@@ -1,8 +1,12 @@
 """Scores of retrieval against scikit-learn, and the report of dual encoders."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 
+from hpnlp.data.examples import PairsConfig
 from hpnlp.tasks import TASKS
 from hpnlp.tasks.dual_encoder_report import partner_ranks, retrieval_scores
 from hpnlp.tasks.vocabulary import Sizes
@@ -43,6 +47,19 @@ def test_a_batch_or_part_of_one_pair_is_refused(batch_size, parts, message):
         TASKS["dual_encoder"].model(configs.resolve(config), Sizes(ids=30))
 
 
+def test_sets_of_one_pair_raise_before_training(tmp_path):
+    for name, count in (("pairs", 20), ("one", 1)):
+        lines = [json.dumps({"text": f"text {i}", "pair": f"partner {i}"}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    data = PairsConfig(path=str(tmp_path / "pairs.jsonl"), cache=str(tmp_path / "cache"), seq_len=16)
+    assert TASKS["dual_encoder"].dataset(data, None).heldout_examples > 1
+    one = dataclasses.replace(data, challenge_path=str(tmp_path / "one.jsonl"))
+    with pytest.raises(InputError, match="data.challenge_path holds one pair, which has no negatives"):
+        TASKS["dual_encoder"].dataset(one, None)
+    with pytest.raises(InputError, match="one pair is held out, and has no negatives: hold out more"):
+        TASKS["dual_encoder"].dataset(dataclasses.replace(data, heldout_examples=1), None)
+
+
 def test_verdict_needs_more_pairs_than_it_ranks():
     numbers = {"heldout_loss": 1.0, "heldout_recall_at_10": 0.5, "heldout_accuracy": 0.25}
     verdict = TASKS["dual_encoder"].report.verdict
@@ -52,3 +69,11 @@ def test_verdict_needs_more_pairs_than_it_ranks():
     )
     unranked = verdict(numbers | {"heldout_examples": 11, "heldout_recall_at_10": None})
     assert unranked == "The partner of 25.0 % of 11 held-out texts is the most similar one of its batch."
+
+
+def test_pairs_that_are_scored_apart_have_a_row():
+    names = ("loss", "accuracy", "recall_at_1", "recall_at_10", "mrr", "examples")
+    report, name = {f"heldout_{name}": 1 for name in names}, "challenge pairs, accuracy within batches"
+    rows_of = TASKS["dual_encoder"].report.rows
+    assert name not in dict(rows_of(report))
+    assert dict(rows_of(report | {"heldout_challenge_accuracy": 0.125}))[name] == "0.1250"

@@ -1,11 +1,13 @@
 """Sequence to sequence: sizes of the model, scores, the report's verdict, and configs that do not fit."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hpnlp.tasks import TASKS
+from hpnlp.tasks.reporting import Outcome
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
 from hpnlp.types import InputError
@@ -62,6 +64,12 @@ def test_verdict_names_both_sets_of_examples():
     )
     assert ("linear model of words, exact match, held out", "0.2500") in TASK.report.rows(linear)
     assert "not finite" in TASK.report.verdict(report_of(heldout_loss=None))
+
+
+def test_reports_of_mixers_without_a_cache_show_no_decoded_texts():
+    config = SimpleNamespace(decodes=False)
+    outcome = Outcome(CONFIG, None, SimpleNamespace(config=config), {"params": {}}, {})
+    assert TASK.report.section(outcome).text == ""
 
 
 def test_runs_are_ranked_by_exact_match():

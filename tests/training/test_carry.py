@@ -93,6 +93,24 @@ def test_losses_and_carry_do_not_depend_on_the_layout(layout):
     assert_runs_equal(run(plan, devices, **changes), run())
 
 
+# Other mixers: (mixer, plan, devices, changes of the optimizer). "most_used" adds up over heads, which "tensor" would divide.
+MIXER_LAYOUTS = {
+    "transformer_xl": ("transformer_xl(5),full", Plan("zero3", tensor=2), 8, {"accumulate": 2}),
+    "compressive": ("compressive(5,4,2),full", Plan("zero3", tensor=2), 8, {"accumulate": 2}),
+    "most used": ("compressive(5,4,2,most_used),full", Plan("zero3"), 4, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "compressive" else pytest.param(case, marks=pytest.mark.slow) for case in MIXER_LAYOUTS]
+)
+def test_losses_and_carry_of_other_mixers_do_not_depend_on_the_layout(case):
+    mixer, plan, devices, changes = MIXER_LAYOUTS[case]
+    one, several = run(mixer=mixer), run(plan, devices, mixer=mixer, **changes)
+    assert_runs_equal(several, one)
+    assert any(np.asarray(leaf).any() for leaf in jax.tree.leaves(one[1].carry))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SLOW_LAYOUTS)
 def test_further_layouts(layout):
@@ -258,6 +276,14 @@ REFUSALS = {
     "no memory": (
         lambda: LMConfig(**SIZES, mixer="segment_memory(0)"),
         r"segment_memory\(0\): expected a memory of at least 1",
+    ),
+    "length": (
+        lambda: language_model(model__mixer="compressive(8,4,3)", train__sample=0),
+        r"data.seq_len=16: model.mixer='compressive\(8,4,3\)' compresses .* 3 at a time: set it to a multiple of 3",
+    ),
+    "heads of several devices": (
+        lambda: trainer_of(Plan("zero3", tensor=2), 2, "compressive(5,4,2,most_used)"),
+        r"CompressiveMixer \(model.mixer\) adds up over all heads of a layer.*set plan.tensor=1",
     ),
     "mask": (lambda: SegmentMemoryMixer().within(Full()), "a segment memory cannot apply the mask Full"),
     "batch size": (lambda: step_of_half_a_batch(), "batch_size=8 of make_trainer.*has 4 sequences: pass batch_size=4"),

@@ -22,7 +22,7 @@ from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests.centered_columns import centered_columns
 from tests.centered_keys import CenteredKeys, centered_keys, summed_keys
-from tests.contracts import MIXER_SPECS, ONCE
+from tests.contracts import MIXER_SPECS, ONCE, TOLERANCE, one_of_each_kind
 
 B, T, STEPS = 16, 8, 3
 ONE = Plan()
@@ -134,21 +134,30 @@ def test_further_layouts(layout):
 
 
 def has_state_of_its_own(spec):
-    return has_state(build(parse_one(spec, "mixer"), MIXERS, "mixer", dropout=0.0, name=None))
+    mixer = build(parse_one(spec, "mixer"), MIXERS, "mixer", dropout=0.0, name=None)
+    return has_state(mixer) and not hasattr(mixer, "initial_carry")  # see test_carry.py
 
 
 # Changes of the model and of the optimizer; for the mixer of this file, those of one of `LAYOUTS`.
 WITH_STATE = {"centered": ((), {})} | {
-    spec: ((("mixer", spec), ("mlp", "swiglu")), {"aux": ""}) for spec in MIXER_SPECS if has_state_of_its_own(spec)
+    spec: ((("mixer", spec), ("mlp", "swiglu")), {"aux": ""})
+    for spec in one_of_each_kind(MIXER_SPECS)
+    if has_state_of_its_own(spec)
 }
 
 
 @pytest.mark.parametrize("spec", WITH_STATE)
 def test_mixers_with_statistics_have_equal_states_on_one_and_eight_devices(spec):
-    """Contract of every entry of MIXERS that has statistics or buffers, and of the mixer of this file."""
+    """Contract of every class of mixers that have statistics or buffers, and of the mixer of this file.
+
+    Gradients of entries are compared as two forms of one result are: with these sizes, those of plain softmax attention differ
+    by 1e-6, too.
+    """
     fields, changes = WITH_STATE[spec]
     plan, devices, accumulation = LAYOUTS["zero3 x tensor, accumulated"]
-    assert_runs_equal(run(plan, devices, fields, **accumulation, **changes), run(ONE, 1, fields, **changes))
+    of_gradients = 1e-6 if spec == "centered" else TOLERANCE[jnp.dtype("float32")]
+    runs = run(plan, devices, fields, **accumulation, **changes), run(ONE, 1, fields, **changes)
+    assert_runs_equal(*runs, of_gradients)
 
 
 def test_factors_scale_the_gradients_of_auxiliary_losses():

@@ -131,7 +131,7 @@ def linear_exact_match(examples: Examples, names: Sequence[str] = ("heldout",)) 
       names: The sets of examples to score, of `Examples.heldout_sets`.
 
     Returns:
-      Name of a set -> share of the targets of which all pieces are predicted.
+      Name of a set -> share of the targets of which all pieces are predicted; empty if the training sources have no pieces.
 
     Raises:
       InputError: scikit-learn is missing.
@@ -145,7 +145,11 @@ def linear_exact_match(examples: Examples, names: Sequence[str] = ("heldout",)) 
     pieces = [_target(target) for target in targets]
     known = collections.Counter((place, piece) for target in pieces for place, piece in enumerate(target))
     columns = {key: i for i, (key, _) in enumerate(known.most_common(_MAX_FEATURES))}
-    x, y = vectorizer.fit_transform(sources), np.zeros((len(pieces), len(columns)), np.float32)
+    try:
+        x = vectorizer.fit_transform(sources)
+    except ValueError:  # no piece
+        return {}
+    y = np.zeros((len(pieces), len(columns)), np.float32)
     for row, target in enumerate(pieces):
         y[row, [columns[key] for key in enumerate(target) if key in columns]] = 1
     model = linear.Ridge(alpha=1.0, solver="cholesky", fit_intercept=False).fit(x, y)

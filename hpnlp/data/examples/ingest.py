@@ -14,7 +14,7 @@ import numpy as np
 
 from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
-from hpnlp.data.examples.labels import ClassIndex, in_order
+from hpnlp.data.examples.labels import ClassIndex, UnknownLabelError, in_order
 from hpnlp.data.examples.rows import Row, RowReader
 from hpnlp.data.examples.store import NO_LABEL, ExampleWriter, StoredExamples
 from hpnlp.data.files import Progress
@@ -29,6 +29,7 @@ _GROUP_BYTES = 1 << 20
 _GROUP_EXAMPLES = 512
 # Approximate limit of the text from which a vocabulary is made, as for text corpora.
 _VOCABULARY_BYTES = 1 << 28
+_OTHER_CLASSES = "; a model of other classes needs a run in another workdir, without train.init_from"
 
 
 def _version(kind: Kind) -> list[str]:
@@ -256,7 +257,8 @@ class _Writing:
                     labels = np.array([self.classes.add(name, row.where) for name in kind.labels(row.values)], np.int32)
                     parts, stored = kind.join(ids, labels)
                 except FieldError as error:
-                    reader.report_bad(row.where, InputError(f"{row.where}: {error}: {SKIP}"))
+                    fix = f"{SKIP}{_OTHER_CLASSES * isinstance(error, UnknownLabelError)}"
+                    reader.report_bad(row.where, InputError(f"{row.where}: {error}: {fix}"))
                     continue
                 raw = [text.encode() for text in kind.texts(row.values)]
                 self._done += sum(map(len, raw))

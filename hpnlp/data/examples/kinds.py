@@ -216,6 +216,8 @@ class Seq2Seq(Kind):
 
     def check_sizes(self, tokenizer: Tokenizer, seq_len: int) -> None:
         super().check_sizes(tokenizer, seq_len)
+        if self.target_len < 2:
+            raise InputError(f"data.target_len={self.target_len} leaves no room for text and eos: pass at least 2")
         if tokenizer.eos_id is None:
             raise InputError("data.tokenizer has no eos, with which targets end: pass another tokenizer")
 

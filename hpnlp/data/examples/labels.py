@@ -18,6 +18,10 @@ _VERSION = 1
 _MAX_CLASSES = 10_000  # more classes mean that another field was meant
 
 
+class UnknownLabelError(FieldError):
+    """A label is of none of the classes of a model that exists already."""
+
+
 class ClassIndex:
     """Numbers the classes of labels in the order of their first occurrence.
 
@@ -49,7 +53,7 @@ class ClassIndex:
           The number of the class.
 
         Raises:
-          FieldError: The label is of no known class.
+          UnknownLabelError: The label is of no known class.
           InputError: Two labels differ only in whitespace around them, or there are too many classes.
         """
         name = label.strip()
@@ -61,7 +65,7 @@ class ClassIndex:
             )
         if name not in self._ids:
             if self._is_fixed:
-                raise FieldError(
+                raise UnknownLabelError(
                     f"has label {specs.shortened(name, 60)}, of which there is no class: "
                     f"{specs.did_you_mean(name, self.names)}"
                 )

@@ -289,10 +289,11 @@ def _python_values(column: Any) -> list[Any]:
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
-        kind = column.type
-        if hasattr(kind, "value_type"):
-            raise
-        return column.cast("large_binary").to_pylist()
+        import pyarrow as pa
+
+        kind, binary = column.type, pa.large_binary()
+        is_list = hasattr(kind, "value_type") and not pa.types.is_dictionary(kind)
+        return column.cast(pa.large_list(binary) if is_list else binary).to_pylist()
 
 
 # Extension -> function from (stream, path, columns, report_bad) to the records.

@@ -36,37 +36,34 @@ class RelativePositions(nn.Module):
         Returns:
           `[B, T, N, H]`.
         """
-        return self.attend(inputs, inputs.v, distances, rate)
-
-    def attend(self, inputs: MixerInputs, values: Any, distances: int, rate: float = 0.0) -> jax.Array:
-        """`__call__` with other values.
-
-        Args:
-          inputs: As for `__call__`.
-          values: `[B, S, K, Hv]`.
-          distances: As for `__call__`.
-          rate: As for `__call__`.
-
-        Returns:
-          `[B, T, N, Hv]`.
-        """
-        assert inputs.q is not None and inputs.k is not None
-        kernel, content_bias, position_bias = self._parameters(inputs)
-        table = sinusoid_table(min(distances, inputs.k.shape[1]), kernel.shape[0])
-        r = linear(jnp.asarray(table, inputs.q.dtype), kernel)
+        assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         return relative_attention(
             inputs.q,
             inputs.k,
-            values,
-            r.reshape(-1, *inputs.q.shape[2:]),
-            content_bias,
-            position_bias,
+            inputs.v,
+            *self.embeddings(inputs, distances),
             segment_ids=inputs.segment_ids,
             kv_segment_ids=inputs.kv_segment_ids,
             dropout_rate=rate,
             rng=inputs.rng if rate else None,
             streams=inputs.streams if rate else None,
         )
+
+    def embeddings(self, inputs: MixerInputs, distances: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The learned arguments of `relative_attention`.
+
+        Args:
+          inputs: x, q and k.
+          distances: As for `__call__`.
+
+        Returns:
+          `(r [R, N, H], u [N, H], v [N, H])`, with R at most the number of keys.
+        """
+        assert inputs.q is not None and inputs.k is not None
+        kernel, content_bias, position_bias = self._parameters(inputs)
+        table = sinusoid_table(min(distances, inputs.k.shape[1]), kernel.shape[0])
+        r = linear(jnp.asarray(table, inputs.q.dtype), kernel)
+        return r.reshape(-1, *inputs.q.shape[2:]), content_bias, position_bias
 
     def for_cache(self, inputs: MixerInputs, distances: int) -> tuple[jax.Array, jax.Array]:
         """Queries and scores of distances for `extend_cache`.

@@ -70,6 +70,8 @@ def test_examples_without_features_have_no_score(tmp_path):
     scores = baselines.linear_accuracy(prepare_examples(config("classification", path)))
     assert scores["words"] is None and scores.keys() == {"words", "characters"}
     assert baselines.tfidf_recall(prepare_examples(config("pairs", path))) == {1: None, 10: None}
+    spaces = write(tmp_path / "b.jsonl", [{"source": " " * (i + 1), "target": "a"} for i in range(9)])
+    assert baselines.linear_exact_match(prepare_examples(config("seq2seq", spaces))) == {}
 
 
 @pytest.mark.oracle

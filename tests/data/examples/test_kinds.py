@@ -151,3 +151,6 @@ def test_sequences_without_room_for_text_raise(tmp_path, kind):
     prepare_examples(config(kind, tmp_path / "a.jsonl", seq_len=least))
     with pytest.raises(InputError, match=f"data.seq_len={least - 1} leaves no room for text: pass at least {least}"):
         prepare_examples(config(kind, tmp_path / "a.jsonl", seq_len=least - 1))
+    if kind == "seq2seq":
+        with pytest.raises(InputError, match="data.target_len=1 leaves no room for text and eos: pass at least 2"):
+            prepare_examples(config(kind, tmp_path / "a.jsonl", target_len=1))

@@ -127,7 +127,8 @@ def test_given_classes_keep_their_order(path):
         number = int(examples.tokenizer.decode(row).split()[1])
         assert names[label] == f"class {number % 3}"
     with pytest.raises(
-        InputError, match="a.jsonl, line 3: has label 'class 2', of which there is no class: did you mean"
+        InputError,
+        match="a.jsonl, line 3: has label 'class 2', of which there is no class: did you mean .*train.init_from",
     ):
         prepare_examples(config("classification", path), labels=names[1:])
 

@@ -183,6 +183,10 @@ def test_strings_of_parquet_that_are_not_utf8_raise(tmp_path):
     pq.write_table(pa.table({"text": text, "label": ["x", "x"]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match="a.parquet, row 1: field 'text' is not UTF-8"):
         read(tmp_path / "a.parquet")
+    words = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), text)
+    pq.write_table(pa.table({"words": words, "labels": [["x"], ["x"]]}), tmp_path / "b.parquet")
+    with pytest.raises(InputError, match="b.parquet, row 1: field 'words' has an item 1 that is not UTF-8"):
+        read(tmp_path / "b.parquet", "tagging")
 
 
 def test_bad_records_are_left_out_if_skipped(tmp_path):

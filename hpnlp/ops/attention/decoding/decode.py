@@ -51,6 +51,8 @@ def attend_cache(
       Vaswani et al. 2017, "Attention is all you need", eq. 1.
     """
     (b, t, n, h), s = q.shape, k.shape[1]
+    if s == 0:
+        return jnp.zeros((b, t, n, v.shape[-1]), q.dtype)
     kv_heads = k.shape[0] // b
     group = n // kv_heads
     queries = q.reshape(b, t, kv_heads, group, h).transpose(0, 2, 1, 3, 4).reshape(b * kv_heads, t * group, h)

@@ -57,7 +57,7 @@ def relative_attention(
     dropout_rate: float = 0.0,
     rng: Array | None = None,
     streams: Int[Array, "B N"] | None = None,
-    block_size: int = 256,
+    block_size: int = 128,
 ) -> Float[Array, "B T N Hv"]:
     """Softmax attention with the scores ((q + u) . k + (q + v) . r[distance]) * scale, to the last R keys of each query.
 
@@ -107,6 +107,58 @@ def relative_attention(
     if segment_ids is None or kv_segment_ids is None:
         segment_ids, kv_segment_ids = (jnp.ones((x.shape[0], x.shape[1]), jnp.int32) for x in (q, k))
     return _in_blocks(q, k, v, r, biases, segment_ids, kv_segment_ids, options, rng, block_size)
+
+
+@array_op("B S", q="B T N", k="B S K")
+def received_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    r: Float[Array, "R N H"],
+    content_bias: Float[Array, "N H"],
+    position_bias: Float[Array, "N H"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    block_size: int = 128,
+) -> Float[Array, "B S"]:
+    """The weight that `relative_attention` gives each key, summed over the queries and averaged over the heads.
+
+    Args:
+      q: As for `relative_attention`.
+      k: As for `relative_attention`.
+      r: As for `relative_attention`.
+      content_bias: As for `relative_attention`.
+      position_bias: As for `relative_attention`.
+      segment_ids: As for `relative_attention`.
+      kv_segment_ids: As for `relative_attention`.
+      block_size: As for `relative_attention`.
+
+    Returns:
+      float32 [B, S].
+
+    Cost:
+      A forward and a backward pass of `relative_attention` with values of one feature.
+    """
+    q, k = (x.astype(jnp.float32) for x in (q, k))
+
+    def attend_to(values: Array) -> Array:
+        return relative_attention(
+            q,
+            k,
+            values,
+            r,
+            content_bias,
+            position_bias,
+            segment_ids=segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            block_size=block_size,
+        )
+
+    # The sum of a key's weights is the gradient of the sum of the outputs with respect to a value of one feature. Made of q and
+    # k, so that zeros and ones differ over devices inside a shard_map as these do.
+    o, pull = jax.vjp(attend_to, jnp.where(False, k[..., :1], 0.0))
+    (received,) = pull(jnp.where(True, jnp.ones_like(o), o))
+    return jnp.sum(received, axis=(2, 3)) / q.shape[2]
 
 
 @array_op("B T N", q="B T N")

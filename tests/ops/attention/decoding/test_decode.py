@@ -65,6 +65,7 @@ def test_hidden_keys_change_nothing_and_empty_rows_are_zero():
     changed = attend(q, k.at[:, 3:].set(1e4), v.at[:, 3:].set(1e4), Full(), positions, lengths)
     np.testing.assert_array_equal(out, changed)
     assert np.all(np.asarray(attend(q, k, v, Odd(), positions - 1, lengths)) == 0.0)
+    np.testing.assert_array_equal(attend(q, k[:, :0], v[:, :0], Full(), positions, lengths), np.zeros_like(out))
 
 
 def test_sixteen_bits_accumulate_in_float32():

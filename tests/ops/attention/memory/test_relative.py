@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention.memory.relative import distance_scores, reference_relative_attention, relative_attention
+from hpnlp.ops.attention.memory.relative import (
+    distance_scores,
+    received_attention,
+    reference_relative_attention,
+    relative_attention,
+)
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 
@@ -68,6 +73,21 @@ def test_scores_of_distances_match_definition():
     q, _, _, r, _, bias = operands(3, 3, 5, "bfloat16")
     expected = np.einsum("btnh,rnh->btnr", np.asarray(q, np.float32) + np.asarray(bias), np.asarray(r)) * H**-0.5
     assert_close(distance_scores(q, r, bias), expected.astype(np.float32), "bfloat16")
+
+
+def test_received_attention_is_the_sum_of_the_weights():
+    """In blocks, against the weights of each query, which are its outputs for values that are unit vectors."""
+    q, k, _, *learned = operands(10, 14, 20)
+    unit = jnp.broadcast_to(jnp.eye(14)[None, :, None], (B, 14, K, 14))
+    ids = segments(10, 14)
+    actual, weights = once(
+        lambda: (
+            received_attention(q, k, *learned, **ids, block_size=4),
+            reference_relative_attention(q, k, unit, *learned, **ids),
+        )
+    )
+    np.testing.assert_allclose(actual, np.asarray(weights).sum(axis=1).mean(axis=1), atol=1e-5)
+    assert actual.dtype == jnp.float32
 
 
 def test_fewer_keys_than_queries_raise():

@@ -1,0 +1,184 @@
+"""Lightweight and dynamic convolutions as mixers: convolutions of heads with weights that a softmax normalises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from hpnlp.nn.layers import param
+from hpnlp.nn.mixers.convolution import MAX_WIDTH
+from hpnlp.ops.attention import Causal, Full, Window
+from hpnlp.ops.light_convolution import dynamic_conv, light_conv
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+
+
+class LightConvMixer(nn.Module):
+    """Lightweight convolution (`light_conv`) of gated values: one softmax over W taps for each head.
+
+    The values are `v * sigmoid(q)`, a gated linear unit of two projections. With a causal mask, an output depends on the last
+    W - 1 tokens and its own; otherwise on (W - 1) // 2 earlier and W // 2 later ones.
+
+    Attributes:
+      width: Number of taps W.
+      dropout: Rate of dropout on the weights of each token (DropConnect).
+
+    Cost: B T W N H multiplications. The cache holds W - 1 gated values of each sequence and head.
+
+    References: Wu et al. 2019, "Pay less attention with lightweight and dynamic convolutions", sec. 3, with the gated linear
+    unit before it. The paper's code drops the same weights for all tokens.
+    """
+
+    traits: ClassVar[MixerTraits] = MixerTraits()
+
+    width: int = 31
+    dropout: float = 0.0
+
+    @property
+    def needs(self) -> Mapping[str, Projection]:
+        return {"q": Projection("heads"), "v": Projection("heads")}
+
+    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+        window = self.within(mask)
+        values = _gated(inputs)
+        dropping = self.dropout > 0.0 and not inputs.deterministic
+        o = self._convolve(
+            inputs,
+            values,
+            segment_ids=inputs.segment_ids,
+            ahead=window.right,
+            rate=self.dropout if dropping else 0.0,
+            rng=inputs.rng if dropping else None,
+            streams=inputs.streams if dropping else None,
+        )
+        return MixerOutput(o, cache=None if inputs.capacity is None else self._last(values, inputs.lengths()))
+
+    def extend(self, inputs: MixerInputs, mask: Any, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Mixes further tokens with the preceding ones.
+
+        Args:
+          inputs: Projections of the further tokens. A sequence is one segment.
+          mask: `Causal()`.
+          cache: Gated values of the W - 1 preceding tokens `[B, W - 1, N, H]`, zeros before the sequence.
+
+        Returns:
+          `(o [B, T, N, H], the cache of the tokens that follow)`.
+
+        Raises:
+          InputError: Dropout is on.
+        """
+        if self.dropout and not inputs.deterministic:
+            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
+        self.within(mask)
+        values = _gated(inputs)
+        o = self._convolve(inputs, values, preceding=cache)
+        values = jnp.concatenate([cache, values], axis=1)
+        return o, values[:, values.shape[1] - (self.width - 1) :]
+
+    def within(self, mask: Any) -> Any:
+        """The window of the convolution.
+
+        Args:
+          mask: `Causal()` or `Full()`.
+
+        Returns:
+          The mask of the pairs that influence each other.
+
+        Raises:
+          InputError: Another mask, which a convolution cannot honour.
+        """
+        if mask == Causal():
+            return Window(self.width - 1, 0)
+        if mask == Full():
+            return Window((self.width - 1) // 2, self.width // 2)
+        raise InputError(
+            f"a convolution cannot apply the mask {mask}: pass Causal() or Full(), or choose another model.mixer"
+        )
+
+    @nn.compact
+    def _convolve(self, inputs: MixerInputs, values: jax.Array, **options: Any) -> jax.Array:
+        # Not named "kernel": optimizers treat a kernel as a matrix, and these are N independent filters.
+        init = nn.initializers.normal(self.width**-0.5)
+        scores = param(self, "taps", init, (values.shape[2], self.width), ("heads", "taps"))
+        return light_conv(values, scores, **options)
+
+    def _last(self, values: jax.Array, lengths: jax.Array) -> jax.Array:
+        """The last W - 1 values of each sequence, `[B, W - 1, N, H]`; zeros before its first token."""
+        indices = lengths[:, None] + jnp.arange(1 - self.width, 0, dtype=jnp.int32)[None]
+        last = jnp.take_along_axis(values, jnp.maximum(indices, 0)[..., None, None], axis=1)
+        return jnp.where((indices >= 0)[..., None, None], last, jnp.zeros((), values.dtype))
+
+
+class DynamicConvMixer(LightConvMixer):
+    """Dynamic convolution (`dynamic_conv`) of gated values: each token projects its hidden state to the scores of its W taps.
+
+    Masks, cache and values are those of `LightConvMixer`.
+
+    Attributes:
+      width: Number of taps W.
+      dropout: Rate of dropout on the weights of each token (DropConnect).
+
+    Cost: B T W N (D + H) multiplications.
+
+    References: Wu et al. 2019, "Pay less attention with lightweight and dynamic convolutions", eq. 6. The paper's code projects
+    the result of the gated linear unit to the scores; here, they are a projection of the hidden states, as the values are, so
+    that heads are independent.
+    """
+
+    @property
+    def needs(self) -> Mapping[str, Projection]:
+        return {**super().needs, "k": Projection("heads", self.width)}
+
+    def _convolve(self, inputs: MixerInputs, values: jax.Array, **options: Any) -> jax.Array:
+        assert inputs.k is not None
+        return dynamic_conv(values, inputs.k, **options)
+
+
+def _gated(inputs: MixerInputs) -> jax.Array:
+    """The gated linear unit of values v and gates q, `[B, T, N, H]`."""
+    assert inputs.q is not None and inputs.v is not None
+    gated = inputs.v.astype(jnp.float32) * jax.nn.sigmoid(inputs.q.astype(jnp.float32))
+    return gated.astype(inputs.v.dtype)
+
+
+def lightconv(width: int = 31, *, dropout: float = 0.0, name: str | None = None) -> LightConvMixer:
+    """Entry of MIXERS: lightweight convolution.
+
+    Args:
+      width: Number of taps W.
+      dropout: Rate of dropout on the weights of each token (DropConnect).
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+
+    Raises:
+      InputError: A width that is not 1 to MAX_WIDTH.
+    """
+    return LightConvMixer(_checked_width("lightconv", width), dropout, name=name)
+
+
+def dynamicconv(width: int = 31, *, dropout: float = 0.0, name: str | None = None) -> DynamicConvMixer:
+    """Entry of MIXERS: dynamic convolution.
+
+    Args:
+      width: Number of taps W.
+      dropout: Rate of dropout on the weights of each token (DropConnect).
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+
+    Raises:
+      InputError: A width that is not 1 to MAX_WIDTH.
+    """
+    return DynamicConvMixer(_checked_width("dynamicconv", width), dropout, name=name)
+
+
+def _checked_width(entry: str, width: int) -> int:
+    if not 1 <= width <= MAX_WIDTH:
+        raise InputError(f"model.mixer={entry}({width}): expected a width of 1 to {MAX_WIDTH}")
+    return width

@@ -1,0 +1,59 @@
+"""Errors and centroids of the mixers that attend within buckets or blocks."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.ops.attention import Causal, Window
+from hpnlp.spec import build, parse_one
+from hpnlp.types import InputError, MixerInputs
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("reformer(buckets=3)", "expected 1 or an even number of buckets"),
+        ("reformer(rounds=0)", "at least 1 round and a window of at least 1 token"),
+        ("routing(clusters=0)", "at least 1 cluster and a window of at least 1 token"),
+        ("routing(decay=1.5)", "expected a decay of 0 to 1"),
+        ("sinkhorn(block=0)", "expected a block of at least 1 token"),
+        ("sinkhorn(temperature=0)", "expected a positive temperature"),
+    ],
+)
+def test_invalid_arguments_raise(spec, message):
+    with pytest.raises(InputError, match=f"model.mixer={spec.partition('(')[0]}.*{message}"):
+        build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None)
+
+
+@pytest.mark.parametrize("name", ["reformer", "routing", "sinkhorn"])
+def test_other_masks_raise(name):
+    with pytest.raises(InputError, match="cannot apply the mask Window"):
+        MIXERS[name]().within(Window(3, 0))
+
+
+def test_centroids_move_towards_the_mean_of_their_tokens():
+    """Statistics leave out padding, and a cluster without tokens keeps its centroid."""
+    mixer = MIXERS["routing"](clusters=5, window=2, decay=0.75)
+    draw = np.random.default_rng(0)
+    q, v = (jnp.asarray(draw.standard_normal((1, 4, n, 6)), jnp.float32) for n in (2, 1))
+    ids = jnp.asarray([[1, 1, 2, 0]], jnp.int32)
+    inputs = MixerInputs(x=v[:, :, 0], q=q, v=v, segment_ids=ids, kv_segment_ids=ids)
+    variables = nn.meta.unbox(mixer.init(jax.random.key(0), inputs, Causal()))
+    centroids = np.asarray(variables["buffers"]["centroids"])
+    np.testing.assert_allclose(np.linalg.norm(centroids, axis=2), 1.0, atol=1e-5)
+    statistics = mixer.apply(variables, inputs, Causal()).statistics
+    moved = mixer.advance(variables["buffers"], statistics, jnp.int32(0), jax.random.key(0))["centroids"]
+
+    expected = centroids.copy()
+    x = np.asarray(q)[0, :3] - np.asarray(q)[0, :3].mean(axis=2, keepdims=True)
+    x /= np.linalg.norm(x, axis=2, keepdims=True)
+    for head in range(2):
+        nearest = (x[:, head] @ centroids[head].T).argmax(axis=1)
+        for cluster in set(nearest):
+            mean = 0.75 * centroids[head, cluster] + 0.25 * x[nearest == cluster, head].mean(axis=0)
+            expected[head, cluster] = mean / np.linalg.norm(mean)
+    np.testing.assert_allclose(moved, expected, atol=2e-6)
+    assert statistics["counts"].sum() == 6

@@ -1,0 +1,125 @@
+"""Mixers that summarise the sequence, and Synthesizers: exact cases, shorter sequences, dropout, models and errors."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.models.encoder import Encoder, EncoderConfig
+from hpnlp.models.lm import LMConfig
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.ops.attention import Causal, Full, reference
+from hpnlp.spec import build, parse_one
+from hpnlp.types import InputError
+from tests.contracts import Mixing, assert_close, once
+
+SIZES = {"vocab": 8, "dim": 8, "heads": 2, "layers": 1}
+
+
+def test_linformer_with_a_row_for_each_token_is_exact_attention():
+    """With the identity as its matrix, and with windows of one token."""
+    for spec in ("linformer(9,share=key_value)", "linformer(9,pool)"):
+        mixing = Mixing(spec, 9)
+        params = jax.tree.map(lambda x: jnp.eye(len(x), dtype=x.dtype), mixing.params)
+        exact = reference(*(mixing.arrays[name] for name in "qkv"))
+        assert_close(once(lambda arrays, m=mixing, p=params: m(m.inputs(arrays), params=p), mixing.arrays), exact)
+
+
+@pytest.mark.parametrize("spec", ["linformer(3)", "mixture(dense,random,factorized_dense,factorized_random)"])
+def test_shorter_sequences_use_the_beginning_of_the_parameters(spec):
+    """As sequences that are padded to the length of the parameters; longer ones raise."""
+    mixing = Mixing(spec, 9)
+    ids = jnp.asarray(np.arange(9)[None] < np.array([[6], [6]]), jnp.int32)
+
+    def both(arrays):
+        shorter = {name: x[:, :6] for name, x in arrays.items()}
+        padded = mixing.inputs(arrays, segment_ids=ids, kv_segment_ids=ids)
+        return mixing(mixing.inputs(shorter), Full()), mixing(padded, Full())[:, :6]
+
+    assert_close(*once(both, mixing.arrays))
+    longer = Mixing(spec, 10)
+    with pytest.raises(InputError, match="for sequences of 9 tokens, and these have 10: cut them"):
+        longer(longer.inputs(longer.arrays), params=mixing.params)
+
+
+@pytest.mark.parametrize("spec", ["linformer(3)", "nystrom(3,0)", "mixture(factorized_random)"])
+def test_dropout_depends_on_its_key(spec):
+    mixing = Mixing(spec, 9)
+    module = dataclasses.replace(mixing.module, dropout=0.5)
+    streams = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+
+    def run(arrays):
+        fields = [
+            {"rng": jax.random.key(seed), "streams": streams, "deterministic": seed == 2} for seed in (0, 0, 1, 2)
+        ]
+        return [module.apply(mixing.params, mixing.inputs(arrays, **x), Full()).o for x in fields], mixing(
+            mixing.inputs(arrays), Full()
+        )
+
+    (first, again, other, deterministic), without = once(run, mixing.arrays)
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(deterministic, without)
+    assert np.mean(first != other) > 0.5 and np.mean(first != without) > 0.5
+
+
+def test_weights_of_a_mixture_sum_to_one():
+    """With equal terms, the mixture is the term itself, whatever the weights are."""
+    mixing = Mixing("mixture(dense)", 7)
+    params = mixing.params["params"]
+    columns = jnp.zeros_like(params["dense"])
+    for logits in ([0.0, 0.0], [3.0, -2.0]):
+        changed = {"params": params | {"dense": columns, "mixture": jnp.asarray(logits)}}
+        q, k, v = (mixing.arrays[name] for name in "qkv")
+        weight = float(jax.nn.softmax(jnp.asarray(logits))[0])
+        expected = reference(q * weight, k, v, Causal())
+        assert_close(mixing(mixing.inputs(mixing.arrays), params=changed), expected)
+
+
+@pytest.mark.parametrize("mixer", ["linformer(4)", "nystrom(3,5)", "fnet", "synthesizer_random"])
+def test_encoders_with_one_text_per_sequence_ignore_padding(mixer):
+    config = EncoderConfig(mixer=mixer, pooling="mean", classes=3, max_len=9, **SIZES)
+    model = Encoder(config)
+    batch = model.example_batch(2, 9)
+    batch["segment_ids"] = jnp.asarray(np.arange(9)[None] < np.array([[4], [8]]), jnp.int32)
+    params = nn.meta.unbox(jax.jit(model.init)(jax.random.key(0), batch))
+    run = jax.jit(lambda tokens: model.apply(params, batch | {"tokens": tokens}, method="logits"))
+    tokens = np.random.default_rng(0).integers(0, 8, (2, 9)).astype(np.int32)
+    changed = np.where(np.asarray(batch["segment_ids"]) > 0, tokens, (tokens + 3) % 8)
+    np.testing.assert_array_equal(run(tokens), run(changed))
+    assert np.any(run(tokens) != run((tokens + 1) % 8))
+
+
+def test_models_refuse_mixers_that_cannot_honour_their_mask():
+    for mixer in ("linformer", "nystrom", "fnet"):
+        with pytest.raises(InputError, match=f"model.mixer={mixer!r}: {mixer} lets tokens depend on later ones"):
+            LMConfig(mixer=mixer, max_len=4, **SIZES)
+        with pytest.raises(InputError, match=f"{mixer} mixes documents that share a sequence"):
+            EncoderConfig(mixer=mixer, max_len=4, **SIZES)
+        with pytest.raises(
+            InputError, match=rf"{mixer} mixes all tokens of a sequence and cannot apply the mask Causal"
+        ):
+            MIXERS[mixer]().within(Causal())
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("linformer(0)", r"linformer\(rank=0\): expected at least 1"),
+        ("linformer(4,conv,width=0)", r"linformer\(width=0\): expected at least 1"),
+        ("linformer(4,mean)", r"linformer\(compression=mean\): known: conv, pool, projection"),
+        ("linformer(share=head)", r"linformer\(share=head\): did you mean 'heads'\?"),
+        ("nystrom(0)", r"nystrom\(0\): expected at least 1 landmark"),
+        ("nystrom(4,2)", r"nystrom\(width=2\): expected 0 or an odd number of 1 to 513"),
+        ("fnet(ortho)", r"fnet\(ortho\): known: none, unit"),
+        ("synthesizer_factorized_random(0)", r"synthesizer_factorized_random\(rank=0\): expected at least 1"),
+        ("synthesizer_factorized_dense(-1)", r"synthesizer_factorized_dense\(block=-1\): expected at least 1"),
+        ("mixture(dens)", r"mixture\(dens\): did you mean 'dense'\?"),
+        ("mixture(dense,dense)", r"mixture\(dense, dense\): expected distinct terms"),
+    ],
+)
+def test_invalid_arguments_raise(spec, message):
+    with pytest.raises(InputError, match=message):
+        build(parse_one(spec, "model.mixer"), MIXERS, "mixer", dropout=0.0, name=None)

@@ -1,0 +1,150 @@
+"""Attention within buckets against dense attention, its hash, and its errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.attention import Causal, reference
+from hpnlp.ops.attention.bucketed import (
+    bucketed_attention,
+    bucketed_reference,
+    lsh_buckets,
+    random_rotations,
+    start_bucket_cache,
+    tiles,
+    unit_vectors,
+    visible_pairs,
+)
+from hpnlp.ops.attention.bucketed.order import bucket_ranks, sort_by_bucket
+from hpnlp.ops.dropout import keep_mask, seed_words
+from hpnlp.types import InputError
+
+ONCE = {"xla_backend_optimization_level": 0}
+B, T, N, K, H = 2, 37, 4, 2, 8
+
+
+def arrays(rounds=3, buckets=4):
+    """q, k, v, buckets and segment ids, which are not sorted."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((B, T, n, H)), jnp.float32) for n in (N, N, K))
+    drawn = jnp.asarray(rng.integers(0, buckets, (B, T, N, rounds)), jnp.int32)
+    return q, k, v, drawn, jnp.asarray(rng.integers(0, 2, (B, T)), jnp.int32)
+
+
+def once(function, *args):
+    return jax.jit(function, compiler_options=ONCE)(*args)
+
+
+def assert_equal_with_gradients(functions, q, k, v):
+    signs = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, H)), jnp.float32)
+
+    def both(*args):
+        def score(function, *args):
+            o = function(*args)
+            return jnp.sum(o * signs), o
+
+        return [jax.grad(lambda *a, f=f: score(f, *a), (0, 1, 2), has_aux=True)(*args) for f in functions]
+
+    actual, expected = once(both, q, k, v)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize(("causal", "hides_self"), [(True, False), (False, True)])
+def test_rounds_equal_dense_attention_over_the_union_of_their_pairs(causal, hides_self, monkeypatch):
+    """Several blocks before each, and several groups of tiles."""
+    monkeypatch.setattr(tiles, "CPU_SCORES", 600)
+    q, k, v, buckets, segment_ids = arrays()
+    options = {"window": 11, "causal": causal, "hides_self": hides_self, "segment_ids": segment_ids, "scale": 0.7}
+    functions = (bucketed_attention, bucketed_reference)
+    assert_equal_with_gradients([lambda *a, f=f: f(*a, buckets, **options) for f in functions], q, k, v)
+
+
+def test_one_bucket_is_exact_attention():
+    q, k, v, _, segment_ids = arrays()
+    buckets = jnp.zeros((B, T, N, 1), jnp.int32)
+    functions = (
+        lambda *a: bucketed_attention(*a, buckets, window=1000, causal=True, segment_ids=segment_ids),
+        lambda *a: reference(*a, Causal(), segment_ids=segment_ids, kv_segment_ids=segment_ids),
+    )
+    assert_equal_with_gradients(functions, q, k[:, :, :K], v)
+
+
+def test_dropout_depends_on_indices_in_the_sequence():
+    """Dense weights with the same pattern; a token that sees only itself is dropped, too."""
+    q, k, v, buckets, _ = arrays(rounds=2, buckets=12)
+    rng, streams = jax.random.key(3), jnp.arange(7, 7 + B * N, dtype=jnp.int32).reshape(B, N)
+    options = {"window": 2, "causal": True, "hides_self": True}
+
+    def dense(q, k, v):
+        index = jnp.arange(T, dtype=jnp.int32)
+        kept = keep_mask(
+            seed_words(rng), streams[..., None, None], index[None, None, :, None], index[None, None, None], 0.3
+        )
+        eye = jnp.broadcast_to(jnp.eye(T, dtype=jnp.float32)[None, :, None], (B, T, N, T))
+        weights = bucketed_reference(q, k, eye, buckets, **options).transpose(0, 2, 1, 3)
+        values = jnp.repeat(v, N // K, axis=2)
+        return jnp.einsum("bnts,bsnh->btnh", jnp.where(kept, weights / 0.7, 0.0), values)
+
+    def sparse(q, k, v):
+        return bucketed_attention(q, k, v, buckets, dropout_rate=0.3, rng=rng, streams=streams, **options)
+
+    pairs = visible_pairs(buckets, window=2, causal=True)
+    assert (np.asarray(pairs).sum(axis=3) == 1).any(axis=2).all()
+    assert_equal_with_gradients((sparse, dense), q, k, v)
+
+
+def test_later_tokens_do_not_change_what_earlier_tokens_see():
+    """All later tokens change their buckets, which moves earlier tokens in the sorted order."""
+    q, k, v, buckets, _ = arrays()
+    other = buckets.at[:, 20:].set(0)
+    run = jax.jit(lambda b: bucketed_attention(q, k, v, b, window=5, causal=True), compiler_options=ONCE)
+    o, changed = run(buckets), run(other)
+    np.testing.assert_allclose(changed[:, :20], o[:, :20], atol=1e-6)
+    assert np.abs(np.asarray(changed - o)[:, 20:]).max() > 0.1
+
+
+def test_order_and_ranks():
+    """Tokens are sorted by segment, bucket and index; coordinates of a bucket differ by ranks, and of others by more."""
+    buckets = jnp.asarray([1, 0, 1, 1, 0, 1], jnp.int32)
+    segment_ids = jnp.asarray([5, 5, 5, -2, 5, 5], jnp.int32)
+    order, coordinates = sort_by_bucket(buckets, segment_ids, 3)
+    np.testing.assert_array_equal(order, [3, 1, 4, 0, 2, 5])
+    np.testing.assert_array_equal(np.diff(coordinates), [5, 1, 5, 1, 1])
+    np.testing.assert_array_equal(bucket_ranks(buckets, segment_ids), [0, 0, 1, 0, 1, 2])
+
+
+def test_hash_is_a_function_of_the_direction():
+    x = jax.random.normal(jax.random.key(0), (500, 16))
+    rotations = random_rotations(jax.random.key(1), 2, 16, 8)
+    buckets = np.asarray(lsh_buckets(x, rotations))
+    np.testing.assert_array_equal(lsh_buckets(5 * x, rotations), buckets)
+    np.testing.assert_array_equal(lsh_buckets(-x, rotations), (buckets + 4) % 8)
+    assert np.bincount(buckets[:, 0]).min() > 30
+    near = lsh_buckets(x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), rotations)
+    assert (np.asarray(near) == buckets).mean() > 0.7
+    assert not np.asarray(lsh_buckets(x, random_rotations(jax.random.key(1), 2, 16, 1))).any()
+    np.testing.assert_allclose(np.linalg.norm(unit_vectors(x), axis=1), 1.0, rtol=1e-5)
+
+
+def test_invalid_arguments_raise():
+    q, k, v, buckets, _ = arrays()
+    options = {"window": 3, "causal": True}
+    cases = (
+        (lambda: bucketed_attention(q, k[:, 1:], v, buckets, **options), "k .* expected equal B and T"),
+        (lambda: bucketed_attention(q, k, v[:, :, [0, 0, 0]], buckets, **options), "a number of heads that divides 4"),
+        (lambda: bucketed_attention(q, k[..., 1:], v, buckets, **options), "expected the same head size"),
+        (lambda: bucketed_attention(q, k, v, buckets[:, :, 1:], **options), "expected .* and at least one round"),
+        (lambda: bucketed_attention(q, k, v, buckets, window=-1, causal=True), "window is -1: expected 0 or more"),
+        (lambda: bucketed_attention(q, k, v, buckets, dropout_rate=0.1, **options), "a key `rng`"),
+        (lambda: sort_by_bucket(jnp.zeros(70000, jnp.int32), None, 70000), "window 70000 with 70000 tokens"),
+        (
+            lambda: random_rotations(jax.random.key(0), 1, 4, 3),
+            "buckets=3: expected at least one round, and 1 or an even",
+        ),
+        (lambda: start_bucket_cache(k, v, buckets, jnp.full(B, T), 8), "capacity 8 for 37 tokens"),
+    )
+    for call, message in cases:
+        with pytest.raises(InputError, match=message):
+            call()

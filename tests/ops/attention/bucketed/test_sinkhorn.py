@@ -1,0 +1,63 @@
+"""The soft permutation of Sinkhorn attention; its result is compared in the contracts of mixers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.attention.bucketed.sinkhorn import SortSettings, balance, sinkhorn_attention
+from hpnlp.ops.attention.bucketed.sinkhorn_cache import start_sinkhorn_cache
+from hpnlp.ops.attention.reference import reference
+from hpnlp.types import InputError
+
+ONCE = {"xla_backend_optimization_level": 0}
+
+
+def test_many_iterations_give_a_doubly_stochastic_matrix():
+    weights = balance(jax.random.normal(jax.random.key(0), (3, 6, 6)), jnp.ones((1, 6, 6), bool), 200, False)
+    np.testing.assert_allclose(weights.sum(axis=1), 1.0, atol=1e-4)
+    np.testing.assert_allclose(weights.sum(axis=2), 1.0, atol=1e-4)
+
+
+def test_causal_rows_are_functions_of_earlier_rows():
+    scores, allowed = jax.random.normal(jax.random.key(0), (6, 6)), jnp.asarray(np.tri(6, k=-1, dtype=bool))
+
+    @functools.partial(jax.jit, compiler_options=ONCE)
+    def run(scores):
+        gradient = jax.grad(lambda x: (balance(x, allowed, 3, True) ** 2).sum())(scores)
+        return balance(scores, allowed, 3, True), balance(scores.at[4:].add(7.0), allowed, 3, True), gradient
+
+    weights, changed, gradient = run(scores)
+    np.testing.assert_array_equal(weights[:4], changed[:4])
+    assert not np.asarray(weights)[~np.asarray(allowed)].any() and np.any(weights[4:] != changed[4:])
+    assert np.isfinite(gradient).all()
+
+
+def test_one_block_sees_its_tokens_and_their_copies():
+    """A bidirectional block of all tokens: the mixture is the block itself, and exact attention does not change."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 9, 2, 4))
+    run = jax.jit(lambda *x: sinkhorn_attention(*x, SortSettings(9, 3, 0.5, False)), compiler_options=ONCE)
+    o = run(q, k, v)
+    np.testing.assert_allclose(o, reference(q, k, v), atol=2e-6)
+
+
+def test_dropout_drops_weights_and_keeps_their_mean():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 24, 2, 4))
+    settings = SortSettings(4, 2, 0.5, True)
+    keys = jax.random.split(jax.random.key(1), 400)
+    run = jax.jit(jax.vmap(lambda key: sinkhorn_attention(q, k, jnp.ones_like(v), settings, dropout_rate=0.5, rng=key)))
+    totals = np.asarray(run(keys))
+    weights = np.asarray(sinkhorn_attention(q, k, jnp.ones_like(v), settings))
+    error = totals.std(axis=0) / len(keys) ** 0.5
+    assert (np.abs(totals.mean(axis=0) - weights) <= 5 * error).all() and (error > 0).all()
+
+
+def test_invalid_arguments_raise():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 4, 4))
+    settings = SortSettings(4, 2, 0.5, True)
+    with pytest.raises(InputError, match="expected equal B, T and H, and K that divides N"):
+        sinkhorn_attention(q, k[:, :, :3], v[:, :, :3], settings)
+    with pytest.raises(InputError, match="capacity 8 for 9 tokens"):
+        start_sinkhorn_cache(q, k, v, jnp.full(1, 9), settings, 8)

@@ -1,0 +1,80 @@
+"""Attention with synthesized scores against dense softmax of the sum of all terms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.attention import Causal, Full, Strided, Window, reference
+from hpnlp.ops.attention.synthetic.attend import synthetic_attend, synthetic_attend_reference, tiled_scores
+from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
+from hpnlp.types import InputError
+from tests.contracts import assert_close, once
+
+
+def test_sums_of_terms_match_dense_scores():
+    """Factors of one sequence and of all, of key heads and of query heads, with scores; values and gradients."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "v": (2, 9, 2, 4),
+        "factors": [((2, 9, 4, 3), (2, 9, 2, 3)), ((1, 9, 4, 2), (1, 9, 4, 2))],
+        "scores": [(1, 4, 9, 9), (2, 4, 9, 9), (1, 4, 1, 9)],
+    }
+    is_shape = lambda x: isinstance(x, tuple) and isinstance(x[0], int)  # noqa: E731
+    arrays = jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s), jnp.float32), shapes, is_leaf=is_shape)
+    ids = jnp.asarray([[1] * 9, [1, 1, 2, 2, 2, 2, 0, 0, 0]], jnp.int32)
+
+    def result(function, arrays):
+        def score(arrays):
+            o = function(**arrays, mask=Causal(), segment_ids=ids, kv_segment_ids=ids)
+            return jnp.sum(o**2), o
+
+        return jax.grad(score, has_aux=True)(arrays)
+
+    forms = (synthetic_attend, synthetic_attend_reference)
+    assert_close(*once(lambda arrays: [result(f, arrays) for f in forms], arrays))
+
+
+def test_factorized_scores_by_blocks_match_all_scores():
+    """The last block is cut; values and gradients, also with dropout, which drops the same pairs."""
+    rng = np.random.default_rng(0)
+    shapes = {"v": (2, 8, 2, 4), "a": (2, 8, 2, 3), "b": (2, 8, 2, 3)}
+    arrays = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    ids = jnp.asarray([[1] * 8, [1, 1, 2, 2, 2, 0, 0, 0]], jnp.int32)
+    signs = jnp.asarray(rng.standard_normal(shapes["v"]), jnp.float32)
+
+    def dense(v, a, b, mask, **operands):
+        o = reference(*[jnp.zeros((2, 8, 2, 1))] * 2, v, mask, bias=tiled_scores(a, b, 8), **operands)
+        assert isinstance(o, jax.Array)
+        return o
+
+    def result(function, arrays, mask, **operands):
+        def score(arrays):
+            o = function(**arrays, mask=mask, **operands)
+            return jnp.sum(o * signs), o
+
+        return jax.grad(score, has_aux=True)(arrays)
+
+    def both(arrays):
+        segments = {"segment_ids": ids, "kv_segment_ids": ids}
+        dropout = {"dropout_rate": 0.4, "rng": jax.random.key(3)}
+        cases = ((Full(), segments), (Causal(), segments | dropout), (Window(2, 0) & Strided(2), {}))
+        return [[result(f, arrays, mask, **x) for mask, x in cases] for f in (factorized_dense_attend, dense)]
+
+    assert_close(*once(both, arrays))
+
+
+def test_tiles_are_products_of_all_pairs_of_factors():
+    a, b = np.arange(1, 4.0)[None, None, None], np.array([1.0, 10.0, 100.0])[None, None, None]
+    scores = tiled_scores(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), 8)
+    np.testing.assert_array_equal(scores[0, 0, 0], [1, 2, 3, 10, 20, 30, 100, 200])
+
+
+def test_invalid_arguments_raise():
+    v = jnp.zeros((1, 4, 1, 2))
+    with pytest.raises(InputError, match="no factors and no scores"):
+        synthetic_attend(v, [], [])
+    with pytest.raises(InputError, match="4 keys: expected at most 3 x 1"):
+        factorized_dense_attend(v, jnp.zeros((1, 4, 1, 3)), jnp.zeros((1, 4, 1, 1)))
+    with pytest.raises(InputError, match="10 keys: expected at most 3 x 3"):
+        tiled_scores(jnp.zeros((1, 4, 1, 3)), jnp.zeros((1, 4, 1, 3)), 10)
