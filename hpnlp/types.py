@@ -103,6 +103,7 @@ class MixerInputs:
       q: Projected queries `[B, T, N, H]`.
       k: Projected keys `[B, S, K, H]`.
       v: Projected values `[B, S, K, H]`.
+      projections: Other projections by name, such as gates, each `[B, T, heads, width]`.
       positions: int32 `[B, T]`, positions of the queries within their documents.
       kv_positions: int32 `[B, S]`, positions of the keys.
       segment_ids: int32 `[B, T]`; tokens of different segments do not attend to each other.
@@ -131,6 +132,7 @@ class MixerInputs:
     rng: Array | None = None
     draws: Array | None = None
     streams: Array | None = None
+    projections: Mapping[str, Array] = dataclasses.field(default_factory=dict)
     deterministic: bool = dataclasses.field(default=True, metadata={"static": True})
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -190,7 +192,8 @@ class Mixer(Protocol):
     the lengths of batches. A mixer that adds up over the heads of a layer has `divides_heads = False`.
 
     Attributes:
-      needs: The projections that the mixer reads, by their names in MixerInputs; none for a mixer that reads `x`.
+      needs: The projections that the mixer reads, by name: q, k and v as fields of MixerInputs, others in its field
+        `projections`; none for a mixer that reads `x`.
       traits: Its properties.
     """
 

@@ -139,6 +139,10 @@ class Mixing:
         self.arrays = {
             name: jnp.asarray(rng.standard_normal((2, length, *shape)), dtype) for name, shape in shapes.items()
         }
+        heads = {"heads": 4, "kv_heads": 2}
+        for name, need in self.module.needs.items():
+            shape = 2, length, heads[need.axis], need.width or 8
+            self.arrays.setdefault(name, jnp.asarray(np.random.default_rng(seed + 1).standard_normal(shape), dtype))
         segments = np.sort(rng.integers(0, 3, (2, length)), axis=1)
         starts = np.array([[np.argmax(row == number) for number in row] for row in segments])
         self.segment_ids = jnp.asarray(segments, jnp.int32)
@@ -147,8 +151,9 @@ class Mixing:
         self.params = nn.meta.unbox(self.module.init(jax.random.key(0), self.inputs(self.arrays), self.mask))
 
     def inputs(self, arrays, **fields):
-        """The inputs of the mixer: x, and those of q, k and v that it declares to need."""
-        declared = {name: arrays[name] for name in ("x", *self.module.needs)}
+        """The inputs of the mixer: x, and the projections that it declares to need."""
+        declared = {name: arrays[name] for name in ("x", "q", "k", "v") if name == "x" or name in self.module.needs}
+        fields["projections"] = {name: arrays[name] for name in self.module.needs if name not in declared}
         draws = {"draws": jax.random.key(4)} if self.module.traits.draws else {}
         return MixerInputs(**declared, **draws | fields)
 

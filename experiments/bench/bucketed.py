@@ -68,16 +68,17 @@ def recall(length: int) -> list[dict[str, Any]]:
     buckets = max(2, length // WINDOW // 2 * 2)
     rows = []
 
-    def row(method: str, rounds: int, buckets_of_tokens: jax.Array) -> None:
-        pairs = np.array(visible_pairs(buckets_of_tokens, window=WINDOW, causal=False))[0, 0]
+    def row(method: str, rounds: int, buckets_of_tokens: jax.Array, window: int) -> None:
+        pairs = np.array(visible_pairs(buckets_of_tokens, window=window, causal=False))[0, 0]
         mass, share = float((weights * pairs).sum(axis=1).mean()), float(pairs.mean())
         rows.append({"what": "recall", "method": method, "rounds": rounds, "length": length, "buckets": buckets,
-                     "window": WINDOW, "recall": mass, "pairs": share})  # fmt: skip
+                     "window": window, "recall": mass, "pairs": share})  # fmt: skip
 
     for rounds in (1, 2, 4, 8, 16):
         rotations = random_rotations(jax.random.key(rounds), rounds, DIM, buckets)
-        row("reformer", rounds, lsh_buckets(x, rotations))
-    row("routing", 1, k_means(x, buckets))
+        for window in (WINDOW, 2 * WINDOW):
+            row("reformer", rounds, lsh_buckets(x, rotations), window)
+    row("routing", 1, k_means(x, buckets), WINDOW)
     return rows
 
 

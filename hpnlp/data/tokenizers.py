@@ -1,4 +1,4 @@
-"""Tokenizers from spec strings and files: bytes, words, and byte-pair encoding by the `tokenizers` package (extra `hf`).
+"""Tokenizers from spec strings and files: bytes, pixels, words, and byte-pair encoding (extra `hf`).
 
 `build` makes a tokenizer from a spec string, and `load` reads one from a file; both return a `hpnlp.types.Tokenizer`. Byte and
 word tokenizers are saved as a small JSON object, all others in the format of Hugging Face's `tokenizer.json`: see
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from hpnlp import spec as specs
-from hpnlp.data import word_tokenizer
+from hpnlp.data import pixels, word_tokenizer
 from hpnlp.data.huggingface import HFTokenizer
+from hpnlp.data.pixels import PixelTokenizer
 from hpnlp.data.prompt import prompt_bytes, with_bos
 from hpnlp.data.word_tokenizer import WordTokenizer
 from hpnlp.types import InputError, Tokenizer, WordStats
@@ -57,6 +58,10 @@ def _build_bytes(texts: Iterable[bytes]) -> Tokenizer:
     return ByteTokenizer()
 
 
+def _build_pixels(texts: Iterable[bytes]) -> Tokenizer:
+    return PixelTokenizer()
+
+
 def _build_words(cap: Any, by: Any = "letters", *, texts: Iterable[bytes]) -> Tokenizer:
     return WordTokenizer.train(_word_sizes(cap, by)[1], texts, str(by))
 
@@ -65,7 +70,7 @@ def _build_bpe(size: Any, by: Any = "spaces", *, texts: Iterable[bytes]) -> Toke
     return HFTokenizer.train(_bpe_sizes(size, by)[1], texts, str(by))
 
 
-TOKENIZERS = {"bytes": _build_bytes, "words": _build_words, "bpe": _build_bpe}
+TOKENIZERS = {"bytes": _build_bytes, "pixels": _build_pixels, "words": _build_words, "bpe": _build_bpe}
 
 
 def _word_sizes(cap: Any, by: Any = "letters") -> tuple[int, int]:
@@ -125,8 +130,8 @@ def build(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
     """Makes the tokenizer of a spec string. The result depends on `spec` and `texts` alone.
 
     Args:
-      spec: "bytes", "words(30000)", "words(30000, by=whitespace)", "bpe(8192)", "bpe(2000, by=identifiers)", or the path of a
-        tokenizer.json.
+      spec: "bytes", "pixels" (of images, see `pixels`), "words(30000)", "words(30000, by=whitespace)", "bpe(8192)",
+        "bpe(2000, by=identifiers)", or the path of a tokenizer.json.
       texts: Documents from which a vocabulary is made; read once, and only if `is_trained(spec)`.
 
     Returns:
@@ -164,14 +169,16 @@ def load(path: str) -> Tokenizer:
     if isinstance(form, dict) and "model" in form:
         return HFTokenizer.parse(text, path)
     kind = form.get("type") if isinstance(form, dict) else None
-    versions = {"bytes": _BYTES_FORMAT, "words": word_tokenizer.FORMAT}
+    versions = {"bytes": _BYTES_FORMAT, "pixels": pixels.FORMAT, "words": word_tokenizer.FORMAT}
     if kind not in tuple(versions):
         raise InputError(f"{path!r} is no tokenizer.json: it has neither a model nor a known type: pass another path")
     if form.get("version") != versions[kind]:
         raise InputError(
             f"{path!r} has format version {form.get('version')!r}, expected {versions[kind]}: update hpnlp"
         )
-    return ByteTokenizer() if kind == "bytes" else _parse_words(form, path)
+    if kind == "words":
+        return _parse_words(form, path)
+    return ByteTokenizer() if kind == "bytes" else PixelTokenizer()
 
 
 def _read_file(path: str) -> str:

@@ -175,7 +175,8 @@ class Attention(nn.Module):
         streams = self._dropout_streams(context) if dropping else None
         inputs = MixerInputs(
             x=x,
-            **projected,
+            **{name: projected.pop(name) for name in ("q", "k", "v") if name in projected},
+            projections=projected,
             positions=context.positions,
             kv_positions=keys.positions,
             segment_ids=context.segment_ids,

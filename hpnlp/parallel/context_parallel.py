@@ -170,13 +170,15 @@ def by_heads(mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
     devices = lax.axis_size(AXIS)
     if mixer.within(mask).heads is not None:
         raise InputError("heads with masks of their own are not divided over devices: set plan.sequence=1")
-    for name in ("q", "k", "v"):
-        if (heads := getattr(inputs, name)) is not None and heads.shape[2] % devices:
+    of_heads = {name: x for name in ("q", "k", "v") if (x := getattr(inputs, name)) is not None}
+    for name, heads in (of_heads | dict(inputs.projections)).items():
+        if heads.shape[2] % devices:
             raise InputError(
                 f"plan.exchange='heads' divides {heads.shape[2]} heads of {name} over plan.sequence={devices} devices: choose "
                 "plan.exchange=ring, or numbers of heads that are multiples of plan.sequence"
             )
-    fields = {name: _scatter_heads(x) for name in ("q", "k", "v") if (x := getattr(inputs, name)) is not None}
+    fields: dict[str, Any] = {name: _scatter_heads(x) for name, x in of_heads.items()}
+    fields["projections"] = {name: _scatter_heads(x) for name, x in inputs.projections.items()}
     for name in ("x", "positions", "kv_positions", "segment_ids", "kv_segment_ids"):
         if (x := getattr(inputs, name)) is not None:
             fields[name] = _gather_tokens(x)

@@ -55,6 +55,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
+    "rank": (),  # the inner axis of a product of two matrices
     "taps": (),  # the weights of a convolution along the sequence
     "ranks": (),  # compressed tokens, inner dimensions of factors, and terms of a mixture
     "mlp": ("tensor",),

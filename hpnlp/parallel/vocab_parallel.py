@@ -115,6 +115,8 @@ def loss(
             h = tensor_parallel.gather_tokens(h)
         else:  # the devices of this axis have the same words, so that each token needs one of them only
             labels, weights = (tensor_parallel.local_tokens(x, 1) for x in (labels, weights))
+        if copies := _further_axes(h, weights, vocab_axes):  # vectors of sequences: one of the equal copies counts
+            weights = jnp.where(lax.axis_index(copies) == 0, weights, 0.0)
         h, labels, weights = _flatten(h), labels.reshape(-1), weights.reshape(-1)
         if vocab_axes:
             h, labels = zero_ignored_tokens(h, labels, weights)
@@ -150,7 +152,9 @@ def best(layout: Layout, layer: Any, table: Any, h: Float[Array, "B *T D"]) -> I
     def best_on_device(table: Array, variables: Any, h: Array) -> Array:
         layer = module.bind(variables)
         if not vocab_axes:
-            return layer.best(table, _flatten(h))[1].reshape(h.shape[:-1])
+            ids = layer.best(table, _flatten(h))[1].reshape(h.shape[:-1])
+            copies = _further_axes(ids, h)
+            return lax.pmax(ids, copies) if copies else ids
         h = tensor_parallel.gather_tokens(h) if "tensor" in vocab_axes else h
         score, ids = layer.best(table, _flatten(h), lax.axis_index(vocab_axes) * table.shape[0])
         is_best = score == lax.pmax(score, vocab_axes)
@@ -168,6 +172,16 @@ def best(layout: Layout, layer: Any, table: Any, h: Float[Array, "B *T D"]) -> I
 def _unbind(layer: Any) -> tuple[Any, Any]:
     """An output layer without its own parameters, and these, which enter a `shard_map` as arguments."""
     return (layer, {}) if layer.scope is None else layer.unbind()
+
+
+def _further_axes(x: Array, y: Array, other_axes: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Mesh axes that x varies over and y does not, without `other_axes`.
+
+    Parameters that were gathered from the devices of an axis, and results computed from them, vary over it, although their
+    values are equal there.
+    """
+    varying_x, varying_y = (jax.typeof(array).manual_axis_type.varying for array in (x, y))
+    return tuple(sorted(varying_x - varying_y - set(other_axes)))
 
 
 def _length(labels: Array) -> int:

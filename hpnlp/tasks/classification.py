@@ -69,12 +69,14 @@ class ClassificationBaselines:
 
         Returns:
           `majority_accuracy`, of the most frequent training class; and `words_accuracy` and `characters_accuracy`, of linear
-          models of bags of words and of characters, which are None if scikit-learn is not installed or there is nothing to fit.
+          models of bags of words and of characters, which are None if scikit-learn is not installed, there is nothing to
+          fit, or data.linear_baselines is False.
         """
         labels = self._dataset.stored[HELDOUT].all_labels()
         figures: dict[str, Any] = {"majority_accuracy": float(np.mean(labels == self._dataset.class_counts.argmax()))}
         linear: dict[str, Any] = {"words": None, "characters": None}
-        if importlib.util.find_spec("sklearn") is not None:
+        config: Any = self._dataset.config
+        if config.linear_baselines and importlib.util.find_spec("sklearn") is not None:
             if log is not None:
                 count = min(self._dataset.train_examples, MAX_TRAINED)
                 log(f"fitting linear models of words and of characters to {count:,} training examples, for comparison")

@@ -116,6 +116,8 @@ class LanguageModelReport(TaskReport):
         return {f"held-out: {name}": (report.get(field) or math.inf) * math.log(2) for field, name in NAMES.items()}
 
     def commands(self, workdir: Path, config: Any) -> dict[str, list[str]]:
+        if not config.model.decodes:
+            return {}
         return {"continue a text": ["generate", f"--workdir={workdir}", *_generation(workdir, config)]}
 
     def rank(self, reports: Mapping[str, Report]) -> Ranking:

@@ -104,7 +104,7 @@ def load_config(workdir: str | Path) -> Config:
             raise InputError(
                 f"{workdir} holds a Hugging Face checkpoint and no run: hpnlp convert --from={workdir} --to=runs/x makes one"
             ) from None
-        hint = f"; {OWN_ENTRY}" if isinstance(error, UnknownNameError) else ""
+        hint = f" ({OWN_ENTRY})" if isinstance(error, UnknownNameError) else ""
         raise InputError(f"{workdir}: {error}{hint}") from None
 
 

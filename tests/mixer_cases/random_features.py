@@ -57,8 +57,8 @@ def rfa(mixing, arrays, params, mask, segment_ids):
     visible = _visible(mask, segment_ids)
     factors = jnp.ones((), jnp.float32)
     if mixing.module.gate:
-        logits = arrays["x"] @ params["params"]["gate"]["kernel"].astype(arrays["x"].dtype)
-        gates = jax.nn.sigmoid(logits.astype(jnp.float32) + params["params"]["gate_bias"][None, None])
+        logits = arrays["gate"][..., 0].astype(jnp.float32)
+        gates = jax.nn.sigmoid(logits + params["params"]["gate_bias"][None, None])
         gates = jnp.repeat(gates, 2, axis=2).transpose(0, 2, 1)
         length = gates.shape[2]
         # between[t, s, u]: s < u <= t
@@ -75,6 +75,6 @@ def rfa(mixing, arrays, params, mask, segment_ids):
 EXAMPLES = {
     "performer": ("performer(6,optimal,redraw=2)", "performer(16)", "performer(8,hyperbolic,projections=iid)"),
     # With fewer features, sums of weights are often so close to 0 that differences in rounding are visible.
-    "rfa": ("rfa(32)",),
+    "rfa": ("rfa(64)", "rfa(64,True,redraw=2)"),
 }
 REFERENCES = {"performer": performer, "rfa": rfa}

@@ -36,11 +36,12 @@ HEADS = {
     "synthesized": {
         "pooling": "mean",
         "classes": 3,
-        "mixer": "mixture(dense,random,factorized_dense,factorized_random),fnet",
+        "mixer": "mixture(dense,random,factorized_random),synthesizer_factorized_dense",
         "layers": 4,
         "heads": 4,
         "kv_heads": 2,
     },
+    "fourier": {"pooling": "mean", "classes": 3, "mixer": "fnet"},
     "sampled": {"pooling": "max", "classes": 40, "output": "sampled(7,uniform)"},
 }
 LAYOUTS = {
@@ -60,6 +61,7 @@ CASES = {
     "words": ("zero3 8", "pipeline 2 x zero3 2 x tensor 2"),
     "attention": ("data 4 x pipeline 2", "data 2 x sequence 4"),
     "summaries": ("3d",),
+    "fourier": ("3d",),
     "synthesized": ("3d", "pipeline 2 x zero3 2 x tensor 2"),
     "sampled": ("3d", "data 4 x sequence 2, by heads"),
 }

@@ -12,7 +12,7 @@ import pytest
 import hpnlp.ops
 from hpnlp.ops import convolution, dropout, dynamic_quantization, light_convolution, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
-from hpnlp.ops.attention import Causal, Window, attend, flash, merge, reference
+from hpnlp.ops.attention import Causal, Window, attend, clustered, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
 from hpnlp.ops.attention.linear import (
     LinearState,
@@ -41,6 +41,7 @@ from hpnlp.ops.softmax import (
 )
 from hpnlp.ops.softmax import proposals as proposals
 from tests.contracts import assert_close
+from tests.ops import bucketed_and_low_rank_calls
 
 RNG = np.random.default_rng(0)
 N, D, V = 6, 4, 8
@@ -99,10 +100,11 @@ MANY = (
 )  # fmt: skip
 DOCUMENTS = key_blocks.DocumentBlocks(ids(2, 3), RNG.random((2, 3)) < 0.5, ids(2, 3), ids(2, 12), 4)
 CHOSEN = np.array([[0, 4, 8]] * 2), ids(2, 12, 2, 2, below=3) * [1, 0] - [0, 1]
+CLUSTERS = clustered.Clusters(ids(2, 12, 4, below=3), ids(2, 3), RNG.random(2) < 0.5, 3)
 GROUPED = H, TABLE, ids(N, below=2), ids(N, below=4), np.array([0, 4, 8])
 ADAPTIVE = {"cutoffs": (3, 5)}
 # name of a public op -> calls of it: (function, arguments).
-CALLS = {
+CALLS = bucketed_and_low_rank_calls.CALLS | {
     "attention.attend.attend": (
         (lambda *a: attend(*a, Causal()), QKV),
         (lambda *a: attend(*a, Causal(), block_size=4), LONG),
@@ -122,6 +124,10 @@ CALLS = {
         (lambda *a: linear_attention(*a, normalize=True, return_state=True, chunk=8), QKV),
         (lambda *a: linear_attention(*a[:3], causal=False, segment_ids=a[3], chunk=8), (*QKV, SEGMENTS)),
         (lambda *a: linear_attention(*a, causal=False, normalize=True), QKV),
+        (
+            lambda *a: linear_attention(*a[:3], log_decay=a[3], beta=a[4], chunk=8),
+            (*QKV, -np.abs(x(2, 12, 2, 8)), RNG.random((2, 12, 2))),
+        ),
     ),
     "attention.linear.random_attention.random_feature_attention": (
         (lambda *a: random_feature_attention(*a[:4], segment_ids=a[4]), (*QKV, x(6, 8), SEGMENTS)),
@@ -131,7 +137,10 @@ CALLS = {
         ),
     ),
     "attention.linear.random_attention.rfa_attention": (
-        (lambda *a: rfa_attention(*a[:4], scale=a[4], segment_ids=a[5]), (*QKV, x(6, 8), x(2, 8), SEGMENTS)),
+        (
+            lambda *a: rfa_attention(*a[:4], scale=a[4], log_gate=a[5], segment_ids=a[6]),
+            (*QKV, x(6, 8), x(2, 8), -RNG.random((2, 12, 2)), SEGMENTS),
+        ),
     ),
     "attention.linear.recurrent.linear_attention_step": (
         (lambda *a: linear_attention_step(*a[:4], log_decay=a[4]), (*(y[:, 0] for y in QKV), STATE, -np.abs(x(2)))),
@@ -144,6 +153,14 @@ CALLS = {
     ),
     "attention.operands.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
     "attention.attend.merge": ((lambda *a: merge(a[:2], a[2:]), (x(3, 4), x(3), x(3, 4), x(3))),),
+    "attention.clustered.hamming_kmeans.sign_bits": ((clustered.sign_bits, (QKV[0], x(8, 5))),),
+    "attention.clustered.hamming_kmeans.hamming_kmeans": (
+        (lambda bits, s: clustered.hamming_kmeans(bits, 3, 2, s), (np.sign(x(2, 12, 4, 5)), SEGMENTS)),
+    ),
+    "attention.clustered.attention.clustered_attention": ((clustered.clustered_attention, (*QKV, CLUSTERS, SEGMENTS)),),
+    "attention.clustered.attention.improved_clustered_attention": (
+        (lambda *a: clustered.improved_clustered_attention(*a[:4], 2, a[4]), (*QKV, CLUSTERS, SEGMENTS)),
+    ),
     "attention.selected_blocks.attend_blocks.attend_blocks": (
         (lambda *a: attend_blocks(*a, block=4), (*QKV, *CHOSEN)),
         (
@@ -433,12 +450,13 @@ INTERNAL = {
         f"attention.masks.{name}"
         for name in ("base", "lookback", "papers", "patterns", "per_head", "selected_tokens", "table")
     ),
-    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "random_features", "state")),
+    *(f"attention.linear.{name}" for name in ("chunked", "chunks", "decay", "delta", "random_features", "state")),
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),
     *(f"attention.block_sparse.{name}" for name in ("operands", "permuted", "scan", "schedule", "tile", "unrolled")),
     "attention.selected_blocks.row_tiles",
+    *bucketed_and_low_rank_calls.INTERNAL,
     *("array_op", "arrays", "counter_rng", "custom_vjp", "stacks"),
     *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),
 }
@@ -459,11 +477,15 @@ ON_HOST = {
     ),
     *(f"softmax.class_based.{name}" for name in ("classes_from", "equal_size_classes", "equal_mass_classes")),
     *("softmax.grouped_softmax.check_k", "softmax.proposals.unigram"),
+    *bucketed_and_low_rank_calls.BY_OPS,
 }
 
 
 # Searches by loops of unknown length.
-NO_GRADIENT = {"softmax.class_based.class_top_k", "softmax.hierarchical.tree_top_k"}
+NO_GRADIENT = {
+    "softmax.class_based.class_top_k",
+    "softmax.hierarchical.tree_top_k",
+}
 
 
 def public_functions():

@@ -26,7 +26,12 @@ from hpnlp.types import InputError
 from tests import tiny
 
 PLANS = {"tensor": Plan(tensor=2)}
-SLOW_PLANS = {"zero3": Plan("zero3"), "sequence": Plan(sequence=2), "3d": Plan("3d")}
+SLOW_PLANS = {
+    "zero3": Plan("zero3"),
+    "sequence": Plan(sequence=2),
+    "zero3_sequence": Plan("zero3", sequence=2),
+    "3d": Plan("3d"),
+}
 
 
 def language_model(directory):
@@ -122,7 +127,9 @@ EXAMPLES = {
     "tagging": tagging,
 }
 # Plans that a task's model does not fit -> the message.
-REFUSED = {("seq2seq", "sequence"): "the memory is not divided: set plan.sequence=1"}
+REFUSED = {
+    ("seq2seq", name): "the memory is not divided: set plan.sequence=1" for name in ("sequence", "zero3_sequence")
+}
 
 
 # Tagging shares its code with classification; masked language models are encoders of the text of language models.

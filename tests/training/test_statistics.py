@@ -140,18 +140,15 @@ def has_state_of_its_own(spec):
 
 # Changes of the model and of the optimizer; for the mixer of this file, those of one of `LAYOUTS`.
 WITH_STATE = {"centered": ((), {})} | {
-    spec: ((("mixer", spec), ("mlp", "swiglu")), {"aux": ""}) for spec in MIXER_SPECS if has_state_of_its_own(spec)
+    spec: ((("mixer", spec), ("mlp", "swiglu")), {"aux": ""})
+    for spec in one_of_each_kind(MIXER_SPECS)
+    if has_state_of_its_own(spec)
 }
 
 
-FIRST = {"centered", *one_of_each_kind(MIXER_SPECS)}
-
-
-@pytest.mark.parametrize(
-    "spec", [pytest.param(spec, marks=[] if spec in FIRST else pytest.mark.slow) for spec in WITH_STATE]
-)
+@pytest.mark.parametrize("spec", WITH_STATE)
 def test_mixers_with_statistics_have_equal_states_on_one_and_eight_devices(spec):
-    """Contract of every entry of MIXERS that has statistics or buffers, and of the mixer of this file.
+    """Contract of every class of mixers that have statistics or buffers, and of the mixer of this file.
 
     Gradients of entries are compared as two forms of one result are: with these sizes, those of plain softmax attention differ
     by 1e-6, too.

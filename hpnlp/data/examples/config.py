@@ -23,8 +23,8 @@ class ExampleConfig(abc.ABC):
     )
     tokenizer: str = option(
         "bytes",
-        '"bytes", "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", "bpe(SIZE, by=digits)", "bpe(SIZE, '
-        'by=identifiers)", or the path of a tokenizer.json.',
+        '"bytes", "pixels" (of images), "words(CAP)", "words(CAP, by=whitespace)", "bpe(SIZE)", "bpe(SIZE, by=digits)", '
+        '"bpe(SIZE, by=identifiers)", or the path of a tokenizer.json.',
     )
     skip_bad_lines: bool = option(
         False,
@@ -89,14 +89,19 @@ class ClassificationConfig(ExampleConfig):
 
     path: str = option(
         "stdlib_functions",
-        '"stdlib_functions" (functions of the running Python\'s standard library, labelled with their package), '
-        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
+        '"stdlib_functions" (functions of the running Python\'s standard library, labelled with their package), another '
+        "entry of GENERATED, such as list_ops, pathfinder or imdb:DIRECTORY, or records: "
+        "a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
         "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
         "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
     )
     text_field: str = option("text", "Field of records that holds the text.")
     pair_field: str = option("", 'Field that holds the second text of a pair; "" for single texts.')
     label_field: str = option("label", "Field that holds the label: a string, a whole number or a boolean.")
+    linear_baselines: bool = option(
+        True,
+        "Fit linear models of words and of characters at the end of a run, for comparison; takes long on long texts.",
+    )
 
     def kind(self) -> Kind:
         return Classification(self.text_field, self.pair_field, self.label_field)

@@ -96,10 +96,11 @@ def _name(key: Any) -> str:
 
 def _find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None) -> ExampleIngest:
     """Lists the files of the config's paths; generated examples are written to the cache at `root`."""
-    train, group_field, challenge = generated.find(config.path, root)
+    train, heldout, challenge, group_field = generated.find(config.path, root)
     if not train:
         train = sources.find(config.path, "data.path", FORMATS)
-    heldout = sources.find(config.heldout_path, "data.heldout_path", FORMATS) if config.heldout_path else ()
+    if config.heldout_path:
+        heldout = sources.find(config.heldout_path, "data.heldout_path", FORMATS)
     if config.challenge_path:
         challenge = sources.find(config.challenge_path, "data.challenge_path", FORMATS)
     for argument, others in (("heldout_path", heldout), ("challenge_path", challenge)):

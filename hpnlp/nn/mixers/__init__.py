@@ -7,11 +7,13 @@ from typing import Any
 
 from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.bucketed import reformer, routing
+from hpnlp.nn.mixers.clustered import clustered, clustered_improved
 from hpnlp.nn.mixers.compressive import compressive
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.differential import differential
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.fourier import fnet
+from hpnlp.nn.mixers.gated import gated_delta, gla, retention
 from hpnlp.nn.mixers.light_convolution import dynamicconv, lightconv
 from hpnlp.nn.mixers.linear import linear
 from hpnlp.nn.mixers.low_rank import linformer, nystrom
@@ -31,6 +33,7 @@ from hpnlp.nn.mixers.transformer_xl import transformer_xl
 from hpnlp.ops.attention import Full
 
 MIXERS: dict[str, Callable[..., Any]] = {
+    # Exact attention over a pattern.
     "full": exact_mixer(Full),
     "blockwise": exact_mixer(patterns.blockwise),
     "window": exact_mixer(patterns.window),
@@ -41,14 +44,15 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "global": exact_mixer(patterns.global_),
     "longformer": exact_mixer(patterns.longformer),
     "bigbird": exact_mixer(patterns.bigbird),
-    "conv": conv,
-    "lightconv": lightconv,
-    "dynamicconv": dynamicconv,
-    "segment_memory": segment_memory,
-    "linear": linear,
-    "transformer_xl": transformer_xl,
-    "compressive": compressive,
-    "differential": differential,
+    # Attention to tokens that are chosen by content.
+    "reformer": reformer,
+    "routing": routing,
+    "sinkhorn": sinkhorn,
+    "clustered": clustered,
+    "clustered_improved": clustered_improved,
+    "moba": moba,
+    "nsa": nsa,
+    # Low-rank attention, Fourier mixing and learned scores.
     "linformer": linformer,
     "nystrom": nystrom,
     "fnet": fnet,
@@ -57,11 +61,21 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "synthesizer_factorized_dense": synthesizer_factorized_dense,
     "synthesizer_factorized_random": synthesizer_factorized_random,
     "mixture": mixture,
-    "reformer": reformer,
-    "routing": routing,
-    "moba": moba,
-    "nsa": nsa,
-    "sinkhorn": sinkhorn,
+    # Linear attention, with a state of constant size.
+    "linear": linear,
     "performer": performer,
     "rfa": rfa,
+    "retention": retention,
+    "gla": gla,
+    "gated_delta": gated_delta,
+    # State from batch to batch.
+    "segment_memory": segment_memory,
+    "transformer_xl": transformer_xl,
+    "compressive": compressive,
+    # Convolutions.
+    "conv": conv,
+    "lightconv": lightconv,
+    "dynamicconv": dynamicconv,
+    # The difference of two attentions.
+    "differential": differential,
 }

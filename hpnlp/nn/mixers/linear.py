@@ -25,11 +25,11 @@ def mix(inputs: MixerInputs, q: jax.Array, k: jax.Array, v: jax.Array, **options
       **options: Further arguments of `linear_attention`.
 
     Returns:
-      The output in v's dtype. Its cache is a `LinearState`.
+      The output in q's dtype. Its cache is a `LinearState`.
     """
     if inputs.capacity is None:
         o: Any = linear_attention(q, k, v, segment_ids=inputs.segment_ids, **options)
-        return MixerOutput(o.astype(v.dtype))
+        return MixerOutput(o)
     if inputs.segment_ids is not None:
         # Padding writes nothing and does not decay the state, so that the last state is that of the last token.
         is_token = (inputs.segment_ids > 0)[..., None]
@@ -42,7 +42,7 @@ def mix(inputs: MixerInputs, q: jax.Array, k: jax.Array, v: jax.Array, **options
                 )
     result: Any = linear_attention(q, k, v, return_state=True, **options)
     o, state = result
-    return MixerOutput(o.astype(v.dtype), cache=state)
+    return MixerOutput(o, cache=state)
 
 
 def extend(
@@ -58,18 +58,18 @@ def extend(
       **options: Further arguments of `linear_attention`; `normalize` follows from the state.
 
     Returns:
-      `(o [B, T, N, H] in v's dtype, the state with these tokens)`.
+      `(o [B, T, N, H] in q's dtype, the state with these tokens)`.
     """
     if q.shape[1] > 1:
         options |= {"normalize": cache.z is not None, "state": cache, "return_state": True}
         result: Any = linear_attention(q, k, v, **options)
-        return result[0].astype(v.dtype), result[1]
+        return result
     options.pop("chunk", None)
     for name in ("log_decay", "beta"):
         if (x := options.get(name)) is not None and x.ndim > 1:
             options[name] = x[:, 0]
     o, cache = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], cache, **options)
-    return o[:, None].astype(v.dtype), cache
+    return o[:, None], cache
 
 
 def only_causal(mask: Any, name: str) -> Any:
@@ -131,7 +131,8 @@ class LinearMixer(nn.Module):
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         causal = self.within(mask) == Causal()
         q, k = elu_plus_one(inputs.q), elu_plus_one(inputs.k)
-        return mix(inputs, q, k, inputs.v, causal=causal, normalize=True, chunk=self.chunk)
+        out = mix(inputs, q, k, inputs.v, causal=causal, normalize=True, chunk=self.chunk)
+        return MixerOutput(out.o.astype(inputs.v.dtype), cache=out.cache)
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: LinearState) -> tuple[jax.Array, LinearState]:
         """Mixes further tokens with the preceding ones.
@@ -147,7 +148,8 @@ class LinearMixer(nn.Module):
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         only_causal(mask, "linear attention with a cache")
         q, k = elu_plus_one(inputs.q), elu_plus_one(inputs.k)
-        return extend(q, k, inputs.v, cache, chunk=self.chunk)
+        o, cache = extend(q, k, inputs.v, cache, chunk=self.chunk)
+        return o.astype(inputs.v.dtype), cache
 
     def within(self, mask: Any) -> Any:
         """The mask of the pairs that influence each other.
@@ -172,7 +174,7 @@ def linear(chunk: int = 64, *, dropout: float = 0.0, name: str | None = None) ->
     """Entry of MIXERS: linear attention with the feature map elu + 1.
 
     Args:
-      chunk: Number of tokens of a chunk.
+      chunk: Number of tokens of a chunk, a power of 2.
       dropout: Ignored: linear attention computes no attention probabilities.
       name: Name of the module.
 
@@ -180,7 +182,7 @@ def linear(chunk: int = 64, *, dropout: float = 0.0, name: str | None = None) ->
       The mixer.
 
     Raises:
-      InputError: A chunk of no token.
+      InputError: `chunk` is not a power of 2.
     """
     return LinearMixer(checked_chunk(chunk, "linear"), name=name)
 
@@ -196,8 +198,8 @@ def checked_chunk(chunk: int, mixer: str) -> int:
       The number.
 
     Raises:
-      InputError: The number is less than 1.
+      InputError: The number is not a power of 2.
     """
-    if chunk < 1:
-        raise InputError(f"model.mixer={mixer}(chunk={chunk}): expected at least 1 token in a chunk")
+    if chunk < 1 or chunk & (chunk - 1):
+        raise InputError(f"model.mixer={mixer}(chunk={chunk}): expected a power of 2")
     return chunk

@@ -68,7 +68,7 @@ class PerformerMixer(RandomProjections):
         causal = self.within(mask) == Causal()
         q, k = self._features(inputs.q, inputs.k)
         out = mix(inputs, q, k, inputs.v, causal=causal, normalize=True, eps=MIN_WEIGHT)
-        return MixerOutput(out.o, statistics=self._statistics(inputs), cache=out.cache)
+        return MixerOutput(out.o.astype(inputs.v.dtype), statistics=self._statistics(inputs), cache=out.cache)
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: LinearState) -> tuple[jax.Array, LinearState]:
         """Mixes further tokens with the preceding ones.
@@ -84,7 +84,8 @@ class PerformerMixer(RandomProjections):
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         self.within(mask)
         q, k = self._features(inputs.q, inputs.k)
-        return extend(q, k, inputs.v, cache, eps=MIN_WEIGHT)
+        o, cache = extend(q, k, inputs.v, cache, eps=MIN_WEIGHT)
+        return o.astype(inputs.v.dtype), cache
 
     def _statistics(self, inputs: MixerInputs) -> dict[str, jax.Array]:
         if self.kind != "optimal":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hpnlp.nn.layers import Dense, param
+from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.linear import extend, mix, only_causal
 from hpnlp.nn.mixers.random_projections import RandomProjections, check_projections
 from hpnlp.ops.attention import Causal
@@ -52,13 +52,17 @@ class RFAMixer(RandomProjections):
     References: Peng et al. 2021, "Random feature attention", arXiv 2103.02143, sec. 3.
     """
 
-    needs: ClassVar[Mapping[str, Projection]] = {
-        "q": Projection("heads", norm=True, rope=True),
-        "k": Projection("kv_heads", norm=True, rope=True),
-        "v": Projection("kv_heads"),
-    }
-
     gate: bool = False
+
+    @property
+    def needs(self) -> Mapping[str, Projection]:
+        """Queries, keys and values, and the logits of gates, one for each key head."""
+        needs = {
+            "q": Projection("heads", norm=True, rope=True),
+            "k": Projection("kv_heads", norm=True, rope=True),
+            "v": Projection("kv_heads"),
+        }
+        return needs | ({"gate": Projection("kv_heads", width=1)} if self.gate else {})
 
     @property
     def traits(self) -> MixerTraits:
@@ -68,14 +72,14 @@ class RFAMixer(RandomProjections):
     @nn.compact
     def _terms(self, inputs: MixerInputs) -> tuple[RFATerms, jax.Array | None]:
         """Operands of the linear attentions, and the logarithms of the gates."""
-        assert inputs.x is not None and inputs.q is not None and inputs.k is not None and inputs.v is not None
+        assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         heads, dim = inputs.k.shape[2:]
         scale = param(self, "scale", nn.initializers.ones, (heads, dim), ("kv_heads", "head_dim"))
         log_gate = None
         if self.gate:
             bias = param(self, "gate_bias", nn.initializers.constant(GATE_BIAS), (heads,), ("kv_heads",))
-            logits = Dense(heads, ("embed", "kv_heads"), name="gate")(inputs.x)
-            log_gate = jax.nn.log_sigmoid(logits.astype(jnp.float32) + bias[None, None])
+            logits = inputs.projections["gate"][..., 0].astype(jnp.float32)
+            log_gate = jax.nn.log_sigmoid(logits + bias[None, None])
         terms = rfa_terms(inputs.q, inputs.k, inputs.v, self.drawn("trigonometric", dim), scale, log_gate)
         return terms, log_gate
 
@@ -93,7 +97,7 @@ class RFAMixer(RandomProjections):
         """Mixes further tokens with the preceding ones.
 
         Args:
-          inputs: x, q, k and v of the further tokens. A sequence is one segment.
+          inputs: q, k, v and gates of the further tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: State of the preceding tokens.
 

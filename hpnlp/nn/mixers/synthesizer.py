@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.low_rank import of_length
 from hpnlp.ops.attention.synthetic.attend import Factors, synthetic_attend, tiled_scores
+from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
 from hpnlp.spec import did_you_mean
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
@@ -40,7 +41,7 @@ class SynthesizerMixer(nn.Module):
       dropout: Rate of dropout on attention probabilities.
 
     Cost: as `attend` with a query and key width of H for "dense" and "dot", and of the rank for "factorized_random". "random"
-    has N T^2 parameters. "factorized_dense" makes an array of B N T^2 scores.
+    has N T^2 parameters. Mixtures with "factorized_dense" make an array of B N T^2 scores.
 
     References: Tay et al. 2020, "Synthesizer: rethinking self-attention for transformer models", eqs. 2 to 7. The first layer
     of "dense" is the projection to queries, as in the authors' code, which mixtures share with products of queries and keys.
@@ -69,21 +70,21 @@ class SynthesizerMixer(nn.Module):
     def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
         assert inputs.v is not None
         mask, rate = self.within(mask), 0.0 if inputs.deterministic else self.dropout
+        positions = None if mask.relative else inputs.positions
+        operands: dict[str, Any] = {
+            "segment_ids": inputs.segment_ids,
+            "kv_segment_ids": inputs.segment_ids,
+            "positions": positions,
+            "kv_positions": positions,
+            "dropout_rate": rate,
+            "rng": inputs.rng if rate else None,
+            "streams": inputs.streams if rate else None,
+        }
+        if self.terms == ("factorized_dense",) and mask.heads is None:
+            a, b = self._tiles(inputs)
+            return MixerOutput(factorized_dense_attend(inputs.v, a, b, mask, **operands))
         factors, scores = self._scores(inputs)
-        o = synthetic_attend(
-            inputs.v,
-            factors,
-            scores,
-            mask,
-            segment_ids=inputs.segment_ids,
-            kv_segment_ids=inputs.segment_ids,
-            positions=None if mask.relative else inputs.positions,
-            kv_positions=None if mask.relative else inputs.positions,
-            dropout_rate=rate,
-            rng=inputs.rng if rate else None,
-            streams=inputs.streams if rate else None,
-        )
-        return MixerOutput(o)
+        return MixerOutput(synthetic_attend(inputs.v, factors, scores, mask, **operands))
 
     def within(self, mask: Any) -> Any:
         """The mask itself: scores of all pairs are defined.
@@ -134,6 +135,11 @@ class SynthesizerMixer(nn.Module):
 
     def factorized_dense(self, inputs: MixerInputs) -> tuple[Factors | None, jax.Array | None]:
         """Scores within blocks, times scores of blocks."""
+        a, b = self._tiles(inputs)
+        return None, tiled_scores(a, b, a.shape[1])
+
+    def _tiles(self, inputs: MixerInputs) -> list[jax.Array]:
+        """Scores within blocks [B, T, N, A], and of blocks [B, T, N, C], float32."""
         hidden = self._hidden("factorized_dense", inputs)
         length, heads, width = hidden.shape[1:]
         init = nn.initializers.normal((2 / width) ** 0.5)
@@ -145,8 +151,7 @@ class SynthesizerMixer(nn.Module):
         axes = ("heads", "head_dim", "ranks")
         a = param(self, "within", init, (heads, width, block), axes)
         b = param(self, "blocks", init, (heads, width, blocks), axes)
-        a, b = (jnp.einsum("btnh,nhc->btnc", hidden.astype(jnp.float32), x) for x in (a, b))
-        return None, tiled_scores(a, b, length)
+        return [jnp.einsum("btnh,nhc->btnc", hidden, x) for x in (a, b)]
 
     def factorized_random(self, inputs: MixerInputs) -> tuple[Factors | None, jax.Array | None]:
         """Two learned matrices."""

@@ -58,8 +58,8 @@ def root(tmp_path, monkeypatch):
 
 
 def records(name, cache):
-    (source,), group_field, challenge = generated.find(name, str(cache))
-    assert group_field == "group" and not challenge
+    (source,), heldout, challenge, group_field = generated.find(name, str(cache))
+    assert group_field == "group" and not challenge and not heldout
     with open(source.files[0].path) as file:
         return [json.loads(line) for line in file]
 
@@ -84,6 +84,28 @@ def test_docstrings_are_paired_with_the_rest_of_the_function(root, cache):
     assert rows[0]["text"] == "Adds the mail_0 of mail to things.\n\nMore text."
     for row in rows:
         assert row["text"] not in row["pair"] and "Adds" not in row["pair"] and "return total" in row["pair"]
+
+
+def test_passages_are_consecutive_functions(root, cache):
+    functions, rows = records("stdlib_functions", cache), records("stdlib_passages", cache)
+    assert all(len(row["text"]) <= 2000 for row in rows)
+    for row in rows:
+        expected = [f["text"] for f in functions if f["group"] == row["group"]]
+        assert row["text"] in "\n\n".join(expected) and row["label"] == row["group"].partition("/")[0]
+
+
+def test_pairs_of_one_file_are_balanced_and_groups_share_no_file(root, cache, monkeypatch):
+    monkeypatch.setattr(library, "_PAIR_GROUPS", 3)
+    monkeypatch.setattr(library, "_PASSAGE", 300)
+    rows = records("stdlib_same_file", cache)
+    files = {}
+    for row in rows:
+        names = [set(re.findall(r"(?:mail|web)_\d", row[part])) for part in ("text", "pair")]
+        assert (names[0] == names[1]) == (row["label"] == "1")
+        files.setdefault(row["group"], set()).update(*names)
+    assert len(rows) > 10 and sum(row["label"] == "1" for row in rows) == len(rows) / 2
+    groups = list(files.values())
+    assert len(groups) > 1 and sum(map(len, groups)) == len(set.union(*groups))
 
 
 def test_tokens_are_labelled_with_their_kinds(root, cache):
@@ -117,7 +139,7 @@ def test_examples_are_generated_once(root, cache):
     assert generated.find("stdlib_functions", str(cache)) == first
     (root / "web" / "new.py").write_text("x = 1")
     assert generated.find("stdlib_functions", str(cache)) != first
-    assert generated.find("a.csv", str(cache)) == ((), "", ())
+    assert generated.find("a.csv", str(cache)) == ((), (), (), "")
     with pytest.raises(
         InputError, match="data.path='stdlib_function' is neither .* examples: did you mean 'stdlib_functions'"
     ):

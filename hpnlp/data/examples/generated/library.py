@@ -11,11 +11,12 @@ import builtins
 import collections
 import copy
 import io
+import itertools
 import keyword
 import re
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.files import unreadable
@@ -26,6 +27,9 @@ _MIN_FUNCTIONS, _MIN_FILES = 100, 5  # of a package that is a class
 _MIN_CODE = 60  # characters of a function; shorter functions are the same in many packages
 _MIN_WORDS = 4  # of a docstring, and of a line of tokens
 _LINES_SHARE = 0.25  # of the library's lines, those that are examples of tokens
+_PASSAGE = 2000  # characters of a passage
+_PAIR_GROUPS = 40  # groups of files whose passages are paired
+_PAIRED = 8  # passages of a file that are paired with each other
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -56,6 +60,65 @@ def functions(files: Sequence[File]) -> Iterator[dict[str, Any]]:
     for text, (package, name) in first.items():
         if package in kept:
             yield {"text": names.sub("package", text), "label": package, "group": name}
+
+
+def passages(files: Sequence[File]) -> Iterator[dict[str, Any]]:
+    """Passages of several consecutive functions of a file, labelled with the package that they come from.
+
+    Functions and labels are those of `functions`.
+
+    Args:
+      files: Files of the library.
+
+    Yields:
+      Records with "text", at most 2,000 characters, "label" and "group".
+    """
+    for name, examples in itertools.groupby(functions(files), key=lambda example: example["group"]):
+        examples = list(examples)
+        for text in _passages(example["text"] for example in examples):
+            yield {"text": text, "label": examples[0]["label"], "group": name}
+
+
+def same_file(files: Sequence[File]) -> Iterator[dict[str, Any]]:
+    """Pairs of passages, labelled "1" if both come from one file, and otherwise "0".
+
+    Files are divided into groups by their names, and passages are paired within a group only, so that groups that are held out
+    share no file with the others. Half of the pairs have the label "1".
+
+    Args:
+      files: Files of the library.
+
+    Yields:
+      Records with "text" and "pair", at most 2,000 characters each, "label" and "group".
+    """
+    by_group: dict[int, list[list[str]]] = collections.defaultdict(list)
+    seen: set[str] = set()
+    for file in files:
+        codes = [code for function in _functions(file) if len(code := _code(function)) >= _MIN_CODE]
+        of_file = list(_passages(code for code in dict.fromkeys(codes) if code not in seen))
+        seen.update(codes)
+        if len(of_file) > 1:
+            by_group[int(hash_fraction(file.name) * _PAIR_GROUPS)].append(of_file)
+    for group, passages_of_files in sorted(by_group.items()):
+        if len(passages_of_files) > 1:
+            for index, of_file in enumerate(passages_of_files):
+                others = [text for other, texts in enumerate(passages_of_files) if other != index for text in texts]
+                for number, (first, second) in enumerate(itertools.combinations(of_file[:_PAIRED], 2)):
+                    draw = hash_fraction(f"{index}/{number}/{first}")
+                    yield {"text": first, "pair": second, "label": "1", "group": str(group)}
+                    yield {"text": first, "pair": others[int(draw * len(others))], "label": "0", "group": str(group)}
+
+
+def _passages(texts: Iterable[str]) -> Iterator[str]:
+    """Consecutive texts, joined to passages of at most _PASSAGE characters; longer texts are cut."""
+    passage = ""
+    for text in texts:
+        if passage and len(passage) + len(text) + 2 > _PASSAGE:
+            yield passage
+            passage = ""
+        passage = (f"{passage}\n\n{text}" if passage else text)[:_PASSAGE]
+    if passage:
+        yield passage
 
 
 def docstrings(files: Sequence[File]) -> Iterator[dict[str, Any]]:

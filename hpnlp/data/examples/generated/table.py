@@ -8,6 +8,16 @@ depend on the version of Python; 3.11.7 has:
 | stdlib_functions | code of a function -> one of 14 packages | 5,964 | 681 | |
 | stdlib_tokens | tokens of a line of code -> one of 11 kinds each | 20,252 | 2,000 | |
 | stdlib_docstrings | docstring of a function, and its code | 4,088 | 1,000 | |
+| stdlib_passages | code of consecutive functions of a file -> one of 14 packages | | | |
+| stdlib_same_file | two passages of code -> whether they are of one file | | | |
+| list_ops | nested operations on digits, 501 to 1999 tokens -> result | 96,000 | 2,000 | |
+| list_ops_short | 33 to 249 tokens | 48,000 | 2,000 | |
+| pathfinder | image of 32 x 32 pixels -> whether a curve joins two discs | 38,000 | 2,000 | |
+| path_x | 128 x 128 pixels | 9,000 | 1,000 | |
+| drawn_digits | image of 32 x 32 pixels -> digit | 18,000 | 2,000 | |
+| imdb:DIRECTORY | review -> pos or neg | 25,000 | 25,000 | |
+| aan:DIRECTORY | texts of two papers -> whether one cites the other | 147,086 | 17,437 | |
+| cifar10:DIRECTORY | image of 32 x 32 pixels in grey -> one of 10 classes | 50,000 | 10,000 | |
 | number_words | number in digits -> in words, and back | 35,964 | 2,000 | 2,000 with more significant digits |
 
 `baselines` reach an accuracy of 0.71 (words) and 0.77 (characters) on functions, where the largest class has a share of 0.15,
@@ -21,12 +31,12 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpnlp import spec as specs
 from hpnlp.data import sources, token_store
 from hpnlp.data.digest import Snapshot
-from hpnlp.data.examples.generated import library, number_words
+from hpnlp.data.examples.generated import drawn_digits, library, list_ops, number_words, pathfinder, published
 from hpnlp.data.files import ignore_progress
 from hpnlp.data.sources import File, LeftOut, Source
 from hpnlp.types import InputError
@@ -34,15 +44,57 @@ from hpnlp.types import InputError
 _FORMAT = 2  # version of the files that are written; part of the cache key
 GROUP_FIELD = "group"
 
-# Name -> (path of the files that the examples are made from, "" for none; function from the files to the examples to train on
-# and hold out; function to the examples that are scored apart, or None). Every example has a field "group".
 _Make = Callable[[Sequence[File]], Iterator[dict[str, Any]]]
-GENERATED: dict[str, tuple[str, _Make, _Make | None]] = {
-    "stdlib_functions": ("stdlib", library.functions, None),
-    "stdlib_tokens": ("stdlib", library.tokens, None),
-    "stdlib_docstrings": ("stdlib", library.docstrings, None),
-    "number_words": ("", number_words.examples, number_words.longer),
+
+
+class Generated(NamedTuple):
+    """Examples that are generated or converted. Every example has a field "group", the name of its group.
+
+    Attributes:
+      make: Function from the files to the examples to train on and hold out.
+      origin: Path of the files that the examples are made from, "" for none; None if the user names it, as NAME:PATH.
+      challenge: Function from the files to the examples that are scored apart, or None.
+      heldout: Function from the files to the examples to hold out, or None to hold out some of `make`.
+    """
+
+    make: _Make
+    origin: str | None = ""
+    challenge: _Make | None = None
+    heldout: _Make | None = None
+
+
+GENERATED: dict[str, Generated] = {
+    "stdlib_functions": Generated(library.functions, "stdlib"),
+    "stdlib_tokens": Generated(library.tokens, "stdlib"),
+    "stdlib_docstrings": Generated(library.docstrings, "stdlib"),
+    "stdlib_passages": Generated(library.passages, "stdlib"),
+    "stdlib_same_file": Generated(library.same_file, "stdlib"),
+    "number_words": Generated(number_words.examples, challenge=number_words.longer),
+    "list_ops": Generated(list_ops.examples),
+    "list_ops_short": Generated(list_ops.short_examples),
+    "pathfinder": Generated(pathfinder.examples),
+    "path_x": Generated(pathfinder.large_examples),
+    "drawn_digits": Generated(drawn_digits.examples),
+    "imdb": Generated(published.imdb_train, None, heldout=published.imdb_test),
+    "aan": Generated(published.aan_train, None, heldout=published.aan_test),
+    "cifar10": Generated(published.cifar10_train, None, heldout=published.cifar10_test),
 }
+
+
+class Found(NamedTuple):
+    """Sources of generated examples; all are empty if a path names none.
+
+    Attributes:
+      train: Examples to train on, some of which are held out if `heldout` is empty.
+      heldout: Examples to hold out.
+      challenge: Examples that are scored apart.
+      group_field: Name of the field with the groups of examples.
+    """
+
+    train: tuple[Source, ...] = ()
+    heldout: tuple[Source, ...] = ()
+    challenge: tuple[Source, ...] = ()
+    group_field: str = ""
 
 
 def is_generated(path: str) -> bool:
@@ -52,20 +104,30 @@ def is_generated(path: str) -> bool:
       path: Value of `ExampleConfig.path`.
 
     Returns:
-      Whether it is an entry of GENERATED.
+      Whether it is an entry of GENERATED, or NAME:PATH with one that is made from the files of a path.
 
     Raises:
-      InputError: `path` is no file but looks like a name.
+      InputError: `path` is no file but looks like a name, or the path after the name is missing, superfluous or does not exist.
     """
-    if path not in GENERATED and specs.is_name(path) and not os.path.exists(path):
-        raise InputError(
-            f"data.path={path!r} is neither a file nor the name of generated examples: "
-            f"{specs.did_you_mean(path, GENERATED)}"
-        )
-    return path in GENERATED
+    name, colon, directory = path.partition(":")
+    if name not in GENERATED:
+        if specs.is_name(path) and not os.path.exists(path):
+            raise InputError(
+                f"data.path={path!r} is neither a file nor the name of generated examples: "
+                f"{specs.did_you_mean(path, GENERATED)}"
+            )
+        return False
+    if GENERATED[name].origin is not None:
+        if colon:
+            raise InputError(f"data.path={path!r}: {name} is generated, and reads no path: write data.path={name}")
+    elif not directory:
+        raise InputError(f"data.path={path!r}: {name} is read from a path: write data.path={name}:DIRECTORY")
+    elif not os.path.exists(os.path.expanduser(directory)):
+        raise InputError(f"data.path={path!r}: {directory!r} does not exist: pass the directory of the published files")
+    return True
 
 
-def find(path: str, root: str) -> tuple[tuple[Source, ...], str, tuple[Source, ...]]:
+def find(path: str, root: str) -> Found:
     """Finds generated examples, which are written to the cache unless they are there already.
 
     Args:
@@ -73,30 +135,33 @@ def find(path: str, root: str) -> tuple[tuple[Source, ...], str, tuple[Source, .
       root: Directory of the cache.
 
     Returns:
-      Sources of the examples, name of the field with their groups, and sources of examples that are scored apart; all are empty
-      if `path` is no entry of GENERATED.
+      The sources.
 
     Raises:
-      InputError: `path` is no file but looks like a name, the standard library cannot be read, or the cache cannot be written.
+      InputError: As for `is_generated`; or files cannot be read, are malformed, or the cache cannot be written.
     """
     if not is_generated(path):
-        return (), "", ()
-    origin, make, make_challenge = GENERATED[path]
-    read_from = sources.find(origin, "the standard library")[0].files if origin else ()
+        return Found()
+    name, _, directory = path.partition(":")
+    entry = GENERATED[name]
+    origin = directory if entry.origin is None else entry.origin
+    argument = "data.path" if entry.origin is None else "the standard library"
+    read_from = sources.find(origin, argument, published.FORMATS)[0].files if origin else ()
     content = Snapshot([file.path for file in read_from]).digest(root, ignore_progress)
     version = [platform.python_version(), [file.name for file in read_from], content] if origin else []
-    key = token_store.key_of([_FORMAT, path, version])
+    key = token_store.key_of([_FORMAT, name, version])
+    makers = {"examples": entry.make, "heldout": entry.heldout, "challenge": entry.challenge}
 
     def write(directory: str) -> dict[str, Any]:
-        for name, function in (("examples", make), ("challenge", make_challenge)):
+        for part, function in makers.items():
             if function is not None:
-                with open(os.path.join(directory, f"{name}.jsonl"), "x", encoding="utf-8") as file:
+                with open(os.path.join(directory, f"{part}.jsonl"), "x", encoding="utf-8") as file:
                     file.writelines(f"{json.dumps(example)}\n" for example in function(read_from))
         return {}
 
-    directory, _ = token_store.cached(root, f"generated-{path}-{key}", write)
-    challenge = (_source(path, directory, "challenge"),) if make_challenge else ()
-    return (_source(path, directory, "examples"),), GROUP_FIELD, challenge
+    directory, _ = token_store.cached(root, f"generated-{name}-{key}", write)
+    train, heldout, challenge = ((_source(path, directory, part),) if makers[part] else () for part in makers)
+    return Found(train, heldout, challenge, GROUP_FIELD)
 
 
 def _source(path: str, directory: str, name: str) -> Source:

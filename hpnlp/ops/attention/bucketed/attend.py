@@ -50,17 +50,17 @@ class _Visible:
     settings: _Settings
     number: int
 
-    def __call__(self, queries: Array, keys: Array, seed: Array, streams: Array) -> TileMask:
+    def __call__(self, queries: tuple[Array, ...], keys: tuple[Array, ...], seed: Array, streams: Array) -> TileMask:
         """Codes are the coordinates of all rounds (`sort_by_bucket`), then the indices in the sequence."""
-        difference = queries[:, :, None, : self.number + 1] - keys[:, None, :, : self.number + 1]
-        visible = self._within(difference[..., self.number])
+        *coordinates, index = (q[:, :, None] - k[:, None] for q, k in zip(queries, keys, strict=True))
+        visible = self._within(coordinates[self.number])
         for earlier in range(self.number):
-            visible = visible & ~self._within(difference[..., earlier])
+            visible = visible & ~self._within(coordinates[earlier])
         if self.settings.hides_self:
-            visible = visible & (difference[..., self.number] != 0)
+            visible = visible & (index != 0)
         kept, rate = None, self.settings.options.dropout_rate
         if rate:
-            kept = keep_mask(seed, streams[:, None, None], queries[:, :, None, -1], keys[:, None, :, -1], rate)
+            kept = keep_mask(seed, streams[:, None, None], queries[-1][:, :, None], keys[-1][:, None], rate)
             kept = kept[:, None, None]
         return TileMask(visible[:, None, None], kept)
 
@@ -95,8 +95,9 @@ def bucketed_attention(
     once, which equals the correction by log(number of rounds) of the paper. As the window or the number of rounds grows,
     the result tends to exact attention; with one bucket and a window of T it is exact.
 
-    With `causal`, whether a token sees an earlier one depends only on tokens up to it. In the paper, tokens attend to chunks
-    of the sorted sequence, whose borders move with later tokens.
+    With `causal`, whether a token sees an earlier one depends only on tokens up to it. (Later tokens shift its place in a block
+    of the sorted sequence, by which sums of three or more terms may be rounded differently.) In the paper, tokens attend to
+    chunks of the sorted sequence, whose borders move with later tokens.
 
     Args:
       q: Queries [B, T, N, H].
@@ -192,9 +193,9 @@ def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *rest: Ar
     order, codes, seed, streams = rest
     sums: Any = None
     for number in range(order.shape[0]):
-        sorted_codes = _take(codes, order[number])
-        queries = _take(q, order[number]), sorted_codes
-        keys = _take(k, order[number]), _take(v, order[number]), sorted_codes
+        sorted_codes = _unstacked(_take(codes, order[number]))
+        queries = _take(q, order[number]), *sorted_codes
+        keys = _take(k, order[number]), _take(v, order[number]), *sorted_codes
         result = tiles.forward(settings.band(number), queries, keys, seed, streams)
         back = inverse(order[number])
         top, total, weighted = (_take(x, back) for x in result)
@@ -227,8 +228,9 @@ def _attend_backward(settings: _Settings, saved: Any, do: Array) -> tuple[Any, .
     for number in range(order.shape[0]):
         sources = q, k, v, codes, do, lse, lse_low, delta
         q_r, k_r, v_r, codes_r, *residuals = (_take(x, order[number]) for x in sources)
-        keys = k_r, v_r, codes_r
-        part = tiles.backward(settings.band(number), (q_r, codes_r), keys, tuple(residuals), seed, streams)
+        codes_r = _unstacked(codes_r)
+        queries, keys = (q_r, *codes_r), (k_r, v_r, *codes_r)
+        part = tiles.backward(settings.band(number), queries, keys, tuple(residuals), seed, streams)
         back = inverse(order[number])
         gradients = tuple(total + _take(x, back) for total, x in zip(gradients, part, strict=True))
     gradients = (dx.astype(x.dtype) for dx, x in zip(gradients, (q, k, v), strict=True))
@@ -241,6 +243,10 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def _take(x: Array, order: Int[Array, "L T"]) -> Array:
     """`x [L, T, ...]` in another order of the tokens of each sequence."""
     return jax.vmap(lambda x, order: x.at[order].get(mode="promise_in_bounds", unique_indices=True))(x, order)
+
+
+def _unstacked(codes: Int[Array, "L T F"]) -> tuple[Array, ...]:
+    return tuple(codes[..., i] for i in range(codes.shape[2]))
 
 
 @array_op("B T N", buckets="B T N")

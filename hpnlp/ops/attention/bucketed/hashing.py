@@ -58,9 +58,11 @@ def lsh_buckets(x: Float[Array, "*a H"], rotations: Float[Array, "R H b"]) -> In
     flat = lax.stop_gradient(x).reshape(-1, dim).astype(jnp.float32)
     projected = lax.dot(flat, lax.stop_gradient(rotations).transpose(1, 0, 2).reshape(dim, rounds * half))
     projected = projected.reshape(-1, rounds, half)
-    top, bottom = (lax.argmax(y, 2, jnp.int32) for y in (projected, -projected))
-    is_negative = jnp.max(-projected, axis=2) > jnp.max(projected, axis=2)
-    return jnp.where(is_negative, half + bottom, top).reshape(*x.shape[:-1], rounds)
+    # As argmax of both signs, whose pairs of a value and an index XLA:CPU would compare one by one.
+    largest = jnp.max(jnp.abs(projected), axis=2, keepdims=True)
+    index = jnp.arange(half, dtype=jnp.int32)[None, None]
+    positive, negative = (jnp.min(jnp.where(x == largest, index, half), axis=2) for x in (projected, -projected))
+    return jnp.where(positive < half, positive, half + negative).reshape(*x.shape[:-1], rounds)
 
 
 @array_op("...", x="...")

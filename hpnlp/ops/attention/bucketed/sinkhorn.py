@@ -170,10 +170,9 @@ def sinkhorn_attention(
         segment_ids = jnp.zeros((batch, length), jnp.int32)
     k_mixed, v_mixed, mixed_codes = _mixtures(q, k, v, segment_ids, settings)
     index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], segment_ids.shape)
-    codes = jnp.stack([segment_ids.astype(jnp.int32), index], axis=-1)
     lanes = (*(_by_lane(x, heads) for x in (q, k, v)), k_mixed, v_mixed)
-    codes, mixed_codes = (jnp.repeat(x, heads, axis=0) for x in (codes, mixed_codes))
-    arrays = vary_alike(*lanes, codes, mixed_codes, seed, streams.reshape(-1).astype(jnp.int32))
+    codes = (jnp.repeat(x.astype(jnp.int32), heads, axis=0) for x in (segment_ids, index, *mixed_codes))
+    arrays = vary_alike(*lanes, *codes, seed, streams.reshape(-1).astype(jnp.int32))
     o: Any = _attend(settings, Options(Full(), dim**-0.5, dropout_rate=dropout_rate), *arrays)
     return o.reshape(batch, heads, length, -1).transpose(0, 2, 1, 3)
 
@@ -226,7 +225,7 @@ def mixtures(weights: Float[Array, "B N m n"], x: Float[Array, "B n C K H"]) -> 
 
 def _mixtures(
     q: Array, k: Array, v: Array, segment_ids: Array, settings: SortSettings
-) -> tuple[Float[Array, "L S H"], Float[Array, "L S Hv"], Int[Array, "B S F"]]:
+) -> tuple[Float[Array, "L S H"], Float[Array, "L S Hv"], list[Int[Array, "B S"]]]:
     """Keys and values of the slots of all mixtures, S = n C, and codes: segment, whether the slot has a key, number."""
     batch, length, heads, _ = q.shape
     segments = in_blocks(segment_ids, settings.block)
@@ -244,9 +243,8 @@ def _mixtures(
 
     has_key = jnp.einsum("bij,bjc->bic", allowed.astype(jnp.float32), taken.astype(jnp.float32)) > 0
     number = jnp.arange(segments[0].size, dtype=jnp.int32).reshape(segments.shape[1:]) + length
-    codes = (segments[:, :, :1], has_key.astype(jnp.int32), number[None])
-    codes = jnp.stack([jnp.broadcast_to(x, segments.shape).astype(jnp.int32) for x in codes], axis=-1)
-    return slots(k), slots(v), codes.reshape(batch, -1, 3)
+    codes = (segments[:, :, :1], has_key, number[None])
+    return slots(k), slots(v), [jnp.broadcast_to(x, segments.shape).reshape(batch, -1) for x in codes]
 
 
 def _by_lane(x: Float[Array, "B T K H"], heads: int) -> Float[Array, "L T H"]:
@@ -263,15 +261,15 @@ class _Visible:
     rate: float
     is_mixture: bool
 
-    def __call__(self, queries: Array, keys: Array, seed: Array, streams: Array) -> TileMask:
-        visible = queries[:, :, None, 0] == keys[:, None, :, 0]
+    def __call__(self, queries: tuple[Array, ...], keys: tuple[Array, ...], seed: Array, streams: Array) -> TileMask:
+        visible = queries[0][:, :, None] == keys[0][:, None]
         if self.is_mixture:
-            visible = visible & (keys[:, None, :, 1] == 1)
+            visible = visible & (keys[1][:, None] == 1)
         elif self.causal:
-            visible = visible & (queries[:, :, None, 1] >= keys[:, None, :, 1])
+            visible = visible & (queries[1][:, :, None] >= keys[1][:, None])
         kept = None
         if self.rate:
-            kept = keep_mask(seed, streams[:, None, None], queries[:, :, None, 1], keys[:, None, :, -1], self.rate)
+            kept = keep_mask(seed, streams[:, None, None], queries[1][:, :, None], keys[-1][:, None], self.rate)
             kept = kept[:, None, None]
         return TileMask(visible[:, None, None], kept)
 
@@ -284,16 +282,17 @@ def _bands(settings: SortSettings, options: Options) -> list[tiles.Band]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(settings: SortSettings, options: Options, *arrays: Array) -> Array:
-    """Results [L, T, Hv] of q, k, v, mixed k and v [L, T, H], codes of both [L, T, F], seed and streams [L]."""
+    """Results [L, T, Hv] of q, k, v, mixed k and v [L, T, H], codes of both [L, T], seed and streams [L]."""
     return _attend_forward(settings, options, *arrays)[0]
 
 
 def _attend_forward(settings: SortSettings, options: Options, *arrays: Array) -> tuple[Array, Any]:
-    q, k, v, k_mixed, v_mixed, codes, mixed_codes, seed, streams = arrays
+    q, k, v, k_mixed, v_mixed, *codes, seed, streams = arrays
+    codes, mixed_codes = codes[:2], codes[2:]
     block, beside = _bands(settings, options)
     sums = tile.combine(
-        tiles.forward(block, (q, codes), (k, v, codes), seed, streams),
-        tiles.forward(beside, (q, codes), (k_mixed, v_mixed, mixed_codes), seed, streams),
+        tiles.forward(block, (q, *codes), (k, v, *codes), seed, streams),
+        tiles.forward(beside, (q, *codes), (k_mixed, v_mixed, *mixed_codes), seed, streams),
     )
     o, lse, lse_low = tile.normalize(*sums)
     o, lse, lse_low = (checkpoint_name(x, "mixed") for x in (o.astype(q.dtype), lse, lse_low))
@@ -302,12 +301,13 @@ def _attend_forward(settings: SortSettings, options: Options, *arrays: Array) ->
 
 def _attend_backward(settings: SortSettings, options: Options, saved: Any, do: Array) -> tuple[Any, ...]:
     arrays, o, lse, lse_low = saved
-    q, k, v, k_mixed, v_mixed, codes, mixed_codes, seed, streams = arrays
+    q, k, v, k_mixed, v_mixed, *codes, seed, streams = arrays
+    codes, mixed_codes = codes[:2], codes[2:]
     block, beside = _bands(settings, options)
     delta = jnp.einsum("lth,lth->lt", do, o, preferred_element_type=jnp.float32)
-    residuals, keys = (do, lse, lse_low, delta), (k_mixed, v_mixed, mixed_codes)
-    dq, dk, dv = tiles.backward(block, (q, codes), (k, v, codes), residuals, seed, streams)
-    dq_mixed, dk_mixed, dv_mixed = tiles.backward(beside, (q, codes), keys, residuals, seed, streams)
+    residuals, keys = (do, lse, lse_low, delta), (k_mixed, v_mixed, *mixed_codes)
+    dq, dk, dv = tiles.backward(block, (q, *codes), (k, v, *codes), residuals, seed, streams)
+    dq_mixed, dk_mixed, dv_mixed = tiles.backward(beside, (q, *codes), keys, residuals, seed, streams)
     gradients = zip((dq + dq_mixed, dk, dv, dk_mixed, dv_mixed), arrays[:5], strict=True)
     return *(dx.astype(x.dtype) for dx, x in gradients), *(np.zeros(x.shape, jax.dtypes.float0) for x in arrays[5:])
 

@@ -34,8 +34,8 @@ class Band:
       block: Tokens of a block, C.
       before: Number of key blocks of a tile before the block of the same number.
       after: Number of key blocks of a tile after it.
-      rule: `(codes of queries [n, C, F], codes of keys [n, W, F], seed, streams [n]) -> TileMask` with arrays
-          `[n, 1, 1, C, W]`, W = (before + 1 + after) C keys. A hashable function or dataclass.
+      rule: `(codes of queries, codes of keys, seed, streams [n]) -> TileMask` with arrays `[n, 1, 1, C, W]`, for tuples of
+          codes `[n, C]` and `[n, W]`, W = (before + 1 + after) C keys. A hashable function or dataclass.
       options: Settings of the arithmetic of a tile.
     """
 
@@ -77,13 +77,15 @@ def _grid(band: Band, lanes: int, blocks: int) -> _Grid:
     return _Grid(together, blocks, (lanes // together, 1))
 
 
-def forward(band: Band, queries: Any, keys: Any, seed: Array, streams: Array) -> tuple[Array, Array, Array]:
+def forward(
+    band: Band, queries: tuple[Array, ...], keys: tuple[Array, ...], seed: Array, streams: Array
+) -> tuple[Array, Array, Array]:
     """Unnormalised attention of all tiles.
 
     Args:
       band: Settings.
-      queries: (q [L, T, H], codes int32 [L, T, F]).
-      keys: (k [L, S, H], v [L, S, Hv], codes int32 [L, S, F]), S tokens in as many blocks as the queries have.
+      queries: q [L, T, H], then codes int32 [L, T].
+      keys: k [L, S, H], v [L, S, Hv], then codes int32 [L, S]; S tokens in as many blocks as the queries have.
       seed: uint32 [words], for dropout.
       streams: int32 [L], a number of each sequence, for dropout.
 
@@ -97,8 +99,8 @@ def forward(band: Band, queries: Any, keys: Any, seed: Array, streams: Array) ->
     queries, keys = _query_blocks(band, grid, queries), _key_blocks(band, grid, keys)
 
     def group(i: Array) -> tuple[Array, Array, Array]:
-        (q, codes), (k, v, key_codes) = _group(band, grid, i, queries, keys)
-        mask = band.rule(codes, key_codes, seed, _of_group(grid, i, streams))
+        (q, *codes), (k, v, *key_codes) = _group(band, grid, i, queries, keys)
+        mask = band.rule(tuple(codes), tuple(key_codes), seed, _of_group(grid, i, streams))
         top, total, weighted = tile.forward(band.options, q[:, None, None], k[:, None], v[:, None], mask)
         return top[:, 0, 0], total[:, 0, 0], weighted[:, 0, 0]
 
@@ -108,14 +110,19 @@ def forward(band: Band, queries: Any, keys: Any, seed: Array, streams: Array) ->
 
 
 def backward(
-    band: Band, queries: Any, keys: Any, residuals: tuple[Array, ...], seed: Array, streams: Array
+    band: Band,
+    queries: tuple[Array, ...],
+    keys: tuple[Array, ...],
+    residuals: tuple[Array, ...],
+    seed: Array,
+    streams: Array,
 ) -> tuple[Array, Array, Array]:
     """Gradients of all tiles.
 
     Args:
       band: Settings.
-      queries: (q [L, T, H], codes int32 [L, T, F]).
-      keys: (k [L, S, H], v [L, S, Hv], codes int32 [L, S, F]), S tokens in as many blocks as the queries have.
+      queries: q [L, T, H], then codes int32 [L, T].
+      keys: k [L, S, H], v [L, S, Hv], then codes int32 [L, S]; S tokens in as many blocks as the queries have.
       residuals: (do [L, T, Hv], lse [L, T], lse_low [L, T], delta [L, T]); see `tile.QueryResiduals`.
       seed: uint32 [words], for dropout.
       streams: int32 [L], a number of each sequence, for dropout.
@@ -130,12 +137,12 @@ def backward(
     do, lse, lse_low, delta = residuals
     # The probabilities of padding are 0.
     lse_blocks = _blocks(lse, band.block, 0, grid.blocks * grid.count[1], fill=jnp.inf)
-    rows = (*_query_blocks(band, grid, (*queries, do, lse_low, delta)), lse_blocks)
+    rows = (lse_blocks, *_query_blocks(band, grid, (do, lse_low, delta, *queries)))
     key_blocks = _key_blocks(band, grid, keys)
 
     def group(sums: tuple[Array, ...], i: Array) -> tuple[tuple[Array, ...], Array]:
-        (q, codes, do, lse_low, delta, lse), (k, v, key_codes) = _group(band, grid, i, rows, key_blocks)
-        mask = band.rule(codes, key_codes, seed, _of_group(grid, i, streams))
+        (lse, do, lse_low, delta, q, *codes), (k, v, *key_codes) = _group(band, grid, i, rows, key_blocks)
+        mask = band.rule(tuple(codes), tuple(key_codes), seed, _of_group(grid, i, streams))
         of_queries = QueryResiduals(*(x[:, None, None] for x in (q, do, lse, lse_low, delta)))
         dq, dk, dv, _ = tile.backward(band.options, of_queries, k[:, None], v[:, None], mask)
         sums = tuple(_add_to_blocks(band, grid, i, x, dx[:, 0]) for x, dx in zip(sums, (dk, dv), strict=True))

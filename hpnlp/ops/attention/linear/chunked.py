@@ -10,7 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from hpnlp.ops.attention.linear.chunks import Borders, select
+from hpnlp.ops.attention.linear.decay import cumulative, of_groups, weights
+from hpnlp.ops.attention.linear.delta import corrections
 from hpnlp.ops.attention.linear.state import LinearState, normalized
+from hpnlp.ops.custom_vjp import vary_alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,49 +37,56 @@ class Chunks:
     keys: jax.Array | None = None
 
 
-def causal_chunks(q: jax.Array, k: jax.Array, v: jax.Array, borders: Borders, normalize: bool) -> Chunks:
-    """Chunks of causal attention without decays.
+def causal_chunks(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array | None,
+    beta: jax.Array | None,
+    borders: Borders,
+    normalize: bool,
+) -> Chunks:
+    """Chunks of causal attention.
 
     Args:
       q: `[Y, G C, M]`, queries.
       k: `[Y, C, M]`, keys.
       v: `[Y, C, H]`, values.
+      log_decay: `[Y, C]` or `[Y, C, M]`, logarithms of decays; None for no decay.
+      beta: `[Y, C]`, step sizes of the delta rule; None for sums. C is then a power of 2.
       borders: Borders of segments.
       normalize: Whether outputs are normalised.
 
     Returns:
       The results of the chunks.
     """
-    o, weight = pairs_of_chunks(q, k, v, borders, normalize)
     forward = borders.forward
-    keys = k if forward is None else select(forward.writes, k)
+    total = None if log_decay is None else cumulative(log_decay, borders)
+    scores = weights(q, k, total, borders)
+    readers, keys, decay = q, k, None
+    if total is not None:
+        from_start = jnp.exp(_of_features(total))
+        to_end = total[:, -1:] - total
+        to_end = to_end if forward is None else select(forward.writes, to_end)
+        readers, keys, decay = q * of_groups(from_start, q), k * jnp.exp(_of_features(to_end)), jnp.exp(total[:, -1])
+    if forward is not None:
+        readers, keys = select(of_groups(forward.reads, q), readers), select(forward.writes, keys)
+        continues = forward.continues.astype(jnp.float32)
+        decay = continues if decay is None else select(forward.continues, decay)
+    if beta is not None:
+        k_start = k if total is None else k * jnp.exp(_of_features(total))
+        k_start = k_start if forward is None else select(forward.reads, k_start)
+        v, reads = corrections(k, k_start, v, total, beta, borders)
+        readers = readers - jnp.einsum("yts,ysm->ytm", scores, reads)
+        decay = _diagonal(decay, keys) - jnp.einsum("ysm,ysp->ymp", keys, reads)
     return Chunks(
-        o=o,
-        readers=q if forward is None else select(of_groups(forward.reads, q), q),
+        o=jnp.einsum("yts,ysh->yth", scores, v),
+        readers=readers,
         sums=jnp.einsum("ysm,ysh->ymh", keys, v),
-        decay=None if forward is None else forward.continues.astype(jnp.float32),
-        weight=weight,
+        decay=decay,
+        weight=scores.sum(axis=-1) if normalize else None,
         keys=keys.sum(axis=1) if normalize else None,
     )
-
-
-def pairs_of_chunks(
-    q: jax.Array, k: jax.Array, v: jax.Array, borders: Borders, normalize: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Sums over the keys of each chunk.
-
-    Args:
-      q: `[Y, G C, M]`, queries.
-      k: `[Y, C, M]`, keys.
-      v: `[Y, C, H]`, values.
-      borders: Borders of segments.
-      normalize: Whether outputs are normalised.
-
-    Returns:
-      (sums of values `[Y, G C, H]`, sums of weights `[Y, G C]` or None).
-    """
-    scores = _masked(borders.same, jnp.einsum("ytm,ysm->yts", q, k))
-    return jnp.einsum("yts,ysh->yth", scores, v), scores.sum(axis=-1) if normalize else None
 
 
 def bidirectional(
@@ -96,7 +106,8 @@ def bidirectional(
     Returns:
       o `[Y, G C, H]`.
     """
-    o, weight = pairs_of_chunks(q, k, v, borders, normalize)
+    scores = weights(q, k, None, borders)
+    o, weight = jnp.einsum("yts,ysh->yth", scores, v), scores.sum(axis=-1) if normalize else None
     for crossing, reverse in ((borders.forward, False), (borders.backward, True)):
         assert crossing is not None
         keys, readers = select(crossing.writes, k), select(of_groups(crossing.reads, q), q)
@@ -111,25 +122,15 @@ def bidirectional(
     return o if weight is None else normalized(o, weight, eps)
 
 
-def _masked(same: jax.Array, scores: jax.Array) -> jax.Array:
-    """Scores `[Y, G C, C]` with zeros for pairs of which `same` `[Y or 1, C, C]` is False."""
-    size = same.shape[-1]
-    by_group = scores.reshape(scores.shape[0], -1, size, size)
-    return jnp.where(same[:, None], by_group, jnp.float32(0)).reshape(scores.shape)
+def _of_features(x: jax.Array) -> jax.Array:
+    """[Y, C] -> [Y, C, 1]; [Y, C, M] as it is."""
+    return x[..., None] if x.ndim == 2 else x
 
 
-def of_groups(x: jax.Array, q: jax.Array) -> jax.Array:
-    """Repeats values of tokens for the queries of a group.
-
-    Args:
-      x: `[Y, C, ...]`.
-      q: `[Y, G C, M]`, queries.
-
-    Returns:
-      `[Y, G C, ...]`.
-    """
-    groups = q.shape[1] // x.shape[1]
-    return x if groups == 1 else jnp.tile(x, (1, groups, *[1] * (x.ndim - 2)))
+def _diagonal(decay: jax.Array | None, keys: jax.Array) -> jax.Array:
+    """[Y or 1, M, M], the decay of a state `[Y, M, H]` as a matrix."""
+    identity = jnp.eye(keys.shape[-1], dtype=jnp.float32)[None]
+    return identity if decay is None else identity * decay.reshape(decay.shape[0], -1, 1)
 
 
 def scan_states(
@@ -146,6 +147,10 @@ def scan_states(
     Returns:
       (`[Y, ...]`, the state after the last chunk).
     """
+    if decay is None:
+        start, sums = vary_alike(start, sums)
+    else:
+        start, sums, decay = vary_alike(start, sums, decay)
     by_chunk = sums.reshape(-1, *start.shape)
     if by_chunk.shape[0] == 1:
         return start, _decayed(start, decay) + sums

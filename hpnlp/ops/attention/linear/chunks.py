@@ -7,11 +7,14 @@ tokens of a chunk. Queries have `[Y, G C, ...]` for the G = N / K query heads of
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from hpnlp.ops.custom_vjp import vary_alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +154,12 @@ def select(flags: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(flags.reshape(*flags.shape, *[1] * (x.ndim - flags.ndim)), x, jnp.zeros((), x.dtype))
 
 
-def contiguous(segment_ids: jax.Array, *tokens: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+def contiguous(segment_ids: jax.Array, *tokens: jax.Array | None) -> tuple[jax.Array, list[Any], jax.Array]:
     """Brings the tokens of each segment together, in their order, if they are apart.
 
     Args:
       segment_ids: int32 `[B, T]`.
-      *tokens: Arrays `[B, T, ...]`.
+      *tokens: Arrays `[B, T, ...]`, or None.
 
     Returns:
       (segment ids, the arrays, the indices `[B, T]` of the tokens in the new order for `scattered`).
@@ -170,7 +173,7 @@ def contiguous(segment_ids: jax.Array, *tokens: jax.Array) -> tuple[jax.Array, t
     identity = jnp.broadcast_to(jnp.arange(order.shape[1], dtype=jnp.int32)[None], order.shape)
     order = jnp.where(is_apart, order, identity)
     ids = jnp.where(is_apart, ids, segment_ids)
-    return ids, tuple(_taken(is_apart, x, order) for x in tokens), order
+    return ids, [None if x is None else _taken(is_apart, x, order) for x in tokens], order
 
 
 def scattered(x: jax.Array, order: jax.Array) -> jax.Array:
@@ -195,4 +198,4 @@ def _taken(is_apart: jax.Array, x: jax.Array, order: jax.Array) -> jax.Array:
     def take(x: jax.Array, order: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1)
 
-    return lax.cond(is_apart, take, lambda x, order: x, x, order)
+    return lax.cond(is_apart, take, lambda x, order: x, *vary_alike(x, order))

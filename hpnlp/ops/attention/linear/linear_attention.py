@@ -49,36 +49,40 @@ def linear_attention(
       state: State of the tokens before the first one, which belong to its segment; causal only.
       return_state: Also return the state after the last token, of its segment; causal only.
       eps: Least size of a sum of weights; see `normalized`. With 0, a query all of whose weights are 0 gives 0.
-      chunk: Number of tokens of a chunk; a power of 2 for decays of features.
+      chunk: Number of tokens of a chunk, a power of 2.
 
     Returns:
       o `[B, T, N, H]` in q's dtype; with return_state the pair (o, state). Sums are float32.
 
     Raises:
-      InputError: Shapes do not match, or an option is not defined for attention that is not causal.
+      InputError: Shapes do not match, chunk is not a power of 2, or an option is not defined for attention that is not causal.
 
-    Cost: O(B N T (C + M) H) time for chunks of C tokens. The backward pass keeps a state `[M, H]` per chunk and head.
+    Cost: O(B N T (C + M) H) time for chunks of C tokens; with a decay of each feature, log2(C) exponentials per feature more;
+    with beta, O(B K T (C^2 + C M + M^2)) more. The backward pass keeps a state `[M, H]` per chunk and head.
 
     References:
-      Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, eq. 4 to 12.
+      Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, eq. 4 to 12; chunks and decays: Sun et al. 2023,
+      "Retentive network", arXiv 2307.08621, eq. 7, and Yang et al. 2023, "Gated linear attention transformers with
+      hardware-efficient training", arXiv 2312.06635, sec. 4; the delta rule: Yang et al. 2024, "Gated delta networks",
+      arXiv 2412.06464, eq. 10.
     """
-    if log_decay is not None or beta is not None:
-        raise InputError(
-            "linear_attention with log_decay or beta: call linear_attention_step or reference_linear_attention"
-        )
     _check(q, k, v, causal, log_decay, beta, normalize, segment_ids, state, return_state, chunk)
     if not causal and segment_ids is None:
         return _all_pairs(q, k, v, normalize, eps)
     dtype, order = q.dtype, None
+    if log_decay is not None and log_decay.ndim == 1:
+        log_decay = jnp.broadcast_to(log_decay[None, None], k.shape[:3])
     if segment_ids is not None and state is None and not return_state:
-        segment_ids, (q, k, v), order = contiguous(segment_ids, q, k, v)
+        segment_ids, (q, k, v, log_decay, beta), order = contiguous(segment_ids, q, k, v, log_decay, beta)
     (batch, length, heads), (kv_heads, features) = q.shape[:3], k.shape[2:]
-    shape = ChunkShape(batch, length, kv_heads, min(chunk, length))
+    halves = beta is not None or (log_decay is not None and log_decay.ndim == 4)
+    shape = ChunkShape(batch, length, kv_heads, min(chunk, 1 << (length - 1).bit_length() if halves else length))
     borders = find_borders(shape, segment_ids, causal)
     queries, keys, values = (shape.split(x) for x in (q, k, v))
+    log_decay, beta = (None if x is None else shape.split(x) for x in (log_decay, beta))
     if causal:
         first = zero_state(batch, kv_heads, features, v.shape[-1], normalize) if state is None else state
-        o, last = outputs(causal_chunks(queries, keys, values, borders, normalize), first, eps)
+        o, last = outputs(causal_chunks(queries, keys, values, log_decay, beta, borders, normalize), first, eps)
     else:
         o, last = bidirectional(queries, keys, values, borders, batch * kv_heads, normalize, eps), None
     o = shape.join(o, heads).astype(dtype)
@@ -125,8 +129,8 @@ def _check(
         raise InputError(
             f"linear_attention of {shapes}: expected as many queries as keys for causal attention and for segments"
         )
-    if chunk < 1:
-        raise InputError(f"chunk={chunk}: expected at least 1 token")
+    if chunk < 1 or chunk & (chunk - 1):
+        raise InputError(f"chunk={chunk}: expected a power of 2")
     if segment_ids is not None and segment_ids.shape != q.shape[:2]:
         raise InputError(f"segment_ids {segment_ids.shape}: expected {q.shape[:2]}, one for each token")
     options = {"log_decay": log_decay, "beta": beta, "state": state, "return_state": return_state or None}

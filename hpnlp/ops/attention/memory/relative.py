@@ -57,7 +57,7 @@ def relative_attention(
     dropout_rate: float = 0.0,
     rng: Array | None = None,
     streams: Int[Array, "B N"] | None = None,
-    block_size: int = 256,
+    block_size: int = 128,
 ) -> Float[Array, "B T N Hv"]:
     """Softmax attention with the scores ((q + u) . k + (q + v) . r[distance]) * scale, to the last R keys of each query.
 
@@ -119,7 +119,7 @@ def received_attention(
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
-    block_size: int = 256,
+    block_size: int = 128,
 ) -> Float[Array, "B S"]:
     """The weight that `relative_attention` gives each key, summed over the queries and averaged over the heads.
 

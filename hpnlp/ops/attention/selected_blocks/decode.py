@@ -201,11 +201,14 @@ def attend_positions(
     queries = q.reshape(batch, length, kv_heads, -1, size).swapaxes(1, 2)
     queries = queries.reshape(batch * kv_heads, -1, heads // groups, size)
     taken = jnp.maximum(listed, 0).reshape(listed.shape[0], -1, 1)
-    keys, values = (jnp.take_along_axis(x, taken, axis=1).reshape(*listed.shape, -1) for x in (k, v))
-    scores = jnp.einsum("brgh,brlh->brgl", queries, keys, preferred_element_type=jnp.float32) * jnp.float32(size**-0.5)
+    # In float32, because XLA:CPU has no products of these shapes for 16 bits.
+    keys, values = (
+        jnp.take_along_axis(x, taken, axis=1).astype(jnp.float32).reshape(*listed.shape, -1) for x in (k, v)
+    )
+    scores = jnp.einsum("brgh,brlh->brgl", queries.astype(jnp.float32), keys) * jnp.float32(size**-0.5)
     scores = jnp.where((listed >= 0)[:, :, None], scores, -jnp.inf)
     weights = jnp.exp(scores - jnp.maximum(jnp.max(scores, axis=3, keepdims=True), FLOOR))
     total = jnp.sum(weights, axis=3, keepdims=True)
-    o = jnp.einsum("brgl,brlh->brgh", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+    o = jnp.einsum("brgl,brlh->brgh", weights, values)
     o = (o / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
     return o.reshape(batch, kv_heads, length, -1, v.shape[2]).swapaxes(1, 2).reshape(batch, length, heads, -1)

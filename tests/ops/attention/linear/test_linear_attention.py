@@ -117,7 +117,11 @@ def invalid_calls():
     yield "multiple of key heads", (q[:, :, :3], k, v), {}
     yield "as many queries as keys", (q[:, 1:], k, v), {}
     yield "as many queries as keys", (q[:, 1:], k, v), {"causal": False, "segment_ids": segment_ids[:, 1:]}
-    yield "at least 1 token", (q, k, v), {"chunk": 0}
+    yield "power of 2", (q, k, v), {"chunk": 0}
+    yield "power of 2", (q, k, v), {"chunk": 48}
+    yield "log_decay .2, 21.: expected .2,., .2, 21, 2. or", (q, k, v), {"log_decay": k[:, :, 0, 0]}
+    yield "no normalisation", (q, k, v), {"beta": k[..., 0], "normalize": True}
+    yield "causal=False and log_decay", (q, k, v), {"log_decay": k[..., 0], "causal": False}
     yield "one for each token", (q, k, v), {"segment_ids": segment_ids[:, 1:]}
     yield "causal=False and state", (q, k, v), {"causal": False, "state": zero_state(B, K, M, H)}
     yield "causal=False and return_state", (q, k, v), {"causal": False, "return_state": True}

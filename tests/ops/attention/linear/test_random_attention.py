@@ -46,7 +46,7 @@ def test_positive_features_tend_to_softmax_attention():
 
 
 def test_rfa_tends_to_attention_with_unit_queries_and_keys():
-    """Softmax attention of normalised queries and keys times their scale; with gates, times the decay between the tokens."""
+    """Softmax attention of normalised queries and keys, times their scales."""
     q, k, v = inputs(12, 1.0)
     w = random_projections(jax.random.key(0), 16_384, 4)
     scale = jnp.asarray([[1.0, 1.0, 1.0, 1.0], [1.5, 1.5, 1.5, 1.5]], jnp.float32)

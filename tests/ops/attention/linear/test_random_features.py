@@ -98,6 +98,22 @@ def test_features_match_their_formulas():
     np.testing.assert_allclose(actual[3], waves, atol=1e-6)
 
 
+def test_trigonometric_features_are_accurate():
+    """Angles of up to 1000, in all quadrants, and their derivatives."""
+    angles = jnp.linspace(-1000, 1000, 4001, dtype=jnp.float32)[:, None]
+    weights = jnp.asarray([[2.0, -3.0]], jnp.float32)
+
+    def weighted(x):
+        return jnp.sum(weights * trigonometric_features(x, jnp.ones((1, 1), jnp.float32)))
+
+    features, gradient = once(
+        lambda x: (trigonometric_features(x, jnp.ones((1, 1), jnp.float32)), jax.grad(weighted)(x)), angles
+    )
+    x = np.asarray(angles, np.float64)
+    np.testing.assert_allclose(features, np.concatenate([np.sin(x), np.cos(x)], axis=1), atol=2e-7)
+    np.testing.assert_allclose(gradient, 2 * np.cos(x) + 3 * np.sin(x), atol=1e-6)
+
+
 def test_optimal_rho_minimises_the_second_moment():
     """Compared with a grid of rho; no data give rho = 1."""
     gamma = np.array([0.0, 0.1, 4.0, 16.0, 300.0], np.float32)

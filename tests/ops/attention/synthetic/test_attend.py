@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention import Causal
+from hpnlp.ops.attention import Causal, Full, Strided, Window, reference
 from hpnlp.ops.attention.synthetic.attend import synthetic_attend, synthetic_attend_reference, tiled_scores
+from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 
@@ -34,6 +35,35 @@ def test_sums_of_terms_match_dense_scores():
     assert_close(*once(lambda arrays: [result(f, arrays) for f in forms], arrays))
 
 
+def test_factorized_scores_by_blocks_match_all_scores():
+    """The last block is cut; values and gradients, also with dropout, which drops the same pairs."""
+    rng = np.random.default_rng(0)
+    shapes = {"v": (2, 8, 2, 4), "a": (2, 8, 2, 3), "b": (2, 8, 2, 3)}
+    arrays = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    ids = jnp.asarray([[1] * 8, [1, 1, 2, 2, 2, 0, 0, 0]], jnp.int32)
+    signs = jnp.asarray(rng.standard_normal(shapes["v"]), jnp.float32)
+
+    def dense(v, a, b, mask, **operands):
+        o = reference(*[jnp.zeros((2, 8, 2, 1))] * 2, v, mask, bias=tiled_scores(a, b, 8), **operands)
+        assert isinstance(o, jax.Array)
+        return o
+
+    def result(function, arrays, mask, **operands):
+        def score(arrays):
+            o = function(**arrays, mask=mask, **operands)
+            return jnp.sum(o * signs), o
+
+        return jax.grad(score, has_aux=True)(arrays)
+
+    def both(arrays):
+        segments = {"segment_ids": ids, "kv_segment_ids": ids}
+        dropout = {"dropout_rate": 0.4, "rng": jax.random.key(3)}
+        cases = ((Full(), segments), (Causal(), segments | dropout), (Window(2, 0) & Strided(2), {}))
+        return [[result(f, arrays, mask, **x) for mask, x in cases] for f in (factorized_dense_attend, dense)]
+
+    assert_close(*once(both, arrays))
+
+
 def test_tiles_are_products_of_all_pairs_of_factors():
     a, b = np.arange(1, 4.0)[None, None, None], np.array([1.0, 10.0, 100.0])[None, None, None]
     scores = tiled_scores(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), 8)
@@ -44,5 +74,7 @@ def test_invalid_arguments_raise():
     v = jnp.zeros((1, 4, 1, 2))
     with pytest.raises(InputError, match="no factors and no scores"):
         synthetic_attend(v, [], [])
+    with pytest.raises(InputError, match="4 keys: expected at most 3 x 1"):
+        factorized_dense_attend(v, jnp.zeros((1, 4, 1, 3)), jnp.zeros((1, 4, 1, 1)))
     with pytest.raises(InputError, match="10 keys: expected at most 3 x 3"):
         tiled_scores(jnp.zeros((1, 4, 1, 3)), jnp.zeros((1, 4, 1, 3)), 10)

@@ -1,0 +1,76 @@
+"""Evaluates the runs of a directory with other lengths of their memory: context length against loss.
+
+    python experiments/lm/evaluate_memory.py --workdir=runs/lengths --memories=48,96,192
+
+The mixer of a run must be `segment_memory`, `transformer_xl` or `compressive`; other runs are left out. The compressed part of
+a compressive memory grows in proportion. The table is printed, and written to --out as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from hpnlp import measure
+from hpnlp.nn.attention import mixer_period
+from hpnlp.spec import Spec
+from hpnlp.training.evaluate_run import evaluate_run
+from hpnlp.training.run_directory import has_checkpoints, load_config
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("workdir", None, "Directory of a run, or of the runs of a sweep.", required=True)
+flags.DEFINE_list("memories", ["48", "96", "192"], "Numbers of tokens in the memory.")
+flags.DEFINE_integer("batches", 0, "Largest number of held-out batches, 0 for all.")
+flags.DEFINE_string("out", "", "Directory of the JSON file; none is written without it.")
+
+MEMORIES = ("segment_memory", "transformer_xl", "compressive")
+
+
+def with_memory(mixer: str, memory: int) -> str | None:
+    """The mixer with another memory, which is the first argument; None for one without a memory."""
+    entries = mixer_period(mixer)
+    if not any(entry.name in MEMORIES and entry.args for entry in entries):
+        return None
+    return ",".join(str(_resized(entry, memory)) for entry in entries)
+
+
+def _resized(entry: Spec, memory: int) -> Spec:
+    if entry.name not in MEMORIES or not entry.args:
+        return entry
+    args = [memory, *entry.args[1:]]
+    if entry.name == "compressive" and len(args) > 1:
+        args[1] = max(1, args[1] * memory // entry.args[0])
+    return dataclasses.replace(entry, args=tuple(args))
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    """Held-out loss of one run with each memory."""
+    config, rows = load_config(directory), []
+    for memory in map(int, FLAGS.memories):
+        mixer = with_memory(config.model.mixer, memory)
+        if mixer is None:
+            return []
+        scores = evaluate_run(directory, {"model.mixer": mixer}, FLAGS.batches or None).scores
+        rows.append(
+            {"run": directory.name, "trained": config.model.mixer, "evaluated": mixer, "memory": memory, **scores}
+        )
+    return rows
+
+
+def main(_: Any) -> None:
+    workdir = Path(FLAGS.workdir)
+    directories = [path for path in (workdir, *sorted(workdir.iterdir())) if path.is_dir() and has_checkpoints(path)]
+    rows = [row for directory in directories for row in rows_of(directory)]
+    for row in rows:
+        print(
+            *(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in row.items())
+        )
+    if FLAGS.out:
+        print(measure.write_result("memory_lengths", rows, FLAGS.out))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,351 @@
+"""Linear attention with decays and gated outputs: retention, gated linear attention and the gated delta rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from hpnlp.nn.layers import Dense, buffer, param
+from hpnlp.nn.mixers.linear import checked_chunk, extend, mix, only_causal
+from hpnlp.ops.convolution import causal_conv
+from hpnlp.ops.norms import layer_norm, rms_norm
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+
+TEMPERATURE = 16.0  # tau of gated linear attention: the decay is this root of the gate
+MAX_CONV = 128  # the convolution has one term for each token of the width
+LARGEST_RATE = 16.0  # of the initial decay rates of the gated delta rule
+STEPS = 1e-3, 1e-1  # least and largest initial step size that multiplies the rate
+
+
+class GatedMixer(nn.Module):
+    """A causal mixer with a state of constant size; subclasses define `mixed`.
+
+    Attributes:
+      chunk: Number of tokens of a chunk; see `linear_attention`.
+      eps: Added to variances in the norm of the outputs.
+    """
+
+    needs: ClassVar[Mapping[str, Projection]] = {}
+    traits: ClassVar[MixerTraits] = MixerTraits(bidirectional=False)
+
+    chunk: int = 64
+    eps: float = 1e-5
+
+    def mixed(self, inputs: MixerInputs, cache: Any) -> tuple[jax.Array, Any]:
+        """Mixes tokens.
+
+        Args:
+          inputs: The tokens.
+          cache: Cache of the preceding tokens; None for none.
+
+        Returns:
+          `(o [B, T, N, H], the cache with these tokens, or None)`.
+        """
+        raise NotImplementedError
+
+    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+        self.within(mask)
+        o, cache = self.mixed(inputs, None)
+        return MixerOutput(o, cache=cache)
+
+    def extend(self, inputs: MixerInputs, mask: Any, cache: Any) -> tuple[jax.Array, Any]:
+        """Mixes further tokens with the preceding ones.
+
+        Args:
+          inputs: Projections of the further tokens. A sequence is one segment.
+          mask: `Causal()`.
+          cache: Cache of the preceding tokens.
+
+        Returns:
+          `(o [B, T, N, H], the cache with these tokens)`.
+        """
+        self.within(mask)
+        return self.mixed(inputs, cache)
+
+    def within(self, mask: Any) -> Any:
+        """The mask of the pairs that influence each other.
+
+        Args:
+          mask: `Causal()`.
+
+        Returns:
+          The mask.
+
+        Raises:
+          InputError: Another mask.
+        """
+        return only_causal(mask, type(self).__name__)
+
+
+def _run(inputs: MixerInputs, cache: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[jax.Array, Any]:
+    """`mix`, or `extend` with a cache: `(o, cache or None)`."""
+    if cache is not None:
+        return extend(q, k, v, cache, **options)
+    out = mix(inputs, q, k, v, **options)
+    return out.o, out.cache
+
+
+class RetentionMixer(GatedMixer):
+    """Attention without softmax whose weights decay with the distance, at a rate of its own in each head.
+
+    `o_t = sum_s gamma^(t-s) (q_t . k_s) v_s / sqrt(H)` with gamma = 1 - 2^(-5-h) in key head h. Outputs of a head are
+    normalised to mean 0 and variance 1, without parameters, and multiplied by silu(gate). With `model.position="rope"`, queries
+    and keys are rotated, as in the paper, whose xPos has another decay besides. Decays are buffers, which training does not
+    change.
+
+    Cost: that of `linear` without the normaliser, and the projection of the gate. The cache has H^2 numbers per key head.
+
+    References: Sun et al. 2023, "Retentive network", arXiv 2307.08621, eq. 5 to 8. Values and gates of the paper are twice as
+    wide as queries; here all have width H.
+    """
+
+    needs: ClassVar[Mapping[str, Projection]] = {
+        "q": Projection("heads", norm=True, rope=True),
+        "k": Projection("kv_heads", norm=True, rope=True),
+        "v": Projection("kv_heads"),
+        "gate": Projection("heads"),
+    }
+
+    @nn.compact
+    def mixed(self, inputs: MixerInputs, cache: Any) -> tuple[jax.Array, Any]:
+        """Retention; see `GatedMixer.mixed`.
+
+        Args:
+          inputs: q, k, v and the projection "gate".
+          cache: A LinearState, or None.
+
+        Returns:
+          `(o, the cache with these tokens, or None)`.
+        """
+        assert inputs.q is not None and inputs.k is not None and inputs.v is not None
+        # The state belongs to a key head, so that the queries of a group have one decay.
+        log_decay = buffer(self, "log_decay", _retention_rates, inputs.k.shape[2:3], ("kv_heads",))
+        q = inputs.q.astype(jnp.float32) * inputs.q.shape[-1] ** -0.5
+        o, cache = _run(inputs, cache, q, inputs.k, inputs.v, log_decay=log_decay, chunk=self.chunk)
+        features = o.shape[-1:]
+        o = layer_norm(o, jnp.ones(features, jnp.float32), jnp.zeros(features, jnp.float32), self.eps)
+        return _gated(o, inputs), cache
+
+
+def _retention_rates(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """log(1 - 2^(-5-h)) for each head h."""
+    return jnp.log1p(-jnp.exp2(-5.0 - jnp.arange(shape[0], dtype=dtype)))
+
+
+class GLAMixer(GatedMixer):
+    """Linear attention in which each feature of a key decays by a gate of its own that depends on the token.
+
+    The decay is `sigmoid(x A B + b)^(1/16)`, with A `[D, R]` and B `[R, K H]`. Outputs of a head are normalised (RMS, with a
+    scale), and multiplied by silu(gate). There is no rotation by positions.
+
+    Attributes:
+      rank: Inner size R of the projection of the decay.
+
+    Cost: that of `linear` without the normaliser, log2(C) exponentials per feature for chunks of C tokens, and the projections
+    of gates and decays. The cache has H^2 numbers per key head.
+
+    References: Yang et al. 2023, "Gated linear attention transformers with hardware-efficient training", arXiv 2312.06635,
+    eq. 3 and sec. 4.4. Keys of the paper are half as wide as its values; here both have width H.
+    """
+
+    needs: ClassVar[Mapping[str, Projection]] = {
+        "q": Projection("heads", norm=True),
+        "k": Projection("kv_heads", norm=True),
+        "v": Projection("kv_heads"),
+        "gate": Projection("heads"),
+    }
+
+    rank: int = 16
+
+    @nn.compact
+    def mixed(self, inputs: MixerInputs, cache: Any) -> tuple[jax.Array, Any]:
+        """Gated linear attention; see `GatedMixer.mixed`.
+
+        Args:
+          inputs: x, q, k, v and the projection "gate".
+          cache: A LinearState, or None.
+
+        Returns:
+          `(o, the cache with these tokens, or None)`.
+        """
+        assert inputs.x is not None and inputs.q is not None and inputs.k is not None and inputs.v is not None
+        features = inputs.k.shape[2] * inputs.k.shape[3]
+        low = Dense(self.rank, ("embed", "rank"), name="decay_down")(inputs.x)
+        logits = Dense(features, ("rank", "kv_heads"), use_bias=True, name="decay_up")(low)
+        log_decay = nn.log_sigmoid(logits.astype(jnp.float32)).reshape(inputs.k.shape) / TEMPERATURE
+        q = inputs.q.astype(jnp.float32) * inputs.q.shape[-1] ** -0.5
+        o, cache = _run(inputs, cache, q, inputs.k, inputs.v, log_decay=log_decay, chunk=self.chunk)
+        return _normalized_and_gated(self, o, inputs, self.eps), cache
+
+
+def _gated(o: jax.Array, inputs: MixerInputs) -> jax.Array:
+    """Float32 outputs times silu(gate), in the dtype of the projections."""
+    gate = inputs.projections["gate"]
+    return (o * nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
+
+
+def _normalized_and_gated(module: nn.Module, o: jax.Array, inputs: MixerInputs, eps: float) -> jax.Array:
+    """RMS norm of the outputs of each head, with a scale that all heads share, times silu(gate)."""
+    scale = param(module, "scale", nn.initializers.ones, o.shape[-1:], ("head_dim",))
+    return _gated(rms_norm(o, scale, eps), inputs)
+
+
+class GatedDeltaMixer(GatedMixer):
+    """A state of associations from keys to values, each of which a later token with the same key replaces.
+
+    `S_t = alpha_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T` and `o_t = S_t^T q_t / sqrt(H)`. Queries, keys and values
+    pass through a causal depthwise convolution and silu; queries and keys then have length 1. `beta = sigmoid(.)` and
+    `alpha = exp(-a softplus(. + b))` are projections of the hidden states, with a rate a and a bias b for each key head.
+    Outputs of a head are normalised (RMS, with a scale), and multiplied by silu(gate). There is no rotation by positions.
+
+    Attributes:
+      conv: Number of tokens W of the convolutions; 0 for none.
+
+    Cost: that of `linear` without the normaliser, and a triangular system of C equations for each chunk and head. The cache has
+    H^2 numbers per key head, and W - 1 tokens.
+
+    References: Yang et al. 2024, "Gated delta networks", arXiv 2412.06464, eq. 10 and fig. 1.
+    """
+
+    needs: ClassVar[Mapping[str, Projection]] = {
+        "q": Projection("heads"),
+        "k": Projection("kv_heads"),
+        "v": Projection("kv_heads"),
+        "gate": Projection("heads"),
+        "alpha": Projection("kv_heads", width=1),
+        "beta": Projection("kv_heads", width=1),
+    }
+
+    conv: int = 4
+
+    @nn.compact
+    def mixed(self, inputs: MixerInputs, cache: Any) -> tuple[jax.Array, Any]:
+        """The gated delta rule; see `GatedMixer.mixed`.
+
+        Args:
+          inputs: q, k, v and the projections "gate", "alpha" and "beta".
+          cache: `{"state": LinearState, "q", "k", "v": the last W - 1 tokens before the convolution}`, or None.
+
+        Returns:
+          `(o, the cache with these tokens, or None)`.
+        """
+        arrays: dict[str, Any] = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+        tails: dict[str, Any] = {}
+        if self.conv:
+            for name, x in arrays.items():
+                axes = ("taps", self.needs[name].axis, "head_dim")
+                init = nn.initializers.normal(self.conv**-0.5)
+                taps = param(self, f"{name}_taps", init, (self.conv, *x.shape[2:]), axes)
+                arrays[name], tails[name] = _convolved(x, taps, inputs, None if cache is None else cache[name])
+        q, k, v = (nn.silu(x.astype(jnp.float32)) for x in arrays.values())
+        q, k = _of_length_one(q) * q.shape[-1] ** -0.5, _of_length_one(k)
+        heads = k.shape[2:3]
+        rate = param(self, "log_rate", _log_rates, heads, ("kv_heads",))
+        bias = param(self, "step_bias", _step_biases, heads, ("kv_heads",))
+        alpha, beta = (inputs.projections[name][..., 0].astype(jnp.float32) for name in ("alpha", "beta"))
+        log_decay = -jnp.exp(rate)[None, None] * nn.softplus(alpha + bias[None, None])
+        options = {"log_decay": log_decay, "beta": nn.sigmoid(beta), "chunk": self.chunk}
+        o, state = _run(inputs, None if cache is None else cache["state"], q, k, v, **options)
+        o = _normalized_and_gated(self, o, inputs, self.eps)
+        return o, None if state is None else {"state": state, **tails}
+
+
+def _of_length_one(x: jax.Array) -> jax.Array:
+    """float32 vectors of length 1 along the last axis."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def _log_rates(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Logarithms of rates that are uniform in [0, LARGEST_RATE]."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1e-4, LARGEST_RATE))
+
+
+def _step_biases(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Biases whose softplus is log-uniform in STEPS."""
+    least, largest = (jnp.log(jnp.asarray(step, dtype)) for step in STEPS)
+    return jnp.log(jnp.expm1(jnp.exp(jax.random.uniform(key, shape, dtype, least, largest))))
+
+
+def _convolved(x: jax.Array, taps: jax.Array, inputs: MixerInputs, tail: Any) -> tuple[jax.Array, Any]:
+    """The causal convolution of heads `[B, T, N, H]`, and the last W - 1 tokens for the cache, or None."""
+    width, (batch, length, *heads) = taps.shape[0], x.shape
+    x, taps = x.reshape(batch, length, -1), taps.reshape(width, -1)
+    if tail is not None:
+        x = jnp.concatenate([tail, x], axis=1)
+        y = causal_conv(x.astype(jnp.float32), taps)[:, width - 1 :]
+        return y.reshape(batch, length, *heads), x[:, x.shape[1] - (width - 1) :]
+    y = causal_conv(x.astype(jnp.float32), taps, inputs.segment_ids).reshape(batch, length, *heads)
+    if inputs.capacity is None:
+        return y, None
+    indices = inputs.lengths()[:, None] + jnp.arange(1 - width, 0, dtype=jnp.int32)[None]
+    last = jnp.take_along_axis(x, jnp.maximum(indices, 0)[..., None], axis=1)
+    return y, jnp.where((indices >= 0)[..., None], last, jnp.zeros((), x.dtype))
+
+
+def retention(chunk: int = 64, eps: float = 1e-5, *, dropout: float = 0.0, name: str | None = None) -> RetentionMixer:
+    """Entry of MIXERS: retention.
+
+    Args:
+      chunk: Number of tokens of a chunk, a power of 2.
+      eps: Added to variances in the norm of the outputs.
+      dropout: Ignored: retention computes no attention probabilities.
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+
+    Raises:
+      InputError: `chunk` is not a power of 2.
+    """
+    return RetentionMixer(checked_chunk(chunk, "retention"), eps, name=name)
+
+
+def gla(
+    chunk: int = 64, rank: int = 16, eps: float = 1e-5, *, dropout: float = 0.0, name: str | None = None
+) -> GLAMixer:
+    """Entry of MIXERS: gated linear attention.
+
+    Args:
+      chunk: Number of tokens of a chunk, a power of 2.
+      rank: Inner size of the projection of the decay.
+      eps: Added to variances in the norm of the outputs.
+      dropout: Ignored: gated linear attention computes no attention probabilities.
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+
+    Raises:
+      InputError: `chunk` is not a power of 2, or `rank` is less than 1.
+    """
+    if rank < 1:
+        raise InputError(f"model.mixer=gla(rank={rank}): expected a rank of at least 1")
+    return GLAMixer(checked_chunk(chunk, "gla"), eps, rank, name=name)
+
+
+def gated_delta(
+    chunk: int = 64, conv: int = 4, eps: float = 1e-5, *, dropout: float = 0.0, name: str | None = None
+) -> GatedDeltaMixer:
+    """Entry of MIXERS: the gated delta rule.
+
+    Args:
+      chunk: Number of tokens of a chunk, a power of 2.
+      conv: Number of tokens of the convolutions of queries, keys and values; 0 for none.
+      eps: Added to variances in the norm of the outputs.
+      dropout: Ignored: the delta rule computes no attention probabilities.
+      name: Name of the module.
+
+    Returns:
+      The mixer.
+
+    Raises:
+      InputError: `chunk` is not a power of 2, or `conv` is not 0 to MAX_CONV.
+    """
+    if not 0 <= conv <= MAX_CONV:
+        raise InputError(f"model.mixer=gated_delta(conv={conv}): expected 0 to {MAX_CONV} tokens")
+    return GatedDeltaMixer(checked_chunk(chunk, "gated_delta"), eps, conv, name=name)

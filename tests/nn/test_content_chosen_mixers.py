@@ -1,0 +1,129 @@
+"""Mixers that choose blocks or clusters, and differential attention: limits, dropout and errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.models.encoder import EncoderConfig
+from hpnlp.models.lm import LMConfig
+from hpnlp.nn.mixers import MIXERS
+from hpnlp.ops.attention import Causal, Full, PerHead, Window, attend
+from hpnlp.types import InputError
+from tests.contracts import Mixing, assert_close, once
+
+SIZES = {"vocab": 8, "dim": 8, "heads": 2, "layers": 2}
+
+
+def test_all_blocks_give_exact_attention():
+    """Of moba, also with segments and blocks that do not divide the length; causal softmax attention."""
+    mixing = Mixing("moba(4,9)", 23)
+    ids = mixing.segment_ids
+
+    def both(arrays):
+        exact = attend(arrays["q"], arrays["k"], arrays["v"], Causal(), segment_ids=ids, kv_segment_ids=ids)
+        return mixing(mixing.packed(arrays)), exact
+
+    assert_close(*once(both, mixing.arrays))
+
+
+@pytest.mark.parametrize("spec", ["clustered(9,5,2)", "clustered(2,5,2)"])
+def test_short_sequences_and_too_many_segments_give_exact_attention(spec):
+    """Of clustered attention: 8 tokens in 9 clusters, and two clusters for two and for three segments."""
+    mixing = Mixing(spec, 8)
+    ids = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 3, 3, 2, 2, 2, 2]], jnp.int32)
+
+    def both(arrays):
+        exact = attend(arrays["q"], arrays["k"], arrays["v"], segment_ids=ids, kv_segment_ids=ids)
+        return mixing(mixing.inputs(arrays, segment_ids=ids, kv_segment_ids=ids)), exact
+
+    o, exact = once(both, mixing.arrays)
+    assert_close(o[1], exact[1])
+    is_close = np.allclose(o[0], exact[0], atol=1e-5)
+    assert is_close == (spec == "clustered(9,5,2)")
+
+
+def test_dropout_of_moba_is_that_of_exact_attention():
+    mixing = Mixing("moba(4,9,dropout=0.3)", 12)
+    streams = jnp.arange(8, dtype=jnp.int32).reshape(2, 4) * 3
+    key = jax.random.key(5)
+
+    def both(arrays):
+        exact = attend(
+            arrays["q"],
+            arrays["k"],
+            arrays["v"],
+            Causal(),
+            dropout_rate=0.3,
+            rng=key,
+            streams=streams,
+            impl="reference",
+        )
+        return mixing(mixing.inputs(arrays, deterministic=False, rng=key, streams=streams)), exact
+
+    assert_close(*once(both, mixing.arrays))
+
+
+@pytest.mark.parametrize("spec", ["nsa(4,2,6,dropout=0.3)", "differential(dropout=0.3)"])
+def test_dropout_depends_on_the_key_and_not_on_the_order_of_heads(spec):
+    """Swapping sequences with their streams swaps the outputs."""
+    mixing = Mixing(spec, 9)
+    streams = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+
+    def run(arrays, streams, key):
+        return mixing(mixing.inputs(arrays, deterministic=False, rng=jax.random.key(key), streams=streams))
+
+    def outputs(arrays):
+        swapped = jax.tree.map(lambda x: x[::-1], arrays)
+        return run(arrays, streams, 1), run(swapped, streams[::-1], 1)[::-1], run(arrays, streams, 2)
+
+    first, swapped, other = once(outputs, mixing.arrays)
+    assert_close(swapped, first)
+    assert np.abs(np.asarray(first - other)).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("moba(0)", r"moba\(0,3\): expected a block of at least 1"),
+        ("moba(8,-1)", r"moba\(8,-1\): expected a top of at least 0"),
+        ("nsa(window=0)", "expected a window of at least 1"),
+        ("nsa(compression=max)", r"nsa\(64,4,256,max\): expected a compression of mean or learned"),
+        ("differential(1.0)", r"differential\(1.0\): expected a lambda_init of at least 0 and less than 1"),
+    ],
+)
+def test_invalid_arguments_raise(spec, message):
+    with pytest.raises(InputError, match=message):
+        LMConfig(mixer=spec, **SIZES)
+
+
+def test_masks_that_mixers_cannot_honour_raise():
+    for spec, mask in (
+        ("moba", Full()),
+        ("nsa", Window(3, 0)),
+        ("clustered", Causal()),
+        ("clustered_improved", Window(3, 3)),
+        ("differential", PerHead((Full(), Causal()))),
+    ):
+        with pytest.raises(InputError, match="cannot apply"):
+            MIXERS[spec]().within(mask)
+
+
+def test_models_refuse_directions_that_mixers_do_not_have():
+    with pytest.raises(InputError, match="clustered lets tokens depend on later ones"):
+        LMConfig(mixer="clustered", **SIZES)
+    for spec in ("moba", "nsa"):
+        with pytest.raises(InputError, match="mixes with earlier tokens only"):
+            EncoderConfig(mixer=spec, **SIZES)
+    for kwargs in ({"clusters": 0}, {"bits": 0}, {"iterations": 0}):
+        with pytest.raises(InputError, match="of at least 1"):
+            MIXERS["clustered"](**kwargs)
+    with pytest.raises(InputError, match="top of at least 1"):
+        MIXERS["clustered_improved"](top=0)
+
+
+def test_pairs_need_even_numbers_of_heads():
+    mixing = Mixing("differential", 3)
+    odd = {name: array[:, :, :1] if name in "kv" else array for name, array in mixing.arrays.items()}
+    with pytest.raises(InputError, match="4 query and 1 key heads .*: expected even numbers"):
+        mixing(mixing.inputs(odd))

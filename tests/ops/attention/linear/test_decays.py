@@ -1,0 +1,118 @@
+"""Decays and the delta rule in chunks and token by token equal their definitions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.attention.linear import linear_attention, linear_attention_step, reference_linear_attention
+from hpnlp.ops.attention.linear.delta import unit_lower_inverse
+from tests.contracts import assert_close, once
+
+B, T, N, K, M, H = 2, 21, 4, 2, 8, 5
+SEGMENTS = jnp.asarray(np.random.default_rng(0).integers(0, 2, (B, T)), jnp.int32)
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def arrays():
+    """q, keys of length 1, v, and a cotangent of o."""
+    rng = np.random.default_rng(1)
+    shapes = (N, M), (K, M), (K, H), (N, H)
+    q, k, v, do = (rng.standard_normal((B, T, *shape)) for shape in shapes)
+    k = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    return tuple(jnp.asarray(x, jnp.float32) for x in (q, k, v, do))
+
+
+def gates():
+    """Name -> (log_decay, beta)."""
+    rng = np.random.default_rng(2)
+    by_head, by_token, by_feature = (
+        jnp.asarray(-0.5 * rng.random(shape), jnp.float32) for shape in ((K,), (B, T, K), (B, T, K, M))
+    )
+    beta = jnp.asarray(rng.random((B, T, K)), jnp.float32)
+    return {
+        "head": (by_head, None),
+        "token": (by_token, None),
+        "feature": (by_feature, None),
+        "delta": (None, beta),
+        "delta, token": (by_token, beta),
+        "delta, feature": (by_feature, beta),
+    }
+
+
+@pytest.mark.parametrize("name", gates())
+def test_outputs_and_gradients_match_reference(name):
+    """With segments whose tokens are apart; chunks of 16 are divided into halves for decays by feature."""
+    *qkv, do = arrays()
+
+    def results(function, **options):
+        def score(qkv, gates):
+            o = function(*qkv, log_decay=gates[0], beta=gates[1], segment_ids=SEGMENTS, **options)
+            return jnp.sum(o * do), o
+
+        return jax.grad(score, (0, 1), has_aux=True)(qkv, gates()[name])
+
+    actual, expected = once(lambda: (results(linear_attention, chunk=16), results(reference_linear_attention)))
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["delta, token", "feature"])
+def test_states_continue_sequences(name):
+    """A sequence in two parts, and its last token by a step, against one pass."""
+    *qkv, _ = arrays()
+    log_decay, beta = gates()[name]
+    inputs = (*qkv, log_decay, *([] if beta is None else [beta]))
+
+    def run(start, end, state=None):
+        q, k, v, log_decay, *beta = (x[:, start:end] for x in inputs)
+        options = {"log_decay": log_decay, "beta": beta[0] if beta else None, "state": state, "return_state": True}
+        return linear_attention(q, k, v, chunk=8, **options)
+
+    def in_parts():
+        first, state = run(0, 9)
+        second, state = run(9, 20, state)
+        q, k, v, log_decay, *beta = (x[:, 20] for x in inputs)
+        last, state = linear_attention_step(q, k, v, state, log_decay=log_decay, beta=beta[0] if beta else None)
+        return jnp.concatenate([first, second, last[:, None]], axis=1), state
+
+    assert_close(*once(lambda: (in_parts(), run(0, T))))
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_strong_decays_are_finite(features):
+    """Decays of exp(-1000) in every token and of 1 beside it give no infinity or NaN, nor do their gradients."""
+    q, k, v, do = arrays()
+    strong = np.where(np.arange(T) % 3 == 0, 0.0, -1000.0)[None, :, None]
+    log_decay = jnp.asarray(np.broadcast_to(strong, (B, T, K)), jnp.float32)
+    log_decay = jnp.broadcast_to(log_decay[..., None], k.shape) if features else log_decay
+
+    def score(q, k, v, log_decay):
+        o = linear_attention(q, k, v, log_decay=log_decay, chunk=16)
+        return jnp.sum(o * do), o
+
+    gradients, o = once(jax.grad(score, (0, 1, 2, 3), has_aux=True), q, k, v, log_decay)
+    assert all(np.isfinite(x).all() for x in (*gradients, o))
+    # A token whose own decay is exp(-1000) reads nothing but itself.
+    grouped = np.asarray(q).reshape(B, T, K, N // K, M)
+    alone = np.einsum("btkgm,btkm,btkh->btkgh", grouped, k, v).reshape(B, T, N, H)
+    np.testing.assert_allclose(np.asarray(o)[:, 1::3], alone[:, 1::3], atol=1e-5)
+
+
+def test_unit_lower_inverse_matches_inverse():
+    lower = jnp.asarray(np.tril(np.random.default_rng(0).standard_normal((3, 16, 16)), -1) / 4, jnp.float32)
+
+    def both(lower):
+        return unit_lower_inverse(lower), jnp.linalg.inv(jnp.eye(16)[None] + lower)
+
+    def gradient(index):
+        strict = jnp.tri(16, k=-1, dtype=jnp.float32)[None]
+        return jax.grad(lambda lower: jnp.sum(jnp.sin(both(lower * strict)[index])))
+
+    values, actual, expected = once(lambda: (both(lower), gradient(0)(lower), gradient(1)(lower)))
+    assert_close(values[0], values[1])
+    assert_close(actual, expected)

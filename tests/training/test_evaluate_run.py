@@ -1,0 +1,37 @@
+"""Evaluation of a run with a longer memory than that of its training."""
+
+import re
+
+import pytest
+
+from hpnlp.training import loop
+from hpnlp.training.evaluate_run import evaluate_run
+from hpnlp.types import InputError
+from tests import tiny
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_is_evaluated_with_another_memory(tmp_path):
+    config = tiny.make(
+        model__mixer="transformer_xl(6)", data__order="stream", train__steps=4, train__eval_every=4, train__sample=0
+    )
+    loop.train(config, tmp_path)
+    own, other = (
+        evaluate_run(tmp_path, {"model.mixer": mixer}) for mixer in ("transformer_xl(6)", "transformer_xl(40)")
+    )
+    assert own.sums["loss"][1] == other.sums["loss"][1] and own.sums["loss"][0] != other.sums["loss"][0]
+    again = evaluate_run(tmp_path, {})
+    assert again.scores == own.scores
+    # The loss of one stream does not depend on where its sequences are cut, as far as the memory reaches.
+    longer = evaluate_run(tmp_path, {"data.seq_len": 32})
+    assert longer.sums["loss"][0] / longer.sums["loss"][1] == pytest.approx(
+        own.sums["loss"][0] / own.sums["loss"][1], rel=0.1
+    )
+    for changes, message in (
+        ({"model.mixer": "full"}, "mixer'.*none.*change fields that leave the parameters as they are"),
+        ({"model.mixr": "full"}, "no field 'model.mixr': did you mean 'model.mixer'"),
+        ({"modl.mixer": "full"}, "no field 'modl.mixer'"),
+    ):
+        with pytest.raises(InputError, match=re.compile(message, re.DOTALL)):
+            evaluate_run(tmp_path, changes)
