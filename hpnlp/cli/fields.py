@@ -18,13 +18,14 @@ def tables() -> dict[str, Iterable[str]]:
     from hpnlp import tasks
     from hpnlp.data import tokenizers
     from hpnlp.models import backbone
-    from hpnlp.nn import attention, block, feed_forward, layers, mixers, output, pooling
+    from hpnlp.nn import attention, block, blocks, feed_forward, layers, mixers, output, pooling
     from hpnlp.parallel import plan, remat
     from hpnlp.training import metrics, optim
 
     return {
         "task": tasks.TASKS,
         "model.mixer": mixers.MIXERS,
+        "model.block": blocks.BLOCKS,
         "model.output": output.OUTPUTS,
         "model.mlp": feed_forward.FEED_FORWARDS,
         "model.norm": layers.NORMS,

@@ -21,6 +21,7 @@ from hpnlp.models.layer_forms import (
     check_carry,
     check_effects,
     check_length,
+    check_reversible,
     common_size,
     fixed_length,
     layer_forms,
@@ -32,6 +33,7 @@ from hpnlp.models.ranges import LIMITS, check_ranges
 from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.attention import Context
 from hpnlp.nn.block import BlockConfig
+from hpnlp.nn.blocks import block_kind
 from hpnlp.nn.layers import NORMS, Embed, dropout, with_transposes
 from hpnlp.ops.attention import Full
 from hpnlp.ops.linear import prefers_transpose
@@ -83,7 +85,8 @@ class BackboneConfig(BlockConfig):
         self._check_periods()
         for form in set(self.forms()):
             check_ranges(form, "model.form: ")
-            branch_modules(form)  # raises InputError for unknown entries
+            modules = branch_modules(form)  # raises InputError for unknown entries
+            block_kind(form.block).check_mixer(form, modules["attention"])
         check_effects(self.form, self._block())
         projects = self.memory_dim > 0 or any(mixer.needs for mixer in self.mixers())
         for name in ("qk_norm", "qkv_bias", "out_bias"):
@@ -100,16 +103,8 @@ class BackboneConfig(BlockConfig):
                 f"model.memory_dim={self.memory_dim}: this model passes its layers no memory: set it to 0, or choose a "
                 "models.decoder.Decoder"
             )
-        if self.residual == "reversible" and self.memory_dim:
-            raise InputError(
-                f"model.residual='reversible', model.memory_dim={self.memory_dim}: reversible layers have two branches: set "
-                "model.residual='plain'"
-            )
-        if self.residual == "reversible" and self.norm_placement == "post":
-            raise InputError(
-                "model.residual='reversible', model.norm_placement='post': a norm of the residual stream has no inverse: set "
-                "model.norm_placement='pre', or model.residual='plain'"
-            )
+        if self.residual == "reversible":
+            check_reversible(self, self.forms())
 
     def _check_periods(self) -> None:
         """Raises InputError if layers take too many mixers or forms in turn."""
@@ -165,6 +160,15 @@ class BackboneConfig(BlockConfig):
           Modules of `hpnlp.nn.mixers`, one for each entry of `mixer`.
         """
         return build_mixers(self.mixer, self.dropout)
+
+    def all_mixers(self) -> list[Any]:
+        """The mixers of one period, and the convolutions that `block` adds to layers.
+
+        Returns:
+          Modules.
+        """
+        added = [block_kind(form.block).convolutions(form) for form in dict.fromkeys(self.forms())]
+        return [*self.mixers(), *(module for modules in added for module in modules)]
 
     @functools.cached_property
     def traits(self) -> tuple[MixerTraits, ...]:

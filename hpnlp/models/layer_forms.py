@@ -10,8 +10,8 @@ from typing import Any
 
 from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.block import BlockConfig
+from hpnlp.nn.blocks import block_kind
 from hpnlp.nn.feed_forward import FeedForward, build_feed_forward
-from hpnlp.nn.feed_forward.mlp import is_gated
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.spec import Spec, build, parse_period
 from hpnlp.types import InputError, Mixer, MixerTraits, Projection
@@ -125,6 +125,34 @@ def check_carry(config: Any) -> None:
         )
 
 
+def check_reversible(config: BlockConfig, forms: Sequence[BlockConfig]) -> None:
+    """Checks that layers can have reversible residuals.
+
+    Args:
+      config: The model's own Block.
+      forms: The forms of the layers.
+
+    Raises:
+      InputError: A layer has other branches than a mixer and a feed-forward network, or norms of the residual stream.
+    """
+    if config.memory_dim:
+        raise InputError(
+            f"model.residual='reversible', model.memory_dim={config.memory_dim}: reversible layers have two branches: set "
+            "model.residual='plain'"
+        )
+    for form in forms:
+        if not block_kind(form.block).has_two_branches:
+            raise InputError(
+                f"model.residual='reversible', model.block={form.block!r}: reversible layers have two branches: set "
+                "model.residual='plain', or choose another block"
+            )
+    if config.norm_placement == "post":
+        raise InputError(
+            "model.residual='reversible', model.norm_placement='post': a norm of the residual stream has no inverse: set "
+            "model.norm_placement='pre', or model.residual='plain'"
+        )
+
+
 def _changes(entry: Spec, text: str) -> dict[str, Any]:
     """Fields in which a form differs from the model's Block."""
     for name, _ in entry.kwargs:
@@ -144,7 +172,7 @@ def _form(base: BlockConfig, mixer: Spec, entry: Spec, changes: Mapping[str, Any
             f"model.form '{entry}' and model.position={base.position!r}: learned positions are added to the embedding, for "
             "all layers: choose 'rope' and 'none' for both, or leave position out of the form"
         )
-    return form
+    return block_kind(form.block).resolved(form)
 
 
 def build_mixers(text: str, dropout: float = 0.0) -> list[Mixer]:
@@ -248,15 +276,7 @@ def matrix_size(form: BlockConfig) -> int:
     Returns:
       The number, without biases, norms and the mixer's own parameters.
     """
-    heads = {"heads": form.heads, "kv_heads": form.kv_head_count}
-    columns = [heads[need.axis] * (need.width or form.head_size) for need in projections(form).values()]
-    if columns:
-        columns.append(form.heads * form.head_size)  # the output projection
-    mlp = (3 if is_gated(form.mlp) else 2) * form.mlp_size
-    cross = 0  # cross-attention: queries and output of size dim, keys and values of size memory_dim
-    if form.memory_dim:
-        cross = 2 * (form.dim * form.heads + form.memory_dim * form.kv_head_count) * form.head_size
-    return form.dim * (sum(columns) + mlp) + cross
+    return block_kind(form.block).matrix_size(form, projections(form))
 
 
 def common_size(sizes: Sequence[int], field: str) -> tuple[int, str]:

@@ -16,6 +16,7 @@ from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.models.layer_forms import build_mixer
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.block import Block, BlockConfig
+from hpnlp.nn.blocks import block_kind
 from hpnlp.nn.stack import reversible_layer, run_layers, run_reversible_layers
 from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
 from hpnlp.parallel import remat
@@ -198,7 +199,10 @@ def make_blocks(forms: Sequence[BlockConfig], layers: int, tensor_parallel: Tens
     """
     # Residual branches start small, so that the variance of the stream does not grow with depth (GPT-2, sec. 2.3).
     out_init = nn.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal")
-    return [Block(form, out_init, parse_one(form.mixer, "model.mixer"), tensor_parallel, parent=None) for form in forms]
+    return [
+        block_kind(form.block).make(form, out_init, parse_one(form.mixer, "model.mixer"), tensor_parallel)
+        for form in forms
+    ]
 
 
 def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, length: int, rng: jax.Array) -> dict[str, Any]:

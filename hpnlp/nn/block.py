@@ -33,6 +33,11 @@ class BlockConfig:
         "full",
         'An entry of MIXERS, or several that the layers take in turn, as in "window(256,0)*5,full".',
     )
+    block: str = option(
+        "transformer",
+        'An entry of BLOCKS: "transformer"; "lite(31, light)", attention on half of the features, and a convolution of this '
+        'width, "light" or "dynamic", on the others; "evolved_encoder" or "evolved_decoder".',
+    )
     mlp: str = option("swiglu", "Feed-forward network, an entry of FEED_FORWARDS.")
     mlp_dim: int = option(
         0, "Columns of the MLP; 0 for 4 D, or, if it is gated, 8 D / 3 rounded up to a multiple of 64."
@@ -125,7 +130,29 @@ class Block(nn.Module):
         c = self.config
         norm = lookup(NORMS, c.norm, "model.norm")
         self.mix_norm = norm(c.norm_eps)
-        options: dict[str, Any] = {
+        options = self.attention_options()
+        self.attention = Attention(**options)
+        if c.memory_dim:
+            self.read_norm = norm(c.norm_eps)
+            self.cross_attention = Attention(**options, cross=True)
+        self.feed_norm = norm(c.norm_eps)
+        self.mlp: Any = build_feed_forward(
+            c.mlp,
+            hidden=c.mlp_size,
+            use_bias=c.mlp_bias,
+            down_init=self.out_init,
+            tensor_parallel=self.tensor_parallel,
+        )
+
+    @nn.nowrap
+    def attention_options(self) -> dict[str, Any]:
+        """Attributes of the Block's attention.
+
+        Returns:
+          Keyword arguments of Attention.
+        """
+        c = self.config
+        return {
             "heads": c.heads,
             "kv_heads": c.kv_head_count,
             "head_dim": c.head_size,
@@ -141,18 +168,6 @@ class Block(nn.Module):
             "dropout": c.dropout,
             "tensor_parallel": self.tensor_parallel,
         }
-        self.attention = Attention(**options)
-        if c.memory_dim:
-            self.read_norm = norm(c.norm_eps)
-            self.cross_attention = Attention(**options, cross=True)
-        self.feed_norm = norm(c.norm_eps)
-        self.mlp: Any = build_feed_forward(
-            c.mlp,
-            hidden=c.mlp_size,
-            use_bias=c.mlp_bias,
-            down_init=self.out_init,
-            tensor_parallel=self.tensor_parallel,
-        )
 
     def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
         """The mixing branch, without its residual.

@@ -1,6 +1,8 @@
-"""Causal depthwise convolution along the sequence."""
+"""Convolutions along the sequence, in which segments do not influence each other."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -35,28 +37,93 @@ def causal_conv(
       The token mixer of Gu and Dao 2023, "Mamba", fig. 3, and of So et al. 2021, "Primer", sec. 3 (there after the
       projections).
     """
+    return _checked(x, kernel, segment_ids, 0)
+
+
+@array_op("B T", x="B T")
+def depthwise_conv(
+    x: Float[Array, "B T D"],
+    kernel: Float[Array, "W D"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    ahead: int = 0,
+) -> Float[Array, "B T D"]:
+    """Convolves each feature with a kernel of its own: `y[t] = sum_j kernel[j] * x[t + ahead - j]`.
+
+    Tokens outside of the sequence, and tokens of another segment, count as 0, even if they are NaN.
+
+    Args:
+      x: The sequences.
+      kernel: Weights, of the latest token that is read first.
+      segment_ids: Segment of each token; None for one segment per sequence.
+      ahead: Number of later tokens that an output reads; 0 for `causal_conv`.
+
+    Returns:
+      The convolved sequences, in the dtype of x; sums are float32.
+
+    Raises:
+      InputError: The kernel has no weight, or another number of features than x.
+
+    Cost: that of `causal_conv`.
+    """
+    return _checked(x, kernel, segment_ids, ahead)
+
+
+@array_op("B T", x="B T")
+def token_windows(
+    x: Float[Array, "B T D"], width: int, segment_ids: Int[Array, "B T"] | None = None, *, ahead: int = 0
+) -> Float[Array, "B T W*D"]:
+    """The tokens around each token side by side, by whose product with a matrix `[W D, F]` a convolution is computed.
+
+    Args:
+      x: The sequences.
+      width: Number of tokens W.
+      segment_ids: Segment of each token; None for one segment per sequence.
+      ahead: Number of later tokens.
+
+    Returns:
+      The features of the tokens t + ahead to t + ahead - W + 1 in this order, with 0 for tokens outside of the sequence and of
+      other segments.
+
+    Cost: memory of W times x.
+    """
+    distances = [tap - ahead for tap in range(width)]
+    return jnp.concatenate([_earlier(x, distance, segment_ids) for distance in distances], axis=-1)
+
+
+def _checked(x: Array, kernel: Array, segment_ids: Array | None, ahead: int) -> Array:
     if kernel.shape[0] < 1 or kernel.shape[1] != x.shape[2]:
         raise InputError(
             f"kernel {kernel.shape}: expected at least one weight for each of the {x.shape[2]} features of x"
         )
     # Without the checkpoint, a gradient would keep W float32 copies of x.
-    return jax.checkpoint(_convolve, prevent_cse=False)(x, kernel, segment_ids)
+    return jax.checkpoint(functools.partial(_convolve, ahead), prevent_cse=False)(x, kernel, segment_ids)
 
 
-def _convolve(x: Array, kernel: Array, segment_ids: Array | None) -> Array:
+def _convolve(ahead: int, x: Array, kernel: Array, segment_ids: Array | None) -> Array:
     weights = kernel.astype(jnp.float32)[:, None, None]
-    total = weights[0] * x.astype(jnp.float32)
-    for distance in range(1, min(kernel.shape[0], x.shape[1])):
-        earlier = _shifted(x, distance).astype(jnp.float32)
-        if segment_ids is not None:
-            same = _shifted(segment_ids, distance) == segment_ids
-            earlier = jnp.where(same[..., None], earlier, jnp.float32(0))
-        total = total + weights[distance] * earlier
-    return total.astype(x.dtype)
+    total = None
+    for tap in range(kernel.shape[0]):
+        if abs(tap - ahead) < x.shape[1]:
+            term = weights[tap] * _earlier(x, tap - ahead, segment_ids).astype(jnp.float32)
+            total = term if total is None else total + term
+    return jnp.zeros_like(x) if total is None else total.astype(x.dtype)
+
+
+def _earlier(x: Array, distance: int, segment_ids: Array | None) -> Array:
+    """The tokens at a distance before each token; 0 outside of its segment."""
+    shifted = _shifted(x, distance)
+    if segment_ids is None or distance == 0:
+        return shifted
+    same = _shifted(segment_ids, distance) == segment_ids
+    return jnp.where(same[..., None], shifted, jnp.zeros((), x.dtype))
 
 
 def _shifted(x: Array, distance: int) -> Array:
-    """Moves x later by `distance` tokens, with zeros at the beginning."""
+    """Moves x later by `distance` tokens, which may be negative, with zeros in the places of tokens outside of the sequence."""
+    if distance == 0:
+        return x
     padding = [(0, 0)] * x.ndim
-    padding[1] = (distance, 0)
-    return jnp.pad(x, padding)[:, : x.shape[1]]
+    padding[1] = (max(distance, 0), max(-distance, 0))
+    start = max(-distance, 0)
+    return jnp.pad(x, padding)[:, start : start + x.shape[1]]

@@ -289,7 +289,7 @@ def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout:
                 f"that hold parts of the {axis} do not keep: set plan.{field}=1, or choose another mixer"
             )
     heads = [c.sizes()[name][0] for name in ("heads", "kv_heads")]
-    context_parallel.check_support(layout, c.mixers(), c.masks(), heads, c.dropout)
+    context_parallel.check_support(layout, c.all_mixers(), c.masks(), heads, c.dropout)
     if c.has_memory and layout.size("length") > 1:
         raise InputError(
             f"plan.sequence={layout.size('length')} divides sequences, and the model's layers attend to a memory: the memory "

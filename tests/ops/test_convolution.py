@@ -1,4 +1,4 @@
-"""Causal depthwise convolution, against its definition and torch."""
+"""Convolutions along the sequence, against its definition and torch."""
 
 import inspect
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.convolution import causal_conv
+from hpnlp.ops.convolution import causal_conv, depthwise_conv, token_windows
 from hpnlp.types import InputError
 from tests.contracts import assert_close
 
@@ -37,6 +37,25 @@ def test_matches_definition(length, width):
     run = jax.jit(lambda x: (causal_conv(x, kernel, ids), causal_conv(x, kernel)))
     for actual, segment_ids in zip(run(x), (ids, np.zeros_like(ids)), strict=True):
         assert_close(actual, jnp.asarray(definition(x, kernel, segment_ids), jnp.float32))
+
+
+@pytest.mark.parametrize(("length", "width"), [(1, 4), (3, 5), (13, 5)])
+def test_centred_convolutions_match_products_with_windows(length, width):
+    x, kernel = arrays(length, width)
+    ids = np.sort(RNG.integers(0, 3, (2, length)), axis=1).astype(np.int32)
+
+    def run(x):
+        windows = token_windows(x, width, ids, ahead=width // 2).reshape(2, length, width, 3)
+        return depthwise_conv(x, kernel, ids, ahead=width // 2), windows
+
+    actual, windows = jax.jit(run)(x)
+    expected = np.zeros((2, length, width, 3))
+    for b, t, j in np.ndindex(2, length, width):
+        s = t + width // 2 - j
+        if 0 <= s < length and ids[b, s] == ids[b, t]:
+            expected[b, t, j] = x[b, s]
+    np.testing.assert_array_equal(windows, expected)
+    assert_close(actual, jnp.asarray((expected * np.asarray(kernel)).sum(2), jnp.float32))
 
 
 def test_16_bit_sums_are_float32():

@@ -279,6 +279,12 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
             (dynamic_quantization.Quantized(ids(N, D).astype(np.uint8), x(N, 1)),),
         ),
     ),
+    "convolution.depthwise_conv": (
+        (lambda *a: convolution.depthwise_conv(*a, ahead=1), (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),
+    ),
+    "convolution.token_windows": (
+        (lambda a, at: convolution.token_windows(a, 3, at, ahead=1), (x(2, 5, D), np.zeros((2, 5), np.int32))),
+    ),
     "light_convolution.light_conv": (
         (lambda *a: light_convolution.light_conv(*a, ahead=1), (x(2, 5, 2, 3), x(2, 3), np.zeros((2, 5), np.int32))),
     ),

@@ -158,7 +158,7 @@ def lightconv(width: int = 31, *, dropout: float = 0.0, name: str | None = None)
     Raises:
       InputError: A width that is not 1 to MAX_WIDTH.
     """
-    return LightConvMixer(_checked_width("lightconv", width), dropout, name=name)
+    return LightConvMixer(check_width("model.mixer=lightconv", width), dropout, name=name)
 
 
 def dynamicconv(width: int = 31, *, dropout: float = 0.0, name: str | None = None) -> DynamicConvMixer:
@@ -175,10 +175,22 @@ def dynamicconv(width: int = 31, *, dropout: float = 0.0, name: str | None = Non
     Raises:
       InputError: A width that is not 1 to MAX_WIDTH.
     """
-    return DynamicConvMixer(_checked_width("dynamicconv", width), dropout, name=name)
+    return DynamicConvMixer(check_width("model.mixer=dynamicconv", width), dropout, name=name)
 
 
-def _checked_width(entry: str, width: int) -> int:
+def check_width(entry: str, width: int) -> int:
+    """Checks a number of taps.
+
+    Args:
+      entry: Field and entry, as "model.mixer=lightconv", for the message.
+      width: Number of taps.
+
+    Returns:
+      width.
+
+    Raises:
+      InputError: A width that is not 1 to MAX_WIDTH.
+    """
     if not 1 <= width <= MAX_WIDTH:
-        raise InputError(f"model.mixer={entry}({width}): expected a width of 1 to {MAX_WIDTH}")
+        raise InputError(f"{entry}({width}): expected a width of 1 to {MAX_WIDTH}")
     return width

@@ -1,0 +1,272 @@
+"""Kinds of Blocks (`model.block`): values against formulas, causality, decoding, layouts and errors."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.model_parallel import NO_TENSOR_PARALLEL
+from hpnlp.models.decode import Generation
+from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from hpnlp.nn.attention import Context, Memory
+from hpnlp.nn.block import BlockConfig
+from hpnlp.nn.blocks import block_kind
+from hpnlp.ops.attention import Causal, Full
+from hpnlp.parallel.plan import Plan
+from hpnlp.spec import Spec
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
+from tests.contracts import once
+from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, trainer_of
+
+CONFIG = LMConfig(vocab=11, dim=16, heads=2, layers=2, max_len=64, mlp="relu", mlp_dim=24)
+LENGTH = 14
+
+
+# The formulas in float64; p is a tree of parameters.
+
+
+def rms(p, x):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * p["scale"]
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def by_head(p, x, heads):
+    return (x @ p["kernel"]).reshape(*x.shape[:2], heads, -1)
+
+
+def attention(p, x, memory, visible, heads):
+    q, k, v = by_head(p["q"], x, heads), by_head(p["k"], memory, heads), by_head(p["v"], memory, heads)
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    weights = softmax(np.where(visible[:, None], scores, -1e30))
+    o = np.einsum("bnts,bsnh->btnh", weights, v)
+    return o.reshape(*x.shape[:2], -1) @ p["out"]["kernel"]
+
+
+def taps_of(x, width, ids, causal):
+    """`[B, T, W, F]`: the tokens that each token reads, the latest first."""
+    windows, ahead = np.zeros((*x.shape[:2], width, x.shape[2])), 0 if causal else width // 2
+    for b, t, j in np.ndindex(*windows.shape[:3]):
+        s = t + ahead - j
+        if 0 <= s < x.shape[1] and ids[b, s] == ids[b, t]:
+            windows[b, t, j] = x[b, s]
+    return windows
+
+
+def separable(x, taps, p, ids, causal):
+    return (taps_of(x, len(taps), ids, causal) * taps).sum(2) @ p["kernel"]
+
+
+def padded(x, features):
+    return np.pad(x, [(0, 0), (0, 0), (0, features - x.shape[2])])
+
+
+def feed(p, x):
+    return relu(rms(p["feed_norm"], x) @ p["mlp"]["up"]["kernel"]) @ p["mlp"]["down"]["kernel"]
+
+
+def lite(p, x, visible, ids, causal, memory):
+    far, near = np.split(rms(p["mix_norm"], x), 2, axis=-1)
+    conv = p["convolve"]
+    values = by_head(conv["v"], near, 2) * sigmoid(by_head(conv["q"], near, 2))
+    scores = by_head(conv["k"], near, 2) if "k" in conv else conv["mixer"]["taps"][None, None]
+    windows = taps_of(values.reshape(*x.shape[:2], -1), 5, ids, causal).reshape(*x.shape[:2], 5, 2, -1)
+    near = np.einsum("btwnh,btnw->btnh", windows, np.broadcast_to(softmax(scores), (*x.shape[:2], 2, 5)))
+    near = near.reshape(*x.shape[:2], -1) @ conv["out"]["kernel"]
+    x = x + np.concatenate([attention(p["attention"], far, far, visible, 2), near], -1)
+    return x + feed(p, x)
+
+
+def evolved_encoder(p, x, visible, ids, causal, memory):
+    h, c = rms(p["glu_norm"], x), p["convolutions"]
+    x = x + (h @ p["glu_value"]["kernel"]) * sigmoid(h @ p["glu_gate"]["kernel"])
+    h = rms(p["conv_norm"], x)
+    narrow = relu(taps_of(h, 3, ids, causal).reshape(*x.shape[:2], -1) @ c["narrow"]["kernel"])
+    h = rms(c["inner_norm"], relu(h @ c["wide"]["kernel"]) + padded(narrow, 64))
+    x = x + padded(separable(h, c["taps"], c["out"], ids, causal), 16)
+    h = rms(p["mix_norm"], x)
+    x = x + attention(p["attention"], h, h, visible, 2)
+    return x + feed(p, x)
+
+
+def evolved_decoder(p, x, visible, ids, causal, memory):
+    h, c, (states, read) = rms(p["wide_norm"], x), p["convolutions"], memory
+    x = x + attention(p["wide_attention"], h, h, visible, 4)
+    x = x + attention(p["first_cross_attention"], h, states, read, 2)
+    h = rms(p["conv_norm"], x)
+    wide = relu(separable(h, c["wide_taps"], c["wide"], ids, causal))
+    h = rms(c["inner_norm"], wide + padded(separable(h, c["narrow_taps"], c["narrow"], ids, causal), 32))
+    x = x + separable(h, c["taps"], c["out"], ids, causal)
+    h = rms(p["mix_norm"], x)
+    x = x + attention(p["attention"], h, h, visible, 2)
+    x = x + attention(p["cross_attention"], rms(p["read_norm"], x), states, read, 2)
+    return x + feed(p, x)
+
+
+CASES = [
+    ("lite(5)", lite),
+    ("lite(5,dynamic)", lite),
+    ("evolved_encoder", evolved_encoder),
+    ("evolved_decoder", evolved_decoder),
+]
+
+
+@pytest.mark.parametrize(("block", "formula"), CASES)
+def test_block_matches_its_formula_and_sees_no_later_token(block, formula):
+    """With two segments, under both masks; later tokens change no bit of the outputs of earlier ones."""
+    rng = np.random.default_rng(0)
+    width = 6 if block == "evolved_decoder" else 0
+    config = BlockConfig(
+        dim=16, heads=2, block=block, mlp="relu", mlp_dim=24, position="none", norm="rms", memory_dim=width
+    )
+    kind = block_kind(block)
+    module = kind.make(kind.resolved(config), nn.initializers.normal(0.3), Spec("full"), NO_TENSOR_PARALLEL)
+    x, memory = jnp.asarray(rng.standard_normal((2, LENGTH, 16)), jnp.float32), None
+    ids = np.stack([np.arange(LENGTH) >= 5, np.arange(LENGTH) >= 9]).astype(np.int32)
+    if width:
+        segments = jnp.asarray([[0, 1, 0]] * 2, jnp.int32)
+        memory = Memory(jnp.asarray(rng.standard_normal((2, 3, 6)), jnp.float32), segments)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (2, LENGTH))
+    contexts = [Context(positions, jnp.asarray(ids), mask, memory=memory) for mask in (Causal(), Full())]
+    params = nn.meta.unbox(once(lambda x: module.init(jax.random.key(0), x, contexts[0]), x))
+
+    def run(x):
+        changed = x.at[:, 11:].set(7.0)
+        return [
+            module.apply(params, each, context)[0]
+            for each, context in ((x, contexts[0]), (x, contexts[1]), (changed, contexts[0]))
+        ]
+
+    causal, full, changed = once(run, x)
+    np.testing.assert_array_equal(causal[:, :11], changed[:, :11])
+    tree = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"])
+    for actual, is_causal in ((causal, True), (full, False)):
+        visible = ids[:, :, None] == ids[:, None]
+        visible = visible & np.tri(LENGTH, dtype=bool)[None] if is_causal else visible
+        of_memory = None
+        if memory is not None:
+            of_memory = (
+                np.asarray(memory.states, np.float64),
+                ids[:, :, None] == np.asarray(memory.segment_ids)[:, None],
+            )
+        expected = formula(tree, np.asarray(x, np.float64), visible, ids, is_causal, of_memory)
+        np.testing.assert_allclose(actual, expected, atol=2e-5, rtol=2e-5)
+
+
+FIELDS = [
+    {"block": "lite(3)"},
+    {"block": "lite(4,dynamic)", "residual": "reversible"},
+    {"block": "evolved_encoder"},
+    {"block": "evolved_decoder", "norm_placement": "post"},
+    {"form": "block,block(block=evolved_encoder)"},
+]
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
+def test_greedy_ids_equal_the_argmax_of_the_full_pass(fields):
+    """Prompts are shorter and longer than the convolutions."""
+    model = LM(dataclasses.replace(CONFIG, **fields))
+    params = jax.jit(model.init)(jax.random.key(0), example_batch(1, 8))["params"]
+    prompts = [np.arange(length) % 11 for length in (1, 2, 15)]
+    new = np.concatenate(list(Generation(model, params, prompts, tokens=6, temperature=0.0)), axis=1)
+    rows = [np.concatenate([prompt, ids]) for prompt, ids in zip(prompts, new, strict=True)]
+    padded_rows = jnp.asarray([np.pad(row, (0, 21 - len(row))) for row in rows], jnp.int32)
+    best = np.asarray(once(lambda p: model.apply({"params": p}, padded_rows, method="logits"), params).argmax(-1))
+    for row, prompt, expected in zip(rows, prompts, best, strict=True):
+        np.testing.assert_array_equal(row[len(prompt) :], expected[len(prompt) - 1 : len(row) - 1])
+
+
+KINDS = ("lite(5)", "lite(5,dynamic)", "evolved_encoder", "evolved_decoder")
+SLOW = [(block, plan) for block in KINDS for plan in (Plan("zero3", tensor=2), Plan("zero3", pipeline=2, tensor=2))]
+
+
+@pytest.mark.parametrize(
+    ("block", "plan"),
+    [
+        ("evolved_encoder", Plan("zero3", remat="full")),
+        *(pytest.param(block, plan, marks=pytest.mark.slow) for block, plan in SLOW),
+        pytest.param("evolved_decoder", Plan(), marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_match_one_device(block, plan):
+    """Two steps of training; another Block in each second layer."""
+    form = f"block(block={block.split('(')[0]}),block(block=lite)" if plan.remat == "full" else "block"
+    model = dataclasses.replace(MODEL, block=block, form=form, layers=4, dropout=0.3)
+    single, parallel = (Run(trainer_of(*where, model), model) for where in (ONE, (plan, 8)))
+    for seed in range(2):
+        expected, actual = single.step(batch_of(seed)), parallel.step(batch_of(seed))
+        assert actual == pytest.approx(expected, rel=1e-5)
+        if seed == 0:
+            assert_leaves_close(parallel.gradients(), single.gradients(), 1e-5)
+
+
+@pytest.mark.parametrize("block", ["transformer", "lite(5)", "lite(5,dynamic)", "evolved_encoder", "evolved_decoder"])
+@pytest.mark.parametrize("stacks", ["lm", "seq2seq"])
+def test_weights_of_layers_are_counted(block, stacks):
+    config = dataclasses.replace(CONFIG, block=block)
+    if stacks == "seq2seq":
+        sizes = {"vocab": 11, "dim": 16, "heads": 2, "layers": 2, "max_len": 8, "target_len": 8}
+        config = Seq2SeqConfig(**sizes, block=block, encoder_form="block(block=evolved_encoder)")
+        model = Seq2Seq(config)
+    else:
+        model = LM(config)
+    shapes = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), model.example_batch(1, 8)))["params"]
+    kernels = [
+        leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+        if path[-1].key == "kernel" and any(part.key == "layers" for part in path)
+    ]
+    assert sum(kernels) == config.non_embedding_parameters()
+
+
+def test_default_sizes_of_lite_blocks_are_those_of_the_paper():
+    """Each half of the features has N heads, and the feed-forward network as many columns as features."""
+    (form,) = LMConfig(vocab=8, dim=32, heads=4, layers=2, block="lite").forms()
+    assert (form.head_size, form.mlp_size) == (4, 32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block": "light"}, "model.block: unknown 'light'|did you mean 'lite'"),
+        ({"block": "lite(0)"}, r"model.block=lite\(0\): expected a width of 1 to 128"),
+        ({"block": "lite(5,dinamic)"}, "did you mean 'dynamic'"),
+        ({"block": "lite", "dim": 7, "head_dim": 4}, "model.dim=7"),
+        ({"block": "lite", "heads": 16, "position": "none"}, "make dim a multiple of 32, or set model.head_dim"),
+        ({"block": "lite", "mixer": "segment_memory(4)"}, "carries the states of all features"),
+        ({"block": "evolved_decoder", "mixer": "routing(4)"}, "the mixer has statistics or buffers"),
+        ({"block": "evolved_decoder", "heads": 8}, "needs to be a multiple of 4"),
+        ({"block": "evolved_encoder", "dim": 15, "head_dim": 8}, "make it even"),
+        ({"block": "evolved_encoder", "residual": "reversible"}, "reversible layers have two branches"),
+        ({"form": "block,block(block=evolved_decoder)", "residual": "reversible"}, "reversible layers have two"),
+    ],
+)
+def test_unsupported_combinations_raise(fields, message):
+    with pytest.raises(InputError, match=message):
+        dataclasses.replace(CONFIG, **fields)
+
+
+@pytest.mark.parametrize(
+    ("block", "plan"), [("evolved_encoder", Plan("sequence")), ("lite", Plan(sequence=2, exchange="heads"))]
+)
+def test_convolutions_are_not_divided_by_sequence(block, plan):
+    model = dataclasses.replace(CONFIG, block=block)
+    with pytest.raises(InputError, match="plan.sequence=1"):
+        make_trainer(LM(model), OptimizerConfig(), plan, steps=1)
