@@ -33,7 +33,7 @@ flags.DEFINE_string(
     "all",
     'Mixers, separated by commas, or "all" for all bidirectional ones; a name alone has a comparable size.',
 )
-flags.DEFINE_list("tasks", ["listops_short"], "Tasks, separated by commas, see the list.")
+flags.DEFINE_string("tasks", "listops_short", "Tasks, separated by commas, see the list.")
 flags.DEFINE_string(
     "budget", "", 'Steps of each run, or minutes of training, as in "10min"; the default is train.steps.'
 )
@@ -42,10 +42,12 @@ flags.DEFINE_multi_string(
 )
 flags.DEFINE_string("workdir", None, "Directory of the runs.")
 flags.DEFINE_bool("efficiency", False, "Measure speed and memory of training steps by length, without data.")
-flags.DEFINE_list("lengths", ["1024", "2048", "3072", "4096"], "Tokens of a sequence, separated by commas.")
+flags.DEFINE_string("lengths", "1024,2048,3072,4096", "Tokens of a sequence, separated by commas.")
 flags.DEFINE_integer("rounds", 3, "Measurements of each step, of which the median is taken.", lower_bound=1)
 flags.DEFINE_string(
-    "measure", "", "Measure the first mixer on the first task in this process, and write a row to this file."
+    "measure",
+    "",
+    "File for the speed of the first task's config, measured in this process; --efficiency starts such processes.",
 )
 
 MIN_STEPS = 10  # of a run whose budget is given in minutes
@@ -67,8 +69,8 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp import lra
 
     f = cli.FLAGS
-    names = list(dict.fromkeys(f.tasks))
-    for name in names or [""]:
+    names = list(dict.fromkeys(f.tasks.split(",")))
+    for name in names:
         lra.find_task(name)
     if f.measure:
         _measure_here(names[0], overrides)
@@ -118,11 +120,11 @@ def _directories() -> dict[str, str]:
     return result
 
 
-def _parse_lengths(texts: Sequence[str]) -> list[int]:
+def _parse_lengths(text: str) -> list[int]:
     """Values of --lengths."""
-    if not texts or not all(re.fullmatch(r"0*[1-9]\d{0,8}", text.strip()) for text in texts):
-        raise cli.InputError(f"--lengths={','.join(texts)}: expected numbers of tokens, as --lengths=1024,2048")
-    return list(dict.fromkeys(map(int, texts)))
+    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", text):
+        raise cli.InputError(f"--lengths={text}: expected numbers of tokens, as --lengths=1024,2048")
+    return list(dict.fromkeys(map(int, text.split(","))))
 
 
 def _parse_budget(text: str, overrides: Sequence[str]) -> tuple[int, float]:
