@@ -12,6 +12,7 @@ from hpnlp.model_parallel import NO_TENSOR_PARALLEL
 from hpnlp.models.decode import Generation
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from hpnlp.models.seq2seq_decode import generate
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.blocks import block_kind
@@ -22,6 +23,7 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import once
+from tests.models.test_seq2seq import make, make_batch
 from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, trainer_of
 
 CONFIG = LMConfig(vocab=11, dim=16, heads=2, layers=2, max_len=64, mlp="relu", mlp_dim=24)
@@ -191,6 +193,23 @@ def test_greedy_ids_equal_the_argmax_of_the_full_pass(fields):
     best = np.asarray(once(lambda p: model.apply({"params": p}, padded_rows, method="logits"), params).argmax(-1))
     for row, prompt, expected in zip(rows, prompts, best, strict=True):
         np.testing.assert_array_equal(row[len(prompt) :], expected[len(prompt) - 1 : len(row) - 1])
+
+
+@pytest.mark.slow
+def test_greedy_targets_of_evolved_cells_equal_the_argmax_of_the_full_pass():
+    """An encoder and a decoder whose cells attend to the encoder twice, with caches of its hidden states."""
+    fields = {"block": "evolved_decoder", "encoder_form": "block(block=evolved_encoder)", "heads": 2, "kv_heads": 0}
+    model, params = make(**fields, norm_placement="post")
+    batch = make_batch()
+    run = jax.jit(lambda batch: model.apply({"params": params}, batch, method="logits"))
+    decoded = np.concatenate([*generate(model, params, batch, start_id=1, eos_id=2, tokens=7, temperature=0.0)], axis=1)
+    tokens = np.full((4, 8), 1, np.int32)
+    positions = np.tile(np.arange(8, dtype=np.int32), (4, 1))
+    for length in range(7):
+        target = {"target_tokens": tokens, "target_segment_ids": np.ones_like(tokens), "target_positions": positions}
+        best = np.asarray(run(batch | target))[:, length].argmax(axis=-1)
+        tokens[:, length + 1] = np.where(np.any(tokens[:, 1:] == 2, axis=1), 0, best)
+    np.testing.assert_array_equal(decoded, tokens[:, 1 : 1 + decoded.shape[1]])
 
 
 KINDS = ("lite(5)", "lite(5,dynamic)", "evolved_encoder", "evolved_decoder")
