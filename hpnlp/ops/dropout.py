@@ -15,6 +15,21 @@ from jaxtyping import Array, Bool, UInt32
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.counter_rng import mix
+from hpnlp.types import InputError
+
+
+def check_rate(rate: float, rng: Any) -> None:
+    """Checks the arguments of dropout.
+
+    Args:
+      rate: Probability that a weight is dropped.
+      rng: PRNG key, or None.
+
+    Raises:
+      InputError: The rate is not in [0, 1), or it is over 0 and there is no key.
+    """
+    if not 0.0 <= rate < 1.0 or (rate and rng is None):
+        raise InputError(f"dropout_rate {rate}: expected 0 <= rate < 1, and a key `rng` unless it is 0")
 
 
 @accepts_numpy

@@ -104,5 +104,6 @@ BY_OPS = {
         for name in ("balance", "block_sums", "in_blocks", "mixtures", "sort_weights")
     ),
     "attention.low_rank.compression.padding_ids",
+    "dropout.check_rate",
 }
 INTERNAL = {"attention.bucketed.order", "attention.bucketed.tiles"}

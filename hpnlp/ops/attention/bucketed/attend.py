@@ -20,7 +20,7 @@ from hpnlp.ops.attention.bucketed import tiles
 from hpnlp.ops.attention.bucketed.order import inverse, sort_by_bucket
 from hpnlp.ops.attention.masks.base import Full
 from hpnlp.ops.custom_vjp import vary_alike
-from hpnlp.ops.dropout import keep_mask, seed_words
+from hpnlp.ops.dropout import check_rate, keep_mask, seed_words
 from hpnlp.types import InputError
 
 # Largest block of queries of a tile. With a smaller window, blocks of the window's size waste fewer products.
@@ -127,7 +127,8 @@ def bucketed_attention(
     References:
       Kitaev et al. 2020, "Reformer: the efficient transformer", arXiv 2001.04451, sec. 2 and eq. 3 to 5.
     """
-    _check(q, k, v, buckets, window, dropout_rate, rng)
+    _check(q, k, v, buckets, segment_ids, window)
+    check_rate(dropout_rate, rng)
     batch, length, heads, _ = q.shape
     if 0 in (batch, length, heads):
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
@@ -137,13 +138,13 @@ def bucketed_attention(
     if streams is None:
         streams = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads)
     order, codes = _order_and_codes(buckets, segment_ids, window)
-    lanes = (_by_lane(x, heads) for x in (q, k, v))
+    lanes = (tiles.by_lane(x, heads) for x in (q, k, v))
     arrays = vary_alike(*lanes, order, codes, seed, streams.reshape(-1).astype(jnp.int32))
     o: Any = _attend(_Settings(window, causal, hides_self, options), *arrays)
     return o.reshape(batch, heads, length, -1).transpose(0, 2, 1, 3)
 
 
-def _check(q: Array, k: Array, v: Array, buckets: Array, window: int, rate: float, rng: Array | None) -> None:
+def _check(q: Array, k: Array, v: Array, buckets: Array, segment_ids: Array | None, window: int) -> None:
     """Raises InputError if the arguments do not fit."""
     heads = q.shape[2]
     for name, x in (("k", k), ("v", v)):
@@ -153,12 +154,12 @@ def _check(q: Array, k: Array, v: Array, buckets: Array, window: int, rate: floa
             )
     if k.shape[3] != q.shape[3]:
         raise InputError(f"k {k.shape} with q {q.shape}: expected the same head size")
+    if segment_ids is not None and segment_ids.shape != q.shape[:2]:
+        raise InputError(f"segment_ids has shape {segment_ids.shape}: expected {q.shape[:2]}")
     if buckets.shape[:3] != q.shape[:3] or buckets.ndim != 4 or buckets.shape[3] < 1:
         raise InputError(f"buckets {buckets.shape}: expected {q.shape[:3]} and at least one round")
     if window < 0:
         raise InputError(f"window is {window}: expected 0 or more tokens")
-    if not 0 <= rate < 1 or (rate and rng is None):
-        raise InputError(f"dropout_rate is {rate}: expected a rate in [0, 1), and a key `rng` if it is not 0")
 
 
 def _order_and_codes(
@@ -173,12 +174,6 @@ def _order_and_codes(
     codes = jnp.take_along_axis(coordinates, inverse(order), axis=2)
     index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (1, *codes.shape[1:]))
     return order, jnp.concatenate([codes, index]).transpose(1, 2, 0)
-
-
-def _by_lane(x: Float[Array, "B T K H"], heads: int) -> Float[Array, "L T H"]:
-    """The sequences of all heads, `[B N, T, H]`; keys and values are repeated for the query heads that read them."""
-    x = x.transpose(0, 2, 1, 3)
-    return jnp.repeat(x, heads // x.shape[1], axis=1).reshape(-1, *x.shape[2:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -20,7 +20,7 @@ from hpnlp.ops.attention.block_sparse.tile import TileMask
 from hpnlp.ops.attention.bucketed import tiles
 from hpnlp.ops.attention.masks.base import Full
 from hpnlp.ops.custom_vjp import vary_alike
-from hpnlp.ops.dropout import keep_mask, seed_words
+from hpnlp.ops.dropout import check_rate, keep_mask, seed_words
 from hpnlp.types import InputError
 
 # Stands for -inf, with which the derivatives of a sum without terms would be NaN.
@@ -59,16 +59,22 @@ def balance(
       causal: Columns are normalised up to each row.
 
     Returns:
-      float32 [..., n, n], non-negative.
+      float32 [..., n, n], from 0 to 1.
 
     References: Tay et al. 2020, "Sparse Sinkhorn attention", arXiv 2002.11296, sec. 3.1.2 and 3.3.2, where the causal sums
       extend over all rows, which leaks from later ones.
     """
     s = jnp.where(allowed, scores.astype(jnp.float32), LOWEST)
+
+    def divided(s: Array, total: Array) -> Array:
+        # No weight is over 1. The logarithms of large scores can be over 0 by rounding, and their exponentials without bound.
+        s = s - total
+        return jnp.where(allowed, s - lax.stop_gradient(jnp.maximum(s, 0.0)), LOWEST)
+
     for _ in range(iterations):
-        s = jnp.where(allowed, s - jax.nn.logsumexp(s, axis=-1, keepdims=True), LOWEST)
+        s = divided(s, jax.nn.logsumexp(s, axis=-1, keepdims=True))
         total = lax.cumlogsumexp(s, axis=s.ndim - 2) if causal else jax.nn.logsumexp(s, axis=-2, keepdims=True)
-        s = jnp.where(allowed, s - total, LOWEST)
+        s = divided(s, total)
     return jnp.where(allowed, jnp.exp(s), 0.0)
 
 
@@ -149,7 +155,7 @@ def sinkhorn_attention(
       o [B, T, N, Hv] in the dtype of q, accumulated in float32.
 
     Raises:
-      InputError: Shapes do not fit.
+      InputError: Shapes or the rate of dropout do not fit.
 
     Cost:
       O(B N T (C + T / C) H) time for blocks of C tokens, and memory O(B N T H).
@@ -163,6 +169,9 @@ def sinkhorn_attention(
         raise InputError(
             f"k {k.shape} and v {v.shape} with q {q.shape}: expected equal B, T and H, and K that divides N"
         )
+    if segment_ids is not None and segment_ids.shape != (batch, length):
+        raise InputError(f"segment_ids has shape {segment_ids.shape}: expected {(batch, length)}")
+    check_rate(dropout_rate, rng)
     seed = jnp.zeros(1, jnp.uint32) if rng is None else seed_words(rng)
     if streams is None:
         streams = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads)
@@ -170,7 +179,7 @@ def sinkhorn_attention(
         segment_ids = jnp.zeros((batch, length), jnp.int32)
     k_mixed, v_mixed, mixed_codes = _mixtures(q, k, v, segment_ids, settings)
     index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], segment_ids.shape)
-    lanes = (*(_by_lane(x, heads) for x in (q, k, v)), k_mixed, v_mixed)
+    lanes = (*(tiles.by_lane(x, heads) for x in (q, k, v)), k_mixed, v_mixed)
     codes = (jnp.repeat(x.astype(jnp.int32), heads, axis=0) for x in (segment_ids, index, *mixed_codes))
     arrays = vary_alike(*lanes, *codes, seed, streams.reshape(-1).astype(jnp.int32))
     o: Any = _attend(settings, Options(Full(), dim**-0.5, dropout_rate=dropout_rate), *arrays)
@@ -245,12 +254,6 @@ def _mixtures(
     number = jnp.arange(segments[0].size, dtype=jnp.int32).reshape(segments.shape[1:]) + length
     codes = (segments[:, :, :1], has_key, number[None])
     return slots(k), slots(v), [jnp.broadcast_to(x, segments.shape).reshape(batch, -1) for x in codes]
-
-
-def _by_lane(x: Float[Array, "B T K H"], heads: int) -> Float[Array, "L T H"]:
-    """The sequences of all heads, `[B N, T, H]`."""
-    x = x.transpose(0, 2, 1, 3)
-    return jnp.repeat(x, heads // x.shape[1], axis=1).reshape(-1, *x.shape[2:])
 
 
 @dataclasses.dataclass(frozen=True)

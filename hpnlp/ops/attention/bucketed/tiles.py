@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from hpnlp.ops.attention.block_sparse import tile
 from hpnlp.ops.attention.block_sparse.operands import Options
@@ -65,6 +65,20 @@ class _Grid:
 
     def indices(self) -> Array:
         return jnp.arange(self.count[0] * self.count[1], dtype=jnp.int32)
+
+
+def by_lane(x: Float[Array, "B T K H"], heads: int) -> Float[Array, "L T H"]:
+    """The sequences of all query heads; keys and values are repeated for the query heads that read them.
+
+    Args:
+      x: Queries, keys or values of K heads.
+      heads: Number of query heads N, a multiple of K.
+
+    Returns:
+      [L, T, H], L = B N.
+    """
+    x = x.transpose(0, 2, 1, 3)
+    return jnp.repeat(x, heads // x.shape[1], axis=1).reshape(-1, *x.shape[2:])
 
 
 def _grid(band: Band, lanes: int, blocks: int) -> _Grid:

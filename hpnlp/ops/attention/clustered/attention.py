@@ -37,15 +37,17 @@ def clustered_attention(
     Returns:
       o in q's dtype. Clusters have no gradient.
 
+    Raises:
+      InputError: Shapes do not fit, or only clusters or only keys have segments.
+
     Cost: O(B N C (T + S) H) time and B N T C numbers.
 
     References: Vyas et al. 2020, "Fast transformers with clustered attention", arXiv 2007.04825, eq. 3 to 6.
     """
+    kv_segment_ids = _checked_segments(q, k, v, clusters, kv_segment_ids)
     members = clusters.one_hot()
     centroids = _centroids(q, members).swapaxes(1, 2).astype(q.dtype)
-    o: Any = attend(
-        centroids, k, v, Full(), segment_ids=clusters.segment_ids, kv_segment_ids=_segments(clusters, kv_segment_ids)
-    )
+    o: Any = attend(centroids, k, v, Full(), segment_ids=clusters.segment_ids, kv_segment_ids=kv_segment_ids)
     return jnp.einsum("bntc,bcnh->btnh", members, o.astype(jnp.float32)).astype(q.dtype)
 
 
@@ -75,7 +77,7 @@ def improved_clustered_attention(
       o in q's dtype. Clusters and the choice of keys have no gradient.
 
     Raises:
-      InputError: `top` is less than 1.
+      InputError: `top` is less than 1, shapes do not fit, or only clusters or only keys have segments.
 
     Cost: O(B N (C (T + S) + T top) H) time and B N C (S + top H) + B N T C numbers.
 
@@ -83,8 +85,8 @@ def improved_clustered_attention(
     """
     if top < 1:
         raise InputError(f"top {top}: expected at least 1 key")
+    kv_segment_ids = _checked_segments(q, k, v, clusters, kv_segment_ids)
     (batch, _, heads, size), (kv_heads, count), top = q.shape, (k.shape[2], clusters.count), min(top, k.shape[1])
-    kv_segment_ids = _segments(clusters, kv_segment_ids)
     members = clusters.one_hot()
     centroids = _centroids(q, members).reshape(batch, kv_heads, -1, size)  # clusters of all heads of a key head
     keys, values = (x.astype(jnp.float32).swapaxes(1, 2) for x in (k, v))
@@ -136,7 +138,15 @@ def _centroids(q: Array, members: Array) -> Array:
     return sums / jnp.maximum(counts, 1.0)[..., None]
 
 
-def _segments(clusters: Clusters, kv_segment_ids: Array | None) -> Array | None:
+def _checked_segments(q: Array, k: Array, v: Array, clusters: Clusters, kv_segment_ids: Array | None) -> Array | None:
+    """`kv_segment_ids`, if the arguments fit."""
+    if k.shape[:3] != v.shape[:3] or k.shape[::3] != q.shape[::3] or not k.shape[2] or q.shape[2] % k.shape[2]:
+        raise InputError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}: expected equal B, equal H in q and k, equal S and K in k and v, and K "
+            "that divides N"
+        )
+    if clusters.of_tokens.shape != q.shape[:3]:
+        raise InputError(f"clusters of tokens {clusters.of_tokens.shape}: expected {q.shape[:3]}, those of the queries")
     if (clusters.segment_ids is None) != (kv_segment_ids is None):
         raise InputError(
             "clusters and keys must both have segments: pass kv_segment_ids, and segment_ids to hamming_kmeans"

@@ -62,12 +62,17 @@ def pool_tokens(
       `(means, filled)`: R = ceil(S / size) means in the dtype of x, computed in float32, and False for windows in which no
       token counts, whose mean is 0.
 
+    Raises:
+      InputError: `size` is less than 1.
+
     Cost: one pass over x.
 
     References:
       Wang et al. 2020, "Linformer", sec. 4, "general projections"; Xiong et al. 2021, "Nystromformer", sec. 3.3 (segment
       means).
     """
+    if size < 1:
+        raise InputError(f"size {size}: expected windows of at least 1 token")
     batch, length, *features = x.shape
     counted = jnp.ones((batch, length), bool) if real is None else real
     counts = _windows(counted, size).sum(axis=2, dtype=jnp.int32)

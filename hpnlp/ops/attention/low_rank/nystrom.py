@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.array_op import array_op
@@ -71,6 +72,9 @@ def nystrom_attend(
     # Rounding to 16 bits before the product with the inverse would be amplified by it.
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     (queries, filled), (keys, _) = pool_tokens(q, size, real), pool_tokens(k, size, real)
+    # Without the barrier, XLA merges the division of the means with the scale of the scores in one of the passes only, and the
+    # weights of large scores differ between the passes.
+    queries, keys = lax.optimization_barrier((queries, keys))
     keys = jnp.repeat(keys, group, axis=2)
     windows, seen_windows = padding_ids(None if real is None else filled)
     summaries: Any = attend(queries, k, v, segment_ids=windows, kv_segment_ids=seen_tokens, **dropout)

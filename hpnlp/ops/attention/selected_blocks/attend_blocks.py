@@ -13,10 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.attention.block_sparse.tile import FLOOR
+from hpnlp.ops.attention.block_sparse.tile import FLOOR, log_sum
 from hpnlp.ops.attention.selected_blocks.row_tiles import row_tiles
 from hpnlp.ops.custom_vjp import vary_alike
-from hpnlp.ops.dropout import keep_mask, seed_words
+from hpnlp.ops.dropout import check_rate, keep_mask, seed_words
 from hpnlp.types import InputError
 
 # Queries times heads in a tile, at most and at least, so that products keep a core busy and few rows are empty.
@@ -58,7 +58,7 @@ def attend_blocks(
       (o in q's dtype, float32 lse). A query without keys gets o = 0 and lse = -inf, with zero gradients.
 
     Raises:
-      InputError: The numbers of heads or blocks do not fit.
+      InputError: Shapes, the block or the rate of dropout do not fit.
 
     Cost:
       O(B T N C block H) time, and partial results of B T N C (Hv + 1) float32 numbers. The backward pass computes the weights
@@ -67,7 +67,9 @@ def attend_blocks(
     References:
       Lu et al. 2025, "MoBA: Mixture of block attention for long-context LLMs", arXiv 2502.13189, algorithm 1.
     """
-    _check(q, k, starts, chosen, block, dropout_rate, rng)
+    _check(q, k, v, starts, chosen, block, dropout_rate, rng)
+    if 0 in (*q.shape[:3], starts.shape[1], chosen.shape[3]):
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
     seed = None
     if dropout_rate:
         assert rng is not None
@@ -126,10 +128,14 @@ def attend_blocks_reference(
 
 
 def _check(
-    q: Array, k: Array, starts: Array, chosen: Array, block: int, dropout_rate: float, rng: Array | None
+    q: Array, k: Array, v: Array, starts: Array, chosen: Array, block: int, dropout_rate: float, rng: Array | None
 ) -> None:
-    """Checks numbers of heads and blocks."""
+    """Checks shapes, the block and the rate of dropout."""
     heads, groups, kv_heads = q.shape[2], chosen.shape[2], k.shape[2]
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise InputError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}: expected equal B, equal H in q and k, equal S and K in k and v"
+        )
     if groups % kv_heads or heads % groups:
         raise InputError(
             f"chosen has {groups} groups of heads for {heads} query and {kv_heads} key heads: expected a multiple of "
@@ -139,8 +145,7 @@ def _check(
         raise InputError(f"q {q.shape}, starts {starts.shape}, chosen {chosen.shape}: expected equal B and T")
     if not 1 <= block <= k.shape[1]:
         raise InputError(f"block {block}: expected 1 to {k.shape[1]}, the number of keys")
-    if not 0.0 <= dropout_rate < 1.0 or (dropout_rate and rng is None):
-        raise InputError(f"dropout_rate {dropout_rate}: expected 0 <= rate < 1, and an rng unless it is 0")
+    check_rate(dropout_rate, rng)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +245,11 @@ class _Problem:
 
     def scores(self, tile: _Tile, q: Array) -> Array:
         """float32 `[W, g, block]`; -inf for keys that are not visible."""
-        scores = _product(q, self.keys_of(tile, self.k), 2, 1) * self.scale
+        # In float32 the queries are scaled, so that XLA:CPU cannot scale and subtract the maximum in one rounded operation in
+        # one of the passes only. The weights of large scores would then differ between the passes.
+        early = q.dtype == jnp.float32
+        scores = _product(q * self.scale if early else q, self.keys_of(tile, self.k), 2, 1)
+        scores = scores if early else scores * self.scale
         if self.visible is not None:
             scores = jnp.where(self.keys_of(tile, self.visible)[None, None, :, 0], scores, -jnp.inf)
         return scores
@@ -293,59 +302,55 @@ def _forward(options: _Options, q: Array, k: Array, v: Array, indices: _Indices)
     problem = _Problem(options, q, k, v, indices)
     width, together = problem.tiles.rows.shape[1], problem.together
 
-    def compute(tile: _Tile) -> tuple[Array, Array]:
+    def compute(tile: _Tile) -> tuple[Array, Array, Array]:
         scores = problem.scores(tile, _take_rows(problem.q, tile.rows))
         top = jnp.maximum(jnp.max(scores, axis=2, keepdims=True), FLOOR)
         weights = jnp.exp(scores - top)
-        total = jnp.sum(weights, axis=2, keepdims=True)
+        total = jnp.sum(weights, axis=2)
         kept = problem.kept(tile)
         weights = weights if kept is None else weights * kept
-        o = _product(weights.astype(v.dtype), problem.keys_of(tile, problem.v), 2, 0) / _or_one(total)
-        lse = jnp.where(total > 0, top + jnp.log(_or_one(total)), -jnp.inf)
-        return o, lse[..., 0]
+        return top[..., 0], total, _product(weights.astype(v.dtype), problem.keys_of(tile, problem.v), 2, 0)
 
-    def skip(tile: _Tile) -> tuple[Array, Array]:
-        empty = (
-            jnp.zeros((width, together, v.shape[3]), jnp.float32),
-            jnp.full((width, together), -jnp.inf, jnp.float32),
-        )
-        o, lse, _ = vary_alike(*empty, tile.rows)
-        return o, lse
+    def skip(tile: _Tile) -> tuple[Array, Array, Array]:
+        zeros = jnp.zeros((width, together), jnp.float32)
+        empty = zeros + FLOOR, zeros, jnp.zeros((width, together, v.shape[3]), jnp.float32)
+        top, total, weighted, _ = vary_alike(*empty, tile.rows)
+        return top, total, weighted
 
-    def step(_: None, tile: _Tile) -> tuple[None, tuple[Array, Array]]:
+    def step(_: None, tile: _Tile) -> tuple[None, tuple[Array, Array, Array]]:
         return None, lax.cond(tile.is_used, compute, skip, tile)
 
-    _, (o, lse) = lax.scan(step, None, problem.tiles)
+    _, (tops, totals, weighted) = lax.scan(step, None, problem.tiles)
+    tops, totals = (_take_rows(x.reshape(-1, together), problem.places) for x in (tops, totals))
     exists = (problem.places >= 0)[..., None]
-    lse = jnp.where(exists, _take_rows(lse.reshape(-1, together), problem.places), -jnp.inf)
-    top = jnp.maximum(jnp.max(lse, axis=1), FLOOR)
+    top = jnp.max(jnp.where(exists, tops, FLOOR), axis=1)
     # The barrier keeps the exponentials out of the loop over the features of a row.
-    weights = lax.optimization_barrier(jnp.exp(lse - top[:, None]))
-    total = jnp.sum(weights, axis=1)
-    o = _sum_of_places(o.reshape(-1, together, v.shape[3]), problem.places, weights) / _or_one(total)[..., None]
-    lse = jnp.where(total > 0, top + jnp.log(_or_one(total)), -jnp.inf)
-    o, lse = problem.from_rows(o).astype(q.dtype), problem.from_rows(lse[..., None])[..., 0]
-    return (o, lse), (q, k, v, indices, (problem.tiles, problem.places), o, lse)
+    weights = lax.optimization_barrier(jnp.exp(jnp.where(exists, tops - top[:, None], -jnp.inf)))
+    total = jnp.sum(weights * totals, axis=1)
+    o = _sum_of_places(weighted.reshape(-1, together, v.shape[3]), problem.places, weights) / _or_one(total)[..., None]
+    lse, lse_low = (problem.from_rows(x[..., None])[..., 0] for x in log_sum(top, total))
+    o = problem.from_rows(o).astype(q.dtype)
+    return (o, lse), (q, k, v, indices, (problem.tiles, problem.places), o, lse, lse_low)
 
 
 @accepts_numpy
 def _backward(options: _Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
-    q, k, v, indices, tiles, o, lse = residuals
+    q, k, v, indices, tiles, o, lse, lse_low = residuals
     do, dlse = cotangents
     problem = _Problem(options, q, k, v, indices, tiles)
     # d score = weight * (do . v - delta)
     delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3) - jnp.where(jnp.isneginf(lse), 0.0, dlse)
-    numbers = jnp.stack([jnp.where(jnp.isneginf(lse), jnp.inf, lse), delta], axis=3)
+    numbers = jnp.stack([jnp.where(jnp.isneginf(lse), jnp.inf, lse), lse_low, delta], axis=3)
     numbers, do = lax.optimization_barrier((problem.rows_of(numbers), problem.rows_of(do)))
 
     def compute(sums: tuple[Array, Array], tile: _Tile) -> tuple[tuple[Array, Array], Array]:
         q_rows, do_rows, of_rows = (_take_rows(x, tile.rows) for x in (problem.q, do, numbers))
-        weights = jnp.exp(problem.scores(tile, q_rows) - of_rows[..., :1])
+        weights = jnp.exp(problem.scores(tile, q_rows) - of_rows[..., :1] - of_rows[..., 1:2])
         weights = jnp.where((tile.rows >= 0)[:, None, None], weights, 0.0)
         d_weights, dropped = _product(do_rows, problem.keys_of(tile, problem.v), 2, 1), weights
         if (kept := problem.kept(tile)) is not None:
             d_weights, dropped = d_weights * kept, weights * kept
-        d_scores = (weights * (d_weights - of_rows[..., 1:]) * problem.scale).astype(q.dtype)
+        d_scores = (weights * (d_weights - of_rows[..., 2:]) * problem.scale).astype(q.dtype)
         # The barrier keeps XLA:CPU from computing the exponentials again for each product.
         d_scores, dropped = lax.optimization_barrier((d_scores, dropped.astype(v.dtype)))
         dk = _rows_product(d_scores, q_rows)

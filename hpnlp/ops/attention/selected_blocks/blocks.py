@@ -141,11 +141,16 @@ def choose_blocks(
     Returns:
       int32, C = min(count, M) numbers of blocks; -1 for none. They have no gradient.
 
+    Raises:
+      InputError: `count` is negative.
+
     Cost: O(B T N M H) time, and memory for the scores of CHUNK queries.
 
     References:
       Lu et al. 2025, "MoBA", eq. 5 and 6. Yuan et al. 2025, "Native sparse attention", arXiv 2502.11089, eq. 8 to 12.
     """
+    if count < 0:
+        raise InputError(f"count {count}: expected 0 or more blocks")
     q, summaries = lax.stop_gradient(q), lax.stop_gradient(summaries)
     if indices is None:
         indices = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None], q.shape[:2])

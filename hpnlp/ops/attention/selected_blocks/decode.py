@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.block_sparse.tile import FLOOR
 from hpnlp.ops.attention.decoding.kv_cache import by_head
-from hpnlp.ops.attention.selected_blocks.blocks import DocumentBlocks
+from hpnlp.ops.attention.selected_blocks.blocks import DocumentBlocks, block_summaries, document_blocks
 from hpnlp.types import InputError
 
 
@@ -131,25 +131,21 @@ def start_block_cache(
 
     Cost: O(B K H capacity).
     """
-    batch, length, heads = k.shape[:3]
+    batch, length = k.shape[:2]
     if length > capacity:
         raise InputError(f"capacity {capacity} for {length} tokens: expected a capacity of at least {length}")
     in_prompt = (jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None])[:, :, None, None]
-    k, v = (jnp.where(in_prompt, x, jnp.zeros((), x.dtype)) for x in (k, v))
-    blocks = -(-capacity // block)
-
-    def empty(x: Array, *shape: int, dtype: Any = None) -> Array:
-        return jnp.zeros((*shape, x.shape[3]), dtype or x.dtype)
-
-    cache = BlockCache(
-        empty(k, batch * heads, capacity),
-        empty(v, batch * heads, capacity),
-        empty(k, batch, blocks, heads, dtype=jnp.float32),
-        empty(v, batch, blocks, heads, dtype=jnp.float32) if has_v_summaries else None,
-        jnp.zeros_like(lengths),
+    padding = (0, 0), (0, capacity - length), (0, 0), (0, 0)
+    k, v = (jnp.pad(jnp.where(in_prompt, x, jnp.zeros((), x.dtype)), padding) for x in (k, v))
+    blocks = document_blocks(None, batch, capacity, block)
+    return BlockCache(
+        by_head(k),
+        by_head(v),
+        block_summaries(k, blocks, k_weights),
+        block_summaries(v, blocks, v_weights) if has_v_summaries else None,
+        lengths,
         block,
     )
-    return dataclasses.replace(cache.extended(k, v, k_weights, v_weights), lengths=lengths)
 
 
 @array_op("B T", chosen="B T")

@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.masks.base import Full, Mask
+from hpnlp.ops.attention.operands import Operands
+from hpnlp.ops.attention.validate import validate
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.dropout import keep_mask, seed_words
 from hpnlp.types import InputError
@@ -51,9 +53,9 @@ def factorized_dense_attend(
       b: Factors of C blocks.
       mask: The pairs that may influence each other, the same for all heads.
       segment_ids: Segments of the queries; tokens of different segments do not attend to each other.
-      kv_segment_ids: Segments of the keys.
+      kv_segment_ids: Segments of the keys; may be omitted if T == S, and is then segment_ids.
       positions: Positions of the queries for the mask and for dropout; indices in the sequence if None.
-      kv_positions: Positions of the keys.
+      kv_positions: Positions of the keys; may be omitted as kv_segment_ids may.
       dropout_rate: Probability of dropping a weight.
       rng: PRNG key of dropout.
       streams: As for `attend`.
@@ -62,7 +64,7 @@ def factorized_dense_attend(
       The mixed values, in the dtype of v; computed in float32. A token that sees none has 0.
 
     Raises:
-      InputError: There are more keys than A C, or each head has a mask of its own.
+      InputError: There are more keys than A C, each head has a mask of its own, or arguments do not fit, as for `attend`.
 
     Cost: O(B N T S H) time and O(B N (T + S) (A + H)) memory, also in the backward pass.
 
@@ -70,10 +72,23 @@ def factorized_dense_attend(
       Tay et al. 2020, "Synthesizer", sec. 3.2; the loop over blocks of keys is that of Dao et al. 2022, "FlashAttention".
     """
     (batch, keys, heads, width), (length, block), blocks = v.shape, a.shape[1::2], b.shape[3]
+    if a.shape[:3] != (batch, length, heads) or b.shape[:3] != a.shape[:3]:
+        raise InputError(f"a {a.shape}, b {b.shape}, v {v.shape}: expected equal B and N, and equal T in a and b")
     if keys > block * blocks:
         raise InputError(f"{keys} keys: expected at most {block} x {blocks}, the sizes of both factors")
     if mask.heads is not None:
         raise InputError(f"{mask}: expected one mask for all heads")
+    operands = Operands(
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        positions=positions,
+        kv_positions=kv_positions,
+        dropout_rate=dropout_rate,
+        rng=rng,
+    )
+    q: Any = jax.ShapeDtypeStruct((batch, length, heads, 1), v.dtype)
+    k: Any = jax.ShapeDtypeStruct((batch, keys, heads, 1), v.dtype)
+    validate(q, k, v, mask, operands)
 
     def by_head(x: Array) -> Array:
         return x.astype(jnp.float32).transpose(0, 2, 1, 3).reshape(batch * heads, x.shape[1], x.shape[3])
@@ -88,13 +103,13 @@ def factorized_dense_attend(
 
     info = (
         filled(positions, length, True),
-        filled(segment_ids if kv_segment_ids is not None else None, length, False),
-        in_blocks(filled(kv_positions, keys, True), 0),
-        in_blocks(filled(kv_segment_ids if segment_ids is not None else None, keys, False), 0),
+        filled(segment_ids, length, False),
+        in_blocks(filled(operands.kv_positions, keys, True), 0),
+        in_blocks(filled(operands.kv_segment_ids, keys, False), 0),
         jnp.arange(batch * heads, dtype=jnp.int32) if streams is None else streams.reshape(-1),
         jnp.zeros(2, jnp.uint32) if rng is None or not dropout_rate else seed_words(rng),
     )
-    options = _Options(mask, heads, keys, dropout_rate if rng is not None else 0.0)
+    options = _Options(mask, heads, keys, dropout_rate)
     o: Any = _attend(options, *vary_alike(in_blocks(by_head(v), 0), by_head(a), by_head(b), *info))
     return o.reshape(batch, heads, length, width).transpose(0, 2, 1, 3).astype(v.dtype)
 
@@ -112,8 +127,7 @@ def _forward(options: _Options, v: Array, a: Array, b: Array, *info: Array) -> t
 
     def step(carry: Any, index: Array) -> tuple[Any, None]:
         top, total, o = carry
-        scores, visible, kept = _block(options, a, b, info, index)
-        scores = jnp.where(visible, scores, -jnp.inf)
+        scores, kept = _block(options, a, b, info, index)
         new_top = jnp.maximum(top, scores.max(axis=2))
         shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
         weights = jnp.exp(scores - shift[:, :, None])
@@ -123,18 +137,19 @@ def _forward(options: _Options, v: Array, a: Array, b: Array, *info: Array) -> t
 
     (top, total, o), _ = lax.scan(step, start, jnp.arange(v.shape[0]))
     seen = total > 0
-    o = jnp.where(seen[:, :, None], o / jnp.where(seen, total, 1.0)[:, :, None], 0.0)
-    lse = jnp.where(seen, top, 0.0) + jnp.log(jnp.where(seen, total, 1.0))
-    return o, (v, a, b, o, lse, *info)
+    top, total = jnp.where(seen, top, 0.0), jnp.where(seen, total, 1.0)
+    o = jnp.where(seen[:, :, None], o / total[:, :, None], 0.0)
+    # Both, because top + log(total) rounds the logarithm away where scores are large.
+    return o, (v, a, b, o, top, total, *info)
 
 
 def _backward(options: _Options, residuals: tuple[Array, ...], do: Array) -> tuple[Array | None, ...]:
-    v, a, b, o, lse, *info = residuals
+    v, a, b, o, top, total, *info = residuals
     product = (do * o).sum(axis=2)
 
     def step(da: Array, index: Array) -> tuple[Array, tuple[Array, Array]]:
-        scores, visible, kept = _block(options, a, b, info, index)
-        weights = jnp.where(visible, jnp.exp(jnp.where(visible, scores - lse[:, :, None], 0.0)), 0.0)
+        scores, kept = _block(options, a, b, info, index)
+        weights = jnp.exp(scores - top[:, :, None]) / total[:, :, None]
         dv = jnp.einsum("gta,gth->gah", weights * kept, do)
         dweights = jnp.einsum("gth,gah->gta", do, v[index]) * kept
         dscores = weights * (dweights - product[:, :, None])
@@ -153,17 +168,19 @@ def _column(b: Array, index: Array) -> Array:
     return lax.dynamic_slice_in_dim(b, index, 1, axis=2)
 
 
-def _block(options: _Options, a: Array, b: Array, info: Any, index: Array) -> tuple[Array, Array, Any]:
-    """Scores of one block of keys [G, T, A], the visible pairs, and the factors of dropout."""
+def _block(options: _Options, a: Array, b: Array, info: Any, index: Array) -> tuple[Array, Array]:
+    """Scores of one block of keys [G, T, A], -inf for pairs that are not visible, and the factors of dropout."""
     q_pos, q_ids, k_pos, k_ids, streams, seed = info
     keys = (index * a.shape[2] + jnp.arange(a.shape[2]))[None, None] < options.keys
     visible = keys & (q_ids[:, :, None] == k_ids[index][:, None])
     if not options.mask.allows_all:
         visible &= options.mask.at(q_pos[:, :, None], k_pos[index][:, None])
     visible = jnp.repeat(visible, options.heads, axis=0)
-    scores = a * _column(b, index)
+    # With a selection after the product, XLA:CPU cannot multiply and subtract the maximum in one rounded operation in one of
+    # the passes only. The weights of large scores would then differ between the passes.
+    scores = jnp.where(visible, a * _column(b, index), -jnp.inf)
     if not options.dropout_rate:
-        return scores, visible, jnp.float32(1)
+        return scores, jnp.float32(1)
     q_pos, k_pos = (jnp.repeat(x, options.heads, axis=0) for x in (q_pos, k_pos[index]))
     keep = keep_mask(seed, streams[:, None, None], q_pos[:, :, None], k_pos[:, None], options.dropout_rate)
-    return scores, visible, jnp.where(keep, 1 / (1 - options.dropout_rate), 0.0).astype(jnp.float32)
+    return scores, jnp.where(keep, 1 / (1 - options.dropout_rate), 0.0).astype(jnp.float32)

@@ -135,6 +135,10 @@ def test_invalid_arguments_raise():
         (lambda: bucketed_attention(q, k[:, 1:], v, buckets, **options), "k .* expected equal B and T"),
         (lambda: bucketed_attention(q, k, v[:, :, [0, 0, 0]], buckets, **options), "a number of heads that divides 4"),
         (lambda: bucketed_attention(q, k[..., 1:], v, buckets, **options), "expected the same head size"),
+        (
+            lambda: bucketed_attention(q, k, v, buckets, segment_ids=jnp.ones((B, 3), jnp.int32), **options),
+            "segment_ids has shape",
+        ),
         (lambda: bucketed_attention(q, k, v, buckets[:, :, 1:], **options), "expected .* and at least one round"),
         (lambda: bucketed_attention(q, k, v, buckets, window=-1, causal=True), "window is -1: expected 0 or more"),
         (lambda: bucketed_attention(q, k, v, buckets, dropout_rate=0.1, **options), "a key `rng`"),

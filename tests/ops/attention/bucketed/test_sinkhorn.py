@@ -35,6 +35,13 @@ def test_causal_rows_are_functions_of_earlier_rows():
     assert np.isfinite(gradient).all()
 
 
+def test_weights_of_large_scores_are_at_most_one():
+    scores = 1e8 * jax.random.normal(jax.random.key(0), (8, 5, 5))
+    allowed = jnp.asarray(np.tri(5, k=-1, dtype=bool))[None]
+    weights = jax.jit(lambda x: balance(x / 3, allowed, 2, True), compiler_options=ONCE)(scores)
+    assert np.asarray(weights).max() == 1 and np.isfinite(weights).all()
+
+
 def test_one_block_sees_its_tokens_and_their_copies():
     """A bidirectional block of all tokens: the mixture is the block itself, and exact attention does not change."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 9, 2, 4))
@@ -59,5 +66,9 @@ def test_invalid_arguments_raise():
     settings = SortSettings(4, 2, 0.5, True)
     with pytest.raises(InputError, match="expected equal B, T and H, and K that divides N"):
         sinkhorn_attention(q, k[:, :, :3], v[:, :, :3], settings)
+    with pytest.raises(InputError, match="dropout_rate 0.5: .* a key `rng`"):
+        sinkhorn_attention(q, k, v, settings, dropout_rate=0.5)
+    with pytest.raises(InputError, match="segment_ids has shape"):
+        sinkhorn_attention(q, k, v, settings, segment_ids=jnp.ones((1, 8), jnp.int32))
     with pytest.raises(InputError, match="capacity 8 for 9 tokens"):
         start_sinkhorn_cache(q, k, v, jnp.full(1, 9), settings, 8)

@@ -86,5 +86,10 @@ def test_invalid_arguments_raise():
     clusters = hamming_kmeans(bits, 2, 0)
     with pytest.raises(InputError, match="top 0: expected at least 1 key"):
         improved_clustered_attention(q, k, v, clusters, 0)
+    for function in (clustered_attention, lambda *x: improved_clustered_attention(*x, 2)):
+        with pytest.raises(InputError, match="K that divides N"):
+            function(q, q[:, :, :3], q[:, :, :3], clusters)
+        with pytest.raises(InputError, match="those of the queries"):
+            function(q[:, :5], k, v, clusters)
     with pytest.raises(InputError, match="must both have segments"):
         clustered_attention(q, k, v, clusters, jnp.ones((2, 16), jnp.int32))

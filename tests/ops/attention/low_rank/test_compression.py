@@ -57,6 +57,7 @@ def test_invalid_arguments_raise():
     x = jnp.zeros((1, 4, 2, 3))
     for call, message in (
         (lambda: project_tokens(x, jnp.zeros((2, 5))), "projection .*expected matrices of 4 columns"),
+        (lambda: pool_tokens(x, 0), "size 0: expected windows of at least 1 token"),
         (lambda: convolve_tokens(x, jnp.zeros((2, 1, 3))), r"taps .*expected \[W, 2, 3\]"),
         (lambda: value_conv(x, jnp.zeros((4, 2))), "expected an odd number of taps"),
         (lambda: value_conv(x, jnp.zeros((3, 3))), "a multiple of the 2 heads"),

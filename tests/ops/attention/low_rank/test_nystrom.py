@@ -52,6 +52,16 @@ def test_sequences_without_tokens_give_zeros_and_finite_gradients():
     assert all(np.isfinite(x).all() and not np.asarray(x)[1].any() for x in gradients)
 
 
+def test_weights_of_large_scores_are_the_same_in_both_passes():
+    """Scores of 1e8: a value contributes to each of the 9 outputs with a weight of about 1 at most."""
+    q, k, v = make(2, 9, 2, 8)
+
+    def score(v):
+        return jnp.sum(jnp.abs(nystrom_attend(1e4 * q, 1e4 * k, v, 3)))
+
+    assert np.abs(np.asarray(once(jax.grad(score), v))).max() < 9.1
+
+
 @pytest.mark.slow
 def test_dropout_is_unbiased():
     q, k, v = make(1, 8, 2, 3)

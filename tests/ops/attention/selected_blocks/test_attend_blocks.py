@@ -134,14 +134,43 @@ def test_chosen_blocks_in_chunks_equal_those_of_one_call(monkeypatch):
 def test_invalid_arguments_raise():
     qkv, starts, chosen = problem(4)
     for change, message in (
+        ({"starts": starts[:1]}, "expected equal B and T"),
         ({"block": 22}, "block 22: expected 1 to 21"),
         ({"block": 0}, "block 0: expected 1 to 21"),
         ({"chosen": chosen[:, :, :3]}, "chosen has 3 groups of heads for 4 query and 2 key heads"),
         ({"chosen": chosen[:, :5]}, "expected equal B and T"),
-        ({"dropout_rate": 0.5}, "dropout_rate 0.5: .*an rng"),
+        ({"dropout_rate": 0.5}, "dropout_rate 0.5: .*a key `rng`"),
     ):
         arguments = {"starts": starts, "chosen": chosen, "block": BLOCK} | change
         with pytest.raises(InputError, match=message):
             attend_blocks(*qkv, **arguments)
+    q, k, v = qkv
+    with pytest.raises(InputError, match="expected equal B, equal H in q and k, equal S and K"):
+        attend_blocks(q, k, v[:, :5], starts, chosen, block=BLOCK)
     with pytest.raises(InputError, match="block 0: expected at least 1"):
         document_blocks(None, 1, 5, 0)
+    with pytest.raises(InputError, match="count -1: expected 0 or more"):
+        choose_blocks(q, k, document_blocks(None, 2, 21, 1), -1)
+
+
+def test_no_blocks_give_zeros():
+    (q, k, v), starts, chosen = problem(4)
+    for arrays, lists in (((q, k, v), chosen[..., :0]), ((q[:, :0], k, v), chosen[:, :0])):
+        o, lse = attend_blocks(*arrays, starts, lists, block=BLOCK)
+        assert o.shape == (*lists.shape[:3], 6) and not np.asarray(o).any() and np.isneginf(lse).all()
+
+
+def test_weights_of_large_scores_are_exact_in_the_backward_pass():
+    """Scores of 1e8, of different and of equal keys, against the definition; gradients of values are sums of the weights."""
+    (q, k, v), starts, chosen = problem(2)
+    signs = jnp.asarray(np.random.default_rng(2).standard_normal((2, 19, 4, 6)), jnp.float32)
+
+    def gradients(k):
+        functions = attend_blocks, attend_blocks_reference
+        return [
+            jax.grad(lambda v, f=f: jnp.sum(f(q * 1e4, k * 1e4, v, starts, chosen, block=BLOCK)[0] * signs))(v)
+            for f in functions
+        ]
+
+    for actual, expected in once(lambda k: [gradients(x) for x in (k, jnp.broadcast_to(k[:, :1], k.shape))], k):
+        assert_close(actual, expected)

@@ -56,12 +56,30 @@ def test_factorized_scores_by_blocks_match_all_scores():
         return jax.grad(score, has_aux=True)(arrays)
 
     def both(arrays):
-        segments = {"segment_ids": ids, "kv_segment_ids": ids}
+        segments = {"segment_ids": ids}
         dropout = {"dropout_rate": 0.4, "rng": jax.random.key(3)}
         cases = ((Full(), segments), (Causal(), segments | dropout), (Window(2, 0) & Strided(2), {}))
         return [[result(f, arrays, mask, **x) for mask, x in cases] for f in (factorized_dense_attend, dense)]
 
     assert_close(*once(both, arrays))
+
+
+def test_weights_of_large_factorized_scores_are_exact_in_the_backward_pass():
+    """Scores of 1e8, of different and of equal keys; gradients of values are sums of the weights."""
+    rng = np.random.default_rng(0)
+    v, a, b, signs = (jnp.asarray(rng.standard_normal((2, 8, 2, n)), jnp.float32) for n in (4, 3, 3, 4))
+    a, b = 1e4 * a, 1e4 * b
+    equal = tuple(jnp.broadcast_to(jnp.abs(x[..., :1]), x.shape) for x in (a, b))
+
+    def gradients(a, b):
+        def dense(v):
+            return reference(*[jnp.zeros((2, 8, 2, 1))] * 2, v, Causal(), bias=tiled_scores(a, b, 8))
+
+        functions = (lambda v: factorized_dense_attend(v, a, b, Causal()), dense)
+        return [jax.grad(lambda v, f=f: jnp.sum(f(v) * signs))(v) for f in functions]
+
+    for actual, expected in once(lambda: (gradients(a, b), gradients(*equal))):
+        assert_close(actual, expected)
 
 
 def test_tiles_are_products_of_all_pairs_of_factors():
@@ -74,6 +92,16 @@ def test_invalid_arguments_raise():
     v = jnp.zeros((1, 4, 1, 2))
     with pytest.raises(InputError, match="no factors and no scores"):
         synthetic_attend(v, [], [])
+    a, ids = jnp.zeros((1, 4, 1, 3)), jnp.ones((1, 4), jnp.int32)
+    for arguments, message in (
+        ({"b": a[:, :2]}, "expected equal B and N, and equal T in a and b"),
+        ({"dropout_rate": 0.5}, "dropout_rate 0.5 without rng"),
+        ({"dropout_rate": 1.5, "rng": jax.random.key(0)}, "dropout_rate 1.5: expected"),
+        ({"kv_segment_ids": ids}, "kv_segment_ids without segment_ids"),
+        ({"positions": ids[:, :2]}, "positions has shape"),
+    ):
+        with pytest.raises(InputError, match=message):
+            factorized_dense_attend(v, **{"a": a, "b": a} | arguments)
     with pytest.raises(InputError, match="4 keys: expected at most 3 x 1"):
         factorized_dense_attend(v, jnp.zeros((1, 4, 1, 3)), jnp.zeros((1, 4, 1, 1)))
     with pytest.raises(InputError, match="10 keys: expected at most 3 x 3"):
