@@ -19,9 +19,10 @@ COMMANDS = {
     "compare": "compare runs in a table and a plot",
     "plan": "estimate memory and time of an experiment on devices that need not exist, and find layouts that fit",
     "draw": "draw attention masks and print their cost relative to dense attention",
+    "lra": "train mixers on tasks of the Long Range Arena, or measure their speed and memory by length",
     "convert": "convert Hugging Face checkpoints to runs, and runs to checkpoints",
 }
-HANDLES_SIGNALS = ("train", "sweep")  # commands that react to signals as `hpnlp.training.signals` describes
+HANDLES_SIGNALS = ("train", "sweep", "lra")  # commands that react to signals as `hpnlp.training.signals` describes
 
 
 def main() -> None:

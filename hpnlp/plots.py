@@ -123,6 +123,40 @@ def plot_tradeoff(
     plt.close(figure)
 
 
+def plot_bubbles(scores: Mapping[str, Mapping[str, tuple[float | None, float, float]]], path: Path) -> None:
+    """Plots accuracy against steps per second, with circles whose areas are proportional to peak memory.
+
+    Args:
+      scores: Title of a panel -> label of a run -> (accuracy or None, steps per second, bytes).
+      path: File to write; its extension decides the format.
+    """
+    plt = _pyplot()
+    labels = list(dict.fromkeys(label for panel in scores.values() for label in panel))
+    largest = max((memory for panel in scores.values() for _, _, memory in panel.values()), default=1.0)
+    size = (6.5 * len(scores) + 2.5, max(4.2, 0.24 * len(labels) + 0.6))
+    figure, panels = plt.subplots(1, len(scores), figsize=size, layout="constrained", squeeze=False)
+    for axes, (title, panel) in zip(panels[0], scores.items(), strict=True):
+        for label, (accuracy, speed, memory) in panel.items():
+            if accuracy is not None:
+                color = f"C{labels.index(label) % COLORS}"
+                axes.scatter(speed, accuracy, s=900 * memory / largest, color=color, alpha=0.4)
+                axes.plot(
+                    speed, accuracy, MARKERS[labels.index(label) // COLORS % len(MARKERS)], color=color, label=label
+                )
+        axes.set(xlabel="steps per second", ylabel="held-out accuracy", title=drawable(title))
+        axes.margins(0.15)
+        axes.grid(alpha=0.3)
+    handles = {
+        label: handle for axes in panels[0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    title = f"area: peak memory,\nat most {largest / 2**20:,.0f} MiB"
+    figure.legend(
+        handles.values(), map(drawable, handles), loc="outside right upper", frameon=False, fontsize=8, title=title
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def plot_heatmap(heatmap: Heatmap, path: Path) -> None:
     """Plots a matrix of counts, coloured by the share of each count in its row.
 

@@ -52,7 +52,9 @@ def config_of(path, overrides):
     return resolve(experiment.read(path, [f"--config.{name}={value}" for name, value in overrides.items()]))
 
 
-@pytest.mark.parametrize("path", ["lm/mixers.py", "lm/sizes.py", "lm/segment_memory.py", "lm/memory_lengths.py"])
+@pytest.mark.parametrize(
+    "path", ["lm/mixers.py", "lm/sizes.py", "lm/segment_memory.py", "lm/memory_lengths.py", "lra/lra.py"]
+)
 def test_members_of_sweeps_resolve(path):
     for member in experiment.load(str(ROOT / path)).get_sweep():
         config_of(str(ROOT / path), member)

@@ -100,6 +100,27 @@ def _checked(x: Array, kernel: Array, segment_ids: Array | None, ahead: int) -> 
     return jax.checkpoint(functools.partial(_convolve, ahead), prevent_cse=False)(x, kernel, segment_ids)
 
 
+@array_op("B P", x="B T", lengths="B")
+def last_tokens(
+    x: Float[Array, "B T *features"], lengths: Int[Array, " B"], count: int
+) -> Float[Array, "B P *features"]:
+    """The last tokens of each sequence, which a convolution of further tokens reads.
+
+    Args:
+      x: Tokens, of which the first `lengths` are those of the sequence.
+      lengths: Number of tokens of each sequence.
+      count: Number of tokens P.
+
+    Returns:
+      The tokens, in the dtype of x; zeros in place of tokens before the first one.
+
+    Cost: a gather of B P tokens.
+    """
+    indices = lengths[:, None] + jnp.arange(-count, 0, dtype=jnp.int32)[None]
+    indices = indices.reshape(*indices.shape, *[1] * (x.ndim - 2))
+    return jnp.where(indices >= 0, jnp.take_along_axis(x, jnp.maximum(indices, 0), axis=1), jnp.zeros((), x.dtype))
+
+
 def _convolve(ahead: int, x: Array, kernel: Array, segment_ids: Array | None) -> Array:
     weights = kernel.astype(jnp.float32)[:, None, None]
     total = None

@@ -44,7 +44,8 @@ def light_conv(
       The convolved values, in the dtype of x; sums are float32.
 
     Raises:
-      InputError: The shapes of the arguments do not agree, there is no tap, or `ahead` is not below the number of taps.
+      InputError: The shapes of the arguments do not agree, there is no tap, `ahead` is not below the number of taps, or
+        `rate` is not in [0, 1).
 
     Cost: B T W N H multiplications, which the compiler fuses into one pass over x. A gradient keeps x only. On a CPU, the gradient
     of the scores has temporary buffers of W times x, and takes 10 to 20 times as long as the forward pass.
@@ -112,6 +113,8 @@ def _checked(
     earlier = (x.shape[0], width - 1 - ahead, *x.shape[2:])
     if preceding is not None and (preceding.shape != earlier or segment_ids is not None):
         raise InputError(f"preceding {preceding.shape}: expected {earlier}, and no segment_ids")
+    if not 0.0 <= rate < 1.0:
+        raise InputError(f"rate={rate}: expected at least 0 and less than 1")
     if rate and rng is not None and streams is None:
         raise InputError(f"rate={rate} without streams: pass a number for each sequence and head")
     seed = seed_words(rng) if rate and rng is not None else None

@@ -75,8 +75,8 @@ class ClassificationBaselines:
         labels = self._dataset.stored[HELDOUT].all_labels()
         figures: dict[str, Any] = {"majority_accuracy": float(np.mean(labels == self._dataset.class_counts.argmax()))}
         linear: dict[str, Any] = {"words": None, "characters": None}
-        config: Any = self._dataset.config
-        if config.linear_baselines and importlib.util.find_spec("sklearn") is not None:
+        wanted = getattr(self._dataset.config, "linear_baselines", True)  # tasks of users have other configs
+        if wanted and importlib.util.find_spec("sklearn") is not None:
             if log is not None:
                 count = min(self._dataset.train_examples, MAX_TRAINED)
                 log(f"fitting linear models of words and of characters to {count:,} training examples, for comparison")

@@ -269,7 +269,7 @@ def files(tmp_path, trained):
         ("convert --from={begun} --to={dir}/new", "no checkpoint in"),
         ("generate --workdir={run} --tokens=many", "flag --tokens=many: expected a whole number"),
         ("generate --workdir={run} --top_p=half", "flag --top_p=half: expected a number"),
-        ("generate --workdir={run} --config.model.dim=3", "only train, sweep and plan take config fields"),
+        ("generate --workdir={run} --config.model.dim=3", "only train, sweep, lra and plan take config fields"),
         ("compare {run} --out=", "--out is empty: use a file, for example compare.png, or a directory"),
         ("draw Causal() --block=99999999999999999999", "block=99999999999999999999: expected at most 2147483647"),
         ("draw Window(1,right=2,right=3)", "more than once"),

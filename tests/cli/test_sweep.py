@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hpnlp.cli import sweep as sweeps
+from hpnlp.cli import members
 from tests import tiny
 
 SWEEP = """
@@ -196,7 +196,7 @@ def test_signals_are_passed_on_and_a_second_ctrl_c_is_too(monkeypatch):
             return 130
 
     monkeypatch.setattr(subprocess, "Popen", Member)
-    assert sweeps._MemberProcess().run([]) == (130, "SIGINT")
+    assert members.Process().run([]) == (130, "SIGINT")
     assert sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
 
 

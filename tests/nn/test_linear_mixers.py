@@ -1,10 +1,14 @@
 """Arguments and masks that linear attention cannot honour raise an error."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Causal, Full, Window
 from hpnlp.types import InputError
+from tests.contracts import Mixing, once
 
 NAMES = "linear", "retention", "gla", "gated_delta"
 
@@ -23,6 +27,40 @@ def test_invalid_arguments_raise(name):
     for chunk in (0, 48):
         with pytest.raises(InputError, match=rf"{name}\(chunk={chunk}\): expected a power of 2"):
             MIXERS[name](chunk)
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_invalid_eps_raises(name):
+    for eps in (0.0, -1e-5, float("nan")):
+        with pytest.raises(InputError, match=rf"{name}\(eps={eps}\): expected a positive number"):
+            MIXERS[name](eps=eps)
+
+
+def test_tiny_weights_give_means_and_finite_gradients():
+    """Features of exp(-25), whose products' squares are 0 in float32, give those of 1; of exp(-100), outputs of 0."""
+    mixing = Mixing("linear", 5)
+    v = mixing.arrays["v"]
+    q, k = (jnp.zeros_like(mixing.arrays[name]) for name in "qk")
+
+    def results(shift):
+        def score(arrays):
+            o = mixing(mixing.inputs(mixing.arrays | arrays))
+            return jnp.sum(o * o), o
+
+        return jax.grad(score, has_aux=True)({"q": q - shift, "k": k - shift, "v": v})
+
+    (_, o), (gradients, tiny), (none, zero) = once(lambda: [results(jnp.float32(x)) for x in (0, 25, 100)])
+    np.testing.assert_allclose(tiny, o, atol=1e-5)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((gradients, none)))
+    assert not np.asarray(zero).any()
+
+
+@pytest.mark.parametrize("name", ["linear", "performer", "rfa", "lightconv", "dynamicconv"])
+def test_decoding_with_full_masks_raises(name):
+    """Mixers of both directions, whose caches hold preceding tokens only."""
+    mixing = Mixing(name, 2)
+    with pytest.raises(InputError, match="a cache cannot apply the mask Full"):
+        mixing.module.apply(mixing.params, mixing.inputs(mixing.arrays), Full(), None, method="extend")
 
 
 def test_invalid_ranks_and_convolutions_raise():

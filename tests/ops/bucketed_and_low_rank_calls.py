@@ -17,6 +17,7 @@ def x(*shape):
 
 
 Q, K, V, X = x(2, 12, 4, 8), x(2, 12, 2, 8), x(2, 12, 2, 8), x(2, 12, 16)
+Q1, V1 = x(2, 1, 4, 8), x(2, 1, 2, 8)  # of one token
 SEGMENTS = np.sort(RNG.integers(0, 3, (2, 12)), axis=1).astype(np.int32)
 REAL = SEGMENTS > 0
 BUCKETS = RNG.integers(0, 3, (2, 12, 4, 2)).astype(np.int32)
@@ -25,14 +26,14 @@ SETTINGS = sinkhorn.SortSettings(4, 3, 0.75, True)
 WINDOW = {"window": 3, "causal": True}
 
 
-def extend_buckets(q, k, v, buckets, lengths):
+def extend_buckets(k, v, buckets, lengths, *of_token):
     past = cache.start_bucket_cache(k, v, buckets, lengths, 16)
-    return cache.extend_bucket_cache(q[:, :1], k[:, :1], v[:, :1], buckets[:, :1], past, window=3)[0]
+    return cache.extend_bucket_cache(*of_token, past, window=3)[0]
 
 
-def extend_sinkhorn(q, k, v, lengths):
+def extend_sinkhorn(q, k, v, lengths, *of_token):
     past = sinkhorn_cache.start_sinkhorn_cache(q, k, v, lengths, SETTINGS, 16)
-    return sinkhorn_cache.extend_sinkhorn_cache(q[:, :1], k[:, :1], v[:, :1], past, SETTINGS)[0]
+    return sinkhorn_cache.extend_sinkhorn_cache(*of_token, past, SETTINGS)[0]
 
 
 CALLS = {
@@ -51,7 +52,9 @@ CALLS = {
     "attention.bucketed.cache.start_bucket_cache": (
         (lambda *a: cache.start_bucket_cache(*a, 16), (Q, V, BUCKETS, LENGTHS)),
     ),
-    "attention.bucketed.cache.extend_bucket_cache": ((extend_buckets, (Q, Q, V, BUCKETS, LENGTHS)),),
+    "attention.bucketed.cache.extend_bucket_cache": (
+        (extend_buckets, (Q, V, BUCKETS, LENGTHS, Q1, Q1, V1, BUCKETS[:, :1])),
+    ),
     "attention.bucketed.hashing.random_rotations": (
         (lambda key: hashing.random_rotations(key, 2, 8, 4), (jax.random.key(0),)),
     ),
@@ -64,7 +67,7 @@ CALLS = {
     "attention.bucketed.sinkhorn_cache.start_sinkhorn_cache": (
         (lambda *a: sinkhorn_cache.start_sinkhorn_cache(*a, SETTINGS, 16), (Q, K, V, LENGTHS)),
     ),
-    "attention.bucketed.sinkhorn_cache.extend_sinkhorn_cache": ((extend_sinkhorn, (Q, K, V, LENGTHS)),),
+    "attention.bucketed.sinkhorn_cache.extend_sinkhorn_cache": ((extend_sinkhorn, (Q, K, V, LENGTHS, Q1, V1, V1)),),
     "attention.low_rank.compression.project_tokens": ((compression.project_tokens, (K, x(3, 12), REAL)),),
     "attention.low_rank.compression.pool_tokens": ((lambda a, r: compression.pool_tokens(a, 5, r), (K, REAL)),),
     "attention.low_rank.compression.convolve_tokens": ((compression.convolve_tokens, (K, x(5, 2, 8), REAL)),),

@@ -98,6 +98,7 @@ def test_invalid_arguments_raise():
         (lambda: light(x, fixed, ahead=3), "ahead=3: expected 0 to 2"),
         (lambda: light(x, fixed, preceding=x), "preceding .2, 6, 2, 3.: expected .2, 2, 2, 3."),
         (lambda: light(x, fixed, rate=0.5, rng=jax.random.key(0)), "rate=0.5 without streams"),
+        (lambda: light(x, fixed, rate=1.0), "rate=1.0: expected at least 0 and less than 1"),
     ):
         with pytest.raises(InputError, match=message):
             call()

@@ -295,6 +295,7 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
         ),
     ),
     "convolution.causal_conv": ((convolution.causal_conv, (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),),
+    "convolution.last_tokens": ((lambda a, n: convolution.last_tokens(a, n, 3), (x(2, 5, D), np.int32([2, 5]))),),
     "linear.linear": ((linear.linear, (x(2, 3, D), x(D, 5), x(5))), (linear.linear, (np.float16(H), x(D, 5)))),
     "linear.linear_by_transpose": ((linear.linear_by_transpose, (x(2, 3, D), x(5, D), x(5))),),
     "linear.product_by_transpose": ((linear.product_by_transpose, (H, x(5, D))),),

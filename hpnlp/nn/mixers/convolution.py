@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from hpnlp.nn.layers import param
 from hpnlp.ops.attention import Causal, Window
-from hpnlp.ops.convolution import causal_conv
+from hpnlp.ops.convolution import causal_conv, last_tokens
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 MAX_WIDTH = 128  # the operation has one term for each token of the width
@@ -41,7 +41,8 @@ class ConvMixer(nn.Module):
         assert inputs.x is not None
         self.within(mask)
         o = causal_conv(inputs.x, self._taps(inputs.x.shape[-1]), inputs.segment_ids)
-        return MixerOutput(o, cache=None if inputs.capacity is None else self._last(inputs.x, inputs.lengths()))
+        cache = None if inputs.capacity is None else last_tokens(inputs.x, inputs.lengths(), self.width - 1)
+        return MixerOutput(o, cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Mixes further tokens with the preceding ones.
@@ -77,12 +78,6 @@ class ConvMixer(nn.Module):
                 f"a convolution cannot apply the mask {mask}: pass Causal(), or choose another model.mixer"
             )
         return Window(self.width - 1, 0)
-
-    def _last(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
-        """The last W - 1 hidden states of each sequence, `[B, W - 1, D]`; zeros before its first token."""
-        indices = lengths[:, None] + jnp.arange(1 - self.width, 0, dtype=jnp.int32)[None]
-        states = jnp.take_along_axis(x, jnp.maximum(indices, 0)[..., None], axis=1)
-        return jnp.where((indices >= 0)[..., None], states, jnp.zeros((), x.dtype))
 
 
 def conv(width: int = 4, *, dropout: float = 0.0, name: str | None = None) -> ConvMixer:

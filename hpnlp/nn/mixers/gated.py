@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from hpnlp.nn.layers import Dense, buffer, param
 from hpnlp.nn.mixers.linear import checked_chunk, extend, mix, only_causal
-from hpnlp.ops.convolution import causal_conv
+from hpnlp.ops.convolution import causal_conv, last_tokens
 from hpnlp.ops.norms import layer_norm, rms_norm
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
@@ -282,9 +282,7 @@ def _convolved(x: jax.Array, taps: jax.Array, inputs: MixerInputs, tail: Any) ->
     y = causal_conv(x.astype(jnp.float32), taps, inputs.segment_ids).reshape(batch, length, *heads)
     if inputs.capacity is None:
         return y, None
-    indices = inputs.lengths()[:, None] + jnp.arange(1 - width, 0, dtype=jnp.int32)[None]
-    last = jnp.take_along_axis(x, jnp.maximum(indices, 0)[..., None], axis=1)
-    return y, jnp.where((indices >= 0)[..., None], last, jnp.zeros((), x.dtype))
+    return y, last_tokens(x, inputs.lengths(), width - 1)
 
 
 def retention(chunk: int = 64, eps: float = 1e-5, *, dropout: float = 0.0, name: str | None = None) -> RetentionMixer:
@@ -300,9 +298,9 @@ def retention(chunk: int = 64, eps: float = 1e-5, *, dropout: float = 0.0, name:
       The mixer.
 
     Raises:
-      InputError: `chunk` is not a power of 2.
+      InputError: `chunk` is not a power of 2, or `eps` is not positive.
     """
-    return RetentionMixer(checked_chunk(chunk, "retention"), eps, name=name)
+    return RetentionMixer(checked_chunk(chunk, "retention"), _checked_eps(eps, "retention"), name=name)
 
 
 def gla(
@@ -321,11 +319,11 @@ def gla(
       The mixer.
 
     Raises:
-      InputError: `chunk` is not a power of 2, or `rank` is less than 1.
+      InputError: `chunk` is not a power of 2, `eps` is not positive, or `rank` is less than 1.
     """
     if rank < 1:
         raise InputError(f"model.mixer=gla(rank={rank}): expected a rank of at least 1")
-    return GLAMixer(checked_chunk(chunk, "gla"), eps, rank, name=name)
+    return GLAMixer(checked_chunk(chunk, "gla"), _checked_eps(eps, "gla"), rank, name=name)
 
 
 def gated_delta(
@@ -344,8 +342,15 @@ def gated_delta(
       The mixer.
 
     Raises:
-      InputError: `chunk` is not a power of 2, or `conv` is not 0 to MAX_CONV.
+      InputError: `chunk` is not a power of 2, `eps` is not positive, or `conv` is not 0 to MAX_CONV.
     """
     if not 0 <= conv <= MAX_CONV:
         raise InputError(f"model.mixer=gated_delta(conv={conv}): expected 0 to {MAX_CONV} tokens")
-    return GatedDeltaMixer(checked_chunk(chunk, "gated_delta"), eps, conv, name=name)
+    return GatedDeltaMixer(checked_chunk(chunk, "gated_delta"), _checked_eps(eps, "gated_delta"), conv, name=name)
+
+
+def _checked_eps(eps: float, mixer: str) -> float:
+    """eps, which is positive, so that the norm of outputs of zeros is 0 and not NaN."""
+    if not eps > 0:
+        raise InputError(f"model.mixer={mixer}(eps={eps}): expected a positive number, such as 1e-5")
+    return eps

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.convolution import MAX_WIDTH
+from hpnlp.nn.mixers.linear import only_causal
 from hpnlp.ops.attention import Causal, Full, Window
+from hpnlp.ops.convolution import last_tokens
 from hpnlp.ops.light_convolution import dynamic_conv, light_conv
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
@@ -54,7 +56,8 @@ class LightConvMixer(nn.Module):
             rng=inputs.rng if dropping else None,
             streams=inputs.streams if dropping else None,
         )
-        return MixerOutput(o, cache=None if inputs.capacity is None else self._last(values, inputs.lengths()))
+        cache = None if inputs.capacity is None else last_tokens(values, inputs.lengths(), self.width - 1)
+        return MixerOutput(o, cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Mixes further tokens with the preceding ones.
@@ -68,11 +71,11 @@ class LightConvMixer(nn.Module):
           `(o [B, T, N, H], the cache of the tokens that follow)`.
 
         Raises:
-          InputError: Dropout is on.
+          InputError: Dropout is on, or the mask is not causal.
         """
         if self.dropout and not inputs.deterministic:
             raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
-        self.within(mask)
+        only_causal(mask, "a convolution with a cache")
         values = _gated(inputs)
         o = self._convolve(inputs, values, preceding=cache)
         values = jnp.concatenate([cache, values], axis=1)
@@ -104,12 +107,6 @@ class LightConvMixer(nn.Module):
         init = nn.initializers.normal(self.width**-0.5)
         scores = param(self, "taps", init, (values.shape[2], self.width), ("heads", "taps"))
         return light_conv(values, scores, **options)
-
-    def _last(self, values: jax.Array, lengths: jax.Array) -> jax.Array:
-        """The last W - 1 values of each sequence, `[B, W - 1, N, H]`; zeros before its first token."""
-        indices = lengths[:, None] + jnp.arange(1 - self.width, 0, dtype=jnp.int32)[None]
-        last = jnp.take_along_axis(values, jnp.maximum(indices, 0)[..., None, None], axis=1)
-        return jnp.where((indices >= 0)[..., None, None], last, jnp.zeros((), values.dtype))
 
 
 class DynamicConvMixer(LightConvMixer):

@@ -103,8 +103,12 @@ def elu_plus_one(x: jax.Array) -> jax.Array:
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
 
+# Least sum of weights. Smaller sums occur where all features of a query or of its keys are about exp(-70).
+MIN_WEIGHT = 1e-30
+
+
 class LinearMixer(nn.Module):
-    """Attention with the weights phi(q)^T phi(k), phi(x) = elu(x) + 1, divided by their sum.
+    """Attention with the weights phi(q)^T phi(k), phi(x) = elu(x) + 1, divided by their sum (at least MIN_WEIGHT).
 
     Queries and keys that `model.position="rope"` rotates are rotated before phi.
 
@@ -131,7 +135,7 @@ class LinearMixer(nn.Module):
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         causal = self.within(mask) == Causal()
         q, k = elu_plus_one(inputs.q), elu_plus_one(inputs.k)
-        out = mix(inputs, q, k, inputs.v, causal=causal, normalize=True, chunk=self.chunk)
+        out = mix(inputs, q, k, inputs.v, causal=causal, normalize=True, eps=MIN_WEIGHT, chunk=self.chunk)
         return MixerOutput(out.o.astype(inputs.v.dtype), cache=out.cache)
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: LinearState) -> tuple[jax.Array, LinearState]:
@@ -148,7 +152,7 @@ class LinearMixer(nn.Module):
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         only_causal(mask, "linear attention with a cache")
         q, k = elu_plus_one(inputs.q), elu_plus_one(inputs.k)
-        o, cache = extend(q, k, inputs.v, cache, chunk=self.chunk)
+        o, cache = extend(q, k, inputs.v, cache, eps=MIN_WEIGHT, chunk=self.chunk)
         return o.astype(inputs.v.dtype), cache
 
     def within(self, mask: Any) -> Any:

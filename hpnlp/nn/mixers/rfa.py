@@ -105,7 +105,7 @@ class RFAMixer(RandomProjections):
           `(o [B, T, N, H], the state with these tokens)`.
         """
         assert inputs.v is not None
-        self.within(mask)
+        only_causal(mask, "attention with random features and a cache")
         terms, log_gate = self._terms(inputs)
         options = {} if log_gate is None else {"log_decay": log_gate}
         sums, state = extend(terms.q, terms.k, terms.v, cache.sums, **options)

@@ -47,7 +47,7 @@ class Grammar:
 
 
 PUBLISHED = Grammar(max_depth=10, max_args=10, above=500, below=2000, count=98_000)
-SHORT = Grammar(max_depth=4, max_args=10, above=32, below=250, count=50_000)
+SHORT = Grammar(max_depth=5, max_args=10, above=64, below=250, count=50_000)
 
 
 def examples(files: Sequence[File]) -> Iterator[dict[str, str]]:
@@ -63,7 +63,7 @@ def examples(files: Sequence[File]) -> Iterator[dict[str, str]]:
 
 
 def short_examples(files: Sequence[File]) -> Iterator[dict[str, str]]:
-    """Generates a small form, whose accuracies do not compare with published ones: 50,000 expressions of 33 to 249 tokens.
+    """Generates a small form, whose accuracies do not compare with published ones: 50,000 expressions of 65 to 249 tokens.
 
     Args:
       files: Ignored.

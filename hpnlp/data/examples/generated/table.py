@@ -8,13 +8,13 @@ depend on the version of Python; 3.11.7 has:
 | stdlib_functions | code of a function -> one of 14 packages | 5,964 | 681 | |
 | stdlib_tokens | tokens of a line of code -> one of 11 kinds each | 20,252 | 2,000 | |
 | stdlib_docstrings | docstring of a function, and its code | 4,088 | 1,000 | |
-| stdlib_passages | code of consecutive functions of a file -> one of 14 packages | | | |
-| stdlib_same_file | two passages of code -> whether they are of one file | | | |
-| list_ops | nested operations on digits, 501 to 1999 tokens -> result | 96,000 | 2,000 | |
-| list_ops_short | 33 to 249 tokens | 48,000 | 2,000 | |
-| pathfinder | image of 32 x 32 pixels -> whether a curve joins two discs | 38,000 | 2,000 | |
-| path_x | 128 x 128 pixels | 9,000 | 1,000 | |
-| drawn_digits | image of 32 x 32 pixels -> digit | 18,000 | 2,000 | |
+| stdlib_passages | code of consecutive functions of a file -> one of 14 packages | about 1,000 in all | | |
+| stdlib_same_file | two passages of code -> whether they are of one file | about 5,000 in all | | |
+| list_ops | nested operations on digits, 501 to 1999 tokens -> result | 98,000 in all | | |
+| list_ops_short | 65 to 249 tokens | 50,000 in all | | |
+| pathfinder | image of 32 x 32 pixels -> whether a curve joins two discs | 40,000 in all | | |
+| path_x | 128 x 128 pixels | 10,000 in all | | |
+| drawn_digits | image of 32 x 32 pixels -> digit | 20,000 in all | | |
 | imdb:DIRECTORY | review -> pos or neg | 25,000 | 25,000 | |
 | aan:DIRECTORY | texts of two papers -> whether one cites the other | 147,086 | 17,437 | |
 | cifar10:DIRECTORY | image of 32 x 32 pixels in grey -> one of 10 classes | 50,000 | 10,000 | |

@@ -63,18 +63,18 @@ def causal_chunks(
     forward = borders.forward
     total = None if log_decay is None else cumulative(log_decay, borders)
     scores = weights(q, k, total, borders)
-    readers, keys, decay = q, k, None
+    readers, keys, k_start, decay = q, k, k, None
     if total is not None:
-        from_start = jnp.exp(_of_features(total))
-        to_end = total[:, -1:] - total
+        from_start = jnp.exp(_of_features(total.value))
+        to_end = total.at(slice(None), slice(-1, None)).since(total)
         to_end = to_end if forward is None else select(forward.writes, to_end)
-        readers, keys, decay = q * of_groups(from_start, q), k * jnp.exp(_of_features(to_end)), jnp.exp(total[:, -1])
+        readers, k_start = q * of_groups(from_start, q), k * from_start
+        keys, decay = k * jnp.exp(_of_features(to_end)), jnp.exp(total.value[:, -1])
     if forward is not None:
         readers, keys = select(of_groups(forward.reads, q), readers), select(forward.writes, keys)
         continues = forward.continues.astype(jnp.float32)
         decay = continues if decay is None else select(forward.continues, decay)
     if beta is not None:
-        k_start = k if total is None else k * jnp.exp(_of_features(total))
         k_start = k_start if forward is None else select(forward.reads, k_start)
         v, reads = corrections(k, k_start, v, total, beta, borders)
         readers = readers - jnp.einsum("yts,ysm->ytm", scores, reads)

@@ -6,7 +6,8 @@ that are at most 0. `exp(-sum)` would overflow.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,35 @@ import jax.numpy as jnp
 from hpnlp.ops.attention.linear.chunks import Borders, select
 
 DIRECT = 4  # tokens of a block whose decays by feature are computed for each pair
+LEAST_LOG = -128.0  # exp(-128) is 0 in float32
+
+
+class LogSums(NamedTuple):
+    """Sums of logarithms of decays, in two terms of which the first is exact.
+
+    The difference of two float32 sums of -1000 has an error of 1e-4, also if all decays between them are close to 1. The exact
+    terms cancel without an error, and the other terms are small.
+
+    Attributes:
+      coarse: `[Y, C]` or `[Y, C, M]`, multiples of a power of 2; their sums and differences are exact in float32.
+      fine: The remainders.
+    """
+
+    coarse: jax.Array
+    fine: jax.Array
+
+    @property
+    def value(self) -> jax.Array:
+        """The sums."""
+        return self.coarse + self.fine
+
+    def at(self, *index: Any) -> LogSums:
+        """The sums at an index, which is that of an array."""
+        return LogSums(self.coarse[index], self.fine[index])
+
+    def since(self, earlier: LogSums) -> jax.Array:
+        """The sums minus those of earlier tokens."""
+        return (self.coarse - earlier.coarse) + (self.fine - earlier.fine)
 
 
 def of_groups(x: jax.Array, q: jax.Array) -> jax.Array:
@@ -30,24 +60,28 @@ def of_groups(x: jax.Array, q: jax.Array) -> jax.Array:
     return x if groups == 1 else jnp.tile(x, (1, groups, *[1] * (x.ndim - 2)))
 
 
-def cumulative(log_decay: jax.Array, borders: Borders) -> jax.Array:
+def cumulative(log_decay: jax.Array, borders: Borders) -> LogSums:
     """Sums of logarithms of decays over the tokens of a chunk, in each segment by itself.
 
     Args:
-      log_decay: `[Y, C]` or `[Y, C, M]`.
+      log_decay: `[Y, C]` or `[Y, C, M]`; logarithms below LEAST_LOG count as LEAST_LOG.
       borders: Borders of segments, for causal attention.
 
     Returns:
-      `[Y, C]` or `[Y, C, M]`, the sum over the token and the preceding ones of its segment in the chunk.
+      The sums `[Y, C]` or `[Y, C, M]` over the token and the preceding ones of its segment in the chunk.
     """
     same = borders.same.astype(jnp.float32)
     pattern = "ts,ys...->yt..." if same.shape[0] == 1 else "yts,ys...->yt..."
     same = same[0] if same.shape[0] == 1 else same
+    # All sums of the multiples are at most 2^24 times this power of 2.
+    unit = 2.0 ** (math.ceil(math.log2(-LEAST_LOG * log_decay.shape[1])) - 24)
+    log_decay = jnp.maximum(log_decay, LEAST_LOG)
+    coarse = jax.lax.stop_gradient(jnp.round(log_decay / unit) * unit)
     # Rounding to fewer bits, as matrix units may do, would change decays of long sequences.
-    return jnp.einsum(pattern, same, log_decay, precision="highest")
+    return LogSums(*(jnp.einsum(pattern, same, x, precision="highest") for x in (coarse, log_decay - coarse)))
 
 
-def weights(q: jax.Array, k: jax.Array, total: jax.Array | None, borders: Borders) -> jax.Array:
+def weights(q: jax.Array, k: jax.Array, total: LogSums | None, borders: Borders) -> jax.Array:
     """Inner products of queries and keys with decays.
 
     Args:
@@ -59,11 +93,11 @@ def weights(q: jax.Array, k: jax.Array, total: jax.Array | None, borders: Border
     Returns:
       `[Y, G C, C]`, with 0 for pairs that do not influence each other.
     """
-    size, by_head = k.shape[1], total is None or total.ndim == 2
-    rows = jnp.einsum("ytm,ysm->yts", q, k) if by_head else _by_feature(q, k, total, borders)
+    size, by_feature = k.shape[1], total is not None and total.coarse.ndim == 3
+    rows = _by_feature(q, k, total, borders) if by_feature else jnp.einsum("ytm,ysm->yts", q, k)
     rows = rows.reshape(rows.shape[0], -1, size, size)  # [Y, G, C, C]
-    if total is not None and total.ndim == 2:
-        difference = total[:, :, None] - total[:, None, :]
+    if total is not None and not by_feature:
+        difference = total.at(slice(None), slice(None), None).since(total.at(slice(None), None))
         rows = rows * jnp.exp(jnp.where(borders.same, difference, jnp.float32(0)))[:, None]
     return jnp.where(borders.same[:, None], rows, jnp.float32(0)).reshape(*q.shape[:2], size)
 
@@ -80,17 +114,20 @@ def _by_feature(q: jax.Array, k: jax.Array, total: Any, borders: Borders) -> jax
     return _halves(q.reshape(y, -1, size, features), k, total, runs).reshape(y, -1, size)
 
 
-def _halves(q: jax.Array, k: jax.Array, total: jax.Array, runs: jax.Array) -> jax.Array:
+def _halves(q: jax.Array, k: jax.Array, total: LogSums, runs: jax.Array) -> jax.Array:
     """[Y, G, C, C] from q [Y, G, C, M], k and total [Y, C, M], and the segments [Y, C]."""
     (y, groups, size, features), half = q.shape, q.shape[2] // 2
     if size <= DIRECT or size % 2:
         visible = (runs[:, :, None] == runs[:, None]) & jnp.tri(size, dtype=bool)[None]
-        difference = jnp.where(visible[..., None], total[:, :, None] - total[:, None], jnp.float32(0))
+        difference = total.at(slice(None), slice(None), None).since(total.at(slice(None), None))
+        difference = jnp.where(visible[..., None], difference, jnp.float32(0))
         return jnp.einsum("ygtm,ytsm->ygts", q, jnp.exp(difference) * k[:, None])
 
-    middle = total[:, half - 1 : half]
-    from_key = _exp(runs[:, :half] == runs[:, half - 1 : half], middle - total[:, :half]) * k[:, :half]
-    to_query = _exp(runs[:, half:] == runs[:, half - 1 : half], total[:, half:] - middle)
+    first, middle, second = (
+        total.at(slice(None), part) for part in (slice(half), slice(half - 1, half), slice(half, None))
+    )
+    from_key = _exp(runs[:, :half] == runs[:, half - 1 : half], middle.since(first)) * k[:, :half]
+    to_query = _exp(runs[:, half:] == runs[:, half - 1 : half], second.since(middle))
     rows = (q[:, :, half:] * to_query[:, None]).reshape(y, -1, features)
     across = jnp.einsum("ytm,ysm->yts", rows, from_key).reshape(y, groups, half, half)
 
@@ -99,9 +136,9 @@ def _halves(q: jax.Array, k: jax.Array, total: jax.Array, runs: jax.Array) -> ja
         return x.reshape(-1, half, *x.shape[2:])
 
     queries = q.reshape(y, groups, 2, half, features).transpose(0, 2, 1, 3, 4).reshape(-1, groups, half, features)
-    within = _halves(queries, halved(k), halved(total), halved(runs)).reshape(y, 2, groups, half, half)
-    first = jnp.concatenate([within[:, 0], jnp.zeros_like(across)], axis=-1)
-    return jnp.concatenate([first, jnp.concatenate([across, within[:, 1]], axis=-1)], axis=2)
+    within = _halves(queries, halved(k), LogSums(*map(halved, total)), halved(runs)).reshape(y, 2, groups, half, half)
+    top = jnp.concatenate([within[:, 0], jnp.zeros_like(across)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([across, within[:, 1]], axis=-1)], axis=2)
 
 
 def _exp(flags: jax.Array, x: jax.Array) -> jax.Array:

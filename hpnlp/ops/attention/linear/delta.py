@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.ops.attention.linear.chunks import Borders
-from hpnlp.ops.attention.linear.decay import weights
+from hpnlp.ops.attention.linear.decay import LogSums, weights
 
 
 def corrections(
-    k: jax.Array, k_start: jax.Array, v: jax.Array, total: jax.Array | None, beta: jax.Array, borders: Borders
+    k: jax.Array, k_start: jax.Array, v: jax.Array, total: LogSums | None, beta: jax.Array, borders: Borders
 ) -> tuple[jax.Array, jax.Array]:
     """Values that the tokens of a chunk write by the delta rule: `u - w S` for a state S at the beginning of the chunk.
 

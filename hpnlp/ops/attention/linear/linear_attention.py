@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.linear.chunked import bidirectional, causal_chunks, outputs
 from hpnlp.ops.attention.linear.chunks import ChunkShape, contiguous, find_borders, scattered
-from hpnlp.ops.attention.linear.state import LinearState, normalized, zero_state
+from hpnlp.ops.attention.linear.state import LinearState, check_state, normalized, zero_state
 from hpnlp.types import InputError
 
 
@@ -140,5 +140,7 @@ def _check(
         raise InputError(f"log_decay {log_decay.shape}: expected {k.shape[2:3]}, {k.shape[:3]} or {k.shape}")
     if beta is not None and (beta.shape != k.shape[:3] or normalize):
         raise InputError(f"beta {beta.shape}, normalize={normalize}: expected {k.shape[:3]} and no normalisation")
+    if state is not None:
+        check_state(state, k, v)
     if state is not None and normalize != (state.z is not None):
         raise InputError(f"normalize={normalize}: expected a state with a normaliser just if outputs are normalised")

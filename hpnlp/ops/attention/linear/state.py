@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from hpnlp.types import InputError
 
 
 @jax.tree_util.register_dataclass
@@ -40,6 +43,23 @@ def zero_state(batch: int, heads: int, features: int, width: int, normalize: boo
     return LinearState(jnp.zeros((batch, heads, features, width), jnp.float32), z)
 
 
+def check_state(state: LinearState, k: jax.Array, v: jax.Array) -> None:
+    """Checks the shapes of a state.
+
+    Args:
+      state: The state.
+      k: `[B, ..., K, M]`, keys.
+      v: `[B, ..., K, H]`, values.
+
+    Raises:
+      InputError: The state has another shape.
+    """
+    z = (k.shape[0], *k.shape[-2:])
+    for name, x, shape in (("s", state.s, (*z, v.shape[-1])), ("z", state.z, z)):
+        if x is not None and x.shape != shape:
+            raise InputError(f"state.{name} {x.shape}: expected {shape} for k {k.shape} and v {v.shape}")
+
+
 def normalized(
     numerator: Float[Array, "*tokens H"], denominator: Float[Array, "*tokens"], eps: float
 ) -> Float[Array, "*tokens H"]:
@@ -56,4 +76,16 @@ def normalized(
     """
     is_small = jnp.abs(denominator) <= eps
     least = jnp.where(denominator < 0, jnp.float32(-eps), jnp.float32(eps)) if eps > 0 else jnp.ones_like(denominator)
-    return numerator / jnp.where(is_small, least, denominator)[..., None]
+    return _quotient(numerator, jnp.where(is_small, least, denominator)[..., None])
+
+
+@jax.custom_jvp
+def _quotient(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """The quotient. Its derivatives do not contain the square of the denominator, which may be 0 in float32."""
+    return numerator / denominator
+
+
+@_quotient.defjvp
+def _quotient_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    o = _quotient(*primals)
+    return o, (tangents[0] - o * tangents[1]) / primals[1]

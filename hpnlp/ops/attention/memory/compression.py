@@ -38,7 +38,7 @@ def pool_memories(
       `(compressed memories [B, E / c, D] in the dtype of x, their segments [B, E / c])`.
 
     Raises:
-      InputError: E is not a multiple of the rate, or `how` is another word.
+      InputError: The rate is less than 1, E is not a multiple of it, or `how` is another word.
 
     Cost:
       O(B E D); for "conv" O(B E D^2).
@@ -78,7 +78,7 @@ def most_used(usage: Float[Array, "B E"], ids: Int[Array, "B E"], rate: int) -> 
       int32 [B, E / c].
 
     Raises:
-      InputError: E is not a multiple of the rate.
+      InputError: The rate is less than 1, or E is not a multiple of it.
 
     Cost:
       A sort of E numbers.
@@ -135,5 +135,7 @@ def reconstruction_errors(
 
 
 def _check_count(count: int, rate: int) -> None:
-    if count % rate:
-        raise InputError(f"{count} memories to compress at rate {rate}: expected a multiple of the rate")
+    if rate < 1 or count % rate:
+        raise InputError(
+            f"{count} memories to compress at rate {rate}: expected a multiple of the rate, which is at least 1"
+        )

@@ -1,12 +1,21 @@
 """Decays and the delta rule in chunks and token by token equal their definitions."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention.linear import linear_attention, linear_attention_step, reference_linear_attention
+from hpnlp.ops.attention.linear import (
+    LinearState,
+    linear_attention,
+    linear_attention_step,
+    reference_linear_attention,
+    zero_state,
+)
 from hpnlp.ops.attention.linear.delta import unit_lower_inverse
+from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 
 B, T, N, K, M, H = 2, 21, 4, 2, 8, 5
@@ -84,10 +93,10 @@ def test_states_continue_sequences(name):
 
 
 @pytest.mark.parametrize("features", [False, True])
-def test_strong_decays_are_finite(features):
-    """Decays of exp(-1000) in every token and of 1 beside it give no infinity or NaN, nor do their gradients."""
+def test_strong_decays_are_exact(features):
+    """Decays of exp(-1000) beside weak ones give the outputs of single steps, and finite gradients."""
     q, k, v, do = arrays()
-    strong = np.where(np.arange(T) % 3 == 0, 0.0, -1000.0)[None, :, None]
+    strong = np.where(np.arange(T) % 3 == 0, -0.01, -1000.0)[None, :, None]
     log_decay = jnp.asarray(np.broadcast_to(strong, (B, T, K)), jnp.float32)
     log_decay = jnp.broadcast_to(log_decay[..., None], k.shape) if features else log_decay
 
@@ -95,7 +104,17 @@ def test_strong_decays_are_finite(features):
         o = linear_attention(q, k, v, log_decay=log_decay, chunk=16)
         return jnp.sum(o * do), o
 
-    gradients, o = once(jax.grad(score, (0, 1, 2, 3), has_aux=True), q, k, v, log_decay)
+    def by_token(q, k, v, log_decay):
+        def token(state, x):
+            o, state = linear_attention_step(*x[:3], state, log_decay=x[3])
+            return state, o
+
+        tokens = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, log_decay)]
+        return jnp.moveaxis(jax.lax.scan(token, zero_state(B, K, M, H), tokens)[1], 0, 1)
+
+    gradient = jax.grad(score, (0, 1, 2, 3), has_aux=True)
+    (gradients, o), expected = once(lambda *x: (gradient(*x), by_token(*x)), q, k, v, log_decay)
+    assert_close(o, expected)
     assert all(np.isfinite(x).all() for x in (*gradients, o))
     # A token whose own decay is exp(-1000) reads nothing but itself.
     grouped = np.asarray(q).reshape(B, T, K, N // K, M)
@@ -116,3 +135,19 @@ def test_unit_lower_inverse_matches_inverse():
     values, actual, expected = once(lambda: (both(lower), gradient(0)(lower), gradient(1)(lower)))
     assert_close(values[0], values[1])
     assert_close(actual, expected)
+
+
+def test_invalid_arguments_of_steps_raise():
+    step = inspect.unwrap(linear_attention_step)  # beartype would raise first
+    q, k, v, beta = (jnp.ones(shape, jnp.float32) for shape in ((B, N, M), (B, K, M), (B, K, H), (B, K)))
+    state = zero_state(B, K, M, H)
+    for message, args, options in (
+        ("expected .B, N, M., .B, K, M. and .B, K, H.", (q, k, v[:1], state), {}),
+        ("multiple of key heads", (q[:, :3], k, v, state), {}),
+        ("state.s .2, 2, 8, 4.: expected .2, 2, 8, 5.", (q, k, v, zero_state(B, K, M, H - 1)), {}),
+        ("state.z .2, 2, 7.: expected .2, 2, 8.", (q, k, v, LinearState(state.s, k[..., 1:])), {}),
+        ("log_decay .2, 1.: expected .2,., .2, 2. or .2, 2, 8.", (q, k, v, state), {"log_decay": beta[:, :1]}),
+        ("without a normaliser", (q, k, v, zero_state(B, K, M, H, normalize=True)), {"beta": beta}),
+    ):
+        with pytest.raises(InputError, match=message):
+            step(*args, **options)

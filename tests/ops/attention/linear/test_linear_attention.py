@@ -125,6 +125,7 @@ def invalid_calls():
     yield "one for each token", (q, k, v), {"segment_ids": segment_ids[:, 1:]}
     yield "causal=False and state", (q, k, v), {"causal": False, "state": zero_state(B, K, M, H)}
     yield "causal=False and return_state", (q, k, v), {"causal": False, "return_state": True}
+    yield "state.s .1, 2, 8, 5.: expected .2, 2, 8, 5.", (q, k, v), {"state": zero_state(1, K, M, H)}
     yield "state with a normaliser", (q, k, v), {"state": zero_state(B, K, M, H), "normalize": True}
 
 

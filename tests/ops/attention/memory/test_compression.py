@@ -75,6 +75,8 @@ def test_reconstruction_errors_match_dense_attention_and_train_the_compressed_me
 
 def test_invalid_arguments_raise():
     x = jnp.zeros((1, 4, 2)), jnp.zeros((1, 4), jnp.int32)
+    with pytest.raises(InputError, match="4 memories to compress at rate 0: expected .* at least 1"):
+        most_used(jnp.ones((1, 4)), jnp.ones((1, 4), jnp.int32), 0)
     with pytest.raises(InputError, match="4 memories to compress at rate 3: expected a multiple of the rate"):
         pool_memories(*x, 3, "mean")
     with pytest.raises(InputError, match=r"how='average'\): expected 'mean', 'max', or 'conv' with a kernel"):

@@ -1,0 +1,219 @@
+"""Members of sweeps and suites: runs of `hpnlp train` in processes of their own, which are validated first and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpnlp import cli
+from hpnlp.cli import experiment
+from hpnlp.training import signals
+
+
+class Member(NamedTuple):
+    """A run to train.
+
+    Attributes:
+      flags: Flags of `hpnlp train`, without --workdir.
+      config: The resolved config, to which the flags lead.
+    """
+
+    flags: list[str]
+    config: Any
+
+
+def resolve(path: str, overrides: Sequence[str], name: str) -> Member:
+    """Validates a member as far as is possible without reading its data.
+
+    Args:
+      path: Value of --config.
+      overrides: Flags that set fields of the config.
+      name: The member, for error messages, as "member 00-dim=3 of get_sweep()".
+
+    Returns:
+      The member.
+
+    Raises:
+      InputError: The member is invalid.
+    """
+    from hpnlp.training.config import resolve
+
+    if "\0" in "".join(overrides):
+        raise cli.InputError(f"{name}: a value has a NUL character, which flags cannot hold: remove it")
+    try:
+        config = resolve(experiment.read(path, overrides))
+        _check(config)
+    except cli.InputError as error:
+        raise cli.InputError(f"{name}: {error}; nothing was trained") from error
+    return Member([*cli.register_flags(), f"--config={path}", *overrides], config)
+
+
+def _check(config: Any) -> None:
+    """Raises InputError where a member could not be trained on one device, or its data files are missing.
+
+    Nothing is allocated, and no accelerator is occupied.
+    """
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from hpnlp import tasks
+    from hpnlp.parallel.plan import PLANS, Plan
+    from hpnlp.planner.estimate import trainer_of
+    from hpnlp.spec import lookup
+    from hpnlp.training.metrics import find_writers
+
+    tasks.find(config.task).check_data(config.data)
+    find_writers(config.train.writers)
+    lookup(PLANS, config.plan.name, "plan.name")
+    trainer_of(dataclasses.replace(config, plan=Plan("single", remat=config.plan.remat)), 1)
+
+
+def train(members: Mapping[str, Member], workdir: Path) -> tuple[list[Path], dict[str, int]]:
+    """Trains members one after another. Finished ones are skipped, and interrupted ones are resumed.
+
+    Exits with the code of interrupted commands if a signal stopped a member.
+
+    Args:
+      members: Name -> member; the name is that of its directory.
+      workdir: Directory of the members' directories.
+
+    Returns:
+      Directories of the finished members; and the exit codes of the others by name.
+    """
+    finished, failed = [], {}
+    for index, (name, member) in enumerate(members.items()):
+        directory, label = workdir / name, f"[{index + 1}/{len(members)}] {name}"
+        code = _train_unfinished(member, directory, label)
+        if code is None:
+            finished.append(directory)
+        else:
+            failed[name] = code
+            print(f"{label}: not finished (exit code {code})", flush=True)
+    return finished, failed
+
+
+def _train_unfinished(member: Member, directory: Path, label: str) -> int | None:
+    """Trains a member that has not finished: None when it is finished, else its exit code. Exits if a signal stopped it."""
+    already_finished = is_finished(member, directory)
+    print(f"{label}: finished before" if already_finished else label, flush=True)
+    if already_finished:
+        return None
+    code = run(["train", *member.flags, f"--workdir={directory}"], directory.name)
+    return code if code or not (directory / "report.json").exists() else None
+
+
+def is_finished(member: Member, directory: Path) -> bool:
+    """Whether a directory holds the report of a run with the config of a member.
+
+    Args:
+      member: The member.
+      directory: Its directory, which need not exist.
+
+    Returns:
+      True if nothing is left to train.
+    """
+    from hpnlp.training.config import differences
+    from hpnlp.training.run_directory import load_config
+
+    return (directory / "report.json").exists() and not differences(load_config(directory), member.config)
+
+
+def make_directory(workdir: Path) -> None:
+    """Makes the directory of members.
+
+    Args:
+      workdir: The directory.
+
+    Raises:
+      InputError: Checkpoints could not be written to it or read back.
+    """
+    from hpnlp.training.checkpoint import checked_directory
+
+    checked_directory(workdir)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cli.InputError(f"cannot make --workdir={workdir} ({error.strerror}): use another directory") from error
+
+
+def failure_message(failed: Mapping[str, int], members: int) -> str:
+    """The error of a command with members that did not finish.
+
+    Args:
+      failed: Exit codes by name.
+      members: Number of all members.
+
+    Returns:
+      The message.
+    """
+    invalid = [name for name, code in failed.items() if code == 2]
+    crashed = [name for name in failed if name not in invalid]
+    message = f"{len(failed)} of {members} members did not finish:"
+    if invalid:
+        message += f" {', '.join(invalid)} (see the errors above, and fix them first);"
+    if crashed:
+        message += f" {', '.join(crashed)} (the same command resumes from the newest checkpoint);"
+    return message.rstrip(";")
+
+
+def run(argv: Sequence[str], name: str) -> int:
+    """Runs a command of hpnlp in a process of its own. Exits if a signal stopped it.
+
+    Args:
+      argv: The command and its arguments.
+      name: The member, for the message about a signal.
+
+    Returns:
+      The exit code.
+    """
+    code, signal_name = Process().run(argv)
+    if signal_name:
+        signals.write_line(f"hpnlp: {signal_name}: stopped in {name}; the same command resumes there")
+        sys.exit(signals.INTERRUPTED)
+    return code
+
+
+class Process:
+    """A process of `hpnlp COMMAND`, to which signals are passed on."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.received: list[str] = []  # names of signals
+
+    def run(self, argv: Sequence[str]) -> tuple[int, str]:
+        """Runs the command.
+
+        Args:
+          argv: The command and its arguments.
+
+        Returns:
+          The exit code, and the name of the first signal that was received, or "".
+        """
+        environment = os.environ | {signals.PARENT: str(os.getpid())}
+        with signals.reacting(self.pass_on):
+            # The member inherits the blocked signals, which wait until it has set its handlers.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals.NUMBERS)
+            try:
+                self.process = subprocess.Popen([sys.executable, "-m", "hpnlp", *argv], env=environment)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            if self.received:  # before there was a process to pass the signal on to
+                self.process.terminate()
+            return self.process.wait(), "".join(self.received[:1])
+
+    def pass_on(self, number: int) -> None:
+        """Passes a signal on: the member saves a checkpoint at the first one, and exits at once at a later Ctrl-C.
+
+        Args:
+          number: The signal.
+        """
+        repeated = bool(self.received)
+        self.received.append(signal.Signals(number).name)
+        if self.process is not None:
+            self.process.send_signal(signal.SIGINT if repeated and number == signal.SIGINT else signal.SIGTERM)

@@ -1,0 +1,106 @@
+"""Tables of the Long Range Arena: accuracy, speed and memory of mixers, and their efficiency by length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hpnlp.tasks.reporting import decimals
+
+
+class Score(NamedTuple):
+    """The result of a run.
+
+    Attributes:
+      accuracy: Held-out accuracy; None if the loss is not finite.
+      steps_per_second: Speed of training.
+      peak_bytes: Peak memory.
+    """
+
+    accuracy: float | None
+    steps_per_second: float
+    peak_bytes: float
+
+
+def score(report: Mapping[str, Any]) -> Score:
+    """The score of a run.
+
+    Args:
+      report: Content of report.json.
+
+    Returns:
+      The score.
+    """
+    config = report["config"]
+    tokens = config["data.batch_size"] * config["data.seq_len"]
+    return Score(report["heldout_accuracy"], report["tokens_per_second"] / tokens, report["peak_memory_bytes"])
+
+
+def render_scores(scores: Mapping[str, Mapping[str, Score]]) -> str:
+    """The table of runs, best mixer first.
+
+    Args:
+      scores: Task -> mixer -> score.
+
+    Returns:
+      Markdown. The mean is over the tasks that all mixers have finished; it stands there if these are several.
+    """
+    mixers = list(dict.fromkeys(mixer for of_task in scores.values() for mixer in of_task))
+    shared = [task for task, of_task in scores.items() if len(of_task) == len(mixers)]
+    means = {mixer: _mean(scores[task][mixer].accuracy for task in shared) for mixer in mixers}
+    best = {mixer: max(_or_0(s[mixer].accuracy) for s in scores.values() if mixer in s) for mixer in mixers}
+    order = sorted(mixers, key=lambda mixer: (_or_0(means[mixer]), best[mixer]), reverse=True)
+    several = len(shared) > 1
+    header = ["mixer", *(f"{task}: {name}" for task in scores for name in ("accuracy", "steps/s", "peak MiB"))]
+    rows = [[*header, *(["mean accuracy"] if several else [])]]
+    rows.append(["---"] * len(rows[0]))
+    for mixer in order:
+        cells = [cell for of_task in scores.values() for cell in _cells(of_task.get(mixer))]
+        rows.append([mixer, *cells, *([decimals(means[mixer])] if several else [])])
+    return _markdown(rows)
+
+
+def _cells(result: Score | None) -> list[str]:
+    if result is None:
+        return ["-"] * 3
+    return [decimals(result.accuracy), f"{result.steps_per_second:.3g}", f"{result.peak_bytes / 2**20:,.0f}"]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _or_0(value: float | None) -> float:
+    return value or 0.0
+
+
+def render_efficiency(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table of speed and memory by length, in the order of the measurements.
+
+    Args:
+      rows: Results of `efficiency.measure_step`.
+
+    Returns:
+      Markdown: for each length steps per second, the speed relative to the mixer "full" where it was measured, and peak memory.
+    """
+    by_key = {(row["mixer"], row["length"]): row for row in rows}
+    lengths = sorted({row["length"] for row in rows})
+    mixers = list(dict.fromkeys(row["mixer"] for row in rows))
+    table = [["mixer", *(f"{length}: {name}" for length in lengths for name in ("steps/s", "of full", "peak MiB"))]]
+    table.append(["---"] * len(table[0]))
+    for mixer in mixers:
+        cells = []
+        for length in lengths:
+            row, full = by_key.get((mixer, length)), by_key.get(("full", length))
+            if row is None:
+                cells += ["-"] * 3
+                continue
+            ratio = f"{row['steps_per_second'] / full['steps_per_second']:.2f}" if full else "-"
+            cells += [f"{row['steps_per_second']:.3g}", ratio, f"{row['peak_memory_bytes'] / 2**20:,.0f}"]
+        table.append([mixer, *cells])
+    return _markdown(table)
+
+
+def _markdown(rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows) + "\n"
