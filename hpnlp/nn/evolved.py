@@ -18,7 +18,7 @@ from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.block import Block
 from hpnlp.nn.layers import NORMS, Dense, Initializer, dense_init, param
 from hpnlp.ops.attention import Causal, Full, Window
-from hpnlp.ops.convolution import depthwise_conv, token_windows
+from hpnlp.ops.convolution import depthwise_conv, last_tokens, token_windows
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -61,8 +61,8 @@ class EvolvedConv(nn.Module):
         o = self.outer(middle, inputs.segment_ids, causal)
         if inputs.capacity is None:
             return MixerOutput(o)
-        lengths = inputs.lengths()
-        return MixerOutput(o, cache=tuple(map(_last, (x, middle), (lengths, lengths), self.widths)))
+        lengths, (first, second) = inputs.lengths(), self.widths
+        return MixerOutput(o, cache=(last_tokens(x, lengths, first - 1), last_tokens(middle, lengths, second - 1)))
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: Any) -> tuple[jax.Array, Any]:
         """Convolves further tokens.
@@ -264,10 +264,3 @@ def _padded(x: jax.Array, features: int) -> jax.Array:
 def _added(wide: jax.Array, narrow: jax.Array) -> jax.Array:
     """Adds an array of fewer features to the first features of another."""
     return wide + _padded(narrow, wide.shape[2])
-
-
-def _last(x: jax.Array, lengths: jax.Array, width: int) -> jax.Array:
-    """The last W - 1 states of each sequence, `[B, W - 1, F]`; zeros before its first token."""
-    indices = lengths[:, None] + jnp.arange(1 - width, 0, dtype=jnp.int32)[None]
-    states = jnp.take_along_axis(x, jnp.maximum(indices, 0)[..., None], axis=1)
-    return jnp.where((indices >= 0)[..., None], states, jnp.zeros((), x.dtype))
