@@ -53,7 +53,9 @@ class Case:
             further["draws"] = jax.random.key(1)
 
         def inputs(arrays: Mapping[str, jax.Array]) -> MixerInputs:
-            return MixerInputs(**arrays, **further)
+            fields = {name: array for name, array in arrays.items() if name in ("x", "q", "k", "v")}
+            projections = {name: array for name, array in arrays.items() if name not in fields}
+            return MixerInputs(**fields, projections=projections, **further)
 
         variables = jax.jit(lambda key: nn.meta.unbox(module.init(key, inputs(arrays), mask)))(jax.random.key(0))
         others = {name: tree for name, tree in variables.items() if name != "params"}
