@@ -6,7 +6,7 @@ Both have the same parameters, those of a Transformer-XL. With the memory, a bat
 a memory of as many tokens, and every token is predicted. With sliding windows, as models without a memory are evaluated with a
 full context, each window of `context` tokens predicts the token that follows it, and the logits of the other tokens are not
 computed. The paper (Dai et al. 2019, arXiv 1901.02860, sec. 4.6) reports up to 1,874 times, for a context of 3,800 tokens on a
-GPU. Bar: 50 times for contexts of 256 and 512; goal: 500 times.
+GPU.
 
 Before, the loss of the last token of a sequence must be the same in both for a model of one layer, whose receptive field is
 the window.

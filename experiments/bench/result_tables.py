@@ -439,6 +439,51 @@ def gpu_step(rows: Rows) -> Lines:
     ]
 
 
+def linear_attention(rows: Rows) -> Lines:
+    return [
+        (f"{row['what']}: time relative to {name.removeprefix('over ')}", f"{ratio:.3g}")
+        for row in rows
+        for name, ratio in row["ratios"].items()
+    ]
+
+
+def memory_evaluation(rows: Rows) -> Lines:
+    return [
+        (f"Transformer-XL, evaluation with a memory of {row['context']} tokens: speed relative to sliding windows",
+         f"{row['speedup']:,.0f}")
+        for row in rows
+    ]  # fmt: skip
+
+
+def bucketed(rows: Rows) -> Lines:
+    """The attention mass that buckets recall, and the time of attention within them."""
+    recalled = [
+        (f"{row['method']}, {row['rounds']} rounds, {row['buckets']} buckets, window {row['window']}, T {row['length']}: "
+         "attention mass recalled; pairs visited",
+         f"{row['recall']:.3f}; {row['pairs']:.1%}")
+        for row in rows
+        if row["what"] == "recall"
+    ]  # fmt: skip
+    timed = [
+        (f"{row['method']}, T {row['length']}, causal: time relative to exact attention", f"{row['over_attend']:.2f}")
+        for row in rows
+        if row["what"] == "time" and row["method"] != "attend"
+    ]
+    return recalled + timed
+
+
+def random_features(rows: Rows) -> Lines:
+    """The error of each kind of features, with the largest number of them."""
+    last: dict[str, Any] = {}
+    for row in rows:
+        last[row["what"].rpartition(", M ")[0]] = row
+    return [
+        (f"{row['what']}: relative error of the output; slope of its logarithm over that of M",
+         f"{row['ratios']['error of the output']:.2f}; {row['slope']:.2f}")
+        for row in last.values()
+    ]  # fmt: skip
+
+
 # name of the result file without the device -> a function to lines of the table: (label, figure)
 TABLE: dict[str, Callable[[Rows], Lines]] = {
     "demo": demo,
@@ -446,6 +491,10 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "encoder": encoder,
     "attention": attention,
     "gpu_attention": gpu_attention,
+    "linear_attention": linear_attention,
+    "memory_evaluation": memory_evaluation,
+    "bucketed": bucketed,
+    "random_features": random_features,
     **dict.fromkeys(("softmax", "softmax_layers", "gpu_softmax", "search"), softmax),
     "estimates": estimates,
     "reversible": reversible,

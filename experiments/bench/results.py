@@ -37,6 +37,12 @@ SECTIONS = {
     ),
     "Tasks": ("task_runs",),
     "Attention": ("attention", "gpu_attention"),
+    "Linear, bucketed and recurrent attention": (
+        "linear_attention",
+        "random_features",
+        "bucketed",
+        "memory_evaluation",
+    ),
     "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "gpu_softmax", "softmax_layers", "estimates"),
     "Search": ("search",),
