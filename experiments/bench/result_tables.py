@@ -474,7 +474,7 @@ def bucketed(rows: Rows) -> Lines:
 
 def random_features(rows: Rows) -> Lines:
     """The error of each kind of features, with the largest number of them."""
-    last: dict[str, Any] = {}
+    last = {}
     for row in rows:
         last[row["what"].rpartition(", M ")[0]] = row
     return [
