@@ -58,14 +58,14 @@ def rfa(mixing, arrays, params, mask, segment_ids):
     factors = jnp.ones((), jnp.float32)
     if mixing.module.gate:
         logits = arrays["gate"][..., 0].astype(jnp.float32)
-        gates = jax.nn.sigmoid(logits + params["params"]["gate_bias"][None, None])
-        gates = jnp.repeat(gates, 2, axis=2).transpose(0, 2, 1)
+        logits = jnp.repeat(logits + params["params"]["gate_bias"][None, None], 2, axis=2).transpose(0, 2, 1)
+        gates, rates = jax.nn.sigmoid(logits), jax.nn.sigmoid(-logits)  # 1 - gates would be less exact
         length = gates.shape[2]
         # between[t, s, u]: s < u <= t
         order = jnp.arange(length)
         between = (order[None, :, None] < order[None, None]) & (order[None, None] <= order[:, None, None])
         decays = jnp.where(between[None, None], gates[:, :, None, None], jnp.float32(1)).prod(axis=-1)
-        factors = decays * (1 - gates)[:, :, None]
+        factors = decays * rates[:, :, None]
     factors = jnp.where(visible, factors, jnp.float32(0))
     weights = weights * factors
     least = MIN_MEAN_WEIGHT * factors.sum(axis=-1)
