@@ -440,8 +440,12 @@ def gpu_step(rows: Rows) -> Lines:
 
 
 def linear_attention(rows: Rows) -> Lines:
+    labels = {"pass over step": "speed of a step relative to a pass over these tokens"}
     return [
-        (f"{row['what']}: time relative to {name.removeprefix('over ')}", f"{ratio:.3g}")
+        (
+            f"{row['what']}: {labels.get(name, f'time relative to {name.removeprefix("over ")}')}",
+            f"{ratio:,.0f}" if ratio > 100 else f"{ratio:.3g}",
+        )
         for row in rows
         for name, ratio in row["ratios"].items()
     ]

@@ -136,7 +136,7 @@ def mixers(results: Mapping[str, Mapping[str, Any]]) -> str:
     measured = results["mixers"]
     modules = {name: build(parse_one(name, "mixer"), MIXERS, "mixer", name=None) for name in MIXERS}
     columns = {
-        heading: {name: "yes" for name, module in modules.items() if getattr(module.traits, trait)}
+        heading: {name: "yes" if getattr(module.traits, trait) else "no" for name, module in modules.items()}
         for heading, trait in {"causal": "causal", "both directions": "bidirectional", "decodes": "decodes"}.items()
     }
     for row in measured["rows"]:
