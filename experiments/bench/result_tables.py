@@ -440,12 +440,13 @@ def gpu_step(rows: Rows) -> Lines:
 
 
 def linear_attention(rows: Rows) -> Lines:
-    labels = {"pass over step": "speed of a step relative to a pass over these tokens"}
+    def label(name: str) -> str:
+        if name == "pass over step":
+            return "speed of a step relative to a pass over these tokens"
+        return f"time relative to {name.removeprefix('over ')}"
+
     return [
-        (
-            f"{row['what']}: {labels.get(name, f'time relative to {name.removeprefix("over ")}')}",
-            f"{ratio:,.0f}" if ratio > 100 else f"{ratio:.3g}",
-        )
+        (f"{row['what']}: {label(name)}", f"{ratio:,.0f}" if ratio > 100 else f"{ratio:.3g}")
         for row in rows
         for name, ratio in row["ratios"].items()
     ]
