@@ -155,7 +155,7 @@ def _member_flags(task: str, spec: str) -> list[str] | None:
 
 def _resolved(
     task: str, specs: Sequence[str], is_all: bool, overrides: Sequence[str], suffix: str = ""
-) -> dict[str, Member]:
+) -> Mapping[str, Any]:
     """Members of a task by the names of their directories. Of all mixers, those that are not valid here are left out."""
     result: dict[str, Member] = {}
     for spec in specs:
@@ -218,7 +218,7 @@ def _write_scores(finished: Mapping[str, Sequence[Path]], workdir: Path) -> None
     print(f"{text}\nwritten: {workdir / 'lra.md'}, {workdir / 'lra.png'}", flush=True)
 
 
-def _with_steps(task: str, of_task: Mapping[str, Member], minutes: float, directory: Path) -> dict[str, Member]:
+def _with_steps(task: str, of_task: Mapping[str, Any], minutes: float, directory: Path) -> Mapping[str, Any]:
     """The members with as many steps as they do in some minutes, by a measurement that is kept for later commands."""
     rows = _measured(task, of_task, directory / "speed.json")
     speeds = {row["mixer"]: row["steps_per_second"] for row in rows}
@@ -256,7 +256,7 @@ def _measure(
         raise cli.InputError(f"{len(of_task) - len(rows)} of {len(of_task)} measurements failed, see the errors above")
 
 
-def _measured(task: str, of_task: Mapping[str, Member], path: Path) -> list[dict[str, Any]]:
+def _measured(task: str, of_task: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
     """Rows of the members, in order, of which those in a file are not measured again; failed ones are left out."""
     from hpnlp.lra import efficiency
 

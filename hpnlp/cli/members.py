@@ -74,7 +74,7 @@ def _check(config: Any) -> None:
     trainer_of(dataclasses.replace(config, plan=Plan("single", remat=config.plan.remat)), 1)
 
 
-def train(members: Mapping[str, Member], workdir: Path) -> tuple[list[Path], dict[str, int]]:
+def train(members: Mapping[str, Any], workdir: Path) -> tuple[list[Path], dict[str, int]]:
     """Trains members one after another. Finished ones are skipped, and interrupted ones are resumed.
 
     Exits with the code of interrupted commands if a signal stopped a member.

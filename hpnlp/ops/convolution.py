@@ -72,7 +72,7 @@ def depthwise_conv(
 @array_op("B T", x="B T")
 def token_windows(
     x: Float[Array, "B T D"], width: int, segment_ids: Int[Array, "B T"] | None = None, *, ahead: int = 0
-) -> Float[Array, "B T W*D"]:
+) -> Float[Array, "B T _"]:
     """The tokens around each token side by side, by whose product with a matrix `[W D, F]` a convolution is computed.
 
     Args:

@@ -35,7 +35,7 @@ def stream():
     ids = np.concatenate([np.ones((B, 7)), np.sort(rng.integers(2, 5, (B, TOTAL - 7)), axis=1)], axis=1).astype(
         np.int32
     )
-    return rng.standard_normal((B, TOTAL, D)).astype(np.float32), ids
+    return jnp.asarray(rng.standard_normal((B, TOTAL, D)), jnp.float32), jnp.asarray(ids)
 
 
 def params_of(attention, x, ids):
@@ -59,7 +59,8 @@ def in_parts(attention, params, x, ids):
 
 
 def norm(x, scale):
-    return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 1e-6) * scale
+    x = np.asarray(x)
+    return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 1e-6) * np.asarray(scale)
 
 
 def expected_parts(how, params, x, ids):
@@ -135,7 +136,7 @@ def test_documents_stay_apart(how):
 def test_usage_is_the_mean_attention_of_all_queries_that_see_a_token():
     """Of two tokens that leave, the one that received more attention is kept; usage adds up to one for each query."""
     attention, (x, _) = layer("most_used"), stream()
-    ids = np.ones((B, TOTAL), np.int32)
+    ids = jnp.ones((B, TOTAL), jnp.int32)
     results = once(lambda: in_parts(attention, params_of(attention, x, ids), x, ids))
     received, queries = (np.asarray(results[1][1].usage[name]) for name in ("received", "queries"))
     # The second part has 6 tokens: its last 5 are in memory, and were seen by themselves and those after them.

@@ -1,5 +1,7 @@
 """Arguments and masks that linear attention cannot honour raise an error."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,8 +61,10 @@ def test_tiny_weights_give_means_and_finite_gradients():
 def test_decoding_with_full_masks_raises(name):
     """Mixers of both directions, whose caches hold preceding tokens only."""
     mixing = Mixing(name, 2)
+    inputs = mixing.inputs(mixing.arrays)
+    cache = mixing.module.apply(mixing.params, dataclasses.replace(inputs, capacity=3), Causal()).cache
     with pytest.raises(InputError, match="a cache cannot apply the mask Full"):
-        mixing.module.apply(mixing.params, mixing.inputs(mixing.arrays), Full(), None, method="extend")
+        mixing.module.apply(mixing.params, inputs, Full(), cache, method="extend")
 
 
 def test_invalid_ranks_and_convolutions_raise():

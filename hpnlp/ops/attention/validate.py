@@ -14,7 +14,7 @@ from hpnlp.ops.attention.operands import Operands
 from hpnlp.types import InputError
 
 
-def validate(q: Array, k: Array, v: Array, mask: Any, operands: Operands) -> None:
+def validate(q: Any, k: Any, v: Any, mask: Any, operands: Operands) -> None:
     """Checks shapes, dtypes and values of the arguments of `attend`.
 
     Args:
@@ -51,7 +51,7 @@ def validate(q: Array, k: Array, v: Array, mask: Any, operands: Operands) -> Non
         )
 
 
-def _check_qkv(q: Array, k: Array, v: Array) -> None:
+def _check_qkv(q: Any, k: Any, v: Any) -> None:
     """Checks the shapes and dtypes of queries, keys and values."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}: expected [B, T, N, H], [B, S, K, H], [B, S, K, Hv]")

@@ -75,14 +75,14 @@ class _Visible:
 @array_op("B T N", q="B T N")
 def bucketed_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T M H"],
-    v: Float[Array, "B T K Hv"],
-    buckets: Int[Array, "B T N R"],
+    k: Float[Array, "B _ M _"],
+    v: Float[Array, "B _ K Hv"],
+    buckets: Int[Array, "_ _ N R"],
     *,
     window: int,
     causal: bool,
     hides_self: bool = False,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "_ _"] | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
     rng: Array | None = None,
@@ -313,7 +313,7 @@ def bucketed_reference(
     return jnp.einsum("bnts,bsnh->btnh", weights, v).astype(q.dtype)
 
 
-def without_self(visible: Bool[Array, "*a T S"], is_self: Bool[Array, "*a T S"]) -> Bool[Array, "*a T S"]:
+def without_self(visible: Bool[Array, "*a T S"], is_self: Bool[Array, "*b T S"]) -> Bool[Array, "*a T S"]:
     """Hides tokens from themselves, where they see another token.
 
     Args:

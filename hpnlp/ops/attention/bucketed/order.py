@@ -12,7 +12,7 @@ from hpnlp.types import InputError
 
 @array_op("...", buckets="...")
 def sort_by_bucket(
-    buckets: Int[Array, "*a T"], segment_ids: Int[Array, "*a T"] | None, window: int
+    buckets: Int[Array, "*a T"], segment_ids: Int[Array, "*b T"] | None, window: int
 ) -> tuple[Int[Array, "*a T"], Int[Array, "*a T"]]:
     """Sorts tokens by (segment, bucket, index), and gives each a coordinate.
 
@@ -43,7 +43,7 @@ def sort_by_bucket(
 
 
 @array_op("...", buckets="...")
-def bucket_ranks(buckets: Int[Array, "*a T"], segment_ids: Int[Array, "*a T"] | None = None) -> Int[Array, "*a T"]:
+def bucket_ranks(buckets: Int[Array, "*a T"], segment_ids: Int[Array, "*b T"] | None = None) -> Int[Array, "*a T"]:
     """Number of earlier tokens of the same bucket and segment.
 
     Args:

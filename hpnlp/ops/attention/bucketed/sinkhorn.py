@@ -46,7 +46,7 @@ class SortSettings:
 
 @array_op("...", scores="...")
 def balance(
-    scores: Float[Array, "*a n n"], allowed: Bool[Array, "*a n n"], iterations: int, causal: bool
+    scores: Float[Array, "*a n n"], allowed: Bool[Array, "*b n n"], iterations: int, causal: bool
 ) -> Float[Array, "*a n n"]:
     """Sinkhorn's normalisation of rows and columns in turn, towards a doubly stochastic matrix.
 
@@ -126,11 +126,11 @@ def sort_weights(
 @array_op("B T N", q="B T N")
 def sinkhorn_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
+    k: Float[Array, "B _ K H"],
+    v: Float[Array, "B _ K Hv"],
     settings: SortSettings,
     *,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "_ _"] | None = None,
     dropout_rate: float = 0.0,
     rng: Array | None = None,
     streams: Int[Array, "B N"] | None = None,
@@ -234,7 +234,7 @@ def mixtures(weights: Float[Array, "B N m n"], x: Float[Array, "B n C K H"]) -> 
 
 def _mixtures(
     q: Array, k: Array, v: Array, segment_ids: Array, settings: SortSettings
-) -> tuple[Float[Array, "L S H"], Float[Array, "L S Hv"], list[Int[Array, "B S"]]]:
+) -> tuple[Float[Array, "L S H"], Float[Array, "L S Hv"], list[Array]]:
     """Keys and values of the slots of all mixtures, S = n C, and codes: segment, whether the slot has a key, number."""
     batch, length, heads, _ = q.shape
     segments = in_blocks(segment_ids, settings.block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,9 @@ class Clusters:
       count: Number of clusters C.
     """
 
-    of_tokens: Array
-    segment_ids: Array | None
-    fits: Array | None
+    of_tokens: Any
+    segment_ids: Any
+    fits: Any
     count: int = dataclasses.field(metadata={"static": True})
 
     def one_hot(self) -> Float[Array, "B N T C"]:
@@ -114,7 +115,7 @@ def hamming_kmeans(
             scores = jnp.where(same[:, None], scores, -jnp.inf).reshape(batch * heads, length, count)
         return jnp.argmax(scores, axis=2).astype(jnp.int32)
 
-    def step(_: int, centroids: Array) -> Array:
+    def step(_: Any, centroids: Array) -> Array:
         members = nearest(centroids)[..., None] == jnp.arange(count, dtype=jnp.int32)[None, None]
         sums = jnp.einsum("ntc,ntb->ncb", members.astype(jnp.float32), x)
         return jnp.where(sums == 0, centroids, jnp.sign(sums))

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.decoding.decode import attend_cache
@@ -315,7 +315,7 @@ def _refill(cache: KVCache, k: Array, v: Array, lengths: Array) -> KVCache:
 
 
 @array_op("BK", x="B")
-def by_head(x: Float[Array, "B T K H"]) -> Float[Array, "BK T H"]:
+def by_head(x: Shaped[Array, "B T K H"]) -> Shaped[Array, "BK T H"]:
     """Keys or values in the layout of a cache.
 
     Args:

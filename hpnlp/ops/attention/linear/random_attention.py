@@ -160,7 +160,7 @@ def rfa_terms(
     return RFATerms(phi_q, phi_k, v, queries, factors, values)
 
 
-def rfa_quotient(sums: Float[Array, "B T N Hv+1"], mass: Float[Array, "B T J 1"]) -> Float[Array, "B T N Hv"]:
+def rfa_quotient(sums: Float[Array, "B T N _"], mass: Float[Array, "B T J 1"]) -> Float[Array, "B T N Hv"]:
     """Divides the sums of values of RFA by the sums of weights, which are at least MIN_MEAN_WEIGHT times the sums of factors.
 
     Args:

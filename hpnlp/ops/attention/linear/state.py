@@ -22,8 +22,8 @@ class LinearState:
       z: float32 `[B, K, M]`, the sum of the keys after decays, with which outputs are normalised; None without normalisation.
     """
 
-    s: jax.Array
-    z: jax.Array | None = None
+    s: Any
+    z: Any = None
 
 
 def zero_state(batch: int, heads: int, features: int, width: int, normalize: bool = False) -> LinearState:

@@ -12,7 +12,7 @@ from hpnlp.types import InputError
 @array_op("B R K", x="B S K")
 def project_tokens(
     x: Float[Array, "B S K H"],
-    projection: Float[Array, "R S"] | Float[Array, "K R S"],
+    projection: Float[Array, "R _"] | Float[Array, "_ R _"],
     real: Bool[Array, "B S"] | None = None,
 ) -> Float[Array, "B R K H"]:
     """Products of a matrix and the tokens: `y[r] = sum_s projection[r, s] * x[s]`.
@@ -83,7 +83,7 @@ def pool_tokens(
 
 @array_op("B R K | B R", x="B S K")
 def convolve_tokens(
-    x: Float[Array, "B S K H"], taps: Float[Array, "W K H"], real: Bool[Array, "B S"] | None = None
+    x: Float[Array, "B S K H"], taps: Float[Array, "W _ _"], real: Bool[Array, "B S"] | None = None
 ) -> tuple[Float[Array, "B R K H"], Bool[Array, "B R"]]:
     """Depthwise convolution whose width is its stride: a weighted sum of each window of W tokens.
 

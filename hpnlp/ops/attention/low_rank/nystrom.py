@@ -20,8 +20,8 @@ ITERATIONS = 6  # of the pseudo-inverse, as in the paper
 @array_op("B T N", q="B T N")
 def nystrom_attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B _ K H"],
     landmarks: int,
     real: Bool[Array, "B T"] | None = None,
     *,
@@ -86,7 +86,7 @@ def nystrom_attend(
     return o.astype(dtype)
 
 
-def pseudo_inverse(a: Float[Array, "*B M M"], iterations: int = ITERATIONS) -> Float[Array, "*B M M"]:
+def pseudo_inverse(a: Any, iterations: int = ITERATIONS) -> Float[Array, "*B M M"]:
     """Iterative approximation of the Moore-Penrose inverse, of each matrix by itself.
 
     Args:
@@ -170,5 +170,5 @@ def _landmark_weights(queries: Array, keys: Array, filled: Array) -> Array:
     return _masked_softmax(scores, filled[:, None], filled[:, None])
 
 
-def _product(a: Array, b: Array) -> Array:
+def _product(a: Any, b: Any) -> Array:
     return jnp.matmul(a, b, precision="highest")

@@ -27,12 +27,12 @@ MAX_ROWS, MIN_ROWS = 128, 8
 def attend_blocks(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K Hv"],
-    starts: Int[Array, "B M"],
-    chosen: Int[Array, "B T P C"],
+    v: Float[Array, "B _ K Hv"],
+    starts: Int[Array, "_ M"],
+    chosen: Int[Array, "_ _ P C"],
     *,
     block: int,
-    kv_visible: Bool[Array, "B S K"] | None = None,
+    kv_visible: Bool[Array, "_ _ _"] | None = None,
     dropout_rate: float = 0.0,
     rng: Array | None = None,
     streams: Int[Array, "B N"] | None = None,
@@ -88,7 +88,7 @@ def attend_blocks_reference(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
-    starts: Int[Array, "B M"],
+    starts: Int[Array, "_ M"],
     chosen: Int[Array, "B T P C"],
     *,
     block: int,
@@ -159,11 +159,11 @@ class _Options:
 class _Indices:
     """Operands without gradients; see `attend_blocks`."""
 
-    starts: Array
-    chosen: Array
-    kv_visible: Array | None
-    seed: Array | None
-    streams: Array | None
+    starts: Any
+    chosen: Any
+    kv_visible: Any
+    seed: Any
+    streams: Any
 
 
 @jax.tree_util.register_dataclass

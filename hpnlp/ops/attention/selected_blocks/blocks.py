@@ -35,10 +35,10 @@ class DocumentBlocks:
       block: Number of tokens of a block.
     """
 
-    starts: Array
-    is_first: Array
-    segment_ids: Array | None
-    own: Array
+    starts: Any
+    is_first: Any
+    segment_ids: Any
+    own: Any
     block: int = dataclasses.field(metadata={"static": True})
 
 

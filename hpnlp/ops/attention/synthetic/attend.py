@@ -97,7 +97,7 @@ def synthetic_attend_reference(
     return o
 
 
-def tiled_scores(a: Float[Array, "B T N A"], b: Float[Array, "B T N C"], keys: int) -> Float[Array, "B N T S"]:
+def tiled_scores(a: Any, b: Any, keys: int) -> Float[Array, "B N T S"]:
     """Scores of a Factorized Dense Synthesizer: `scores[t, s] = a[t, s % A] * b[t, s // A]`.
 
     Args:

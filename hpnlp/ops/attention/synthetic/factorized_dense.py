@@ -34,13 +34,13 @@ class _Options:
 def factorized_dense_attend(
     v: Float[Array, "B S N H"],
     a: Float[Array, "B T N A"],
-    b: Float[Array, "B T N C"],
+    b: Float[Array, "_ _ _ C"],
     mask: Mask = Full(),  # noqa: B008  (frozen)
     *,
-    segment_ids: Int[Array, "B T"] | None = None,
-    kv_segment_ids: Int[Array, "B S"] | None = None,
-    positions: Int[Array, "B T"] | None = None,
-    kv_positions: Int[Array, "B S"] | None = None,
+    segment_ids: Int[Array, "_ _"] | None = None,
+    kv_segment_ids: Int[Array, "_ _"] | None = None,
+    positions: Int[Array, "_ _"] | None = None,
+    kv_positions: Int[Array, "_ _"] | None = None,
     dropout_rate: float = 0.0,
     rng: Array | None = None,
     streams: Int[Array, "B N"] | None = None,

@@ -39,7 +39,9 @@ def test_weights_of_large_scores_are_at_most_one():
     """Also where the compiler merges a factor of the scores with the subtraction of their sum."""
     scores = 1e8 * jax.random.normal(jax.random.key(0), (200, 5, 5))
     allowed = jnp.asarray(np.tri(5, k=-1, dtype=bool))[None]
-    options = ONCE | {"xla_cpu_use_fusion_emitters": True}  # the default, which the tests switch off
+    # The default, which the tests switch off, and the only form of later releases.
+    is_default = not jax.__version__.startswith("0.10.")
+    options = ONCE if is_default else ONCE | {"xla_cpu_use_fusion_emitters": True}
     weights = jax.jit(lambda x: balance(0.7071 * x, allowed, 2, True), compiler_options=options)(scores)
     assert np.asarray(weights).max() == 1 and np.isfinite(weights).all()
 

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from hpnlp.ops.attention.linear.random_attention import random_feature_attention, rfa_attention
 from hpnlp.ops.attention.linear.random_features import random_projections
 
+torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.oracle
 
 
