@@ -123,7 +123,7 @@ def plot_tradeoff(
     plt.close(figure)
 
 
-def plot_bubbles(scores: Mapping[str, Mapping[str, tuple[float | None, float, int]]], path: Path) -> None:
+def plot_bubbles(scores: Mapping[str, Mapping[str, tuple[float | None, float, float | int]]], path: Path) -> None:
     """Plots accuracy against steps per second, with circles whose areas are proportional to peak memory.
 
     Args:

@@ -19,7 +19,7 @@ class Score(NamedTuple):
 
     accuracy: float | None
     steps_per_second: float
-    peak_bytes: float
+    peak_bytes: float | int
 
 
 def score(report: Mapping[str, Any]) -> Score:
