@@ -76,7 +76,7 @@ def _call_get_sweep(get_sweep: Callable[..., Any], argument: Sequence[str]) -> A
     return get_sweep(*(argument if signature(get_sweep).parameters else ()))
 
 
-def _resolve_members(path: str, sweep: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> dict[str, Member]:
+def _resolve_members(path: str, sweep: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> Mapping[str, Any]:
     """All members by name, validated as far as is possible without reading their data.
 
     Raises InputError where a member is invalid, two are equal or of different tasks, or a member sets a field that an override
