@@ -48,7 +48,7 @@ def test_every_entry_has_a_case():
 
 
 def test_mixers_of_other_files_have_contracts_of_their_own(monkeypatch):
-    """Of a registered mixer all contracts run in the first tier, also if its class is one of those of the library."""
+    """All contracts of a registered mixer run in the first tier, also if its class is one of those of the library."""
 
     def own(back: int = 3):
         return attention.Window(back)

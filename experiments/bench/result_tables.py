@@ -520,6 +520,6 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "large_batch": large_batch,
     "suite": suite,
     "faults": faults,
-    "commits": commits,
+    **dict.fromkeys(("commits", "commits-quiet"), commits),
     "gpu_step": gpu_step,
 }

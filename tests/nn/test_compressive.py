@@ -134,7 +134,7 @@ def test_documents_stay_apart(how):
 
 
 def test_usage_is_the_mean_attention_of_all_queries_that_see_a_token():
-    """Of two tokens that leave, the one that received more attention is kept; usage adds up to one for each query."""
+    """The one of two leaving tokens that received more attention is kept; usage adds up to one for each query."""
     attention, (x, _) = layer("most_used"), stream()
     ids = jnp.ones((B, TOTAL), jnp.int32)
     results = once(lambda: in_parts(attention, params_of(attention, x, ids), x, ids))

@@ -16,7 +16,7 @@ SIZES = {"vocab": 8, "dim": 8, "heads": 2, "layers": 2}
 
 
 def test_all_blocks_give_exact_attention():
-    """Of moba, also with segments and blocks that do not divide the length; causal softmax attention."""
+    """Moba, also with segments and blocks that do not divide the length; causal softmax attention."""
     mixing = Mixing("moba(4,9)", 23)
     ids = mixing.segment_ids
 
@@ -29,7 +29,7 @@ def test_all_blocks_give_exact_attention():
 
 @pytest.mark.parametrize("spec", ["clustered(9,5,2)", "clustered(2,5,2)"])
 def test_short_sequences_and_too_many_segments_give_exact_attention(spec):
-    """Of clustered attention: 8 tokens in 9 clusters, and two clusters for two and for three segments."""
+    """Clustered attention: 8 tokens in 9 clusters, and two clusters for two and for three segments."""
     mixing = Mixing(spec, 8)
     ids = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 3, 3, 2, 2, 2, 2]], jnp.int32)
 
