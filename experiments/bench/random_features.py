@@ -56,7 +56,7 @@ def exact_inputs(q: jax.Array, k: jax.Array, kind: str, scale: float) -> tuple[j
         return q, k
     # `attend` divides scores by sqrt(H).
     factor = scale * FLAGS.dim**0.25
-    return tuple(factor * x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))  # pyright: ignore[reportReturnType]
+    return tuple(factor * x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))  # pyright: ignore[reportReturnType]  (of two arrays)
 
 
 def errors(q: jax.Array, k: jax.Array, v: jax.Array, kind: str, projections: str, features: int, scale: float) -> Any:
@@ -66,7 +66,7 @@ def errors(q: jax.Array, k: jax.Array, v: jax.Array, kind: str, projections: str
     rho = optimal_rho(gamma, FLAGS.dim) if kind == "optimal" else None
     # With one-hot values, the outputs are the weights.
     values = jnp.concatenate([v, jnp.eye(FLAGS.length)[None, :, None]], axis=-1)
-    exact_o = attend(*exact_inputs(q, k, kind, scale), values, Full())
+    exact_o: Any = attend(*exact_inputs(q, k, kind, scale), values, Full())
 
     @jax.jit
     def draw(key: jax.Array) -> jax.Array:
@@ -76,7 +76,7 @@ def errors(q: jax.Array, k: jax.Array, v: jax.Array, kind: str, projections: str
         else:
             o = random_feature_attention(q, k, values, w, kind=kind, rho=rho, causal=False)
         o, weights = o[0, :, 0, : FLAGS.dim], o[0, :, 0, FLAGS.dim :]
-        expected, exact = exact_o[0, :, 0, : FLAGS.dim], exact_o[0, :, 0, FLAGS.dim :]  # pyright: ignore[reportIndexIssue]  (attend returns no pair)
+        expected, exact = exact_o[0, :, 0, : FLAGS.dim], exact_o[0, :, 0, FLAGS.dim :]
         positive = jnp.maximum(weights, 1e-9)  # RFA has negative weights
         divergence = jnp.sum(exact * (jnp.log(jnp.maximum(exact, 1e-30)) - jnp.log(positive)), axis=1).mean()
         distance = 0.5 * jnp.abs(exact - weights).sum(axis=1).mean()
