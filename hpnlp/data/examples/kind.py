@@ -229,13 +229,13 @@ def sequences(rows: Sequence[np.ndarray], count: int, width: int, pad_id: int, p
       prefix: Prefix of the arrays' names.
 
     Returns:
-      "tokens", "segment_ids" (1; 0 on padding) and "positions", int32 [B, T].
+      "tokens", "segment_ids" (1; 0 on padding) and "positions" (the indices, also on padding, so that masks over positions
+      skip the same tiles as masks over indices), int32 [B, T].
     """
-    segment_ids = padded([np.ones(len(row), np.int32) for row in rows], count, width, 0)
     return {
         f"{prefix}tokens": padded(rows, count, width, pad_id),
-        f"{prefix}segment_ids": segment_ids,
-        f"{prefix}positions": segment_ids * np.arange(width, dtype=np.int32),
+        f"{prefix}segment_ids": padded([np.ones(len(row), np.int32) for row in rows], count, width, 0),
+        f"{prefix}positions": np.tile(np.arange(width, dtype=np.int32), (count, 1)),
     }
 
 

@@ -36,7 +36,7 @@ def test_classification_frames_a_text_or_a_pair(tmp_path):
         expected = [framed(*(row[field] for field in fields)) for row in rows]
         for name, values in zip(("tokens", "segment_ids", "token_types"), zip(*expected, strict=True), strict=True):
             np.testing.assert_array_equal(batch[name], values)
-        np.testing.assert_array_equal(batch["positions"], batch["segment_ids"] * np.arange(40))
+        np.testing.assert_array_equal(batch["positions"], np.tile(np.arange(40), (2, 1)))
         assert [examples.labels[i] for i in batch["labels"]] == [row["label"] for row in rows]
         assert batch["weights"].tolist() == [1, 1]
         for name, values in batch.items():
@@ -123,7 +123,9 @@ def test_targets_are_shifted_by_one(tmp_path):
     np.testing.assert_array_equal(batch["target_tokens"][1], [BOS, *b"x" * 11])
     np.testing.assert_array_equal(batch["target_labels"][1], [*b"x" * 12])
     np.testing.assert_array_equal(batch["target_weights"], [[1] * 8 + [0] * 4, [1] * 12])
-    np.testing.assert_array_equal(batch["target_positions"], batch["target_segment_ids"] * np.arange(12))
+    np.testing.assert_array_equal(
+        batch["target_positions"], np.tile(np.arange(12), (len(batch["target_segment_ids"]), 1))
+    )
     assert "and data.target_len=12" in examples.summary
 
 
@@ -133,7 +135,7 @@ def test_pairs_have_a_sequence_each(tmp_path):
         tokens, segments, _ = framed(text)
         np.testing.assert_array_equal(batch[f"{prefix}tokens"], [tokens])
         np.testing.assert_array_equal(batch[f"{prefix}segment_ids"], [segments])
-        np.testing.assert_array_equal(batch[f"{prefix}positions"], [np.arange(40) * segments])
+        np.testing.assert_array_equal(batch[f"{prefix}positions"], [np.arange(40)] * len(batch[f"{prefix}positions"]))
     assert batch["weights"].tolist() == [1]
 
 

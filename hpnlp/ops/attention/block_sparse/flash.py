@@ -208,7 +208,37 @@ def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, static_argnums=0)
 
 
+def _with_static_mask(
+    function: Callable[[ExecutorOperands], Any], options: Options, operands: ExecutorOperands, schedule: Any
+) -> Any:
+    """`function(operands)`; where all positions prove to be the indices at run time, the tiles follow from the mask.
+
+    Run-time positions rule out few tiles of a mask that is not relative, because they are known as bounds of a block only.
+    """
+    if schedule is not None or options.mask.relative or operands.queries.position is None:
+        return function(operands)
+    static = operands.without_positions()
+    return jax.lax.cond(operands.positions_are_indices(), lambda: function(static), lambda: function(operands))
+
+
 def _forward(
+    options: Options,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Any,
+    operands: ExecutorOperands,
+    schedule: BlockSchedule | None,
+) -> tuple[Array, Array, Array]:
+    """(o in q's dtype, lse, lse_low)."""
+
+    def forward(operands: ExecutorOperands) -> tuple[Array, Array, Array]:
+        return _forward_in_form(options, q, k, v, bias, operands, schedule)
+
+    return _with_static_mask(forward, options, operands, schedule)
+
+
+def _forward_in_form(
     options: Options,
     q: Array,
     k: Array,
@@ -232,6 +262,16 @@ def _forward(
 
 
 def _backward(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Array, Array, Array, Any]:
+    """Gradients of q, k, v and the bias."""
+    q, k, v, bias, operands, schedule, o, lse, lse_low = saved
+
+    def backward(operands: ExecutorOperands) -> tuple[Array, Array, Array, Any]:
+        return _backward_in_form(options, (q, k, v, bias, operands, schedule, o, lse, lse_low), cotangents)
+
+    return _with_static_mask(backward, options, operands, schedule)
+
+
+def _backward_in_form(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Array, Array, Array, Any]:
     """Gradients of q, k, v and the bias, in the form of the forward pass."""
     q, k, v, bias, operands, schedule, o, lse, lse_low = saved
     do, dlse = cotangents

@@ -113,6 +113,16 @@ class ExecutorOperands:
         """True if the mask and the indices decide which pairs the mask allows: there are no positions or global tokens."""
         return self.queries.position is None and self.queries.is_global is None
 
+    def positions_are_indices(self) -> Array:
+        """Whether all queries and keys are at the positions of their indices, bool []; for operands with positions."""
+        same = [jnp.all(tokens.position == tokens.index) for tokens in (self.queries, self.keys)]
+        return same[0] & same[1]
+
+    def without_positions(self) -> ExecutorOperands:
+        """These operands, with indices in place of positions."""
+        queries, keys = (dataclasses.replace(tokens, position=None) for tokens in (self.queries, self.keys))
+        return dataclasses.replace(self, queries=queries, keys=keys)
+
 
 def executor_records(
     q: Array,
