@@ -18,6 +18,7 @@ from hpnlp.ops.dropout import keep_mask, seed_words
 from hpnlp.ops.linear import linear, linear_by_transpose
 from hpnlp.ops.norms import layer_norm, rms_norm
 from hpnlp.ops.table_rows import TableRows
+from hpnlp.ops.weight import Weight
 
 Initializer = Callable[..., Any]
 
@@ -39,10 +40,10 @@ def param(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...
       axes: Logical names of its axes.
 
     Returns:
-      The parameter: an array, or the `TableRows` or `Zero2Parameter` that was passed in its place.
+      The parameter: an array, or the `Weight`, `TableRows` or `Zero2Parameter` that was passed in its place.
     """
     variable = module.get_variable("params", name)
-    if isinstance(variable, TableRows | Zero2Parameter):
+    if isinstance(variable, TableRows | Weight | Zero2Parameter):
         return variable
     value: Any = module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
     return value

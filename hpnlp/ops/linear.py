@@ -12,11 +12,12 @@ from jaxtyping import Array, Float
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.weight import Weight
 
 
 @array_op("... F", x="... D", w="_ F")
 def linear(
-    x: Float[Array, "*tokens D"], w: Float[Array, "D F"], b: Float[Array, " F"] | None = None
+    x: Float[Array, "*tokens D"], w: Float[Array, "D F"] | Weight, b: Float[Array, " F"] | None = None
 ) -> Float[Array, "*tokens F"]:
     """Affine map `x w + b` over the last axis, accumulated in float32.
 
@@ -24,7 +25,8 @@ def linear(
 
     Args:
       x: [..., D].
-      w: [D, F]; cast to the dtype of x for the product. The gradient is accumulated in float32 and has the dtype of w.
+      w: [D, F], an array or a Weight; an array is cast to the dtype of x for the product. The gradient is accumulated in
+        float32 and has the dtype of w.
       b: [F]; None for no bias.
 
     Returns:
@@ -78,7 +80,7 @@ def prefers_transpose(rows: int) -> bool:
 
 
 @array_op("M F", x="M", w="_ F")
-def product(x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F"]:
+def product(x: Float[Array, "M D"], w: Float[Array, "D F"] | Weight) -> Float[Array, "M F"]:
     """Product `x w` in float32, for results that must not be rounded to the dtype of x, such as logits.
 
     Args:
@@ -88,6 +90,8 @@ def product(x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F
     Returns:
       [M, F] float32.
     """
+    if isinstance(w, Weight):
+        return w.matmul(x)
     return _product(*vary_alike(x, w))
 
 

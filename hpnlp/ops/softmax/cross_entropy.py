@@ -15,6 +15,7 @@ from hpnlp.ops.array_op import array_op
 from hpnlp.ops.linear import prefers_transpose, product, product_by_transpose, widened
 from hpnlp.ops.softmax import chunked_cross_entropy
 from hpnlp.ops.softmax.logits_spec import LogitsSpec
+from hpnlp.ops.weight import Weight, dense
 from hpnlp.types import InputError
 
 IMPLS = ("auto", "tokens", "vocabulary", "reference")
@@ -31,13 +32,13 @@ MIN_CHUNK_TOKENS = 256
 
 @array_op("M V", h="M", table="V")
 def logits(
-    h: Float[Array, "M D"], table: Float[Array, "V D"], *, bias: Float[Array, "V"] | None = None
+    h: Float[Array, "M D"], table: Float[Array, "V D"] | Weight, *, bias: Float[Array, "V"] | None = None
 ) -> Float[Array, "M V"]:
     """Logits of every word, h table^T + bias.
 
     Args:
       h: [M, D] hidden states.
-      table: [V, D] word vectors.
+      table: [V, D] word vectors, an array or a Weight.
       bias: [V] added to the products; None for no bias.
 
     Returns:
@@ -48,14 +49,17 @@ def logits(
     """
     # By the transpose, XLA:CPU moves the logits once more, which costs as much as it saves at D = 10 M.
     is_wide = h.shape[1] >= 16 * len(h)
-    out = product_by_transpose(h, table) if prefers_transpose(len(h)) and is_wide else product(h, table.T)
+    if isinstance(table, Weight):
+        out = table.matmul_transposed(h)
+    else:
+        out = product_by_transpose(h, table) if prefers_transpose(len(h)) and is_wide else product(h, table.T)
     return out if bias is None else out + bias.astype(jnp.float32)[None, :]
 
 
 @array_op("N", h="N")
 def linear_cross_entropy(
     h: Float[Array, "N D"],
-    w: Float[Array, "V D"],
+    w: Float[Array, "V D"] | Weight,
     labels: Int[Array, " N"],
     *,
     bias: Float[Array, " V"] | None = None,
@@ -117,6 +121,7 @@ def linear_cross_entropy(
       Szegedy et al. 2016, "Rethinking the Inception architecture for computer vision", sec. 7: label smoothing.
       Chowdhery et al. 2022, "PaLM", sec. 5: z-loss. Gemma Team 2024, "Gemma 2", sec. 2: soft cap.
     """
+    w = dense(w)
     _check_arrays(h, w, labels, bias, weights)
     _check_label_range(labels, w.shape[0], weights, ignore_index)
     _check_logit_options(soft_cap, temperature)

@@ -1,0 +1,1 @@
+"""Compression of models: other representations of their matrices, and fewer of them."""

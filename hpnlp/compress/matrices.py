@@ -1,0 +1,49 @@
+"""The matrices of a model: kernels of dense layers, and tables of embeddings and output layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from hpnlp.ops.weight import is_weight
+
+# Names of the parameters that are multiplied by `hpnlp.ops.linear`, and of those whose rows are also looked up by id.
+KERNELS = ("kernel",)
+TABLES = ("table", "head")
+
+
+def map_matrices(function: Callable[[str, Any], Any], params: Any) -> Any:
+    """Parameters with another representation of their matrices.
+
+    Args:
+      function: A function of the path of a matrix, as "layers/attention/query/kernel", and of the array [D, F] or Weight; it
+        returns an array or a Weight. Matrices of stacked layers are passed one by one to `jax.vmap` of the function.
+      params: Parameters of a model.
+
+    Returns:
+      The parameters, with the results in place of kernels and tables.
+    """
+
+    def convert(path: Any, leaf: Any) -> Any:
+        names = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
+        if names[-1] not in (*KERNELS, *TABLES):
+            return leaf
+        name = "/".join(names)
+        stacked = jax.tree.leaves(leaf)[0].ndim > 2
+        return jax.vmap(lambda w: function(name, w))(leaf) if stacked else function(name, leaf)
+
+    return jax.tree_util.tree_map_with_path(convert, params, is_leaf=is_weight)
+
+
+def is_table(path: str) -> bool:
+    """Whether a matrix is a table, whose rows are looked up by id.
+
+    Args:
+      path: Path of the matrix, as in `map_matrices`.
+
+    Returns:
+      True for tables, False for kernels.
+    """
+    return path.rsplit("/", 1)[-1] in TABLES

@@ -1,0 +1,134 @@
+"""`Weight`: representations of a matrix of parameters other than an array, such as quantized, sparse or low-rank ones."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class Weight(abc.ABC):
+    """A matrix `[D, F]` of parameters in a representation of its own: a kernel, or a table of D rows.
+
+    A subclass is a frozen dataclass, registered as a pytree whose leaves are arrays. It stands among the parameters of a model
+    in place of an array. Every product with a parameter (`hpnlp.ops.linear`) and every row lookup (`table[ids]`) calls its
+    methods, so that layers and models do not know which representation they have.
+
+    Leaves may have a further first axis of layers, which a loop over layers takes off: methods are called without it, and
+    `shape` is that of the last two axes.
+    """
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(D, F)."""
+
+    @abc.abstractmethod
+    def dense(self) -> Float[Array, "D F"]:
+        """The matrix that is represented.
+
+        Returns:
+          float32 [D, F].
+        """
+
+    @abc.abstractmethod
+    def matmul(self, x: Float[Array, "M D"]) -> Float[Array, "M F"]:
+        """The product `x w`.
+
+        Args:
+          x: [M, D].
+
+        Returns:
+          [M, F] float32.
+        """
+
+    def matmul_transposed(self, x: Float[Array, "M F"]) -> Float[Array, "M D"]:
+        """The product `x w^T`, such as logits of a table.
+
+        Args:
+          x: [M, F].
+
+        Returns:
+          [M, D] float32.
+        """
+        return jax.lax.dot_general(
+            x, self.dense().astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+
+    def take(self, ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens F"]:
+        """Rows of the matrix.
+
+        Args:
+          ids: Indices of rows, [...].
+
+        Returns:
+          [..., F] float32.
+        """
+        return self.dense()[ids]
+
+    @abc.abstractmethod
+    def axes(self, names: tuple[str | None, ...]) -> Any:
+        """Logical axes of the leaves.
+
+        Args:
+          names: Logical names of the axes of the matrix, with those of leading axes, as ("layers", "embed", "mlp").
+
+        Returns:
+          This object with a tuple of names in place of each array.
+        """
+
+    def __getitem__(self, ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens F"]:
+        """`take`."""
+        return self.take(ids)
+
+
+def is_weight(node: Any) -> bool:
+    """Whether a node of a tree of parameters is a Weight.
+
+    Args:
+      node: A node.
+
+    Returns:
+      True for a Weight; False for an array or a container.
+    """
+    return isinstance(node, Weight)
+
+
+def dense(w: Any) -> Any:
+    """The matrix of a parameter.
+
+    Args:
+      w: An array or a Weight.
+
+    Returns:
+      The array, or the float32 [D, F] of `Weight.dense`.
+    """
+    return w.dense() if isinstance(w, Weight) else w
+
+
+def dense_tree(params: Any) -> Any:
+    """Parameters in which all Weights are arrays, for functions that read arrays only.
+
+    Args:
+      params: A tree of arrays and Weights; leaves of Weights may have a first axis of layers.
+
+    Returns:
+      The tree of arrays.
+    """
+
+    def convert(node: Any) -> Any:
+        if not isinstance(node, Weight):
+            return node
+        extra = jax.tree.leaves(node)[0].ndim - _plain_rank(node)
+        return jax.vmap(lambda w: w.dense())(node) if extra else node.dense()
+
+    return jax.tree.map(convert, params, is_leaf=is_weight)
+
+
+def _plain_rank(node: Weight) -> int:
+    """Axes of the first leaf of a Weight without an axis of layers: as many as its logical axes."""
+    axes = jax.tree.leaves(node.axes(("a", "b")), is_leaf=lambda x: isinstance(x, tuple))
+    return len(axes[0])

@@ -1,0 +1,56 @@
+"""Models whose matrices are Weights: losses, logits and decoding equal those of the matrices that they represent."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.models.decode import Generation
+from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.ops.weights import dense_tree, quantize
+
+FORMS = {
+    "tied, one stack": {},
+    "several stacks": {"mixer": "linear,full", "tied": False, "qkv_bias": True, "norm": "layer", "position": "learned"},
+    "reversible": {"residual": "reversible"},
+}
+
+
+@functools.cache
+def make(form):
+    config = LMConfig(dim=16, heads=2, kv_heads=1, layers=2, vocab=40, max_len=16, mlp_dim=24, **FORMS[form])
+    model = LM(config)
+    params = nn.meta.unbox(model.init(jax.random.key(0), example_batch(1, 8))["params"])
+
+    def to_integers(path, w):
+        return quantize(w * 5, by_row=is_table(path), integer_products=False)
+
+    return model, map_matrices(to_integers, params)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_equal_their_dense_matrices(form):
+    model, params = make(form)
+    batch = {**example_batch(2, 12), "tokens": jnp.arange(24).reshape(2, 12) % 37}
+
+    @jax.jit
+    def results(params):
+        out = model.apply({"params": params}, batch, method="loss")
+        return out.sum, model.apply({"params": params}, batch["tokens"], method="logits")
+
+    (loss, logits), (expected_loss, expected_logits) = results(params), results(dense_tree(params))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    np.testing.assert_allclose(logits, expected_logits, atol=2e-5)
+
+
+def test_decoding_reads_weights():
+    model, params = make("tied, one stack")
+    ids = [
+        np.concatenate(list(Generation(model, weights, [np.arange(3), np.arange(5)], tokens=6)), axis=1)
+        for weights in (params, dense_tree(params))
+    ]
+    np.testing.assert_array_equal(*ids)
