@@ -84,7 +84,7 @@ def linear_cross_entropy(
 
     Args:
       h: [N, D] hidden states.
-      w: [V, D] word vectors.
+      w: [V, D] word vectors, an array or a Weight.
       labels: [N] ids of words.
       bias: [V] added to the logits; None for no bias.
       weights: [N] factors of the tokens' losses; None for 1.
@@ -121,9 +121,9 @@ def linear_cross_entropy(
       Szegedy et al. 2016, "Rethinking the Inception architecture for computer vision", sec. 7: label smoothing.
       Chowdhery et al. 2022, "PaLM", sec. 5: z-loss. Gemma Team 2024, "Gemma 2", sec. 2: soft cap.
     """
-    w = dense(w)
-    _check_arrays(h, w, labels, bias, weights)
-    _check_label_range(labels, w.shape[0], weights, ignore_index)
+    table: Any = dense(w)
+    _check_arrays(h, table, labels, bias, weights)
+    _check_label_range(labels, table.shape[0], weights, ignore_index)
     _check_logit_options(soft_cap, temperature)
     _check_loss_options(label_smoothing, reduction, impl, block_size)
     is_scalar = reduction != "none" and not return_stats
@@ -132,13 +132,13 @@ def linear_cross_entropy(
             f"impl='tokens' computes the gradients of a sum, reduction={reduction!r}, return_stats={return_stats}: expected "
             "impl='vocabulary' for reduction='none' and for return_stats"
         )
-    tokens, vocab = h.shape[0], w.shape[0]
+    tokens, vocab = h.shape[0], table.shape[0]
     factors = jnp.ones(tokens, jnp.float32) if weights is None else weights.astype(jnp.float32)
     if ignore_index is not None:
         factors = jnp.where(labels == ignore_index, 0.0, factors)
     ignored = factors == 0
     h, labels = zero_ignored_tokens(h, labels.astype(jnp.int32), factors)
-    h, w = widened(h, w)
+    h, table = widened(h, table)
     factors = jnp.where((labels >= 0) & (labels < vocab), factors, jnp.nan)
 
     spec = LogitsSpec(
@@ -155,15 +155,15 @@ def linear_cross_entropy(
     if impl == "tokens" or (impl == "auto" and chunks_pay):
         chunk_vocab_block = min(max(BLOCK_LOGITS // 2 // chunk_tokens, MIN_BLOCK_WORDS), vocab)
         spec = dataclasses.replace(spec, chunk_tokens=chunk_tokens, chunk_vocab_block=chunk_vocab_block)
-        loss = chunked_cross_entropy.weighted_sum(spec, h, w, bias, labels, factors)
+        loss = chunked_cross_entropy.weighted_sum(spec, h, table, bias, labels, factors)
         return loss / _nonzero_sum(factors) if reduction == "mean" else loss
 
     if impl == "reference":
-        statistics = chunked_cross_entropy.reference(spec, h, w, bias, labels)
+        statistics = chunked_cross_entropy.reference(spec, h, table, bias, labels)
     else:
         if block_size is not None:
             spec = dataclasses.replace(spec, vocab_block=min(block_size, vocab))
-        statistics = chunked_cross_entropy.statistics(spec, h, w, bias, labels)
+        statistics = chunked_cross_entropy.statistics(spec, h, table, bias, labels)
     other_lse, target, logit_sum, argmax = statistics
     losses = factors * jnp.where(ignored, 0.0, spec.losses(other_lse, target, logit_sum, vocab))
     loss = losses if reduction == "none" else losses.sum()
