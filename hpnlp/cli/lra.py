@@ -203,7 +203,7 @@ def _train(names: Sequence[str], specs: Sequence[str], is_all: bool, overrides: 
 def _write_scores(finished: Mapping[str, Sequence[Path]], workdir: Path) -> None:
     """Writes comparisons, the table and the chart, and prints the table."""
     from hpnlp import plots, report
-    from hpnlp.lra import table
+    from hpnlp.lra import efficiency, table
     from hpnlp.report.files import read_report, replace_text
 
     scores: dict[str, dict[str, table.Score]] = {}
@@ -211,7 +211,10 @@ def _write_scores(finished: Mapping[str, Sequence[Path]], workdir: Path) -> None
         if directories:
             report.compare(directories, workdir / name / "compare.png")
             reports = [read_report(directory) for directory in directories]
-            scores[name] = {r["config"]["model.mixer"]: table.score(r) for r in reports}
+            # With a budget in minutes, speeds were measured before the runs, which other programs may have slowed down.
+            measured = efficiency.read_rows(workdir / name / "speed.json")
+            speeds = {row["mixer"]: row["steps_per_second"] for row in measured}
+            scores[name] = {(mixer := r["config"]["model.mixer"]): table.score(r, speeds.get(mixer)) for r in reports}
     text = table.render_scores(scores)
     replace_text(workdir / "lra.md", text)
     plots.plot_bubbles(scores, workdir / "lra.png")

@@ -22,18 +22,20 @@ class Score(NamedTuple):
     peak_bytes: float | int
 
 
-def score(report: Mapping[str, Any]) -> Score:
+def score(report: Mapping[str, Any], steps_per_second: float | None = None) -> Score:
     """The score of a run.
 
     Args:
       report: Content of report.json.
+      steps_per_second: Speed of training; None for that of the run.
 
     Returns:
       The score.
     """
     config = report["config"]
-    tokens = config["data.batch_size"] * config["data.seq_len"]
-    return Score(report["heldout_accuracy"], report["tokens_per_second"] / tokens, report["peak_memory_bytes"])
+    if steps_per_second is None:
+        steps_per_second = report["tokens_per_second"] / (config["data.batch_size"] * config["data.seq_len"])
+    return Score(report["heldout_accuracy"], steps_per_second, report["peak_memory_bytes"])
 
 
 def render_scores(scores: Mapping[str, Mapping[str, Score]]) -> str:
