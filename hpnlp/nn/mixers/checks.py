@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hpnlp.types import InputError
+from hpnlp.ops.attention import Mask
+from hpnlp.types import InputError, MixerInputs
 
 
 def checked_dropout(name: str, entry: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,3 +29,41 @@ def checked_dropout(name: str, entry: Callable[..., Any]) -> Callable[..., Any]:
         return entry(*args, dropout=dropout, **kwargs)
 
     return make_mixer
+
+
+def check_mask(mixer: str, mask: Any, *supported: Mask, reason: str = "") -> Any:
+    """Checks that a mixer can honour a mask.
+
+    Args:
+      mixer: The mixer, for the message.
+      mask: A static Mask.
+      *supported: The masks that the mixer can honour.
+      reason: Reason why it cannot honour others, a clause for the message.
+
+    Returns:
+      The mask.
+
+    Raises:
+      InputError: The mask is not one of those.
+    """
+    if mask not in supported:
+        expected = " or ".join(map(str, supported))
+        raise InputError(
+            f"{mixer} cannot apply the mask {mask}{', since ' * bool(reason)}{reason}: pass {expected}, or choose another "
+            "model.mixer"
+        )
+    return mask
+
+
+def check_decoding(inputs: MixerInputs, dropout: float) -> None:
+    """Checks that dropout is off in decoding, which is deterministic.
+
+    Args:
+      inputs: Inputs of `extend`.
+      dropout: The mixer's rate of dropout.
+
+    Raises:
+      InputError: Dropout is on.
+    """
+    if dropout and not inputs.deterministic:
+        raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import param
+from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.nn.mixers.convolution import MAX_WIDTH
-from hpnlp.nn.mixers.linear import only_causal
 from hpnlp.ops.attention import Causal, Full, Window
 from hpnlp.ops.convolution import last_tokens
 from hpnlp.ops.light_convolution import dynamic_conv, light_conv
@@ -73,9 +73,8 @@ class LightConvMixer(nn.Module):
         Raises:
           InputError: Dropout is on, or the mask is not causal.
         """
-        if self.dropout and not inputs.deterministic:
-            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
-        only_causal(mask, "a convolution with a cache")
+        check_decoding(inputs, self.dropout)
+        check_mask("a convolution with a cache", mask, Causal())
         values = _gated(inputs)
         o = self._convolve(inputs, values, preceding=cache)
         values = jnp.concatenate([cache, values], axis=1)
@@ -93,13 +92,9 @@ class LightConvMixer(nn.Module):
         Raises:
           InputError: Another mask, which a convolution cannot honour.
         """
-        if mask == Causal():
+        if check_mask("a convolution", mask, Causal(), Full()) == Causal():
             return Window(self.width - 1, 0)
-        if mask == Full():
-            return Window((self.width - 1) // 2, self.width // 2)
-        raise InputError(
-            f"a convolution cannot apply the mask {mask}: pass Causal() or Full(), or choose another model.mixer"
-        )
+        return Window((self.width - 1) // 2, self.width // 2)
 
     @nn.compact
     def _convolve(self, inputs: MixerInputs, values: jax.Array, **options: Any) -> jax.Array:

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 
 from hpnlp.nn.layers import buffer
+from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.linear.random_features import PROJECTIONS, projection_count, random_projections
 from hpnlp.types import InputError
@@ -71,11 +72,7 @@ class RandomProjections(nn.Module):
         Raises:
           InputError: Another mask, which a sum over all preceding tokens cannot honour.
         """
-        if mask not in (Causal(), Full()):
-            raise InputError(
-                f"random features cannot apply the mask {mask}: pass Causal() or Full(), or choose another model.mixer"
-            )
-        return mask
+        return check_mask("random features", mask, Causal(), Full())
 
 
 def check_projections(

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Window, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
@@ -124,8 +125,7 @@ class SegmentMemoryMixer(nn.Module):
         Raises:
           InputError: Dropout is on.
         """
-        if self.dropout and not inputs.deterministic:
-            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
+        check_decoding(inputs, self.dropout)
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         return cache.extend(inputs.q, inputs.k, inputs.v, self.within(mask))
 
@@ -141,10 +141,7 @@ class SegmentMemoryMixer(nn.Module):
         Raises:
           InputError: The mask is not `Causal()`, so that it is not defined for the tokens in the memory.
         """
-        if mask != Causal():
-            raise InputError(
-                f"a segment memory cannot apply the mask {mask}: pass Causal(), or choose another model.mixer"
-            )
+        check_mask("a segment memory", mask, Causal())
         return Window(self.memory, 0)
 
     def _last(self, inputs: MixerInputs) -> SegmentMemory:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from hpnlp.nn.mixers.checks import check_decoding
 from hpnlp.nn.mixers.relative_positions import RelativePositions
 from hpnlp.nn.mixers.segment_memory import SegmentMemoryMixer
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
@@ -56,8 +57,7 @@ class TransformerXLMixer(SegmentMemoryMixer):
         Raises:
           InputError: Dropout is on.
         """
-        if self.dropout and not inputs.deterministic:
-            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
+        check_decoding(inputs, self.dropout)
         assert inputs.k is not None and inputs.v is not None
         q, by_distance = self.relative.for_cache(inputs, self.memory + 1)
         return cache.extend(q, inputs.k, inputs.v, self.within(mask), by_distance)
