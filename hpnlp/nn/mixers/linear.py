@@ -139,18 +139,7 @@ class LinearMixer(nn.Module):
         return o.astype(inputs.v.dtype), cache
 
     def within(self, mask: Any) -> Any:
-        """The mask of the pairs that influence each other.
-
-        Args:
-          mask: `Causal()` or `Full()`.
-
-        Returns:
-          The mask.
-
-        Raises:
-          InputError: Another mask, which a sum over all preceding tokens cannot honour.
-        """
-        return check_mask("linear attention", mask, Causal(), Full())
+        return check_mask("linear attention", mask, Causal(), Full(), reason="it sums over all preceding tokens")
 
 
 def linear(chunk: int = 64, *, dropout: float = 0.0, name: str | None = None) -> LinearMixer:

@@ -61,18 +61,9 @@ class RandomProjections(nn.Module):
         return jax.lax.cond(is_due, lambda: random_projections(rng, count, dim, self.projections), lambda: w)
 
     def within(self, mask: Any) -> Any:
-        """The mask of the pairs that influence each other.
-
-        Args:
-          mask: `Causal()` or `Full()`.
-
-        Returns:
-          The mask.
-
-        Raises:
-          InputError: Another mask, which a sum over all preceding tokens cannot honour.
-        """
-        return check_mask("random features", mask, Causal(), Full())
+        return check_mask(
+            "attention with random features", mask, Causal(), Full(), reason="it sums over all preceding tokens"
+        )
 
 
 def check_projections(
