@@ -55,6 +55,25 @@ def check_mask(mixer: str, mask: Any, *supported: Mask, reason: str = "") -> Any
     return mask
 
 
+def check_has_effect(entry: str, choice: str, fix: str, **arguments: Any) -> None:
+    """Checks that a mixer is not given arguments that it would ignore.
+
+    Args:
+      entry: Name of the entry of MIXERS.
+      choice: The argument by which the entry ignores these, for the message.
+      fix: The choice by which they have an effect.
+      **arguments: The arguments; None for those that are not given.
+
+    Raises:
+      InputError: An argument is given.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise InputError(
+                f"model.mixer={entry}({name}={value}) has no effect with {choice}: leave it out, or choose {fix}"
+            )
+
+
 def check_decoding(inputs: MixerInputs, dropout: float) -> None:
     """Checks that dropout is off in decoding, which is deterministic.
 

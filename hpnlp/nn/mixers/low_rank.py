@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import param
-from hpnlp.nn.mixers.checks import check_mask
+from hpnlp.nn.mixers.checks import check_has_effect, check_mask
 from hpnlp.ops.attention import Full, attend
 from hpnlp.ops.attention.low_rank.compression import convolve_tokens, padding_ids, pool_tokens, project_tokens
 from hpnlp.ops.attention.low_rank.nystrom import nystrom_attend
@@ -211,21 +211,21 @@ class NystromMixer(AllTokensMixer):
 
 
 def linformer(
-    rank: int = 128,
+    rank: int | None = None,
     compression: str = "projection",
     *,
-    width: int = 4,
-    share: str = "heads",
+    width: int | None = None,
+    share: str | None = None,
     dropout: float = 0.0,
     name: str | None = None,
 ) -> LinformerMixer:
     """Entry of MIXERS: attention to compressed keys and values.
 
     Args:
-      rank: Number of compressed tokens, for projection and pool.
+      rank: Number of compressed tokens, for projection and pool; 128 if None.
       compression: projection, pool or conv.
-      width: Tokens that one compressed token is made of, for conv.
-      share: Matrices of projection: none for two of each key head, heads for two, key_value for one.
+      width: Tokens that one compressed token is made of, for conv; 4 if None.
+      share: Matrices of projection: none for two of each key head, heads for two, key_value for one; heads if None.
       dropout: Rate of dropout on attention probabilities.
       name: Name of the module.
 
@@ -233,15 +233,23 @@ def linformer(
       The mixer.
 
     Raises:
-      InputError: An unknown compression or sharing, or a rank or width below 1.
+      InputError: An unknown compression or sharing, a rank or width below 1, or an argument that the compression ignores.
     """
     for argument, value, known in (("compression", compression, COMPRESSIONS), ("share", share, SHARING)):
-        if value not in known:
+        if value is not None and value not in known:
             raise InputError(f"model.mixer=linformer({argument}={value}): {did_you_mean(value, known)}")
+    choice = f"compression={compression}"
+    if compression == "conv":
+        check_has_effect("linformer", choice, "compression=projection or pool", rank=rank)
+    else:
+        check_has_effect("linformer", choice, "compression=conv", width=width)
+    if compression != "projection":
+        check_has_effect("linformer", choice, "compression=projection", share=share)
+    rank, width = 128 if rank is None else rank, 4 if width is None else width
     for argument, value in (("rank", rank), ("width", width)):
         if value < 1:
             raise InputError(f"model.mixer=linformer({argument}={value}): expected at least 1")
-    return LinformerMixer(rank, compression, width, share, dropout, name=name)
+    return LinformerMixer(rank, compression, width, share or "heads", dropout, name=name)
 
 
 def nystrom(landmarks: int = 64, width: int = 33, *, dropout: float = 0.0, name: str | None = None) -> NystromMixer:
