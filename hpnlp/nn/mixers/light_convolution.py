@@ -21,8 +21,8 @@ from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Proje
 class LightConvMixer(nn.Module):
     """Lightweight convolution (`light_conv`) of gated values: one softmax over W taps for each head.
 
-    The values are `v * sigmoid(q)`, a gated linear unit of two projections. With a causal mask, an output depends on the last
-    W - 1 tokens and its own; otherwise on (W - 1) // 2 earlier and W // 2 later ones.
+    The values are `v * sigmoid(gate)`, a gated linear unit of two projections. With a causal mask, an output depends on the
+    last W - 1 tokens and its own; otherwise on (W - 1) // 2 earlier and W // 2 later ones.
 
     Attributes:
       width: Number of taps W.
@@ -41,7 +41,7 @@ class LightConvMixer(nn.Module):
 
     @property
     def needs(self) -> Mapping[str, Projection]:
-        return {"q": Projection("heads"), "v": Projection("heads")}
+        return {"gate": Projection("heads"), "v": Projection("heads")}
 
     def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
         window = self.within(mask)
@@ -122,17 +122,16 @@ class DynamicConvMixer(LightConvMixer):
 
     @property
     def needs(self) -> Mapping[str, Projection]:
-        return {**super().needs, "k": Projection("heads", self.width)}
+        return {**super().needs, "scores": Projection("heads", self.width)}
 
     def _convolve(self, inputs: MixerInputs, values: jax.Array, **options: Any) -> jax.Array:
-        assert inputs.k is not None
-        return dynamic_conv(values, inputs.k, **options)
+        return dynamic_conv(values, inputs.projections["scores"], **options)
 
 
 def _gated(inputs: MixerInputs) -> jax.Array:
-    """The gated linear unit of values v and gates q, `[B, T, N, H]`."""
-    assert inputs.q is not None and inputs.v is not None
-    gated = inputs.v.astype(jnp.float32) * jax.nn.sigmoid(inputs.q.astype(jnp.float32))
+    """The gated linear unit of values and gates, `[B, T, N, H]`."""
+    assert inputs.v is not None
+    gated = inputs.v.astype(jnp.float32) * jax.nn.sigmoid(inputs.projections["gate"].astype(jnp.float32))
     return gated.astype(inputs.v.dtype)
 
 
