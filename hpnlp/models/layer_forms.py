@@ -186,9 +186,12 @@ def build_mixers(text: str, dropout: float = 0.0) -> list[Mixer]:
       A module of `hpnlp.nn.mixers` for each entry, without a name.
 
     Raises:
-      InputError: Unknown name, or wrong arguments.
+      InputError: Unknown name, or wrong arguments; a mixer with a rate of dropout of its own.
     """
-    return [build(spec, MIXERS, "mixer", dropout=dropout, name=None) for spec in mixer_period(text)]
+    specs = mixer_period(text)
+    if any("dropout" in dict(spec.kwargs) for spec in specs):
+        raise InputError(f"model.mixer={text!r} sets dropout, but {SHARED['dropout']}: set model.dropout instead")
+    return [build(spec, MIXERS, "mixer", dropout=dropout, name=None) for spec in specs]
 
 
 def build_mixer(form: BlockConfig) -> Mixer:

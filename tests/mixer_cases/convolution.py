@@ -18,15 +18,16 @@ def convolution(mixing, arrays, params, mask, segment_ids):
 
 def softmax_convolution(mixing, arrays, params, mask, segment_ids):
     """A dense matrix for each head; row t holds the softmax of the scores of token t, at the tokens that its taps read."""
-    q, v = (arrays[name].astype(jnp.float32) for name in "qv")
-    scores = arrays["k"].astype(jnp.float32) if "k" in mixing.module.needs else params["params"]["taps"][None, None]
+    gate, v = (arrays[name].astype(jnp.float32) for name in ("gate", "v"))
+    by_token = "scores" in mixing.module.needs
+    scores = arrays["scores"].astype(jnp.float32) if by_token else params["params"]["taps"][None, None]
     width, ahead = mixing.module.width, 0 if mask == Causal() else mixing.module.width // 2
     tap = np.arange(v.shape[1])[:, None] + ahead - np.arange(v.shape[1])[None]
     visible = (segment_ids[:, :, None] == segment_ids[:, None]) & ((tap >= 0) & (tap < width))[None]
     weights = jnp.broadcast_to(jax.nn.softmax(scores, axis=-1), (*v.shape[:3], width))
     chosen = jnp.asarray(tap[..., None] == np.arange(width), jnp.float32)
     weights = jnp.einsum("btnw,tsw->btsn", weights, chosen) * visible[..., None].astype(jnp.float32)
-    return jnp.einsum("btsn,bsnh->btnh", weights, v * jax.nn.sigmoid(q)).astype(arrays["v"].dtype)
+    return jnp.einsum("btsn,bsnh->btnh", weights, v * jax.nn.sigmoid(gate)).astype(arrays["v"].dtype)
 
 
 EXAMPLES = {"lightconv": ("lightconv(5)", "lightconv(4)"), "dynamicconv": ("dynamicconv(4)", "dynamicconv(5)")}

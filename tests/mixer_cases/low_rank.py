@@ -56,7 +56,12 @@ def fourier(mixing, arrays, params, mask, segment_ids):
 
 
 EXAMPLES = {
-    "linformer": ("linformer(5)", "linformer(4,pool)", "linformer(1,conv,width=3)", "linformer(5,share=none)"),
+    "linformer": (
+        "linformer(5)",
+        "linformer(4,pool)",
+        "linformer(compression=conv,width=3)",
+        "linformer(5,share=none)",
+    ),
     "nystrom": ("nystrom(3,5)", "nystrom(40,0)"),
 }
 REFERENCES = {"linformer": linformer, "nystrom": nystrom, "fnet": fourier}

@@ -87,8 +87,8 @@ def feed(p, x):
 def lite(p, x, visible, ids, causal, memory):
     far, near = np.split(rms(p["mix_norm"], x), 2, axis=-1)
     conv = p["convolve"]
-    values = by_head(conv["v"], near, 2) * sigmoid(by_head(conv["q"], near, 2))
-    scores = by_head(conv["k"], near, 2) if "k" in conv else conv["mixer"]["taps"][None, None]
+    values = by_head(conv["v"], near, 2) * sigmoid(by_head(conv["gate"], near, 2))
+    scores = by_head(conv["scores"], near, 2) if "scores" in conv else conv["mixer"]["taps"][None, None]
     windows = taps_of(values.reshape(*x.shape[:2], -1), 5, ids, causal).reshape(*x.shape[:2], 5, 2, -1)
     near = np.einsum("btwnh,btnw->btnh", windows, np.broadcast_to(softmax(scores), (*x.shape[:2], 2, 5)))
     near = near.reshape(*x.shape[:2], -1) @ conv["out"]["kernel"]

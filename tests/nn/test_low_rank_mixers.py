@@ -98,9 +98,7 @@ def test_models_refuse_mixers_that_cannot_honour_their_mask():
             LMConfig(mixer=mixer, max_len=4, **SIZES)
         with pytest.raises(InputError, match=f"{mixer} mixes documents that share a sequence"):
             EncoderConfig(mixer=mixer, max_len=4, **SIZES)
-        with pytest.raises(
-            InputError, match=rf"{mixer} mixes all tokens of a sequence and cannot apply the mask Causal"
-        ):
+        with pytest.raises(InputError, match=rf"{mixer} cannot apply the mask Causal\(\), since it mixes all tokens"):
             MIXERS[mixer]().within(Causal())
 
 
@@ -108,7 +106,10 @@ def test_models_refuse_mixers_that_cannot_honour_their_mask():
     ("spec", "message"),
     [
         ("linformer(0)", r"linformer\(rank=0\): expected at least 1"),
-        ("linformer(4,conv,width=0)", r"linformer\(width=0\): expected at least 1"),
+        ("linformer(compression=conv,width=0)", r"linformer\(width=0\): expected at least 1"),
+        ("linformer(4,pool,width=9)", r"\(width=9\) has no effect with compression=pool: .* choose compression=conv"),
+        ("linformer(4,conv)", r"\(rank=4\) has no effect with compression=conv: .* compression=projection or pool"),
+        ("linformer(compression=conv,share=none)", r"\(share=none\) has no effect with .* compression=projection"),
         ("linformer(4,mean)", r"linformer\(compression=mean\): known: conv, pool, projection"),
         ("linformer(share=head)", r"linformer\(share=head\): did you mean 'heads'\?"),
         ("nystrom(0)", r"nystrom\(0\): expected at least 1 landmark"),
@@ -117,6 +118,8 @@ def test_models_refuse_mixers_that_cannot_honour_their_mask():
         ("synthesizer_factorized_random(0)", r"synthesizer_factorized_random\(rank=0\): expected at least 1"),
         ("synthesizer_factorized_dense(-1)", r"synthesizer_factorized_dense\(block=-1\): expected at least 1"),
         ("mixture(dens)", r"mixture\(dens\): did you mean 'dense'\?"),
+        ("mixture(dense,block=4)", r"\(block=4\) has no effect with the terms dense: .* choose factorized_dense, too"),
+        ("mixture(rank=4)", r"\(rank=4\) has no effect with the terms random: .* choose factorized_random, too"),
         ("mixture(dense,dense)", r"mixture\(dense, dense\): expected distinct terms"),
     ],
 )

@@ -1,6 +1,7 @@
 """Traits that a mixer does not claim raise an error when a model is made, and not later."""
 
 import dataclasses
+import math
 import types
 
 import flax.linen as nn
@@ -83,6 +84,15 @@ def test_weights_of_layers_are_counted_by_their_projections():
     )
     assert full - conv == 2 * 4 * 8 * 8
     assert both == full
+
+
+def test_rates_of_dropout_outside_of_the_unit_interval_raise():
+    for name, entry in MIXERS.items():
+        for rate in (-0.1, 1.0, math.nan):
+            with pytest.raises(InputError, match=rf"model.mixer={name}\(dropout={rate}\): expected a probability"):
+                entry(dropout=rate)
+    with pytest.raises(InputError, match="sets dropout, but one rate holds for the whole model: set model.dropout"):
+        LMConfig(mixer="window(4,0),full(dropout=0.1)", **SIZES)
 
 
 @pytest.mark.parametrize("name", ["qk_norm", "qkv_bias", "out_bias"])

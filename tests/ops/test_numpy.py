@@ -469,7 +469,7 @@ CALLS = (
 
 # Modules without public ops: the executor and kernels of `attend`, masks, blocks of logits of the losses, helpers.
 INTERNAL = {
-    *("attention.dispatch", "attention.validate"),
+    *("attention.decoding.slots", "attention.dispatch", "attention.validate"),
     *(
         f"attention.masks.{name}"
         for name in ("base", "lookback", "papers", "patterns", "per_head", "selected_tokens", "table")

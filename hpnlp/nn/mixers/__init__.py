@@ -7,6 +7,7 @@ from typing import Any
 
 from hpnlp.nn.mixers import patterns
 from hpnlp.nn.mixers.bucketed import reformer, routing
+from hpnlp.nn.mixers.checks import checked_dropout
 from hpnlp.nn.mixers.clustered import clustered, clustered_improved
 from hpnlp.nn.mixers.compressive import compressive
 from hpnlp.nn.mixers.convolution import conv
@@ -79,3 +80,4 @@ MIXERS: dict[str, Callable[..., Any]] = {
     # The difference of two attentions.
     "differential": differential,
 }
+MIXERS |= {name: checked_dropout(name, entry) for name, entry in MIXERS.items()}

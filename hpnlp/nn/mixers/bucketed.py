@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import buffer
+from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.bucketed import (
     BucketCache,
@@ -94,10 +95,8 @@ class BucketMixer(nn.Module):
           InputError: Dropout is on, or the mask is not `Causal()`.
         """
         assert inputs.v is not None
-        if self.dropout and not inputs.deterministic:
-            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
-        if self.within(mask) != Causal():
-            raise InputError(f"extend with the mask {mask}: decoding is causal, pass Causal()")
+        check_decoding(inputs, self.dropout)
+        check_mask("attention within buckets with a cache", mask, Causal())
         q, buckets, _ = self.assign(inputs)
         k = unit_vectors(q)
         return extend_bucket_cache(q, k, inputs.v, buckets, cache, window=self.window, hides_self=True, scale=1.0)
@@ -114,11 +113,7 @@ class BucketMixer(nn.Module):
         Raises:
           InputError: Another mask, which does not apply to tokens in the order of their buckets.
         """
-        if mask not in (Causal(), Full()):
-            raise InputError(
-                f"attention within buckets cannot apply the mask {mask}: pass Causal() or Full(), or choose another model.mixer"
-            )
-        return mask
+        return check_mask("attention within buckets", mask, Causal(), Full())
 
 
 class ReformerMixer(BucketMixer):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Full, attend
 from hpnlp.ops.attention.clustered import (
     Clusters,
@@ -82,12 +83,8 @@ class ClusteredMixer(nn.Module):
         Raises:
           InputError: Another mask: the queries of a cluster attend to the same keys.
         """
-        if mask != Full():
-            raise InputError(
-                f"clustered attention cannot apply the mask {mask}, since the queries of a cluster attend to the same keys: "
-                "pass Full(), or choose another model.mixer"
-            )
-        return mask
+        reason = "the queries of a cluster attend to the same keys"
+        return check_mask("clustered attention", mask, Full(), reason=reason)
 
     def _attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, clusters: Clusters, segment_ids: jax.Array | None

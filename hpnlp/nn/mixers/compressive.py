@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import dense_init, param
+from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.relative_positions import RelativePositions
 from hpnlp.nn.mixers.segment_memory import SegmentMemory
 from hpnlp.ops.attention import Causal
@@ -192,11 +193,7 @@ class CompressiveMixer(nn.Module):
         Raises:
           InputError: The mask is not `Causal()`, so that it is not defined for the memories.
         """
-        if mask != Causal():
-            raise InputError(
-                f"a compressive memory cannot apply the mask {mask}: pass Causal(), or choose another model.mixer"
-            )
-        return mask
+        return check_mask("a compressive memory", mask, Causal())
 
     @nn.compact
     def _kernel(self, dim: int) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import param
+from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Causal, Window
 from hpnlp.ops.convolution import causal_conv, last_tokens
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
@@ -73,10 +74,7 @@ class ConvMixer(nn.Module):
         Raises:
           InputError: Another mask, which a convolution cannot honour.
         """
-        if mask != Causal():
-            raise InputError(
-                f"a convolution cannot apply the mask {mask}: pass Causal(), or choose another model.mixer"
-            )
+        check_mask("a convolution", mask, Causal())
         return Window(self.width - 1, 0)
 
 

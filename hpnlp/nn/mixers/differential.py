@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import RMSNorm, param
+from hpnlp.nn.mixers.checks import check_decoding
 from hpnlp.ops.attention import attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
@@ -92,8 +93,7 @@ class DifferentialMixer(nn.Module):
         Raises:
           InputError: Dropout is on.
         """
-        if self.dropout and not inputs.deterministic:
-            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
+        check_decoding(inputs, self.dropout)
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         q, k, v = inputs.q, inputs.k, inputs.v
         group = _check_heads(q, k)

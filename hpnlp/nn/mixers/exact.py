@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 
+from hpnlp.nn.mixers.checks import check_decoding
 from hpnlp.ops.attention import Full, Mask, PerHead, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection
 
 
 class ExactMixer(nn.Module):
@@ -75,8 +76,7 @@ class ExactMixer(nn.Module):
         Raises:
           InputError: Dropout is on.
         """
-        if self.dropout and not inputs.deterministic:
-            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
+        check_decoding(inputs, self.dropout)
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         return cache.extend(inputs.q, inputs.k, inputs.v, self.within(mask))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax.numpy as jnp
 
-from hpnlp.nn.mixers.low_rank import TRAITS, both_directions, real_tokens
+from hpnlp.nn.mixers.low_rank import TRAITS, AllTokensMixer, real_tokens
 from hpnlp.ops.fourier import fourier_mix
 from hpnlp.spec import did_you_mean
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
@@ -16,7 +15,7 @@ from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Proje
 SCALES = ("unit", "none")
 
 
-class FourierMixer(nn.Module):
+class FourierMixer(AllTokensMixer):
     """Real part of the Fourier transform of the hidden states over tokens and features (`fourier_mix`), without parameters.
 
     Padding counts as zeros, and its output is 0. The transform is that of all T places of a sequence, so that the output of a
@@ -31,6 +30,7 @@ class FourierMixer(nn.Module):
     References: Lee-Thorp et al. 2021, "FNet: mixing tokens with Fourier transforms", eq. 3.
     """
 
+    entry: ClassVar[str] = "fnet"
     needs: ClassVar[Mapping[str, Projection]] = {}
     traits: ClassVar[MixerTraits] = TRAITS
 
@@ -46,20 +46,6 @@ class FourierMixer(nn.Module):
         zero = jnp.zeros((), x.dtype)
         o = fourier_mix(jnp.where(real[..., None], x, zero), scale)
         return MixerOutput(jnp.where(real[..., None], o, zero))
-
-    def within(self, mask: Any) -> Any:
-        """The mask of all pairs.
-
-        Args:
-          mask: `Full()`.
-
-        Returns:
-          `Full()`.
-
-        Raises:
-          InputError: Another mask.
-        """
-        return both_directions("fnet", mask)
 
 
 def fnet(scale: str = "unit", *, dropout: float = 0.0, name: str | None = None) -> FourierMixer:

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import Dense, buffer, param
-from hpnlp.nn.mixers.linear import checked_chunk, extend, mix, only_causal
+from hpnlp.nn.mixers.checks import check_mask
+from hpnlp.nn.mixers.linear import checked_chunk, extend, mix
+from hpnlp.ops.attention import Causal
 from hpnlp.ops.convolution import causal_conv, last_tokens
 from hpnlp.ops.norms import layer_norm, rms_norm
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
@@ -78,7 +80,7 @@ class GatedMixer(nn.Module):
         Raises:
           InputError: Another mask.
         """
-        return only_causal(mask, type(self).__name__)
+        return check_mask(type(self).__name__, mask, Causal())
 
 
 def _run(inputs: MixerInputs, cache: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[jax.Array, Any]:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import param
+from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.nn.mixers.convolution import MAX_WIDTH
-from hpnlp.nn.mixers.linear import only_causal
 from hpnlp.ops.attention import Causal, Full, Window
 from hpnlp.ops.convolution import last_tokens
 from hpnlp.ops.light_convolution import dynamic_conv, light_conv
@@ -21,8 +21,8 @@ from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Proje
 class LightConvMixer(nn.Module):
     """Lightweight convolution (`light_conv`) of gated values: one softmax over W taps for each head.
 
-    The values are `v * sigmoid(q)`, a gated linear unit of two projections. With a causal mask, an output depends on the last
-    W - 1 tokens and its own; otherwise on (W - 1) // 2 earlier and W // 2 later ones.
+    The values are `v * sigmoid(gate)`, a gated linear unit of two projections. With a causal mask, an output depends on the
+    last W - 1 tokens and its own; otherwise on (W - 1) // 2 earlier and W // 2 later ones.
 
     Attributes:
       width: Number of taps W.
@@ -41,7 +41,7 @@ class LightConvMixer(nn.Module):
 
     @property
     def needs(self) -> Mapping[str, Projection]:
-        return {"q": Projection("heads"), "v": Projection("heads")}
+        return {"gate": Projection("heads"), "v": Projection("heads")}
 
     def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
         window = self.within(mask)
@@ -73,9 +73,8 @@ class LightConvMixer(nn.Module):
         Raises:
           InputError: Dropout is on, or the mask is not causal.
         """
-        if self.dropout and not inputs.deterministic:
-            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
-        only_causal(mask, "a convolution with a cache")
+        check_decoding(inputs, self.dropout)
+        check_mask("a convolution with a cache", mask, Causal())
         values = _gated(inputs)
         o = self._convolve(inputs, values, preceding=cache)
         values = jnp.concatenate([cache, values], axis=1)
@@ -93,13 +92,9 @@ class LightConvMixer(nn.Module):
         Raises:
           InputError: Another mask, which a convolution cannot honour.
         """
-        if mask == Causal():
+        if check_mask("a convolution", mask, Causal(), Full()) == Causal():
             return Window(self.width - 1, 0)
-        if mask == Full():
-            return Window((self.width - 1) // 2, self.width // 2)
-        raise InputError(
-            f"a convolution cannot apply the mask {mask}: pass Causal() or Full(), or choose another model.mixer"
-        )
+        return Window((self.width - 1) // 2, self.width // 2)
 
     @nn.compact
     def _convolve(self, inputs: MixerInputs, values: jax.Array, **options: Any) -> jax.Array:
@@ -127,17 +122,16 @@ class DynamicConvMixer(LightConvMixer):
 
     @property
     def needs(self) -> Mapping[str, Projection]:
-        return {**super().needs, "k": Projection("heads", self.width)}
+        return {**super().needs, "scores": Projection("heads", self.width)}
 
     def _convolve(self, inputs: MixerInputs, values: jax.Array, **options: Any) -> jax.Array:
-        assert inputs.k is not None
-        return dynamic_conv(values, inputs.k, **options)
+        return dynamic_conv(values, inputs.projections["scores"], **options)
 
 
 def _gated(inputs: MixerInputs) -> jax.Array:
-    """The gated linear unit of values v and gates q, `[B, T, N, H]`."""
-    assert inputs.q is not None and inputs.v is not None
-    gated = inputs.v.astype(jnp.float32) * jax.nn.sigmoid(inputs.q.astype(jnp.float32))
+    """The gated linear unit of values and gates, `[B, T, N, H]`."""
+    assert inputs.v is not None
+    gated = inputs.v.astype(jnp.float32) * jax.nn.sigmoid(inputs.projections["gate"].astype(jnp.float32))
     return gated.astype(inputs.v.dtype)
 
 

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.linear import LinearState, linear_attention, linear_attention_step
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
@@ -72,24 +73,6 @@ def extend(
     return o[:, None], cache
 
 
-def only_causal(mask: Any, name: str) -> Any:
-    """Checks the mask of a causal mixer.
-
-    Args:
-      mask: A static Mask.
-      name: The mixer, for the message.
-
-    Returns:
-      `Causal()`.
-
-    Raises:
-      InputError: Another mask.
-    """
-    if mask != Causal():
-        raise InputError(f"{name} cannot apply the mask {mask}: pass Causal(), or choose another model.mixer")
-    return mask
-
-
 def elu_plus_one(x: jax.Array) -> jax.Array:
     """The feature map elu(x) + 1.
 
@@ -150,28 +133,13 @@ class LinearMixer(nn.Module):
           `(o [B, T, N, H], the state with these tokens)`.
         """
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
-        only_causal(mask, "linear attention with a cache")
+        check_mask("linear attention with a cache", mask, Causal())
         q, k = elu_plus_one(inputs.q), elu_plus_one(inputs.k)
         o, cache = extend(q, k, inputs.v, cache, eps=MIN_WEIGHT, chunk=self.chunk)
         return o.astype(inputs.v.dtype), cache
 
     def within(self, mask: Any) -> Any:
-        """The mask of the pairs that influence each other.
-
-        Args:
-          mask: `Causal()` or `Full()`.
-
-        Returns:
-          The mask.
-
-        Raises:
-          InputError: Another mask, which a sum over all preceding tokens cannot honour.
-        """
-        if mask not in (Causal(), Full()):
-            raise InputError(
-                f"linear attention cannot apply the mask {mask}: pass Causal() or Full(), or choose another model.mixer"
-            )
-        return mask
+        return check_mask("linear attention", mask, Causal(), Full(), reason="it sums over all preceding tokens")
 
 
 def linear(chunk: int = 64, *, dropout: float = 0.0, name: str | None = None) -> LinearMixer:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import param
+from hpnlp.nn.mixers.checks import check_has_effect, check_mask
 from hpnlp.ops.attention import Full, attend
 from hpnlp.ops.attention.low_rank.compression import convolve_tokens, padding_ids, pool_tokens, project_tokens
 from hpnlp.ops.attention.low_rank.nystrom import nystrom_attend
@@ -30,27 +31,6 @@ NEEDS: Mapping[str, Projection] = {
     "k": Projection("kv_heads", norm=True, rope=True),
     "v": Projection("kv_heads"),
 }
-
-
-def both_directions(mixer: str, mask: Any) -> Any:
-    """The mask of a mixer that mixes all tokens with each other.
-
-    Args:
-      mixer: Name of the mixer, for the message.
-      mask: `Full()`.
-
-    Returns:
-      The mask.
-
-    Raises:
-      InputError: Another mask, which the mixer cannot honour.
-    """
-    if mask != Full():
-        raise InputError(
-            f"{mixer} mixes all tokens of a sequence and cannot apply the mask {mask}: pass Full(), or choose "
-            "another model.mixer"
-        )
-    return mask
 
 
 def real_tokens(inputs: MixerInputs) -> jax.Array | None:
@@ -95,7 +75,20 @@ def of_length(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], a
     return value[tuple(slice(size) for size in shape)] if full != shape else value
 
 
-class LinformerMixer(nn.Module):
+class AllTokensMixer(nn.Module):
+    """A mixer of all tokens of a sequence, whose mask is `Full()`.
+
+    Attributes:
+      entry: Name in MIXERS, for messages.
+    """
+
+    entry: ClassVar[str]
+
+    def within(self, mask: Any) -> Any:
+        return check_mask(self.entry, mask, Full(), reason="it mixes all tokens of a sequence")
+
+
+class LinformerMixer(AllTokensMixer):
     """Softmax attention of all queries to keys and values that are compressed along the sequence.
 
     Padding contributes to no compressed token, and its output is 0. Several segments of a sequence are mixed.
@@ -115,6 +108,7 @@ class LinformerMixer(nn.Module):
     variance of 1 / T, so that compressed tokens are of the size of the tokens.
     """
 
+    entry: ClassVar[str] = "linformer"
     needs: ClassVar[Mapping[str, Projection]] = NEEDS
 
     rank: int = 128
@@ -147,20 +141,6 @@ class LinformerMixer(nn.Module):
         )
         return MixerOutput(o)
 
-    def within(self, mask: Any) -> Any:
-        """The mask of all pairs.
-
-        Args:
-          mask: `Full()`.
-
-        Returns:
-          `Full()`.
-
-        Raises:
-          InputError: Another mask.
-        """
-        return both_directions("linformer", mask)
-
     def _compressed(self, k: jax.Array, v: jax.Array, real: jax.Array | None) -> list[tuple[jax.Array, jax.Array]]:
         """Compressed keys and values, and with each the compressed tokens that some token contributes to."""
         length, heads, width = k.shape[1:]
@@ -180,7 +160,7 @@ class LinformerMixer(nn.Module):
         return [(project_tokens(x, matrix, real), filled) for x, matrix in zip((k, v), 2 * matrices, strict=False)]
 
 
-class NystromMixer(nn.Module):
+class NystromMixer(AllTokensMixer):
     """Nystrom approximation of softmax attention by landmarks (`nystrom_attend`), and a convolution of the values.
 
     Padding contributes to nothing, and its output is 0. Several segments of a sequence are mixed.
@@ -195,6 +175,7 @@ class NystromMixer(nn.Module):
     References: Xiong et al. 2021, "Nystromformer", eq. 13 and fig. 2.
     """
 
+    entry: ClassVar[str] = "nystrom"
     needs: ClassVar[Mapping[str, Projection]] = NEEDS
     traits: ClassVar[MixerTraits] = TRAITS
 
@@ -228,37 +209,23 @@ class NystromMixer(nn.Module):
             near = jnp.where(real[..., None, None], near, jnp.zeros((), near.dtype))
         return MixerOutput(o + near)
 
-    def within(self, mask: Any) -> Any:
-        """The mask of all pairs.
-
-        Args:
-          mask: `Full()`.
-
-        Returns:
-          `Full()`.
-
-        Raises:
-          InputError: Another mask.
-        """
-        return both_directions("nystrom", mask)
-
 
 def linformer(
-    rank: int = 128,
+    rank: int | None = None,
     compression: str = "projection",
     *,
-    width: int = 4,
-    share: str = "heads",
+    width: int | None = None,
+    share: str | None = None,
     dropout: float = 0.0,
     name: str | None = None,
 ) -> LinformerMixer:
     """Entry of MIXERS: attention to compressed keys and values.
 
     Args:
-      rank: Number of compressed tokens, for projection and pool.
+      rank: Number of compressed tokens, for projection and pool; 128 if None.
       compression: projection, pool or conv.
-      width: Tokens that one compressed token is made of, for conv.
-      share: Matrices of projection: none for two of each key head, heads for two, key_value for one.
+      width: Tokens that one compressed token is made of, for conv; 4 if None.
+      share: Matrices of projection: none for two of each key head, heads for two, key_value for one; heads if None.
       dropout: Rate of dropout on attention probabilities.
       name: Name of the module.
 
@@ -266,15 +233,23 @@ def linformer(
       The mixer.
 
     Raises:
-      InputError: An unknown compression or sharing, or a rank or width below 1.
+      InputError: An unknown compression or sharing, a rank or width below 1, or an argument that the compression ignores.
     """
     for argument, value, known in (("compression", compression, COMPRESSIONS), ("share", share, SHARING)):
-        if value not in known:
+        if value is not None and value not in known:
             raise InputError(f"model.mixer=linformer({argument}={value}): {did_you_mean(value, known)}")
+    choice = f"compression={compression}"
+    if compression == "conv":
+        check_has_effect("linformer", choice, "compression=projection or pool", rank=rank)
+    else:
+        check_has_effect("linformer", choice, "compression=conv", width=width)
+    if compression != "projection":
+        check_has_effect("linformer", choice, "compression=projection", share=share)
+    rank, width = 128 if rank is None else rank, 4 if width is None else width
     for argument, value in (("rank", rank), ("width", width)):
         if value < 1:
             raise InputError(f"model.mixer=linformer({argument}={value}): expected at least 1")
-    return LinformerMixer(rank, compression, width, share, dropout, name=name)
+    return LinformerMixer(rank, compression, width, share or "heads", dropout, name=name)
 
 
 def nystrom(landmarks: int = 64, width: int = 33, *, dropout: float = 0.0, name: str | None = None) -> NystromMixer:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import buffer
-from hpnlp.nn.mixers.linear import extend, mix, only_causal
+from hpnlp.nn.mixers.checks import check_mask
+from hpnlp.nn.mixers.linear import extend, mix
 from hpnlp.nn.mixers.random_projections import RandomProjections, check_projections
 from hpnlp.ops.attention import Causal
 from hpnlp.ops.attention.linear import LinearState
@@ -82,7 +83,7 @@ class PerformerMixer(RandomProjections):
           `(o [B, T, N, H], the state with these tokens)`.
         """
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
-        only_causal(mask, "attention with random features and a cache")
+        check_mask("attention with random features and a cache", mask, Causal())
         q, k = self._features(inputs.q, inputs.k)
         o, cache = extend(q, k, inputs.v, cache, eps=MIN_WEIGHT)
         return o.astype(inputs.v.dtype), cache

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 
 from hpnlp.nn.layers import buffer
+from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.linear.random_features import PROJECTIONS, projection_count, random_projections
 from hpnlp.types import InputError
@@ -60,22 +61,9 @@ class RandomProjections(nn.Module):
         return jax.lax.cond(is_due, lambda: random_projections(rng, count, dim, self.projections), lambda: w)
 
     def within(self, mask: Any) -> Any:
-        """The mask of the pairs that influence each other.
-
-        Args:
-          mask: `Causal()` or `Full()`.
-
-        Returns:
-          The mask.
-
-        Raises:
-          InputError: Another mask, which a sum over all preceding tokens cannot honour.
-        """
-        if mask not in (Causal(), Full()):
-            raise InputError(
-                f"random features cannot apply the mask {mask}: pass Causal() or Full(), or choose another model.mixer"
-            )
-        return mask
+        return check_mask(
+            "attention with random features", mask, Causal(), Full(), reason="it sums over all preceding tokens"
+        )
 
 
 def check_projections(

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import param
-from hpnlp.nn.mixers.linear import extend, mix, only_causal
+from hpnlp.nn.mixers.checks import check_mask
+from hpnlp.nn.mixers.linear import extend, mix
 from hpnlp.nn.mixers.random_projections import RandomProjections, check_projections
 from hpnlp.ops.attention import Causal
 from hpnlp.ops.attention.linear import LinearState
@@ -105,7 +106,7 @@ class RFAMixer(RandomProjections):
           `(o [B, T, N, H], the state with these tokens)`.
         """
         assert inputs.v is not None
-        only_causal(mask, "attention with random features and a cache")
+        check_mask("attention with random features and a cache", mask, Causal())
         terms, log_gate = self._terms(inputs)
         options = {} if log_gate is None else {"log_decay": log_gate}
         sums, state = extend(terms.q, terms.k, terms.v, cache.sums, **options)
@@ -113,7 +114,9 @@ class RFAMixer(RandomProjections):
         return rfa_quotient(sums, mass).astype(inputs.v.dtype), RFAState(state, mass_state)
 
     def within(self, mask: Any) -> Any:
-        return only_causal(mask, "random feature attention with gates") if self.gate else super().within(mask)
+        if self.gate:
+            return check_mask("random feature attention with gates", mask, Causal())
+        return super().within(mask)
 
     def advance(self, buffers: Any, statistics: Any, step: jax.Array, rng: jax.Array) -> Any:
         """The buffers of the next step.

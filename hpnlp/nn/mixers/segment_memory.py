@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Window, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
@@ -92,29 +93,19 @@ class SegmentMemoryMixer(nn.Module):
         return SegmentMemory(jnp.zeros((batch, self.memory, dim), dtype), ids, ids)
 
     def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
-        assert inputs.x is not None and inputs.q is not None and inputs.k is not None and inputs.v is not None
-        mask, rate = self.within(mask), 0.0 if inputs.deterministic else self.dropout
-        o: Any = attend(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            mask.shift(inputs.k.shape[1] - inputs.q.shape[1]),  # indices of keys count from the memory
-            segment_ids=inputs.segment_ids,
-            kv_segment_ids=inputs.kv_segment_ids,
-            dropout_rate=rate,
-            rng=inputs.rng if rate else None,
-            streams=inputs.streams if rate else None,
-        )
+        assert inputs.k is not None and inputs.v is not None
+        window = self.within(mask)
+        o = self._attend(inputs, window)
         cache = None
         if inputs.capacity is not None:
-            cache = start_cache(inputs.k, inputs.v, inputs.lengths(), mask, inputs.capacity)
+            cache = start_cache(inputs.k, inputs.v, inputs.lengths(), window, inputs.capacity)
         return MixerOutput(o, cache=cache, carry=None if inputs.carry is None else self._last(inputs))
 
     def extend(self, inputs: MixerInputs, mask: Any, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Attends from further tokens to the M tokens before each of them; see `extend_cache`.
 
         Args:
-          inputs: q, k and v of the further tokens. A sequence is one segment.
+          inputs: x, q, k and v of the further tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: Cache of the preceding tokens.
 
@@ -124,10 +115,32 @@ class SegmentMemoryMixer(nn.Module):
         Raises:
           InputError: Dropout is on.
         """
-        if self.dropout and not inputs.deterministic:
-            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
+        check_decoding(inputs, self.dropout)
+        assert inputs.k is not None and inputs.v is not None
+        q, by_distance = self._scored(inputs)
+        return cache.extend(q, inputs.k, inputs.v, self.within(mask), by_distance)
+
+    def _attend(self, inputs: MixerInputs, window: Window) -> jax.Array:
+        """Attention of the queries, `[B, T, N, H]`."""
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
-        return cache.extend(inputs.q, inputs.k, inputs.v, self.within(mask))
+        rate = 0.0 if inputs.deterministic else self.dropout
+        o: Any = attend(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            window.shift(inputs.k.shape[1] - inputs.q.shape[1]),  # indices of keys count from the memory
+            segment_ids=inputs.segment_ids,
+            kv_segment_ids=inputs.kv_segment_ids,
+            dropout_rate=rate,
+            rng=inputs.rng if rate else None,
+            streams=inputs.streams if rate else None,
+        )
+        return o
+
+    def _scored(self, inputs: MixerInputs) -> tuple[jax.Array, jax.Array | None]:
+        """Queries, and scores by distance if there are some, as for `extend_cache`."""
+        assert inputs.q is not None
+        return inputs.q, None
 
     def within(self, mask: Any) -> Any:
         """The mask of the pairs that influence each other.
@@ -141,10 +154,7 @@ class SegmentMemoryMixer(nn.Module):
         Raises:
           InputError: The mask is not `Causal()`, so that it is not defined for the tokens in the memory.
         """
-        if mask != Causal():
-            raise InputError(
-                f"a segment memory cannot apply the mask {mask}: pass Causal(), or choose another model.mixer"
-            )
+        check_mask("a segment memory", mask, Causal())
         return Window(self.memory, 0)
 
     def _last(self, inputs: MixerInputs) -> SegmentMemory:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import Dense, param
+from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Window, attend, merge
 from hpnlp.ops.attention.selected_blocks import (
     BlockCache,
@@ -104,7 +105,7 @@ class MobaMixer(nn.Module):
         Raises:
           InputError: Another mask.
         """
-        return _causal("moba", mask)
+        return check_mask("moba", mask, Causal())
 
 
 class NsaMixer(nn.Module):
@@ -202,7 +203,7 @@ class NsaMixer(nn.Module):
         Raises:
           InputError: Another mask.
         """
-        return _causal("nsa", mask)
+        return check_mask("nsa", mask, Causal())
 
     @nn.compact
     def _weights(self, kv_heads: int) -> tuple[jax.Array | None, jax.Array | None]:
@@ -222,12 +223,6 @@ class NsaMixer(nn.Module):
         gates = jax.nn.sigmoid(gates.astype(jnp.float32)).reshape(*o.shape[:3], len(branches))
         total = sum(gates[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate(branches))
         return jnp.asarray(total).astype(o.dtype)
-
-
-def _causal(name: str, mask: Any) -> Causal:
-    if mask != Causal():
-        raise InputError(f"{name} cannot apply the mask {mask}: pass Causal(), or choose another model.mixer")
-    return Causal()
 
 
 def _dropout(inputs: MixerInputs, rate: float) -> dict[str, Any]:
@@ -280,8 +275,7 @@ def _extended(
     mixer: MobaMixer | NsaMixer, inputs: MixerInputs, cache: BlockCache, *weights: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, BlockCache]:
     """`(q, positions, the cache with the new tokens)`."""
-    if mixer.dropout and not inputs.deterministic:
-        raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
+    check_decoding(inputs, mixer.dropout)
     assert inputs.q is not None and inputs.k is not None and inputs.v is not None
     return inputs.q, cache.positions(inputs.q.shape[1]), cache.extended(inputs.k, inputs.v, *weights)
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 
+from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.bucketed.sinkhorn import SortSettings, sinkhorn_attention
 from hpnlp.ops.attention.bucketed.sinkhorn_cache import SinkhornCache, extend_sinkhorn_cache, start_sinkhorn_cache
@@ -77,10 +78,8 @@ class SinkhornMixer(nn.Module):
           InputError: Dropout is on, or the mask is not `Causal()`.
         """
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
-        if self.dropout and not inputs.deterministic:
-            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
-        if mask != Causal():
-            raise InputError(f"extend with the mask {mask}: decoding is causal, pass Causal()")
+        check_decoding(inputs, self.dropout)
+        check_mask("Sinkhorn attention with a cache", mask, Causal())
         return extend_sinkhorn_cache(inputs.q, inputs.k, inputs.v, cache, self._settings(mask))
 
     def within(self, mask: Any) -> Any:
@@ -95,11 +94,7 @@ class SinkhornMixer(nn.Module):
         Raises:
           InputError: Another mask, which does not apply to mixtures of tokens.
         """
-        if mask not in (Causal(), Full()):
-            raise InputError(
-                f"Sinkhorn attention cannot apply the mask {mask}: pass Causal() or Full(), or choose another model.mixer"
-            )
-        return mask
+        return check_mask("Sinkhorn attention", mask, Causal(), Full())
 
     def _settings(self, mask: Any) -> SortSettings:
         return SortSettings(self.block, self.iterations, self.temperature, self.within(mask) == Causal())

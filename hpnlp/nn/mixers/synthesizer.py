@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.nn.layers import param
+from hpnlp.nn.mixers.checks import check_has_effect
 from hpnlp.nn.mixers.low_rank import of_length
 from hpnlp.ops.attention.synthetic.attend import Factors, synthetic_attend, tiled_scores
 from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
@@ -243,14 +244,14 @@ def synthesizer_factorized_random(rank: int = 8, *, dropout: float = 0.0, name: 
 
 
 def mixture(
-    *terms: str, rank: int = 8, block: int = 0, dropout: float = 0.0, name: str | None = None
+    *terms: str, rank: int | None = None, block: int | None = None, dropout: float = 0.0, name: str | None = None
 ) -> SynthesizerMixer:
     """Entry of MIXERS: a learned mixture of products of queries and keys with synthesized scores.
 
     Args:
       *terms: Distinct terms beside the products: dense, random, factorized_dense, factorized_random. None for random.
-      rank: Rank of factorized_random.
-      block: Keys in a block of factorized_dense, 0 for the square root of the length.
+      rank: Rank of factorized_random, 8 if None.
+      block: Keys in a block of factorized_dense; 0 or None for the square root of the length.
       dropout: Rate of dropout on attention probabilities.
       name: Name of the module.
 
@@ -258,14 +259,18 @@ def mixture(
       The mixer.
 
     Raises:
-      InputError: An unknown or repeated term, a rank below 1, or a negative block.
+      InputError: An unknown or repeated term, a rank below 1, a negative block, or an argument of a term that is not there.
     """
     for term in terms:
         if term not in KINDS:
             raise InputError(f"model.mixer=mixture({term}): {did_you_mean(str(term), KINDS)}")
     if len(set(terms)) < len(terms):
         raise InputError(f"model.mixer=mixture({', '.join(terms)}): expected distinct terms")
-    return _checked("mixture", (DOT, *(terms or ("random",))), rank, block, dropout, name)
+    terms = terms or ("random",)
+    for term, argument in (("factorized_random", {"rank": rank}), ("factorized_dense", {"block": block})):
+        if term not in terms:
+            check_has_effect("mixture", f"the terms {', '.join(terms)}", f"{term}, too", **argument)
+    return _checked("mixture", (DOT, *terms), 8 if rank is None else rank, block or 0, dropout, name)
 
 
 def _checked(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 
 from hpnlp.nn.mixers.relative_positions import RelativePositions
 from hpnlp.nn.mixers.segment_memory import SegmentMemoryMixer
-from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
-from hpnlp.types import InputError, MixerInputs, MixerOutput, Projection
+from hpnlp.ops.attention import Window
+from hpnlp.types import InputError, MixerInputs, Projection
 
 
 class TransformerXLMixer(SegmentMemoryMixer):
@@ -33,34 +33,11 @@ class TransformerXLMixer(SegmentMemoryMixer):
     def setup(self) -> None:
         self.relative = RelativePositions()
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
-        assert inputs.k is not None and inputs.v is not None
-        window = self.within(mask)
-        o = self.relative(inputs, self.memory + 1, 0.0 if inputs.deterministic else self.dropout)
-        cache = None
-        if inputs.capacity is not None:
-            cache = start_cache(inputs.k, inputs.v, inputs.lengths(), window, inputs.capacity)
-        return MixerOutput(o, cache=cache, carry=None if inputs.carry is None else self._last(inputs))
+    def _attend(self, inputs: MixerInputs, window: Window) -> jax.Array:
+        return self.relative(inputs, self.memory + 1, 0.0 if inputs.deterministic else self.dropout)
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """Attends from further tokens to the M tokens before each of them; see `extend_cache`.
-
-        Args:
-          inputs: x, q, k and v of the further tokens. A sequence is one segment.
-          mask: `Causal()`.
-          cache: Cache of the preceding tokens.
-
-        Returns:
-          `(o [B, T, N, H], the extended cache)`.
-
-        Raises:
-          InputError: Dropout is on.
-        """
-        if self.dropout and not inputs.deterministic:
-            raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
-        assert inputs.k is not None and inputs.v is not None
-        q, by_distance = self.relative.for_cache(inputs, self.memory + 1)
-        return cache.extend(q, inputs.k, inputs.v, self.within(mask), by_distance)
+    def _scored(self, inputs: MixerInputs) -> tuple[jax.Array, jax.Array | None]:
+        return self.relative.for_cache(inputs, self.memory + 1)
 
 
 def transformer_xl(memory: int = 128, *, dropout: float = 0.0, name: str | None = None) -> TransformerXLMixer:

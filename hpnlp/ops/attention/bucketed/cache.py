@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.bucketed.attend import without_self
 from hpnlp.ops.attention.bucketed.order import bucket_ranks
 from hpnlp.ops.attention.decoding.kv_cache import by_head
-from hpnlp.types import InputError
+from hpnlp.ops.attention.decoding.slots import check_capacity, prompt_slots, write_slots
 
 
 @jax.tree_util.register_dataclass
@@ -63,20 +62,15 @@ def start_bucket_cache(
     Cost: O(B N S (H + R)) memory.
     """
     length, heads = k.shape[1:3]
-    if length > capacity:
-        raise InputError(f"capacity {capacity} for {length} tokens: expected a capacity of at least {length}")
+    check_capacity(length, capacity)
     index = jnp.arange(length, dtype=jnp.int32)
     is_token = index[None] < lengths[:, None]
     by_round = by_head(buckets.astype(jnp.int32)).transpose(2, 0, 1)
     # Padding is a segment of its own, so that it has no influence on ranks.
     ranks = bucket_ranks(by_round, jnp.repeat(is_token.astype(jnp.int32), heads, axis=0)[None]).transpose(1, 2, 0)
-
-    def store(x: Array) -> Array:
-        filled = jnp.repeat(is_token, x.shape[0] // is_token.shape[0], axis=0)[:, :, None]
-        return jnp.pad(jnp.where(filled, x, jnp.zeros((), x.dtype)), ((0, 0), (0, capacity - length), (0, 0)))
-
-    tokens = [store(x) for x in (by_head(k), by_head(v), by_head(buckets.astype(jnp.int32)), ranks)]
-    return BucketCache(tokens[0], tokens[1], tokens[2], tokens[3], lengths)
+    tokens = by_head(k), by_head(v), by_head(buckets.astype(jnp.int32)), ranks
+    k, v, buckets, ranks = (prompt_slots(x, lengths, capacity) for x in tokens)
+    return BucketCache(k, v, buckets, ranks, lengths)
 
 
 @array_op("B T N", q="B T N")
@@ -111,19 +105,20 @@ def extend_bucket_cache(
     Cost: O(B N T S (H + R)) time: all slots are read, whatever their bucket.
     """
     batch, count, heads, _ = q.shape
-    at = jnp.repeat(cache.lengths, heads)
-    new_buckets = by_head(buckets.astype(jnp.int32))
+    at, new_buckets = cache.lengths, by_head(buckets.astype(jnp.int32))
     longer = dataclasses.replace(
-        cache, k=_write(cache.k, k, at), v=_write(cache.v, v, at), buckets=_write(cache.buckets, buckets, at)
+        cache,
+        k=write_slots(cache.k, by_head(k), at),
+        v=write_slots(cache.v, by_head(v), at),
+        buckets=write_slots(cache.buckets, new_buckets, at),
     )
-    index = at[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    index = jnp.repeat(at, heads)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     slots = jnp.arange(cache.k.shape[1], dtype=jnp.int32)
     # [B N, T, S, R]: slots of the bucket of a new token, and those before it.
     alike = new_buckets[:, :, None] == longer.buckets[:, None]
     before = (slots[None, None] < index[:, :, None])[..., None]
     new_ranks = jnp.sum(alike & before, axis=2, dtype=jnp.int32)
-    write = jax.vmap(lambda x, new, at: lax.dynamic_update_slice(x, new, (at, 0)))
-    longer = dataclasses.replace(longer, ranks=write(cache.ranks, new_ranks, at), lengths=cache.lengths + count)
+    longer = dataclasses.replace(longer, ranks=write_slots(cache.ranks, new_ranks, at), lengths=at + count)
 
     near = new_ranks[:, :, None] - longer.ranks[:, None] <= window
     visible = jnp.any(alike & near, axis=3) & (slots[None, None] <= index[:, :, None])
@@ -135,10 +130,3 @@ def extend_bucket_cache(
     weights = weights.reshape(longer.v.shape[0], -1, weights.shape[2])  # the query heads of each value head
     o = jnp.einsum("lts,lsh->lth", weights, longer.v, preferred_element_type=jnp.float32).astype(q.dtype)
     return o.reshape(batch, heads, count, -1).transpose(0, 2, 1, 3), longer
-
-
-def _write(slots: Array, new: Array, at: Int[Array, " L"]) -> Array:
-    """`slots [B K, S, H]` with `new [B, T, K, H]` from the slots `at` of each head on."""
-    new = by_head(new.astype(slots.dtype))
-    at = at.reshape(new.shape[0], -1)[:, 0]
-    return jax.vmap(lambda x, new, at: lax.dynamic_update_slice(x, new, (at, 0)))(slots, new, at)

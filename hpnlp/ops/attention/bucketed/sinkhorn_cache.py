@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.bucketed.sinkhorn import SortSettings, block_sums, in_blocks, mixtures, sort_weights
-from hpnlp.types import InputError
+from hpnlp.ops.attention.decoding.slots import check_capacity, prompt_slots
 
 
 @jax.tree_util.register_dataclass
@@ -63,19 +63,13 @@ def start_sinkhorn_cache(
     Cost: O(B S (K + N / C) H) memory.
     """
     length = k.shape[1]
-    if length > capacity:
-        raise InputError(f"capacity {capacity} for {length} tokens: expected a capacity of at least {length}")
+    check_capacity(length, capacity)
     slots = -(-capacity // settings.block) * settings.block
     is_token = jnp.arange(slots, dtype=jnp.int32)[None] < lengths[:, None]
-
-    def store(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, slots - length), (0, 0), (0, 0)))
-        return jnp.where(is_token[..., None, None], x, jnp.zeros((), x.dtype))
-
-    q = store(q)
+    q, k, v = (prompt_slots(x, lengths, slots) for x in (q, k, v))
     q_sums = block_sums(q, in_blocks(is_token, settings.block))
     q_first = in_blocks(q, settings.block)[:, :, 0].astype(jnp.float32)
-    return SinkhornCache(store(k), store(v), q_sums, q_first, lengths)
+    return SinkhornCache(k, v, q_sums, q_first, lengths)
 
 
 @array_op("B T N", q="B T N")

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.decoding.decode import attend_cache
+from hpnlp.ops.attention.decoding.slots import check_capacity, prompt_slots, write_slots
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.types import InputError
@@ -155,8 +156,8 @@ class BeamCache(KVCache):
         owners = jnp.where(is_new, jnp.arange(beams, dtype=jnp.int32)[None, :, None], self.owners)
         longer = dataclasses.replace(
             self,
-            k=_write(self.k, k, at * beams),
-            v=_write(self.v, v, at * beams),
+            k=write_slots(self.k, by_head(k), at * beams),
+            v=write_slots(self.v, by_head(v), at * beams),
             lengths=self.lengths + 1,
             owners=owners,
         )
@@ -219,16 +220,10 @@ def start_cache(
       O(B K H (T + slots)) time.
     """
     length, (pinned, back) = k.shape[1], mask.lookback().slots()
-    if length > capacity:
-        raise InputError(f"capacity {capacity} for {length} tokens: expected a capacity of at least {length}")
+    check_capacity(length, capacity)
     if back is None or pinned + back + 1 >= capacity:
-        in_prompt = (jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None])[:, :, None, None]
-
-        def store(x: Array) -> Array:
-            x = by_head(jnp.where(in_prompt, x, jnp.zeros((), x.dtype)))
-            return jnp.pad(x, ((0, 0), (0, capacity - length), (0, 0)))
-
-        return KVCache(store(k), store(v), lengths)
+        k, v = (prompt_slots(by_head(x), lengths, capacity) for x in (k, v))
+        return KVCache(k, v, lengths)
 
     def empty(x: Array) -> Array:
         return jnp.zeros((x.shape[0] * x.shape[2], pinned + back + 1, x.shape[3]), x.dtype)
@@ -282,22 +277,11 @@ def extend_cache(
         o = attend_cache(q, keys, values, mask, positions, held, by_distance=by_distance)
         return o, _refill(cache, k, v, cache.lengths + count)
     at = cache.next_slots()
-    longer = KVCache(_write(cache.k, k, at), _write(cache.v, v, at), cache.lengths + count, cache.pinned)
+    longer = KVCache(
+        write_slots(cache.k, by_head(k), at), write_slots(cache.v, by_head(v), at), cache.lengths + count, cache.pinned
+    )
     o = attend_cache(q, longer.k, longer.v, mask, positions, longer.positions(), by_distance=by_distance)
     return o, longer
-
-
-def _write(slots: Array, new: Array, at: Array) -> Array:
-    """`slots [B * K, S, H]` with `new [B, T, K, H]` from the slots `at [B]` on."""
-    batch, count, heads = new.shape[:3]
-    new = by_head(new)
-    if batch > 8:
-        grouped = slots.reshape(batch, heads, *slots.shape[1:])
-        write = jax.vmap(lambda example, x, at: jax.lax.dynamic_update_slice(example, x, (0, at, 0)))
-        return write(grouped, new.reshape(batch, heads, count, -1), at).reshape(slots.shape)
-    for i in range(batch):  # a scatter would take 10 % of the time of a token on a CPU
-        slots = jax.lax.dynamic_update_slice(slots, new[i * heads : (i + 1) * heads], (i * heads, at[i], 0))
-    return slots
 
 
 def _refill(cache: KVCache, k: Array, v: Array, lengths: Array) -> KVCache:

@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.block_sparse.tile import FLOOR
 from hpnlp.ops.attention.decoding.kv_cache import by_head
+from hpnlp.ops.attention.decoding.slots import check_capacity, prompt_slots, write_slots
 from hpnlp.ops.attention.selected_blocks.blocks import DocumentBlocks, block_summaries, document_blocks
-from hpnlp.types import InputError
 
 
 @jax.tree_util.register_dataclass
@@ -74,12 +73,6 @@ class BlockCache:
           The cache.
         """
         positions = self.positions(k.shape[1])
-
-        def write(slots: Array, new: Array) -> Array:
-            heads = new.shape[2]
-            update = jax.vmap(lambda row, x, at: lax.dynamic_update_slice(row, x, (at, 0)))
-            return update(slots, by_head(new), jnp.repeat(self.lengths, heads))
-
         is_in = positions[..., None] // self.block == jnp.arange(self.k_summaries.shape[1], dtype=jnp.int32)[None, None]
 
         def add(sums: Array | None, new: Array, weights: Array | None) -> Array | None:
@@ -92,8 +85,8 @@ class BlockCache:
 
         return dataclasses.replace(
             self,
-            k=write(self.k, k),
-            v=write(self.v, v),
+            k=write_slots(self.k, by_head(k), self.lengths),
+            v=write_slots(self.v, by_head(v), self.lengths),
             k_summaries=add(self.k_summaries, k, k_weights),
             v_summaries=add(self.v_summaries, v, v_weights),
             lengths=self.lengths + k.shape[1],
@@ -132,11 +125,8 @@ def start_block_cache(
     Cost: O(B K H capacity).
     """
     batch, length = k.shape[:2]
-    if length > capacity:
-        raise InputError(f"capacity {capacity} for {length} tokens: expected a capacity of at least {length}")
-    in_prompt = (jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None])[:, :, None, None]
-    padding = (0, 0), (0, capacity - length), (0, 0), (0, 0)
-    k, v = (jnp.pad(jnp.where(in_prompt, x, jnp.zeros((), x.dtype)), padding) for x in (k, v))
+    check_capacity(length, capacity)
+    k, v = (prompt_slots(x, lengths, capacity) for x in (k, v))
     blocks = document_blocks(None, batch, capacity, block)
     return BlockCache(
         by_head(k),
