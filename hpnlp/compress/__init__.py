@@ -1,0 +1,1 @@
+"""Compression of models. The storage formats need numpy only."""
