@@ -65,7 +65,7 @@ def encode(symbols: np.ndarray) -> bytes:
     width = int(bits.max() - shortest).bit_length()
     lane_bits = packing.pack(bits - shortest, width).tobytes() if width else b""
     compressed = zlib.compress(lengths.tobytes(), 9)
-    codes = _concatenate_codes(matrix, lengths)
+    codes = _concatenate_codes(matrix, lengths, int(bits.sum()))
     fields = (flat.size, alphabet, len(compressed), shortest, steps, group, width)
     return _with_checksum(fields, compressed + lane_bits + codes)
 
@@ -142,10 +142,9 @@ def _choose_group(flat: np.ndarray, alphabet: int) -> tuple[int, np.ndarray, np.
     return best[1:]
 
 
-def _concatenate_codes(matrix: np.ndarray, lengths: np.ndarray) -> bytes:
-    """The codes of the rows of [lanes, steps] symbols, one after another, in whole bytes."""
+def _concatenate_codes(matrix: np.ndarray, lengths: np.ndarray, total: int) -> bytes:
+    """The codes of the rows of [lanes, steps] symbols, `total` bits, one after another, in whole bytes."""
     codes = huffman_codes.canonical_codes(lengths).astype(np.uint64)
-    total = int(np.bincount(matrix.reshape(-1), minlength=len(lengths)) @ lengths.astype(np.int64))
     words = np.zeros(-(-total // 32) + 1, np.uint64)
     position = 0
     rows = max(1, (1 << 20) // matrix.shape[1])
