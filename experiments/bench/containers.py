@@ -4,8 +4,8 @@
 
 The weights are Gaussian, with the shapes of an encoder. They are stored pruned with 5-bit shared weights (Deep Compression),
 ternary, and in int4. xz compresses the same quantized arrays, as dense codes of one byte, and as gaps and codes of the
-non-zeros where the array is sparse; the smaller result counts. safetensors loads the original weights in float32, and the same quantized
-arrays. What the container returns is first compared with what was written. About three minutes on two cores.
+non-zeros where the array is sparse; the smaller result counts. safetensors loads the original weights in float32, and the
+same quantized arrays. What the container returns is first compared with what was written. About three minutes on two cores.
 """
 
 from __future__ import annotations
