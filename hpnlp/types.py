@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hpnlp.errors import InputError as InputError
+
 Array = jax.Array
 T = TypeVar("T")
 
@@ -25,13 +27,6 @@ Aux = Mapping[str, tuple[Any, Any]]
 
 # Sums over tokens: name -> float32 array; or a tree of these, by layer stack.
 Statistics = Mapping[str, Any]
-
-
-class InputError(ValueError):
-    """The input is at fault, not the program. The message gives the value, what was expected, and the fix.
-
-    The command line prints the message as one line and exits with status 2.
-    """
 
 
 def option(default: T, help: str) -> T:

@@ -1,1 +1,1 @@
-"""Compression of models: other representations of their matrices, and fewer of them."""
+"""Compression of models: other representations of their matrices, fewer of them, and compact files."""

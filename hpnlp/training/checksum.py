@@ -11,10 +11,7 @@ import jax.numpy as jnp
 
 @jax.jit
 def _word_sums(tree: Any) -> Any:
-    """A uint32 checksum of each array: sum of word * (2 * index + 1) modulo 2^32.
-
-    The factors are odd, so that a flipped bit always changes the sum. The sum does not depend on the array's sharding.
-    """
+    """A uint32 checksum of each array: `hpnlp.ops.checksum.word_sum` on devices, which does not depend on the sharding."""
 
     def word_sum(x: jax.Array) -> jax.Array:
         x = jax.device_put(x, jax.memory.Space.Device)  # arrays may rest in the host's memory

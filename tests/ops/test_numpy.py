@@ -487,6 +487,7 @@ INTERNAL = {
 # Functions that compute on the host, from numbers and numpy arrays, and functions that only other ops call.
 ON_HOST = {
     "attention.attend.explain",
+    "checksum.word_sum",
     "linear.prefers_transpose",
     *("attention.operands.scale_queries", "attention.reference.dense_attention"),
     *(f"attention.linear.random_attention.{name}" for name in ("rfa_quotient", "rfa_terms", "softmax_features")),

@@ -1,0 +1,167 @@
+"""Weights of a model in one file: a container with the arrays, and the kind of each `Weight` in its header."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hpnlp.compress import container
+from hpnlp.ops import weights as kinds
+from hpnlp.ops.weight import Weight, is_weight
+from hpnlp.types import InputError
+
+# Name of the file in a run directory, which then holds no checkpoints.
+WEIGHTS_FILE = "weights.hpnlp"
+# The kinds of weights that a file may hold, by name.
+KINDS: dict[str, type[Weight]] = {
+    name: value for name in kinds.__all__ if isinstance(value := getattr(kinds, name), type) and value is not Weight
+}
+
+
+def write_weights(
+    path: str | os.PathLike[str],
+    params: Any,
+    metadata: Any = None,
+    encoding: Callable[[str, np.ndarray], str] = lambda name, array: "raw",
+) -> None:
+    """Writes the weights of a model, atomically.
+
+    Args:
+      path: The file.
+      params: A tree of dicts and tuples of arrays and Weights.
+      metadata: Further content of the header, which JSON can express.
+      encoding: A function of the name and the content of an array that returns its encoding, see `container.write`.
+
+    Raises:
+      InputError: A Weight is of no kind in KINDS, or two names are equal.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    described: dict[str, Any] = {}
+    for name, node in _named(params):
+        if isinstance(node, Weight):
+            described[name] = {"kind": _kind_of(node), **_static_fields(node)}
+            arrays |= {f"{name}/{field}": np.asarray(getattr(node, field)) for field in _array_fields(node)}
+        else:
+            arrays[name] = np.asarray(node)
+    encodings = {name: encoding(name, array) for name, array in arrays.items()}
+    header = {"weights": described, "tuples": _tuples(params), "metadata": metadata}
+    container.write(path, arrays, header, encodings=encodings)
+
+
+def read_weights(path: str | os.PathLike[str]) -> tuple[Any, Any]:
+    """Reads the weights of a model.
+
+    Args:
+      path: A file of `write_weights`.
+
+    Returns:
+      `(params, metadata)`, as they were written; arrays are jax arrays.
+
+    Raises:
+      InputError: The file is damaged, or has a kind of weight that this version does not know.
+    """
+    arrays, header = container.read(path)
+    flat = {"/".join(names): jnp.asarray(array) for names, array in _flat(arrays)}
+    for name, fields in header["weights"].items():
+        kind = KINDS.get(fields["kind"])
+        if kind is None:
+            raise InputError(f"{path}: {name} is a weight of kind {fields['kind']!r}: read it with a newer hpnlp")
+        prefix = f"{name}/"
+        parts = {key.removeprefix(prefix): flat.pop(key) for key in list(flat) if key.startswith(prefix)}
+        flat[name] = kind(**parts, **{key: value for key, value in fields.items() if key != "kind"})
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    for name in sorted(header["tuples"], key=len, reverse=True):
+        _replace(tree, name.split("/"), lambda node: tuple(node[str(i)] for i in range(len(node))))
+    return tree, header["metadata"]
+
+
+def has_weights(workdir: str | os.PathLike[str]) -> bool:
+    """Whether a run directory holds compressed weights.
+
+    Args:
+      workdir: The directory.
+
+    Returns:
+      True if it has the file WEIGHTS_FILE.
+    """
+    return (Path(workdir) / WEIGHTS_FILE).exists()
+
+
+def stored_bytes(params: Any) -> int:
+    """Memory of weights.
+
+    Args:
+      params: A tree of arrays and Weights.
+
+    Returns:
+      Bytes of all arrays; integers of 4 bits count half a byte, as accelerators and files keep them.
+    """
+    return sum(_bytes(leaf) for leaf in jax.tree.leaves(params))
+
+
+def _bytes(array: Any) -> int:
+    bits = 4 if jnp.dtype(array.dtype).name in ("int4", "uint4") else 8 * jnp.dtype(array.dtype).itemsize
+    return -(-int(np.prod(array.shape)) * bits // 8)
+
+
+def _named(params: Any) -> list[tuple[str, Any]]:
+    """(name, array or Weight) of all nodes."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
+    return [("/".join(_key(key) for key in path), node) for path, node in leaves]
+
+
+def _key(key: Any) -> str:
+    return str(getattr(key, "key", getattr(key, "idx", key)))
+
+
+def _tuples(params: Any, prefix: str = "") -> list[str]:
+    """Names of the nodes that are tuples, as the layers of a model whose parameters are separate."""
+    if isinstance(params, Weight):
+        return []
+    if isinstance(params, tuple):
+        children = {str(i): child for i, child in enumerate(params)}
+    else:
+        children = params if isinstance(params, Mapping) else {}
+    found = [prefix] if isinstance(params, tuple) else []
+    return found + [name for key, child in children.items() for name in _tuples(child, f"{prefix}/{key}".lstrip("/"))]
+
+
+def _flat(tree: Any, names: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    if not isinstance(tree, Mapping):
+        return [(names, tree)]
+    return [item for key, child in tree.items() for item in _flat(child, (*names, key))]
+
+
+def _replace(tree: dict[str, Any], names: list[str], function: Callable[[Any], Any]) -> None:
+    *parents, last = names
+    for parent in parents:
+        tree = tree[parent]
+    tree[last] = function(tree[last])
+
+
+def _kind_of(node: Weight) -> str:
+    name = type(node).__name__
+    if KINDS.get(name) is not type(node):
+        raise InputError(f"a weight of kind {name} cannot be written: expected {', '.join(KINDS)}")
+    return name
+
+
+def _array_fields(node: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(node) if not f.metadata.get("static")]
+
+
+def _static_fields(node: Any) -> dict[str, Any]:
+    return {f.name: getattr(node, f.name) for f in dataclasses.fields(node) if f.metadata.get("static")}
