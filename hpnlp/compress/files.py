@@ -52,7 +52,7 @@ def write_weights(
             arrays[name] = np.asarray(node)
     encodings = {name: encoding(name, array) for name, array in arrays.items()}
     header = {"weights": described, "tuples": _tuples(params), "metadata": metadata}
-    container.write(path, arrays, header, encodings=encodings)
+    container.write(path, _nested(arrays), header, encodings=encodings)
 
 
 def read_weights(path: str | os.PathLike[str]) -> tuple[Any, Any]:
@@ -68,7 +68,7 @@ def read_weights(path: str | os.PathLike[str]) -> tuple[Any, Any]:
       InputError: The file is damaged, or has a kind of weight that this version does not know.
     """
     arrays, header = container.read(path)
-    flat = {"/".join(names): jnp.asarray(array) for names, array in _flat(arrays)}
+    flat: dict[str, Any] = {"/".join(names): jnp.asarray(array) for names, array in _flat(arrays)}
     for name, fields in header["weights"].items():
         kind = KINDS.get(fields["kind"])
         if kind is None:
@@ -76,13 +76,7 @@ def read_weights(path: str | os.PathLike[str]) -> tuple[Any, Any]:
         prefix = f"{name}/"
         parts = {key.removeprefix(prefix): flat.pop(key) for key in list(flat) if key.startswith(prefix)}
         flat[name] = kind(**parts, **{key: value for key, value in fields.items() if key != "kind"})
-    tree: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, last = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
+    tree = _nested(flat)
     for name in sorted(header["tuples"], key=len, reverse=True):
         _replace(tree, name.split("/"), lambda node: tuple(node[str(i)] for i in range(len(node))))
     return tree, header["metadata"]
@@ -137,6 +131,18 @@ def _tuples(params: Any, prefix: str = "") -> list[str]:
         children = params if isinstance(params, Mapping) else {}
     found = [prefix] if isinstance(params, tuple) else []
     return found + [name for key, child in children.items() for name in _tuples(child, f"{prefix}/{key}".lstrip("/"))]
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of dicts of named values."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
 
 
 def _flat(tree: Any, names: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:

@@ -11,6 +11,7 @@ import jax
 
 from hpnlp import tasks
 from hpnlp.models import variables
+from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean
 from hpnlp.training.config import Config
@@ -41,7 +42,7 @@ def evaluate_run(workdir: str | Path, changes: Mapping[str, Any], limit: int | N
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     trainer = make_trainer(model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
     shapes = trainer.state_shapes
-    _check_shapes(run.params, variables.join(shapes.params, shapes.buffers), changes)
+    _check_shapes(jax.eval_shape(dense_tree, run.params), variables.join(shapes.params, shapes.buffers), changes)
     dataset = tasks.find(config.task).dataset(config.data, run.vocabulary)
     return evaluate(trainer, run.params, dataset, config, limit)
 

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp import tasks
+from hpnlp.compress.files import WEIGHTS_FILE, has_weights, read_weights
 from hpnlp.data.files import is_special
 from hpnlp.models.huggingface import convert
 from hpnlp.parallel.plan import Plan
@@ -395,6 +396,8 @@ def load(
     config = load_config(workdir)
     vocabulary = load_vocabulary(workdir, config)
     model: Any = make_model(config, vocabulary)
+    if has_weights(workdir):
+        return _load_compressed(workdir, config, vocabulary, model, step)
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     shapes = make_trainer(model, optimizer, plan, steps=config.train.steps).state_shapes
     task = tasks.find(config.task)
@@ -409,9 +412,24 @@ def load(
         checkpoints.close()
 
 
+def _load_compressed(workdir: Path, config: Config, vocabulary: Vocabulary, model: Any, step: int | None) -> Run:
+    """`load` of a directory whose parameters are in one file, as `hpnlp compress` writes it."""
+    if step is not None:
+        raise InputError(f"{workdir} holds a compressed model and no checkpoints: leave out the step {step}")
+    path = workdir / WEIGHTS_FILE
+    params, metadata = read_weights(path)
+    _check_finite(params, str(path))
+    eos = eos_ids(workdir, vocabulary.tokenizer, model.config.vocab)
+    return Run(config, vocabulary, model, params, int(metadata["step"]), eos)
+
+
 def _check_finite(params: Any, source: str) -> None:
     """Raises InputError if a parameter holds NaN or infinity; `source` names the checkpoint in the message."""
-    finite = jax.device_get(jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params))
+
+    def is_finite(leaf: Any) -> Any:
+        return jnp.isfinite(leaf).all() if jnp.issubdtype(leaf.dtype, jnp.inexact) else True
+
+    finite = jax.device_get(jax.tree.map(is_finite, params))
     for path, is_finite in jax.tree_util.tree_leaves_with_path(finite):
         if not is_finite:
             raise InputError(

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.models import variables
+from hpnlp.ops.weight import is_weight
 from hpnlp.parallel import host_offload
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
@@ -202,3 +203,16 @@ def place(shape: Any, value: Any) -> jax.Array:
     """
     sharding = NamedSharding(shape.sharding.mesh, shape.sharding.spec)
     return jax.make_array_from_callback(shape.shape, sharding, lambda index: value[index])
+
+
+def resharded(sharding: NamedSharding, weight: Any) -> Any:
+    """A parameter in the sharding that the model expects, within a jitted function.
+
+    Args:
+      sharding: The sharding.
+      weight: An array, or a Weight, of which only compressed models have any.
+
+    Returns:
+      The array with this sharding; a Weight as it is.
+    """
+    return weight if is_weight(weight) else jax.lax.with_sharding_constraint(weight, sharding)

@@ -32,6 +32,7 @@ from hpnlp.training.state_shardings import (
     frozen_shapes,
     gradient_shapes,
     place,
+    resharded,
     shapes_with,
     state_shardings,
 )
@@ -429,7 +430,7 @@ class _StepFunctions:
         """`Trainer.evaluate_next`. Averaged parameters, which have the shardings of optimizer state, are resharded."""
         if self.batch_size:
             self._check_carry(batch)
-        weights = jax.tree.map(jax.lax.with_sharding_constraint, weights, self.weight_shardings)
+        weights = jax.tree.map(resharded, self.weight_shardings, weights)
         out = loss(self.gradients.model, variables.join(weights, None, frozen), batch, None, carry)
         sums = {"loss": (out.sum, out.weight), **out.aux}
         return self.gradients.with_auxiliary_losses(sums, out.statistics), out.carry

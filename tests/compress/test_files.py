@@ -32,6 +32,6 @@ def test_memory_counts_half_a_byte_for_4_bits():
 
 def test_unknown_kinds_raise(tmp_path):
     header = {"weights": {"a": {"kind": "Holographic"}}, "tuples": [], "metadata": None}
-    container.write(tmp_path / "x", {"a/codes": W}, header)
+    container.write(tmp_path / "x", {"a": {"codes": W}}, header)
     with pytest.raises(InputError, match=r"a is a weight of kind 'Holographic'"):
         read_weights(tmp_path / "x")

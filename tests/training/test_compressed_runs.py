@@ -1,0 +1,35 @@
+"""Run directories with compressed weights: loaded, evaluated and refused with an error."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from hpnlp.compress.files import WEIGHTS_FILE, write_weights
+from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.ops.weights import dense_tree, quantize
+from hpnlp.training import loop
+from hpnlp.training.evaluate_run import evaluate_run
+from hpnlp.training.run_directory import load
+from hpnlp.types import InputError
+from tests import tiny
+
+
+def test_compressed_weights_are_loaded_and_evaluated(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    loop.train(tiny.make(train__steps=2, train__sample=0), source)
+    run = load(source)
+    small = map_matrices(lambda path, w: quantize(w, by_row=is_table(path)), run.params)
+    target.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(source / name, target / name)
+    write_weights(target / WEIGHTS_FILE, small, {"step": run.step})
+    loaded = load(target)
+    assert loaded.step == run.step
+    table = dense_tree(loaded.params)["embed"]["table"]
+    np.testing.assert_allclose(table, run.params["embed"]["table"], atol=0.01)
+    scores = [evaluate_run(directory, {}, 1).scores["loss"] for directory in (source, target)]
+    assert scores[0] != scores[1]
+    np.testing.assert_allclose(*scores, rtol=0.01)
+    with pytest.raises(InputError, match="holds a compressed model and no checkpoints"):
+        load(target, step=1)
