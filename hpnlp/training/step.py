@@ -453,14 +453,13 @@ def _updates(state: TrainState) -> jax.Array:
 
 def _model_parallel(layout: Layout, config: Any, carry_axes: Any) -> ModelParallel:
     """Functions that run a model over a mesh. `carry_axes` is the result of `Model.carry_axes`, or None."""
-    masks = config.masks()
     carry_names = None if carry_axes is None else config.stack_order().split(carry_axes["layers"])
     return ModelParallel(
         embedding_lookup=functools.partial(vocab_parallel.lookup, layout),
         run_layers=functools.partial(pipeline.run_layers, layout, carry_names=carry_names),
         loss=functools.partial(vocab_parallel.loss, layout),
         best=functools.partial(vocab_parallel.best, layout),
-        token_order=functools.partial(context_parallel.token_order, layout, masks),
+        token_order=functools.partial(context_parallel.token_order, layout, config.masks()),
     )
 
 
