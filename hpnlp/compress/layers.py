@@ -1,0 +1,145 @@
+"""The layers of a model one by one, and the model of other layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hpnlp.models.layer_stack import layer_axes
+from hpnlp.models.variables import BUFFERS
+from hpnlp.nn.block import BlockConfig
+from hpnlp.types import InputError
+
+# Fields of a Block that pruning changes. Everything else is the same in all layers of a form.
+WIDTHS = ("heads", "kv_heads", "mlp_dim")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer of a model.
+
+    Attributes:
+      form: Its Block.
+      variables: Its parameters under "params", and its buffers under "buffers" if it has any.
+      axes: Logical axes of the variables, a tree like them.
+    """
+
+    form: BlockConfig
+    variables: Mapping[str, Any]
+    axes: Mapping[str, Any]
+
+
+def split_layers(config: Any, weights: Any) -> list[Layer]:
+    """The layers of a model.
+
+    Args:
+      config: Config of the model, a `BackboneConfig` with at least one layer.
+      weights: Weights of the model.
+
+    Returns:
+      The layers, from the first to the last.
+
+    Raises:
+      InputError: The model is not a single Backbone with layers.
+    """
+    check_single_stack(config)
+    forms, order = config.forms(), config.stack_order()
+    collections = {"params": weights["layers"]}
+    if "layers" in weights.get(BUFFERS, {}):
+        collections[BUFFERS] = weights[BUFFERS]["layers"]
+    stacks = order.by_stack(collections)
+    axes = layer_axes(forms, config.layers, config.mask, config.fixed_length() or 1)
+    result = []
+    for index in range(config.layers):
+        name = order.names[index % order.period]
+        of_layer = jax.tree.map(lambda names: names[1:], axes[name], is_leaf=lambda x: isinstance(x, tuple))
+        result.append(Layer(forms[index % len(forms)], order.layer(stacks, index), of_layer))
+    return result
+
+
+def join_layers(config: Any, weights: Any, layers: Sequence[Layer]) -> tuple[Any, Any]:
+    """A model with other layers.
+
+    Args:
+      config: Config of the model that the layers were taken from.
+      weights: Weights of that model; all but the layers are kept.
+      layers: The layers, whose forms may differ in heads, kv_heads and mlp_dim.
+
+    Returns:
+      `(config, weights)` of the model with these layers.
+
+    Raises:
+      InputError: There are no layers.
+    """
+    if not layers:
+        raise InputError("all layers would be removed: keep at least one")
+    new_config = _config_of(config, [layer.form for layer in layers])
+    order, stacks = new_config.stack_order(), {}
+    for name in order.stack_names:
+        members = [layers[i].variables for i in order.layers_of(name, len(layers))]
+        stacks[name] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
+    result = {**weights, "layers": order.join({name: stack["params"] for name, stack in stacks.items()})}
+    with_buffers = {name: stack[BUFFERS] for name, stack in stacks.items() if BUFFERS in stack}
+    if with_buffers:
+        result[BUFFERS] = {**weights[BUFFERS], "layers": order.join(with_buffers)}
+    return new_config, result
+
+
+def check_single_stack(config: Any) -> None:
+    """Checks that a model has layers that can be pruned.
+
+    Args:
+      config: Config of the model.
+
+    Raises:
+      InputError: It has none, or several Backbones.
+    """
+    if not getattr(config, "is_single_stack", False):
+        raise InputError(
+            f"a model of {type(config).__name__} with {getattr(config, 'layers', 0)} layers is not one stack of layers, whose "
+            "heads, columns and layers could be removed: use stages that change matrices only, such as int8"
+        )
+
+
+def _config_of(config: Any, forms: Sequence[BlockConfig]) -> Any:
+    """The config of a model whose layers have these forms."""
+    first = forms[0]
+    shared = {name: getattr(first, name) for name in WIDTHS}
+    entries, mixers = [], []
+    for form in forms:
+        fields = {name: getattr(form, name) for name in _changed(config, first, form)}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        entries.append(f"block({arguments})" if arguments else "block")
+        mixers.append(str(form.mixer))
+    return dataclasses.replace(
+        config,
+        layers=len(forms),
+        head_dim=config.head_size,
+        form=_period(entries),
+        mixer=_period(mixers),
+        **shared,
+    )
+
+
+def _changed(config: Any, first: BlockConfig, form: BlockConfig) -> list[str]:
+    """Fields in which a layer differs from the model's own Block, which has the widths of the first layer."""
+    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(BlockConfig)}
+    own |= {name: getattr(first, name) for name in WIDTHS} | {"head_dim": config.head_size}
+    skipped = {"mixer", "dropout", "dim", "memory_dim", "norm_placement", "head_dim"}
+    return [name for name, value in own.items() if name not in skipped and getattr(form, name) != value]
+
+
+def _period(entries: Sequence[str]) -> str:
+    """The entries as a spec of the shortest period, equal neighbours with a repeat."""
+    size = next(n for n in range(1, len(entries) + 1) if all(entries[i] == entries[i % n] for i in range(len(entries))))
+    runs: list[tuple[str, int]] = []
+    for entry in entries[:size]:
+        if runs and runs[-1][0] == entry:
+            runs[-1] = entry, runs[-1][1] + 1
+        else:
+            runs.append((entry, 1))
+    return ",".join(entry + (f"*{count}" if count > 1 else "") for entry, count in runs)
