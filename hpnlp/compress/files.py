@@ -44,12 +44,17 @@ def write_weights(
     """
     arrays: dict[str, np.ndarray] = {}
     described: dict[str, Any] = {}
-    for name, node in _named(params):
-        if isinstance(node, Weight):
-            described[name] = {"kind": _kind_of(node), **_static_fields(node)}
-            arrays |= {f"{name}/{field}": np.asarray(getattr(node, field)) for field in _array_fields(node)}
-        else:
+
+    def add(name: str, node: Any) -> None:
+        if not isinstance(node, Weight):
             arrays[name] = np.asarray(node)
+            return
+        described[name] = {"kind": _kind_of(node), **_static_fields(node)}
+        for field in _array_fields(node):
+            add(f"{name}/{field}", getattr(node, field))
+
+    for name, node in _named(params):
+        add(name, node)
     encodings = {name: encoding(name, array) for name, array in arrays.items()}
     header = {"weights": described, "tuples": _tuples(params), "metadata": metadata}
     container.write(path, _nested(arrays), header, encodings=encodings)
@@ -69,7 +74,8 @@ def read_weights(path: str | os.PathLike[str]) -> tuple[Any, Any]:
     """
     arrays, header = container.read(path)
     flat: dict[str, Any] = {"/".join(names): jnp.asarray(array) for names, array in _flat(arrays)}
-    for name, fields in header["weights"].items():
+    # Innermost first: a part of a Weight may be a Weight itself.
+    for name, fields in sorted(header["weights"].items(), key=lambda item: -item[0].count("/")):
         kind = KINDS.get(fields["kind"])
         if kind is None:
             raise InputError(f"{path}: {name} is a weight of kind {fields['kind']!r}: read it with a newer hpnlp")

@@ -14,16 +14,17 @@ KERNELS = ("kernel",)
 TABLES = ("table", "head")
 
 
-def map_matrices(function: Callable[[str, Any], Any], params: Any) -> Any:
+def map_matrices(function: Callable[[str, Any], Any], params: Any, *, stacked: bool = False) -> Any:
     """Parameters with another representation of their matrices.
 
     Args:
       function: A function of the path of a matrix, as "layers/attention/query/kernel", and of the array [D, F] or Weight; it
         returns an array or a Weight. Matrices of stacked layers are passed one by one to `jax.vmap` of the function.
-      params: Parameters of a model.
+      params: Weights of a model.
+      stacked: Matrices of stacked layers are passed together, [L, D, F].
 
     Returns:
-      The parameters, with the results in place of kernels and tables.
+      The weights, with the results in place of kernels and tables.
     """
 
     def convert(path: Any, leaf: Any) -> Any:
@@ -31,8 +32,8 @@ def map_matrices(function: Callable[[str, Any], Any], params: Any) -> Any:
         if names[-1] not in (*KERNELS, *TABLES):
             return leaf
         name = "/".join(names)
-        stacked = jax.tree.leaves(leaf)[0].ndim > 2
-        return jax.vmap(lambda w: function(name, w))(leaf) if stacked else function(name, leaf)
+        one_by_one = jax.tree.leaves(leaf)[0].ndim > 2 and not stacked
+        return jax.vmap(lambda w: function(name, w))(leaf) if one_by_one else function(name, leaf)
 
     return jax.tree_util.tree_map_with_path(convert, params, is_leaf=is_weight)
 

@@ -94,7 +94,8 @@ def keep_units(layer: Layer, unit: str, kept: Sequence[int]) -> Layer:
 
     variables = {
         name: jax.tree.unflatten(
-            jax.tree.structure(tree), [select(*pair) for pair in zip(_axes_of(layer.axes[name]), jax.tree.leaves(tree))]
+            jax.tree.structure(tree),
+            [select(*pair) for pair in zip(_axes_of(layer.axes[name]), jax.tree.leaves(tree), strict=True)],
         )
         for name, tree in layer.variables.items()
     }

@@ -95,6 +95,19 @@ def product(x: Float[Array, "M D"], w: Float[Array, "D F"] | Weight) -> Float[Ar
     return _product(*vary_alike(x, w))
 
 
+def product_transposed(x: Float[Array, "M F"], w: Float[Array, "D F"] | Weight) -> Float[Array, "M D"]:
+    """Product `x w^T` in float32.
+
+    Args:
+      x: [M, F].
+      w: [D, F], an array or a Weight.
+
+    Returns:
+      [M, D] float32.
+    """
+    return w.matmul_transposed(x) if isinstance(w, Weight) else product(x, w.T)
+
+
 @array_op("M F", x="M D", wt="F D")
 def product_by_transpose(x: Float[Array, "M D"], wt: Float[Array, "F D"]) -> Float[Array, "M F"]:
     """`product` with the transpose of the matrix in memory.

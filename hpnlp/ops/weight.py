@@ -97,6 +97,19 @@ def is_weight(node: Any) -> bool:
     return isinstance(node, Weight)
 
 
+def axes_of(w: Any, names: tuple[str | None, ...]) -> Any:
+    """Logical axes of a parameter's arrays.
+
+    Args:
+      w: An array or a Weight.
+      names: Logical names of the axes of the matrix.
+
+    Returns:
+      The names for an array, the result of `Weight.axes` for a Weight.
+    """
+    return w.axes(names) if isinstance(w, Weight) else names
+
+
 def dense(w: Any) -> Any:
     """The matrix of a parameter.
 

@@ -7,7 +7,7 @@ import pytest
 
 from hpnlp.compress import container
 from hpnlp.compress.files import read_weights, stored_bytes, write_weights
-from hpnlp.ops.weights import quantize
+from hpnlp.ops.weights import LowRankWeight, quantize
 from hpnlp.types import InputError
 
 W = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
@@ -16,7 +16,13 @@ W = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 def test_arrays_weights_and_tuples_are_read_as_written(tmp_path):
     stacked = jax.vmap(quantize)(np.stack([W, 2 * W]))
     layers = ({"kernel": quantize(W, 4)}, {"kernel": W, "bias": jnp.zeros(4)})
-    params = {"embed": {"table": quantize(W, by_row=True)}, "layers": layers, "stack": {"kernel": stacked}}
+    factors = LowRankWeight(quantize(W), W[:4])
+    params = {
+        "embed": {"table": quantize(W, by_row=True)},
+        "layers": layers,
+        "stack": {"kernel": stacked},
+        "x": factors,
+    }
     write_weights(tmp_path / "x", params, {"note": 1})
     found, metadata = read_weights(tmp_path / "x")
     assert metadata == {"note": 1}

@@ -2,5 +2,15 @@
 
 from hpnlp.ops.weight import Weight, dense, dense_tree, is_weight
 from hpnlp.ops.weights.integer import IntegerWeight, quantize
+from hpnlp.ops.weights.low_rank import LowRankWeight, factorize
 
-__all__ = ["IntegerWeight", "Weight", "dense", "dense_tree", "is_weight", "quantize"]
+__all__ = [
+    "IntegerWeight",
+    "LowRankWeight",
+    "Weight",
+    "dense",
+    "dense_tree",
+    "factorize",
+    "is_weight",
+    "quantize",
+]

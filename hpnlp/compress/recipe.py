@@ -1,0 +1,356 @@
+"""Recipes: compressors that are applied one after the other, as in "layers(3),heads(0.5),factorize(parameters=0.5),int8"."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hpnlp.compress import structure
+from hpnlp.compress.layers import join_layers, split_layers
+from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.models.variables import BUFFERS, FROZEN
+from hpnlp.ops.weight import is_weight
+from hpnlp.ops.weights import factorize as factorize_matrix
+from hpnlp.ops.weights import quantize
+from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
+from hpnlp.spec import build, parse
+from hpnlp.types import InputError
+
+# What a stage changes, in the order in which stages may follow each other.
+STRUCTURE, FACTORS, NUMBERS = "structure", "factors", "numbers"
+_ORDER = (STRUCTURE, FACTORS, NUMBERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Data of a run for compressors that need gradients or the inputs of matrices.
+
+    Attributes:
+      gradients: A function of (config, weights) that returns the gradient of the mean loss over some batches, a tree like the
+        parameters.
+    """
+
+    gradients: Callable[[Any, Any], Any]
+
+
+Compressor = Callable[[Any, Any, Calibration | None], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """An entry of a recipe.
+
+    Attributes:
+      text: The spec of the stage.
+      changes: STRUCTURE (which units there are), FACTORS (matrices become products) or NUMBERS (of fewer bits).
+      compressor: Pure function of (config, weights, calibration) that returns (config, weights).
+    """
+
+    text: str
+    changes: str
+    compressor: Compressor
+
+
+def layers(keep: int | str) -> tuple[str, Compressor]:
+    """Keeps some layers.
+
+    Args:
+      keep: The number of layers, evenly spaced and with the first and the last one; or their indices, as "0 2 4".
+
+    Returns:
+      What it changes, and the compressor.
+
+    Raises:
+      InputError: `keep` is no number over 0 and no list of indices.
+    """
+    chosen = _indices(keep)
+
+    def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+        of_model = split_layers(config, weights)
+        kept = np.round(np.linspace(0, len(of_model) - 1, keep)).astype(int) if isinstance(keep, int) else chosen
+        if len(kept) > len(of_model) or max(kept, default=0) >= len(of_model):
+            raise InputError(f"layers({keep}): the model has {len(of_model)} layers")
+        return join_layers(config, weights, [of_model[i] for i in kept])
+
+    return STRUCTURE, compress
+
+
+def heads(share: float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
+    """Removes attention heads; with grouped heads, key heads with their query heads.
+
+    Args:
+      share: Share of the heads that stays, in (0, 1].
+      by: "gradient", |weight x gradient| on calibration data; or "magnitude".
+      across_layers: The most important heads of all layers stay, at least one of each; otherwise the same share of each layer.
+
+    Returns:
+      What it changes, and the compressor.
+
+    Raises:
+      InputError: `share` or `by` is invalid.
+    """
+    return STRUCTURE, _unit_compressor("heads", share, by, across_layers)
+
+
+def mlp(share: float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
+    """Removes columns of the feed-forward networks.
+
+    Args:
+      share: As in `heads`.
+      by: As in `heads`.
+      across_layers: As in `heads`.
+
+    Returns:
+      What it changes, and the compressor.
+
+    Raises:
+      InputError: `share` or `by` is invalid.
+    """
+    return STRUCTURE, _unit_compressor("mlp", share, by, across_layers)
+
+
+def magnitude(share: float) -> tuple[str, Compressor]:
+    """Sets the smallest weights of each kernel to 0. Files become smaller, products do not become faster.
+
+    Args:
+      share: Share of the weights that stays, in (0, 1].
+
+    Returns:
+      What it changes, and the compressor.
+
+    Raises:
+      InputError: `share` is out of range.
+    """
+    _check_share("magnitude", share)
+
+    def prune(path: str, w: Any) -> Any:
+        if is_table(path):
+            return w
+        threshold = jnp.quantile(jnp.abs(w), 1 - share)
+        return jnp.where(jnp.abs(w) >= threshold, w, 0.0)
+
+    return STRUCTURE, _matrix_compressor(prune)
+
+
+def factorize(parameters: float = 0.0, energy: float = 0.0, rank: int = 0) -> tuple[str, Compressor]:
+    """Kernels become products of two thin matrices, where that saves parameters.
+
+    Args:
+      parameters: Share of the parameters of each kernel that its factors have; or
+      energy: share of the sum of squared singular values that each kernel keeps; or
+      rank: the rank.
+
+    Returns:
+      What it changes, and the compressor.
+
+    Raises:
+      InputError: Not exactly one argument is given, or it is out of range.
+    """
+    if sum(value != 0 for value in (parameters, energy, rank)) != 1 or min(parameters, energy, rank) < 0:
+        raise InputError("factorize takes one of parameters=0.5, energy=0.9 and rank=64")
+    if max(parameters, energy) > 1:
+        raise InputError(f"factorize({parameters or energy}): expected a share, at most 1")
+
+    def ranks(w: Any) -> int:
+        if rank:
+            return min(rank, *w.shape[-2:])
+        if parameters:
+            return rank_of(w.shape[-2:], parameters)
+        # Layers of a stack have one rank, that of the layer that needs the largest.
+        stacked = np.reshape(np.asarray(w), (-1, *w.shape[-2:]))
+        return max(rank_by_energy(np.linalg.svd(one, compute_uv=False), energy) for one in stacked)
+
+    def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+        chosen = {path: (ranks(w), w.shape[-2:]) for path, w in _matrices(weights) if not is_table(path)}
+        saves = {path: r for path, (r, (d, f)) in chosen.items() if r * (d + f) < d * f}
+        if not saves:
+            raise InputError(
+                "factorize: the factors would have as many parameters as the kernels: lower the share or rank"
+            )
+        return config, map_matrices(lambda path, w: factorize_matrix(w, saves[path]) if path in saves else w, weights)
+
+    return FACTORS, compress
+
+
+def int8(integer_products: bool = True) -> tuple[str, Compressor]:
+    """Kernels and tables of 8-bit integers, with a scale for each column of a kernel and each row of a table.
+
+    Args:
+      integer_products: Products round their inputs to 8 bits as well.
+
+    Returns:
+      What it changes, and the compressor.
+    """
+    return NUMBERS, _matrix_compressor(
+        lambda path, w: quantize(w, 8, by_row=is_table(path), integer_products=integer_products)
+    )
+
+
+def int4(group: int = 32) -> tuple[str, Compressor]:
+    """Kernels of 4-bit integers with a scale for each group of rows of a column; tables of 8-bit integers.
+
+    Args:
+      group: Rows of a group; it must divide the rows of every kernel.
+
+    Returns:
+      What it changes, and the compressor.
+
+    Raises:
+      InputError: `group` is below 1.
+    """
+    if group < 1:
+        raise InputError(f"int4(group={group}): expected at least 1")
+
+    def convert(path: str, w: Any) -> Any:
+        if is_table(path):
+            return quantize(w, 8, by_row=True)
+        if w.shape[0] % group:
+            raise InputError(f"int4(group={group}) does not divide the {w.shape[0]} rows of {path}: choose a divisor")
+        return quantize(w, 4, group=group)
+
+    return NUMBERS, _matrix_compressor(convert)
+
+
+# Compressors by name.
+COMPRESSORS: dict[str, Callable[..., tuple[str, Compressor]]] = {
+    "layers": layers,
+    "heads": heads,
+    "mlp": mlp,
+    "magnitude": magnitude,
+    "factorize": factorize,
+    "int8": int8,
+    "int4": int4,
+}
+
+
+def parse_recipe(text: str) -> list[Stage]:
+    """The stages of a recipe.
+
+    Args:
+      text: A spec string, as "layers(3),heads(0.5),int8".
+
+    Returns:
+      The stages.
+
+    Raises:
+      InputError: A stage is unknown or has invalid arguments, or stages are in an order that cannot work.
+    """
+    specs = parse(text, "--recipe") if text.strip() else ()
+    if not specs:
+        raise InputError(f"the recipe is empty: name stages, of {', '.join(COMPRESSORS)}, as in heads(0.5),int8")
+    stages = [
+        Stage(str(spec), *build(spec, COMPRESSORS, "stage of the recipe")) for spec in specs for _ in range(spec.repeat)
+    ]
+    for first, second in zip(stages, stages[1:], strict=False):
+        if _ORDER.index(first.changes) > _ORDER.index(second.changes):
+            raise InputError(
+                f"{second.text} after {first.text}: {second.text} works on matrices of floats: put it before {first.text}"
+            )
+        if first.changes == second.changes != STRUCTURE:
+            raise InputError(
+                f"{second.text} after {first.text}: both represent the same matrices: leave out one of them"
+            )
+    return stages
+
+
+def compress(
+    config: Any, weights: Any, stages: Sequence[Stage], calibration: Calibration | None = None
+) -> Iterator[tuple[Stage, Any, Any]]:
+    """Applies the stages of a recipe.
+
+    Args:
+      config: Config of the model.
+      weights: Weights of the model, without Weights.
+      stages: Result of `parse_recipe`.
+      calibration: Data for stages that need them; None for none.
+
+    Yields:
+      `(stage, config, weights)` after each stage.
+
+    Raises:
+      InputError: A stage does not fit the model, needs calibration data, or the model is compressed already.
+    """
+    if any(map(is_weight, jax.tree.leaves(weights, is_leaf=is_weight))):
+        raise InputError("the model is compressed already: start from the run that it was made of, with all stages")
+    for stage in stages:
+        config, weights = stage.compressor(config, weights, calibration)
+        yield stage, config, weights
+
+
+def _unit_compressor(unit: str, share: float, by: str, across_layers: bool) -> Compressor:
+    """Compressor that keeps a share of the units of each layer."""
+    _check_share(unit, share)
+    if by not in ("gradient", "magnitude"):
+        raise InputError(f"{unit}(by={by!r}): expected gradient or magnitude")
+
+    def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+        of_model = split_layers(config, weights)
+        gradients: list[Any] = [None] * len(of_model)
+        if by == "gradient":
+            if calibration is None:
+                raise InputError(f"{unit}(by='gradient') needs calibration data: use by=magnitude, or pass some")
+            slopes = calibration.gradients(config, weights)
+            gradients = [layer.variables["params"] for layer in split_layers(config, {**weights, **slopes})]
+        counts = [structure.unit_count(layer, unit) for layer in of_model]
+        if not any(counts):
+            raise InputError(f"{unit}({share}): the model's layers have no {unit}: leave the stage out")
+        scores = [
+            structure.importance(layer, unit, g) for layer, g, n in zip(of_model, gradients, counts, strict=True) if n
+        ]
+        kept = iter(structure.choose_units(scores, share, across_layers=across_layers))
+        smaller = [
+            structure.keep_units(layer, unit, next(kept)) if n else layer
+            for layer, n in zip(of_model, counts, strict=True)
+        ]
+        return join_layers(config, weights, smaller)
+
+    return compress
+
+
+def _matrix_compressor(function: Callable[[str, Any], Any]) -> Compressor:
+    """Compressor that changes each matrix by itself; both factors of a low-rank matrix are matrices."""
+
+    def convert(path: str, w: Any) -> Any:
+        if not is_weight(w):
+            return function(path, w)
+        return dataclasses.replace(w, **{f.name: function(path, getattr(w, f.name)) for f in dataclasses.fields(w)})
+
+    return lambda config, weights, calibration: (config, map_matrices(convert, weights))
+
+
+def _matrices(weights: Any) -> list[tuple[str, Any]]:
+    """(path, array) of all matrices, stacked ones as they are."""
+    found: list[tuple[str, Any]] = []
+
+    def note(path: str, w: Any) -> Any:
+        found.append((path, w))
+        return w
+
+    map_matrices(note, weights, stacked=True)
+    return [(path, w) for path, w in found if path.split("/")[0] not in (BUFFERS, FROZEN)]
+
+
+def _check_share(name: str, share: float) -> None:
+    if not 0 < share <= 1:
+        raise InputError(f"{name}({share}): expected the share that stays, over 0 and at most 1")
+
+
+def _indices(keep: int | str) -> list[int]:
+    """Indices of layers from text; empty for a number."""
+    if isinstance(keep, bool) or (isinstance(keep, int) and keep < 1):
+        raise InputError(f"layers({keep}): expected at least 1, or indices as 'layers(\"0 2 4\")'")
+    if isinstance(keep, int):
+        return []
+    parts = str(keep).split()
+    if (
+        not parts
+        or not all(part.isdecimal() for part in parts)
+        or sorted(set(map(int, parts))) != list(map(int, parts))
+    ):
+        raise InputError(f"layers({keep!r}): expected a number of layers, or ascending indices as '0 2 4'")
+    return list(map(int, parts))

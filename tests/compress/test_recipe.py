@@ -1,0 +1,100 @@
+"""Recipes: their stages, the models that they give, and errors."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.compress.files import stored_bytes
+from hpnlp.compress.recipe import Calibration, compress, parse_recipe
+from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.ops.weights import LowRankWeight, dense_tree
+from hpnlp.types import InputError
+
+CONFIG = LMConfig(dim=16, heads=4, layers=3, vocab=40, max_len=16, mlp_dim=32, tied=False)
+WEIGHTS = nn.meta.unbox(LM(CONFIG).init(jax.random.key(0), example_batch(1, 8))["params"])
+BATCH = {**example_batch(2, 8), "tokens": jnp.arange(16).reshape(2, 8), "labels": jnp.arange(1, 17).reshape(2, 8)}
+
+
+def gradients(config, weights):
+    return jax.grad(lambda w: LM(config).apply({"params": w}, BATCH, method="loss").sum)(weights)
+
+
+def result(recipe):
+    *_, (_, config, weights) = compress(CONFIG, WEIGHTS, parse_recipe(recipe), Calibration(gradients))
+    return config, weights
+
+
+def loss(config, weights):
+    return float(LM(config).apply({"params": weights}, BATCH, method="loss").sum)
+
+
+def test_stages_follow_each_other():
+    config, weights = result("layers(2),heads(0.5),mlp(0.25,across_layers=True),factorize(parameters=0.5),int8")
+    assert (config.layers, config.heads, config.head_dim) == (2, 2, 4)
+    forms = config.forms()
+    assert sum(form.mlp_size for form in forms) * (2 // len(forms)) == 16
+    assert np.isfinite(loss(config, weights))
+    kernel = weights["head"]
+    assert kernel.codes.dtype == jnp.int8
+    assert stored_bytes(weights) < stored_bytes(WEIGHTS) / 5
+    np.testing.assert_allclose(loss(config, weights), loss(config, dense_tree(weights)), rtol=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int4(group=8)", "factorize(energy=1.0)", "magnitude(1.0)", "heads(1.0)"])
+def test_mild_stages_change_little(recipe):
+    if recipe.startswith("factorize"):
+        with pytest.raises(InputError, match="as many parameters as the kernels"):
+            result(recipe)
+        return
+    np.testing.assert_allclose(loss(*result(recipe)), loss(CONFIG, WEIGHTS), rtol=0.01)
+
+
+def test_magnitude_and_energy():
+    _, weights = result("magnitude(0.25)")
+    up = np.asarray(weights["layers"]["mlp"]["up"]["kernel"])
+    assert (up != 0).mean() == 0.25
+    assert np.abs(up[up != 0]).min() >= np.sort(np.abs(WEIGHTS["layers"]["mlp"]["up"]["kernel"]).ravel())[-up.size // 2]
+    _, weights = result("factorize(energy=0.5)")
+    assert isinstance(weights["layers"]["mlp"]["up"]["kernel"], LowRankWeight)
+
+
+def test_least_important_units_go_first():
+    quiet = jax.tree.map(lambda x: x, WEIGHTS)
+    quiet["layers"]["mlp"] = jax.tree.map(lambda x: x, quiet["layers"]["mlp"])
+    down = quiet["layers"]["mlp"]["down"]
+    quiet["layers"]["mlp"]["down"] = {"kernel": down["kernel"].at[:, ::2].set(0.0)}
+    *_, (_, config, weights) = compress(CONFIG, quiet, parse_recipe("mlp(0.5)"), Calibration(gradients))
+    np.testing.assert_allclose(loss(config, weights), loss(CONFIG, quiet), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("", "the recipe is empty: name stages, of layers"),
+        ("head(0.5)", "did you mean 'heads'"),
+        ("heads(0)", r"heads\(0\): expected the share that stays"),
+        ("heads(1.5)", "expected the share that stays"),
+        ("heads(0.5, by=luck)", "expected gradient or magnitude"),
+        ("layers(0)", "expected at least 1"),
+        ("layers('2 1')", "ascending indices"),
+        ("layers(9)", "the model has 3 layers"),
+        ("int8,heads(0.5)", r"put it before int8"),
+        ("int8,int4", "leave out one of them"),
+        ("factorize()", "factorize takes one of"),
+        ("factorize(energy=2)", "at most 1"),
+        ("int4(group=7)", "does not divide the 16 rows"),
+        ("int4(group=0)", "expected at least 1"),
+    ],
+)
+def test_invalid_recipes_raise(recipe, message):
+    with pytest.raises(InputError, match=message):
+        result(recipe)
+
+
+def test_compressed_models_and_absent_calibration_raise():
+    with pytest.raises(InputError, match="compressed already"):
+        list(compress(CONFIG, result("int8")[1], parse_recipe("int8")))
+    with pytest.raises(InputError, match="needs calibration data"):
+        list(compress(CONFIG, WEIGHTS, parse_recipe("heads(0.5)")))
