@@ -63,7 +63,7 @@ def unit_count(layer: Layer, unit: str) -> int:
     return getattr(layer.form, UNITS[unit][first]) if has_units else 0
 
 
-def keep_units(layer: Layer, unit: str, kept: Sequence[int]) -> Layer:
+def keep_units(layer: Layer, unit: str, kept: Sequence[int] | np.ndarray) -> Layer:
     """Removes units from a layer.
 
     Args:
