@@ -10,6 +10,13 @@ from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
 from hpnlp.types import InputError, option
 
+# Help on files of records.
+FILES = (
+    "a file, a directory or a glob; several are separated by commas. The extension of a file decides its format, which is "
+    "JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of fields, by numpy.savez). "
+    "All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class ExampleConfig(abc.ABC):
@@ -17,9 +24,7 @@ class ExampleConfig(abc.ABC):
 
     path: str = option(
         "",
-        "Records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
-        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
-        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
+        f"Records: {FILES}",
     )
     tokenizer: str = option(
         "bytes",
@@ -90,10 +95,7 @@ class ClassificationConfig(ExampleConfig):
     path: str = option(
         "stdlib_functions",
         '"stdlib_functions" (functions of the running Python\'s standard library, labelled with their package), another '
-        "entry of GENERATED, such as list_ops, pathfinder or imdb:DIRECTORY, or records: "
-        "a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
-        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
-        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
+        f"entry of GENERATED, such as list_ops, pathfinder or imdb:DIRECTORY, or records: {FILES}",
     )
     text_field: str = option("text", "Field of records that holds the text.")
     pair_field: str = option("", 'Field that holds the second text of a pair; "" for single texts.')
@@ -114,9 +116,7 @@ class TaggingConfig(ExampleConfig):
     path: str = option(
         "stdlib_tokens",
         '"stdlib_tokens" (tokens of lines of the running Python\'s standard library, labelled with their kind), '
-        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
-        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
-        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
+        f"or records: {FILES}",
     )
     words_field: str = option(
         "words", "Field of records that holds the words: a list of strings, or a string that is split at whitespace."
@@ -135,10 +135,7 @@ class Seq2SeqConfig(ExampleConfig):
 
     path: str = option(
         "number_words",
-        '"number_words" (whole numbers in digits and in English words, in both directions), '
-        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
-        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
-        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
+        f'"number_words" (whole numbers in digits and in English words, in both directions), or records: {FILES}',
     )
     source_field: str = option("source", "Field of records that holds the source.")
     target_field: str = option("target", "Field that holds the target.")
@@ -160,9 +157,7 @@ class PairsConfig(ExampleConfig):
     path: str = option(
         "stdlib_docstrings",
         "\"stdlib_docstrings\" (docstrings of functions of the running Python's standard library, with the functions' code), "
-        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
-        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
-        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
+        f"or records: {FILES}",
     )
     heldout: float = option(
         0.2,
