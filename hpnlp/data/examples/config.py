@@ -88,6 +88,23 @@ class ExampleConfig(abc.ABC):
         """
 
 
+def check_pair(text_field: str, pair_field: str) -> None:
+    """Checks that the texts of a pair come from different fields.
+
+    Args:
+      text_field: Field of the first text.
+      pair_field: Field of the second text.
+
+    Raises:
+      InputError: They are the same field.
+    """
+    if text_field == pair_field:
+        raise InputError(
+            f"data.pair_field={pair_field!r} is data.text_field, too, so that each text would be paired with itself: name the "
+            "field with the second text"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class ClassificationConfig(ExampleConfig):
     """Texts, or pairs of texts, with one label each."""
@@ -104,6 +121,10 @@ class ClassificationConfig(ExampleConfig):
         True,
         "Fit linear models of words and of characters at the end of a run, for comparison; takes long on long texts.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pair(self.text_field, self.pair_field)
 
     def kind(self) -> Kind:
         return Classification(self.text_field, self.pair_field, self.label_field)
@@ -181,6 +202,7 @@ class PairsConfig(ExampleConfig):
         super().__post_init__()
         if not self.pair_field:
             raise InputError('data.pair_field="": expected the name of the field with the second text of a pair')
+        check_pair(self.text_field, self.pair_field)
 
     def kind(self) -> Kind:
         return Pairs(self.text_field, self.pair_field, self.distinct)
