@@ -11,6 +11,7 @@ import pytest
 
 from hpnlp import plots, report
 from hpnlp.cli import experiment
+from hpnlp.data import DataConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.tasks import lm_report
 from hpnlp.training import next_commands
@@ -377,6 +378,18 @@ def test_smoothed_loss_does_not_lag():
 def test_proposed_commands_register_the_same_files(tmp_path):
     text = next_commands.render(tmp_path / "run", Config(), "--register=own.py --config=exp.py")
     assert [line.count("--register=own.py") for line in text.splitlines()] == [1, 1, 1, 1]
+
+
+def test_command_for_other_data_drops_what_describes_the_old(tmp_path):
+    data = DataConfig(path="old.txt", weights=(1, 2), heldout_path="old_heldout.txt")
+    flags = "--config=exp.py --config.data.path=old.txt --config.data.heldout_path=old_heldout.txt --config.model.dim=8"
+    (line,) = [
+        text
+        for text in next_commands.render(tmp_path / "run", Config(data=data), flags).splitlines()
+        if "other" in text
+    ]
+    assert "old" not in line and "--config.model.dim=8" in line
+    assert line.endswith("--config.data.path=YOUR_FILES '--config.data.weights=()' --config.data.heldout_path=`")
 
 
 def test_proposed_commands_register_an_experiment_that_adds_entries(tmp_path, monkeypatch):
