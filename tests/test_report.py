@@ -156,7 +156,8 @@ def test_render_shows_numbers_sample_and_commands(tmp_path):
     assert "| xz -9e after the training text, the same bytes | 1.7500 |" in text
     assert "Where the time went, over all restarts: setup" in text
     assert (
-        f"--config=FILE --workdir={tmp_path}-tuned --config.train.init_from={tmp_path} --config.data.path=std" in text
+        f"--config=FILE --workdir={tmp_path}-tuned --config.train.init_from={tmp_path} --config.data.path=YOUR_FILES"
+        in text
     )
     mine = report.render(tmp_path, Config(), summary(), "", "--config=mine.py --config.train.steps=5")
     assert f"`hpnlp train --config=mine.py --config.train.steps=5 --workdir={tmp_path}-tuned" in mine
