@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from hpnlp.ops.attention import Mask, PerHead
 from hpnlp.ops.attention.masks.table import MASKS
-from hpnlp.spec import Spec, build, did_you_mean
+from hpnlp.spec import Spec, build, unknown_name
 from hpnlp.types import InputError
 
 # The patterns that an expression may name.
@@ -82,7 +82,7 @@ def _parse_mask(node: ast.expr, text: str) -> Mask | PerHead:
     if isinstance(node, ast.Name):
         if node.id in NAMES:
             _reject(node, text, f"expected a call with parentheses: {signature(node.id)}")
-        _reject(node, text, f"unknown mask {node.id!r}: {did_you_mean(node.id, NAMES)}")
+        _reject(node, text, unknown_name(node.id, NAMES, "mask"))
     if not isinstance(node, ast.Call):
         _reject(node, text, _EXPECTED)
     return _parse_call(node, text)
@@ -99,7 +99,7 @@ def _parse_call(node: ast.Call, text: str) -> Mask | PerHead:
     if kind == "mask" and name in MASKS and name not in NAMES:
         _reject(node, text, f"{name} takes a function, which text cannot contain: call hpnlp.mask_plot.draw in Python")
     if name not in table:
-        _reject(node.func, text, f"unknown {kind} {name!r}: {did_you_mean(name, table)}")
+        _reject(node.func, text, unknown_name(name, table, kind))
     args = tuple(_parse_argument(arg, text) for arg in node.args)
     kwargs = tuple((keyword.arg or "**", _parse_argument(keyword.value, text)) for keyword in node.keywords)
     try:

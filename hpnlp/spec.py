@@ -47,7 +47,8 @@ class Spec:
         return self.name + (f"({arguments})" if arguments else "") + (f"*{self.repeat}" if self.repeat > 1 else "")
 
 
-# End of the message about a run directory that names an unknown entry.
+# Kinds of entries that users may add in files of their own, as messages name them; and the end of messages on unknown ones.
+OPEN_KINDS = ("mask", "mixer", "model.mlp", "optimizer.name", "output layer", "task")
 OWN_ENTRY = "if it is an entry of your own, pass --register=FILE with its file, or import the file first"
 
 
@@ -64,6 +65,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def unknown_name(name: str, known: Iterable[str], what: str) -> str:
+    """Message about an unknown name of a table entry.
+
+    Args:
+      name: The unknown name.
+      known: All known names.
+      what: Kind of the entries, as "mixer".
+
+    Returns:
+      The message, with a suggestion; for OPEN_KINDS, it mentions --register.
+    """
+    return f"unknown {what} {name!r}: {did_you_mean(name, known)}{f' ({OWN_ENTRY})' * (what in OPEN_KINDS)}"
 
 
 def parse(text: str, what: str) -> tuple[Spec, ...]:
@@ -176,7 +191,7 @@ def lookup(table: Mapping[str, T], name: str, what: str) -> T:
       UnknownNameError: Unknown name.
     """
     if name not in table:
-        raise UnknownNameError(f"unknown {what} {name!r}: {did_you_mean(name, table)}")
+        raise UnknownNameError(unknown_name(name, table, what))
     return table[name]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from hpnlp import plots, report
 from hpnlp.cli import experiment
+from hpnlp.data import DataConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.tasks import lm_report
 from hpnlp.training import next_commands
@@ -155,7 +156,8 @@ def test_render_shows_numbers_sample_and_commands(tmp_path):
     assert "| xz -9e after the training text, the same bytes | 1.7500 |" in text
     assert "Where the time went, over all restarts: setup" in text
     assert (
-        f"--config=FILE --workdir={tmp_path}-tuned --config.train.init_from={tmp_path} --config.data.path=std" in text
+        f"--config=FILE --workdir={tmp_path}-tuned --config.train.init_from={tmp_path} --config.data.path=YOUR_FILES"
+        in text
     )
     mine = report.render(tmp_path, Config(), summary(), "", "--config=mine.py --config.train.steps=5")
     assert f"`hpnlp train --config=mine.py --config.train.steps=5 --workdir={tmp_path}-tuned" in mine
@@ -377,6 +379,18 @@ def test_smoothed_loss_does_not_lag():
 def test_proposed_commands_register_the_same_files(tmp_path):
     text = next_commands.render(tmp_path / "run", Config(), "--register=own.py --config=exp.py")
     assert [line.count("--register=own.py") for line in text.splitlines()] == [1, 1, 1, 1]
+
+
+def test_command_for_other_data_drops_what_describes_the_old(tmp_path):
+    data = DataConfig(path="old.txt", weights=(1, 2), heldout_path="old_heldout.txt")
+    flags = "--config=exp.py --config.data.path=old.txt --config.data.heldout_path=old_heldout.txt --config.model.dim=8"
+    (line,) = [
+        text
+        for text in next_commands.render(tmp_path / "run", Config(data=data), flags).splitlines()
+        if "other" in text
+    ]
+    assert "old" not in line and "--config.model.dim=8" in line
+    assert line.endswith("--config.data.path=YOUR_FILES '--config.data.weights=()' --config.data.heldout_path=`")
 
 
 def test_proposed_commands_register_an_experiment_that_adds_entries(tmp_path, monkeypatch):

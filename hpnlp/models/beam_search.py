@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from hpnlp.models.backbone import for_decoding
-from hpnlp.models.decode import check_decodes
+from hpnlp.models.decode import check_decodes, end_ids
 from hpnlp.models.lm import LM
 from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
@@ -51,7 +51,7 @@ class Beams:
         Returns:
           The ids of each, without eos and padding.
         """
-        ends = _eos_ids(eos_id)
+        ends = end_ids(eos_id)
         best = np.asarray(self.ids)[:, 0].tolist()
         return [list(itertools.takewhile(lambda token: token not in ends, ids)) for ids in best]
 
@@ -151,7 +151,7 @@ def beam_search(
     them; those of new ids are not copied where a beam is continued (`kv_cache.BeamCache`).
     """
     arrays = [np.asarray(prompt, np.int32) for prompt in prompts]
-    eos = _eos_ids(eos_id)
+    eos = end_ids(eos_id)
     check_decodes(model, memory, len(arrays))
     _check(model, arrays, tokens, beams, eos, length_penalty, early_stopping)
     lengths = np.array([len(prompt) for prompt in arrays], np.int32)
@@ -162,11 +162,6 @@ def beam_search(
         jnp.asarray(eos, jnp.int32), jnp.int32(pad_id), jnp.float32(length_penalty), tokens, beams, early_stopping
     )
     return _search(params, padded, lengths, memory, rules, model=model)
-
-
-def _eos_ids(eos_id: int | Sequence[int]) -> list[int]:
-    """The ids that end a continuation."""
-    return [*eos_id] if isinstance(eos_id, Sequence) else [eos_id]
 
 
 def _check(

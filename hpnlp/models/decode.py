@@ -106,7 +106,7 @@ class Generation:
         check_decodes(model, memory, len(arrays))
         _check_options(model, tokens, temperature, top_k, top_p, seed)
         _check_prompts(model, arrays, tokens)
-        eos_ids = _eos_ids(eos_id, model.config.vocab)
+        eos_ids = end_ids(eos_id, model.config.vocab)
         drawable = _drawable_ids(model.config.vocab, eos_ids, allowed)
         padded, lengths = _pad(model, arrays, pad_id)
         draw: dict[str, Any] = {"key": jax.random.key(seed), "allowed": jnp.asarray(drawable)}
@@ -150,10 +150,21 @@ class Generation:
         self.seconds[phase] += time.perf_counter() - start
 
 
-def _eos_ids(eos_id: int | Sequence[int] | None, vocab: int) -> list[int]:
-    """The ids that end a sequence; raises InputError if one is not an id of the model."""
+def end_ids(eos_id: int | Sequence[int] | None, vocab: int | None = None) -> list[int]:
+    """The ids that end a sequence.
+
+    Args:
+      eos_id: Id or ids; None for sequences without end.
+      vocab: Number of ids of the model; None for no check.
+
+    Returns:
+      The ids.
+
+    Raises:
+      InputError: An id is not one of the model's.
+    """
     ids = [] if eos_id is None else [*eos_id] if isinstance(eos_id, Sequence) else [eos_id]
-    if any(not 0 <= i < vocab for i in ids):
+    if vocab is not None and any(not 0 <= i < vocab for i in ids):
         raise InputError(f"eos_id={eos_id}: expected ids of the model's {vocab}, or None for sequences without end")
     return ids
 

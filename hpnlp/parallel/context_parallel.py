@@ -10,11 +10,13 @@ results of each device are merged by their log-sum-exp. Works with any mixer tha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,6 +153,36 @@ def check_mixer(mixer: Any) -> None:
     check_method(mixer, "partial", "a ring", fix)
     if has_state(mixer):
         check_method(mixer, "prepare", "a ring, for the statistics and buffers of the device's tokens,", fix)
+
+
+@contextlib.contextmanager
+def losses_of_mixers_checked(layout: Layout) -> Iterator[None]:
+    """Checks in the block that no mixer returns losses or metrics which a ring would drop, since it calls `partial`.
+
+    Args:
+      layout: Layout of the run.
+
+    Yields:
+      None. In the block, calls of mixers, as in the initialisation of a model, are checked.
+
+    Raises:
+      InputError: The layout has a ring, and a mixer returns `MixerOutput.aux`.
+    """
+    if layout.size("length") == 1 or layout.exchange != "ring":
+        yield
+        return
+
+    def check(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        out = call(*args, **kwargs)
+        if context.module.name == "mixer" and isinstance(out, MixerOutput) and out.aux:
+            raise InputError(
+                f"{type(context.module).__name__} returns {', '.join(out.aux)} in MixerOutput.aux, which a ring does not "
+                "compute: make it a function of statistics (`auxiliary_loss`), choose plan.exchange=heads, or plan.sequence=1"
+            )
+        return out
+
+    with nn.intercept_methods(check):
+        yield
 
 
 def by_heads(mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:

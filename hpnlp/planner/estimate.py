@@ -142,8 +142,7 @@ def model_of(config: Config) -> Any:
     Raises:
       InputError: The model does not fit the task or the largest vocabulary.
     """
-    task = tasks.find(config.task)
-    return task.model(config, task.planned_sizes(config))
+    return tasks.make_model(config, tasks.find(config.task).planned_sizes(config))
 
 
 def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:

@@ -4,6 +4,9 @@ A task is an instance of `task.Task`. The training loop, the reports, sweeps and
 field `task`.
 """
 
+import inspect
+from typing import Any
+
 from hpnlp.spec import lookup
 from hpnlp.tasks.classification import Classification
 from hpnlp.tasks.dual_encoder import DualEncoding
@@ -12,6 +15,8 @@ from hpnlp.tasks.masked_lm import MaskedLanguageModel
 from hpnlp.tasks.seq2seq import SequenceToSequence
 from hpnlp.tasks.tagging import Tagging
 from hpnlp.tasks.task import Task
+from hpnlp.tasks.vocabulary import Sizes
+from hpnlp.types import InputError, Model
 
 TASKS: dict[str, Task] = {
     "lm": LanguageModel(),
@@ -38,4 +43,33 @@ def find(name: str) -> Task:
     return lookup(TASKS, name, "task")
 
 
-__all__ = ["TASKS", "Task", "find"]
+# Members of the protocol: the annotated attributes, and the properties and methods.
+_MODEL_MEMBERS = (*Model.__annotations__, *(name for name in vars(Model) if not name.startswith("_")))
+
+
+def make_model(config: Any, sizes: Sizes) -> Model:
+    """The model of a config, with the sizes that depend on the data filled in.
+
+    Args:
+      config: A `training.config.Config`.
+      sizes: Sizes of the vocabulary.
+
+    Returns:
+      The model.
+
+    Raises:
+      InputError: See `Task.model`; or the task's model lacks members of `hpnlp.types.Model`.
+    """
+    model = find(config.task).model(config, sizes)
+    absent = object()
+    # Static, since properties of a Flax module may read submodules, which exist in its methods only.
+    missing = [name for name in _MODEL_MEMBERS if inspect.getattr_static(model, name, absent) is absent]
+    if missing:
+        raise InputError(
+            f"task={config.task!r} has a model of the class {type(model).__name__}, which lacks {', '.join(missing)}: add "
+            f"the member{'s' * (len(missing) > 1)}, as hpnlp.types.Model describes"
+        )
+    return model
+
+
+__all__ = ["TASKS", "Task", "find", "make_model"]

@@ -55,13 +55,20 @@ class TaggingBaselines:
 
         Returns:
           `majority_accuracy`, of the most frequent training label; `token_accuracy`, of the label that the first token of a
-          word has most often, or else the most frequent one. At most MAX_TRAINED training examples are counted.
+          word has most often, or else the most frequent one. At most MAX_TRAINED training examples are counted. Of equally
+          frequent labels, the first one counts.
         """
         dataset, train = self._dataset, self._dataset.stored["train"]
-        counts = np.zeros((dataset.tokenizer.vocab_size, len(dataset.labels)), np.int64)
-        np.add.at(counts, _labelled(train, train.spread(MAX_TRAINED).tolist()), 1)
-        majority = int(counts.sum(axis=0).argmax())
-        best = np.where(counts.any(axis=1), counts.argmax(axis=1), majority)
+        classes = len(dataset.labels)
+        tokens, labels = _labelled(train, train.spread(MAX_TRAINED).tolist())
+        majority = int(np.bincount(labels, minlength=classes).argmax())
+        # Only pairs that occur are counted: all tokens times all labels may be many.
+        pairs, counts = np.unique(tokens.astype(np.int64) * classes + labels, return_counts=True)
+        tokens, labels = np.divmod(pairs, classes)
+        order = np.lexsort((labels, -counts, tokens))
+        seen, first = np.unique(tokens[order], return_index=True)
+        best = np.full(dataset.tokenizer.vocab_size, majority, np.int64)
+        best[seen] = labels[order][first]
         heldout = dataset.stored[HELDOUT]
         tokens, labels = _labelled(heldout, range(heldout.count))
         return {

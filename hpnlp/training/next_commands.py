@@ -1,4 +1,7 @@
-"""Commands that a report proposes as next steps; each can be run as printed, in the directory that the run was started in."""
+"""Commands that a report proposes as next steps, for the directory that the run was started in.
+
+Each can be run as printed, but for the path of other data, which the user fills in.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,9 @@ from hpnlp.training.optim import OPTIMIZERS
 
 # Tables whose entries have the path of the file that adds them as the name of their module (`cli.experiment.load`).
 TABLES = (tasks.TASKS, MIXERS, FEED_FORWARDS, OUTPUTS, OPTIMIZERS)
+OTHER_DATA = "YOUR_FILES"  # in place of the path of data that the run has not read
+# Fields that describe the run's data, and their values for other data.
+DATA_FIELDS = {"data.weights": "()", "data.heldout_path": "", "data.challenge_path": ""}
 
 
 def render(workdir: Path, config: Config, flags: str) -> str:
@@ -37,13 +43,13 @@ def render(workdir: Path, config: Config, flags: str) -> str:
     of_task = tasks.find(config.task).report.commands(workdir, config)
     commands = {
         **{purpose: [*argv, *registered] for purpose, argv in of_task.items()},
-        "train it on other data, with your files in place of data.path": [
+        f"train it on other data, with the path of your files in place of {OTHER_DATA}": [
             "train",
-            *_without(train_flags, "data.path", "data.weights", "train.init_from"),
+            *_without(train_flags, "data.path", *DATA_FIELDS, "train.init_from"),
             f"--workdir={_unused(directory, workdir)}",
             f"--config.train.init_from={workdir}",
-            f"--config.data.path={config.data.path}",
-            *(["--config.data.weights=()"] if flat(config).get("data.weights") else []),
+            f"--config.data.path={OTHER_DATA}",
+            *(f"--config.{field}={value}" for field, value in DATA_FIELDS.items() if flat(config).get(field)),
         ],
         "train longer": [
             "train",

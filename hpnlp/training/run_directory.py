@@ -27,7 +27,6 @@ from hpnlp.compress.files import WEIGHTS_FILE, has_weights, read_weights
 from hpnlp.data.files import is_special
 from hpnlp.models.huggingface import convert
 from hpnlp.parallel.plan import Plan
-from hpnlp.spec import OWN_ENTRY, UnknownNameError
 from hpnlp.tasks.task import Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
@@ -50,9 +49,9 @@ def make_model(config: Config, vocabulary: Vocabulary) -> Model:
       The model.
 
     Raises:
-      InputError: See `tasks.task.Task.model`.
+      InputError: See `tasks.make_model`.
     """
-    return tasks.find(config.task).model(config, vocabulary.sizes)
+    return tasks.make_model(config, vocabulary.sizes)
 
 
 def eos_ids(directory: Path, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...]:
@@ -105,8 +104,7 @@ def load_config(workdir: str | Path) -> Config:
             raise InputError(
                 f"{workdir} holds a Hugging Face checkpoint and no run: hpnlp convert --from={workdir} --to=runs/x makes one"
             ) from None
-        hint = f" ({OWN_ENTRY})" if isinstance(error, UnknownNameError) else ""
-        raise InputError(f"{workdir}: {error}{hint}") from None
+        raise InputError(f"{workdir}: {error}") from None
 
 
 def has_checkpoints(workdir: str | Path) -> bool:

@@ -193,7 +193,8 @@ def make_trainer(
     """
     layout = plan.layout(model.config.sizes(), devices)
     _check_compatible(model, config, plan, layout)
-    weight_axes, weight_shapes = variables.axes_and_shapes(model.clone(remat=plan.remat))
+    with context_parallel.losses_of_mixers_checked(layout):
+        weight_axes, weight_shapes = variables.axes_and_shapes(model.clone(remat=plan.remat))
     context_parallel.check_variables(layout, weight_axes)
     (axes, _), (param_shapes, buffer_shapes) = variables.split(weight_axes), variables.split(weight_shapes)
     statistic_specs = layout.state_specs(axes, param_shapes, divided=layout.zero >= 1)
@@ -397,7 +398,7 @@ class _StepFunctions:
         if skips:
             select = functools.partial(jnp.where, is_finite)
             buffers, carry = jax.tree.map(select, (buffers, carry), (state.buffers, state.carry))
-        new_state = TrainState(state.step, params, opt_state, ema, state.scale, buffers, carry)
+        new_state = TrainState(state.step + 1, params, opt_state, ema, state.scale, buffers, carry)
         # Vectors, such as a confusion matrix, are metrics of evaluations only.
         metrics = {name: mean(total, count) for name, (total, count) in sums.items() if not total.ndim}
         metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}
@@ -405,7 +406,6 @@ class _StepFunctions:
         if state.scale is not None:
             metrics["loss_scale"] = state.scale.value
             new_state = dataclasses.replace(new_state, scale=state.scale.after(is_finite))
-        new_state = dataclasses.replace(new_state, step=state.step + 1)
         return sparse_rows.scatter(full_state, new_state, ids, self.tables), metrics
 
     def _check_carry(self, batch: Batch) -> None:

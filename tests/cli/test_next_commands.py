@@ -1,4 +1,4 @@
-"""The commands that a report proposes run as printed."""
+"""The commands that a report proposes run as printed, with a path in place of that of other data."""
 
 import re
 import shlex
@@ -22,8 +22,9 @@ def check(run, *argv):
     assert outcome.code == 0, outcome
     commands = commands_of(outcome.out)
     assert [command[0] for command in commands] == ["generate", "train", "train", "compare"]
+    path = next(flag for flag in argv if flag.startswith("--config.data.path="))
     for command in [commands[-1], *commands]:
-        outcome = run(*command)
+        outcome = run(*(path if argument == "--config.data.path=YOUR_FILES" else argument for argument in command))
         assert outcome.code == 0, (command, outcome)
         yield command, outcome
 

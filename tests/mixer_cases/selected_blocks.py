@@ -26,14 +26,18 @@ def complete_blocks(segment_ids):
 
 def means(x, blocks, weights=None):
     """`[M, heads, H]` for one sequence."""
+    if not blocks:
+        return jnp.zeros((0, *x.shape[1:]), x.dtype)
     weights = jnp.full((x.shape[1], BLOCK), 1 / BLOCK) if weights is None else weights
     return jnp.stack([jnp.einsum("skh,ks->kh", x[np.array(block)], weights) for block in blocks])
 
 
 def selected_mask(scores, blocks, ids, own, top):
     """bool `[T, heads, T]` from scores `[T, heads, M]`, float32 of complete blocks."""
-    ends, length = np.array([block[-1] for block in blocks]), own.shape[0]
-
+    length = own.shape[0]
+    if not blocks:
+        return jnp.broadcast_to(own[:, None], (length, scores.shape[1], length))
+    ends = np.array([block[-1] for block in blocks])
     allowed = (ends[None] < np.arange(length)[:, None]) & (ids[ends][None] == ids[:, None])
 
     scores = jnp.where(allowed[:, None], scores, -jnp.inf)
@@ -65,11 +69,14 @@ def nsa(mixing, arrays, params, mask, segment_ids):
     masks, compressed, ids = [], [], np.asarray(mixing.segment_ids)
     for b, blocks in enumerate(of_sequences):
         weights = params.get("k_weights"), params.get("v_weights")
-        ends, starts = (np.array([block[i] for block in blocks]) for i in (-1, 0))
+        ends, starts = (np.array([block[i] for block in blocks], np.int64) for i in (-1, 0))
         visible = (ends[None] <= np.arange(x.shape[1])[:, None]) & (ids[b][ends][None] == ids[b][:, None])
         summaries = [means(y[b].astype(jnp.float32), blocks, w) for y, w in zip((k, v), weights, strict=True)]
         keys, values = (jnp.repeat(y.astype(q.dtype), 2, axis=1) for y in summaries)
-        compressed.append(reference(q[b][None], keys[None], values[None], dense_mask=visible[None, None])[0])
+        of_blocks = (
+            reference(q[b][None], keys[None], values[None], dense_mask=visible[None, None])[0] if blocks else None
+        )
+        compressed.append(jnp.zeros_like(q[b]) if of_blocks is None else of_blocks)
         scores = jnp.einsum("tnh,mnh->tnm", q[b].astype(jnp.float32), jnp.repeat(summaries[0], 2, axis=1)) * 8**-0.5
         scores = jnp.where(visible[:, None], scores, -1e9)
         summed = jax.nn.softmax(scores, axis=2).reshape(x.shape[1], 2, 2, -1).sum(axis=2)

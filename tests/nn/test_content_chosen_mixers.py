@@ -10,7 +10,7 @@ from hpnlp.models.lm import LMConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Causal, Full, PerHead, Window, attend
 from hpnlp.types import InputError
-from tests.contracts import Mixing, assert_close, once
+from tests.contracts import Mixing, assert_close, once, reference_output
 
 SIZES = {"vocab": 8, "dim": 8, "heads": 2, "layers": 2}
 
@@ -25,6 +25,28 @@ def test_all_blocks_give_exact_attention():
         return mixing(mixing.packed(arrays)), exact
 
     assert_close(*once(both, mixing.arrays))
+
+
+@pytest.mark.parametrize("spec", ["moba(4,2)", "nsa(4,2,6,learned)"])
+def test_sequences_shorter_than_a_block_match_the_reference(spec):
+    """Values and gradients of sequences of one token and of three, without a complete block."""
+    cases = [Mixing(spec, length) for length in (1, 3)]
+
+    def results(function, mixing):
+        def score(arrays, params):
+            o = function(arrays, params)
+            return jnp.sum(jnp.sin(o)), o
+
+        return jax.grad(score, (0, 1), has_aux=True)(mixing.arrays, mixing.params)
+
+    def both(m):
+        return (
+            results(lambda arrays, params: m(m.packed(arrays), params=params), m),
+            results(lambda arrays, params: reference_output(m, arrays, params, m.mask), m),
+        )
+
+    for actual, expected in once(lambda: [both(mixing) for mixing in cases]):
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("spec", ["clustered(9,5,2)", "clustered(2,5,2)"])

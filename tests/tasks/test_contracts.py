@@ -9,6 +9,7 @@ import os
 import random
 import signal
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hpnlp import planner, report, tasks
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner import render
 from hpnlp.tasks import TASKS
+from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
 from hpnlp.training import loop
 from hpnlp.training.evaluation import on_devices
@@ -204,9 +206,34 @@ def test_run_is_read_back(config, finished):
 
 
 def test_unknown_task_raises():
-    with pytest.raises(InputError, match="unknown task 'other': known: "):
+    with pytest.raises(
+        InputError, match="unknown task 'other': known: .*if it is an entry of your own, pass --register="
+    ):
         configs.default("other")
     assert all(task.name == name for name, task in TASKS.items())
+
+
+def test_models_that_lack_members_of_the_protocol_raise(monkeypatch):
+    class Scored(nn.Module):
+        config: object
+        model_parallel: object = None
+        remat: str = "none"
+
+        @property
+        def is_normalized(self):
+            raise AssertionError("read outside of a method")
+
+        def loss(self, batch, deterministic=True):
+            return None
+
+    class Own(type(TASKS["lm"])):
+        def model(self, config, sizes):
+            return Scored(config.model)
+
+    monkeypatch.setitem(TASKS, "own", Own())
+    missing = "task='own' has a model of the class Scored, which lacks auxiliary_loss, rows, example_batch, batch_axes, advance"
+    with pytest.raises(InputError, match=f"{missing}: add the members, as hpnlp.types.Model describes"):
+        tasks.make_model(configs.Config(task="own"), Sizes(8))
 
 
 @pytest.fixture(scope="module")

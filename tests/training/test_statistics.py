@@ -14,6 +14,8 @@ from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.variables import collections
 from hpnlp.nn.feed_forward import FEED_FORWARDS
 from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.mixers.exact import ExactMixer
+from hpnlp.ops.attention import Full
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner.memory import memory_estimate
 from hpnlp.spec import build, parse_one
@@ -202,6 +204,27 @@ def test_evaluation_reports_auxiliary_losses():
     values = trainer.evaluate(state.best_params, jax.device_put(batch_of(0), trainer.batch_sharding))
     for name in (*AUX, "input_square"):
         assert float(values[name][0] / values[name][1]) == pytest.approx(run()[0][0][name], rel=1e-6)
+
+
+class PenalisedAttention(ExactMixer):
+    """Attention with a loss of its own, which is not a function of statistics."""
+
+    def __call__(self, inputs, mask):
+        one = jnp.ones((), jnp.float32)
+        return dataclasses.replace(super().__call__(inputs, mask), aux={"penalty_loss": (one, one)})
+
+    def partial(self, inputs, mask):
+        return super().partial(inputs, mask)
+
+
+def test_losses_that_a_ring_would_drop_raise(monkeypatch):
+    monkeypatch.setitem(MIXERS, "penalised", lambda **extra: PenalisedAttention(Full(), **extra))
+    fields = (("mixer", "full,penalised"), ("mlp", "swiglu"))
+    with pytest.raises(
+        InputError, match="PenalisedAttention returns penalty_loss in MixerOutput.aux, which a ring does not"
+    ):
+        trainer_of(Plan(sequence=2), 2, fields, aux="")
+    trainer_of(Plan(sequence=2, exchange="heads"), 2, fields, aux="penalty_loss(2)")
 
 
 def test_invalid_statistics_raise(monkeypatch):

@@ -10,6 +10,13 @@ from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
 from hpnlp.types import InputError, option
 
+# Help on files of records.
+FILES = (
+    "a file, a directory or a glob; several are separated by commas. The extension of a file decides its format, which is "
+    "JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of fields, by numpy.savez). "
+    "All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class ExampleConfig(abc.ABC):
@@ -17,9 +24,7 @@ class ExampleConfig(abc.ABC):
 
     path: str = option(
         "",
-        "Records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
-        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
-        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
+        f"Records: {FILES}",
     )
     tokenizer: str = option(
         "bytes",
@@ -83,6 +88,23 @@ class ExampleConfig(abc.ABC):
         """
 
 
+def check_pair(text_field: str, pair_field: str) -> None:
+    """Checks that the texts of a pair come from different fields.
+
+    Args:
+      text_field: Field of the first text.
+      pair_field: Field of the second text.
+
+    Raises:
+      InputError: They are the same field.
+    """
+    if text_field == pair_field:
+        raise InputError(
+            f"data.pair_field={pair_field!r} is data.text_field, too, so that each text would be paired with itself: name the "
+            "field with the second text"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class ClassificationConfig(ExampleConfig):
     """Texts, or pairs of texts, with one label each."""
@@ -90,10 +112,7 @@ class ClassificationConfig(ExampleConfig):
     path: str = option(
         "stdlib_functions",
         '"stdlib_functions" (functions of the running Python\'s standard library, labelled with their package), another '
-        "entry of GENERATED, such as list_ops, pathfinder or imdb:DIRECTORY, or records: "
-        "a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
-        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
-        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
+        f"entry of GENERATED, such as list_ops, pathfinder or imdb:DIRECTORY, or records: {FILES}",
     )
     text_field: str = option("text", "Field of records that holds the text.")
     pair_field: str = option("", 'Field that holds the second text of a pair; "" for single texts.')
@@ -102,6 +121,10 @@ class ClassificationConfig(ExampleConfig):
         True,
         "Fit linear models of words and of characters at the end of a run, for comparison; takes long on long texts.",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pair(self.text_field, self.pair_field)
 
     def kind(self) -> Kind:
         return Classification(self.text_field, self.pair_field, self.label_field)
@@ -114,9 +137,7 @@ class TaggingConfig(ExampleConfig):
     path: str = option(
         "stdlib_tokens",
         '"stdlib_tokens" (tokens of lines of the running Python\'s standard library, labelled with their kind), '
-        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
-        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
-        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
+        f"or records: {FILES}",
     )
     words_field: str = option(
         "words", "Field of records that holds the words: a list of strings, or a string that is split at whitespace."
@@ -135,10 +156,7 @@ class Seq2SeqConfig(ExampleConfig):
 
     path: str = option(
         "number_words",
-        '"number_words" (whole numbers in digits and in English words, in both directions), '
-        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
-        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
-        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
+        f'"number_words" (whole numbers in digits and in English words, in both directions), or records: {FILES}',
     )
     source_field: str = option("source", "Field of records that holds the source.")
     target_field: str = option("target", "Field that holds the target.")
@@ -160,9 +178,7 @@ class PairsConfig(ExampleConfig):
     path: str = option(
         "stdlib_docstrings",
         "\"stdlib_docstrings\" (docstrings of functions of the running Python's standard library, with the functions' code), "
-        "or records: a file, a directory or a glob; several are separated by commas. The extension of a file decides its "
-        "format, which is JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of "
-        "fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`.",
+        f"or records: {FILES}",
     )
     heldout: float = option(
         0.2,
@@ -186,6 +202,7 @@ class PairsConfig(ExampleConfig):
         super().__post_init__()
         if not self.pair_field:
             raise InputError('data.pair_field="": expected the name of the field with the second text of a pair')
+        check_pair(self.text_field, self.pair_field)
 
     def kind(self) -> Kind:
         return Pairs(self.text_field, self.pair_field, self.distinct)

@@ -228,6 +228,8 @@ def test_invalid_configs_raise(tmp_path, kind, options, message):
         ("seq2seq", {"target_len": 0}, "data.target_len=0: expected at least 1"),
         ("seq2seq", {"target_field": ""}, 'data.target_field="": expected the name of a field'),
         ("pairs", {"pair_field": ""}, 'data.pair_field="": expected the name of the field with the second text'),
+        ("pairs", {"pair_field": "text"}, "data.pair_field='text' is data.text_field, too"),
+        ("classification", {"pair_field": "text"}, "data.pair_field='text' is data.text_field, too"),
         ("classification", {"label_field": ""}, 'data.label_field="": expected the name of a field'),
     ],
 )
