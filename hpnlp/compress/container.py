@@ -1,7 +1,8 @@
 """One file for a tree of named arrays, each stored raw, packed, Huffman coded, or sparse and Huffman coded.
 
 The file is little-endian: 8 bytes of magic, the version (uint32), the checksum of the header (uint32), the header's size
-(uint64), the header, and blocks that begin at multiples of 64 bytes. The header is JSON:
+(uint64), the header, and blocks. Raw blocks begin at multiples of 64 bytes, others at multiples of 8. The header is JSON,
+compressed by zlib:
 
     {"metadata": ..., "tensors": [{"name", "dtype", "shape", "encoding", "offset", "size", "palette", "checksum"}, ...]}
 
@@ -18,6 +19,7 @@ import math
 import os
 import struct
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +33,7 @@ from hpnlp.ops.checksum import word_sum
 
 MAGIC = b"hpnlp\0ct"
 VERSION = 1
-ALIGNMENT = 64
+ALIGNMENT = 64  # of raw blocks, in bytes
 _PREFIX = struct.Struct("<8sIIQ")
 _SEPARATOR = "/"
 _NATIVE = (
@@ -53,6 +55,7 @@ _EXTENDED = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 DTYPES = {name: np.dtype(name) for name in _NATIVE} | {name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED}
+_MAX_HEADER = 1 << 28  # bytes of JSON
 _LARGEST = 1 << 48  # elements of an array; more is no array of this world, and would overflow sizes
 _ENTRY = {
     "name": str,
@@ -288,8 +291,8 @@ class Container(Mapping[str, np.ndarray]):
         if _block_sum(text) != checksum:
             raise self._error("the checksum of its header differs")
         try:
-            header = json.loads(text.tobytes())
-        except (ValueError, RecursionError) as error:
+            header = json.loads(zlib.decompressobj().decompress(text.tobytes(), _MAX_HEADER))
+        except (zlib.error, ValueError, RecursionError) as error:
             raise self._error(f"its header is no JSON ({error})") from error
         if not (isinstance(header, dict) and "metadata" in header and isinstance(header.get("tensors"), list)):
             raise self._error("its header has no metadata and tensors")
@@ -309,10 +312,10 @@ class Container(Mapping[str, np.ndarray]):
         shape = tuple(record["shape"])
         if not all(type(n) is int and 0 <= n < _LARGEST for n in shape) or math.prod(shape) >= _LARGEST:
             raise self._error(f"shape is {str(shape)[:80]}", name)
-        offset, size = record["offset"], record["size"]
-        if offset != _aligned(end) or offset + size > self._bytes.size:
-            raise self._error(f"its block takes bytes {offset} to {offset + size} of {self._bytes.size}", name)
         encoding = self._checked_encoding(record["encoding"], name)
+        offset, size = record["offset"], record["size"]
+        if offset != _aligned(end, encoding) or offset + size > self._bytes.size:
+            raise self._error(f"its block takes bytes {offset} to {offset + size} of {self._bytes.size}", name)
         return Entry(
             name, DTYPES[record["dtype"]], shape, encoding, offset, size, record["palette"], record["checksum"]
         )
@@ -350,37 +353,36 @@ def _write(file: BinaryIO, arrays: Mapping[str, np.ndarray], encodings: Mapping[
             {"name": name, "dtype": array.dtype.name, "shape": list(array.shape), "encoding": str(encodings[name])}
             | {"size": len(block), "palette": palette, "checksum": _block_sum(block)}
         )
-    header = _header_bytes(records, metadata)
+    header = _header_bytes(records, encodings, metadata)
     file.write(_PREFIX.pack(MAGIC, VERSION, _block_sum(np.frombuffer(header, np.uint8)), len(header)) + header)
-    for block in blocks:
-        file.write(bytes(_aligned(file.tell()) - file.tell()))
+    for record, block in zip(records, blocks, strict=True):
+        file.write(bytes(record["offset"] - file.tell()))
         file.write(memoryview(block))
 
 
-def _header_bytes(records: list[dict[str, Any]], metadata: Any) -> bytes:
-    """The header as JSON. Offsets depend on its size, so that it is made again until its size is as assumed."""
-    assumed = -1
+def _header_bytes(records: list[dict[str, Any]], encodings: Mapping[str, Encoding], metadata: Any) -> bytes:
+    """The header. Sets the offsets, which depend on its size: it is made again until it fits in front of them."""
+    room = 0
     while True:
-        end = _PREFIX.size + max(assumed, 0)
+        end = _PREFIX.size + room
         for record in records:
-            record["offset"] = _aligned(end)
+            record["offset"] = _aligned(end, encodings[record["name"]])
             end = record["offset"] + record["size"]
         try:
-            header = json.dumps(
-                {"metadata": metadata, "tensors": records}, separators=(",", ":"), allow_nan=False
-            ).encode()
+            text = json.dumps({"metadata": metadata, "tensors": records}, separators=(",", ":"), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(
                 f"metadata cannot be stored as JSON ({error}): pass numbers, text, lists and dicts"
             ) from error
-        header += b" " * (assumed - len(header))
-        if len(header) == assumed:
-            return header
-        assumed = len(header)
+        header = zlib.compress(text.encode(), 9)
+        if len(header) <= room:
+            return header.ljust(room, b"\0")
+        room = len(header) + 8  # other offsets may change the size by a few bytes
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+def _aligned(offset: int, encoding: Encoding) -> int:
+    alignment = ALIGNMENT if encoding.kind == "raw" else 8
+    return -(-offset // alignment) * alignment
 
 
 def _block_sum(block: np.ndarray) -> int:

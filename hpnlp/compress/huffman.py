@@ -197,7 +197,7 @@ class _Tables:
         self.group_values = np.empty((0, stream.group), stream.values.dtype)
         self.bits, self.mask = 0, 0
         if stream.count:
-            self.bits, self.symbols, self.lengths = huffman_codes.decoding_tables(stream.lengths)
+            self.bits, self.entries = huffman_codes.decoding_table(stream.lengths)
             self.mask = (1 << self.bits) - 1
             numbers = np.arange(len(stream.lengths))[:, None]
             self.group_values = stream.values[numbers // stream.alphabet ** np.arange(stream.group) % stream.alphabet]
@@ -281,11 +281,11 @@ def _decode_block(
 ) -> None:
     """Decodes lanes in lockstep, into `outputs`."""
     cursor = _Cursor(block, streams, tables)
-    numbers = np.empty((streams[block[0].stream].steps, len(cursor.position)), np.uint16)
+    entries = np.empty((streams[block[0].stream].steps, len(cursor.position)), np.int32)
     active, step, end = len(block), 0, len(cursor.position)
     while active:
         last = streams[block[active - 1].stream].steps  # the pieces behind have fewer steps, and are complete
-        cursor.decode(numbers[step:last, :end])
+        cursor.decode(entries[step:last, :end])
         step = last
         while active and streams[block[active - 1].stream].steps == last:
             active -= 1
@@ -298,7 +298,8 @@ def _decode_block(
         rows = max(1, (1 << 15) // (piece.stop - piece.start))  # in parts, because numpy converts the indices to int64
         for row in range(0, stream.steps, rows):
             part = slice(row, min(stream.steps, row + rows))
-            output[part] = np.take(table.group_values, numbers[part, columns], axis=0, mode="clip")
+            numbers = entries[part, columns] >> huffman_codes.SYMBOL_SHIFT
+            output[part] = np.take(table.group_values, numbers, axis=0, mode="clip")
 
 
 class _Cursor:
@@ -329,15 +330,14 @@ class _Cursor:
         used = [tables[piece.stream] for piece in block]
         self.position = np.concatenate(position)
         self._windows = np.concatenate(windows)
-        self._symbols = np.concatenate([table.symbols for table in used])
-        self._lengths = np.concatenate([table.lengths for table in used])
+        self._table = np.concatenate([table.entries for table in used])
         self._base = np.concatenate(base) if len(block) > 1 else None
         self._mask = np.concatenate(mask)
         self._per_window = 49 // max(table.bits for table in used)  # 64 bits less the 15 in front of the position
 
-    def decode(self, numbers: np.ndarray) -> None:
-        """Decodes the next [steps, lanes] symbols of the first lanes."""
-        steps, lanes = numbers.shape
+    def decode(self, entries: np.ndarray) -> None:
+        """Looks up the table's entries for the next [steps, lanes] codes of the first lanes."""
+        steps, lanes = entries.shape
         position, mask = self.position[:lanes], self._mask[:lanes]
         window, index, length = (np.empty(lanes, np.int64) for _ in range(3))
         for start in range(0, steps, self._per_window):
@@ -349,8 +349,8 @@ class _Cursor:
                 np.bitwise_and(window, mask, out=index)
                 if self._base is not None:
                     np.add(index, self._base[:lanes], out=index)
-                np.take(self._symbols, index, out=numbers[step], mode="clip")
-                np.take(self._lengths, index, out=length, mode="clip")
+                np.take(self._table, index, out=entries[step], mode="clip")
+                np.bitwise_and(entries[step], huffman_codes.LENGTH_MASK, out=length)
                 np.right_shift(window, length, out=window)
                 np.add(position, length, out=position)
 

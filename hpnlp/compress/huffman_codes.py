@@ -8,14 +8,17 @@ References: Larmore and Hirschberg 1990, "A Fast Algorithm for Optimal Length-Li
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from hpnlp.errors import InputError
 
 MAX_LENGTH = 16  # bits; an alphabet has at most 2^16 symbols
-# Shorter limits give smaller tables, which decode faster: 12 bits fit in the L1 cache, 15 in the L2 cache.
-LIMITS = (12, 15, 16)
-_TOLERANCE = 1.0005  # relative size at which a shorter limit is preferred
+SYMBOL_SHIFT, LENGTH_MASK = 5, 31  # of the entries of a decoding table
+# Shorter limits give smaller tables, which are made and read faster: 12 bits fit in the L1 cache, 15 in the L2 cache.
+LIMITS = (8, 10, 12, 15, 16)
+_BITS_PER_TABLE_ENTRY = 0.1  # bits of the stream that a smaller table is worth; 0.4 KB for 15 bits
 
 
 def code_lengths(counts: np.ndarray, limit: int = MAX_LENGTH) -> np.ndarray:
@@ -63,7 +66,7 @@ def code_lengths(counts: np.ndarray, limit: int = MAX_LENGTH) -> np.ndarray:
 
 
 def choose_lengths(counts: np.ndarray) -> np.ndarray:
-    """Code lengths under the smallest of `LIMITS` that costs at most 0.05 % more bits than the largest.
+    """Code lengths under the limit of `LIMITS` with the fewest bits, where entries of the decoding table count as 0.1 bits.
 
     Args:
       counts: [n] occurrences of each symbol.
@@ -71,16 +74,15 @@ def choose_lengths(counts: np.ndarray) -> np.ndarray:
     Returns:
       uint8[n] lengths.
     """
-    best = code_lengths(counts, LIMITS[-1])
-    bits = int(counts @ best.astype(np.int64))
-    for limit in LIMITS[:-1]:
-        if int(best.max(initial=0)) <= limit:
-            return best
-        if np.count_nonzero(counts) <= 1 << limit:
-            lengths = code_lengths(counts, limit)
-            if int(counts @ lengths.astype(np.int64)) <= _TOLERANCE * bits:
-                return lengths
-    return best
+    symbols = np.count_nonzero(counts)
+    options = []
+    for limit in (limit for limit in LIMITS if symbols <= 1 << limit):
+        lengths = code_lengths(counts, limit)
+        longest = int(lengths.max(initial=0))
+        options.append((int(counts @ lengths.astype(np.int64)) + _BITS_PER_TABLE_ENTRY * (1 << longest), lengths))
+        if longest < limit:  # larger limits give the same code
+            break
+    return min(options, key=lambda option: option[0])[1]
 
 
 def check_lengths(lengths: np.ndarray) -> None:
@@ -118,29 +120,34 @@ def canonical_codes(lengths: np.ndarray) -> np.ndarray:
     return codes
 
 
-def decoding_tables(lengths: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-    """Tables that map the next bits of a stream to a symbol and the length of its code.
+def decoding_table(lengths: np.ndarray) -> tuple[int, np.ndarray]:
+    """Table that maps the next bits of a stream to a symbol and the length of its code.
 
     Args:
       lengths: uint8[n] lengths that `check_lengths` accepts.
 
     Returns:
-      (bits of an index, uint16[2^bits] symbols, int64[2^bits] lengths).
+      (bits of an index, int32[2^bits] entries). An entry is symbol << SYMBOL_SHIFT | length, so that one look-up of 4 bytes
+      gives both.
     """
     order = _canonical_order(lengths)
     bits = int(lengths.max())
     sizes = lengths[order].astype(np.int64)
+    entries = ((order << SYMBOL_SHIFT) | sizes).astype(np.int32)
     if len(order) == 1:
-        return bits, np.full(2, order[0], np.uint16), np.ones(2, np.int64)
-    by_first_bit = np.repeat(np.arange(len(order)), 1 << (bits - sizes))
-    index = _reverse_bits(np.arange(1 << bits) << (MAX_LENGTH - bits)).astype(np.int64)
-    entries = by_first_bit[index]
-    return bits, order.astype(np.uint16)[entries], sizes[entries]
+        return bits, np.repeat(entries, 2)
+    return bits, np.repeat(entries, 1 << (bits - sizes))[_reversed_numbers(bits)]
 
 
 def _canonical_order(lengths: np.ndarray) -> np.ndarray:
     used = np.flatnonzero(lengths)
     return used[np.argsort(lengths[used], kind="stable")]
+
+
+@functools.cache
+def _reversed_numbers(bits: int) -> np.ndarray:
+    """int64[2^bits] each number with its bits in reverse order."""
+    return _reverse_bits(np.arange(1 << bits) << (MAX_LENGTH - bits)).astype(np.int64)
 
 
 def _reverse_bits(numbers: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+import zlib
 
 import ml_dtypes
 import numpy as np
@@ -128,10 +129,10 @@ def edit(path, change):
     """Changes the header of a file, and makes its checksum fit. `change` gets the tensors' entries."""
     data = path.read_bytes()
     size = struct.unpack("<Q", data[16:24])[0]
-    header = json.loads(data[24 : 24 + size])
+    header = json.loads(zlib.decompressobj().decompress(data[24 : 24 + size]))
     header["metadata"] = None
     header = change(header) or header
-    text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
+    text = zlib.compress(json.dumps(header, separators=(",", ":")).encode(), 9).ljust(size, b"\0")
     assert len(text) == size, "the header must not grow"
     checksum = container._block_sum(np.frombuffer(text, np.uint8))
     path.write_bytes(data[:12] + struct.pack("<I", checksum) + data[16:24] + text + data[24 + size :])
@@ -153,7 +154,7 @@ def replace(number, **values):
         (replace(0, shape=[-1, 5]), "tensor 'table' of .* shape is"),
         (replace(0, shape=[2**40, 2**40]), "tensor 'table' of .* shape is"),
         (replace(0, encoding="zip"), "tensor 'table' of .* encoding 'zip'"),
-        (replace(0, encoding="raw"), "tensor 'table' of .* for float32"),
+        (replace(2, shape=[2]), "tensor 'layers/query/scale' of .* 4 bytes for float32"),
         (replace(0, encoding="huffman"), "tensor 'table' of .*symbols for 2000 elements"),
         (replace(0, palette=1), "tensor 'table' of .*damaged"),
         (replace(0, palette=2**20), "tensor 'table' of .*distinct elements"),
