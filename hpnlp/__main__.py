@@ -21,6 +21,7 @@ COMMANDS = {
     "plan": "estimate memory and time of an experiment on devices that need not exist, and find layouts that fit",
     "draw": "draw attention masks and print their cost relative to dense attention",
     "lra": "train mixers on tasks of the Long Range Arena, or measure their speed and memory by length",
+    "compress": "make a smaller model of a run, and measure its size, time and quality",
     "convert": "convert Hugging Face checkpoints to runs, and runs to checkpoints",
 }
 HANDLES_SIGNALS = ("train", "sweep", "lra")  # commands that react to signals as `hpnlp.training.signals` describes

@@ -157,6 +157,31 @@ def plot_bubbles(scores: Mapping[str, Mapping[str, tuple[float | None, float, fl
     plt.close(figure)
 
 
+def plot_compression(panels: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Draws what each stage of a compression does, as bars.
+
+    Args:
+      panels: Title of a panel -> stage -> value.
+      path: File to write; its extension decides the format.
+    """
+    plt = _pyplot()
+    stages = list(next(iter(panels.values())))
+    size = (2.2 + 2.3 * len(panels), 1.1 + 0.4 * len(stages))
+    figure, row = plt.subplots(1, len(panels), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    for axes, (title, values) in zip(row[0], panels.items(), strict=True):
+        bars = axes.barh(
+            [drawable(stage) for stage in stages], [values[stage] for stage in stages], color="C0", alpha=0.7
+        )
+        axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+        axes.set_title(drawable(title), fontsize=9)
+        axes.margins(x=0.25)
+        axes.tick_params(labelsize=8)
+        axes.grid(axis="x", alpha=0.3)
+    row[0][0].invert_yaxis()  # shared by all panels
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def plot_heatmap(heatmap: Heatmap, path: Path) -> None:
     """Plots a matrix of counts, coloured by the share of each count in its row.
 

@@ -258,6 +258,19 @@ def parse_recipe(text: str) -> list[Stage]:
     return stages
 
 
+def check_plain(weights: Any) -> None:
+    """Checks that the matrices of a model are arrays.
+
+    Args:
+      weights: Weights of the model.
+
+    Raises:
+      InputError: One is a Weight.
+    """
+    if any(map(is_weight, jax.tree.leaves(weights, is_leaf=is_weight))):
+        raise InputError("the model is compressed already: start from the run that it was made of, with all stages")
+
+
 def compress(
     config: Any, weights: Any, stages: Sequence[Stage], calibration: Calibration | None = None
 ) -> Iterator[tuple[Stage, Any, Any]]:
@@ -275,8 +288,7 @@ def compress(
     Raises:
       InputError: A stage does not fit the model, needs calibration data, or the model is compressed already.
     """
-    if any(map(is_weight, jax.tree.leaves(weights, is_leaf=is_weight))):
-        raise InputError("the model is compressed already: start from the run that it was made of, with all stages")
+    check_plain(weights)
     for stage in stages:
         config, weights = stage.compressor(config, weights, calibration)
         yield stage, config, weights

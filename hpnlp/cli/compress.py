@@ -1,0 +1,76 @@
+"""`hpnlp compress`: makes a smaller model of a run, and measures it before and after each stage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from hpnlp import cli
+from hpnlp.types import InputError
+
+USAGE = """
+hpnlp compress --from=RUN --to=RUN2 --recipe="heads(0.5),mlp(0.5),int8" [--finetune=STEPS]
+
+Applies the stages of a recipe to the model of a run, one after the other, and writes the result to RUN2, which `hpnlp generate`
+and `hpnlp evaluate` read like any run. Prints bytes, time and held-out scores before and after each stage, and writes them to
+compress.md, compress.json and compress.png.
+
+Stages: layers(3) or layers("0 2 4"), heads(0.5), mlp(0.5), magnitude(0.1), factorize(parameters=0.5), int8, int4(group=32).
+Shares are those that stay. Stages that remove units come first, then factorize, then fewer bits.
+
+--finetune trains the model for some steps after the last stage that removes units.
+"""
+
+flags.DEFINE_string("from", None, "Directory of the run.")
+flags.DEFINE_string("to", None, "Directory of the compressed model, which must not hold a run.")
+flags.DEFINE_string("recipe", None, "Stages, separated by commas.")
+flags.DEFINE_integer(
+    "finetune", 0, "Steps of training after the last stage that removes units, 0 for none.", lower_bound=0
+)
+flags.DEFINE_string("batch_sizes", "1,8,32", "Numbers of sequences at which the time is measured, separated by commas.")
+flags.DEFINE_integer("calibration", 8, "Training batches for the importance of units.", lower_bound=1)
+flags.DEFINE_integer("batches", 0, "Largest number of held-out batches of a score; 0 for all.", lower_bound=0)
+flags.DEFINE_integer("rounds", 5, "Measurements of each time, of which the fastest counts.", lower_bound=1)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Runs `hpnlp compress`.
+
+    Args:
+      argv: "hpnlp compress" and the arguments of the command.
+
+    Raises:
+      InputError: A flag, the recipe or the run is invalid.
+    """
+    cli.parse(argv, USAGE)
+    f = cli.FLAGS
+    source, target, recipe = cli.required("from", "RUN"), cli.required("to", "RUN2"), cli.required("recipe", '"int8"')
+    if not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", f.batch_sizes):
+        raise InputError(f"--batch_sizes={f.batch_sizes}: expected numbers of sequences, as 1,8,32")
+    cli.prepare_jax()
+
+    from hpnlp import plots, tasks
+    from hpnlp.report import compression
+    from hpnlp.report.files import replace_text
+    from hpnlp.training import compress_run, run_directory
+
+    rows = compress_run.compress_run(
+        source,
+        target,
+        recipe,
+        finetune=f.finetune,
+        calibration_batches=f.calibration,
+        batch_sizes=list(map(int, f.batch_sizes.split(","))),
+        batches=f.batches or None,
+        rounds=f.rounds,
+        log=lambda line: print(line, flush=True),
+    )
+    task = tasks.find(run_directory.load_config(target).task)
+    text = compression.render(rows, task.metric, task.higher_is_better)
+    replace_text(Path(target) / "compress.md", text)
+    replace_text(Path(target) / "compress.json", compression.to_json(rows, task.metric, source, recipe))
+    plots.plot_compression(compression.panels(rows, task.metric), Path(target) / "compress.png")
+    print(f"\n{text}\nwritten: {target}, with compress.md, compress.json and compress.png", flush=True)

@@ -1,0 +1,115 @@
+"""Table, verdict and chart of a compression: bytes, time and quality before and after each stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpnlp import measure
+
+# Times that differ by less are called equal.
+NOISE = 1.05
+
+
+def render(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
+    """The table and the verdict.
+
+    Args:
+      rows: Results of `training.compress_run.compress_run`.
+      metric: Name of the primary score.
+      higher_is_better: Its direction.
+
+    Returns:
+      Markdown.
+    """
+    counts = list(rows[0].seconds)
+    header = [
+        "stage",
+        "parameters",
+        "disk MiB",
+        "memory MiB",
+        *(f"ms, {n} sequence{'s' * (n > 1)}" for n in counts),
+        metric,
+    ]
+    table = [header, ["---"] * len(header)]
+    for row in rows:
+        times = [f"{1e3 * row.seconds[n]:.3g}" for n in counts]
+        size = f"{row.disk_bytes / 2**20:.3g}", f"{row.memory_bytes / 2**20:.3g}"
+        table.append([f"`{row.stage}`", f"{row.parameters:,}", *size, *times, f"{row.scores[metric]:.4f}"])
+    lines = ["| " + " | ".join(cells) + " |" for cells in table]
+    return "\n".join(lines) + "\n\n" + verdict(rows, metric, higher_is_better) + "\n"
+
+
+def verdict(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
+    """One sentence on the last row against the first one, which says where something became worse.
+
+    Args:
+      rows: As for `render`.
+      metric: As for `render`.
+      higher_is_better: As for `render`.
+
+    Returns:
+      The sentence.
+    """
+    first, last = rows[0], rows[-1]
+    times = [f"{_factor(first.seconds[n] / last.seconds[n])} at {n} sequence{'s' * (n > 1)}" for n in first.seconds]
+    before, after = first.scores[metric], last.scores[metric]
+    is_worse = after < before if higher_is_better else after > before
+    quality = f"{metric} {'falls' if after < before else 'rises'} from {before:.4f} to {after:.4f}"
+    quality += " (worse)" if is_worse else ""
+    size = first.disk_bytes / last.disk_bytes
+    return f"The file is {size:.3g} times smaller; the loss of a batch is {', '.join(times)}; {quality}."
+
+
+def to_json(rows: Sequence[Any], metric: str, source: str | Path, recipe: str) -> str:
+    """The measurements as JSON.
+
+    Args:
+      rows: As for `render`.
+      metric: As for `render`.
+      source: The run that was compressed.
+      recipe: The recipe.
+
+    Returns:
+      Text.
+    """
+    content = {
+        "source": str(source),
+        "recipe": recipe,
+        "metric": metric,
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "environment": measure.environment(),
+    }
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def panels(rows: Sequence[Any], metric: str) -> dict[str, Mapping[str, float]]:
+    """Values of the chart.
+
+    Args:
+      rows: As for `render`.
+      metric: As for `render`.
+
+    Returns:
+      Title of a panel -> stage -> value.
+    """
+    counts = list(rows[0].seconds)
+    stages = [f"{index}. {row.stage}" if index else row.stage for index, row in enumerate(rows)]
+
+    def by_stage(values: Sequence[float]) -> dict[str, float]:
+        return dict(zip(stages, values, strict=True))
+
+    return {
+        "MiB on disk": by_stage([row.disk_bytes / 2**20 for row in rows]),
+        **{f"ms, {n} sequence{'s' * (n > 1)}": by_stage([1e3 * row.seconds[n] for row in rows]) for n in counts},
+        metric: by_stage([row.scores[metric] for row in rows]),
+    }
+
+
+def _factor(ratio: float) -> str:
+    if 1 / NOISE < ratio < NOISE:
+        return "as fast as before"
+    return f"{ratio:.3g} times faster" if ratio > 1 else f"{1 / ratio:.3g} times slower"

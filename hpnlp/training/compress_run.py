@@ -1,0 +1,237 @@
+"""Compression of a finished run by a recipe, with bytes, time and scores before and after each stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hpnlp import measure, tasks
+from hpnlp.compress.files import WEIGHTS_FILE, stored_bytes, write_weights
+from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
+from hpnlp.models import variables
+from hpnlp.parallel.plan import Plan
+from hpnlp.training import gradients, loop, run_directory
+from hpnlp.training.config import Config
+from hpnlp.training.evaluation import evaluate
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
+
+# Files of a run that the compressed model keeps.
+COMPANIONS = ("tokenizer.json", "labels.json", "generation_config.json")
+ORIGINAL = "original"
+SPARSE_SHARE = 0.5  # arrays with a larger share of zeros are stored by their non-zeros
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What a stage of a recipe did.
+
+    Attributes:
+      stage: Spec of the stage; ORIGINAL for the model before.
+      parameters: Numbers that the weights represent, without those that are not stored.
+      memory_bytes: Bytes of the arrays.
+      disk_bytes: Bytes of the file.
+      seconds: Time of the loss of a batch, by the number of sequences of the batch; the fastest of several measurements.
+      scores: Held-out scores.
+    """
+
+    stage: str
+    parameters: int
+    memory_bytes: int
+    disk_bytes: int
+    seconds: Mapping[int, float]
+    scores: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Version:
+    """The model after a stage."""
+
+    stage: str
+    config: Config
+    model: Any
+    params: Any
+
+
+def compress_run(
+    source: str | Path,
+    target: str | Path,
+    recipe: str,
+    *,
+    finetune: int = 0,
+    calibration_batches: int = 8,
+    batch_sizes: Sequence[int] = (1, 8, 32),
+    batches: int | None = None,
+    rounds: int = 5,
+    log: Callable[[str], None] = print,
+) -> list[Measurement]:
+    """Compresses the model of a run, and measures it after each stage.
+
+    Args:
+      source: Directory of the run.
+      target: Directory of the compressed model, which must not hold a run.
+      recipe: Stages, see `hpnlp.compress.recipe`.
+      finetune: Steps of training after the last stage that removes units, before numbers get fewer bits.
+      calibration_batches: Training batches from which stages compute gradients.
+      batch_sizes: Numbers of sequences at which the time is measured.
+      batches: Largest number of held-out batches of a score; None for all.
+      rounds: Measurements of each time, interleaved.
+      log: Called with lines on the progress.
+
+    Returns:
+      The measurements, first that of the original.
+
+    Raises:
+      InputError: The recipe or the run is invalid, or `target` holds a run.
+    """
+    stages = parse_recipe(recipe)
+    source, target = Path(source), Path(target)
+    for name in ("config.json", WEIGHTS_FILE, "checkpoints"):
+        if (target / name).exists():
+            raise InputError(f"{target} already holds {name}: choose another directory")
+    run = run_directory.load(source)
+    check_plain(run.params)
+    dataset = tasks.find(run.config.task).dataset(run.config.data, run.vocabulary)
+    calibration = Calibration(_Gradients(run, dataset, calibration_batches))
+    versions = [_Version(ORIGINAL, run.config, run.model, run.params)]
+    for index, stage in enumerate(stages):
+        versions.append(_next(versions[-1], stage, calibration, run))
+        log(f"{stage.text}: done")
+        is_last_structural = stage.changes == STRUCTURE and all(s.changes != STRUCTURE for s in stages[index + 1 :])
+        if finetune and is_last_structural:
+            versions.append(_finetuned(versions[-1], source, run.step, finetune, target))
+    target.mkdir(parents=True, exist_ok=True)
+    _copy_companions(source, target)
+    scores = [_scores(version, dataset, batches) for version in versions]
+    seconds = _seconds(versions, dataset, batch_sizes, rounds)
+    sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
+    run_directory.write_config(target, versions[-1].config)
+    return [
+        Measurement(
+            version.stage,
+            sum(leaf.size for leaf in jax.tree.leaves(version.params)),
+            stored_bytes(version.params),
+            size,
+            {count: of_version[index] for count, of_version in seconds.items()},
+            score,
+        )
+        for index, (version, size, score) in enumerate(zip(versions, sizes, scores, strict=True))
+    ]
+
+
+def encoding_of(name: str, array: np.ndarray) -> str:
+    """The encoding of an array in a file of compressed weights.
+
+    Args:
+      name: Name of the array.
+      array: Its content.
+
+    Returns:
+      As `container.write` takes it: packed for integers of 4 bits, Huffman codes for other integers of 8 bits, the non-zeros
+      of arrays that consist of zeros mostly, and "raw" for all others.
+    """
+    if array.dtype.name in ("int4", "uint4"):
+        return "packed(4)"
+    if array.dtype.name in ("int8", "uint8"):
+        return "huffman"
+    is_sparse = array.size > 1024 and np.mean(array == 0) > SPARSE_SHARE and len(np.unique(array)) <= 2**16
+    return "sparse" if is_sparse else "raw"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradients:
+    """Function of (config, weights) that returns the gradient of the mean loss over the first training batches."""
+
+    run: run_directory.Run
+    dataset: Any
+    batches: int
+
+    def __call__(self, config: Any, weights: Any) -> Any:
+        model = self.run.model.clone(config=config)
+        params, buffers = variables.split(weights)
+
+        @jax.jit
+        def gradient(params: Any, batch: Any) -> Any:
+            def mean(params: Any) -> Any:
+                out = gradients.loss(model, variables.join(params, buffers), batch, None)
+                return out.sum / jnp.maximum(out.weight, 1.0)
+
+            return jax.grad(mean)(params)
+
+        total = None
+        for batch in itertools.islice(self.dataset.train(seed=0), self.batches):
+            new = gradient(params, {name: jnp.asarray(batch[name]) for name in model.batch_axes()})
+            total = new if total is None else jax.tree.map(jnp.add, total, new)
+        return total
+
+
+def _next(version: _Version, stage: Stage, calibration: Calibration, run: run_directory.Run) -> _Version:
+    """The version after a stage."""
+    old = version.model.config
+    new, params = stage.compressor(old, version.params, calibration)
+    changed = {
+        f.name: getattr(new, f.name) for f in dataclasses.fields(new) if getattr(new, f.name) != getattr(old, f.name)
+    }
+    config = dataclasses.replace(version.config, model=dataclasses.replace(version.config.model, **changed))
+    return _Version(stage.text, config, run_directory.make_model(config, run.vocabulary), params)
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    for name in COMPANIONS:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+
+
+def _finetuned(version: _Version, source: Path, step: int, steps: int, target: Path) -> _Version:
+    """The version after further training, in a directory beside the target."""
+    workdir = target / "finetune"
+    start = workdir / "start"
+    start.mkdir(parents=True, exist_ok=True)
+    run_directory.write_config(start, version.config)
+    _copy_companions(source, start)
+    write_weights(start / WEIGHTS_FILE, version.params, {"step": step})
+    train = dataclasses.replace(version.config.train, steps=steps, init_from=str(start))
+    config = dataclasses.replace(version.config, train=train)
+    loop.train(config, workdir)
+    trained = run_directory.load(workdir)
+    return _Version(f"finetune({steps})", version.config, trained.model, trained.params)
+
+
+def _scores(version: _Version, dataset: Any, batches: int | None) -> Mapping[str, float]:
+    """Held-out scores of a version."""
+    config = version.config
+    optimizer = config.optimizer.for_batch(config.data.batch_size)
+    trainer = make_trainer(version.model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
+    return evaluate(trainer, version.params, dataset, config, batches).scores
+
+
+def _seconds(
+    versions: Sequence[_Version], dataset: Any, batch_sizes: Sequence[int], rounds: int
+) -> dict[int, list[float]]:
+    """Fastest time of the loss of a batch, by batch size and version, interleaved over versions."""
+    batch = next(iter(dataset.train(seed=0)))
+    result = {}
+    for count in batch_sizes:
+        functions = {}
+        for index, version in enumerate(versions):
+            names = version.model.batch_axes()
+            rows = {name: jnp.asarray(np.resize(batch[name], (count, *batch[name].shape[1:]))) for name in names}
+            forward = jax.jit(lambda params, rows, model=version.model: gradients.loss(model, params, rows, None).sum)
+            functions[str(index)] = lambda f=forward, p=version.params, r=rows: f(p, r)
+        timings = measure.timeit(functions, rounds=rounds, min_seconds=0.05)
+        result[count] = [min(timings[str(index)].all) for index in range(len(versions))]
+    return result
+
+
+def _write(version: _Version, path: Path, step: int) -> int:
+    """Writes the file of a version, and returns its bytes."""
+    write_weights(path, version.params, {"step": step}, encoding_of)
+    return path.stat().st_size
