@@ -1,0 +1,67 @@
+"""`hpnlp compress`: a smaller model that other commands read, its table, and errors."""
+
+import json
+
+import pytest
+
+from hpnlp.compress.files import WEIGHTS_FILE
+from hpnlp.report import compression
+from hpnlp.training import loop
+from hpnlp.training.compress_run import Measurement
+from hpnlp.training.run_directory import load
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("compressed") / "run"
+    loop.train(tiny.make(train__steps=2, train__sample=0), workdir)
+    return workdir
+
+
+def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, trained, tmp_path):
+    target = tmp_path / "small"
+    argv = [f"--from={trained}", f"--to={target}", "--recipe=mlp(0.5),int8", "--finetune=1"]
+    outcome = run("compress", *argv, "--batches=1", "--batch_sizes=1,2", "--rounds=1")
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    assert "`mlp(0.5)`" in outcome.out and "times smaller" in outcome.out
+    rows = json.loads((target / "compress.json").read_text())["rows"]
+    assert [row["stage"] for row in rows] == ["original", "mlp(0.5)", "finetune(1)", "int8"]
+    assert rows[1]["parameters"] < rows[0]["parameters"]
+    assert rows[3]["memory_bytes"] < rows[1]["memory_bytes"] / 2.5
+    assert rows[3]["disk_bytes"] == (target / WEIGHTS_FILE).stat().st_size
+    assert set(rows[0]["seconds"]) == {"1", "2"}
+    assert (target / "compress.md").exists() and (target / "compress.png").stat().st_size > 5000
+    assert load(target).model.config.mlp_size * 2 == load(trained).model.config.mlp_size
+    scored = run("evaluate", target, "--batches=1")
+    assert scored.code == 0 and f"{rows[3]['scores']['loss']:.4f}" in scored.out
+    again = run("compress", *argv)
+    assert again.code == 2 and "already holds config.json: choose another directory" in again.err
+    twice = run("compress", f"--from={target}", f"--to={tmp_path / 'x'}", "--recipe=int8")
+    assert twice.code == 2 and "the model is compressed already" in twice.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--recipe"),
+        (["--recipe=int9"], "did you mean 'int8'"),
+        (["--recipe=int8", "--batch_sizes=0"], "--batch_sizes=0: expected numbers of sequences"),
+        (["--recipe=int8,heads(0.5)"], "put it before int8"),
+    ],
+)
+def test_invalid_flags_raise(run, trained, tmp_path, flags, message):
+    outcome = run("compress", f"--from={trained}", f"--to={tmp_path / 'x'}", *flags)
+    assert outcome.code == 2 and message in outcome.err, outcome
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_verdict_says_what_became_worse():
+    rows = [
+        Measurement(stage, 10, 40, disk, {1: one, 8: eight}, {"accuracy": accuracy})
+        for stage, disk, one, eight, accuracy in (("original", 400, 0.01, 0.08, 0.9), ("int8", 100, 0.02, 0.02, 0.85))
+    ]
+    assert compression.verdict(rows, "accuracy", True) == (
+        "The file is 4 times smaller; the loss of a batch is 2 times slower at 1 sequence, 4 times faster at 8 sequences; "
+        "accuracy falls from 0.9000 to 0.8500 (worse)."
+    )
