@@ -33,9 +33,9 @@ def score(report: Mapping[str, Any], steps_per_second: float | None = None) -> S
       The score.
     """
     config = report["config"]
-    if steps_per_second is None:
-        steps_per_second = report["tokens_per_second"] / (config["data.batch_size"] * config["data.seq_len"])
-    return Score(report["heldout_accuracy"], steps_per_second, report["peak_memory_bytes"])
+    of_run = report["tokens_per_second"] / (config["data.batch_size"] * config["data.seq_len"])
+    speed = of_run if steps_per_second is None else steps_per_second
+    return Score(report["heldout_accuracy"], speed, report["peak_memory_bytes"])
 
 
 def render_scores(scores: Mapping[str, Mapping[str, Score]]) -> str:
