@@ -7,6 +7,7 @@ field `task`.
 import inspect
 from typing import Any
 
+from hpnlp.compress.weight_training import with_weight_training
 from hpnlp.spec import lookup
 from hpnlp.tasks.classification import Classification
 from hpnlp.tasks.dual_encoder import DualEncoding
@@ -69,7 +70,7 @@ def make_model(config: Any, sizes: Sizes) -> Model:
             f"task={config.task!r} has a model of the class {type(model).__name__}, which lacks {', '.join(missing)}: add "
             f"the member{'s' * (len(missing) > 1)}, as hpnlp.types.Model describes"
         )
-    return model
+    return with_weight_training(model, config.train.weights, config.train.steps)
 
 
 __all__ = ["TASKS", "Task", "find", "make_model"]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from hpnlp.parallel import host_offload
+from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError, Model
 
@@ -107,16 +108,33 @@ class Update:
         return self.each(update if is_finite is None else update_if_finite, state, grads)
 
 
-def check_by_layer(model: Model, config: OptimizerConfig) -> None:
-    """Checks that parameters can be offloaded: that layers are run, and updated, one at a time.
+def check_parameters(model: Model, config: OptimizerConfig, plan: Plan, zero: int) -> None:
+    """Checks that parameters can be kept and updated as a plan and an optimizer say.
 
     Args:
       model: The model.
       config: The optimizer.
+      plan: The plan.
+      zero: Stage of ZeRO on its devices.
 
     Raises:
-      InputError: The model or the optimizer works on several layers at once.
+      InputError: The model is trained with other weights, and parameters would not be whole arrays when it is applied.
+        Or parameters are offloaded, and the model or the optimizer works on several layers at once.
     """
+    if hasattr(model, "finished"):
+        for name, value in (("plan.zero=2", zero == 2), ("plan.offload_parameters=True", plan.offload_parameters)):
+            if value:
+                raise InputError(
+                    f"train.weights changes whole matrices, which {name} does not keep: change one of the two"
+                )
+        if config.rows:
+            raise InputError("train.weights and optimizer.rows=True: set one of the two")
+    if plan.offload_parameters:
+        _check_by_layer(model, config)
+
+
+def _check_by_layer(model: Model, config: OptimizerConfig) -> None:
+    """Raises InputError unless layers are run, and updated, one at a time."""
     c, alternative = model.config, "or plan.offload_parameters=False"
     if not c.is_single_stack:
         raise InputError(

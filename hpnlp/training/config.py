@@ -44,6 +44,11 @@ class TrainConfig:
         'parameters and tokenizer training starts from, "" for none; the optimizer and the data start anew, and a '
         "run that has saved a checkpoint resumes from that.",
     )
+    weights: str = option(
+        "",
+        "An entry of WEIGHT_TRAININGS, by which kernels are quantized, pruned or dropped in every step: quantized(8), ternary, "
+        'binary, magnitude(0.1), movement(0.1), soft_movement(), masked, weight_drop(0.5); "" for none.',
+    )
     log_every: int = option(20, "Steps between fetching and writing metrics.")
     eval_every: int = option(0, "Steps between evaluations on held-out examples, 0 for one at the end only.")
     eval_batches: int = option(16, "Batches of an evaluation, 0 for all; the one at the end takes all.")

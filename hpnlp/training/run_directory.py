@@ -405,6 +405,11 @@ def load(
         params = checkpoints.restore_params(shapes, step)
         _check_finite(params, f"checkpoint {checkpoints.step_of(step)} of {workdir}")
         eos = eos_ids(workdir, vocabulary.tokenizer, model.config.vocab)
+        if config.train.weights:
+            # What was trained is of no use for generation and export; the matrices that layers read are.
+            params = jax.jit(model.finished)(params)
+            config = dataclasses.replace(config, train=dataclasses.replace(config.train, weights=""))
+            model = make_model(config, vocabulary)
         return Run(config, vocabulary, model, params, checkpoints.step_of(step), eos)
     finally:
         checkpoints.close()

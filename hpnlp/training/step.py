@@ -22,7 +22,7 @@ from hpnlp.parallel import context_parallel, distributed_matrices, host_offload,
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import loss_scale, sparse_rows
-from hpnlp.training.apply_updates import Update, check_by_layer, mean
+from hpnlp.training.apply_updates import Update, check_parameters, mean
 from hpnlp.training.checksum import first_difference
 from hpnlp.training.gradients import Batch, Gradients, loss
 from hpnlp.training.muon import ApplyToWhole
@@ -307,8 +307,7 @@ def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout:
             "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave "
             "out one of the two"
         )
-    if plan.offload_parameters:
-        check_by_layer(model, config)
+    check_parameters(model, config, plan, layout.zero)
 
 
 def _initial_state(

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from hpnlp.compress.weight_training import with_own
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import tokenizer_digest
 from hpnlp.models import variables
@@ -232,8 +233,9 @@ def load_params(source: Source, trainer: Trainer, plan: Plan) -> tuple[Any, str]
         params, origin = convert.load(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
     shapes = trainer.state_shapes
     expected = variables.join(shapes.params, shapes.buffers) if source.is_run else shapes.params
+    params = with_own(params, expected)
     _check_shapes(params, expected, source)
-    if not source.is_run:
+    if not source.is_run or "weights" in expected:
         params = jax.tree.map(place, expected, params)
     return params, f"{origin}, with its tokenizer"
 

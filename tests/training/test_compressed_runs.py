@@ -33,3 +33,21 @@ def test_compressed_weights_are_loaded_and_evaluated(tmp_path):
     np.testing.assert_allclose(*scores, rtol=0.01)
     with pytest.raises(InputError, match="holds a compressed model and no checkpoints"):
         load(target, step=1)
+
+
+def test_runs_with_other_weights_load_as_plain_models_and_their_zeros_stay(tmp_path):
+    loop.train(tiny.make(train__weights="movement(0.5)", train__steps=4, train__sample=0), tmp_path / "pruned")
+    run = load(tmp_path / "pruned")
+    assert run.config.train.weights == "" and "weights" not in run.params
+    start = str(tmp_path / "pruned")
+    loop.train(
+        tiny.make(train__weights="masked", train__steps=1, train__sample=0, train__init_from=start), tmp_path / "more"
+    )
+    before, after = (load(tmp_path / name).params["layers"]["mlp"]["up"]["kernel"] for name in ("pruned", "more"))
+    assert 0.4 < np.mean(before == 0) < 0.6
+    np.testing.assert_array_equal(before == 0, after == 0)
+    assert np.any(before != after)
+    loop.train(
+        tiny.make(train__weights="movement(0.5)", train__steps=1, train__sample=0, train__init_from=start),
+        tmp_path / "third",
+    )

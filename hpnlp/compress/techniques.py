@@ -1,0 +1,267 @@
+"""Techniques of training with other weights: what the layers read in place of a kernel, and the gradients of that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from hpnlp.ops.weights import dense, quantize
+from hpnlp.types import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Technique:
+    """How the matrices of a model are trained; methods take one matrix [D, F], or [L, D, F] of stacked layers.
+
+    Attributes:
+      steps: Steps of the run, for schedules.
+    """
+
+    steps: int = 0
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether each matrix has scores of its shape, which are trained beside it and begin as 0."""
+        return False
+
+    @property
+    def share(self) -> Any:
+        """Function of the step, float32 [], to the share of the weights that stays; None without a schedule."""
+        return None
+
+    def bind(self, w: Array, scores: Array | None, threshold: Array | None, rng: Array | None) -> Array:
+        """The matrix that layers read.
+
+        Args:
+          w: The parameter.
+          scores: Its scores, if `has_scores`.
+          threshold: float32 [] or [L], the threshold for the present share, if there is a schedule.
+          rng: Key in training; None in evaluation.
+
+        Returns:
+          A matrix of the same shape, through which gradients reach w and scores.
+        """
+        raise NotImplementedError
+
+    def ranked(self, w: Array, scores: Array | None) -> Array:
+        """Numbers of which the largest stay, in the shape of w; for techniques with a schedule."""
+        return jnp.abs(w)
+
+    def penalty(self, scores: Array) -> Array | None:
+        """Loss of the scores of one matrix, float32 []; None for none."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedTechnique(Technique):
+    """Rounds matrices in the forward pass; gradients pass as if they were not (Jacob et al. 2018, section 3)."""
+
+    kind: str = "integer"
+    bits: int = 8
+    group: int = 0
+
+    def bind(self, w: Array, scores: Array | None, threshold: Array | None, rng: Array | None) -> Array:
+        if self.kind == "binary":  # BinaryConnect: no gradient where latent weights are beyond 1
+            w = jnp.clip(w, -1.0, 1.0)
+        rounded = _by_layer(lambda one: _ROUNDING[self.kind](one, self.bits, self.group), w)
+        return w + jax.lax.stop_gradient(rounded - w)
+
+
+@dataclasses.dataclass(frozen=True)
+class MagnitudeTechnique(Technique):
+    """Zeroes the smallest weights, more and more of them (Zhu and Gupta 2017, eq. 1)."""
+
+    keep: float = 0.1
+    begin: float = 0.1
+    end: float = 0.7
+
+    @property
+    def share(self) -> Callable[[Array], Array]:
+        return lambda step: cubic_share(step / max(self.steps, 1), self.keep, self.begin, self.end)
+
+    def bind(self, w: Array, scores: Array | None, threshold: Array | None, rng: Array | None) -> Array:
+        return w * _mask(self.ranked(w, scores), threshold)
+
+
+@dataclasses.dataclass(frozen=True)
+class MovementTechnique(MagnitudeTechnique):
+    """Keeps the weights with the largest scores, whose gradient is dL/dw' * w (Sanh et al. 2020, section 4)."""
+
+    @property
+    def has_scores(self) -> bool:
+        return True
+
+    def ranked(self, w: Array, scores: Array | None) -> Array:
+        assert scores is not None
+        return scores
+
+    def bind(self, w: Array, scores: Array | None, threshold: Array | None, rng: Array | None) -> Array:
+        assert scores is not None
+        mask = _mask(scores, threshold)
+        return w * (mask + (scores - jax.lax.stop_gradient(scores)))
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftMovementTechnique(Technique):
+    """Keeps the weights whose sigmoid of scores is over a threshold, with a penalty on the sigmoids (Sanh et al. 2020)."""
+
+    threshold: float = 0.1
+    weight: float = 1.0
+    rate: float = 10.0
+
+    @property
+    def has_scores(self) -> bool:
+        return True
+
+    def bind(self, w: Array, scores: Array | None, threshold: Array | None, rng: Array | None) -> Array:
+        assert scores is not None
+        gate = jax.nn.sigmoid(self.rate * scores)
+        kept = (gate > self.threshold).astype(w.dtype)
+        return w * (kept + (gate - jax.lax.stop_gradient(gate)))
+
+    def penalty(self, scores: Array) -> Array:
+        return self.weight * jax.nn.sigmoid(self.rate * scores.astype(jnp.float32)).mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedTechnique(Technique):
+    """Keeps zeros: weights that are exactly 0 stay 0."""
+
+    def bind(self, w: Array, scores: Array | None, threshold: Array | None, rng: Array | None) -> Array:
+        return w * (jax.lax.stop_gradient(w) != 0).astype(w.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightDropTechnique(Technique):
+    """Zeroes weights at random in training and scales the others by 1 / (1 - rate) (Wan et al. 2013, "DropConnect")."""
+
+    rate: float = 0.5
+
+    def bind(self, w: Array, scores: Array | None, threshold: Array | None, rng: Array | None) -> Array:
+        if rng is None:
+            return w
+        return jnp.where(jax.random.bernoulli(rng, 1 - self.rate, w.shape), w / (1 - self.rate), 0.0)
+
+
+def cubic_share(progress: Array, keep: float, begin: float, end: float) -> Array:
+    """The share of weights that stays, by a cubic schedule.
+
+    Args:
+      progress: Share of the steps that are done.
+      keep: The last share.
+      begin: Progress at which pruning begins.
+      end: Progress at which it ends.
+
+    Returns:
+      `keep + (1 - keep) (1 - t)^3`, where t rises from 0 to 1 between begin and end.
+
+    References:
+      Zhu and Gupta 2017, "To prune, or not to prune", eq. 1.
+    """
+    t = jnp.clip((progress - begin) / max(end - begin, 1e-9), 0.0, 1.0)
+    return keep + (1.0 - keep) * (1.0 - t) ** 3
+
+
+def quantized(bits: int = 8, group: int = 0, *, steps: int) -> Technique:
+    """Quantization-aware training: matrices of integers with a scale for each column, or each group of its rows."""
+    if not 2 <= bits <= 8:
+        raise InputError(f"train.weights: quantized({bits}): expected 2 to 8 bits")
+    return QuantizedTechnique(steps, "integer", bits, group)
+
+
+def ternary(*, steps: int) -> Technique:
+    """Matrices of -a, 0 and a (TernaryBERT, Zhang et al. 2020, eq. 6 and 7)."""
+    return QuantizedTechnique(steps, "ternary")
+
+
+def binary(*, steps: int) -> Technique:
+    """Matrices of -a and a, a the mean magnitude of each column (XNOR, Rastegari et al. 2016, eq. 6)."""
+    return QuantizedTechnique(steps, "binary")
+
+
+def magnitude(keep: float, begin: float = 0.1, end: float = 0.7, *, steps: int) -> Technique:
+    """Magnitude pruning in training, by a cubic schedule."""
+    _check_schedule("magnitude", keep, begin, end)
+    return MagnitudeTechnique(steps, keep, begin, end)
+
+
+def movement(keep: float, begin: float = 0.1, end: float = 0.7, *, steps: int) -> Technique:
+    """Movement pruning, by a cubic schedule."""
+    _check_schedule("movement", keep, begin, end)
+    return MovementTechnique(steps, keep, begin, end)
+
+
+def soft_movement(threshold: float = 0.1, penalty: float = 1.0, rate: float = 10.0, *, steps: int) -> Technique:
+    """Soft movement pruning: scores times `rate` go through a sigmoid, and the mean sigmoid costs `penalty`."""
+    if not 0 < threshold < 1 or penalty < 0 or rate <= 0:
+        raise InputError(
+            f"train.weights: soft_movement({threshold}, {penalty}, {rate}): expected a threshold in (0, 1), a penalty of at "
+            "least 0 and a rate over 0"
+        )
+    return SoftMovementTechnique(steps, threshold, penalty, rate)
+
+
+def masked(*, steps: int) -> Technique:
+    """Training in which zeros stay zeros: fine-tuning after pruning (train.init_from), and lottery tickets."""
+    return MaskedTechnique(steps)
+
+
+def weight_drop(rate: float, *, steps: int) -> Technique:
+    """DropConnect: single weights are dropped in training."""
+    if not 0 <= rate < 1:
+        raise InputError(f"train.weights: weight_drop({rate}): expected a rate of at least 0 and below 1")
+    return WeightDropTechnique(steps, rate)
+
+
+# Entries of the config field `train.weights`.
+WEIGHT_TRAININGS: dict[str, Callable[..., Technique]] = {
+    "quantized": quantized,
+    "ternary": ternary,
+    "binary": binary,
+    "magnitude": magnitude,
+    "movement": movement,
+    "soft_movement": soft_movement,
+    "masked": masked,
+    "weight_drop": weight_drop,
+}
+
+
+def _mask(ranked: Array, threshold: Array | None) -> Array:
+    """1 for numbers of at least the threshold of their matrix."""
+    assert threshold is not None
+    return (jax.lax.stop_gradient(ranked) >= threshold[..., None, None].astype(ranked.dtype)).astype(ranked.dtype)
+
+
+def _round_integers(w: Array, bits: int, group: int) -> Array:
+    return dense(quantize(w, bits, group=group))
+
+
+def _round_ternary(w: Array, bits: int, group: int) -> Array:
+    magnitude = jnp.abs(w)
+    kept = magnitude > 0.7 * magnitude.mean()
+    scale = jnp.sum(magnitude * kept) / jnp.maximum(kept.sum(), 1)
+    return jnp.sign(w) * kept * scale
+
+
+def _round_binary(w: Array, bits: int, group: int) -> Array:
+    return jnp.where(w >= 0, 1.0, -1.0) * jnp.abs(w).mean(axis=0, keepdims=True)
+
+
+_ROUNDING = {"integer": _round_integers, "ternary": _round_ternary, "binary": _round_binary}
+
+
+def _by_layer(function: Callable[[Array], Array], w: Array) -> Array:
+    return jax.vmap(function)(w) if w.ndim == 3 else function(w)
+
+
+def _check_schedule(name: str, keep: float, begin: float, end: float) -> None:
+    if not 0 < keep <= 1 or not 0 <= begin < end <= 1:
+        raise InputError(
+            f"train.weights: {name}({keep}, {begin}, {end}): expected a share that stays, over 0 and at most 1, and "
+            "begin < end as shares of the steps"
+        )

@@ -1,0 +1,156 @@
+"""Training with other weights: definitions in numpy, schedules, layouts, resumption and what is loaded afterwards."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.compress.techniques import cubic_share
+from hpnlp.compress.weight_training import WeightTraining, quantile, with_weight_training
+from hpnlp.models import variables
+from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
+
+RNG = np.random.default_rng(0)
+W = jnp.asarray(RNG.normal(size=(2, 6, 4)), jnp.float32)
+S = jnp.asarray(RNG.normal(size=(2, 6, 4)), jnp.float32)
+G = jnp.asarray(RNG.normal(size=(2, 6, 4)), jnp.float32)
+MODEL = LM(LMConfig(dim=16, heads=2, layers=2, vocab=40, max_len=16, mlp_dim=24))
+BATCH = {
+    **example_batch(8, 8),
+    "tokens": jnp.arange(64).reshape(8, 8) % 40,
+    "labels": jnp.arange(1, 65).reshape(8, 8) % 40,
+}
+BATCH = {**BATCH, "weights": jnp.ones((8, 8)), "segment_ids": jnp.ones((8, 8), jnp.int32)}
+
+
+def bound(text, w=W, scores=S, threshold=None, rng=None):
+    """The matrix that layers read, and the gradients of (w, scores) for the gradient G of the matrix."""
+    technique = with_weight_training(MODEL, text, 100).technique
+    value, pull = jax.vjp(lambda w, s: technique.bind(w, s, threshold, rng), w, scores)
+    return np.asarray(value), *map(np.asarray, pull(G))
+
+
+def test_rounded_matrices_have_straight_through_gradients():
+    w, g = np.asarray(W), np.asarray(G)
+    scale = np.abs(w).max(1, keepdims=True) / 7
+    value, dw, _ = bound("quantized(4)")
+    np.testing.assert_allclose(value, np.round(w / scale) * scale, atol=1e-6)
+    np.testing.assert_array_equal(dw, g)
+    value, dw, _ = bound("ternary")
+    kept = np.abs(w) > 0.7 * np.abs(w).mean((1, 2), keepdims=True)
+    scale = (np.abs(w) * kept).sum((1, 2), keepdims=True) / kept.sum((1, 2), keepdims=True)
+    np.testing.assert_allclose(value, np.sign(w) * kept * scale, atol=1e-6)
+    np.testing.assert_array_equal(dw, g)
+    value, dw, _ = bound("binary")
+    clipped = np.clip(w, -1, 1)
+    np.testing.assert_allclose(value, np.where(w >= 0, 1, -1) * np.abs(clipped).mean(1, keepdims=True), atol=1e-6)
+    np.testing.assert_array_equal(dw, g * (np.abs(w) <= 1))
+
+
+def test_pruned_matrices_have_gradients_of_their_definition():
+    w, s, g = map(np.asarray, (W, S, G))
+    threshold = jnp.asarray([0.5, 1.0])
+    mask = np.abs(w) >= np.asarray(threshold)[:, None, None]
+    value, dw, _ = bound("magnitude(0.5)", threshold=threshold)
+    np.testing.assert_array_equal(value, w * mask)
+    np.testing.assert_array_equal(dw, g * mask)
+    mask = s >= np.asarray(threshold)[:, None, None]
+    value, dw, ds = bound("movement(0.5)", threshold=threshold)
+    np.testing.assert_array_equal(value, w * mask)
+    np.testing.assert_array_equal(dw, g * mask)
+    np.testing.assert_allclose(ds, g * w, rtol=1e-6)
+    gate = 1 / (1 + np.exp(-3 * s))
+    value, dw, ds = bound("soft_movement(0.4, rate=3.0)")
+    np.testing.assert_array_equal(value, w * (gate > 0.4))
+    np.testing.assert_allclose(ds, g * w * gate * (1 - gate) * 3, rtol=1e-4, atol=1e-6)
+    value, dw, _ = bound("masked", w=W.at[:, 2].set(0.0))
+    assert np.all(dw[:, 2] == 0) and np.all(dw[:, 1] == g[:, 1])
+
+
+def test_weight_drop_is_unbiased_and_off_in_evaluation():
+    w = jnp.ones((1, 100, 100))
+    technique = with_weight_training(MODEL, "weight_drop(0.25)", 1).technique
+    dropped = technique.bind(w, None, None, jax.random.key(0))
+    assert set(np.unique(dropped)) == {0.0, np.float32(1 / 0.75)}
+    assert abs(float(dropped.mean()) - 1) < 4 * np.sqrt(0.25 / 0.75 / 10_000)
+    np.testing.assert_array_equal(technique.bind(w, None, None, None), w)
+
+
+def test_schedule_and_quantile():
+    shares = [float(cubic_share(jnp.float32(p), 0.1, 0.2, 0.6)) for p in (0.0, 0.2, 0.4, 0.6, 1.0)]
+    np.testing.assert_allclose(shares, [1, 1, 0.1 + 0.9 * 0.125, 0.1, 0.1], rtol=1e-6)
+    x = jnp.asarray(RNG.normal(size=(3, 10, 10)), jnp.float32)
+    for share in (0.0, 0.25, 0.9):
+        below = (x < quantile(x, jnp.float32(share))[:, None, None]).mean((1, 2))
+        np.testing.assert_allclose(below, share, atol=1e-6)
+
+
+@functools.cache
+def trained(text, plan, steps=6):
+    model = with_weight_training(MODEL, text, steps)
+    config = OptimizerConfig(warmup=0, learning_rate=0.01)
+    trainer = make_trainer(
+        model, config, plan, steps=steps, devices=None if plan.name != "single" else jax.devices()[:1]
+    )
+    state, losses = trainer.init(jax.random.key(0)), []
+    for _ in range(steps):
+        state, metrics = trainer.step(state, jax.device_put(BATCH, trainer.batch_sharding), jax.random.key(1))
+        losses.append(float(metrics["loss"]))
+    weights = jax.device_get(variables.join(state.params, state.buffers))
+    return model, weights, losses
+
+
+TEXTS = ["quantized(8)", "magnitude(0.25)", "movement(0.25)", "soft_movement()", "weight_drop(0.2)"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_models_learn_and_finish_as_plain_models(text):
+    model, weights, losses = trained(text, Plan("single"))
+    assert losses[-1] < losses[0]
+    plain = jax.jit(model.finished)(weights)
+    collections = [variables.collections(tree) for tree in (weights, plain)]
+    own, finished = model.apply(collections[0], BATCH, method="loss"), MODEL.apply(collections[1], BATCH, method="loss")
+    np.testing.assert_allclose(own.sum, finished.sum, rtol=1e-6)
+    assert jax.tree.structure(plain) == jax.tree.structure(jax.device_get(trained("", Plan("single"))[1]))
+    kernel = np.asarray(plain["layers"]["mlp"]["up"]["kernel"])
+    if text in ("magnitude(0.25)", "movement(0.25)"):
+        np.testing.assert_allclose((kernel != 0).mean((1, 2)), 0.25, atol=0.03)
+    if text.startswith("quantized"):
+        assert len(np.unique(kernel[0, :, 0])) <= 16
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan("data"), Plan("zero3"), Plan("tensor", tensor=2, data=4)], ids=lambda plan: plan.name
+)
+def test_layouts_match_one_device(plan):
+    for text in ("magnitude(0.25)", "movement(0.25)"):
+        np.testing.assert_allclose(trained(text, plan)[2], trained(text, Plan("single"))[2], rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("quantised(8)", "did you mean 'quantized'"),
+        ("quantized(9)", "expected 2 to 8 bits"),
+        ("magnitude(0)", "expected a share that stays"),
+        ("movement(0.1, 0.7, 0.2)", "begin < end"),
+        ("soft_movement(2)", "expected a threshold"),
+        ("weight_drop(1)", "below 1"),
+    ],
+)
+def test_invalid_specs_raise(text, message):
+    with pytest.raises(InputError, match=message):
+        with_weight_training(MODEL, text, 10)
+
+
+def test_plans_without_whole_matrices_raise():
+    model = with_weight_training(MODEL, "masked", 10)
+    assert isinstance(model, WeightTraining)
+    with pytest.raises(InputError, match="plan.zero=2 does not keep"):
+        make_trainer(model, OptimizerConfig(), Plan("zero2"), steps=1)
