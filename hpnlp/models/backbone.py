@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.layer_report import CARRY, LayerReport
@@ -34,9 +35,8 @@ from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.attention import Context
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.blocks import block_kind
-from hpnlp.nn.layers import NORMS, Embed, dropout, with_transposes
+from hpnlp.nn.layers import NORMS, Embed, dropout
 from hpnlp.ops.attention import Full
-from hpnlp.ops.linear import prefers_transpose
 from hpnlp.ops.stacks import StackOrder
 from hpnlp.spec import did_you_mean, lookup, parse, parse_period, shortened
 from hpnlp.types import InputError, Mixer, MixerTraits, Statistics, WordStats, option
@@ -64,6 +64,7 @@ class BackboneConfig(BlockConfig):
     )
     vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
     max_len: int = option(0, "Longest sequence that learned positions reach, 0 for data.seq_len.")
+    embed_scale: bool = option(False, "Embeddings of tokens times the square root of D (Vaswani et al. 2017).")
     embed_norm: bool = option(False, "A norm of the sum of the embeddings, before dropout.")
     dtype: str = option("float32", "Dtype of the activations; parameters stay float32.")
     unroll: int = option(
@@ -412,6 +413,8 @@ class Backbone(nn.Module):
             if parallel is None
             else parallel.embedding_lookup(self.embed.table, tokens, dtype)
         )
+        if c.embed_scale:
+            x = x * np.asarray(math.sqrt(c.dim), dtype)
         if c.position == "learned":
             if tokens.shape[1] > c.max_len:
                 raise InputError(
@@ -450,49 +453,3 @@ class Backbone(nn.Module):
     def _run_without_caches(self, *args: Any) -> tuple[jax.Array, LayerReport]:
         x, _, report = self._run_layers(*args)
         return x, report
-
-
-def separate_layers(params: Any, config: BackboneConfig) -> Any:
-    """Splits the stacked variables of layers into separate arrays.
-
-    For decoding, which reads the parameters for every token: XLA copies a layer out of the stack whenever it is used. The copy
-    is negligible beside the products of a batch, but takes three quarters of the time of decoding one token. Layers with
-    separate parameters run one by one, whatever `unroll` is.
-
-    Args:
-      params: Weights of a model.
-      config: Config of the model.
-
-    Returns:
-      The weights, with a tuple of one tree per layer under "layers", of parameters and of buffers.
-    """
-    if isinstance(params["layers"], tuple):
-        return params
-    order = config.stack_order()
-    stacks = order.split(params["layers"])
-    separate = {**params, "layers": tuple(order.layer(stacks, i) for i in range(config.layers))}
-    if BUFFERS not in params:
-        return separate
-    # Stacks without buffers have layers without buffers.
-    stacks = dict.fromkeys(order.stack_names, {}) | order.split(params[BUFFERS]["layers"])
-    layers = tuple(order.layer(stacks, i) for i in range(config.layers))
-    return {**separate, BUFFERS: {**params[BUFFERS], "layers": layers}}
-
-
-def for_decoding(weights: Any, config: BackboneConfig, count: int) -> Any:
-    """Weights in the form in which further tokens are computed fastest.
-
-    Args:
-      weights: Weights of a model.
-      config: Config of the model.
-      count: Number of sequences that are decoded together.
-
-    Returns:
-      Result of `separate_layers`, with the transposes of the layers' kernels where products of `count` rows are faster by them.
-
-    Cost: a copy of the kernels.
-    """
-    separate = separate_layers(weights, config)
-    if not prefers_transpose(count):
-        return separate
-    return {**separate, "layers": tuple(with_transposes(layer) for layer in separate["layers"])}

@@ -176,6 +176,23 @@ class RMSNorm(nn.Module):
         return rms_norm(x, scale, self.eps)
 
 
+class ZeroCenteredRMSNorm(nn.Module):
+    """RMSNorm whose scale is 1 plus the parameter, so that weight decay draws the scale to 1 (as in Gemma).
+
+    Attributes:
+      eps: Added to the mean square.
+      axis: Logical name of the normalised axis.
+    """
+
+    eps: float = 1e-6
+    axis: str = "hidden"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
+        scale = param(self, "scale", nn.initializers.zeros, (x.shape[-1],), (self.axis,))
+        return rms_norm(x, 1.0 + scale, self.eps)
+
+
 class LayerNorm(nn.Module):
     """Layer normalisation (Ba et al. 2016, eq. 4) over the last axis, in float32.
 
@@ -194,7 +211,11 @@ class LayerNorm(nn.Module):
         return layer_norm(x, scale, bias, self.eps)
 
 
-NORMS: dict[str, Callable[..., nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
+NORMS: dict[str, Callable[..., nn.Module]] = {
+    "rms": RMSNorm,
+    "rms_zero_centered": ZeroCenteredRMSNorm,
+    "layer": LayerNorm,
+}
 
 
 def dropout(

@@ -33,6 +33,7 @@ MODELS = {
     "qwen2_window": ({"mixer": "full,window(3,0)", "qkv_bias": True}, "qwen2"),
     "llama_gelu": ({"mlp": "geglu"}, "llama"),
     "llama_gelu_exact": ({"mlp": "geglu_exact"}, "llama"),
+    "gemma": ({"mlp": "geglu", "norm": "rms_zero_centered", "embed_scale": True}, "gemma"),
     "gpt2": (GPT2 | {"mlp": "gelu"}, "gpt2"),
     "gpt2_relu": (GPT2 | {"mlp": "relu", "tied": False}, "gpt2"),
 }

@@ -85,6 +85,7 @@ CASES = {
     ),
     "llama_gelu": ("llama", {"hidden_act": "gelu", "num_key_value_heads": 2}, "llama"),
     "llama_gelu_tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2}, "llama"),
+    "gemma": ("gemma", {"head_dim": 12, "num_key_value_heads": 1}, "gemma"),
     "llama_dynamic": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 90.0, "factor": 3.0}, "num_key_value_heads": 2},
