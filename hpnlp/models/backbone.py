@@ -64,6 +64,10 @@ class BackboneConfig(BlockConfig):
     )
     vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
     max_len: int = option(0, "Longest sequence that learned positions reach, 0 for data.seq_len.")
+    position_offset: int = option(
+        0,
+        "Rows of the table of learned positions before that of the first position, which are never read (RoBERTa: 2).",
+    )
     embed_scale: bool = option(False, "Embeddings of tokens times the square root of D (Vaswani et al. 2017).")
     embed_norm: bool = option(False, "A norm of the sum of the embeddings, before dropout.")
     dtype: str = option("float32", "Dtype of the activations; parameters stay float32.")
@@ -97,6 +101,11 @@ class BackboneConfig(BlockConfig):
                 )
         check_carry(self)
         lookup(DTYPES, self.dtype, "model.dtype")
+        if self.position_offset and self.position != "learned":
+            raise InputError(
+                f"model.position_offset={self.position_offset} has no effect, because model.position={self.position!r} has no "
+                "table: set it to 0, or model.position='learned'"
+            )
         if self.residual not in RESIDUALS:
             raise InputError(f"model.residual={self.residual!r}: {did_you_mean(self.residual, RESIDUALS)}")
         if self.memory_dim and not self.has_memory:
@@ -184,6 +193,11 @@ class BackboneConfig(BlockConfig):
     def mask(self) -> Any:
         """The static Mask of the model: the pairs of tokens that may influence each other."""
         return Full()
+
+    @property
+    def embedding_size(self) -> int:
+        """Features of the embeddings of tokens, which `Backbone.token_features` leads to D features."""
+        return self.dim
 
     @property
     def has_memory(self) -> bool:
@@ -288,9 +302,9 @@ class Backbone(nn.Module):
                 f"plan.remat={self.remat!r}: reversible layers keep nothing that could be recomputed: set plan.remat='none', "
                 "or model.residual='plain'"
             )
-        self.embed = Embed(c.vocab, c.dim) if self.shared_embed is None else self.shared_embed
+        self.embed = Embed(c.vocab, c.embedding_size) if self.shared_embed is None else self.shared_embed
         if c.position == "learned":
-            self.positions = Embed(c.max_len, c.dim, axis="positions")
+            self.positions = Embed(c.max_len + c.position_offset, c.dim, axis="positions")
         norm = lookup(NORMS, c.norm, "model.norm")
         if c.embed_norm:
             self.embed_norm = norm(c.norm_eps)
@@ -413,6 +427,7 @@ class Backbone(nn.Module):
             if parallel is None
             else parallel.embedding_lookup(self.embed.table, tokens, dtype)
         )
+        x = self.token_features(x, context)
         if c.embed_scale:
             x = x * np.asarray(math.sqrt(c.dim), dtype)
         if c.position == "learned":
@@ -421,10 +436,22 @@ class Backbone(nn.Module):
                     f"{tokens.shape[1]} tokens are more than the model.max_len={c.max_len} learned positions: shorten them, or "
                     "train with a larger model.max_len"
                 )
-            x = x + self.positions(context.positions, dtype)
+            x = x + self.positions(context.positions + c.position_offset, dtype)
         if added is not None:
             x = x + added.astype(dtype)
         return self.embed_norm(x) if c.embed_norm else x
+
+    def token_features(self, x: Float[Array, "B T E"], context: Context) -> Float[Array, "B T D"]:
+        """Features of the tokens, to which positions are added.
+
+        Args:
+          x: Embeddings of the tokens, of `config.embedding_size` features.
+          context: Segments of the tokens.
+
+        Returns:
+          x itself, unless a model overrides this method.
+        """
+        return x
 
     def _run_layers(
         self,

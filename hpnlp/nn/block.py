@@ -36,7 +36,8 @@ class BlockConfig:
     block: str = option(
         "transformer",
         'An entry of BLOCKS: "transformer"; "lite(31, light)", attention on half of the features, and a convolution of this '
-        'width, "light" or "dynamic", on the others; "evolved_encoder" or "evolved_decoder".',
+        'width, "light" or "dynamic", on the others; "evolved_encoder" or "evolved_decoder"; "bottleneck(128, 4)", attention '
+        "and four feed-forward networks on 128 features (MobileBERT).",
     )
     mlp: str = option("swiglu", "Feed-forward network, an entry of FEED_FORWARDS.")
     mlp_dim: int = option(

@@ -193,6 +193,26 @@ class ZeroCenteredRMSNorm(nn.Module):
         return rms_norm(x, 1.0 + scale, self.eps)
 
 
+class Affine(nn.Module):
+    """A scale and a bias of each feature in place of a norm (Sun et al. 2020, "MobileBERT", sec. 3.4: NoNorm).
+
+    Attributes:
+      eps: Not used; the attributes are those of a norm.
+      axis: Logical name of the last axis.
+    """
+
+    eps: float = 0.0
+    axis: str = "hidden"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
+        ones = (1,) * (x.ndim - 1)
+        scale = param(self, "scale", nn.initializers.ones, (x.shape[-1],), (self.axis,))
+        bias = param(self, "bias", nn.initializers.zeros, (x.shape[-1],), (self.axis,))
+        y = x.astype(jnp.float32) * scale.reshape(ones + scale.shape) + bias.reshape(ones + bias.shape)
+        return y.astype(x.dtype)
+
+
 class LayerNorm(nn.Module):
     """Layer normalisation (Ba et al. 2016, eq. 4) over the last axis, in float32.
 
@@ -215,6 +235,7 @@ NORMS: dict[str, Callable[..., nn.Module]] = {
     "rms": RMSNorm,
     "rms_zero_centered": ZeroCenteredRMSNorm,
     "layer": LayerNorm,
+    "affine": Affine,
 }
 
 

@@ -33,6 +33,7 @@ from hpnlp.models.huggingface.checkpoint_files import (
 )
 from hpnlp.models.huggingface.families import FAMILIES, config_json, family_of, fields_of, labels_of
 from hpnlp.models.huggingface.family import Family, ModelConfig
+from hpnlp.models.huggingface.mobilebert import trigram_remarks
 from hpnlp.models.huggingface.rope_scaling import rope_remarks
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
@@ -217,7 +218,8 @@ def remarks(directory: str | Path) -> list[str]:
     Returns:
       One line per difference.
     """
-    return rope_remarks(read_json(Path(directory) / CONFIG))
+    raw = read_json(Path(directory) / CONFIG)
+    return [*rope_remarks(raw), *trigram_remarks(raw)]
 
 
 def generation_settings(directory: str | Path) -> dict[str, Any]:
@@ -408,7 +410,8 @@ def _tensors(family: Family, shapes: Shapes) -> Iterator[Tensor]:
                 name = f"{stored_module.format(layer)}.{suffix}"
                 yield Tensor(name, shape[::-1] if transposed else shape, paths, layer, transposed)
     for name, path in family.tensors.items():
-        yield Tensor(name, shapes[path], (path,), None, transposed=False)
+        is_flipped = name in family.flipped
+        yield Tensor(name, shapes[path][::-1] if is_flipped else shapes[path], (path,), None, is_flipped)
 
 
 def _check_headers(

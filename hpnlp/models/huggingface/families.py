@@ -12,8 +12,11 @@ from typing import Any
 
 from hpnlp.models.huggingface.bert import BERT_FAMILIES
 from hpnlp.models.huggingface.config_values import checked_value, unsupported
+from hpnlp.models.huggingface.distilbert import DISTILBERT_FAMILIES
 from hpnlp.models.huggingface.family import Family, ModelConfig
 from hpnlp.models.huggingface.llama import LLAMA_FAMILIES
+from hpnlp.models.huggingface.mobilebert import MOBILEBERT_FAMILIES, canonical_block
+from hpnlp.models.huggingface.roberta import ROBERTA_FAMILIES
 from hpnlp.models.huggingface.rope_scaling import parse_scaling, read_rope, rope_json
 from hpnlp.models.huggingface.sliding_windows import (
     WindowLayers,
@@ -76,6 +79,9 @@ FAMILIES: dict[str, Family] = {
         transposed=False,
     ),
     **BERT_FAMILIES,
+    **ROBERTA_FAMILIES,
+    **DISTILBERT_FAMILIES,
+    **MOBILEBERT_FAMILIES,
 }
 
 # Keys that change the meaning of the weights in any family -> what the user can do about it.
@@ -122,6 +128,7 @@ def fields_of(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         is_unset = key in family.defaults and raw[key] is None  # the config derives the value of 0 from other fields
         value = 0 if is_unset else checked_value(raw, key, type(getattr(family.config, names[0])), source)
         fields |= dict.fromkeys(names, value)
+    fields |= family.read(raw, source)
     if family.has_labels:
         fields["classes"] = len(labels_of(raw, source))
     if family.windows is not WindowLayers.NONE:
@@ -177,8 +184,8 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
     Raises:
       InputError: No family has such a model; the message names the fields that differ in the most similar family.
     """
-    for field in ("vocab", "max_len", "layers", "token_types"):
-        if getattr(config, field, 1) < 1:
+    for field in ("vocab", "max_len", "layers"):
+        if getattr(config, field) < 1:
             raise InputError(f"config.{field} is {getattr(config, field)}: set it, because a checkpoint states it")
     families = {
         name: family for name, family in FAMILIES.items() if _field_names(family.config) == _field_names(config)
@@ -264,12 +271,18 @@ def _express(config: ModelConfig, family: Family, labels: Sequence[str] | None) 
         "architectures": [family.architecture],
         "model_type": family.model_type,
         family.activation: activation_of.get(config.mlp, next(iter(family.activations))),
-        **{key: values[names[0]] for key, names in family.fields.items()},
+        **{key: _size_of_one(values[names[0]]) for key, names in family.fields.items()},
         **{key: accepted[0] for key, accepted in family.accepted.items()},
         **names,
+        **family.write(config),
         **windows_json(config.mixer, config.layers, family.windows),
         **(rope_json(config) if family.fixed["position"] == "rope" else {}),
     }
+
+
+def _size_of_one(value: Any) -> Any:
+    """The value of a field, with 1 for a size of 0, which no config.json has."""
+    return 1 if type(value) is int and value == 0 else value
 
 
 def _function_fields(fields: dict[str, Any], mask: Any) -> dict[str, Any]:
@@ -281,6 +294,7 @@ def _function_fields(fields: dict[str, Any], mask: Any) -> dict[str, Any]:
     fields["mixer"] = ",".join(map(str, parse_period(fields["mixer"], "model.mixer")))
     if mask == Causal():  # without which windows also differ in the tokens that follow
         fields["mixer"] = canonical_mixer(fields["mixer"], fields["layers"])
+    fields["block"] = canonical_block(fields["block"])
     fields["form"] = ",".join(map(str, parse_period(fields["form"], "model.form")))
     fields["kv_heads"] = fields["kv_heads"] or fields["heads"]
     fields["head_dim"] = fields["head_dim"] or fields["dim"] // fields["heads"]

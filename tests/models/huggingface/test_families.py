@@ -59,7 +59,7 @@ LLAMA_REFUSALS = {
     "does_not_divide": ({"num_key_value_heads": 3}, "config.json: .* does not divide"),
     "opt": (
         {"model_type": "opt"},
-        "config.json: model_type='opt' is not supported: .* one of llama, mistral, qwen2, qwen3, gemma, gpt2, bert$",
+        "config.json: model_type='opt' is not supported: .* one of llama, mistral, .*, bert, roberta, distilbert, mobilebert$",
     ),
     "no_model_type": ({"model_type": None}, "model_type is missing or not a string: expected one of llama"),
     "window": ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0: expected a whole number"),
