@@ -13,6 +13,7 @@ from pathlib import Path
 from absl import flags
 
 from hpnlp import cli
+from hpnlp.spec import parse_one
 from hpnlp.types import InputError
 
 USAGE = """
@@ -181,7 +182,7 @@ def _to_checkpoint(source: Path, target: Path) -> None:
     convert.check_readable(target)
     tokenizers.load(str(target))
     _copy(source, target, COMPANIONS)
-    if model.output not in ("full", "full(use_bias=True)"):
+    if parse_one(model.output, "model.output").name != "full":
         print(f"{target}: model.output={model.output!r} estimates a full softmax, which the checkpoint has")
     family = convert.family_in(target)
     if not is_copied and family.model_type in FIXED_TOKENIZER:

@@ -310,7 +310,7 @@ class Backbone(nn.Module):
             self.embed_norm = norm(c.norm_eps)
         if self.is_initializing() and c.layers:
             self._init_layers()
-        if c.norm_placement == "pre":
+        if c.norm_placement != "post":
             self.final_norm = norm(c.norm_eps)
 
     def _init_layers(self) -> None:
@@ -375,7 +375,7 @@ class Backbone(nn.Module):
             # The mean, as in trax's Reformer; its ReformerLM concatenates the streams, for a head of twice the width.
             x1, x2 = jnp.split(x, 2, axis=-1)
             x = ((x1 + x2) / 2).astype(DTYPES[c.dtype])
-        return self.final_norm(x) if c.norm_placement == "pre" else x, caches, report
+        return x if c.norm_placement == "post" else self.final_norm(x), caches, report
 
     @nn.nowrap
     def statistics_of(self, report: LayerReport) -> Statistics:

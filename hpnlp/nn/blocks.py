@@ -153,6 +153,11 @@ class EvolvedKind(BlockKind):
             raise InputError(
                 f"model.block={config.block!r}, model.dim={config.dim}: convolutions have half of the features: make it even"
             )
+        if config.norm_placement == "sandwich":
+            raise InputError(
+                f"model.block={config.block!r}, model.norm_placement='sandwich': these Blocks have no norms of what branches "
+                "return: set model.norm_placement to 'pre' or 'post'"
+            )
         return config
 
     def convolutions(self, config: BlockConfig) -> tuple[EvolvedConv, ...]:

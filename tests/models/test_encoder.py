@@ -181,7 +181,10 @@ def test_rows_of_tables():
         ({"output": "full(label_smoothing=1.0)"}, "label_smoothing=1.0: expected at least 0, and less than 1"),
         ({"embed_dim": 17, "tied": True}, "model.embed_dim=17: the output layer shares at most model.dim=16"),
         ({"embed_dim": -1}, "model.embed_dim=-1: expected 0 to"),
-        ({"embed_dim": 4, "embed_scale": True}, "model.embed_scale=True scales embeddings, .*: set model.embed_scale=False"),
+        (
+            {"embed_dim": 4, "embed_scale": True},
+            "model.embed_scale=True scales embeddings, .*: set model.embed_scale=False",
+        ),
         ({"position_offset": 2}, "model.position_offset=2 has no effect, because model.position='rope' has no table"),
         ({"classes": 3, "output": "hierarchical"}, "needs the words' counts"),
     ],

@@ -247,10 +247,14 @@ def labels_of(raw: Mapping[str, Any], source: str) -> list[str]:
 def _with_full_softmax(config: Any) -> Any:
     """The config, with the full softmax in place of an output layer that estimates it."""
     layer = parse_one(config.output, "model.output")
-    has_bias = layer.name == "full" and build(layer, OUTPUTS, "output layer", name=None).use_bias
-    if layer.name in FULL_SOFTMAX and not has_bias:
+    if layer.name not in FULL_SOFTMAX:
+        return config
+    if layer.name != "full":
         return dataclasses.replace(config, output="full")
-    return config
+    full = build(layer, OUTPUTS, "output layer", name=None)
+    if full.use_bias:
+        return config
+    return dataclasses.replace(config, output="full" if full.cap is None else f"full(soft_cap={full.cap!r})")
 
 
 def _field_names(config: Any) -> list[str]:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from hpnlp.models.huggingface.family import Family
-from hpnlp.models.huggingface.sliding_windows import WindowLayers
+from hpnlp.models.huggingface.config_values import checked_value
+from hpnlp.models.huggingface.family import Family, ModelConfig
+from hpnlp.models.huggingface.sliding_windows import (
+    WindowLayers,
+    mixer_of,
+    parse_windows,
+    read_windows,
+    windows_json,
+)
+from hpnlp.nn.output import OUTPUTS
+from hpnlp.spec import build, parse_one
 
 _LLAMA = Family(
     model_type="llama",
@@ -93,6 +103,69 @@ _GEMMA_DEFAULTS = {
 # Defaults of the keys for windows in the families of Qwen.
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
+
+def _read_caps(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Reads the fields mixer and output of Gemma 2: windows, the scale of queries, and caps of scores and logits."""
+    caps = {
+        key: None if raw[key] is None else checked_value(raw, key, float, source)
+        for key in ("attn_logit_softcapping", "final_logit_softcapping")
+    }
+    options = {}
+    if (cap := caps["attn_logit_softcapping"]) is not None:
+        options["soft_cap"] = cap
+    if (scalar := checked_value(raw, "query_pre_attn_scalar", int, source)) != raw["head_dim"]:
+        options["scale"] = scalar**-0.5
+    cap = caps["final_logit_softcapping"]
+    return {
+        "mixer": mixer_of(read_windows(raw, WindowLayers.ALTERNATING, source), options),
+        "output": "full" if cap is None else f"full(soft_cap={cap!r})",
+    }
+
+
+def _caps_json(config: ModelConfig) -> dict[str, Any]:
+    """Writes what `_read_caps` reads; the number of layers and settings that the family lacks are changed."""
+    options = parse_windows(config.mixer, config.layers)[1]
+    output = parse_one(config.output, "model.output")
+    cap = build(output, OUTPUTS, "output layer", name=None).cap if output.name == "full" else None
+    scale = options.get("scale", config.head_size**-0.5)
+    return {
+        **windows_json(config.mixer, config.layers, WindowLayers.ALTERNATING),
+        "attn_logit_softcapping": options.get("soft_cap"),
+        "final_logit_softcapping": cap,
+        "query_pre_attn_scalar": max(round(scale**-2), 1),
+    }
+
+
+_GEMMA2 = dataclasses.replace(
+    _like_llama(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        "mlp_bias",
+        windows=WindowLayers.NONE,
+        activations=_GEMMA_ACTIVATIONS,
+        fixed=_GEMMA | {"norm_placement": "sandwich"},
+        defaults=_GEMMA_DEFAULTS
+        | {
+            "num_key_value_heads": 4,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 4096,
+            "layer_types": None,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        accepted={"use_bidirectional_attention": (None, False)},
+        modules={
+            "model.layers.{}.post_attention_layernorm": ("layers/mix_result_norm",),
+            "model.layers.{}.pre_feedforward_layernorm": ("layers/feed_norm",),
+            "model.layers.{}.post_feedforward_layernorm": ("layers/feed_result_norm",),
+        },
+    ),
+    activation="hidden_activation",
+    read=_read_caps,
+    write=_caps_json,
+)
+
 # Name -> family.
 LLAMA_FAMILIES = {
     "llama": _LLAMA,
@@ -131,4 +204,5 @@ LLAMA_FAMILIES = {
         defaults=_GEMMA_DEFAULTS | {"num_key_value_heads": 16},
         accepted={"use_bidirectional_attention": (None, False)},
     ),
+    "gemma2": _GEMMA2,
 }
