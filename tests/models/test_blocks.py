@@ -253,6 +253,20 @@ def test_layouts_match_one_device(block, plan):
             assert_leaves_close(parallel.gradients(), single.gradients(), 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan("zero3", tensor=2), Plan("3d"), Plan(sequence=2)], ids=str)
+def test_sandwich_norms_and_soft_caps_match_one_device(plan):
+    fields = {"norm": "rms_zero_centered", "norm_placement": "sandwich", "embed_scale": True}
+    fields |= {"mixer": "full(soft_cap=0.5,scale=0.7)", "output": "full(soft_cap=1.5)"}
+    model = dataclasses.replace(MODEL, **fields, dropout=0.0)
+    single, parallel = (Run(trainer_of(*where, model), model) for where in (ONE, (plan, 8)))
+    for seed in range(2):
+        expected, actual = single.step(batch_of(seed)), parallel.step(batch_of(seed))
+        assert actual == pytest.approx(expected, rel=1e-5)
+        if seed == 0:
+            assert_leaves_close(parallel.gradients(), single.gradients(), 1e-5)
+
+
 COUNTED = ("transformer", "lite(5)", "lite(5,dynamic)", "evolved_encoder", "evolved_decoder")
 
 
@@ -299,6 +313,8 @@ def test_default_sizes_of_lite_blocks_are_those_of_the_paper():
         ({"block": "evolved_encoder", "dim": 15, "head_dim": 8}, "make it even"),
         ({"block": "evolved_encoder", "residual": "reversible"}, "reversible layers have two branches"),
         ({"block": "bottleneck(8)"}, "norms follow the additions in these Blocks: set model.norm_placement='post'"),
+        ({"block": "evolved_encoder", "norm_placement": "sandwich"}, "set model.norm_placement to 'pre' or 'post'"),
+        ({"mixer": "full(soft_cap=0)"}, "model.mixer: soft_cap=0: expected a finite number over 0"),
         ({"block": "bottleneck(0)"}, r"model.block=bottleneck\(0\): expected a width of 1 to 262144"),
         ({"block": "bottleneck(8,17)"}, r"model.block=bottleneck\(8, 17\): expected 1 to 16 networks"),
         ({"block": "bottleneck(7)", "norm_placement": "post"}, "its width 7 is not a multiple of model.heads=2"),

@@ -117,6 +117,12 @@ CASES = {
         {"bos_token": None, "eos_token": END, "tokenizer_class": "Qwen2Tokenizer"},
         {"head_dim": 16},
     ),
+    "gemma2": (
+        "gemma2",
+        lambda: byte_level([BEGIN, END], f"{BEGIN} $A"),
+        {"bos_token": BEGIN, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"},
+        {"head_dim": 12, "sliding_window": 4, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 2.0},
+    ),
     "gpt2": (
         "gpt2",
         lambda: byte_level([END]),
