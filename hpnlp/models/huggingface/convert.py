@@ -33,7 +33,6 @@ from hpnlp.models.huggingface.checkpoint_files import (
 )
 from hpnlp.models.huggingface.families import FAMILIES, config_json, family_of, fields_of, labels_of
 from hpnlp.models.huggingface.family import Family, ModelConfig
-from hpnlp.models.huggingface.mobilebert import trigram_remarks
 from hpnlp.models.huggingface.rope_scaling import rope_remarks
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
@@ -218,8 +217,7 @@ def remarks(directory: str | Path) -> list[str]:
     Returns:
       One line per difference.
     """
-    raw = read_json(Path(directory) / CONFIG)
-    return [*rope_remarks(raw), *trigram_remarks(raw)]
+    return [*rope_remarks(raw := read_json(Path(directory) / CONFIG)), *family_in(directory).remarks(raw)]
 
 
 def generation_settings(directory: str | Path) -> dict[str, Any]:

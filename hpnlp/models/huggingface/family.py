@@ -21,6 +21,10 @@ def _write_nothing(config: ModelConfig) -> dict[str, Any]:
     return {}
 
 
+def _no_remarks(raw: Mapping[str, Any]) -> list[str]:
+    return []
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """Names of one class of transformers for the fields of a model's config and for its parameters.
@@ -39,6 +43,7 @@ class Family:
       transposed: True if matrices are stored as [out, in].
       read: Reads fields of `config` that depend on several keys from config.json, with `defaults`, and the name of the file.
       write: Writes these keys from a config.
+      remarks: Describes from a config.json how the model differs from that of transformers, one line per difference.
       windows: Layers that may have a sliding window.
       tensors: Tensor of the checkpoint -> path of the parameter, where `modules` does not lead to it.
       flipped: Those of `tensors` that are stored as the transpose.
@@ -65,6 +70,7 @@ class Family:
     transposed: bool
     read: Callable[[Mapping[str, Any], str], dict[str, Any]] = _read_nothing
     write: Callable[[ModelConfig], dict[str, Any]] = _write_nothing
+    remarks: Callable[[Mapping[str, Any]], list[str]] = _no_remarks
     windows: WindowLayers = WindowLayers.NONE
     tensors: dict[str, str] = dataclasses.field(default_factory=dict)
     flipped: tuple[str, ...] = ()

@@ -95,6 +95,16 @@ def block_json(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _trigram_remarks(raw: Mapping[str, Any]) -> list[str]:
+    """Remarks on the embeddings."""
+    if not raw.get("trigram_input", True):
+        return []
+    return [
+        "trigram_input=true: in transformers the last token of a padded text also reads the embedding of padding, so that its "
+        "result depends on the batch; hpnlp reads zeros after a text"
+    ]
+
+
 _LAYER = "mobilebert.encoder.layer.{}."
 
 
@@ -147,6 +157,7 @@ _MASKED = dataclasses.replace(
     | {"trigram_input": ("trigram",)},
     read=read_block,
     write=block_json,
+    remarks=_trigram_remarks,
     activations={"relu": "relu"},  # also that of the layer before the output layer
     fixed={key: value for key, value in MASKED.fixed.items() if key != "norm"} | {"transform": "relu_norm"},
     defaults=_DEFAULTS,
@@ -173,20 +184,3 @@ MOBILEBERT_FAMILIES: dict[str, Family] = {
         _MASKED, "MobileBertForTokenClassification", "tagging", ignored=r"\.position_ids$|^mobilebert\.pooler\."
     ),
 }
-
-
-def trigram_remarks(raw: Mapping[str, Any]) -> list[str]:
-    """Describes differences between the embeddings of transformers and of `Encoder`.
-
-    Args:
-      raw: Content of config.json.
-
-    Returns:
-      One line per difference.
-    """
-    if raw.get("model_type") != "mobilebert" or not raw.get("trigram_input", True):
-        return []
-    return [
-        "trigram_input=true: in transformers the last token of a padded text also reads the embedding of padding, so that its "
-        "result depends on the batch; hpnlp reads zeros after a text"
-    ]

@@ -52,6 +52,15 @@ def _module(name: str) -> str:
     return name.replace("bert.", "roberta.", 1)
 
 
+def _pair_remarks(raw: Mapping[str, Any]) -> list[str]:
+    """Remarks on pairs of texts."""
+    if raw.get("architectures") != ["RobertaForSequenceClassification"]:
+        return []
+    return [
+        "between the texts of a pair, transformers' tokenizer of RoBERTa puts </s></s>, and hpnlp </s>: single texts are equal"
+    ]
+
+
 _MASKED = dataclasses.replace(
     MASKED,
     model_type="roberta",
@@ -59,6 +68,7 @@ _MASKED = dataclasses.replace(
     fields={key: names for key, names in MASKED.fields.items() if key != "max_position_embeddings"},
     read=read_positions,
     write=positions_json,
+    remarks=_pair_remarks,
     activations=ACTIVATIONS,  # without that of the layer before the output layer, which is always the exact GELU
     defaults=MASKED.defaults | {"pad_token_id": 1},
     modules={_module(name): paths for name, paths in MASKED.modules.items() if name.startswith("bert.")}

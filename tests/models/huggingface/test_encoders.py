@@ -185,6 +185,15 @@ def test_encoders_of_no_family_raise(fields, message, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_differences_from_transformers_are_remarked(tmp_path):
+    convert.save(*make(**HEADS["classification"] | MODELS["roberta"][0]), tmp_path / "a")
+    convert.save(*make(**HEADS["tagging"] | MODELS["mobilebert"][0]), tmp_path / "b")
+    convert.save(*make(**HEADS["tagging"]), tmp_path / "c")
+    assert re.search("between the texts of a pair", *convert.remarks(tmp_path / "a"))
+    assert re.search("the last token of a padded text", *convert.remarks(tmp_path / "b"))
+    assert convert.remarks(tmp_path / "c") == []
+
+
 def test_classes_have_the_names_of_transformers_by_default(tmp_path):
     convert.save(*make(**HEADS["tagging"]), tmp_path / "a")
     assert json.loads((tmp_path / "a" / "config.json").read_text())["id2label"] == {
