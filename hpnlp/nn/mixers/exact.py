@@ -85,8 +85,8 @@ class ExactMixer(nn.Module):
         if self.dropout and not inputs.deterministic:
             raise InputError("extend with dropout: decoding is deterministic, pass deterministic=True")
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
-        options = {"scale": self.scale, "soft_cap": self.soft_cap}
-        return cache.extend(inputs.q, inputs.k, inputs.v, self.within(mask), **options)
+        mask = self.within(mask)
+        return cache.extend(inputs.q, inputs.k, inputs.v, mask, scale=self.scale, soft_cap=self.soft_cap)
 
     def partial(self, inputs: MixerInputs, mask: Any) -> tuple[jax.Array, jax.Array]:
         """Partial attention over some of the keys, which `merge` joins with the results over other keys.
