@@ -13,15 +13,18 @@ from pathlib import Path
 from absl import flags
 
 from hpnlp import cli
+from hpnlp.spec import parse_one
 from hpnlp.types import InputError
 
 USAGE = """
 hpnlp convert --from=DIR --to=runs/x [--dtype=bfloat16]
 hpnlp convert --from=runs/x --to=DIR [--dtype=bfloat16] [--step=N]
 
-Converts a directory with config.json, model.safetensors and tokenizer.json, of the family llama, mistral, qwen2, qwen3, gpt2 or
-bert (masked words, labels of texts, labels of tokens), to a run at step 0, for `hpnlp generate` and `hpnlp train`. Converts a
-run to such a directory, for transformers.
+Converts a directory with config.json, model.safetensors (or several files with an index) and tokenizer.json to a run at step 0,
+for `hpnlp generate` and `hpnlp train`. Converts a run to such a directory, for transformers. Families:
+
+  language models                                        llama, mistral, qwen2, qwen3, gemma, gemma2, gpt2
+  masked words, labels of texts and labels of tokens     bert, roberta, distilbert, mobilebert
 """
 
 flags.DEFINE_string("from", None, "Directory of a Hugging Face checkpoint, or of a run.")
@@ -181,7 +184,7 @@ def _to_checkpoint(source: Path, target: Path) -> None:
     convert.check_readable(target)
     tokenizers.load(str(target))
     _copy(source, target, COMPANIONS)
-    if model.output not in ("full", "full(use_bias=True)"):
+    if parse_one(model.output, "model.output").name != "full":
         print(f"{target}: model.output={model.output!r} estimates a full softmax, which the checkpoint has")
     family = convert.family_in(target)
     if not is_copied and family.model_type in FIXED_TOKENIZER:

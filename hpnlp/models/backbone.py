@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.layer_report import CARRY, LayerReport
@@ -34,9 +35,8 @@ from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.attention import Context
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.blocks import block_kind
-from hpnlp.nn.layers import NORMS, Embed, dropout, with_transposes
+from hpnlp.nn.layers import NORMS, Embed, dropout
 from hpnlp.ops.attention import Full
-from hpnlp.ops.linear import prefers_transpose
 from hpnlp.ops.stacks import StackOrder
 from hpnlp.spec import did_you_mean, lookup, parse, parse_period, shortened
 from hpnlp.types import InputError, Mixer, MixerTraits, Statistics, WordStats, option
@@ -64,6 +64,11 @@ class BackboneConfig(BlockConfig):
     )
     vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
     max_len: int = option(0, "Longest sequence that learned positions reach, 0 for data.seq_len.")
+    position_offset: int = option(
+        0,
+        "Rows of the table of learned positions before that of the first position, which are never read (RoBERTa: 2).",
+    )
+    embed_scale: bool = option(False, "Embeddings of tokens times the square root of D (Vaswani et al. 2017).")
     embed_norm: bool = option(False, "A norm of the sum of the embeddings, before dropout.")
     dtype: str = option("float32", "Dtype of the activations; parameters stay float32.")
     unroll: int = option(
@@ -96,6 +101,11 @@ class BackboneConfig(BlockConfig):
                 )
         check_carry(self)
         lookup(DTYPES, self.dtype, "model.dtype")
+        if self.position_offset and self.position != "learned":
+            raise InputError(
+                f"model.position_offset={self.position_offset} has no effect, because model.position={self.position!r} has no "
+                "table: set it to 0, or model.position='learned'"
+            )
         if self.residual not in RESIDUALS:
             raise InputError(f"model.residual={self.residual!r}: {did_you_mean(self.residual, RESIDUALS)}")
         if self.memory_dim and not self.has_memory:
@@ -183,6 +193,11 @@ class BackboneConfig(BlockConfig):
     def mask(self) -> Any:
         """The static Mask of the model: the pairs of tokens that may influence each other."""
         return Full()
+
+    @property
+    def embedding_size(self) -> int:
+        """Features of the embeddings of tokens, which `Backbone.token_features` leads to D features."""
+        return self.dim
 
     @property
     def has_memory(self) -> bool:
@@ -287,15 +302,15 @@ class Backbone(nn.Module):
                 f"plan.remat={self.remat!r}: reversible layers keep nothing that could be recomputed: set plan.remat='none', "
                 "or model.residual='plain'"
             )
-        self.embed = Embed(c.vocab, c.dim) if self.shared_embed is None else self.shared_embed
+        self.embed = Embed(c.vocab, c.embedding_size) if self.shared_embed is None else self.shared_embed
         if c.position == "learned":
-            self.positions = Embed(c.max_len, c.dim, axis="positions")
+            self.positions = Embed(c.max_len + c.position_offset, c.dim, axis="positions")
         norm = lookup(NORMS, c.norm, "model.norm")
         if c.embed_norm:
             self.embed_norm = norm(c.norm_eps)
         if self.is_initializing() and c.layers:
             self._init_layers()
-        if c.norm_placement == "pre":
+        if c.norm_placement != "post":
             self.final_norm = norm(c.norm_eps)
 
     def _init_layers(self) -> None:
@@ -360,7 +375,7 @@ class Backbone(nn.Module):
             # The mean, as in trax's Reformer; its ReformerLM concatenates the streams, for a head of twice the width.
             x1, x2 = jnp.split(x, 2, axis=-1)
             x = ((x1 + x2) / 2).astype(DTYPES[c.dtype])
-        return self.final_norm(x) if c.norm_placement == "pre" else x, caches, report
+        return x if c.norm_placement == "post" else self.final_norm(x), caches, report
 
     @nn.nowrap
     def statistics_of(self, report: LayerReport) -> Statistics:
@@ -412,16 +427,31 @@ class Backbone(nn.Module):
             if parallel is None
             else parallel.embedding_lookup(self.embed.table, tokens, dtype)
         )
+        x = self.token_features(x, context)
+        if c.embed_scale:
+            x = x * np.asarray(math.sqrt(c.dim), dtype)
         if c.position == "learned":
             if tokens.shape[1] > c.max_len:
                 raise InputError(
                     f"{tokens.shape[1]} tokens are more than the model.max_len={c.max_len} learned positions: shorten them, or "
                     "train with a larger model.max_len"
                 )
-            x = x + self.positions(context.positions, dtype)
+            x = x + self.positions(context.positions + c.position_offset, dtype)
         if added is not None:
             x = x + added.astype(dtype)
         return self.embed_norm(x) if c.embed_norm else x
+
+    def token_features(self, x: Float[Array, "B T E"], context: Context) -> Float[Array, "B T D"]:
+        """Features of the tokens, to which positions are added.
+
+        Args:
+          x: Embeddings of the tokens, of `config.embedding_size` features.
+          context: Segments of the tokens.
+
+        Returns:
+          x itself, unless a model overrides this method.
+        """
+        return x
 
     def _run_layers(
         self,
@@ -450,49 +480,3 @@ class Backbone(nn.Module):
     def _run_without_caches(self, *args: Any) -> tuple[jax.Array, LayerReport]:
         x, _, report = self._run_layers(*args)
         return x, report
-
-
-def separate_layers(params: Any, config: BackboneConfig) -> Any:
-    """Splits the stacked variables of layers into separate arrays.
-
-    For decoding, which reads the parameters for every token: XLA copies a layer out of the stack whenever it is used. The copy
-    is negligible beside the products of a batch, but takes three quarters of the time of decoding one token. Layers with
-    separate parameters run one by one, whatever `unroll` is.
-
-    Args:
-      params: Weights of a model.
-      config: Config of the model.
-
-    Returns:
-      The weights, with a tuple of one tree per layer under "layers", of parameters and of buffers.
-    """
-    if isinstance(params["layers"], tuple):
-        return params
-    order = config.stack_order()
-    stacks = order.split(params["layers"])
-    separate = {**params, "layers": tuple(order.layer(stacks, i) for i in range(config.layers))}
-    if BUFFERS not in params:
-        return separate
-    # Stacks without buffers have layers without buffers.
-    stacks = dict.fromkeys(order.stack_names, {}) | order.split(params[BUFFERS]["layers"])
-    layers = tuple(order.layer(stacks, i) for i in range(config.layers))
-    return {**separate, BUFFERS: {**params[BUFFERS], "layers": layers}}
-
-
-def for_decoding(weights: Any, config: BackboneConfig, count: int) -> Any:
-    """Weights in the form in which further tokens are computed fastest.
-
-    Args:
-      weights: Weights of a model.
-      config: Config of the model.
-      count: Number of sequences that are decoded together.
-
-    Returns:
-      Result of `separate_layers`, with the transposes of the layers' kernels where products of `count` rows are faster by them.
-
-    Cost: a copy of the kernels.
-    """
-    separate = separate_layers(weights, config)
-    if not prefers_transpose(count):
-        return separate
-    return {**separate, "layers": tuple(with_transposes(layer) for layer in separate["layers"])}

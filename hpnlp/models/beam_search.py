@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hpnlp.models.backbone import for_decoding
 from hpnlp.models.decode import check_decodes, end_ids
+from hpnlp.models.decoding_weights import for_decoding
 from hpnlp.models.lm import LM
 from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp import measure
 from hpnlp.data.huggingface import HFTokenizer
-from hpnlp.models.backbone import for_decoding
+from hpnlp.models.decoding_weights import for_decoding
 from hpnlp.models.lm import LM
 from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory

@@ -13,9 +13,10 @@ from jaxtyping import Array, Float
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.prediction import Batch, PredictionModel
 from hpnlp.models.ranges import LIMITS
-from hpnlp.nn.attention import mixer_period
-from hpnlp.nn.layers import Embed, dropout
+from hpnlp.nn.attention import Context, mixer_period
+from hpnlp.nn.layers import Dense, Embed, dropout
 from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling
+from hpnlp.ops.convolution import token_windows
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import did_you_mean, shortened
 from hpnlp.types import InputError, LossOut, option
@@ -35,10 +36,17 @@ class EncoderConfig(BackboneConfig):
     )
     classes: int = option(0, "Number of classes; 0 to predict ids of the vocabulary, as for masked tokens.")
     token_types: int = option(0, "Number of token types: 2 to tell the texts of a pair apart, 0 for none.")
+    embed_dim: int = option(
+        0, "Features of the embeddings of tokens, which a dense layer leads to D features; 0 for D and no such layer."
+    )
+    trigram: bool = option(
+        False,
+        "The dense layer after the embeddings reads those of the next, the same and the previous token (MobileBERT).",
+    )
     transform: str = option(
         "none",
-        'Layer before the output layer: "tanh", a dense layer and tanh (BERT\'s pooler), "gelu_norm", a dense layer, GELU and '
-        "a norm (BERT's prediction of masked tokens).",
+        'Layer before the output layer: a dense layer, followed by "tanh" (BERT\'s pooler) or "relu" (DistilBERT\'s); or by an '
+        'activation and a norm, "gelu_norm" (BERT\'s prediction of masked tokens) or "relu_norm" (MobileBERT\'s).',
     )
     output: str = option("full(use_bias=True)", "Output layer, an entry of OUTPUTS.")
     tied: bool = option(False, "The output layer shares the embedding table, if its rows are words.")
@@ -74,6 +82,28 @@ class EncoderConfig(BackboneConfig):
                 f"model.tied=True shares the embedding with an output layer over words, and model.classes={self.classes}: set "
                 "model.tied=False"
             )
+
+        self._check_embeddings()
+
+    def _check_embeddings(self) -> None:
+        """Raises InputError for sizes of the embeddings that do not fit the model."""
+        if not 0 <= self.embed_dim <= LIMITS["dim"]:
+            raise InputError(f"model.embed_dim={shortened(self.embed_dim, 40)}: expected 0 to {LIMITS['dim']}")
+        if self.tied and self.embed_dim > self.dim:
+            raise InputError(
+                f"model.tied=True, model.embed_dim={self.embed_dim}: the output layer shares at most model.dim={self.dim} "
+                "features of an embedding: set model.tied=False, or reduce model.embed_dim"
+            )
+        if self.embed_scale and (self.embed_dim or self.trigram):
+            raise InputError(
+                "model.embed_scale=True scales embeddings, which model.embed_dim or model.trigram lead through a dense layer: "
+                "set model.embed_scale=False"
+            )
+
+    @property
+    def embedding_size(self) -> int:
+        """Features of the embeddings of tokens."""
+        return self.embed_dim or self.dim
 
     def outputs(self) -> tuple[int, str]:
         """Outputs of the head.
@@ -112,6 +142,8 @@ class Encoder(PredictionModel):
             self.pool = Pooling(c.pooling)
         if c.token_types:
             self.token_types = Embed(c.token_types, c.dim, axis="token_types")
+        if c.trigram or c.embedding_size != c.dim:
+            self.embed_projection = Dense(c.dim, ("embed", "hidden"), use_bias=True)
         if c.transform != "none":
             self.transform = HeadTransform(c.transform, c.norm, c.norm_eps)
 
@@ -153,6 +185,28 @@ class Encoder(PredictionModel):
         h, batch, _, _ = self.states(batch, deterministic=True)
         h = self._head_states(h, batch, deterministic=True)
         return self.output.logits(self.table, h.reshape(-1, h.shape[-1])).reshape(*h.shape[:-1], -1)
+
+    def token_features(self, x: jax.Array, context: Context) -> jax.Array:
+        """Embeddings after the dense layer that `embed_dim` and `trigram` add.
+
+        Args:
+          x: Embeddings of the tokens, `[B, T, E]`.
+          context: Segments of the tokens: a neighbour of another segment counts as 0.
+
+        Returns:
+          `[B, T, D]`.
+
+        Raises:
+          InputError: Neighbours are on other devices of a ring.
+        """
+        if self.config.trigram:
+            if context.order is not None:
+                raise InputError(
+                    "model.trigram=True reads neighbouring tokens, and a ring of devices (plan.sequence over 1 with "
+                    "plan.exchange=ring) changes their order: set plan.exchange=heads, or plan.sequence=1"
+                )
+            x = token_windows(x, 3, context.segment_ids, ahead=1)
+        return self.embed_projection(x) if self.config.trigram or self.config.embedding_size != self.config.dim else x
 
     def added_embeddings(self, batch: Batch) -> jax.Array | None:
         """Embeddings of token types, if the config has some; of type 0 for a batch of single texts without token_types."""

@@ -24,7 +24,8 @@ class PredictionModel(Backbone):
     """A Backbone and an output layer over the words of the vocabulary, or over classes.
 
     Its config has the fields `output` and `tied`, the method `outputs`, and the attribute `mask`. The parameters of the head
-    lie beside those of the Backbone: "head", the output layer's table if it is not the embedding, and "output", its own.
+    lie beside those of the Backbone: "head", the output layer's table, or the columns of it, that are not those of the
+    embedding, and "output", its own.
     """
 
     @property
@@ -47,6 +48,9 @@ class PredictionModel(Backbone):
             self.table = None
         elif c.tied:
             self.table = self.embed.table
+            if (missing := c.dim - c.embedding_size) > 0:
+                rest = param(self, "head", embed_init, (count, missing), (axis, "embed"))
+                self.table = jax.tree.map(lambda *columns: jnp.concatenate(columns, axis=1), self.table, rest)
         else:
             self.table = param(self, "head", embed_init, (count, c.dim), (axis, "embed"))
 

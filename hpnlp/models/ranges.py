@@ -11,7 +11,9 @@ from hpnlp.types import InputError
 
 # The smallest and largest sizes. The limits are several times those of any published model, and small enough that no
 # computation of a plan overflows.
-MINIMA = dict.fromkeys(("kv_heads", "head_dim", "mlp_dim", "vocab", "max_len", "unroll", "memory_dim"), 0)
+MINIMA = dict.fromkeys(
+    ("kv_heads", "head_dim", "mlp_dim", "vocab", "max_len", "position_offset", "unroll", "memory_dim"), 0
+)
 LIMITS = {
     "layers": 4096,
     "dim": 2**18,
@@ -21,6 +23,7 @@ LIMITS = {
     "mlp_dim": 2**20,
     "vocab": 2**27,
     "max_len": 2**28,
+    "position_offset": 2**27,
     "unroll": 4096,
     "memory_dim": 2**18,
 }

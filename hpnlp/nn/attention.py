@@ -139,7 +139,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: Any = None
+        self, x: Float[Array, "B T D"], context: Context, cache: Any = None, values: Any = None
     ) -> tuple[jax.Array, Any, LayerReport]:
         """Applies attention.
 
@@ -147,6 +147,8 @@ class Attention(nn.Module):
           x: Normalised hidden states.
           context: Positions, segments and mask.
           cache: Cache of the tokens that precede x, or None.
+          values: Hidden states `[B, T, E]` of the same tokens, from which the values are projected; None for x. Not for mixers
+            that compute values from a memory or a carry.
 
         Returns:
           `(y [B, T, D], cache or None, report)`.
@@ -164,8 +166,14 @@ class Attention(nn.Module):
         x = self.tensor_parallel.gather_tokens(x)
         tokens = SegmentMemory(x, context.positions, context.segment_ids)
         keys, further = self._key_tokens(mixer, tokens, context)
+        sources = {}
+        if values is not None:
+            states = self.tensor_parallel.gather_tokens(values)
+            sources["v"] = SegmentMemory(states, context.positions, context.segment_ids)
         projected = {
-            name: checkpoint_name(self._project(name, projection, tokens, keys, further), "projected")
+            name: checkpoint_name(
+                self._project(name, projection, sources.get(name, tokens), keys, further), "projected"
+            )
             for name, projection in mixer.needs.items()
             if projection.source != "memory" or cache is None  # the cache holds the projections of the memory
         }

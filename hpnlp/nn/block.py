@@ -18,7 +18,7 @@ from hpnlp.nn.layers import NORMS, Initializer, dropout
 from hpnlp.spec import Spec, did_you_mean, lookup
 from hpnlp.types import InputError, MixerInputs, option
 
-NORM_PLACEMENTS = ("pre", "post")
+NORM_PLACEMENTS = ("pre", "post", "sandwich")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,8 @@ class BlockConfig:
     block: str = option(
         "transformer",
         'An entry of BLOCKS: "transformer"; "lite(31, light)", attention on half of the features, and a convolution of this '
-        'width, "light" or "dynamic", on the others; "evolved_encoder" or "evolved_decoder".',
+        'width, "light" or "dynamic", on the others; "evolved_encoder" or "evolved_decoder"; "bottleneck(128, 4)", attention '
+        "and four feed-forward networks on 128 features (MobileBERT).",
     )
     mlp: str = option("swiglu", "Feed-forward network, an entry of FEED_FORWARDS.")
     mlp_dim: int = option(
@@ -47,7 +48,8 @@ class BlockConfig:
     norm_placement: str = option(
         "pre",
         '"pre" for norms of what the branches read, and of the last layer\'s output; "post" for norms after each addition of a '
-        "branch to the residual stream, and none at the end (Vaswani et al. 2017, BERT).",
+        'branch to the residual stream, and none at the end (Vaswani et al. 2017, BERT); "sandwich" for those of "pre" and '
+        "norms of what the branches return (Ding et al. 2021, Gemma 2).",
     )
     position: str = option("rope", '"rope", "learned" or "none".')
     rope_theta: float = option(10000.0, "The base of RoPE's wavelengths.")
@@ -112,7 +114,8 @@ class Block(nn.Module):
     """Two branches: `mix` (attention) and `feed` (a feed-forward network). `__call__` adds them to a single stream.
 
     With `config.memory_dim`, a third branch between the two, `read`, attends to `Context.memory`. Each branch has a norm: of
-    its input if `config.norm_placement` is "pre", of the sum that `__call__` makes if it is "post".
+    its input if `config.norm_placement` is "pre", of the sum that `__call__` makes if it is "post", and of its input and its
+    result if it is "sandwich".
 
     Attributes:
       config: Sizes, and the kinds of mixer, feed-forward network, norm and position encoding.
@@ -143,6 +146,10 @@ class Block(nn.Module):
             down_init=self.out_init,
             tensor_parallel=self.tensor_parallel,
         )
+        if c.norm_placement == "sandwich":
+            self.mix_result_norm, self.feed_result_norm = norm(c.norm_eps), norm(c.norm_eps)
+            if c.memory_dim:
+                self.read_result_norm = norm(c.norm_eps)
 
     @nn.nowrap
     def attention_options(self) -> dict[str, Any]:
@@ -181,7 +188,7 @@ class Block(nn.Module):
           `(y [B, T, D], cache or None, report)`.
         """
         y, cache, report = self.attention(self._normed_input(self.mix_norm, x), context, cache)
-        return self._drop(y, context), cache, report.of_branch("attention")
+        return self._drop(self._normed_result("mix", y), context), cache, report.of_branch("attention")
 
     def read(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
         """The branch that attends to the memory, without its residual.
@@ -195,7 +202,7 @@ class Block(nn.Module):
           `(y [B, T, D], cache or None, report)`.
         """
         y, cache, report = self.cross_attention(self._normed_input(self.read_norm, x), context, cache)
-        return self._drop(y, context), cache, report.of_branch("cross_attention")
+        return self._drop(self._normed_result("read", y), context), cache, report.of_branch("cross_attention")
 
     def feed(self, x: Float[Array, "B T D"], context: Context) -> tuple[jax.Array, LayerReport]:
         """The feed-forward branch, without its residual.
@@ -215,7 +222,8 @@ class Block(nn.Module):
                 deterministic=context.deterministic,
             )
         )
-        return self._drop(out.o, context), self.tensor_parallel.report(self.mlp, out).of_branch("mlp")
+        y = self._drop(self._normed_result("feed", out.o), context)
+        return y, self.tensor_parallel.report(self.mlp, out).of_branch("mlp")
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None
@@ -244,7 +252,10 @@ class Block(nn.Module):
         return self._normed_sum(self.feed_norm, x + y), cache, report.merged(feed_report)
 
     def _normed_input(self, norm: nn.Module, x: jax.Array) -> jax.Array:
-        return norm(x) if self.config.norm_placement == "pre" else x
+        return x if self.config.norm_placement == "post" else norm(x)
+
+    def _normed_result(self, branch: str, y: jax.Array) -> jax.Array:
+        return getattr(self, f"{branch}_result_norm")(y) if self.config.norm_placement == "sandwich" else y
 
     def _normed_sum(self, norm: nn.Module, x: jax.Array) -> jax.Array:
         return norm(x) if self.config.norm_placement == "post" else x

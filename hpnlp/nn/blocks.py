@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 from hpnlp.layer_report import has_state
 from hpnlp.model_parallel import TensorParallel
 from hpnlp.nn.block import Block, BlockConfig
+from hpnlp.nn.bottleneck_block import BottleneckBlock
 from hpnlp.nn.evolved import EvolvedBlock, EvolvedConv, EvolvedDecoderBlock, EvolvedEncoderBlock
+from hpnlp.nn.feed_forward import build_feed_forward
 from hpnlp.nn.feed_forward.mlp import is_gated
 from hpnlp.nn.layers import Initializer
 from hpnlp.nn.lite_block import LiteBlock
@@ -17,6 +19,9 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.light_convolution import check_width
 from hpnlp.spec import Spec, build, did_you_mean, parse_one
 from hpnlp.types import InputError, Projection
+
+# Largest sizes of `bottleneck`.
+MAX_WIDTH, MAX_NETWORKS = 2**18, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +153,11 @@ class EvolvedKind(BlockKind):
             raise InputError(
                 f"model.block={config.block!r}, model.dim={config.dim}: convolutions have half of the features: make it even"
             )
+        if config.norm_placement == "sandwich":
+            raise InputError(
+                f"model.block={config.block!r}, model.norm_placement='sandwich': these Blocks have no norms of what branches "
+                "return: set model.norm_placement to 'pre' or 'post'"
+            )
         return config
 
     def convolutions(self, config: BlockConfig) -> tuple[EvolvedConv, ...]:
@@ -189,13 +199,73 @@ class EvolvedDecoderKind(EvolvedKind):
         return wide + convolutions + _attention_size(config, config.dim, needs) + _cross_size(config)
 
 
+@dataclasses.dataclass(frozen=True)
+class BottleneckKind(BlockKind):
+    """Blocks of MobileBERT.
+
+    Attributes:
+      width: Features within a Block.
+      networks: Number of feed-forward networks.
+      shared: Values are projected from all features, and queries and keys from a reduction of their own.
+    """
+
+    has_two_branches: ClassVar[bool] = False
+
+    width: int
+    networks: int
+    shared: bool
+
+    def make(self, config: BlockConfig, out_init: Initializer, mixer: Spec, tensor_parallel: TensorParallel) -> Block:
+        sizes = {"width": self.width, "networks": self.networks, "shared": self.shared}
+        return BottleneckBlock(config, out_init, mixer, tensor_parallel, **sizes, parent=None)
+
+    def resolved(self, config: BlockConfig) -> BlockConfig:
+        if not config.head_dim and self.width % config.heads:
+            raise InputError(
+                f"model.block={config.block!r}: its width {self.width} is not a multiple of model.heads={config.heads}: change "
+                "one, or set model.head_dim"
+            )
+        if config.norm_placement != "post":
+            raise InputError(
+                f"model.block={config.block!r}, model.norm_placement={config.norm_placement!r}: norms follow the additions in "
+                "these Blocks: set model.norm_placement='post'"
+            )
+        if config.memory_dim:
+            raise InputError(
+                f"model.block={config.block!r}, model.memory_dim={config.memory_dim}: these Blocks have no cross-attention: "
+                "choose another block"
+            )
+        head_dim = config.head_dim or self.width // config.heads
+        return dataclasses.replace(config, head_dim=head_dim, mlp_dim=config.mlp_dim or 4 * self.width)
+
+    def check_mixer(self, config: BlockConfig, mixer: Any) -> None:
+        _check_no_carry(config, mixer)
+        if self.networks > 1 and has_state(build_feed_forward(config.mlp, hidden=config.mlp_size)):
+            raise InputError(
+                f"model.block={config.block!r}, model.mlp={config.mlp!r}: the network has statistics or buffers, which a layer "
+                f"keeps for one network, and this Block has {self.networks}: choose another network"
+            )
+
+    def matrix_size(self, config: BlockConfig, needs: Mapping[str, Projection]) -> int:
+        mlp = (3 if is_gated(config.mlp) else 2) * config.mlp_size * self.width
+        values = {name: need for name, need in needs.items() if name == "v" and self.shared}
+        # Values are projected from D features in place of `width`.
+        extra = _projection_columns(config, values) * (config.dim - self.width)
+        reductions = 3 if self.shared else 2
+        bottlenecks = reductions * self.width * config.dim
+        return _attention_size(config, self.width, needs) + extra + self.networks * mlp + bottlenecks
+
+
+def _projection_columns(config: BlockConfig, needs: Mapping[str, Projection]) -> int:
+    """Number of features of the projections, without that of the output."""
+    heads = {"heads": config.heads, "kv_heads": config.kv_head_count}
+    return sum(heads[need.axis] * (need.width or config.head_size) for need in needs.values())
+
+
 def _attention_size(config: BlockConfig, dim: int, needs: Mapping[str, Projection]) -> int:
     """Number of weights in the projections of attention on `dim` features."""
-    heads = {"heads": config.heads, "kv_heads": config.kv_head_count}
-    columns = [heads[need.axis] * (need.width or config.head_size) for need in needs.values()]
-    if columns:
-        columns.append(config.heads * config.head_size)  # the output projection
-    return dim * sum(columns)
+    output = config.heads * config.head_size if needs else 0
+    return dim * (_projection_columns(config, needs) + output)
 
 
 def _cross_size(config: BlockConfig) -> int:
@@ -234,9 +304,32 @@ def lite(width: int = 31, conv: str = "light") -> LiteKind:
     )
 
 
+def bottleneck(width: int = 128, networks: int = 4, shared: bool = True) -> BottleneckKind:
+    """Entry of BLOCKS: MobileBERT.
+
+    Args:
+      width: Features within a Block.
+      networks: Number of feed-forward networks.
+      shared: True for values of all features, and queries and keys of a reduction of their own; False for queries, keys and
+        values of the features to which attention is added.
+
+    Returns:
+      The kind.
+
+    Raises:
+      InputError: A size out of range.
+    """
+    if not 1 <= width <= MAX_WIDTH:
+        raise InputError(f"model.block=bottleneck({width}): expected a width of 1 to {MAX_WIDTH}")
+    if not 1 <= networks <= MAX_NETWORKS:
+        raise InputError(f"model.block=bottleneck({width}, {networks}): expected 1 to {MAX_NETWORKS} networks")
+    return BottleneckKind(width, networks, shared)
+
+
 BLOCKS: dict[str, Callable[..., BlockKind]] = {
     "transformer": lambda: BlockKind(),
     "lite": lite,
+    "bottleneck": bottleneck,
     "evolved_encoder": lambda: EvolvedKind(EvolvedEncoderBlock),
     "evolved_decoder": lambda: EvolvedDecoderKind(EvolvedDecoderBlock),
 }

@@ -177,6 +177,43 @@ class RMSNorm(nn.Module):
         return rms_norm(x, scale, self.eps)
 
 
+class ZeroCenteredRMSNorm(nn.Module):
+    """RMSNorm whose scale is 1 plus the parameter, so that weight decay draws the scale to 1 (as in Gemma).
+
+    Attributes:
+      eps: Added to the mean square.
+      axis: Logical name of the normalised axis.
+    """
+
+    eps: float = 1e-6
+    axis: str = "hidden"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
+        scale = param(self, "scale", nn.initializers.zeros, (x.shape[-1],), (self.axis,))
+        return rms_norm(x, 1.0 + scale, self.eps)
+
+
+class Affine(nn.Module):
+    """A scale and a bias of each feature in place of a norm (Sun et al. 2020, "MobileBERT", sec. 3.4: NoNorm).
+
+    Attributes:
+      eps: Not used; the attributes are those of a norm.
+      axis: Logical name of the last axis.
+    """
+
+    eps: float = 0.0
+    axis: str = "hidden"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
+        ones = (1,) * (x.ndim - 1)
+        scale = param(self, "scale", nn.initializers.ones, (x.shape[-1],), (self.axis,))
+        bias = param(self, "bias", nn.initializers.zeros, (x.shape[-1],), (self.axis,))
+        y = x.astype(jnp.float32) * scale.reshape(ones + scale.shape) + bias.reshape(ones + bias.shape)
+        return y.astype(x.dtype)
+
+
 class LayerNorm(nn.Module):
     """Layer normalisation (Ba et al. 2016, eq. 4) over the last axis, in float32.
 
@@ -195,7 +232,12 @@ class LayerNorm(nn.Module):
         return layer_norm(x, scale, bias, self.eps)
 
 
-NORMS: dict[str, Callable[..., nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
+NORMS: dict[str, Callable[..., nn.Module]] = {
+    "rms": RMSNorm,
+    "rms_zero_centered": ZeroCenteredRMSNorm,
+    "layer": LayerNorm,
+    "affine": Affine,
+}
 
 
 def dropout(

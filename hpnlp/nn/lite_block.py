@@ -38,5 +38,5 @@ class LiteBlock(Block):
         near, far = jnp.split(self._normed_input(self.mix_norm, x), 2, axis=-1)[::-1]
         far, of_attention, report = self.attention(far, context, of_attention)
         near, of_convolution, _ = self.convolve(near, context, of_convolution)
-        y = self._drop(jnp.concatenate([far, near], axis=-1), context)
+        y = self._drop(self._normed_result("mix", jnp.concatenate([far, near], axis=-1)), context)
         return y, (of_attention, of_convolution), report.of_branch("attention")

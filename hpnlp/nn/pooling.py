@@ -16,9 +16,11 @@ POOLINGS = ("mean", "first", "max", "attention")
 # The activation of each kind of HeadTransform. The kinds in NORMED have a norm after it.
 TRANSFORMS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
+    "relu": jax.nn.relu,
     "gelu_norm": lambda x: jax.nn.gelu(x, approximate=False),
+    "relu_norm": jax.nn.relu,
 }
-NORMED = ("gelu_norm",)
+NORMED = ("gelu_norm", "relu_norm")
 
 
 class Pooling(nn.Module):
@@ -70,7 +72,7 @@ class HeadTransform(nn.Module):
 
     Attributes:
       kind: Entry of TRANSFORMS.
-      norm: Entry of NORMS.
+      norm: Entry of NORMS; a layer norm takes the place of "affine", which normalises nothing.
       norm_eps: Added to the variance in norms.
     """
 
@@ -81,4 +83,6 @@ class HeadTransform(nn.Module):
     @nn.compact
     def __call__(self, h: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
         h = TRANSFORMS[self.kind](Dense(h.shape[-1], ("embed", "hidden"), use_bias=True, name="dense")(h))
-        return NORMS[self.norm](self.norm_eps, name="norm")(h) if self.kind in NORMED else h
+        if self.kind not in NORMED:
+            return h
+        return NORMS["layer" if self.norm == "affine" else self.norm](self.norm_eps, name="norm")(h)

@@ -73,7 +73,7 @@ def test_exported_tokenizer_loads_as_the_same(exported):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gpt2"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gemma2", "gpt2", "roberta"])
 def test_autotokenizer_gives_the_same_ids(exported, model_type):
     transformers = pytest.importorskip("transformers")
     tokenizer, directory = exported

@@ -54,8 +54,9 @@ def by_head(p, x, heads):
     return (x @ p["kernel"]).reshape(*x.shape[:2], heads, -1)
 
 
-def attention(p, x, memory, visible, heads):
-    q, k, v = by_head(p["q"], x, heads), by_head(p["k"], memory, heads), by_head(p["v"], memory, heads)
+def attention(p, x, memory, visible, heads, values=None):
+    values = memory if values is None else values
+    q, k, v = by_head(p["q"], x, heads), by_head(p["k"], memory, heads), by_head(p["v"], values, heads)
     scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
     weights = softmax(np.where(visible[:, None], scores, -1e30))
     o = np.einsum("bnts,bsnh->btnh", weights, v)
@@ -122,7 +123,20 @@ def evolved_decoder(p, x, visible, ids, causal, memory):
     return x + feed(p, x)
 
 
+def bottleneck(p, x, visible, ids, causal, memory):
+    h = inputs = rms(p["inner_norm"], x @ p["inner"]["kernel"])
+    if "query_input" in p:
+        inputs = rms(p["query_input_norm"], x @ p["query_input"]["kernel"])
+    values = x if "query_input" in p else h
+    h = rms(p["mix_norm"], h + attention(p["attention"], inputs, inputs, visible, 2, values))
+    for mlp, norm in (("inner_mlps_0", "inner_mlp_norms_0"), ("mlp", "feed_norm")):
+        h = rms(p[norm], h + relu(h @ p[mlp]["up"]["kernel"]) @ p[mlp]["down"]["kernel"])
+    return rms(p["outer_norm"], x + h @ p["outer"]["kernel"])
+
+
 CASES = [
+    ("bottleneck(8,2)", bottleneck),
+    ("bottleneck(8,2,shared=False)", bottleneck),
     ("lite(5)", lite),
     ("lite(5,dynamic)", lite),
     ("evolved_encoder", evolved_encoder),
@@ -136,8 +150,9 @@ def test_block_matches_its_formula_and_sees_no_later_token(block, formula):
     rng = np.random.default_rng(0)
     width = 6 if block == "evolved_decoder" else 0
     config = BlockConfig(
-        dim=16, heads=2, block=block, mlp="relu", mlp_dim=24, position="none", norm="rms", memory_dim=width
-    )
+        dim=16, heads=2, block=block, mlp="relu", mlp_dim=24, position="none", norm="rms", memory_dim=width,
+        norm_placement="post" if formula is bottleneck else "pre",
+    )  # fmt: skip
     kind = block_kind(block)
     module = kind.make(kind.resolved(config), nn.initializers.normal(0.3), Spec("full"), NO_TENSOR_PARALLEL)
     x, memory = jnp.asarray(rng.standard_normal((2, LENGTH, 16)), jnp.float32), None
@@ -178,6 +193,7 @@ FIELDS = [
     {"block": "evolved_encoder"},
     {"block": "evolved_decoder", "norm_placement": "post"},
     {"form": "block,block(block=evolved_encoder)"},
+    {"block": "bottleneck(8,2)", "norm_placement": "post"},
 ]
 
 
@@ -212,7 +228,7 @@ def test_greedy_targets_of_evolved_cells_equal_the_argmax_of_the_full_pass():
     np.testing.assert_array_equal(decoded, tokens[:, 1 : 1 + decoded.shape[1]])
 
 
-KINDS = ("lite(5)", "lite(5,dynamic)", "evolved_encoder", "evolved_decoder")
+KINDS = ("bottleneck(8,2)", "lite(5)", "lite(5,dynamic)", "evolved_encoder", "evolved_decoder")
 SLOW = [(block, plan) for block in KINDS for plan in (Plan("zero3", tensor=2), Plan("zero3", pipeline=2, tensor=2))]
 
 
@@ -227,7 +243,8 @@ SLOW = [(block, plan) for block in KINDS for plan in (Plan("zero3", tensor=2), P
 def test_layouts_match_one_device(block, plan):
     """Two steps of training; another Block in each second layer."""
     form = f"block(block={block.split('(')[0]}),block(block=lite)" if plan.remat == "full" else "block"
-    model = dataclasses.replace(MODEL, block=block, form=form, layers=4, dropout=0.3)
+    placement = "post" if block.startswith("bottleneck") else "pre"
+    model = dataclasses.replace(MODEL, block=block, form=form, layers=4, dropout=0.3, norm_placement=placement)
     single, parallel = (Run(trainer_of(*where, model), model) for where in (ONE, (plan, 8)))
     for seed in range(2):
         expected, actual = single.step(batch_of(seed)), parallel.step(batch_of(seed))
@@ -236,10 +253,31 @@ def test_layouts_match_one_device(block, plan):
             assert_leaves_close(parallel.gradients(), single.gradients(), 1e-5)
 
 
-@pytest.mark.parametrize("block", ["transformer", "lite(5)", "lite(5,dynamic)", "evolved_encoder", "evolved_decoder"])
-@pytest.mark.parametrize("stacks", ["lm", "seq2seq"])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan("zero3", tensor=2), Plan("3d"), Plan(sequence=2)], ids=str)
+def test_sandwich_norms_and_soft_caps_match_one_device(plan):
+    fields = {"norm": "rms_zero_centered", "norm_placement": "sandwich", "embed_scale": True}
+    fields |= {"mixer": "full(soft_cap=0.5,scale=0.7)", "output": "full(soft_cap=1.5)"}
+    model = dataclasses.replace(MODEL, **fields, dropout=0.0)
+    single, parallel = (Run(trainer_of(*where, model), model) for where in (ONE, (plan, 8)))
+    for seed in range(2):
+        expected, actual = single.step(batch_of(seed)), parallel.step(batch_of(seed))
+        assert actual == pytest.approx(expected, rel=1e-5)
+        if seed == 0:
+            assert_leaves_close(parallel.gradients(), single.gradients(), 1e-5)
+
+
+COUNTED = ("transformer", "lite(5)", "lite(5,dynamic)", "evolved_encoder", "evolved_decoder")
+
+
+@pytest.mark.parametrize(
+    ("block", "stacks"),
+    [(block, stacks) for block in COUNTED for stacks in ("lm", "seq2seq")]
+    + [("bottleneck(8,3)", "lm"), ("bottleneck(8,1,shared=False)", "lm")],
+)
 def test_weights_of_layers_are_counted(block, stacks):
-    config = dataclasses.replace(CONFIG, block=block)
+    placement = "post" if block.startswith("bottleneck") else "pre"
+    config = dataclasses.replace(CONFIG, block=block, norm_placement=placement)
     if stacks == "seq2seq":
         sizes = {"vocab": 11, "dim": 16, "heads": 2, "layers": 2, "max_len": 8, "target_len": 8}
         config = Seq2SeqConfig(**sizes, block=block, encoder_form="block(block=evolved_encoder)")
@@ -274,6 +312,13 @@ def test_default_sizes_of_lite_blocks_are_those_of_the_paper():
         ({"block": "evolved_decoder", "heads": 8}, "needs to be a multiple of 4"),
         ({"block": "evolved_encoder", "dim": 15, "head_dim": 8}, "make it even"),
         ({"block": "evolved_encoder", "residual": "reversible"}, "reversible layers have two branches"),
+        ({"block": "bottleneck(8)"}, "norms follow the additions in these Blocks: set model.norm_placement='post'"),
+        ({"block": "evolved_encoder", "norm_placement": "sandwich"}, "set model.norm_placement to 'pre' or 'post'"),
+        ({"mixer": "full(soft_cap=0)"}, "model.mixer: soft_cap=0: expected a finite number over 0"),
+        ({"block": "bottleneck(0)"}, r"model.block=bottleneck\(0\): expected a width of 1 to 262144"),
+        ({"block": "bottleneck(8,17)"}, r"model.block=bottleneck\(8, 17\): expected 1 to 16 networks"),
+        ({"block": "bottleneck(7)", "norm_placement": "post"}, "its width 7 is not a multiple of model.heads=2"),
+        ({"block": "bottleneck(8)", "norm_placement": "post", "mixer": "segment_memory(4)"}, "carries the states"),
         ({"form": "block,block(block=evolved_decoder)", "residual": "reversible"}, "reversible layers have two"),
     ],
 )

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from hpnlp.models.backbone import for_decoding
 from hpnlp.models.beam_search import beam_search
 from hpnlp.models.decode import Generation
 from hpnlp.models.decoder import Decoder, DecoderConfig
+from hpnlp.models.decoding_weights import for_decoding
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.variables import axes_and_shapes

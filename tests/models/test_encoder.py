@@ -25,6 +25,8 @@ BERT |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "token_types": 2}
 SEQUENCES = BERT | {"pooling": "first", "transform": "tanh", "classes": 5}
 TAGS = {"classes": 4}
 WORDS = BERT | {"transform": "gelu_norm", "tied": True}
+MOBILE = WORDS | {"block": "bottleneck(8,2)", "norm": "affine", "transform": "relu_norm", "mlp": "relu"}
+MOBILE |= {"embed_dim": 6, "trigram": True, "position_offset": 2}
 
 
 def make(**fields):
@@ -63,7 +65,7 @@ def apply(model, params, batch, method, *args):
     return model.apply({"params": params}, batch, *args, method=method)
 
 
-@pytest.mark.parametrize("fields", [SEQUENCES, TAGS, WORDS], ids=["sequences", "tags", "words"])
+@pytest.mark.parametrize("fields", [SEQUENCES, TAGS, WORDS, MOBILE], ids=["sequences", "tags", "words", "mobile"])
 def test_loss_and_accuracy_follow_from_logits(fields):
     """Padding and other sequences of the batch have no effect; a token's logits depend on later and on earlier tokens."""
     model, params = make(**fields)
@@ -177,6 +179,13 @@ def test_rows_of_tables():
         ({"pooling": "mean"}, "a label of a sequence is no word: set model.classes"),
         ({"output": "hierarchical(balanced)", "tied": True}, "no table of words by id .*: set model.tied=False"),
         ({"output": "full(label_smoothing=1.0)"}, "label_smoothing=1.0: expected at least 0, and less than 1"),
+        ({"embed_dim": 17, "tied": True}, "model.embed_dim=17: the output layer shares at most model.dim=16"),
+        ({"embed_dim": -1}, "model.embed_dim=-1: expected 0 to"),
+        (
+            {"embed_dim": 4, "embed_scale": True},
+            "model.embed_scale=True scales embeddings, .*: set model.embed_scale=False",
+        ),
+        ({"position_offset": 2}, "model.position_offset=2 has no effect, because model.position='rope' has no table"),
         ({"classes": 3, "output": "hierarchical"}, "needs the words' counts"),
     ],
     ids=str,

@@ -14,7 +14,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training.step import _model_parallel
 from hpnlp.types import InputError
 from tests.contracts import ONCE
-from tests.models.test_encoder import SEQUENCES, TAGS, WORDS, make, make_batch
+from tests.models.test_encoder import MOBILE, SEQUENCES, TAGS, WORDS, make, make_batch
 from tests.training.test_step import assert_leaves_close
 
 B, T = 8, 16
@@ -24,6 +24,8 @@ HEADS = {
     "sequences": SEQUENCES | {"classes": 6},
     "tags": TAGS | {"classes": 6, "output": "full(use_bias=True,label_smoothing=0.1)"},
     "words": WORDS,
+    # Without norms, these parameters saturate the attention, and its gradients are differences of nearly equal numbers.
+    "mobile": MOBILE | {"norm": "layer"},
     "attention": {"pooling": "attention", "classes": 3},
     "summaries": {
         "pooling": "mean",
@@ -47,6 +49,8 @@ HEADS = {
 LAYOUTS = {
     "data 8": Plan(),
     "zero3 8": Plan("zero3"),
+    "zero2 8": Plan("zero2"),
+    "zero3 4 x tensor 2": Plan("zero3", tensor=2),
     "data 4 x tensor 2": Plan(tensor=2),
     "data 4 x pipeline 2": Plan(pipeline=2),
     "3d": Plan("3d"),
@@ -59,6 +63,7 @@ CASES = {
     "sequences": ("3d", "data 8", "data 4 x sequence 2, by heads"),
     "tags": ("data 4 x tensor 2", "data 2 x sequence 4"),
     "words": ("zero3 8", "pipeline 2 x zero3 2 x tensor 2"),
+    "mobile": ("zero2 8", "zero3 4 x tensor 2", "3d", "data 4 x sequence 2, by heads"),
     "attention": ("data 4 x pipeline 2", "data 2 x sequence 4"),
     "summaries": ("3d",),
     "fourier": ("3d",),
@@ -141,3 +146,12 @@ def test_classes_are_replicated_if_they_do_not_divide():
         config = dataclasses.replace(model.config, classes=classes)
         assert Plan("3d").layout(config.sizes(), 8).rules["labels"] == axes
     assert isinstance(model, Encoder)
+
+
+def test_trigrams_are_not_divided_over_a_ring():
+    model, _, batch = model_of("mobile", True)
+    layout = Plan(sequence=4).layout(model.config.sizes(), jax.devices())
+    parallel = model.clone(model_parallel=_model_parallel(layout, model.config, None))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), batch)
+    with pytest.raises(InputError, match="set plan.exchange=heads, or plan.sequence=1"), jax.set_mesh(layout.mesh):
+        jax.eval_shape(lambda p: parallel.apply(p, batch, method="loss"), shapes)

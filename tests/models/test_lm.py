@@ -25,6 +25,8 @@ GPT = {"norm": "layer", "position": "learned", "mlp": "gelu", "qkv_bias": True, 
 RICH = {"kv_heads": 2, "head_dim": 6, "qk_norm": True, "qkv_bias": True, "tied": False}
 REVERSIBLE = {"residual": "reversible"}
 BERT = GPT | {"norm_placement": "post", "embed_norm": True}
+GEMMA = {"norm": "rms_zero_centered", "norm_placement": "sandwich", "embed_scale": True, "output": "full(soft_cap=3)"}
+GEMMA |= {"mixer": "full(soft_cap=0.5,scale=0.7)", "layers": 1}
 
 # Every mixer, each in one layer.
 MIXED = {"mixer": ",".join(EXACT), "layers": len(EXACT)}
@@ -71,14 +73,20 @@ def logits_of(model, params, tokens):
 # The reference: one sequence, numpy, float64.
 
 
-def numpy_logits(config, params, tokens, patterns=(Full(),)):  # noqa: B008  (frozen)
-    """Llama and GPT-2 as defined in their papers, head by head. patterns: masks of the layers of one period."""
+def numpy_logits(config, params, tokens, patterns=(Full(),), output_cap=None):  # noqa: B008  (frozen)
+    """Llama, GPT-2 and Gemma 2 as in their papers, head by head. patterns: masks of the layers of one period."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     length, heads, kv_heads, size = len(tokens), config.heads, config.kv_head_count, config.head_size
 
+    mixer = config.mixers()[0]
+
+    def capped(x, cap):
+        return x if cap is None else cap * np.tanh(x / cap)
+
     def norm(p, x):
         x = x - x.mean(-1, keepdims=True) if "bias" in p else x
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * p["scale"] + p.get("bias", 0.0)
+        scale = p["scale"] + (config.norm == "rms_zero_centered")
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * scale + p.get("bias", 0.0)
 
     def dense(p, x):
         return x @ p["kernel"] + p.get("bias", 0.0)
@@ -98,7 +106,8 @@ def numpy_logits(config, params, tokens, patterns=(Full(),)):  # noqa: B008  (fr
             group = head * kv_heads // heads
             head_q, head_k = (rope(y) if config.position == "rope" else y for y in (q[:, head], k[:, group]))
             visible = np.tri(length) * np.broadcast_to(pattern.to_dense(length), (heads, length, length))[head]
-            weights = np.exp(head_q @ head_k.T / np.sqrt(size)) * visible
+            scores = head_q @ head_k.T * (getattr(mixer, "scale", None) or size**-0.5)
+            weights = np.exp(capped(scores, getattr(mixer, "soft_cap", None))) * visible
             outs.append(weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30) @ v[:, group])
         return dense(p["out"], np.concatenate(outs, axis=-1))
 
@@ -110,7 +119,7 @@ def numpy_logits(config, params, tokens, patterns=(Full(),)):  # noqa: B008  (fr
         inner = np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)
         return dense(p["down"], 0.5 * up * (1 + np.tanh(inner)))
 
-    x = params["embed"]["table"][tokens]
+    x = params["embed"]["table"][tokens] * (config.dim**0.5 if config.embed_scale else 1.0)
     if config.position == "learned":
         x = x + params["positions"]["table"][:length]
     if config.embed_norm:
@@ -118,8 +127,8 @@ def numpy_logits(config, params, tokens, patterns=(Full(),)):  # noqa: B008  (fr
     layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(config.layers)]
     run = numpy_post_norm if config.norm_placement == "post" else numpy_pre_norm
     x = run(config, layers, x, norm, attention, mlp, patterns)
-    x = norm(params["final_norm"], x) if config.norm_placement == "pre" else x
-    return x @ (params["embed"]["table"] if config.tied else params["head"]).T
+    x = norm(params["final_norm"], x) if config.norm_placement != "post" else x
+    return capped(x @ (params["embed"]["table"] if config.tied else params["head"]).T, output_cap)
 
 
 def numpy_post_norm(config, layers, x, norm, attention, mlp, patterns):
@@ -135,23 +144,27 @@ def numpy_pre_norm(config, layers, x, norm, attention, mlp, patterns):
     streams = [x] * (2 if config.residual == "reversible" else 1)
     for layer, p in enumerate(layers):
         pattern = patterns[layer % len(patterns)]
-        streams[0] = streams[0] + attention(p["attention"], norm(p["mix_norm"], streams[-1]), pattern)
-        streams[-1] = streams[-1] + mlp(p["mlp"], norm(p["feed_norm"], streams[0]))
+        y = attention(p["attention"], norm(p["mix_norm"], streams[-1]), pattern)
+        streams[0] = streams[0] + (norm(p["mix_result_norm"], y) if "mix_result_norm" in p else y)
+        y = mlp(p["mlp"], norm(p["feed_norm"], streams[0]))
+        streams[-1] = streams[-1] + (norm(p["feed_result_norm"], y) if "feed_result_norm" in p else y)
     return np.mean(streams, axis=0)
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, RICH, GPT, {"position": "none", "mlp": "gelu", "kv_heads": 1}, REVERSIBLE | RICH, BERT],
-    ids=["llama", "rich", "gpt", "nope", "reversible", "bert"],
+    [{}, RICH, GPT, {"position": "none", "mlp": "gelu", "kv_heads": 1}, REVERSIBLE | RICH, BERT, GEMMA],
+    ids=["llama", "rich", "gpt", "nope", "reversible", "bert", "gemma"],
 )
 def test_logits_match_reference(fields):
     model, params = make(**fields)
     tokens = make_batch(2, 11)["tokens"]
     ours = logits_of(model, params, tokens)
     assert ours.dtype == jnp.float32
-    for row, expected in zip(ours, tokens, strict=True):
-        np.testing.assert_allclose(row, numpy_logits(model.config, params, expected), atol=1e-5, rtol=1e-5)
+    cap = 3.0 if "soft_cap" in model.config.output else None
+    for row, ids in zip(ours, tokens, strict=True):
+        expected = numpy_logits(model.config, params, ids, output_cap=cap)
+        np.testing.assert_allclose(row, expected, atol=1e-5, rtol=1e-5)
 
 
 # Visibility.
@@ -215,7 +228,11 @@ def test_packed_rows_equal_separate_rows(fields):
             np.testing.assert_allclose(h[segments == number], alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("fields", [RICH, BERT, RINGS, REVERSIBLE], ids=["rope", "bert", "rings", "reversible"])
+@pytest.mark.parametrize(
+    "fields",
+    [RICH, BERT, RINGS, REVERSIBLE, GEMMA | {"mixer": "window(3,0,soft_cap=0.5,scale=0.7)"}],
+    ids=["rope", "bert", "rings", "reversible", "gemma"],
+)
 def test_prefill_and_extend_equal_the_full_pass(fields):
     """Prompts of different lengths, whose padding holds tokens that must not count."""
     model, params = make(**fields)

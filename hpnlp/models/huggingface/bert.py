@@ -10,7 +10,7 @@ from hpnlp.models.huggingface.family import Family
 _BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 _NORMS = {"norm": "layer", "norm_placement": "post", "embed_norm": True}
 
-_MASKED = Family(
+MASKED = Family(
     model_type="bert",
     architecture="BertForMaskedLM",
     fields={
@@ -69,23 +69,48 @@ _MASKED = Family(
     task="masked_lm",
     loader="AutoModelForMaskedLM",
 )
-_ACTIVATIONS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
-_SINGLE_LABEL = {"problem_type": (None, "single_label_classification")}
+ACTIVATIONS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+# Task -> (pooling, class of transformers that loads the checkpoint).
+_TASKS = {
+    "classification": ("first", "AutoModelForSequenceClassification"),
+    "tagging": ("none", "AutoModelForTokenClassification"),
+}
 
 
-def _classifier(architecture: str, pooling: str, transform: str, task: str, ignored: str, loader: str) -> Family:
-    """A family with the layers of BERT and an output layer over classes."""
-    modules = {name: paths for name, paths in _MASKED.modules.items() if not name.startswith("cls.")}
-    pooler = {"bert.pooler.dense": ("transform/dense",)} if transform == "tanh" else {}
+def with_classes(
+    masked: Family,
+    architecture: str,
+    task: str,
+    transform: str = "none",
+    dense: str = "",
+    head: str = "classifier",
+    ignored: str = r"\.position_ids$",
+) -> Family:
+    """A family with the layers of another one and an output layer over classes.
+
+    Args:
+      masked: The family that predicts masked words.
+      architecture: Class in transformers.
+      task: "classification" of texts, or "tagging" of tokens.
+      transform: Layer before the output layer, as `EncoderConfig.transform`.
+      dense: Module of that layer in the checkpoint, if there is one.
+      head: Module of the output layer in the checkpoint.
+      ignored: Regular expression of tensors that the model does not compute with.
+
+    Returns:
+      The family.
+    """
+    pooling, loader = _TASKS[task]
+    modules = {name: paths for name, paths in masked.modules.items() if name.startswith(masked.base)}
     return dataclasses.replace(
-        _MASKED,
+        masked,
         architecture=architecture,
-        activations=_ACTIVATIONS,
-        fixed=_MASKED.fixed | {"pooling": pooling, "transform": transform, "tied": False},
-        defaults=_MASKED.defaults | {"problem_type": None, "id2label": None},
-        accepted=_MASKED.accepted | _SINGLE_LABEL,
-        modules=modules | pooler | {"classifier": ("head",)},
-        tensors={"classifier.bias": "output/bias"},
+        activations=ACTIVATIONS,
+        fixed=masked.fixed | {"pooling": pooling, "transform": transform, "tied": False},
+        defaults=masked.defaults | {"problem_type": None, "id2label": None},
+        accepted=masked.accepted | {"problem_type": (None, "single_label_classification")},
+        modules=modules | ({dense: ("transform/dense",)} if dense else {}) | {head: ("head",)},
+        tensors={f"{head}.bias": "output/bias"},
         copies={},
         ignored=ignored,
         has_labels=True,
@@ -94,22 +119,13 @@ def _classifier(architecture: str, pooling: str, transform: str, task: str, igno
     )
 
 
+# Name -> family.
 BERT_FAMILIES = {
-    "bert": _MASKED,
-    "bert_classifier": _classifier(
-        "BertForSequenceClassification",
-        "first",
-        "tanh",
-        "classification",
-        r"\.position_ids$",
-        "AutoModelForSequenceClassification",
+    "bert": MASKED,
+    "bert_classifier": with_classes(
+        MASKED, "BertForSequenceClassification", "classification", "tanh", "bert.pooler.dense"
     ),
-    "bert_tagger": _classifier(
-        "BertForTokenClassification",
-        "none",
-        "none",
-        "tagging",
-        r"\.position_ids$|^bert\.pooler\.",
-        "AutoModelForTokenClassification",
+    "bert_tagger": with_classes(
+        MASKED, "BertForTokenClassification", "tagging", ignored=r"\.position_ids$|^bert\.pooler\."
     ),
 }

@@ -217,7 +217,7 @@ def remarks(directory: str | Path) -> list[str]:
     Returns:
       One line per difference.
     """
-    return rope_remarks(read_json(Path(directory) / CONFIG))
+    return [*rope_remarks(raw := read_json(Path(directory) / CONFIG)), *family_in(directory).remarks(raw)]
 
 
 def generation_settings(directory: str | Path) -> dict[str, Any]:
@@ -408,7 +408,8 @@ def _tensors(family: Family, shapes: Shapes) -> Iterator[Tensor]:
                 name = f"{stored_module.format(layer)}.{suffix}"
                 yield Tensor(name, shape[::-1] if transposed else shape, paths, layer, transposed)
     for name, path in family.tensors.items():
-        yield Tensor(name, shapes[path], (path,), None, transposed=False)
+        is_flipped = name in family.flipped
+        yield Tensor(name, shapes[path][::-1] if is_flipped else shapes[path], (path,), None, is_flipped)
 
 
 def _check_headers(

@@ -12,7 +12,11 @@ from typing import Any
 
 from hpnlp.models.huggingface.bert import BERT_FAMILIES
 from hpnlp.models.huggingface.config_values import checked_value, unsupported
+from hpnlp.models.huggingface.distilbert import DISTILBERT_FAMILIES
 from hpnlp.models.huggingface.family import Family, ModelConfig
+from hpnlp.models.huggingface.llama import LLAMA_FAMILIES
+from hpnlp.models.huggingface.mobilebert import MOBILEBERT_FAMILIES, canonical_block
+from hpnlp.models.huggingface.roberta import ROBERTA_FAMILIES
 from hpnlp.models.huggingface.rope_scaling import parse_scaling, read_rope, rope_json
 from hpnlp.models.huggingface.sliding_windows import (
     WindowLayers,
@@ -26,108 +30,9 @@ from hpnlp.ops.attention import Causal
 from hpnlp.spec import build, parse_one, parse_period
 from hpnlp.types import InputError
 
-_LLAMA = Family(
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    fields={
-        "hidden_size": ("dim",),
-        "num_hidden_layers": ("layers",),
-        "num_attention_heads": ("heads",),
-        "num_key_value_heads": ("kv_heads",),
-        "head_dim": ("head_dim",),
-        "intermediate_size": ("mlp_dim",),
-        "vocab_size": ("vocab",),
-        "max_position_embeddings": ("max_len",),
-        "rms_norm_eps": ("norm_eps",),
-        "tie_word_embeddings": ("tied",),
-        "attention_bias": ("qkv_bias", "out_bias"),
-        "mlp_bias": ("mlp_bias",),
-    },
-    activation="hidden_act",
-    activations={
-        "silu": "swiglu",
-        "swish": "swiglu",
-        "gelu": "geglu_exact",
-        "gelu_pytorch_tanh": "geglu",
-        "gelu_new": "geglu",
-    },
-    fixed={"norm": "rms", "position": "rope"},
-    defaults={
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "rope_parameters": None,
-        "partial_rotary_factor": None,
-    },
-    accepted={},
-    modules={
-        "model.embed_tokens": ("embed",),
-        "model.layers.{}.input_layernorm": ("layers/mix_norm",),
-        "model.layers.{}.self_attn.q_proj": ("layers/attention/q",),
-        "model.layers.{}.self_attn.k_proj": ("layers/attention/k",),
-        "model.layers.{}.self_attn.v_proj": ("layers/attention/v",),
-        "model.layers.{}.self_attn.o_proj": ("layers/attention/out",),
-        "model.layers.{}.self_attn.q_norm": ("layers/attention/q_norm",),
-        "model.layers.{}.self_attn.k_norm": ("layers/attention/k_norm",),
-        "model.layers.{}.post_attention_layernorm": ("layers/feed_norm",),
-        "model.layers.{}.mlp.gate_proj": ("layers/mlp/gate",),
-        "model.layers.{}.mlp.up_proj": ("layers/mlp/up",),
-        "model.layers.{}.mlp.down_proj": ("layers/mlp/down",),
-        "model.norm": ("final_norm",),
-        "lm_head": ("head",),
-    },
-    base="model.",
-    transposed=True,
-)
-
-
-def _like_llama(
-    model_type: str, architecture: str, *absent: str, windows: WindowLayers, **additions: dict[str, Any]
-) -> Family:
-    """A family with the tensors of Llama, without the keys `absent` of config.json, and with `additions` to its tables."""
-    fields = {key: names for key, names in _LLAMA.fields.items() if key not in absent}
-    tables: dict[str, Any] = {name: {**getattr(_LLAMA, name), **addition} for name, addition in additions.items()}
-    tables |= {"model_type": model_type, "architecture": architecture, "fields": fields, "windows": windows}
-    return dataclasses.replace(_LLAMA, **tables)
-
-
-# Defaults of the keys for windows in the families of Qwen.
-_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
-
 # Name -> family. A model that several families can express is written as the first of them.
 FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": _like_llama(
-        "mistral",
-        "MistralForCausalLM",
-        "attention_bias",
-        "mlp_bias",
-        windows=WindowLayers.ALL,
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None},
-    ),
-    "qwen2": _like_llama(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        "attention_bias",
-        "mlp_bias",
-        windows=WindowLayers.SOME,
-        fixed={"qkv_bias": True},
-        defaults={"num_key_value_heads": 32, **_QWEN_WINDOWS},
-    ),
-    "qwen3": _like_llama(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        "mlp_bias",
-        windows=WindowLayers.SOME,
-        fixed={"qk_norm": True},
-        defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOWS},
-    ),
+    **LLAMA_FAMILIES,
     "gpt2": Family(
         model_type="gpt2",
         architecture="GPT2LMHeadModel",
@@ -174,6 +79,9 @@ FAMILIES: dict[str, Family] = {
         transposed=False,
     ),
     **BERT_FAMILIES,
+    **ROBERTA_FAMILIES,
+    **DISTILBERT_FAMILIES,
+    **MOBILEBERT_FAMILIES,
 }
 
 # Keys that change the meaning of the weights in any family -> what the user can do about it.
@@ -220,6 +128,7 @@ def fields_of(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         is_unset = key in family.defaults and raw[key] is None  # the config derives the value of 0 from other fields
         value = 0 if is_unset else checked_value(raw, key, type(getattr(family.config, names[0])), source)
         fields |= dict.fromkeys(names, value)
+    fields |= family.read(raw, source)
     if family.has_labels:
         fields["classes"] = len(labels_of(raw, source))
     if family.windows is not WindowLayers.NONE:
@@ -275,8 +184,8 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
     Raises:
       InputError: No family has such a model; the message names the fields that differ in the most similar family.
     """
-    for field in ("vocab", "max_len", "layers", "token_types"):
-        if getattr(config, field, 1) < 1:
+    for field in ("vocab", "max_len", "layers"):
+        if getattr(config, field) < 1:
             raise InputError(f"config.{field} is {getattr(config, field)}: set it, because a checkpoint states it")
     families = {
         name: family for name, family in FAMILIES.items() if _field_names(family.config) == _field_names(config)
@@ -338,10 +247,14 @@ def labels_of(raw: Mapping[str, Any], source: str) -> list[str]:
 def _with_full_softmax(config: Any) -> Any:
     """The config, with the full softmax in place of an output layer that estimates it."""
     layer = parse_one(config.output, "model.output")
-    has_bias = layer.name == "full" and build(layer, OUTPUTS, "output layer", name=None).use_bias
-    if layer.name in FULL_SOFTMAX and not has_bias:
+    if layer.name not in FULL_SOFTMAX:
+        return config
+    if layer.name != "full":
         return dataclasses.replace(config, output="full")
-    return config
+    full = build(layer, OUTPUTS, "output layer", name=None)
+    if full.use_bias:
+        return config
+    return dataclasses.replace(config, output="full" if full.cap is None else f"full(soft_cap={full.cap!r})")
 
 
 def _field_names(config: Any) -> list[str]:
@@ -362,12 +275,18 @@ def _express(config: ModelConfig, family: Family, labels: Sequence[str] | None) 
         "architectures": [family.architecture],
         "model_type": family.model_type,
         family.activation: activation_of.get(config.mlp, next(iter(family.activations))),
-        **{key: values[names[0]] for key, names in family.fields.items()},
+        **{key: _size_of_one(values[names[0]]) for key, names in family.fields.items()},
         **{key: accepted[0] for key, accepted in family.accepted.items()},
         **names,
+        **family.write(config),
         **windows_json(config.mixer, config.layers, family.windows),
         **(rope_json(config) if family.fixed["position"] == "rope" else {}),
     }
+
+
+def _size_of_one(value: Any) -> Any:
+    """The value of a field, with 1 for a size of 0, which no config.json has."""
+    return 1 if type(value) is int and value == 0 else value
 
 
 def _function_fields(fields: dict[str, Any], mask: Any) -> dict[str, Any]:
@@ -379,6 +298,7 @@ def _function_fields(fields: dict[str, Any], mask: Any) -> dict[str, Any]:
     fields["mixer"] = ",".join(map(str, parse_period(fields["mixer"], "model.mixer")))
     if mask == Causal():  # without which windows also differ in the tokens that follow
         fields["mixer"] = canonical_mixer(fields["mixer"], fields["layers"])
+    fields["block"] = canonical_block(fields["block"])
     fields["form"] = ",".join(map(str, parse_period(fields["form"], "model.form")))
     fields["kv_heads"] = fields["kv_heads"] or fields["heads"]
     fields["head_dim"] = fields["head_dim"] or fields["dim"] // fields["heads"]

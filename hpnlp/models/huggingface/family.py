@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpnlp.models.encoder import EncoderConfig
@@ -10,6 +11,18 @@ from hpnlp.models.huggingface.sliding_windows import WindowLayers
 from hpnlp.models.lm import LM, LMConfig
 
 ModelConfig = LMConfig | EncoderConfig
+
+
+def _read_nothing(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    return {}
+
+
+def _write_nothing(config: ModelConfig) -> dict[str, Any]:
+    return {}
+
+
+def _no_remarks(raw: Mapping[str, Any]) -> list[str]:
+    return []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +41,12 @@ class Family:
       modules: Module of the checkpoint, with `{}` for the layer -> modules of the model that it concatenates on the last axis.
       base: First part of all names but the head's, which a checkpoint of the model without a head leaves out.
       transposed: True if matrices are stored as [out, in].
+      read: Reads fields of `config` that depend on several keys from config.json, with `defaults`, and the name of the file.
+      write: Writes these keys from a config.
+      remarks: Describes from a config.json how the model differs from that of transformers, one line per difference.
       windows: Layers that may have a sliding window.
       tensors: Tensor of the checkpoint -> path of the parameter, where `modules` does not lead to it.
+      flipped: Those of `tensors` that are stored as the transpose.
       copies: Tensor that a checkpoint may hold beside the parameter that it equals -> path of that parameter. Of tied models.
       ignored: Regular expression of tensors that the model does not compute with.
       renamed: Last part of a tensor's name in older checkpoints -> its name now.
@@ -51,8 +68,12 @@ class Family:
     modules: dict[str, tuple[str, ...]]
     base: str
     transposed: bool
+    read: Callable[[Mapping[str, Any], str], dict[str, Any]] = _read_nothing
+    write: Callable[[ModelConfig], dict[str, Any]] = _write_nothing
+    remarks: Callable[[Mapping[str, Any]], list[str]] = _no_remarks
     windows: WindowLayers = WindowLayers.NONE
     tensors: dict[str, str] = dataclasses.field(default_factory=dict)
+    flipped: tuple[str, ...] = ()
     copies: dict[str, str] = dataclasses.field(default_factory=lambda: {"lm_head.weight": "embed/table"})
     # Causal masks and rotary frequencies, which older checkpoints hold.
     ignored: str = r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$"

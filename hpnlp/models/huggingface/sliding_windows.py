@@ -29,6 +29,8 @@ class WindowLayers(enum.Enum):
     ALL = "all"
     # If use_sliding_window is true: the layers that layer_types marks, or without it those from max_window_layers on.
     SOME = "some"
+    # The layers that layer_types marks, or without it every second one from the first on.
+    ALTERNATING = "alternating"
 
 
 def read_windows(raw: Mapping[str, Any], allowed: WindowLayers, source: str) -> list[int | None]:
@@ -48,7 +50,10 @@ def read_windows(raw: Mapping[str, Any], allowed: WindowLayers, source: str) -> 
     layers = checked_value(raw, "num_hidden_layers", int, source)
     size = _read_size(raw, allowed, source)
     first = _read_first_layer(raw, source) if allowed is WindowLayers.SOME and size is not None else 0
-    default = [SLIDING if size is not None and layer >= first else FULL for layer in range(layers)]
+    step = 2 if allowed is WindowLayers.ALTERNATING else 1
+    default = [
+        SLIDING if size is not None and layer >= first and layer % step == 0 else FULL for layer in range(layers)
+    ]
     types = default if raw["layer_types"] is None else raw["layer_types"]
     contradicts_family = allowed is WindowLayers.ALL and types != default
     if contradicts_family or not _are_layer_types(types, layers, size):
@@ -98,14 +103,17 @@ def windows_json(mixer: str, layers: int, allowed: WindowLayers) -> dict[str, An
     """
     if allowed is WindowLayers.NONE:
         return {}
-    windows = _windows_of(mixer, layers) or [None]
+    windows = parse_windows(mixer, layers)[0] or [None]
     sizes = set(windows) - {None}
     size = sizes.pop() if len(sizes) == 1 else None
     if allowed is WindowLayers.ALL:
         return {"sliding_window": None if None in windows else size}
+    types = [FULL if window is None else SLIDING for window in windows]
+    if allowed is WindowLayers.ALTERNATING:
+        # transformers requires a window also where no layer has one.
+        return {"sliding_window": size or 4096, "layer_types": types if size else [FULL] * layers}
     if size is None:
         return {"use_sliding_window": False, "layer_types": None}
-    types = [FULL if window is None else SLIDING for window in windows]
     return {
         "use_sliding_window": True,
         "sliding_window": size,
@@ -114,33 +122,47 @@ def windows_json(mixer: str, layers: int, allowed: WindowLayers) -> dict[str, An
     }
 
 
-def _windows_of(mixer: str, layers: int) -> list[int | None] | None:
-    """The windows of a mixer, or None if it is neither full attention nor windows."""
-    period = []
+def parse_windows(mixer: str, layers: int) -> tuple[list[int | None] | None, dict[str, Any]]:
+    """Parses a mixer of full attention and windows.
+
+    Args:
+      mixer: `LMConfig.mixer`.
+      layers: Number of layers.
+
+    Returns:
+      `(windows, options)`: the window of each layer, None if the mixer is of another kind or its layers differ in their
+      options; and the arguments `soft_cap` and `scale` of all layers, without those that are None.
+    """
+    period, options = [], []
     for spec in mixer_period(mixer):
-        if spec.name == "window":
-            period.append(build(spec, MIXERS, "mixer").pattern.left + 1)
-        elif spec.name == "full":
-            period.append(None)
-        else:
-            return None
-    return [period[layer % len(period)] for layer in range(layers)]
+        if spec.name not in ("window", "full"):
+            return None, {}
+        entry = build(spec, MIXERS, "mixer")
+        period.append(entry.pattern.left + 1 if spec.name == "window" else None)
+        options.append({name: float(x) for name in ("soft_cap", "scale") if (x := getattr(entry, name)) is not None})
+    if any(other != options[0] for other in options):
+        return None, {}
+    return [period[layer % len(period)] for layer in range(layers)], options[0]
 
 
-def mixer_of(windows: list[int | None]) -> str:
+def mixer_of(windows: list[int | None], options: Mapping[str, Any] | None = None) -> str:
     """Writes windows as a mixer.
 
     Args:
       windows: The window of each layer, at least one.
+      options: Arguments of all layers' mixers; None for none.
 
     Returns:
       The spec string of the shortest period, with runs of equal layers as repeats.
     """
     layers = range(len(windows))
     period = next(n for n in range(1, len(windows) + 1) if all(windows[i] == windows[i % n] for i in layers))
+    further = [f"{name}={value!r}" for name, value in (options or {}).items()]
     names = []
     for window, run in itertools.groupby(windows[:period]):
-        name, count = "full" if window is None else f"window({window - 1},0)", len(list(run))
+        name, sizes = ("full", []) if window is None else ("window", [str(window - 1), "0"])
+        arguments, count = ",".join([*sizes, *further]), len(list(run))
+        name = f"{name}({arguments})" if arguments else name
         names.append(name if count == 1 else f"{name}*{count}")
     return ",".join(names)
 
@@ -156,9 +178,9 @@ def canonical_mixer(mixer: str, layers: int, length: int | None = None) -> str:
     Returns:
       The spec string; `mixer` itself if it is neither full attention nor windows.
     """
-    windows = _windows_of(mixer, layers)
+    windows, options = parse_windows(mixer, layers)
     if windows is None:
         return mixer
     if length is not None:
         windows = [None if window is not None and window >= length else window for window in windows]
-    return mixer_of(windows)
+    return mixer_of(windows, options)

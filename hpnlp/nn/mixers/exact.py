@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -26,6 +27,8 @@ class ExactMixer(nn.Module):
     Attributes:
       pattern: The mask of the mixer.
       dropout: Rate of dropout on attention probabilities.
+      soft_cap: Scores become soft_cap * tanh(score / soft_cap) (Gemma Team 2024, "Gemma 2"); None for no cap.
+      scale: Factor of the products of queries and keys; None for H ** -0.5.
 
     Cost: as `attend`: products for the blocks with visible pairs, and memory linear in T and S.
     """
@@ -39,6 +42,8 @@ class ExactMixer(nn.Module):
 
     pattern: Mask | PerHead = Full()  # noqa: RUF009  (frozen)
     dropout: float = 0.0
+    soft_cap: int | float | None = None
+    scale: int | float | None = None
 
     def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
@@ -53,6 +58,8 @@ class ExactMixer(nn.Module):
             kv_segment_ids=inputs.kv_segment_ids,
             positions=None if mask.relative else inputs.positions,
             kv_positions=None if mask.relative else inputs.kv_positions,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
             dropout_rate=rate,
             rng=inputs.rng if rate else None,
             streams=inputs.streams if rate else None,
@@ -78,7 +85,8 @@ class ExactMixer(nn.Module):
         """
         check_decoding(inputs, self.dropout)
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
-        return cache.extend(inputs.q, inputs.k, inputs.v, self.within(mask))
+        mask = self.within(mask)
+        return cache.extend(inputs.q, inputs.k, inputs.v, mask, scale=self.scale, soft_cap=self.soft_cap)
 
     def partial(self, inputs: MixerInputs, mask: Any) -> tuple[jax.Array, jax.Array]:
         """Partial attention over some of the keys, which `merge` joins with the results over other keys.
@@ -101,6 +109,8 @@ class ExactMixer(nn.Module):
             kv_segment_ids=inputs.kv_segment_ids,
             positions=None if mask.relative else inputs.positions,
             kv_positions=None if mask.relative else inputs.kv_positions,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
             return_lse=True,
         )
 
@@ -123,15 +133,28 @@ def exact_mixer(pattern: Callable[..., Mask | PerHead]) -> Callable[..., ExactMi
       pattern: A function that returns a mask.
 
     Returns:
-      A function with the arguments of `pattern`, and `dropout` and `name`, that returns an ExactMixer.
+      A function with the arguments of `pattern`, and `soft_cap`, `scale`, `dropout` and `name`, that returns an ExactMixer.
     """
     signature = inspect.signature(pattern)
     module_parameters = inspect.signature(ExactMixer).parameters
-    further = [module_parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in ("dropout", "name")]
+    further = [
+        module_parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name in ("soft_cap", "scale", "dropout", "name")
+    ]
 
     @functools.wraps(pattern)
-    def make_mixer(*args: Any, dropout: float = 0.0, name: str | None = None, **kwargs: Any) -> ExactMixer:
-        return ExactMixer(pattern(*args, **kwargs), dropout, name=name)
+    def make_mixer(
+        *args: Any,
+        soft_cap: int | float | None = None,
+        scale: int | float | None = None,
+        dropout: float = 0.0,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> ExactMixer:
+        for option, value in (("soft_cap", soft_cap), ("scale", scale)):
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"model.mixer: {option}={value}: expected a finite number over 0")
+        return ExactMixer(pattern(*args, **kwargs), dropout, soft_cap, scale, name=name)
 
     # Spec strings are checked against the signature. `inspect` reads the attribute, which the type of functions lacks.
     parameters = [*signature.parameters.values(), *further]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,11 @@ class SoftmaxOutput(OutputLayer):
         """[V] added to the scores of the words, for subclasses with a bias."""
         return None
 
+    @property
+    def cap(self) -> float | None:
+        """Logits are cap * tanh(logit / cap), for subclasses with such a cap; None for no cap."""
+        return None
+
     def loss(
         self,
         table: Float[Array, "V D"],
@@ -34,7 +41,13 @@ class SoftmaxOutput(OutputLayer):
         weights: Float[Array, " N"],
         rng: jax.Array | None = None,
     ) -> LossOut:
-        options = {"bias": self.bias, "weights": weights, "ignore_index": None, "reduction": "sum"}
+        options = {
+            "bias": self.bias,
+            "soft_cap": self.cap,
+            "weights": weights,
+            "ignore_index": None,
+            "reduction": "sum",
+        }
         total = linear_cross_entropy(h, table, labels, label_smoothing=self.smoothing(rng), **options)
         return LossOut(total, weights.astype(jnp.float32).sum())
 
@@ -50,7 +63,8 @@ class SoftmaxOutput(OutputLayer):
         return 0.0
 
     def nll(self, table: Float[Array, "V D"], h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
-        return linear_cross_entropy(h, table, labels, bias=self.bias, ignore_index=None, reduction="none")
+        options = {"bias": self.bias, "soft_cap": self.cap, "ignore_index": None, "reduction": "none"}
+        return linear_cross_entropy(h, table, labels, **options)
 
     def merges(self, rng: jax.Array | None) -> bool:
         return True
@@ -76,7 +90,9 @@ class SoftmaxOutput(OutputLayer):
           (lse [N], score [N]): the log-sum-exp of the slice, and the sum of its logits, each times its share of the target
           distribution. Without smoothing, that is the logit of the label, or 0 where another slice has the label.
         """
-        lse, target, total = partial_cross_entropy(h, table, labels, start, bias=self._bias_of(table, start))
+        lse, target, total = partial_cross_entropy(
+            h, table, labels, start, bias=self._bias_of(table, start), soft_cap=self.cap
+        )
         share = self.smoothing(rng)
         return lse, target if share == 0 else (1 - share) * target + (share / self.vocab) * total
 
@@ -102,10 +118,13 @@ class SoftmaxOutput(OutputLayer):
             h, table, no_labels, bias=bias, ignore_index=None, reduction="none", return_stats=True
         )
         logit = (h.astype(jnp.float32) * table[row].astype(h.dtype).astype(jnp.float32)).sum(axis=1)
-        return logit if bias is None else logit + bias[row], row + start
+        return self._capped(logit if bias is None else logit + bias[row]), row + start
 
     def logits(self, table: Float[Array, "V D"], h: Float[Array, "N D"]) -> Float[Array, "N V"]:
-        return logits(h, table, bias=self.bias)
+        return self._capped(logits(h, table, bias=self.bias))
+
+    def _capped(self, x: jax.Array) -> jax.Array:
+        return x if self.cap is None else self.cap * jnp.tanh(x / self.cap)
 
     def _bias_of(self, table: Float[Array, "v D"], start: int | Int[Array, ""]) -> Float[Array, " v"] | None:
         """The bias of the words start to start + v - 1."""
@@ -113,23 +132,31 @@ class SoftmaxOutput(OutputLayer):
 
 
 class FullOutput(SoftmaxOutput):
-    """Exact softmax, with a bias of each word and smoothed labels if wanted."""
+    """Exact softmax, with a bias of each word, capped logits and smoothed labels if wanted."""
 
     #: Adds a learned bias to the score of each word.
     use_bias: bool = False
     #: Share of the target distribution that is spread evenly over all words in training (Szegedy et al. 2016). The reported
     #: loss is -log p(label).
     label_smoothing: int | float = 0.0
+    #: Logits become soft_cap * tanh(logit / soft_cap) (Gemma Team 2024, "Gemma 2"); None for no cap.
+    soft_cap: int | float | None = None
 
     def setup(self) -> None:
         if not 0 <= self.label_smoothing < 1:
             raise InputError(f"label_smoothing={self.label_smoothing}: expected at least 0, and less than 1")
+        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
+            raise InputError(f"soft_cap={self.soft_cap}: expected a finite number over 0")
         if self.use_bias:
             self.word_bias = param(self, "bias", nn.initializers.zeros, (self.vocab,), (self.axis,))
 
     @property
     def bias(self) -> Float[Array, " V"] | None:
         return self.word_bias if self.use_bias else None
+
+    @property
+    def cap(self) -> float | None:
+        return None if self.soft_cap is None else float(self.soft_cap)
 
     def smoothing(self, rng: jax.Array | None) -> float:
         return 0.0 if rng is None else float(self.label_smoothing)

@@ -33,6 +33,18 @@ MODELS = {
     "qwen2_window": ({"mixer": "full,window(3,0)", "qkv_bias": True}, "qwen2"),
     "llama_gelu": ({"mlp": "geglu"}, "llama"),
     "llama_gelu_exact": ({"mlp": "geglu_exact"}, "llama"),
+    "gemma": ({"mlp": "geglu", "norm": "rms_zero_centered", "embed_scale": True}, "gemma"),
+    "gemma2": (
+        {
+            "mlp": "geglu",
+            "norm": "rms_zero_centered",
+            "embed_scale": True,
+            "norm_placement": "sandwich",
+            "mixer": "window(3,0,soft_cap=50.0,scale=0.25),full(soft_cap=50.0,scale=0.25)",
+            "output": "full(soft_cap=30.0)",
+        },
+        "gemma2",
+    ),
     "gpt2": (GPT2 | {"mlp": "gelu"}, "gpt2"),
     "gpt2_relu": (GPT2 | {"mlp": "relu", "tied": False}, "gpt2"),
 }

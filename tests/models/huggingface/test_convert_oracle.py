@@ -85,6 +85,31 @@ CASES = {
     ),
     "llama_gelu": ("llama", {"hidden_act": "gelu", "num_key_value_heads": 2}, "llama"),
     "llama_gelu_tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2}, "llama"),
+    "gemma": ("gemma", {"head_dim": 12, "num_key_value_heads": 1}, "gemma"),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 12,
+            "num_key_value_heads": 2,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 9,
+            "attn_logit_softcapping": 0.7,
+            "final_logit_softcapping": 2.0,
+        },
+        "gemma2",
+    ),
+    "gemma2_plain": (
+        "gemma2",
+        {
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["full_attention", "full_attention"],
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+        "gemma2",
+    ),
     "llama_dynamic": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 90.0, "factor": 3.0}, "num_key_value_heads": 2},

@@ -33,7 +33,7 @@ YARN = {"type": "yarn", "factor": 2.0}
 LLAMA_REFUSALS = {
     "hidden_act": (
         {"hidden_act": "relu2"},
-        'hidden_act="relu2" is not supported: choose a model with hidden_act="silu" or "swish" or "gelu"',
+        'hidden_act="relu2" is not supported: choose a model with hidden_act="silu" or "swish" or "gelu_pytorch_tanh"',
     ),
     "activation_of_a_wrong_type": ({"hidden_act": ["silu"]}, r'hidden_act=\["silu"\] is not supported'),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config is not supported: dequantize"),
@@ -59,7 +59,7 @@ LLAMA_REFUSALS = {
     "does_not_divide": ({"num_key_value_heads": 3}, "config.json: .* does not divide"),
     "opt": (
         {"model_type": "opt"},
-        "config.json: model_type='opt' is not supported: .* one of llama, mistral, qwen2, qwen3, gpt2, bert$",
+        "config.json: model_type='opt' is not supported: .* one of llama, mistral, .*, bert, roberta, distilbert, mobilebert$",
     ),
     "no_model_type": ({"model_type": None}, "model_type is missing or not a string: expected one of llama"),
     "window": ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0: expected a whole number"),

@@ -39,8 +39,11 @@ def byte_level(special, template=None, normalizer=None):
     return with_special_tokens(inner, special, template, [hf.processors.ByteLevel(trim_offsets=False)])
 
 
-def metaspace(special, template):
-    """A tokenizer like those of Llama 2 and Mistral: words begin with a mark, and unknown characters fall back to bytes."""
+def metaspace(special, template, replaces_spaces=False):
+    """A tokenizer like those of Llama 2 and Mistral: words begin with a mark, and unknown characters fall back to bytes.
+
+    As in Gemma, `replaces_spaces` puts the mark in place of spaces alone.
+    """
     tokens = [
         "<unk>",
         "<s>",
@@ -52,8 +55,12 @@ def metaspace(special, template):
     model = hf.models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
     inner = hf.Tokenizer(model)
     inner.pre_tokenizer = hf.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    if replaces_spaces:
+        inner.normalizer = hf.normalizers.Replace(" ", "\u2581")
+        inner.pre_tokenizer = hf.pre_tokenizers.Split(" ", "merged_with_previous")
     steps = [hf.decoders.Replace("\u2581", " "), hf.decoders.ByteFallback(), hf.decoders.Fuse()]
-    inner.decoder = hf.decoders.Sequence([*steps, hf.decoders.Strip(" ", 1, 0)])
+    strip = [] if replaces_spaces else [hf.decoders.Strip(" ", 1, 0)]
+    inner.decoder = hf.decoders.Sequence([*steps, *strip])
     return with_special_tokens(inner, special, template, [])
 
 
@@ -116,6 +123,12 @@ CASES = {
         lambda: byte_level([END], normalizer=hf.normalizers.NFC()),
         {"bos_token": None, "eos_token": END, "tokenizer_class": "Qwen2Tokenizer"},
         {"head_dim": 16},
+    ),
+    "gemma2": (
+        "gemma2",
+        lambda: metaspace(["<bos>", "<eos>", "<unk>", "<pad>"], "<bos> $A", replaces_spaces=True),
+        {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True, "tokenizer_class": "GemmaTokenizer"},
+        {"head_dim": 12, "sliding_window": 4, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 2.0},
     ),
     "gpt2": (
         "gpt2",

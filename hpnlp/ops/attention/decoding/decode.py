@@ -22,6 +22,7 @@ def attend_cache(
     kv_positions: Int[Array, "B *queries S"],
     *,
     scale: float | None = None,
+    soft_cap: float | None = None,
     by_distance: Float[Array, "B T N R"] | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """softmax(q k^T * scale) v over a cache, for a few queries.
@@ -35,6 +36,7 @@ def attend_cache(
       positions: int [B, T].
       kv_positions: int [B, S], in any order; keys at negative positions are hidden. Or int [B, T, S], for each query.
       scale: H ** -0.5 if None.
+      soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
       by_distance: float32 [B, T, N, R], added to the scores of the keys at distances 0 to R - 1 before each query; the mask
         hides all others.
 
@@ -57,6 +59,8 @@ def attend_cache(
     group = n // kv_heads
     queries = q.reshape(b, t, kv_heads, group, h).transpose(0, 2, 1, 3, 4).reshape(b * kv_heads, t * group, h)
     scores = _scores(queries, k) * jnp.float32(h**-0.5 if scale is None else scale)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
 
     def as_scores(x: Array) -> Array:
         x = jnp.broadcast_to(x, (b, t, n, s)).reshape(b, t, kv_heads, group, s)

@@ -77,10 +77,17 @@ class KVCache:
         )
 
     def extend(
-        self, q: Array, k: Array, v: Array, mask: Mask | PerHead, by_distance: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        mask: Mask | PerHead,
+        by_distance: Array | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
     ) -> tuple[Array, KVCache]:
         """`extend_cache` of this cache."""
-        return extend_cache(q, k, v, mask, self, by_distance=by_distance)
+        return extend_cache(q, k, v, mask, self, by_distance=by_distance, scale=scale, soft_cap=soft_cap)
 
     def for_beams(self, beams: int) -> KVCache:
         """Cache of several continuations of each example.
@@ -132,7 +139,14 @@ class BeamCache(KVCache):
         return self.owners.shape[2]
 
     def extend(
-        self, q: Array, k: Array, v: Array, mask: Mask | PerHead, by_distance: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        mask: Mask | PerHead,
+        by_distance: Array | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
     ) -> tuple[Array, BeamCache]:
         """Attention of a further token of each continuation.
 
@@ -142,6 +156,8 @@ class BeamCache(KVCache):
           v: Values [B * W, 1, K, Hv].
           mask: Mask over positions, with which the cache was made.
           by_distance: float32 [B * W, 1, N, R], as in `attend_cache`.
+          scale: As in `attend_cache`.
+          soft_cap: As in `attend_cache`.
 
         Returns:
           (o [B * W, 1, N, Hv], the cache with the tokens).
@@ -165,7 +181,8 @@ class BeamCache(KVCache):
         if by_distance is not None:
             by_distance = by_distance.reshape(batch, beams, *by_distance.shape[2:])
         visible = longer.visible_positions()
-        o = attend_cache(q, longer.k, longer.v, mask, positions, visible, by_distance=by_distance)
+        options = {"by_distance": by_distance, "scale": scale, "soft_cap": soft_cap}
+        o = attend_cache(q, longer.k, longer.v, mask, positions, visible, **options)
         return o.reshape(batch * beams, 1, *o.shape[2:]), longer
 
     def visible_positions(self) -> Int[Array, "B W SW"]:
@@ -240,6 +257,8 @@ def extend_cache(
     cache: KVCache,
     *,
     by_distance: Float[Array, "B T N R"] | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], KVCache]:
     """Attention of T further tokens of each example over the cache and themselves.
 
@@ -252,6 +271,8 @@ def extend_cache(
       mask: Mask over positions; the positions of the T tokens continue from the lengths of the cache.
       cache: Cache of the earlier tokens.
       by_distance: float32 [B, T, N, R], as in `attend_cache`.
+      scale: As in `attend_cache`.
+      soft_cap: As in `attend_cache`.
 
     Returns:
       (o [B, T, N, Hv], the cache with the T tokens).
@@ -268,19 +289,20 @@ def extend_cache(
             f"mask {mask} reaches further back than the cache, which keeps {cache.pinned} pinned keys and the last "
             f"{cache.ring}: make the cache with the mask that extends it"
         )
+    options = {"by_distance": by_distance, "scale": scale, "soft_cap": soft_cap}
     count = k.shape[1]
     positions = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     if cache.ring and count > 1:
         # Computed before the new keys overwrite keys that the first new queries still see.
         keys, values = (jnp.concatenate([x, by_head(new)], axis=1) for x, new in ((cache.k, k), (cache.v, v)))
         held = jnp.concatenate([cache.positions(), positions], axis=1)
-        o = attend_cache(q, keys, values, mask, positions, held, by_distance=by_distance)
+        o = attend_cache(q, keys, values, mask, positions, held, **options)
         return o, _refill(cache, k, v, cache.lengths + count)
     at = cache.next_slots()
     longer = KVCache(
         write_slots(cache.k, by_head(k), at), write_slots(cache.v, by_head(v), at), cache.lengths + count, cache.pinned
     )
-    o = attend_cache(q, longer.k, longer.v, mask, positions, longer.positions(), by_distance=by_distance)
+    o = attend_cache(q, longer.k, longer.v, mask, positions, longer.positions(), **options)
     return o, longer
 
 

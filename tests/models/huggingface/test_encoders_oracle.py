@@ -1,4 +1,4 @@
-"""BERT of transformers: logits of its checkpoints, its tokenizer, and checkpoints that it reads."""
+"""Encoders of transformers: logits of their checkpoints, their tokenizers, and checkpoints that transformers reads."""
 
 import jax
 import numpy as np
@@ -14,10 +14,26 @@ pytestmark = pytest.mark.oracle
 B, T, V = 3, 12, 40
 SIZES = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 56}
 SIZES |= {"max_position_embeddings": 16}
+DISTILBERT = {"vocab_size": V, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 56, "max_position_embeddings": 16}
+# Class of transformers -> settings of config.json.
 ARCHITECTURES = {
-    "BertForMaskedLM": {},
-    "BertForSequenceClassification": {"num_labels": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3},
-    "BertForTokenClassification": {"num_labels": 5, "type_vocab_size": 1},
+    "BertForMaskedLM": SIZES,
+    "BertForSequenceClassification": SIZES | {"num_labels": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3},
+    "BertForTokenClassification": SIZES | {"num_labels": 5, "type_vocab_size": 1},
+    "RobertaForMaskedLM": SIZES | {"hidden_act": "relu", "pad_token_id": 0},
+    "RobertaForSequenceClassification": SIZES | {"num_labels": 3, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    "RobertaForTokenClassification": SIZES | {"num_labels": 5, "max_position_embeddings": 14},
+    "DistilBertForMaskedLM": DISTILBERT,
+    "DistilBertForSequenceClassification": DISTILBERT | {"num_labels": 3, "activation": "relu"},
+    "DistilBertForTokenClassification": DISTILBERT | {"num_labels": 5, "sinusoidal_pos_embds": True},
+}
+MOBILEBERT = SIZES | {"embedding_size": 12, "intra_bottleneck_size": 16, "num_feedforward_networks": 3}
+ARCHITECTURES |= {
+    "MobileBertForMaskedLM": MOBILEBERT,
+    "MobileBertForSequenceClassification": MOBILEBERT
+    | {"num_labels": 3, "normalization_type": "layer_norm", "layer_norm_eps": 1e-5, "hidden_act": "gelu"},
+    "MobileBertForTokenClassification": MOBILEBERT
+    | {"num_labels": 5, "use_bottleneck_attention": True, "key_query_shared_bottleneck": False, "trigram_input": False},
 }
 LENGTHS = np.array([12, 7, 2])
 ONCE = {"xla_backend_optimization_level": 0}
@@ -41,24 +57,28 @@ def transformers(torch):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_match_and_weights_return_as_they_were(architecture, torch, transformers, tmp_path):
-    config = transformers.BertConfig(**SIZES | ARCHITECTURES[architecture], attn_implementation="eager")
     kind = getattr(transformers, architecture)
+    config = kind.config_class(**ARCHITECTURES[architecture], attn_implementation="eager")
     model = kind(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # biases are 0 and norms 1, which would hide mistakes
             parameter += 0.1 * torch.randn(parameter.shape)
+        # MobileBERT's last token of a text also reads the embedding of padding.
+        model.get_input_embeddings().weight[config.pad_token_id] = 0.0
     model.save_pretrained(tmp_path / "theirs")
 
-    rng = np.random.default_rng(0)
+    rng, types = np.random.default_rng(0), getattr(config, "type_vocab_size", 0)
     real = (np.arange(T)[None] < LENGTHS[:, None]).astype(np.int32)
     batch = {
-        "tokens": rng.integers(1, V, (B, T)).astype(np.int32) * real,
+        "tokens": np.where(real, rng.integers(2, V, (B, T)), config.pad_token_id).astype(np.int32),
         "segment_ids": real,
         "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
         "token_types": (np.arange(T)[None] >= LENGTHS[:, None] // 2).astype(np.int32) * real,
     }
-    batch["token_types"] = batch["token_types"] % config.type_vocab_size
-    names = {"input_ids": "tokens", "attention_mask": "segment_ids", "token_type_ids": "token_types"}
+    batch["token_types"] = batch["token_types"] % max(types, 1)
+    names = {"input_ids": "tokens", "attention_mask": "segment_ids"} | (
+        {"token_type_ids": "token_types"} if types else {}
+    )
     inputs = {name: torch.from_numpy(batch[ours].astype(np.int64)) for name, ours in names.items()}
 
     def logits_of(model):
@@ -75,7 +95,7 @@ def test_logits_match_and_weights_return_as_they_were(architecture, torch, trans
     here, there = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "theirs"))
     assert here.keys() <= there.keys()
     for name, value in here.items():
-        np.testing.assert_array_equal(value, there[name], name)
+        assert value.dtype == there[name].dtype and value.tobytes() == there[name].tobytes(), name
     back = getattr(transformers, convert.family_in(tmp_path / "back").loader).from_pretrained(
         tmp_path / "back", attn_implementation="eager"
     )
@@ -97,3 +117,25 @@ def test_examples_are_tokenised_as_by_transformers(transformers, tmp_path):
         ids = [tokenizer.encode(part.encode()) for part in parts]
         rows = np.concatenate([[tokenizer.bos_id], *(np.append(part, tokenizer.eos_id) for part in ids)])
         assert rows.tolist() == expected["input_ids"]
+
+
+def test_byte_level_tokenizer_of_roberta(transformers, tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    trained.train_from_iterator(["the fox jumps over the dog"] * 10, trainer)
+    trained.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    theirs = transformers.RobertaTokenizerFast(tokenizer_object=trained)
+    theirs.save_pretrained(tmp_path)
+    tokenizer = tokenizers.load(str(tmp_path))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.mask_id) == (0, 2, 4) and tokenizer.pad_id == 1
+    text = "The fox jumps\u2026 <mask> the dog"
+    ids = tokenizer.encode(text.encode())
+    assert [tokenizer.bos_id, *ids.tolist(), tokenizer.eos_id] == theirs(text)["input_ids"]

@@ -1,5 +1,6 @@
-"""Checkpoints of BERT that hpnlp has written; test_bert_oracle.py compares with transformers."""
+"""Checkpoints of encoders that hpnlp has written; test_encoders_oracle.py compares with transformers."""
 
+import dataclasses
 import json
 import re
 
@@ -10,6 +11,8 @@ import pytest
 
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.huggingface import convert
+from hpnlp.models.huggingface.families import FAMILIES
+from hpnlp.models.huggingface.mobilebert import canonical_block
 from tests.models.huggingface.checkpoints import assert_raises, assert_same, edit, edit_tensors
 
 BERT = {"dim": 8, "heads": 2, "layers": 2, "vocab": 12, "max_len": 16, "mlp_dim": 24, "token_types": 2}
@@ -20,6 +23,26 @@ HEADS = {
     "masked_lm": {"transform": "gelu_norm", "tied": True},
     "classification": {"pooling": "first", "transform": "tanh", "classes": 3},
     "tagging": {"classes": 3},
+}
+# Task -> the last part of the names of its families.
+SUFFIXES = {"masked_lm": "", "classification": "_classifier", "tagging": "_tagger"}
+MOBILEBERT = {
+    "block": "bottleneck(4, 3, shared=True)",
+    "norm": "affine",
+    "mlp": "relu",
+    "embed_dim": 5,
+    "trigram": True,
+}
+# Name, which begins with the model type -> its fields, and those that differ for a task.
+MODELS = {
+    "bert": ({}, {}),
+    "roberta": ({"position_offset": 2, "token_types": 1, "norm_eps": 1e-5}, {}),
+    "distilbert": ({"token_types": 0}, {"classification": {"transform": "relu"}}),
+    "mobilebert": (MOBILEBERT, {"masked_lm": {"transform": "relu_norm"}}),
+    "mobilebert_layer_norm": (
+        MOBILEBERT | {"block": "bottleneck(4,1,shared=False)", "norm": "layer", "norm_eps": 1e-5, "trigram": False},
+        {"masked_lm": {"transform": "relu_norm"}},
+    ),
 }
 LABELS = ("noun", "verb", "other")
 
@@ -45,12 +68,15 @@ def classifier(tmp_path):
 
 
 @pytest.mark.parametrize("task", HEADS)
-def test_saved_encoder_loads_as_the_same(task, tmp_path):
-    config, params = make(**HEADS[task])
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_encoder_loads_as_the_same(name, task, tmp_path):
+    fields, of_task = MODELS[name]
+    config, params = make(**HEADS[task] | fields | of_task.get(task, {}))
     labels = LABELS if config.classes else None
     convert.save(config, params, tmp_path / "a", labels=labels)
     loaded, loaded_params = convert.load(tmp_path / "a")
-    assert loaded == config and convert.family_in(tmp_path / "a").task == task
+    config = dataclasses.replace(config, block=canonical_block(config.block))
+    assert loaded == config and convert.family_in(tmp_path / "a") is FAMILIES[name.split("_")[0] + SUFFIXES[task]]
     assert_same(params, loaded_params)
     assert convert.labels(tmp_path / "a") == labels
     convert.save(loaded, loaded_params, tmp_path / "b", labels=labels)
@@ -103,12 +129,52 @@ def test_unsupported_settings_raise(changes, message, classifier):
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_bottleneck": False}, "use_bottleneck=false is not supported: choose a model with use_bottleneck=true"),
+        ({"use_bottleneck_attention": True}, "key_query_shared_bottleneck=true is not supported"),
+        ({"num_feedforward_networks": 17}, "num_feedforward_networks is 17: expected at most 16"),
+        ({"num_feedforward_networks": 2}, "holds 12 tensors that the model of config.json lacks, .*layer.0.ffn.1"),
+        ({"num_feedforward_networks": 4}, "lacks 12 tensors that config.json requires, .*layer.0.ffn.2"),
+        ({"embedding_size": 8}, "embedding_size is 8 with hidden_size=8: expected less"),
+        ({"normalization_type": "rms_norm"}, 'normalization_type="rms_norm" is not supported'),
+        ({"normalization_type": "layer_norm"}, "layer_norm_eps=1e-12 is not supported: .* layer_norm_eps=1e-05"),
+        ({"intra_bottleneck_size": 5}, "config.json: model.block='bottleneck.5, 3.*' its width 5|its width 5 is not"),
+        ({"intra_bottleneck_size": 6}, r"shape .*, but config.json makes it"),
+    ],
+)
+def test_unsupported_settings_of_mobilebert_raise(changes, message, tmp_path):
+    convert.save(*make(**HEADS["tagging"] | MOBILEBERT), tmp_path / "a")
+    edit(tmp_path / "a", **changes)
+    assert_raises(message, convert.load, tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"pad_token_id": None},
+            "pad_token_id is None with max_position_embeddings=18: expected a whole number from 0 to 16",
+        ),
+        ({"pad_token_id": 17}, "pad_token_id is 17 with max_position_embeddings=18"),
+        ({"max_position_embeddings": 20}, r"position_embeddings.weight has shape \(18, 8\), but .* makes it \(20, 8\)"),
+        ({"hidden_act": "silu"}, 'hidden_act="silu" is not supported'),
+    ],
+)
+def test_unsupported_settings_of_roberta_raise(changes, message, tmp_path):
+    convert.save(*make(**MODELS["roberta"][0], **HEADS["tagging"]), tmp_path / "a")
+    edit(tmp_path / "a", **changes)
+    assert_raises(message, convert.load, tmp_path / "a")
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"pooling": "mean", "transform": "tanh"}, "in bert_classifier, the nearest, pooling is 'first', not 'mean'"),
         ({"norm_placement": "pre"}, "in bert_tagger, the nearest, norm_placement is 'post', not 'pre'"),
         ({"mlp": "swiglu"}, "mlp is 'gelu_exact', not 'swiglu'"),
-        ({"token_types": 0}, "config.token_types is 0: set it, because a checkpoint states it"),
+        ({"token_types": 0, "mlp": "relu", "norm_eps": 1e-5}, "in bert_tagger, the nearest, token_types is 1, not 0"),
+        ({"token_types": 0, "norm_eps": 1e-5}, "token_types is 1, not 0"),
         ({"layers": 0}, "config.layers is 0: set it"),
         ({"mixer": "window(2)"}, re.escape("mixer is 'full', not 'window(2)'")),
         ({"mixer": "window(16,0)"}, re.escape("mixer is 'full', not 'window(16, 0)'")),  # of the length of the model
@@ -117,6 +183,15 @@ def test_unsupported_settings_raise(changes, message, classifier):
 def test_encoders_of_no_family_raise(fields, message, tmp_path):
     assert_raises(message, convert.save, *make(classes=3, **fields), tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+def test_differences_from_transformers_are_remarked(tmp_path):
+    convert.save(*make(**HEADS["classification"] | MODELS["roberta"][0]), tmp_path / "a")
+    convert.save(*make(**HEADS["tagging"] | MODELS["mobilebert"][0]), tmp_path / "b")
+    convert.save(*make(**HEADS["tagging"]), tmp_path / "c")
+    assert re.search("between the texts of a pair", *convert.remarks(tmp_path / "a"))
+    assert re.search("the last token of a padded text", *convert.remarks(tmp_path / "b"))
+    assert convert.remarks(tmp_path / "c") == []
 
 
 def test_classes_have_the_names_of_transformers_by_default(tmp_path):
