@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 import hpnlp.ops
-from hpnlp.ops import convolution, dropout, dynamic_quantization, light_convolution, linear, norms, sampling
+from hpnlp.ops import (
+    convolution,
+    dropout,
+    dynamic_quantization,
+    image_convolution,
+    light_convolution,
+    linear,
+    norms,
+    sampling,
+)
 from hpnlp.ops import reversible as reversible_layers
 from hpnlp.ops.attention import Causal, Window, attend, clustered, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
@@ -285,6 +294,9 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "convolution.token_windows": (
         (lambda a, at: convolution.token_windows(a, 3, at, ahead=1), (x(2, 5, D), np.zeros((2, 5), np.int32))),
     ),
+    "image_convolution.conv2d": ((image_convolution.conv2d, (x(2, 5, 5, D), x(3, 3, D, 2))),),
+    "image_convolution.depthwise_conv2d": ((image_convolution.depthwise_conv2d, (x(2, 5, 5, D), x(3, 3, D))),),
+    "image_convolution.pixel_windows": ((lambda a: image_convolution.pixel_windows(a, 3), (x(2, 5, 5, D),)),),
     "light_convolution.light_conv": (
         (lambda *a: light_convolution.light_conv(*a, ahead=1), (x(2, 5, 2, 3), x(2, 3), np.zeros((2, 5), np.int32))),
     ),
@@ -303,6 +315,11 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "linear.widened": ((linear.widened, (np.float16(H), TABLE)),),
     "norms.rms_norm": ((lambda a, s: norms.rms_norm(a, s, 1e-6), (H, x(D))),),
     "norms.layer_norm": ((lambda a, s, b: norms.layer_norm(a, s, b, 1e-6), (H, x(D), x(D))),),
+    "norms.group_norm": ((lambda a, s, b: norms.group_norm(a, s, b, 2, 1e-6), (x(2, 3, D), x(D), x(D))),),
+    "norms.channel_moments": ((norms.channel_moments, (x(2, 3, D), np.ones(2))),),
+    "norms.normalize_channels": (
+        (lambda *a: norms.normalize_channels(*a, 1e-6), (x(2, 3, D), x(D), x(D) ** 2, x(D), x(D))),
+    ),
     "reversible.reversible": ((layers, ({"a": np.float32(x(3, D))}, np.float32(H), np.float32(H), np.float32(x(D)))),),
     "search.exact.exact_search": (
         (lambda q, w, b: exact_search(q, w, 2, bias=b), (H, TABLE, BIAS)),
