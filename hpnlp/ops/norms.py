@@ -95,13 +95,12 @@ def channel_moments(
       positions; mean and variance are 0 where it is 0.
     """
     per_example = weights.astype(jnp.float32).reshape(-1, *(1,) * (x.ndim - 1))
-    inner, positions = tuple(range(1, x.ndim - 1)), x.size // max(1, x.shape[0] * x.shape[-1])
+    axes, positions = tuple(range(x.ndim - 1)), x.size // max(1, x.shape[0] * x.shape[-1])
     count = jnp.sum(weights.astype(jnp.float32)) * positions
     divisor = jnp.where(count > 0, count, 1.0)
 
     def mean_of(values: Array) -> Array:
-        # In two steps, because XLA:CPU sums over all but the last axis many times more slowly.
-        return jnp.sum(jnp.sum(per_example * values, axis=inner), axis=0) / divisor
+        return jnp.sum(per_example * values, axis=axes) / divisor
 
     h = x.astype(jnp.float32)
     mean = mean_of(h)

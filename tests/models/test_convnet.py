@@ -17,7 +17,7 @@ from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close
 
-BLOCKS = "conv(4),separable(6,stride=2),inverted(6,expand=2),inverted(8,stride=2,expand=1)"
+BLOCKS = "separable(4,stride=2),inverted(4,expand=2)"
 SIDE, CLASSES, B = 7, 3, 16
 
 
@@ -49,8 +49,11 @@ def weights_of(model, seed=0):
 
 
 def run(model, plan, devices, accumulate=1, remat="none"):
-    """Losses of three steps, that of the evaluation after them, and the buffers."""
-    optimizer = OptimizerConfig(warmup=0, learning_rate=1e-2, accumulate=accumulate)
+    """Losses of three steps, that of the evaluation after them, and the buffers.
+
+    Steps are those of SGD: AdamW divides gradients that are 0 but for rounding by their own size.
+    """
+    optimizer = OptimizerConfig("sgd", warmup=0, learning_rate=0.1, accumulate=accumulate)
     plan = dataclasses.replace(plan, remat=remat)
     trainer = make_trainer(model, optimizer, plan, steps=4, devices=jax.devices()[:devices])
     batch = jax.device_put(make_batch(), trainer.batch_sharding)
@@ -68,13 +71,11 @@ def on_one_device():
     return run(make(), Plan("single"), 1)
 
 
-@pytest.mark.parametrize(
-    "plan", [Plan("data"), Plan("zero3"), Plan(fsdp=4, data=2, zero=2)], ids=["data", "zero3", "zero2"]
-)
+@pytest.mark.parametrize("plan", [Plan("data"), Plan("zero3")], ids=["data", "zero3"])
 def test_losses_and_moving_averages_are_equal_on_8_devices(on_one_device, plan):
     losses, buffers = run(make(), plan, 8)
     np.testing.assert_allclose(losses, on_one_device[0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), buffers, on_one_device[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), buffers, on_one_device[1])
 
 
 def test_recomputed_blocks_have_the_same_losses(on_one_device):
@@ -152,15 +153,13 @@ def test_padding_does_not_change_training():
 
 
 def test_multiply_adds_are_those_of_the_program():
-    """Those of standard convolutions, which run as products; border pixels are multiplied as well."""
-    model = make("conv(4),conv(6,stride=2),conv(5,kernel=1)")
-    weights = jax.eval_shape(lambda: weights_of(model))
-    flops = measure.count_flops(
-        lambda w, batch: model.apply(variables.collections(w), batch, method="logits"), weights, make_batch()
-    )
+    """The program leaves out products with the border: 19 of 21 pixels along a row of 7 positions, 10 of 12 of 4 positions."""
+    model, batch = make("conv(4),conv(6,stride=2),conv(5,kernel=1)"), make_batch()
+    logits = lambda w: model.apply(variables.collections(w), batch, method="logits")  # noqa: E731
+    flops = measure.count_flops(logits, weights_of(model))
     counts = model.config.multiply_adds()
     assert counts == [49 * 9 * 4, 16 * 9 * 4 * 6, 16 * 6 * 5]
-    assert flops == 2 * (sum(counts) * B + B * 5 * CLASSES)
+    assert flops == 2 * B * (19**2 * 4 + 10**2 * 4 * 6 + counts[2] + 5 * CLASSES)
     separable = make("conv(4),separable(6),inverted(6,expand=2)").config.multiply_adds()
     assert separable[1:] == [49 * 4 * (9 + 6), 49 * (6 * 12 + 12 * (9 + 6))]
     assert make(width=0.5).config.shapes()[1].filters == 3

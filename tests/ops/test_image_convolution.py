@@ -1,11 +1,13 @@
 """Convolutions of images and normalisation of their channels, against their definitions, each other and torch."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.image_convolution import CONVOLUTIONS, DEPTHWISE, conv2d, depthwise_conv2d, pixel_windows
+from hpnlp.ops.image_convolution import DEPTHWISE, conv2d, depthwise_conv2d
 from hpnlp.ops.norms import channel_moments, group_norm, normalize_channels
 from hpnlp.types import InputError
 from tests.contracts import assert_close
@@ -16,8 +18,8 @@ SHAPES = [(5, 4, 3, 1), (6, 5, 3, 2), (3, 7, 5, 2), (4, 4, 1, 2), (1, 1, 3, 1)]
 
 
 def arrays(height, width, side, dtype="float32", filters=(4,)):
-    shapes = (2, height, width, 3), (side, side, 3, *filters)
-    return [jnp.asarray(RNG.standard_normal(shape), dtype) for shape in shapes]
+    x, kernel = RNG.standard_normal((2, height, width, 3)), RNG.standard_normal((side, side, 3, *filters))
+    return [jnp.asarray(array, dtype) for array in (x, kernel / (2 * side))]  # outputs of order 1
 
 
 def windows(x, side, stride):
@@ -32,61 +34,54 @@ def windows(x, side, stride):
 def test_convolutions_match_their_definition(height, width, side, stride):
     x, kernel = arrays(height, width, side)
     expected = windows(x, side, stride)
-    flat = expected.reshape(*expected.shape[:3], -1).astype(np.float32)
-    np.testing.assert_array_equal(pixel_windows(x, side, stride=stride), flat)
     of_all = np.einsum("byxuvc,uvcf->byxf", expected, np.asarray(kernel, np.float64)).astype(np.float32)
     of_each = np.einsum("byxuvc,uvc->byxc", expected, np.asarray(kernel[..., 0], np.float64)).astype(np.float32)
-    for impl in CONVOLUTIONS:
-        assert_close(conv2d(x, kernel, stride=stride, impl=impl), jnp.asarray(of_all), name=impl)
+    assert_close(conv2d(x, kernel, stride=stride), jnp.asarray(of_all))
     for impl in DEPTHWISE:
         actual = depthwise_conv2d(x, kernel[..., 0], stride=stride, impl=impl)
         assert_close(actual, jnp.asarray(of_each), name=impl)
 
 
 @pytest.mark.parametrize(("height", "width", "side", "stride"), SHAPES)
-def test_gradients_of_implementations_match(height, width, side, stride):
+def test_gradients_match_those_of_jax(height, width, side, stride):
     x, kernel = arrays(height, width, side)
 
-    def gradients(x, kernel):
-        def of(function, kernel, impl):
-            return jax.grad(lambda x, k: jnp.sin(function(x, k, stride=stride, impl=impl)).sum(), argnums=(0, 1))(
-                x, kernel
-            )
-
-        return (
-            [of(conv2d, kernel, impl) for impl in ("windows", "xla")],
-            [of(depthwise_conv2d, kernel[..., 0], impl) for impl in ("shifts", "xla")],
-        )
-
-    def plain(x, kernel):
+    def plain(x, kernel, groups=1):
         border = side // 2
-        y = jax.lax.conv_general_dilated(
-            x, kernel, (stride, stride), [(border, border)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
+        options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": groups}
+        return jax.lax.conv_general_dilated(x, kernel, (stride, stride), [(border, border)] * 2, **options)
+
+    def gradients(function, kernel):
+        return jax.grad(lambda x, k: jnp.sin(function(x, k)).sum(), argnums=(0, 1))(x, kernel)
+
+    def run(kernel):
+        by_impl = [
+            gradients(partial(depthwise_conv2d, stride=stride, impl=i), kernel[..., 0]) for i in ("shifts", "xla")
+        ]
+        grouped = gradients(lambda x, k: plain(x, k[:, :, None], 3), kernel[..., 0])
+        return (gradients(partial(conv2d, stride=stride), kernel), *by_impl), (
+            gradients(plain, kernel),
+            grouped,
+            grouped,
         )
-        return jnp.sin(y).sum()
 
-    (by_windows, by_xla), (by_shifts, by_groups) = jax.jit(gradients)(x, kernel)
-    assert_close(by_windows, by_xla)
-    assert_close(by_shifts, by_groups)
-    assert_close(by_xla, jax.grad(plain, argnums=(0, 1))(x, kernel))
+    assert_close(*jax.jit(run)(kernel))
 
 
-def test_bfloat16_images_match_float32():
+@pytest.mark.parametrize(
+    "function", [conv2d, partial(depthwise_conv2d, impl="shifts"), partial(depthwise_conv2d, impl="xla")]
+)
+def test_bfloat16_images_match_float32(function):
     x, kernel = arrays(5, 5, 3, "bfloat16")
-    wide = x.astype(jnp.float32)
-    for impl in CONVOLUTIONS:
-        run = lambda x, impl=impl: conv2d(x, kernel.astype(jnp.float32), stride=2, impl=impl)  # noqa: E731
-        (y, back), (expected, expected_back) = jax.vjp(run, x), jax.vjp(run, wide)
-        assert y.dtype == x.dtype
-        assert_close(
-            (y, *back(y)), jax.tree.map(lambda a: a.astype(x.dtype), (expected, *expected_back(expected))), x.dtype
-        )
-    for impl in DEPTHWISE:
-        run = lambda x, impl=impl: depthwise_conv2d(x, kernel[..., 0].astype(jnp.float32), impl=impl)  # noqa: E731
-        (y, back), (expected, expected_back) = jax.vjp(run, x), jax.vjp(run, wide)
-        assert_close(
-            (y, *back(y)), jax.tree.map(lambda a: a.astype(x.dtype), (expected, *expected_back(expected))), x.dtype
-        )
+    kernel = kernel.astype(jnp.float32) if function is conv2d else kernel[..., 0].astype(jnp.float32)
+
+    def results(x):
+        y, back = jax.vjp(lambda x, k: function(x, k, stride=2), x, kernel)
+        return y, *back(y)
+
+    actual, expected = jax.jit(results)(x), jax.jit(results)(x.astype(jnp.float32))
+    assert actual[0].dtype == actual[1].dtype == x.dtype
+    assert_close(actual, jax.tree.map(lambda a, b: a.astype(b.dtype), expected, actual), x.dtype)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +91,7 @@ def test_bfloat16_images_match_float32():
         (conv2d, (3, 1, 3, 4), {}, "expected an odd side, twice"),
         (conv2d, (3, 3, 2, 4), {}, "the 3 channels of x"),
         (conv2d, (3, 3, 3, 4), {"stride": 0}, "stride=0: expected at least 1"),
-        (conv2d, (3, 3, 3, 4), {"impl": "shifts"}, "impl='shifts': known: auto, windows, xla"),
-        (depthwise_conv2d, (3, 3, 3), {"impl": "windows"}, "known: auto, shifts, xla"),
+        (depthwise_conv2d, (3, 3, 3), {"impl": "grouped"}, "impl='grouped': known: auto, shifts, xla"),
     ],
 )
 def test_invalid_arguments_raise(function, shape, options, message):

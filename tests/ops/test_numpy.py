@@ -296,7 +296,6 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     ),
     "image_convolution.conv2d": ((image_convolution.conv2d, (x(2, 5, 5, D), x(3, 3, D, 2))),),
     "image_convolution.depthwise_conv2d": ((image_convolution.depthwise_conv2d, (x(2, 5, 5, D), x(3, 3, D))),),
-    "image_convolution.pixel_windows": ((lambda a: image_convolution.pixel_windows(a, 3), (x(2, 5, 5, D),)),),
     "light_convolution.light_conv": (
         (lambda *a: light_convolution.light_conv(*a, ahead=1), (x(2, 5, 2, 3), x(2, 3), np.zeros((2, 5), np.int32))),
     ),
