@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from hpnlp.data.pixels import VALUES
+from hpnlp.data.pixels import VALUES, PixelTokenizer
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.prediction import Batch, classification_metrics
@@ -118,6 +118,11 @@ class ConvNetConfig:
     def layers(self) -> int:
         """Number of blocks."""
         return len(self.entries)
+
+    @property
+    def vocab(self) -> int:
+        """Number of token ids."""
+        return PixelTokenizer.vocab_size
 
     @property
     def is_single_stack(self) -> bool:

@@ -9,7 +9,8 @@ from hpnlp.data.examples import ClassificationConfig, Examples
 from hpnlp.data.files import Progress
 from hpnlp.data.pixels import PixelTokenizer
 from hpnlp.models.convnet import ConvNet, ConvNetConfig, filled
-from hpnlp.tasks.classification import Classification
+from hpnlp.tasks.classification import BASELINES, Classification
+from hpnlp.tasks.label_report import LabelReport, Place
 from hpnlp.tasks.labels import PLANNED_CLASSES
 from hpnlp.tasks.task import RunConfig
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
@@ -32,6 +33,18 @@ class ImagesConfig(ClassificationConfig):
     )
 
 
+def image_name(place: Place) -> str:
+    """A name of the image of a label, for tables of predictions.
+
+    Args:
+      place: The place of the label.
+
+    Returns:
+      Its number among the held-out images.
+    """
+    return f"held-out image {place.number}"
+
+
 class ImageClassification(Classification):
     """Classification of images by a convolutional network."""
 
@@ -39,6 +52,7 @@ class ImageClassification(Classification):
     model_config = ConvNetConfig
     data_config = ImagesConfig
     compares_as = "classification"
+    report = LabelReport("an image", BASELINES, image_name)
 
     def check_data(self, data: ImagesConfig) -> None:
         if tokenizers.is_trained(data.tokenizer) or not isinstance(tokenizers.build(data.tokenizer), PixelTokenizer):
