@@ -4,7 +4,10 @@
     hpnlp train --config=experiments/classification/digits_convnet.py:pathfinder --workdir=runs/pathfinder
     hpnlp sweep --config=experiments/classification/digits_convnet.py --workdir=runs/digits_blocks
 
-FIGURES
+The first command takes about a minute on two CPU cores, most of it for drawing 20,000 images, and predicts 99.8 % of the 2,000
+held-out digits with 36,298 parameters. The sweep's other members predict 100.0 % (standard convolutions, 278,890 parameters,
+twice the training time), 98.2 % (half the width, 10,474 parameters) and 99.8 % (inverted residuals, 44,010 parameters, three
+times the training time, as their inner images have four times the channels).
 """
 
 from __future__ import annotations
