@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.linear import linear
 from hpnlp.types import InputError
@@ -29,7 +30,7 @@ _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 @array_op("B", x="B")
 def conv2d(
-    x: Float[Array, "B Y X C"], kernel: Float[Array, "K K2 C F"], *, stride: int = 1
+    x: Float[Array, "B Y X C"], kernel: Float[Array, "K K2 _ F"], *, stride: int = 1
 ) -> Float[Array, "B Y2 X2 F"]:
     """Convolves images: `y[b, i, j, f] = sum_{u, v, c} x[b, s i + u - p, s j + v - p, c] kernel[u, v, c, f]`, p = (K - 1) / 2.
 
@@ -55,7 +56,7 @@ def conv2d(
 
 @array_op("B", x="B")
 def depthwise_conv2d(
-    x: Float[Array, "B Y X C"], kernel: Float[Array, "K K2 C"], *, stride: int = 1, impl: str = "auto"
+    x: Float[Array, "B Y X C"], kernel: Float[Array, "K K2 _"], *, stride: int = 1, impl: str = "auto"
 ) -> Float[Array, "B Y2 X2 C"]:
     """Convolves each channel of images with a kernel of its own.
 
@@ -130,6 +131,7 @@ def _dilated(x: Array, kernel: Array, stride: int, groups: int, dtype: jnp.dtype
     )
 
 
+@accepts_numpy
 def _conv_xla_forward(x: Array, kernel: Array, stride: int, groups: int) -> tuple[Array, tuple[Array, Array]]:
     return _conv_xla(x, kernel, stride, groups), (x, kernel)
 
@@ -162,6 +164,7 @@ def _weighted_sum(x: Array, kernel: Array, stride: int) -> Array:
     return total
 
 
+@accepts_numpy
 def _depthwise_forward(x: Array, kernel: Array, stride: int) -> tuple[Array, tuple[Array, Array]]:
     return _depthwise_shifts(x, kernel, stride), (x, kernel)
 
