@@ -316,7 +316,9 @@ class ConvModule(nn.Module):
     norm: str
 
     @nn.compact
-    def __call__(self, x: Images, weights: Float[Array, " B"] | None, deterministic: bool) -> tuple[Images, Statistics]:
+    def __call__(
+        self, x: Images, weights: Float[Array, " B"] | None, deterministic: bool
+    ) -> tuple[Float[Array, "B _ _ _"], Statistics]:
         """Runs the block.
 
         Args:
@@ -376,7 +378,7 @@ class Convolution(nn.Module):
     stride: int
 
     @nn.compact
-    def __call__(self, x: Images) -> Images:
+    def __call__(self, x: Images) -> Float[Array, "B _ _ _"]:
         rows = self.kernel**2 * x.shape[-1]
         kernel = param(self, "kernel", conv_init, (rows, self.filters), ("channels", "filters"))
         return conv2d(x, kernel.reshape(self.kernel, self.kernel, x.shape[-1], self.filters), stride=self.stride)
@@ -397,7 +399,7 @@ class Depthwise(nn.Module):
     stride: int
 
     @nn.compact
-    def __call__(self, x: Images) -> Images:
+    def __call__(self, x: Images) -> Float[Array, "B _ _ _"]:
         shape = (self.kernel, self.kernel, x.shape[-1])
         filters = param(self, "filters", depthwise_init, shape, ("taps", "taps", "filters"))
         return depthwise_conv2d(x, filters, stride=self.stride)
