@@ -489,11 +489,33 @@ def random_features(rows: Rows) -> Lines:
     ]  # fmt: skip
 
 
+def convnets(rows: Rows) -> Lines:
+    networks = [
+        (
+            f"{row['network']} blocks, width {row['width']}, B {row['batch']}, relative to standard ones: multiplications; "
+            "time of a training step; time of the logits",
+            f"{row['multiply_adds_over_standard']:.2f}; {row['step_over_standard']:.2f}; {row['logits_over_standard']:.2f}",
+        )
+        for row in rows
+        if row["table"] == "networks" and row["network"] != "standard"
+    ]
+    return networks + [
+        (
+            f"depthwise convolution, {row['part']}, {row['side']} x {row['side']} pixels, {row['channels']} channels, stride "
+            f"{row['stride']}, B {row['batch']}: time relative to XLA's grouped convolution",
+            f"{row['over_xla']:.2g}",
+        )
+        for row in rows
+        if row["table"] == "depthwise" and row["impl"] == "shifts"
+    ]
+
+
 # name of the result file without the device -> a function to lines of the table: (label, figure)
 TABLE: dict[str, Callable[[Rows], Lines]] = {
     "demo": demo,
     "train_step": train_step,
     "encoder": encoder,
+    "convnets": convnets,
     "attention": attention,
     "gpu_attention": gpu_attention,
     "linear_attention": linear_attention,

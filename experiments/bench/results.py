@@ -28,6 +28,7 @@ SECTIONS = {
         "demo",
         "train_step",
         "encoder",
+        "convnets",
         "loop",
         "resume",
         "resume-memory",

@@ -59,7 +59,7 @@ REMAT = ("none", "full")
 HYBRIDS = {"lm": "conv*2,full"}  # mixers of further planned steps, whose layers differ
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("tasks", list(tasks.TASKS), "Tasks to measure.")
+flags.DEFINE_list("tasks", list(DATA), "Tasks to measure, of those with tokens of text.")
 flags.DEFINE_list("parts", ["layouts", "plans"], "Parts to measure: layouts, plans.")
 flags.DEFINE_integer("steps", 50, "Training steps under each layout.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")

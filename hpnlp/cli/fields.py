@@ -18,7 +18,7 @@ def tables() -> dict[str, Iterable[str]]:
     from hpnlp import tasks
     from hpnlp.data import tokenizers
     from hpnlp.models import backbone
-    from hpnlp.nn import attention, block, blocks, feed_forward, layers, mixers, output, pooling
+    from hpnlp.nn import attention, block, blocks, convnet, feed_forward, layers, mixers, output, pooling
     from hpnlp.parallel import plan, remat
     from hpnlp.training import metrics, optim
 
@@ -32,6 +32,8 @@ def tables() -> dict[str, Iterable[str]]:
         "model.norm_placement": block.NORM_PLACEMENTS,
         "model.pooling": pooling.POOLINGS,
         "model.rope_scaling": attention.ROPE_SCALINGS,
+        "model.blocks": convnet.BLOCKS,
+        "model.image_norm": convnet.IMAGE_NORMS,
         "model.residual": backbone.RESIDUALS,
         "model.dtype": backbone.DTYPES,
         "data.tokenizer": [*tokenizers.TOKENIZERS, "a path"],

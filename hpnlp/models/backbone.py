@@ -30,6 +30,7 @@ from hpnlp.models.layer_forms import (
     projections,
 )
 from hpnlp.models.layer_stack import LayerStack, init_layers, layer_axes, layer_rngs, make_blocks, stack_order
+from hpnlp.models.planned_layers import PlannedLayers
 from hpnlp.models.ranges import LIMITS, check_ranges
 from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.attention import Context
@@ -48,7 +49,7 @@ RESIDUALS = ("plain", "reversible")
 
 
 @dataclasses.dataclass(frozen=True)
-class BackboneConfig(BlockConfig):
+class BackboneConfig(BlockConfig, PlannedLayers):
     """Embeddings, positions and a stack of Blocks.
 
     Sizes have upper limits, `ranges.LIMITS`.

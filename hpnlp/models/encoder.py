@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp.models.backbone import BackboneConfig
-from hpnlp.models.prediction import Batch, PredictionModel
+from hpnlp.models.prediction import Batch, PredictionModel, classification_metrics
 from hpnlp.models.ranges import LIMITS
 from hpnlp.nn.attention import Context, mixer_period
 from hpnlp.nn.layers import Dense, Embed, dropout
@@ -20,8 +20,6 @@ from hpnlp.ops.convolution import token_windows
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import did_you_mean, shortened
 from hpnlp.types import InputError, LossOut, option
-
-MAX_CONFUSED = 1000  # largest number of classes for which a confusion matrix is reported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +156,7 @@ class Encoder(PredictionModel):
           The loss summed over tokens or sequences, in nats, with the auxiliary losses and metrics of the layers and
           "accuracy". Training reports the accuracy only for classes, because that over a vocabulary takes a third of the
           products of the loss, and only if all rows of the output layer's table are trained. Evaluations of models with at most
-          MAX_CONFUSED classes also report "confusion", the weights `[C, C]` by label and predicted class.
+          `prediction.MAX_CONFUSED` classes also report "confusion", the weights `[C, C]` by label and predicted class.
         """
         h, batch, indices, report = self.states(batch, deterministic)
         h = self._head_states(h, batch, deterministic)
@@ -166,11 +164,7 @@ class Encoder(PredictionModel):
         out = self.output_loss(h, batch, indices, rng)
         aux = {**report.aux, **out.aux}
         if deterministic or (self.config.classes and not isinstance(self.table, TableRows)):
-            weights, best = batch["weights"].astype(jnp.float32), self.best(h)
-            aux["accuracy"] = (jnp.where(best == batch["labels"], weights, 0.0).sum(), weights.sum())
-            if deterministic and 0 < self.config.classes <= MAX_CONFUSED:
-                confusion = jnp.zeros((self.config.classes, self.config.classes), jnp.float32)
-                aux["confusion"] = (confusion.at[batch["labels"], best].add(weights), weights.sum())
+            aux |= classification_metrics(batch, self.best(h), self.config.classes, deterministic)
         return LossOut(out.sum, out.weight, aux, self.statistics_of(report))
 
     def logits(self, batch: Batch) -> Float[Array, "B *T C"]:

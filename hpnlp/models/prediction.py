@@ -18,6 +18,29 @@ from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, LossOut
 
 Batch = Mapping[str, jax.Array]
+MAX_CONFUSED = 1000  # largest number of classes for which a confusion matrix is reported
+
+
+def classification_metrics(
+    batch: Batch, best: Int[Array, "B *T"], classes: int, is_evaluation: bool
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Metrics of predicted labels.
+
+    Args:
+      batch: Labels and weights, `[B]` or `[B, T]`.
+      best: Predicted label of each of them.
+      classes: Number of classes; 0 for words.
+      is_evaluation: Whether to count the confusion of up to MAX_CONFUSED classes.
+
+    Returns:
+      "accuracy" as (sum, weight); and in evaluations "confusion", the weights `[C, C]` by label and predicted class.
+    """
+    weights = batch["weights"].astype(jnp.float32)
+    metrics = {"accuracy": (jnp.where(best == batch["labels"], weights, 0.0).sum(), weights.sum())}
+    if is_evaluation and 0 < classes <= MAX_CONFUSED:
+        confusion = jnp.zeros((classes, classes), jnp.float32)
+        metrics["confusion"] = (confusion.at[batch["labels"], best].add(weights), weights.sum())
+    return metrics
 
 
 class PredictionModel(Backbone):

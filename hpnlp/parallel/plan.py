@@ -57,6 +57,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "rank": (),  # the inner axis of a product of two matrices
     "taps": (),  # the weights of a convolution along the sequence
+    "channels": (),  # inputs of a convolution of images: K K C rows of its matrix
+    "filters": (),  # outputs of a convolution of images
     "ranks": (),  # compressed tokens, inner dimensions of factors, and terms of a mixture
     "mlp": ("tensor",),
     "vocab": ("pipeline", "tensor"),  # stages would otherwise wait for the last one's logits
@@ -244,6 +246,11 @@ class Plan:
             rules["heads"] = rules["kv_heads"] = ()
         if mesh.shape["tensor"] > 1 and not any("tensor" in rules[name] for name in sizes):
             fields = ", ".join(f"{field}={size}" for name, (size, field) in sizes.items() if "tensor" in RULES[name])
+            if not fields:
+                raise InputError(
+                    f"plan.tensor={mesh.shape['tensor']} divides heads and columns of layers, and the model has none of them: "
+                    "set plan.tensor=1, and divide the batch (plan.data, plan.fsdp)"
+                )
             raise InputError(
                 f"plan.tensor={mesh.shape['tensor']} divides none of {fields}: make one a multiple of it, or change the plan"
             )

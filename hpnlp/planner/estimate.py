@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from hpnlp import measure, tasks
+from hpnlp import tasks
 from hpnlp.parallel.pipeline import microbatches
 from hpnlp.planner.collectives import Collective, step_traffic, trace
 from hpnlp.planner.devices import USABLE, Device
@@ -192,13 +192,6 @@ def costs(config: Config, devices: int) -> Costs:
     jaxpr = trace(trainer, batch_size, length).jaxpr
     program = program_cost(jaxpr, state_shards(trainer), donated=True)
     stages, count = layout.size("layers"), microbatches(layout, batch_size // config.optimizer.accumulate)
-    model_flops = measure.training_flops(
-        model.non_embedding_parameters(),
-        batch_size * length,
-        layers=1,  # of the width of all layers together, which may have different heads
-        width=model.attention_width(),
-        length=length,
-    )
     return Costs(
         config=config,
         devices=layout.mesh.size,
@@ -212,5 +205,5 @@ def costs(config: Config, devices: int) -> Costs:
         program=program,
         bubble=(stages - 1) / (config.plan.rounds * count + stages - 1),
         collectives=tuple(step_traffic(trainer, jaxpr)),
-        model_flops=model_flops / layout.mesh.size,
+        model_flops=model.training_flops(batch_size, length) / layout.mesh.size,
     )

@@ -55,7 +55,7 @@ def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
 
 
 def by_task(workdirs: Sequence[str | Path]) -> dict[str, list[str | Path]]:
-    """Groups runs by their task, since scores of several tasks do not compare.
+    """Groups runs by their task, or by `Task.compares_as`, since scores of other tasks do not compare.
 
     Args:
       workdirs: Directories of finished runs.
@@ -68,7 +68,7 @@ def by_task(workdirs: Sequence[str | Path]) -> dict[str, list[str | Path]]:
     """
     groups: dict[str, list[str | Path]] = {}
     for workdir in workdirs:
-        groups.setdefault(task_of(read_report(workdir)).name, []).append(workdir)
+        groups.setdefault(_compared_as(read_report(workdir)), []).append(workdir)
     return groups
 
 
@@ -99,11 +99,17 @@ def _table(reports: Mapping[str, Report], ranking: Ranking) -> list[str]:
 
 def _task(reports: Mapping[str, Report]) -> Task:
     """The task of all runs; raises InputError if there are several."""
-    names = {name: task_of(report).name for name, report in reports.items()}
+    names = {name: _compared_as(report) for name, report in reports.items()}
     if len(set(names.values())) > 1:
         tasks = ", ".join(f"{name}: {task}" for name, task in names.items())
         raise InputError(f"runs of different tasks have no common score ({tasks}): compare runs of one task")
     return task_of(next(iter(reports.values())))
+
+
+def _compared_as(report: Report) -> str:
+    """Name of the task whose scores those of a run compare with."""
+    task = task_of(report)
+    return task.compares_as or task.name
 
 
 def _differences(config: Mapping[str, Any], first: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from hpnlp.compress.weight_training import with_weight_training
 from hpnlp.spec import lookup
 from hpnlp.tasks.classification import Classification
 from hpnlp.tasks.dual_encoder import DualEncoding
+from hpnlp.tasks.image_classification import ImageClassification
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.tasks.masked_lm import MaskedLanguageModel
 from hpnlp.tasks.seq2seq import SequenceToSequence
@@ -22,6 +23,7 @@ from hpnlp.types import InputError, Model
 TASKS: dict[str, Task] = {
     "lm": LanguageModel(),
     "classification": Classification(),
+    "image_classification": ImageClassification(),
     "tagging": Tagging(),
     "masked_lm": MaskedLanguageModel(),
     "seq2seq": SequenceToSequence(),

@@ -36,13 +36,26 @@ class LabelTask(ExampleTask):
         return dataclasses.replace(sizes, classes=config.model.classes or PLANNED_CLASSES)
 
     def model(self, config: RunConfig, sizes: Sizes) -> Encoder:
-        model = config.model
         self.check_no_stride(config)
-        if model.classes not in (0, sizes.classes):
-            raise InputError(f"model.classes={model.classes}, but the data have {sizes.classes} labels: set it to 0")
-        filled = vocabularies.fill_sizes(model, sizes, config.data.seq_len)
+        self.check_classes(config, sizes)
+        filled = vocabularies.fill_sizes(config.model, sizes, config.data.seq_len)
         stats = sizes.stats and sizes.stats.padded(filled.vocab)
         return Encoder(dataclasses.replace(filled, classes=sizes.classes), stats)
+
+    def check_classes(self, config: RunConfig, sizes: Sizes) -> None:
+        """Checks that a config has the classes of the data.
+
+        Args:
+          config: Config of the run.
+          sizes: Sizes of the vocabulary.
+
+        Raises:
+          InputError: It sets another number of classes.
+        """
+        if config.model.classes not in (0, sizes.classes):
+            raise InputError(
+                f"model.classes={config.model.classes}, but the data have {sizes.classes} labels: set it to 0"
+            )
 
     def scores(
         self, config: RunConfig, dataset: Examples, sums: Sums, *, is_complete: bool, gives_probabilities: bool

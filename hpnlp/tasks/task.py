@@ -102,6 +102,8 @@ class Task(abc.ABC):
       metric: The primary metric, a name of `scores`: for early stopping, the best checkpoint, and the ranking of runs.
       higher_is_better: Direction of the primary metric.
       report: The task's part of reports and comparisons.
+      compares_as: Name of the task whose runs have scores of the same meaning, so that `hpnlp compare` ranks the runs of both;
+        "" for the task itself.
     """
 
     name: ClassVar[str]
@@ -110,6 +112,7 @@ class Task(abc.ABC):
     metric: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
     report: ClassVar[TaskReport]
+    compares_as: ClassVar[str] = ""
 
     @abc.abstractmethod
     def check_data(self, data: Any) -> None:

@@ -17,7 +17,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from hpnlp import measure
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models import variables
-from hpnlp.models.layer_forms import carries
 from hpnlp.parallel import context_parallel, distributed_matrices, host_offload, pipeline, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
@@ -284,24 +283,7 @@ def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout:
     """Raises InputError if a plan does not fit a model's mixers and residuals, or the optimizer."""
     c = model.config
     c.check_accumulation(config.accumulate)
-    for field, axis in (("pipeline", "layers"), ("sequence", "length")):
-        if carries(c.mixer) and layout.size(axis) > 1:
-            raise InputError(
-                f"plan.{field}={layout.size(axis)}: model.mixer={c.mixer!r} carries state from batch to batch, which devices "
-                f"that hold parts of the {axis} do not keep: set plan.{field}=1, or choose another mixer"
-            )
-    heads = [c.sizes()[name][0] for name in ("heads", "kv_heads")]
-    context_parallel.check_support(layout, c.all_mixers(), c.masks(), heads, c.dropout)
-    if c.has_memory and layout.size("length") > 1:
-        raise InputError(
-            f"plan.sequence={layout.size('length')} divides sequences, and the model's layers attend to a memory: the memory "
-            "is not divided: set plan.sequence=1"
-        )
-    if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or plan.rounds > 1):
-        raise InputError(
-            "model.residual='reversible': pipeline stages that gather their parameters in the backward pass (ZeRO "
-            "3 or plan.rounds over 1) are not reversible: set plan.zero=2 and plan.rounds=1, or model.residual='plain'"
-        )
+    c.check_layout(layout)
     if plan.offload_optimizer and config.rows:
         raise InputError(
             "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave "

@@ -16,6 +16,7 @@ from hpnlp.compress.weight_training import with_own
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import tokenizer_digest
 from hpnlp.models import variables
+from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.huggingface import convert
 from hpnlp.nn.attention import mixer_period
 from hpnlp.parallel.plan import Plan
@@ -203,6 +204,8 @@ def check_model(model: Any, source: Source, accept_changes: bool = False) -> str
 def _architecture(config: Any) -> dict[str, Any]:
     """Fields that decide what a model computes; values that are written in several ways are resolved to one."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE}
+    if not isinstance(config, BackboneConfig):
+        return values
     values |= {"kv_heads": config.kv_head_count, "head_dim": config.head_size, "mlp_dim": config.mlp_size}
     values |= {"mixer": mixer_period(config.mixer), "form": parse_period(config.form, "model.form")}
     unused = [] if config.position == "learned" else ["max_len", "target_len"]

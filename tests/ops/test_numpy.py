@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 import hpnlp.ops
-from hpnlp.ops import convolution, dropout, dynamic_quantization, light_convolution, linear, norms, sampling
+from hpnlp.ops import (
+    convolution,
+    dropout,
+    dynamic_quantization,
+    image_convolution,
+    light_convolution,
+    linear,
+    norms,
+    sampling,
+)
 from hpnlp.ops import reversible as reversible_layers
 from hpnlp.ops.attention import Causal, Window, attend, clustered, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
@@ -335,6 +344,51 @@ CALLS = (
                 {"impl": "reference"},
                 {"reduction": "none", "return_stats": True, "z_loss": 0.1},
             )
+    ),
+    "convolution.depthwise_conv": (
+        (lambda *a: convolution.depthwise_conv(*a, ahead=1), (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),
+    ),
+    "convolution.token_windows": (
+        (lambda a, at: convolution.token_windows(a, 3, at, ahead=1), (x(2, 5, D), np.zeros((2, 5), np.int32))),
+    ),
+    "image_convolution.conv2d": ((image_convolution.conv2d, (x(2, 5, 5, D), x(3, 3, D, 2))),),
+    "image_convolution.depthwise_conv2d": ((image_convolution.depthwise_conv2d, (x(2, 5, 5, D), x(3, 3, D))),),
+    "light_convolution.light_conv": (
+        (lambda *a: light_convolution.light_conv(*a, ahead=1), (x(2, 5, 2, 3), x(2, 3), np.zeros((2, 5), np.int32))),
+    ),
+    "light_convolution.dynamic_conv": (
+        (
+            lambda a, b, c: light_convolution.dynamic_conv(a, b, preceding=c),
+            (x(2, 5, 2, 3), x(2, 5, 2, 3), x(2, 2, 2, 3)),
+        ),
+    ),
+    "convolution.causal_conv": ((convolution.causal_conv, (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),),
+    "convolution.last_tokens": ((lambda a, n: convolution.last_tokens(a, n, 3), (x(2, 5, D), np.int32([2, 5]))),),
+    "linear.linear": ((linear.linear, (x(2, 3, D), x(D, 5), x(5))), (linear.linear, (np.float16(H), x(D, 5)))),
+    "linear.linear_by_transpose": ((linear.linear_by_transpose, (x(2, 3, D), x(5, D), x(5))),),
+    "linear.product_by_transpose": ((linear.product_by_transpose, (H, x(5, D))),),
+    "linear.product": ((linear.product, (H, x(D, 5))),),
+    "linear.widened": ((linear.widened, (np.float16(H), TABLE)),),
+    "norms.rms_norm": ((lambda a, s: norms.rms_norm(a, s, 1e-6), (H, x(D))),),
+    "norms.layer_norm": ((lambda a, s, b: norms.layer_norm(a, s, b, 1e-6), (H, x(D), x(D))),),
+    "norms.group_norm": ((lambda a, s, b: norms.group_norm(a, s, b, 2, 1e-6), (x(2, 3, D), x(D), x(D))),),
+    "norms.channel_moments": ((norms.channel_moments, (x(2, 3, D), np.ones(2))),),
+    "norms.normalize_channels": (
+        (lambda *a: norms.normalize_channels(*a, 1e-6), (x(2, 3, D), x(D), x(D) ** 2, x(D), x(D))),
+    ),
+    "reversible.reversible": ((layers, ({"a": np.float32(x(3, D))}, np.float32(H), np.float32(H), np.float32(x(D)))),),
+    "search.exact.exact_search": (
+        (lambda q, w, b: exact_search(q, w, 2, bias=b), (H, TABLE, BIAS)),
+        (lambda q, w: exact_search(q, w, 2, block_size=3), (H, TABLE)),
+    ),
+    "search.ivf.ivf_search": ((lambda q: ivf_search(IVF, q, 2, probes=2), (H,)),),
+    "search.lsh.lsh_search": ((lambda q: lsh_search(LSH, q, 2, probes=2), (H,)),),
+    "search.lsh.lsh_candidates": ((lambda q: lsh_candidates(LSH, q, probes=2), (H,)),),
+    "softmax.cross_entropy.logits": ((lambda h, w, b: cross_entropy.logits(h, w, bias=b), (H, TABLE, BIAS)),),
+    "softmax.cross_entropy.linear_cross_entropy": tuple(
+        (
+            lambda h, w, y, b, m, kw=kw: cross_entropy.linear_cross_entropy(h, w, y, bias=b, weights=m, **kw),
+            (H, TABLE, LABELS, BIAS, WEIGHTS),
         )
         + ((cross_entropy.linear_cross_entropy, (np.float16(H), TABLE, LABELS)),),
         "softmax.cross_entropy.partial_cross_entropy": (

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from hpnlp import planner, report, tasks
+from hpnlp.data.pixels import to_text
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner import render
 from hpnlp.tasks import TASKS
@@ -119,11 +120,30 @@ def dual_encoder(directory):
     return configs.resolve(config)
 
 
+def image_classification(directory):
+    """Images of 8 x 8 pixels with a bright square in one of three corners, which is the label."""
+    draw = random.Random(0)
+    lines = []
+    for number in range(120):
+        image = np.array([draw.randrange(100) for _ in range(64)]).reshape(8, 8)
+        row, column = ((0, 0), (0, 5), (5, 0))[number % 3]
+        image[row : row + 3, column : column + 3] += 150
+        lines.append(json.dumps({"text": to_text(image), "label": ("left", "right", "low")[number % 3]}))
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("image_classification")
+    config.data.update(path=str(directory / "examples.jsonl"), seq_len=64, batch_size=8, heldout=0.2)
+    config.model.blocks = "conv(4),separable(6,stride=2),inverted(6,expand=2)"
+    config.optimizer.update(warmup=0, learning_rate=1e-2)
+    config.train.steps = 4
+    return configs.resolve(config)
+
+
 # Name of a task -> its tiny config, made from a directory for its data.
 EXAMPLES = {
     "lm": language_model,
     "classification": classification,
     "dual_encoder": dual_encoder,
+    "image_classification": image_classification,
     "masked_lm": masked_language_model,
     "seq2seq": sequence_to_sequence,
     "tagging": tagging,
@@ -131,6 +151,13 @@ EXAMPLES = {
 # Plans that a task's model does not fit -> the message.
 REFUSED = {
     ("seq2seq", name): "the memory is not divided: set plan.sequence=1" for name in ("sequence", "zero3_sequence")
+}
+REFUSED |= {
+    ("image_classification", name): "images are not divided: set plan.sequence=1"
+    for name in ("sequence", "zero3_sequence")
+}
+REFUSED |= {
+    ("image_classification", name): "the model has none of them: set plan.tensor=1" for name in ("tensor", "3d")
 }
 
 

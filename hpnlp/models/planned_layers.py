@@ -1,0 +1,65 @@
+"""The part of a Backbone's config that plans and the planner read: supported layouts, and FLOPs."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from hpnlp import measure
+from hpnlp.models.layer_forms import carries
+from hpnlp.parallel import context_parallel
+from hpnlp.parallel.layout import Layout
+from hpnlp.types import InputError
+
+
+class PlannedLayers(abc.ABC):
+    """Layers of Blocks, as plans and the planner see them. Methods without a body here are those of `BackboneConfig`."""
+
+    @abc.abstractmethod
+    def attention_width(self) -> int: ...  # noqa: D102
+
+    @abc.abstractmethod
+    def non_embedding_parameters(self) -> int: ...  # noqa: D102
+
+    def training_flops(self, batch_size: int, length: int) -> float:
+        """FLOPs of a training step that count for its MFU (`measure.training_flops`).
+
+        Args:
+          batch_size: Sequences of a batch.
+          length: Tokens of a sequence.
+
+        Returns:
+          The number of FLOPs.
+        """
+        parameters, width = self.non_embedding_parameters(), self.attention_width()
+        # One layer of the width of all layers together, which may have different heads.
+        return measure.training_flops(parameters, batch_size * length, layers=1, width=width, length=length)
+
+    def check_layout(self, layout: Layout) -> None:
+        """Checks that a layout over devices supports the mixers and residuals of the layers.
+
+        Args:
+          layout: The plan on its devices.
+
+        Raises:
+          InputError: The layout divides what the layers need undivided.
+        """
+        c: Any = self
+        for field, axis in (("pipeline", "layers"), ("sequence", "length")):
+            if carries(c.mixer) and layout.size(axis) > 1:
+                raise InputError(
+                    f"plan.{field}={layout.size(axis)}: model.mixer={c.mixer!r} carries state from batch to batch, which "
+                    f"devices that hold parts of the {axis} do not keep: set plan.{field}=1, or choose another mixer"
+                )
+        heads = [c.sizes()[name][0] for name in ("heads", "kv_heads")]
+        context_parallel.check_support(layout, c.all_mixers(), c.masks(), heads, c.dropout)
+        if c.has_memory and layout.size("length") > 1:
+            raise InputError(
+                f"plan.sequence={layout.size('length')} divides sequences, and the model's layers attend to a memory: the "
+                "memory is not divided: set plan.sequence=1"
+            )
+        if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or layout.rounds > 1):
+            raise InputError(
+                "model.residual='reversible': pipeline stages that gather their parameters in the backward pass (ZeRO "
+                "3 or plan.rounds over 1) are not reversible: set plan.zero=2 and plan.rounds=1, or model.residual='plain'"
+            )
