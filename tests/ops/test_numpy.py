@@ -113,237 +113,180 @@ CLUSTERS = clustered.Clusters(ids(2, 12, 4, below=3), ids(2, 3), RNG.random(2) <
 GROUPED = H, TABLE, ids(N, below=2), ids(N, below=4), np.array([0, 4, 8])
 ADAPTIVE = {"cutoffs": (3, 5)}
 # name of a public op -> calls of it: (function, arguments).
-CALLS = (
-    bucketed_and_low_rank_calls.CALLS
-    | weights_calls.CALLS
-    | {
-        "attention.attend.attend": (
-            (lambda *a: attend(*a, Causal()), QKV),
-            (lambda *a: attend(*a, Causal(), block_size=4), LONG),
-            (operands, MANY),
-            (lambda *a: attend(*a, bias=np.float32(0.3), scale=np.float64(0.3), soft_cap=np.float64(2.0)), QKV),
-            (dropped, (*LONG, KEY, ids(1, 2), ids(1, 3, below=40))),
+CALLS = bucketed_and_low_rank_calls.CALLS | {
+    "attention.attend.attend": (
+        (lambda *a: attend(*a, Causal()), QKV),
+        (lambda *a: attend(*a, Causal(), block_size=4), LONG),
+        (operands, MANY),
+        (lambda *a: attend(*a, bias=np.float32(0.3), scale=np.float64(0.3), soft_cap=np.float64(2.0)), QKV),
+        (dropped, (*LONG, KEY, ids(1, 2), ids(1, 3, below=40))),
+    ),
+    "attention.block_sparse.flash.flash": ((flash, QKV),),
+    "attention.reference.reference": (
+        (reference, QKV),
+        (
+            lambda *a: reference(*a[:3], Causal(), segment_ids=a[3], sinks=a[4], bias=a[5]),
+            (*QKV, SEGMENTS, x(4), x(12, 12)),
         ),
-        "attention.block_sparse.flash.flash": ((flash, QKV),),
-        "attention.reference.reference": (
-            (reference, QKV),
-            (
-                lambda *a: reference(*a[:3], Causal(), segment_ids=a[3], sinks=a[4], bias=a[5]),
-                (*QKV, SEGMENTS, x(4), x(12, 12)),
+    ),
+    "attention.linear.linear_attention.linear_attention": (
+        (lambda *a: linear_attention(*a, normalize=True, return_state=True, chunk=8), QKV),
+        (lambda *a: linear_attention(*a[:3], causal=False, segment_ids=a[3], chunk=8), (*QKV, SEGMENTS)),
+        (lambda *a: linear_attention(*a, causal=False, normalize=True), QKV),
+        (
+            lambda *a: linear_attention(*a[:3], log_decay=a[3], beta=a[4], chunk=8),
+            (*QKV, -np.abs(x(2, 12, 2, 8)), RNG.random((2, 12, 2))),
+        ),
+    ),
+    "attention.linear.random_attention.random_feature_attention": (
+        (lambda *a: random_feature_attention(*a[:4], segment_ids=a[4]), (*QKV, x(6, 8), SEGMENTS)),
+        (
+            lambda *a: random_feature_attention(*a[:4], kind="optimal", rho=a[4], causal=False),
+            (*QKV, x(6, 8), RNG.random(2)),
+        ),
+    ),
+    "attention.linear.random_attention.rfa_attention": (
+        (
+            lambda *a: rfa_attention(*a[:4], scale=a[4], log_gate=a[5], segment_ids=a[6]),
+            (*QKV, x(6, 8), x(2, 8), -RNG.random((2, 12, 2)), SEGMENTS),
+        ),
+    ),
+    "attention.linear.recurrent.linear_attention_step": (
+        (lambda *a: linear_attention_step(*a[:4], log_decay=a[4]), (*(y[:, 0] for y in QKV), STATE, -np.abs(x(2)))),
+    ),
+    "attention.linear.reference.reference_linear_attention": (
+        (
+            lambda *a: reference_linear_attention(*a[:3], segment_ids=a[3], log_decay=a[4], beta=a[5]),
+            (*QKV, SEGMENTS, -np.abs(x(2, 12, 2)), RNG.random((2, 12, 2))),
+        ),
+    ),
+    "attention.operands.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
+    "attention.attend.merge": ((lambda *a: merge(a[:2], a[2:]), (x(3, 4), x(3), x(3, 4), x(3))),),
+    "attention.clustered.hamming_kmeans.sign_bits": ((clustered.sign_bits, (QKV[0], x(8, 5))),),
+    "attention.clustered.hamming_kmeans.hamming_kmeans": (
+        (lambda bits, s: clustered.hamming_kmeans(bits, 3, 2, s), (np.sign(x(2, 12, 4, 5)), SEGMENTS)),
+    ),
+    "attention.clustered.attention.clustered_attention": ((clustered.clustered_attention, (*QKV, CLUSTERS, SEGMENTS)),),
+    "attention.clustered.attention.improved_clustered_attention": (
+        (lambda *a: clustered.improved_clustered_attention(*a[:4], 2, a[4]), (*QKV, CLUSTERS, SEGMENTS)),
+    ),
+    "attention.selected_blocks.attend_blocks.attend_blocks": (
+        (lambda *a: attend_blocks(*a, block=4), (*QKV, *CHOSEN)),
+        (
+            lambda q, k, v, starts, chosen, visible, key: attend_blocks(
+                q, k, v, starts, chosen, block=4, kv_visible=visible, dropout_rate=0.5, rng=key
             ),
+            (*QKV, *CHOSEN, RNG.random((2, 12, 2)) < 0.8, KEY),
         ),
-        "attention.linear.linear_attention.linear_attention": (
-            (lambda *a: linear_attention(*a, normalize=True, return_state=True, chunk=8), QKV),
-            (lambda *a: linear_attention(*a[:3], causal=False, segment_ids=a[3], chunk=8), (*QKV, SEGMENTS)),
-            (lambda *a: linear_attention(*a, causal=False, normalize=True), QKV),
-            (
-                lambda *a: linear_attention(*a[:3], log_decay=a[3], beta=a[4], chunk=8),
-                (*QKV, -np.abs(x(2, 12, 2, 8)), RNG.random((2, 12, 2))),
-            ),
+    ),
+    "attention.selected_blocks.attend_blocks.attend_blocks_reference": (
+        (lambda *a: attend_blocks_reference(*a, block=4), (*QKV, *CHOSEN)),
+    ),
+    "attention.selected_blocks.blocks.document_blocks": (
+        (lambda s: key_blocks.document_blocks(s, 2, 12, 4), (SEGMENTS,)),
+    ),
+    "attention.selected_blocks.blocks.block_summaries": (
+        (key_blocks.block_summaries, (QKV[1], DOCUMENTS)),
+        (key_blocks.block_summaries, (QKV[1], DOCUMENTS, x(2, 4))),
+    ),
+    "attention.selected_blocks.blocks.choose_blocks": (
+        (
+            lambda q, k, blocks, s, lse: key_blocks.choose_blocks(q, k, blocks, 2, segment_ids=s, lse=lse),
+            (QKV[0], x(2, 3, 2, 8), DOCUMENTS, SEGMENTS, x(2, 12, 4)),
         ),
-        "attention.linear.random_attention.random_feature_attention": (
-            (lambda *a: random_feature_attention(*a[:4], segment_ids=a[4]), (*QKV, x(6, 8), SEGMENTS)),
-            (
-                lambda *a: random_feature_attention(*a[:4], kind="optimal", rho=a[4], causal=False),
-                (*QKV, x(6, 8), RNG.random(2)),
-            ),
+    ),
+    "attention.selected_blocks.blocks.own_block_attention": ((key_blocks.own_block_attention, (*QKV, DOCUMENTS)),),
+    "attention.selected_blocks.decode.start_block_cache": (
+        (
+            lambda k, v, n, w: block_cache.start_block_cache(k, v, n, 4, 16, w, w, has_v_summaries=True),
+            (*QKV[1:], np.array([12, 7]), x(2, 4)),
         ),
-        "attention.linear.random_attention.rfa_attention": (
-            (
-                lambda *a: rfa_attention(*a[:4], scale=a[4], log_gate=a[5], segment_ids=a[6]),
-                (*QKV, x(6, 8), x(2, 8), -RNG.random((2, 12, 2)), SEGMENTS),
-            ),
+    ),
+    "attention.selected_blocks.decode.block_positions": (
+        (lambda c, p: block_cache.block_positions(c, p, 4), (CHOSEN[1], PLACES)),
+    ),
+    "attention.selected_blocks.decode.attend_positions": (
+        (block_cache.attend_positions, (x(2, 2, 4, 8), x(4, 16, 8), x(4, 16, 8), ids(2, 2, 2, 5))),
+    ),
+    "attention.decoding.decode.attend_cache": (
+        (
+            lambda q, k, v, at, held: decode.attend_cache(q, k, v, Causal(), at, held),
+            (x(2, 1, 4, 8), x(4, 12, 8), x(4, 12, 8), PLACES[:, :1] + 9, PLACES),
         ),
-        "attention.linear.recurrent.linear_attention_step": (
-            (lambda *a: linear_attention_step(*a[:4], log_decay=a[4]), (*(y[:, 0] for y in QKV), STATE, -np.abs(x(2)))),
+    ),
+    "attention.decoding.kv_cache.by_head": ((kv_cache.by_head, (x(2, 12, 4, 8),)),),
+    "attention.decoding.kv_cache.start_cache": (
+        (lambda k, v, n: kv_cache.start_cache(k, v, n, Causal(), 16), (*QKV[1:], np.array([12, 7]))),
+    ),
+    "attention.decoding.kv_cache.extend_cache": (
+        (
+            lambda q, k, v, held: kv_cache.extend_cache(q, k, v, Causal(), held),
+            (x(2, 1, 4, 8), x(2, 1, 2, 8), x(2, 1, 2, 8), CACHE),
         ),
-        "attention.linear.reference.reference_linear_attention": (
-            (
-                lambda *a: reference_linear_attention(*a[:3], segment_ids=a[3], log_decay=a[4], beta=a[5]),
-                (*QKV, SEGMENTS, -np.abs(x(2, 12, 2)), RNG.random((2, 12, 2))),
-            ),
+    ),
+    "attention.memory.relative.distance_scores": (
+        (lambda q, r, u: relative.distance_scores(q, r, u, scale=0.5), (QKV[0], x(5, 4, 8), x(4, 8))),
+    ),
+    "attention.memory.relative.relative_attention": (
+        (
+            lambda *a: relative.relative_attention(*a[:6], segment_ids=a[6], block_size=5),
+            (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
         ),
-        "attention.operands.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
-        "attention.attend.merge": ((lambda *a: merge(a[:2], a[2:]), (x(3, 4), x(3), x(3, 4), x(3))),),
-        "attention.clustered.hamming_kmeans.sign_bits": ((clustered.sign_bits, (QKV[0], x(8, 5))),),
-        "attention.clustered.hamming_kmeans.hamming_kmeans": (
-            (lambda bits, s: clustered.hamming_kmeans(bits, 3, 2, s), (np.sign(x(2, 12, 4, 5)), SEGMENTS)),
+    ),
+    "attention.memory.relative.received_attention": (
+        (
+            lambda *a: relative.received_attention(*a[:5], segment_ids=a[5]),
+            (*QKV[:2], x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
         ),
-        "attention.clustered.attention.clustered_attention": (
-            (clustered.clustered_attention, (*QKV, CLUSTERS, SEGMENTS)),
+    ),
+    "attention.memory.relative.reference_relative_attention": (
+        (
+            lambda *a: relative.reference_relative_attention(*a[:6], segment_ids=a[6]),
+            (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
         ),
-        "attention.clustered.attention.improved_clustered_attention": (
-            (lambda *a: clustered.improved_clustered_attention(*a[:4], 2, a[4]), (*QKV, CLUSTERS, SEGMENTS)),
+    ),
+    "attention.memory.compression.pool_memories": (
+        (lambda h, at: compression.pool_memories(h, at, 3, "mean"), (x(2, 12, 4), SEGMENTS)),
+        (lambda h, at: compression.pool_memories(h, at, 3, "max"), (x(2, 12, 4), SEGMENTS)),
+        (lambda h, at, w: compression.pool_memories(h, at, 3, "conv", w), (x(2, 12, 4), SEGMENTS, x(12, 4))),
+    ),
+    "attention.memory.compression.most_used": (
+        (lambda usage, at: compression.most_used(usage, at, 3), (x(2, 12), SEGMENTS)),
+    ),
+    "attention.memory.compression.reconstruction_errors": (
+        (
+            lambda *a: compression.reconstruction_errors(a[0], (a[1], a[2], a[5]), (a[3], a[4], a[5][:, ::3]), a[5]),
+            (*QKV, x(2, 4, 2, 8), x(2, 4, 2, 8), SEGMENTS),
         ),
-        "attention.selected_blocks.attend_blocks.attend_blocks": (
-            (lambda *a: attend_blocks(*a, block=4), (*QKV, *CHOSEN)),
-            (
-                lambda q, k, v, starts, chosen, visible, key: attend_blocks(
-                    q, k, v, starts, chosen, block=4, kv_visible=visible, dropout_rate=0.5, rng=key
-                ),
-                (*QKV, *CHOSEN, RNG.random((2, 12, 2)) < 0.8, KEY),
-            ),
+    ),
+    "attention.positions.rope.rope": ((rope.rope, (QKV[0], PLACES)),),
+    "attention.positions.rope.sinusoids": ((lambda at: rope.sinusoids(at, 8), (PLACES,)),),
+    "attention.positions.bias.t5_buckets": ((bias.t5_buckets, (PLACES,)),),
+    "attention.positions.bias.t5_bias": (
+        (lambda table, *q: attend(*q, bias=bias.t5_bias(table, max_distance=20)), (x(8, 4), *QKV)),
+        (
+            lambda table, a, b, c: bias.t5_bias(table, max_distance=20)(a, b, c),
+            (x(8, 4), ids(3, 1, below=4), ids(1, 5), ids(1, 5)),
         ),
-        "attention.selected_blocks.attend_blocks.attend_blocks_reference": (
-            (lambda *a: attend_blocks_reference(*a, block=4), (*QKV, *CHOSEN)),
+    ),
+    "attention.positions.bias.shaw": ((bias.shaw, (QKV[0], x(5, 8), PLACES, PLACES)),),
+    "attention.positions.bias.relative_shift": ((lambda a: bias.relative_shift(a, 3), (x(2, 3, 5),)),),
+    "attention.positions.bias.transformer_xl": (
+        (lambda q, r, u, v: bias.transformer_xl(q, r, u, v, 12), (QKV[0], x(23, 4, 8), x(4, 8), x(4, 8))),
+    ),
+    "dropout.seed_words": ((dropout.seed_words, (KEY,)),),
+    "dropout.keep_mask": (
+        (lambda s, h, q, k: dropout.keep_mask(s, h, q, k, 0.5), (KEY, ids(3, 1, 1), ids(1, 4, 1), ids(1, 1, 4))),
+    ),
+    "dynamic_quantization.quantize": (
+        (lambda a: dynamic_quantization.quantize(a, signed=True), (H,)),
+        (lambda a: dynamic_quantization.quantize(a, signed=False), (H,)),
+    ),
+    "dynamic_quantization.dequantize": (
+        (
+            lambda a: dynamic_quantization.dequantize(a, signed=True),
+            (dynamic_quantization.Quantized(ids(N, D).astype(np.uint8), x(N, 1)),),
         ),
-        "attention.selected_blocks.blocks.document_blocks": (
-            (lambda s: key_blocks.document_blocks(s, 2, 12, 4), (SEGMENTS,)),
-        ),
-        "attention.selected_blocks.blocks.block_summaries": (
-            (key_blocks.block_summaries, (QKV[1], DOCUMENTS)),
-            (key_blocks.block_summaries, (QKV[1], DOCUMENTS, x(2, 4))),
-        ),
-        "attention.selected_blocks.blocks.choose_blocks": (
-            (
-                lambda q, k, blocks, s, lse: key_blocks.choose_blocks(q, k, blocks, 2, segment_ids=s, lse=lse),
-                (QKV[0], x(2, 3, 2, 8), DOCUMENTS, SEGMENTS, x(2, 12, 4)),
-            ),
-        ),
-        "attention.selected_blocks.blocks.own_block_attention": ((key_blocks.own_block_attention, (*QKV, DOCUMENTS)),),
-        "attention.selected_blocks.decode.start_block_cache": (
-            (
-                lambda k, v, n, w: block_cache.start_block_cache(k, v, n, 4, 16, w, w, has_v_summaries=True),
-                (*QKV[1:], np.array([12, 7]), x(2, 4)),
-            ),
-        ),
-        "attention.selected_blocks.decode.block_positions": (
-            (lambda c, p: block_cache.block_positions(c, p, 4), (CHOSEN[1], PLACES)),
-        ),
-        "attention.selected_blocks.decode.attend_positions": (
-            (block_cache.attend_positions, (x(2, 2, 4, 8), x(4, 16, 8), x(4, 16, 8), ids(2, 2, 2, 5))),
-        ),
-        "attention.decoding.decode.attend_cache": (
-            (
-                lambda q, k, v, at, held: decode.attend_cache(q, k, v, Causal(), at, held),
-                (x(2, 1, 4, 8), x(4, 12, 8), x(4, 12, 8), PLACES[:, :1] + 9, PLACES),
-            ),
-        ),
-        "attention.decoding.kv_cache.by_head": ((kv_cache.by_head, (x(2, 12, 4, 8),)),),
-        "attention.decoding.kv_cache.start_cache": (
-            (lambda k, v, n: kv_cache.start_cache(k, v, n, Causal(), 16), (*QKV[1:], np.array([12, 7]))),
-        ),
-        "attention.decoding.kv_cache.extend_cache": (
-            (
-                lambda q, k, v, held: kv_cache.extend_cache(q, k, v, Causal(), held),
-                (x(2, 1, 4, 8), x(2, 1, 2, 8), x(2, 1, 2, 8), CACHE),
-            ),
-        ),
-        "attention.memory.relative.distance_scores": (
-            (lambda q, r, u: relative.distance_scores(q, r, u, scale=0.5), (QKV[0], x(5, 4, 8), x(4, 8))),
-        ),
-        "attention.memory.relative.relative_attention": (
-            (
-                lambda *a: relative.relative_attention(*a[:6], segment_ids=a[6], block_size=5),
-                (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
-            ),
-        ),
-        "attention.memory.relative.received_attention": (
-            (
-                lambda *a: relative.received_attention(*a[:5], segment_ids=a[5]),
-                (*QKV[:2], x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
-            ),
-        ),
-        "attention.memory.relative.reference_relative_attention": (
-            (
-                lambda *a: relative.reference_relative_attention(*a[:6], segment_ids=a[6]),
-                (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
-            ),
-        ),
-        "attention.memory.compression.pool_memories": (
-            (lambda h, at: compression.pool_memories(h, at, 3, "mean"), (x(2, 12, 4), SEGMENTS)),
-            (lambda h, at: compression.pool_memories(h, at, 3, "max"), (x(2, 12, 4), SEGMENTS)),
-            (lambda h, at, w: compression.pool_memories(h, at, 3, "conv", w), (x(2, 12, 4), SEGMENTS, x(12, 4))),
-        ),
-        "attention.memory.compression.most_used": (
-            (lambda usage, at: compression.most_used(usage, at, 3), (x(2, 12), SEGMENTS)),
-        ),
-        "attention.memory.compression.reconstruction_errors": (
-            (
-                lambda *a: compression.reconstruction_errors(
-                    a[0], (a[1], a[2], a[5]), (a[3], a[4], a[5][:, ::3]), a[5]
-                ),
-                (*QKV, x(2, 4, 2, 8), x(2, 4, 2, 8), SEGMENTS),
-            ),
-        ),
-        "attention.positions.rope.rope": ((rope.rope, (QKV[0], PLACES)),),
-        "attention.positions.rope.sinusoids": ((lambda at: rope.sinusoids(at, 8), (PLACES,)),),
-        "attention.positions.bias.t5_buckets": ((bias.t5_buckets, (PLACES,)),),
-        "attention.positions.bias.t5_bias": (
-            (lambda table, *q: attend(*q, bias=bias.t5_bias(table, max_distance=20)), (x(8, 4), *QKV)),
-            (
-                lambda table, a, b, c: bias.t5_bias(table, max_distance=20)(a, b, c),
-                (x(8, 4), ids(3, 1, below=4), ids(1, 5), ids(1, 5)),
-            ),
-        ),
-        "attention.positions.bias.shaw": ((bias.shaw, (QKV[0], x(5, 8), PLACES, PLACES)),),
-        "attention.positions.bias.relative_shift": ((lambda a: bias.relative_shift(a, 3), (x(2, 3, 5),)),),
-        "attention.positions.bias.transformer_xl": (
-            (lambda q, r, u, v: bias.transformer_xl(q, r, u, v, 12), (QKV[0], x(23, 4, 8), x(4, 8), x(4, 8))),
-        ),
-        "dropout.seed_words": ((dropout.seed_words, (KEY,)),),
-        "dropout.keep_mask": (
-            (lambda s, h, q, k: dropout.keep_mask(s, h, q, k, 0.5), (KEY, ids(3, 1, 1), ids(1, 4, 1), ids(1, 1, 4))),
-        ),
-        "dynamic_quantization.quantize": (
-            (lambda a: dynamic_quantization.quantize(a, signed=True), (H,)),
-            (lambda a: dynamic_quantization.quantize(a, signed=False), (H,)),
-        ),
-        "dynamic_quantization.dequantize": (
-            (
-                lambda a: dynamic_quantization.dequantize(a, signed=True),
-                (dynamic_quantization.Quantized(ids(N, D).astype(np.uint8), x(N, 1)),),
-            ),
-        ),
-        "convolution.depthwise_conv": (
-            (lambda *a: convolution.depthwise_conv(*a, ahead=1), (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),
-        ),
-        "convolution.token_windows": (
-            (lambda a, at: convolution.token_windows(a, 3, at, ahead=1), (x(2, 5, D), np.zeros((2, 5), np.int32))),
-        ),
-        "light_convolution.light_conv": (
-            (
-                lambda *a: light_convolution.light_conv(*a, ahead=1),
-                (x(2, 5, 2, 3), x(2, 3), np.zeros((2, 5), np.int32)),
-            ),
-        ),
-        "light_convolution.dynamic_conv": (
-            (
-                lambda a, b, c: light_convolution.dynamic_conv(a, b, preceding=c),
-                (x(2, 5, 2, 3), x(2, 5, 2, 3), x(2, 2, 2, 3)),
-            ),
-        ),
-        "convolution.causal_conv": ((convolution.causal_conv, (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),),
-        "convolution.last_tokens": ((lambda a, n: convolution.last_tokens(a, n, 3), (x(2, 5, D), np.int32([2, 5]))),),
-        "linear.linear": ((linear.linear, (x(2, 3, D), x(D, 5), x(5))), (linear.linear, (np.float16(H), x(D, 5)))),
-        "linear.linear_by_transpose": ((linear.linear_by_transpose, (x(2, 3, D), x(5, D), x(5))),),
-        "linear.product_by_transpose": ((linear.product_by_transpose, (H, x(5, D))),),
-        "linear.product": ((linear.product, (H, x(D, 5))),),
-        "linear.widened": ((linear.widened, (np.float16(H), TABLE)),),
-        "norms.rms_norm": ((lambda a, s: norms.rms_norm(a, s, 1e-6), (H, x(D))),),
-        "norms.layer_norm": ((lambda a, s, b: norms.layer_norm(a, s, b, 1e-6), (H, x(D), x(D))),),
-        "reversible.reversible": (
-            (layers, ({"a": np.float32(x(3, D))}, np.float32(H), np.float32(H), np.float32(x(D)))),
-        ),
-        "search.exact.exact_search": (
-            (lambda q, w, b: exact_search(q, w, 2, bias=b), (H, TABLE, BIAS)),
-            (lambda q, w: exact_search(q, w, 2, block_size=3), (H, TABLE)),
-        ),
-        "search.ivf.ivf_search": ((lambda q: ivf_search(IVF, q, 2, probes=2), (H,)),),
-        "search.lsh.lsh_search": ((lambda q: lsh_search(LSH, q, 2, probes=2), (H,)),),
-        "search.lsh.lsh_candidates": ((lambda q: lsh_candidates(LSH, q, probes=2), (H,)),),
-        "softmax.cross_entropy.logits": ((lambda h, w, b: cross_entropy.logits(h, w, bias=b), (H, TABLE, BIAS)),),
-        "softmax.cross_entropy.linear_cross_entropy": tuple(
-            (
-                lambda h, w, y, b, m, kw=kw: cross_entropy.linear_cross_entropy(h, w, y, bias=b, weights=m, **kw),
-                (H, TABLE, LABELS, BIAS, WEIGHTS),
-            )
-            for kw in (
-                {},
-                {"impl": "vocabulary", "block_size": 3},
-                {"impl": "reference"},
-                {"reduction": "none", "return_stats": True, "z_loss": 0.1},
-            )
     ),
     "convolution.depthwise_conv": (
         (lambda *a: convolution.depthwise_conv(*a, ahead=1), (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),
@@ -390,136 +333,133 @@ CALLS = (
             lambda h, w, y, b, m, kw=kw: cross_entropy.linear_cross_entropy(h, w, y, bias=b, weights=m, **kw),
             (H, TABLE, LABELS, BIAS, WEIGHTS),
         )
-        + ((cross_entropy.linear_cross_entropy, (np.float16(H), TABLE, LABELS)),),
-        "softmax.cross_entropy.partial_cross_entropy": (
-            (cross_entropy.partial_cross_entropy, (H, TABLE, LABELS, np.array(2))),
+        for kw in (
+            {},
+            {"impl": "vocabulary", "block_size": 3},
+            {"impl": "reference"},
+            {"reduction": "none", "return_stats": True, "z_loss": 0.1},
+        )
+    )
+    + ((cross_entropy.linear_cross_entropy, (np.float16(H), TABLE, LABELS)),),
+    "softmax.cross_entropy.partial_cross_entropy": (
+        (cross_entropy.partial_cross_entropy, (H, TABLE, LABELS, np.array(2))),
+    ),
+    "softmax.cross_entropy.merged_lse": ((cross_entropy.merged_lse, (x(N), x(N))),),
+    "softmax.cross_entropy.zero_ignored_tokens": ((cross_entropy.zero_ignored_tokens, (H, LABELS, WEIGHTS)),),
+    "softmax.adaptive.adaptive_nll": (
+        (
+            lambda h, head, tails, y, b: adaptive.adaptive_nll(h, head, tails, y, **ADAPTIVE, head_bias=b),
+            (H, HEAD, TAILS, LABELS, x(5)),
         ),
-        "softmax.cross_entropy.merged_lse": ((cross_entropy.merged_lse, (x(N), x(N))),),
-        "softmax.cross_entropy.zero_ignored_tokens": ((cross_entropy.zero_ignored_tokens, (H, LABELS, WEIGHTS)),),
-        "softmax.adaptive.adaptive_nll": (
-            (
-                lambda h, head, tails, y, b: adaptive.adaptive_nll(h, head, tails, y, **ADAPTIVE, head_bias=b),
-                (H, HEAD, TAILS, LABELS, x(5)),
-            ),
+    ),
+    "softmax.adaptive.adaptive_log_probs": (
+        (
+            lambda h, head, tails, b: adaptive.adaptive_log_probs(h, head, tails, **ADAPTIVE, head_bias=b),
+            (H, HEAD, TAILS, x(5)),
         ),
-        "softmax.adaptive.adaptive_log_probs": (
-            (
-                lambda h, head, tails, b: adaptive.adaptive_log_probs(h, head, tails, **ADAPTIVE, head_bias=b),
-                (H, HEAD, TAILS, x(5)),
-            ),
+    ),
+    "softmax.adaptive.adaptive_top_k": (
+        (
+            lambda h, head, tails, b: adaptive.adaptive_top_k(h, head, tails, k=2, **ADAPTIVE, head_bias=b),
+            (H, HEAD, TAILS, x(5)),
         ),
-        "softmax.adaptive.adaptive_top_k": (
-            (
-                lambda h, head, tails, b: adaptive.adaptive_top_k(h, head, tails, k=2, **ADAPTIVE, head_bias=b),
-                (H, HEAD, TAILS, x(5)),
-            ),
+    ),
+    "softmax.adaptive.adaptive_sample": (
+        (lambda h, head, tails, k: adaptive.adaptive_sample(h, head, tails, key=k, **ADAPTIVE), (H, HEAD, TAILS, KEY)),
+    ),
+    "softmax.class_based.class_nll": (
+        (
+            lambda h, c, w, y, b, e: class_based.class_nll(h, c, w, CLASSES, y, class_bias=b, word_bias=e),
+            (H, x(3, D), TABLE, LABELS, x(3), BIAS),
         ),
-        "softmax.adaptive.adaptive_sample": (
-            (
-                lambda h, head, tails, k: adaptive.adaptive_sample(h, head, tails, key=k, **ADAPTIVE),
-                (H, HEAD, TAILS, KEY),
-            ),
+    ),
+    "softmax.class_based.class_log_probs": (
+        (
+            lambda h, c, w, b, e: class_based.class_log_probs(h, c, w, CLASSES, class_bias=b, word_bias=e),
+            (H, x(3, D), TABLE, x(3), BIAS),
         ),
-        "softmax.class_based.class_nll": (
-            (
-                lambda h, c, w, y, b, e: class_based.class_nll(h, c, w, CLASSES, y, class_bias=b, word_bias=e),
-                (H, x(3, D), TABLE, LABELS, x(3), BIAS),
-            ),
+    ),
+    "softmax.class_based.class_top_k": (
+        (
+            lambda h, c, w, b, e: class_based.class_top_k(h, c, w, CLASSES, 2, class_bias=b, word_bias=e),
+            (H, x(3, D), TABLE, x(3), BIAS),
         ),
-        "softmax.class_based.class_log_probs": (
-            (
-                lambda h, c, w, b, e: class_based.class_log_probs(h, c, w, CLASSES, class_bias=b, word_bias=e),
-                (H, x(3, D), TABLE, x(3), BIAS),
-            ),
+    ),
+    "softmax.class_based.class_sample": (
+        (lambda h, c, w, k: class_based.class_sample(h, c, w, CLASSES, k), (H, x(3, D), TABLE, KEY)),
+    ),
+    "softmax.binary_codes.code_nll": tuple(
+        (lambda z, y, loss=loss: binary_codes.code_nll(z, y, CODE, loss=loss), (x(N, 3), LABELS))
+        for loss in binary_codes.LOSSES
+    ),
+    "softmax.binary_codes.code_log_normalizer": ((lambda z: binary_codes.code_log_normalizer(z, CODE), (x(N, 3),)),),
+    "softmax.binary_codes.code_log_probs": ((lambda z: binary_codes.code_log_probs(z, CODE), (x(N, 3),)),),
+    "softmax.binary_codes.code_top_k": ((lambda z: binary_codes.code_top_k(z, CODE, 2), (x(N, 3),)),),
+    "softmax.binary_codes.code_sample": ((lambda z, k: binary_codes.code_sample(z, CODE, k), (x(N, 3), KEY)),),
+    "softmax.binary_codes.hybrid_nll": ((hybrid(binary_codes.hybrid_nll), (x(N, 4), x(N, 3), LABELS)),),
+    "softmax.binary_codes.hybrid_log_probs": ((hybrid(binary_codes.hybrid_log_probs), (x(N, 4), x(N, 3))),),
+    "softmax.binary_codes.hybrid_top_k": ((hybrid(binary_codes.hybrid_top_k, 2), (x(N, 4), x(N, 3))),),
+    "softmax.binary_codes.hybrid_sample": (
+        (lambda c, z, k: binary_codes.hybrid_sample(c, z, CODE, k, temperature=0.5), (x(N, 4), x(N, 3), KEY)),
+    ),
+    "softmax.grouped_softmax.grouped_nll": ((lambda *a: grouped_softmax.grouped_nll(*a, block=2, width=2), GROUPED),),
+    "softmax.grouped_softmax.known_labels": ((lambda y: grouped_softmax.known_labels(y, N, V), (LABELS,)),),
+    "softmax.grouped_softmax.best_of": ((grouped_softmax.best_of, (x(2), ids(2), x(3), ids(3))),),
+    "softmax.margin.hardest": ((lambda s, i, y: margin.hardest(s, i, y, 2), (x(N, 5), ids(5), LABELS)),),
+    "softmax.margin.margin_loss": ((margin.margin_loss, (x(N), x(N, 3))),),
+    "softmax.margin.triplet_loss": ((margin.triplet_loss, (H, x(N, D), x(N, 3, D))),),
+    "softmax.sampled_losses.scores": (
+        (sampled_losses.scores, (H, x(N, D), x(5, D))),
+        (sampled_losses.scores, (np.float16(H), x(N, D), x(N, 5, D))),
+    ),
+    "softmax.sampled_losses.hits": ((sampled_losses.hits, (SAMPLES, LABELS)),),
+    "softmax.sampled_losses.sampled_softmax": ((sampled_losses.sampled_softmax, (x(N), x(N, 5), SAMPLES, LABELS)),),
+    "softmax.sampled_losses.importance_sampling": ((sampled_losses.importance_sampling, (x(N), x(N, 5), SAMPLES)),),
+    "softmax.sampled_losses.adaptive_importance_sampling": (
+        (
+            lambda h, y, z, s: sampled_losses.adaptive_importance_sampling(h, y, z, s, effective=2.0, block=5),
+            (H, x(N, D), x(5, D), SAMPLES),
         ),
-        "softmax.class_based.class_top_k": (
-            (
-                lambda h, c, w, b, e: class_based.class_top_k(h, c, w, CLASSES, 2, class_bias=b, word_bias=e),
-                (H, x(3, D), TABLE, x(3), BIAS),
-            ),
-        ),
-        "softmax.class_based.class_sample": (
-            (lambda h, c, w, k: class_based.class_sample(h, c, w, CLASSES, k), (H, x(3, D), TABLE, KEY)),
-        ),
-        "softmax.binary_codes.code_nll": tuple(
-            (lambda z, y, loss=loss: binary_codes.code_nll(z, y, CODE, loss=loss), (x(N, 3), LABELS))
-            for loss in binary_codes.LOSSES
-        ),
-        "softmax.binary_codes.code_log_normalizer": (
-            (lambda z: binary_codes.code_log_normalizer(z, CODE), (x(N, 3),)),
-        ),
-        "softmax.binary_codes.code_log_probs": ((lambda z: binary_codes.code_log_probs(z, CODE), (x(N, 3),)),),
-        "softmax.binary_codes.code_top_k": ((lambda z: binary_codes.code_top_k(z, CODE, 2), (x(N, 3),)),),
-        "softmax.binary_codes.code_sample": ((lambda z, k: binary_codes.code_sample(z, CODE, k), (x(N, 3), KEY)),),
-        "softmax.binary_codes.hybrid_nll": ((hybrid(binary_codes.hybrid_nll), (x(N, 4), x(N, 3), LABELS)),),
-        "softmax.binary_codes.hybrid_log_probs": ((hybrid(binary_codes.hybrid_log_probs), (x(N, 4), x(N, 3))),),
-        "softmax.binary_codes.hybrid_top_k": ((hybrid(binary_codes.hybrid_top_k, 2), (x(N, 4), x(N, 3))),),
-        "softmax.binary_codes.hybrid_sample": (
-            (lambda c, z, k: binary_codes.hybrid_sample(c, z, CODE, k, temperature=0.5), (x(N, 4), x(N, 3), KEY)),
-        ),
-        "softmax.grouped_softmax.grouped_nll": (
-            (lambda *a: grouped_softmax.grouped_nll(*a, block=2, width=2), GROUPED),
-        ),
-        "softmax.grouped_softmax.known_labels": ((lambda y: grouped_softmax.known_labels(y, N, V), (LABELS,)),),
-        "softmax.grouped_softmax.best_of": ((grouped_softmax.best_of, (x(2), ids(2), x(3), ids(3))),),
-        "softmax.margin.hardest": ((lambda s, i, y: margin.hardest(s, i, y, 2), (x(N, 5), ids(5), LABELS)),),
-        "softmax.margin.margin_loss": ((margin.margin_loss, (x(N), x(N, 3))),),
-        "softmax.margin.triplet_loss": ((margin.triplet_loss, (H, x(N, D), x(N, 3, D))),),
-        "softmax.sampled_losses.scores": (
-            (sampled_losses.scores, (H, x(N, D), x(5, D))),
-            (sampled_losses.scores, (np.float16(H), x(N, D), x(N, 5, D))),
-        ),
-        "softmax.sampled_losses.hits": ((sampled_losses.hits, (SAMPLES, LABELS)),),
-        "softmax.sampled_losses.sampled_softmax": ((sampled_losses.sampled_softmax, (x(N), x(N, 5), SAMPLES, LABELS)),),
-        "softmax.sampled_losses.importance_sampling": ((sampled_losses.importance_sampling, (x(N), x(N, 5), SAMPLES)),),
-        "softmax.sampled_losses.adaptive_importance_sampling": (
-            (
-                lambda h, y, z, s: sampled_losses.adaptive_importance_sampling(h, y, z, s, effective=2.0, block=5),
-                (H, x(N, D), x(5, D), SAMPLES),
-            ),
-        ),
-        "softmax.sampled_losses.noise_contrastive": ((sampled_losses.noise_contrastive, (x(N), x(N, 5), SAMPLES)),),
-        "softmax.sampled_losses.negative_sampling": ((sampled_losses.negative_sampling, (x(N), x(N, 5))),),
-        "softmax.proposals.sample": tuple(
-            (lambda k, y, s=sampler, kw=kw: proposals.sample(s, k, 3, y, **kw), (KEY, LABELS))
-            for sampler in (
-                proposals.Uniform(V),
-                proposals.LogUniform(V),
-                proposals.unigram(1.0 + np.arange(V)),
-                proposals.LearnedUnigram.start(V),
-            )
-            for kw in ({}, {"unique": True})
-        ),
-        "sampling.sample": ((lambda z, k: sampling.sample(z, k, top_k=3, top_p=0.9), (x(N, V), KEY)),),
-        "sampling.pick": (
-            (
-                lambda z, p, a: sampling.pick(z, p, temperature=0.5, allowed=a),
-                (x(N, V), RNG.random(N), np.arange(V) > 2),
-            ),
-        ),
-        "sampling.restrict": ((lambda z: sampling.restrict(z, top_k=3, top_p=0.9), (x(N, V),)),),
-        "softmax.hierarchical.tree_nll": (
-            (lambda h, w, y, b: hierarchical.tree_nll(h, w, TREE, y, bias=b), (H, x(V - 1, D), LABELS, x(V - 1))),
-        ),
-        "softmax.hierarchical.path_nll": ((hierarchical.path_nll, (H, x(N, 3, D), np.sign(x(N, 3)), x(N, 3))),),
-        "softmax.hierarchical.tree_paths": ((lambda y: hierarchical.tree_paths(TREE, y), (LABELS,)),),
-        "softmax.hierarchical.tree_rows": ((lambda y: hierarchical.tree_rows(TREE, y), (LABELS,)),),
-        "softmax.hierarchical.tree_log_probs": (
-            (lambda h, w, b: hierarchical.tree_log_probs(h, w, TREE, bias=b), (H, x(V - 1, D), x(V - 1))),
-        ),
-        "softmax.hierarchical.tree_top_k": (
-            (lambda h, w, b: hierarchical.tree_top_k(h, w, TREE, 2, bias=b), (H, x(V - 1, D), x(V - 1))),
-        ),
-        "softmax.hierarchical.tree_sample": tuple(
-            (lambda h, w, k, t=t: hierarchical.tree_sample(h, w, TREE, k, temperature=t), (H, x(V - 1, D), KEY))
-            for t in (1.0, 0.5, 0.0)
-        ),
-        "softmax.vmf.log_iv": ((lambda k: vmf.log_iv(2, k), (np.abs(x(N)),)),),
-        "softmax.vmf.bessel_ratio": ((lambda k: vmf.bessel_ratio(2, k), (np.abs(x(N)),)),),
-        "softmax.vmf.log_normalizer": ((lambda k: vmf.log_normalizer(D, k), (np.abs(x(N)),)),),
-        "softmax.vmf.vmf_loss": ((lambda h, w, m: vmf.vmf_loss(h, w, weights=m), (H, x(N, D), WEIGHTS)),),
-    }
-)
+    ),
+    "softmax.sampled_losses.noise_contrastive": ((sampled_losses.noise_contrastive, (x(N), x(N, 5), SAMPLES)),),
+    "softmax.sampled_losses.negative_sampling": ((sampled_losses.negative_sampling, (x(N), x(N, 5))),),
+    "softmax.proposals.sample": tuple(
+        (lambda k, y, s=sampler, kw=kw: proposals.sample(s, k, 3, y, **kw), (KEY, LABELS))
+        for sampler in (
+            proposals.Uniform(V),
+            proposals.LogUniform(V),
+            proposals.unigram(1.0 + np.arange(V)),
+            proposals.LearnedUnigram.start(V),
+        )
+        for kw in ({}, {"unique": True})
+    ),
+    "sampling.sample": ((lambda z, k: sampling.sample(z, k, top_k=3, top_p=0.9), (x(N, V), KEY)),),
+    "sampling.pick": (
+        (lambda z, p, a: sampling.pick(z, p, temperature=0.5, allowed=a), (x(N, V), RNG.random(N), np.arange(V) > 2)),
+    ),
+    "sampling.restrict": ((lambda z: sampling.restrict(z, top_k=3, top_p=0.9), (x(N, V),)),),
+    "softmax.hierarchical.tree_nll": (
+        (lambda h, w, y, b: hierarchical.tree_nll(h, w, TREE, y, bias=b), (H, x(V - 1, D), LABELS, x(V - 1))),
+    ),
+    "softmax.hierarchical.path_nll": ((hierarchical.path_nll, (H, x(N, 3, D), np.sign(x(N, 3)), x(N, 3))),),
+    "softmax.hierarchical.tree_paths": ((lambda y: hierarchical.tree_paths(TREE, y), (LABELS,)),),
+    "softmax.hierarchical.tree_rows": ((lambda y: hierarchical.tree_rows(TREE, y), (LABELS,)),),
+    "softmax.hierarchical.tree_log_probs": (
+        (lambda h, w, b: hierarchical.tree_log_probs(h, w, TREE, bias=b), (H, x(V - 1, D), x(V - 1))),
+    ),
+    "softmax.hierarchical.tree_top_k": (
+        (lambda h, w, b: hierarchical.tree_top_k(h, w, TREE, 2, bias=b), (H, x(V - 1, D), x(V - 1))),
+    ),
+    "softmax.hierarchical.tree_sample": tuple(
+        (lambda h, w, k, t=t: hierarchical.tree_sample(h, w, TREE, k, temperature=t), (H, x(V - 1, D), KEY))
+        for t in (1.0, 0.5, 0.0)
+    ),
+    "softmax.vmf.log_iv": ((lambda k: vmf.log_iv(2, k), (np.abs(x(N)),)),),
+    "softmax.vmf.bessel_ratio": ((lambda k: vmf.bessel_ratio(2, k), (np.abs(x(N)),)),),
+    "softmax.vmf.log_normalizer": ((lambda k: vmf.log_normalizer(D, k), (np.abs(x(N)),)),),
+    "softmax.vmf.vmf_loss": ((lambda h, w, m: vmf.vmf_loss(h, w, weights=m), (H, x(N, D), WEIGHTS)),),
+}
+CALLS |= weights_calls.CALLS
 
 # Modules without public ops: the executor and kernels of `attend`, masks, blocks of logits of the losses, helpers.
 INTERNAL = {

@@ -14,7 +14,7 @@ import jax
 from hpnlp.nn.mixers.checks import check_decoding
 from hpnlp.ops.attention import Full, Mask, PerHead, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
-from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
 class ExactMixer(nn.Module):
