@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,8 @@ from hpnlp.compress.layers import join_layers, split_layers
 from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
+from hpnlp.ops.weights import ObservedWeight, quantize
 from hpnlp.ops.weights import factorize as factorize_matrix
-from hpnlp.ops.weights import quantize
 from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
 from hpnlp.spec import build, parse
 from hpnlp.types import InputError
@@ -137,22 +137,27 @@ def magnitude(share: float) -> tuple[str, Compressor]:
     return STRUCTURE, _matrix_compressor(prune)
 
 
-def factorize(parameters: float = 0.0, energy: float = 0.0, rank: int = 0) -> tuple[str, Compressor]:
+def factorize(
+    parameters: float = 0.0, energy: float = 0.0, rank: int = 0, by: str = "inputs"
+) -> tuple[str, Compressor]:
     """Kernels become products of two thin matrices, where that saves parameters.
 
     Args:
       parameters: Share of the parameters of each kernel that its factors have; or
       energy: share of the sum of squared singular values that each kernel keeps; or
       rank: the rank.
+      by: "inputs" minimises the error of products with inputs from calibration data; "weights" that of the kernels.
 
     Returns:
       What it changes, and the compressor.
 
     Raises:
-      InputError: Not exactly one argument is given, or it is out of range.
+      InputError: `by` is unknown, not exactly one argument is given, or it is out of range.
     """
     if sum(value != 0 for value in (parameters, energy, rank)) != 1 or min(parameters, energy, rank) < 0:
         raise InputError("factorize takes one of parameters=0.5, energy=0.9 and rank=64")
+    if by not in ("inputs", "weights"):
+        raise InputError(f"factorize(by={by!r}): expected inputs or weights")
     if max(parameters, energy) > 1:
         raise InputError(f"factorize({parameters or energy}): expected a share, at most 1")
 
@@ -172,7 +177,16 @@ def factorize(parameters: float = 0.0, energy: float = 0.0, rank: int = 0) -> tu
             raise InputError(
                 "factorize: the factors would have as many parameters as the kernels: lower the share or rank"
             )
-        return config, map_matrices(lambda path, w: factorize_matrix(w, saves[path]) if path in saves else w, weights)
+        moments = weights if by == "weights" else _input_moments(config, weights, saves, calibration)
+
+        def convert(path: str, w: Any) -> Any:
+            if path not in saves:
+                return w
+            if by == "weights":
+                return factorize_matrix(w, saves[path])
+            return factorize_matrix(w.matrix, saves[path], covariance=w.moments)
+
+        return config, map_matrices(convert, moments)
 
     return FACTORS, compress
 
@@ -345,6 +359,24 @@ def _matrices(weights: Any) -> list[tuple[str, Any]]:
 
     map_matrices(note, weights, stacked=True)
     return [(path, w) for path, w in found if path.split("/")[0] not in (BUFFERS, FROZEN)]
+
+
+def _input_moments(config: Any, weights: Any, paths: Collection[str], calibration: Calibration | None) -> Any:
+    """The weights with an ObservedWeight at each path, whose moments are those of its inputs on calibration data."""
+    if calibration is None:
+        raise InputError("factorize(by='inputs') needs calibration data: use by=weights, or pass some")
+
+    def observe(path: str, w: Any) -> Any:
+        return ObservedWeight(w, jnp.zeros((w.shape[0], w.shape[0]))) if path in paths else w
+
+    observed = map_matrices(observe, weights)
+    gradients = calibration.gradients(config, observed)
+    found = {path: node.moments for path, node in _matrices(gradients) if isinstance(node, ObservedWeight)}
+
+    def with_moments(path: str, w: Any) -> Any:
+        return dataclasses.replace(w, moments=found[path]) if path in paths else w
+
+    return map_matrices(with_moments, observed, stacked=True)
 
 
 def _check_share(name: str, share: float) -> None:

@@ -98,3 +98,20 @@ def test_compressed_models_and_absent_calibration_raise():
         list(compress(CONFIG, result("int8")[1], parse_recipe("int8")))
     with pytest.raises(InputError, match="needs calibration data"):
         list(compress(CONFIG, WEIGHTS, parse_recipe("heads(0.5)")))
+
+
+def test_factors_fit_the_inputs_of_each_kernel():
+    """Inputs of the second product of each layer lie in few directions, which factors of that rank keep exactly."""
+    weights = jax.tree.map(lambda x: x, WEIGHTS)
+    mlp = {name: dict(child) for name, child in weights["layers"]["mlp"].items()}
+    for name in ("up", "gate"):
+        mlp[name]["kernel"] = mlp[name]["kernel"].at[..., 6:].set(0.0)
+    weights["layers"] = {**weights["layers"], "mlp": mlp}
+    by = {}
+    for kind in ("inputs", "weights"):
+        recipe = parse_recipe(f"factorize(rank=7, by={kind})")
+        *_, (_, _, by[kind]) = compress(CONFIG, weights, recipe, Calibration(gradients))
+    down = {kind: np.asarray(dense_tree(tree)["layers"]["mlp"]["down"]["kernel"]) for kind, tree in by.items()}
+    exact = np.asarray(mlp["down"]["kernel"])
+    np.testing.assert_allclose(down["inputs"][:, :6], exact[:, :6], atol=2e-3)
+    assert np.abs(down["weights"][:, :6] - exact[:, :6]).max() > 0.02
