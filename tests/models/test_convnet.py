@@ -31,7 +31,8 @@ def make_batch(count=B):
     ones = np.ones_like(tokens)
     labels = rng.integers(0, CLASSES, count).astype(np.int32)
     weights = (np.arange(count) % 5 != 4).astype(np.float32)
-    return {"tokens": tokens, "segment_ids": ones, "positions": ones, "labels": labels, "weights": weights}
+    arrays = {"tokens": tokens, "segment_ids": ones, "positions": ones, "labels": labels, "weights": weights}
+    return {name: jnp.asarray(array) for name, array in arrays.items()}
 
 
 def weights_of(model, seed=0):
@@ -93,20 +94,20 @@ def test_accumulation_with_group_norm_matches_the_whole_batch():
 def test_moving_averages_are_those_of_all_parts():
     """Moments of sums over two parts are those of the whole batch, where both parts have been normalised alike."""
     model, batch = make("conv(4)"), make_batch()
-    weights = weights_of(model)
+    initial = weights_of(model)
 
-    def statistics(rows):
+    def statistics(weights, rows):
         part = {name: x[rows] for name, x in batch.items()}
         return model.apply(variables.collections(weights), part, False, method="loss").statistics
 
-    def advanced():
-        both = jax.tree.map(jnp.add, statistics(slice(0, 10)), statistics(slice(10, B)))
-        sums = both, statistics(slice(0, B)), jax.tree.map(jnp.zeros_like, both)
-        return [model.advance(weights["buffers"], x, 0, jax.random.key(0)) for x in sums]
+    def advanced(weights):
+        both = jax.tree.map(jnp.add, statistics(weights, slice(0, 10)), statistics(weights, slice(10, B)))
+        sums = both, statistics(weights, slice(0, B)), jax.tree.map(jnp.zeros_like, both)
+        return [model.advance(weights["buffers"], x, jnp.int32(0), jax.random.key(0)) for x in sums]
 
-    of_parts, of_whole, of_nothing = jax.jit(advanced, compiler_options=ONCE)()
+    of_parts, of_whole, of_nothing = jax.jit(advanced, compiler_options=ONCE)(initial)
     assert_close(of_parts, of_whole)
-    assert_close(of_nothing, weights["buffers"])
+    assert_close(of_nothing, initial["buffers"])
 
 
 def test_filters_removed_from_arrays_equal_filters_set_to_0():
@@ -137,7 +138,8 @@ def test_filters_removed_from_arrays_equal_filters_set_to_0():
             reduced(tree, "block_2", [(name, array) for array in arrays], hidden, 0)
 
     def logits(model, params, buffers):
-        return model.apply(variables.collections(variables.join(params, buffers)), make_batch(), method="logits")
+        weights = jax.tree.map(jnp.asarray, variables.join(params, buffers))
+        return model.apply(variables.collections(weights), make_batch(), method="logits")
 
     assert_close(logits(small, params, buffers), logits(full, *zeroed))
 
@@ -146,7 +148,7 @@ def test_padding_does_not_change_training():
     model = make()
     weights, batch = weights_of(model), make_batch()
     padding = batch["weights"] == 0
-    other = {**batch, "tokens": np.where(padding[:, None], 255 - batch["tokens"], batch["tokens"])}
+    other = {**batch, "tokens": jnp.where(padding[:, None], 255 - batch["tokens"], batch["tokens"])}
 
     def outputs(batch):
         return model.apply(variables.collections(weights), batch, False, method="loss")
@@ -284,10 +286,10 @@ def torch_network(torch, config, params, buffers):
 def test_loss_gradients_and_moving_averages_match_torch(torch):
     model = make("conv(4),separable(6,stride=2),inverted(6,expand=2),inverted(8,stride=2,expand=1),conv(5,kernel=1)")
     weights, batch = weights_of(model), make_batch()
-    batch["weights"] = np.ones(B, np.float32)
+    batch["weights"] = jnp.ones(B)
     params, buffers = variables.split(weights)
     network, norms = torch_network(torch, model.config, params, buffers)
-    x = torch.from_numpy(batch["tokens"].reshape(B, 1, SIDE, SIDE).astype(np.float32) * np.float32(2 / 255) - 1)
+    x = torch.from_numpy(np.array(batch["tokens"], np.float32).reshape(B, 1, SIDE, SIDE) * np.float32(2 / 255) - 1)
     network.eval()
     logits = model.apply(variables.collections(weights), batch, method="logits")
     np.testing.assert_allclose(logits, network(x).detach().numpy(), atol=2e-5, rtol=2e-5)
@@ -298,10 +300,10 @@ def test_loss_gradients_and_moving_averages_match_torch(torch):
 
     (value, statistics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     network.train()
-    expected = torch.nn.functional.cross_entropy(network(x), torch.from_numpy(batch["labels"]).long())
+    expected = torch.nn.functional.cross_entropy(network(x), torch.from_numpy(np.array(batch["labels"])).long())
     expected.backward()
     np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
-    advanced = model.advance(buffers, statistics, 0, jax.random.key(0))
+    advanced = model.advance(buffers, statistics, jnp.int32(0), jax.random.key(0))
     for (block, name), layer in norms.items():
         for ours, theirs in (("mean", layer.running_mean), ("variance", layer.running_var)):
             np.testing.assert_allclose(advanced[block][name][ours], theirs.numpy(), rtol=1e-5, atol=1e-6)
