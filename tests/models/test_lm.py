@@ -424,7 +424,7 @@ def test_non_embedding_parameters_counts_matrices(fields):
         ({"mlp": "swish"}, "unknown model.mlp 'swish': did you mean 'swiglu'"),
         ({"norm": "layernorm"}, "unknown model.norm 'layernorm': did you mean 'layer'"),
         ({"mixer": "ful"}, "unknown mixer 'ful': did you mean 'full'"),
-        ({"mixer": "full(0.1)"}, r"mixer 'full' takes no arguments: too many positional"),
+        ({"mixer": "full(0.1)"}, r"mixer 'full' takes .*soft_cap=None, scale=None.: too many positional"),
         ({"mixer": "window(4,0)*2,full"}, r"model.mixer='window.4,0.*2,full' takes 3 layers for one turn"),
         ({"output": "soft"}, "unknown output layer 'soft'"),
         ({"rope_scaling": "linear"}, "RoPE scaling 'linear' takes"),
