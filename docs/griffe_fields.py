@@ -5,11 +5,18 @@ A config field is `name: type = option(default, "help")`; an option of a module 
 
 from __future__ import annotations
 
-import ast
+import importlib
 from pathlib import Path
 from typing import Any
 
 import griffe
+
+
+def help_of(attr: griffe.Attribute) -> str:
+    """The help of a config field, which its module computes, as from a constant that several fields share."""
+    assert attr.parent is not None
+    owner: Any = getattr(importlib.import_module(attr.module.path), attr.parent.name)
+    return owner.__dataclass_fields__[attr.name].metadata["help"]
 
 
 class Fields(griffe.Extension):
@@ -18,8 +25,8 @@ class Fields(griffe.Extension):
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         value = attr.value
         if isinstance(value, griffe.ExprCall) and str(value.function) == "option":
-            attr.value, text = value.arguments[:2]
-            attr.docstring = griffe.Docstring(ast.literal_eval(str(text)), parent=attr)
+            attr.value = value.arguments[0]
+            attr.docstring = griffe.Docstring(help_of(attr), parent=attr)
         elif attr.docstring is None and attr.lineno and isinstance(attr.filepath, Path):
             lines = attr.filepath.read_text("utf-8").splitlines()[: attr.lineno - 1]
             comments = []
