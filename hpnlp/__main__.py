@@ -15,6 +15,7 @@ from typing import NoReturn
 COMMANDS = {
     "train": "train the model of an experiment file, or resume its training, and write a report",
     "generate": "continue prompts with a trained model",
+    "evaluate": "score a run on held-out data, also with another memory or other data",
     "sweep": "train all variants of an experiment that have not finished",
     "compare": "compare runs in a table and a plot",
     "plan": "estimate memory and time of an experiment on devices that need not exist, and find layouts that fit",

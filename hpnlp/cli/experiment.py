@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import re
@@ -177,11 +178,30 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
         raise InputError(f"--config={path} has no get_config(): define one that returns a config, as {EXAMPLE} does")
     config = call(path, module.get_config, *argument)
     _check_config(path, config)
-    config = _of_task(path, config, overrides)
-    types = field_types(config.task)
-    for override in overrides:
-        _check_override(override, types)
-    return _overridden(config, overrides, types)
+    return _overridden(_of_task(path, config, overrides), overrides)
+
+
+def changes(config: ConfigDict, overrides: Sequence[str]) -> dict[str, Any]:
+    """The fields that overrides set.
+
+    Args:
+      config: Values that are overridden.
+      overrides: Flags that set fields of the config, from `split`.
+
+    Returns:
+      Field, as "section.field" -> its value.
+
+    Raises:
+      InputError: An override is invalid.
+    """
+    values = _overridden(config, overrides)
+    names = dict.fromkeys(_field(override) for override in overrides)
+    return {name: functools.reduce(lambda section, key: section[key], name.split("."), values) for name in names}
+
+
+def _field(override: str) -> str:
+    """The field that an override sets."""
+    return override.lstrip("-").removeprefix("config.").partition("=")[0]
 
 
 def _check_config(path: str, config: Any) -> None:
@@ -230,7 +250,7 @@ def task_of(overrides: Sequence[str]) -> str:
 
 def _check_override(override: str, types: Mapping[str, str]) -> None:
     """Raises InputError where an override names no field, or has no value."""
-    name, equals, _ = override.lstrip("-").removeprefix("config.").partition("=")
+    name, equals = _field(override), "=" in override
     fields = [field for field in types if field.startswith(f"{name}.")]
     if fields:
         raise InputError(
@@ -240,15 +260,19 @@ def _check_override(override: str, types: Mapping[str, str]) -> None:
         raise InputError(f"{override} has no value: write {override}=VALUE ({types[name]})")
 
 
-def _overridden(config: ConfigDict, overrides: Sequence[str], types: Mapping[str, str]) -> Any:
-    """The config with its overrides applied. Raises InputError where a value has another type than its field."""
+def _overridden(config: ConfigDict, overrides: Sequence[str]) -> Any:
+    """The config with its overrides applied. Raises InputError where an override names no field, or has a wrong value."""
+    task: Any = config.task
+    types = field_types(task)
+    for override in overrides:
+        _check_override(override, types)
     values, argv = flags.FlagValues(), ["", *overrides]
     config_flags.DEFINE_config_dict("config", config, lock_config=True, flag_values=values, sys_argv=argv)
     try:
         values(argv)
     except flags.Error as error:
         override = next(override for override in overrides if override.lstrip("-") in str(error))
-        expected = types[override.lstrip("-").removeprefix("config.").partition("=")[0]]
+        expected = types[_field(override)]
         shown = override if len(override) <= 200 else f"{override[:200]}..."
         raise InputError(
             f"{shown}: expected {'tuple, for example (1,3)' if expected == 'tuple' else expected}"

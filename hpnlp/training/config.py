@@ -184,7 +184,19 @@ def default(task: str = "lm") -> ConfigDict:
     Raises:
       InputError: There is no such task.
     """
-    return _to_dict(Config(task=task)).lock()
+    return to_values(Config(task=task))
+
+
+def to_values(config: Config) -> ConfigDict:
+    """The values of a config, as flags override them and `resolve` reads them.
+
+    Args:
+      config: The config.
+
+    Returns:
+      A locked ConfigDict with a section per part: setting an unknown field or a value of a wrong type raises.
+    """
+    return _to_dict(config).lock()
 
 
 def for_task(values: ConfigDict, task: str) -> ConfigDict:

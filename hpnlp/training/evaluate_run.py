@@ -13,51 +13,85 @@ from hpnlp import tasks
 from hpnlp.models import variables
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean
-from hpnlp.training.config import Config
-from hpnlp.training.evaluation import Evaluation, evaluate
-from hpnlp.training.run_directory import load, make_model
+from hpnlp.training.config import Config, flat
+from hpnlp.training.evaluation import Evaluation, evaluate, further_scores
+from hpnlp.training.run_directory import load, load_config, make_model
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 
+# Fields of a run's config that an evaluation can change. The fields of other tasks than the run's are unknown.
+FIELDS = (
+    "model.mixer",
+    "data.seq_len",
+    "data.batch_size",
+    "data.heldout_path",
+    "data.heldout_bytes",
+    "data.heldout_examples",
+    "data.challenge_path",
+    "train.eval_stride",
+)
 
-def evaluate_run(workdir: str | Path, changes: Mapping[str, Any], limit: int | None = None) -> Evaluation:
+
+@dataclasses.dataclass(frozen=True)
+class RunEvaluation(Evaluation):
+    """Result of the evaluation of a run.
+
+    Attributes:
+      step: Step of the checkpoint that the parameters are from.
+    """
+
+    step: int
+
+
+def evaluate_run(
+    workdir: str | Path, changes: Mapping[str, Any], limit: int | None = None, step: int | None = None
+) -> RunEvaluation:
     """Scores the parameters of a run on held-out data, with changes of its config.
 
     Args:
       workdir: The run directory.
       changes: Fields of the run's config and their values, such as {"model.mixer": "transformer_xl(512)"}. The changed model
         must have parameters of the same names and shapes.
-      limit: Largest number of batches; None for all.
+      limit: Largest number of batches; None for all, and for the scores of further sets (`Task.further_heldout`).
+      step: Step of the checkpoint; None for the best, or the newest if none was evaluated.
 
     Returns:
-      Scores and sums.
+      Scores, sums and the step.
 
     Raises:
-      InputError: The directory holds no run, a field is unknown, or the changed config is invalid or has other parameters.
+      InputError: The directory holds no run, a field is unknown or not one of FIELDS, or the changed config is invalid or has
+        other parameters.
     """
-    run = load(workdir)
-    config = _changed(run.config, changes)
+    config = _changed(load_config(workdir), changes)
+    run = load(workdir, step)
     model = make_model(config, run.vocabulary)
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     trainer = make_trainer(model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
     shapes = trainer.state_shapes
     _check_shapes(run.params, variables.join(shapes.params, shapes.buffers), changes)
     dataset = tasks.find(config.task).dataset(config.data, run.vocabulary)
-    return evaluate(trainer, run.params, dataset, config, limit)
+    result = evaluate(trainer, run.params, dataset, config, limit)
+    scores = dict(result.scores)
+    if limit is None:
+        scores |= further_scores(trainer, run.params, dataset, config)
+    return RunEvaluation(scores, result.sums, run.step)
 
 
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
     """The config with other values of fields, which are named "section.field"."""
+    known, by_section = flat(config), {}
     for name, value in changes.items():
-        section_name, _, field = name.partition(".")
-        section = getattr(config, section_name, None)
-        fields = [x.name for x in dataclasses.fields(section)] if dataclasses.is_dataclass(section) else []
-        if field not in fields:
-            known = [f"{section_name}.{x}" for x in fields] or [x.name for x in dataclasses.fields(config)]
+        if name not in known:
             raise InputError(f"a run's config has no field {name!r}: {did_you_mean(name, known)}")
-        assert dataclasses.is_dataclass(section) and not isinstance(section, type)
-        config = dataclasses.replace(config, **{section_name: dataclasses.replace(section, **{field: value})})
-    return config
+        if name not in FIELDS:
+            fields = ", ".join(field for field in FIELDS if field in known)
+            raise InputError(
+                f"{name}={value!r} would not be the run that was trained: leave it out, an evaluation can change {fields}"
+            )
+        section, _, field = name.partition(".")
+        by_section.setdefault(section, {})[field] = value
+    sections = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in by_section.items()}
+    return dataclasses.replace(config, **sections)
 
 
 def _check_shapes(params: Any, expected: Any, changes: Mapping[str, Any]) -> None:

@@ -32,6 +32,10 @@ def test_a_run_is_evaluated_with_another_memory(tmp_path):
         ({"model.mixer": "full"}, "mixer'.*none.*change fields that leave the parameters as they are"),
         ({"model.mixr": "full"}, "no field 'model.mixr': did you mean 'model.mixer'"),
         ({"modl.mixer": "full"}, "no field 'modl.mixer'"),
+        (
+            {"data.heldout": 0.5},
+            "data.heldout=0.5 would not be the run .* can change model.mixer, data.seq_len, data.batch_size",
+        ),
     ):
         with pytest.raises(InputError, match=re.compile(message, re.DOTALL)):
             evaluate_run(tmp_path, changes)

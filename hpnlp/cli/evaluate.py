@@ -1,0 +1,75 @@
+"""`hpnlp evaluate`: scores a run on held-out data, also with another memory or other held-out data than in its training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from hpnlp import cli
+from hpnlp.cli import experiment
+from hpnlp.types import InputError
+
+USAGE = """
+hpnlp evaluate RUN [--config.model.mixer="transformer_xl(512)" --config.data.batch_size=8 ...]
+
+Scores the parameters of a run, RUN, on all of its held-out examples, and prints the scores; the run is not changed. Some fields
+of its config may have other values, as far as the parameters stay as they are. All other fields are those of the training.
+
+Fields:
+  --config.model.mixer=MIXERS
+      The same mixers with other sizes, such as a longer memory or window.
+  --config.data.seq_len=N
+      Tokens per sequence.
+  --config.data.batch_size=N
+      Sequences per batch.
+  --config.data.heldout_path=PATH
+      Other held-out examples.
+  --config.data.heldout_bytes=N
+      Number of bytes of held-out text, for language models.
+  --config.data.heldout_examples=N
+      Number of held-out examples, for tasks with labelled examples.
+  --config.data.challenge_path=PATH
+      Examples that are scored apart, for tasks with labelled examples.
+  --config.train.eval_stride=N
+      Number of tokens at the end of each sequence that are scored.
+"""
+
+flags.DEFINE_integer("step", None, "Step of the checkpoint; by default the best, or the newest if none was evaluated.")
+flags.DEFINE_integer(
+    "batches",
+    0,
+    "Largest number of batches, spread over the held-out examples; 0 for all.",
+    lower_bound=0,
+    upper_bound=2**31 - 1,
+)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Runs `hpnlp evaluate`.
+
+    Args:
+      argv: "hpnlp evaluate" and the arguments of the command.
+
+    Raises:
+      InputError: A flag, an override or the run is invalid.
+    """
+    argv, overrides = experiment.split(argv)
+    runs = cli.parse(argv, USAGE, positional=True)
+    if len(runs) != 1:
+        raise InputError("expected one run: write hpnlp evaluate RUN, the workdir of a run")
+    cli.prepare_jax()
+
+    from hpnlp import tasks
+    from hpnlp.training import config as configs
+    from hpnlp.training import evaluate_run, run_directory
+
+    config = run_directory.load_config(runs[0])
+    changes = experiment.changes(configs.to_values(config), overrides)
+    evaluation = evaluate_run.evaluate_run(runs[0], changes, cli.FLAGS.batches or None, cli.FLAGS.step)
+    changed = "".join(f", {name}={value}" for name, value in changes.items())
+    print(f"{runs[0]}, step {evaluation.step}{changed}")
+    primary, scores = tasks.find(config.task).metric, evaluation.scores
+    width = max(map(len, scores))
+    for name in sorted(scores, key=lambda name: name != primary):
+        print(f"  {name:{width}}  {scores[name]:.4f}")
