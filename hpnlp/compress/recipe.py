@@ -13,6 +13,7 @@ import numpy as np
 from hpnlp.compress import structure
 from hpnlp.compress.layers import join_layers, split_layers
 from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.compress.sensitivity import choose_bits, mean_curvature
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
 from hpnlp.ops.weights import ObservedWeight, quantize
@@ -230,6 +231,61 @@ def int4(group: int = 32) -> tuple[str, Compressor]:
     return NUMBERS, _matrix_compressor(convert)
 
 
+def mixed(bits: float = 4.0, choices: str = "2 4 8") -> tuple[str, Compressor]:
+    """Kernels of integers with few bits where the loss is flat, and more where it is curved; tables of 8 bits.
+
+    Args:
+      bits: Largest mean number of bits of a weight of the kernels.
+      choices: Numbers of bits that a kernel of a layer may have, ascending, of 2 to 8.
+
+    Returns:
+      What it changes, and the compressor.
+
+    Raises:
+      InputError: `choices` is no such list, or `bits` is below the first.
+    """
+    parts = str(choices).split()
+    if (
+        not parts
+        or any(not part.isdecimal() or not 2 <= int(part) <= 8 for part in parts)
+        or parts != sorted(set(parts))
+    ):
+        raise InputError(f"mixed(choices={choices!r}): expected ascending numbers of bits of 2 to 8, as '2 4 8'")
+    allowed = list(map(int, parts))
+    if bits < allowed[0]:
+        raise InputError(f"mixed(bits={bits}): expected at least {allowed[0]}, the fewest of its choices")
+
+    def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+        if calibration is None:
+            raise InputError("mixed needs calibration data: use int4 or int8, or pass some")
+        params = {name: tree for name, tree in weights.items() if name not in (BUFFERS, FROZEN)}
+        further = {name: tree for name, tree in weights.items() if name in (BUFFERS, FROZEN)}
+        curvature = mean_curvature(lambda p: calibration.gradients(config, {**p, **further}), params)
+        kernels = {path: w for path, w in _matrices(weights) if not is_table(path)}
+        if any(map(is_weight, kernels.values())):
+            raise InputError("mixed after factorize: choose int8 or int4 for the factors")
+        curved = dict(_matrices(curvature))
+        layers = {f"{path}:{i}": w for path, stacked in kernels.items() for i, w in enumerate(_one_by_one(stacked))}
+        of_layer = {f"{path}:{i}": c for path in kernels for i, c in enumerate(np.atleast_1d(curved[path]))}
+        chosen = choose_bits(layers, of_layer, bits, allowed)
+
+        def convert(path: str, w: Any) -> Any:
+            if is_table(path):
+                return quantize(w, 8, by_row=True)
+            one_by_one = [quantize(one, chosen[f"{path}:{i}"]) for i, one in enumerate(_one_by_one(w))]
+            as_bytes = [dataclasses.replace(one, codes=one.codes.astype(jnp.int8)) for one in one_by_one]
+            return jax.tree.map(lambda *parts: jnp.stack(parts), *as_bytes) if w.ndim == 3 else as_bytes[0]
+
+        return config, map_matrices(convert, weights, stacked=True)
+
+    return NUMBERS, compress
+
+
+def _one_by_one(w: Any) -> list[Any]:
+    """The matrices of stacked layers."""
+    return list(w) if w.ndim == 3 else [w]
+
+
 # Compressors by name.
 COMPRESSORS: dict[str, Callable[..., tuple[str, Compressor]]] = {
     "layers": layers,
@@ -239,6 +295,7 @@ COMPRESSORS: dict[str, Callable[..., tuple[str, Compressor]]] = {
     "factorize": factorize,
     "int8": int8,
     "int4": int4,
+    "mixed": mixed,
 }
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from hpnlp.compress.files import stored_bytes
 from hpnlp.compress.recipe import Calibration, compress, parse_recipe
+from hpnlp.compress.sensitivity import choose_bits, mean_curvature
 from hpnlp.models.lm import LM, LMConfig, example_batch
-from hpnlp.ops.weights import LowRankWeight, dense_tree
+from hpnlp.ops.weights import LowRankWeight, dense_tree, is_weight
 from hpnlp.types import InputError
 
 CONFIG = LMConfig(dim=16, heads=4, layers=3, vocab=40, max_len=16, mlp_dim=32, tied=False)
@@ -82,6 +83,8 @@ def test_least_important_units_go_first():
         ("layers(9)", "the model has 3 layers"),
         ("int8,heads(0.5)", r"put it before int8"),
         ("int8,int4", "leave out one of them"),
+        ("mixed(1)", "at least 2"),
+        ("mixed(choices='8 4')", "ascending numbers of bits"),
         ("factorize()", "factorize takes one of"),
         ("factorize(energy=2)", "at most 1"),
         ("int4(group=7)", "does not divide the 16 rows"),
@@ -115,3 +118,32 @@ def test_factors_fit_the_inputs_of_each_kernel():
     exact = np.asarray(mlp["down"]["kernel"])
     np.testing.assert_allclose(down["inputs"][:, :6], exact[:, :6], atol=2e-3)
     assert np.abs(down["weights"][:, :6] - exact[:, :6]).max() > 0.02
+
+
+def test_bits_go_where_the_loss_is_curved():
+    config, weights = result("mixed(4.5)")
+    assert config == CONFIG
+    kernels = [w for w in jax.tree.leaves(weights, is_leaf=is_weight) if is_weight(w)]
+    codes = [w.codes[i] for w in kernels if w.codes.ndim == 3 for i in range(3)]
+    bits = [int(np.log2(2 * int(np.abs(c).max()) + 2)) for c in codes]
+    assert set(bits) <= {2, 4, 8} and len(set(bits)) > 1
+    assert np.average(bits, weights=[c.size for c in codes]) <= 4.5
+    np.testing.assert_allclose(loss(config, weights), loss(CONFIG, WEIGHTS), rtol=0.05)
+
+
+def test_curvature_is_the_mean_of_the_hessians_diagonal():
+    diagonal = np.arange(1.0, 13.0, dtype=np.float32).reshape(3, 4)
+
+    def gradient(params):
+        return jax.grad(lambda p: 0.5 * (diagonal * p["a"] ** 2).sum() + 3 * p["b"][0, 0] * p["b"][1, 1])(params)
+
+    found = mean_curvature(gradient, {"a": jnp.ones((3, 4)), "b": jnp.ones((2, 2))}, draws=200)
+    np.testing.assert_allclose(found["a"], diagonal.mean(), rtol=1e-5)  # exact for a diagonal Hessian
+    assert found["b"] < 4 * 3 / 2 / np.sqrt(200)  # zero within four standard errors: the diagonal of b is 0
+
+
+def test_bits_are_spent_by_gain():
+    matrices = {name: jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32) for name in "ab"}
+    assert choose_bits(matrices, {"a": 1.0, "b": 100.0}, 3.0, [2, 4, 8]) == {"a": 2, "b": 4}
+    assert choose_bits(matrices, {"a": 1.0, "b": 1.0}, 8.0, [2, 4, 8]) == {"a": 8, "b": 8}
+    assert choose_bits(matrices, {"a": 1.0, "b": 1.0}, 2.0, [2, 4, 8]) == {"a": 2, "b": 2}
