@@ -144,6 +144,27 @@ def plot_tradeoff(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
+def plot_efficiency(rows: Rows, path: Path) -> None:
+    """Speed and peak memory of a training step relative to full attention, by length."""
+    mixers = list(dict.fromkeys(row["mixer"] for row in rows))
+    full = {row["length"]: row for row in rows if row["mixer"] == "full"}
+    figure, panels = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
+    titles = {"steps_per_second": "steps per second", "peak_memory_bytes": "peak memory of the process"}
+    for axes, (field, title) in zip(panels, titles.items(), strict=True):
+        for index, mixer in enumerate(mixers):
+            points = [(row["length"], row[field] / full[row["length"]][field]) for row in rows if row["mixer"] == mixer]
+            style = {"color": f"C{index % 10}", "marker": "os^v"[index // 10 % 4], "markersize": 4, "linewidth": 1}
+            axes.plot(*zip(*points, strict=True), label=mixer, **style)
+        axes.set(xlabel="tokens", title=f"{title}, relative to full", xscale="log", yscale="log")
+        axes.set_xticks(sorted(full), [f"{length:,}" for length in sorted(full)])
+        axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 PLOTS: dict[str, Callable[[Rows, Path], None]] = {
     "demo": plot_demo,
     "train_step": plot_train_step,

@@ -6,18 +6,21 @@ python experiments/bench/results.py
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from result_plots import CAPTIONS, CORPORA, PLOTS, plot_tradeoff
+from result_plots import CAPTIONS, CORPORA, PLOTS, plot_efficiency, plot_tradeoff
 from result_tables import BAR, TABLE, Lines
 
+from hpnlp.lra.table import render_efficiency
 from hpnlp.nn.mixers import MIXERS
+from hpnlp.plots import plot_bubbles
 from hpnlp.spec import build, parse_one
 
-# Files whose results are in docs/guide/output_layers.md and efficient_attention.md.
-IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_", "mixers-")
+# Files whose results are in docs/guide/output_layers.md, efficient_attention.md and lra.md.
+IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_", "mixers-", "arena")
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 IMAGES = ROOT / "docs" / "images"
@@ -150,6 +153,57 @@ def mixers(results: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{text}\n\n{table_of(columns, 'mixer')}"
 
 
+def arena(result: Mapping[str, Any]) -> str:
+    """Markdown table and chart of the runs of `hpnlp lra`.
+
+    Args:
+      result: The result file.
+
+    Returns:
+      The text.
+    """
+    rows = sorted(result["rows"], key=lambda row: -row["accuracy"])
+    full = next(row for row in rows if row["mixer"] == "full")
+    columns: dict[str, dict[str, str]] = {
+        name: {} for name in ("accuracy", "points over `full`", "steps", "steps/s", "MiB")
+    }
+    for row in rows:
+        figures = (
+            f"{100 * row['accuracy']:.1f} %",
+            f"{100 * (row['accuracy'] - full['accuracy']):+.1f}",
+            f"{row['steps']:,}",
+            f"{row['steps_per_second']:.1f}",
+            f"{row['peak_memory_bytes'] / 2**20:,.0f}",
+        )
+        for column, figure in zip(columns.values(), figures, strict=True):
+            column[row["mixer"]] = figure
+    scores = {row["mixer"]: (row["accuracy"], row["steps_per_second"], row["peak_memory_bytes"]) for row in rows}
+    plot_bubbles({f"ListOps, up to {full['length']} tokens": scores}, IMAGES / "arena-cpu.png")
+    count = full["heldout_examples"]
+    error = 100 * math.sqrt(full["accuracy"] * (1 - full["accuracy"]) / count)
+    text = (
+        f"Measured on {machine(result['environment'])}: as many steps as each mixer does in the time of {full['steps']:,} "
+        f"steps of `full`, batches of {full['batch_size']}, {count:,} held-out examples (standard error {error:.1f} points; the most "
+        f"frequent result has {100 * full['majority_accuracy']:.1f} %)."
+    )
+    return f"{text}\n\n{table_of(columns, 'mixer')}\n\n![Accuracy, speed and memory of mixers](../images/arena-cpu.png)"
+
+
+def arena_efficiency(result: Mapping[str, Any]) -> str:
+    """Markdown table and plot of training steps by length.
+
+    Args:
+      result: The result file.
+
+    Returns:
+      The text.
+    """
+    plot_efficiency(result["rows"], IMAGES / "arena_efficiency-cpu.png")
+    text = f"Measured on {machine(result['environment'])}, batches of {result['rows'][0]['batch_size']}."
+    picture = "![Speed and memory of training steps by length](../images/arena_efficiency-cpu.png)"
+    return f"{text}\n\n{render_efficiency(result['rows']).rstrip()}\n\n{picture}"
+
+
 def table_of(columns: Mapping[str, Mapping[str, str]], entry: str = "output layer") -> str:
     """A Markdown table with a row for each entry of a table. columns: heading -> name of the entry -> figure."""
     names = dict.fromkeys(name for column in columns.values() for name in column)
@@ -231,6 +285,9 @@ def main() -> None:
     replace_section(ROOT / "docs" / "results.md", "results", "\n\n".join(sections))
     replace_section(ROOT / "docs" / "guide" / "output_layers.md", "outputs", outputs)
     replace_section(ROOT / "docs" / "guide" / "efficient_attention.md", "mixers", mixers(by_bench))
+    for name, render in {"arena": arena, "arena_efficiency": arena_efficiency}.items():
+        if name in by_bench:
+            replace_section(ROOT / "docs" / "guide" / "lra.md", name, render(by_bench[name]))
     replace_section(ROOT / "README.md", "headline", headline(lines))
 
 
