@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
 
@@ -96,8 +100,9 @@ def _checked(x: Array, kernel: Array, segment_ids: Array | None, ahead: int) -> 
         raise InputError(
             f"kernel {kernel.shape}: expected at least one weight for each of the {x.shape[2]} features of x"
         )
-    # Without the checkpoint, a gradient would keep W float32 copies of x.
-    return jax.checkpoint(functools.partial(_convolve, ahead), prevent_cse=False)(x, kernel, segment_ids)
+    ids = () if segment_ids is None else (segment_ids,)
+    x, kernel, *ids = vary_alike(x, kernel, *ids)
+    return _convolve(ahead, x, kernel, ids[0] if ids else None)
 
 
 @array_op("B P", x="B T", lengths="B")
@@ -121,16 +126,49 @@ def last_tokens(
     return jnp.where(indices >= 0, jnp.take_along_axis(x, jnp.maximum(indices, 0), axis=1), jnp.zeros((), x.dtype))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _convolve(ahead: int, x: Array, kernel: Array, segment_ids: Array | None) -> Array:
-    weights = kernel.astype(jnp.float32)
-    # A product with ones in place of broadcasting: its gradient by the weights is a product, too. XLA:CPU would sum over tokens
-    # in columns, which takes 60 times as long.
-    ones = jnp.ones((*x.shape[:2], 1), jnp.float32)
+    weights = kernel.astype(jnp.float32)[:, None, None]
+    return _sum_of_taps(x, weights, [tap - ahead for tap in range(kernel.shape[0])], segment_ids)
+
+
+def _convolve_forward(ahead: int, x: Array, kernel: Array, segment_ids: Array | None) -> tuple[Array, Any]:
+    return _convolve(ahead, x, kernel, segment_ids), (x, kernel, segment_ids)
+
+
+def _convolve_backward(ahead: int, saved: Any, dy: Array) -> tuple[Array, Array, None]:
+    x, kernel, segment_ids = saved
+    weights, length = kernel.astype(jnp.float32)[:, None, None], x.shape[1]
+    dx = _sum_of_taps(dy, weights, [ahead - tap for tap in range(kernel.shape[0])], segment_ids)
+    around, ids = (_around(array, kernel.shape[0] - 1, ahead) for array in (x, segment_ids))
+    dy = dy.astype(jnp.float32)
+
+    def of_tap(tap: Array) -> Array:
+        """The gradient of one weight of each feature."""
+        start = kernel.shape[0] - 1 + ahead - tap
+        earlier = lax.dynamic_slice_in_dim(around, start, length, axis=1).astype(jnp.float32)
+        if ids is not None:
+            same = lax.dynamic_slice_in_dim(ids, start, length, axis=1) == segment_ids
+            earlier = jnp.where(same[..., None], earlier, jnp.float32(0))
+        product = dy * earlier
+        # A sum over tokens as a product with ones, which XLA:CPU computes faster.
+        ones = jnp.ones_like(product[..., :1])
+        return jnp.einsum("bto,btd->bod", ones, product, precision=lax.Precision.HIGHEST).sum(axis=(0, 1))
+
+    # A loop, so that dy is computed once. XLA:CPU would compute it again from its inputs for each tap, transposed.
+    dkernel = lax.map(of_tap, jnp.arange(kernel.shape[0], dtype=jnp.int32))
+    return dx, dkernel.astype(kernel.dtype), None
+
+
+_convolve.defvjp(_convolve_forward, _convolve_backward)
+
+
+def _sum_of_taps(x: Array, weights: Any, distances: Sequence[int], segment_ids: Array | None) -> Array:
+    """The sum of the tokens at some distances, weighted in float32, in the dtype of x."""
     total = None
-    for tap in range(kernel.shape[0]):
-        if abs(tap - ahead) < x.shape[1]:
-            weight = jnp.einsum("bto,od->btd", ones, weights[tap][None], precision=jax.lax.Precision.HIGHEST)
-            term = weight * _earlier(x, tap - ahead, segment_ids).astype(jnp.float32)
+    for weight, distance in zip(weights, distances, strict=True):
+        if abs(distance) < x.shape[1]:
+            term = weight * _earlier(x, distance, segment_ids).astype(jnp.float32)
             total = term if total is None else total + term
     return jnp.zeros_like(x) if total is None else total.astype(x.dtype)
 
@@ -152,3 +190,8 @@ def _shifted(x: Array, distance: int) -> Array:
     padding[1] = (max(distance, 0), max(-distance, 0))
     start = max(-distance, 0)
     return jnp.pad(x, padding)[:, start : start + x.shape[1]]
+
+
+def _around(x: Any, before: int, after: int) -> Any:
+    """Zeros before and after the tokens of x, or None."""
+    return None if x is None else jnp.pad(x, [(0, 0), (before, after), *[(0, 0)] * (x.ndim - 2)])

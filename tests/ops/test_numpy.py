@@ -472,8 +472,11 @@ INTERNAL = {
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
     *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),
-    *(f"attention.block_sparse.{name}" for name in ("operands", "permuted", "scan", "schedule", "tile", "unrolled")),
-    "attention.selected_blocks.row_tiles",
+    *(
+        f"attention.block_sparse.{name}"
+        for name in ("operands", "permuted", "scan", "schedule", "steps", "tile", "unrolled")
+    ),
+    *("attention.memory.relative_tiles", "attention.selected_blocks.row_tiles"),
     *bucketed_and_low_rank_calls.INTERNAL,
     *("array_op", "arrays", "counter_rng", "custom_vjp", "stacks"),
     *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),

@@ -1,21 +1,25 @@
-"""Attention with Transformer-XL's relative positions to tokens in a memory and in the sequence, block by block."""
+"""Attention with Transformer-XL's relative positions to tokens in a memory and in the sequence."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
-from hpnlp.ops.attention.attend import attend
-from hpnlp.ops.attention.masks.patterns import Window
-from hpnlp.ops.attention.positions.bias import relative_shift
+from hpnlp.ops.attention.block_sparse.operands import executor_records
+from hpnlp.ops.attention.masks.base import Full
+from hpnlp.ops.attention.masks.patterns import Causal, Window
+from hpnlp.ops.attention.memory.relative_tiles import Tiling, attend_by_distance
+from hpnlp.ops.attention.operands import Operands
+from hpnlp.ops.attention.validate import validate
+from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
-# Segment ids of padding: queries and keys that see nothing and that nothing sees.
-NO_QUERY, NO_KEY = -2, -1
+# Most queries and keys of a tile.
+QUERIES, KEYS = 256, 1024
 
 
 @array_op("B T N R", q="B T N", r="R")
@@ -57,15 +61,15 @@ def relative_attention(
     dropout_rate: float = 0.0,
     rng: Array | None = None,
     streams: Int[Array, "B N"] | None = None,
-    block_size: int = 128,
+    block_size: int | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Softmax attention with the scores ((q + u) . k + (q + v) . r[distance]) * scale, to the last R keys of each query.
 
     Keys are consecutive: the last T of them are those of the queries, and S - T come before. The distance of query i and key j
     is therefore i + S - T - j. A query sees the keys at distances 0 to R - 1; all keys at or before it for R >= S.
 
-    Sequences of more than `block_size` queries are computed in blocks, of which the backward pass computes the scores again, so
-    that the scores of one block are in memory at a time.
+    Tiles of queries and keys are computed one after another, and again in the backward pass, so that the scores of one tile are
+    in memory at a time. Tiles without visible pairs are skipped.
 
     Args:
       q: Queries [B, T, N, H].
@@ -78,18 +82,18 @@ def relative_attention(
       kv_segment_ids: int [B, S]; needed with segment_ids unless S = T.
       scale: H ** -0.5 if None.
       dropout_rate: As in `attend`.
-      rng: As in `attend`; each block folds its number into the key.
+      rng: As in `attend`.
       streams: As in `attend`.
-      block_size: Largest number of queries of a block.
+      block_size: Number of queries of a tile; None chooses by the number of keys that a query sees.
 
     Returns:
       o [B, T, N, Hv] in q's dtype, accumulated in float32; 0 in rows that see nothing.
 
     Raises:
-      InputError: There are fewer keys than queries.
+      InputError: There are fewer keys than queries, or arguments do not fit, as for `attend`.
 
     Cost:
-      O(B N T (block + R) H) time for R < S, else O(B N T (block + S) H); B N block (block + R) floats of temporary memory.
+      O(B N H) time for each visible pair, with 1.6 times the products of `attend`; O(B N (T + S + R) H) memory.
 
     References:
       Dai et al. 2019, "Transformer-XL", sections 3.2 and 3.3 and appendix B.
@@ -97,16 +101,34 @@ def relative_attention(
     length, keys = q.shape[1], k.shape[1]
     if keys < length:
         raise InputError(f"relative_attention of {length} queries and {keys} keys: expected at least one key per query")
-    r = r[:keys]
-    biases = content_bias.astype(q.dtype), position_bias
-    options = {"scale": scale, "dropout_rate": dropout_rate, "streams": streams}
-    if segment_ids is not None and kv_segment_ids is None:
-        kv_segment_ids = segment_ids
-    if length <= block_size:
-        return _block(q, k, v, r, biases, segment_ids, kv_segment_ids, {**options, "rng": rng})
-    if segment_ids is None or kv_segment_ids is None:
-        segment_ids, kv_segment_ids = (jnp.ones((x.shape[0], x.shape[1]), jnp.int32) for x in (q, k))
-    return _in_blocks(q, k, v, r, biases, segment_ids, kv_segment_ids, options, rng, block_size)
+    operands = Operands(
+        segment_ids=segment_ids,
+        kv_segment_ids=segment_ids if kv_segment_ids is None else kv_segment_ids,
+        scale=scale,
+        dropout_rate=dropout_rate,
+        rng=rng,
+        streams=streams,
+    )
+    validate(q, k, v, Full(), operands)
+    if 0 in (*q.shape[:3], v.shape[3]):
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+    block, key_block = _tile_shape(length, keys, r.shape[0], block_size)
+    padding = (length - keys) % block
+    k, v = (jnp.pad(x, ((0, 0), (padding, 0), (0, 0), (0, 0))) for x in (k, v))
+    if operands.kv_segment_ids is not None:
+        ids = jnp.pad(operands.kv_segment_ids, ((0, 0), (padding, 0)))
+        operands = dataclasses.replace(operands, kv_segment_ids=ids)
+    before = k.shape[1] - length
+    mask = Causal().shift(before) if r.shape[0] >= keys else Window(r.shape[0] - 1, 0).shift(before)
+    heads = tuple(range(q.shape[2])), q.shape[2]
+    options, records = executor_records(q, k, mask, operands, block_size=None, form=None, heads=heads)
+    numbers = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+    exists = dataclasses.replace(records.keys, index=jnp.where(numbers < padding, -1, numbers))
+    leaves, tree = jax.tree.flatten(dataclasses.replace(records, keys=exists))
+    by_content, by_distance = (q + bias.astype(q.dtype)[None, None] for bias in (content_bias, position_bias))
+    by_content, by_distance, k, v, r, *leaves = vary_alike(by_content, by_distance, k, v, r.astype(q.dtype), *leaves)
+    tiling = Tiling(options, block, key_block, padding)
+    return attend_by_distance(tiling, by_content, by_distance, k, v, r, jax.tree.unflatten(tree, leaves))
 
 
 @array_op("B S", q="B T N", k="B S K")
@@ -119,7 +141,7 @@ def received_attention(
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
-    block_size: int = 128,
+    block_size: int | None = None,
 ) -> Float[Array, "B S"]:
     """The weight that `relative_attention` gives each key, summed over the queries and averaged over the heads.
 
@@ -214,69 +236,11 @@ def _by_head(q: Array, r: Array, bias: Array, scale: float | None) -> Array:
     return product * (q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def _block(
-    q: Array,
-    k: Array,
-    v: Array,
-    r: Array,
-    biases: tuple[Array, Array],
-    segment_ids: Array | None,
-    kv_segment_ids: Array | None,
-    options: dict[str, Any],
-) -> Array:
-    """Attention of all queries at once, whose position scores are an array [B, N, T, S]."""
-    keys, (content_bias, position_bias) = k.shape[1], biases
-    # Column c of the argument of `relative_shift` is for distance S - 1 - c.
-    scores = _by_head(q, jnp.flip(r, 0), position_bias, options["scale"])
-    bias = relative_shift(jnp.pad(scores, ((0, 0), (0, 0), (0, 0), (keys - r.shape[0], 0))), keys)
-    o: Any = attend(
-        q + content_bias[None, None],
-        k,
-        v,
-        Window(r.shape[0] - 1, 0).shift(keys - q.shape[1]),
-        segment_ids=segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        bias=bias,
-        **options,
-    )
-    return o
-
-
-def _in_blocks(
-    q: Array,
-    k: Array,
-    v: Array,
-    r: Array,
-    biases: tuple[Array, Array],
-    segment_ids: Array,
-    kv_segment_ids: Array,
-    options: dict[str, Any],
-    rng: Array | None,
-    block: int,
-) -> Array:
-    """Attention in blocks of queries, each with the keys from R - 1 before its first query to its last query."""
-    (length, keys), back = (q.shape[1], k.shape[1]), r.shape[0] - 1
-    count = -(-length // block)
-    before = max(0, back - (keys - length))  # keys of padding in front
-    after = count * block - length
-    first = keys - length - back + before  # of the first query's keys, in the padded arrays
-
-    def padded(x: Array, front: int, value: int) -> Array:
-        return jnp.pad(x, ((0, 0), (front, after), *[(0, 0)] * (x.ndim - 2)), constant_values=value)
-
-    queries = padded(q, 0, 0), padded(segment_ids, 0, NO_QUERY)
-    sources = padded(k, before, 0), padded(v, before, 0), padded(kv_segment_ids, before, NO_KEY)
-
-    @jax.checkpoint
-    def one(number: Array, queries: Any, sources: Any, r: Array, biases: Any, rng: Array | None) -> Array:
-        start = number * block
-        q, ids = (jax.lax.dynamic_slice_in_dim(x, start, block, 1) for x in queries)
-        k, v, kv_ids = (jax.lax.dynamic_slice_in_dim(x, first + start, back + block, 1) for x in sources)
-        key = None if rng is None else jax.random.fold_in(rng, number)
-        return _block(q, k, v, r, biases, ids, kv_ids, {**options, "rng": key})
-
-    def step(_: None, number: Array) -> tuple[None, Array]:
-        return None, one(number, queries, sources, r, biases, rng)
-
-    _, o = jax.lax.scan(step, None, jnp.arange(count, dtype=jnp.int32))
-    return jnp.moveaxis(o, 0, 1).reshape(o.shape[1], count * block, *o.shape[3:])[:, :length]
+def _tile_shape(length: int, keys: int, distances: int, block_size: int | None) -> tuple[int, int]:
+    """Queries and keys of a tile; keys are a multiple of queries."""
+    if block_size is None:
+        # Tiles of more queries than half a window have many hidden pairs, and tiles of fewer than 64 much overhead.
+        half = 1 << (max(64, distances // 2).bit_length() - 1)
+        block_size = min(QUERIES, half, 1 << (length - 1).bit_length())
+    span = min(distances - 1 + block_size, keys)
+    return block_size, block_size * max(1, min(KEYS, span) // block_size)
