@@ -7,6 +7,7 @@ entry of MIXERS needs a reference, in the file of its family in `tests/mixer_cas
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 from pathlib import Path
@@ -34,7 +35,9 @@ TOLERANCE = {jnp.dtype("float32"): 5e-6, jnp.dtype("float16"): 8e-3, jnp.dtype("
 # Compiler options of programs that run once, for which LLVM's optimizations take longer than they save.
 ONCE = {"xla_backend_optimization_level": 0}
 
-MASKS = (Full(), Causal())
+# Tokens of the sequences in most tests of mixers, of their prefixes, and of prompts.
+LENGTH, PREFIX, PROMPT = 37, 23, 7
+
 # Every pattern of the table with small arguments, and combinations of patterns.
 PATTERNS = (
     *(mask for pattern in PATTERN_TABLE.values() for mask in pattern.examples if mask.heads is None),
@@ -126,12 +129,16 @@ def once(function, *args):
     return jax.jit(function, compiler_options=ONCE)(*args)
 
 
+@functools.cache
 class Mixing:
-    """A mixer with random inputs: B 2, N 4, K 2, H 8, D 16, sequences of three segments."""
+    """A mixer with random inputs: B 2, N 4, K 2, H 8, D 16, sequences of three segments.
 
-    def __init__(self, spec, length, dtype="float32", seed=0):
+    Tests share the instances, with their compiled programs, and must not modify them.
+    """
+
+    def __init__(self, spec, length=LENGTH, dtype="float32", seed=0, mask=None):
         self.module = build(parse_one(spec, "mixer"), MIXERS | EXTRA_MIXERS, "mixer", name=None)
-        self.spec, rng = spec, np.random.default_rng(seed)
+        self.spec, self.length, rng = spec, length, np.random.default_rng(seed)
         shapes = {"x": (16,), "q": (4, 8), "k": (2, 8), "v": (2, 8)} | {
             name: ({"heads": 4, "kv_heads": 2}[projection.axis], projection.width or 8)
             for name, projection in self.module.needs.items()
@@ -147,8 +154,72 @@ class Mixing:
         starts = np.array([[np.argmax(row == number) for number in row] for row in segments])
         self.segment_ids = jnp.asarray(segments, jnp.int32)
         self.positions = jnp.asarray(np.arange(length) - starts, jnp.int32)
-        self.mask = Causal() if self.module.traits.causal else Full()
-        self.params = nn.meta.unbox(self.module.init(jax.random.key(0), self.inputs(self.arrays), self.mask))
+        causal = self.module.traits.causal
+        self.mask = mask if mask is not None else Causal() if causal else Full()
+        # Compiled, because a program without the unused pass over the inputs takes less time than its operations one by one.
+        # Mixers of any length have the same variables for all lengths and dtypes.
+        is_other = self.module.traits.any_length and length != LENGTH
+        self.params = Mixing(spec).params if is_other else once(self.initial)
+
+    def initial(self):
+        """Initial variables."""
+        return nn.meta.unbox(self.module.init(jax.random.key(0), self.inputs(self.arrays), self.mask))
+
+    @functools.cached_property
+    def plain(self):
+        """A compiled `(arrays, key) -> (o, o of the first PREFIX tokens)` without segments, for which draws use the key."""
+
+        def run(arrays, key):
+            draws = {"draws": key} if self.module.traits.draws else {}
+            shorter = {name: array[:, :PREFIX] for name, array in arrays.items()}
+            parts = (arrays, shorter) if self.module.traits.prefix_consistent else (arrays,)
+            return [self(self.inputs(x, **draws)) for x in parts]
+
+        return jax.jit(run, compiler_options=ONCE)
+
+    @functools.cached_property
+    def gradients(self):
+        """A compiled `(arrays, params, ids, signs) -> (gradients of the sum of o * signs by arrays and params, o)`."""
+        return jax.jit(
+            gradients_and_output(lambda arrays, params, ids: self(self.packed(arrays, ids), params=params)),
+            compiler_options=ONCE,
+        )
+
+    def output(self, arrays, ids=None):
+        """The output for these arrays and segments, by the program of `gradients`."""
+        return np.asarray(self.gradients(arrays, self.params, self.segment_ids if ids is None else ids, self.signs)[1])
+
+    @functools.cached_property
+    def signs(self):
+        """Random factors of the outputs, float32."""
+        shape = (4, 8) if self.module.needs else (16,)
+        return jnp.asarray(np.random.default_rng(1).standard_normal((2, self.length, *shape)), jnp.float32)
+
+    @functools.cached_property
+    def start(self):
+        """A compiled `inputs -> cache`, of prompts."""
+        return jax.jit(lambda inputs: self.module.apply(self.params, inputs, Causal()).cache, compiler_options=ONCE)
+
+    @functools.cached_property
+    def extend(self):
+        """A compiled `(inputs, cache) -> (o, cache)`."""
+
+        def run(inputs, cache):
+            return self.module.apply(self.params, inputs, Causal(), cache, method="extend")
+
+        return jax.jit(run, compiler_options=ONCE)
+
+    def at(self, columns, positions=None):
+        """`inputs` of the tokens `[2, n]` of the two sequences, at these positions or their own ones."""
+        rows, columns = np.arange(2)[:, None], np.asarray(columns)
+        positions = jnp.asarray(columns if positions is None else positions, jnp.int32)
+        return self.inputs({name: array[rows, columns] for name, array in self.arrays.items()}, positions=positions)
+
+    def cache_of(self, lengths):
+        """The cache of the first tokens of each sequence, at most PROMPT, with room for PROMPT + 5."""
+        prompt = np.tile(np.arange(PROMPT), (2, 1))
+        filled = jnp.asarray(prompt < np.asarray(lengths)[:, None], jnp.int32)
+        return self.start(dataclasses.replace(self.at(prompt), segment_ids=filled, capacity=PROMPT + 5))
 
     def inputs(self, arrays, **fields):
         """The inputs of the mixer: x, and the projections that it declares to need."""
@@ -157,15 +228,34 @@ class Mixing:
         draws = {"draws": jax.random.key(4)} if self.module.traits.draws else {}
         return MixerInputs(**declared, **draws | fields)
 
-    def packed(self, arrays):
-        """`inputs` with segment ids and positions."""
-        ids, positions = self.segment_ids, self.positions
+    def packed(self, arrays, ids=None):
+        """`inputs` with segment ids, by default those of the instance, and positions."""
+        ids, positions = self.segment_ids if ids is None else ids, self.positions
         return self.inputs(arrays, segment_ids=ids, kv_segment_ids=ids, positions=positions, kv_positions=positions)
 
     def __call__(self, inputs, mask=None, params=None):
         """The output; `mask` is Causal() by default, or Full() if the mixer is not causal."""
         mask = self.mask if mask is None else mask
         return self.module.apply(self.params if params is None else params, inputs, mask).o
+
+
+def with_large(arrays, tokens):
+    """The arrays with values of 1e4 at the tokens that bool `tokens [2, T]` marks."""
+    return {
+        name: jnp.where(np.expand_dims(tokens, tuple(range(2, x.ndim))), jnp.asarray(1e4, x.dtype), x)
+        for name, x in arrays.items()
+    }
+
+
+def gradients_and_output(function):
+    """`(arrays, params, ids, signs) -> (gradients by arrays and params, o)` of `function(arrays, variables, ids)`."""
+
+    def score(arrays, params, variables, ids, signs):
+        o = function(arrays, variables | {"params": params}, ids)
+        return jnp.sum(o.astype(jnp.float32) * signs), o
+
+    gradient = jax.grad(score, (0, 1), has_aux=True)
+    return lambda arrays, variables, ids, signs: gradient(arrays, variables.get("params", {}), variables, ids, signs)
 
 
 # Name of a mixer -> its reference: (mixing, arrays, params, mask, segment ids) -> o.
@@ -209,6 +299,16 @@ def by_tier(specs):
     return [pytest.param(spec, marks=[] if spec in first else [pytest.mark.slow]) for spec in specs]
 
 
+def reference_cases():
+    """Cases of comparisons with references: a spec and further arguments of `Mixing`."""
+    cases = []
+    for spec, traits in ((spec, mixer.traits) for spec, mixer in mixers_by_spec().items()):
+        cases += [(spec,), (spec, 13, "bfloat16")]
+        cases += [(spec, 13, "float32", 0, Full())] if traits.causal and traits.bidirectional else []
+    first = one_of_each_kind(MIXER_SPECS)
+    return [pytest.param(case, marks=[] if case[0] in first else [pytest.mark.slow], id=str(case)) for case in cases]
+
+
 def decoding():
     """A spec of each class of mixers that decode."""
     return {type(mixers_by_spec()[spec]): spec for spec in claiming("decodes")}.values()
@@ -240,6 +340,32 @@ class Output:
         operands = (self.table, self.h, self.labels, self.weights)
         boxed = jax.jit(lambda key: self.module.init(key, *operands, method="loss"), compiler_options=ONCE)(self.rng)
         self.params = nn.meta.unbox(boxed)
+
+    @functools.cached_property
+    def evaluated(self):
+        """A compiled `(h, labels, weights) -> (loss without rng, nll if the layer is normalised)`."""
+
+        def run(h, labels, weights):
+            loss = self.call("loss", self.table, h, labels, weights)
+            return loss, self.call("nll", self.table, h, labels) if self.module.is_normalized else None
+
+        return jax.jit(run, compiler_options=ONCE)
+
+    @functools.cached_property
+    def gradients(self):
+        """A compiled `(trained, h, labels, weights, rng) -> ((sum, (weight, aux)), gradients by trained and h)`."""
+
+        def loss(trained, h, labels, weights, rng):
+            table, params = trained
+            out = self.call("loss", table, h, labels, weights, rng, params=params)
+            return out.sum, (out.weight, out.aux)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=ONCE)
+
+    @property
+    def trained(self):
+        """Table and parameters."""
+        return self.table, self.params
 
     def call(self, method, *args, params=None, **kwargs):
         return self.module.apply(self.params if params is None else params, *args, method=method, **kwargs)

@@ -1,10 +1,8 @@
 """Tests that every mask, mixer and output layer must pass; the cases are in contracts.py."""
 
 import copy
-import dataclasses
 import functools
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,14 +17,14 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.output import OUTPUTS, OutputLayer
 from hpnlp.ops import attention
-from hpnlp.ops.attention import Causal, Full
+from hpnlp.ops.attention import Causal
 from hpnlp.ops.attention.block_sparse.block_mask import density
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import parse_one
 from hpnlp.training.sparse_rows import distinct
 from hpnlp.types import InputError, LossOut
 from tests import contracts
-from tests.contracts import MIXER_SPECS, ONCE, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
+from tests.contracts import MIXER_SPECS, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
 
 mixers = pytest.mark.parametrize("spec", contracts.by_tier(MIXER_SPECS))
 FIRST = {spec.partition("(")[0]: spec for spec in reversed(OUTPUT_SPECS)}.values()
@@ -101,198 +99,142 @@ def test_tile_is_sound_for_traced_bounds(mask):
 # Mixers.
 
 
-@mixers
-@pytest.mark.parametrize(
-    ("mask", "length", "dtype"),
-    [(Full(), 13, "float32"), (Causal(), 37, "float32"), (Causal(), 13, "bfloat16")],
-)
-def test_mixer_matches_its_reference(spec, mask, length, dtype):
+@pytest.mark.parametrize("case", contracts.reference_cases())
+def test_mixer_matches_its_reference(case):
     """Compares values and gradients by inputs and parameters, with segments."""
-    mixing = Mixing(spec, length, dtype)
-    mask = mask if mixing.module.traits.bidirectional and mixing.module.traits.causal else mixing.mask
+    mixing = Mixing(*case)
 
-    def gradients_and_output(function, arrays):
-        def score(arrays, params):
-            o = function(arrays, params)
-            signs = jnp.asarray(np.random.default_rng(1).standard_normal(o.shape), jnp.float32)
-            return jnp.sum(o.astype(jnp.float32) * signs), o
+    def reference(arrays, params, ids):
+        return contracts.reference_output(mixing, arrays, params, mixing.mask)
 
-        return jax.grad(score, (0, 1), has_aux=True)(arrays, mixing.params.get("params", {}))
-
-    functions = (
-        lambda arrays, params: mixing(mixing.packed(arrays), mask, mixing.params | {"params": params}),
-        lambda arrays, params: contracts.reference_output(mixing, arrays, mixing.params | {"params": params}, mask),
-    )
-    actual, expected = once(lambda arrays: [gradients_and_output(f, arrays) for f in functions], mixing.arrays)
-    assert actual[1].shape == ((2, length, 4, 8) if mixing.module.needs else (2, length, 16))
-    assert_close(actual, expected, dtype)
+    arguments = mixing.arrays, mixing.params, mixing.segment_ids, mixing.signs
+    actual = mixing.gradients(*arguments)
+    assert actual[1].shape == mixing.signs.shape
+    assert_close(actual, once(contracts.gradients_and_output(reference), *arguments), actual[1].dtype)
 
 
 @pytest.mark.parametrize("spec", contracts.by_tier(contracts.claiming("causal")))
 def test_mixer_gives_forbidden_pairs_no_gradient(spec):
-    """d out[i] / d in[j] is exactly 0 unless j <= i in one segment, and not 0 at j = i; for x, q, k and v.
+    """d out[i] / d in[j] is exactly 0 unless j <= i in one segment, and not 0 at j = i; for x and all projections.
 
-    Where tokens do not attend to themselves, it is not 0 at some j.
+    Where tokens do not attend to themselves, it is not 0 at some j. The sequence of token i is that of i's parity.
     """
-    mixing = Mixing(spec, 11)
-
-    def sums(arrays):
-        return jnp.sum(mixing(mixing.packed(arrays), Causal()).reshape(2, 11, -1), axis=2)
-
-    jacobians = once(jax.jacrev(sums), mixing.arrays)
-    ids = np.asarray(mixing.segment_ids)
-    allowed = np.tri(11, dtype=bool)[None] & (ids[:, :, None] == ids[:, None, :])
-    reached = np.zeros_like(allowed)
-    for jacobian in jacobians.values():
-        influence = np.abs(np.asarray(jacobian)).reshape(2, 11, 2, 11, -1).sum(axis=-1)
-        assert not influence[0, :, 1].any() and not influence[1, :, 0].any()  # sequences are independent
-        reached |= np.stack([influence[0, :, 0], influence[1, :, 1]]) > 0
+    mixing = Mixing(spec)
+    tokens, ids = np.arange(mixing.length), np.asarray(mixing.segment_ids)
+    reached = np.zeros((mixing.length, mixing.length), bool)
+    for i in tokens:
+        signs = np.zeros(mixing.signs.shape, np.float32)
+        signs[i % 2, i] = mixing.signs[i % 2, i]
+        gradients = mixing.gradients(mixing.arrays, mixing.params, mixing.segment_ids, signs)[0][0]
+        for gradient in gradients.values():
+            influence = np.asarray(gradient).reshape(2, mixing.length, -1).any(axis=2)
+            assert not influence[1 - i % 2].any()  # sequences are independent
+            reached[i] |= influence[i % 2]
+    allowed = (tokens[:, None] >= tokens) & np.stack([ids[i % 2, i] == ids[i % 2] for i in tokens])
     assert not (reached & ~allowed).any()
     hides_self = parse_one(spec, "mixer").name in contracts.HIDES_SELF
-    assert reached[:, 1:].any() and (reached.any(2) if hides_self else np.einsum("bii->bi", reached)).all()
+    assert reached[:, 1:].any() and (reached.any(1) if hides_self else np.diag(reached)).all()
 
 
 @pytest.mark.parametrize("spec", contracts.one_of_each_kind(contracts.claiming("isolates_segments")))
 def test_mixer_isolates_segments(spec):
     """Values of 1e4 in one segment change no bit of the output of another."""
-    mixing = Mixing(spec, 23)
-    other = (mixing.segment_ids == 1)[:, :, None, None]
-    large = {
-        name: jnp.where(other.reshape(2, 23, *[1] * (array.ndim - 2)), jnp.float32(1e4), array)
-        for name, array in mixing.arrays.items()
-    }
-    run = jax.jit(lambda arrays: mixing(mixing.packed(arrays)), compiler_options=contracts.ONCE)
-    o, large_o = run(mixing.arrays), run(large)
-    elsewhere = np.asarray(mixing.segment_ids) != 1
-    assert elsewhere.any() and not elsewhere.all()
-    np.testing.assert_array_equal(np.asarray(o)[elsewhere], np.asarray(large_o)[elsewhere])
+    mixing = Mixing(spec)
+    other = np.asarray(mixing.segment_ids) == 1
+    large = contracts.with_large(mixing.arrays, other)
+    assert other.any() and not other.all()
+    np.testing.assert_array_equal(mixing.output(large)[~other], mixing.output(mixing.arrays)[~other])
 
 
 @pytest.mark.parametrize("spec", contracts.mixing_segments())
 def test_mixer_excludes_padding(spec):
     """Values of 1e4 in padding at both ends of a text change no bit of its output, which padding does not get."""
-    mixing = Mixing(spec, 23)
-    ids = jnp.asarray((np.arange(23) >= 2)[None] & (np.arange(23)[None] < np.array([[16], [21]])), jnp.int32)
-    padding = (ids == 0)[:, :, None, None]
-    large = {
-        name: jnp.where(padding.reshape(2, 23, *[1] * (array.ndim - 2)), jnp.float32(1e4), array)
-        for name, array in mixing.arrays.items()
-    }
-    inputs = {"segment_ids": ids, "kv_segment_ids": ids}
-    run = jax.jit(lambda arrays: mixing(mixing.inputs(arrays, **inputs)), compiler_options=contracts.ONCE)
-    o, large_o = run(mixing.arrays), run(large)
-    np.testing.assert_array_equal(o, large_o)
-    assert np.asarray(o)[np.asarray(ids) > 0].any() and not np.asarray(o)[np.asarray(ids) == 0].any()
+    mixing = Mixing(spec)
+    tokens = np.arange(mixing.length)[None]
+    ids = ((tokens >= 2) & (tokens < np.array([[23], [34]]))).astype(np.int32)
+    o = mixing.output(mixing.arrays, ids)
+    np.testing.assert_array_equal(mixing.output(contracts.with_large(mixing.arrays, ids == 0), ids), o)
+    assert o[ids > 0].any() and not o[ids == 0].any()
 
 
 @pytest.mark.parametrize("spec", contracts.one_of_each_kind(contracts.claiming("prefix_consistent")))
 def test_mixer_gives_prefixes_the_same_output(spec):
     """Later tokens change no bit of the output of earlier ones, and a shorter sequence gives the same values."""
-    mixing = Mixing(spec, 23)
-
-    @functools.partial(jax.jit, compiler_options=contracts.ONCE)
-    def run(arrays):
-        shorter = {name: array[:, :15] for name, array in arrays.items()}
-        return [mixing(mixing.inputs(x), Causal()) for x in (arrays, shorter)]
-
-    o, prefix = run(mixing.arrays)
-    changed, _ = run({name: array.at[:, 15:].set(1e4) for name, array in mixing.arrays.items()})
-    np.testing.assert_array_equal(changed[:, :15], o[:, :15])
-    assert np.any(changed[:, 15:] != o[:, 15:])
-    assert_close(prefix, o[:, :15])
+    mixing, key, end = Mixing(spec), jax.random.key(4), contracts.PREFIX
+    o, prefix = mixing.plain(mixing.arrays, key)
+    later = np.tile(np.arange(mixing.length) >= end, (2, 1))
+    changed, _ = mixing.plain(contracts.with_large(mixing.arrays, later), key)
+    np.testing.assert_array_equal(changed[:, :end], o[:, :end])
+    assert np.any(changed[:, end:] != o[:, end:])
+    assert_close(prefix, o[:, :end])
 
 
 @pytest.mark.parametrize("spec", contracts.DRAWING)
 def test_mixer_draws_the_same_numbers_with_the_same_key(spec):
-    """Other keys draw other numbers, and further tokens draw those of the first ones."""
-    mixing = Mixing(spec, 9)
-    run = jax.jit(lambda arrays, draws: mixing(mixing.inputs(arrays, draws=draws)), compiler_options=ONCE)
-    first, second = jax.random.key(1), jax.random.key(2)
-    o = run(mixing.arrays, first)
-    np.testing.assert_array_equal(run(mixing.arrays, first), o)
-    assert np.any(run(mixing.arrays, second) != o)
+    """Other keys draw other numbers."""
+    mixing = Mixing(spec)
+    first, again, other = (mixing.plain(mixing.arrays, jax.random.key(seed))[0] for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert np.any(first != other)
 
 
 @pytest.mark.parametrize("spec", contracts.one_of_each_kind(contracts.claiming("any_length")))
 def test_parameters_of_mixers_of_any_length_do_not_depend_on_the_length(spec):
-    shapes = [jax.eval_shape(lambda length=length: Mixing(spec, length).params) for length in (1, 9)]
+    shapes = jax.eval_shape(Mixing(spec, 1).initial), jax.eval_shape(lambda: Mixing(spec).params)
     assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
 
 
 @pytest.mark.parametrize("spec", contracts.one_of_each_kind(MIXER_SPECS))
 def test_mixer_is_traced_once(spec):
-    first, second = Mixing(spec, 9), Mixing(spec, 9, seed=1)
-    once_traced = chex.assert_max_traces(lambda arrays: first(first.inputs(arrays)), n=1)
-    call = jax.jit(once_traced, compiler_options=contracts.ONCE)
-    assert np.any(call(first.arrays) != call(second.arrays))
+    mixing, key = Mixing(spec), jax.random.key(4)
+    negative = jax.tree.map(jnp.negative, mixing.arrays)
+    assert np.any(mixing.plain(mixing.arrays, key)[0] != mixing.plain(negative, key)[0])
+    assert mixing.plain._cache_size() == 1
 
 
 @pytest.mark.parametrize("spec", contracts.by_tier(contracts.claiming("decodes")))
 def test_mixer_with_cache_matches_full_pass(spec):
     """Prompts of 2 and 7 tokens, the second longer than some caches; then steps of one, one and two tokens."""
-    mixing, length, capacity = Mixing(spec, 11), np.array([2, 7]), 12
-    full = np.asarray(once(lambda arrays: mixing(mixing.inputs(arrays), Causal()), mixing.arrays))
-    rows = np.arange(2)[:, None]
-
-    def take(positions):
-        positions = jnp.asarray(positions, jnp.int32)
-        return mixing.inputs(
-            {name: array[rows, positions] for name, array in mixing.arrays.items()}, positions=positions
-        )
-
-    def start(inputs):
-        return mixing.module.apply(mixing.params, inputs, Causal()).cache
-
-    def extend(inputs, cache):
-        return mixing.module.apply(mixing.params, inputs, Causal(), cache, method="extend")
-
-    prompt = np.tile(np.arange(7), (2, 1))
-    inputs = take(prompt)
-    filled = jnp.asarray(prompt < length[:, None], jnp.int32)
-    cache = once(start, dataclasses.replace(inputs, segment_ids=filled, capacity=capacity))
+    mixing, length = Mixing(spec), np.array([2, 7])
+    full = np.asarray(mixing.plain(mixing.arrays, jax.random.key(4))[0])
+    cache = mixing.cache_of(length)
     for count in (1, 1, 2):
-        positions = length[:, None] + np.arange(count)[None]
-        o, cache = once(extend, take(positions), cache)
-        np.testing.assert_allclose(o, full[rows, positions], atol=contracts.TOLERANCE[o.dtype])
+        positions = length[:, None] + np.arange(count)
+        o, cache = mixing.extend(mixing.at(positions), cache)
+        expected = full[np.arange(2)[:, None], positions]
+        np.testing.assert_allclose(o, expected, atol=contracts.TOLERANCE[o.dtype])
         length = length + count
 
 
 @pytest.mark.parametrize("spec", contracts.decoding())
 def test_caches_of_beams_match_caches_of_their_own(spec):
     """Prompts of 2 and 4 tokens with two beams each, which read two tokens, and the next one after the beams change."""
-    mixing, length, order = Mixing(spec, 9), np.array([2, 4]), np.array([[1, 0], [1, 1]])
-    prompt = np.tile(np.arange(4), (2, 1))
-    filled = jnp.asarray(prompt < length[:, None], jnp.int32)
+    mixing, length, order = Mixing(spec), np.array([2, 4]), np.array([[1, 0], [1, 1]])
 
-    def take(examples, columns, positions):
-        arrays = {name: array[examples[:, None], columns] for name, array in mixing.arrays.items()}
-        return mixing.inputs(arrays, positions=jnp.asarray(positions, jnp.int32))
+    def inputs(step, beams):
+        """One token of each sequence, which is another one for each beam `[2, beams]`; the sequences of a beam are adjacent."""
+        return mixing.at(contracts.PROMPT + step + beams, length[:, None] + step + 0 * beams)
 
-    def start(examples):
-        inputs = take(examples, prompt[examples], prompt[examples])
-        inputs = dataclasses.replace(inputs, segment_ids=filled[examples], capacity=8)
-        return mixing.module.apply(mixing.params, inputs, Causal()).cache
+    def flat(inputs):
+        return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]) if x.ndim else x, inputs)
 
-    def extend(cache, step, beams):
-        """`(o, cache)` of one token of each sequence, which is another one for each beam."""
-        examples = np.repeat(np.arange(2), 2)
-        inputs = take(examples, (4 + step + beams)[:, None], (length[examples] + step)[:, None])
-        return mixing.module.apply(mixing.params, inputs, Causal(), cache, method="extend")
+    def change(function, is_changed, cache):
+        return once(lambda cache: jax.tree.map(function, cache, is_leaf=is_changed), cache)
 
-    def shared():
-        cache = jax.tree.map(lambda x: _for_beams(2, 2, x), start(np.arange(2)), is_leaf=_has_beams)
+    beams = np.array([[0, 1], [0, 1]])
+    cache = change(functools.partial(_for_beams, 2, 2), _has_beams, mixing.cache_of(length))
+    for step in range(2):
+        cache = mixing.extend(flat(inputs(step, beams)), cache)[1]
+    cache = change(functools.partial(_reordered, jnp.asarray(order)), _is_reordered, cache)
+    shared = mixing.extend(flat(inputs(2, beams)), cache)[0]
+
+    separate = []
+    for beam in range(2):
+        cache = mixing.cache_of(length)
         for step in range(2):
-            cache = extend(cache, step, np.array([0, 1, 0, 1]))[1]
-        cache = jax.tree.map(lambda x: _reordered(jnp.asarray(order), x), cache, is_leaf=_is_reordered)
-        return extend(cache, 2, np.array([0, 1, 0, 1]))[0]
-
-    def separate():
-        cache = start(np.repeat(np.arange(2), 2))
-        for step in range(2):
-            cache = extend(cache, step, order.reshape(-1))[1]
-        return extend(cache, 2, np.array([0, 1, 0, 1]))[0]
-
-    assert_close(*once(lambda: (shared(), separate())))
+            cache = mixing.extend(inputs(step, order[:, beam : beam + 1]), cache)[1]
+        separate.append(mixing.extend(inputs(2, beams[:, beam : beam + 1]), cache)[0])
+    assert_close(shared, jnp.stack(separate, axis=1).reshape(shared.shape))
 
 
 @pytest.mark.parametrize("spec", contracts.carrying())
@@ -304,7 +246,7 @@ def test_mixer_with_carry_matches_full_pass(spec):
     mixing, parts = Mixing(spec, 14), ((0, 7), (7, 9), (9, 14))
     ids, positions, x = mixing.segment_ids + 1, mixing.positions, mixing.arrays["x"]
     attention = Attention(4, 2, 8, parse_one(spec, "mixer"), rope_theta=100.0, qk_norm=True)
-    params = nn.meta.unbox(attention.init(jax.random.key(0), x, Context(positions, ids, Causal())))
+    params = once(lambda: nn.meta.unbox(attention.init(jax.random.key(0), x, Context(positions, ids, Causal()))))
     signs = jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 16)), jnp.float32)
 
     def in_parts(params, x):
@@ -321,21 +263,17 @@ def test_mixer_with_carry_matches_full_pass(spec):
         x = jnp.concatenate([jax.lax.stop_gradient(x[:, :9]), x[:, 9:]], axis=1)
         return attention.apply(params, x, Context(positions, ids, Causal()))[0]
 
-    def gradients_and_values(function, x):
+    def gradients_and_values(function):
         def score(params, x):
             y = function(params, x)
             return jnp.sum(y[:, 9:] * signs), y
 
-        return jax.grad(score, (0, 1), has_aux=True)(params, x)
+        return jax.jit(jax.grad(score, (0, 1), has_aux=True), compiler_options=contracts.ONCE)
 
     other = (ids == 2) & (jnp.arange(14) < 9)[None]
     large = jnp.where(other[..., None], jnp.float32(1e4), x)
-    of_parts, of_large, of_whole = once(
-        lambda *xs: [gradients_and_values(f, x) for f, x in zip((in_parts, in_parts, whole), xs, strict=True)],
-        x,
-        large,
-        x,
-    )
+    run = gradients_and_values(in_parts)
+    of_parts, of_large, of_whole = run(params, x), run(params, large), gradients_and_values(whole)(params, x)
     assert_close(of_parts, of_whole)
     assert not np.asarray(of_parts[0][1])[:, :9].any()
     elsewhere = np.asarray(ids) != 2
@@ -347,20 +285,16 @@ def test_mixer_with_carry_matches_full_pass(spec):
 
 
 @outputs
-@pytest.mark.parametrize(("count", "vocab", "dtype"), [(11, 13, "float32"), (1, 7, "bfloat16")])
+@pytest.mark.parametrize(
+    ("count", "vocab", "dtype"), [(11, 13, "float32"), pytest.param(1, 7, "bfloat16", marks=pytest.mark.slow)]
+)
 def test_output_loss_without_rng_is_weighted_sum_of_nll(spec, count, vocab, dtype):
     """Holds for every training loss, so that perplexities of different layers are comparable."""
     case = Output(spec, count, vocab, dtype=dtype)
-    is_normalized = case.module.is_normalized
-
-    def loss_and_nll(h, weights):
-        loss = case.call("loss", case.table, h, case.labels, weights)
-        return loss, case.call("nll", case.table, h, case.labels) if is_normalized else None
-
-    loss, nll = once(loss_and_nll, case.h, case.weights)
+    loss, nll = case.evaluated(case.h, case.labels, case.weights)
     assert loss.sum.dtype == loss.weight.dtype == jnp.float32
     assert_close(loss.weight, np.sum(case.weights))
-    if is_normalized:
+    if nll is not None:
         assert nll.dtype == jnp.float32
         assert_close(loss.sum, np.sum(np.asarray(nll) * case.weights))
     else:
@@ -375,16 +309,8 @@ def test_output_ignores_tokens_without_weight(spec):
     weights = case.weights.at[::2].set(0.0).at[1].set(1.0)
     ignored = np.asarray(weights) == 0
     labels, h = case.labels.at[0].set(-100), case.h.at[2].set(jnp.nan)
-
-    def loss(trained, h, labels):
-        table, params = trained
-        out = case.call("loss", table, h, labels, weights, case.rng, params=params)
-        return out.sum, (out.weight, out.aux)
-
-    both = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=contracts.ONCE)
-    trained = case.table, case.params
-    value, (by_trained, by_h) = both(trained, h, labels)
-    expected_value, (expected_by_trained, _) = both(trained, case.h, case.labels)
+    value, (by_trained, by_h) = case.gradients(case.trained, h, labels, weights, case.rng)
+    expected_value, (expected_by_trained, _) = case.gradients(case.trained, case.h, case.labels, weights, case.rng)
     assert_close((value, by_trained), (expected_value, expected_by_trained))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, by_trained, by_h)))
     assert not np.asarray(by_h)[ignored].any() and np.asarray(by_h)[~ignored].any(axis=1).all()
@@ -450,13 +376,13 @@ def test_output_loss_of_invalid_labels_is_nan(spec):
     """A label outside of the vocabulary at a token with weight gives NaN, with an rng and without."""
     case = Output(spec)
     weights = jnp.ones_like(case.weights)
-
-    def losses(labels):
-        return [case.call("loss", case.table, case.h, labels, weights, rng).sum for rng in (None, case.rng)]
-
-    labels = jnp.stack([case.labels.at[4].set(label) for label in (0, -1, 13, -100)])
-    for loss in once(jax.vmap(losses), labels):
-        np.testing.assert_array_equal(np.isnan(loss), [False, True, True, True])
+    for label in (0, -1, 13, -100):
+        labels = case.labels.at[4].set(label)
+        losses = (
+            case.evaluated(case.h, labels, weights)[0].sum,
+            case.gradients(case.trained, case.h, labels, weights, case.rng)[0][0],
+        )
+        np.testing.assert_array_equal(np.isnan(losses), label != 0)
 
 
 @outputs
@@ -482,17 +408,12 @@ def test_output_loss_equals_merged_partials(spec):
 @outputs
 def test_output_is_traced_once(spec):
     case = Output(spec)
-
-    def loss(trained, h, rng):
-        table, params = trained
-        return case.call("loss", table, h, case.labels, case.weights, rng, params=params).sum
-
-    step = jax.jit(jax.grad(chex.assert_max_traces(loss, n=1)), compiler_options=contracts.ONCE)
-    trained = case.table, case.params
-    pairs = zip(
-        *(jax.tree.leaves(step(trained, h, jax.random.key(k))) for k, h in ((3, case.h), (4, -case.h))), strict=True
+    results = (
+        case.gradients(case.trained, h, case.labels, case.weights, jax.random.key(k))[1][0]
+        for k, h in ((3, case.h), (4, -case.h))
     )
-    assert any(np.any(a != b) for a, b in pairs)
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, results), strict=True))
+    assert case.gradients._cache_size() == 1
 
 
 @outputs
@@ -500,19 +421,10 @@ def test_gradient_descent_makes_labels_most_probable(spec):
     """Fails for gradients of the wrong sign, or with respect to the wrong words."""
     case = Output(spec)
     weights = jnp.ones_like(case.weights)
-
-    def loss(trained, key):
-        table, h, params = trained
-        return case.call("loss", table, h, case.labels, weights, key, params=params).sum
-
-    def step(trained, key):
-        return jax.tree.map(lambda x, g: x - 0.1 * g, trained, jax.grad(loss)(trained, key)), None
-
-    keys = jax.random.split(jax.random.key(0), 300)
-
-    def best_words(trained):
-        table, h, params = jax.lax.scan(step, trained, keys)[0]
-        return case.call("top_k", table, h, 1, params=params)[1]
-
-    best = once(best_words, (case.table, case.h, case.params))
+    trained, h = jax.tree.map(np.asarray, (case.trained, case.h))
+    for key in jax.random.split(jax.random.key(0), 300):
+        _, gradients = case.gradients(trained, h, case.labels, weights, key)
+        trained, h = jax.tree.map(lambda x, g: x - np.float32(0.1) * np.asarray(g), (trained, h), gradients)
+    table, params = trained
+    best = once(lambda table, h, params: case.call("top_k", table, h, 1, params=params)[1], table, h, params)
     np.testing.assert_array_equal(best[:, 0], case.labels)

@@ -9,7 +9,6 @@ adapt it to the code. About eight minutes.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags
+from fault import Fault
+from mixer_faults import MIXER_FAULTS
 
 from hpnlp import measure
 
@@ -29,36 +30,6 @@ FLAGS = flags.FLAGS
 flags.DEFINE_list("only", [], "Names of the faults to seed; empty for all.")
 flags.DEFINE_integer("limit", 600, "Seconds after which the tests of a fault are stopped.")
 flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the result goes.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """A wrong statement.
-
-    Attributes:
-      name: Name of the fault.
-      effect: What is wrong then.
-      path: The file.
-      right: Text that occurs once in it.
-      wrong: The text in its place.
-      tests: Files and directories of tests, the likeliest first.
-    """
-
-    name: str
-    effect: str
-    path: str
-    right: str
-    wrong: str
-    tests: str
-
-    def write(self, tree: Path) -> None:
-        """Writes the fault into a source tree."""
-        text = (tree / self.path).read_text("utf-8")
-        if text.count(self.right) != 1:
-            raise ValueError(
-                f"{self.name}: {self.right!r} occurs {text.count(self.right)} times in {self.path}: adapt the fault"
-            )
-        (tree / self.path).write_text(text.replace(self.right, self.wrong), "utf-8")
 
 
 FAULTS = (
@@ -395,10 +366,11 @@ def test_files(tree: Path, names: str) -> list[str]:
     return list(files)
 
 
-def detected_by(tree: Path, tests: list[str], markers: str) -> str:
+def detected_by(tree: Path, tests: list[str], keyword: str, markers: str) -> str:
     """The first test that fails; "" if none does, and "timeout" after `--limit` seconds."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
     command += ["-m", markers] if markers else []
+    command += ["-k", keyword] if keyword else []
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     try:
         done = subprocess.run(
@@ -425,9 +397,9 @@ def seed(fault: Fault) -> dict[str, Any]:
         shutil.copy(ROOT / "pyproject.toml", tree)
         fault.write(tree)
         start, tests, tier = time.perf_counter(), test_files(tree, fault.tests), 1
-        test = detected_by(tree, tests, "")
+        test = detected_by(tree, tests, fault.keyword, "")
         if not test or test == "timeout":
-            tier, test = 2, detected_by(tree, tests, "(oracle or slow) and not notebook")
+            tier, test = 2, detected_by(tree, tests, fault.keyword, "(oracle or slow) and not notebook")
         detected = test not in ("", "timeout")
         row = {
             "fault": fault.name,
@@ -441,7 +413,7 @@ def seed(fault: Fault) -> dict[str, Any]:
 
 def main(_: Any) -> None:
     rows = []
-    for fault in FAULTS:
+    for fault in (*FAULTS, *MIXER_FAULTS):
         if not FLAGS.only or fault.name in FLAGS.only:
             rows.append(seed(fault))
             print(rows[-1], flush=True)

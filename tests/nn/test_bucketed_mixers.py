@@ -10,6 +10,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Causal, Window
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, MixerInputs
+from tests.contracts import once
 
 
 @pytest.mark.parametrize(
@@ -41,11 +42,15 @@ def test_centroids_move_towards_the_mean_of_their_tokens():
     q, v = (jnp.asarray(draw.standard_normal((1, 4, n, 6)), jnp.float32) for n in (2, 1))
     ids = jnp.asarray([[1, 1, 2, 0]], jnp.int32)
     inputs = MixerInputs(x=v[:, :, 0], q=q, v=v, segment_ids=ids, kv_segment_ids=ids)
-    variables = nn.meta.unbox(mixer.init(jax.random.key(0), inputs, Causal()))
-    centroids = np.asarray(variables["buffers"]["centroids"])
+
+    def step(inputs):
+        variables = nn.meta.unbox(mixer.init(jax.random.key(0), inputs, Causal()))
+        statistics = mixer.apply(variables, inputs, Causal()).statistics
+        return variables["buffers"], statistics, mixer.advance(variables["buffers"], statistics, 0, None)
+
+    buffers, statistics, moved = jax.device_get(once(step, inputs))
+    centroids, moved = buffers["centroids"], moved["centroids"]
     np.testing.assert_allclose(np.linalg.norm(centroids, axis=2), 1.0, atol=1e-5)
-    statistics = mixer.apply(variables, inputs, Causal()).statistics
-    moved = mixer.advance(variables["buffers"], statistics, jnp.int32(0), jax.random.key(0))["centroids"]
 
     expected = centroids.copy()
     x = np.asarray(q)[0, :3] - np.asarray(q)[0, :3].mean(axis=2, keepdims=True)

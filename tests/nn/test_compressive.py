@@ -1,5 +1,7 @@
 """The compressive memory over several batches, against attention to memories that numpy compresses."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -38,12 +40,20 @@ def stream():
     return jnp.asarray(rng.standard_normal((B, TOTAL, D)), jnp.float32), jnp.asarray(ids)
 
 
-def params_of(attention, x, ids):
+@functools.cache
+def params_of(attention):
+    x, ids = stream()
     context = Context(jnp.zeros_like(ids[:, :1]), ids[:, :1], Causal())
-    params = nn.meta.unbox(attention.init(jax.random.key(0), x[:, :1], context))["params"]
-    return jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape), params)
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(attention.init(jax.random.key(0), x[:, :1], context))["params"])
+    rng = np.random.default_rng(1)
+
+    def value(path, like):
+        return jnp.asarray((path[-1].key == "scale") + 0.3 * rng.standard_normal(like.shape), like.dtype)
+
+    return jax.tree_util.tree_map_with_path(value, shapes)
 
 
+@functools.partial(jax.jit, static_argnums=0, compiler_options=ONCE)
 def in_parts(attention, params, x, ids):
     """Outputs, carries and statistics of the parts, which follow one another."""
     mixer = compressive(M, C, RATE, attention.mixer.args[3])
@@ -67,6 +77,7 @@ def expected_parts(how, params, x, ids):
     """Outputs and compressed memories by lists of (hidden state, segment) for each sequence."""
     params = jax.tree.map(np.asarray, params)
     mixer, results = params["mixer"], []
+    embeddings = np.asarray(once(lambda: sinusoids(jnp.arange(M + C + TOTAL, dtype=jnp.int32), D)))
     memory = [[(np.zeros(D, np.float32), 0)] * M for _ in range(B)]
     compressed = [[(np.zeros(D, np.float32), 0)] * C for _ in range(B)]
     for start, end in zip(np.cumsum((0, *PARTS)), np.cumsum(PARTS), strict=False):
@@ -75,7 +86,7 @@ def expected_parts(how, params, x, ids):
         states = np.stack([[state for state, _ in row] for row in keys])
         k, v = ((states @ params[name]["kernel"]).reshape(B, -1, K, H) for name in ("k", "v"))
         q = (x[:, start:end] @ params["q"]["kernel"]).reshape(B, -1, N, H)
-        table = sinusoids(jnp.arange(states.shape[1], dtype=jnp.int32), D)
+        table = embeddings[: states.shape[1]]
         relative = mixer["relative"]
         o = reference(
             norm(q, params["q_norm"]["scale"]),
@@ -105,8 +116,8 @@ def expected_parts(how, params, x, ids):
 @pytest.mark.parametrize("how", ["conv", "mean", "max"])
 def test_parts_of_a_sequence_match_lists_of_memories(how):
     attention, (x, ids) = layer(how), stream()
-    params = params_of(attention, x, ids)
-    actual = once(lambda params: in_parts(attention, params, x, ids), params)
+    params = params_of(attention)
+    actual = in_parts(attention, params, x, ids)
     for (y, carry, _), (expected, memories) in zip(actual, expected_parts(how, params, x, ids), strict=True):
         np.testing.assert_allclose(y, expected, atol=2e-5, rtol=2e-5)
         np.testing.assert_allclose(
@@ -119,9 +130,10 @@ def test_parts_of_a_sequence_match_lists_of_memories(how):
 def test_documents_stay_apart(how):
     """Values of 1e4 in one document change no bit of the outputs and the compressed memories of others."""
     attention, (x, ids) = layer(how), stream()
-    params = params_of(attention, x, ids)
-    run = jax.jit(lambda x: in_parts(attention, params, x, ids), compiler_options=ONCE)
-    plain, large = run(x), run(np.where((ids == 3)[..., None], np.float32(1e4), x))
+    params = params_of(attention)
+    plain, large = (
+        in_parts(attention, params, y, ids) for y in (x, jnp.where((ids == 3)[..., None], jnp.float32(1e4), x))
+    )
     for number, ((y, carry, _), (other_y, other_carry, _)) in enumerate(zip(plain, large, strict=True)):
         start = sum(PARTS[:number])
         elsewhere = ids[:, start : start + PARTS[number]] != 3
@@ -137,7 +149,7 @@ def test_usage_is_the_mean_attention_of_all_queries_that_see_a_token():
     """The one of two leaving tokens that received more attention is kept; usage adds up to one for each query."""
     attention, (x, _) = layer("most_used"), stream()
     ids = jnp.ones((B, TOTAL), jnp.int32)
-    results = once(lambda: in_parts(attention, params_of(attention, x, ids), x, ids))
+    results = in_parts(attention, params_of(attention), x, ids)
     received, queries = (np.asarray(results[1][1].usage[name]) for name in ("received", "queries"))
     # The second part has 6 tokens: its last 5 are in memory, and were seen by themselves and those after them.
     np.testing.assert_array_equal(queries, np.tile(np.arange(5, 0, -1), (B, 1)))
@@ -155,16 +167,17 @@ def test_the_reconstruction_loss_trains_the_convolution_alone():
     mixer = compressive(M, C, RATE)
 
     def losses(params, x):
-        results = in_parts(attention, params, x, ids)
+        results = in_parts.__wrapped__(attention, params, x, ids)
         statistics = [statistics for *_, statistics in results]
         return sum(mixer.auxiliary_loss(s)["reconstruction_loss"] for s in statistics), sum(
             y.sum() for y, *_ in results
         )
 
-    params = params_of(attention, x, ids)
-    of_auxiliary, of_outputs = once(
-        lambda: [jax.grad(lambda *a, i=i: losses(*a)[i], (0, 1))(params, jnp.asarray(x)) for i in range(2)]
-    )
+    def gradients(params, x):
+        sums, pull = jax.vjp(losses, params, x)
+        return [pull((jnp.float32(i == 0), jnp.float32(i == 1))) for i in range(len(sums))]
+
+    of_auxiliary, of_outputs = once(gradients, params_of(attention), x)
     by_path = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(of_auxiliary[0])}
     assert {path for path, leaf in by_path.items() if np.asarray(leaf).any()} == {"['mixer']['kernel']"}
     assert not np.asarray(of_auxiliary[1]).any()
@@ -176,8 +189,8 @@ def test_the_reconstruction_loss_trains_the_convolution_alone():
 def test_a_lossless_convolution_has_no_reconstruction_loss():
     """At rate 1 with the identity as kernel, attention to the compressed memories is that to the memories."""
     attention, (x, ids) = Attention(N, K, H, parse_one(f"compressive({M},{C},1,conv)", "mixer")), stream()
-    params = params_of(attention, x, ids)
-    params["mixer"]["kernel"] = jnp.eye(D)
+    params = params_of(attention)
+    params = params | {"mixer": params["mixer"] | {"kernel": jnp.eye(D)}}
     first = compressive(M, C, 1).initial_carry(B, D, jnp.float32)
 
     def report_of(params, start, carry):

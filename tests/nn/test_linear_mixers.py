@@ -62,9 +62,13 @@ def test_decoding_with_full_masks_raises(name):
     """Mixers of both directions, whose caches hold preceding tokens only."""
     mixing = Mixing(name, 2)
     inputs = mixing.inputs(mixing.arrays)
-    cache = mixing.module.apply(mixing.params, dataclasses.replace(inputs, capacity=3), Causal()).cache
+    cache = jax.eval_shape(mixing.start, dataclasses.replace(inputs, capacity=3))
     with pytest.raises(InputError, match="a cache cannot apply the mask Full"):
-        mixing.module.apply(mixing.params, inputs, Full(), cache, method="extend")
+        jax.eval_shape(
+            lambda inputs, cache: mixing.module.apply(mixing.params, inputs, Full(), cache, method="extend"),
+            inputs,
+            cache,
+        )
 
 
 def test_invalid_ranks_and_convolutions_raise():

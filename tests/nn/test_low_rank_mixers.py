@@ -1,6 +1,7 @@
 """Mixers that summarise the sequence, and Synthesizers: exact cases, shorter sequences, dropout, models and errors."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -14,7 +15,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Causal, Full, reference
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError
-from tests.contracts import Mixing, assert_close, once
+from tests.contracts import ONCE, Mixing, assert_close, once
 
 SIZES = {"vocab": 8, "dim": 8, "heads": 2, "layers": 1}
 
@@ -23,9 +24,12 @@ def test_linformer_with_a_row_for_each_token_is_exact_attention():
     """With the identity as its matrix, and with windows of one token."""
     for spec in ("linformer(9,share=key_value)", "linformer(9,pool)"):
         mixing = Mixing(spec, 9)
-        params = jax.tree.map(lambda x: jnp.eye(len(x), dtype=x.dtype), mixing.params)
-        exact = reference(*(mixing.arrays[name] for name in "qkv"))
-        assert_close(once(lambda arrays, m=mixing, p=params: m(m.inputs(arrays), params=p), mixing.arrays), exact)
+        params = jax.tree.map(lambda x: np.eye(len(x), dtype=x.dtype), mixing.params)
+
+        def both(arrays, params, mixing=mixing):
+            return mixing(mixing.inputs(arrays), params=params), reference(*(arrays[name] for name in "qkv"))
+
+        assert_close(*once(both, mixing.arrays, params))
 
 
 @pytest.mark.parametrize("spec", ["linformer(3)", "mixture(dense,random,factorized_dense,factorized_random)"])
@@ -51,15 +55,16 @@ def test_dropout_depends_on_its_key(spec):
     module = dataclasses.replace(mixing.module, dropout=0.5)
     streams = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
 
-    def run(arrays):
-        fields = [
-            {"rng": jax.random.key(seed), "streams": streams, "deterministic": seed == 2} for seed in (0, 0, 1, 2)
-        ]
-        return [module.apply(mixing.params, mixing.inputs(arrays, **x), Full()).o for x in fields], mixing(
-            mixing.inputs(arrays), Full()
-        )
+    @functools.partial(jax.jit, compiler_options=ONCE)
+    def run(arrays, key):
+        drops = {"rng": key, "streams": streams, "deterministic": False}
+        fields = drops, {**drops, "deterministic": True}
+        outputs = [module.apply(mixing.params, mixing.inputs(arrays, **x), Full()).o for x in fields]
+        return *outputs, mixing(mixing.inputs(arrays), Full())
 
-    (first, again, other, deterministic), without = once(run, mixing.arrays)
+    (first, deterministic, without), (again, *_), (other, *_) = (
+        jax.device_get(run(mixing.arrays, jax.random.key(seed))) for seed in (0, 0, 1)
+    )
     np.testing.assert_array_equal(first, again)
     np.testing.assert_array_equal(deterministic, without)
     assert np.mean(first != other) > 0.5 and np.mean(first != without) > 0.5
@@ -69,13 +74,16 @@ def test_weights_of_a_mixture_sum_to_one():
     """With equal terms, the mixture is the term itself, whatever the weights are."""
     mixing = Mixing("mixture(dense)", 7)
     params = mixing.params["params"]
-    columns = jnp.zeros_like(params["dense"])
+
+    @functools.partial(jax.jit, compiler_options=ONCE)
+    def both(arrays, logits):
+        changed = {"params": params | {"dense": jnp.zeros_like(params["dense"]), "mixture": logits}}
+        q, k, v = (arrays[name] for name in "qkv")
+        expected = reference(q * jax.nn.softmax(logits)[0], k, v, Causal())
+        return mixing(mixing.inputs(arrays), params=changed), expected
+
     for logits in ([0.0, 0.0], [3.0, -2.0]):
-        changed = {"params": params | {"dense": columns, "mixture": jnp.asarray(logits)}}
-        q, k, v = (mixing.arrays[name] for name in "qkv")
-        weight = float(jax.nn.softmax(jnp.asarray(logits))[0])
-        expected = reference(q * weight, k, v, Causal())
-        assert_close(mixing(mixing.inputs(mixing.arrays), params=changed), expected)
+        assert_close(*both(mixing.arrays, jnp.asarray(logits)))
 
 
 @pytest.mark.parametrize("mixer", ["linformer(4)", "nystrom(3,5)", "fnet", "synthesizer_random"])

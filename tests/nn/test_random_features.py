@@ -30,6 +30,7 @@ def test_averages_of_optimal_features_follow_the_batch():
     sums = {"squares": np.square(q).sum() + np.square(k).sum(), "queries": q.sum(0), "keys": k.sum(0), "tokens": 5.0}
     buffers = {"projections": jnp.ones((6, 4)), "gamma": jnp.full(2, 3.0)}
 
+    @jax.jit
     def advance(statistics):
         statistics = {name: jnp.asarray(x, jnp.float32) for name, x in statistics.items()}
         of_heads = {name: x if name == "tokens" else jnp.stack([x, x]) for name, x in statistics.items()}
