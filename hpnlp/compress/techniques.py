@@ -168,36 +168,107 @@ def cubic_share(progress: Array, keep: float, begin: float, end: float) -> Array
 
 
 def quantized(bits: int = 8, group: int = 0, *, steps: int) -> Technique:
-    """Quantization-aware training: matrices of integers with a scale for each column, or each group of its rows."""
+    """Quantization-aware training: matrices of integers with a scale for each column, or each group of its rows.
+
+    Args:
+      bits: 2 to 8.
+      group: Rows of a group, a divisor of the rows of every kernel; 0 for one scale for each column.
+      steps: Steps of the run.
+
+    Returns:
+      The technique.
+
+    Raises:
+      InputError: `bits` is out of range.
+    """
     if not 2 <= bits <= 8:
         raise InputError(f"train.weights: quantized({bits}): expected 2 to 8 bits")
     return QuantizedTechnique(steps, "integer", bits, group)
 
 
 def ternary(*, steps: int) -> Technique:
-    """Matrices of -a, 0 and a (TernaryBERT, Zhang et al. 2020, eq. 6 and 7)."""
+    """Matrices of -a, 0 and a: 0 up to 0.7 times the mean magnitude, and a the mean of the others.
+
+    Args:
+      steps: Steps of the run.
+
+    Returns:
+      The technique.
+
+    References:
+      Zhang et al. 2020, "TernaryBERT", eq. 6 and 7.
+    """
     return QuantizedTechnique(steps, "ternary")
 
 
 def binary(*, steps: int) -> Technique:
-    """Matrices of -a and a, a the mean magnitude of each column (XNOR, Rastegari et al. 2016, eq. 6)."""
+    """Matrices of -a and a, a the mean magnitude of each column; latent weights beyond 1 have no gradient.
+
+    Args:
+      steps: Steps of the run.
+
+    Returns:
+      The technique.
+
+    References:
+      Rastegari et al. 2016, "XNOR-Net", eq. 6. Courbariaux et al. 2015, "BinaryConnect", section 2.4.
+    """
     return QuantizedTechnique(steps, "binary")
 
 
 def magnitude(keep: float, begin: float = 0.1, end: float = 0.7, *, steps: int) -> Technique:
-    """Magnitude pruning in training, by a cubic schedule."""
+    """Magnitude pruning in training: the largest weights of each kernel of each layer stay.
+
+    Args:
+      keep: Share of the weights that stays at last, in (0, 1].
+      begin: Share of the steps at which pruning begins.
+      end: Share of the steps at which `keep` is reached.
+      steps: Steps of the run.
+
+    Returns:
+      The technique.
+
+    Raises:
+      InputError: A share is out of range.
+    """
     _check_schedule("magnitude", keep, begin, end)
     return MagnitudeTechnique(steps, keep, begin, end)
 
 
 def movement(keep: float, begin: float = 0.1, end: float = 0.7, *, steps: int) -> Technique:
-    """Movement pruning, by a cubic schedule."""
+    """Movement pruning: the weights with the largest scores stay, which are trained from 0.
+
+    Args:
+      keep: As for `magnitude`.
+      begin: As for `magnitude`.
+      end: As for `magnitude`.
+      steps: Steps of the run.
+
+    Returns:
+      The technique.
+
+    Raises:
+      InputError: A share is out of range.
+    """
     _check_schedule("movement", keep, begin, end)
     return MovementTechnique(steps, keep, begin, end)
 
 
 def soft_movement(threshold: float = 0.1, penalty: float = 1.0, rate: float = 10.0, *, steps: int) -> Technique:
-    """Soft movement pruning: scores times `rate` go through a sigmoid, and the mean sigmoid costs `penalty`."""
+    """Soft movement pruning: weights stay whose sigmoid of scores is over a threshold.
+
+    Args:
+      threshold: The threshold, in (0, 1).
+      penalty: Factor of the mean sigmoid in the loss, at least 0.
+      rate: Factor of the scores in the sigmoid: how fast scores move, relative to weights.
+      steps: Steps of the run.
+
+    Returns:
+      The technique.
+
+    Raises:
+      InputError: An argument is out of range.
+    """
     if not 0 < threshold < 1 or penalty < 0 or rate <= 0:
         raise InputError(
             f"train.weights: soft_movement({threshold}, {penalty}, {rate}): expected a threshold in (0, 1), a penalty of at "
@@ -207,12 +278,30 @@ def soft_movement(threshold: float = 0.1, penalty: float = 1.0, rate: float = 10
 
 
 def masked(*, steps: int) -> Technique:
-    """Training in which zeros stay zeros: fine-tuning after pruning (train.init_from), and lottery tickets."""
+    """Training in which zeros stay zeros: fine-tuning after pruning (train.init_from), and lottery tickets.
+
+    Args:
+      steps: Steps of the run.
+
+    Returns:
+      The technique.
+    """
     return MaskedTechnique(steps)
 
 
 def weight_drop(rate: float, *, steps: int) -> Technique:
-    """DropConnect: single weights are dropped in training."""
+    """DropConnect: single weights are dropped in training.
+
+    Args:
+      rate: Probability that a weight is dropped, in [0, 1).
+      steps: Steps of the run.
+
+    Returns:
+      The technique.
+
+    Raises:
+      InputError: `rate` is out of range.
+    """
     if not 0 <= rate < 1:
         raise InputError(f"train.weights: weight_drop({rate}): expected a rate of at least 0 and below 1")
     return WeightDropTechnique(steps, rate)
