@@ -27,6 +27,17 @@ class EncoderConfig(BackboneConfig):
     """A bidirectional encoder, with a label for each token or for each sequence."""
 
     least_layers: ClassVar[int] = 0
+    # Fields and parameters of the head. The rest may go on from a run of another task with encoders (`train.init_from`).
+    head_fields: ClassVar[tuple[str, ...]] = (
+        "pooling",
+        "classes",
+        "token_types",
+        "transform",
+        "output",
+        "tied",
+        "dropout",
+    )
+    head_params: ClassVar[tuple[str, ...]] = ("pool", "transform", "head", "output")
 
     pooling: str = option(
         "none",

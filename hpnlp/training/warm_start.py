@@ -6,12 +6,13 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from hpnlp import tasks
 from hpnlp.compress.weight_training import with_own
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import tokenizer_digest
@@ -153,29 +154,36 @@ def check_converted(init_from: str, workdir: Path) -> None:
 
 
 def check_task(task: str, source: Source) -> None:
-    """Checks that a run is of the task of its source.
+    """Checks that a run is of the task of its source, or that both tasks have encoders, of which only the heads differ.
 
     Args:
       task: Name of the run's task.
       source: The model that training starts from.
 
     Raises:
-      InputError: The tasks differ.
+      InputError: The tasks differ, and their models are not of one kind.
     """
-    if task != source.task:
+    if task != source.task and not _shares_backbone(task, source):
         raise InputError(
             f"train.init_from={source.directory} holds a model of task={source.task!r}, and this config has task={task!r}: "
             "name a run of the same task"
         )
 
 
-def check_model(model: Any, source: Source, accept_changes: bool = False) -> str:
+def _shares_backbone(task: str, source: Source) -> bool:
+    """Whether the model of a task is the source's but for the head."""
+    fields = [getattr(tasks.find(name).model_config, "head_fields", ()) for name in (task, source.task)]
+    return bool(fields[0]) and fields[0] == fields[1]
+
+
+def check_model(model: Any, source: Source, accept_changes: bool = False, task: str = "") -> str:
     """Checks that a model computes the same as its source's model.
 
     Args:
       model: The model's config, with the sizes that depend on the data filled in.
       source: The model that training starts from.
       accept_changes: Allow differences; `load_params` still refuses parameters of other shapes.
+      task: Name of the run's task, if it may differ from the source's: fields of the head may then differ.
 
     Returns:
       The differences that were accepted, as text; "" for none.
@@ -185,7 +193,8 @@ def check_model(model: Any, source: Source, accept_changes: bool = False) -> str
     """
     ours, theirs = _architecture(model), _architecture(source.model)
     differing, flags = [], []
-    for name in (field.name for field in dataclasses.fields(model)):
+    free = model.head_fields if task not in ("", source.task) else ()
+    for name in (field.name for field in dataclasses.fields(model) if field.name not in free):
         here, there = getattr(model, name), getattr(source.model, name)
         # Fields that are 0 in both configs are derived from other fields, and these are named.
         if name in theirs and ours.get(name) != theirs[name] and here != there:
@@ -213,13 +222,17 @@ def _architecture(config: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in unused}
 
 
-def load_params(source: Source, trainer: Trainer, plan: Plan) -> tuple[Any, str]:
+def load_params(
+    source: Source, trainer: Trainer, plan: Plan, task: str = "", key: jax.Array | None = None
+) -> tuple[Any, str]:
     """Reads the parameters of a source.
 
     Args:
       source: A run, of which the best checkpoint is read, or a Hugging Face directory.
       trainer: Trainer of a model that `check_model` has passed; gives shapes and shardings.
       plan: The trainer's plan.
+      task: Name of the run's task, if it may differ from the source's: parameters of the head are then initialised.
+      key: Key of the initialisation.
 
     Returns:
       The weights, for `Trainer.init`, and a phrase on their origin.
@@ -236,11 +249,22 @@ def load_params(source: Source, trainer: Trainer, plan: Plan) -> tuple[Any, str]
         params, origin = convert.load(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
     shapes = trainer.state_shapes
     expected = variables.join(shapes.params, shapes.buffers) if source.is_run else shapes.params
+    if task not in ("", source.task):
+        params = _with_new_head(params, trainer, source.model.head_params, key)
+        origin += ", with a new head"
     params = with_own(params, expected)
     _check_shapes(params, expected, source)
-    if not source.is_run or "weights" in expected:
+    if not source.is_run or "weights" in expected or task not in ("", source.task):
         params = jax.tree.map(place, expected, params)
     return params, f"{origin}, with its tokenizer"
+
+
+def _with_new_head(params: Any, trainer: Trainer, head: Sequence[str], key: jax.Array | None) -> Any:
+    """Parameters of the source that the model has too, but for those of the head, and initial values of all others."""
+    initial = trainer.init(key)
+    own = variables.join(initial.params, initial.buffers)
+    kept = {name: tree for name, tree in params.items() if name in own and name not in (*head, variables.BUFFERS)}
+    return {**own, **kept}
 
 
 def _check_shapes(params: Any, expected: Any, source: Source) -> None:
