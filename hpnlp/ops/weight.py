@@ -110,6 +110,21 @@ def axes_of(w: Any, names: tuple[str | None, ...]) -> Any:
     return w.axes(names) if isinstance(w, Weight) else names
 
 
+def scale_axes(scales: Any, names: tuple[str | None, ...], rows: int) -> tuple[str | None, ...]:
+    """Logical axes of the scales of a matrix.
+
+    Args:
+      scales: [..., 1, F], [..., 1, 1], [..., D, 1] or [..., D / group, F].
+      names: Logical names of the axes of the matrix, with those of leading axes.
+      rows: D.
+
+    Returns:
+      The names; None for an axis of size 1, and for that of groups.
+    """
+    *leading, row, column = names
+    return (*leading, row if scales.shape[-2] == rows > 1 else None, column if scales.shape[-1] > 1 else None)
+
+
 def dense(w: Any) -> Any:
     """The matrix of a parameter.
 
