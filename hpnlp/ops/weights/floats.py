@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import tree_util
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
-from hpnlp.ops.linear import product, product_transposed
+from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.linear import product
 from hpnlp.ops.weight import Weight, scale_axes
 from hpnlp.types import InputError
 
@@ -23,7 +25,7 @@ FORMATS = {
 }
 
 
-@tree_util.register_dataclass
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FloatWeight(Weight):
     """Floating-point numbers of few bits, with scales: w = codes * scales.
@@ -36,8 +38,7 @@ class FloatWeight(Weight):
     Rows of x with a number that is not finite give rows that are not finite.
 
     Attributes:
-      codes: bfloat16, float16, float8_e4m3fn or float8_e5m2 [D, F]. Gradients are rounded to their dtype: those of 8 bits are
-        of no use.
+      codes: bfloat16, float16, float8_e4m3fn or float8_e5m2 [D, F]; no gradient reaches those of 8 bits in products.
       scales: float32 [1, F], one for each column; [D, 1], one for each row, as tables have them; None for 1.
       round_inputs: Products scale each row of x to the range of the 8-bit format and round it as well, and multiply 8-bit
         numbers, for devices that do; others convert both sides, and take longer than without.
@@ -56,20 +57,24 @@ class FloatWeight(Weight):
         return numbers if self.scales is None else numbers * self.scales
 
     def matmul(self, x: Float[Array, "M D"]) -> Float[Array, "M F"]:
-        by_column = self.scales is None or self.scales.shape[0] == 1
-        sums = self._product(x if by_column else (x * self.scales[:, 0]).astype(x.dtype), transposed=False)
-        return sums * self.scales if by_column and self.scales is not None else sums
+        if self.scales is None:
+            return self._product(x, transposed=False)
+        if self.scales.shape[0] == 1:
+            return self._product(x, transposed=False) * self.scales
+        return self._product(x * self.scales.T.astype(x.dtype), transposed=False)
 
     def matmul_transposed(self, x: Float[Array, "M F"]) -> Float[Array, "M D"]:
-        by_row = self.scales is None or self.scales.shape[1] == 1
-        sums = self._product(x if by_row else (x * self.scales).astype(x.dtype), transposed=True)
-        return sums * self.scales[:, 0] if by_row and self.scales is not None else sums
+        if self.scales is None:
+            return self._product(x, transposed=True)
+        if self.scales.shape[1] == 1:
+            return self._product(x, transposed=True) * self.scales.T
+        return self._product(x * self.scales.astype(x.dtype), transposed=True)
 
     def take(self, ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens F"]:
         rows = self.codes[ids].astype(jnp.float32)
         if self.scales is None:
             return rows
-        return rows * (self.scales[0] if self.scales.shape[0] == 1 else self.scales[ids])
+        return rows * self.scales[jnp.zeros_like(ids) if self.scales.shape[0] == 1 else ids]
 
     def axes(self, names: tuple[str | None, ...]) -> Any:
         scales = None if self.scales is None else scale_axes(self.scales, names, self.shape[0])
@@ -77,14 +82,36 @@ class FloatWeight(Weight):
 
     def _product(self, x: Array, *, transposed: bool) -> Array:
         """Product of x with the codes, or with their transpose."""
-        multiply = product_transposed if transposed else product
+        codes = self.codes.T if transposed else self.codes
         if self.codes.dtype == jnp.float16:
-            return multiply(x, self.codes)
-        if not self.round_inputs:
-            return multiply(x.astype(jnp.bfloat16), self.codes.astype(jnp.bfloat16))
-        numbers = x.astype(jnp.float32)
-        rounded, steps = _rounded(numbers, jnp.abs(numbers).max(axis=1, keepdims=True), self.codes.dtype)
-        return multiply(rounded, self.codes) * steps
+            return product(x, codes)
+        if self.codes.dtype == jnp.bfloat16:
+            return product(x.astype(jnp.bfloat16), codes)
+        codes = jax.lax.stop_gradient(codes)
+        if self.round_inputs:
+            return _float8_product(*vary_alike(x, codes))
+        return product(x.astype(jnp.bfloat16), codes.astype(jnp.bfloat16))
+
+
+@jax.custom_vjp
+def _float8_product(x: Array, codes: Array) -> Array:
+    """Product of x, rounded to the 8-bit dtype of the codes by row; its gradient is that of exact x."""
+    numbers = x.astype(jnp.float32)
+    rounded, steps = _rounded(numbers, jnp.abs(numbers).max(axis=1, keepdims=True), codes.dtype)
+    return product(rounded, codes) * steps
+
+
+@accepts_numpy
+def _float8_forward(x: Array, codes: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _float8_product(x, codes), (x, codes)
+
+
+def _float8_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, None]:
+    x, codes = saved
+    return product(dy.astype(jnp.bfloat16), codes.astype(jnp.bfloat16).T).astype(x.dtype), None
+
+
+_float8_product.defvjp(_float8_forward, _float8_backward)
 
 
 def _rounded(x: Array, limits: Array, dtype: Any) -> tuple[Array, Array]:

@@ -79,13 +79,11 @@ class BlockSparseWeight(Weight):
 
     def matmul(self, x: Float[Array, "M D"]) -> Float[Array, "M F"]:
         columns, count, height, width = self.blocks.shape
-        by_block = x.reshape(x.shape[0], self.rows // height, height)
-        # XLA:CPU runs batched products on one core and slowly: the loop over columns of blocks is unrolled.
-        products = []
-        for j in range(columns):
-            inputs = by_block[:, self.indices[j]].reshape(x.shape[0], count * height)
-            products.append(product(inputs, self.blocks[j].reshape(count * height, width)))
-        return jnp.concatenate(products, axis=1)
+        by_block = x.reshape(x.shape[0], self.rows // height, height).transpose(1, 0, 2)
+        inputs = by_block[self.indices].transpose(0, 2, 1, 3).reshape(columns, x.shape[0], count * height)
+        # XLA:CPU takes a half to three quarters of the time of a loop over the columns of blocks.
+        out = jax.vmap(product)(inputs, self.blocks.reshape(columns, count * height, width))
+        return out.transpose(1, 0, 2).reshape(x.shape[0], -1)
 
     def axes(self, names: tuple[str | None, ...]) -> Any:
         leading = names[:-2]
