@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.arrays import as_arrays
+
 
 class Weight(abc.ABC):
     """A matrix `[D, F]` of parameters in a representation of its own: a kernel, or a table of D rows.
@@ -81,8 +83,8 @@ class Weight(abc.ABC):
         """
 
     def __getitem__(self, ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens F"]:
-        """`take`."""
-        return self.take(ids)
+        """`take`; also of numpy arrays."""
+        return as_arrays(self).take(as_arrays(ids))
 
 
 def is_weight(node: Any) -> bool:

@@ -91,9 +91,7 @@ def ternary_through(w: Float[Array, "D F"], scale: str = "matrix", clip: float =
 
 
 @array_op("...", w="...")
-def binary_through(
-    w: Float[Array, "D F"], scale: str | None = "column", clip: float = 1.0
-) -> Float[Array, "D F"]:
+def binary_through(w: Float[Array, "D F"], scale: str | None = "column", clip: float = 1.0) -> Float[Array, "D F"]:
     """The signs of a matrix, 1 for 0; the gradient is that of the identity, and 0 for magnitudes over `clip`.
 
     Args:

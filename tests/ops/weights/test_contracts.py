@@ -90,8 +90,12 @@ def check(found, x, y, ids, tolerance):
         assert error <= tolerance * max(1.0, np.abs(product).max()), (name, error)
     np.testing.assert_allclose(found["rows"], matrix[ids], rtol=1e-5, atol=1e-6)
     dx = np.asarray(found["gradients"][0], np.float32)
-    np.testing.assert_allclose(dx, np.broadcast_to(matrix.sum(1), dx.shape), atol=max(0.05 * np.abs(matrix).sum(1).max(), 1e-6))
-    assert all(leaf.dtype == jnp.float32 for leaf in (found["dense"], found["matmul"], found["transposed"], found["rows"]))
+    np.testing.assert_allclose(
+        dx, np.broadcast_to(matrix.sum(1), dx.shape), atol=max(0.05 * np.abs(matrix).sum(1).max(), 1e-6)
+    )
+    assert all(
+        leaf.dtype == jnp.float32 for leaf in (found["dense"], found["matmul"], found["transposed"], found["rows"])
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,7 +129,9 @@ def test_methods_agree_with_the_matrix(name):
     limit = 0.05 * np.abs(scanned["matmul"][0]).max()
     np.testing.assert_allclose(half.astype(jnp.float32), scanned["matmul"][0], atol=limit)
     for gradient, leaf in zip(
-        scanned["gradients"][1], [x for x in jax.tree.leaves(layers) if jnp.issubdtype(x.dtype, jnp.floating)], strict=True
+        scanned["gradients"][1],
+        [x for x in jax.tree.leaves(layers) if jnp.issubdtype(x.dtype, jnp.floating)],
+        strict=True,
     ):
         assert gradient.shape == leaf.shape
         assert gradient.dtype == leaf.dtype

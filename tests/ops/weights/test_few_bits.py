@@ -28,9 +28,7 @@ AXES = {"matrix": (0, 1), "column": 0, "row": 1}
 
 
 @pytest.mark.parametrize("by_row", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "kind"), [("e4m3", ml_dtypes.float8_e4m3fn), ("e5m2", ml_dtypes.float8_e5m2)]
-)
+@pytest.mark.parametrize(("dtype", "kind"), [("e4m3", ml_dtypes.float8_e4m3fn), ("e5m2", ml_dtypes.float8_e5m2)])
 def test_float8_rounds_in_the_range_of_the_format(dtype, kind, by_row):
     largest = np.float32(ml_dtypes.finfo(kind).max)
     scales = np.abs(W).max(1 if by_row else 0, keepdims=True) / largest
