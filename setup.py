@@ -43,7 +43,14 @@ EXTRAS = {
     # On Linux, PyPI's torch is a CUDA build with several GB of libraries that no test needs. If pip also has PyTorch's
     # index, it prefers the CPU build, whose local version "2.13.0+cpu" sorts higher:
     #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-all
-    "oracles": ["faiss-cpu==1.15.1", "mpmath==1.3.0", "scikit-learn==1.9.1", "torch==2.13.0", "transformers==5.23.0"],
+    "oracles": [
+        "faiss-cpu==1.15.1",
+        "mpmath==1.3.0",
+        "qwix==0.1.8",
+        "scikit-learn==1.9.1",
+        "torch==2.13.0",
+        "transformers==5.23.0",
+    ],
 }
 EXTRAS["test"] = [
     "beartype>=0.23",

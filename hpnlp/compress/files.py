@@ -172,7 +172,8 @@ def _kind_of(node: Weight) -> str:
 
 
 def _array_fields(node: Any) -> list[str]:
-    return [f.name for f in dataclasses.fields(node) if not f.metadata.get("static")]
+    fields = (f.name for f in dataclasses.fields(node) if not f.metadata.get("static"))
+    return [name for name in fields if getattr(node, name) is not None]  # None is the default of optional arrays
 
 
 def _static_fields(node: Any) -> dict[str, Any]:

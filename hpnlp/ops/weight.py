@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.arrays import as_arrays
+
 
 class Weight(abc.ABC):
     """A matrix `[D, F]` of parameters in a representation of its own: a kernel, or a table of D rows.
@@ -81,8 +83,8 @@ class Weight(abc.ABC):
         """
 
     def __getitem__(self, ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens F"]:
-        """`take`."""
-        return self.take(ids)
+        """`take`; also of numpy arrays."""
+        return as_arrays(self).take(as_arrays(ids))
 
 
 def is_weight(node: Any) -> bool:
@@ -108,6 +110,21 @@ def axes_of(w: Any, names: tuple[str | None, ...]) -> Any:
       The names for an array, the result of `Weight.axes` for a Weight.
     """
     return w.axes(names) if isinstance(w, Weight) else names
+
+
+def scale_axes(scales: Any, names: tuple[str | None, ...], rows: int) -> tuple[str | None, ...]:
+    """Logical axes of the scales of a matrix.
+
+    Args:
+      scales: [..., 1, F], [..., 1, 1], [..., D, 1] or [..., D / group, F].
+      names: Logical names of the axes of the matrix, with those of leading axes.
+      rows: D.
+
+    Returns:
+      The names; None for an axis of size 1, and for that of groups.
+    """
+    *leading, row, column = names
+    return (*leading, row if scales.shape[-2] == rows > 1 else None, column if scales.shape[-1] > 1 else None)
 
 
 def dense(w: Any) -> Any:

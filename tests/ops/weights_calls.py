@@ -1,9 +1,27 @@
 """Calls of `hpnlp.ops.weight` and `hpnlp.ops.weights` for test_numpy.py."""
 
+import jax
 import numpy as np
 
 from hpnlp.ops import linear, weight
-from hpnlp.ops.weights import IntegerWeight, factorize, quantize
+from hpnlp.ops.weights import (
+    IntegerWeight,
+    binarize,
+    cluster,
+    factorize,
+    keep_blocks,
+    keep_two_of_four,
+    masked,
+    quantize,
+    ranges,
+    round_to_powers,
+    sparse,
+    ternarize,
+    to_floats,
+)
+from hpnlp.ops.weights import integer as integers
+from hpnlp.ops.weights import packed as packing
+from hpnlp.ops.weights import straight_through as through
 
 W = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 CODES = np.round(W * 40).astype(np.int8)
@@ -16,11 +34,52 @@ CALLS = {
     "weights.integer.quantize": (
         (lambda w: quantize(w).dense(), (W,)),
         (lambda w, limits: quantize(w, 4, group=4, limits=limits).dense(), (W, np.ones((2, 6), np.float32))),
+        (lambda w, limit: linear.product(w.T, quantize(w, limits="mse", x_limit=limit)), (W, np.float32(2.0))),
     ),
+    "weights.integer.integer_product": (
+        (integers.integer_product, (W.T, CODES, np.ones(6, np.float32))),
+        (integers.integer_product, (W.T, CODES, np.ones(1, np.float32), np.float32(0.1))),
+    ),
+    "weights.ranges.grouped": ((lambda w: ranges.grouped(w, group=4), (W,)),),
+    "weights.ranges.limits": (
+        (ranges.limits, (W,)),
+        (lambda w: ranges.limits(w, 4, "mse", group=2), (W,)),
+        (lambda w: ranges.limits(w, 4, "percentile", by_row=True), (W,)),
+    ),
+    "weights.ranges.activation_limit": ((ranges.activation_limit, (W,)),),
+    "weights.floats.to_floats": (
+        (lambda w: to_floats(w, "bfloat16").dense(), (W,)),
+        (lambda w, x: linear.product(x, to_floats(w, by_row=True)), (W, W.T)),
+        (lambda w, x: linear.product(x, to_floats(w, round_inputs=True)), (W, W.T)),
+    ),
+    "weights.packed.pack": (
+        (lambda x, codes: linear.product(x.T, packing.pack(IntegerWeight(codes // 40, x[:1]), "int4")), (W, CODES)),
+    ),
+    "weights.ternary.ternarize": ((lambda w: ternarize(w).dense(), (W,)),),
+    "weights.ternary.binarize": ((lambda w: binarize(w).dense(), (W,)),),
+    "weights.ternary.round_to_powers": ((lambda w: round_to_powers(w).dense(), (W,)),),
+    "weights.codebook.cluster": ((lambda w: jax.lax.stop_gradient(cluster(w, 4).dense()), (W,)),),
+    "weights.sparse.masked": ((lambda w: masked(w, 0.5).dense(), (W,)),),
+    "weights.sparse.largest": ((sparse.largest, (W, np.float32(0.5))),),
+    "weights.sparse.keep_blocks": ((lambda w, x: linear.product(x, keep_blocks(w, 0.5, 2)), (W, W.T)),),
+    "weights.sparse.keep_two_of_four": ((lambda w, x: linear.product(x, keep_two_of_four(w)), (W, W.T)),),
+    "weights.straight_through.round_through": ((through.round_through, (W, np.float32(0.5))),),
+    "weights.straight_through.quantize_through": ((through.quantize_through, (W,)),),
+    "weights.straight_through.ternary_through": ((through.ternary_through, (W,)),),
+    "weights.straight_through.binary_through": ((through.binary_through, (W,)),),
+    "weights.straight_through.top_through": ((through.top_through, (W, np.float32(0.5))),),
+    "weights.straight_through.threshold_through": ((through.threshold_through, (W,)),),
     "weights.low_rank.factorize": (
         (lambda w: factorize(w, 3).dense(), (W,)),
         (lambda w, c: factorize(w, 3, covariance=c).dense(), (W, np.eye(8, dtype=np.float32))),
     ),
 }
 # Functions that return no arrays.
-ON_HOST = {"weight.is_weight", "weight.axes_of", "weights.low_rank.rank_of", "weights.low_rank.rank_by_energy"}
+ON_HOST = {
+    "weight.is_weight",
+    "weight.axes_of",
+    "weight.scale_axes",
+    "weights.low_rank.rank_of",
+    "weights.low_rank.rank_by_energy",
+    "weights.ranges.largest_code",
+}

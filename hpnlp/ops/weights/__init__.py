@@ -1,18 +1,45 @@
 """Kinds of `Weight`: representations of a matrix of parameters that take less memory or less time than an array."""
 
 from hpnlp.ops.weight import Weight, dense, dense_tree, is_weight
+from hpnlp.ops.weights.codebook import CodebookWeight, cluster
+from hpnlp.ops.weights.floats import FloatWeight, to_floats
 from hpnlp.ops.weights.integer import IntegerWeight, quantize
 from hpnlp.ops.weights.low_rank import LowRankWeight, factorize
 from hpnlp.ops.weights.observed import ObservedWeight
+from hpnlp.ops.weights.packed import PackedWeight, pack
+from hpnlp.ops.weights.sparse import (
+    BlockSparseWeight,
+    MaskedWeight,
+    TwoFourWeight,
+    keep_blocks,
+    keep_two_of_four,
+    masked,
+)
+from hpnlp.ops.weights.ternary import binarize, round_to_powers, ternarize
 
 __all__ = [
+    "BlockSparseWeight",
+    "CodebookWeight",
+    "FloatWeight",
     "IntegerWeight",
     "LowRankWeight",
+    "MaskedWeight",
     "ObservedWeight",
+    "PackedWeight",
+    "TwoFourWeight",
     "Weight",
+    "binarize",
+    "cluster",
     "dense",
     "dense_tree",
     "factorize",
     "is_weight",
+    "keep_blocks",
+    "keep_two_of_four",
+    "masked",
+    "pack",
     "quantize",
+    "round_to_powers",
+    "ternarize",
+    "to_floats",
 ]
