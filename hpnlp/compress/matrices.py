@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from hpnlp.ops.weight import is_weight
+from hpnlp.ops.weight import is_stacked, is_weight
 
 # Names of the parameters that are multiplied by `hpnlp.ops.linear`, and of those whose rows are also looked up by id.
 KERNELS = ("kernel",)
@@ -32,7 +32,7 @@ def map_matrices(function: Callable[[str, Any], Any], params: Any, *, stacked: b
         if names[-1] not in (*KERNELS, *TABLES):
             return leaf
         name = "/".join(names)
-        one_by_one = jax.tree.leaves(leaf)[0].ndim > 2 and not stacked
+        one_by_one = is_stacked(leaf) and not stacked
         return jax.vmap(lambda w: function(name, w))(leaf) if one_by_one else function(name, leaf)
 
     return jax.tree_util.tree_map_with_path(convert, params, is_leaf=is_weight)

@@ -152,13 +152,21 @@ def dense_tree(params: Any) -> Any:
     def convert(node: Any) -> Any:
         if not isinstance(node, Weight):
             return node
-        extra = jax.tree.leaves(node)[0].ndim - _plain_rank(node)
-        return jax.vmap(lambda w: w.dense())(node) if extra else node.dense()
+        return jax.vmap(lambda w: w.dense())(node) if is_stacked(node) else node.dense()
 
     return jax.tree.map(convert, params, is_leaf=is_weight)
 
 
-def _plain_rank(node: Weight) -> int:
-    """Axes of the first leaf of a Weight without an axis of layers: as many as its logical axes."""
-    axes = jax.tree.leaves(node.axes(("a", "b")), is_leaf=lambda x: isinstance(x, tuple))
-    return len(axes[0])
+def is_stacked(w: Any) -> bool:
+    """Whether a parameter holds the matrices of several layers.
+
+    Args:
+      w: An array or a Weight.
+
+    Returns:
+      True if its arrays have a first axis of layers.
+    """
+    if not isinstance(w, Weight):
+        return w.ndim > 2
+    axes = jax.tree.leaves(w.axes(("a", "b")), is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.leaves(w)[0].ndim > len(axes[0])

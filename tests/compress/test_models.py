@@ -11,7 +11,7 @@ import pytest
 from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.models.decode import Generation
 from hpnlp.models.lm import LM, LMConfig, example_batch
-from hpnlp.ops.weights import dense_tree, quantize
+from hpnlp.ops.weights import dense_tree, keep_blocks, quantize
 
 FORMS = {
     "tied, one stack": {},
@@ -54,3 +54,11 @@ def test_decoding_reads_weights():
         for weights in (params, dense_tree(params))
     ]
     np.testing.assert_array_equal(*ids)
+
+
+def test_matrices_are_found_one_by_one():
+    blocks = {"stack": {"kernel": jax.vmap(lambda w: keep_blocks(w, 0.5, 2))(jnp.ones((3, 4, 4)))}}
+    blocks["single"] = {"kernel": keep_blocks(jnp.ones((4, 4)), 0.5, 2), "bias": jnp.zeros(4)}
+    shapes = []
+    map_matrices(lambda path, w: shapes.append((path, w.shape, w.dense().shape)) or w, blocks)
+    assert shapes == [("single/kernel", (4, 4), (4, 4)), ("stack/kernel", (4, 4), (4, 4))]

@@ -78,6 +78,7 @@ CALLS = {
 ON_HOST = {
     "weight.is_weight",
     "weight.axes_of",
+    "weight.is_stacked",
     "weight.scale_axes",
     "weights.low_rank.rank_of",
     "weights.low_rank.rank_by_energy",
