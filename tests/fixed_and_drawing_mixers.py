@@ -43,7 +43,7 @@ class NoisyKeys(ExactMixer):
 
     traits: ClassVar = MixerTraits(draws=True)
 
-    scale: float = 0.5
+    strength: float = 0.5
 
     def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
         return super().__call__(self._noisy(inputs), mask)
@@ -55,9 +55,9 @@ class NoisyKeys(ExactMixer):
         assert inputs.k is not None and inputs.draws is not None
         noise = jax.random.normal(inputs.draws, inputs.k.shape[-1:], jnp.float32)
         return dataclasses.replace(
-            inputs, k=inputs.k * (1 + self.scale * noise).astype(inputs.k.dtype)[None, None, None]
+            inputs, k=inputs.k * (1 + self.strength * noise).astype(inputs.k.dtype)[None, None, None]
         )
 
 
 def noisy_keys(scale: float = 0.5, *, dropout: float = 0.0, name: str | None = None) -> NoisyKeys:
-    return NoisyKeys(Full(), dropout, scale, name=name)
+    return NoisyKeys(Full(), dropout, strength=scale, name=name)

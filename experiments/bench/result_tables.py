@@ -522,7 +522,9 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "memory_evaluation": memory_evaluation,
     "bucketed": bucketed,
     "random_features": random_features,
-    **dict.fromkeys(("softmax", "softmax_layers", "gpu_softmax", "search", "containers"), softmax),
+    **dict.fromkeys(
+        ("softmax", "softmax_layers", "gpu_softmax", "search", "containers", "quantized_products"), softmax
+    ),
     "estimates": estimates,
     "reversible": reversible,
     "decode": decode,

@@ -50,7 +50,7 @@ SECTIONS = {
     "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "gpu_softmax", "softmax_layers", "estimates"),
     "Search": ("search",),
-    "Compression": ("containers",),
+    "Compression": ("containers", "quantized_products"),
     "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring"),
     "Rematerialisation and reversible layers": ("remat", "reversible"),
     "Planner": ("plan", "plan_tpu"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -13,12 +14,14 @@ import numpy as np
 from hpnlp.compress import structure
 from hpnlp.compress.layers import join_layers, split_layers
 from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.compress.numbers import CONVERSIONS, Conversion
 from hpnlp.compress.sensitivity import choose_bits, mean_curvature
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
 from hpnlp.ops.weights import ObservedWeight, quantize
 from hpnlp.ops.weights import factorize as factorize_matrix
 from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
+from hpnlp.ops.weights.ranges import METHODS
 from hpnlp.spec import build, parse
 from hpnlp.types import InputError
 
@@ -192,41 +195,48 @@ def factorize(
     return FACTORS, compress
 
 
-def int8(integer_products: bool = True) -> tuple[str, Compressor]:
+def int8(integer_products: bool = True, limits: str = "max") -> tuple[str, Compressor]:
     """Kernels and tables of 8-bit integers, with a scale for each column of a kernel and each row of a table.
 
     Args:
       integer_products: Products round their inputs to 8 bits as well.
-
-    Returns:
-      What it changes, and the compressor.
-    """
-    return NUMBERS, _matrix_compressor(
-        lambda path, w: quantize(w, 8, by_row=is_table(path), integer_products=integer_products)
-    )
-
-
-def int4(group: int = 32) -> tuple[str, Compressor]:
-    """Kernels of 4-bit integers with a scale for each group of rows of a column; tables of 8-bit integers.
-
-    Args:
-      group: Rows of a group; it must divide the rows of every kernel.
+      limits: Magnitudes that become the largest integer: "max", "percentile" or "mse", see `hpnlp.ops.weights.ranges`.
 
     Returns:
       What it changes, and the compressor.
 
     Raises:
-      InputError: `group` is below 1.
+      InputError: `limits` is unknown.
+    """
+    _check_limits("int8", limits)
+    return NUMBERS, _matrix_compressor(
+        lambda path, w: quantize(w, 8, by_row=is_table(path), limits=limits, integer_products=integer_products)
+    )
+
+
+def int4(group: int = 32, limits: str = "max") -> tuple[str, Compressor]:
+    """Kernels of 4-bit integers with a scale for each group of rows of a column; tables of 8-bit integers.
+
+    Args:
+      group: Rows of a group; it must divide the rows of every kernel.
+      limits: As in `int8`.
+
+    Returns:
+      What it changes, and the compressor.
+
+    Raises:
+      InputError: `group` is below 1, or `limits` is unknown.
     """
     if group < 1:
         raise InputError(f"int4(group={group}): expected at least 1")
+    _check_limits("int4", limits)
 
     def convert(path: str, w: Any) -> Any:
         if is_table(path):
-            return quantize(w, 8, by_row=True)
+            return quantize(w, 8, by_row=True, limits=limits)
         if w.shape[0] % group:
             raise InputError(f"int4(group={group}) does not divide the {w.shape[0]} rows of {path}: choose a divisor")
-        return quantize(w, 4, group=group)
+        return quantize(w, 4, group=group, limits=limits)
 
     return NUMBERS, _matrix_compressor(convert)
 
@@ -286,6 +296,16 @@ def _one_by_one(w: Any) -> list[Any]:
     return list(w) if w.ndim == 3 else [w]
 
 
+def _stage_of(conversion: Callable[..., Conversion]) -> Callable[..., tuple[str, Compressor]]:
+    """The stage that converts each matrix by itself, with the arguments of a function of `CONVERSIONS`."""
+
+    @functools.wraps(conversion)
+    def stage(*args: Any, **kwargs: Any) -> tuple[str, Compressor]:
+        return NUMBERS, _matrix_compressor(conversion(*args, **kwargs))
+
+    return stage
+
+
 # Compressors by name.
 COMPRESSORS: dict[str, Callable[..., tuple[str, Compressor]]] = {
     "layers": layers,
@@ -296,6 +316,7 @@ COMPRESSORS: dict[str, Callable[..., tuple[str, Compressor]]] = {
     "int8": int8,
     "int4": int4,
     "mixed": mixed,
+    **{name: _stage_of(conversion) for name, conversion in CONVERSIONS.items()},
 }
 
 
@@ -434,6 +455,11 @@ def _input_moments(config: Any, weights: Any, paths: Collection[str], calibratio
         return dataclasses.replace(w, moments=found[path]) if path in paths else w
 
     return map_matrices(with_moments, observed, stacked=True)
+
+
+def _check_limits(name: str, limits: str) -> None:
+    if limits not in METHODS:
+        raise InputError(f"{name}(limits={limits!r}): expected {', '.join(METHODS)}")
 
 
 def _check_share(name: str, share: float) -> None:

@@ -6,11 +6,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.compress.files import stored_bytes
+from hpnlp.compress.files import read_weights, stored_bytes, write_weights
 from hpnlp.compress.recipe import Calibration, compress, parse_recipe
 from hpnlp.compress.sensitivity import choose_bits, mean_curvature
 from hpnlp.models.lm import LM, LMConfig, example_batch
-from hpnlp.ops.weights import LowRankWeight, dense_tree, is_weight
+from hpnlp.ops.weights import (
+    BlockSparseWeight,
+    CodebookWeight,
+    FloatWeight,
+    IntegerWeight,
+    LowRankWeight,
+    PackedWeight,
+    TwoFourWeight,
+    dense_tree,
+    is_weight,
+)
 from hpnlp.types import InputError
 
 CONFIG = LMConfig(dim=16, heads=4, layers=3, vocab=40, max_len=16, mlp_dim=32, tied=False)
@@ -52,6 +62,44 @@ def test_mild_stages_change_little(recipe):
     np.testing.assert_allclose(loss(*result(recipe)), loss(CONFIG, WEIGHTS), rtol=0.01)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "kind", "bits"),
+    [
+        ("fp8", FloatWeight, 8),
+        ("fp8(e5m2,round_inputs=True)", FloatWeight, 8),
+        ("bf16", FloatWeight, 16),
+        ("ternary", PackedWeight, 2),
+        ("ternary(packed=False)", IntegerWeight, 8),
+        ("binary", PackedWeight, 1),
+        ("pow2", PackedWeight, 4),
+        ("codebook(bits=3)", CodebookWeight, 8),
+        ("two_four", TwoFourWeight, 17),
+        ("blocks(0.5,block=8)", BlockSparseWeight, 16),
+        ("int4(group=8,limits=mse)", IntegerWeight, 4),
+        ("int8(limits=percentile)", IntegerWeight, 8),
+    ],
+)
+def test_kinds_of_kernels(recipe, kind, bits, tmp_path):
+    config, weights = result(recipe)
+    kernel = weights["layers"]["mlp"]["up"]["kernel"]
+    assert type(kernel) is kind
+    assert kernel.shape == (16, 32)
+    leaf = jax.tree.leaves(kernel)[0]
+    assert stored_bytes(leaf) + (stored_bytes(kernel.positions) if bits == 17 else 0) == 3 * 16 * 32 * bits // 8
+    np.testing.assert_allclose(loss(config, weights), loss(config, dense_tree(weights)), rtol=0.02)
+    write_weights(tmp_path / "weights", weights)
+    read, _ = read_weights(tmp_path / "weights")
+    assert jax.tree.structure(read) == jax.tree.structure(weights)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.dtype == b.dtype and (a == b).all(), read, weights)))
+
+
+def test_pruned_weights_stay_zero_in_a_codebook():
+    _, pruned = result("magnitude(0.25)")
+    _, shared = result("magnitude(0.25),codebook(bits=3)")
+    up = [np.asarray(dense_tree(weights)["layers"]["mlp"]["up"]["kernel"]) for weights in (pruned, shared)]
+    np.testing.assert_array_equal(up[0] == 0, up[1] == 0)
+
+
 def test_magnitude_and_energy():
     _, weights = result("magnitude(0.25)")
     up = np.asarray(weights["layers"]["mlp"]["up"]["kernel"])
@@ -89,6 +137,14 @@ def test_least_important_units_go_first():
         ("factorize(energy=2)", "at most 1"),
         ("int4(group=7)", "does not divide the 16 rows"),
         ("int4(group=0)", "expected at least 1"),
+        ("int8(limits=mean)", "expected max, percentile, mse"),
+        ("fp8(e3m4)", "expected e4m3 or e5m2"),
+        ("codebook(bits=9)", "expected 1 to 8"),
+        ("blocks(0)", "over 0 and at most 1"),
+        ("blocks(0.5,block=0)", "expected at least 1"),
+        ("blocks(0.5,block=5)", "does not divide layers/.* of 16 x 16"),
+        ("factorize(rank=2),two_four", "has 2 rows: expected a multiple of 4"),
+        ("two_four,int8", "leave out one of them"),
     ],
 )
 def test_invalid_recipes_raise(recipe, message):

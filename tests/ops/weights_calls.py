@@ -34,11 +34,14 @@ CALLS = {
     "weights.integer.quantize": (
         (lambda w: quantize(w).dense(), (W,)),
         (lambda w, limits: quantize(w, 4, group=4, limits=limits).dense(), (W, np.ones((2, 6), np.float32))),
-        (lambda w, limit: linear.product(w.T, quantize(w, limits="mse", x_limit=limit)), (W, np.float32(2.0))),
+        (
+            lambda w, limit: linear.product(w.T, quantize(w, limits="mse", x_limit=limit)),
+            (W, np.array(2.0, np.float32)),
+        ),
     ),
     "weights.integer.integer_product": (
         (integers.integer_product, (W.T, CODES, np.ones(6, np.float32))),
-        (integers.integer_product, (W.T, CODES, np.ones(1, np.float32), np.float32(0.1))),
+        (integers.integer_product, (W.T, CODES, np.ones(1, np.float32), np.array(0.1, np.float32))),
     ),
     "weights.ranges.grouped": ((lambda w: ranges.grouped(w, group=4), (W,)),),
     "weights.ranges.limits": (
@@ -60,14 +63,14 @@ CALLS = {
     "weights.ternary.round_to_powers": ((lambda w: round_to_powers(w).dense(), (W,)),),
     "weights.codebook.cluster": ((lambda w: jax.lax.stop_gradient(cluster(w, 4).dense()), (W,)),),
     "weights.sparse.masked": ((lambda w: masked(w, 0.5).dense(), (W,)),),
-    "weights.sparse.largest": ((sparse.largest, (W, np.float32(0.5))),),
+    "weights.sparse.largest": ((sparse.largest, (W, np.array(0.5, np.float32))),),
     "weights.sparse.keep_blocks": ((lambda w, x: linear.product(x, keep_blocks(w, 0.5, 2)), (W, W.T)),),
     "weights.sparse.keep_two_of_four": ((lambda w, x: linear.product(x, keep_two_of_four(w)), (W, W.T)),),
-    "weights.straight_through.round_through": ((through.round_through, (W, np.float32(0.5))),),
+    "weights.straight_through.round_through": ((through.round_through, (W, np.array(0.5, np.float32))),),
     "weights.straight_through.quantize_through": ((through.quantize_through, (W,)),),
     "weights.straight_through.ternary_through": ((through.ternary_through, (W,)),),
     "weights.straight_through.binary_through": ((through.binary_through, (W,)),),
-    "weights.straight_through.top_through": ((through.top_through, (W, np.float32(0.5))),),
+    "weights.straight_through.top_through": ((through.top_through, (W, np.array(0.5, np.float32))),),
     "weights.straight_through.threshold_through": ((through.threshold_through, (W,)),),
     "weights.low_rank.factorize": (
         (lambda w: factorize(w, 3).dense(), (W,)),

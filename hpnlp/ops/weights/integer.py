@@ -34,17 +34,17 @@ class IntegerWeight(Weight):
       codes: int8 or int4 [D, F].
       scales: float32 [1, F], one for each column; [1, 1], one in all; [D, 1], one for each row, as tables have them; or
         [D / group, F].
-      x_scale: float32 [], the fixed step to which inputs are rounded, in products of integers; None for 1/127 of the largest
-        magnitude of each row of x.
       integer_products: Products round x as well. They multiply 8-bit integers where the scales are [1, F] or [1, 1] in
         `matmul`, and [D, 1] or [1, 1] in `matmul_transposed`; with groups, `matmul` multiplies bfloat16. Otherwise products
         are those of the dense matrix.
+      x_scale: float32 [], the fixed step to which inputs are rounded, in products of integers; None for 1/127 of the largest
+        magnitude of each row of x.
     """
 
     codes: Any
     scales: Any
-    x_scale: Any = None
     integer_products: bool = dataclasses.field(default=True, metadata={"static": True})
+    x_scale: Any = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -178,4 +178,4 @@ def quantize(
     scales = jnp.where(limits == 0, 1.0, limits / top).astype(jnp.float32)
     codes = jnp.clip(jnp.round(groups / scales[:, None]), -top, top).reshape(d, f)
     x_scale = None if x_limit is None else jnp.asarray(x_limit, jnp.float32) / 127.0
-    return IntegerWeight(codes.astype(jnp.int8 if bits > 4 else jnp.int4), scales, x_scale, integer_products)
+    return IntegerWeight(codes.astype(jnp.int8 if bits > 4 else jnp.int4), scales, integer_products, x_scale)

@@ -1,0 +1,161 @@
+"""Measures products with all kinds of weights, and an encoder of 8-bit integers, against float32 and onnxruntime, interleaved.
+
+    python experiments/bench/quantized_products.py [--rows=1,8,16,128,1024]
+
+Products are those of the matrices of an encoder of width 384, through `linear` within jit. The encoder has BERT's layers, six
+of width 384; its outputs are first compared with those of onnxruntime in float32. Ratios with onnxruntime are reported where
+onnx and onnxruntime are installed. A time is the minimum of the rounds. About five minutes on two quiet cores.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from hpnlp import measure
+from hpnlp.compress.recipe import compress, parse_recipe
+from hpnlp.models.encoder import Encoder, EncoderConfig
+from hpnlp.ops import weights
+from hpnlp.ops.linear import linear
+
+RESULTS = Path(__file__).parents[1] / "results"
+SHAPES = ((384, 384), (384, 1536), (1536, 384))
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "float32": lambda w: w,
+    "bfloat16": lambda w: weights.to_floats(w, "bfloat16"),
+    "int8": weights.quantize,
+    "int8, fixed range of x": lambda w: weights.quantize(w, x_limit=4.0),
+    "int4, groups of 32": lambda w: weights.quantize(w, 4, group=32),
+    "int4 packed, groups of 32": lambda w: weights.pack(weights.quantize(w, 4, group=32), "int4"),
+    "e4m3": weights.to_floats,
+    "e4m3 of both": lambda w: weights.to_floats(w, round_inputs=True),
+    "ternary packed": weights.ternarize,
+    "binary packed": weights.binarize,
+    "powers packed": weights.round_to_powers,
+    "16 shared values": weights.cluster,
+    "two of four": weights.keep_two_of_four,
+    "a quarter of the blocks": lambda w: weights.keep_blocks(w, 0.25, 64),
+    "low rank, half of the parameters": lambda w: weights.factorize(w, w.size // (2 * sum(w.shape))),
+}
+VOCAB, CLASSES, HEADS, EPSILON = 8192, 32, 6, 1e-5
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("rows", ["1", "8", "16", "128", "1024"], "Numbers of rows of x.")
+flags.DEFINE_list("batches", ["1", "8"], "Numbers of sequences of 128 tokens that the encoder reads.")
+flags.DEFINE_integer("layers", 6, "Layers of the encoder.")
+flags.DEFINE_integer("dim", 384, "Width of the encoder.")
+flags.DEFINE_integer("rounds", 15, "Measurements of each time; the least counts.")
+flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
+
+
+def graphs_of_onnxruntime() -> Any:
+    """The module of onnxruntime's graphs, or None where onnx or onnxruntime is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxruntime")):
+        return None
+    import onnx_graphs
+
+    return onnx_graphs
+
+
+def timed(what: str, calls: Mapping[str, Callable[[], Any]], errors: Mapping[str, float]) -> dict[str, Any]:
+    """A row of times relative to float32, and of int8 relative to onnxruntime's."""
+    times = measure.timeit(calls, rounds=FLAGS.rounds, min_seconds=0.02)
+    seconds = {name: time.min for name, time in times.items()}
+    ratios = {f"{name}: time over float32": seconds[name] / seconds["float32"] for name in calls if name != "float32"}
+    if "onnxruntime int8" in seconds:
+        ratios["int8: time over onnxruntime int8"] = seconds["int8"] / seconds["onnxruntime int8"]
+    print(
+        what,
+        f"{1e3 * seconds['float32']:.3f} ms",
+        {name: round(value, 2) for name, value in ratios.items()},
+        flush=True,
+    )
+    return {
+        "what": what,
+        "ratios": ratios,
+        "errors": dict(errors),
+        "seconds": {n: list(t.all) for n, t in times.items()},
+    }
+
+
+def product_row(d: int, f: int, rows: int) -> dict[str, Any]:
+    """Times of x w for x [rows, D] and w [D, F]."""
+    draw = np.random.default_rng(0)
+    w = draw.normal(0, d**-0.5, (d, f)).astype(np.float32)
+    x = draw.normal(size=(rows, d)).astype(np.float32)
+    calls: dict[str, Callable[[], Any]] = {}
+    errors, product = {}, jax.jit(linear)
+    for name, make in KINDS.items():
+        weight, inputs = jax.device_put(jax.jit(make)(w)), jnp.asarray(x)
+        calls[name] = lambda weight=weight, inputs=inputs: product(inputs, weight)
+        errors[name] = relative_error(calls[name](), x @ w)
+    if graphs := graphs_of_onnxruntime():
+        for name, call in graphs.products(w, x).items():
+            calls[f"onnxruntime {name}"] = call
+            errors[f"onnxruntime {name}"] = relative_error(call(), x @ w)
+    return timed(f"x [{rows}, {d}] times w [{d}, {f}]", calls, errors)
+
+
+def encoder_row(batch: int) -> dict[str, Any]:
+    """Times of the logits of an encoder for sequences of 128 tokens."""
+    config = EncoderConfig(
+        dim=FLAGS.dim,
+        heads=HEADS,
+        layers=FLAGS.layers,
+        vocab=VOCAB,
+        max_len=128,
+        mlp="gelu_exact",
+        norm="layer",
+        norm_eps=EPSILON,
+        norm_placement="post",
+        position="learned",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        pooling="mean",
+        classes=CLASSES,
+    )
+    model = Encoder(config)
+    inputs = model.example_batch(batch, 128)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (batch, 128)).astype(np.int32)
+    inputs |= {"tokens": jnp.asarray(tokens), "positions": jnp.tile(jnp.arange(128, dtype=jnp.int32)[None], (batch, 1))}
+    params = nn.meta.unbox(model.init(jax.random.key(0), inputs)["params"])
+    logits = jax.jit(lambda params, inputs: model.apply({"params": params}, inputs, method="logits"))
+    calls: dict[str, Callable[[], Any]] = {"float32": lambda: logits(params, inputs)}
+    for name, recipe in {"int8": "int8", "bfloat16": "bf16", "ternary packed": "ternary"}.items():
+        ((_, _, small),) = compress(config, params, parse_recipe(recipe))
+        calls[name] = lambda small=small: logits(small, inputs)
+    if graphs := graphs_of_onnxruntime():
+        calls |= {f"onnxruntime {n}": c for n, c in graphs.encoder(params, HEADS, tokens, EPSILON).items()}
+    expected = np.asarray(calls["float32"]())
+    errors = {name: relative_error(call(), expected) for name, call in calls.items()}
+    if errors.get("onnxruntime float32", 0.0) > 1e-3:
+        sys.exit(
+            f"onnxruntime computes another function, error {errors['onnxruntime float32']:.2g}: nothing is reported"
+        )
+    row = timed(f"encoder of {FLAGS.layers} layers, D {FLAGS.dim}, B {batch}, T 128", calls, errors)
+    row["ratios"] |= {f"{name}: error of the logits": errors[name] for name in errors if "int8" in name or "bf" in name}
+    return row
+
+
+def relative_error(found: Any, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(found) - expected) / np.linalg.norm(expected))
+
+
+def main(_: Any) -> None:
+    rows = [encoder_row(int(batch)) for batch in FLAGS.batches]
+    rows += [product_row(d, f, int(count)) for d, f in SHAPES for count in FLAGS.rows]
+    print(measure.write_result("quantized_products", rows, FLAGS.out))
+
+
+if __name__ == "__main__":
+    app.run(main)

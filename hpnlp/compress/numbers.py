@@ -1,0 +1,164 @@
+"""Stages of recipes that represent matrices by fewer or simpler numbers.
+
+Each function returns one of a matrix's path and its array, which returns the matrix as a `Weight`, or as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hpnlp.compress.matrices import is_table
+from hpnlp.ops import weights
+from hpnlp.types import InputError
+
+Conversion = Callable[[str, Any], Any]
+
+
+def fp8(dtype: str = "e4m3", round_inputs: bool = False) -> Conversion:
+    """Kernels and tables of 8-bit floats, with a scale for each column of a kernel and each row of a table.
+
+    Args:
+      dtype: "e4m3" or "e5m2".
+      round_inputs: Products of kernels round their inputs to 8 bits as well, for devices that multiply 8-bit floats.
+
+    Returns:
+      The conversion.
+
+    Raises:
+      InputError: `dtype` is unknown.
+    """
+    if dtype not in ("e4m3", "e5m2"):
+        raise InputError(f"fp8({dtype!r}): expected e4m3 or e5m2")
+
+    def convert(path: str, w: Any) -> Any:
+        table = is_table(path)
+        return weights.to_floats(w, dtype, by_row=table, round_inputs=round_inputs and not table)
+
+    return convert
+
+
+def bf16() -> Conversion:
+    """Kernels and tables of bfloat16; products round their inputs as well.
+
+    Returns:
+      The conversion.
+    """
+    return lambda path, w: weights.to_floats(w, "bfloat16")
+
+
+def ternary(packed: bool = True) -> Conversion:
+    """Kernels of the values -a, 0 and a, and tables with an a for each row.
+
+    Args:
+      packed: Four numbers to a byte; otherwise one, for faster products.
+
+    Returns:
+      The conversion.
+    """
+    return lambda path, w: weights.ternarize(w, "row" if is_table(path) else "matrix", packed=packed)
+
+
+def binary(packed: bool = True) -> Conversion:
+    """Kernels of the values -a and a, with an a for each column; tables of 8-bit integers.
+
+    Args:
+      packed: Eight numbers to a byte; otherwise one, for faster products.
+
+    Returns:
+      The conversion.
+    """
+
+    def convert(path: str, w: Any) -> Any:
+        return weights.quantize(w, by_row=True) if is_table(path) else weights.binarize(w, packed=packed)
+
+    return convert
+
+
+def pow2(packed: bool = True) -> Conversion:
+    """Kernels and tables of 0 and seven powers of two with signs; the largest power is that of a kernel or of a table's row.
+
+    Args:
+      packed: Two numbers to a byte; otherwise one, for faster products.
+
+    Returns:
+      The conversion.
+    """
+    return lambda path, w: weights.round_to_powers(w, "row" if is_table(path) else "matrix", packed=packed)
+
+
+def codebook(bits: int = 4) -> Conversion:
+    """Kernels of 2^bits shared values, one of which is 0, by k-means; tables of 256 values.
+
+    Args:
+      bits: 1 to 8.
+
+    Returns:
+      The conversion.
+
+    Raises:
+      InputError: `bits` is out of range.
+    """
+    if not 1 <= bits <= 8:
+        raise InputError(f"codebook(bits={bits}): expected 1 to 8")
+    return lambda path, w: weights.cluster(w, 256 if is_table(path) else 2**bits, keep_zeros=True)
+
+
+def two_four() -> Conversion:
+    """Kernels with the two largest numbers of each four rows of a column; tables stay.
+
+    Returns:
+      The conversion; it raises InputError for kernels whose rows are no multiple of 4.
+    """
+
+    def convert(path: str, w: Any) -> Any:
+        if is_table(path):
+            return w
+        if w.shape[0] % 4:
+            raise InputError(f"two_four: {path} has {w.shape[0]} rows: expected a multiple of 4")
+        return weights.keep_two_of_four(w)
+
+    return convert
+
+
+def blocks(share: float, block: int = 64) -> Conversion:
+    """Kernels of square blocks, of which those of the largest norm stay, equally many in each column of blocks; tables stay.
+
+    Args:
+      share: Share of the blocks that stays, in (0, 1].
+      block: Rows and columns of a block; it must divide those of every kernel.
+
+    Returns:
+      The conversion; it raises InputError for kernels that `block` does not divide.
+
+    Raises:
+      InputError: `share` or `block` is out of range.
+    """
+    if not 0 < share <= 1:
+        raise InputError(f"blocks({share}): expected the share that stays, over 0 and at most 1")
+    if block < 1:
+        raise InputError(f"blocks(block={block}): expected at least 1")
+
+    def convert(path: str, w: Any) -> Any:
+        if is_table(path):
+            return w
+        if w.shape[0] % block or w.shape[1] % block:
+            raise InputError(
+                f"blocks(block={block}) does not divide {path} of {w.shape[0]} x {w.shape[1]}: choose a common divisor"
+            )
+        return weights.keep_blocks(w, share, block)
+
+    return convert
+
+
+# Conversions by the name of their stage.
+CONVERSIONS: dict[str, Callable[..., Conversion]] = {
+    "fp8": fp8,
+    "bf16": bf16,
+    "ternary": ternary,
+    "binary": binary,
+    "pow2": pow2,
+    "codebook": codebook,
+    "two_four": two_four,
+    "blocks": blocks,
+}
