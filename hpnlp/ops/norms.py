@@ -1,12 +1,21 @@
-"""Normalisation over the last axis, with float32 statistics; results have the dtype of the input."""
+"""Normalisation over the last axis, with float32 statistics; results have the dtype of the input.
+
+Gradients are written out, because XLA:CPU takes 3 to 10 times as long for those that JAX derives: 33 ms of CPU time at T 4096,
+D 512, that of three products with D x D matrices.
+"""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.custom_vjp import vary_alike
 
 
 @array_op("...", x="...")
@@ -24,9 +33,7 @@ def rms_norm(x: Float[Array, "*tokens D"], scale: Float[Array, " D"], eps: float
     References:
       Zhang and Sennrich 2019, "Root mean square layer normalization", eq. 4.
     """
-    h = x.astype(jnp.float32)
-    h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
-    return (h * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
+    return _rms_norm(eps, *vary_alike(x, scale))
 
 
 @array_op("...", x="...")
@@ -47,11 +54,70 @@ def layer_norm(
     References:
       Ba et al. 2016, "Layer normalization", eq. 4.
     """
-    ones = (1,) * (x.ndim - 1)
+    return _layer_norm(eps, *vary_alike(x, scale, bias))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rms_norm(eps: float, x: Array, scale: Array) -> Array:
+    return _rms_forward(eps, x, scale)[0]
+
+
+def _rms_forward(eps: float, x: Array, scale: Array) -> tuple[Array, Any]:
     h = x.astype(jnp.float32)
-    h = h - jnp.mean(h, axis=-1, keepdims=True)
-    h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
-    return (h * scale.reshape(ones + scale.shape) + bias.reshape(ones + bias.shape)).astype(x.dtype)
+    inverse = lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
+    return (h * inverse * _row(scale, x)).astype(x.dtype), (x, scale, inverse)
+
+
+def _rms_backward(_: float, saved: Any, dy: Array) -> tuple[Array, Array]:
+    x, scale, inverse = saved
+    dy, normed = dy.astype(jnp.float32), x.astype(jnp.float32) * inverse
+    g = dy * _row(scale, x)
+    dx = inverse * (g - normed * _mean_of_products(g, normed))
+    return dx.astype(x.dtype), _over_tokens(dy * normed, scale)
+
+
+_rms_norm.defvjp(_rms_forward, _rms_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_norm(eps: float, x: Array, scale: Array, bias: Array) -> Array:
+    return _layer_forward(eps, x, scale, bias)[0]
+
+
+def _layer_forward(eps: float, x: Array, scale: Array, bias: Array) -> tuple[Array, Any]:
+    h = x.astype(jnp.float32)
+    mean = jnp.mean(h, axis=-1, keepdims=True)
+    h = h - mean
+    inverse = lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
+    return (h * inverse * _row(scale, x) + _row(bias, x)).astype(x.dtype), (x, scale, bias, mean, inverse)
+
+
+def _layer_backward(_: float, saved: Any, dy: Array) -> tuple[Array, Array, Array]:
+    x, scale, bias, mean, inverse = saved
+    dy, normed = dy.astype(jnp.float32), (x.astype(jnp.float32) - mean) * inverse
+    g = dy * _row(scale, x)
+    mean_g = _mean_of_products(dy, jnp.broadcast_to(_row(scale, x), dy.shape))
+    dx = inverse * (g - mean_g - normed * _mean_of_products(g, normed))
+    return dx.astype(x.dtype), _over_tokens(dy * normed, scale), _over_tokens(dy, bias)
+
+
+_layer_norm.defvjp(_layer_forward, _layer_backward)
+
+
+def _mean_of_products(a: Array, b: Array) -> Array:
+    """[..., 1], the mean of a * b over features; as an einsum, which XLA:CPU computes in a tenth of the time of a sum."""
+    products = jnp.einsum("...d,...d->...", a, b, precision=lax.Precision.HIGHEST)
+    return products[..., None] / a.shape[-1]
+
+
+def _row(features: Array, x: Array) -> Array:
+    """[D] -> [1, ..., 1, D]."""
+    return features.reshape((1,) * (x.ndim - 1) + features.shape)
+
+
+def _over_tokens(x: Array, like: Array) -> Array:
+    """The sum over tokens, in the dtype of `like`."""
+    return x.sum(axis=tuple(range(x.ndim - 1))).astype(like.dtype)
 
 
 @array_op("...", x="...")
