@@ -35,6 +35,7 @@ from hpnlp.types import InputError
 
 FORMAT = 1  # version of the composite; checkpoints of other versions are refused
 CONVERTED_STEP = 0  # step of a checkpoint that holds a converted model: its parameters, and no other state
+LARGE_BYTES = 2**20  # replicated arrays from this size on are read from all devices at once
 
 # Parts of a path that orbax and tensorstore do not take literally. Orbax globs the whole path to merge the files of all
 # processes, tensorstore reads a backslash as a slash, and etils turns the directory `gs:` into an address.
@@ -161,10 +162,11 @@ class Checkpointer:
         Raises:
           InputError: An earlier write has failed.
         """
-        carry = {} if state.carry is None else {"carry": ocp.args.StandardSave(state.carry)}
+        local = jax.tree.map(_from_one_device, state)
+        carry = {} if state.carry is None else {"carry": ocp.args.StandardSave(local.carry)}
         items = {
-            "params": ocp.args.StandardSave(state.params),
-            "rest": ocp.args.StandardSave(_without_params(state)),
+            "params": ocp.args.StandardSave(local.params),
+            "rest": ocp.args.StandardSave(_without_params(local)),
             **carry,
             "data": ocp.args.JsonSave({"state": data}),
             "record": ocp.args.JsonSave(
@@ -441,6 +443,16 @@ def _without_params(state: TrainState) -> dict[str, Any]:
     fields = {"step": state.step, "opt_state": state.opt_state, "ema": state.ema, "scale": state.scale}
     fields["buffers"] = state.buffers
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _from_one_device(x: Any) -> Any:
+    """A small replicated array as that of its first device.
+
+    Orbax reads a part of a replicated array from each device, and compiles a program for each part. That takes longer than the
+    array of one device unless the array is large.
+    """
+    replicated = isinstance(x, jax.Array) and jax.process_count() == 1 and x.is_fully_replicated
+    return x.addressable_data(0) if replicated and x.nbytes < LARGE_BYTES else x
 
 
 def _checksums(state: TrainState, data: Any) -> dict[str, Any]:

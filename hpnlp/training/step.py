@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -66,8 +67,12 @@ class _OnMesh:
             raise InputError(
                 "the model has frozen variables, and the trainer has none: pass them to Trainer.with_frozen"
             )
-        with jax.set_mesh(self.mesh):
+        with self.in_mesh():
             return self.jitted(*args, *self.frozen)
+
+    def in_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        """Context that sets the mesh; traces within and outside of it are different ones."""
+        return contextlib.nullcontext() if isinstance(self.mesh, AbstractMesh) else jax.set_mesh(self.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +159,12 @@ class Trainer:
         Returns:
           The number; None for output layers that group tokens by their labels, whose products depend on the batch.
         """
-        batch = jax.eval_shape(lambda: self.example_batch(examples, length))
         key = jax.eval_shape(lambda: jax.random.key(0))
         try:
             trainer = self if self.single_device is None else self.single_device()
-            return measure.count_flops(trainer.step.jitted, trainer.state_shapes, batch, key, *trainer.step.frozen)
+            batch = shapes_with(jax.eval_shape(lambda: self.example_batch(examples, length)), trainer.batch_sharding)
+            with trainer.step.in_mesh():  # as in a call of the step, whose trace is reused
+                return measure.count_flops(trainer.step.jitted, trainer.state_shapes, batch, key, *trainer.step.frozen)
         except InputError:
             return None
 

@@ -3,7 +3,9 @@
 A new task needs an entry in EXAMPLES.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -22,6 +24,7 @@ from hpnlp.tasks import TASKS
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
 from hpnlp.training import loop
+from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.evaluation import on_devices
 from hpnlp.training.run_directory import check_task, load, make_model
 from hpnlp.training.step import make_trainer
@@ -171,7 +174,7 @@ SLOW = ("masked_lm", "tagging")
 def config(request, tmp_path_factory):
     made = EXAMPLES[request.param](tmp_path_factory.mktemp("data"))
     train = dataclasses.replace(made.train, eval_every=2, checkpoint_every=2, log_every=1)
-    return dataclasses.replace(made, train=train, plan=Plan("data"))
+    return dataclasses.replace(made, train=train, plan=Plan("single"))
 
 
 @pytest.fixture(scope="module")
@@ -197,10 +200,14 @@ def test_run_reports_its_primary_metric(config, finished):
     assert [line["step"] for line in lines if f"heldout_{task.metric}" in line] == [2]
 
 
+def losses_of(workdir):
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
 def test_loss_falls(finished):
     workdir, *_ = finished
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
+    losses = losses_of(workdir)
     assert losses[-1] < losses[0]
 
 
@@ -263,41 +270,39 @@ def test_models_that_lack_members_of_the_protocol_raise(monkeypatch):
         tasks.make_model(configs.Config(task="own"), Sizes(8))
 
 
-@pytest.fixture(scope="module")
-def dataset(config):
-    return tasks.find(config.task).dataset(config.data, None)
-
-
-def first_losses(config, dataset, plan, devices):
-    """Losses of two steps, and of the held-out examples' first batch."""
+def last_losses(config, workdir, dataset, plan):
+    """Losses of steps 3 and 4 under another plan, from the checkpoint of step 2."""
     vocabulary = tasks.find(config.task).vocabulary(dataset)
+    size, steps = config.data.batch_size, config.train.steps
     trainer = make_trainer(
-        make_model(config, vocabulary), config.optimizer, plan, steps=4, devices=jax.devices()[:devices]
+        make_model(config, vocabulary), config.optimizer.for_batch(size), plan, steps=steps, batch_size=size
     )
-    state, batches = trainer.init(jax.random.key(0)), dataset.train(seed=0)
+    with contextlib.closing(Checkpointer(workdir, read_only=True)) as checkpoints:
+        state, data, _ = checkpoints.restore(trainer.state_shapes, 2)
+    batches = dataset.train(seed=config.train.seed)
+    batches.set_state(data)
     losses = []
     for _ in range(2):
-        state, metrics = trainer.step(state, on_devices(trainer, next(batches), config), jax.random.key(1))
+        batch = on_devices(trainer, next(batches), config)
+        state, metrics = trainer.step(state, batch, jax.random.key(config.train.seed))
         losses.append(float(metrics["loss"]))
     return losses
 
 
-@pytest.fixture(scope="module")
-def on_one_device(config, dataset):
-    return first_losses(config, dataset, Plan("single"), 1)
-
-
 @pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PLANS)])
-def test_plans_match_one_device(config, dataset, on_one_device, plan):
+def test_plans_match_one_device(config, finished, plan):
+    workdir, result, _ = finished
+    actual = functools.partial(last_losses, config, workdir, result.dataset, (PLANS | SLOW_PLANS)[plan])
     if message := REFUSED.get((config.task, plan)):
         with pytest.raises(InputError, match=message):
-            first_losses(config, dataset, (PLANS | SLOW_PLANS)[plan], 8)
+            actual()
         return
-    np.testing.assert_allclose(first_losses(config, dataset, (PLANS | SLOW_PLANS)[plan], 8), on_one_device, rtol=1e-5)
+    np.testing.assert_allclose(actual(), losses_of(workdir)[2:], rtol=1e-5)
 
 
 def test_step_is_planned(config):
-    costs, device = planner.costs(config, 8), planner.DEVICES["h100"]
+    on_several = dataclasses.replace(config, plan=Plan("data"))
+    costs, device = planner.costs(on_several, 8), planner.DEVICES["h100"]
     assert costs.parameters > 0 and costs.bytes > 0 and costs.total_seconds(device) > 0
     text = render.table(costs, device, "h100")
     assert ("the similarities of pairs" in text) == (config.task == "dual_encoder") and "MFU" in text
@@ -307,8 +312,8 @@ def weight_of(batch):
     return float(next(batch[name].sum() for name in ("weights", "target_weights") if name in batch))
 
 
-def test_held_out_examples_are_read_once_whatever_the_batch(config, dataset):
-    task = tasks.find(config.task)
+def test_held_out_examples_are_read_once_whatever_the_batch(config, finished):
+    task, dataset = tasks.find(config.task), finished[1].dataset
 
     def weight(limit):
         return sum(map(weight_of, task.heldout(config, dataset, limit=limit)))
