@@ -95,6 +95,7 @@ def product(x: Float[Array, "M D"], w: Float[Array, "D F"] | Weight) -> Float[Ar
     return _product(*vary_alike(x, w))
 
 
+@array_op()
 def product_transposed(x: Float[Array, "M F"], w: Float[Array, "D F"] | Weight) -> Float[Array, "M D"]:
     """Product `x w^T` in float32.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import as_arrays
 
 
@@ -127,6 +128,7 @@ def scale_axes(scales: Any, names: tuple[str | None, ...], rows: int) -> tuple[s
     return (*leading, row if scales.shape[-2] == rows > 1 else None, column if scales.shape[-1] > 1 else None)
 
 
+@array_op()
 def dense(w: Any) -> Any:
     """The matrix of a parameter.
 
@@ -139,6 +141,7 @@ def dense(w: Any) -> Any:
     return w.dense() if isinstance(w, Weight) else w
 
 
+@array_op()
 def dense_tree(params: Any) -> Any:
     """Parameters in which all Weights are arrays, for functions that read arrays only.
 

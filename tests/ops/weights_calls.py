@@ -56,7 +56,10 @@ CALLS = {
         (lambda w, x: linear.product(x, to_floats(w, round_inputs=True)), (W, W.T)),
     ),
     "weights.packed.pack": (
-        (lambda x, codes: linear.product(x.T, packing.pack(IntegerWeight(codes // 40, x[:1]), "int4")), (W, CODES)),
+        (
+            lambda x, codes, scales: linear.product(x, packing.pack(IntegerWeight(codes, scales), "int4")),
+            (W.T, CODES // 40, np.ones((1, 6), np.float32)),
+        ),
     ),
     "weights.ternary.ternarize": ((lambda w: ternarize(w).dense(), (W,)),),
     "weights.ternary.binarize": ((lambda w: binarize(w).dense(), (W,)),),

@@ -51,7 +51,7 @@ class CodebookWeight(Weight):
         return CodebookWeight(names, (*names[:-2], None))
 
 
-@array_op("...", w="...")
+@array_op()
 def cluster(
     w: Float[Array, "D F"], values: int = 16, *, keep_zeros: bool = False, iterations: int = 30
 ) -> CodebookWeight:

@@ -121,7 +121,7 @@ def _rounded(x: Array, limits: Array, dtype: Any) -> tuple[Array, Array]:
     return jnp.clip(x / steps, -largest, largest).astype(dtype), steps
 
 
-@array_op("...", w="...")
+@array_op()
 def to_floats(
     w: Float[Array, "D F"], dtype: str = "e4m3", *, by_row: bool = False, round_inputs: bool = False
 ) -> FloatWeight:

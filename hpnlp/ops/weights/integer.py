@@ -79,6 +79,7 @@ class IntegerWeight(Weight):
         return dataclasses.replace(self, codes=names, scales=scales, x_scale=x_scale)
 
 
+@array_op("M F", x="M", codes="_ F")
 def integer_product(
     x: Float[Array, "M D"],
     codes: Int[Array, "D F"],
@@ -141,7 +142,7 @@ def _integer_product_backward(saved: Any, dy: Array) -> tuple[Any, None, Any, No
 _integer_product.defvjp(_integer_product_forward, _integer_product_backward)
 
 
-@array_op("...", w="...")
+@array_op()
 def quantize(
     w: Float[Array, "D F"],
     bits: int = 8,

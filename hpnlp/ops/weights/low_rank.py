@@ -79,7 +79,7 @@ def rank_by_energy(singular_values: np.ndarray, energy: float) -> int:
     return int(np.searchsorted(kept, energy * kept[-1] * (1 - 1e-12)) + 1)
 
 
-@array_op("...", w="...")
+@array_op()
 def factorize(w: Float[Array, "D F"], rank: int, *, covariance: Float[Array, "D D"] | None = None) -> LowRankWeight:
     """The best approximation of a matrix by one of a rank.
 

@@ -79,7 +79,7 @@ class PackedWeight(Weight):
         return dataclasses.replace(self, codes=(*leading, None, column), scales=scales)  # bytes mix rows
 
 
-@array_op("...", w="...")
+@array_op()
 def pack(w: IntegerWeight, levels: str) -> PackedWeight:
     """Packs codes of few bits into bytes.
 

@@ -57,7 +57,7 @@ def grouped(w: Float[Array, "D F"], *, group: int = 0, by_row: bool = False) -> 
     return w.reshape(d, f, 1) if by_row else w.reshape(-1, group or d, f)
 
 
-@array_op("...", w="...")
+@array_op()
 def limits(
     w: Float[Array, "D F"],
     bits: int = 8,

@@ -128,7 +128,7 @@ class TwoFourWeight(Weight):
         return TwoFourWeight((*leading, None, column), (*leading, None, column))
 
 
-@array_op("...", w="...")
+@array_op()
 def masked(w: Float[Array, "D F"], share: float) -> MaskedWeight:
     """Keeps the numbers of the largest magnitude.
 
@@ -146,7 +146,7 @@ def masked(w: Float[Array, "D F"], share: float) -> MaskedWeight:
     return MaskedWeight(w, largest(jnp.abs(w), share))
 
 
-@array_op("...", scores="...")
+@array_op()
 def largest(scores: Float[Array, "D F"], share: float | Float[Array, ""]) -> Bool[Array, "D F"]:
     """A mask of the largest scores.
 
@@ -166,7 +166,7 @@ def largest(scores: Float[Array, "D F"], share: float | Float[Array, ""]) -> Boo
     return jnp.zeros(scores.size, bool).at[order].set(inside).reshape(scores.shape)
 
 
-@array_op("...", w="...")
+@array_op()
 def keep_blocks(w: Float[Array, "D F"], share: float, block: int = 64) -> BlockSparseWeight:
     """Keeps the blocks of the largest norm of each column of blocks.
 
@@ -195,7 +195,7 @@ def keep_blocks(w: Float[Array, "D F"], share: float, block: int = 64) -> BlockS
     return BlockSparseWeight(grid[jnp.arange(f // block)[:, None], indices], indices, d)
 
 
-@array_op("...", w="...")
+@array_op()
 def keep_two_of_four(w: Float[Array, "D F"]) -> TwoFourWeight:
     """Keeps the two numbers of the largest magnitude of each four consecutive rows of a column.
 

@@ -20,7 +20,7 @@ SHARED = {"matrix": (0, 1), "column": (0,), "row": (1,)}
 POWERS = 7
 
 
-@array_op("...", w="...")
+@array_op()
 def ternarize(w: Float[Array, "D F"], scale: str = "matrix", *, packed: bool = True) -> IntegerWeight | PackedWeight:
     """The values -a, 0 and a: a is the mean magnitude of the numbers over 0.7 of the mean magnitude of all.
 
@@ -48,7 +48,7 @@ def ternarize(w: Float[Array, "D F"], scale: str = "matrix", *, packed: bool = T
     return _stored(codes, scales, "ternary", packed)
 
 
-@array_op("...", w="...")
+@array_op()
 def binarize(w: Float[Array, "D F"], scale: str = "column", *, packed: bool = True) -> IntegerWeight | PackedWeight:
     """The values -a and a, where a is the mean magnitude; 0 becomes a.
 
@@ -71,7 +71,7 @@ def binarize(w: Float[Array, "D F"], scale: str = "column", *, packed: bool = Tr
     return _stored(jnp.where(w < 0, -1.0, 1.0), jnp.abs(w).mean(axis=axes, keepdims=True), "binary", packed)
 
 
-@array_op("...", w="...")
+@array_op()
 def round_to_powers(
     w: Float[Array, "D F"], scale: str = "matrix", *, packed: bool = True
 ) -> IntegerWeight | PackedWeight:
