@@ -24,7 +24,6 @@ CASES = {
     "packed": ((2, 67, 67, 4, 2, 8, 8), Causal(), {"segments": True}),
     "cross": ((2, 37, 53, 4, 1, 8, 6), Full(), {"segments": True, "lengths": True}),
     "taller": ((2, 53, 37, 4, 4, 8, 6), Causal(), {"lengths": True}),
-    "dropout": ((2, 64, 64, 4, 4, 8, 8), Causal(), {"dropout_rate": 0.3}),
     "positions": ((2, 40, 64, 4, 4, 8, 8), Causal(), {"positions": True, "lengths": True, "dropout_rate": 0.3}),
     "one": ((1, 1, 1, 1, 1, 8, 8), Causal(), {}),
     "wider": ((1, 7, 300, 2, 1, 8, 8), Causal(), {}),
@@ -76,7 +75,7 @@ both_forms = pytest.mark.parametrize("form", BOTH_FORMS)
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float32") for name in CASES), *((name, "bfloat16") for name in ("packed", "positions"))],
+    [*((name, "float32") for name in CASES), ("packed", "bfloat16")],
 )
 def test_results_and_gradients_match_reference(name, dtype):
     shape, mask, kinds = CASES[name]
@@ -162,9 +161,14 @@ def test_hidden_blocks_are_not_computed(form):
 def test_empty_arrays_give_empty_results(shape):
     b, t, s = shape
     q, k = jnp.ones((b, t, 2, 4)), jnp.ones((b, s, 2, 4))
-    o, lse = attend(q, k, k, return_lse=True, impl="xla")
-    assert o.shape == q.shape and lse.shape == (b, t, 2) and not o.any() and jnp.isneginf(lse).all()
-    assert not any(g.any() for g in jax.grad(lambda *a: attend(*a, impl="xla").sum(), (0, 1, 2))(q, k, k))
+
+    def run(*qkv):
+        gradients = jax.grad(lambda *a: attend(*a, impl="xla").sum(), (0, 1, 2))(*qkv)
+        return gradients, attend(*qkv, return_lse=True, impl="xla")
+
+    gradients, (o, lse) = jax.device_get(once(run, q, k, k))
+    assert o.shape == q.shape and lse.shape == (b, t, 2) and not o.any() and np.isneginf(lse).all()
+    assert not any(g.any() for g in gradients)
 
 
 def test_shard_map_with_different_lengths_matches_separate_calls():
@@ -198,9 +202,12 @@ def test_dropout_is_independent_over_heads_positions_and_seeds():
     """Rates lie within four standard errors, and so does the agreement of patterns of other heads, positions and seeds."""
     heads, places = jnp.arange(4)[:, None, None], jnp.arange(256)[None]
 
+    @functools.partial(jax.jit, static_argnums=1, compiler_options=ONCE)
+    def compiled(words, rate):
+        return keep_mask(words, heads, places[..., None], places[:, None], rate)
+
     def pattern(words, rate=0.3):
-        words = jnp.asarray(words, jnp.uint32)
-        return np.asarray(keep_mask(words, heads, places[..., None], places[:, None], rate))
+        return np.asarray(compiled(np.array(words, np.uint32), rate))
 
     base = pattern([1, 2])
     for rate in (0.01, 0.3, 0.9):
@@ -247,9 +254,8 @@ def temporary_bytes(function, length):
 
 def test_memory_of_the_scan_form_grows_linearly():
     long = lambda *a: attend(*a, impl="xla", block_size=64)  # noqa: E731
-    assert temporary_bytes(long, 4096) < 5 * temporary_bytes(
-        long, 1024
-    )  # 64 and 16 query blocks: too many for the unrolled form
+    # 64 and 16 query blocks: too many for the unrolled form
+    assert temporary_bytes(long, 4096) < 5 * temporary_bytes(long, 1024)
 
 
 def test_scan_over_layers_does_not_precompute_masks():
@@ -287,13 +293,14 @@ def test_merge_ignores_partials_that_saw_nothing():
         o, lse = attend(q, k, v, return_lse=True)
         return jnp.sum(jnp.square(o)) + jnp.sum(jnp.sin(lse)), (o, lse)
 
-    grad, (o, lse) = once(jax.grad(merged_call, has_aux=True), q)
-    direct, expected = once(jax.grad(single_call, has_aux=True), q)
-    np.testing.assert_allclose(o, expected[0], atol=1e-6)
-    np.testing.assert_allclose(lse, expected[1], atol=1e-6)
-    np.testing.assert_allclose(grad, direct, atol=1e-6)
-    empty = merge(nothing, nothing)
-    assert not empty[0].any() and jnp.isneginf(empty[1]).all()
+    def both(q):
+        merged, single = (jax.grad(call, has_aux=True)(q) for call in (merged_call, single_call))
+        return merged, single, merge(nothing, nothing)
+
+    merged, single, empty = once(both, q)
+    for actual, expected in zip(jax.tree.leaves(merged), jax.tree.leaves(single), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
+    assert not np.asarray(empty[0]).any() and np.isneginf(empty[1]).all()
     with pytest.raises(InputError, match="at least one"):
         merge()
 

@@ -15,14 +15,19 @@ from hpnlp.types import InputError
 ONCE = {"xla_backend_optimization_level": 0}
 
 
+def normal(*shape):
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
 def test_many_iterations_give_a_doubly_stochastic_matrix():
-    weights = balance(jax.random.normal(jax.random.key(0), (3, 6, 6)), jnp.ones((1, 6, 6), bool), 200, False)
+    scores, allowed = normal(3, 6, 6), jnp.ones((1, 6, 6), bool)
+    weights = jax.jit(lambda scores: balance(scores, allowed, 10, False), compiler_options=ONCE)(scores)
     np.testing.assert_allclose(weights.sum(axis=1), 1.0, atol=1e-4)
     np.testing.assert_allclose(weights.sum(axis=2), 1.0, atol=1e-4)
 
 
 def test_causal_rows_are_functions_of_earlier_rows():
-    scores, allowed = jax.random.normal(jax.random.key(0), (6, 6)), jnp.asarray(np.tri(6, k=-1, dtype=bool))
+    scores, allowed = normal(6, 6), jnp.asarray(np.tri(6, k=-1, dtype=bool))
 
     @functools.partial(jax.jit, compiler_options=ONCE)
     def run(scores):
@@ -37,7 +42,7 @@ def test_causal_rows_are_functions_of_earlier_rows():
 
 def test_weights_of_large_scores_are_at_most_one():
     """Also where the compiler merges a factor of the scores with the subtraction of their sum."""
-    scores = 1e8 * jax.random.normal(jax.random.key(0), (200, 5, 5))
+    scores = 1e8 * normal(200, 5, 5)
     allowed = jnp.asarray(np.tri(5, k=-1, dtype=bool))[None]
     # The default, which the tests switch off, and the only form of later releases.
     is_default = not jax.__version__.startswith("0.10.")
@@ -48,25 +53,30 @@ def test_weights_of_large_scores_are_at_most_one():
 
 def test_one_block_sees_its_tokens_and_their_copies():
     """A bidirectional block of all tokens: the mixture is the block itself, and exact attention does not change."""
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 9, 2, 4))
-    run = jax.jit(lambda *x: sinkhorn_attention(*x, SortSettings(9, 3, 0.5, False)), compiler_options=ONCE)
-    o = run(q, k, v)
-    np.testing.assert_allclose(o, reference(q, k, v), atol=2e-6)
+
+    def both(*qkv):
+        return sinkhorn_attention(*qkv, SortSettings(9, 3, 0.5, False)), reference(*qkv)
+
+    o, expected = jax.jit(both, compiler_options=ONCE)(*normal(3, 2, 9, 2, 4))
+    np.testing.assert_allclose(o, expected, atol=2e-6)
 
 
 def test_dropout_drops_weights_and_keeps_their_mean():
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 24, 2, 4))
+    q, k, v = normal(3, 1, 24, 2, 4)
     settings = SortSettings(4, 2, 0.5, True)
     keys = jax.random.split(jax.random.key(1), 400)
-    run = jax.jit(jax.vmap(lambda key: sinkhorn_attention(q, k, jnp.ones_like(v), settings, dropout_rate=0.5, rng=key)))
-    totals = np.asarray(run(keys))
-    weights = np.asarray(sinkhorn_attention(q, k, jnp.ones_like(v), settings))
+
+    def run(keys):
+        dropped = jax.vmap(lambda key: sinkhorn_attention(q, k, np.ones_like(v), settings, dropout_rate=0.5, rng=key))
+        return dropped(keys), sinkhorn_attention(q, k, np.ones_like(v), settings)
+
+    totals, weights = jax.device_get(jax.jit(run, compiler_options=ONCE)(keys))
     error = totals.std(axis=0) / len(keys) ** 0.5
     assert (np.abs(totals.mean(axis=0) - weights) <= 5 * error).all() and (error > 0).all()
 
 
 def test_invalid_arguments_raise():
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 4, 4))
+    q, k, v = normal(3, 1, 9, 4, 4)
     settings = SortSettings(4, 2, 0.5, True)
     with pytest.raises(InputError, match="expected equal B, T and H, and K that divides N"):
         sinkhorn_attention(q, k[:, :, :3], v[:, :, :3], settings)

@@ -19,7 +19,7 @@ HEADS = Causal() & PerHead((Window(2), Sinks(1) | Window(0), Blockwise(4), Windo
 def arrays(batch):
     """q, k, v of sequences of LENGTH tokens."""
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=(batch, LENGTH, *shape)), jnp.float32)  # noqa: E731
+    draw = lambda *shape: rng.normal(size=(batch, LENGTH, *shape)).astype(np.float32)  # noqa: E731
     return draw(4, 6), draw(2, 6), draw(2, 5)
 
 
@@ -40,21 +40,20 @@ def test_reordered_beams_match_copied_caches(mask):
     def run(q, k, v, orders):
         shared = start_cache(k[::beams, :9], v[::beams, :9], jnp.asarray(lengths), mask, LENGTH)
         copied = jax.tree.map(lambda x: jnp.repeat(x.reshape(2, -1, *x.shape[1:]), beams, axis=0), shared)
-        shared, results = shared.for_beams(beams), []
-        for step in range(tokens):
-            rows = (orders[step] + beams * jnp.arange(2, dtype=jnp.int32)[:, None]).reshape(-1)
-            shared, copied = shared.reordered(orders[step]), jax.tree.map(lambda x, rows=rows: x[rows], copied)
-            inputs = [x[:, 20 + step][:, None] for x in (q, k, v)]
-            (o, shared), (expected, extended) = (
-                shared.extend(*inputs, mask),
-                jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), copied).extend(*inputs, mask),
-            )
-            copied = jax.tree.map(lambda x, like: x.reshape(like.shape), extended, copied)
-            results.append((o, expected))
-        return results
 
-    for o, expected in jax.jit(run, compiler_options=ONCE)(q, k, v, orders):
-        np.testing.assert_allclose(o, expected, atol=1e-6)
+        def step(caches, inputs):
+            (shared, copied), (order, *token) = caches, inputs
+            rows = (order + beams * jnp.arange(2, dtype=jnp.int32)[:, None]).reshape(-1)
+            copied = jax.tree.map(lambda x: x[rows], copied)
+            o, shared = shared.reordered(order).extend(*token, mask)
+            expected, extended = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), copied).extend(*token, mask)
+            return (shared, jax.tree.map(lambda x, like: x.reshape(like.shape), extended, copied)), (o, expected)
+
+        inputs = [jnp.moveaxis(x[:, 20 : 20 + tokens], 1, 0)[:, :, None] for x in (q, k, v)]
+        return jax.lax.scan(step, (shared.for_beams(beams), copied), (orders, *inputs))[1]
+
+    o, expected = jax.jit(run, compiler_options=ONCE)(q, k, v, orders)
+    np.testing.assert_allclose(o, expected, atol=1e-6)
 
 
 def test_many_beams_have_copies_of_the_cache():
@@ -116,10 +115,10 @@ def test_memory_of_bounded_masks_does_not_depend_on_capacity(mask, slots):
 
 def test_invalid_arguments_raise():
     q, k, v = (x[:, :6] for x in arrays(2))
-    lengths = jnp.full((2,), 6, jnp.int32)
+    lengths = np.full((2,), 6, np.int32)
     with pytest.raises(InputError, match="capacity 5 for 6 tokens"):
         start_cache(k, v, lengths, NEAR, 5)
-    cache = start_cache(k, v, lengths, NEAR, LENGTH)
+    cache = jax.jit(start_cache, static_argnums=(3, 4), compiler_options=ONCE)(k, v, lengths, NEAR, LENGTH)
     for mask in (Causal(), Causal() & Window(4), PINNED):
         with pytest.raises(InputError, match="0 pinned keys and the last 4: make the cache with the mask"):
             extend_cache(q, k, v, mask, cache)

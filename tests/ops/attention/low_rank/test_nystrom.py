@@ -20,15 +20,16 @@ def test_approximation_tends_to_exact_attention():
     """It is exact with a landmark for each token, and for tokens that are equal within windows."""
     real = jnp.asarray([[1] * 12, [1] * 7 + [0] * 5], bool)
     q, k, v = make()
-    equal_q, equal_k = (jnp.repeat(x[:, :3], 4, axis=1) for x in (2 * q, 2 * k))
+    ids = {"segment_ids": np.where(real, 1, 0), "kv_segment_ids": np.where(real, 1, 2)}
 
     def run(q, k, v):
-        return nystrom_attend(q, k, v, 12, real), nystrom_attend(equal_q[:1], equal_k[:1], v[:1], 3)
+        equal = *(jnp.repeat(x[:1, :3], 4, axis=1) for x in (2 * q, 2 * k)), v[:1]
+        approximations = nystrom_attend(q, k, v, 12, real), nystrom_attend(*equal, 3)
+        return approximations, (reference(q, k, v, **ids), reference(*equal))
 
-    actual = once(run, q, k, v)
-    ids = {"segment_ids": real.astype(jnp.int32), "kv_segment_ids": jnp.where(real, 1, 2)}
-    assert_close(actual[0], reference(q, k, v, **ids))
-    np.testing.assert_allclose(actual[1], reference(equal_q[:1], equal_k[:1], v[:1]), atol=1e-3)
+    actual, expected = once(run, q, k, v)
+    assert_close(actual[0], expected[0])
+    np.testing.assert_allclose(actual[1], expected[1], atol=1e-3)
 
 
 def test_pseudo_inverse_of_stochastic_matrices():

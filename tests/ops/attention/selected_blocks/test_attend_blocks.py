@@ -104,31 +104,39 @@ def test_rows_are_sorted_into_tiles_of_one_group():
 
 def test_blocks_are_counted_from_the_start_of_each_document():
     ids = jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 2, 2, 1, 1]], jnp.int32)
-    blocks = document_blocks(ids, 1, 11, 2)
+    k = np.arange(11.0, dtype=np.float32)[None, :, None, None]
+
+    def everything(ids):
+        blocks = document_blocks(ids, 1, 11, 2)
+        return blocks, block_summaries(k, blocks), document_blocks(None, 1, 5, 2)
+
+    blocks, summaries, alone = once(everything, ids)
     starts = np.asarray(blocks.starts)
     exists = starts >= 0
     np.testing.assert_array_equal(starts[exists], [0, 3, 5, 7, 9])
     np.testing.assert_array_equal(np.asarray(blocks.segment_ids)[exists], [1, 2, 2, 2, 1])
     np.testing.assert_array_equal(np.asarray(blocks.is_first)[exists], [True, True, False, False, True])
     np.testing.assert_array_equal(blocks.own[0], [0, 0, 2, 3, 3, 5, 5, 7, 7, 9, 9])
-    k = jnp.arange(11.0)[None, :, None, None]
-    np.testing.assert_array_equal(block_summaries(k, blocks)[0, exists[0], 0, 0], [0.5, 3.5, 5.5, 7.5, 9.5])
-    alone = document_blocks(None, 1, 5, 2)
+    np.testing.assert_array_equal(np.asarray(summaries)[0, exists[0], 0, 0], [0.5, 3.5, 5.5, 7.5, 9.5])
     np.testing.assert_array_equal(alone.starts, [[0, 2, -1]])
 
 
 def test_chosen_blocks_in_chunks_equal_those_of_one_call(monkeypatch):
     (q, k, _), *_ = problem(4, length=21)
-    blocks = document_blocks(jnp.asarray([[1] * 9 + [2] * 12, [1] * 21], jnp.int32), 2, 21, 2)
     ids = jnp.asarray([[1] * 9 + [2] * 12, [1] * 21], jnp.int32)
-    summaries = block_summaries(k, blocks)
-    whole = choose_blocks(q, summaries, blocks, 3, segment_ids=ids)
-    monkeypatch.setattr("hpnlp.ops.attention.selected_blocks.blocks.CHUNK", 8)
-    in_chunks = choose_blocks(q, summaries, blocks, 3, segment_ids=ids)
+
+    def choices(q, k):
+        blocks = document_blocks(ids, 2, 21, 2)
+        summaries = block_summaries(k, blocks)
+        whole = choose_blocks(q, summaries, blocks, 3, segment_ids=ids)
+        monkeypatch.setattr("hpnlp.ops.attention.selected_blocks.blocks.CHUNK", 8)
+        return whole, choose_blocks(q, summaries, blocks, 3, segment_ids=ids), blocks.starts
+
+    whole, in_chunks, starts = jax.device_get(once(choices, q, k))
     np.testing.assert_array_equal(whole, in_chunks)
-    starts = np.take_along_axis(np.asarray(blocks.starts)[:, None, None], np.maximum(whole, 0), axis=3)
-    assert ((np.asarray(whole) < 0) | (starts + 2 <= np.arange(21)[None, :, None, None])).all()
-    assert (np.asarray(whole)[1, 20] >= 0).all()
+    starts = np.take_along_axis(starts[:, None, None], np.maximum(whole, 0), axis=3)
+    assert ((whole < 0) | (starts + 2 <= np.arange(21)[None, :, None, None])).all()
+    assert (whole[1, 20] >= 0).all()
 
 
 def test_invalid_arguments_raise():
