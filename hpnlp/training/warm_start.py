@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from hpnlp.compress.distillation import Extras
 from hpnlp.compress.weight_training import with_own
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import tokenizer_digest
@@ -236,9 +237,10 @@ def load_params(source: Source, trainer: Trainer, plan: Plan) -> tuple[Any, str]
         params, origin = convert.load(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
     shapes = trainer.state_shapes
     expected = variables.join(shapes.params, shapes.buffers) if source.is_run else shapes.params
-    params = with_own(params, expected)
+    extras = Extras.of_shapes(expected)
+    params = extras.added(with_own(params, expected))
     _check_shapes(params, expected, source)
-    if not source.is_run or "weights" in expected:
+    if not source.is_run or "weights" in expected or extras != Extras():
         params = jax.tree.map(place, expected, params)
     return params, f"{origin}, with its tokenizer"
 
