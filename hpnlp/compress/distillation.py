@@ -270,6 +270,32 @@ class Distillation(Distilled):
         return {**axes, **dict.fromkeys(self.training_arrays, (*axes["weights"], None))}
 
     @property
+    def taps(self) -> tuple[str, ...]:
+        """What the terms compare, names of `PredictionModel.tapped`."""
+        return tuple(sorted(frozenset().union(*(term.taps for term in self.terms))))
+
+    def check_layout(self, layout: Any) -> None:
+        """Checks that the teacher runs on a layout over devices.
+
+        Args:
+          layout: A `parallel.layout.Layout`.
+
+        Raises:
+          InputError: The layout divides layers, sequences, or heads whose attention is compared.
+        """
+        for field, axis in (("pipeline", "layers"), ("sequence", "length")):
+            if layout.size(axis) > 1:
+                raise InputError(
+                    f"plan.{field}={layout.size(axis)}: a teacher needs all layers and tokens of a sequence on one device: set "
+                    f"plan.{field}=1, and divide batches (plan.name=data or zero3)"
+                )
+        if (tensor := layout.mesh.shape["tensor"]) > 1 and "attention" in self.taps:
+            raise InputError(
+                f"plan.tensor={tensor} divides heads, and distill.losses compares their attention: set plan.tensor=1, or leave "
+                "out the loss"
+            )
+
+    @property
     def training_arrays(self) -> tuple[str, ...]:
         """Arrays of a batch that only training reads."""
         return (VALUES, *((IDS,) if self._stores_some else ())) if self.stored else ()
@@ -310,7 +336,7 @@ class Distillation(Distilled):
     def _loss(self, variables: Mapping[str, Any], batch: Mapping[str, Array], rngs: Any) -> LossOut:
         """The loss of a batch in training."""
         names = self.inner.batch_axes()
-        taps = tuple(sorted(frozenset().union(*(term.taps for term in self.terms))))
+        taps = self.taps
         own_batch = {name: batch[name] for name in names}
         out = self.inner.apply(_without_own(variables), own_batch, False, taps, rngs=rngs, method="loss")
         target = self._target(variables, batch, taps)
@@ -598,8 +624,10 @@ def largest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray | No
       `(values [..., count] float16, ids [..., count] int32)`, less the largest logit of the label, on which its distribution does
       not depend; or `(values, None)` for all logits as they are.
     """
+    limit = float(np.finfo(np.float16).max)
+    logits = np.clip(logits, -limit, limit)
     if count >= logits.shape[-1]:
         return logits.astype(np.float16), None
     ids = np.argpartition(-logits, count - 1, axis=-1)[..., :count].astype(np.int32)
     values = np.take_along_axis(logits, ids, axis=-1)
-    return (values - values.max(axis=-1, keepdims=True)).astype(np.float16), ids
+    return np.maximum(values - values.max(axis=-1, keepdims=True), -limit).astype(np.float16), ids

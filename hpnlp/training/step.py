@@ -289,6 +289,8 @@ def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout:
     c = model.config
     c.check_accumulation(config.accumulate)
     c.check_layout(layout)
+    if check := getattr(model, "check_layout", None):
+        check(layout)
     if plan.offload_optimizer and config.rows:
         raise InputError(
             "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave "

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from hpnlp.compress.distillation import (
-    OWN,
     TEACHER,
     Distillation,
-    Distilled,
-    Extras,
     check_terms,
     chosen_layers,
     extras_of,
 )
-from hpnlp.compress.distillation_terms import DistillConfig, parse_terms
+from hpnlp.compress.distillation_terms import parse_terms
 from hpnlp.compress.layers import join_layers, split_layers
 from hpnlp.compress.weight_training import with_own
 from hpnlp.data.stream import tokenizer_digest
@@ -103,10 +98,20 @@ def find_teacher(config: Config, vocabulary: Vocabulary) -> Teacher | None:
     return Teacher(str(source.directory), model, weights, _digest(weights))
 
 
-def teacher_model(config: Config, vocabulary: Vocabulary) -> Any:
-    """The teacher's Model, without its parameters; see `find_teacher`."""
-    source = _source(config, vocabulary)
-    return _model(source)
+def planned(config: Config) -> Distillation:
+    """The model that a run with a teacher trains, from config and vocabulary of the teacher alone, for the planner.
+
+    Args:
+      config: Config of the run.
+
+    Returns:
+      The student with its teacher.
+
+    Raises:
+      InputError: See `find_teacher` and `distilled`.
+    """
+    source = _source(config, None)
+    return distilled(config, run_directory.make_model(config, source.vocabulary), _model(source))
 
 
 def distilled(config: Config, model: Any, teacher: Any) -> Distillation:
@@ -121,7 +126,7 @@ def distilled(config: Config, model: Any, teacher: Any) -> Distillation:
       The student with its teacher.
 
     Raises:
-      InputError: The two models, the losses or the plan do not fit.
+      InputError: The two models or the losses do not fit.
     """
     terms = parse_terms(config.distill.losses)
     if not all(isinstance(getattr(each, "inner", each), PredictionModel) for each in (model, teacher)):
@@ -129,7 +134,6 @@ def distilled(config: Config, model: Any, teacher: Any) -> Distillation:
             f"{FIELD}={config.distill.teacher}: models of task={config.task!r} report no logits and states to compare: distil "
             "tasks lm, masked_lm, classification or tagging"
         )
-    _check_plan(config, frozenset().union(*(term.taps for term in terms)))
     _check_models(config, model.config, teacher.config)
     check_terms(terms, model.config, teacher.config)
     extras = extras_of(terms, model.config, teacher.config)
@@ -138,8 +142,8 @@ def distilled(config: Config, model: Any, teacher: Any) -> Distillation:
     return Distillation(model, extras, teacher, terms, config.train.steps, stored)
 
 
-def _source(config: Config, vocabulary: Vocabulary) -> warm_start.Source:
-    """The teacher's config and vocabulary."""
+def _source(config: Config, vocabulary: Vocabulary | None) -> warm_start.Source:
+    """The teacher's config and vocabulary, compared with those of the run unless the vocabulary is None."""
     name = config.distill.teacher
     try:
         source = warm_start.find(name)
@@ -150,6 +154,8 @@ def _source(config: Config, vocabulary: Vocabulary) -> warm_start.Source:
             f"{FIELD}={name} is a model of task={source.task!r}, and this config has task={config.task!r}: name a run of the "
             "same task"
         )
+    if vocabulary is None:
+        return source
     if tokenizer_digest(source.tokenizer) != tokenizer_digest(vocabulary.tokenizer):
         raise InputError(
             f"{FIELD}={name} has another tokenizer than data.tokenizer={config.data.tokenizer!r}: set "
@@ -185,22 +191,6 @@ def _digest(weights: Any) -> str:
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape};".encode())
         digest.update(np.ascontiguousarray(leaf).tobytes())
     return digest.hexdigest()
-
-
-def _check_plan(config: Config, taps: frozenset[str]) -> None:
-    """Raises InputError for plans under which a teacher does not run."""
-    plan = config.plan
-    for field in ("pipeline", "sequence"):
-        if getattr(plan, field) > 1:
-            raise InputError(
-                f"plan.{field}={getattr(plan, field)}: a teacher runs where all layers and tokens of a sequence are on one "
-                f"device: set plan.{field}=1, and divide batches (plan.name=data or zero3)"
-            )
-    if plan.tensor > 1 and "attention" in taps:
-        raise InputError(
-            f"plan.tensor={plan.tensor} divides heads, whose attention distill.losses={config.distill.losses!r} compares: set "
-            "plan.tensor=1, or leave out the loss"
-        )
 
 
 def _check_models(config: Config, student: Any, teacher: Any) -> None:

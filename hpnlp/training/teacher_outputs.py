@@ -115,7 +115,7 @@ class Store:
         try:
             if is_special(path):
                 raise ValueError("it is not a regular file")
-            return np.load(path, allow_pickle=False)
+            return np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise self._damaged(name, error) from error
 
