@@ -80,7 +80,6 @@ class Extras:
         result = {**weights, **nn.meta.unbox(self.params(None))}
         return {**result, BUFFERS: buffers} if buffers else result
 
-
     @classmethod
     def of_shapes(cls, weights: Mapping[str, Any]) -> Extras:
         """The variables that are among those of a model.
@@ -96,7 +95,10 @@ class Extras:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return {"projections": {name: list(shape) for name, shape in self.projections}, "is_scheduled": self.is_scheduled}
+        return {
+            "projections": {name: list(shape) for name, shape in self.projections},
+            "is_scheduled": self.is_scheduled,
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Extras:
@@ -348,7 +350,10 @@ class Distillation(Distilled):
             parts = [(out.sum, weight, compare.gate(term, 0, 1))] if term.kind == "labels" else compare(name, term)
             for value, count, gate in parts:
                 total = total + term.weight * gate * value / jnp.maximum(count, 1e-30) * weight
-            aux[f"distill_{name}"] = (sum(value * parts[0][1] / jnp.maximum(n, 1e-30) for value, n, _ in parts), parts[0][1])
+            aux[f"distill_{name}"] = (
+                sum(value * parts[0][1] / jnp.maximum(n, 1e-30) for value, n, _ in parts),
+                parts[0][1],
+            )
         return dataclasses.replace(out, sum=total, aux={**out.aux, **aux}, taps={})
 
     def _target(self, variables: Mapping[str, Any], batch: Mapping[str, Array], taps: tuple[str, ...]) -> Any:
@@ -456,9 +461,9 @@ class _Comparison:
 
     def _of_attention(self, loss: str, teacher: int, student: int, gate: Any) -> Part:
         scores, visible = self._scores(self.student, self.model.inner.config, student)
-        target, _ = self._scores(self.teacher, self.model.teacher.config, teacher)
+        target, of_teacher = self._scores(self.teacher, self.model.teacher.config, teacher)
         compare = ops.score_error if loss == "scores" else ops.attention_divergence
-        return *compare(scores, target, visible), gate
+        return *compare(scores, target, visible & of_teacher), gate
 
     def _scores(self, tapped: Mapping[str, Any], config: Any, layer: int) -> Any:
         mixers = config.mixers()

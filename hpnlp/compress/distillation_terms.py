@@ -407,7 +407,9 @@ def parse_terms(text: str) -> tuple[Term, ...]:
     for spec in parse(text, FIELD):
         if spec.name in RECIPES:
             if spec.args or spec.kwargs or spec.repeat > 1:
-                raise InputError(f"{FIELD}: the recipe {spec.name} takes no arguments: write out {RECIPES[spec.name]!r}")
+                raise InputError(
+                    f"{FIELD}: the recipe {spec.name} takes no arguments: write out {RECIPES[spec.name]!r}"
+                )
             terms += parse_terms(RECIPES[spec.name])
         elif spec.repeat > 1:
             raise InputError(f"{FIELD}: {spec} is repeated: set weight={spec.repeat} in place of the repeat")

@@ -69,9 +69,7 @@ class LM(PredictionModel):
       config: Sizes and parts of the model, an LMConfig.
     """
 
-    def loss(
-        self, batch: Mapping[str, jax.Array], deterministic: bool = True, taps: tuple[str, ...] = ()
-    ) -> LossOut:
+    def loss(self, batch: Mapping[str, jax.Array], deterministic: bool = True, taps: tuple[str, ...] = ()) -> LossOut:
         """The loss of a batch.
 
         Args:

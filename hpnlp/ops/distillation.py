@@ -73,9 +73,7 @@ def top_logit_divergence(
 
 
 @array_op()
-def logit_regression(
-    student: Float[Array, "*tokens V"], teacher: Float[Array, "*tokens V"]
-) -> Float[Array, "*tokens"]:
+def logit_regression(student: Float[Array, "*tokens V"], teacher: Float[Array, "*tokens V"]) -> Float[Array, "*tokens"]:
     """Half of the squared distance of the logits, summed over the classes.
 
     Args:

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 from hpnlp import measure, tasks
-from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.models import variables
+from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import distributed, teacher_outputs, warm_start
 from hpnlp.training import teacher as teachers
 from hpnlp.training.checkpoint import Checkpointer

@@ -50,7 +50,7 @@ from hpnlp.ops.softmax import (
 )
 from hpnlp.ops.softmax import proposals as proposals
 from tests.contracts import assert_close
-from tests.ops import bucketed_and_low_rank_calls, weights_calls
+from tests.ops import bucketed_and_low_rank_calls, distillation_calls, weights_calls
 
 RNG = np.random.default_rng(0)
 N, D, V = 6, 4, 8
@@ -116,6 +116,7 @@ ADAPTIVE = {"cutoffs": (3, 5)}
 CALLS = (
     bucketed_and_low_rank_calls.CALLS
     | weights_calls.CALLS
+    | distillation_calls.CALLS
     | {
         "attention.attend.attend": (
             (lambda *a: attend(*a, Causal()), QKV),
