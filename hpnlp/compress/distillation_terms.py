@@ -290,7 +290,7 @@ def regression(
 def cosine(
     weight: int | float = 1.0, projection: str = "auto", begin: int | float = 0.0, end: int | float = 1.0
 ) -> Term:
-    """Entry of DISTILLATION_LOSSES: `ops.distillation.cosine_distance` of the states after the final norm, the mean over tokens.
+    """Entry of DISTILLATION_LOSSES: `ops.distillation.cosine_distance` of states after the final norm, the mean over tokens.
 
     Args:
       weight: As for `labels`.

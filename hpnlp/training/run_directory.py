@@ -401,7 +401,7 @@ def load(
     if has_weights(workdir):
         return _load_compressed(workdir, config, vocabulary, model, step)
     optimizer = config.optimizer.for_batch(config.data.batch_size)
-    student = Distilled(model, _read_extras(workdir)) if config.distill.teacher else None
+    student: Any = Distilled(model, _read_extras(workdir)) if config.distill.teacher else None
     shapes = make_trainer(student or model, optimizer, plan, steps=config.train.steps).state_shapes
     task = tasks.find(config.task)
     checkpoints = Checkpointer(workdir, read_only=True, metric=task.metric, higher_is_better=task.higher_is_better)

@@ -13,10 +13,9 @@ import numpy as np
 from hpnlp.compress.distillation import (
     TEACHER,
     Distillation,
-    check_terms,
-    chosen_layers,
     extras_of,
 )
+from hpnlp.compress.distillation_losses import check_terms, chosen_layers
 from hpnlp.compress.distillation_terms import parse_terms
 from hpnlp.compress.layers import join_layers, split_layers
 from hpnlp.compress.weight_training import with_own
@@ -215,12 +214,12 @@ def _check_models(config: Config, student: Any, teacher: Any) -> None:
         )
 
 
-def first_weights(kind: str, student: Distillation, teacher: Teacher) -> dict[str, Any]:
+def first_weights(kind: str, student: Any, teacher: Teacher) -> dict[str, Any]:
     """Weights that a student starts from, with layers of its teacher.
 
     Args:
       kind: `distill.init`, "alternate" or "bottom".
-      student: The student with its teacher.
+      student: The student with its teacher, a `Distillation`.
       teacher: The teacher.
 
     Returns:

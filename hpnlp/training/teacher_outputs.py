@@ -1,8 +1,8 @@
 """Logits of a teacher that are computed once and stored, for runs that see the same sequences again.
 
-A directory of a store has a subdirectory for each teacher and number of logits. It holds blocks, one for each batch that had new
-sequences: keys, which are digests of what the teacher reads of a sequence, float16 logits, and their classes if only the largest
-logits are stored. A block is complete when its file of keys exists.
+A directory of a store has a subdirectory for each teacher and number of logits. It holds blocks, one for each batch that had
+new sequences: keys, which are digests of what the teacher reads of a sequence, float16 logits, and their classes if only the
+largest logits are stored. A block is complete when its file of keys exists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from hpnlp.compress.distillation import IDS, VALUES, Distillation, largest
+from hpnlp.compress.distillation import Distillation
+from hpnlp.compress.distillation_losses import IDS, VALUES, largest
 from hpnlp.data.files import is_special
 from hpnlp.types import InputError
 

@@ -14,12 +14,9 @@ from hpnlp.compress.distillation import (
     Distillation,
     Distilled,
     Extras,
-    check_terms,
-    chosen_layers,
     extras_of,
-    largest,
-    term_names,
 )
+from hpnlp.compress.distillation_losses import check_terms, chosen_layers, largest, term_names
 from hpnlp.compress.distillation_terms import RECIPES, DistillConfig, layer_pairs, parse_terms
 from hpnlp.compress.weight_training import with_weight_training
 from hpnlp.models import variables
@@ -59,7 +56,7 @@ def hidden_states(model, weights, batch):
     result = []
     for count in range(model.config.layers + 1):
         config = dataclasses.replace(model.config, layers=max(count, 1))
-        layers = jax.tree.map(lambda x, n=max(count, 1): x[:n], weights["layers"])
+        layers = jax.tree.map(lambda x, n=config.layers: x[:n], weights["layers"])
         if count == 0:
             layers = jax.tree.map(jnp.zeros_like, layers)  # a layer that adds nothing
         params = {**weights, "layers": layers}
