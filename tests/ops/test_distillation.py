@@ -12,6 +12,7 @@ RNG = np.random.default_rng(0)
 S, T = (RNG.normal(size=(6, 9)).astype(np.float32) * 3 for _ in range(2))
 SCORES = [RNG.normal(size=(2, 3, 5, 5)).astype(np.float32) for _ in range(2)]
 VISIBLE = np.tril(np.ones((5, 5), bool))[None, None] & (RNG.random((2, 1, 5, 5)) < 0.8) & np.ones((1, 3, 1, 1), bool)
+VISIBLE[0, :, 2] = False  # a query that sees nothing
 
 
 def softmax(x):
@@ -56,13 +57,13 @@ def test_attention_losses_leave_out_pairs_that_may_not_attend():
     student, teacher = SCORES
     total, count = ops.score_error(student, teacher, VISIBLE)
     np.testing.assert_allclose(total, ((student - teacher) ** 2)[VISIBLE].sum(), rtol=1e-5)
-    assert count == VISIBLE.sum()
+    assert float(count) == VISIBLE.sum()
     p, q = (softmax(np.where(VISIBLE, x, -1e30)) for x in (teacher, student))
     sees = VISIBLE.any(-1)
     terms = np.where(VISIBLE, p * (np.log(np.where(VISIBLE, p, 1)) - np.log(np.where(VISIBLE, q, 1))), 0).sum(-1)
     total, count = ops.attention_divergence(student, teacher, VISIBLE)
     np.testing.assert_allclose(total, terms[sees].sum(), rtol=1e-5)
-    assert count == sees.sum() < sees.size
+    assert float(count) == sees.sum() < sees.size
     hidden = np.where(VISIBLE, student, np.float32(7e4))
     for loss in (ops.score_error, ops.attention_divergence):
         values = [loss(x, teacher, VISIBLE)[0] for x in (student, hidden)]

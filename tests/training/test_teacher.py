@@ -83,7 +83,7 @@ def test_students_start_from_layers_of_their_teacher(teacher, tmp_path):
     np.testing.assert_array_equal(own["embed"]["table"], of_teacher["embed"]["table"])
     started = make(teacher, train__init_from=str(tmp_path / "run"), distill__losses="hidden(projection=linear)")
     loop.train(dataclasses.replace(started, train=dataclasses.replace(started.train, steps=1)), tmp_path / "further")
-    with pytest.raises(InputError, match=r"distill.init='alternate': params.* of the student are float32\[2, 16, 48\]"):
+    with pytest.raises(InputError, match=r"distill.init='alternate': params.* of the student are float32\[2, 48, 16\]"):
         loop.train(make(teacher, distill__init="alternate", model__mlp_dim=48), tmp_path / "wide")
     with pytest.raises(InputError, match="the student has 4 layers, the teacher 3"):
         loop.train(make(teacher, distill__init="bottom", model__layers=4), tmp_path / "deep")
