@@ -24,11 +24,14 @@ class LayerReport:
         name of their stack, and stacked `[n, ...]`.
       carry: Carry of the mixer for the tokens that follow, empty for none; of several layers, by the name of their stack and
         stacked `[n, B, ...]`.
+      taps: Arrays that `nn.attention.Context.taps` asks for, `[B, T, ...]` by name; of several layers, by the name of their
+        stack and stacked `[n, B, T, ...]`.
     """
 
     aux: Any = dataclasses.field(default_factory=dict)
     statistics: Any = dataclasses.field(default_factory=dict)
     carry: Any = dataclasses.field(default_factory=dict)
+    taps: Any = dataclasses.field(default_factory=dict)
 
     def of_branch(self, branch: str) -> LayerReport:
         """The report with its statistics under the name of a branch.
@@ -56,7 +59,9 @@ class LayerReport:
         if twice := self.aux.keys() & other.aux.keys():
             raise InputError(f"two branches of a layer report {', '.join(sorted(twice))}: rename it in one of the two")
         carry = self.carry if jax.tree.leaves(self.carry) else other.carry  # an array has no truth value
-        return LayerReport({**self.aux, **other.aux}, {**self.statistics, **other.statistics}, carry)
+        return LayerReport(
+            {**self.aux, **other.aux}, {**self.statistics, **other.statistics}, carry, {**self.taps, **other.taps}
+        )
 
 
 def statistic_axes(module: Any) -> Mapping[str, tuple[str | None, ...]]:

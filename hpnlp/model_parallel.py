@@ -202,6 +202,7 @@ class ModelParallel:
           `run(tensor_parallel, stacks of a chunk of the layers, x, context, rngs, index of the chunk) -> (x, report)`.
       loss: `(output layer, *arguments of its loss) -> LossOut`, for hidden states `[B, T, D]` or `[B, D]`.
       best: `(output layer, table, h) -> ids` of the most probable words or classes, `[B, T]` or `[B]`.
+      logits: `(output layer, table, h) -> logits` of all words or classes, float32 `[B, T, V]` or `[B, V]`.
       token_order: `(sequence length) -> (order, indices)`. order: a static description of the order of the tokens over
           devices, for `run`. indices: int `[T]`, the tokens in that order, or None if they keep their order.
     """
@@ -210,4 +211,5 @@ class ModelParallel:
     run_layers: Callable[..., tuple[Array, LayerReport]]
     loss: Callable[..., LossOut]
     best: Callable[..., Array]
+    logits: Callable[..., Array]
     token_order: Callable[..., Any]

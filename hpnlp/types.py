@@ -236,6 +236,8 @@ class LossOut:
       aux: Auxiliary losses and metrics of the layers and the output layer, as (sum, weight).
       statistics: Sums over the tokens of the batch, as `Model.auxiliary_loss` reads them.
       carry: The collection "carry" for the next batch; None unless the model was applied with one.
+      taps: Logits and states that a distillation compares (`models.prediction.PredictionModel.tapped`); empty unless the
+        model's loss was asked for them.
     """
 
     sum: Array
@@ -243,6 +245,7 @@ class LossOut:
     aux: Aux = dataclasses.field(default_factory=dict)
     statistics: Statistics = dataclasses.field(default_factory=dict)
     carry: Any = None
+    taps: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -53,7 +53,15 @@ def config_of(path, overrides):
 
 
 @pytest.mark.parametrize(
-    "path", ["lm/mixers.py", "lm/sizes.py", "lm/segment_memory.py", "lm/memory_lengths.py", "lra/lra.py"]
+    "path",
+    [
+        "lm/mixers.py",
+        "lm/sizes.py",
+        "lm/segment_memory.py",
+        "lm/memory_lengths.py",
+        "lra/lra.py",
+        "classification/distill.py",
+    ],
 )
 def test_members_of_sweeps_resolve(path):
     for member in experiment.load(str(ROOT / path)).get_sweep():

@@ -16,6 +16,7 @@ def tables() -> dict[str, Iterable[str]]:
       Field, as in `model.mixer`, -> the names that it may hold. Not every task has all of the fields.
     """
     from hpnlp import tasks
+    from hpnlp.compress import distillation_terms
     from hpnlp.data import tokenizers
     from hpnlp.models import backbone
     from hpnlp.nn import attention, block, blocks, convnet, feed_forward, layers, mixers, output, pooling
@@ -44,6 +45,8 @@ def tables() -> dict[str, Iterable[str]]:
         "plan.remat": remat.REMAT,
         "plan.exchange": plan.EXCHANGES,
         "train.writers": metrics.WRITERS,
+        "distill.losses": {**distillation_terms.DISTILLATION_LOSSES, **distillation_terms.RECIPES},
+        "distill.init": distillation_terms.INITS,
     }
 
 

@@ -361,6 +361,7 @@ class Backbone(nn.Module):
         rng = self.make_rng("dropout") if (drops or draws) and not context.deterministic else None
         rngs = layer_rngs(rng, c.layers, drops, draws)
         x = dropout(x, c.dropout, None if rng is None else jax.random.fold_in(rng, c.layers), context.ids)
+        embedded = x
         if c.residual == "reversible":  # the two streams side by side, so that devices send one array
             x = jnp.concatenate([x, x], axis=-1).astype(jnp.float32)
         if self.is_initializing() or not c.layers:
@@ -372,6 +373,9 @@ class Backbone(nn.Module):
         else:
             axes = layer_axes(c.forms(), c.layers, c.mask, c.fixed_length() or 1)
             x, report = parallel.run_layers(axes, self._run_without_caches, self._layer_variables(), x, context, rngs)
+        if context.taps:
+            embedding = {"embedding": embedded} if "embedding" in context.taps else {}
+            report = dataclasses.replace(report, taps={"layers": report.taps, **embedding})
         if c.residual == "reversible":
             # The mean, as in trax's Reformer; its ReformerLM concatenates the streams, for a head of twice the width.
             x1, x2 = jnp.split(x, 2, axis=-1)

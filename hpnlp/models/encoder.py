@@ -156,12 +156,13 @@ class Encoder(PredictionModel):
         if c.transform != "none":
             self.transform = HeadTransform(c.transform, c.norm, c.norm_eps)
 
-    def loss(self, batch: Batch, deterministic: bool = True) -> LossOut:
+    def loss(self, batch: Batch, deterministic: bool = True, taps: tuple[str, ...] = ()) -> LossOut:
         """The loss of a batch.
 
         Args:
           batch: Tokens, segment_ids, positions, labels and weights, and token_types if the config has some.
           deterministic: No dropout and no sampling in the output layer; otherwise the rngs "dropout" and "output" are used.
+          taps: Names of logits and states to return, see `tapped`.
 
         Returns:
           The loss summed over tokens or sequences, in nats, with the auxiliary losses and metrics of the layers and
@@ -169,14 +170,15 @@ class Encoder(PredictionModel):
           products of the loss, and only if all rows of the output layer's table are trained. Evaluations of models with at most
           `prediction.MAX_CONFUSED` classes also report "confusion", the weights `[C, C]` by label and predicted class.
         """
-        h, batch, indices, report = self.states(batch, deterministic)
-        h = self._head_states(h, batch, deterministic)
+        states, batch, indices, report = self.states(batch, deterministic, taps)
+        h = self._head_states(states, batch, deterministic)
         rng = None if deterministic else self.make_rng("output")
         out = self.output_loss(h, batch, indices, rng)
         aux = {**report.aux, **out.aux}
         if deterministic or (self.config.classes and not isinstance(self.table, TableRows)):
             aux |= classification_metrics(batch, self.best(h), self.config.classes, deterministic)
-        return LossOut(out.sum, out.weight, aux, self.statistics_of(report))
+        tapped = self.tapped(taps, states, h, report)
+        return LossOut(out.sum, out.weight, aux, self.statistics_of(report), taps=tapped)
 
     def logits(self, batch: Batch) -> Float[Array, "B *T C"]:
         """Logits of the labels of a batch, on one device.

@@ -120,6 +120,8 @@ class LayerStack:
     ) -> tuple[jax.Array, tuple[Any, LayerReport]]:
         *params_and_index, cache = slices
         x, cache, report = self._apply(form, "__call__", params_and_index, rngs, x, context, cache)
+        if "hidden" in context.taps:
+            report = dataclasses.replace(report, taps={**report.taps, "hidden": x})
         return x, (cache, report)
 
     def _mix(

@@ -69,24 +69,26 @@ class LM(PredictionModel):
       config: Sizes and parts of the model, an LMConfig.
     """
 
-    def loss(self, batch: Mapping[str, jax.Array], deterministic: bool = True) -> LossOut:
+    def loss(self, batch: Mapping[str, jax.Array], deterministic: bool = True, taps: tuple[str, ...] = ()) -> LossOut:
         """The loss of a batch.
 
         Args:
           batch: Tokens, labels, segment_ids, positions and weights.
           deterministic: No dropout and no sampling in the output layer; otherwise the rngs "dropout" and "output" are used.
+          taps: Names of logits and states to return, see `tapped`.
 
         Returns:
           The loss summed over tokens, in nats, with the auxiliary losses, metrics and statistics of the layers, and their carry
           if the collection "carry" is given.
         """
-        h, batch, indices, report = self.states(batch, deterministic)
+        h, batch, indices, report = self.states(batch, deterministic, taps)
         rng = None if deterministic else self.make_rng("output")
         out = self.output_loss(h, batch, indices, rng)
         carry = None
         if report.carry:
             carry = {"layers": jax.lax.stop_gradient(self.config.stack_order().join(report.carry))}
-        return LossOut(out.sum, out.weight, {**report.aux, **out.aux}, self.statistics_of(report), carry)
+        aux, tapped = {**report.aux, **out.aux}, self.tapped(taps, h, h, report)
+        return LossOut(out.sum, out.weight, aux, self.statistics_of(report), carry, tapped)
 
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
         """A batch of zeros; see the function `example_batch`."""

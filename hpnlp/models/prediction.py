@@ -77,12 +77,15 @@ class PredictionModel(Backbone):
         else:
             self.table = param(self, "head", embed_init, (count, c.dim), (axis, "embed"))
 
-    def states(self, batch: Batch, deterministic: bool) -> tuple[jax.Array, Batch, np.ndarray | None, Any]:
+    def states(
+        self, batch: Batch, deterministic: bool, taps: tuple[str, ...] = ()
+    ) -> tuple[jax.Array, Batch, np.ndarray | None, Any]:
         """Hidden states of a batch.
 
         Args:
           batch: Tokens, segment_ids and positions, int32 `[B, T]`, and other arrays `[B, T]` or `[B]`.
           deterministic: No dropout; otherwise the rng "dropout" is used.
+          taps: As for `tapped`.
 
         Returns:
           `(h [B, T, D], batch, indices, report)`. The batch has an array more, `ids`, a number for each token. On a ring of
@@ -105,6 +108,7 @@ class PredictionModel(Backbone):
             ids=ids,
             order=order,
             memory=self.memory_of(batch),
+            taps=tuple(name for name in taps if name in ("embedding", "hidden", "attention")),
         )
         h, _, report = self.hidden(batch["tokens"], context, added=self.added_embeddings(batch))
         return h, batch, indices, report
@@ -151,6 +155,31 @@ class PredictionModel(Backbone):
             # Such a layer may draw samples per token, by the token's index: tokens return to their original order.
             operands = tuple(x[:, np.argsort(indices)] for x in operands)
         return self.model_parallel.loss(self.output, self.table, *operands, rng)
+
+    def tapped(self, taps: tuple[str, ...], h: jax.Array, head: jax.Array, report: Any) -> dict[str, Any]:
+        """Logits and states of a batch, which a distillation compares.
+
+        Args:
+          taps: Names of "logits" (of every token or sequence, float32 `[B, T, C]` or `[B, C]`), "last" (hidden states after
+            the final norm), "embedding" (the input of the first layer), "hidden" (the output of every layer) and "attention"
+            (queries and keys of every layer).
+          h: Hidden states `[B, T, D]`.
+          head: Hidden states that the output layer reads, `[B, T, D]` or `[B, D]`.
+          report: Report of the layers.
+
+        Returns:
+          Name -> array. Those of layers are under "layers", by the name of their stack, stacked in the order of the layers:
+          "hidden" `[n, B, T, D]`, "queries" `[n, B, T, N, H]` and "keys" `[n, B, T, K, H]`.
+        """
+        result = dict(report.taps)
+        if "last" in taps:
+            result["last"] = h
+        if "logits" in taps and self.model_parallel is not None:
+            result["logits"] = self.model_parallel.logits(self.output, self.table, head)
+        elif "logits" in taps:
+            flat = self.output.logits(self.table, head.reshape(-1, head.shape[-1]))
+            result["logits"] = flat.reshape(*head.shape[:-1], -1)
+        return result
 
     def best(self, h: jax.Array) -> Int[Array, "B *T"]:
         """The most probable word or class of each hidden state.

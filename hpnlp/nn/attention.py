@@ -53,6 +53,8 @@ class Context:
       order: The order of the tokens over the devices of a ring, from `ModelParallel.token_order`; None otherwise.
       memory: Memory of cross-attention; None for layers without, and where their caches hold its keys and values.
       carry: Carry of the layer's mixer, the only field in which layers differ; None for none.
+      taps: Arrays that layers report: "hidden" for the hidden states that a layer returns, "attention" for the queries and keys
+        of its mixer.
     """
 
     positions: jax.Array
@@ -64,6 +66,7 @@ class Context:
     order: Any = dataclasses.field(default=None, metadata={"static": True})
     memory: Memory | None = None
     carry: Any = None
+    taps: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
 
 def _linear(factor: int | float) -> Scaling:
@@ -204,7 +207,10 @@ class Attention(nn.Module):
             o, cache = mixer.extend(inputs, context.mask, cache)
             out = MixerOutput(o, cache=cache)
         report = self.tensor_parallel.report(mixer, out)
-        report = dataclasses.replace(report, carry=self._whole_carry(mixer, out.carry))
+        taps = {}
+        if "attention" in context.taps and not self.cross and inputs.q is not None and inputs.k is not None:
+            taps = {"queries": inputs.q, "keys": inputs.k}
+        report = dataclasses.replace(report, carry=self._whole_carry(mixer, out.carry), taps=taps)
         if not mixer.needs:
             return self.tensor_parallel.local_tokens(out.o, 1), out.cache, report
         o = out.o.reshape(*x.shape[:-1], -1)

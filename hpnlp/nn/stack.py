@@ -183,7 +183,8 @@ def _join(order: StackOrder, by_form: Sequence[LayerReport], remaining: Sequence
     aux = _sum_by_name([*(_sum_over_layers(report.aux) for report in by_form), *(report.aux for report in remaining)])
     statistics = [[report.statistics for report in reports] for reports in (by_form, remaining)]
     carries = [[report.carry for report in reports] for reports in (by_form, remaining)]
-    return LayerReport(aux, order.stack_layers(*statistics), order.stack_layers(*carries))
+    taps = [[report.taps for report in reports] for reports in (by_form, remaining)]
+    return LayerReport(aux, *(order.stack_layers(*results) for results in (statistics, carries, taps)))
 
 
 def _sum_over_layers(aux: Aux) -> Aux:

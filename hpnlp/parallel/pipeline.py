@@ -107,16 +107,17 @@ def run_layers(
         else:
             x, report = _run_stages(layout, local, run, params, x, context, rngs, count)
         aux = {name: sum_over_devices(*pair) for name, pair in report.aux.items()}
-        return x, LayerReport(aux, jax.tree.map(total_over_devices, report.statistics), report.carry)
+        return x, LayerReport(aux, jax.tree.map(total_over_devices, report.statistics), report.carry, report.taps)
 
     x_spec = layout.activations(length)
     context_specs = [PartitionSpec(*layout.spec("batch", "length")[: leaf.ndim]) for leaf in leaves]
     carry_specs = {name: specs[CARRY] for name, specs in param_specs.items() if CARRY in specs}
+    tap_spec = PartitionSpec(None, *x_spec)
     program = jax.shard_map(
         run_on_device,
         mesh=layout.mesh,
         in_specs=(param_specs, x_spec, context_specs, PartitionSpec()),
-        out_specs=(x_spec, LayerReport(PartitionSpec(), PartitionSpec(), carry_specs)),  # pyright: ignore
+        out_specs=(x_spec, LayerReport(PartitionSpec(), PartitionSpec(), carry_specs, tap_spec)),  # pyright: ignore
     )
     return program(params, x, leaves, rngs)
 

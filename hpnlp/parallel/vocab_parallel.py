@@ -169,6 +169,23 @@ def best(layout: Layout, layer: Any, table: Any, h: Float[Array, "B *T D"]) -> I
     return _run_with_table(layout, best_on_device, out_spec, table, *operands, axis=layer.axis)
 
 
+def logits(layout: Layout, layer: Any, table: Any, h: Float[Array, "B *T D"]) -> Float[Array, "B *T V"]:
+    """Logits of all words, in a computation that the compiler places.
+
+    Args:
+      layout: Layout of the run.
+      layer: An output layer.
+      table: As for `loss`.
+      h: As for `loss`.
+
+    Returns:
+      Float32 logits.
+
+    Cost: memory for the logits of a device's tokens.
+    """
+    return layer.logits(_global_table(layout, layer, table), _flatten(h)).reshape(*h.shape[:-1], -1)
+
+
 def _unbind(layer: Any) -> tuple[Any, Any]:
     """An output layer without its own parameters, and these, which enter a `shard_map` as arguments."""
     return (layer, {}) if layer.scope is None else layer.unbind()

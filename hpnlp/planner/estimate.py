@@ -18,6 +18,7 @@ from hpnlp.planner.devices import USABLE, Device
 from hpnlp.planner.jaxpr_cost import program_cost
 from hpnlp.planner.memory import held_bytes, memory_estimate, state_shards
 from hpnlp.planner.roofline import ProgramCost
+from hpnlp.training import teacher
 from hpnlp.training.config import Config
 from hpnlp.training.step import Trainer, check_batch, make_trainer
 
@@ -142,6 +143,8 @@ def model_of(config: Config) -> Any:
     Raises:
       InputError: The model does not fit the task or the largest vocabulary.
     """
+    if config.distill.teacher:
+        return teacher.planned(config)
     return tasks.make_model(config, tasks.find(config.task).planned_sizes(config))
 
 

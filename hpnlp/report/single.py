@@ -84,6 +84,7 @@ def summarize(config: Config, result: Result) -> dict[str, Any]:
     busy, flops = result.seconds["data"] + result.seconds["step"], result.flops_per_step
     numbers = {
         **tasks.find(config.task).report.numbers(result.dataset, result.heldout, result.baselines),
+        **{f"teacher_{name}": value for name, value in result.teacher.items()},
         "scored_weight": float(result.sums["loss"][1]),
         "tokens_per_second": tokens / busy if busy else 0.0,
         "flops_per_second": flops if flops is None else result.step * flops / busy if busy else 0.0,
@@ -146,7 +147,7 @@ def render(
     phases = report["phase_seconds"]
     total = sum(phases.values()) or 1.0
     times = ", ".join(f"{name} {seconds:.1f} s ({100 * seconds / total:.0f} %)" for name, seconds in phases.items())
-    rows = [*task_of(report).report.rows(report), *_rows(report)]
+    rows = [*task_of(report).report.rows(report), *_teacher_rows(config, report), *_rows(report)]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     fault_text = f"\n{fault}\n" if fault else ""
     section_text = f"\n{section}\n" if section else ""
@@ -166,6 +167,18 @@ Next:
 
 {next_commands.render(workdir, config, flags)}
 """
+
+
+def _teacher_rows(config: Config, report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Rows on the teacher of a run: its primary metric, and the student's in relation to it."""
+    task = task_of(report)
+    teacher, student = (report.get(f"{who}_{task.metric}") for who in ("teacher", "heldout"))
+    if not config.distill.teacher or teacher is None:
+        return []
+    rows = [(f"teacher {config.distill.teacher}, held-out {task.metric}", f"{teacher:.4f}")]
+    if student is not None and teacher:
+        rows.append((f"student / teacher, {task.metric}", f"{student / teacher:.4f}"))
+    return [*rows, ("the same student without a teacher", "not measured by this run: see the command below")]
 
 
 def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:

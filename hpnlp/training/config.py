@@ -12,6 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from hpnlp import tasks
+from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, shortened
 from hpnlp.training.optim import OptimizerConfig
@@ -122,6 +123,7 @@ class Config:
       optimizer: Optimizer and learning rate.
       train: Length, evaluation, checkpoints and outputs.
       plan: Layout over devices, rematerialisation and offloading.
+      distill: A teacher whose outputs the model learns.
       task: The task, an entry of TASKS.
     """
 
@@ -130,6 +132,7 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     plan: Plan = Plan()
+    distill: DistillConfig = DistillConfig()
     task: str = option("lm", "The task, an entry of TASKS, which determines the fields of the sections model and data.")
 
     def __post_init__(self) -> None:
@@ -145,6 +148,11 @@ class Config:
             raise InputError(
                 f"train.eval_stride={self.train.eval_stride} is more than data.seq_len={self.data.seq_len}: choose 0 for "
                 "all tokens of a sequence, or at most data.seq_len"
+            )
+        if self.train.init_from and self.distill.init != "none":
+            raise InputError(
+                f"train.init_from={self.train.init_from} and distill.init={self.distill.init!r} both name parameters to start "
+                "from: leave out one of the two"
             )
         for name, value in flat(self).items():
             numbers = value if isinstance(value, tuple) else (value,)

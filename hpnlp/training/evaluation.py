@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -85,7 +85,7 @@ def _sums(
     last: Any = None  # sums on the devices: of one batch only, because a confusion matrix may take megabytes
     carry = trainer.initial_carry()
     for batch in batches:
-        arrays = on_devices(trainer, batch, config)
+        arrays = on_devices(trainer, batch, config, omitted=trainer.training_arrays)
         # Waits for the last program: two programs on the simulated devices of one CPU can deadlock over its threads.
         jax.block_until_ready(last)
         started, carry = trainer.evaluate_next(params, arrays, carry)
@@ -123,13 +123,16 @@ def batch_share(trainer: Trainer, config: Config) -> tuple[int, int]:
     return distributed.batch_share(trainer.layout.sharding("batch"), config.data.batch_size)
 
 
-def on_devices(trainer: Trainer, batch: Mapping[str, np.ndarray], config: Config) -> Batch:
+def on_devices(
+    trainer: Trainer, batch: Mapping[str, np.ndarray], config: Config, omitted: Collection[str] = ()
+) -> Batch:
     """Places the arrays of a batch that the model reads.
 
     Args:
       trainer: Compiled functions of the model.
       batch: Arrays of this process's examples.
       config: Config of the run.
+      omitted: Names of arrays that are left out.
 
     Returns:
       Global arrays.
@@ -137,7 +140,8 @@ def on_devices(trainer: Trainer, batch: Mapping[str, np.ndarray], config: Config
     Raises:
       InputError: The data lack an array that the model reads.
     """
-    if absent := [name for name in trainer.batch_sharding if name not in batch]:
+    shardings = {name: sharding for name, sharding in trainer.batch_sharding.items() if name not in omitted}
+    if absent := [name for name in shardings if name not in batch]:
         raise InputError(
             f"the model reads {', '.join(absent)}, and the data of task={config.task!r} have {', '.join(batch)}: change the "
             "model's fields, or those of the data"
@@ -146,5 +150,5 @@ def on_devices(trainer: Trainer, batch: Mapping[str, np.ndarray], config: Config
         name: jax.make_array_from_process_local_data(
             sharding, batch[name], (config.data.batch_size, *batch[name].shape[1:])
         )
-        for name, sharding in trainer.batch_sharding.items()
+        for name, sharding in shardings.items()
     }

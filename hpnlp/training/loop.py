@@ -18,14 +18,25 @@ from typing import Any
 import jax
 
 from hpnlp import measure, tasks
+from hpnlp.models import variables
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import distributed, warm_start
+from hpnlp.training import distributed, teacher_outputs, warm_start
+from hpnlp.training import teacher as teachers
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
-from hpnlp.training.run_directory import check_frozen, claimed, frozen_record, has_begun, make_model, write_config
+from hpnlp.training.run_directory import (
+    check_frozen,
+    claimed,
+    frozen_record,
+    has_begun,
+    make_model,
+    write_config,
+    write_teacher,
+)
+from hpnlp.training.state_shardings import place
 from hpnlp.training.step import TrainState, check_batch, make_trainer
 from hpnlp.types import InputError
 
@@ -42,6 +53,7 @@ class Result:
       heldout: Scores on all held-out examples by name, see `scores` of the task, and on further sets of examples, with
         their names; empty if the run was interrupted.
       sums: Loss, metrics and auxiliary losses over all held-out examples: name -> (sum, weight).
+      teacher: Scores of the teacher on all held-out examples; empty for a run without one, or that was interrupted.
       baselines: Results of other methods on the same data, such as bits per byte of general compressors, see
         `data.baselines`; empty if the run was interrupted and in processes other than process 0.
       dataset: The data, with its tokenizer.
@@ -67,6 +79,7 @@ class Result:
     parameters: int
     flops_per_step: int | None
     devices: str
+    teacher: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) -> Result:
@@ -157,6 +170,10 @@ class _Run:
         )
         optimizer = config.optimizer.for_batch(config.data.batch_size)
         self.frozen = self.task.frozen(config)
+        self.teacher = teachers.find_teacher(config, vocabulary)
+        if self.teacher is not None:
+            self.model = teachers.distilled(config, self.model, self.teacher.model)
+            self.frozen = self.teacher.frozen(self.model.stored > 0)
         trainer = make_trainer(
             self.model, optimizer, config.plan, steps=config.train.steps, batch_size=config.data.batch_size
         )
@@ -165,6 +182,8 @@ class _Run:
         index, count = batch_share(self.trainer, config)
         self.key = jax.random.key(config.train.seed)
         self.batches = self.dataset.train(seed=config.train.seed, process_index=index, process_count=count)
+        if self.teacher is not None and self.model.stored:
+            self.batches = teacher_outputs.StoredBatches(self.batches, config.distill.cache, self.model, self.teacher)
         self.checkpoints = Checkpointer(
             workdir, config.train.keep, metric=self.task.metric, higher_is_better=self.task.higher_is_better
         )
@@ -173,6 +192,8 @@ class _Run:
         if self.is_lead:
             if self.source is not None or known is None:
                 vocabulary.save(workdir)
+            if self.teacher is not None and self.frozen is not None:
+                write_teacher(workdir, self.frozen, self.model.extras)
             write_config(workdir, config)
 
     def _known_vocabulary(self, begun: bool) -> Vocabulary | None:
@@ -195,6 +216,13 @@ class _Run:
                 raise InputError(
                     f"{checkpoints.directory} holds no complete checkpoint: remove it, and the run starts from "
                     f"train.init_from={config.train.init_from}"
+                )
+            if config.distill.init != "none" and self.teacher is not None:
+                shapes = variables.join(trainer.state_shapes.params, trainer.state_shapes.buffers)
+                first = teachers.first_weights(config.distill.init, self.model, self.teacher)
+                return _Start(
+                    trainer.init(self.key, jax.tree.map(place, shapes, first)),
+                    f"starting from layers of {self.teacher.source} ({config.distill.init})",
                 )
             return _Start(trainer.init(self.key), "starting")
         if checkpoints.holds_params_only():  # a converted model: all state but the parameters starts anew
@@ -380,6 +408,7 @@ class _Run:
         self.stopping.end()
         interrupted = self.stopping.signal != ""
         heldout = Evaluation({}, {})
+        of_teacher: dict[str, float] = {}
         baselines: dict[str, Any] = {}
         if interrupted:
             self.display.print(
@@ -390,6 +419,10 @@ class _Run:
             heldout = self.evaluate(None)
             with self.clock("eval"):
                 heldout.scores.update(further_scores(self.trainer, self.state.best_params, self.dataset, self.config))
+            if self.teacher is not None:
+                self.display.print(f"scoring the teacher {self.teacher.source}")
+                with self.clock("eval"):
+                    of_teacher = teachers.scores(self.teacher, self.dataset, self.config)
             if self.baseline is not None:
                 baselines = self.baseline.result(self.display.print)
         return Result(
@@ -397,6 +430,7 @@ class _Run:
             interrupted=interrupted,
             heldout=heldout.scores,
             sums=heldout.sums,
+            teacher=of_teacher,
             baselines=baselines,
             peak_memory_bytes=self._peak_memory_bytes(),
             dataset=self.dataset,

@@ -41,6 +41,13 @@ def render(workdir: Path, config: Config, flags: str) -> str:
     directory = workdir / ".." if workdir.name in ("", "..") else workdir.parent
     steps = min(2 * config.train.steps, LIMITS["train.steps"])
     of_task = tasks.find(config.task).report.commands(workdir, config)
+    if config.distill.teacher:
+        kept = _without(train_flags, "distill.teacher", "distill.init", "distill.cache", "distill.cache_top_k")
+        plain = ["train", *kept, f"--workdir={_unused(directory, workdir, 'alone')}", "--config.distill.teacher="]
+        fields = {"init": "none", "cache": "", "cache_top_k": 0}
+        changed = [name for name, value in fields.items() if getattr(config.distill, name) != value]
+        plain += [f"--config.distill.{name}={fields[name]}" for name in changed]
+        of_task = {"train the same student without its teacher, as the baseline": plain, **of_task}
     commands = {
         **{purpose: [*argv, *registered] for purpose, argv in of_task.items()},
         f"train it on other data, with the path of your files in place of {OTHER_DATA}": [
@@ -77,11 +84,11 @@ def _without(flags: Sequence[str], *fields: str) -> list[str]:
     return [flag for flag in flags if not re.match(rf"--?config\.({names})=", flag)]
 
 
-def _unused(directory: Path, workdir: Path) -> Path:
+def _unused(directory: Path, workdir: Path, suffix: str = "tuned") -> Path:
     """A path in `directory` that does not exist, named after the run."""
     name = os.path.basename(os.path.abspath(workdir))
     number = 1
-    while (path := directory / f"{name}-tuned{f'-{number}' * (number > 1)}").exists():
+    while (path := directory / f"{name}-{suffix}{f'-{number}' * (number > 1)}").exists():
         number += 1
     return path
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp import tasks
+from hpnlp.compress.distillation import Distilled, Extras
+from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.compress.files import WEIGHTS_FILE, has_weights, read_weights
 from hpnlp.data.files import is_special
 from hpnlp.models.huggingface import convert
@@ -35,6 +38,7 @@ from hpnlp.training.config import Config
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, Model, Tokenizer
 
+TEACHER_FILE = "teacher.json"  # the teacher of a run, and the variables that it added to the model
 _MODEL_TYPE = '"model_type"'  # field of the config.json of a Hugging Face checkpoint
 
 
@@ -397,7 +401,8 @@ def load(
     if has_weights(workdir):
         return _load_compressed(workdir, config, vocabulary, model, step)
     optimizer = config.optimizer.for_batch(config.data.batch_size)
-    shapes = make_trainer(model, optimizer, plan, steps=config.train.steps).state_shapes
+    student: Any = Distilled(model, _read_extras(workdir)) if config.distill.teacher else None
+    shapes = make_trainer(student or model, optimizer, plan, steps=config.train.steps).state_shapes
     task = tasks.find(config.task)
     checkpoints = Checkpointer(workdir, read_only=True, metric=task.metric, higher_is_better=task.higher_is_better)
     try:
@@ -405,6 +410,9 @@ def load(
         params = checkpoints.restore_params(shapes, step)
         _check_finite(params, f"checkpoint {checkpoints.step_of(step)} of {workdir}")
         eos = eos_ids(workdir, vocabulary.tokenizer, model.config.vocab)
+        if student is not None:
+            params = student.student_weights(params)
+            config = dataclasses.replace(config, distill=DistillConfig())
         if config.train.weights:
             # What was trained is of no use for generation and export; the matrices that layers read are.
             params = jax.jit(model.finished)(params)
@@ -413,6 +421,30 @@ def load(
         return Run(config, vocabulary, model, params, checkpoints.step_of(step), eos)
     finally:
         checkpoints.close()
+
+
+def write_teacher(workdir: Path, frozen: Frozen, extras: Extras) -> None:
+    """Writes TEACHER_FILE, without which the checkpoints of a run with a teacher cannot be read.
+
+    Args:
+      workdir: The run directory.
+      frozen: The teacher.
+      extras: Variables that the distillation added to the model.
+    """
+    temporary = workdir / f"{TEACHER_FILE}.tmp"
+    record = {"source": frozen.source, "digest": frozen.digest, **extras.to_json()}
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(temporary, workdir / TEACHER_FILE)
+
+
+def _read_extras(workdir: Path) -> Extras:
+    """Variables that the distillation of a run added to its model."""
+    try:
+        return Extras.from_json(json.loads((workdir / TEACHER_FILE).read_text("utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f"cannot read {workdir / TEACHER_FILE} ({error!r}): put back the file that the run has written"
+        ) from error
 
 
 def _load_compressed(workdir: Path, config: Config, vocabulary: Vocabulary, model: Any, step: int | None) -> Run:

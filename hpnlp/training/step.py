@@ -88,6 +88,7 @@ class Trainer:
       state_shapes: Shapes of the state, with their shardings.
       example_batch: `example_batch(batch_size, length)` returns a batch of zeros with the shapes and dtypes of a batch of data.
       batch_sharding: Sharding of each array of a batch, by name; the arrays are global.
+      training_arrays: Names of the arrays of a batch that only training reads.
       gives_probabilities: True if the loss is -log p(label).
       layout: The plan on its devices.
       undivided: Names and shapes of the matrices that no axis of the mesh divides.
@@ -105,6 +106,7 @@ class Trainer:
     state_shapes: TrainState
     example_batch: Callable[[int, int], Batch]
     batch_sharding: Mapping[str, NamedSharding]
+    training_arrays: tuple[str, ...]
     gives_probabilities: bool
     layout: Layout
     undivided: tuple[str, ...]
@@ -243,6 +245,8 @@ def make_trainer(
     frozen = frozen_shapes(layout, weight_axes, weight_shapes)
     frozen_shardings = jax.tree.map(lambda leaf: leaf.sharding, frozen)
     batch_sharding = {name: layout.sharding(*names) for name, names in model.batch_axes().items()}
+    training_arrays = tuple(getattr(model, "training_arrays", ()))
+    evaluated = {name: sharding for name, sharding in batch_sharding.items() if name not in training_arrays}
     replicated = layout.sharding()
     one_device = functools.partial(
         make_trainer,
@@ -268,7 +272,7 @@ def make_trainer(
         evaluate_next=on_mesh(
             jax.jit(
                 functions.evaluate,
-                in_shardings=(None, batch_sharding, shardings.carry, *frozen_shardings),
+                in_shardings=(None, evaluated, shardings.carry, *frozen_shardings),
                 out_shardings=(replicated, shardings.carry),
             ),
             frozen,
@@ -276,6 +280,7 @@ def make_trainer(
         state_shapes=shapes_with(shapes, shardings),
         example_batch=model.example_batch,
         batch_sharding=batch_sharding,
+        training_arrays=training_arrays,
         gives_probabilities=model.is_normalized,
         layout=layout,
         undivided=tuple(layout.undivided(axes, shapes.params)),
@@ -290,6 +295,8 @@ def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout:
     c = model.config
     c.check_accumulation(config.accumulate)
     c.check_layout(layout)
+    if check := getattr(model, "check_layout", None):
+        check(layout)
     if plan.offload_optimizer and config.rows:
         raise InputError(
             "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave "
@@ -446,6 +453,7 @@ def _model_parallel(layout: Layout, config: Any, carry_axes: Any) -> ModelParall
         run_layers=functools.partial(pipeline.run_layers, layout, carry_names=carry_names),
         loss=functools.partial(vocab_parallel.loss, layout),
         best=functools.partial(vocab_parallel.best, layout),
+        logits=functools.partial(vocab_parallel.logits, layout),
         token_order=functools.partial(context_parallel.token_order, layout, config.masks()),
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from hpnlp import tasks
+from hpnlp.compress.distillation import Extras
 from hpnlp.compress.weight_training import with_own
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import tokenizer_digest
@@ -249,12 +250,13 @@ def load_params(
         params, origin = convert.load(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
     shapes = trainer.state_shapes
     expected = variables.join(shapes.params, shapes.buffers) if source.is_run else shapes.params
-    if task not in ("", source.task):
+    extras = Extras.of_shapes(expected)
+    if has_new_head := task not in ("", source.task):
         params = _with_new_head(params, trainer, source.model.head_params, key)
         origin += ", with a new head"
-    params = with_own(params, expected)
+    params = extras.added(with_own(params, expected))
     _check_shapes(params, expected, source)
-    if not source.is_run or "weights" in expected or task not in ("", source.task):
+    if not source.is_run or "weights" in expected or has_new_head or extras != Extras():
         params = jax.tree.map(place, expected, params)
     return params, f"{origin}, with its tokenizer"
 

@@ -245,7 +245,8 @@ def test_layouts_match_one_device(block, plan):
     form = f"block(block={block.split('(')[0]}),block(block=lite)" if plan.remat == "full" else "block"
     placement = "post" if block.startswith("bottleneck") else "pre"
     model = dataclasses.replace(MODEL, block=block, form=form, layers=4, dropout=0.3, norm_placement=placement)
-    single, parallel = (Run(trainer_of(*where, model), model) for where in (ONE, (plan, 8)))
+    # With Adam's usual eps, a gradient near 0 moves a parameter by the learning rate, in a direction that rounding decides.
+    single, parallel = (Run(trainer_of(*where, model, eps=1e-3), model) for where in (ONE, (plan, 8)))
     for seed in range(2):
         expected, actual = single.step(batch_of(seed)), parallel.step(batch_of(seed))
         assert actual == pytest.approx(expected, rel=1e-5)

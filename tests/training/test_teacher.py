@@ -1,0 +1,174 @@
+"""Runs with a teacher: they resume, load as plain models, start from its layers, store its logits, and report it."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from hpnlp import planner, report
+from hpnlp.compress.distillation import OWN
+from hpnlp.compress.distillation_terms import DistillConfig
+from hpnlp.training import config as configs
+from hpnlp.training import loop
+from hpnlp.training.run_directory import load
+from hpnlp.training.teacher_outputs import Store, sequence_keys
+from hpnlp.types import InputError
+from tests import tiny
+
+
+def make(teacher, **overrides):
+    return tiny.make(train__steps=4, train__log_every=1, distill__teacher=str(teacher), **overrides)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "teacher"
+    loop.train(tiny.make(train__steps=3, model__layers=3), directory)
+    return directory
+
+
+def metrics(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_runs_with_a_teacher_resume_bit_for_bit_and_load_as_plain_models(teacher, tmp_path, monkeypatch):
+    config = make(teacher, distill__losses="tinybert,labels(0.1)", optimizer__ema=0.9)
+
+    class Writer(loop.JsonlWriter):
+        def write(self, number, values):
+            super().write(number, values)
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    expected = loop.train(config, tmp_path / "undisturbed")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "JsonlWriter", Writer)
+        assert loop.train(config, tmp_path / "run").interrupted
+    result = loop.train(config, tmp_path / "run")
+    lines = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "undisturbed")]
+    assert lines[0] == lines[1] and b"distill_hidden" in lines[0]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(result.params), jax.device_get(expected.params))
+    assert OWN in result.params and not list((tmp_path / "run" / "checkpoints").rglob("*frozen*"))
+
+    loaded = load(tmp_path / "run", step=4)
+    assert loaded.config.distill == DistillConfig() and set(loaded.params) == {"embed", "final_norm", "layers"}
+    np.testing.assert_array_equal(loaded.params["embed"]["table"], result.params["embed"]["table"])
+    text = report.write(tmp_path / "run", config, result)
+    assert text["teacher_loss"] == result.teacher["loss"] == pytest.approx(text["teacher_loss"])
+    written = (tmp_path / "run" / "report.md").read_text()
+    assert f"teacher {teacher}, held-out loss" in written and "student / teacher, loss" in written
+    assert "train the same student without its teacher" in written and "--config.distill.teacher=" in written
+    assert planner.costs(config, 1).memory["frozen"] > 0
+
+    (tmp_path / "run" / "teacher.json").write_text("{")
+    with pytest.raises(InputError, match=r"cannot read .*teacher.json .* put back the file"):
+        load(tmp_path / "run")
+
+
+def test_students_start_from_layers_of_their_teacher(teacher, tmp_path):
+    config = make(teacher, distill__init="alternate", distill__losses="hinton,hidden(projection=linear)")
+    still = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, steps=1),
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=0.0, weight_decay=0.0),
+    )
+    loop.train(still, tmp_path / "run")
+    own, of_teacher = (load(directory).params for directory in (tmp_path / "run", teacher))
+    jax.tree.map(np.testing.assert_array_equal, own["layers"], jax.tree.map(lambda x: x[:2], of_teacher["layers"]))
+    np.testing.assert_array_equal(own["embed"]["table"], of_teacher["embed"]["table"])
+    started = make(teacher, train__init_from=str(tmp_path / "run"), distill__losses="hidden(projection=linear)")
+    loop.train(dataclasses.replace(started, train=dataclasses.replace(started.train, steps=1)), tmp_path / "further")
+    with pytest.raises(InputError, match=r"distill.init='alternate': params.* of the student are float32\[2, 48, 16\]"):
+        loop.train(make(teacher, distill__init="alternate", model__mlp_dim=48), tmp_path / "wide")
+    with pytest.raises(InputError, match="the student has 4 layers, the teacher 3"):
+        loop.train(make(teacher, distill__init="bottom", model__layers=4), tmp_path / "deep")
+    with pytest.raises(InputError, match="both name parameters to start from"):
+        make(teacher, distill__init="bottom", train__init_from="x")
+
+
+def test_stored_logits_give_the_same_losses(teacher, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    direct, stored = (make(teacher, distill__cache=text) for text in ("", str(cache)))
+    loop.train(direct, tmp_path / "direct")
+    loop.train(stored, tmp_path / "stored")
+    with monkeypatch.context() as patch:  # the second run reads all logits
+        patch.setattr(Store, "write", lambda *args: pytest.fail("the teacher ran again"))
+        loop.train(stored, tmp_path / "again")
+    values = [metrics(tmp_path / name) for name in ("direct", "stored", "again")]
+    assert values[1] == values[2]
+    for expected, found in zip(*values[:2], strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+        assert found["distill_logits"] == pytest.approx(expected["distill_logits"], rel=1e-2)
+    loop.train(make(teacher, distill__cache=str(cache), distill__cache_top_k=5), tmp_path / "some")
+    assert len({path.name for path in cache.iterdir()}) == 2
+    path = next(cache.glob("*/*.values.npy"))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(InputError, match=r"is damaged .* delete .*, and run again"):
+        for name in list(cache.iterdir()):
+            digest, count, _ = name.name.split("-")
+            store = Store(cache, digest, int(count))
+            for key in store._places:
+                store.read(key)
+
+
+def test_keys_depend_on_all_inputs_of_the_teacher():
+    batch = {"tokens": np.arange(6).reshape(2, 3), "segment_ids": np.ones((2, 3), int), "labels": np.zeros(2)}
+    keys = sequence_keys(batch)
+    assert len(set(keys)) == 2 and sequence_keys({**batch, "labels": np.ones(2)}) == keys
+    assert not set(keys) & set(sequence_keys({**batch, "segment_ids": np.zeros((2, 3), int)}))
+
+
+def test_teachers_that_do_not_fit_raise(teacher, tmp_path):
+    def fails(message, **overrides):
+        with pytest.raises(InputError, match=message):
+            loop.train(make(overrides.pop("teacher", teacher), **overrides), tmp_path / "run")
+
+    fails("distill.teacher=.*none is not a directory", teacher=tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    fails("holds no run", teacher=tmp_path / "empty")
+    shutil.copytree(teacher, tmp_path / "untrained", ignore=shutil.ignore_patterns("checkpoints"))
+    fails("distill.teacher=.*untrained: .*no checkpoint", teacher=tmp_path / "untrained")
+    fails(
+        r"another tokenizer than data.tokenizer='words\(40\)': set --config.data.tokenizer=bytes",
+        data__tokenizer="words(40)",
+    )
+    fails("predicts 2.. classes, the student 300: set model.vocab=", model__vocab=300)
+    fails("carries state from batch to batch", model__mixer="segment_memory(8)", data__order="stream")
+    values = configs.for_task(tiny.get_config(), "masked_lm")
+    values.distill.teacher = str(teacher)
+    with pytest.raises(InputError, match="is a model of task='lm', and this config has task='masked_lm'"):
+        loop.train(configs.resolve(values), tmp_path / "run")
+
+
+def labelled(directory, names):
+    lines = [
+        json.dumps({"text": f"{tiny.WORDS[n % 8]} {tiny.WORDS[n % 5]}", "label": names[n % len(names)]})
+        for n in range(60)
+    ]
+    path = directory / f"{'-'.join(names)}.jsonl"
+    path.write_text("\n".join(lines))
+    config = configs.default("classification")
+    config.data.update(path=str(path), tokenizer="bytes", seq_len=24, batch_size=8, heldout=0.2)
+    config.data.linear_baselines = False
+    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1)
+    config.optimizer.update(warmup=0, learning_rate=1e-2)
+    config.train.steps = 2
+    return config
+
+
+def test_classifiers_are_distilled_by_teachers_with_the_same_labels(tmp_path):
+    loop.train(configs.resolve(labelled(tmp_path, ["green", "red"])), tmp_path / "teacher")
+    student = labelled(tmp_path, ["green", "red"])
+    student.model.layers = 1
+    student.distill.update(teacher=str(tmp_path / "teacher"), losses="hinton,cosine(),attention()")
+    result = loop.train(configs.resolve(student), tmp_path / "student")
+    assert {"accuracy", "macro_f1"} <= result.teacher.keys() and load(tmp_path / "student").model.config.layers == 1
+    other = labelled(tmp_path, ["blue", "red"])
+    other.distill.teacher = str(tmp_path / "teacher")
+    with pytest.raises(InputError, match="trained on the same labels"):
+        loop.train(configs.resolve(other), tmp_path / "other")
