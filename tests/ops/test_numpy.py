@@ -50,7 +50,7 @@ from hpnlp.ops.softmax import (
 )
 from hpnlp.ops.softmax import proposals as proposals
 from tests.contracts import assert_close
-from tests.ops import bucketed_and_low_rank_calls, distillation_calls, weights_calls
+from tests.ops import bucketed_and_low_rank_calls, weights_calls
 
 RNG = np.random.default_rng(0)
 N, D, V = 6, 4, 8
@@ -127,17 +127,6 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
         (
             lambda *a: reference(*a[:3], Causal(), segment_ids=a[3], sinks=a[4], bias=a[5]),
             (*QKV, SEGMENTS, x(4), x(12, 12)),
-CALLS = (
-    bucketed_and_low_rank_calls.CALLS
-    | weights_calls.CALLS
-    | distillation_calls.CALLS
-    | {
-        "attention.attend.attend": (
-            (lambda *a: attend(*a, Causal()), QKV),
-            (lambda *a: attend(*a, Causal(), block_size=4), LONG),
-            (operands, MANY),
-            (lambda *a: attend(*a, bias=np.float32(0.3), scale=np.float64(0.3), soft_cap=np.float64(2.0)), QKV),
-            (dropped, (*LONG, KEY, ids(1, 2), ids(1, 3, below=40))),
         ),
     ),
     "attention.linear.linear_attention.linear_attention": (
