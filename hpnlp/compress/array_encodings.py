@@ -32,7 +32,7 @@ class Encoding:
     """
 
     kind: str
-    bits: float | None = None
+    bits: int | float | None = None
 
     @classmethod
     def parse(cls, spec: str) -> Encoding:
@@ -202,5 +202,5 @@ def _palette_size(count: int, itemsize: int) -> int:
     return -(-count * itemsize // 8) * 8
 
 
-def _int(bits: float | None) -> int | None:
+def _int(bits: int | float | None) -> int | None:
     return None if bits is None else int(bits)

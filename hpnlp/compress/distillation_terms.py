@@ -115,11 +115,11 @@ class Term:
     """
 
     kind: str
-    weight: float = 1.0
-    begin: float = 0.0
-    end: float = 1.0
+    weight: int | float = 1.0
+    begin: int | float = 0.0
+    end: int | float = 1.0
     progressive: bool = False
-    temperature: float = 1.0
+    temperature: int | float = 1.0
     tokens: str = "labelled"
     layers: str | Pairs = "uniform"
     loss: str = ""

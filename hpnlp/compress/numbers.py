@@ -121,7 +121,7 @@ def two_four() -> Conversion:
     return convert
 
 
-def blocks(share: float, block: int = 64) -> Conversion:
+def blocks(share: int | float, block: int = 64) -> Conversion:
     """Kernels of square blocks, of which those of the largest norm stay, equally many in each column of blocks; tables stay.
 
     Args:

@@ -18,7 +18,7 @@ TRITS = 1.6  # the width of a ternary code of which five share a byte, 3^5 = 243
 _TRITS_PER_BYTE = 5
 
 
-def packed_size(count: int, bits: float) -> int:
+def packed_size(count: int, bits: int | float) -> int:
     """Number of bytes of packed codes.
 
     Args:
@@ -35,7 +35,7 @@ def packed_size(count: int, bits: float) -> int:
     return -(-count // _TRITS_PER_BYTE) if bits == TRITS else -(-count * int(bits) // 8)
 
 
-def pack(codes: np.ndarray, bits: float) -> np.ndarray:
+def pack(codes: np.ndarray, bits: int | float) -> np.ndarray:
     """Packs codes.
 
     Args:
@@ -71,7 +71,7 @@ def pack(codes: np.ndarray, bits: float) -> np.ndarray:
     return packed[:, :width].reshape(-1)[: packed_size(flat.size, bits)]
 
 
-def unpack(packed: np.ndarray, bits: float, count: int, values: np.ndarray | None = None) -> np.ndarray:
+def unpack(packed: np.ndarray, bits: int | float, count: int, values: np.ndarray | None = None) -> np.ndarray:
     """Inverse of `pack`.
 
     Args:
@@ -119,7 +119,7 @@ def unpack(packed: np.ndarray, bits: float, count: int, values: np.ndarray | Non
 
 
 @functools.cache
-def _codes_of_bytes(bits: float) -> np.ndarray:
+def _codes_of_bytes(bits: int | float) -> np.ndarray:
     """[256, codes per byte] the codes in each byte. A byte above 242 holds no trits; its last one reads as 3."""
     byte = np.arange(256)[:, None]
     if bits == TRITS:
@@ -151,6 +151,6 @@ def _padded(flat: np.ndarray, multiple: int, dtype: type) -> np.ndarray:
     return padded
 
 
-def _check_bits(bits: float) -> None:
+def _check_bits(bits: int | float) -> None:
     if not (bits == TRITS or (bits == math.floor(bits) and 1 <= bits <= MAX_BITS)):
         raise InputError(f"bits={bits}: expected an integer from 1 to {MAX_BITS}, or {TRITS} for ternary codes")

@@ -84,7 +84,7 @@ def layers(keep: int | str) -> tuple[str, Compressor]:
     return STRUCTURE, compress
 
 
-def heads(share: float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
+def heads(share: int | float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
     """Removes attention heads; with grouped heads, key heads with their query heads.
 
     Args:
@@ -101,7 +101,7 @@ def heads(share: float, by: str = "gradient", across_layers: bool = False) -> tu
     return STRUCTURE, _unit_compressor("heads", share, by, across_layers)
 
 
-def mlp(share: float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
+def mlp(share: int | float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
     """Removes columns of the feed-forward networks.
 
     Args:
@@ -118,7 +118,7 @@ def mlp(share: float, by: str = "gradient", across_layers: bool = False) -> tupl
     return STRUCTURE, _unit_compressor("mlp", share, by, across_layers)
 
 
-def magnitude(share: float) -> tuple[str, Compressor]:
+def magnitude(share: int | float) -> tuple[str, Compressor]:
     """Sets the smallest weights of each kernel to 0. Files become smaller, products do not become faster.
 
     Args:
@@ -142,7 +142,7 @@ def magnitude(share: float) -> tuple[str, Compressor]:
 
 
 def factorize(
-    parameters: float = 0.0, energy: float = 0.0, rank: int = 0, by: str = "inputs"
+    parameters: int | float = 0.0, energy: int | float = 0.0, rank: int = 0, by: str = "inputs"
 ) -> tuple[str, Compressor]:
     """Kernels become products of two thin matrices, where that saves parameters.
 
@@ -241,7 +241,7 @@ def int4(group: int = 32, limits: str = "max") -> tuple[str, Compressor]:
     return NUMBERS, _matrix_compressor(convert)
 
 
-def mixed(bits: float = 4.0, choices: str = "2 4 8") -> tuple[str, Compressor]:
+def mixed(bits: int | float = 4.0, choices: str = "2 4 8") -> tuple[str, Compressor]:
     """Kernels of integers with few bits where the loss is flat, and more where it is curved; tables of 8 bits.
 
     Args:
@@ -386,7 +386,7 @@ def compress(
         yield stage, config, weights
 
 
-def _unit_compressor(unit: str, share: float, by: str, across_layers: bool) -> Compressor:
+def _unit_compressor(unit: str, share: int | float, by: str, across_layers: bool) -> Compressor:
     """Compressor that keeps a share of the units of each layer."""
     _check_share(unit, share)
     if by not in ("gradient", "magnitude"):
@@ -462,7 +462,7 @@ def _check_limits(name: str, limits: str) -> None:
         raise InputError(f"{name}(limits={limits!r}): expected {', '.join(METHODS)}")
 
 
-def _check_share(name: str, share: float) -> None:
+def _check_share(name: str, share: int | float) -> None:
     if not 0 < share <= 1:
         raise InputError(f"{name}({share}): expected the share that stays, over 0 and at most 1")
 

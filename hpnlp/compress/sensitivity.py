@@ -45,7 +45,7 @@ def mean_curvature(gradient: Callable[[Any], Any], params: Any, draws: int = 4, 
 
 
 def choose_bits(
-    matrices: Mapping[str, Any], curvatures: Mapping[str, float], budget: float, choices: Sequence[int]
+    matrices: Mapping[str, Any], curvatures: Mapping[str, float], budget: int | float, choices: Sequence[int]
 ) -> dict[str, int]:
     """Bits of each matrix for a budget of mean bits.
 

@@ -107,7 +107,7 @@ def keep_units(layer: Layer, unit: str, kept: Sequence[int] | np.ndarray) -> Lay
     return Layer(dataclasses.replace(form, **changes), variables, layer.axes)
 
 
-def choose_units(scores: Sequence[np.ndarray], fraction: float, *, across_layers: bool) -> list[np.ndarray]:
+def choose_units(scores: Sequence[np.ndarray], fraction: int | float, *, across_layers: bool) -> list[np.ndarray]:
     """The units that stay.
 
     Args:

@@ -76,9 +76,9 @@ class QuantizedTechnique(Technique):
 class MagnitudeTechnique(Technique):
     """Zeroes the smallest weights, more and more of them (Zhu and Gupta 2017, eq. 1)."""
 
-    keep: float = 0.1
-    begin: float = 0.1
-    end: float = 0.7
+    keep: int | float = 0.1
+    begin: int | float = 0.1
+    end: int | float = 0.7
 
     @property
     def share(self) -> Callable[[Array], Array]:
@@ -110,9 +110,9 @@ class MovementTechnique(MagnitudeTechnique):
 class SoftMovementTechnique(Technique):
     """Keeps the weights whose sigmoid of scores is over a threshold, with a penalty on the sigmoids (Sanh et al. 2020)."""
 
-    threshold: float = 0.1
-    weight: float = 1.0
-    rate: float = 10.0
+    threshold: int | float = 0.1
+    weight: int | float = 1.0
+    rate: int | float = 10.0
 
     @property
     def has_scores(self) -> bool:
@@ -140,7 +140,7 @@ class MaskedTechnique(Technique):
 class WeightDropTechnique(Technique):
     """Zeroes weights at random in training and scales the others by 1 / (1 - rate) (Wan et al. 2013, "DropConnect")."""
 
-    rate: float = 0.5
+    rate: int | float = 0.5
 
     def bind(self, w: Array, scores: Array | None, threshold: Array | None, rng: Array | None) -> Array:
         if rng is None:
@@ -148,7 +148,7 @@ class WeightDropTechnique(Technique):
         return jnp.where(jax.random.bernoulli(rng, 1 - self.rate, w.shape), w / (1 - self.rate), 0.0)
 
 
-def cubic_share(progress: Array, keep: float, begin: float, end: float) -> Array:
+def cubic_share(progress: Array, keep: int | float, begin: int | float, end: int | float) -> Array:
     """The share of weights that stays, by a cubic schedule.
 
     Args:
@@ -216,7 +216,7 @@ def binary(*, steps: int) -> Technique:
     return QuantizedTechnique(steps, "binary")
 
 
-def magnitude(keep: float, begin: float = 0.1, end: float = 0.7, *, steps: int) -> Technique:
+def magnitude(keep: int | float, begin: int | float = 0.1, end: int | float = 0.7, *, steps: int) -> Technique:
     """Magnitude pruning in training: the largest weights of each kernel of each layer stay.
 
     Args:
@@ -235,7 +235,7 @@ def magnitude(keep: float, begin: float = 0.1, end: float = 0.7, *, steps: int) 
     return MagnitudeTechnique(steps, keep, begin, end)
 
 
-def movement(keep: float, begin: float = 0.1, end: float = 0.7, *, steps: int) -> Technique:
+def movement(keep: int | float, begin: int | float = 0.1, end: int | float = 0.7, *, steps: int) -> Technique:
     """Movement pruning: the weights with the largest scores stay, which are trained from 0.
 
     Args:
@@ -254,7 +254,9 @@ def movement(keep: float, begin: float = 0.1, end: float = 0.7, *, steps: int) -
     return MovementTechnique(steps, keep, begin, end)
 
 
-def soft_movement(threshold: float = 0.1, penalty: float = 1.0, rate: float = 10.0, *, steps: int) -> Technique:
+def soft_movement(
+    threshold: int | float = 0.1, penalty: int | float = 1.0, rate: int | float = 10.0, *, steps: int
+) -> Technique:
     """Soft movement pruning: weights stay whose sigmoid of scores is over a threshold.
 
     Args:
@@ -289,7 +291,7 @@ def masked(*, steps: int) -> Technique:
     return MaskedTechnique(steps)
 
 
-def weight_drop(rate: float, *, steps: int) -> Technique:
+def weight_drop(rate: int | float, *, steps: int) -> Technique:
     """DropConnect: single weights are dropped in training.
 
     Args:
@@ -348,7 +350,7 @@ def _by_layer(function: Callable[[Array], Array], w: Array) -> Array:
     return jax.vmap(function)(w) if w.ndim == 3 else function(w)
 
 
-def _check_schedule(name: str, keep: float, begin: float, end: float) -> None:
+def _check_schedule(name: str, keep: int | float, begin: int | float, end: int | float) -> None:
     if not 0 < keep <= 1 or not 0 <= begin < end <= 1:
         raise InputError(
             f"train.weights: {name}({keep}, {begin}, {end}): expected a share that stays, over 0 and at most 1, and "

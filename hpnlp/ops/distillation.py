@@ -20,7 +20,7 @@ _EPS = 1e-12  # of variances and of squared lengths
 
 @array_op()
 def logit_divergence(
-    student: Float[Array, "*tokens V"], teacher: Float[Array, "*tokens V"], temperature: float = 1.0
+    student: Float[Array, "*tokens V"], teacher: Float[Array, "*tokens V"], temperature: int | float = 1.0
 ) -> Float[Array, "*tokens"]:
     """Divergence of softened distributions, T^2 KL(softmax(teacher / T) || softmax(student / T)), summed over the classes.
 
@@ -50,7 +50,7 @@ def top_logit_divergence(
     student: Float[Array, "*tokens V"],
     teacher: Float[Array, "*tokens k"],
     ids: Int[Array, "*tokens k"],
-    temperature: float = 1.0,
+    temperature: int | float = 1.0,
 ) -> Float[Array, "*tokens"]:
     """`logit_divergence` for a teacher whose k largest logits are known; it gives all other classes the probability 0.
 
@@ -164,8 +164,8 @@ def attention_scores(
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
     *,
-    scale: float | None = None,
-    soft_cap: float | None = None,
+    scale: int | float | None = None,
+    soft_cap: int | float | None = None,
 ) -> tuple[Float[Array, "B N T S"], Bool[Array, "B N T S"]]:
     """Scores of self-attention before the softmax, and the pairs that may attend.
 

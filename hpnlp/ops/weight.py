@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import as_arrays
@@ -61,7 +61,7 @@ class Weight(abc.ABC):
             x, self.dense().astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
 
-    def take(self, ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
         """Rows of the matrix.
 
         Args:
@@ -83,7 +83,7 @@ class Weight(abc.ABC):
           This object with a tuple of names in place of each array.
         """
 
-    def __getitem__(self, ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens F"]:
+    def __getitem__(self, ids: Any) -> Float[Array, "*tokens F"]:
         """`take`; also of numpy arrays."""
         return as_arrays(self).take(as_arrays(ids))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.linear import product
@@ -44,7 +44,7 @@ class CodebookWeight(Weight):
     def matmul(self, x: Float[Array, "M D"]) -> Float[Array, "M F"]:
         return product(x, self.dense())
 
-    def take(self, ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
         return self.values[self.codes[ids]]
 
     def axes(self, names: tuple[str | None, ...]) -> Any:
@@ -90,7 +90,7 @@ def cluster(
     sums = jnp.concatenate([jnp.zeros(1), jnp.cumsum(numbers)])
     centroids = jnp.linspace(numbers[0], numbers[-1], values - keep_zeros)
 
-    def step(_: int, centroids: Array) -> Array:
+    def step(_: Any, centroids: Array) -> Array:
         inner = jnp.searchsorted(numbers, _midpoints(centroids), side="right")
         edges = jnp.concatenate([jnp.zeros(1, inner.dtype), inner, jnp.full(1, numbers.size, inner.dtype)])
         sizes = counts[edges[1:]] - counts[edges[:-1]]

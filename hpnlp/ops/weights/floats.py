@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
@@ -70,7 +70,7 @@ class FloatWeight(Weight):
             return self._product(x, transposed=True) * self.scales.T
         return self._product(x * self.scales.astype(x.dtype), transposed=True)
 
-    def take(self, ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
         rows = self.codes[ids].astype(jnp.float32)
         if self.scales is None:
             return rows

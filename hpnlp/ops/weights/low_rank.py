@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.linear import product, product_transposed
@@ -42,7 +42,7 @@ class LowRankWeight(Weight):
     def matmul_transposed(self, x: Float[Array, "M F"]) -> Float[Array, "M D"]:
         return product_transposed(product_transposed(x, self.right).astype(x.dtype), self.left)
 
-    def take(self, ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
         rows = self.left[ids]
         return product(rows.reshape(-1, rows.shape[-1]), self.right).reshape(*rows.shape[:-1], -1)
 
@@ -51,7 +51,7 @@ class LowRankWeight(Weight):
         return LowRankWeight(axes_of(self.left, (*leading, row, None)), axes_of(self.right, (*leading, None, column)))
 
 
-def rank_of(shape: tuple[int, int], share: float) -> int:
+def rank_of(shape: tuple[int, int], share: int | float) -> int:
     """The rank at which two factors have a share of a matrix's parameters.
 
     Args:
@@ -65,7 +65,7 @@ def rank_of(shape: tuple[int, int], share: float) -> int:
     return max(1, min(d, f, int(share * d * f / (d + f))))
 
 
-def rank_by_energy(singular_values: np.ndarray, energy: float) -> int:
+def rank_by_energy(singular_values: np.ndarray, energy: int | float) -> int:
     """The rank that keeps a share of the sum of squared singular values.
 
     Args:

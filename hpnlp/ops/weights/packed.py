@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int8, UInt8
+from jaxtyping import Array, Float, Int8, UInt8
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.weight import Weight, scale_axes
@@ -66,7 +66,7 @@ class PackedWeight(Weight):
     def matmul_transposed(self, x: Float[Array, "M F"]) -> Float[Array, "M D"]:
         return self.unpack().matmul_transposed(x)
 
-    def take(self, ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
         bits, stride = LEVELS[self.levels], self.codes.shape[0]
         shifts = (bits * (ids // stride)).astype(jnp.uint8)[..., None]
         fields = jax.lax.shift_right_logical(*jnp.broadcast_arrays(self.codes[ids % stride], shifts))

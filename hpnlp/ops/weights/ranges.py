@@ -63,7 +63,7 @@ def limits(
     bits: int = 8,
     method: str = "max",
     *,
-    percentile: float = 99.9,
+    percentile: int | float = 99.9,
     group: int = 0,
     by_row: bool = False,
 ) -> Float[Array, "groups columns"]:
@@ -110,7 +110,7 @@ def limits(
 
 @array_op()
 def activation_limit(
-    x: Float[Array, "*tokens D"], method: str = "max", *, percentile: float = 99.9
+    x: Float[Array, "*tokens D"], method: str = "max", *, percentile: int | float = 99.9
 ) -> Float[Array, ""]:
     """The magnitude of inputs that becomes the largest 8-bit integer, for products with a fixed range of x.
 

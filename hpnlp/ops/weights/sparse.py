@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.linear import product
@@ -41,7 +41,7 @@ class MaskedWeight(Weight):
     def matmul(self, x: Float[Array, "M D"]) -> Float[Array, "M F"]:
         return product(x, self.dense())
 
-    def take(self, ids: Int[Array, "*tokens"]) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
         return jnp.where(self.mask[ids], self.values[ids], 0.0).astype(jnp.float32)
 
     def axes(self, names: tuple[str | None, ...]) -> Any:
@@ -129,7 +129,7 @@ class TwoFourWeight(Weight):
 
 
 @array_op()
-def masked(w: Float[Array, "D F"], share: float) -> MaskedWeight:
+def masked(w: Float[Array, "D F"], share: int | float) -> MaskedWeight:
     """Keeps the numbers of the largest magnitude.
 
     Args:
@@ -167,7 +167,7 @@ def largest(scores: Float[Array, "D F"], share: float | Float[Array, ""]) -> Boo
 
 
 @array_op()
-def keep_blocks(w: Float[Array, "D F"], share: float, block: int = 64) -> BlockSparseWeight:
+def keep_blocks(w: Float[Array, "D F"], share: int | float, block: int = 64) -> BlockSparseWeight:
     """Keeps the blocks of the largest norm of each column of blocks.
 
     Args:
@@ -224,6 +224,6 @@ def keep_two_of_four(w: Float[Array, "D F"]) -> TwoFourWeight:
     return TwoFourWeight(values, both[:half] | (both[half:] << 4))
 
 
-def _check_share(share: float) -> None:
+def _check_share(share: int | float) -> None:
     if not 0 < share <= 1:
         raise InputError(f"share={share}: expected the share that is kept, over 0 and at most 1")
