@@ -84,7 +84,7 @@ def summarize(config: Config, result: Result) -> dict[str, Any]:
     busy, flops = result.seconds["data"] + result.seconds["step"], result.flops_per_step
     numbers = {
         **tasks.find(config.task).report.numbers(result.dataset, result.heldout, result.baselines),
-        **{f"teacher_{name}": value for name, value in result.teacher.items()},
+        **{f"teacher_{name}": value for name, value in (result.teacher or {}).items()},
         "scored_weight": float(result.sums["loss"][1]),
         "tokens_per_second": tokens / busy if busy else 0.0,
         "flops_per_second": flops if flops is None else result.step * flops / busy if busy else 0.0,

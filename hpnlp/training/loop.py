@@ -53,7 +53,7 @@ class Result:
       heldout: Scores on all held-out examples by name, see `scores` of the task, and on further sets of examples, with
         their names; empty if the run was interrupted.
       sums: Loss, metrics and auxiliary losses over all held-out examples: name -> (sum, weight).
-      teacher: Scores of the teacher on all held-out examples; empty for a run without one, or that was interrupted.
+      teacher: Scores of the teacher on all held-out examples; None or empty for a run without one, or that was interrupted.
       baselines: Results of other methods on the same data, such as bits per byte of general compressors, see
         `data.baselines`; empty if the run was interrupted and in processes other than process 0.
       dataset: The data, with its tokenizer.
@@ -79,7 +79,7 @@ class Result:
     parameters: int
     flops_per_step: int | None
     devices: str
-    teacher: dict[str, float] = dataclasses.field(default_factory=dict)
+    teacher: dict[str, float] | None = None
 
 
 def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) -> Result:
