@@ -5,6 +5,7 @@ Needs `pip install onnx onnxruntime`, which no extra of hpnlp installs.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable
