@@ -5,6 +5,7 @@ Needs `pip install onnx onnxruntime`, which no extra of hpnlp installs.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -56,9 +57,11 @@ class Graph:
         with tempfile.TemporaryDirectory() as directory:
             plain, small = Path(directory, "plain.onnx"), Path(directory, "int8.onnx")
             onnx.save(model, plain)
+            logging.disable(logging.WARNING)  # a line for each node that is not quantized
             quantize_dynamic(
                 plain, small, per_channel=True, weight_type=QuantType.QInt8, op_types_to_quantize=["MatMul"]
             )
+            logging.disable(logging.NOTSET)
             return {
                 name: onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
                 for name, path in (("float32", plain), ("int8", small))

@@ -20,6 +20,7 @@ from jaxtyping import Array
 from hpnlp.compress.distillation_losses import IDS, VALUES, Comparison, term_names
 from hpnlp.compress.distillation_terms import FIELD, Term
 from hpnlp.models.variables import BUFFERS, FROZEN
+from hpnlp.models.wrapper import ModelWrapper
 from hpnlp.types import InputError, LossOut, Statistics
 
 OWN = "distillation"  # key of the matrices and of the schedule's buffer
@@ -106,7 +107,7 @@ class Extras:
 
 
 @dataclasses.dataclass(frozen=True)
-class Distilled:
+class Distilled(ModelWrapper):
     """A student with the variables that its distillation added, without a teacher: what a finished run holds.
 
     Attributes:
@@ -114,24 +115,7 @@ class Distilled:
       extras: The further variables.
     """
 
-    inner: Any
-    extras: Extras
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def clone(self, **fields: Any) -> Any:
-        """As of every Flax module.
-
-        Args:
-          **fields: Fields of the student with other values.
-
-        Returns:
-          The wrapped clone.
-        """
-        return dataclasses.replace(self, inner=self.inner.clone(**fields))
+    extras: Extras = Extras()  # noqa: RUF009  (frozen)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         """Variables of the student and further ones.

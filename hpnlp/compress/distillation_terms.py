@@ -121,7 +121,7 @@ class Term:
     progressive: bool = False
     temperature: int | float = 1.0
     tokens: str = "labelled"
-    layers: str | Pairs = "uniform"
+    layers: Any = "uniform"
     loss: str = ""
     projection: str = "none"
 

@@ -18,7 +18,7 @@ from hpnlp.compress.numbers import CONVERSIONS, Conversion
 from hpnlp.compress.sensitivity import choose_bits, mean_curvature
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
-from hpnlp.ops.weights import ObservedWeight, quantize
+from hpnlp.ops.weights import ObservedWeight, pack, quantize
 from hpnlp.ops.weights import factorize as factorize_matrix
 from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
 from hpnlp.ops.weights.ranges import METHODS
@@ -215,7 +215,7 @@ def int8(integer_products: bool = True, limits: str = "max") -> tuple[str, Compr
 
 
 def int4(group: int = 32, limits: str = "max") -> tuple[str, Compressor]:
-    """Kernels of 4-bit integers with a scale for each group of rows of a column; tables of 8-bit integers.
+    """Kernels of 4-bit integers with a scale for each group of rows of a column, two to a byte; tables of 8-bit integers.
 
     Args:
       group: Rows of a group; it must divide the rows of every kernel.
@@ -236,7 +236,7 @@ def int4(group: int = 32, limits: str = "max") -> tuple[str, Compressor]:
             return quantize(w, 8, by_row=True, limits=limits)
         if w.shape[0] % group:
             raise InputError(f"int4(group={group}) does not divide the {w.shape[0]} rows of {path}: choose a divisor")
-        return quantize(w, 4, group=group, limits=limits)
+        return pack(quantize(w, 4, group=group, limits=limits), "int4")
 
     return NUMBERS, _matrix_compressor(convert)
 

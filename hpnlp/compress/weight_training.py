@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from hpnlp.compress.matrices import KERNELS, is_table
 from hpnlp.compress.techniques import WEIGHT_TRAININGS, Technique
 from hpnlp.models.variables import BUFFERS
+from hpnlp.models.wrapper import ModelWrapper
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, LossOut, Statistics
 
@@ -48,7 +49,7 @@ def with_weight_training(model: Any, text: str, steps: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightTraining:
+class WeightTraining(ModelWrapper):
     """A Model whose kernels go through a technique before it is applied. It has all members of the Model.
 
     Attributes:
@@ -57,25 +58,8 @@ class WeightTraining:
       every: Steps between two computations of the thresholds of a schedule, which sort each matrix.
     """
 
-    inner: Any
-    technique: Technique
+    technique: Technique = Technique()  # noqa: RUF009  (frozen)
     every: int = 8
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def clone(self, **fields: Any) -> WeightTraining:
-        """As of every Flax module.
-
-        Args:
-          **fields: Fields of the Model with other values.
-
-        Returns:
-          The wrapped clone.
-        """
-        return dataclasses.replace(self, inner=self.inner.clone(**fields))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         """Variables of the Model, with scores among its parameters and thresholds among its buffers.
@@ -174,10 +158,6 @@ class WeightTraining:
         due = (following % self.every == 0) | (following >= self.technique.steps - 1)
         share = self.technique.share(following.astype(jnp.float32))
         return {**result, OWN: {"share": share, "due": due.astype(jnp.float32), "thresholds": kept}}
-
-    def rows(self, batch: Mapping[str, Array]) -> Any:
-        """Rows of tables that the loss looks up, as of the Model."""
-        return self.inner.rows(batch)
 
     def finished(self, weights: Mapping[str, Any]) -> Any:
         """The Model's own weights after the training.

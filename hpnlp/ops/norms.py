@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.custom_vjp import vary_alike
 
 
@@ -62,6 +63,7 @@ def _rms_norm(eps: float, x: Array, scale: Array) -> Array:
     return _rms_forward(eps, x, scale)[0]
 
 
+@accepts_numpy
 def _rms_forward(eps: float, x: Array, scale: Array) -> tuple[Array, Any]:
     h = x.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
@@ -84,6 +86,7 @@ def _layer_norm(eps: float, x: Array, scale: Array, bias: Array) -> Array:
     return _layer_forward(eps, x, scale, bias)[0]
 
 
+@accepts_numpy
 def _layer_forward(eps: float, x: Array, scale: Array, bias: Array) -> tuple[Array, Any]:
     h = x.astype(jnp.float32)
     mean = jnp.mean(h, axis=-1, keepdims=True)

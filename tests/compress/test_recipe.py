@@ -75,7 +75,7 @@ def test_mild_stages_change_little(recipe):
         ("codebook(bits=3)", CodebookWeight, 8),
         ("two_four", TwoFourWeight, 17),
         ("blocks(0.5,block=8)", BlockSparseWeight, 16),
-        ("int4(group=8,limits=mse)", IntegerWeight, 4),
+        ("int4(group=8,limits=mse)", PackedWeight, 4),
         ("int8(limits=percentile)", IntegerWeight, 8),
     ],
 )

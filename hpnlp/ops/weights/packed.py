@@ -24,7 +24,8 @@ class PackedWeight(Weight):
     """Integers of few bits times scales, 2, 4 or 8 to a byte: an `IntegerWeight` that is unpacked in each product.
 
     Arrays and files take 1/32 (binary), 1/16 (ternary) or 1/8 (powers of two, int4) of float32. Unpacking is a pass over the
-    matrix in each product, about 0.5 times the time of a float32 product of one row: integers of 8 bits are faster.
+    matrix in each product: integers of 8 bits are faster. int4 is faster here than as an `IntegerWeight`, whose 4-bit integers
+    XLA:CPU keeps in a byte each and converts slowly: 0.4 of the time for one row and 384 x 1536 in groups of 32.
     Products treat numbers that are not finite as `IntegerWeight` does.
 
     Attributes:

@@ -96,7 +96,7 @@ class TwoFourWeight(Weight):
     """At most two numbers of each four consecutive rows of a column, and 0 elsewhere.
 
     float32 takes 17/32 of the memory of the dense matrix. Products take the time of the dense matrix and of a pass that
-    restores it: XLA has no product for the sparse tensor cores of GPUs. A NaN of x reaches its own row only.
+    restores it; they do not use the sparse tensor cores of GPUs. A NaN of x reaches its own row only.
 
     Attributes:
       values: float [D / 2, F], two of each four rows.

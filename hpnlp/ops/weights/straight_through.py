@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.weights import ranges
 from hpnlp.ops.weights.sparse import largest
@@ -162,6 +163,7 @@ def _identity_gradient(x: Array, value: Array, passes: Array) -> Array:
     return value
 
 
+@accepts_numpy
 def _forward(x: Array, value: Array, passes: Array) -> tuple[Array, Array]:
     return value, passes
 

@@ -1,0 +1,93 @@
+"""A Model that wraps another one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Array
+
+from hpnlp.types import LossOut, Statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelWrapper:
+    """A Model with all members of the Model `inner`, of which a subclass changes some.
+
+    The members of `hpnlp.types.Model` are written out, because checks of a protocol read the class; further ones, such as
+    `initial_carry`, are those of `inner`.
+
+    Attributes:
+      inner: The Model.
+    """
+
+    inner: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def config(self) -> Any:
+        """The Model's config."""
+        return self.inner.config
+
+    @property
+    def model_parallel(self) -> Any:
+        """As of the Model."""
+        return self.inner.model_parallel
+
+    @property
+    def remat(self) -> str:
+        """As of the Model."""
+        return self.inner.remat
+
+    @property
+    def is_normalized(self) -> bool:
+        """As of the Model."""
+        return self.inner.is_normalized
+
+    def clone(self, **fields: Any) -> Any:
+        """As of every Flax module.
+
+        Args:
+          **fields: Fields of the Model with other values.
+
+        Returns:
+          The wrapped clone.
+        """
+        return dataclasses.replace(self, inner=self.inner.clone(**fields))
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As of every Flax module."""
+        return self.inner.init(rngs, *args, **kwargs)
+
+    def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As of every Flax module."""
+        return self.inner.apply(variables, *args, **kwargs)
+
+    def loss(self, batch: Mapping[str, Array], deterministic: bool = True) -> LossOut:
+        """As of the Model; to be called by `apply`."""
+        raise TypeError("call apply(variables, batch, method='loss')")
+
+    def example_batch(self, batch_size: int, length: int) -> dict[str, Array]:
+        """As of the Model."""
+        return self.inner.example_batch(batch_size, length)
+
+    def batch_axes(self) -> dict[str, tuple[str, ...]]:
+        """As of the Model."""
+        return self.inner.batch_axes()
+
+    def rows(self, batch: Mapping[str, Array]) -> Any:
+        """As of the Model."""
+        return self.inner.rows(batch)
+
+    def auxiliary_loss(self, statistics: Statistics) -> dict[str, Array]:
+        """As of the Model."""
+        return self.inner.auxiliary_loss(statistics)
+
+    def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
+        """As of the Model."""
+        return self.inner.advance(buffers, statistics, step, rng)
