@@ -240,8 +240,8 @@ class LossOut:
         model's loss was asked for them.
     """
 
-    sum: Array
-    weight: Array
+    sum: Any  # arrays, or their shapes where a loss is traced only
+    weight: Any
     aux: Aux = dataclasses.field(default_factory=dict)
     statistics: Statistics = dataclasses.field(default_factory=dict)
     carry: Any = None

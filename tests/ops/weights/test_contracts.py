@@ -33,7 +33,7 @@ CASES = {
     "int8 in all": (lambda w: quantize(w, limits=jnp.ones((1, 1))), INTEGERS, True),
     "int8 by row": (lambda w: quantize(w, by_row=True), INTEGERS, True),
     "int8 of floats": (lambda w: quantize(w, integer_products=False), EXACT, True),
-    "int8, fixed range of x": (lambda w: quantize(w, x_limit=3.0), 0.02, True),
+    "int8, fixed range of x": (lambda w: quantize(w, x_limit=4.0), 0.02, True),
     "int8 percentile": (lambda w: quantize(w, limits="percentile"), INTEGERS, True),
     "int6 mse": (lambda w: quantize(w, 6, limits="mse"), INTEGERS, True),
     "int4": (lambda w: quantize(w, 4), INTEGERS, True),
