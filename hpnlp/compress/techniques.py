@@ -34,7 +34,7 @@ class Technique:
         """Function of the step, float32 [], to the share of the weights that stays; None without a schedule."""
         return None
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Array | None) -> Array:
+    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         """The matrix that layers read.
 
         Args:
@@ -48,7 +48,7 @@ class Technique:
         """
         raise NotImplementedError
 
-    def ranked(self, w: Any, scores: Any) -> Array:
+    def ranked(self, w: Any, scores: Any) -> Any:
         """Numbers of which the largest stay, in the shape of w; for techniques with a schedule."""
         return jnp.abs(w)
 
@@ -65,7 +65,7 @@ class QuantizedTechnique(Technique):
     bits: int = 8
     group: int = 0
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Array | None) -> Array:
+    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         if self.kind == "binary":  # BinaryConnect: no gradient where latent weights are beyond 1
             w = jnp.clip(w, -1.0, 1.0)
         rounded = _by_layer(lambda one: _ROUNDING[self.kind](one, self.bits, self.group), w)
@@ -84,7 +84,7 @@ class MagnitudeTechnique(Technique):
     def share(self) -> Callable[[Array], Array]:
         return lambda step: cubic_share(step / max(self.steps, 1), self.keep, self.begin, self.end)
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Array | None) -> Array:
+    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         return w * _mask(self.ranked(w, scores), threshold)
 
 
@@ -96,11 +96,11 @@ class MovementTechnique(MagnitudeTechnique):
     def has_scores(self) -> bool:
         return True
 
-    def ranked(self, w: Any, scores: Any) -> Array:
+    def ranked(self, w: Any, scores: Any) -> Any:
         assert scores is not None
         return scores
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Array | None) -> Array:
+    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         assert scores is not None
         mask = _mask(scores, threshold)
         return w * (mask + (scores - jax.lax.stop_gradient(scores)))
@@ -118,7 +118,7 @@ class SoftMovementTechnique(Technique):
     def has_scores(self) -> bool:
         return True
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Array | None) -> Array:
+    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         assert scores is not None
         gate = jax.nn.sigmoid(self.rate * scores)
         kept = (gate > self.threshold).astype(w.dtype)
@@ -132,7 +132,7 @@ class SoftMovementTechnique(Technique):
 class MaskedTechnique(Technique):
     """Keeps zeros: weights that are exactly 0 stay 0."""
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Array | None) -> Array:
+    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         return w * (jax.lax.stop_gradient(w) != 0).astype(w.dtype)
 
 
@@ -142,7 +142,7 @@ class WeightDropTechnique(Technique):
 
     rate: int | float = 0.5
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Array | None) -> Array:
+    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         if rng is None:
             return w
         return jnp.where(jax.random.bernoulli(rng, 1 - self.rate, w.shape), w / (1 - self.rate), 0.0)
@@ -328,25 +328,25 @@ def _mask(ranked: Any, threshold: Any) -> Array:
     return (jax.lax.stop_gradient(ranked) >= threshold[..., None, None].astype(ranked.dtype)).astype(ranked.dtype)
 
 
-def _round_integers(w: Any, bits: int, group: int) -> Array:
+def _round_integers(w: Any, bits: int, group: int) -> Any:
     return dense(quantize(w, bits, group=group))
 
 
-def _round_ternary(w: Any, bits: int, group: int) -> Array:
+def _round_ternary(w: Any, bits: int, group: int) -> Any:
     magnitude = jnp.abs(w)
     kept = magnitude > 0.7 * magnitude.mean()
     scale = jnp.sum(magnitude * kept) / jnp.maximum(kept.sum(), 1)
     return jnp.sign(w) * kept * scale
 
 
-def _round_binary(w: Any, bits: int, group: int) -> Array:
+def _round_binary(w: Any, bits: int, group: int) -> Any:
     return jnp.where(w >= 0, 1.0, -1.0) * jnp.abs(w).mean(axis=0, keepdims=True)
 
 
 _ROUNDING = {"integer": _round_integers, "ternary": _round_ternary, "binary": _round_binary}
 
 
-def _by_layer(function: Callable[[Any], Any], w: Any) -> Array:
+def _by_layer(function: Callable[[Any], Any], w: Any) -> Any:
     return jax.vmap(function)(w) if w.ndim == 3 else function(w)
 
 

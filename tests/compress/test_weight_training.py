@@ -112,6 +112,7 @@ TEXTS = ["quantized(8)", "magnitude(0.25)", "movement(0.25)", "soft_movement()",
 @pytest.mark.parametrize("text", TEXTS)
 def test_models_learn_and_finish_as_plain_models(text):
     model, weights, losses = trained(text, Plan("single"))
+    weights = jax.tree.map(jnp.asarray, weights)
     assert losses[-1] < losses[0]
     plain = jax.jit(model.finished)(weights)
     collections = [variables.collections(tree) for tree in (weights, plain)]
