@@ -20,10 +20,11 @@ def test_sums_of_earlier_batches_do_not_stay_on_the_devices(monkeypatch):
         counts.append(sum(x.shape == shape for x in jax.live_arrays()))
         return {"confusion": (jnp.full(shape, batch["x"][0], jnp.float32), jnp.float32(1))}, carry
 
-    monkeypatch.setattr(evaluation, "on_devices", lambda trainer, batch, config: batch)
+    monkeypatch.setattr(evaluation, "on_devices", lambda trainer, batch, config, omitted: batch)
     trainer = object.__new__(Trainer)
     object.__setattr__(trainer, "evaluate_next", evaluate_next)
     object.__setattr__(trainer, "initial_carry", lambda: None)
+    object.__setattr__(trainer, "training_arrays", ())
     batches = [{"x": np.array([number])} for number in range(9)]
     total, weight = evaluation._sums(trainer, None, batches, Config())["confusion"]
     assert (total == 36).all() and weight == 9 and total.dtype == "float64"
