@@ -128,7 +128,7 @@ def registered(own):
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["ema", "log_sparse"])
 def test_example_mixers_meet_the_contracts(registered, spec):
-    test_contracts.test_mixer_matches_its_reference((spec, Causal(), 37, "float32"))
+    test_contracts.test_mixer_matches_its_reference((spec, 37, "float32", 0, Causal()))
     test_contracts.test_mixer_with_cache_matches_full_pass(spec)
 
 
