@@ -177,6 +177,17 @@ class Distilled(ModelWrapper):
         buffers = {name: tree for name, tree in weights.get(BUFFERS, {}).items() if name != OWN}
         return {**inner, BUFFERS: buffers} if buffers else inner
 
+    def plain(self, weights: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The student without its distillation.
+
+        Args:
+          weights: Weights of this model.
+
+        Returns:
+          `(inner, student_weights(weights))`.
+        """
+        return self.inner, self.student_weights(weights)
+
 
 @dataclasses.dataclass(frozen=True)
 class Distillation(Distilled):

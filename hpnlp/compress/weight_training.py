@@ -182,6 +182,17 @@ class WeightTraining(ModelWrapper):
         inner = {name: tree for name, tree in weights.get(BUFFERS, {}).items() if name != OWN}
         return {**_replaced(params, bound), **({BUFFERS: inner} if inner else {})}
 
+    def plain(self, weights: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The Model without the technique.
+
+        Args:
+          weights: Weights of this model.
+
+        Returns:
+          `(inner, finished(weights))`.
+        """
+        return self.inner, jax.jit(self.finished)(weights)
+
     def _statistics(self, matrices: Mapping[str, Array], scores: Mapping[str, Any], buffers: Any) -> dict[str, Any]:
         """Thresholds where they are due, and the penalty, with the number of calls by which `advance` divides their sums."""
         result: dict[str, Any] = {}

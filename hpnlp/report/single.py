@@ -42,7 +42,10 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
     workdir = Path(workdir)
     curve, fault = read_metrics(workdir, result.step)
     part = tasks.find(config.task).report
-    section = part.section(Outcome(config, result.dataset, result.model, _local(result.params), result.sums))
+    model, params = result.model, _local(result.params)
+    while params is not None and hasattr(model, "plain"):  # a wrapper that only training needs
+        model, params = model.plain(params)
+    section = part.section(Outcome(config, result.dataset, model, params, result.sums))
     report = summarize(config, result) | _finite(dict(section.numbers))
     report |= {"skipped_steps": sum(line.get("skipped") or 0 for line in curve)}
     text = render(workdir, config, report, section.text, flags, fault)

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
+from hpnlp import report
 from hpnlp.compress.files import WEIGHTS_FILE, write_weights
 from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.ops.weights import dense_tree, quantize
@@ -36,7 +37,8 @@ def test_compressed_weights_are_loaded_and_evaluated(tmp_path):
 
 
 def test_runs_with_other_weights_load_as_plain_models_and_their_zeros_stay(tmp_path):
-    loop.train(tiny.make(train__weights="movement(0.5)", train__steps=4, train__sample=0), tmp_path / "pruned")
+    config = tiny.make(train__weights="movement(0.5)", train__steps=4, train__sample=8)
+    report.write(tmp_path / "pruned", config, loop.train(config, tmp_path / "pruned"), "")  # with a sample of its text
     run = load(tmp_path / "pruned")
     assert run.config.train.weights == "" and "weights" not in run.params
     start = str(tmp_path / "pruned")
