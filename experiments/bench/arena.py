@@ -3,9 +3,10 @@
     hpnlp lra --mixers=all --tasks=listops_short --budget=1min --workdir=runs/lra
     python experiments/bench/arena.py --runs=runs/lra
     hpnlp lra --efficiency --mixers=all --tasks=text_stdlib --config.data.batch_size=1 --workdir=runs/efficiency
+    hpnlp lra --efficiency --mixers=all --tasks=language_model --config.data.batch_size=1 --workdir=runs/efficiency
     python experiments/bench/arena.py --efficiency=runs/efficiency
 
-The first pair writes arena-cpu.json: accuracy, steps, speed and memory of each mixer. The second writes
+The first two write arena-cpu.json: accuracy, steps, speed and memory of each mixer. The others write
 arena_efficiency-cpu.json: steps per second and peak memory by length. `python experiments/bench/results.py` draws both.
 """
 
@@ -57,7 +58,7 @@ def main(_: Any) -> None:
     if FLAGS.runs:
         print(measure.write_result("arena", runs(Path(FLAGS.runs)), FLAGS.out))
     if FLAGS.efficiency:
-        kept = ("mixer", "length", "batch_size", "steps_per_second", "peak_memory_bytes")
+        kept = ("task", "mixer", "length", "batch_size", "steps_per_second", "peak_memory_bytes")
         rows = efficiency.read_rows(Path(FLAGS.efficiency) / "efficiency.json")
         rows = [{name: row[name] for name in kept} for row in rows]
         print(measure.write_result("arena_efficiency", rows, FLAGS.out))

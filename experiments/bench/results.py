@@ -190,7 +190,7 @@ def arena(result: Mapping[str, Any]) -> str:
 
 
 def arena_efficiency(result: Mapping[str, Any]) -> str:
-    """Markdown table and plot of training steps by length.
+    """Markdown tables and plots of training steps by length, of encoders and of language models.
 
     Args:
       result: The result file.
@@ -198,10 +198,15 @@ def arena_efficiency(result: Mapping[str, Any]) -> str:
     Returns:
       The text.
     """
-    plot_efficiency(result["rows"], IMAGES / "arena_efficiency-cpu.png")
-    text = f"Measured on {machine(result['environment'])}, batches of {result['rows'][0]['batch_size']}."
-    picture = "![Speed and memory of training steps by length](../images/arena_efficiency-cpu.png)"
-    return f"{text}\n\n{render_efficiency(result['rows']).rstrip()}\n\n{picture}"
+    parts = [f"Measured on {machine(result['environment'])}, batches of {result['rows'][0]['batch_size']}."]
+    for task in dict.fromkeys(row["task"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["task"] == task]
+        kind, name = ("Language models", "causal") if task == "language_model" else ("Encoders", "encoders")
+        picture = IMAGES / f"arena_efficiency_{name}-cpu.png"
+        plot_efficiency(rows, picture)
+        alt = f"Speed and memory of training steps of {kind.lower()} by length"
+        parts += [f"{kind}:", render_efficiency(rows).rstrip(), f"![{alt}](../images/{picture.name})"]
+    return "\n\n".join(parts)
 
 
 def table_of(columns: Mapping[str, Mapping[str, str]], entry: str = "output layer") -> str:

@@ -24,14 +24,14 @@ directory WORKDIR/TASK/MIXER. Finished runs are skipped, interrupted ones are re
 others. Writes a table of accuracy, steps/s and peak memory (lra.md), a chart of them (lra.png), and a comparison for each task.
 Overrides of the config hold for all runs. Tasks with published data read a directory: --tasks=text --data=imdb:aclImdb.
 
---efficiency measures training steps at --lengths instead, each in its own process, and writes efficiency.json and
-efficiency.md.
+--efficiency measures training steps of the first task at --lengths instead, each in its own process, and writes
+efficiency.json and efficiency.md. The task language_model measures causal mixers.
 """
 
 flags.DEFINE_string(
     "mixers",
     "all",
-    'Mixers, separated by commas, or "all" for all bidirectional ones; a name alone has a comparable size.',
+    'Mixers, separated by commas, or "all" for all that the first task can have; a name alone has a comparable size.',
 )
 flags.DEFINE_string("tasks", "listops_short", "Tasks, separated by commas, see the list.")
 flags.DEFINE_string(
@@ -70,16 +70,21 @@ def run(argv: Sequence[str]) -> None:
 
     f = cli.FLAGS
     names = list(dict.fromkeys(f.tasks.split(",")))
-    for name in names:
-        lra.find_task(name)
+    tasks = [lra.find_task(name) for name in names]
     if f.measure:
         _measure_here(names[0], overrides)
         return
     workdir = Path(cli.required("workdir", "runs/lra"))
     is_all = f.mixers == "all"
-    specs, left_out = lra.bidirectional_specs() if is_all else (lra.select_specs(f.mixers), {})
+    causal = tasks[0].is_causal
+    specs, left_out = lra.all_specs(causal=causal) if is_all else (lra.select_specs(f.mixers), {})
     for name, reason in left_out.items():
         print(f"{name}: left out: {reason}", flush=True)
+    if not f.efficiency and any(task.is_causal for task in tasks):
+        raise cli.InputError(
+            "task language_model is measured only: add --efficiency; hpnlp sweep --config=experiments/lm/mixers.py trains "
+            "language models"
+        )
     if f.efficiency:
         _measure(names[0], specs, is_all, _parse_lengths(f.lengths), overrides, workdir)
     else:

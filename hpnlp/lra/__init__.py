@@ -3,14 +3,14 @@
 References: Tay et al. 2021, "Long Range Arena: a benchmark for efficient transformers".
 """
 
-from hpnlp.lra.mixers import SPECS, bidirectional_specs, select_specs
+from hpnlp.lra.mixers import SPECS, all_specs, select_specs
 from hpnlp.lra.tasks import EXCEPTIONS, TASKS, find_task, get_config
 
 __all__ = [
     "EXCEPTIONS",
     "SPECS",
     "TASKS",
-    "bidirectional_specs",
+    "all_specs",
     "find_task",
     "get_config",
     "select_specs",

@@ -1,11 +1,11 @@
-"""Experiment file of the Long Range Arena, `--config=FILE:TASK`, whose members are the bidirectional mixers."""
+"""Experiment file of the Long Range Arena, `--config=FILE:TASK`, whose members are the mixers that the task can have."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hpnlp.lra import bidirectional_specs
-from hpnlp.lra.tasks import exception_of, get_config
+from hpnlp.lra import all_specs
+from hpnlp.lra.tasks import exception_of, find_task, get_config
 
 __all__ = ["get_config", "get_sweep"]
 
@@ -20,7 +20,7 @@ def get_sweep(task: str = "listops_short") -> list[dict[str, Any]]:
       Config fields of each member.
     """
     members = []
-    for spec in bidirectional_specs()[0]:
+    for spec in all_specs(causal=find_task(task).is_causal)[0]:
         departure = exception_of(spec, task)
         if departure is None or departure.fields is not None:
             members.append({"model.mixer": spec, **(departure.fields or {} if departure else {})})

@@ -1,4 +1,4 @@
-"""Mixers to compare: specs of comparable cost, and the selection of bidirectional ones."""
+"""Mixers to compare: specs of comparable cost, and the selection of bidirectional or causal ones."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ SPECS: Mapping[str, str] = {
     "nystrom": "nystrom(64)",
     "reformer": "reformer(16, 2, window=64)",
     "routing": "routing(16, window=128)",
+    "compressive": "compressive(128, 128, 4)",  # lengths are multiples of 4
 }
 
 
@@ -40,11 +41,14 @@ def spec_of(entry: Spec) -> str:
     return SPECS.get(entry.name, entry.name) if entry == Spec(entry.name) else str(entry)
 
 
-def bidirectional_specs() -> tuple[list[str], dict[str, str]]:
-    """Specs of all entries of MIXERS that an encoder can have.
+def all_specs(*, causal: bool = False) -> tuple[list[str], dict[str, str]]:
+    """Specs of all entries of MIXERS that an encoder, or a language model, can have.
+
+    Args:
+      causal: The entries for a language model.
 
     Returns:
-      The specs; and the entries that are left out although they may be bidirectional, with the reason.
+      The specs; and the entries that cannot be made without arguments, with the reason.
     """
     specs, left_out = [], {}
     for name in MIXERS:
@@ -54,7 +58,7 @@ def bidirectional_specs() -> tuple[list[str], dict[str, str]]:
         except InputError as error:
             left_out[name] = str(error)
             continue
-        if mixer.traits.bidirectional:
+        if mixer.traits.causal if causal else mixer.traits.bidirectional:
             specs.append(spec)
     return specs, left_out
 

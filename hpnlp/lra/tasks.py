@@ -25,6 +25,7 @@ class LraTask:
       stand_in: For tasks that are read from a directory, the task of the same kind that every machine has.
       is_pair: Whether an example is a pair of texts, which stand in one sequence.
       heldout: Fraction of the examples that are held out, where the data have no test set.
+      is_causal: A language model, whose steps are measured, for mixers that see earlier tokens only.
     """
 
     path: str
@@ -35,6 +36,7 @@ class LraTask:
     stand_in: str = ""
     is_pair: bool = False
     heldout: float = 0.1
+    is_causal: bool = False
 
 
 _WORDS = "words(32, by=whitespace)"
@@ -55,6 +57,7 @@ TASKS: dict[str, LraTask] = {
     "image_digits": LraTask("drawn_digits", "pixels", 1024, 32, "digits of drawn images, pixels"),
     "pathfinder": LraTask("pathfinder", "pixels", 1024, 32, "whether a dashed curve joins two discs, 32 x 32 pixels"),
     "path_x": LraTask("path_x", "pixels", 16384, 2, "the same, 128 x 128 pixels"),
+    "language_model": LraTask("stdlib", "bytes", 2048, 4, "bytes of code, for --efficiency only", is_causal=True),
 }
 
 
@@ -128,28 +131,32 @@ def get_config(name: str = "listops_short") -> ConfigDict:
       InputError: There is no such task.
     """
     task = find_task(name)
-    config: Any = default("classification")
+    config: Any = default("lm" if task.is_causal else "classification")
     config.data.path = task.path
     config.data.tokenizer = task.tokenizer
     config.data.seq_len = task.seq_len
     config.data.batch_size = task.batch_size
-    config.data.heldout = task.heldout
-    config.data.pair_field = "pair" if task.is_pair else ""
-    config.data.linear_baselines = False  # fitted again for each mixer, they take longer than training
     config.model.layers = 2
     config.model.dim = 128
     config.model.heads = 4
     config.model.mlp = "gelu"
     config.model.mlp_dim = 256
-    # Of rotary positions, mixers without queries and keys would see nothing.
-    config.model.position = "learned"
-    config.model.pooling = "mean"
-    config.model.token_types = 2 if task.is_pair else 0
     config.model.mixer = "full"
     config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup = 100
     config.train.steps = 1000
     config.train.eval_batches = 0
+    if task.is_causal:
+        config.data.order = "stream"  # for mixers that carry state
+        config.train.sample = 0  # not all of them generate text
+        return config
+    config.data.heldout = task.heldout
+    config.data.pair_field = "pair" if task.is_pair else ""
+    config.data.linear_baselines = False  # fitted again for each mixer, they take longer than training
+    # Of rotary positions, mixers without queries and keys would see nothing.
+    config.model.position = "learned"
+    config.model.pooling = "mean"
+    config.model.token_types = 2 if task.is_pair else 0
     return config
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpnlp.data.examples.generated import list_ops
 from hpnlp.lra import tasks
-from hpnlp.lra.mixers import SPECS, bidirectional_specs
+from hpnlp.lra.mixers import SPECS, all_specs
 from hpnlp.lra.table import Score, render_efficiency, render_scores
 from hpnlp.nn.mixers import MIXERS
 from tests import tiny
@@ -114,6 +114,7 @@ def test_runs_of_a_task_differ_in_the_mixer_only():
             ["--budget=5", "--config.train.steps=5"],
             "--budget=5 and --config.train.steps both set the steps: remove one",
         ),
+        (["--tasks=language_model"], "task language_model is measured only: add --efficiency; hpnlp sweep"),
         (["--efficiency", "--lengths=1k"], "--lengths=1k: expected numbers of tokens, as --lengths=1024,2048"),
         (["--tasks=text"], "task text reads published data: add --data=imdb:DIRECTORY, or use --tasks=text_stdlib"),
         (["--data=imdb"], "--data=imdb: expected NAME:DIRECTORY, as --data=imdb:aclImdb"),
@@ -145,10 +146,12 @@ def test_damaged_measurements_raise(run, tmp_path):
 
 
 def test_all_bidirectional_mixers_are_compared():
-    specs, left_out = bidirectional_specs()
+    specs, left_out = all_specs()
     names = [spec.partition("(")[0] for spec in specs]
+    causal = {spec.partition("(")[0] for spec in all_specs(causal=True)[0]}
+    assert {*names, *causal} == MIXERS.keys() and {"full", "conv", "nsa"} <= causal and "fnet" not in causal
     assert not left_out and len(set(names)) == len(names) and {"full", "linear", "fnet"} <= set(names)
-    assert SPECS.keys() <= set(names) and "conv" not in names and set(names) <= MIXERS.keys()
+    assert SPECS.keys() <= {*names, *causal} and "conv" not in names and set(names) <= MIXERS.keys()
     assert tasks.EXCEPTIONS.keys() <= MIXERS.keys()
 
 
@@ -157,6 +160,9 @@ def test_configs_of_tasks_resolve(name):
     from hpnlp.training.config import resolve
 
     config = resolve(tasks.get_config(name))
+    if name == "language_model":
+        assert config.task == "lm" and config.data.order == "stream"
+        return
     assert config.task == "classification" and config.model.token_types == 2 * (config.data.pair_field == "pair")
     stand_in = tasks.TASKS[name].stand_in
     assert not stand_in or not tasks.TASKS[stand_in].stand_in
