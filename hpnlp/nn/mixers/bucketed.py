@@ -127,6 +127,18 @@ class ReformerMixer(BucketMixer):
       buckets: Number of buckets of a round, 1 or even.
       rounds: Number of hash rounds.
 
+    On 2048 tokens around 64 random centres, with a cosine of about 0.8 within a cluster, 32 buckets and no causal mask, the
+    pairs that a token sees have this share of the weights of exact attention, and of all pairs
+    (`experiments/bench/bucketed.py`):
+
+    | rounds | window 64 | window 128 |
+    |---|---|---|
+    | 1 | 0.41 (3.5 %) | 0.44 (3.8 %) |
+    | 2 | 0.60 (6.6 %) | 0.65 (7.5 %) |
+    | 4 | 0.79 (12.6 %) | 0.85 (14.8 %) |
+    | 8 | 0.96 (21.5 %) | 0.98 (24.4 %) |
+    | 16 | 0.99 (36.8 %) | 1.00 (41.5 %) |
+
     Cost: as `bucketed_attention`. Decoding reads all earlier tokens.
 
     References: Kitaev et al. 2020, "Reformer: the efficient transformer", arXiv 2001.04451, sec. 2.

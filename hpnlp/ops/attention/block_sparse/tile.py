@@ -186,7 +186,7 @@ def add_bias_gradient(sums: Any, bias: Callable[[Any], Array], operand: Any, db:
 
 
 def forward(
-    options: Options, q: Array, k: Array, v: Array, tile_mask: TileMask
+    options: Options, q: Array, k: Array, v: Array, tile_mask: TileMask, *, finite: bool = False
 ) -> tuple[Float[Array, "*a"], Float[Array, "*a"], Float[Array, "*a Hv"]]:
     """Unnormalised attention of a tile.
 
@@ -196,12 +196,14 @@ def forward(
       k: [..., K, c, H].
       v: [..., K, c, Hv].
       tile_mask: Visibility, dropout pattern and bias of the tile.
+      finite: Hidden keys and values are finite, and need not be set to 0.
 
     Returns:
       (top, total, weighted), float32: maximum of each row's scores, at least FLOOR, and the sums of exp(score - top),
       [..., K, G, r], and of exp(score - top) * v, [..., K, G, r, Hv].
     """
-    k, v = zero_hidden(tile_mask.visible, k), zero_hidden(tile_mask.visible, v)
+    if not finite:
+        k, v = zero_hidden(tile_mask.visible, k), zero_hidden(tile_mask.visible, v)
     s, _ = _scores(options, q, k, tile_mask)
     # A constant to derivatives, since it cancels; second derivatives through a maximum are wrong in unoptimised XLA:CPU
     # programs.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
@@ -17,7 +19,7 @@ from hpnlp.ops.attention.block_sparse import tile
 from hpnlp.ops.attention.block_sparse.operands import Options
 from hpnlp.ops.attention.block_sparse.tile import TileMask
 from hpnlp.ops.attention.bucketed import tiles
-from hpnlp.ops.attention.bucketed.order import inverse, sort_by_bucket
+from hpnlp.ops.attention.bucketed.order import sort_by_bucket
 from hpnlp.ops.attention.masks.base import Full
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.dropout import check_rate, keep_mask, seed_words
@@ -25,6 +27,9 @@ from hpnlp.types import InputError
 
 # Largest block of queries of a tile. With a smaller window, blocks of the window's size waste fewer products.
 MAX_BLOCK = 128
+# Tokens of the sequences of heads that are computed at a time on a CPU: copies of queries, keys and values in sorted order, and
+# their gradients, stay in the caches and take little memory.
+CPU_TOKENS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,33 +41,29 @@ class _Settings:
     hides_self: bool
     options: Options
 
-    def band(self, number: int) -> tiles.Band:
-        """The tiles of a round over sorted tokens."""
+    def band(self, length: int) -> tiles.Band:
+        """The tiles of a round over sorted sequences of `length` tokens."""
         block = min(max(8, -(-self.window // 8) * 8), MAX_BLOCK)
-        reach = -(-self.window // block)
-        return tiles.Band(block, reach, 0 if self.causal else reach, _Visible(self, number), self.options)
+        reach = min(-(-self.window // block), -(-length // block) - 1)
+        return tiles.Band(block, reach, 0 if self.causal else reach, _Visible(self), self.options)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Visible:
-    """Visible pairs of a tile in round `number`: those within the window that no earlier round has computed."""
+    """Visible pairs of a tile in a round: those within the window that no earlier round has computed."""
 
     settings: _Settings
-    number: int
 
-    def __call__(self, queries: tuple[Array, ...], keys: tuple[Array, ...], seed: Array, streams: Array) -> TileMask:
-        """Codes are the coordinates of all rounds (`sort_by_bucket`), then the indices in the sequence."""
-        *coordinates, index = (q[:, :, None] - k[:, None] for q, k in zip(queries, keys, strict=True))
-        visible = self._within(coordinates[self.number])
-        for earlier in range(self.number):
-            visible = visible & ~self._within(coordinates[earlier])
+    def __call__(self, queries: Sequence[Array], keys: Sequence[Array], seed: Array, streams: Array) -> TileMask:
+        """Codes are those of `_round_codes`."""
+        own, *earlier, index = (q - k for q, k in zip(queries, keys, strict=True))
+        visible = self._within(own)
+        for difference in earlier:
+            visible = visible & ~self._within(difference)
         if self.settings.hides_self:
             visible = visible & (index != 0)
-        kept, rate = None, self.settings.options.dropout_rate
-        if rate:
-            kept = keep_mask(seed, streams[:, None, None], queries[-1][:, :, None], keys[-1][:, None], rate)
-            kept = kept[:, None, None]
-        return TileMask(visible[:, None, None], kept)
+        rate = self.settings.options.dropout_rate
+        return TileMask(visible, keep_mask(seed, streams, queries[-1], keys[-1], rate) if rate else None)
 
     def _within(self, difference: Array) -> Bool[Array, "..."]:
         window, wraps = self.settings.window, difference.astype(jnp.uint32)
@@ -77,7 +78,7 @@ def bucketed_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B _ M _"],
     v: Float[Array, "B _ K Hv"],
-    buckets: Int[Array, "_ _ N R"],
+    buckets: Int[Array, "_ _ _ R"],
     *,
     window: int,
     causal: bool,
@@ -164,42 +165,48 @@ def _check(q: Array, k: Array, v: Array, buckets: Array, segment_ids: Array | No
 
 def _order_and_codes(
     buckets: Array, segment_ids: Array | None, window: int
-) -> tuple[Int[Array, "R L T"], Int[Array, "L T F"]]:
-    """The sorted order of each round, and the codes of `_Visible`, for the L = B N sequences of heads."""
+) -> tuple[Int[Array, "L R T"], Int[Array, "L F T"]]:
+    """The sorted order of each round, and the coordinate of each token in each round and its index, for L = B N sequences."""
     batch, length, heads, rounds = buckets.shape
-    by_round = buckets.astype(jnp.int32).transpose(3, 0, 2, 1).reshape(rounds, -1, length)
+    by_lane = buckets.astype(jnp.int32).transpose(0, 2, 3, 1).reshape(-1, rounds, length)
     if segment_ids is not None:
-        segment_ids = jnp.repeat(segment_ids, heads, axis=0)[None]
-    order, coordinates = sort_by_bucket(by_round, segment_ids, window)
-    codes = jnp.take_along_axis(coordinates, inverse(order), axis=2)
-    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (1, *codes.shape[1:]))
-    return order, jnp.concatenate([codes, index]).transpose(1, 2, 0)
+        segment_ids = jnp.repeat(segment_ids, heads, axis=0)[:, None]
+    order, coordinates = sort_by_bucket(by_lane, segment_ids, window)
+    codes = jnp.put_along_axis(jnp.zeros_like(order), order, coordinates, axis=2, inplace=False)
+    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch * heads, 1, length))
+    return order, jnp.concatenate([codes, index], axis=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     settings: _Settings, q: Array, k: Array, v: Array, order: Array, codes: Array, seed: Array, streams: Array
 ) -> Array:
-    """Results [L, T, Hv] of q, k, v [L, T, H], order [R, L, T], codes [L, T, R + 1] and streams [L]."""
+    """Results [L, T, Hv] of q, k, v [L, T, H], order [L, R, T], codes [L, R + 1, T] and streams [L]."""
     return _attend_forward(settings, q, k, v, order, codes, seed, streams)[0]
 
 
 def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Any]:
     order, codes, seed, streams = rest
-    sums: Any = None
-    for number in range(order.shape[0]):
-        sorted_codes = _unstacked(_take(codes, order[number]))
-        queries = _take(q, order[number]), *sorted_codes
-        keys = _take(k, order[number]), _take(v, order[number]), *sorted_codes
-        result = tiles.forward(settings.band(number), queries, keys, seed, streams)
-        back = inverse(order[number])
-        top, total, weighted = (_take(x, back) for x in result)
-        parts = top, total, weighted
-        sums = parts if sums is None else tile.combine(sums, parts)
-    o, lse, lse_low = tile.normalize(*sums)
-    if settings.hides_self:
-        o = jnp.where(jnp.isneginf(lse)[..., None], _alone(settings, v.astype(jnp.float32), seed, streams), o)
-    o, lse, lse_low = (checkpoint_name(x, "mixed") for x in (o.astype(q.dtype), lse, lse_low))
+
+    def attend(q: Array, k: Array, v: Array, order: Array, codes: Array, streams: Array) -> tuple[Array, ...]:
+        band = settings.band(q.shape[1])
+
+        def add_round(sums: Any, round_: Any) -> tuple[Any, None]:
+            queries, keys = _sorted_round(settings, band, codes, *round_)
+            of_queries = queries.take(q), *queries.codes
+            of_keys = keys.take(k), keys.take(v), *keys.codes
+            top, total, weighted = map(queries.put, tiles.forward(band, of_queries, of_keys, seed, streams))
+            return tile.combine(sums, (top, total, weighted)), None
+
+        flat = jnp.zeros(q.shape[:2], jnp.float32)
+        start = flat + tile.FLOOR, flat, jnp.zeros(v.shape, jnp.float32)
+        sums, _ = lax.scan(add_round, vary_alike(*start, q)[:3], _rounds(order))
+        o, lse, lse_low = tile.normalize(*sums)
+        if settings.hides_self:
+            o = jnp.where(jnp.isneginf(lse)[..., None], _alone(settings, v.astype(jnp.float32), seed, streams), o)
+        return o.astype(q.dtype), lse, lse_low
+
+    o, lse, lse_low = (checkpoint_name(x, "mixed") for x in _by_lanes(attend, q, k, v, order, codes, streams))
     return o, (q, k, v, *rest, o, lse, lse_low)
 
 
@@ -215,33 +222,106 @@ def _alone(settings: _Settings, x: Float[Array, "L T H"], seed: Array, streams: 
 
 def _attend_backward(settings: _Settings, saved: Any, do: Array) -> tuple[Any, ...]:
     q, k, v, order, codes, seed, streams, o, lse, lse_low = saved
-    delta = jnp.einsum("lth,lth->lt", do, o, preferred_element_type=jnp.float32)
-    is_alone = jnp.isneginf(lse)
-    lse = jnp.where(is_alone, jnp.inf, lse)
-    of_alone = _alone(settings, do.astype(jnp.float32), seed, streams)
-    gradients: Any = 0.0, 0.0, jnp.where(is_alone[..., None], of_alone, jnp.float32(0))
-    for number in range(order.shape[0]):
-        sources = q, k, v, codes, do, lse, lse_low, delta
-        q_r, k_r, v_r, codes_r, *residuals = (_take(x, order[number]) for x in sources)
-        codes_r = _unstacked(codes_r)
-        queries, keys = (q_r, *codes_r), (k_r, v_r, *codes_r)
-        part = tiles.backward(settings.band(number), queries, keys, tuple(residuals), seed, streams)
-        back = inverse(order[number])
-        gradients = tuple(total + _take(x, back) for total, x in zip(gradients, part, strict=True))
-    gradients = (dx.astype(x.dtype) for dx, x in zip(gradients, (q, k, v), strict=True))
-    return *gradients, *(np.zeros(x.shape, jax.dtypes.float0) for x in (order, codes, seed, streams))
+
+    def gradients(
+        q: Array, k: Array, v: Array, order: Array, codes: Array, streams: Array, *of_results: Array
+    ) -> tuple[Array, ...]:
+        do, o, lse, lse_low = of_results
+        band = settings.band(q.shape[1])
+        delta = jnp.einsum("lth,lth->lt", do, o, preferred_element_type=jnp.float32)
+        is_alone = jnp.isneginf(lse)
+        residuals = do, jnp.where(is_alone, jnp.inf, lse), lse_low, delta
+        of_alone = _alone(settings, do.astype(jnp.float32), seed, streams)
+
+        def add_round(sums: tuple[Array, ...], round_: Any) -> tuple[tuple[Array, ...], None]:
+            queries, keys = _sorted_round(settings, band, codes, *round_)
+            of_queries = queries.take(q), *queries.codes
+            of_keys = keys.take(k), keys.take(v), *keys.codes
+            dq, dk, dv = tiles.backward(band, of_queries, of_keys, tuple(map(queries.take, residuals)), seed, streams)
+            part = queries.put(dq), keys.put(dk), keys.put(dv)
+            return tuple(total + x for total, x in zip(sums, part, strict=True)), None
+
+        zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k)]
+        start = *zeros, jnp.where(is_alone[..., None], of_alone, jnp.float32(0))
+        sums, _ = lax.scan(add_round, vary_alike(*start, q)[:3], _rounds(order))
+        return tuple(dx.astype(x.dtype) for dx, x in zip(sums, (q, k, v), strict=True))
+
+    dq, dk, dv = _by_lanes(gradients, q, k, v, order, codes, streams, do, o, lse, lse_low)
+    return dq, dk, dv, *(np.zeros(x.shape, jax.dtypes.float0) for x in (order, codes, seed, streams))
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _take(x: Array, order: Int[Array, "L T"]) -> Array:
-    """`x [L, T, ...]` in another order of the tokens of each sequence."""
-    return jax.vmap(lambda x, order: x.at[order].get(mode="promise_in_bounds", unique_indices=True))(x, order)
+def _by_lanes(function: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[Array, ...]:
+    """`function` of arrays `[L, ...]`, computed for some of the sequences at a time."""
+    lanes, length = arrays[0].shape[:2]
+    if jax.default_backend() != "cpu" or lanes * length <= CPU_TOKENS:
+        return function(*arrays)
+    together = next(n for n in range(max(1, CPU_TOKENS // length), 0, -1) if lanes % n == 0)
+    groups = [x.reshape(-1, together, *x.shape[1:]) for x in arrays]
+    return tuple(x.reshape(lanes, *x.shape[2:]) for x in lax.map(lambda x: function(*x), groups))
 
 
-def _unstacked(codes: Int[Array, "L T F"]) -> tuple[Array, ...]:
-    return tuple(codes[..., i] for i in range(codes.shape[2]))
+def _rounds(order: Int[Array, "L R T"]) -> tuple[Int[Array, " R"], Int[Array, "R L T"]]:
+    """Numbers of the rounds, and the order of each."""
+    return jnp.arange(order.shape[1], dtype=jnp.int32), order.swapaxes(0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sorted:
+    """Tokens of L sequences in sorted order, with padding, P tokens each.
+
+    Attributes:
+      places: int32 [L, P], index of each token among all L T; -1 for padding.
+      back: int32 [L, T], index of each token among the L P sorted ones.
+      codes: int32 [L, P] each, see `_Visible`.
+    """
+
+    places: Array
+    back: Array
+    codes: list[Array]
+
+    def take(self, x: Array) -> Array:
+        """`[L, P, ...]` from `[L, T, ...]`."""
+        return _take(x, self.places)
+
+    def put(self, x: Array) -> Array:
+        """`[L, T, ...]` from `[L, P, ...]`."""
+        return _take(x, self.back)
+
+
+def _take(x: Array, index: Int[Array, "L P"]) -> Array:
+    """`[L, P, ...]`, of `x [L, T, ...]` with the first two axes as one; for -1, 0 in rows, and any number in scalars."""
+    rows = x.reshape(-1, *x.shape[2:]).at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    # XLA:CPU vectorises a gather of rows only together with arithmetic, which takes a third of the time.
+    return rows if x.ndim == 2 else rows * (index >= 0).astype(x.dtype)[..., None]
+
+
+def _sorted_round(
+    settings: _Settings, band: tiles.Band, codes: Int[Array, "L F T"], number: Array, order: Int[Array, "L T"]
+) -> tuple[_Sorted, _Sorted]:
+    """The queries and the keys of a round.
+
+    The codes are the coordinates in this round and in all but the last round, and the index. The queries have coordinates that
+    see nothing in place of those of rounds that are not earlier.
+    """
+    lanes, length = order.shape
+    lane = jnp.arange(lanes, dtype=jnp.int32)[:, None]
+    places = order + lane * length
+    back = jnp.put_along_axis(order, order, jnp.arange(length, dtype=jnp.int32)[None], axis=1, inplace=False)
+    own = _take(lax.dynamic_index_in_dim(codes, number, axis=1, keepdims=False), places)
+    earlier = [_take(codes[:, e], places) for e in range(codes.shape[1] - 2)]
+    nowhere = -2 - settings.window  # not within the window of any coordinate, nor of tiles.PAD
+    hidden = [jnp.where(number > e, x, nowhere) for e, x in enumerate(earlier)]
+
+    def padded(width: tuple[int, int], codes: list[Array], code: int) -> _Sorted:
+        index = back + (lane * (width[0] + length + width[1]) + width[0])
+        codes = [jnp.pad(x, ((0, 0), width), constant_values=jnp.int32(code)) for x in codes]
+        return _Sorted(jnp.pad(places, ((0, 0), width), constant_values=jnp.int32(-1)), index, codes)
+
+    of_queries, of_keys = tiles.padding(band, lanes, length)
+    return padded(of_queries, [own, *hidden, order], nowhere), padded(of_keys, [own, *earlier, order], tiles.PAD)
 
 
 @array_op("B T N", buckets="B T N")

@@ -38,7 +38,7 @@ def sort_by_bucket(
         raise InputError(f"window {window} with {length} tokens: expected (window + 2) * tokens below 2**31; lower it")
     order, is_first = _sort(buckets, segment_ids)
     number = jnp.cumsum(is_first, axis=-1, dtype=jnp.int32) - 1
-    place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), order.shape)
+    place = _index(order)
     return order, place + number * (window + 1)
 
 
@@ -56,7 +56,7 @@ def bucket_ranks(buckets: Int[Array, "*a T"], segment_ids: Int[Array, "*b T"] | 
     Cost: O(T log T).
     """
     order, is_first = _sort(buckets, segment_ids)
-    place = jnp.broadcast_to(jnp.arange(order.shape[-1], dtype=jnp.int32), order.shape)
+    place = _index(order)
     start = lax.cummax(jnp.where(is_first, place, 0), axis=order.ndim - 1)
     return jnp.take_along_axis(place - start, inverse(order), axis=-1)
 
@@ -73,16 +73,35 @@ def inverse(order: Int[Array, "*a T"]) -> Int[Array, "*a T"]:
 
     Cost: O(T).
     """
-    place = jnp.broadcast_to(jnp.arange(order.shape[-1], dtype=jnp.int32), order.shape)
+    place = _index(order)
     return jnp.put_along_axis(jnp.zeros_like(order), order, place, axis=-1, inplace=False)
 
 
 def _sort(buckets: Array, segment_ids: Array | None) -> tuple[Int[Array, "*a T"], Bool[Array, "*a T"]]:
     """(order, whether each sorted token is the first of its bucket and segment)."""
-    index = jnp.broadcast_to(jnp.arange(buckets.shape[-1], dtype=jnp.int32), buckets.shape)
     keys = (buckets,) if segment_ids is None else (jnp.broadcast_to(segment_ids, buckets.shape), buckets)
-    *keys, order = lax.sort((*keys, index), dimension=-1, is_stable=True, num_keys=len(keys))
+    # XLA:CPU sorts one array in a third of the time of two.
+    fits = jnp.max(buckets, initial=0) < (2**31 - 1) // max(1, buckets.shape[-1])
+    *keys, order = lax.cond(fits, _sort_packed, _sort_apart, *keys)
     is_first = jnp.zeros(buckets.shape, bool).at[..., :1].set(True)
     for key in keys:
         is_first = is_first.at[..., 1:].max(key[..., 1:] != key[..., :-1])
     return order, is_first
+
+
+def _sort_packed(*keys: Int[Array, "*a T"]) -> tuple[Int[Array, "*a T"], ...]:
+    """The sorted keys and the order, of buckets that fit into one number together with the index."""
+    *segment_ids, buckets = keys
+    length = max(1, buckets.shape[-1])
+    packed = buckets * length + _index(buckets)
+    *segment_ids, packed = lax.sort((*segment_ids, packed), num_keys=len(keys), is_stable=False)
+    return *segment_ids, packed // length, packed % length
+
+
+def _sort_apart(*keys: Int[Array, "*a T"]) -> tuple[Int[Array, "*a T"], ...]:
+    """The sorted keys and the order, of any buckets."""
+    return tuple(lax.sort((*keys, _index(keys[0])), num_keys=len(keys), is_stable=True))
+
+
+def _index(x: Array) -> Int[Array, "*a T"]:
+    return jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -264,17 +265,13 @@ class _Visible:
     rate: float
     is_mixture: bool
 
-    def __call__(self, queries: tuple[Array, ...], keys: tuple[Array, ...], seed: Array, streams: Array) -> TileMask:
-        visible = queries[0][:, :, None] == keys[0][:, None]
+    def __call__(self, queries: Sequence[Array], keys: Sequence[Array], seed: Array, streams: Array) -> TileMask:
+        visible = queries[0] == keys[0]
         if self.is_mixture:
-            visible = visible & (keys[1][:, None] == 1)
+            visible = visible & (keys[1] == 1)
         elif self.causal:
-            visible = visible & (queries[1][:, :, None] >= keys[1][:, None])
-        kept = None
-        if self.rate:
-            kept = keep_mask(seed, streams[:, None, None], queries[1][:, :, None], keys[-1][:, None], self.rate)
-            kept = kept[:, None, None]
-        return TileMask(visible[:, None, None], kept)
+            visible = visible & (queries[1] >= keys[1])
+        return TileMask(visible, keep_mask(seed, streams, queries[1], keys[-1], self.rate) if self.rate else None)
 
 
 def _bands(settings: SortSettings, options: Options) -> list[tiles.Band]:
@@ -290,29 +287,43 @@ def _attend(settings: SortSettings, options: Options, *arrays: Array) -> Array:
 
 
 def _attend_forward(settings: SortSettings, options: Options, *arrays: Array) -> tuple[Array, Any]:
-    q, k, v, k_mixed, v_mixed, *codes, seed, streams = arrays
-    codes, mixed_codes = codes[:2], codes[2:]
     block, beside = _bands(settings, options)
+    queries, keys, mixtures, streams = _in_whole_blocks(block, *arrays)
     sums = tile.combine(
-        tiles.forward(block, (q, *codes), (k, v, *codes), seed, streams),
-        tiles.forward(beside, (q, *codes), (k_mixed, v_mixed, *mixed_codes), seed, streams),
+        tiles.forward(block, queries, keys, *streams), tiles.forward(beside, queries, mixtures, *streams)
     )
-    o, lse, lse_low = tile.normalize(*sums)
-    o, lse, lse_low = (checkpoint_name(x, "mixed") for x in (o.astype(q.dtype), lse, lse_low))
+    length = arrays[0].shape[1]
+    o, lse, lse_low = (x[:, :length] for x in tile.normalize(*sums))
+    o, lse, lse_low = (checkpoint_name(x, "mixed") for x in (o.astype(arrays[0].dtype), lse, lse_low))
     return o, (arrays, o, lse, lse_low)
 
 
 def _attend_backward(settings: SortSettings, options: Options, saved: Any, do: Array) -> tuple[Any, ...]:
     arrays, o, lse, lse_low = saved
-    q, k, v, k_mixed, v_mixed, *codes, seed, streams = arrays
-    codes, mixed_codes = codes[:2], codes[2:]
     block, beside = _bands(settings, options)
+    queries, keys, mixtures, streams = _in_whole_blocks(block, *arrays)
     delta = jnp.einsum("lth,lth->lt", do, o, preferred_element_type=jnp.float32)
-    residuals, keys = (do, lse, lse_low, delta), (k_mixed, v_mixed, *mixed_codes)
-    dq, dk, dv = tiles.backward(block, (q, *codes), (k, v, *codes), residuals, seed, streams)
-    dq_mixed, dk_mixed, dv_mixed = tiles.backward(beside, (q, *codes), keys, residuals, seed, streams)
+    residuals = tuple(_padded(x, queries[0].shape[1]) for x in (do, lse, lse_low, delta))
+    dq, dk, dv = tiles.backward(block, queries, keys, residuals, *streams)
+    dq_mixed, dk_mixed, dv_mixed = tiles.backward(beside, queries, mixtures, residuals, *streams)
     gradients = zip((dq + dq_mixed, dk, dv, dk_mixed, dv_mixed), arrays[:5], strict=True)
-    return *(dx.astype(x.dtype) for dx, x in gradients), *(np.zeros(x.shape, jax.dtypes.float0) for x in arrays[5:])
+    gradients = (dx[:, : x.shape[1]].astype(x.dtype) for dx, x in gradients)
+    return *gradients, *(np.zeros(x.shape, jax.dtypes.float0) for x in arrays[5:])
+
+
+def _in_whole_blocks(band: tiles.Band, *arrays: Array) -> tuple[tuple[Array, ...], ...]:
+    """(queries, keys, mixtures) of `tiles.forward`, each with codes, from the arrays of `_attend`; and (seed, streams)."""
+    (_, after), _ = tiles.padding(band, *arrays[0].shape[:2])
+    length = arrays[0].shape[1] + after
+    q, k, v, k_mixed, v_mixed, *codes = (_padded(x, length) for x in arrays[:-2])
+    return (q, *codes[:2]), (k, v, *codes[:2]), (k_mixed, v_mixed, *codes[2:]), arrays[-2:]
+
+
+def _padded(x: Array, length: int) -> Array:
+    """`[L, length, ...]`, with PAD for codes of padding, and 0 for others."""
+    widths = [(0, 0), (0, length - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
+    is_code = jnp.issubdtype(x.dtype, jnp.integer)
+    return jnp.pad(x, widths, constant_values=jnp.asarray(tiles.PAD if is_code else 0, x.dtype))
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -1,7 +1,11 @@
 """Attention within a band of two sequences of blocks, tile by tile: a block of queries against nearby blocks of keys.
 
 Which pairs of a tile are visible is a function of integer codes of the tokens, so that any order of the tokens can be used.
-Scores exist for one group of tiles at a time, also in the backward pass.
+Scores exist for one group of tiles at a time, also in the backward pass. Keys and values must be finite.
+
+A tile reads W / C consecutive blocks of keys. The tiles of every (W / C)-th block of queries read disjoint keys, one after the
+other, so that their keys are a slice of the sequence: XLA:CPU takes longer to copy overlapping keys of all tiles than for the
+products.
 """
 
 from __future__ import annotations
@@ -17,13 +21,14 @@ from jaxtyping import Array, Float
 
 from hpnlp.ops.attention.block_sparse import tile
 from hpnlp.ops.attention.block_sparse.operands import Options
-from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
+from hpnlp.ops.attention.block_sparse.tile import TileMask
 from hpnlp.ops.custom_vjp import vary_alike
 
-# Code of padding, at the ends of sequences.
+# Code of padding of keys, at the ends of sequences.
 PAD = 2**31 - 1
-# Scores of a group of tiles. On a CPU a group stays in the second-level cache; an accelerator needs many tiles to be busy.
-CPU_SCORES, DEVICE_SCORES = 2**18, 2**25
+# Scores of a group of tiles that read disjoint keys. On a CPU a group stays in the caches; an accelerator needs many tiles to
+# be busy.
+CPU_SCORES, DEVICE_SCORES = 2**19, 2**25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +39,8 @@ class Band:
       block: Tokens of a block, C.
       before: Number of key blocks of a tile before the block of the same number.
       after: Number of key blocks of a tile after it.
-      rule: `(codes of queries, codes of keys, seed, streams [n]) -> TileMask` with arrays `[n, 1, 1, C, W]`, for tuples of
-          codes `[n, C]` and `[n, W]`, W = (before + 1 + after) C keys. A hashable function or dataclass.
+      rule: `(codes of queries, codes of keys, seed, streams) -> TileMask` for integer arrays that broadcast against each other,
+          to `[n, C, W]` or `[n, W, C]`, W = (before + 1 + after) C keys. A hashable function or dataclass.
       options: Settings of the arithmetic of a tile.
     """
 
@@ -81,14 +86,32 @@ def by_lane(x: Float[Array, "B T K H"], heads: int) -> Float[Array, "L T H"]:
     return jnp.repeat(x, heads // x.shape[1], axis=1).reshape(-1, *x.shape[2:])
 
 
-def _grid(band: Band, lanes: int, blocks: int) -> _Grid:
+def _grid(band: Band, lanes: int, length: int) -> _Grid:
     scores = CPU_SCORES if jax.default_backend() == "cpu" else DEVICE_SCORES
     tiles = max(1, scores // (band.block**2 * band.width))
-    if blocks >= tiles:
-        groups = -(-blocks // tiles)
-        return _Grid(1, -(-blocks // groups), (lanes, groups))
-    together = next(n for n in range(min(lanes, max(1, tiles // blocks)), 0, -1) if lanes % n == 0)
-    return _Grid(together, blocks, (lanes // together, 1))
+    runs = -(-length // (band.block * band.width))  # of `width` blocks, one of each set of tiles
+    if runs >= tiles:
+        # The most runs that pad a sequence by at most 1/16 of its length.
+        together = next(n for n in range(tiles, 0, -1) if -runs % n * 16 <= runs)
+        return _Grid(1, together * band.width, (lanes, -(-runs // together)))
+    together = next(n for n in range(min(lanes, max(1, tiles // runs)), 0, -1) if lanes % n == 0)
+    return _Grid(together, runs * band.width, (lanes // together, 1))
+
+
+def padding(band: Band, lanes: int, length: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Numbers of tokens of padding before and after the sequences, of the arrays of queries and of those of keys.
+
+    Args:
+      band: Settings.
+      lanes: Number of sequences L.
+      length: Number of tokens T of each.
+
+    Returns:
+      ((0, after), (before, after)): the padded lengths are those of `forward` and `backward`.
+    """
+    grid = _grid(band, lanes, length)
+    after = grid.blocks * grid.count[1] * band.block - length
+    return (0, after), (band.before * band.block, after + band.after * band.block)
 
 
 def forward(
@@ -98,28 +121,32 @@ def forward(
 
     Args:
       band: Settings.
-      queries: q [L, T, H], then codes int32 [L, T].
-      keys: k [L, S, H], v [L, S, Hv], then codes int32 [L, S]; S tokens in as many blocks as the queries have.
+      queries: q [L, P, H], then codes int32 [L, P], P tokens with `padding`.
+      keys: k [L, S, H], v [L, S, Hv], then codes int32 [L, S], S tokens with `padding`, which no other token sees.
       seed: uint32 [words], for dropout.
       streams: int32 [L], a number of each sequence, for dropout.
 
     Returns:
-      float32 (top [L, T], total [L, T], weighted [L, T, Hv]); see `tile.forward`.
+      float32 (top [L, P], total [L, P], weighted [L, P, Hv]); see `tile.forward`.
 
     Cost: O(L T W H) time for W keys of a tile; memory for the inputs, the results and one group of tiles.
     """
-    lanes, length = queries[0].shape[:2]
-    grid = _grid(band, lanes, -(-length // band.block))
-    queries, keys = _query_blocks(band, grid, queries), _key_blocks(band, grid, keys)
+    grid, size = _grid(band, *queries[0].shape[:2]), queries[0].shape[:2]
+    queries, keys = _blocks(band, queries), _blocks(band, keys)
 
-    def group(i: Array) -> tuple[Array, Array, Array]:
-        (q, *codes), (k, v, *key_codes) = _group(band, grid, i, queries, keys)
-        mask = band.rule(tuple(codes), tuple(key_codes), seed, _of_group(grid, i, streams))
-        top, total, weighted = tile.forward(band.options, q[:, None, None], k[:, None], v[:, None], mask)
-        return top[:, 0, 0], total[:, 0, 0], weighted[:, 0, 0]
+    def group(i: Array) -> tuple[Array, ...]:
+        results = []
+        for shift in range(band.width):
+            (q, *codes), (k, v, *key_codes) = _tiles(band, grid, i, shift, queries, keys)
+            codes, key_codes = [x[:, :, None] for x in codes], [x[:, None] for x in key_codes]
+            mask = band.rule(codes, key_codes, seed, _of_group(band, grid, i, streams))
+            mask = jax.tree.map(lambda x: x[:, None, None], mask)
+            partial = tile.forward(band.options, q[:, None, None], k[:, None], v[:, None], mask, finite=True)
+            results.append([x[:, 0, 0] for x in partial])
+        return tuple(_together(grid, *x) for x in zip(*results, strict=True))
 
     results = lax.map(group, _varying(grid.indices(), queries[0]))
-    top, total, weighted = (_in_sequence(x, lanes, length) for x in results)
+    top, total, weighted = (x.reshape(*size, *x.shape[4:]) for x in results)
     return top, total, weighted
 
 
@@ -135,96 +162,109 @@ def backward(
 
     Args:
       band: Settings.
-      queries: q [L, T, H], then codes int32 [L, T].
-      keys: k [L, S, H], v [L, S, Hv], then codes int32 [L, S]; S tokens in as many blocks as the queries have.
-      residuals: (do [L, T, Hv], lse [L, T], lse_low [L, T], delta [L, T]); see `tile.QueryResiduals`.
+      queries: As in `forward`.
+      keys: As in `forward`.
+      residuals: (do [L, P, Hv], lse [L, P], lse_low [L, P], delta [L, P]), finite in padding; see `tile.QueryResiduals`.
       seed: uint32 [words], for dropout.
       streams: int32 [L], a number of each sequence, for dropout.
 
     Returns:
-      float32 (dq [L, T, H], dk [L, S, H], dv [L, S, Hv]).
+      float32 (dq [L, P, H], dk [L, S, H], dv [L, S, Hv]), of padding without meaning.
 
     Cost: As `forward`, 2.5 times the products.
     """
-    lanes, length = queries[0].shape[:2]
-    grid = _grid(band, lanes, -(-length // band.block))
-    do, lse, lse_low, delta = residuals
-    # The probabilities of padding are 0.
-    lse_blocks = _blocks(lse, band.block, 0, grid.blocks * grid.count[1], fill=jnp.inf)
-    rows = (lse_blocks, *_query_blocks(band, grid, (do, lse_low, delta, *queries)))
-    key_blocks = _key_blocks(band, grid, keys)
+    grid, size = _grid(band, *queries[0].shape[:2]), queries[0].shape
+    rows, key_blocks = _blocks(band, (*residuals, *queries)), _blocks(band, keys)
 
     def group(sums: tuple[Array, ...], i: Array) -> tuple[tuple[Array, ...], Array]:
-        (lse, do, lse_low, delta, q, *codes), (k, v, *key_codes) = _group(band, grid, i, rows, key_blocks)
-        mask = band.rule(tuple(codes), tuple(key_codes), seed, _of_group(grid, i, streams))
-        of_queries = QueryResiduals(*(x[:, None, None] for x in (q, do, lse, lse_low, delta)))
-        dq, dk, dv, _ = tile.backward(band.options, of_queries, k[:, None], v[:, None], mask)
-        sums = tuple(_add_to_blocks(band, grid, i, x, dx[:, 0]) for x, dx in zip(sums, (dk, dv), strict=True))
-        return sums, dq[:, 0, 0]
+        gradients = []
+        for shift in range(band.width):
+            (do, lse, lse_low, delta, q, *codes), (k, v, *key_codes) = _tiles(band, grid, i, shift, rows, key_blocks)
+            codes, key_codes = [x[:, None] for x in codes], [x[:, :, None] for x in key_codes]
+            mask = band.rule(codes, key_codes, seed, _of_group(band, grid, i, streams))
+            dq, dk, dv = _tile_gradients(band.options, (q, do, lse, lse_low, delta), k, v, mask)
+            sums = tuple(_add_to_blocks(grid, i, shift, x, dx) for x, dx in zip(sums, (dk, dv), strict=True))
+            gradients.append(dq)
+        return sums, _together(grid, *gradients)
 
-    zeros = tuple(_varying(jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2]), jnp.float32), x) for x in key_blocks[:2])
+    zeros = tuple(_varying(jnp.zeros(x.shape, jnp.float32), x) for x in key_blocks[:2])
     sums, dq = lax.scan(group, zeros, _varying(grid.indices(), rows[0]))
-    size = keys[0].shape[1]
-    dk, dv = (x[:, band.before :].swapaxes(2, 3).reshape(lanes, -1, x.shape[2])[:, :size] for x in sums)
-    return _in_sequence(dq, lanes, length), dk, dv
+    dk, dv = (x.reshape(x.shape[0], -1, x.shape[3]) for x in sums)
+    return dq.reshape(size), dk, dv
+
+
+def _tile_gradients(
+    options: Options, residuals: tuple[Array, ...], k: Array, v: Array, mask: TileMask
+) -> tuple[Array, Array, Array]:
+    """Gradients of q [n, C, H], k [n, W, H] and v [n, W, Hv], with a mask [n, W, C]. As `tile.backward`, from scores by key.
+
+    XLA:CPU transposes the scores for one of the products, and not for two, as with scores by query.
+    """
+    q, do, lse, lse_low, delta = residuals
+    early = options.scale if q.dtype == jnp.float32 else 1.0  # as in `tile.forward`
+    s = _product(k, q * early if early != 1.0 else q, 2, 2)
+    s = jnp.where(mask.visible, s if early != 1.0 else s * options.scale, -jnp.inf)
+    p, dp = jnp.exp(s - lse[:, None] - lse_low[:, None]), _product(v, do, 2, 2)
+    dropped = p
+    if mask.kept is not None:
+        dropped, dp = (jnp.where(mask.kept, x * (1.0 / (1.0 - options.dropout_rate)), 0.0) for x in (p, dp))
+    dtype = jnp.float32 if k.dtype == jnp.float16 else k.dtype  # float16 overflows under loss scaling
+    ds = (p * (dp - delta[:, None]) * options.scale).astype(dtype)
+    return (
+        _product(ds, k.astype(dtype), 1, 1),
+        _product(ds, q.astype(dtype), 2, 1),
+        _product(dropped.astype(k.dtype), do, 2, 1),
+    )
+
+
+def _product(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
+    """float32 product over an axis of each, batched over the first axis."""
+    return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
 
 def _varying(x: Array, like: Array) -> Array:
     return vary_alike(x, like)[0]
 
 
-def _query_blocks(band: Band, grid: _Grid, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """`[L, T, ...]` -> `[L, blocks, C, ...]`, the number of blocks a multiple of those of a group."""
-    return tuple(_blocks(x, band.block, 0, grid.blocks * grid.count[1]) for x in arrays)
+def _blocks(band: Band, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """`[L, blocks, C, ...]` from `[L, blocks C, ...]`."""
+    return tuple(x.reshape(x.shape[0], -1, band.block, *x.shape[2:]) for x in arrays)
 
 
-def _key_blocks(band: Band, grid: _Grid, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """As `_query_blocks`, with `band.before` blocks of padding before and `band.after` after them."""
-    return tuple(_blocks(x, band.block, band.before, grid.blocks * grid.count[1] + band.after) for x in arrays)
-
-
-def _blocks(x: Array, size: int, before: int, blocks: int, fill: float = 0.0) -> Array:
-    """`[L, T, ...]` -> `[L, before + blocks, C, ...]`. Codes are padded with PAD, other arrays with `fill`."""
-    padding = [(0, 0)] * x.ndim
-    padding[1] = (before * size, blocks * size - x.shape[1])
-    is_code = jnp.issubdtype(x.dtype, jnp.integer)
-    x = jnp.pad(x, padding, constant_values=jnp.asarray(PAD if is_code else fill, x.dtype))
-    return x.reshape(x.shape[0], before + blocks, size, *x.shape[2:])
-
-
-def _group(band: Band, grid: _Grid, i: Array, rows: tuple[Array, ...], keys: tuple[Array, ...]) -> tuple[Any, Any]:
-    """The arrays of the tiles of group i: `[n, C, ...]` of queries and `[n, W, ...]` of keys."""
+def _tiles(
+    band: Band, grid: _Grid, i: Array, shift: int, rows: tuple[Array, ...], keys: tuple[Array, ...]
+) -> tuple[Any, Any]:
+    """Tiles of the query blocks `shift`, `shift + width`, ... of group i: `[n, C, ...]` of queries, `[n, W, ...]` of keys."""
     lane, block = grid.start(i)
 
-    def cut(x: Array, blocks: int) -> Array:
-        start = (lane, block, *[jnp.zeros_like(lane)] * (x.ndim - 2))
-        return lax.dynamic_slice(x, start, (grid.lanes, blocks, *x.shape[2:]))
+    def cut(x: Array, start: Array, blocks: int) -> Array:
+        starts = (lane, start, *[jnp.zeros_like(lane)] * (x.ndim - 2))
+        return lax.dynamic_slice(x, starts, (grid.lanes, blocks, *x.shape[2:]))
 
-    def windows(x: Array) -> Array:
-        x = cut(x, grid.blocks + band.width - 1)
-        x = jnp.concatenate([x[:, j : j + grid.blocks] for j in range(band.width)], axis=2)
-        return x.reshape(-1, *x.shape[2:])
+    def of_queries(x: Array) -> Array:
+        x = cut(x, block, grid.blocks).reshape(-1, band.width, *x.shape[2:])
+        return x[:, shift]
 
-    return tuple(cut(x, grid.blocks).reshape(-1, *x.shape[2:]) for x in rows), tuple(windows(x) for x in keys)
+    def of_keys(x: Array) -> Array:
+        return cut(x, block + shift, grid.blocks).reshape(-1, band.width * band.block, *x.shape[3:])
 
-
-def _of_group(grid: _Grid, i: Array, streams: Array) -> Array:
-    """The numbers of the sequences of each tile of group i, `[n]`."""
-    return jnp.repeat(lax.dynamic_slice(streams, grid.start(i)[:1], (grid.lanes,)), grid.blocks)
+    return tuple(map(of_queries, rows)), tuple(map(of_keys, keys))
 
 
-def _add_to_blocks(band: Band, grid: _Grid, i: Array, sums: Array, dx: Array) -> Array:
-    """Adds gradients of the keys of tiles `[n, H, W]` to those of all key blocks `[L, blocks, H, C]`."""
+def _of_group(band: Band, grid: _Grid, i: Array, streams: Array) -> Array:
+    """The numbers of the sequences of each tile of group i, `[n, 1, 1]`."""
+    streams = lax.dynamic_slice(streams, grid.start(i)[:1], (grid.lanes,))
+    return jnp.repeat(streams, grid.blocks // band.width)[:, None, None]
+
+
+def _together(grid: _Grid, *parts: Array) -> Array:
+    """Results of the tiles of every (W / C)-th block, `[n, C, ...]` each, as those of all blocks `[lanes, blocks, C, ...]`."""
+    return jnp.stack(parts, axis=1).reshape(grid.lanes, grid.blocks, *parts[0].shape[1:])
+
+
+def _add_to_blocks(grid: _Grid, i: Array, shift: int, sums: Array, dx: Array) -> Array:
+    """Adds gradients of the keys of tiles `[n, W, H]` to those of all key blocks `[L, blocks, C, H]`."""
     lane, block = grid.start(i)
-    start = (lane, block, jnp.zeros_like(lane), jnp.zeros_like(lane))
-    part = lax.dynamic_slice(sums, start, (grid.lanes, grid.blocks + band.width - 1, *sums.shape[2:]))
-    dx = dx.reshape(grid.lanes, grid.blocks, *dx.shape[1:])
-    for j in range(band.width):
-        padding = ((0, 0), (j, band.width - 1 - j), (0, 0), (0, 0))
-        part = part + jnp.pad(dx[..., j * band.block : (j + 1) * band.block], padding)
-    return lax.dynamic_update_slice(sums, part, start)
-
-
-def _in_sequence(x: Array, lanes: int, length: int) -> Array:
-    """Results of the groups `[groups, n, C, ...]` as `[L, T, ...]`."""
-    return x.reshape(lanes, -1, *x.shape[3:])[:, :length]
+    start = (lane, block + shift, jnp.zeros_like(lane), jnp.zeros_like(lane))
+    part = lax.dynamic_slice(sums, start, (grid.lanes, grid.blocks, *sums.shape[2:]))
+    return lax.dynamic_update_slice(sums, part + dx.reshape(part.shape), start)

@@ -21,6 +21,8 @@ from hpnlp.types import InputError
 
 # Queries times heads in a tile, at most and at least, so that products keep a core busy and few rows are empty.
 MAX_ROWS, MIN_ROWS = 128, 8
+# Scores of the tiles of a step. On a CPU they stay in the caches; an accelerator needs many tiles to be busy.
+CPU_SCORES, DEVICE_SCORES = 2**19, 2**25
 
 
 @array_op("B T N", q="B T N")
@@ -168,18 +170,16 @@ class _Indices:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Tile:
-    """One tile, or the tiles of all examples and key heads one after the other.
+class _Tiles:
+    """n tiles, of any examples and key heads.
 
     Attributes:
-      rows: int32 [W], index among all rows of queries; -1 for none.
-      problem: int32 scalar, example times K plus key head.
-      start: int32 scalar, index of the first key.
-      is_used: bool scalar, whether the tile has rows.
+      rows: int32 [n, W], index among all rows of queries; -1 for none.
+      start: int32 [n], index of the first key among the keys of all examples and key heads.
+      is_used: bool [n], whether the tile has rows.
     """
 
     rows: Array
-    problem: Array
     start: Array
     is_used: Array
 
@@ -187,7 +187,8 @@ class _Tile:
 class _Problem:
     """Arrays by example and key head, and their tiles.
 
-    A row is a query of one of the P / K groups of heads of a key head, with its g = N / P heads: `[B K T P / K, g, ...]`.
+    A row is a query of one of the P / K groups of heads of a key head, with its g = N / P heads: `[B K T P / K, g, ...]`. Keys
+    are `[B K S, ...]`.
     """
 
     def __init__(
@@ -197,15 +198,16 @@ class _Problem:
         k: Array,
         v: Array,
         indices: _Indices,
-        tiles: tuple[_Tile, Array] | None = None,
+        tiles: tuple[_Tiles, Array] | None = None,
     ) -> None:
         self.options, self.indices = options, indices
         self.batch, self.length, self.heads, self.size = q.shape
-        self.kv_heads, (groups, self.count) = k.shape[2], indices.chosen.shape[2:]
+        self.keys, self.kv_heads = k.shape[1:3]
+        groups, self.count = indices.chosen.shape[2:]
         self.repeats, self.together = groups // self.kv_heads, self.heads // groups
         self.scale = jnp.float32(self.size**-0.5)
         self.q, self.k, self.v = self.rows_of(q), _by_head(k), _by_head(v)
-        self.visible = None if indices.kv_visible is None else _by_head(indices.kv_visible[..., None])
+        self.visible = None if indices.kv_visible is None else _by_head(indices.kv_visible[..., None])[:, 0]
         self.streams = None
         if indices.streams is not None:
             self.streams = self.rows_of(jnp.broadcast_to(indices.streams[:, None, :, None], (*q.shape[:3], 1)))[..., 0]
@@ -216,17 +218,30 @@ class _Problem:
         width = 2 ** (max(min(pairs, MAX_ROWS // self.together), MIN_ROWS // self.together, 1).bit_length() - 1)
         self.tiles, self.places = self._tiles(chosen, blocks, width) if tiles is None else tiles
 
-    def _tiles(self, chosen: Array, blocks: int, width: int) -> tuple[_Tile, Array]:
+    def _tiles(self, chosen: Array, blocks: int, width: int) -> tuple[_Tiles, Array]:
+        """The tiles of all problems, in steps `[steps, n, ...]`, and the place of each pair of a row and a block."""
         tiles = row_tiles(chosen, blocks, width)
         problems = jnp.arange(chosen.shape[0], dtype=jnp.int32)[:, None]
-        per_problem = chosen.shape[1] // self.count
-        rows = jnp.where(tiles.rows < 0, -1, tiles.rows // self.count + problems[..., None] * per_problem)
+        rows = jnp.where(
+            tiles.rows < 0, -1, tiles.rows // self.count + problems[..., None] * (chosen.shape[1] // self.count)
+        )
         starts = jnp.repeat(self.indices.starts, self.kv_heads, axis=0).astype(jnp.int32)
         start = jnp.take_along_axis(starts, jnp.minimum(tiles.groups, blocks - 1), axis=1)
-        problem = jnp.broadcast_to(problems, tiles.groups.shape)
-        flat = [x.reshape(-1, *x.shape[2:]) for x in (rows, problem, start, tiles.groups < blocks)]
+        is_used = tiles.groups < blocks
+        start = jnp.where(is_used, start, 0) + problems * self.keys
+
+        scores = CPU_SCORES if jax.default_backend() == "cpu" else DEVICE_SCORES
+        steps = -(-is_used.size // max(1, scores // (width * self.together * self.options.block)))
+        together = -(-is_used.size // steps)
+
+        def in_steps(x: Array, fill: Any) -> Array:
+            x = x.reshape(-1, *x.shape[2:])
+            x = jnp.pad(x, [(0, steps * together - x.shape[0]), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
+            return x.reshape(steps, together, *x.shape[1:])
+
         places = jnp.where(tiles.places < 0, -1, tiles.places + problems * (tiles.groups.shape[1] * width))
-        return _Tile(*flat), places.reshape(-1, self.count)
+        steps_of = in_steps(rows, jnp.int32(-1)), in_steps(start, jnp.int32(0)), in_steps(is_used, False)
+        return _Tiles(*steps_of), places.reshape(-1, self.count)
 
     def rows_of(self, x: Array) -> Array:
         """`[B K T P / K, g, F]` from `[B, T, N, F]`."""
@@ -238,36 +253,45 @@ class _Problem:
         x = x.reshape(self.batch, self.kv_heads, self.length, -1, x.shape[2])
         return x.swapaxes(1, 2).reshape(self.batch, self.length, self.heads, x.shape[4])
 
-    def keys_of(self, tile: _Tile, x: Array) -> Array:
-        """The tile's block of keys, values or flags: `[block, F]`."""
-        sizes = 1, self.options.block, x.shape[2]
-        return lax.dynamic_slice(x, (tile.problem, tile.start, jnp.zeros_like(tile.start)), sizes)[0]
+    def queries_of(self, tiles: _Tiles, x: Array) -> Array:
+        """The queries of each tile, or other arrays by row `[rows, g, ...]`: `[n, W g, ...]`."""
+        x = _take_rows(x, tiles.rows)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
 
-    def scores(self, tile: _Tile, q: Array) -> Array:
-        """float32 `[W, g, block]`; -inf for keys that are not visible."""
+    def keys_of(self, tiles: _Tiles, x: Array) -> Array:
+        """The block of keys, values or flags of each tile: `[n, block, ...]`."""
+        return _take_rows(x, tiles.start[:, None] + jnp.arange(self.options.block, dtype=jnp.int32)[None])
+
+    def scores(self, tiles: _Tiles, q: Array, k: Array) -> Array:
+        """float32 `[n, W g, block]` of `queries_of` and `keys_of`; -inf for keys that are not visible."""
         # In float32 the queries are scaled, so that XLA:CPU cannot scale and subtract the maximum in one rounded operation in
         # one of the passes only. The weights of large scores would then differ between the passes.
         early = q.dtype == jnp.float32
-        scores = _product(q * self.scale if early else q, self.keys_of(tile, self.k), 2, 1)
+        scores = _product(q * self.scale if early else q, k, 2, 2)
         scores = scores if early else scores * self.scale
         if self.visible is not None:
-            scores = jnp.where(self.keys_of(tile, self.visible)[None, None, :, 0], scores, -jnp.inf)
+            scores = jnp.where(self.keys_of(tiles, self.visible)[:, None], scores, -jnp.inf)
         return scores
 
-    def kept(self, tile: _Tile) -> Array | None:
-        """float32 `[W, g, block]`, the factors of dropout; None without dropout."""
+    def kept(self, tiles: _Tiles) -> Array | None:
+        """float32 `[n, W g, block]`, the factors of dropout; None without dropout."""
         if self.streams is None or self.indices.seed is None:
             return None
         rate = self.options.dropout_rate
-        query = (jnp.maximum(tile.rows, 0) // self.repeats % self.length)[:, None, None]
-        key = (tile.start + jnp.arange(self.options.block, dtype=jnp.int32))[None, None]
-        keep = keep_mask(self.indices.seed, _take_rows(self.streams, tile.rows)[..., None], query, key, rate)
+        query = jnp.maximum(tiles.rows, 0) // self.repeats % self.length
+        query = jnp.repeat(query, self.together, axis=1)[..., None]
+        key = tiles.start[:, None, None] % self.keys + jnp.arange(self.options.block, dtype=jnp.int32)[None, None]
+        keep = keep_mask(self.indices.seed, self.queries_of(tiles, self.streams)[..., None], query, key, rate)
         return jnp.where(keep, jnp.float32(1.0 / (1.0 - rate)), jnp.float32(0))
 
 
 def _take_rows(x: Array, rows: Array) -> Array:
-    """Rows `[W, ...]` of x; row 0 for -1."""
-    return x.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds")
+    """Rows `[*rows.shape, ...]` of x; row 0 for -1."""
+    taken = x.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    # XLA:CPU vectorises a gather of rows only together with arithmetic, which makes it 3 times as fast.
+    return (
+        taken if x.dtype == bool else lax.optimization_barrier(taken * lax.optimization_barrier(jnp.ones((), x.dtype)))
+    )
 
 
 def _sum_of_places(x: Array, places: Array, weights: Array) -> Array:
@@ -283,13 +307,13 @@ def _or_one(total: Array) -> Array:
 
 
 def _by_head(x: Array) -> Array:
-    """`[B K, S, F]` from `[B, S, K, F]`."""
-    return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
+    """`[B K S, F]` from `[B, S, K, F]`."""
+    return x.swapaxes(1, 2).reshape(-1, x.shape[3])
 
 
 def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
-    """float32 product over one axis of each."""
-    return lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=jnp.float32)
+    """float32 product over one axis of each, batched over the first axis."""
+    return lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -300,25 +324,25 @@ def _attend(options: _Options, q: Array, k: Array, v: Array, indices: _Indices) 
 @accepts_numpy
 def _forward(options: _Options, q: Array, k: Array, v: Array, indices: _Indices) -> tuple[Any, Any]:
     problem = _Problem(options, q, k, v, indices)
-    width, together = problem.tiles.rows.shape[1], problem.together
+    (count, width), together = problem.tiles.rows.shape[1:], problem.together
 
-    def compute(tile: _Tile) -> tuple[Array, Array, Array]:
-        scores = problem.scores(tile, _take_rows(problem.q, tile.rows))
-        top = jnp.maximum(jnp.max(scores, axis=2, keepdims=True), FLOOR)
-        weights = jnp.exp(scores - top)
+    def compute(tiles: _Tiles) -> tuple[Array, Array, Array]:
+        scores = problem.scores(tiles, problem.queries_of(tiles, problem.q), problem.keys_of(tiles, problem.k))
+        top = jnp.maximum(jnp.max(scores, axis=2), FLOOR)
+        weights = jnp.exp(scores - top[..., None])
         total = jnp.sum(weights, axis=2)
-        kept = problem.kept(tile)
+        kept = problem.kept(tiles)
         weights = weights if kept is None else weights * kept
-        return top[..., 0], total, _product(weights.astype(v.dtype), problem.keys_of(tile, problem.v), 2, 0)
+        return top, total, _product(weights.astype(v.dtype), problem.keys_of(tiles, problem.v), 2, 1)
 
-    def skip(tile: _Tile) -> tuple[Array, Array, Array]:
-        zeros = jnp.zeros((width, together), jnp.float32)
-        empty = zeros + FLOOR, zeros, jnp.zeros((width, together, v.shape[3]), jnp.float32)
-        top, total, weighted, _ = vary_alike(*empty, tile.rows)
+    def skip(tiles: _Tiles) -> tuple[Array, Array, Array]:
+        zeros = jnp.zeros((count, width * together), jnp.float32)
+        empty = zeros + FLOOR, zeros, jnp.zeros((*zeros.shape, v.shape[3]), jnp.float32)
+        top, total, weighted, _ = vary_alike(*empty, tiles.rows)
         return top, total, weighted
 
-    def step(_: None, tile: _Tile) -> tuple[None, tuple[Array, Array, Array]]:
-        return None, lax.cond(tile.is_used, compute, skip, tile)
+    def step(_: None, tiles: _Tiles) -> tuple[None, tuple[Array, Array, Array]]:
+        return None, lax.cond(tiles.is_used.any(), compute, skip, tiles)
 
     _, (tops, totals, weighted) = lax.scan(step, None, problem.tiles)
     tops, totals = (_take_rows(x.reshape(-1, together), problem.places) for x in (tops, totals))
@@ -343,31 +367,35 @@ def _backward(options: _Options, residuals: Any, cotangents: tuple[Array, Array]
     numbers = jnp.stack([jnp.where(jnp.isneginf(lse), jnp.inf, lse), lse_low, delta], axis=3)
     numbers, do = lax.optimization_barrier((problem.rows_of(numbers), problem.rows_of(do)))
 
-    def compute(sums: tuple[Array, Array], tile: _Tile) -> tuple[tuple[Array, Array], Array]:
-        q_rows, do_rows, of_rows = (_take_rows(x, tile.rows) for x in (problem.q, do, numbers))
-        weights = jnp.exp(problem.scores(tile, q_rows) - of_rows[..., :1] - of_rows[..., 1:2])
-        weights = jnp.where((tile.rows >= 0)[:, None, None], weights, 0.0)
-        d_weights, dropped = _product(do_rows, problem.keys_of(tile, problem.v), 2, 1), weights
-        if (kept := problem.kept(tile)) is not None:
+    def compute(sums: tuple[Array, Array], tiles: _Tiles) -> tuple[tuple[Array, Array], Array]:
+        q_rows, do_rows, of_rows = (problem.queries_of(tiles, x) for x in (problem.q, do, numbers))
+        k_block, v_block = (problem.keys_of(tiles, x) for x in (problem.k, problem.v))
+        is_row = jnp.repeat(tiles.rows >= 0, problem.together, axis=1)[..., None]
+        weights = jnp.exp(problem.scores(tiles, q_rows, k_block) - of_rows[..., :1] - of_rows[..., 1:2])
+        weights = jnp.where(is_row, weights, 0.0)
+        d_weights, dropped = _product(do_rows, v_block, 2, 2), weights
+        if (kept := problem.kept(tiles)) is not None:
             d_weights, dropped = d_weights * kept, weights * kept
         d_scores = (weights * (d_weights - of_rows[..., 2:]) * problem.scale).astype(q.dtype)
         # The barrier keeps XLA:CPU from computing the exponentials again for each product.
         d_scores, dropped = lax.optimization_barrier((d_scores, dropped.astype(v.dtype)))
-        dk = _rows_product(d_scores, q_rows)
-        dv = _rows_product(dropped, do_rows)
-        at = tile.problem, tile.start, jnp.zeros_like(tile.start)
-        sum_k, sum_v = (
-            lax.dynamic_update_slice(total, (problem.keys_of(tile, total) + x)[None], at)
-            for total, x in zip(sums, (dk, dv), strict=True)
-        )
-        return (sum_k, sum_v), _product(d_scores, problem.keys_of(tile, problem.k), 2, 0)
+        gradients = _product(d_scores, q_rows, 1, 1), _product(dropped, do_rows, 1, 1)
 
-    def skip(sums: tuple[Array, Array], tile: _Tile) -> tuple[tuple[Array, Array], Array]:
-        shape = tile.rows.shape[0], problem.together, problem.size
-        return sums, vary_alike(jnp.zeros(shape, jnp.float32), tile.rows)[0]
+        def add(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            # One tile after the other, because several may read the same keys.
+            at = tiles.start[i], jnp.zeros_like(i)
+            new = (lax.dynamic_slice(x, at, dx.shape[1:]) + dx[i] for x, dx in zip(sums, gradients, strict=True))
+            sum_k, sum_v = (lax.dynamic_update_slice(x, y, at) for x, y in zip(sums, new, strict=True))
+            return sum_k, sum_v
 
-    def step(sums: tuple[Array, Array], tile: _Tile) -> tuple[tuple[Array, Array], Array]:
-        return lax.cond(tile.is_used, compute, skip, sums, tile)
+        return lax.fori_loop(0, tiles.start.shape[0], add, sums), _product(d_scores, k_block, 2, 1)
+
+    def skip(sums: tuple[Array, Array], tiles: _Tiles) -> tuple[tuple[Array, Array], Array]:
+        shape = tiles.rows.shape[0], tiles.rows.shape[1] * problem.together, problem.size
+        return sums, vary_alike(jnp.zeros(shape, jnp.float32), tiles.rows)[0]
+
+    def step(sums: tuple[Array, Array], tiles: _Tiles) -> tuple[tuple[Array, Array], Array]:
+        return lax.cond(tiles.is_used.any(), compute, skip, sums, tiles)
 
     start = (jnp.zeros(x.shape, jnp.float32) for x in (problem.k, problem.v))
     dk, dv, _ = vary_alike(*start, q)
@@ -377,11 +405,6 @@ def _backward(options: _Options, residuals: Any, cotangents: tuple[Array, Array]
     shape = problem.batch, problem.kv_heads, k.shape[1], -1
     dk, dv = (x.reshape(shape).swapaxes(1, 2) for x in (dk, dv))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
-
-
-def _rows_product(x: Array, y: Array) -> Array:
-    """float32 `[block, F]`, the sum over rows and heads of products of `[W, g, block]` and `[W, g, F]`."""
-    return lax.dot_general(x, y, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
 
 
 _attend.defvjp(_forward, _backward)

@@ -7,6 +7,7 @@ import pytest
 
 from hpnlp.ops.attention import Causal, reference
 from hpnlp.ops.attention.bucketed import (
+    attend,
     bucketed_attention,
     bucketed_reference,
     lsh_buckets,
@@ -53,8 +54,9 @@ def assert_equal_with_gradients(functions, q, k, v):
 
 @pytest.mark.parametrize(("causal", "hides_self"), [(True, False), (False, True)])
 def test_rounds_equal_dense_attention_over_the_union_of_their_pairs(causal, hides_self, monkeypatch):
-    """Several blocks before each, and several groups of tiles."""
+    """Several blocks before each, several groups of tiles, and pairs of heads."""
     monkeypatch.setattr(tiles, "CPU_SCORES", 600)
+    monkeypatch.setattr(attend, "CPU_TOKENS", 2 * T)
     q, k, v, buckets, segment_ids = arrays()
     options = {"window": 11, "causal": causal, "hides_self": hides_self, "segment_ids": segment_ids, "scale": 0.7}
     functions = (bucketed_attention, bucketed_reference)
@@ -69,6 +71,20 @@ def test_one_bucket_is_exact_attention():
         lambda *a: reference(*a, Causal(), segment_ids=segment_ids, kv_segment_ids=segment_ids),
     )
     assert_equal_with_gradients(functions, q, k[:, :, :K], v)
+
+
+def test_weights_of_large_scores_are_exact_in_the_backward_pass():
+    """Scores of 1e8, against the definition; gradients of values are sums of the weights."""
+    q, k, v, buckets, _ = arrays()
+    options = {"window": 11, "causal": False}
+    functions = bucketed_attention, bucketed_reference
+    signs = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, H)), jnp.float32)
+
+    def gradients(q, k):
+        return [jax.grad(lambda v, f=f: jnp.sum(signs * f(q, k, v, buckets, **options)))(v) for f in functions]
+
+    actual, expected = once(gradients, 1e4 * q, 1e4 * k)
+    np.testing.assert_allclose(actual, expected, atol=5e-6, rtol=5e-6)
 
 
 def test_dropout_depends_on_indices_in_the_sequence():
@@ -113,6 +129,9 @@ def test_order_and_ranks():
     np.testing.assert_array_equal(order, [3, 1, 4, 0, 2, 5])
     np.testing.assert_array_equal(np.diff(coordinates), [5, 1, 5, 1, 1])
     np.testing.assert_array_equal(ranks, [0, 0, 1, 0, 1, 2])
+    for ids in (segment_ids, None):  # buckets that do not fit into one number together with the index
+        for large, small in zip(sort_by_bucket(buckets * 2**30, ids, 3), sort_by_bucket(buckets, ids, 3), strict=True):
+            np.testing.assert_array_equal(large, small)
 
 
 def test_hash_is_a_function_of_the_direction():
