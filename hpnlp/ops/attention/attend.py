@@ -15,7 +15,7 @@ from hpnlp.ops.attention.block_sparse.permuted import merge_partials
 from hpnlp.ops.attention.dispatch import explain_choice, kernel_module, resolve, unsupported
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
-from hpnlp.ops.attention.operands import Operands
+from hpnlp.ops.attention.operands import BiasArrays, Operands
 from hpnlp.ops.attention.reference import dense_attention
 from hpnlp.ops.attention.validate import validate
 from hpnlp.types import InputError
@@ -133,6 +133,8 @@ def attend(
     impl = resolve(impl, block_size, q, k, v, mask, operands)
     if impl == "xla":
         return flash(q, k, v, mask, operands, block_size=block_size)
+    if isinstance(bias, BiasArrays):
+        operands = dataclasses.replace(operands, bias=bias.dense())
     if impl == "reference":
         return dense_attention(q, k, v, mask, operands)
     return getattr(kernel_module(impl), impl)(q, k, v, mask, operands)

@@ -38,7 +38,7 @@ from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
-from hpnlp.ops.attention.operands import Operands, as_flags, scale_queries
+from hpnlp.ops.attention.operands import BiasArrays, Operands, as_flags, scale_queries
 from hpnlp.ops.custom_vjp import vary_alike
 
 # Name of these operations in profiles and in the planner, which counts them as one kernel on accelerators.
@@ -127,7 +127,9 @@ def _operands_of_heads(operands: Operands, heads: tuple[int, ...]) -> Operands:
     changes = {}
     for name in ("dense_mask", "bias"):
         array = getattr(operands, name)
-        if getattr(array, "ndim", 0) >= 3 and array.shape[-3] > 1:
+        if isinstance(array, BiasArrays):
+            changes[name] = array.of_heads(np.array(heads))
+        elif getattr(array, "ndim", 0) >= 3 and array.shape[-3] > 1:
             changes[name] = array[..., np.array(heads), :, :]
     if operands.streams is not None:
         changes["streams"] = operands.streams[:, np.array(heads)]

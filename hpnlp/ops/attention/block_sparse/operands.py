@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from hpnlp.ops.attention.masks.base import Mask
-from hpnlp.ops.attention.operands import Operands, as_flags
+from hpnlp.ops.attention.operands import BiasArrays, Operands, as_flags
 from hpnlp.ops.dropout import seed_words
 
 
@@ -37,7 +37,7 @@ class Options:
       soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
       dropout_rate: Probability that a weight is dropped.
       block_size: Queries and keys in a block; None for the executor's choice.
-      bias_jaxpr: Jaxpr of a bias function of (head, query position, key position); None for an array or no bias.
+      bias_jaxpr: Jaxpr of a bias function of (head, query position, key position); None for arrays or no bias.
       form: The form that is forced; None for the executor's choice.
     """
 
@@ -96,7 +96,7 @@ class ExecutorOperands:
       streams: int32 [B, N], a number for each (batch, head), for dropout.
       heads: int32 [1, N], the numbers that a bias function receives.
       dense: bool [B, N, T, S], any axis may be 1; False hides.
-      bias: float [B, N, T, S], any axis may be 1; or the arrays that a bias function closes over.
+      bias: BiasArrays, or the arrays that a bias function closes over.
     """
 
     queries: TokenInfo
@@ -169,13 +169,17 @@ def executor_records(
         _int32(streams),
         head_numbers[None] if jaxpr is not None else None,
         _four_axes(operands.dense_mask),
-        _four_axes(bias) if jaxpr is None else bias,
+        bias,
     )
 
 
 def _bias_operand(bias: Any) -> tuple[Any, Any]:
-    """(None, array or None), or the jaxpr of a bias function and the arrays that the function closes over."""
-    return _trace(bias) if callable(bias) else (None, bias)
+    """(None, BiasArrays or None), or the jaxpr of a bias function and the arrays that the function closes over."""
+    if bias is None or callable(bias):
+        return (None, None) if bias is None else _trace(bias)
+    if not isinstance(bias, BiasArrays):
+        bias = BiasArrays((bias,), (None,))
+    return None, dataclasses.replace(bias, arrays=tuple(map(_four_axes, bias.arrays)))
 
 
 def _trace(function: Callable[..., Any]) -> tuple[Any, tuple[Any, ...]]:

@@ -21,6 +21,7 @@ from hpnlp.ops.attention.block_sparse.array_blocks import keys_by_head, queries_
 from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Options, TokenInfo
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
 from hpnlp.ops.attention.masks.base import Full, Mask
+from hpnlp.ops.attention.operands import weighted
 
 
 def suits(options: Options, length: int, key_length: int, operands: ExecutorOperands) -> bool:
@@ -182,7 +183,8 @@ def _tile_mask(
 
     def bias(operand: Any) -> Array:
         if options.bias_jaxpr is None:
-            return _cut_pairs(split_heads(operand, kv_heads), block)
+            cut = (weighted(_cut_pairs(split_heads(x, kv_heads), block), weight) for x, weight in operand.terms)
+            return functools.reduce(jnp.add, cut)
         return tile.bias_of_function(options, operand, split_heads(operands.heads, kv_heads), queries, keys)
 
     return TileMask(visible, kept, bias(operands.bias)), bias
