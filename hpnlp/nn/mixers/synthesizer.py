@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_has_effect
 from hpnlp.nn.mixers.low_rank import of_length
-from hpnlp.ops.attention.operands import weighted
+from hpnlp.ops.attention.pair_bias import weighted
 from hpnlp.ops.attention.synthetic.attend import Factors, synthetic_attend, tiled_scores
 from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
 from hpnlp.spec import did_you_mean

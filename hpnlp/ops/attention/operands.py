@@ -7,64 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from hpnlp.ops.array_op import array_op
 
 # Operands that only have a meaning with dropout_rate.
 _QUALIFIERS = frozenset({"rng", "streams"})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BiasArrays:
-    """The bias `sum_i weights[i] * arrays[i]`, of which the implementation "xla" computes a tile at a time.
-
-    Attributes:
-      arrays: `[B, N, T, S]` each, any axis of which may be 1. Those with a weight are finite.
-      weights: float32 `[]` for each array, or None for 1.
-    """
-
-    arrays: tuple[Any, ...]
-    weights: tuple[Any, ...]
-
-    def dense(self) -> Float[Array, "B N T S"]:
-        """The bias as an array, whose axes are 1 where those of all arrays are."""
-        total: Any = 0.0
-        for x, weight in self.terms:
-            total = total + weighted(x, weight)
-        return total
-
-    def of_heads(self, heads: Any) -> BiasArrays:
-        """The bias of some query heads.
-
-        Args:
-          heads: int `[heads]`, their numbers.
-
-        Returns:
-          The bias of these heads.
-        """
-        arrays = tuple(x[:, heads] if x.shape[1] > 1 else x for x in self.arrays)
-        return dataclasses.replace(self, arrays=arrays)
-
-    @property
-    def terms(self) -> list[tuple[Any, Any]]:
-        """Each array with its weight."""
-        return list(zip(self.arrays, self.weights, strict=True))
-
-
-def weighted(x: Array, weight: Any) -> Float[Array, "..."]:
-    """A bias array in float32, times its weight.
-
-    Args:
-      x: Any shape.
-      weight: float32 [], or None for 1.
-
-    Returns:
-      The product.
-    """
-    x = x.astype(jnp.float32)
-    return x if weight is None else x * weight
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +32,7 @@ class Operands:
       kv_lengths: int [B]; keys at indices from kv_lengths[b] on are hidden.
       dense_mask: bool, broadcasts to [B, N, T, S]; False hides.
       global_tokens: bool [B, T] or int [B, G], indices with -1 as padding; tokens that see all and are seen by all.
-      bias: float array that broadcasts to [B, N, T, S], BiasArrays, or a function of (head, query position, key position).
+      bias: float array that broadcasts to [B, N, T, S], a PairBias, or a function of (head, query position, key position).
       scale: Factor of the scores, a number or a float array of shape (); None is H ** -0.5.
       soft_cap: Number; scores become soft_cap * tanh(score / soft_cap).
       sinks: float [N], a logit for each head without a value.

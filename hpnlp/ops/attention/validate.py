@@ -10,7 +10,8 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from hpnlp.ops.attention.masks.per_head import check_mask
-from hpnlp.ops.attention.operands import BiasArrays, Operands
+from hpnlp.ops.attention.operands import Operands
+from hpnlp.ops.attention.pair_bias import BiasArrays, PairBias
 from hpnlp.types import InputError
 
 
@@ -105,8 +106,8 @@ def _check_bias(bias: Any, shape: tuple[int, ...]) -> None:
     """Checks that a bias is a function of as many heads as the queries have, or floats that broadcast to [B, N, T, S]."""
     if bias is None:
         return
-    if isinstance(bias, BiasArrays):
-        for array in bias.arrays:
+    if isinstance(bias, PairBias):
+        for array in bias.terms if isinstance(bias, BiasArrays) else ():
             _check_bias(array, shape)
         return
     if callable(bias):

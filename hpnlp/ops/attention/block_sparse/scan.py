@@ -28,7 +28,7 @@ from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Options
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule
 from hpnlp.ops.attention.block_sparse.steps import TileMasks, residual_blocks, scan_group
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
-from hpnlp.ops.attention.operands import BiasArrays
+from hpnlp.ops.attention.pair_bias import PairBias
 from hpnlp.ops.custom_vjp import tied, vary_alike
 
 
@@ -49,7 +49,7 @@ def forward(
       float32 (o [B, T, N, Hv], lse [B, T, N], lse_low [B, T, N]).
     """
     group = q.shape[2] // k.shape[2]
-    bias = _bias_tiles(operands, schedule, (k.shape[2], group))
+    bias = _bias_tiles(operands, schedule, q, k)
     operands = _tied(operands, q)
 
     def add_chunk(chunk: Chunk, sums: Any) -> Any:
@@ -84,7 +84,7 @@ def backward(
     """
     q = residuals.q
     group = q.shape[2] // k.shape[2]
-    bias = _bias_tiles(operands, schedule, (k.shape[2], group))
+    bias = _bias_tiles(operands, schedule, q, k)
     operands = _tied(operands, q)
 
     def add_chunk(chunk: Chunk, sums: Any) -> Any:
@@ -103,9 +103,14 @@ def backward(
     return *gradients, db if bias is None else bias.gradient(db)
 
 
-def _bias_tiles(operands: ExecutorOperands, schedule: BlockSchedule, heads: tuple[int, int]) -> BiasTiles | None:
-    """The tiles of bias arrays; None without arrays."""
-    return BiasTiles(operands.bias, schedule, heads) if isinstance(operands.bias, BiasArrays) else None
+def _bias_tiles(operands: ExecutorOperands, schedule: BlockSchedule, q: Array, k: Array) -> BiasTiles | None:
+    """The tiles of a PairBias; None without one."""
+    heads = k.shape[2], q.shape[2] // k.shape[2]
+    return BiasTiles(operands.bias, schedule, heads, (q.shape[1], k.shape[1])) if _has_tiles(operands) else None
+
+
+def _has_tiles(operands: ExecutorOperands) -> bool:
+    return isinstance(operands.bias, PairBias)
 
 
 def _of_chunk(bias: BiasTiles | None, chunk: Chunk) -> Callable[[Array, Array], Array] | None:
@@ -113,8 +118,8 @@ def _of_chunk(bias: BiasTiles | None, chunk: Chunk) -> Callable[[Array, Array], 
 
 
 def _tied(operands: ExecutorOperands, q: Array) -> ExecutorOperands:
-    """`tied`, without bias arrays: a tile of them is cut anew in each step, and a copy of all is not needed."""
-    if not isinstance(operands.bias, BiasArrays):
+    """`tied`, but for a PairBias: a tile is cut from its arrays anew in each step, and a copy of all is not needed."""
+    if not _has_tiles(operands):
         return tied(operands, q)
     return dataclasses.replace(tied(dataclasses.replace(operands, bias=None), q), bias=operands.bias)
 

@@ -92,7 +92,7 @@ class TileMasks:
       operands: Run-time operands of the chunk.
       schedule: The steps.
       kv_heads: Key heads of the chunk.
-      bias: The bias arrays of a step, as a function of its query block and key blocks; None without arrays.
+      bias: The PairBias of a step, as a function of its query block and key blocks; None without one.
 
     Attributes:
       queries: Properties of the queries, [query blocks, B or 1, block] each.

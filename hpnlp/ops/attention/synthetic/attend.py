@@ -13,7 +13,7 @@ from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.attend import attend
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
-from hpnlp.ops.attention.operands import BiasArrays, weighted
+from hpnlp.ops.attention.pair_bias import BiasArrays, weighted
 from hpnlp.ops.attention.reference import reference
 from hpnlp.types import InputError
 
@@ -55,7 +55,9 @@ def synthetic_attend(
     """
     if not factors and not scores:
         raise InputError("no factors and no scores: pass at least one of them")
-    bias = BiasArrays(tuple(scores), tuple(weights or [None] * len(scores))) if scores else None
+    weights = weights or [None] * len(scores)
+    weights = [None if weight is None else jnp.reshape(weight, (1, 1, 1, 1)) for weight in weights]
+    bias = BiasArrays(tuple(scores), tuple(weights)) if scores else None
     if factors:
         q, k = _joined(factors, v)
     else:  # attend has no form without queries: those of one feature are the cheapest
