@@ -32,6 +32,7 @@ from hpnlp.ops.attention.linear import (
 from hpnlp.ops.attention.linear.random_attention import random_feature_attention, rfa_attention
 from hpnlp.ops.attention.memory import compression, relative
 from hpnlp.ops.attention.operands import as_flags
+from hpnlp.ops.attention.pair_bias import weighted
 from hpnlp.ops.attention.positions import bias, rope
 from hpnlp.ops.attention.selected_blocks import attend_blocks, attend_blocks_reference
 from hpnlp.ops.attention.selected_blocks import blocks as key_blocks
@@ -160,6 +161,7 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
             (*QKV, SEGMENTS, -np.abs(x(2, 12, 2)), RNG.random((2, 12, 2))),
         ),
     ),
+    "attention.pair_bias.weighted": ((weighted, (QKV[0], x(1, 1, 1, 1))),),
     "attention.operands.as_flags": ((lambda t: as_flags(t, 12), (ids(2, 3),)),),
     "attention.attend.merge": ((lambda *a: merge(a[:2], a[2:]), (x(3, 4), x(3), x(3, 4), x(3))),),
     "attention.clustered.hamming_kmeans.sign_bits": ((clustered.sign_bits, (QKV[0], x(8, 5))),),
@@ -476,7 +478,7 @@ INTERNAL = {
         f"attention.block_sparse.{name}"
         for name in ("operands", "permuted", "scan", "schedule", "steps", "tile", "unrolled")
     ),
-    *("attention.memory.relative_tiles", "attention.selected_blocks.row_tiles"),
+    "attention.selected_blocks.row_tiles",
     *bucketed_and_low_rank_calls.INTERNAL,
     *("array_op", "arrays", "counter_rng", "custom_vjp", "stacks"),
     *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),

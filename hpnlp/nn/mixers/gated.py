@@ -258,8 +258,8 @@ class GatedDeltaMixer(GatedMixer):
 
 def _of_length_one(x: jax.Array) -> jax.Array:
     """float32 vectors of length 1 along the last axis."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    size = x.shape[-1]
+    return rms_norm(x.astype(jnp.float32), jnp.full(size, size**-0.5, jnp.float32), 1e-6 / size)
 
 
 def _log_rates(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_has_effect
 from hpnlp.nn.mixers.low_rank import of_length
+from hpnlp.ops.attention.pair_bias import weighted
 from hpnlp.ops.attention.synthetic.attend import Factors, synthetic_attend, tiled_scores
 from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
 from hpnlp.spec import did_you_mean
@@ -84,8 +85,8 @@ class SynthesizerMixer(nn.Module):
         if self.terms == ("factorized_dense",) and mask.heads is None:
             a, b = self._tiles(inputs)
             return MixerOutput(factorized_dense_attend(inputs.v, a, b, mask, **operands))
-        factors, scores = self._scores(inputs)
-        return MixerOutput(synthetic_attend(inputs.v, factors, scores, mask, **operands))
+        factors, scores, weights = self._scores(inputs)
+        return MixerOutput(synthetic_attend(inputs.v, factors, scores, mask, weights, **operands))
 
     def within(self, mask: Any) -> Any:
         """The mask itself: scores of all pairs are defined.
@@ -98,21 +99,24 @@ class SynthesizerMixer(nn.Module):
         """
         return mask
 
-    def _scores(self, inputs: MixerInputs) -> tuple[list[Factors], list[jax.Array]]:
-        """The terms, as factors whose products are scores, and as scores; weighted if there are several."""
+    def _scores(self, inputs: MixerInputs) -> tuple[list[Factors], list[jax.Array], list[Any]]:
+        """The terms, as weighted factors whose products are scores, and as arrays of scores with their weights."""
         assert inputs.v is not None
         dtype = inputs.v.dtype
-        weights = [jnp.float32(1)] * len(self.terms)
+        weights: list[Any] = [None] * len(self.terms)
         if len(self.terms) > 1:
             logits = param(self, "mixture", nn.initializers.zeros, (len(self.terms),), ("ranks",))
             weights = list(jax.nn.softmax(logits))
-        factors, scores = [], []
+        factors, scores, of_scores = [], [], []
         for term, weight in zip(self.terms, weights, strict=True):
             made, added = _TERMS[term](self, inputs)
             if made is not None:
-                factors.append(((made[0] * weight).astype(dtype), made[1].astype(dtype)))
-            scores += [] if added is None else [weight * added.astype(jnp.float32)]
-        return factors, scores
+                factors.append((weighted(made[0], weight).astype(dtype), made[1].astype(dtype)))
+            if added is not None:
+                by_pair = added.shape[2] > 1  # too large for an array of its products with the weight
+                scores.append(added if by_pair else weighted(added, weight))
+                of_scores.append(weight if by_pair else None)
+        return factors, scores, of_scores
 
     def dot(self, inputs: MixerInputs) -> tuple[Factors | None, jax.Array | None]:
         """Scaled queries, and keys."""

@@ -16,6 +16,7 @@ from hpnlp.ops.attention.dispatch import explain_choice, kernel_module, resolve,
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.operands import Operands
+from hpnlp.ops.attention.pair_bias import BiasArrays
 from hpnlp.ops.attention.reference import dense_attention
 from hpnlp.ops.attention.validate import validate
 from hpnlp.types import InputError
@@ -81,9 +82,9 @@ def attend(
       global_tokens: Self-attention only; bool [B, T], or int [B, G], indices in the row with -1 as padding. These tokens
         see all tokens and are seen by all tokens, whatever the mask (also a causal one), within segments, lengths and
         dense_mask.
-      bias: Added to the scaled scores: an array that broadcasts to [B, N, T, S], or a function of (head, query position,
-        key position), int32 scalars, that returns a scalar and may close over arrays. Gradients reach the array, or the
-        arrays that the function closes over.
+      bias: Added to the scaled scores: an array that broadcasts to [B, N, T, S]; a weighted sum of such arrays, which "xla"
+        does not store (`BiasArrays`); or a function of (head, query position, key position), int32 scalars, that returns a
+        scalar and may close over arrays. Gradients reach the arrays.
       scale: H ** -0.5 if None; an array may be traced, and has a gradient.
       soft_cap: Scores become soft_cap * tanh(score / soft_cap), after the bias (Gemma Team 2024, "Gemma 2", section 2).
       sinks: [N]; for each head a logit that takes part in the softmax and has no value (OpenAI 2025, "gpt-oss"). The lse
@@ -133,6 +134,8 @@ def attend(
     impl = resolve(impl, block_size, q, k, v, mask, operands)
     if impl == "xla":
         return flash(q, k, v, mask, operands, block_size=block_size)
+    if isinstance(bias, BiasArrays):
+        operands = dataclasses.replace(operands, bias=bias.dense())
     if impl == "reference":
         return dense_attention(q, k, v, mask, operands)
     return getattr(kernel_module(impl), impl)(q, k, v, mask, operands)

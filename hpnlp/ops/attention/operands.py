@@ -32,7 +32,7 @@ class Operands:
       kv_lengths: int [B]; keys at indices from kv_lengths[b] on are hidden.
       dense_mask: bool, broadcasts to [B, N, T, S]; False hides.
       global_tokens: bool [B, T] or int [B, G], indices with -1 as padding; tokens that see all and are seen by all.
-      bias: float array that broadcasts to [B, N, T, S], or a function of (head, query position, key position).
+      bias: float array that broadcasts to [B, N, T, S], a PairBias, or a function of (head, query position, key position).
       scale: Factor of the scores, a number or a float array of shape (); None is H ** -0.5.
       soft_cap: Number; scores become soft_cap * tanh(score / soft_cap).
       sinks: float [N], a logit for each head without a value.

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from hpnlp.ops.attention.masks.per_head import check_mask
 from hpnlp.ops.attention.operands import Operands
+from hpnlp.ops.attention.pair_bias import BiasArrays, PairBias
 from hpnlp.types import InputError
 
 
@@ -104,6 +105,10 @@ def _check_dense_mask(array: Any, shape: tuple[int, ...]) -> None:
 def _check_bias(bias: Any, shape: tuple[int, ...]) -> None:
     """Checks that a bias is a function of as many heads as the queries have, or floats that broadcast to [B, N, T, S]."""
     if bias is None:
+        return
+    if isinstance(bias, PairBias):
+        for array in bias.terms if isinstance(bias, BiasArrays) else ():
+            _check_bias(array, shape)
         return
     if callable(bias):
         heads = getattr(bias, "heads", shape[1])

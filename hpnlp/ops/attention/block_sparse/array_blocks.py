@@ -240,35 +240,6 @@ class PairBlocks:
         tiles = jnp.moveaxis(self.blocks.at[self._indices(first, keys)].get(**IN_BOUNDS), 1, -2)
         return tiles.reshape(*tiles.shape[:-2], -1)
 
-    def add(self, sums: Array, first: Array, keys: Array, new: Array) -> Array:
-        """Adds to the tiles of a run of query blocks.
-
-        Args:
-          sums: As `blocks`.
-          first: int32 [], index of the first query block.
-          keys: int32 [R, w], indices of key blocks.
-          new: [R, B, K, G, r, w * c], summed over axes where the operand has 1.
-
-        Returns:
-          The new sums.
-        """
-        target = (keys.shape[0], *self.shape[:3], *self.blocks.shape[5:])
-        new = new.sum(axis=tuple(i for i in range(5) if target[i] == 1 != new.shape[i]), keepdims=True)
-        by_key = self.shape[4] > 1
-        new = new.reshape(*new.shape[:-1], keys.shape[1], -1) if by_key else new.sum(-1, keepdims=True)[..., None]
-        return sums.at[self._indices(first, keys)].add(jnp.moveaxis(new, -2, 1), **IN_BOUNDS)
-
-    def joined(self, sums: Array) -> Array:
-        """Joins blocks to one array; the inverse of the constructor.
-
-        Args:
-          sums: An array in the shape of `blocks`.
-
-        Returns:
-          [B, K, G, T, S].
-        """
-        return _join(_join(sums.swapaxes(0, 1), 5, self.shape[4]), 3, self.shape[3])
-
     def _indices(self, first: Array, keys: Array) -> tuple[Array, Array]:
         """Indices of the query blocks [R, 1] and of the key blocks [R, w], 0 on an axis of 1."""
         rows = first + jnp.arange(keys.shape[0], dtype=jnp.int32)[:, None]
@@ -284,11 +255,3 @@ def _cut(x: Array, axis: int, block: int) -> Array:
         padding[axis] = (0, count * block - x.shape[axis])
         x = jnp.pad(x, padding)
     return jnp.moveaxis(x.reshape(*x.shape[:axis], count, block, *x.shape[axis + 1 :]), axis, 0)
-
-
-def _join(x: Array, axis: int, length: int) -> Array:
-    """Undoes `_cut`."""
-    axis %= x.ndim - 1
-    x = jnp.moveaxis(x, 0, axis)
-    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-    return lax.slice_in_dim(x, 0, length, axis=axis)

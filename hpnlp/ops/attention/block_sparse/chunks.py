@@ -66,20 +66,19 @@ class Chunk:
         return lax.dynamic_update_slice(x, new, self._slice(x, per_head, axis)[0], **SLICE)
 
     def cut_operands(self, operands: ExecutorOperands, group: int) -> ExecutorOperands:
-        """The chunk of all operands.
+        """The chunk of all operands but the bias.
 
         Args:
           operands: Operands of all examples and heads.
           group: Query heads for each key head.
 
         Returns:
-          The operands of the chunk.
+          The operands of the chunk, with the bias of the whole call.
         """
         if self.example is None:
             return operands
         by_example = {name: getattr(operands, name) for name in ("queries", "keys", "lengths")}
         by_head = {name: getattr(operands, name) for name in ("streams", "heads", "dense")}
-        by_head |= {"bias": operands.bias} if isinstance(operands.bias, jax.Array) else {}
         by_example = jax.tree.map(lambda x: self.cut(x, axis=_NO_AXIS), by_example)
         by_head = jax.tree.map(lambda x: self.cut(x, group, 1), by_head)
         return dataclasses.replace(operands, **by_example, **by_head)

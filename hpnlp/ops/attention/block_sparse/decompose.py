@@ -93,7 +93,7 @@ def decompose(
     mask: Mask,
     length: int,
     keys: int,
-    block_size: int | None,
+    block_size: int | tuple[int, int] | None,
     heads: int,
     undivided: bool,
     divide_all: bool = False,
@@ -104,7 +104,8 @@ def decompose(
       mask: The mask.
       length: Number of queries, T.
       keys: Number of keys, S.
-      block_size: Queries and keys in a block; None for the cheapest of `cost_model.tile_sizes()`.
+      block_size: Queries and keys in a block, one number, or two, which are taken as they are; None for the cheapest of
+        `cost_model.tile_sizes()`.
       heads: Number of (batch, head) pairs that run together, at most.
       undivided: Whether the mask must stay in one part, over all tokens in their own order.
       divide_all: Whether all patterns that have a selection of their own become sub-masks, whatever the cost.
@@ -213,7 +214,7 @@ def _as_array(positions: tuple[int, ...]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1024)
 def _best_tiles(
-    mask: Mask, selection: TokenSelection, length: int, keys: int, block_size: int | None
+    mask: Mask, selection: TokenSelection, length: int, keys: int, block_size: int | tuple[int, int] | None
 ) -> tuple[float, tuple[int, int]]:
     """Estimated cost of a sub-mask in scores per head, and the tile (queries, keys) with which it costs this."""
     queries, selected_keys = selection.shape(length, keys)
@@ -221,8 +222,11 @@ def _best_tiles(
         return 0.0, cost_model.TILE_SIZES[-1]
     local = selection.restrict(mask)
     candidates: list[tuple[float, tuple[int, int]]] = []
-    for block, key_block in ((block_size, block_size),) if block_size else cost_model.tile_sizes():
-        block, key_block = _clipped(block, queries), _clipped(key_block, selected_keys)
+    exact = isinstance(block_size, tuple)
+    pair = block_size if isinstance(block_size, tuple) else (block_size or 0,) * 2
+    for block, key_block in (pair,) if block_size else cost_model.tile_sizes():
+        if not exact:
+            block, key_block = _clipped(block, queries), _clipped(key_block, selected_keys)
         keys_read = _estimate_total_keys_read(local, queries, selected_keys, block, key_block)
         candidates.append((keys_read * block * cost_model.score_cost(block, key_block), (block, key_block)))
     cost, tile = min(candidates, key=lambda candidate: candidate[0])
@@ -254,7 +258,7 @@ def _estimate_total_keys_read(mask: Mask, length: int, keys: int, block: int, ke
 
 
 def _sub_mask(
-    mask: Mask, selection: TokenSelection, length: int, keys: int, block_size: int | None, heads: int
+    mask: Mask, selection: TokenSelection, length: int, keys: int, block_size: int | tuple[int, int] | None, heads: int
 ) -> SubMask:
     """The sub-mask with its schedule."""
     _, (block, key_block) = _best_tiles(mask, selection, length, keys, block_size)

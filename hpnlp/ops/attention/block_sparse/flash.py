@@ -39,6 +39,7 @@ from hpnlp.ops.attention.block_sparse.tile import QueryResiduals
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.operands import Operands, as_flags, scale_queries
+from hpnlp.ops.attention.pair_bias import PairBias
 from hpnlp.ops.custom_vjp import vary_alike
 
 # Name of these operations in profiles and in the planner, which counts them as one kernel on accelerators.
@@ -55,7 +56,7 @@ def flash(
     *,
     schedule: BlockSchedule | None = None,
     form: Form | None = None,
-    block_size: int | None = None,
+    block_size: int | tuple[int, int] | None = None,
 ) -> Array | tuple[Array, Array]:
     """Attention by tiles with an online softmax, without validation of the arguments.
 
@@ -68,7 +69,7 @@ def flash(
       schedule: The tiles to compute, possibly arrays made at run time; within them the mask and the operands decide.
         None derives the schedule from the mask.
       form: The form of the executor; None chooses by size and estimated cost.
-      block_size: Queries and keys in a block; None chooses by estimated cost.
+      block_size: Queries and keys in a block, one number or two; None chooses by estimated cost.
 
     Returns:
       o [B, T, N, Hv] in q's dtype; with return_lse the pair (o, lse), lse float32 [B, T, N].
@@ -127,7 +128,9 @@ def _operands_of_heads(operands: Operands, heads: tuple[int, ...]) -> Operands:
     changes = {}
     for name in ("dense_mask", "bias"):
         array = getattr(operands, name)
-        if getattr(array, "ndim", 0) >= 3 and array.shape[-3] > 1:
+        if isinstance(array, PairBias):
+            changes[name] = array.of_heads(np.array(heads))
+        elif getattr(array, "ndim", 0) >= 3 and array.shape[-3] > 1:
             changes[name] = array[..., np.array(heads), :, :]
     if operands.streams is not None:
         changes["streams"] = operands.streams[:, np.array(heads)]
@@ -144,7 +147,7 @@ def _one_mask(
     heads: tuple[tuple[int, ...], int],
     schedule: BlockSchedule | None,
     form: Form | None,
-    block_size: int | None,
+    block_size: int | tuple[int, int] | None,
 ) -> tuple[Array, Array]:
     """(o, lse) of heads with the same mask. heads: their numbers in the call, and the number of all heads of the call."""
     if 0 in (*q.shape[:3], k.shape[1]):  # no queries or no keys

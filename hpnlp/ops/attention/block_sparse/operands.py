@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.operands import Operands, as_flags
+from hpnlp.ops.attention.pair_bias import BiasArrays, PairBias
 from hpnlp.ops.dropout import seed_words
 
 
@@ -36,8 +37,8 @@ class Options:
       scale: Factor of the scores.
       soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
       dropout_rate: Probability that a weight is dropped.
-      block_size: Queries and keys in a block; None for the executor's choice.
-      bias_jaxpr: Jaxpr of a bias function of (head, query position, key position); None for an array or no bias.
+      block_size: Queries and keys in a block, one number or two; None for the executor's choice.
+      bias_jaxpr: Jaxpr of a bias function of (head, query position, key position); None for arrays or no bias.
       form: The form that is forced; None for the executor's choice.
     """
 
@@ -45,7 +46,7 @@ class Options:
     scale: float
     soft_cap: float | None = None
     dropout_rate: float = 0.0
-    block_size: int | None = None
+    block_size: int | tuple[int, int] | None = None
     bias_jaxpr: Any = None
     form: Form | None = None
 
@@ -96,7 +97,7 @@ class ExecutorOperands:
       streams: int32 [B, N], a number for each (batch, head), for dropout.
       heads: int32 [1, N], the numbers that a bias function receives.
       dense: bool [B, N, T, S], any axis may be 1; False hides.
-      bias: float [B, N, T, S], any axis may be 1; or the arrays that a bias function closes over.
+      bias: A PairBias, or the arrays that a bias function closes over.
     """
 
     queries: TokenInfo
@@ -130,7 +131,7 @@ def executor_records(
     mask: Mask,
     operands: Operands,
     *,
-    block_size: int | None,
+    block_size: int | tuple[int, int] | None,
     form: Form | None,
     heads: tuple[tuple[int, ...], int],
 ) -> tuple[Options, ExecutorOperands]:
@@ -141,7 +142,7 @@ def executor_records(
       k: Keys [B, S, K, H].
       mask: Pattern of all these heads.
       operands: Operands of `attend`; their scale is a number or None, and sinks are ignored.
-      block_size: Queries and keys in a block, or None.
+      block_size: Queries and keys in a block, one number or two; or None.
       form: The form that is forced, or None.
       heads: Numbers of the N heads, and the number of heads of the call of `attend`.
 
@@ -169,13 +170,15 @@ def executor_records(
         _int32(streams),
         head_numbers[None] if jaxpr is not None else None,
         _four_axes(operands.dense_mask),
-        _four_axes(bias) if jaxpr is None else bias,
+        bias,
     )
 
 
 def _bias_operand(bias: Any) -> tuple[Any, Any]:
-    """(None, array or None), or the jaxpr of a bias function and the arrays that the function closes over."""
-    return _trace(bias) if callable(bias) else (None, bias)
+    """(None, PairBias or None), or the jaxpr of a bias function and the arrays that the function closes over."""
+    if bias is None or callable(bias):
+        return (None, None) if bias is None else _trace(bias)
+    return None, bias if isinstance(bias, PairBias) else BiasArrays((_four_axes(bias),), (None,))
 
 
 def _trace(function: Callable[..., Any]) -> tuple[Any, tuple[Any, ...]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,11 +22,13 @@ from hpnlp.ops.attention.block_sparse.array_blocks import (
     to_blocks,
     zeros,
 )
+from hpnlp.ops.attention.block_sparse.bias_tiles import BiasTiles
 from hpnlp.ops.attention.block_sparse.chunks import Chunk, over_chunks
 from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Options
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule
 from hpnlp.ops.attention.block_sparse.steps import TileMasks, residual_blocks, scan_group
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
+from hpnlp.ops.attention.pair_bias import PairBias
 from hpnlp.ops.custom_vjp import tied, vary_alike
 
 
@@ -43,11 +48,13 @@ def forward(
     Returns:
       float32 (o [B, T, N, Hv], lse [B, T, N], lse_low [B, T, N]).
     """
-    group, operands = q.shape[2] // k.shape[2], tied(operands, q)
+    group = q.shape[2] // k.shape[2]
+    bias = _bias_tiles(operands, schedule, q, k)
+    operands = _tied(operands, q)
 
     def add_chunk(chunk: Chunk, sums: Any) -> Any:
         inputs = chunk.cut(q, group), chunk.cut(k), chunk.cut(v), chunk.cut_operands(operands, group)
-        results = _forward_chunk(options, *inputs, schedule)
+        results = _forward_chunk(options, *inputs, schedule, _of_chunk(bias, chunk))
         return tuple(chunk.put(x, new, group) for x, new in zip(sums, results, strict=True))
 
     start = zeros(*q.shape[:3], v.shape[3]), zeros(*q.shape[:3]), zeros(*q.shape[:3])
@@ -76,31 +83,59 @@ def backward(
       float32 (dq, dk, dv) in the shapes of q, k and v, and the gradient of operands.bias.
     """
     q = residuals.q
-    group, operands = q.shape[2] // k.shape[2], tied(operands, q)
+    group = q.shape[2] // k.shape[2]
+    bias = _bias_tiles(operands, schedule, q, k)
+    operands = _tied(operands, q)
 
     def add_chunk(chunk: Chunk, sums: Any) -> Any:
         queries = jax.tree.map(lambda x: chunk.cut(x, group), residuals)
         inputs = queries, chunk.cut(k), chunk.cut(v), chunk.cut_operands(operands, group)
-        *gradients, db = _backward_chunk(options, *inputs, schedule)
-        new = tuple(chunk.put(x, y, heads) for x, y, heads in zip(sums, gradients, (group, 1, 1), strict=False))
-        if options.bias_jaxpr is not None or operands.bias is None:  # arrays of a bias function, which all chunks share
-            return (*new, jax.tree.map(jnp.add, sums[3], db))
-        # An axis of 1 of a bias array is shared by chunks as well, so that gradients are added.
-        return (*new, chunk.put(sums[3], chunk.cut(sums[3], group, 1) + db, group, 1))
+        # Gradients of the bias are sums over all chunks, because the axes of bias arrays may be shared by chunks.
+        *gradients, db = _backward_chunk(options, *inputs, schedule, bias, chunk, sums[3])
+        new = (chunk.put(x, y, heads) for x, y, heads in zip(sums, gradients, (group, 1, 1), strict=False))
+        return *new, db
 
-    start = [zeros(*x.shape) for x in (q, k, v)]
-    db_start = [zeros(*x.shape) for x in jax.tree.leaves(operands.bias)]
-    *start, _ = vary_alike(*start, *db_start, q)
-    db = jax.tree.unflatten(jax.tree.structure(operands.bias), start[3:])
-    return over_chunks(add_chunk, (*start[:3], db), q, k, schedule)
+    db = jax.tree.map(lambda x: zeros(*x.shape), operands.bias) if bias is None else bias.zeros()
+    leaves, tree = jax.tree.flatten(db)
+    *leaves, _ = vary_alike(*(zeros(*x.shape) for x in (q, k, v)), *leaves, q)
+    start = (*leaves[:3], jax.tree.unflatten(tree, leaves[3:]))
+    *gradients, db = over_chunks(add_chunk, start, q, k, schedule)
+    return *gradients, db if bias is None else bias.gradient(db)
+
+
+def _bias_tiles(operands: ExecutorOperands, schedule: BlockSchedule, q: Array, k: Array) -> BiasTiles | None:
+    """The tiles of a PairBias; None without one."""
+    heads = k.shape[2], q.shape[2] // k.shape[2]
+    return BiasTiles(operands.bias, schedule, heads, (q.shape[1], k.shape[1])) if _has_tiles(operands) else None
+
+
+def _has_tiles(operands: ExecutorOperands) -> bool:
+    return isinstance(operands.bias, PairBias)
+
+
+def _of_chunk(bias: BiasTiles | None, chunk: Chunk) -> Callable[[Array, Array], Array] | None:
+    return None if bias is None else functools.partial(bias.take, chunk)
+
+
+def _tied(operands: ExecutorOperands, q: Array) -> ExecutorOperands:
+    """`tied`, but for a PairBias: a tile is cut from its arrays anew in each step, and a copy of all is not needed."""
+    if not _has_tiles(operands):
+        return tied(operands, q)
+    return dataclasses.replace(tied(dataclasses.replace(operands, bias=None), q), bias=operands.bias)
 
 
 def _forward_chunk(
-    options: Options, q: Array, k: Array, v: Array, operands: ExecutorOperands, schedule: BlockSchedule
+    options: Options,
+    q: Array,
+    k: Array,
+    v: Array,
+    operands: ExecutorOperands,
+    schedule: BlockSchedule,
+    bias: Callable[[Array, Array], Array] | None,
 ) -> tuple[Array, Array, Array]:
     """`forward` of one chunk."""
     heads = k.shape[2], q.shape[2] // k.shape[2]
-    tile_masks = TileMasks(options, operands, schedule, heads[0])
+    tile_masks = TileMasks(options, operands, schedule, heads[0], bias)
     q_blocks = to_blocks(q, schedule.block, heads)
     k_blocks, v_blocks = (to_blocks(x, schedule.key_block, heads[:1]) for x in (k, v))
 
@@ -132,11 +167,14 @@ def _backward_chunk(
     v: Array,
     operands: ExecutorOperands,
     schedule: BlockSchedule,
+    bias_tiles: BiasTiles | None,
+    chunk: Chunk,
+    db: Any,
 ) -> tuple[Array, Array, Array, Any]:
-    """`backward` of one chunk."""
+    """`backward` of one chunk; db: gradients of the bias in earlier chunks."""
     q = residuals.q
     heads = k.shape[2], q.shape[2] // k.shape[2]
-    tile_masks = TileMasks(options, operands, schedule, heads[0])
+    tile_masks = TileMasks(options, operands, schedule, heads[0], _of_chunk(bias_tiles, chunk))
     blocks = residual_blocks(residuals, schedule.block, heads)
     k_blocks, v_blocks = (to_blocks(x, schedule.key_block, heads[:1]) for x in (k, v))
 
@@ -148,19 +186,16 @@ def _backward_chunk(
         tile_dq = tile_dq if schedule.once else tile_dq + take_run(dq, first, keys.shape[0])
         if bias is not None:
             db = tile.add_bias_gradient(db, bias, operands.bias, tile_db)
-        elif tile_masks.bias is not None:
-            db = tile_masks.bias.add(db, first, keys, tile_db)
+        elif bias_tiles is not None:
+            db = bias_tiles.add(db, chunk, first, keys, tile_db)
         return put_run(dq, first, tile_dq), add_key_blocks(dk, keys, tile_dk), add_key_blocks(dv, keys, tile_dv), db
 
     sums = [zeros(*x.shape) for x in (blocks.q, k_blocks.swapaxes(-1, -2), v_blocks.swapaxes(-1, -2))]
-    bias = operands.bias if tile_masks.bias is None else tile_masks.bias.blocks
-    db_start = [zeros(*x.shape) for x in jax.tree.leaves(bias)]
-    *sums, _ = vary_alike(*sums, *db_start, q)
-    sums = (*sums[:3], jax.tree.unflatten(jax.tree.structure(bias), sums[3:]))
+    *sums, _ = vary_alike(*sums, q)
+    sums = (*sums, db)
     for group in schedule.groups:
         sums = scan_group(tile_masks, step, group, sums)
     dq, dk, dv, db = sums
-    db = db if tile_masks.bias is None else tile_masks.bias.joined(db).reshape(operands.bias.shape)
     # Transposed in a pass of their own: together with the next transpose, every number would be read far from the last one.
     dk, dv = lax.optimization_barrier((dk.swapaxes(-1, -2), dv.swapaxes(-1, -2)))
     return from_blocks(dq, q.shape[1]), from_blocks(dk, k.shape[1]), from_blocks(dv, k.shape[1]), db

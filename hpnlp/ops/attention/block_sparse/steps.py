@@ -92,18 +92,24 @@ class TileMasks:
       operands: Run-time operands of the chunk.
       schedule: The steps.
       kv_heads: Key heads of the chunk.
+      bias: The PairBias of a step, as a function of its query block and key blocks; None without one.
 
     Attributes:
       queries: Properties of the queries, [query blocks, B or 1, block] each.
       keys: Properties of the keys, [key blocks, B or 1, key_block] each.
       dense: The dense mask in blocks, or None.
-      bias: The bias array in blocks, or None; None also for a bias function.
     """
 
-    def __init__(self, options: Options, operands: ExecutorOperands, schedule: BlockSchedule, kv_heads: int) -> None:
-        self._options, self._operands, self._schedule = options, operands, schedule
+    def __init__(
+        self,
+        options: Options,
+        operands: ExecutorOperands,
+        schedule: BlockSchedule,
+        kv_heads: int,
+        bias: Callable[[Array, Array], Array] | None = None,
+    ) -> None:
+        self._options, self._operands, self._schedule, self._bias = options, operands, schedule, bias
         self.dense = _pair_blocks(operands.dense, schedule, kv_heads)
-        self.bias = _pair_blocks(operands.bias, schedule, kv_heads) if options.bias_jaxpr is None else None
         self.queries = _token_blocks(operands.queries, schedule.block)
         self.keys = _token_blocks(operands.keys, schedule.key_block)
         # [1, B or 1, K, G] each
@@ -180,8 +186,8 @@ class TileMasks:
             kept = tile.kept_weights(options, operands.seed, self._streams, query_info, key_info)
         inside = (key_info.index >= 0)[..., None, None, None, :]
         tile_mask = TileMask(self._visible(test, inside, state, states), kept)
-        if self.bias is not None:
-            return dataclasses.replace(tile_mask, bias=self.bias.take(first, keys)), None
+        if self._bias is not None:
+            return dataclasses.replace(tile_mask, bias=self._bias(first, keys)), None
         if options.bias_jaxpr is None:
             return tile_mask, None
 

@@ -35,6 +35,8 @@ def suits(options: Options, length: int, key_length: int, operands: ExecutorOper
     Returns:
       True for this form.
     """
+    if isinstance(options.block_size, tuple):
+        return False  # a bias that has tiles of this shape only
     if options.form is not None:
         return options.form is Form.UNROLLED
     pairs, mask = length * key_length, _static_mask(options, operands)
@@ -153,6 +155,7 @@ def _static_mask(options: Options, operands: ExecutorOperands) -> Mask:
 
 def _block_size(options: Options, mask: Mask) -> int:
     """Number of queries in a block. mask: result of `_static_mask`."""
+    assert not isinstance(options.block_size, tuple)
     return options.block_size or (cost_model.UNROLLED_FULL_BLOCK if mask == Full() else cost_model.UNROLLED_BLOCK)
 
 
@@ -182,7 +185,8 @@ def _tile_mask(
 
     def bias(operand: Any) -> Array:
         if options.bias_jaxpr is None:
-            return _cut_pairs(split_heads(operand, kv_heads), block)
+            terms = tuple(_cut_pairs(x, block) for x in operand.terms)
+            return split_heads(dataclasses.replace(operand, terms=terms).dense(), kv_heads)
         return tile.bias_of_function(options, operand, split_heads(operands.heads, kv_heads), queries, keys)
 
     return TileMask(visible, kept, bias(operands.bias)), bias
@@ -195,9 +199,9 @@ def _cut_tokens(tokens: TokenInfo, span: slice) -> TokenInfo:
 
 
 def _cut_pairs(x: Array, block: _QueryBlock) -> Array:
-    """The part of [B, K, G, T, S], any axis of which may be 1, that belongs to a query block."""
-    queries = slice(None) if x.shape[3] == 1 else block.queries
-    return x[..., queries, :] if x.shape[4] == 1 else x[..., queries, block.keys]
+    """The part of [..., T, S], any axis of which may be 1, that belongs to a query block."""
+    queries = slice(None) if x.shape[-2] == 1 else block.queries
+    return x[..., queries, :] if x.shape[-1] == 1 else x[..., queries, block.keys]
 
 
 def _cut_residuals(residuals: QueryResiduals, block: _QueryBlock, earlier: Sequence[Any]) -> QueryResiduals:

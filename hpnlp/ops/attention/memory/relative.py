@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
-from hpnlp.ops.attention.block_sparse.operands import executor_records
+from hpnlp.ops.attention.block_sparse.flash import flash
 from hpnlp.ops.attention.masks.base import Full
 from hpnlp.ops.attention.masks.patterns import Causal, Window
-from hpnlp.ops.attention.memory.relative_tiles import Tiling, attend_by_distance
+from hpnlp.ops.attention.memory.relative_bias import RelativeBias
 from hpnlp.ops.attention.operands import Operands
 from hpnlp.ops.attention.validate import validate
-from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
-# Most queries and keys of a tile.
-QUERIES, KEYS = 256, 1024
+# Most queries of a tile.
+QUERIES = 256
 
 
 @array_op("B T N R", q="B T N", r="R")
@@ -84,7 +84,7 @@ def relative_attention(
       dropout_rate: As in `attend`.
       rng: As in `attend`.
       streams: As in `attend`.
-      block_size: Number of queries of a tile; None chooses by the number of keys that a query sees.
+      block_size: Number of queries and keys of a tile; None chooses by the number of keys that a query sees.
 
     Returns:
       o [B, T, N, Hv] in q's dtype, accumulated in float32; 0 in rows that see nothing.
@@ -110,25 +110,18 @@ def relative_attention(
         streams=streams,
     )
     validate(q, k, v, Full(), operands)
-    if 0 in (*q.shape[:3], v.shape[3]):
-        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
-    block, key_block = _tile_shape(length, keys, r.shape[0], block_size)
-    padding = (length - keys) % block
-    k, v = (jnp.pad(x, ((0, 0), (padding, 0), (0, 0), (0, 0))) for x in (k, v))
-    if operands.kv_segment_ids is not None:
-        ids = jnp.pad(operands.kv_segment_ids, ((0, 0), (padding, 0)))
-        operands = dataclasses.replace(operands, kv_segment_ids=ids)
-    before = k.shape[1] - length
-    mask = Causal().shift(before) if r.shape[0] >= keys else Window(r.shape[0] - 1, 0).shift(before)
-    heads = tuple(range(q.shape[2])), q.shape[2]
-    options, records = executor_records(q, k, mask, operands, block_size=None, form=None, heads=heads)
-    numbers = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
-    exists = dataclasses.replace(records.keys, index=jnp.where(numbers < padding, -1, numbers))
-    leaves, tree = jax.tree.flatten(dataclasses.replace(records, keys=exists))
+    offset, last = keys - length, min(r.shape[0], keys) - 1
+    block = block_size or _block_size(length, last)
+    # Distances of a tile with visible pairs: at most those of the first query to the first key.
+    top = min(offset + -(-length // block) * block - 1, last + 2 * block - 2)
     by_content, by_distance = (q + bias.astype(q.dtype)[None, None] for bias in (content_bias, position_bias))
-    by_content, by_distance, k, v, r, *leaves = vary_alike(by_content, by_distance, k, v, r.astype(q.dtype), *leaves)
-    tiling = Tiling(options, block, key_block, padding)
-    return attend_by_distance(tiling, by_content, by_distance, k, v, r, jax.tree.unflatten(tree, leaves))
+    embeddings = jnp.pad(jnp.flip(r[: last + 1], 0), ((top - last, 0), (0, 0), (0, 0)))
+    by_head = by_distance.transpose(0, 2, 1, 3), embeddings.astype(q.dtype).transpose(1, 0, 2)[None]
+    bias = RelativeBias(*by_head, top, offset, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    operands = dataclasses.replace(operands, bias=bias)
+    mask = Causal().shift(offset) if last + 1 == keys else Window(last, 0).shift(offset)
+    o: Any = flash(by_content, k, v, mask, operands, block_size=(block, block))
+    return o
 
 
 @array_op("B S", q="B T N", k="B S K")
@@ -236,11 +229,11 @@ def _by_head(q: Array, r: Array, bias: Array, scale: float | None) -> Array:
     return product * (q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def _tile_shape(length: int, keys: int, distances: int, block_size: int | None) -> tuple[int, int]:
-    """Queries and keys of a tile; keys are a multiple of queries."""
-    if block_size is None:
-        # Tiles of more queries than half a window have many hidden pairs, and tiles of fewer than 64 much overhead.
-        half = 1 << (max(64, distances // 2).bit_length() - 1)
-        block_size = min(QUERIES, half, 1 << (length - 1).bit_length())
-    span = min(distances - 1 + block_size, keys)
-    return block_size, block_size * max(1, min(KEYS, span) // block_size)
+def _block_size(length: int, last: int) -> int:
+    """Queries and keys of a tile, where a query sees the distances up to `last`.
+
+    Tiles of more queries than half a window have many hidden pairs, and tiles of fewer than 64 much overhead. Key blocks are as
+    small, because the executor joins those that a query block reads, and small ones follow the border of the mask.
+    """
+    half = 1 << (max(64, last // 2).bit_length() - 1)
+    return min(QUERIES, half, 1 << (length - 1).bit_length())

@@ -13,6 +13,7 @@ from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.attend import attend
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
+from hpnlp.ops.attention.pair_bias import BiasArrays, weighted
 from hpnlp.ops.attention.reference import reference
 from hpnlp.types import InputError
 
@@ -25,18 +26,20 @@ def synthetic_attend(
     factors: Sequence[Factors],
     scores: Sequence[Array],
     mask: Mask | PerHead = Full(),  # noqa: B008  (frozen)
+    weights: Sequence[Any] | None = None,
     **operands: Any,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention with a given sum of scores: `softmax(sum_i a_i b_i^T + sum_j scores_j) v`.
+    """Softmax attention with a given sum of scores: `softmax(sum_i a_i b_i^T + sum_j weights_j scores_j) v`.
 
     Scores that are products are computed in blocks and never stored for all pairs: dot products of queries and keys, those of
-    a Dense Synthesizer (`relu(W1 x)` and W2), and those of a Factorized Random Synthesizer.
+    a Dense Synthesizer (`relu(W1 x)` and W2), and those of a Factorized Random Synthesizer. Nor is the weighted sum of arrays.
 
     Args:
       v: Values.
       factors: Pairs of `a [B or 1, T, N, F]` and `b [B or 1, S, K or N, F]`, whose products are scores; F may differ.
       scores: Arrays `[B or 1, N, T or 1, S]`.
       mask: The pairs that may influence each other.
+      weights: A number for each array of scores, float32 [], or None for 1; None for 1 for all.
       **operands: Segments, positions and dropout, as for `attend`.
 
     Returns:
@@ -45,18 +48,21 @@ def synthetic_attend(
     Raises:
       InputError: There are neither factors nor scores.
 
-    Cost: O(B N T S (F + H)) time. O(B N (T + S) (F + H)) memory, and that of `scores`.
+    Cost: O(B N T S (F + H)) time. O(B N (T + S) (F + H)) memory, and that of `scores` and their gradients.
 
     References:
       Tay et al. 2020, "Synthesizer: rethinking self-attention for transformer models", eqs. 2 to 7.
     """
     if not factors and not scores:
         raise InputError("no factors and no scores: pass at least one of them")
-    bias: Any = sum(x.astype(jnp.float32) for x in scores) if scores else None
+    weights = weights or [None] * len(scores)
+    weights = [None if weight is None else jnp.reshape(weight, (1, 1, 1, 1)) for weight in weights]
+    bias = BiasArrays(tuple(scores), tuple(weights)) if scores else None
     if factors:
         q, k = _joined(factors, v)
     else:  # attend has no form without queries: those of one feature are the cheapest
-        q = jnp.zeros((v.shape[0], bias.shape[2], bias.shape[1], 1), v.dtype)
+        heads, length = (max(x.shape[axis] for x in scores) for axis in (1, 2))
+        q = jnp.zeros((v.shape[0], length, heads, 1), v.dtype)
         k = jnp.zeros((*v.shape[:3], 1), v.dtype)
     if q.shape[2] % k.shape[2] == 0 and k.shape[2] != v.shape[2]:
         v = jnp.repeat(v, k.shape[2] // v.shape[2], axis=2)
@@ -71,6 +77,7 @@ def synthetic_attend_reference(
     factors: Sequence[Factors],
     scores: Sequence[Array],
     mask: Mask | PerHead = Full(),  # noqa: B008  (frozen)
+    weights: Sequence[Any] | None = None,
     **operands: Any,
 ) -> Float[Array, "B T N H"]:
     """`synthetic_attend` by its definition, with the scores of all pairs.
@@ -80,12 +87,13 @@ def synthetic_attend_reference(
       factors: As for `synthetic_attend`.
       scores: As for `synthetic_attend`.
       mask: The pairs that may influence each other.
+      weights: As for `synthetic_attend`.
       **operands: Segments and positions, as for `attend`.
 
     Returns:
       The mixed values, in the dtype of v.
     """
-    total: Any = sum(x.astype(jnp.float32) for x in scores)
+    total: Any = sum(weighted(x, weight) for x, weight in zip(scores, weights or [None] * len(scores), strict=True))
     for a, b in factors:
         b = jnp.repeat(b, a.shape[2] // b.shape[2], axis=2)
         batch = (max(a.shape[0], b.shape[0]),)

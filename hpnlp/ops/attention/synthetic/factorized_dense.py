@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.attention.block_sparse.flash import flash
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.operands import Operands
+from hpnlp.ops.attention.pair_bias import PairBias, Span
 from hpnlp.ops.attention.validate import validate
-from hpnlp.ops.custom_vjp import vary_alike
-from hpnlp.ops.dropout import keep_mask, seed_words
 from hpnlp.types import InputError
 
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """Static settings: the mask, N heads, S keys and the rate of dropout."""
-
-    mask: Mask
-    heads: int
-    keys: int
-    dropout_rate: float
+# Queries and about the number of keys of a tile.
+QUERIES, KEYS = 512, 512
 
 
 @array_op("B T N", v="B T")
@@ -66,121 +57,68 @@ def factorized_dense_attend(
     Raises:
       InputError: There are more keys than A C, each head has a mask of its own, or arguments do not fit, as for `attend`.
 
-    Cost: O(B N T S H) time and O(B N (T + S) (A + H)) memory, also in the backward pass.
+    Cost: O(B N H) time for each visible pair and O(B N (T + S) (A + H)) memory, also in the backward pass.
 
     References:
-      Tay et al. 2020, "Synthesizer", sec. 3.2; the loop over blocks of keys is that of Dao et al. 2022, "FlashAttention".
+      Tay et al. 2020, "Synthesizer", sec. 3.2.
     """
-    (batch, keys, heads, width), (length, block), blocks = v.shape, a.shape[1::2], b.shape[3]
+    (batch, keys, heads, _), (length, block), blocks = v.shape, a.shape[1::2], b.shape[3]
     if a.shape[:3] != (batch, length, heads) or b.shape[:3] != a.shape[:3]:
         raise InputError(f"a {a.shape}, b {b.shape}, v {v.shape}: expected equal B and N, and equal T in a and b")
     if keys > block * blocks:
         raise InputError(f"{keys} keys: expected at most {block} x {blocks}, the sizes of both factors")
     if mask.heads is not None:
         raise InputError(f"{mask}: expected one mask for all heads")
+    a, b, values = (x.astype(jnp.float32) for x in (a, b, v))
     operands = Operands(
         segment_ids=segment_ids,
         kv_segment_ids=kv_segment_ids,
         positions=positions,
         kv_positions=kv_positions,
+        bias=FactorizedBias(a.transpose(0, 2, 1, 3), b.transpose(0, 2, 1, 3)),
         dropout_rate=dropout_rate,
         rng=rng,
+        streams=streams,
     )
-    q: Any = jax.ShapeDtypeStruct((batch, length, heads, 1), v.dtype)
-    k: Any = jax.ShapeDtypeStruct((batch, keys, heads, 1), v.dtype)
-    validate(q, k, v, mask, operands)
-
-    def by_head(x: Array) -> Array:
-        return x.astype(jnp.float32).transpose(0, 2, 1, 3).reshape(batch * heads, x.shape[1], x.shape[3])
-
-    def in_blocks(x: Array, value: int) -> Array:
-        padded = jnp.pad(x, [(0, 0), (0, block * blocks - keys), *[(0, 0)] * (x.ndim - 2)], constant_values=value)
-        return jnp.moveaxis(padded.reshape(x.shape[0], blocks, block, *x.shape[2:]), 1, 0)
-
-    def filled(x: Array | None, count: int, indices: bool) -> Array:
-        row = jnp.arange(count, dtype=jnp.int32) if indices else jnp.zeros(count, jnp.int32)
-        return jnp.broadcast_to(row, (batch, count)) if x is None else x
-
-    info = (
-        filled(positions, length, True),
-        filled(segment_ids, length, False),
-        in_blocks(filled(operands.kv_positions, keys, True), 0),
-        in_blocks(filled(operands.kv_segment_ids, keys, False), 0),
-        jnp.arange(batch * heads, dtype=jnp.int32) if streams is None else streams.reshape(-1),
-        jnp.zeros(2, jnp.uint32) if rng is None or not dropout_rate else seed_words(rng),
-    )
-    options = _Options(mask, heads, keys, dropout_rate)
-    o: Any = _attend(options, *vary_alike(in_blocks(by_head(v), 0), by_head(a), by_head(b), *info))
-    return o.reshape(batch, heads, length, width).transpose(0, 2, 1, 3).astype(v.dtype)
+    # The executor has no form without queries: those of one feature are the cheapest.
+    q, k = (jnp.zeros((batch, count, heads, 1), jnp.float32) for count in (length, keys))
+    validate(q, k, values, mask, operands)
+    tile = min(QUERIES, 1 << (length - 1).bit_length()), block * max(1, min(KEYS, keys) // block)
+    o: Any = flash(q, k, values, mask, operands, block_size=tile)
+    return o.astype(v.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, v: Array, a: Array, b: Array, *info: Array) -> Array:
-    """[G, T, H] of v [C, G, A, H], a [G, T, A] and b [G, T, C], where G counts sequences and heads."""
-    return _forward(options, v, a, b, *info)[0]
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FactorizedBias(PairBias):
+    """The bias `within[t, s % A] * blocks[t, s // A]` of query t and key s. Tiles have a multiple of A keys.
 
+    Attributes:
+      within: float32 `[B, N, T, A]`.
+      blocks: float32 `[B, N, T, C]`.
+    """
 
-def _forward(options: _Options, v: Array, a: Array, b: Array, *info: Array) -> tuple[Array, tuple[Array, ...]]:
-    shape = a.shape[:2]
-    start = (jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1])))
-    start = vary_alike(*start, a)[:3]
+    within: Any
+    blocks: Any
 
-    def step(carry: Any, index: Array) -> tuple[Any, None]:
-        top, total, o = carry
-        scores, kept = _block(options, a, b, info, index)
-        new_top = jnp.maximum(top, scores.max(axis=2))
-        shift = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
-        weights = jnp.exp(scores - shift[:, :, None])
-        scale = jnp.exp(top - shift)
-        o = o * scale[:, :, None] + jnp.einsum("gta,gah->gth", weights * kept, v[index])
-        return (new_top, total * scale + weights.sum(axis=2), o), None
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return self.within, self.blocks
 
-    (top, total, o), _ = lax.scan(step, start, jnp.arange(v.shape[0]))
-    seen = total > 0
-    top, total = jnp.where(seen, top, 0.0), jnp.where(seen, total, 1.0)
-    o = jnp.where(seen[:, :, None], o / total[:, :, None], 0.0)
-    # Both, because top + log(total) rounds the logarithm away where scores are large.
-    return o, (v, a, b, o, top, total, *info)
+    def with_arrays(self, arrays: tuple[Array, ...]) -> FactorizedBias:
+        within, blocks = arrays
+        return FactorizedBias(within, blocks)
 
+    def windows(self, queries: Span, keys: Span) -> tuple[tuple[Span, Span], ...]:
+        size, (first, count) = self.within.shape[3], keys
+        return (queries, (0, size)), (queries, (first // size, count // size))
 
-def _backward(options: _Options, residuals: tuple[Array, ...], do: Array) -> tuple[Array | None, ...]:
-    v, a, b, o, top, total, *info = residuals
-    product = (do * o).sum(axis=2)
+    def combine(self, *parts: Array) -> Float[Array, "B N r c"]:
+        within, blocks = parts
+        return (blocks[..., None] * within[..., None, :]).reshape(*within.shape[:3], -1)
 
-    def step(da: Array, index: Array) -> tuple[Array, tuple[Array, Array]]:
-        scores, kept = _block(options, a, b, info, index)
-        weights = jnp.exp(scores - top[:, :, None]) / total[:, :, None]
-        dv = jnp.einsum("gta,gth->gah", weights * kept, do)
-        dweights = jnp.einsum("gth,gah->gta", do, v[index]) * kept
-        dscores = weights * (dweights - product[:, :, None])
-        return da + dscores * _column(b, index), (dv, (dscores * a).sum(axis=2))
-
-    start = vary_alike(jnp.zeros_like(a), a, do)[0]
-    da, (dv, db) = lax.scan(step, start, jnp.arange(v.shape[0]))
-    return dv, da, jnp.moveaxis(db, 0, 2), *(None for _ in info)
-
-
-_attend.defvjp(_forward, _backward)
-
-
-def _column(b: Array, index: Array) -> Array:
-    """[G, T, 1]: the factors of one block."""
-    return lax.dynamic_slice_in_dim(b, index, 1, axis=2)
-
-
-def _block(options: _Options, a: Array, b: Array, info: Any, index: Array) -> tuple[Array, Array]:
-    """Scores of one block of keys [G, T, A], -inf for pairs that are not visible, and the factors of dropout."""
-    q_pos, q_ids, k_pos, k_ids, streams, seed = info
-    keys = (index * a.shape[2] + jnp.arange(a.shape[2]))[None, None] < options.keys
-    visible = keys & (q_ids[:, :, None] == k_ids[index][:, None])
-    if not options.mask.allows_all:
-        visible &= options.mask.at(q_pos[:, :, None], k_pos[index][:, None])
-    visible = jnp.repeat(visible, options.heads, axis=0)
-    # With a selection after the product, XLA:CPU cannot multiply and subtract the maximum in one rounded operation in one of
-    # the passes only. The weights of large scores would then differ between the passes.
-    scores = jnp.where(visible, a * _column(b, index), -jnp.inf)
-    if not options.dropout_rate:
-        return scores, jnp.float32(1)
-    q_pos, k_pos = (jnp.repeat(x, options.heads, axis=0) for x in (q_pos, k_pos[index]))
-    keep = keep_mask(seed, streams[:, None, None], q_pos[:, :, None], k_pos[:, None], options.dropout_rate)
-    return scores, jnp.where(keep, 1 / (1 - options.dropout_rate), 0.0).astype(jnp.float32)
+    def gradients(self, db: Array, *parts: Array) -> tuple[Array, ...]:
+        within, blocks = parts
+        db = db.reshape(*blocks.shape, within.shape[3])
+        d_within = jnp.einsum("bntca,bntc->bnta", db, blocks, precision="highest")
+        return d_within, jnp.einsum("bntca,bnta->bntc", db, within, precision="highest")

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.ops.attention.block_sparse import cost_model
 from hpnlp.ops.attention.memory.relative import (
     distance_scores,
     received_attention,
@@ -12,7 +13,7 @@ from hpnlp.ops.attention.memory.relative import (
     relative_attention,
 )
 from hpnlp.types import InputError
-from tests.contracts import ONCE, assert_close, once
+from tests.contracts import ONCE, assert_close, executor_with, once
 
 B, N, K, H, HV = 2, 4, 2, 8, 3
 
@@ -30,11 +31,11 @@ def segments(length, keys):
 
 
 @pytest.mark.parametrize(
-    ("length", "keys", "distances", "block"),
-    [(19, 24, 6, 8), (19, 19, 40, 8), (16, 40, 9, 8), (5, 9, 4, 8), (1, 3, 3, 8)],
+    ("length", "keys", "distances", "block", "step"),
+    [(19, 24, 6, 8, 1 << 20), (19, 19, 40, 4, 1), (16, 40, 9, 4, 1), (5, 9, 4, 8, 1), (1, 3, 3, 8, 1)],
     ids=["memory", "all earlier keys", "memory longer than the window", "one block", "one token"],
 )
-def test_blocks_match_reference(length, keys, distances, block):
+def test_blocks_match_reference(length, keys, distances, block, step):
     """Values, gradients and rows that see nothing; with segments, and with a memory also without them."""
     arrays = operands(length, keys, distances)
     signs = jnp.asarray(np.random.default_rng(2).standard_normal((B, length, N, HV)), jnp.float32)
@@ -48,11 +49,26 @@ def test_blocks_match_reference(length, keys, distances, block):
 
         return jax.grad(score, tuple(range(6)), has_aux=True)(*arrays)
 
-    actual, expected = once(lambda: (of(relative_attention, block_size=block), of(reference_relative_attention)))
+    with executor_with((cost_model, "STEP_SCORES", step)):
+        actual, expected = once(lambda: (of(relative_attention, block_size=block), of(reference_relative_attention)))
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
     if ids:
         assert not np.asarray(actual[1][0])[:, 3].any()
+
+
+def test_rows_that_see_nothing_have_no_gradients():
+    """Gradients of all arrays where these rows are NaN, against those where the rows are 0."""
+    q, *arrays = operands(8, 8, 5)
+    ids = segments(8, 8)
+
+    def of(value):
+        def score(*arrays):
+            return jnp.sum(relative_attention(*arrays, **ids, block_size=4) ** 2)
+
+        return jax.grad(score, tuple(range(6)))(q.at[:, 3].set(value), *arrays)
+
+    assert_close(*once(lambda values: [of(value) for value in values], jnp.asarray([jnp.nan, 0.0])))
 
 
 def test_blocks_drop_different_entries_and_depend_on_the_key():

@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention import Causal, Full, Strided, Window, reference
+from hpnlp.ops.attention import Causal, Full, Operands, Strided, Window, flash, reference
+from hpnlp.ops.attention.block_sparse import cost_model
+from hpnlp.ops.attention.block_sparse.operands import Form
+from hpnlp.ops.attention.pair_bias import BiasArrays
 from hpnlp.ops.attention.synthetic.attend import synthetic_attend, synthetic_attend_reference, tiled_scores
 from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
 from hpnlp.types import InputError
-from tests.contracts import assert_close, once
+from tests.contracts import assert_close, executor_with, once
 
 
 def test_sums_of_terms_match_dense_scores():
@@ -33,6 +36,38 @@ def test_sums_of_terms_match_dense_scores():
 
     forms = (synthetic_attend, synthetic_attend_reference)
     assert_close(*once(lambda arrays: [result(f, arrays) for f in forms], arrays))
+
+
+@pytest.mark.parametrize("step", [1, 1 << 20], ids=["chunks of heads", "all heads"])
+def test_weighted_bias_arrays_in_tiles_match_their_sum(step):
+    """Tiles of 4 of 11 tokens, in steps of several; shared axes of the arrays; values and gradients of arrays and weights."""
+    rng = np.random.default_rng(0)
+    terms = [(2, 4, 11, 11), (1, 4, 11, 11), (1, 1, 1, 11), (2, 4, 11, 1)]
+    tree = {
+        "qkv": [
+            jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 11, 4, 3), (2, 11, 2, 3), (2, 11, 2, 5))
+        ],
+        "terms": [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in terms],
+        "weights": [jnp.full((1, 1, 1, 1), w, jnp.float32) if w else None for w in (0.5, -1.5, None, 2.0)],
+    }
+
+    def result(attend, tree):
+        def score(tree):
+            bias = BiasArrays(tuple(tree["terms"]), tuple(tree["weights"]))
+            o, lse = attend(*tree["qkv"], bias)
+            # lse, because o is the same for all biases by query.
+            return jnp.sum(o**2) + jnp.sum(lse**2), (o, lse)
+
+        return jax.grad(score, has_aux=True)(tree)
+
+    def in_tiles(q, k, v, bias):
+        return flash(q, k, v, Causal(), Operands(bias=bias, return_lse=True), form=Form.SCAN, block_size=4)
+
+    def dense(q, k, v, bias):
+        return reference(q, k, v, Causal(), bias=bias.dense(), return_lse=True)
+
+    with executor_with((cost_model, "STEP_SCORES", step)):
+        assert_close(*once(lambda tree: [result(f, tree) for f in (in_tiles, dense)], tree))
 
 
 def test_factorized_scores_by_blocks_match_all_scores():
