@@ -22,8 +22,8 @@ hpnlp convert --from=DIR --to=runs/x [--dtype=bfloat16]
 hpnlp convert --from=runs/x --to=DIR [--dtype=bfloat16] [--step=N]
 
 Converts a directory with config.json, model.safetensors (or several files with an index) and tokenizer.json to a run at step 0,
-for `hpnlp generate` and `hpnlp train`. Converts a run to such a directory, for transformers; matrices of a run of `hpnlp compress`
-are written as the numbers that they represent. Families:
+for `hpnlp generate` and `hpnlp train`. Converts a run to such a directory, for transformers; matrices of a compressed run are
+written as the numbers that they represent. Families:
 
   language models                                        llama, mistral, qwen2, qwen3, gemma, gemma2, gpt2
   masked words, labels of texts and labels of tokens     bert, roberta, distilbert, mobilebert
