@@ -29,7 +29,7 @@ class ExportedFunction:
       length: T.
     """
 
-    call: Callable[..., jax.Array]
+    call: Callable[..., Any]
     inputs: tuple[str, ...]
     length: int
 
@@ -49,7 +49,7 @@ def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
     Raises:
       InputError: Another class of models, or a length that the model does not have.
     """
-    if not isinstance(model, LM | Encoder):
+    if not isinstance(model, LM | Encoder) or model.config.memory_dim:
         raise InputError(
             f"a {type(model).__name__} has no logits of token ids: export a run of task lm, masked_lm, classification or "
             "tagging"
@@ -62,7 +62,7 @@ def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
         return ExportedFunction(lambda tokens: model.apply(collections, tokens, method="logits"), ("tokens",), length)
     inputs = tuple(name for name in model.batch_axes() if name not in _NOT_EXPORTED)
 
-    def call(*arrays: jax.Array) -> jax.Array:
+    def call(*arrays: jax.Array) -> Any:
         batch = dict(zip(inputs, arrays, strict=True))
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), batch["tokens"].shape)
         return model.apply(collections, {**batch, "positions": positions}, method="logits")

@@ -71,12 +71,18 @@ def _run(graph: Graph, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -
     )
 
     def read(atom: Any) -> Any:
-        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jax.extend.core.Literal) else values[atom]
+        is_literal = isinstance(atom, jax.extend.core.Literal)
+        return np.asarray(atom.val, np.dtype(_aval(atom).dtype)) if is_literal else values[atom]
 
     for eqn in jaxpr.eqns:
         results = _equation(graph, eqn, [read(atom) for atom in eqn.invars])
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _aval(atom: Any) -> Any:
+    """Shape and dtype of an atom."""
+    return atom.aval
 
 
 def _equation(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
@@ -105,8 +111,7 @@ def _known(eqn: Any, inputs: list[Any]) -> list[Any]:
         for axis, size in zip(eqn.params["broadcast_dimensions"], np.shape(inputs[0]), strict=True):
             sizes[axis] = size
         return [np.broadcast_to(np.asarray(inputs[0]).reshape(sizes), shape)]
-    functions, params = eqn.primitive.get_bind_params(eqn.params)
-    results = eqn.primitive.bind(*functions, *map(jnp.asarray, inputs), **params)
+    results = eqn.primitive.bind(*map(jnp.asarray, inputs), **eqn.params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
 

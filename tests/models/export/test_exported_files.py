@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.decoder import DecoderConfig
+from hpnlp.models.decoder import Decoder, DecoderConfig
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.export import onnx_file, stablehlo
 from hpnlp.models.export.functions import logits_function
@@ -68,8 +68,8 @@ def test_invalid_exports_raise(tmp_path):
     config, weights = compressed(GPT2, "layers(1)")
     with pytest.raises(InputError, match="length 17: expected 1 to 16"):
         logits_function(LM(config), weights, 17)
-    with pytest.raises(InputError, match="has no logits of token ids"):
-        logits_function(DecoderConfig(), weights, 4)
+    with pytest.raises(InputError, match="a Decoder has no logits of token ids"):
+        logits_function(Decoder(DecoderConfig(dim=32, heads=4, layers=1, vocab=40, memory_dim=8)), weights, 4)
 
 
 @pytest.mark.oracle
