@@ -216,10 +216,10 @@ def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
 
 
 def _unsupported(eqn: Any, detail: str = "") -> InputError:
+    operation = " ".join(filter(None, (eqn.primitive.name, detail)))
     return InputError(
-        f"the model computes {eqn.primitive.name} {detail}, which is not written as ONNX: use the format stablehlo".replace(
-            "  ", " "
-        )
+        f"the model computes {operation}, which is not written as ONNX: use the format stablehlo, or a recipe without packed "
+        "tables (packed=False)"
     )
 
 

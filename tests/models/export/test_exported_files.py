@@ -80,7 +80,7 @@ def test_invalid_exports_raise(tmp_path):
         (BERT, "int8", 2e-3),
         (LLAMA, "layers(2)", 1e-5),
         (GROUPED, "heads(0.5,by=magnitude),factorize(rank=4,by=weights)", 1e-5),
-        (GPT2, "ternary", 2e-3),
+        (GPT2, "ternary(packed=False)", 2e-3),
         (GPT2, "bf16", 2e-3),
         (LLAMA, "int4(group=8)", 2e-3),
     ],
@@ -95,3 +95,14 @@ def test_onnxruntime_computes_the_same_logits(config, recipe, tolerance, tmp_pat
     (logits,) = session.run(["logits"], feeds)
     expected = np.asarray(jax.jit(function.call)(*inputs))
     np.testing.assert_allclose(logits, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.oracle
+def test_operations_without_a_counterpart_in_onnx_raise(tmp_path):
+    pytest.importorskip("onnx")
+    function, _ = make(GPT2, "ternary")  # rows of the table are unpacked by shifts
+    with pytest.raises(
+        InputError, match="the model computes shift_right_logical, which is not written as ONNX: .*packed=False"
+    ):
+        onnx_file.write(function, tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
