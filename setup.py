@@ -32,6 +32,10 @@ EXTRAS = {
     # libtpu compiles without a TPU, for `hpnlp plan --depth=tpu`; jax pins the version of libtpu.
     "tpu-aot": ["jax[tpu]>=0.10.2"],
     "faiss": ["faiss-cpu>=1.15"],
+    # `jax.export` writes and reads files with flatbuffers, which jax does not install.
+    "export": ["flatbuffers>=25.12"],
+    # Writes the files of `hpnlp export --format=onnx`; needs numpy and protobuf only.
+    "onnx": ["onnx>=1.23"],
     "hf": ["safetensors>=0.8", "tokenizers>=0.23"],
     "parquet": ["pyarrow>=26"],
     "sklearn": ["scikit-learn>=1.9"],
@@ -46,6 +50,7 @@ EXTRAS = {
     "oracles": [
         "faiss-cpu==1.15.1",
         "mpmath==1.3.0",
+        "onnxruntime==1.32.0",
         "qwix==0.1.8",
         "scikit-learn==1.9.1",
         "torch==2.13.0",
@@ -58,6 +63,7 @@ EXTRAS["test"] = [
     "hypothesis>=6.170",
     "pytest>=9.2",
     "pytest-xdist>=3.8",
+    *EXTRAS["export"],
     *EXTRAS["hf"],
     *EXTRAS["parquet"],
     *EXTRAS["tensorboard"],
@@ -69,6 +75,7 @@ EXTRAS["dev"] = [
     *EXTRAS["test"],
     *EXTRAS["docs"],
     *EXTRAS["notebooks"],
+    *EXTRAS["onnx"],
     *EXTRAS["oracles"],
     *EXTRAS["wandb"],
 ]

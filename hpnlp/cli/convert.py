@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -21,7 +22,8 @@ hpnlp convert --from=DIR --to=runs/x [--dtype=bfloat16]
 hpnlp convert --from=runs/x --to=DIR [--dtype=bfloat16] [--step=N]
 
 Converts a directory with config.json, model.safetensors (or several files with an index) and tokenizer.json to a run at step 0,
-for `hpnlp generate` and `hpnlp train`. Converts a run to such a directory, for transformers. Families:
+for `hpnlp generate` and `hpnlp train`. Converts a run to such a directory, for transformers; matrices of a compressed run are
+written as the numbers that they represent. Families:
 
   language models                                        llama, mistral, qwen2, qwen3, gemma, gemma2, gpt2
   masked words, labels of texts and labels of tokens     bert, roberta, distilbert, mobilebert
@@ -78,8 +80,8 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _is_run(source: Path) -> bool:
-    """Whether a directory holds a run, which has metrics even before its first checkpoint."""
-    return any((source / name).exists() for name in ("checkpoints", "metrics.jsonl"))
+    """Whether a directory holds a run, which has metrics even before its first checkpoint, or a compressed model."""
+    return any((source / name).exists() for name in ("checkpoints", "metrics.jsonl", "weights.hpnlp"))
 
 
 def _check_source(source: Path) -> None:
@@ -101,7 +103,7 @@ def _check_source(source: Path) -> None:
 
 def _check_target(target: Path) -> None:
     """Raises InputError where `target` cannot be made or holds a run or checkpoint, before any weights are read."""
-    for name in ("config.json", "checkpoints"):
+    for name in ("config.json", "checkpoints", "weights.hpnlp"):
         if os.path.lexists(target / name):
             raise InputError(f"--to={target} already holds {name}: use an empty directory")
     parent = next(path for path in (target, *target.absolute().parents) if os.path.lexists(path))
@@ -167,6 +169,7 @@ def _to_checkpoint(source: Path, target: Path) -> None:
     from hpnlp.data.export import export
     from hpnlp.data.huggingface import HFTokenizer
     from hpnlp.models.huggingface import convert
+    from hpnlp.ops.weight import dense_tree
     from hpnlp.training import run_directory as runs
 
     values = runs.load_config(source)
@@ -179,13 +182,18 @@ def _to_checkpoint(source: Path, target: Path) -> None:
         if not is_copied:
             export(tokenizer, scratch)  # raises before anything is written to the target
         options = {"dtype": cli.FLAGS.dtype, "bos_id": bos_id, "eos_id": eos_id, "labels": labels}
-        convert.save(model, run.params, target, **options)
+        convert.save(model, dense_tree(run.params), target, **options)
         _copy(source if is_copied else Path(scratch), target, TOKENIZER)
     convert.check_readable(target)
     tokenizers.load(str(target))
     _copy(source, target, COMPANIONS)
     if parse_one(model.output, "model.output").name != "full":
         print(f"{target}: model.output={model.output!r} estimates a full softmax, which the checkpoint has")
+    if kinds := _kinds_of_weights(run.params):
+        print(
+            f"{target}: matrices that were {' and '.join(kinds)} are written as the {cli.FLAGS.dtype} numbers that they "
+            "represent; transformers does not round the inputs of their products"
+        )
     family = convert.family_in(target)
     if not is_copied and family.model_type in FIXED_TOKENIZER:
         print(
@@ -193,3 +201,13 @@ def _to_checkpoint(source: Path, target: Path) -> None:
             f"load this one with PreTrainedTokenizerFast.from_pretrained({str(target)!r}) instead"
         )
     print(f"{target}: a checkpoint. Next, in Python: {family.loader}.from_pretrained({str(target)!r})")
+
+
+def _kinds_of_weights(params: Any) -> list[str]:
+    """Names of the representations of a model's matrices, without plain arrays."""
+    import jax
+
+    from hpnlp.ops.weight import is_weight
+
+    nodes = jax.tree.leaves(params, is_leaf=is_weight)
+    return sorted({type(node).__name__ for node in nodes if is_weight(node)})

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # these import JAX, whose platform is chosen by the flags
 
 USAGE = """
 hpnlp plan --config=experiments/lm/bytes.py --devices=512 --device=h200 [--config.plan.name=zero3 ...]
+hpnlp plan --config=experiments/lm/bytes.py --recipe="heads(0.5),int8" [--config.model.dim=512 ...]
+hpnlp plan --from=RUN [--recipe="heads(0.5),int8"]
 
 Estimates the memory, work and communication of each device in a training step, a lower bound of its time by the device's data
 sheet, and, where the step does not fit, the smallest change that makes it fit. Nothing is trained; no accelerator is needed.
@@ -32,9 +34,14 @@ sheet, and, where the step does not fit, the smallest change that makes it fit. 
 pip install '.[tpu-aot]' in the repository of hpnlp); both print the error of the plan. --search ranks the plans that fit: all
 sizes of tensor, pipeline and sequence that are powers of two, with each stage of ZeRO. If the config's own plan is not valid
 for these devices and this model, --depth and --out use the first plan of the ranking.
+
+--recipe prints the parameters, the bytes in memory and the bytes on disk of the model after each stage of `hpnlp compress`,
+without weights. Of a compressed run, --from alone prints those of its file.
 """
 
 flags.DEFINE_string("config", None, "Experiment file, which defines get_config().")
+flags.DEFINE_string("from", None, "Directory of a run, whose model --recipe compresses, or that is compressed.")
+flags.DEFINE_string("recipe", "", "Stages of a compression whose sizes are planned, see hpnlp compress.")
 flags.DEFINE_integer("devices", 8, "Number of devices.", lower_bound=1, upper_bound=2**31 - 1)
 flags.DEFINE_string("device", "h100", "Kind of device: a100, h100, h200, v5e, v5p, or cpu (this machine, measured).")
 flags.DEFINE_enum(
@@ -64,8 +71,14 @@ def _run(argv: Sequence[str]) -> None:
     """Plans a step with the settings of the flags, and prints and draws the result."""
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE)
+    if cli.FLAGS["from"].value is not None:
+        _print_sizes_of_run(cli.FLAGS["from"].value, overrides)
+        return
     values = experiment.read(cli.required("config", experiment.EXAMPLE), overrides)
     _simulate_devices()
+    if cli.FLAGS.recipe:
+        _print_sizes(values)
+        return
 
     from hpnlp import planner
     from hpnlp.planner import compiled, devices, render, search
@@ -97,6 +110,25 @@ def _run(argv: Sequence[str]) -> None:
         print(compiled.compare(costs, f.depth, f.device))
     if costs and out:
         print(render.draw(costs, device, f.device, out))
+
+
+def _print_sizes(values: Any) -> None:
+    """Prints the sizes of a config's model after each stage of --recipe."""
+    from hpnlp.planner import compressed
+    from hpnlp.training import config
+
+    print(compressed.table(compressed.sizes_of_config(config.resolve(values), cli.FLAGS.recipe)))
+
+
+def _print_sizes_of_run(workdir: str, overrides: Any) -> None:
+    """Prints the sizes of a run's model after each stage of --recipe, or those of a compressed run."""
+    if cli.FLAGS.config is not None or overrides:
+        raise InputError(f"--from={workdir} has a config of its own: leave out --config")
+    _simulate_devices()
+
+    from hpnlp.planner import compressed
+
+    print(compressed.table(compressed.sizes_of_run(workdir, cli.FLAGS.recipe)))
 
 
 def _simulate_devices() -> None:

@@ -157,6 +157,46 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Any]:
 
 
 @dataclasses.dataclass(frozen=True)
+class PlannedBlock:
+    """The block of an array whose values are not known.
+
+    Attributes:
+      dtype: Name of the dtype.
+      shape: Shape of the array.
+      encoding: The encoding.
+      size: Bytes of the block.
+      palette: Number of distinct values.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    encoding: str
+    size: int
+    palette: int = 0
+
+
+def planned_size(blocks: Mapping[str, PlannedBlock], metadata: Any = None) -> int:
+    """Bytes of the file that `write` would write.
+
+    Args:
+      blocks: Blocks of the arrays by name, in the order of the file.
+      metadata: As in `write`.
+
+    Returns:
+      The number of bytes. The compressed header holds checksums, which depend on the values: its size is that of a header with
+      other checksums, some bytes more or less.
+    """
+    records = [
+        {"name": name, "dtype": block.dtype, "shape": list(block.shape), "encoding": block.encoding}
+        | {"size": block.size, "palette": block.palette, "checksum": zlib.crc32(name.encode())}
+        for name, block in blocks.items()
+    ]
+    encodings = {name: Encoding.parse(block.encoding) for name, block in blocks.items()}
+    header = _header_bytes(records, encodings, metadata)
+    return records[-1]["offset"] + records[-1]["size"] if records else _PREFIX.size + len(header)
+
+
+@dataclasses.dataclass(frozen=True)
 class Entry:
     """An array in a file.
 

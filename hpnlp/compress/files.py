@@ -42,12 +42,31 @@ def write_weights(
     Raises:
       InputError: A Weight is of no kind in KINDS, or two names are equal.
     """
-    arrays: dict[str, np.ndarray] = {}
+    leaves, header = file_content(params, metadata)
+    arrays = {name: np.asarray(leaf) for name, leaf in leaves.items()}
+    encodings = {name: encoding(name, array) for name, array in arrays.items()}
+    container.write(path, _nested(arrays), header, encodings=encodings)
+
+
+def file_content(params: Any, metadata: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays and the header of a file of weights.
+
+    Args:
+      params: A tree of dicts and tuples of arrays, or shapes of arrays, and Weights of these.
+      metadata: Further content of the header.
+
+    Returns:
+      `(arrays by name, header)`, in the order of the file.
+
+    Raises:
+      InputError: As `write_weights`.
+    """
+    arrays: dict[str, Any] = {}
     described: dict[str, Any] = {}
 
     def add(name: str, node: Any) -> None:
         if not isinstance(node, Weight):
-            arrays[name] = np.asarray(node)
+            arrays[name] = node
             return
         described[name] = {"kind": _kind_of(node), **_static_fields(node)}
         for field in _array_fields(node):
@@ -55,9 +74,8 @@ def write_weights(
 
     for name, node in _named(params):
         add(name, node)
-    encodings = {name: encoding(name, array) for name, array in arrays.items()}
-    header = {"weights": described, "tuples": _tuples(params), "metadata": metadata}
-    container.write(path, _nested(arrays), header, encodings=encodings)
+    ordered = {"/".join(names): leaf for names, leaf in _flat(_nested(arrays))}
+    return ordered, {"weights": described, "tuples": _tuples(params), "metadata": metadata}
 
 
 def read_weights(path: str | os.PathLike[str]) -> tuple[Any, Any]:
@@ -86,6 +104,28 @@ def read_weights(path: str | os.PathLike[str]) -> tuple[Any, Any]:
     for name in sorted(header["tuples"], key=len, reverse=True):
         _replace(tree, name.split("/"), lambda node: tuple(node[str(i)] for i in range(len(node))))
     return tree, header["metadata"]
+
+
+SPARSE_SHARE = 0.5  # arrays with a larger share of zeros are stored by their non-zeros
+
+
+def encoding_of(name: str, array: np.ndarray) -> str:
+    """The encoding of an array in the file of a compressed run.
+
+    Args:
+      name: Name of the array.
+      array: Its content.
+
+    Returns:
+      As `container.write` takes it: packed for integers of 4 bits, Huffman codes for other integers of 8 bits, the non-zeros
+      of arrays that consist of zeros mostly, and "raw" for all others.
+    """
+    if array.dtype.name in ("int4", "uint4"):
+        return "packed(4)"
+    if array.dtype.name in ("int8", "uint8"):
+        return "huffman"
+    is_sparse = array.size > 1024 and np.mean(array == 0) > SPARSE_SHARE and len(np.unique(array)) <= 2**16
+    return "sparse" if is_sparse else "raw"
 
 
 def has_weights(workdir: str | os.PathLike[str]) -> bool:

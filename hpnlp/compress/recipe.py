@@ -37,9 +37,12 @@ class Calibration:
     Attributes:
       gradients: A function of (config, weights) that returns the gradient of the mean loss over some batches, a tree like the
         parameters.
+      is_outline: Weights are tracers, and only the shapes of the result are of interest: stages choose any units, bits or
+        factors where weights would decide which ones, and raise InputError where weights would decide how many.
     """
 
     gradients: Callable[[Any, Any], Any]
+    is_outline: bool = False
 
 
 Compressor = Callable[[Any, Any, Calibration | None], tuple[Any, Any]]
@@ -72,7 +75,7 @@ def layers(keep: int | str) -> tuple[str, Compressor]:
     Raises:
       InputError: `keep` is no number over 0 and no list of indices.
     """
-    chosen = _indices(keep)
+    chosen = structure.layer_indices(keep)
 
     def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
         of_model = split_layers(config, weights)
@@ -165,34 +168,46 @@ def factorize(
     if max(parameters, energy) > 1:
         raise InputError(f"factorize({parameters or energy}): expected a share, at most 1")
 
-    def ranks(w: Any) -> int:
-        if rank:
-            return min(rank, *w.shape[-2:])
-        if parameters:
-            return rank_of(w.shape[-2:], parameters)
-        # Layers of a stack have one rank, that of the layer that needs the largest.
-        stacked = np.reshape(np.asarray(w), (-1, *w.shape[-2:]))
-        return max(rank_by_energy(np.linalg.svd(one, compute_uv=False), energy) for one in stacked)
-
     def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
-        chosen = {path: (ranks(w), w.shape[-2:]) for path, w in _matrices(weights) if not is_table(path)}
+        is_outline = calibration is not None and calibration.is_outline
+        if is_outline and energy:
+            raise InputError(
+                f"factorize(energy={energy}): the weights decide on its ranks: plan with parameters or rank"
+            )
+        chosen = {
+            path: (_rank(w, parameters, energy, rank), w.shape[-2:])
+            for path, w in _matrices(weights)
+            if not is_table(path)
+        }
         saves = {path: r for path, (r, (d, f)) in chosen.items() if r * (d + f) < d * f}
         if not saves:
             raise InputError(
                 "factorize: the factors would have as many parameters as the kernels: lower the share or rank"
             )
-        moments = weights if by == "weights" else _input_moments(config, weights, saves, calibration)
+        by_weights = by == "weights" or is_outline
+        moments = weights if by_weights else _input_moments(config, weights, saves, calibration)
 
         def convert(path: str, w: Any) -> Any:
             if path not in saves:
                 return w
-            if by == "weights":
+            if by_weights:
                 return factorize_matrix(w, saves[path])
             return factorize_matrix(w.matrix, saves[path], covariance=w.moments)
 
         return config, map_matrices(convert, moments)
 
     return FACTORS, compress
+
+
+def _rank(w: Any, parameters: int | float, energy: int | float, rank: int) -> int:
+    """The rank of a matrix's factors by one of the arguments of `factorize`."""
+    if rank:
+        return min(rank, *w.shape[-2:])
+    if parameters:
+        return rank_of(w.shape[-2:], parameters)
+    # Layers of a stack have one rank, that of the layer that needs the largest.
+    stacked = np.reshape(np.asarray(w), (-1, *w.shape[-2:]))
+    return max(rank_by_energy(np.linalg.svd(one, compute_uv=False), energy) for one in stacked)
 
 
 def int8(integer_products: bool = True, limits: str = "max") -> tuple[str, Compressor]:
@@ -268,16 +283,14 @@ def mixed(bits: int | float = 4.0, choices: str = "2 4 8") -> tuple[str, Compres
     def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
         if calibration is None:
             raise InputError("mixed needs calibration data: use int4 or int8, or pass some")
-        params = {name: tree for name, tree in weights.items() if name not in (BUFFERS, FROZEN)}
-        further = {name: tree for name, tree in weights.items() if name in (BUFFERS, FROZEN)}
-        curvature = mean_curvature(lambda p: calibration.gradients(config, {**p, **further}), params)
         kernels = {path: w for path, w in _matrices(weights) if not is_table(path)}
         if any(map(is_weight, kernels.values())):
             raise InputError("mixed after factorize: choose int8 or int4 for the factors")
-        curved = dict(_matrices(curvature))
         layers = {f"{path}:{i}": w for path, stacked in kernels.items() for i, w in enumerate(_one_by_one(stacked))}
-        of_layer = {f"{path}:{i}": c for path in kernels for i, c in enumerate(np.atleast_1d(curved[path]))}
-        chosen = choose_bits(layers, of_layer, bits, allowed)
+        if calibration.is_outline:
+            chosen = dict.fromkeys(layers, allowed[0])  # all are stored in bytes
+        else:
+            chosen = choose_bits(layers, _curvatures(config, weights, kernels, calibration), bits, allowed)
 
         def convert(path: str, w: Any) -> Any:
             if is_table(path):
@@ -289,6 +302,15 @@ def mixed(bits: int | float = 4.0, choices: str = "2 4 8") -> tuple[str, Compres
         return config, map_matrices(convert, weights, stacked=True)
 
     return NUMBERS, compress
+
+
+def _curvatures(config: Any, weights: Any, paths: Collection[str], calibration: Calibration) -> dict[str, float]:
+    """Mean curvature of the loss in each kernel of each layer, by "path:layer"."""
+    params = {name: tree for name, tree in weights.items() if name not in (BUFFERS, FROZEN)}
+    further = {name: tree for name, tree in weights.items() if name in (BUFFERS, FROZEN)}
+    curvature = mean_curvature(lambda p: calibration.gradients(config, {**p, **further}), params)
+    curved = dict(_matrices(curvature))
+    return {f"{path}:{i}": c for path in paths for i, c in enumerate(np.atleast_1d(curved[path]))}
 
 
 def _one_by_one(w: Any) -> list[Any]:
@@ -394,18 +416,20 @@ def _unit_compressor(unit: str, share: int | float, by: str, across_layers: bool
 
     def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
         of_model = split_layers(config, weights)
-        gradients: list[Any] = [None] * len(of_model)
-        if by == "gradient":
-            if calibration is None:
-                raise InputError(f"{unit}(by='gradient') needs calibration data: use by=magnitude, or pass some")
-            slopes = calibration.gradients(config, weights)
-            gradients = [layer.variables["params"] for layer in split_layers(config, {**weights, **slopes})]
         counts = [structure.unit_count(layer, unit) for layer in of_model]
         if not any(counts):
             raise InputError(f"{unit}({share}): the model's layers have no {unit}: leave the stage out")
-        scores = [
-            structure.importance(layer, unit, g) for layer, g, n in zip(of_model, gradients, counts, strict=True) if n
-        ]
+        if calibration is not None and calibration.is_outline:
+            if across_layers:
+                raise InputError(
+                    f"{unit}(across_layers=True): the weights decide on the widths: plan without across_layers"
+                )
+            scores = [np.ones(n) for n in counts if n]
+        else:
+            slopes = [None] * len(of_model) if by == "magnitude" else _slopes(config, weights, unit, calibration)
+            scores = [
+                structure.importance(layer, unit, g) for layer, g, n in zip(of_model, slopes, counts, strict=True) if n
+            ]
         kept = iter(structure.choose_units(scores, share, across_layers=across_layers))
         smaller = [
             structure.keep_units(layer, unit, next(kept)) if n else layer
@@ -414,6 +438,14 @@ def _unit_compressor(unit: str, share: int | float, by: str, across_layers: bool
         return join_layers(config, weights, smaller)
 
     return compress
+
+
+def _slopes(config: Any, weights: Any, unit: str, calibration: Calibration | None) -> list[Any]:
+    """Gradients of the parameters of each layer."""
+    if calibration is None:
+        raise InputError(f"{unit}(by='gradient') needs calibration data: use by=magnitude, or pass some")
+    slopes = calibration.gradients(config, weights)
+    return [layer.variables["params"] for layer in split_layers(config, {**weights, **slopes})]
 
 
 def _matrix_compressor(function: Callable[[str, Any], Any]) -> Compressor:
@@ -465,19 +497,3 @@ def _check_limits(name: str, limits: str) -> None:
 def _check_share(name: str, share: int | float) -> None:
     if not 0 < share <= 1:
         raise InputError(f"{name}({share}): expected the share that stays, over 0 and at most 1")
-
-
-def _indices(keep: int | str) -> list[int]:
-    """Indices of layers from text; empty for a number."""
-    if isinstance(keep, bool) or (isinstance(keep, int) and keep < 1):
-        raise InputError(f"layers({keep}): expected at least 1, or indices as 'layers(\"0 2 4\")'")
-    if isinstance(keep, int):
-        return []
-    parts = str(keep).split()
-    if (
-        not parts
-        or not all(part.isdecimal() for part in parts)
-        or sorted(set(map(int, parts))) != list(map(int, parts))
-    ):
-        raise InputError(f"layers({keep!r}): expected a number of layers, or ascending indices as '0 2 4'")
-    return list(map(int, parts))

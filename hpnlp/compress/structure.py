@@ -130,6 +130,32 @@ def choose_units(scores: Sequence[np.ndarray], fraction: int | float, *, across_
     return [np.sort([*first[i], *(j for _, layer, j in chosen if layer == i)]).astype(int) for i in range(len(scores))]
 
 
+def layer_indices(keep: int | str) -> list[int]:
+    """Indices of layers from text.
+
+    Args:
+      keep: A number of layers, or ascending indices as "0 2 4".
+
+    Returns:
+      The indices; empty for a number.
+
+    Raises:
+      InputError: Neither of these.
+    """
+    if isinstance(keep, bool) or (isinstance(keep, int) and keep < 1):
+        raise InputError(f"layers({keep}): expected at least 1, or indices as 'layers(\"0 2 4\")'")
+    if isinstance(keep, int):
+        return []
+    parts = str(keep).split()
+    if (
+        not parts
+        or not all(part.isdecimal() for part in parts)
+        or sorted(set(map(int, parts))) != list(map(int, parts))
+    ):
+        raise InputError(f"layers({keep!r}): expected a number of layers, or ascending indices as '0 2 4'")
+    return list(map(int, parts))
+
+
 def _best(scores: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.argsort(-scores, kind="stable")[:count])
 

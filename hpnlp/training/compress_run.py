@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp import measure, tasks
-from hpnlp.compress.files import WEIGHTS_FILE, stored_bytes, write_weights
+from hpnlp.compress.files import WEIGHTS_FILE, encoding_of, stored_bytes, write_weights
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
 from hpnlp.models import variables
 from hpnlp.parallel.plan import Plan
@@ -27,7 +27,6 @@ from hpnlp.types import InputError
 # Files of a run that the compressed model keeps.
 COMPANIONS = ("tokenizer.json", "labels.json", "generation_config.json")
 ORIGINAL = "original"
-SPARSE_SHARE = 0.5  # arrays with a larger share of zeros are stored by their non-zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,25 +124,6 @@ def compress_run(
         )
         for index, (version, size, score) in enumerate(zip(versions, sizes, scores, strict=True))
     ]
-
-
-def encoding_of(name: str, array: np.ndarray) -> str:
-    """The encoding of an array in a file of compressed weights.
-
-    Args:
-      name: Name of the array.
-      array: Its content.
-
-    Returns:
-      As `container.write` takes it: packed for integers of 4 bits, Huffman codes for other integers of 8 bits, the non-zeros
-      of arrays that consist of zeros mostly, and "raw" for all others.
-    """
-    if array.dtype.name in ("int4", "uint4"):
-        return "packed(4)"
-    if array.dtype.name in ("int8", "uint8"):
-        return "huffman"
-    is_sparse = array.size > 1024 and np.mean(array == 0) > SPARSE_SHARE and len(np.unique(array)) <= 2**16
-    return "sparse" if is_sparse else "raw"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,10 +35,19 @@ def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, traine
     assert load(target).model.config.mlp_size * 2 == load(trained).model.config.mlp_size
     scored = run("evaluate", target, "--batches=1")
     assert scored.code == 0 and f"{rows[3]['scores']['loss']:.4f}" in scored.out
+    planned = run("plan", f"--from={target}")
+    assert planned.code == 0 and f"{rows[3]['disk_bytes']:,}" in planned.out, planned
+    assert f"{rows[3]['memory_bytes']:,}" in planned.out and "at most" not in planned.out
+    planned = run("plan", f"--from={trained}", "--recipe=mlp(0.5),int8")
+    for row in (rows[0], rows[1], rows[3]):
+        assert f"{row['parameters']:,}" in planned.out and f"{row['memory_bytes']:,}" in planned.out, planned
+    assert f"  {rows[0]['disk_bytes']:,}\n" in planned.out and "at most" in planned.out
     again = run("compress", *argv)
     assert again.code == 2 and "already holds config.json: choose another directory" in again.err
     twice = run("compress", f"--from={target}", f"--to={tmp_path / 'x'}", "--recipe=int8")
     assert twice.code == 2 and "the model is compressed already" in twice.err
+    twice = run("plan", f"--from={target}", "--recipe=int8")
+    assert twice.code == 2 and "is compressed already: plan the run that it was made of" in twice.err
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,13 @@ from absl.testing import flagsaver
 
 from hpnlp import cli
 from hpnlp.cli import convert as command
+from hpnlp.compress.files import WEIGHTS_FILE, write_weights
+from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.data import tokenizers
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.ops.weights import dense_tree, quantize
 from hpnlp.training import config as configs
 from hpnlp.training import run_directory as runs
 from hpnlp.training.checkpoint import Checkpointer
@@ -171,6 +174,22 @@ def test_read_errors_name_the_source(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "load", fail)
     with pytest.raises(InputError, match=r"cannot read .*model.safetensors \(Input/output error\): .* another --from"):
         run(from_=checkpoint, to=tmp_path / "run")
+
+
+def test_compressed_models_are_written_as_the_numbers_that_they_represent(converted, tmp_path, capsys):
+    source = tmp_path / "small"
+    source.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(converted / name, source / name)
+    small = map_matrices(lambda path, w: quantize(w, by_row=is_table(path)), runs.load(converted).params)
+    write_weights(source / WEIGHTS_FILE, small, {"step": 3})
+    run(from_=source, to=tmp_path / "to")
+    assert "matrices that were IntegerWeight are written as the float32 numbers" in capsys.readouterr().out
+    jax.tree.map(np.testing.assert_array_equal, convert.load(tmp_path / "to")[1], dense_tree(small))
+    with pytest.raises(InputError, match=r"already holds config.json"):
+        run(from_=tmp_path / "to", to=source)
+    with pytest.raises(InputError, match="compressed model and no checkpoints: leave out the step 1"):
+        run(from_=source, to=tmp_path / "again", step=1)
 
 
 @pytest.mark.parametrize("qkv_bias", [False, True])

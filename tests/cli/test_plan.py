@@ -46,6 +46,23 @@ def test_smallest_change_is_printed_if_the_step_does_not_fit(plan):
     assert all(line.endswith("changes tried") for line in outcome.err.splitlines())
 
 
+def test_sizes_of_a_recipe_are_printed_without_weights(plan, run):
+    call, _ = plan
+    large = (
+        "--config.model.layers=32",
+        "--config.model.dim=4096",
+        "--config.model.heads=32",
+        "--config.model.mlp_dim=16384",
+    )
+    outcome = call(*large, "--recipe=heads(0.5),bf16")
+    assert outcome.code == 0 and outcome.err == ""
+    stages = [line.split()[0] for line in outcome.out.splitlines() if line]
+    assert stages == ["stage", "original", "heads(0.5)", "bf16"]
+    assert "1/2" in outcome.out.splitlines()[3]
+    both = run("plan", "--from=nowhere", "--config=experiments/lm/bytes.py", "--recipe=int8")
+    assert both.code == 2 and "leave out --config" in both.err
+
+
 @pytest.mark.slow
 def test_a_directory_gets_a_picture_of_its_own_name(plan, tmp_path):
     call, _ = plan

@@ -182,7 +182,8 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
       attention.
 
     Raises:
-      InputError: No family has such a model; the message names the fields that differ in the most similar family.
+      InputError: No family has such a model; the message names the layers that differ in width, or the fields that differ in
+        the most similar family.
     """
     for field in ("vocab", "max_len", "layers"):
         if getattr(config, field) < 1:
@@ -194,6 +195,7 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
         raise InputError(
             f"no family of transformers has a model of {type(config).__name__}: convert an LM or an Encoder"
         )
+    _check_widths(config)
     config = _with_full_softmax(config)
     differences: dict[str, dict[str, tuple[Any, Any]]] = {}
     candidates = [config]
@@ -212,11 +214,39 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
             if not differences[name]:
                 return raw
     nearest = min(differences, key=lambda name: len(differences[name]))
+    if set(differences[nearest]) == {"head_dim"}:
+        raise InputError(
+            f"no family of transformers has such a model: heads of {nearest} have dim / heads = {config.dim} / {config.heads} "
+            f"features, and those of this model {config.head_size}, because heads were removed: leave heads(...) out of the "
+            "recipe, or set model.head_dim=0"
+        )
     listed = ", ".join(f"{field} is {there!r}, not {here!r}" for field, (there, here) in differences[nearest].items())
     flags = " ".join(f"--config.model.{field}={there}" for field, (there, _) in differences[nearest].items())
     raise InputError(
         f"no family of transformers has such a model: in {nearest}, the nearest, {listed}: train one with {flags}"
     )
+
+
+def _check_widths(config: ModelConfig) -> None:
+    """Raises InputError if layers differ in the sizes that pruning changes, with the layers of each size."""
+    forms = config.forms()
+    differing = []
+    for name, sizes in {
+        "heads": [form.heads for form in forms],
+        "kv_heads": [form.kv_head_count for form in forms],
+        "mlp_dim": [form.mlp_size for form in forms],
+    }.items():
+        by_size: dict[int, list[int]] = {}
+        for layer in range(config.layers):
+            by_size.setdefault(sizes[layer % len(sizes)], []).append(layer)
+        if len(by_size) > 1:
+            listed = ", ".join(f"{size} in layers {' '.join(map(str, layers))}" for size, layers in by_size.items())
+            differing.append(f"{name} is {listed}")
+    if differing:
+        raise InputError(
+            f"no family of transformers has layers of different widths: {'; '.join(differing)}: keep the same share of each "
+            "layer, with heads(...) and mlp(...) without across_layers=True"
+        )
 
 
 def labels_of(raw: Mapping[str, Any], source: str) -> list[str]:

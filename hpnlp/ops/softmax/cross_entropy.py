@@ -48,11 +48,11 @@ def logits(
       O(M V D) time, O(M V) memory.
     """
     # By the transpose, XLA:CPU moves the logits once more, which costs as much as it saves at D = 10 M.
-    is_wide = h.shape[1] >= 16 * len(h)
+    is_wide = isinstance(h.shape[0], int) and h.shape[1] >= 16 * h.shape[0]  # not of a symbolic number of rows
     if isinstance(table, Weight):
         out = table.matmul_transposed(h)
     else:
-        out = product_by_transpose(h, table) if prefers_transpose(len(h)) and is_wide else product(h, table.T)
+        out = product_by_transpose(h, table) if is_wide and prefers_transpose(len(h)) else product(h, table.T)
     return out if bias is None else out + bias.astype(jnp.float32)[None, :]
 
 

@@ -1,0 +1,1 @@
+"""Models as files that run without hpnlp: StableHLO for JAX, ONNX for other runtimes."""

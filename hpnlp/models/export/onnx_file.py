@@ -1,0 +1,167 @@
+"""ONNX: a model as a graph for onnxruntime and other runtimes, made from the jaxpr of the function."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+
+from hpnlp.models.export.functions import ExportedFunction
+from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, Graph, import_onnx
+from hpnlp.models.export.onnx_rules import rule_of
+from hpnlp.types import InputError
+
+_MAX_BYTES = 2**31 - 2**20  # of a protocol buffer
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of primitives that call a jaxpr once
+
+
+def write(function: ExportedFunction, path: Path, *, batch: int = 1) -> None:
+    """Writes a function and its weights.
+
+    Everything that does not depend on the inputs is computed here: masks, positions, and matrices of weights whose products
+    are those of floating-point numbers. Products of 8-bit integers stay such products (MatMulInteger). Numbers of fewer
+    than 32 bits become float32, and are rounded where the model rounds them.
+
+    Args:
+      function: The function.
+      path: The file.
+      batch: Sequences of a batch, B.
+
+    Raises:
+      InputError: The package onnx is missing, the model has an operation that is not written, or the file would have over 2 GB.
+    """
+    onnx = import_onnx()
+    graph = Graph()
+    shape = (batch, function.length)
+    closed = jax.make_jaxpr(function.call)(*(jax.ShapeDtypeStruct(shape, jnp.int32) for _ in function.inputs))
+    (result,) = _run(graph, closed.jaxpr, closed.consts, list(function.inputs))
+    graph.nodes.append(onnx.helper.make_node("Identity", [_name(graph, result)], ["logits"], "logits"))
+    nodes, constants = graph.reachable("logits")
+    if sum(len(constant.raw_data) for constant in constants) > _MAX_BYTES:
+        raise InputError("the model has over 2 GB, which is the limit of the format: compress it first")
+    integer, real = onnx.TensorProto.INT32, onnx.TensorProto.FLOAT
+    inputs = [onnx.helper.make_tensor_value_info(name, integer, list(shape)) for name in function.inputs]
+    outputs = [onnx.helper.make_tensor_value_info("logits", real, list(closed.out_avals[0].shape))]
+    content = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "logits", inputs, outputs, constants),
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)],
+        ir_version=IR_VERSION,
+        producer_name="hpnlp",
+    ).SerializeToString()
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path} ({error.strerror}): use another path") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _run(graph: Graph, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Adds the nodes of a jaxpr. Values are names of the graph, or arrays where they are known."""
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
+        zip(jaxpr.invars, args, strict=True)
+    )
+
+    def read(atom: Any) -> Any:
+        is_literal = isinstance(atom, jax.extend.core.Literal)
+        return np.asarray(atom.val, np.dtype(_aval(atom).dtype)) if is_literal else values[atom]
+
+    for eqn in jaxpr.eqns:
+        results = _equation(graph, eqn, [read(atom) for atom in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _aval(atom: Any) -> Any:
+    """Shape and dtype of an atom."""
+    return atom.aval
+
+
+def _equation(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
+    """Results of an equation."""
+    name = eqn.primitive.name
+    body = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
+    if body is not None and name not in ("scan", "pallas_call", "shard_map"):
+        jaxpr = getattr(body, "jaxpr", body)
+        return _run(graph, jaxpr, getattr(body, "consts", ()), inputs)
+    if name == "optimization_barrier":
+        return inputs
+    if not any(isinstance(value, str) for value in inputs):
+        return _known(eqn, inputs)
+    if name == "scan":
+        return _scan(graph, eqn, inputs)
+    if name == "split":
+        return _split(graph, eqn, _name(graph, inputs[0]))
+    return [rule_of(eqn)(graph, eqn, [_name(graph, value) for value in inputs])]
+
+
+def _known(eqn: Any, inputs: list[Any]) -> list[Any]:
+    """Results of an equation whose inputs are known; broadcast arrays keep the memory of the array before."""
+    if eqn.primitive.name == "broadcast_in_dim":
+        shape = eqn.params["shape"]
+        sizes = [1] * len(shape)
+        for axis, size in zip(eqn.params["broadcast_dimensions"], np.shape(inputs[0]), strict=True):
+            sizes[axis] = size
+        return [np.broadcast_to(np.asarray(inputs[0]).reshape(sizes), shape)]
+    results = eqn.primitive.bind(*map(jnp.asarray, inputs), **eqn.params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _scan(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
+    """A loop of a known number of iterations, one after the other."""
+    count, carried, length = (eqn.params[key] for key in ("num_consts", "num_carry", "length"))
+    body = eqn.params["jaxpr"]
+    consts, carry, stacks = inputs[:count], inputs[count : count + carried], inputs[count + carried :]
+    slices: list[list[Any]] = []
+    for index in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        parts = [_at(graph, stack, index) for stack in stacks]
+        results = _run(graph, body.jaxpr, body.consts, [*consts, *carry, *parts])
+        carry = results[:carried]
+        slices.append(results[carried:])
+    if eqn.params["reverse"]:
+        slices.reverse()
+    return [*carry, *(_stack(graph, parts) for parts in zip(*slices, strict=True))]
+
+
+def _at(graph: Graph, stack: Any, index: int) -> Any:
+    if not isinstance(stack, str):
+        return np.asarray(stack)[index]
+    return graph.node("Gather", stack, graph.constant(np.int64(index)), axis=0)
+
+
+def _stack(graph: Graph, parts: Sequence[Any]) -> Any:
+    if not any(isinstance(part, str) for part in parts):
+        return np.stack([np.asarray(part) for part in parts])
+    first = graph.integers(0)
+    return graph.node("Concat", *(graph.node("Unsqueeze", _name(graph, part), first) for part in parts), axis=0)
+
+
+def _split(graph: Graph, eqn: Any, x: str) -> list[str]:
+    axis, ends = eqn.params["axis"], np.cumsum(eqn.params["sizes"])
+    shape = eqn.invars[0].aval.shape
+    results = []
+    for size, end in zip(eqn.params["sizes"], ends, strict=True):
+        starts, stops = [0] * len(shape), list(shape)
+        starts[axis], stops[axis] = int(end) - size, int(end)
+        results.append(graph.slice(x, starts, stops, [1] * len(shape)))
+    return results
+
+
+def _name(graph: Graph, value: Any) -> str:
+    """The name of a value, which becomes a constant where it is known."""
+    if isinstance(value, str):
+        return value
+    array = np.asarray(value)
+    repeated = [size > 1 and stride == 0 for size, stride in zip(array.shape, array.strides, strict=True)]
+    if not any(repeated):
+        return graph.constant(array)
+    narrow = array[tuple(slice(0, 1) if is_repeated else slice(None) for is_repeated in repeated)]
+    return graph.expand(graph.constant(narrow), array.shape)

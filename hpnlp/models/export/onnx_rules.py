@@ -1,0 +1,277 @@
+"""ONNX nodes for the primitives of JAX that compute logits: one function for each kind of primitive, in RULES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpnlp.models.export.onnx_graph import Graph, stored_dtype
+from hpnlp.types import InputError
+
+# Names of values in the graph, or arrays that are known.
+Value = Any
+Rule = Callable[[Graph, Any, Sequence[str]], str]
+
+UNARY = {
+    "abs": "Abs",
+    "ceil": "Ceil",
+    "cos": "Cos",
+    "erf": "Erf",
+    "exp": "Exp",
+    "floor": "Floor",
+    "log": "Log",
+    "logistic": "Sigmoid",
+    "neg": "Neg",
+    "sign": "Sign",
+    "sin": "Sin",
+    "sqrt": "Sqrt",
+    "tanh": "Tanh",
+}
+BINARY = {
+    "add": "Add",
+    "add_any": "Add",
+    "div": "Div",
+    "eq": "Equal",
+    "ge": "GreaterOrEqual",
+    "gt": "Greater",
+    "le": "LessOrEqual",
+    "lt": "Less",
+    "max": "Max",
+    "min": "Min",
+    "mul": "Mul",
+    "pow": "Pow",
+    "sub": "Sub",
+}
+LOGICAL = {"and": "And", "or": "Or", "xor": "Xor"}
+REDUCTIONS = {
+    "reduce_max": "ReduceMax",
+    "reduce_min": "ReduceMin",
+    "reduce_sum": "ReduceSum",
+    "reduce_prod": "ReduceProd",
+}
+IDENTITIES = ("copy", "copy_p", "name", "pvary", "reduce_precision", "sharding_constraint", "stop_gradient")
+
+
+def _unary(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node(UNARY[eqn.primitive.name], inputs[0])
+
+
+def _binary(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node(BINARY[eqn.primitive.name], *graph.broadcasting(inputs, eqn))
+
+
+def _logical(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    if eqn.outvars[0].aval.dtype != np.bool_:
+        raise _unsupported(eqn, "of integers")
+    return graph.node(LOGICAL[eqn.primitive.name], *graph.broadcasting(inputs, eqn))
+
+
+def _not_equal(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node("Not", graph.node("Equal", *graph.broadcasting(inputs, eqn)))
+
+
+def _select(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    if len(inputs) != 3 or eqn.invars[0].aval.dtype != np.bool_:
+        raise _unsupported(eqn, "of more than two cases")
+    which, otherwise, then = graph.broadcasting(inputs, eqn)
+    return graph.node("Where", which, then, otherwise)
+
+
+def _convert(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.cast(inputs[0], eqn.params["new_dtype"])
+
+
+def _integer_pow(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    if eqn.params["y"] == 2:
+        return graph.node("Mul", inputs[0], inputs[0])
+    dtype = stored_dtype(eqn.outvars[0].aval.dtype)
+    return graph.node("Pow", inputs[0], graph.constant(np.array(eqn.params["y"], dtype)))
+
+
+def _square(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node("Mul", inputs[0], inputs[0])
+
+
+def _rsqrt(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node("Reciprocal", graph.node("Sqrt", inputs[0]))
+
+
+def _erfc(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node("Sub", graph.constant(np.float32(1)), graph.node("Erf", inputs[0]))
+
+
+def _log1p(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node("Log", graph.node("Add", graph.constant(np.float32(1)), inputs[0]))
+
+
+def _remainder(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node("Mod", *graph.broadcasting(inputs, eqn), fmod=1)
+
+
+def _round(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    if int(eqn.params["rounding_method"]) != 1:  # to the nearest even number
+        raise _unsupported(eqn, "away from zero")
+    return graph.node("Round", inputs[0])
+
+
+def _clamp(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    low, x, high = inputs
+    return graph.node("Min", graph.node("Max", x, low), high)
+
+
+def _is_finite(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node("Not", graph.node("Or", graph.node("IsNaN", inputs[0]), graph.node("IsInf", inputs[0])))
+
+
+def _reshape(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.reshape(inputs[0], eqn.outvars[0].aval.shape)
+
+
+def _transpose(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node("Transpose", inputs[0], perm=list(eqn.params["permutation"]))
+
+
+def _broadcast(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    shape, old = eqn.params["shape"], eqn.invars[0].aval.shape
+    sizes = [1] * len(shape)
+    for axis, size in zip(eqn.params["broadcast_dimensions"], old, strict=True):
+        sizes[axis] = size
+    narrow = graph.reshape(inputs[0], sizes)
+    return narrow if tuple(sizes) == tuple(shape) else graph.expand(narrow, shape)
+
+
+def _concatenate(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node("Concat", *inputs, axis=eqn.params["dimension"])
+
+
+def _slice(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    starts, ends = eqn.params["start_indices"], eqn.params["limit_indices"]
+    steps = eqn.params["strides"] or (1,) * len(starts)
+    return graph.slice(inputs[0], starts, ends, steps)
+
+
+def _pad(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    low, high, interior = zip(*eqn.params["padding_config"], strict=True)
+    if any(interior) or min(*low, *high) < 0:
+        raise _unsupported(eqn, "by a negative number, or between elements")
+    return graph.node("Pad", inputs[0], graph.integers(*low, *high), inputs[1])
+
+
+def _reduce(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node(REDUCTIONS[eqn.primitive.name], inputs[0], graph.integers(*eqn.params["axes"]), keepdims=0)
+
+
+def _reduce_logical(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    kind = "ReduceMin" if eqn.primitive.name == "reduce_and" else "ReduceMax"
+    integers = graph.cast(inputs[0], np.int32)
+    return graph.cast(graph.node(kind, integers, graph.integers(*eqn.params["axes"]), keepdims=0), np.bool_)
+
+
+def _argmax(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    (axis,) = eqn.params["axes"]
+    kind = "ArgMax" if eqn.primitive.name == "argmax" else "ArgMin"
+    return graph.cast(graph.node(kind, inputs[0], axis=axis, keepdims=0), eqn.params["index_dtype"])
+
+
+def _cumsum(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    axis = graph.constant(np.int64(eqn.params["axis"]))
+    return graph.node("CumSum", inputs[0], axis, reverse=int(eqn.params["reverse"]))
+
+
+def _dot_general(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    (contracted_a, contracted_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
+    (a, b), out = (v.aval for v in eqn.invars), eqn.outvars[0].aval
+    free_a = [i for i in range(a.ndim) if i not in (*contracted_a, *batch_a)]
+    free_b = [i for i in range(b.ndim) if i not in (*contracted_b, *batch_b)]
+    batch = [a.shape[i] for i in batch_a]
+    rows, columns = (int(np.prod([v.shape[i] for i in free])) for v, free in ((a, free_a), (b, free_b)))
+    inner = int(np.prod([a.shape[i] for i in contracted_a]))
+    left = graph.transpose(inputs[0], (*batch_a, *free_a, *contracted_a))
+    right = graph.transpose(inputs[1], (*batch_b, *contracted_b, *free_b))
+    left, right = graph.reshape(left, (*batch, rows, inner)), graph.reshape(right, (*batch, inner, columns))
+    if a.dtype.itemsize == b.dtype.itemsize == 1 and out.dtype == np.int32:
+        return graph.reshape(graph.node("MatMulInteger", left, right), out.shape)
+    kinds = {stored_dtype(v.dtype) for v in (a, b, out)}
+    if len(kinds) > 1:
+        left, right = graph.cast(left, out.dtype), graph.cast(right, out.dtype)
+    return graph.reshape(graph.node("MatMul", left, right), out.shape)
+
+
+def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    numbers, operand, ids = eqn.params["dimension_numbers"], eqn.invars[0].aval, eqn.invars[1].aval
+    axes = numbers.start_index_map
+    if len(axes) != 1 or numbers.collapsed_slice_dims != axes or getattr(numbers, "operand_batching_dims", ()):
+        raise _unsupported(eqn, "of anything but rows")
+    (axis,) = axes
+    others = [i for i in range(operand.ndim) if i != axis]
+    places = (*range(axis), *range(axis + ids.ndim - 1, operand.ndim + ids.ndim - 2))
+    if numbers.offset_dims != places or any(eqn.params["slice_sizes"][i] != operand.shape[i] for i in others):
+        raise _unsupported(eqn, "of parts of rows")
+    last = np.array(operand.shape[axis] - 1, ids.dtype)
+    rows = graph.reshape(inputs[1], ids.shape[:-1])
+    rows = graph.node("Min", graph.node("Max", rows, graph.constant(np.zeros_like(last))), graph.constant(last))
+    return graph.node("Gather", inputs[0], rows, axis=axis)
+
+
+def _unsupported(eqn: Any, detail: str = "") -> InputError:
+    operation = " ".join(filter(None, (eqn.primitive.name, detail)))
+    return InputError(
+        f"the model computes {operation}, which is not written as ONNX: use the format stablehlo, or a recipe without packed "
+        "tables (packed=False)"
+    )
+
+
+def rule_of(eqn: Any) -> Rule:
+    """The rule of a primitive.
+
+    Args:
+      eqn: An equation of a jaxpr.
+
+    Returns:
+      A function of the graph, the equation and the names of its inputs, which returns the name of its output.
+
+    Raises:
+      InputError: There is none.
+    """
+    if eqn.primitive.name not in RULES:
+        raise _unsupported(eqn)
+    return RULES[eqn.primitive.name]
+
+
+def _same(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return inputs[0]
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(UNARY, _unary),
+    **dict.fromkeys(BINARY, _binary),
+    **dict.fromkeys(LOGICAL, _logical),
+    **dict.fromkeys(REDUCTIONS, _reduce),
+    **dict.fromkeys(IDENTITIES, _same),
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
+    **dict.fromkeys(("reduce_and", "reduce_or"), _reduce_logical),
+    **dict.fromkeys(("argmax", "argmin"), _argmax),
+    "broadcast_in_dim": _broadcast,
+    "clamp": _clamp,
+    "concatenate": _concatenate,
+    "convert_element_type": _convert,
+    "cumsum": _cumsum,
+    "dot_general": _dot_general,
+    "erfc": _erfc,
+    "gather": _gather,
+    "integer_pow": _integer_pow,
+    "is_finite": _is_finite,
+    "log1p": _log1p,
+    "ne": _not_equal,
+    "not": lambda graph, eqn, inputs: graph.node("Not", inputs[0]),
+    "pad": _pad,
+    "rem": _remainder,
+    "round": _round,
+    "rsqrt": _rsqrt,
+    "select_n": _select,
+    "slice": _slice,
+    "square": _square,
+    "transpose": _transpose,
+}

@@ -1,0 +1,108 @@
+"""Sizes of compressed models: of a config or a run by a recipe, without weights, and of a finished compressed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpnlp import tasks
+from hpnlp.compress.distillation_terms import DistillConfig
+from hpnlp.compress.files import WEIGHTS_FILE, has_weights
+from hpnlp.compress.recipe import parse_recipe
+from hpnlp.compress.sizes import ORIGINAL, Size, file_sizes, planned_sizes
+from hpnlp.models import variables
+from hpnlp.parallel.plan import Plan
+from hpnlp.tasks.vocabulary import Sizes
+from hpnlp.training import run_directory
+from hpnlp.training.config import Config
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
+
+
+def sizes_of_config(config: Config, recipe: str) -> list[Size]:
+    """Sizes of the model of a config after each stage of a recipe. Nothing is allocated.
+
+    Args:
+      config: A resolved config. The vocabulary is taken to reach its largest size.
+      recipe: Stages, see `hpnlp.compress.recipe`; "" for none.
+
+    Returns:
+      The sizes, first those of the original.
+
+    Raises:
+      InputError: The recipe is invalid, does not fit the model, or has sizes that depend on the weights.
+    """
+    return _planned(config, tasks.find(config.task).planned_sizes(config), recipe, config.train.steps)
+
+
+def sizes_of_run(workdir: str | Path, recipe: str) -> list[Size]:
+    """Sizes of the model of a run after each stage of a recipe; of a compressed run, those of its file.
+
+    Args:
+      workdir: The run directory. Of an uncompressed run, only the config and the vocabulary are read.
+      recipe: As in `sizes_of_config`; must be "" for a compressed run.
+
+    Returns:
+      The sizes, first those of the original.
+
+    Raises:
+      InputError: The directory holds no run, or see `sizes_of_config`.
+    """
+    config = run_directory.load_config(workdir)
+    if not has_weights(workdir):
+        return _planned(config, run_directory.load_vocabulary(workdir, config).sizes, recipe, config.train.steps)
+    if recipe:
+        raise InputError(f"{workdir} is compressed already: plan the run that it was made of, with all stages")
+    return [file_sizes(Path(workdir) / WEIGHTS_FILE, _recipe_of(Path(workdir)))]
+
+
+def table(sizes: Sequence[Size]) -> str:
+    """Text table of sizes.
+
+    Args:
+      sizes: Sizes, as `sizes_of_config` returns them.
+
+    Returns:
+      Lines of text.
+    """
+    rows = [("stage", "parameters", "bytes in memory", "bytes on disk", "")]
+    rows += [
+        (
+            size.stage,
+            f"{size.parameters:,}",
+            f"{size.memory_bytes:,}",
+            ("at most " if size.is_bound else "") + f"{size.disk_bytes:,}",
+            f"1/{sizes[0].memory_bytes / size.memory_bytes:.3g} of the memory" if size is not sizes[0] else "",
+        )
+        for size in sizes
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"{row[0]:{widths[0]}}  " + "  ".join(f"{cell:>{n}}" for cell, n in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _planned(config: Config, sizes: Sizes, recipe: str, step: int) -> list[Size]:
+    """Sizes of the model of a config without its teacher and its training of other weights."""
+    stages = parse_recipe(recipe) if recipe else []
+    train = dataclasses.replace(config.train, weights="")
+    config = dataclasses.replace(config, distill=DistillConfig(), train=train)
+    model = tasks.make_model(config, sizes)
+    optimizer = config.optimizer.for_batch(config.data.batch_size)
+    shapes = make_trainer(model, optimizer, Plan("single"), steps=1).state_shapes
+    return list(planned_sizes(model.config, variables.join(shapes.params, shapes.buffers), stages, step))
+
+
+def _recipe_of(workdir: Path) -> str:
+    """The recipe that a compressed run states in compress.json, or the name of its file."""
+    try:
+        return str(json.loads((workdir / "compress.json").read_text())["recipe"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return WEIGHTS_FILE
+
+
+__all__ = ["ORIGINAL", "Size", "sizes_of_config", "sizes_of_run", "table"]

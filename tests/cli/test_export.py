@@ -1,0 +1,49 @@
+"""`hpnlp export`: files of a run that other programs call, and errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.training import loop
+from hpnlp.training.run_directory import load
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("exported") / "run"
+    loop.train(tiny.make(train__steps=1, train__sample=0), workdir)
+    return workdir
+
+
+def test_exported_runs_compute_the_logits_of_the_run(run, trained, tmp_path):
+    target = tmp_path / "model.stablehlo"
+    outcome = run("export", trained, f"--to={target}", "--length=8")
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    assert "a function of tokens, int32 [B, 8], to logits" in outcome.out
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 100, (2, 8)), jnp.int32)
+    loaded = load(trained)
+    expected = loaded.model.apply({"params": loaded.params}, tokens, method="logits")
+    logits = jax.export.deserialize(bytearray(target.read_bytes())).call(tokens)
+    np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--to is required"),
+        (["--to=nowhere/x"], "--to=nowhere/x: expected a file in a directory that exists"),
+        (["--to={dir}/x", "--platforms=gpu"], "platform 'gpu': expected one of cpu, cuda"),
+        (["--to={dir}/x", "--format=onnx", "--platforms=cpu"], "--platforms is for the format stablehlo"),
+    ],
+)
+def test_invalid_flags_raise(run, trained, tmp_path, flags, message):
+    outcome = run("export", trained, *(flag.format(dir=tmp_path) for flag in flags))
+    assert outcome.code == 2 and message in outcome.err, outcome
+    assert not (tmp_path / "x").exists()
+
+
+def test_commands_without_a_run_raise(run):
+    outcome = run("export", "--to=x")
+    assert outcome.code == 2 and "expected one run: write hpnlp export RUN --to=FILE" in outcome.err

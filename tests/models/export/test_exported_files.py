@@ -1,0 +1,108 @@
+"""Exported models: StableHLO in another process, ONNX in onnxruntime."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.models.decoder import Decoder, DecoderConfig
+from hpnlp.models.encoder import Encoder, EncoderConfig
+from hpnlp.models.export import onnx_file, stablehlo
+from hpnlp.models.export.functions import logits_function
+from hpnlp.models.lm import LM
+from hpnlp.types import InputError
+from tests.models.huggingface.test_compressed import BERT, GPT2, GROUPED, LLAMA, compressed
+
+LENGTH = 12
+LOADER = """
+import sys
+import jax
+import numpy as np
+function = jax.export.deserialize(open(sys.argv[1], "rb").read())
+np.save(sys.argv[3], function.call(*np.load(sys.argv[2])))
+assert "hpnlp" not in sys.modules
+"""
+
+
+def make(config, recipe):
+    """(exported function, the model's own jitted function, inputs) of a model with random weights after a recipe."""
+    config, weights = compressed(config, recipe)
+    model = Encoder(config) if isinstance(config, EncoderConfig) else LM(config)
+    function = logits_function(model, weights, LENGTH)
+    draw = np.random.default_rng(1)
+    inputs = [jnp.asarray(draw.integers(0, config.vocab, (3, LENGTH)), jnp.int32)]
+    if "segment_ids" in function.inputs:
+        inputs.append(jnp.asarray(np.arange(LENGTH) < np.array([[12], [7], [1]]), jnp.int32))
+    if "token_types" in function.inputs:
+        inputs.append(jnp.asarray(draw.integers(0, 2, (3, LENGTH)), jnp.int32))
+    return function, inputs
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe"),
+    [(LLAMA, "layers(2),heads(0.5,by=magnitude)"), (BERT, "int8")],
+    ids=["lm", "encoder"],
+)
+def test_stablehlo_files_are_called_without_hpnlp_and_agree_exactly(config, recipe, tmp_path):
+    function, inputs = make(config, recipe)
+    path = tmp_path / "model.stablehlo"
+    stablehlo.write(function, path)
+    np.save(tmp_path / "inputs.npy", np.stack(inputs))
+    arguments = [path, tmp_path / "inputs.npy", tmp_path / "logits.npy"]
+    subprocess.run([sys.executable, "-c", LOADER, *map(str, arguments)], check=True, timeout=200)
+    logits = np.load(tmp_path / "logits.npy")
+    np.testing.assert_array_equal(logits, jax.jit(function.call)(*inputs))
+    again = jax.export.deserialize(bytearray(path.read_bytes()))
+    assert again.call(*(x[:2] for x in inputs)).shape == (2, *logits.shape[1:])  # any number of sequences
+
+
+def test_invalid_exports_raise(tmp_path):
+    function, _ = make(GPT2, "layers(1)")
+    with pytest.raises(InputError, match="platform 'gpu': expected one of cpu, cuda"):
+        stablehlo.write(function, tmp_path / "x", platforms=["gpu"])
+    with pytest.raises(InputError, match=r"cannot write .*nowhere/x"):
+        stablehlo.write(function, tmp_path / "nowhere" / "x", batch=1)
+    config, weights = compressed(GPT2, "layers(1)")
+    with pytest.raises(InputError, match="length 17: expected 1 to 16"):
+        logits_function(LM(config), weights, 17)
+    with pytest.raises(InputError, match="a Decoder has no logits of token ids"):
+        logits_function(Decoder(DecoderConfig(dim=32, heads=4, layers=1, vocab=40, memory_dim=8)), weights, 4)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("config", "recipe", "tolerance"),
+    [
+        (BERT, "layers(2)", 1e-5),
+        (BERT, "int8", 2e-3),
+        (LLAMA, "layers(2)", 1e-5),
+        (GROUPED, "heads(0.5,by=magnitude),factorize(rank=4,by=weights)", 1e-5),
+        (GPT2, "ternary(packed=False)", 2e-3),
+        (GPT2, "bf16", 2e-3),
+        (LLAMA, "int4(group=8)", 2e-3),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_onnxruntime_computes_the_same_logits(config, recipe, tolerance, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    function, inputs = make(config, recipe)
+    onnx_file.write(function, tmp_path / "model.onnx", batch=3)
+    session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    feeds = dict(zip(function.inputs, map(np.asarray, inputs), strict=True))
+    (logits,) = session.run(["logits"], feeds)
+    expected = np.asarray(jax.jit(function.call)(*inputs))
+    np.testing.assert_allclose(logits, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.oracle
+def test_operations_without_a_counterpart_in_onnx_raise(tmp_path):
+    pytest.importorskip("onnx")
+    function, _ = make(GPT2, "ternary")  # rows of the table are unpacked by shifts
+    with pytest.raises(
+        InputError, match="the model computes shift_right_logical, which is not written as ONNX: .*packed=False"
+    ):
+        onnx_file.write(function, tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
