@@ -13,6 +13,7 @@ from pathlib import Path
 from absl import flags
 
 from hpnlp import cli
+from hpnlp.compress.files import WEIGHTS_FILE
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError
 
@@ -78,8 +79,8 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _is_run(source: Path) -> bool:
-    """Whether a directory holds a run, which has metrics even before its first checkpoint."""
-    return any((source / name).exists() for name in ("checkpoints", "metrics.jsonl"))
+    """Whether a directory holds a run, which has metrics even before its first checkpoint, or a compressed model."""
+    return any((source / name).exists() for name in ("checkpoints", "metrics.jsonl", WEIGHTS_FILE))
 
 
 def _check_source(source: Path) -> None:
@@ -167,6 +168,7 @@ def _to_checkpoint(source: Path, target: Path) -> None:
     from hpnlp.data.export import export
     from hpnlp.data.huggingface import HFTokenizer
     from hpnlp.models.huggingface import convert
+    from hpnlp.ops.weight import dense_tree
     from hpnlp.training import run_directory as runs
 
     values = runs.load_config(source)
@@ -179,7 +181,7 @@ def _to_checkpoint(source: Path, target: Path) -> None:
         if not is_copied:
             export(tokenizer, scratch)  # raises before anything is written to the target
         options = {"dtype": cli.FLAGS.dtype, "bos_id": bos_id, "eos_id": eos_id, "labels": labels}
-        convert.save(model, run.params, target, **options)
+        convert.save(model, dense_tree(run.params), target, **options)
         _copy(source if is_copied else Path(scratch), target, TOKENIZER)
     convert.check_readable(target)
     tokenizers.load(str(target))

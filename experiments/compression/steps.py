@@ -1,0 +1,262 @@
+"""The commands of `bert.py`: pretraining, teachers, and each technique of compression, in an order in which inputs come first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TASKS = ("classification", "tagging")
+SEEDS = (0, 1, 2)
+STUDENT_LAYERS = 2  # of 4: 40 % fewer parameters
+STUDENT = "distilled student"
+ALONE = "student without a teacher"
+
+# Representations of a trained model: technique -> recipe.
+NUMBERS = {
+    "int8": "int8",
+    "int4": "int4(group=32)",
+    "int4, limits of least error": "int4(group=32,limits=mse)",
+    "mixed precision": "mixed(4)",
+    "fp8": "fp8",
+    "bf16": "bf16",
+    "ternary": "ternary",
+    "binary": "binary",
+    "powers of two": "pow2",
+    "codebook": "codebook(bits=4)",
+    "2:4": "two_four",
+    "blocks": "blocks(0.25)",
+    "low rank": "factorize(parameters=0.5)",
+    "magnitude, half": "magnitude(0.5)",
+}
+# Recipes with training after the stages that remove units.
+FINETUNED = {
+    "layers": f"layers({STUDENT_LAYERS})",
+    "heads": "heads(0.5)",
+    "feed-forward columns": "mlp(0.5)",
+    "heads and columns": "heads(0.5),mlp(0.5)",
+    "magnitude": "magnitude(0.1)",
+    "Deep Compression": "magnitude(0.1),codebook(bits=5)",
+    "stack": f"layers({STUDENT_LAYERS}),heads(0.5),mlp(0.5),int8",
+}
+# Training with other weights: technique -> (train.weights, recipe that stores the result, further config fields).
+TRAINED: dict[str, tuple[str, str, dict[str, str]]] = {
+    "int8 in training": ("quantized(8)", "int8", {}),
+    "int4 in training": ("quantized(4,group=32)", "int4(group=32)", {}),
+    "ternary in training": ("ternary", "ternary", {}),
+    "ternary in training, distilled": ("ternary", "ternary", {"distill.losses": "tinybert_prediction"}),
+    "binary in training": ("binary", "binary", {}),
+    "magnitude in training": ("magnitude(0.1)", "magnitude(0.1)", {}),
+    "movement": ("movement(0.1)", "magnitude(0.1)", {}),
+}
+# Zeros of these recipes stay zeros in further training, after which the recipe is applied again.
+MASKED = {"2:4, fine-tuned": "two_four", "blocks, fine-tuned": "blocks(0.25)"}
+DISTILLATION = "logits(temperature=2, weight=0.7),labels(0.3)"
+PRUNED = "heads and columns"
+# Fields of the model that PRUNED leaves.
+PRUNED_FIELDS = {"model.heads": "4", "model.head_dim": "32", "model.mlp_dim": "512"}
+
+# Training steps of each kind of run.
+STEPS = {"pretrained": 1000, "classification": 1000, "tagging": 600, "finetune": 300, "weights": 600}
+# A model and data with which all commands run in seconds; its scores mean nothing.
+TRIAL_STEPS = dict.fromkeys(STEPS, 3)
+TRIAL = {"model.dim": "64", "train.eval_batches": "1", "model.dropout": "0.0"}
+TRIAL_DATA = {"pretrained": {"data.heldout_bytes": "20000"}, "task": {"data.heldout_examples": "32"}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A command of `hpnlp`.
+
+    Attributes:
+      name: Directory of the result, relative to the workdir.
+      arguments: Arguments of `hpnlp`.
+      result: File in the directory that the command writes last.
+      work: Seconds that it takes on two cores, roughly: an estimate for the progress display.
+      row: What the table says of the result: technique, task, recipe, seed, and `like`, the name of a step with the same shapes,
+        where the command itself measures no time; empty for steps without a row.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    result: str
+    work: float
+    row: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings of all steps.
+
+    Attributes:
+      workdir: Directory of all results.
+      budget: Factor of the numbers of training steps.
+      trial: Tiny model and data, and a few steps.
+      tasks: Tasks, of TASKS.
+    """
+
+    workdir: Path
+    budget: float = 1.0
+    trial: bool = False
+    tasks: tuple[str, ...] = TASKS
+
+    def count(self, kind: str) -> int:
+        """Training steps of a kind of run, of STEPS."""
+        return TRIAL_STEPS[kind] if self.trial else max(1, round(self.budget * STEPS[kind]))
+
+    def train(
+        self, name: str, config: str, kind: str, fields: Mapping[str, Any], row: Mapping[str, Any] | None = None
+    ) -> Step:
+        """A training step.
+
+        Args:
+          name: See `Step`.
+          config: Experiment file beside this one, with its argument.
+          kind: Kind of the run, of STEPS.
+          fields: Fields of the config.
+          row: See `Step`.
+
+        Returns:
+          The step.
+        """
+        steps, trial = self.count(kind), {}
+        if self.trial:
+            trial = TRIAL | TRIAL_DATA["pretrained" if "pretrain" in config else "task"]
+        values = {"train.steps": steps, **trial, **fields}
+        if name != "pretrained":  # which makes the tokenizer
+            values["data.tokenizer"] = self.workdir / "pretrained" / "tokenizer.json"
+        flags = [f"--config.{field}={value}" for field, value in values.items()]
+        arguments = ("train", f"--config={HERE / config}", f"--workdir={self.workdir / name}", *flags)
+        seconds = steps * {"pretrained": 1.0}.get(kind, 0.5)
+        return Step(name, arguments, "report.json", seconds + 20, row or {})
+
+    def compress(self, name: str, source: str, recipe: str, finetune: bool = False, **row: Any) -> Step:
+        """A step of compression.
+
+        Args:
+          name: See `Step`.
+          source: Name of the step whose result is compressed.
+          recipe: The recipe.
+          finetune: Whether to train after stages that remove units.
+          **row: See `Step`.
+
+        Returns:
+          The step.
+        """
+        flags = [f"--from={self.workdir / source}", f"--to={self.workdir / name}", f"--recipe={recipe}"]
+        steps = self.count("finetune") if finetune else 0
+        flags += [f"--finetune={steps}"] if finetune else []
+        flags += ["--batches=1", "--rounds=1", "--batch_sizes=1", "--calibration=1"] if self.trial else []
+        return Step(name, ("compress", *flags), "compress.json", 40 + 0.5 * steps, row)
+
+
+def slug(text: str) -> str:
+    """A name of a directory: letters, digits and underscores of a text."""
+    return "_".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
+
+
+def all_steps(settings: Settings) -> list[Step]:
+    """All commands, each after those that make its inputs.
+
+    Args:
+      settings: Settings of the commands.
+
+    Returns:
+      The steps.
+    """
+    steps = [settings.train("pretrained", "pretrain.py", "pretrained", {})]
+    for task in settings.tasks:
+        steps += teachers(settings, task)
+    for task in settings.tasks:
+        steps += recipes(settings, f"{task}/teacher", task, task)
+        steps += weight_trainings(settings, task)
+    steps.append(settings.compress("start", "pretrained", f"layers({STUDENT_LAYERS})"))
+    for task in settings.tasks:
+        steps += students(settings, task)
+    if "classification" in settings.tasks:
+        steps += exchange(settings)
+        steps += scratch(settings)
+    return steps
+
+
+def teachers(settings: Settings, task: str) -> Iterator[Step]:
+    """The teacher of a task, and the same model without pretraining."""
+    start = {"train.init_from": settings.workdir / "pretrained"}
+    for name, technique, fields in (
+        ("teacher", "teacher", start),
+        ("no_pretraining", "teacher without pretraining", {}),
+    ):
+        row = {"task": task, "technique": technique, "recipe": "", "like": f"{task}/int8", "is_original": True}
+        yield settings.train(f"{task}/{name}", f"finetune.py:{task}", task, fields, row)
+
+
+def recipes(settings: Settings, source: str, directory: str, task: str) -> Iterator[Step]:
+    """All recipes of NUMBERS and FINETUNED for one model."""
+    for finetune, entries in ((False, NUMBERS), (True, FINETUNED)):
+        for technique, recipe in entries.items():
+            name = f"{directory}/{slug(technique)}"
+            yield settings.compress(name, source, recipe, finetune, technique=technique, task=task, recipe=recipe)
+
+
+def weight_trainings(settings: Settings, task: str) -> Iterator[Step]:
+    """Training with other weights, from the teacher on, and its result in the file that these weights allow."""
+    teacher = settings.workdir / task / "teacher"
+    for technique, (weights, recipe, further) in TRAINED.items():
+        name = f"{task}/{slug(technique)}"
+        fields = {"train.weights": weights, "train.init_from": teacher, **further}
+        fields |= {"distill.teacher": teacher} if further else {}
+        yield settings.train(f"{name}_run", f"finetune.py:{task}", "weights", fields)
+        shown = f"train.weights={weights}, {recipe}"
+        yield settings.compress(name, f"{name}_run", recipe, technique=technique, task=task, recipe=shown)
+    for technique, recipe in MASKED.items():
+        name, start = f"{task}/{slug(technique)}", settings.workdir / task / slug(technique.partition(",")[0])
+        fields = {"train.weights": "masked", "train.init_from": start}
+        yield settings.train(f"{name}_run", f"finetune.py:{task}", "weights", fields)
+        shown = f"{recipe}, train.weights=masked, {recipe}"
+        yield settings.compress(name, f"{name}_run", recipe, technique=technique, task=task, recipe=shown)
+
+
+def students(settings: Settings, task: str) -> Iterator[Step]:
+    """Students with and without a teacher, from the same layers of the pretrained model, and the first of them compressed."""
+    like = f"{task}/layers"
+    for seed in SEEDS:
+        for technique in (STUDENT, ALONE):
+            fields = {
+                "model.layers": STUDENT_LAYERS,
+                "train.init_from": settings.workdir / "start",
+                "train.seed": seed,
+            }
+            if technique == STUDENT:
+                fields |= {"distill.teacher": settings.workdir / task / "teacher", "distill.losses": DISTILLATION}
+            row = {
+                "task": task,
+                "technique": technique,
+                "recipe": f"layers({STUDENT_LAYERS})",
+                "seed": seed,
+                "like": like,
+            }
+            yield settings.train(f"{task}/{slug(technique)}_{seed}", f"finetune.py:{task}", task, fields, row)
+    recipe = "heads(0.5),mlp(0.5),int8"
+    row = {"technique": "distilled, pruned, int8", "task": task, "recipe": f"{STUDENT}, {recipe}"}
+    yield settings.compress(f"{task}/stacked_student", f"{task}/{slug(STUDENT)}_0", recipe, True, **row)
+
+
+def exchange(settings: Settings) -> Iterator[Step]:
+    """The classifier as a checkpoint in Hugging Face's layout, and all recipes on the run that is made of it."""
+    w = settings.workdir / "huggingface"
+    to = ("convert", f"--from={settings.workdir / 'classification/teacher'}", f"--to={w / 'checkpoint'}")
+    back = ("convert", f"--from={w / 'checkpoint'}", f"--to={w / 'run'}")
+    yield Step("huggingface/checkpoint", to, "config.json", 15)
+    yield Step("huggingface/run", back, "config.json", 15)
+    yield from recipes(settings, "huggingface/run", "huggingface", "classification, Hugging Face layout")
+
+
+def scratch(settings: Settings) -> Iterator[Step]:
+    """The architecture of PRUNED, pretrained and fine-tuned from random parameters (Liu et al. 2019)."""
+    yield settings.train("pruned_pretrained", "pretrain.py", "pretrained", PRUNED_FIELDS)
+    for task in settings.tasks:
+        fields = {**PRUNED_FIELDS, "train.init_from": settings.workdir / "pruned_pretrained"}
+        row = {"technique": f"{PRUNED}, from scratch", "task": task, "recipe": "", "like": f"{task}/{slug(PRUNED)}"}
+        yield settings.train(f"{task}/pruned_from_scratch", f"finetune.py:{task}", task, fields, row)
