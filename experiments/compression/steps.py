@@ -1,4 +1,4 @@
-"""The commands of `bert.py`: pretraining, teachers, and each technique of compression, in an order in which inputs come first."""
+"""The commands of `bert.py`: pretraining, teachers, and each technique of compression, inputs before what is made of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TRAINED: dict[str, tuple[str, str, dict[str, str]]] = {
     "int8 in training": ("quantized(8)", "int8", {}),
     "int4 in training": ("quantized(4,group=32)", "int4(group=32)", {}),
     "ternary in training": ("ternary", "ternary", {}),
-    "ternary in training, distilled": ("ternary", "ternary", {"distill.losses": "tinybert_prediction"}),
+    "ternary in training, distilled": ("ternary", "ternary", {"distill.losses": "attention(),hidden(),logits()"}),
     "binary in training": ("binary", "binary", {}),
     "magnitude in training": ("magnitude(0.1)", "magnitude(0.1)", {}),
     "movement": ("movement(0.1)", "magnitude(0.1)", {}),
@@ -60,10 +60,9 @@ PRUNED_FIELDS = {"model.heads": "4", "model.head_dim": "32", "model.mlp_dim": "5
 
 # Training steps of each kind of run.
 STEPS = {"pretrained": 1000, "classification": 1000, "tagging": 600, "finetune": 300, "weights": 600}
-# A model and data with which all commands run in seconds; its scores mean nothing.
+# Steps and held-out data with which each command runs in seconds; the scores mean nothing.
 TRIAL_STEPS = dict.fromkeys(STEPS, 3)
-TRIAL = {"model.dim": "64", "train.eval_batches": "1", "model.dropout": "0.0"}
-TRIAL_DATA = {"pretrained": {"data.heldout_bytes": "20000"}, "task": {"data.heldout_examples": "32"}}
+TRIAL_DATA = {True: {"data.heldout_bytes": 20_000}, False: {"data.heldout_examples": 64}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +74,8 @@ class Step:
       arguments: Arguments of `hpnlp`.
       result: File in the directory that the command writes last.
       work: Seconds that it takes on two cores, roughly: an estimate for the progress display.
-      row: What the table says of the result: technique, task, recipe, seed, and `like`, the name of a step with the same shapes,
-        where the command itself measures no time; empty for steps without a row.
+      row: The result in the table: technique, task and recipe; and `like`, the name of a compression with the same shapes, if
+        the command itself measures no time, or `is_original` if the shapes are those before it. Empty for steps without a row.
     """
 
     name: str
@@ -93,7 +92,7 @@ class Settings:
     Attributes:
       workdir: Directory of all results.
       budget: Factor of the numbers of training steps.
-      trial: Tiny model and data, and a few steps.
+      trial: A few steps and held-out examples.
       tasks: Tasks, of TASKS.
     """
 
@@ -121,10 +120,8 @@ class Settings:
         Returns:
           The step.
         """
-        steps, trial = self.count(kind), {}
-        if self.trial:
-            trial = TRIAL | TRIAL_DATA["pretrained" if "pretrain" in config else "task"]
-        values = {"train.steps": steps, **trial, **fields}
+        steps = self.count(kind)
+        values = {"train.steps": steps, **(TRIAL_DATA[kind == "pretrained"] if self.trial else {}), **fields}
         if name != "pretrained":  # which makes the tokenizer
             values["data.tokenizer"] = self.workdir / "pretrained" / "tokenizer.json"
         flags = [f"--config.{field}={value}" for field, value in values.items()]
