@@ -129,15 +129,24 @@ class Settings:
         seconds = steps * {"pretrained": 1.0}.get(kind, 0.5)
         return Step(name, arguments, "report.json", seconds + 20, row or {})
 
-    def compress(self, name: str, source: str, recipe: str, finetune: bool = False, **row: Any) -> Step:
+    def compress(
+        self,
+        name: str,
+        source: str,
+        recipe: str,
+        row: Mapping[str, Any] | None = None,
+        finetune: bool = False,
+        fields: Mapping[str, Any] | None = None,
+    ) -> Step:
         """A step of compression.
 
         Args:
           name: See `Step`.
           source: Name of the step whose result is compressed.
           recipe: The recipe.
-          finetune: Whether to train after stages that remove units.
-          **row: See `Step`.
+          row: See `Step`.
+          finetune: Whether to train after stages that remove units or weights.
+          fields: Fields of the config that differ from those of the source.
 
         Returns:
           The step.
@@ -146,7 +155,8 @@ class Settings:
         steps = self.count("finetune") if finetune else 0
         flags += [f"--finetune={steps}"] if finetune else []
         flags += ["--batches=1", "--rounds=1", "--batch_sizes=1", "--calibration=1"] if self.trial else []
-        return Step(name, ("compress", *flags), "compress.json", 40 + 0.5 * steps, row)
+        flags += [f"--config.{field}={value}" for field, value in (fields or {}).items()]
+        return Step(name, ("compress", *flags), "compress.json", 40 + 0.5 * steps, row or {})
 
 
 def slug(text: str) -> str:
@@ -189,12 +199,14 @@ def teachers(settings: Settings, task: str) -> Iterator[Step]:
         yield settings.train(f"{task}/{name}", f"finetune.py:{task}", task, fields, row)
 
 
-def recipes(settings: Settings, source: str, directory: str, task: str) -> Iterator[Step]:
+def recipes(
+    settings: Settings, source: str, directory: str, task: str, fields: Mapping[str, Any] | None = None
+) -> Iterator[Step]:
     """All recipes of NUMBERS and FINETUNED for one model."""
     for finetune, entries in ((False, NUMBERS), (True, FINETUNED)):
         for technique, recipe in entries.items():
-            name = f"{directory}/{slug(technique)}"
-            yield settings.compress(name, source, recipe, finetune, technique=technique, task=task, recipe=recipe)
+            row = {"technique": technique, "task": task, "recipe": recipe}
+            yield settings.compress(f"{directory}/{slug(technique)}", source, recipe, row, finetune, fields)
 
 
 def weight_trainings(settings: Settings, task: str) -> Iterator[Step]:
@@ -205,19 +217,20 @@ def weight_trainings(settings: Settings, task: str) -> Iterator[Step]:
         fields = {"train.weights": weights, "train.init_from": teacher, **further}
         fields |= {"distill.teacher": teacher} if further else {}
         yield settings.train(f"{name}_run", f"finetune.py:{task}", "weights", fields)
-        shown = f"train.weights={weights}, {recipe}"
-        yield settings.compress(name, f"{name}_run", recipe, technique=technique, task=task, recipe=shown)
+        row = {"technique": technique, "task": task, "recipe": f"train.weights={weights}, {recipe}"}
+        yield settings.compress(name, f"{name}_run", recipe, row)
     for technique, recipe in MASKED.items():
         name, start = f"{task}/{slug(technique)}", settings.workdir / task / slug(technique.partition(",")[0])
         fields = {"train.weights": "masked", "train.init_from": start}
         yield settings.train(f"{name}_run", f"finetune.py:{task}", "weights", fields)
-        shown = f"{recipe}, train.weights=masked, {recipe}"
-        yield settings.compress(name, f"{name}_run", recipe, technique=technique, task=task, recipe=shown)
+        row = {"technique": technique, "task": task, "recipe": f"{recipe}, train.weights=masked, {recipe}"}
+        yield settings.compress(name, f"{name}_run", recipe, row)
 
 
 def students(settings: Settings, task: str) -> Iterator[Step]:
     """Students with and without a teacher, from the same layers of the pretrained model, and the first of them compressed."""
     like = f"{task}/layers"
+    teaching = {"distill.teacher": settings.workdir / task / "teacher", "distill.losses": DISTILLATION}
     for seed in SEEDS:
         for technique in (STUDENT, ALONE):
             fields = {
@@ -225,8 +238,7 @@ def students(settings: Settings, task: str) -> Iterator[Step]:
                 "train.init_from": settings.workdir / "start",
                 "train.seed": seed,
             }
-            if technique == STUDENT:
-                fields |= {"distill.teacher": settings.workdir / task / "teacher", "distill.losses": DISTILLATION}
+            fields |= teaching if technique == STUDENT else {}
             row = {
                 "task": task,
                 "technique": technique,
@@ -237,7 +249,7 @@ def students(settings: Settings, task: str) -> Iterator[Step]:
             yield settings.train(f"{task}/{slug(technique)}_{seed}", f"finetune.py:{task}", task, fields, row)
     recipe = "heads(0.5),mlp(0.5),int8"
     row = {"technique": "distilled, pruned, int8", "task": task, "recipe": f"{STUDENT}, {recipe}"}
-    yield settings.compress(f"{task}/stacked_student", f"{task}/{slug(STUDENT)}_0", recipe, True, **row)
+    yield settings.compress(f"{task}/stacked_student", f"{task}/{slug(STUDENT)}_0", recipe, row, True, teaching)
 
 
 def exchange(settings: Settings) -> Iterator[Step]:
@@ -247,7 +259,10 @@ def exchange(settings: Settings) -> Iterator[Step]:
     back = ("convert", f"--from={w / 'checkpoint'}", f"--to={w / 'run'}")
     yield Step("huggingface/checkpoint", to, "config.json", 15)
     yield Step("huggingface/run", back, "config.json", 15)
-    yield from recipes(settings, "huggingface/run", "huggingface", "classification, Hugging Face layout")
+    # The checkpoint holds no data and no settings of training.
+    fields = {"data.seq_len": 128, "optimizer.learning_rate": 5e-4, "optimizer.final": 0.0}
+    fields |= TRIAL_DATA[False] if settings.trial else {}
+    yield from recipes(settings, "huggingface/run", "huggingface", "classification, Hugging Face layout", fields)
 
 
 def scratch(settings: Settings) -> Iterator[Step]:

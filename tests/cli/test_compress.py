@@ -62,7 +62,7 @@ def test_pruned_weights_stay_zero_in_further_training_with_other_settings(run, t
     assert load(target).config.optimizer.learning_rate == 0.1
 
 
-def test_a_compressed_model_is_converted(run, trained, tmp_path):
+def test_a_compressed_model_is_converted_and_trained_further(run, trained, tmp_path):
     target = tmp_path / "small"
     argv = [
         f"--from={trained}",
@@ -77,6 +77,10 @@ def test_a_compressed_model_is_converted(run, trained, tmp_path):
     assert outcome.code == 0 and "checkpoint: a checkpoint" in outcome.out, outcome
     expected = dense_tree(load(target).params)["layers"]["mlp"]["up"]["kernel"]
     np.testing.assert_array_equal(convert.load(tmp_path / "checkpoint")[1]["layers"]["mlp"]["up"]["kernel"], expected)
+    fields = {"model__mlp_dim": 16, "train__init_from": str(target), "optimizer__learning_rate": 0.0, "train__steps": 1}
+    loop.train(tiny.make(**fields), tmp_path / "further")
+    trained_further = load(tmp_path / "further").params["layers"]["mlp"]["up"]["kernel"]
+    np.testing.assert_array_equal(trained_further, expected)
 
 
 @pytest.mark.parametrize(
