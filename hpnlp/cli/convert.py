@@ -13,7 +13,6 @@ from pathlib import Path
 from absl import flags
 
 from hpnlp import cli
-from hpnlp.compress.files import WEIGHTS_FILE
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError
 
@@ -80,6 +79,8 @@ def run(argv: Sequence[str]) -> None:
 
 def _is_run(source: Path) -> bool:
     """Whether a directory holds a run, which has metrics even before its first checkpoint, or a compressed model."""
+    from hpnlp.compress.files import WEIGHTS_FILE
+
     return any((source / name).exists() for name in ("checkpoints", "metrics.jsonl", WEIGHTS_FILE))
 
 
