@@ -34,7 +34,7 @@ BERT = {
     "out_bias": True,
     "mlp_bias": True,
     "vocab": 2408,  # pieces of words, the mask, and unused rows up to a multiple of 8
-    "max_len": 256,
+    "max_len": 128,
 }
 HELDOUT = 0.1  # share of the files, by a hash of their names; the same in all tasks
 TOKENIZER = "bpe(2400)"

@@ -58,8 +58,9 @@ PRUNED = "heads and columns"
 # Fields of the model that PRUNED leaves.
 PRUNED_FIELDS = {"model.heads": "4", "model.head_dim": "32", "model.mlp_dim": "512"}
 
+PRETRAINING = ("short", "long")
 # Training steps of each kind of run.
-STEPS = {"pretrained": 1000, "classification": 1000, "tagging": 600, "finetune": 300, "weights": 600}
+STEPS = {"short": 800, "long": 300, "classification": 1000, "tagging": 600, "finetune": 300, "weights": 600}
 # Steps and held-out data with which each command runs in seconds; the scores mean nothing.
 TRIAL_STEPS = dict.fromkeys(STEPS, 3)
 TRIAL_DATA = {True: {"data.heldout_bytes": 20_000}, False: {"data.heldout_examples": 64}}
@@ -121,12 +122,12 @@ class Settings:
           The step.
         """
         steps = self.count(kind)
-        values = {"train.steps": steps, **(TRIAL_DATA[kind == "pretrained"] if self.trial else {}), **fields}
-        if name != "pretrained":  # which makes the tokenizer
-            values["data.tokenizer"] = self.workdir / "pretrained" / "tokenizer.json"
+        values = {"train.steps": steps, **(TRIAL_DATA[kind in PRETRAINING] if self.trial else {}), **fields}
+        if name != "pretrained_short":  # which makes the tokenizer
+            values["data.tokenizer"] = self.workdir / "pretrained_short" / "tokenizer.json"
         flags = [f"--config.{field}={value}" for field, value in values.items()]
         arguments = ("train", f"--config={HERE / config}", f"--workdir={self.workdir / name}", *flags)
-        seconds = steps * {"pretrained": 1.0}.get(kind, 0.5)
+        seconds = steps * (0.9 if kind in PRETRAINING else 0.5)
         return Step(name, arguments, "report.json", seconds + 20, row or {})
 
     def compress(
@@ -173,7 +174,7 @@ def all_steps(settings: Settings) -> list[Step]:
     Returns:
       The steps.
     """
-    steps = [settings.train("pretrained", "pretrain.py", "pretrained", {})]
+    steps = list(pretraining(settings, "pretrained", {}))
     for task in settings.tasks:
         steps += teachers(settings, task)
     for task in settings.tasks:
@@ -188,13 +189,17 @@ def all_steps(settings: Settings) -> list[Step]:
     return steps
 
 
+def pretraining(settings: Settings, name: str, fields: Mapping[str, Any]) -> Iterator[Step]:
+    """Pretraining on short sequences, and then on longer ones."""
+    yield settings.train(f"{name}_short", "pretrain.py:short", "short", fields)
+    following = {**fields, "train.init_from": settings.workdir / f"{name}_short"}
+    yield settings.train(name, "pretrain.py", "long", following)
+
+
 def teachers(settings: Settings, task: str) -> Iterator[Step]:
     """The teacher of a task, and the same model without pretraining."""
     start = {"train.init_from": settings.workdir / "pretrained"}
-    for name, technique, fields in (
-        ("teacher", "teacher", start),
-        ("no_pretraining", "teacher without pretraining", {}),
-    ):
+    for name, technique, fields in (("teacher", "teacher", start), ("no_pretraining", "without pretraining", {})):
         row = {"task": task, "technique": technique, "recipe": "", "like": f"{task}/int8", "is_original": True}
         yield settings.train(f"{task}/{name}", f"finetune.py:{task}", task, fields, row)
 
@@ -267,7 +272,7 @@ def exchange(settings: Settings) -> Iterator[Step]:
 
 def scratch(settings: Settings) -> Iterator[Step]:
     """The architecture of PRUNED, pretrained and fine-tuned from random parameters (Liu et al. 2019)."""
-    yield settings.train("pruned_pretrained", "pretrain.py", "pretrained", PRUNED_FIELDS)
+    yield from pretraining(settings, "pruned_pretrained", PRUNED_FIELDS)
     for task in settings.tasks:
         fields = {**PRUNED_FIELDS, "train.init_from": settings.workdir / "pruned_pretrained"}
         row = {"technique": f"{PRUNED}, from scratch", "task": task, "recipe": "", "like": f"{task}/{slug(PRUNED)}"}
