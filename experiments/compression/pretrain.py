@@ -1,4 +1,4 @@
-"""A small BERT: masked words of the Python standard library's source, from those on both sides.
+r"""A small BERT: masked words of the Python standard library's source, from those on both sides.
 
     hpnlp train --config=experiments/compression/pretrain.py:short --workdir=runs/bert/pretrained_short
     hpnlp train --config=experiments/compression/pretrain.py --workdir=runs/bert/pretrained \
