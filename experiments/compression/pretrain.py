@@ -1,12 +1,13 @@
-r"""A small BERT: masked words of the Python standard library's source, from those on both sides.
+"""A small BERT: masked words of the Python standard library's source, from those on both sides.
 
     hpnlp train --config=experiments/compression/pretrain.py:short --workdir=runs/bert/pretrained_short
     hpnlp train --config=experiments/compression/pretrain.py --workdir=runs/bert/pretrained \
         --config.train.init_from=runs/bert/pretrained_short
 
 Most steps are of short sequences, as in BERT: each of the learned positions is then trained more often, and without positions,
-nothing is learned from the neighbours of a word. The layers are those of BERT, so that `hpnlp convert` writes a checkpoint that transformers reads. The held-out files are those
-that classification and tagging hold out as well: no text that these tasks are scored on is seen in pretraining.
+nothing is learned from the neighbours of a word. The layers are those of BERT, so that `hpnlp convert` writes a checkpoint that
+transformers reads. The held-out files are those that classification and tagging hold out as well: no text that these tasks are
+scored on is seen in pretraining.
 """
 
 from __future__ import annotations
