@@ -22,7 +22,7 @@ from hpnlp.training.config import default
 BERT = {
     "layers": 4,
     "dim": 256,
-    "heads": 8,
+    "heads": 4,
     "mlp": "gelu_exact",
     "norm": "layer",
     "norm_eps": 1e-12,

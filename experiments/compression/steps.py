@@ -56,7 +56,7 @@ MASKED = {"2:4, fine-tuned": "two_four", "blocks, fine-tuned": "blocks(0.25)"}
 DISTILLATION = "logits(temperature=2, weight=0.7),labels(0.3)"
 PRUNED = "heads and columns"
 # Fields of the model that PRUNED leaves.
-PRUNED_FIELDS = {"model.heads": "4", "model.head_dim": "32", "model.mlp_dim": "512"}
+PRUNED_FIELDS = {"model.heads": "2", "model.head_dim": "64", "model.mlp_dim": "512"}
 
 PRETRAINING = ("short", "long")
 # Training steps of each kind of run.
