@@ -30,12 +30,9 @@ def test_commands_are_valid_and_follow_those_that_make_their_inputs(modules, tmp
     done = set()
     for step in steps:
         values = flags(step)
-        inputs = [
-            value
-            for name, value in values.items()
-            if name in ("from", "config.train.init_from", "config.distill.teacher")
-        ]
-        assert {str(Path(value).relative_to(tmp_path)) for value in inputs} <= done, step
+        names = ("from", "config.train.init_from", "config.distill.teacher")
+        paths = [Path(value) for name, value in values.items() if name in names]
+        assert {path.relative_to(tmp_path).as_posix() for path in paths} == set(step.inputs) <= done, step
         if step.arguments[0] == "train":
             assert step.name == "pretrained_short" or "pretrained_short" in done  # which makes the tokenizer
             overrides = [argument for argument in step.arguments if argument.startswith("--config.")]
@@ -75,15 +72,17 @@ def test_finished_commands_are_skipped_and_seeds_share_a_row(modules, tmp_path, 
 
     def fake(step, workdir):
         called.append(step.name)
-        if step.name == "classification/fp8":
+        if step.name in ("classification/fp8", "classification/movement_run"):
             return "the reason"
         write_result(runs, step, workdir, 0.9 if step.name.endswith("_2") else 0.6)
         return ""
 
     monkeypatch.setattr(runs, "run", fake)
-    assert runs.run_all(members, members, tmp_path) == ["classification/fp8"]
-    assert called == [step.name for step in members[1:]]
+    failed = ["classification/fp8", "classification/movement_run", "classification/movement"]
+    assert runs.run_all(members, members, tmp_path) == failed
+    assert called == [step.name for step in members[1:] if step.name != failed[-1]]
     out = capsys.readouterr().out
+    assert "classification/movement is left out: classification/movement_run is not finished" in out
     assert "classification/fp8 failed:\nthe reason" in out and "min remain" in out
     rows = {(row["task"], row["technique"]): row for row in json.loads((tmp_path / "table.json").read_text())["rows"]}
     student = rows["classification", steps.STUDENT]
@@ -93,4 +92,4 @@ def test_finished_commands_are_skipped_and_seeds_share_a_row(modules, tmp_path, 
     assert ("classification", "fp8") not in rows
     called.clear()
     runs.run_all(members, members, tmp_path)
-    assert called == ["classification/fp8"]
+    assert called == failed[:2]

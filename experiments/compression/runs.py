@@ -53,11 +53,16 @@ def run_all(steps: Sequence[Step], chosen: Sequence[Step], workdir: Path) -> lis
       workdir: Directory of all results.
 
     Returns:
-      Names of the steps that failed.
+      Names of the steps that failed, or whose inputs are not finished.
     """
+    by_name = {step.name: step for step in steps}
     failed, spent, expected = [], 0.0, 0.0
     for index, step in enumerate(chosen, 1):
         if is_finished(step, workdir):
+            continue
+        if missing := [name for name in step.inputs if not is_finished(by_name[name], workdir)]:
+            failed.append(step.name)
+            print(f"[{index}/{len(chosen)}] {step.name} is left out: {', '.join(missing)} is not finished", flush=True)
             continue
         remaining = sum(other.work for other in chosen[index - 1 :] if not is_finished(other, workdir))
         remaining *= spent / expected if expected else 1.0

@@ -74,6 +74,7 @@ class Step:
       name: Directory of the result, relative to the workdir.
       arguments: Arguments of `hpnlp`.
       result: File in the directory that the command writes last.
+      inputs: Names of the steps whose results the command reads.
       work: Seconds that it takes on two cores, roughly: an estimate for the progress display.
       row: The result in the table: technique, task and recipe; and `like`, the name of a compression with the same shapes, if
         the command itself measures no time, or `is_original` if the shapes are those before it. Empty for steps without a row.
@@ -82,6 +83,7 @@ class Step:
     name: str
     arguments: tuple[str, ...]
     result: str
+    inputs: tuple[str, ...]
     work: float
     row: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -127,8 +129,13 @@ class Settings:
             values["data.tokenizer"] = self.workdir / "pretrained_short" / "tokenizer.json"
         flags = [f"--config.{field}={value}" for field, value in values.items()]
         arguments = ("train", f"--config={HERE / config}", f"--workdir={self.workdir / name}", *flags)
+        inputs = self.names(fields.get("train.init_from"), fields.get("distill.teacher"))
         seconds = steps * (0.9 if kind in PRETRAINING else 0.5)
-        return Step(name, arguments, "report.json", seconds + 20, row or {})
+        return Step(name, arguments, "report.json", inputs, seconds + 20, row or {})
+
+    def names(self, *directories: Path | None) -> tuple[str, ...]:
+        """Names of the steps that make directories."""
+        return tuple(path.relative_to(self.workdir).as_posix() for path in directories if path is not None)
 
     def compress(
         self,
@@ -157,7 +164,8 @@ class Settings:
         flags += [f"--finetune={steps}"] if finetune else []
         flags += ["--batches=1", "--rounds=1", "--batch_sizes=1", "--calibration=1"] if self.trial else []
         flags += [f"--config.{field}={value}" for field, value in (fields or {}).items()]
-        return Step(name, ("compress", *flags), "compress.json", 40 + 0.5 * steps, row or {})
+        inputs = (source, *self.names((fields or {}).get("distill.teacher")))
+        return Step(name, ("compress", *flags), "compress.json", inputs, 40 + 0.5 * steps, row or {})
 
 
 def slug(text: str) -> str:
@@ -262,8 +270,8 @@ def exchange(settings: Settings) -> Iterator[Step]:
     w = settings.workdir / "huggingface"
     to = ("convert", f"--from={settings.workdir / 'classification/teacher'}", f"--to={w / 'checkpoint'}")
     back = ("convert", f"--from={w / 'checkpoint'}", f"--to={w / 'run'}")
-    yield Step("huggingface/checkpoint", to, "config.json", 15)
-    yield Step("huggingface/run", back, "config.json", 15)
+    yield Step("huggingface/checkpoint", to, "config.json", ("classification/teacher",), 15)
+    yield Step("huggingface/run", back, "config.json", ("huggingface/checkpoint",), 15)
     # The checkpoint holds no data and no settings of training.
     fields = {"data.seq_len": 128, "optimizer.learning_rate": 5e-4, "optimizer.final": 0.0}
     fields |= TRIAL_DATA[False] if settings.trial else {}
