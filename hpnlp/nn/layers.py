@@ -27,8 +27,8 @@ dense_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "trunc
 # Name of a further parameter of a Dense layer: the transpose of its kernel.
 TRANSPOSE = "kernel_transpose"
 
-embed_init: Initializer = nn.initializers.normal(0.02)
-SINUSOIDAL_SCALE = 0.06  # of `sinusoidal_init`: twice the size of initial embeddings of tokens, which grow faster
+EMBED_SCALE = 0.02  # standard deviation of initial embeddings
+embed_init: Initializer = nn.initializers.normal(EMBED_SCALE)
 
 
 def param(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
@@ -143,7 +143,9 @@ class Dense(nn.Module):
 
 
 def sinusoidal_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-    """Sines and cosines of positions (Vaswani et al. 2017, section 3.5), times SINUSOIDAL_SCALE.
+    """Sines and cosines of positions (Vaswani et al. 2017, section 3.5), of the size of `embed_init`.
+
+    Wavelengths are 2 pi to 2 pi times the number of rows; longer ones, up to 10,000 in the paper, would be nearly constant.
 
     Args:
       key: Not used.
@@ -154,9 +156,9 @@ def sinusoidal_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.flo
       The table; sines of increasing wavelengths fill the first half of the features, cosines the second.
     """
     rows, dim = shape
-    angles = np.arange(rows)[:, None] / 10000 ** (2 * np.arange(-(-dim // 2)) / dim)
+    angles = np.arange(rows)[:, None] / rows ** (2 * np.arange(-(-dim // 2)) / dim)
     waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :dim]
-    return jnp.asarray(SINUSOIDAL_SCALE * waves, dtype)
+    return jnp.asarray(EMBED_SCALE * 2**0.5 * waves, dtype)
 
 
 class Embed(nn.Module):
