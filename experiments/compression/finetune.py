@@ -29,7 +29,6 @@ BERT = {
     "norm_placement": "post",
     "embed_norm": True,
     "position": "learned",
-    "position_init": "sinusoidal",  # with random ones, masked words are not predicted from their neighbours for many steps
     "token_types": 2,
     "qkv_bias": True,
     "out_bias": True,

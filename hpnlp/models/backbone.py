@@ -36,7 +36,7 @@ from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.attention import Context
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.blocks import block_kind
-from hpnlp.nn.layers import NORMS, Embed, dropout, embed_init, sinusoidal_init
+from hpnlp.nn.layers import NORMS, Embed, dropout
 from hpnlp.ops.attention import Full
 from hpnlp.ops.stacks import StackOrder
 from hpnlp.spec import did_you_mean, lookup, parse, parse_period, shortened
@@ -46,9 +46,6 @@ DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "flo
 
 # Addition of a layer's branches: one after the other to one stream, or each to the stream that the other branch reads.
 RESIDUALS = ("plain", "reversible")
-
-# Initialisers of learned positions.
-POSITION_INITS = {"normal": embed_init, "sinusoidal": sinusoidal_init}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +65,6 @@ class BackboneConfig(BlockConfig, PlannedLayers):
     )
     vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
     max_len: int = option(0, "Longest sequence that learned positions reach, 0 for data.seq_len.")
-    position_init: str = option(
-        "normal",
-        'First values of learned positions: "normal", or "sinusoidal" (Vaswani et al. 2017), from which relations between '
-        "neighbours are learned in far fewer steps.",
-    )
     position_offset: int = option(
         0,
         "Rows of the table of learned positions before that of the first position, which are never read (RoBERTa: 2).",
@@ -110,13 +102,11 @@ class BackboneConfig(BlockConfig, PlannedLayers):
                 )
         check_carry(self)
         lookup(DTYPES, self.dtype, "model.dtype")
-        lookup(POSITION_INITS, self.position_init, "model.position_init")
-        for name, default in (("position_offset", 0), ("position_init", "normal")):
-            if (value := getattr(self, name)) != default and self.position != "learned":
-                raise InputError(
-                    f"model.{name}={value!r} has no effect, because model.position={self.position!r} has no table: set it to "
-                    f"{default!r}, or model.position='learned'"
-                )
+        if self.position_offset and self.position != "learned":
+            raise InputError(
+                f"model.position_offset={self.position_offset} has no effect, because model.position={self.position!r} has no "
+                "table: set it to 0, or model.position='learned'"
+            )
         if self.residual not in RESIDUALS:
             raise InputError(f"model.residual={self.residual!r}: {did_you_mean(self.residual, RESIDUALS)}")
         if self.memory_dim and not self.has_memory:
@@ -315,7 +305,7 @@ class Backbone(nn.Module):
             )
         self.embed = Embed(c.vocab, c.embedding_size) if self.shared_embed is None else self.shared_embed
         if c.position == "learned":
-            self.positions = Embed(c.max_len + c.position_offset, c.dim, "positions", POSITION_INITS[c.position_init])
+            self.positions = Embed(c.max_len + c.position_offset, c.dim, axis="positions")
         norm = lookup(NORMS, c.norm, "model.norm")
         if c.embed_norm:
             self.embed_norm = norm(c.norm_eps)

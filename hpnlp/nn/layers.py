@@ -11,7 +11,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel, Zero2Parameter
@@ -27,8 +26,7 @@ dense_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "trunc
 # Name of a further parameter of a Dense layer: the transpose of its kernel.
 TRANSPOSE = "kernel_transpose"
 
-EMBED_SCALE = 0.02  # standard deviation of initial embeddings
-embed_init: Initializer = nn.initializers.normal(EMBED_SCALE)
+embed_init: Initializer = nn.initializers.normal(0.02)
 
 
 def param(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
@@ -142,25 +140,6 @@ class Dense(nn.Module):
         return y if bias is None else y + bias.astype(y.dtype)[None, None]
 
 
-def sinusoidal_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-    """Sines and cosines of positions (Vaswani et al. 2017, section 3.5), of the size of `embed_init`.
-
-    Wavelengths are 2 pi to 2 pi times the number of rows; longer ones, up to 10,000 in the paper, would be nearly constant.
-
-    Args:
-      key: Not used.
-      shape: `(rows, D)`.
-      dtype: Dtype of the table.
-
-    Returns:
-      The table; sines of increasing wavelengths fill the first half of the features, cosines the second.
-    """
-    rows, dim = shape
-    angles = np.arange(rows)[:, None] / rows ** (2 * np.arange(-(-dim // 2)) / dim)
-    waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :dim]
-    return jnp.asarray(EMBED_SCALE * 2**0.5 * waves, dtype)
-
-
 class Embed(nn.Module):
     """A table of rows, looked up by id.
 
@@ -168,16 +147,14 @@ class Embed(nn.Module):
       rows: Number of rows.
       dim: Features of a row.
       axis: Logical name of the axis of rows.
-      init: Initialiser of the table.
     """
 
     rows: int
     dim: int
     axis: str = "vocab"
-    init: Initializer = embed_init
 
     def setup(self) -> None:
-        self.table = param(self, "table", self.init, (self.rows, self.dim), (self.axis, "embed"))
+        self.table = param(self, "table", embed_init, (self.rows, self.dim), (self.axis, "embed"))
 
     def __call__(self, ids: Int[Array, "*tokens"], dtype: Any = jnp.float32) -> Float[Array, "*tokens D"]:
         return self.table[ids].astype(dtype)

@@ -32,7 +32,7 @@ from hpnlp.training.step import Trainer
 from hpnlp.types import InputError, Tokenizer
 
 # Fields of a model's config that may differ from the source's: they do not change what the parameters compute.
-FREE = ("dtype", "dropout", "unroll", "position_init")
+FREE = ("dtype", "dropout", "unroll")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,7 +94,7 @@ REFUSED = {
 FULL_SOFTMAX = ("full", "sampled", "importance")
 
 # Fields that change how a model is trained or run, and not the function that it computes.
-FREE = ("dropout", "dtype", "unroll", "position_init")
+FREE = ("dropout", "dtype", "unroll")
 
 
 def fields_of(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
