@@ -32,9 +32,8 @@ def test_commands_are_valid_and_follow_those_that_make_their_inputs(modules, tmp
         values = flags(step)
         names = ("from", "config.train.init_from", "config.distill.teacher")
         paths = [Path(value) for name, value in values.items() if name in names]
-        assert {path.relative_to(tmp_path).as_posix() for path in paths} == set(step.inputs) <= done, step
+        assert {path.relative_to(tmp_path).as_posix() for path in paths} <= set(step.inputs) <= done, step
         if step.arguments[0] == "train":
-            assert step.name == "pretrained_short" or "pretrained_short" in done  # which makes the tokenizer
             overrides = [argument for argument in step.arguments if argument.startswith("--config.")]
             resolve(experiment.read(values["config"], overrides))
         elif step.arguments[0] == "compress":

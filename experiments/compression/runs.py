@@ -107,7 +107,7 @@ def table(steps: Sequence[Step], workdir: Path) -> list[dict[str, Any]]:
         first, scores = members[0], [score_of(step, workdir) for step in members]
         row = {"task": task, "technique": technique, "recipe": first.row["recipe"], "metric": METRIC}
         row |= {"score": float(np.mean(scores)), "scores": scores, "seeds": len(scores)}
-        if teacher := teachers.get(task.partition(",")[0]):
+        if teacher := teachers.get(task):
             row["teacher_score"] = score_of(teacher, workdir)
         measured = by_name[first.row["like"]] if "like" in first.row else first
         if is_finished(measured, workdir):

@@ -58,9 +58,8 @@ PRUNED = "heads and columns"
 # Fields of the model that PRUNED leaves.
 PRUNED_FIELDS = {"model.heads": "2", "model.head_dim": "64", "model.mlp_dim": "512"}
 
-PRETRAINING = ("short", "long")
 # Training steps of each kind of run.
-STEPS = {"short": 800, "long": 300, "classification": 1000, "tagging": 600, "finetune": 300, "weights": 600}
+STEPS = {"pretrained": 1000, "classification": 1000, "tagging": 600, "finetune": 300, "weights": 600}
 # Steps and held-out data with which each command runs in seconds; the scores mean nothing.
 TRIAL_STEPS = dict.fromkeys(STEPS, 3)
 TRIAL_DATA = {True: {"data.heldout_bytes": 20_000}, False: {"data.heldout_examples": 64}}
@@ -124,13 +123,14 @@ class Settings:
           The step.
         """
         steps = self.count(kind)
-        values = {"train.steps": steps, **(TRIAL_DATA[kind in PRETRAINING] if self.trial else {}), **fields}
-        if name != "pretrained_short":  # which makes the tokenizer
-            values["data.tokenizer"] = self.workdir / "pretrained_short" / "tokenizer.json"
+        values = {"train.steps": steps, **(TRIAL_DATA[kind == "pretrained"] if self.trial else {}), **fields}
+        if name != "pretrained":  # which makes the tokenizer
+            values["data.tokenizer"] = self.workdir / "pretrained" / "tokenizer.json"
         flags = [f"--config.{field}={value}" for field, value in values.items()]
         arguments = ("train", f"--config={HERE / config}", f"--workdir={self.workdir / name}", *flags)
         inputs = self.names(fields.get("train.init_from"), fields.get("distill.teacher"))
-        seconds = steps * (0.9 if kind in PRETRAINING else 0.5)
+        inputs = inputs or (() if name == "pretrained" else ("pretrained",))  # which makes the tokenizer
+        seconds = steps * (0.9 if kind == "pretrained" else 0.5)
         return Step(name, arguments, "report.json", inputs, seconds + 20, row or {})
 
     def names(self, *directories: Path | None) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ def all_steps(settings: Settings) -> list[Step]:
     Returns:
       The steps.
     """
-    steps = list(pretraining(settings, "pretrained", {}))
+    steps = [settings.train("pretrained", "pretrain.py", "pretrained", {})]
     for task in settings.tasks:
         steps += teachers(settings, task)
     for task in settings.tasks:
@@ -195,13 +195,6 @@ def all_steps(settings: Settings) -> list[Step]:
         steps += exchange(settings)
         steps += scratch(settings)
     return steps
-
-
-def pretraining(settings: Settings, name: str, fields: Mapping[str, Any]) -> Iterator[Step]:
-    """Pretraining on short sequences, and then on longer ones."""
-    yield settings.train(f"{name}_short", "pretrain.py:short", "short", fields)
-    following = {**fields, "train.init_from": settings.workdir / f"{name}_short"}
-    yield settings.train(name, "pretrain.py", "long", following)
 
 
 def teachers(settings: Settings, task: str) -> Iterator[Step]:
@@ -266,21 +259,23 @@ def students(settings: Settings, task: str) -> Iterator[Step]:
 
 
 def exchange(settings: Settings) -> Iterator[Step]:
-    """The classifier as a checkpoint in Hugging Face's layout, and all recipes on the run that is made of it."""
-    w = settings.workdir / "huggingface"
-    to = ("convert", f"--from={settings.workdir / 'classification/teacher'}", f"--to={w / 'checkpoint'}")
+    """A classifier with the layers of BERT as a checkpoint in Hugging Face's layout, and all recipes on the run of that."""
+    w, task = settings.workdir / "huggingface", "classification, Hugging Face checkpoint"
+    row = {"technique": "teacher", "task": task, "recipe": "", "like": "huggingface/int8", "is_original": True}
+    yield settings.train("huggingface/classifier", "finetune.py:bert", "classification", {}, row)
+    to = ("convert", f"--from={w / 'classifier'}", f"--to={w / 'checkpoint'}")
     back = ("convert", f"--from={w / 'checkpoint'}", f"--to={w / 'run'}")
-    yield Step("huggingface/checkpoint", to, "config.json", ("classification/teacher",), 15)
+    yield Step("huggingface/checkpoint", to, "config.json", ("huggingface/classifier",), 15)
     yield Step("huggingface/run", back, "config.json", ("huggingface/checkpoint",), 15)
     # The checkpoint holds no data and no settings of training.
     fields = {"data.seq_len": 128, "optimizer.learning_rate": 5e-4, "optimizer.final": 0.0}
     fields |= TRIAL_DATA[False] if settings.trial else {}
-    yield from recipes(settings, "huggingface/run", "huggingface", "classification, Hugging Face layout", fields)
+    yield from recipes(settings, "huggingface/run", "huggingface", task, fields)
 
 
 def scratch(settings: Settings) -> Iterator[Step]:
     """The architecture of PRUNED, pretrained and fine-tuned from random parameters (Liu et al. 2019)."""
-    yield from pretraining(settings, "pruned_pretrained", PRUNED_FIELDS)
+    yield settings.train("pruned_pretrained", "pretrain.py", "pretrained", PRUNED_FIELDS)
     for task in settings.tasks:
         fields = {**PRUNED_FIELDS, "train.init_from": settings.workdir / "pruned_pretrained"}
         row = {"technique": f"{PRUNED}, from scratch", "task": task, "recipe": "", "like": f"{task}/{slug(PRUNED)}"}
