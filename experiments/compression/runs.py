@@ -39,9 +39,9 @@ def run(step: Step, workdir: Path) -> str:
     with log.open("w") as file:
         command = [sys.executable, "-m", "hpnlp", *step.arguments]
         done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-    return (
-        "" if done.returncode == 0 else "\n".join(log.read_text().splitlines()[-5:]) or f"exit code {done.returncode}"
-    )
+    if done.returncode == 0 and is_finished(step, workdir):
+        return ""
+    return "\n".join([*log.read_text().splitlines()[-5:], f"exit code {done.returncode}"])
 
 
 def run_all(steps: Sequence[Step], chosen: Sequence[Step], workdir: Path) -> list[str]:
