@@ -10,7 +10,7 @@ from typing import Any
 HERE = Path(__file__).parent
 TASKS = ("classification", "tagging")
 SEEDS = (0, 1, 2)
-STUDENT_LAYERS = 2  # of 4: 40 % fewer parameters
+STUDENT_LAYERS = 2  # of 4: 42 % fewer parameters
 STUDENT = "distilled student"
 ALONE = "student without a teacher"
 
