@@ -1,4 +1,4 @@
-"""Trains a small encoder, as BERT is trained, on the standard library, compresses it by every technique from the command line, and makes the table.
+"""Trains a small encoder as BERT is trained, applies every technique of compression to it, and makes the table of the results.
 
     python experiments/compression/bert.py --workdir=runs/bert
     python experiments/compression/bert.py --workdir=runs/trial --trial  # a few steps: checks all commands
