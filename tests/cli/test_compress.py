@@ -109,3 +109,4 @@ def test_the_verdict_says_what_became_worse():
         "The file is 4 times smaller; the loss of a batch is 2 times slower at 1 sequence, 4 times faster at 8 sequences; "
         "accuracy falls from 0.9000 to 0.8500 (worse)."
     )
+    assert compression.verdict(rows[:1] * 2, "accuracy", True).endswith("accuracy stays at 0.9000.")
