@@ -183,8 +183,7 @@ def all_steps(settings: Settings) -> list[Step]:
       The steps.
     """
     steps = [settings.train("pretrained", "pretrain.py", "pretrained", {})]
-    for task in settings.tasks:
-        steps += teachers(settings, task)
+    steps += teachers(settings)
     for task in settings.tasks:
         steps += recipes(settings, f"{task}/teacher", task, task)
         steps += weight_trainings(settings, task)
@@ -197,12 +196,13 @@ def all_steps(settings: Settings) -> list[Step]:
     return steps
 
 
-def teachers(settings: Settings, task: str) -> Iterator[Step]:
-    """The teacher of a task, and the same model without pretraining."""
+def teachers(settings: Settings) -> Iterator[Step]:
+    """The teacher of each task, and the same models without pretraining."""
     start = {"train.init_from": settings.workdir / "pretrained"}
     for name, technique, fields in (("teacher", "teacher", start), ("no_pretraining", "without pretraining", {})):
-        row = {"task": task, "technique": technique, "recipe": "", "like": f"{task}/int8", "is_original": True}
-        yield settings.train(f"{task}/{name}", f"finetune.py:{task}", task, fields, row)
+        for task in settings.tasks:
+            row = {"task": task, "technique": technique, "recipe": "", "like": f"{task}/int8", "is_original": True}
+            yield settings.train(f"{task}/{name}", f"finetune.py:{task}", task, fields, row)
 
 
 def recipes(
