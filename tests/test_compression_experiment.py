@@ -89,6 +89,8 @@ def test_finished_commands_are_skipped_and_seeds_share_a_row(modules, tmp_path, 
     assert student["disk_bytes"] == 8 and student["original_disk_bytes"] == 16 and student["teacher_score"] == 0.6
     assert rows["classification", "teacher"]["disk_bytes"] == 16
     assert ("classification", "fp8") not in rows
+    # The stacked student was compressed from a student, which is half of the teacher, as its own result is half of it.
+    assert rows["classification", "distilled, pruned, int8"]["original_seconds"]["8"] == pytest.approx(8.0)
     called.clear()
     runs.run_all(members, members, tmp_path)
     assert called == failed[:2]

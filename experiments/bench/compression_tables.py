@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import matplotlib.ticker
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -68,7 +69,7 @@ def plot(rows: Rows, path: Path) -> None:
     for axes in (left, right):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(1.5, 0.5)))
         axes.tick_params(labelsize=7, which="both")
     figure.savefig(path, dpi=130)
     plt.close(figure)

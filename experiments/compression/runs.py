@@ -109,9 +109,16 @@ def table(steps: Sequence[Step], workdir: Path) -> list[dict[str, Any]]:
         row |= {"score": float(np.mean(scores)), "scores": scores, "seeds": len(scores)}
         if teacher := teachers.get(task):
             row["teacher_score"] = score_of(teacher, workdir)
-        measured = by_name[first.row["like"]] if "like" in first.row else first
-        if is_finished(measured, workdir):
+        needed = [by_name[first.row[key]] for key in ("like", "after") if key in first.row]
+        if all(is_finished(step, workdir) for step in needed):
+            measured = by_name[first.row["like"]] if "like" in first.row else first
             row |= sizes_of(measured, workdir, original=first.row.get("is_original", False))
+        if "after" in first.row and "seconds" in row:
+            before = sizes_of(by_name[first.row["after"]], workdir, original=False)
+            factors = {n: before["original_seconds"][n] / before["seconds"][n] for n in before["seconds"]}
+            seconds = {n: factors[n] * value for n, value in row["original_seconds"].items()}
+            row |= {name: value for name, value in before.items() if name.startswith("original_")}
+            row["original_seconds"] = seconds
         rows.append(row)
     return rows
 

@@ -76,7 +76,8 @@ class Step:
       inputs: Names of the steps whose results the command reads.
       work: Seconds that it takes on two cores, roughly: an estimate for the progress display.
       row: The result in the table: technique, task and recipe; and `like`, the name of a compression with the same shapes, if
-        the command itself measures no time, or `is_original` if the shapes are those before it. Empty for steps without a row.
+        the command itself measures no time, or `is_original` if the shapes are those before it; `after`, the name of one from the
+        teacher to the shapes that the command starts from, if these are not the teacher's. Empty for steps without a row.
     """
 
     name: str
@@ -254,7 +255,7 @@ def students(settings: Settings, task: str) -> Iterator[Step]:
             }
             yield settings.train(f"{task}/{slug(technique)}_{seed}", f"finetune.py:{task}", task, fields, row)
     recipe = "heads(0.5),mlp(0.5),int8"
-    row = {"technique": "distilled, pruned, int8", "task": task, "recipe": f"{STUDENT}, {recipe}"}
+    row = {"technique": "distilled, pruned, int8", "task": task, "recipe": f"{STUDENT}, {recipe}", "after": like}
     yield settings.compress(f"{task}/stacked_student", f"{task}/{slug(STUDENT)}_0", recipe, row, True, teaching)
 
 
