@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ def modules():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
         yield importlib.import_module("steps"), importlib.import_module("runs")
+    for name in ("steps", "runs"):  # other experiments have modules of these names
+        del sys.modules[name]
 
 
 def flags(step):

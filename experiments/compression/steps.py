@@ -75,9 +75,9 @@ class Step:
       result: File in the directory that the command writes last.
       inputs: Names of the steps whose results the command reads.
       work: Seconds that it takes on two cores, roughly: an estimate for the progress display.
-      row: The result in the table: technique, task and recipe; and `like`, the name of a compression with the same shapes, if
-        the command itself measures no time, or `is_original` if the shapes are those before it; `after`, the name of one from the
-        teacher to the shapes that the command starts from, if these are not the teacher's. Empty for steps without a row.
+      row: The result in the table: technique, task and recipe; `like`, the name of a compression with the same shapes, if the
+        command itself measures no time, and `is_original` if the shapes are those before it; `after`, the name of a compression
+        from the teacher to the shapes that this one starts from, if these are not the teacher's. Empty for steps without a row.
     """
 
     name: str
