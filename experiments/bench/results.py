@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import compression_tables
 from result_plots import CAPTIONS, CORPORA, PLOTS, plot_efficiency, plot_tradeoff
 from result_tables import BAR, TABLE, Lines
 
@@ -19,8 +20,8 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.plots import plot_bubbles
 from hpnlp.spec import build, parse_one
 
-# Files whose results are in docs/guide/output_layers.md, efficient_attention.md and lra.md.
-IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_", "mixers-", "arena")
+# Files whose results are in docs/guide/output_layers.md, efficient_attention.md, lra.md and compression.md.
+IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_", "mixers-", "arena", "compression-")
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 IMAGES = ROOT / "docs" / "images"
@@ -209,6 +210,24 @@ def arena_efficiency(result: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def compression(result: Mapping[str, Any]) -> str:
+    """Markdown tables and chart of the techniques of compression on a small BERT.
+
+    Args:
+      result: The result file.
+
+    Returns:
+      The text.
+    """
+    compression_tables.plot(result["rows"], IMAGES / "compression-cpu.png")
+    text = (
+        f"Measured on {machine(result['environment'])}: time is relative to the original in the same process, and scores of "
+        "several seeds are means."
+    )
+    picture = "![Score, bytes and time of techniques of compression](../images/compression-cpu.png)"
+    return f"{text}\n\n{compression_tables.render(result['rows'])}\n\n{picture}"
+
+
 def table_of(columns: Mapping[str, Mapping[str, str]], entry: str = "output layer") -> str:
     """A Markdown table with a row for each entry of a table. columns: heading -> name of the entry -> figure."""
     names = dict.fromkeys(name for column in columns.values() for name in column)
@@ -293,6 +312,9 @@ def main() -> None:
     for name, render in {"arena": arena, "arena_efficiency": arena_efficiency}.items():
         if name in by_bench:
             replace_section(ROOT / "docs" / "guide" / "lra.md", name, render(by_bench[name]))
+    if "compression" in by_bench:
+        page = ROOT / "docs" / "guide" / "compression.md"
+        replace_section(page, "techniques", compression(by_bench["compression"]))
     replace_section(ROOT / "README.md", "headline", headline(lines))
 
 

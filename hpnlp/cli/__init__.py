@@ -88,7 +88,7 @@ def _unknown_flag_message(error: flags.UnrecognizedFlagError, command: str) -> s
     section, dot, field = error.flagname.partition(".")
     unknown = f"unknown flag --{error.flagname}"
     if dot and "config" not in FLAGS and section == "config":
-        return f"{unknown}: only train, sweep, lra, plan and evaluate take config fields"
+        return f"{unknown}: only train, sweep, lra, plan, compress and evaluate take config fields"
     if dot and "config" in FLAGS and difflib.get_close_matches(section, ["config"]):
         return f"{unknown}: did you mean --config.{field}?"
     if "config" in FLAGS and (fields := _config_flags(error.flagname)):

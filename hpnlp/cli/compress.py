@@ -9,10 +9,11 @@ from pathlib import Path
 from absl import flags
 
 from hpnlp import cli
+from hpnlp.cli import experiment
 from hpnlp.types import InputError
 
 USAGE = """
-hpnlp compress --from=RUN --to=RUN2 --recipe="heads(0.5),mlp(0.5),int8" [--finetune=STEPS]
+hpnlp compress --from=RUN --to=RUN2 --recipe="heads(0.5),mlp(0.5),int8" [--finetune=STEPS] [--config.section.field=value ...]
 
 Applies the stages of a recipe to the model of a run, one after the other, and writes the result to RUN2, which `hpnlp generate`
 and `hpnlp evaluate` read like any run. Prints bytes, time and held-out scores before and after each stage, and writes them to
@@ -22,14 +23,16 @@ Stages: layers(3) or layers("0 2 4"), heads(0.5), mlp(0.5), magnitude(0.1), fact
 numbers int8, int4(group=32), mixed(4), fp8, bf16, ternary, binary, pow2, codebook(bits=4), two_four,
 blocks(0.25). Shares are those that stay. Stages that remove units come first, then factorize, then numbers.
 
---finetune trains the model for some steps after the last stage that removes units.
+--finetune trains the model for some steps after the last stage that removes units or weights; weights that magnitude has
+removed stay 0. It has the run's config, in which fields of data, optimizer, train and distill may have other values, such as
+--config.distill.teacher=RUN, a teacher for this training, or --config.data.path=PATH.
 """
 
 flags.DEFINE_string("from", None, "Directory of the run.")
 flags.DEFINE_string("to", None, "Directory of the compressed model, which must not hold a run.")
 flags.DEFINE_string("recipe", None, "Stages, separated by commas.")
 flags.DEFINE_integer(
-    "finetune", 0, "Steps of training after the last stage that removes units, 0 for none.", lower_bound=0
+    "finetune", 0, "Steps of training after the last stage that removes units or weights, 0 for none.", lower_bound=0
 )
 flags.DEFINE_string("batch_sizes", "1,8,32", "Numbers of sequences at which the time is measured, separated by commas.")
 flags.DEFINE_integer("calibration", 8, "Training batches for the importance of units.", lower_bound=1)
@@ -46,6 +49,7 @@ def run(argv: Sequence[str]) -> None:
     Raises:
       InputError: A flag, the recipe or the run is invalid.
     """
+    argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE)
     f = cli.FLAGS
     source, target, recipe = cli.required("from", "RUN"), cli.required("to", "RUN2"), cli.required("recipe", '"int8"')
@@ -57,7 +61,9 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.report import compression
     from hpnlp.report.files import replace_text
     from hpnlp.training import compress_run, run_directory
+    from hpnlp.training import config as configs
 
+    changes = experiment.changes(configs.to_values(run_directory.load_config(source)), overrides) if overrides else {}
     rows = compress_run.compress_run(
         source,
         target,
@@ -67,6 +73,7 @@ def run(argv: Sequence[str]) -> None:
         batch_sizes=list(map(int, f.batch_sizes.split(","))),
         batches=f.batches or None,
         rounds=f.rounds,
+        changes=changes,
         log=lambda line: print(line, flush=True),
     )
     task = tasks.find(run_directory.load_config(target).task)

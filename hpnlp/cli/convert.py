@@ -81,7 +81,9 @@ def run(argv: Sequence[str]) -> None:
 
 def _is_run(source: Path) -> bool:
     """Whether a directory holds a run, which has metrics even before its first checkpoint, or a compressed model."""
-    return any((source / name).exists() for name in ("checkpoints", "metrics.jsonl", "weights.hpnlp"))
+    from hpnlp.compress.files import WEIGHTS_FILE
+
+    return any((source / name).exists() for name in ("checkpoints", "metrics.jsonl", WEIGHTS_FILE))
 
 
 def _check_source(source: Path) -> None:

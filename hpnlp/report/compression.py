@@ -59,6 +59,7 @@ def verdict(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
     before, after = first.scores[metric], last.scores[metric]
     is_worse = after < before if higher_is_better else after > before
     quality = f"{metric} {'falls' if after < before else 'rises'} from {before:.4f} to {after:.4f}"
+    quality = f"{metric} stays at {after:.4f}" if after == before else quality
     quality += " (worse)" if is_worse else ""
     size = first.disk_bytes / last.disk_bytes
     return f"The file is {size:.3g} times smaller; the loss of a batch is {', '.join(times)}; {quality}."

@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp import measure, tasks
+from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.compress.files import WEIGHTS_FILE, encoding_of, stored_bytes, write_weights
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
 from hpnlp.models import variables
 from hpnlp.parallel.plan import Plan
+from hpnlp.spec import did_you_mean, parse_one
 from hpnlp.training import gradients, loop, run_directory
-from hpnlp.training.config import Config
+from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.evaluation import evaluate
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
@@ -27,6 +29,9 @@ from hpnlp.types import InputError
 # Files of a run that the compressed model keeps.
 COMPANIONS = ("tokenizer.json", "labels.json", "generation_config.json")
 ORIGINAL = "original"
+# Sections of a run's config that a compression can change: they leave the parameters as they are.
+SECTIONS = ("data", "optimizer", "train", "distill")
+FIXED = ("data.tokenizer", "train.init_from", "train.weights", "distill.init")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,7 @@ def compress_run(
     batch_sizes: Sequence[int] = (1, 8, 32),
     batches: int | None = None,
     rounds: int = 5,
+    changes: Mapping[str, Any] | None = None,
     log: Callable[[str], None] = print,
 ) -> list[Measurement]:
     """Compresses the model of a run, and measures it after each stage.
@@ -83,20 +89,28 @@ def compress_run(
       batch_sizes: Numbers of sequences at which the time is measured.
       batches: Largest number of held-out batches of a score; None for all.
       rounds: Measurements of each time, interleaved.
+      changes: Fields of the run's config in SECTIONS and their values: other data, or other settings of the further training,
+        such as {"distill.teacher": "runs/teacher"}.
       log: Called with lines on the progress.
 
     Returns:
       The measurements, first that of the original.
 
     Raises:
-      InputError: The recipe or the run is invalid, or `target` holds a run.
+      InputError: The recipe, a change or the run is invalid, `finetune` has no effect, or `target` holds a run.
     """
     stages = parse_recipe(recipe)
+    if finetune and all(stage.changes != STRUCTURE for stage in stages):
+        raise InputError(
+            f"--finetune={finetune} trains after the stages that remove units or weights, and the recipe {recipe!r} has none: "
+            "leave it out, or train with train.weights first"
+        )
     source, target = Path(source), Path(target)
     for name in ("config.json", WEIGHTS_FILE, "checkpoints"):
         if (target / name).exists():
             raise InputError(f"{target} already holds {name}: choose another directory")
     run = run_directory.load(source)
+    run = dataclasses.replace(run, config=_changed(run.config, changes or {}))
     check_plain(run.params)
     dataset = tasks.find(run.config.task).dataset(run.config.data, run.vocabulary)
     calibration = Calibration(_Gradients(run, dataset, calibration_batches))
@@ -106,13 +120,15 @@ def compress_run(
         log(f"{stage.text}: done")
         is_last_structural = stage.changes == STRUCTURE and all(s.changes != STRUCTURE for s in stages[index + 1 :])
         if finetune and is_last_structural:
-            versions.append(_finetuned(versions[-1], source, run.step, finetune, target))
+            weights = "masked" if any(parse_one(s.text, "--recipe").name == "magnitude" for s in stages) else ""
+            versions.append(_finetuned(versions[-1], source, run.step, finetune, weights, target))
     target.mkdir(parents=True, exist_ok=True)
     _copy_companions(source, target)
     scores = [_scores(version, dataset, batches) for version in versions]
     seconds = _seconds(versions, dataset, batch_sizes, rounds)
     sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
-    run_directory.write_config(target, versions[-1].config)
+    # The teacher of the further training is no part of the model.
+    run_directory.write_config(target, dataclasses.replace(versions[-1].config, distill=DistillConfig()))
     return [
         Measurement(
             version.stage,
@@ -153,6 +169,18 @@ class _Gradients:
         return total
 
 
+def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The config with other values of fields."""
+    known = [name for name in flat(config) if name.partition(".")[0] in SECTIONS and name not in FIXED]
+    for name, value in changes.items():
+        if name not in known:
+            raise InputError(
+                f"{name}={value!r} would change the model that is compressed: a compression can change fields of the sections "
+                f"{', '.join(SECTIONS)}: {did_you_mean(name, known)}"
+            )
+    return with_changes(config, changes)
+
+
 def _next(version: _Version, stage: Stage, calibration: Calibration, run: run_directory.Run) -> _Version:
     """The version after a stage."""
     old = version.model.config
@@ -170,15 +198,15 @@ def _copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def _finetuned(version: _Version, source: Path, step: int, steps: int, target: Path) -> _Version:
-    """The version after further training, in a directory beside the target."""
+def _finetuned(version: _Version, source: Path, step: int, steps: int, weights: str, target: Path) -> _Version:
+    """The version after further training, in a directory beside the target; `weights` is a value of `train.weights`."""
     workdir = target / "finetune"
     start = workdir / "start"
     start.mkdir(parents=True, exist_ok=True)
-    run_directory.write_config(start, version.config)
+    run_directory.write_config(start, dataclasses.replace(version.config, distill=DistillConfig()))
     _copy_companions(source, start)
     write_weights(start / WEIGHTS_FILE, version.params, {"step": step})
-    train = dataclasses.replace(version.config.train, steps=steps, init_from=str(start))
+    train = dataclasses.replace(version.config.train, steps=steps, init_from=str(start), weights=weights)
     config = dataclasses.replace(version.config, train=train)
     loop.train(config, workdir)
     trained = run_directory.load(workdir)

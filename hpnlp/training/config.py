@@ -366,6 +366,27 @@ def differences(old: Config, new: Config) -> list[str]:
     return [f"{name}: {before[name]!r} -> {after[name]!r}" for name in after if before[name] != after[name]]
 
 
+def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+    """A config with other values of some fields.
+
+    Args:
+      config: The config.
+      changes: "section.field" -> value, for fields that exist.
+
+    Returns:
+      The config.
+
+    Raises:
+      InputError: A value is out of range.
+    """
+    by_section: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        section, _, field = name.partition(".")
+        by_section.setdefault(section, {})[field] = value
+    sections = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in by_section.items()}
+    return dataclasses.replace(config, **sections)
+
+
 def flat(config: Config) -> dict[str, Any]:
     """All fields of a config.
 

@@ -14,7 +14,7 @@ from hpnlp.models import variables
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean
-from hpnlp.training.config import Config, flat
+from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.evaluation import Evaluation, evaluate, further_scores
 from hpnlp.training.run_directory import load, load_config, make_model
 from hpnlp.training.step import make_trainer
@@ -80,7 +80,7 @@ def evaluate_run(
 
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
     """The config with other values of fields, which are named "section.field"."""
-    known, by_section = flat(config), {}
+    known = flat(config)
     for name, value in changes.items():
         if name not in known:
             raise InputError(f"a run's config has no field {name!r}: {did_you_mean(name, known)}")
@@ -89,10 +89,7 @@ def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
             raise InputError(
                 f"{name}={value!r} would not be the run that was trained: leave it out, an evaluation can change {fields}"
             )
-        section, _, field = name.partition(".")
-        by_section.setdefault(section, {})[field] = value
-    sections = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in by_section.items()}
-    return dataclasses.replace(config, **sections)
+    return with_changes(config, changes)
 
 
 def _check_shapes(params: Any, expected: Any, changes: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ import jax
 
 from hpnlp import tasks
 from hpnlp.compress.distillation import Extras
+from hpnlp.compress.files import has_weights
 from hpnlp.compress.weight_training import with_own
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import tokenizer_digest
@@ -21,6 +22,7 @@ from hpnlp.models import variables
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.huggingface import convert
 from hpnlp.nn.attention import mixer_period
+from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import parse_period
 from hpnlp.tasks.vocabulary import Vocabulary
@@ -245,7 +247,7 @@ def load_params(
         # Offloaded parameters come to the devices first; `Trainer.init` moves them to the host.
         plan = dataclasses.replace(plan, offload_optimizer=False, offload_parameters=False)
         run = runs.load(source.directory, plan=plan)
-        params, origin = run.params, f"{source.directory}, step {run.step}"
+        params, origin = dense_tree(run.params), f"{source.directory}, step {run.step}"
     else:
         params, origin = convert.load(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
     shapes = trainer.state_shapes
@@ -256,7 +258,8 @@ def load_params(
         origin += ", with a new head"
     params = extras.added(with_own(params, expected))
     _check_shapes(params, expected, source)
-    if not source.is_run or "weights" in expected or has_new_head or extras != Extras():
+    is_file = not source.is_run or has_weights(source.directory)  # whose arrays are on one device
+    if is_file or "weights" in expected or has_new_head or extras != Extras():
         params = jax.tree.map(place, expected, params)
     return params, f"{origin}, with its tokenizer"
 

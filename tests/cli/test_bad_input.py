@@ -271,7 +271,7 @@ def files(tmp_path, trained):
         ("generate --workdir={run} --top_p=half", "flag --top_p=half: expected a number"),
         (
             "generate --workdir={run} --config.model.dim=3",
-            "only train, sweep, lra, plan and evaluate take config fields",
+            "only train, sweep, lra, plan, compress and evaluate take config fields",
         ),
         ("evaluate", "expected one run: write hpnlp evaluate RUN"),
         (

@@ -2,9 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from hpnlp.compress.files import WEIGHTS_FILE
+from hpnlp.models.huggingface import convert
+from hpnlp.ops.weight import dense_tree
 from hpnlp.report import compression
 from hpnlp.training import loop
 from hpnlp.training.compress_run import Measurement
@@ -50,6 +53,45 @@ def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, traine
     assert twice.code == 2 and "is compressed already: plan the run that it was made of" in twice.err
 
 
+def test_pruned_weights_stay_zero_in_further_training_with_other_settings(run, trained, tmp_path):
+    target = tmp_path / "sparse"
+    argv = [
+        f"--from={trained}",
+        f"--to={target}",
+        "--recipe=magnitude(0.25)",
+        "--finetune=2",
+        "--batches=1",
+        "--rounds=1",
+    ]
+    outcome = run("compress", *argv, "--batch_sizes=1", "--config.optimizer.learning_rate=0.1")
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    kernel, before = (load(directory).params["layers"]["mlp"]["up"]["kernel"] for directory in (target, trained))
+    kept = kernel != 0
+    assert 0.2 < kept.mean() < 0.3 and abs(kernel - before)[kept].max() > 0.05
+    assert load(target).config.optimizer.learning_rate == 0.1
+
+
+def test_a_compressed_model_is_converted_and_trained_further(run, trained, tmp_path):
+    target = tmp_path / "small"
+    argv = [
+        f"--from={trained}",
+        f"--to={target}",
+        "--recipe=mlp(0.5),int8",
+        "--batches=1",
+        "--rounds=1",
+        "--batch_sizes=1",
+    ]
+    assert run("compress", *argv).code == 0
+    outcome = run("convert", f"--from={target}", f"--to={tmp_path / 'checkpoint'}")
+    assert outcome.code == 0 and "checkpoint: a checkpoint" in outcome.out, outcome
+    expected = dense_tree(load(target).params)["layers"]["mlp"]["up"]["kernel"]
+    np.testing.assert_array_equal(convert.load(tmp_path / "checkpoint")[1]["layers"]["mlp"]["up"]["kernel"], expected)
+    fields = {"model__mlp_dim": 16, "train__init_from": str(target), "optimizer__learning_rate": 0.0, "train__steps": 1}
+    loop.train(tiny.make(**fields), tmp_path / "further")
+    trained_further = load(tmp_path / "further").params["layers"]["mlp"]["up"]["kernel"]
+    np.testing.assert_array_equal(trained_further, expected)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -57,6 +99,8 @@ def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, traine
         (["--recipe=int9"], "did you mean 'int8'"),
         (["--recipe=int8", "--batch_sizes=0"], "--batch_sizes=0: expected numbers of sequences"),
         (["--recipe=int8,heads(0.5)"], "put it before int8"),
+        (["--recipe=int8", "--finetune=3"], "--finetune=3 trains after the stages that remove units or weights"),
+        (["--recipe=int8", "--config.model.dim=8"], "model.dim=8 would change the model that is compressed"),
     ],
 )
 def test_invalid_flags_raise(run, trained, tmp_path, flags, message):
@@ -74,3 +118,4 @@ def test_the_verdict_says_what_became_worse():
         "The file is 4 times smaller; the loss of a batch is 2 times slower at 1 sequence, 4 times faster at 8 sequences; "
         "accuracy falls from 0.9000 to 0.8500 (worse)."
     )
+    assert compression.verdict(rows[:1] * 2, "accuracy", True).endswith("accuracy stays at 0.9000.")

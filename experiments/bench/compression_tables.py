@@ -1,0 +1,75 @@
+"""Tables and the plot of the results of `experiments/compression/bert.py`, for docs/guide/compression.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import matplotlib.ticker
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def render(rows: Rows) -> str:
+    """A table for each task: sizes, time relative to the original, and the held-out score of each technique.
+
+    Args:
+      rows: Rows of the result file.
+
+    Returns:
+      Markdown.
+    """
+    parts = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        members = [row for row in rows if row["task"] == task]
+        counts = list(next(row["seconds"] for row in members if "seconds" in row))
+        times = [f"time, {count} sequence{'s' * (count != '1')}" for count in counts]
+        header = ["technique", "recipe", members[0]["metric"], "disk KiB", "memory KiB", *times]
+        lines = [header, ["---"] * len(header), *(_cells(row, counts) for row in members)]
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        parts.append(f"{task[0].upper()}{task[1:]}:\n\n{table}")
+    return "\n\n".join(parts)
+
+
+def _cells(row: Mapping[str, Any], counts: Sequence[str]) -> list[str]:
+    score = f"{100 * row['score']:.1f} %"
+    if row["seeds"] > 1:
+        score += f" ({', '.join(f'{100 * one:.1f}' for one in row['scores'])})"
+    measured = ["", ""] + [""] * len(counts)
+    if "seconds" in row:
+        measured = [f"{row[name] / 1024:,.0f}" for name in ("disk_bytes", "memory_bytes")]
+        measured += [f"{row['seconds'][count] / row['original_seconds'][count]:.2f}" for count in counts]
+    return [row["technique"], f"`{row['recipe']}`" if row["recipe"] else "", score, *measured]
+
+
+def plot(rows: Rows, path: Path) -> None:
+    """Scores against bytes on disk and against time, both relative to the original, of the first task.
+
+    Args:
+      rows: Rows of the result file.
+      path: The image to write.
+    """
+    members = [row for row in rows if row["task"] == rows[0]["task"] and "seconds" in row]
+    count = list(members[0]["seconds"])[len(members[0]["seconds"]) // 2]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.8), sharey=True, layout="constrained")
+    for row in members:
+        scores = 100 * row["score"]
+        sizes = row["disk_bytes"] / row["original_disk_bytes"], row["seconds"][count] / row["original_seconds"][count]
+        for axes, x in zip((left, right), sizes, strict=True):
+            axes.plot(x, scores, "o", color="C3" if row["technique"] == "teacher" else "C0", markersize=4)
+            axes.annotate(row["technique"], (x, scores), xytext=(3, 3), textcoords="offset points", fontsize=6)
+    left.set(xlabel="bytes on disk relative to the teacher", ylabel=f"{rows[0]['task']}: {rows[0]['metric']}, %")
+    plural = "s" * (count != "1")
+    right.set_xlabel(f"time of the loss of {count} sequence{plural} relative to the teacher")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(1.5, 0.5)))
+        axes.tick_params(labelsize=7, which="both")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

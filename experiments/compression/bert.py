@@ -1,0 +1,49 @@
+"""Trains a small encoder as BERT is trained, applies every technique of compression to it, and makes the table of the results.
+
+    python experiments/compression/bert.py --workdir=runs/bert
+    python experiments/compression/bert.py --workdir=runs/trial --trial  # a few steps: checks all commands
+    python experiments/compression/bert.py --workdir=runs/bert --only=pretrained,classification/teacher,tagging/teacher
+
+The last command rebuilds the teachers alone: pretraining on masked words, and a classifier of functions and a tagger of tokens
+that start from it. Each command is `hpnlp train`, `compress` or `convert` in a process of its own, whose output is in
+WORKDIR/logs; finished ones are skipped when the script runs again, and interrupted training resumes. WORKDIR/table.json has a
+row for each technique and task: bytes on disk and in memory, the time of the loss of 1, 8 and 32 sequences beside that of the
+original in the same process, and the held-out score. With --out=experiments/results, it is written as a result file, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from runs import run_all, table, write_table
+from steps import TASKS, Settings, all_steps
+
+from hpnlp import measure
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("workdir", None, "Directory of all results.", required=True)
+flags.DEFINE_float("budget", 1.0, "Factor of the numbers of training steps.", lower_bound=0.0)
+flags.DEFINE_bool("trial", False, "A few steps and held-out examples, so that scores mean nothing.")
+flags.DEFINE_list("tasks", [*TASKS], "Tasks to fine-tune on.")
+flags.DEFINE_list("only", [], "Beginnings of the names of steps to do; all by default.")
+flags.DEFINE_string("out", "", "Where the result file goes; nowhere by default.")
+
+
+def main(_: Any) -> None:
+    workdir = Path(FLAGS.workdir).absolute()
+    steps = all_steps(Settings(workdir, FLAGS.budget, FLAGS.trial, tuple(FLAGS.tasks)))
+    chosen = [step for step in steps if not FLAGS.only or step.name.startswith(tuple(FLAGS.only))]
+    failed = run_all(steps, chosen, workdir)
+    write_table(steps, workdir)
+    print(f"written: {workdir / 'table.json'}")
+    if FLAGS.out:
+        print(measure.write_result("compression", table(steps, workdir), FLAGS.out))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,136 @@
+"""Runs the commands of `steps.py`, and makes the table of their results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from steps import Step
+
+ROOT = Path(__file__).parents[2]
+METRIC = "accuracy"  # of all tasks
+
+
+def is_finished(step: Step, workdir: Path) -> bool:
+    return (workdir / step.name / step.result).exists()
+
+
+def run(step: Step, workdir: Path) -> str:
+    """Does a step.
+
+    Args:
+      step: The step.
+      workdir: Directory of all results.
+
+    Returns:
+      The last lines that the command printed if it failed; "" if it did not.
+    """
+    if step.arguments[0] != "train":  # training resumes, other commands start anew
+        shutil.rmtree(workdir / step.name, ignore_errors=True)
+    log = workdir / "logs" / f"{step.name.replace('/', '_')}.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "hpnlp", *step.arguments]
+        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode == 0 and is_finished(step, workdir):
+        return ""
+    return "\n".join([*log.read_text().splitlines()[-5:], f"exit code {done.returncode}"])
+
+
+def run_all(steps: Sequence[Step], chosen: Sequence[Step], workdir: Path) -> list[str]:
+    """Does the chosen steps that are not finished, and prints the time that remains.
+
+    Args:
+      steps: All steps, of which the table is made.
+      chosen: Those to do.
+      workdir: Directory of all results.
+
+    Returns:
+      Names of the steps that failed, or whose inputs are not finished.
+    """
+    by_name = {step.name: step for step in steps}
+    failed, spent, expected = [], 0.0, 0.0
+    for index, step in enumerate(chosen, 1):
+        if is_finished(step, workdir):
+            continue
+        if missing := [name for name in step.inputs if not is_finished(by_name[name], workdir)]:
+            failed.append(step.name)
+            print(f"[{index}/{len(chosen)}] {step.name} is left out: {', '.join(missing)} is not finished", flush=True)
+            continue
+        remaining = sum(other.work for other in chosen[index - 1 :] if not is_finished(other, workdir))
+        remaining *= spent / expected if expected else 1.0
+        print(f"[{index}/{len(chosen)}] {step.name}; about {remaining / 60:.0f} min remain", flush=True)
+        start = time.perf_counter()
+        error = run(step, workdir)
+        spent, expected = spent + time.perf_counter() - start, expected + step.work
+        if error:
+            failed.append(step.name)
+            print(f"{step.name} failed:\n{error}", flush=True)
+        elif step.row:
+            print(f"  {time.perf_counter() - start:.0f} s, {METRIC} {score_of(step, workdir):.4f}", flush=True)
+        write_table(steps, workdir)
+    return failed
+
+
+def score_of(step: Step, workdir: Path) -> float:
+    """Held-out score of a finished step."""
+    content = json.loads((workdir / step.name / step.result).read_text())
+    return content["rows"][-1]["scores"][METRIC] if "rows" in content else content[f"heldout_{METRIC}"]
+
+
+def table(steps: Sequence[Step], workdir: Path) -> list[dict[str, Any]]:
+    """The rows of all finished steps; runs with several seeds have one row.
+
+    Args:
+      steps: The steps.
+      workdir: Directory of all results.
+
+    Returns:
+      Rows with task, technique, recipe, metric, the mean score, the scores by seed, the score of the task's teacher, and, where
+      they are measured, parameters, disk_bytes, memory_bytes, `seconds` by batch size, and the same of the original.
+    """
+    by_name = {step.name: step for step in steps}
+    grouped: dict[tuple[str, str], list[Step]] = {}
+    for step in steps:
+        if step.row and is_finished(step, workdir):
+            grouped.setdefault((step.row["task"], step.row["technique"]), []).append(step)
+    teachers = {task: members[0] for (task, technique), members in grouped.items() if technique == "teacher"}
+    rows = []
+    for (task, technique), members in grouped.items():
+        first, scores = members[0], [score_of(step, workdir) for step in members]
+        row = {"task": task, "technique": technique, "recipe": first.row["recipe"], "metric": METRIC}
+        row |= {"score": float(np.mean(scores)), "scores": scores, "seeds": len(scores)}
+        if teacher := teachers.get(task):
+            row["teacher_score"] = score_of(teacher, workdir)
+        needed = [by_name[first.row[key]] for key in ("like", "after") if key in first.row]
+        if all(is_finished(step, workdir) for step in needed):
+            measured = by_name[first.row["like"]] if "like" in first.row else first
+            row |= sizes_of(measured, workdir, original=first.row.get("is_original", False))
+        if "after" in first.row and "seconds" in row:
+            before = sizes_of(by_name[first.row["after"]], workdir, original=False)
+            factors = {n: before["original_seconds"][n] / before["seconds"][n] for n in before["seconds"]}
+            seconds = {n: factors[n] * value for n, value in row["original_seconds"].items()}
+            row |= {name: value for name, value in before.items() if name.startswith("original_")}
+            row["original_seconds"] = seconds
+        rows.append(row)
+    return rows
+
+
+def sizes_of(step: Step, workdir: Path, original: bool) -> Mapping[str, Any]:
+    """Bytes and times of the result of a compression; or, for models of the same shapes, of the original or of its floats."""
+    stages = json.loads((workdir / step.name / step.result).read_text())["rows"]
+    first, last = stages[0], stages[0] if original else stages[-1]
+    names = ("parameters", "disk_bytes", "memory_bytes", "seconds")
+    return {name: last[name] for name in names} | {f"original_{name}": first[name] for name in names}
+
+
+def write_table(steps: Sequence[Step], workdir: Path) -> None:
+    """Writes table.json. No device is occupied, since the commands need it."""
+    (workdir / "table.json").write_text(json.dumps({"rows": table(steps, workdir)}, indent=1, allow_nan=False) + "\n")
