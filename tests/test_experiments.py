@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from hpnlp.cli import experiment
-from hpnlp.data import sources
+from hpnlp.data import sources, word_similarity
 from hpnlp.data.stream import prepare
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.config import resolve
@@ -45,6 +45,7 @@ def library(tmp_path_factory):
         (root / f"m{i}.py").write_text(f'"""{" ".join(words[i % 3 :])}"""\nx{i} = {i}\n')
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources.sysconfig, "get_path", lambda name: str(root))
+        patch.setattr(word_similarity, "CONTEXTS", 50)  # the order of words takes seconds with 1000
         yield root
 
 

@@ -79,7 +79,8 @@ def _principal(features: Any, dim: int) -> np.ndarray:
 
     The sign of each column makes its entry of the largest magnitude positive.
     """
-    wide = features.astype(np.float64)
+    present = np.flatnonzero(features.getnnz(axis=0))  # the other columns are 0
+    wide = features[:, present].astype(np.float64)
     # All eigenvectors of the small Gram matrix, not the largest alone: when ARPACK has found all nonzero ones it restarts from
     # a random vector, so its result is not deterministic.
     right = np.linalg.eigh((wide.T @ wide).toarray())[1][:, ::-1][:, :dim]

@@ -17,6 +17,7 @@ import dataclasses
 import gc
 import json
 import logging
+import math
 import re
 import sys
 import time
@@ -27,6 +28,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
 from hpnlp.training.checksum import checksum, type_of, verify
@@ -35,7 +37,7 @@ from hpnlp.types import InputError
 
 FORMAT = 1  # version of the composite; checkpoints of other versions are refused
 CONVERTED_STEP = 0  # step of a checkpoint that holds a converted model: its parameters, and no other state
-LARGE_BYTES = 2**20  # replicated arrays from this size on are read from all devices at once
+LARGE_BYTES = 2**20  # replicated shards from this size on are read from all devices at once
 
 # Parts of a path that orbax and tensorstore do not take literally. Orbax globs the whole path to merge the files of all
 # processes, tensorstore reads a backslash as a slash, and etils turns the directory `gs:` into an address.
@@ -162,7 +164,7 @@ class Checkpointer:
         Raises:
           InputError: An earlier write has failed.
         """
-        local = jax.tree.map(_from_one_device, state)
+        local = jax.tree.map(_without_replicas, state)
         carry = {} if state.carry is None else {"carry": ocp.args.StandardSave(local.carry)}
         items = {
             "params": ocp.args.StandardSave(local.params),
@@ -445,14 +447,25 @@ def _without_params(state: TrainState) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _from_one_device(x: Any) -> Any:
-    """A small replicated array as that of its first device.
+def _without_replicas(x: Any) -> Any:
+    """An array with small shards on one device for each shard, where all devices belong to this process.
 
-    Orbax reads a part of a replicated array from each device, and compiles a program for each part. That takes longer than the
-    array of one device unless the array is large.
+    Orbax divides a shard among all devices that hold it, and compiles a program for each part, which takes longer than to read
+    the whole shard from one of them unless it is large.
     """
-    replicated = isinstance(x, jax.Array) and jax.process_count() == 1 and x.is_fully_replicated
-    return x.addressable_data(0) if replicated and x.nbytes < LARGE_BYTES else x
+    sharding = getattr(x, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(mesh, Mesh) or jax.process_count() > 1:
+        return x
+    shards = {shard.device: shard.data for shard in x.addressable_shards}
+    divided = set(jax.tree.leaves(tuple(sharding.spec)))
+    devices = mesh.devices[tuple(slice(None if name in divided else 1) for name in mesh.axis_names)]
+    if devices.size == mesh.size or math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize >= LARGE_BYTES:
+        return x
+    smaller = NamedSharding(
+        Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), sharding.spec, memory_kind=sharding.memory_kind
+    )
+    return jax.make_array_from_single_device_arrays(x.shape, smaller, [shards[device] for device in devices.flat])
 
 
 def _checksums(state: TrainState, data: Any) -> dict[str, Any]:

@@ -458,13 +458,15 @@ def _load_compressed(workdir: Path, config: Config, vocabulary: Vocabulary, mode
     return Run(config, vocabulary, model, params, int(metadata["step"]), eos)
 
 
+@jax.jit
+def _are_finite(tree: Any) -> Any:
+    """Whether all numbers of an array are finite, for each array of a tree; arrays of integers are."""
+    return jax.tree.map(lambda x: jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else True, tree)
+
+
 def _check_finite(params: Any, source: str) -> None:
     """Raises InputError if a parameter holds NaN or infinity; `source` names the checkpoint in the message."""
-
-    def is_finite(leaf: Any) -> Any:
-        return jnp.isfinite(leaf).all() if jnp.issubdtype(leaf.dtype, jnp.inexact) else True
-
-    finite = jax.device_get(jax.tree.map(is_finite, params))
+    finite = jax.device_get(_are_finite(params))
     for path, is_finite in jax.tree_util.tree_leaves_with_path(finite):
         if not is_finite:
             raise InputError(

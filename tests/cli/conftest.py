@@ -54,24 +54,49 @@ def fresh_commands():
                 flags.FLAGS[flag.name] = flag
 
 
+def run_here(*argv):
+    """Runs a command in this process and returns its exit code."""
+    with pytest.MonkeyPatch.context() as patch, fresh_commands():
+        patch.setattr(sys, "argv", ["hpnlp", *map(str, argv)])
+        for hook in ("excepthook", "unraisablehook"):  # commands replace these
+            patch.setattr(sys, hook, getattr(sys, hook))
+        try:
+            main()
+        except SystemExit as stop:
+            return stop.code or 0
+    return 0
+
+
 @pytest.fixture
-def run(capsys, monkeypatch):
+def run(capsys):
     """`run("train", "--workdir=...")` runs a command in this process and returns its Outcome."""
 
     def call(*argv):
         capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["hpnlp", *map(str, argv)])
-        for hook in ("excepthook", "unraisablehook"):  # commands replace these
-            monkeypatch.setattr(sys, hook, getattr(sys, hook))
-        code = 0
-        with fresh_commands():
-            try:
-                main()
-            except SystemExit as stop:
-                code = stop.code or 0
-        return Outcome(code, *capsys.readouterr())
+        return Outcome(run_here(*argv), *capsys.readouterr())
 
     return call
+
+
+class Here:
+    """Stands for the process of a command, which runs in this process."""
+
+    def __init__(self, argv):
+        self.argv = argv
+
+    def wait(self):
+        return run_here(*self.argv)
+
+
+@pytest.fixture
+def members_here(monkeypatch):
+    """Members of sweeps, for which commands start `python -m hpnlp`, run in this process."""
+    popen, start = subprocess.Popen, [sys.executable, "-m", "hpnlp"]
+
+    def call(command, **options):
+        return Here(command[3:]) if command[:3] == start else popen(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", call)
 
 
 @pytest.fixture(scope="session")

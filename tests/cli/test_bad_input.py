@@ -12,7 +12,9 @@ import jax
 import pytest
 
 from hpnlp import report
+from hpnlp.models import decode
 from hpnlp.training import loop
+from hpnlp.types import InputError
 from tests import tiny
 
 UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--user", "--map-root-user"]
@@ -134,7 +136,7 @@ def test_workdir_inside_the_data_raises(train_error, run, text, tmp_path):  # no
         shutil.copytree(text, directory / "text", dirs_exist_ok=True)
         assert "lies in data.path=" in train_error(f"--config.data.path={directory}")
     hidden = f"--workdir={tmp_path / '.runs' / 'a'}"
-    argv = ("train", f"--config={tiny.EXPERIMENT}", f"--config.data.path={tmp_path}", hidden, "--config.train.steps=1")
+    argv = ("train", f"--config={tiny.EXPERIMENT}", f"--config.data.path={tmp_path}", hidden)
     assert run(*argv).code == 0
 
 
@@ -210,9 +212,9 @@ def test_missing_arguments_raise(error_of, argv, message):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Directory of a finished run."""
+    """Directory of a finished run of twelve steps, with checkpoints of steps 10 and 12."""
     workdir = tmp_path_factory.mktemp("trained") / "run"
-    config = tiny.make(train__steps=1)
+    config = tiny.make()
     report.write(workdir, config, loop.train(config, workdir), "--config=tests/tiny.py")
     return workdir
 
@@ -358,7 +360,7 @@ def test_defects_of_hpnlp_raise(run, monkeypatch, tmp_path):
 COMMANDS = {
     "help": "--help",
     "train help": "train --help",
-    "train": "train --config={config} --workdir={dir}/new --config.train.steps=1",
+    "train": "train --config={config} --workdir={dir}/new",
     "generate": "generate --workdir={run} --prompt=a --tokens=2 --temperature=0",
     "evaluate": "evaluate {run} --batches=1",
     "plan": "plan --config={config} --devices=1",
@@ -391,7 +393,7 @@ def test_files_are_complete_if_stdout_is_closed_or_full(run, monkeypatch, files,
     assert name not in written or (files["dir"] / written[name]).stat().st_size
     if name == "train":
         assert json.loads((files["dir"] / "new" / "report.json").read_text())
-        assert (files["dir"] / "new" / "checkpoints" / "1").is_dir()
+        assert (files["dir"] / "new" / "checkpoints" / "12").is_dir()
 
 
 @pytest.mark.parametrize("name", ["train", "generate"])
@@ -424,9 +426,13 @@ def test_text_ends_at_the_first_eos(run, trained, tmp_path):
     assert second.startswith("the") and len(second) <= len("the") + 1
 
 
-def test_long_prompts_are_announced(run, trained):
+def test_long_prompts_are_announced(run, trained, monkeypatch):
+    def generate(*args, **options):
+        raise InputError("too long")
+
+    monkeypatch.setattr(decode, "Generation", generate)
     outcome = run("generate", f"--workdir={trained}", f"--prompt={'the fox ' * 600}", "--tokens=2")
-    assert outcome.code == 0 and outcome.err.startswith("hpnlp: reading a prompt of 4,801 tokens\n")
+    assert outcome.err == "hpnlp: reading a prompt of 4,801 tokens\nhpnlp: too long\n"
 
 
 def test_debug_prints_the_traceback(run, tmp_path):
@@ -513,12 +519,12 @@ def test_run_resumes_after_a_full_disk(mounts, start, finish, tmp_path):
     assert lines == list(range(1, 13))
 
 
-def test_truncated_checkpoint_raises(run, start, finish, tmp_path):
+def test_truncated_checkpoint_raises(run, start, finish, trained, tmp_path):
     """Without the damaged checkpoint, the run resumes from the one before."""
-    command = ["train", f"--config={tiny.EXPERIMENT}", f"--workdir={tmp_path}"]
-    assert run(*command).code == 0
-    metrics = (tmp_path / "metrics.jsonl").read_bytes()
-    newest = tmp_path / "checkpoints" / "12"
+    workdir = shutil.copytree(trained, tmp_path / "run")
+    command = ["train", f"--config={tiny.EXPERIMENT}", f"--workdir={workdir}"]
+    metrics = (workdir / "metrics.jsonl").read_bytes()
+    newest = workdir / "checkpoints" / "12"
     for path in newest.glob("params/**/d/*"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     outcome = finish(start(*command))
@@ -528,4 +534,4 @@ def test_truncated_checkpoint_raises(run, start, finish, tmp_path):
     shutil.rmtree(newest)
     again = run(*command)
     assert again.code == 0 and "going on from step 10" in again.out
-    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+    assert (workdir / "metrics.jsonl").read_bytes() == metrics

@@ -55,7 +55,7 @@ def test_runs_are_trained_tabulated_and_skipped(command, run, tmp_path):
     assert outcome.code == 0 and "[1/1] fnet: finished before" in outcome.out
 
 
-def test_efficiency_is_measured_once(command, run, tmp_path):
+def test_efficiency_is_measured_once(command, run, tmp_path, members_here):
     flags = ("--efficiency", "--mixers=fnet", "--lengths=16", "--rounds=1")
     outcome = run(*command, *flags)
     assert outcome.code == 0, outcome.err

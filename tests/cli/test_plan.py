@@ -87,11 +87,11 @@ def test_search_and_compiled_step_are_printed(plan):
 def test_search_continues_after_an_invalid_plan(plan, monkeypatch):
     call, out = plan
     monkeypatch.setattr(search, "REMATS", ("none",))
-    outcome = call("--devices=2", "--search", "--config.model.layers=1", "--config.plan.data=3")
+    outcome = call("--devices=1", "--search", "--config.model.layers=1", "--config.plan.data=3")
     assert outcome.code == 0
     first, ranking = outcome.out.split("\n", 1)
-    assert first.startswith("The plan of the config is not valid: plan (data=3) does not divide 2 devices")
-    assert "data 2 " in ranking and "the first: --config.plan.name=" in ranking
+    assert first.startswith("The plan of the config is not valid: plan (data=3) does not divide 1 device")
+    assert "one device" in ranking and "the first: --config.plan.name=" in ranking
     assert matplotlib.image.imread(out).size
 
 

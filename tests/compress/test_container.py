@@ -64,11 +64,12 @@ def test_trees_round_trip(written):
 
 @pytest.mark.parametrize("encoding", ["raw", "huffman", "sparse", "sparse(3)", "packed(5)"])
 def test_every_dtype_round_trips(path, encoding):
+    rng = np.random.default_rng(1)
     arrays = {}
     for name, dtype in container.DTYPES.items():
         if dtype.itemsize <= 8 or encoding == "raw":
-            values = DRAW.integers(0, 2, 20).astype(np.float32).astype(dtype)
-            arrays[name] = values[DRAW.integers(0, 20, (6, 11))]
+            values = rng.integers(0, 2, 20).astype(np.float32).astype(dtype)
+            arrays[name] = values[rng.integers(0, 20, (6, 11))]
     container.write(path, arrays, encodings=encoding)
     tensors, _ = container.read(path)
     for name, x in arrays.items():

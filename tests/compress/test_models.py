@@ -12,6 +12,7 @@ from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.models.decode import Generation
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.weights import dense_tree, keep_blocks, quantize
+from tests.contracts import ONCE, once
 
 FORMS = {
     "tied, one stack": {},
@@ -24,7 +25,7 @@ FORMS = {
 def make(form):
     config = LMConfig(dim=16, heads=2, kv_heads=1, layers=2, vocab=40, max_len=16, mlp_dim=24, **FORMS[form])
     model = LM(config)
-    params = nn.meta.unbox(model.init(jax.random.key(0), example_batch(1, 8))["params"])
+    params = nn.meta.unbox(once(model.init, jax.random.key(0), example_batch(1, 8))["params"])
 
     def to_integers(path, w):
         return quantize(w * 5, by_row=is_table(path), integer_products=False)
@@ -37,7 +38,7 @@ def test_weights_equal_their_dense_matrices(form):
     model, params = make(form)
     batch = {**example_batch(2, 12), "tokens": jnp.arange(24).reshape(2, 12) % 37}
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=ONCE)
     def results(params):
         out = model.apply({"params": params}, batch, method="loss")
         return out.sum, model.apply({"params": params}, batch["tokens"], method="logits")

@@ -1,5 +1,7 @@
 """Recipes: their stages, the models that they give, and errors."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -22,14 +24,25 @@ from hpnlp.ops.weights import (
     is_weight,
 )
 from hpnlp.types import InputError
+from tests.contracts import ONCE, once
 
 CONFIG = LMConfig(dim=16, heads=4, layers=3, vocab=40, max_len=16, mlp_dim=32, tied=False)
-WEIGHTS = nn.meta.unbox(LM(CONFIG).init(jax.random.key(0), example_batch(1, 8))["params"])
+WEIGHTS = nn.meta.unbox(once(LM(CONFIG).init, jax.random.key(0), example_batch(1, 8))["params"])
 BATCH = {**example_batch(2, 8), "tokens": jnp.arange(16).reshape(2, 8), "labels": jnp.arange(1, 17).reshape(2, 8)}
 
 
+@functools.cache
+def programs(config):
+    """Compiled `(weights -> loss, weights -> gradients)`; the latter may be differentiated again."""
+
+    def total(weights):
+        return LM(config).apply({"params": weights}, BATCH, method="loss").sum
+
+    return jax.jit(total, compiler_options=ONCE), jax.jit(jax.grad(total))
+
+
 def gradients(config, weights):
-    return jax.grad(lambda w: LM(config).apply({"params": w}, BATCH, method="loss").sum)(weights)
+    return programs(config)[1](weights)
 
 
 def result(recipe):
@@ -38,7 +51,7 @@ def result(recipe):
 
 
 def loss(config, weights):
-    return float(LM(config).apply({"params": weights}, BATCH, method="loss").sum)
+    return float(programs(config)[0](weights))
 
 
 def test_stages_follow_each_other():

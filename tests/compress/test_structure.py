@@ -13,6 +13,7 @@ from hpnlp.compress.structure import choose_units, importance, keep_units, unit_
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.models.variables import collections
 from hpnlp.types import InputError
+from tests.contracts import ONCE, once
 
 FORMS = {
     "plain": {},
@@ -35,12 +36,19 @@ TOKENS = jnp.arange(16).reshape(2, 8)
 def make(form):
     config = LMConfig(**{"dim": 16, "heads": 2, "layers": 4, "vocab": 40, "max_len": 16, "mlp_dim": 6} | FORMS[form])
     model = LM(config)
-    variables = nn.meta.unbox(model.init(jax.random.key(0), example_batch(1, 8)))
+    variables = nn.meta.unbox(once(model.init, jax.random.key(0), example_batch(1, 8)))
     return config, {**variables["params"], **({"buffers": variables["buffers"]} if "buffers" in variables else {})}
 
 
+@functools.cache
+def program(config):
+    return jax.jit(
+        lambda weights: LM(config).apply(collections(weights), TOKENS, method="logits"), compiler_options=ONCE
+    )
+
+
 def logits(config, weights):
-    return LM(config).apply(collections(weights), TOKENS, method="logits")
+    return program(config)(weights)
 
 
 @pytest.mark.parametrize("form", FORMS)

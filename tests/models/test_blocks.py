@@ -10,7 +10,7 @@ import pytest
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL
 from hpnlp.models.decode import Generation
-from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hpnlp.models.seq2seq_decode import generate
 from hpnlp.nn.attention import Context, Memory
@@ -23,6 +23,7 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import once
+from tests.drawn import drawn, drawn_params
 from tests.models.test_seq2seq import make, make_batch
 from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, trainer_of
 
@@ -162,7 +163,8 @@ def test_block_matches_its_formula_and_sees_no_later_token(block, formula):
         memory = Memory(jnp.asarray(rng.standard_normal((2, 3, 6)), jnp.float32), segments)
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (2, LENGTH))
     contexts = [Context(positions, jnp.asarray(ids), mask, memory=memory) for mask in (Causal(), Full())]
-    params = nn.meta.unbox(once(lambda x: module.init(jax.random.key(0), x, contexts[0]), x))
+    shapes = nn.meta.unbox(jax.eval_shape(lambda: module.init(jax.random.key(0), x, contexts[0])))
+    params = drawn(shapes, 0.3)
 
     def run(x):
         changed = x.at[:, 11:].set(7.0)
@@ -190,7 +192,6 @@ def test_block_matches_its_formula_and_sees_no_later_token(block, formula):
 FIELDS = [
     {"block": "lite(3)"},
     {"block": "lite(4,dynamic)", "residual": "reversible"},
-    {"block": "evolved_encoder"},
     {"block": "evolved_decoder", "norm_placement": "post"},
     {"form": "block,block(block=evolved_encoder)"},
     {"block": "bottleneck(8,2)", "norm_placement": "post"},
@@ -201,7 +202,7 @@ FIELDS = [
 def test_greedy_ids_equal_the_argmax_of_the_full_pass(fields):
     """Prompts are shorter and longer than the convolutions."""
     model = LM(dataclasses.replace(CONFIG, **fields))
-    params = jax.jit(model.init)(jax.random.key(0), example_batch(1, 8))["params"]
+    params = drawn_params(model, 0.3, {"table": 1.0})
     prompts = [np.arange(length) % 11 for length in (1, 2, 15)]
     new = np.concatenate(list(Generation(model, params, prompts, tokens=6, temperature=0.0)), axis=1)
     rows = [np.concatenate([prompt, ids]) for prompt, ids in zip(prompts, new, strict=True)]
@@ -229,22 +230,27 @@ def test_greedy_targets_of_evolved_cells_equal_the_argmax_of_the_full_pass():
 
 
 KINDS = ("bottleneck(8,2)", "lite(5)", "lite(5,dynamic)", "evolved_encoder", "evolved_decoder")
-SLOW = [(block, plan) for block in KINDS for plan in (Plan("zero3", tensor=2), Plan("zero3", pipeline=2, tensor=2))]
+FAST = ({"block": "lite(5)"}, Plan("zero3", tensor=2))
+LAYOUTS = [
+    *(
+        ({"block": kind}, Plan("zero3", **sizes))
+        for kind in KINDS
+        for sizes in ({"tensor": 2}, {"tensor": 2, "pipeline": 2})
+    ),
+    ({"block": "evolved_encoder", "form": "block,block(block=lite)"}, Plan("zero3", remat="full")),
+    ({"block": "evolved_decoder"}, Plan()),
+]
 
 
 @pytest.mark.parametrize(
-    ("block", "plan"),
-    [
-        ("evolved_encoder", Plan("zero3", remat="full")),
-        *(pytest.param(block, plan, marks=pytest.mark.slow) for block, plan in SLOW),
-        pytest.param("evolved_decoder", Plan(), marks=pytest.mark.slow),
-    ],
+    ("fields", "plan"),
+    [pytest.param(*case, marks=[] if case == FAST else pytest.mark.slow) for case in LAYOUTS],
+    ids=str,
 )
-def test_layouts_match_one_device(block, plan):
-    """Two steps of training; another Block in each second layer."""
-    form = f"block(block={block.split('(')[0]}),block(block=lite)" if plan.remat == "full" else "block"
-    placement = "post" if block.startswith("bottleneck") else "pre"
-    model = dataclasses.replace(MODEL, block=block, form=form, layers=4, dropout=0.3, norm_placement=placement)
+def test_layouts_match_one_device(fields, plan):
+    """Two steps of training."""
+    placement = "post" if fields["block"].startswith("bottleneck") else "pre"
+    model = dataclasses.replace(MODEL, **fields, layers=4, dropout=0.3, norm_placement=placement)
     # With Adam's usual eps, a gradient near 0 moves a parameter by the learning rate, in a direction that rounding decides.
     single, parallel = (Run(trainer_of(*where, model, eps=1e-3), model) for where in (ONE, (plan, 8)))
     for seed in range(2):

@@ -13,16 +13,17 @@ from hpnlp.models.decoding_weights import separate_layers
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import is_matrix
+from tests.drawn import drawn_params
 from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, trainer_of
 
 CONFIG = LMConfig(mixer="conv(3)", vocab=11, dim=16, heads=2, layers=3, mlp_dim=32, max_len=64)
 
 
-@pytest.mark.parametrize("residual", ["plain", "reversible"])
+@pytest.mark.parametrize("residual", [pytest.param("plain", marks=pytest.mark.slow), "reversible"])
 def test_greedy_ids_equal_the_argmax_of_the_full_pass(residual):
     """Prompts are shorter and longer than the convolution."""
     model = LM(dataclasses.replace(CONFIG, residual=residual))
-    params = jax.jit(model.init)(jax.random.key(0), example_batch(1, 8))["params"]
+    params = drawn_params(model, 0.3, {"table": 1.0})
     prompts = [np.arange(length) % 11 for length in (1, 2, 9)]
     new = np.concatenate(list(Generation(model, params, prompts, tokens=6, temperature=0.0)), axis=1)
     rows = [np.concatenate([prompt, ids]) for prompt, ids in zip(prompts, new, strict=True)]
@@ -33,13 +34,10 @@ def test_greedy_ids_equal_the_argmax_of_the_full_pass(residual):
     assert len(separate_layers(params, CONFIG)["layers"]) == 3
 
 
+@pytest.mark.slow  # test_layer_forms.py has this mixer under a layout, beside another one
 @pytest.mark.parametrize(
     ("plan", "devices"),
-    [
-        (Plan("zero3", tensor=2), 8),
-        pytest.param(Plan("zero3", pipeline=2, tensor=2), 8, marks=pytest.mark.slow),
-        pytest.param(Plan("3d"), 8, marks=pytest.mark.slow),
-    ],
+    [(Plan("zero3", tensor=2), 8), (Plan("zero3", pipeline=2, tensor=2), 8), (Plan("3d"), 8)],
     ids=["zero3 x tensor", "pipeline x zero3 x tensor", "3d"],
 )
 def test_layouts_match_one_device(plan, devices):

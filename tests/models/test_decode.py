@@ -4,9 +4,7 @@ import dataclasses
 import functools
 
 import chex
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -15,13 +13,14 @@ from hpnlp import measure
 from hpnlp.data.tokenizers import ByteTokenizer, WordTokenizer
 from hpnlp.models import decode
 from hpnlp.models.decode import Generation, TextStream, drawable_ids, sample_text
-from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.variables import axes_of
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.parallel.host_offload import HOST
 from hpnlp.parallel.plan import Plan
 from hpnlp.types import InputError
+from tests.drawn import drawn_params
 
 VOCAB = 264  # of bytes
 ROPE = {"kv_heads": 2, "qk_norm": True, "tied": False}
@@ -36,14 +35,7 @@ def make(**fields):
     """A model whose logits differ by several nats, and its parameters."""
     sizes = {"dim": 16, "heads": 4, "layers": 2, "vocab": VOCAB, "max_len": 64, "mlp_dim": 24}
     model = LM(LMConfig(**sizes | fields))
-    shapes = jax.eval_shape(lambda: nn.meta.unbox(model.init(jax.random.key(0), example_batch(1, 2))["params"]))
-    rng = np.random.default_rng(0)
-
-    def draw(path, leaf):
-        name = path[-1].key
-        return jnp.asarray(rng.normal(name == "scale", 1.0 if name == "table" else 0.3, leaf.shape), jnp.float32)
-
-    return model, jax.tree_util.tree_map_with_path(draw, shapes)
+    return model, drawn_params(model, 0.3, {"table": 1.0})
 
 
 def generate(prompts, tokens=20, fields=(), **options):

@@ -22,6 +22,7 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import _model_parallel, make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, once
+from tests.drawn import drawn
 from tests.models.test_lm import GPT, make_batch
 from tests.training.test_step import assert_leaves_close
 
@@ -32,13 +33,7 @@ LENGTHS = (5, 1, 4, 2)
 def make(**fields):
     """A small decoder with random parameters."""
     model = Decoder(DecoderConfig(**SIZES | fields))
-    shapes = axes_and_shapes(model)[1]
-    rng = np.random.default_rng(0)
-
-    def draw(path, leaf):
-        return jnp.asarray(rng.normal(path[-1].key == "scale", 0.4, leaf.shape), jnp.float32)
-
-    return model, jax.tree_util.tree_map_with_path(draw, shapes)
+    return model, drawn(axes_and_shapes(model)[1], 0.4)
 
 
 def make_memory(batch, length=6):

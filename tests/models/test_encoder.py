@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +15,10 @@ from hpnlp.ops.attention import Full
 from hpnlp.parallel.plan import Plan
 from hpnlp.types import InputError, MixerTraits, Model
 from tests.contracts import assert_close, once
+from tests.drawn import drawn_params
 
 B, T = 3, 9
+KEY = jax.random.key(1)
 SIZES = {"dim": 16, "heads": 2, "layers": 1, "vocab": 24, "max_len": T, "mlp_dim": 24}
 BERT = {"norm": "layer", "norm_placement": "post", "embed_norm": True, "position": "learned", "mlp": "gelu_exact"}
 BERT |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "token_types": 2}
@@ -32,13 +33,7 @@ MOBILE |= {"embed_dim": 6, "trigram": True, "position_offset": 2}
 def make(**fields):
     """A small model and random parameters."""
     model = Encoder(EncoderConfig(**SIZES | fields))
-    shapes = jax.eval_shape(lambda: nn.meta.unbox(model.init(jax.random.key(0), model.example_batch(1, 2))["params"]))
-    rng = np.random.default_rng(0)
-
-    def draw(path, leaf):
-        return jnp.asarray(rng.normal(path[-1].key == "scale", 0.5, leaf.shape), jnp.float32)
-
-    return model, jax.tree_util.tree_map_with_path(draw, shapes)
+    return model, drawn_params(model, 0.5)
 
 
 def make_batch(config, batch=B, length=T, seed=1):
@@ -56,9 +51,8 @@ def make_batch(config, batch=B, length=T, seed=1):
         values["token_types"] = rng.integers(0, config.token_types, (batch, length))
     weights = np.where(rng.permutation(np.prod(shape)) == 0, 0, rng.uniform(0.5, 2, np.prod(shape))).reshape(shape)
     weights = weights * real if len(shape) == 2 else weights
-    return {name: jnp.asarray(x, jnp.int32) for name, x in values.items()} | {
-        "weights": jnp.asarray(weights, jnp.float32)
-    }
+    arrays = {name: x.astype(np.int32) for name, x in values.items()} | {"weights": weights.astype(np.float32)}
+    return jax.tree.map(jnp.asarray, arrays)
 
 
 def apply(model, params, batch, method, *args):
@@ -69,17 +63,19 @@ def apply(model, params, batch, method, *args):
 def test_loss_and_accuracy_follow_from_logits(fields):
     """Padding and other sequences of the batch have no effect; a token's logits depend on later and on earlier tokens."""
     model, params = make(**fields)
-    batch = make_batch(model.config)
-    padding = batch["segment_ids"] == 0
-    other = batch | {"tokens": jnp.where(padding, (batch["tokens"] + 1) % 24, batch["tokens"])}
-    other = {name: x.at[2].set(x[1]) if name != "segment_ids" else x for name, x in other.items()}
-    changed = batch | {"tokens": batch["tokens"].at[0, 1].set((batch["tokens"][0, 1] + 1) % 24)}
+    batch = jax.device_get(make_batch(model.config))
+    padding, following = batch["segment_ids"] == 0, (batch["tokens"] + 1) % 24
+    other = batch | {"tokens": np.where(padding, following, batch["tokens"])}
+    other = {name: x[[0, 1, 1, *range(3, B)]] if name != "segment_ids" else x for name, x in other.items()}
+    changed = batch | {"tokens": batch["tokens"].copy()}
+    changed["tokens"][0, 1] = following[0, 1]
+    batches = jax.tree.map(jnp.asarray, (batch, other, changed))
 
     def run(params):
-        logits = [apply(model, params, x, "logits") for x in (batch, other, changed)]
-        return apply(model, params, batch, "loss"), logits
+        logits = [apply(model, params, x, "logits") for x in batches]
+        return apply(model, params, batches[0], "loss"), logits
 
-    out, (logits, other, changed) = once(run, params)
+    out, (logits, other, changed) = jax.device_get(once(run, params))
     weights, labels = np.asarray(batch["weights"]), np.asarray(batch["labels"])
     assert logits.shape == (*labels.shape, model.config.outputs()[0]) and logits.dtype == jnp.float32
     nll = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), labels[..., None], axis=-1)[..., 0]
@@ -87,11 +83,11 @@ def test_loss_and_accuracy_follow_from_logits(fields):
     np.testing.assert_allclose(out.sum, (weights * nll).sum(), rtol=1e-5)
     np.testing.assert_allclose(out.weight, weights.sum(), rtol=1e-6)
     assert_close(out.aux["accuracy"], (jnp.float32((weights * hits).sum()), jnp.float32(weights.sum())))
-    keep = np.asarray(~padding)[:2] if labels.ndim == 2 else np.ones(2, bool)
+    keep = ~padding[:2] if labels.ndim == 2 else np.ones(2, bool)
     assert_close(logits[:2][keep], other[:2][keep])
     if labels.ndim == 2:
-        length = int(np.asarray(~padding)[0].sum())
-        assert (np.abs(np.asarray(changed - logits))[0, :length] > 0).any(axis=-1).all()
+        length = int((~padding)[0].sum())
+        assert (np.abs(changed - logits)[0, :length] > 0).any(axis=-1).all()
 
 
 def test_label_smoothing_and_dropout_are_for_training():
@@ -157,9 +153,9 @@ def test_encoders_are_models():
 
 
 def test_rows_of_tables():
-    model = Encoder(EncoderConfig(**SIZES | {"output": "sampled(3)"}))
+    model, params = make(output="sampled(3)")
     batch = make_batch(model.config)
-    rows = model.apply(model.init(jax.random.key(0), batch), batch, rngs={"output": jax.random.key(1)}, method="rows")
+    rows = once(lambda p, key: model.apply({"params": p}, batch, rngs={"output": key}, method="rows"), params, KEY)
     assert rows.keys() == {("embed", "table"), ("head",)}
     with pytest.raises(InputError, match="set model.tied=False"):
         apply(*make(**WORDS), make_batch(EncoderConfig(**SIZES | WORDS)), "rows")

@@ -21,9 +21,9 @@ from hpnlp.types import InputError
 from tests.models.test_lm import SMALL, make, make_batch, run
 from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, trainer_of
 
-# A period of convolution, full attention, convolution and full attention of fewer heads, and three more layers.
-HYBRID = {"mixer": "conv(3),full", "form": "block*3,block(heads=2,mlp_dim=32)", "layers": 7}
-STACKS = ["0_conv", "1_full", "3_full"]
+# A period of convolution, full attention of fewer heads, and convolution, and two more layers.
+HYBRID = {"mixer": "conv(3),full,conv(3)", "form": "block,block(heads=2,mlp_dim=32),block", "layers": 5}
+STACKS = ["0_conv", "1_full"]
 
 
 def kinds(form):
@@ -32,7 +32,7 @@ def kinds(form):
 
 def test_forms_are_the_model_with_the_changes_of_each_layer():
     forms = LMConfig(**SMALL | HYBRID).forms()
-    assert [kinds(form) for form in forms] == [("conv(3)", 4, 24), ("full", 4, 24), ("conv(3)", 4, 24), ("full", 2, 32)]
+    assert [kinds(form) for form in forms] == [("conv(3)", 4, 24), ("full", 2, 32), ("conv(3)", 4, 24)]
     by_position = LMConfig(
         mixer="window(3,0),full", form="block,block(rope_theta=1e6),block(mlp=gelu)", layers=6
     ).forms()
@@ -50,10 +50,10 @@ def test_initial_values_do_not_depend_on_the_stacks():
     """A layer has the values that it has in a model of such layers alone."""
     hybrid = initial(**HYBRID)["layers"]
     assert list(hybrid) == STACKS
-    alike = {"0_conv": {"mixer": "conv(3)"}, "1_full": {}, "3_full": {"heads": 2, "mlp_dim": 32}}
-    members = {"0_conv": [0, 2, 4, 6], "1_full": [1, 5], "3_full": [3]}
+    alike = {"0_conv": {"mixer": "conv(3)"}, "1_full": {"heads": 2, "mlp_dim": 32}}
+    members = {"0_conv": [0, 2, 3], "1_full": [1, 4]}
     for name, fields in alike.items():
-        stack = initial(**fields, layers=7)["layers"]
+        stack = initial(**fields, layers=5)["layers"]
         assert jax.tree.structure(stack) == jax.tree.structure(hybrid[name])
         jax.tree.map(
             lambda a, b, i=members[name]: np.testing.assert_array_equal(a, np.asarray(b)[i]), hybrid[name], stack
@@ -88,19 +88,23 @@ def test_gradients_equal_those_layer_by_layer(residual):
     """In the loop over periods and after it, with rematerialisation, and recomputed from the end of reversible layers."""
     model, params = make(**HYBRID, dropout=0.3, residual=residual)
     batch, key = make_batch(2, 9), jax.random.key(3)
-    models = [model] if residual == "reversible" else [model, LM(model.config, remat="dots")]
+    stacked = model if residual == "reversible" else LM(model.config, remat="dots")
 
     def loss(params, model):
         return model.apply({"params": params}, batch, False, rngs={"dropout": key, "output": key}, method=LM.loss).sum
 
-    cases = [(model, lambda p: separate_layers(p, model.config)), *((other, lambda p: p) for other in models)]
-    expected, *found = run(
-        lambda p: [jax.value_and_grad(lambda p, m=m, f=f: loss(f(p), m))(p) for m, f in cases], params
+    expected, actual = jax.device_get(
+        run(
+            lambda p: (
+                jax.value_and_grad(lambda p: loss(separate_layers(p, model.config), model))(p),
+                jax.value_and_grad(loss)(p, stacked),
+            ),
+            params,
+        )
     )
     assert all(np.any(leaf) for leaf in jax.tree.leaves(expected))
-    for actual in found:
-        np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
-        assert_leaves_close(actual[1], expected[1], 2e-6)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
+    assert_leaves_close(actual[1], expected[1], 2e-6)
 
 
 @pytest.mark.parametrize("residual", ["plain", pytest.param("reversible", marks=pytest.mark.slow)])
@@ -130,13 +134,16 @@ def test_prefill_and_extend_of_stacks_equal_separate_layers():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), actual, expected)
 
 
-# Layouts. Heads 4 and 2 and columns 64 and 96 divide by 2, and stages hold complete periods.
+# Layouts. Heads 4 and 2 and columns 64 and 96 divide by 2, and stages hold complete periods. In the first tier, a period of
+# two stacks, one of which has two layers of each period.
+TWO_STACKS = {"mixer": "conv,full,conv", "form": "block,block(heads=4,mlp_dim=96),block", "layers": 6}
 PARALLEL = dataclasses.replace(
     MODEL, mixer="conv,full", form="block,block(mlp=gelu),block,block(heads=4,mlp_dim=96)", layers=8, dropout=0.3
 )
 LAYOUTS = {
     "zero3 x tensor": (Plan("zero3", tensor=2), {}),
     "pipeline x zero3 x tensor": (Plan("zero3", pipeline=2, tensor=2), {}),
+    "two stacks, pipeline x zero3 x tensor": (Plan("zero3", pipeline=2, tensor=2), TWO_STACKS),
     "3d": (Plan("3d"), {}),
     "3d, rounds": (Plan("3d", rounds=2), {"layers": 16}),
     "pipeline x zero2, rounds": (Plan("zero2", pipeline=2, rounds=2), {"layers": 16}),
@@ -144,7 +151,7 @@ LAYOUTS = {
     "3d, rematerialised": (Plan("3d", remat="full", recompute_stages=True), {}),
     "ring": (Plan("sequence", pipeline=2), {"mixer": "window(3,0),full", "dropout": 0.0}),
 }
-FAST = "pipeline x zero3 x tensor"
+FAST = "two stacks, pipeline x zero3 x tensor"
 
 
 @pytest.mark.parametrize(
@@ -155,12 +162,13 @@ def test_layouts_match_one_device(name):
     plan, fields = LAYOUTS[name]
     model = dataclasses.replace(PARALLEL, **fields)
     single, parallel = (Run(trainer_of(*where, model), model) for where in (ONE, (plan, 8)))
-    for seed in range(3 if name == FAST else 5):
+    for seed in range(2 if name == FAST else 5):
         expected, actual = single.step(batch_of(seed)), parallel.step(batch_of(seed))
         assert actual == pytest.approx(expected, rel=1e-5)
         if seed == 0:
             assert_leaves_close(parallel.gradients(), single.gradients(), 1e-5)
-    assert parallel.heldout(batch_of(99)) == pytest.approx(single.heldout(batch_of(99)), rel=1e-5)
+    if name != FAST:
+        assert parallel.heldout(batch_of(99)) == pytest.approx(single.heldout(batch_of(99)), rel=1e-5)
 
 
 class Initialised(Run):

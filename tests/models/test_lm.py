@@ -17,7 +17,8 @@ from hpnlp.nn.attention import Context
 from hpnlp.ops.attention.masks.base import Full
 from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.types import InputError, WordStats
-from tests.contracts import ONCE, once
+from tests.contracts import ONCE
+from tests.drawn import drawn_params
 from tests.mixer_cases.exact import EXACT
 
 SMALL = {"dim": 16, "heads": 4, "layers": 2, "vocab": 24, "max_len": 16, "mlp_dim": 24, "unroll": 1}
@@ -36,26 +37,19 @@ RINGS = {"mixer": "window(2,0),longformer(4,1)"}
 def make(**fields):
     """A small model and random parameters: a stream of order 1 with smaller branches, norms' scales near 1."""
     model = LM(LMConfig(**SMALL | fields))
-    shapes = jax.eval_shape(lambda: nn.meta.unbox(model.init(jax.random.key(0), example_batch(1, 2))["params"]))
-    rng = np.random.default_rng(0)
-
-    def draw(path, leaf):
-        name = path[-1].key
-        return jnp.asarray(rng.normal(name == "scale", 1.0 if name == "table" else 0.2, leaf.shape), jnp.float32)
-
-    return model, jax.tree_util.tree_map_with_path(draw, shapes)
+    return model, drawn_params(model, 0.2, {"table": 1.0})
 
 
 def make_batch(rows, length, vocab=SMALL["vocab"], seed=1):
     tokens = np.random.default_rng(seed).integers(0, vocab, (rows, length + 1)).astype(np.int32)
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
-    return {
-        "tokens": jnp.asarray(tokens[:, :-1]),
-        "labels": jnp.asarray(tokens[:, 1:]),
-        "positions": positions,
-        "segment_ids": jnp.ones_like(positions),
-        "weights": jnp.ones((rows, length), jnp.float32),
+    batch = {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+        "segment_ids": np.ones((rows, length), np.int32),
+        "weights": np.ones((rows, length), np.float32),
     }
+    return jax.tree.map(jnp.asarray, batch)
 
 
 def loss_of(model, params, batch):
@@ -192,25 +186,27 @@ def test_gradients_are_causal(fields):
     np.testing.assert_array_equal(depends, np.tri(length, dtype=bool) & (segments[:, None] == segments[None]))
 
 
-@pytest.mark.parametrize("fields", [RICH, GPT, MIXED], ids=["rope", "learned", "mixed"])
+@pytest.mark.parametrize(
+    "fields", [RICH, GPT, pytest.param(MIXED, marks=pytest.mark.slow)], ids=["rope", "learned", "mixed"]
+)
 def test_packed_rows_equal_separate_rows(fields):
     """Hidden states and loss of a document do not depend on the documents that it is packed with."""
     model, params = make(**fields)
     lengths, width = {1: 5, 2: 7, 3: 1}, 14
-    documents = {number: make_batch(1, n, seed=number) for number, n in lengths.items()}
+    documents = {number: jax.device_get(make_batch(1, n, seed=number)) for number, n in lengths.items()}
 
     def row(numbers, seed):
         """Documents side by side, and padding of weight 0 with other tokens."""
-        padding = make_batch(1, width - sum(lengths[number] for number in numbers), seed=seed)
+        padding = jax.device_get(make_batch(1, width - sum(lengths[number] for number in numbers), seed=seed))
         padding |= {"segment_ids": 0 * padding["segment_ids"], "weights": 0 * padding["weights"]}
         pieces = [
             documents[number] | {"segment_ids": number + 0 * documents[number]["positions"]} for number in numbers
         ]
-        return {name: jnp.concatenate([part[name] for part in [*pieces, padding]], axis=1) for name in padding}
+        return {name: np.concatenate([part[name] for part in [*pieces, padding]], axis=1) for name in padding}
 
     def stack(orders, seed):
         rows = [row(order, seed + i) for i, order in enumerate(orders)]
-        return {name: jnp.concatenate([row[name] for row in rows]) for name in rows[0]}
+        return {name: jnp.asarray(np.concatenate([row[name] for row in rows])) for name in rows[0]}
 
     def states(params, batch):
         context = Context(batch["positions"], batch["segment_ids"], Causal())
@@ -257,8 +253,7 @@ def test_prefill_and_extend_equal_the_full_pass(fields):
 
 
 def _plain(tokens):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    return Context(positions, None, Causal())
+    return Context(jnp.asarray(np.tile(np.arange(tokens.shape[1], dtype=np.int32), (len(tokens), 1))), None, Causal())
 
 
 # Changes that must not affect the result.
@@ -272,7 +267,10 @@ def plain():
     return params, batch, *run(jax.value_and_grad(lambda p: loss_of(model, p, batch)), params)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots", "names(mixed, hidden)", "offload"])
+SLOW_REMAT = [pytest.param(remat, marks=pytest.mark.slow) for remat in ("full", "dots")]
+
+
+@pytest.mark.parametrize("remat", ["none", *SLOW_REMAT, "names(mixed, hidden)", "offload"])
 def test_loss_and_gradients_do_not_depend_on_the_loop(remat, plain):
     params, batch, loss, grads = plain
     model = LM(LMConfig(**SMALL | {"layers": 3, "kv_heads": 2, "unroll": 2}), remat=remat)
@@ -281,8 +279,17 @@ def test_loss_and_gradients_do_not_depend_on_the_loop(remat, plain):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), actual_grads, grads)
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+SLOW_16_BIT = [("bfloat16", "reversible"), ("float16", "plain")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "residual"),
+    [
+        ("bfloat16", "plain"),
+        ("float16", "reversible"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_16_BIT),
+    ],
+)
 def test_16_bit_activations_match_float32(dtype, residual, plain):
     """Loss and gradients are in float32 and near those of float32 activations: relative errors of complete arrays."""
     params, batch, loss, grads = plain
@@ -307,7 +314,7 @@ def test_16_bit_activations_match_float32(dtype, residual, plain):
     jax.tree.map(near, actual_grads, grads)
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("residual", ["plain", pytest.param("reversible", marks=pytest.mark.slow)])
 def test_two_steps_share_a_trace(residual):
     model, params = make(dropout=0.1, residual=residual)
 
@@ -317,7 +324,7 @@ def test_two_steps_share_a_trace(residual):
 
     step = jax.jit(jax.value_and_grad(chex.assert_max_traces(loss, n=1)), compiler_options=ONCE)
     first, grads = step(params, make_batch(2, 9, seed=1), jax.random.key(1))
-    params = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+    params = jax.tree.map(lambda p, g: jnp.asarray(np.asarray(p) - np.float32(0.01) * np.asarray(g)), params, grads)
     second, _ = step(params, make_batch(2, 9, seed=2), jax.random.key(2))
     assert np.isfinite(first) and np.isfinite(second) and first != second
 
@@ -375,7 +382,7 @@ def initial():
 
 def test_initial_parameters_have_expected_shapes_and_scales(initial):
     model, boxed = initial
-    params = nn.meta.unbox(boxed)
+    params = jax.device_get(nn.meta.unbox(boxed))
     for path, leaf in jax.tree_util.tree_leaves_with_path(params["layers"]):
         assert leaf.shape[0] == 3 and leaf.dtype == jnp.float32
         if path[-1].key == "kernel":
@@ -500,8 +507,7 @@ def test_parameters_of_output_layers_have_names_and_gradients(output):
     """Every parameter has a name for each axis, and a gradient."""
     model = LM(LMConfig(**SMALL | {"layers": 1, "output": output, "tied": False}), WordStats(np.arange(24, 0, -1)))
     batch = make_batch(2, 5)
-    params = nn.meta.unbox(once(model.init, jax.random.key(0), batch)["params"])
-    axes = axes_of(model)
+    params, axes = drawn_params(model, 0.2), axes_of(model)
     for (path, leaf), names in zip(
         jax.tree_util.tree_leaves_with_path(params),
         jax.tree.leaves(axes, is_leaf=lambda x: x is None or isinstance(x, tuple)),
@@ -512,6 +518,6 @@ def test_parameters_of_output_layers_have_names_and_gradients(output):
     def total(params, key):
         return model.apply({"params": params}, batch, False, rngs={"output": key}, method="loss").sum
 
-    grads = jax.jit(jax.grad(total), compiler_options=ONCE)(params, jax.random.key(1))
+    grads = jax.device_get(run(jax.grad(total), params, jax.random.key(1)))
     still = [jax.tree_util.keystr(path) for path, g in jax.tree_util.tree_leaves_with_path(grads) if not np.any(g)]
     assert still == (["['head']"] if output == "vmf" else [])  # the target embeddings are not trained

@@ -16,6 +16,7 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import _model_parallel, make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, once
+from tests.drawn import drawn_params
 from tests.training.test_step import assert_leaves_close
 
 SIZES = {"dim": 16, "heads": 4, "kv_heads": 2, "layers": 2, "vocab": 24, "max_len": 12, "target_len": 8, "mlp_dim": 24}
@@ -27,12 +28,7 @@ SOURCE_LENGTHS, TARGET_LENGTHS = (12, 5, 1, 7), (3, 8, 1, 5)
 def make(scale=0.4, **fields):
     """A small model with random parameters."""
     model = Seq2Seq(Seq2SeqConfig(**SIZES | fields))
-    rng = np.random.default_rng(0)
-
-    def draw(path, leaf):
-        return jnp.asarray(rng.normal(path[-1].key == "scale", scale, leaf.shape), jnp.float32)
-
-    return model, jax.tree_util.tree_map_with_path(draw, axes_and_shapes(model)[1])
+    return model, drawn_params(model, scale)
 
 
 def make_batch(count=4, vocab=24, source=12, target=8):

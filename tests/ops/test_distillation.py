@@ -73,7 +73,8 @@ def test_attention_losses_leave_out_pairs_that_may_not_attend():
 
 
 def test_scores_are_scaled_products_of_grouped_heads():
-    q, k = RNG.normal(size=(2, 5, 4, 3)).astype(np.float32), RNG.normal(size=(2, 5, 2, 3)).astype(np.float32)
+    rng = np.random.default_rng(1)
+    q, k = rng.normal(size=(2, 5, 4, 3)).astype(np.float32), rng.normal(size=(2, 5, 2, 3)).astype(np.float32)
     segments = np.array([[1, 1, 2, 2, 0], [1, 1, 1, 0, 0]])
     positions = np.array([[0, 1, 0, 1, 0], [0, 1, 2, 0, 0]])
     products = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, 2, axis=2))

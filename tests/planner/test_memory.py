@@ -82,7 +82,11 @@ def test_sparse_rows_have_gradients_of_the_rows_alone():
 
 @pytest.mark.parametrize(
     ("plan", "width"),
-    [pytest.param(Plan("zero2"), 8, marks=pytest.mark.slow), (Plan("zero3"), 8), (Plan(tensor=8), 64)],
+    [
+        pytest.param(Plan("zero2"), 8, marks=pytest.mark.slow),
+        (Plan("zero3"), 8),
+        pytest.param(Plan(tensor=8), 64, marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_of_rows_match_the_compiled_program(plan, width):
     """Each device holds its shard of the model dimension, of all rows, and no gradient of a table."""

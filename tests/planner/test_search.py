@@ -26,7 +26,7 @@ def test_smallest_change_fits(monkeypatch):
     flags, fitting = change
     assert fitting.fits(SMALL) and flags == "'--config.plan.remat=names(mixed)'"
     monkeypatch.setattr(search, "REMATS", ("none",))  # fewer changes, since all of them will be tried
-    small, calls = planned(Plan("data"), devices=2), []
+    small, calls = planned(Plan("data"), devices=1), []
     tiny = dataclasses.replace(SMALL, memory=1e5)
     assert search.smallest_change(small, tiny, lambda done, total: calls.append((done, total))) is None
     assert [done for done, _ in calls] == list(range(calls[0][1]))

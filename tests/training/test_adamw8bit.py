@@ -17,17 +17,14 @@ from hpnlp.training.optim import OptimizerConfig, make_optimizer
 from hpnlp.training.step import make_trainer
 from tests.contracts import ONCE
 from tests.training import test_sparse_rows
-from tests.training.test_step import KEY, LAYOUTS, ONE, B, Run, T, batch_of, host, trainer_of
+from tests.training.test_step import KEY, LAYOUTS, ONE, B, Run, T, batch_of, host, initial_state, trainer_of
 
 
 def run_of(layout=ONE, name="adamw8bit", **changes):
-    """`(trainer, initial state)`."""
+    """`(trainer, initial state)`, with the parameters of `initial_state`."""
     trainer = trainer_of(*layout, name=name, **changes)
-    state = jax.device_put(
-        jax.device_get(trainer_of(name=name, **changes).init(jax.random.key(0))),
-        jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes),
-    )
-    return trainer, state
+    state = jax.device_get(trainer_of(name=name, **changes).init(jax.random.key(0), initial_state().params))
+    return trainer, jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes))
 
 
 def steps(trainer, state, count, first=0):
@@ -55,6 +52,7 @@ def test_moments_take_two_bytes_per_number():
     assert all(path[-1] == "kernel" for path in quantized_moments(shapes))  # the embedding table keeps float32 moments
 
 
+@pytest.mark.slow
 def test_step_needs_less_memory_than_adamw():
     """Six bytes per number are saved, and the conversion to float32 and back does not need them again."""
     model = LMConfig(layers=4, dim=64, heads=2, mlp_dim=2048, vocab=264, unroll=1)
@@ -79,7 +77,7 @@ def test_losses_match_adamw():
     assert abs(losses[1] - losses[0]).max() > 1e-6
 
 
-@pytest.mark.parametrize("layout", ["fsdp 8", "3d"])
+@pytest.mark.parametrize("layout", ["fsdp 4 x tensor 2", pytest.param("3d", marks=pytest.mark.slow)])
 def test_layouts_match_one_device(layout):
     """Few codes differ, by rounding at a bin's edge; codes and scales are sharded."""
     state, losses = steps(*run_of(LAYOUTS[layout]), 4)
@@ -107,7 +105,7 @@ def test_nonfinite_step_changes_nothing():
 
 
 def test_checkpoint_restores_on_another_layout(tmp_path):
-    trainer, state = run_of(LAYOUTS["fsdp 8"])
+    trainer, state = run_of(LAYOUTS["fsdp 4 x tensor 2"])
     state, _ = steps(trainer, state, 2)
     before = host(state)
     checkpoints = Checkpointer(tmp_path)
@@ -121,9 +119,9 @@ def test_checkpoint_restores_on_another_layout(tmp_path):
     assert np.isfinite(steps(other, actual, 1, 2)[1]).all()
 
 
+@pytest.mark.slow
 def test_rows_outside_of_the_batch_stay_unchanged():
-    trainer = test_sparse_rows.trainer_of(name="adamw8bit", rows=True)
-    first, after = (test_sparse_rows.run(trainer, count)[1] for count in (0, 2))
+    first, after = (test_sparse_rows.run(count, name="adamw8bit", rows=True)[1] for count in (0, 2))
     same = [
         (new == old).all(axis=1)
         for new, old in zip(quantized_moments(after)["head",], quantized_moments(first)["head",], strict=True)

@@ -22,12 +22,7 @@ from tests.centered_keys import centered_keys
 
 CONFIG = {"model__mixer": "centered,segment_memory(20)", "data__order": "stream"}
 CONFIG |= {"plan__fsdp": 2, "train__eval_every": 4, "train__eval_batches": 1}
-CONFIG |= {
-    "optimizer__ema": 0.9,
-    "plan__tensor": 2,
-    "optimizer__accumulate": 2,
-    "optimizer__aux": "keys_loss(0.1), hidden_loss(0.1)",
-}
+CONFIG |= {"optimizer__ema": 0.9, "optimizer__aux": "keys_loss(0.1), hidden_loss(0.1)"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,9 +81,9 @@ def test_loaded_run_generates_with_its_buffers(undisturbed):
 
 def test_runs_start_from_a_run_with_its_buffers(undisturbed, tmp_path):
     source = load(undisturbed[0])
-    result = train(tmp_path, train__init_from=str(undisturbed[0]), train__steps=1)
+    result = train(tmp_path, train__init_from=str(undisturbed[0]))  # as many steps, so that the programs are the same
     start, end = buffers_of(source.params), buffers_of(result.params)
-    np.testing.assert_array_equal(end["updates"], start["updates"] + 1)
+    np.testing.assert_array_equal(end["updates"], start["updates"] + 12)
 
 
 def test_buffers_of_another_shape_raise(undisturbed):

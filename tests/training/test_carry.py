@@ -30,10 +30,12 @@ from hpnlp.training.run_directory import make_model
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits
 from tests import tiny
+from tests.drawn import drawn
 
 B, T, STEPS, M = 8, 8, 3, 5
-SIZES = {"dim": 16, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "vocab": 24, "layers": 3}
-MODEL = LMConfig(mixer=f"segment_memory({M}),full", **SIZES)
+SIZES = {"dim": 16, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "vocab": 24, "layers": 6}
+# A stack with a carry, one whose carry is compressed, which gives an auxiliary loss, and one without.
+MODEL = LMConfig(mixer=f"segment_memory({M}),compressive({M},4,2),full", **SIZES)
 # Adam would divide differences of rounding in small gradients by the size of these gradients.
 OPTIMIZER = OptimizerConfig("sgd", learning_rate=0.1, schedule="constant", warmup=0, skip_nonfinite=True)
 LAYOUTS = {
@@ -68,10 +70,16 @@ def trainer_of(plan=Plan(), devices=1, mixer=MODEL.mixer, **changes):  # noqa: B
 
 
 @functools.cache
+def initial_state(mixer=MODEL.mixer):
+    return jax.device_get(trainer_of(mixer=mixer).init(jax.random.key(0)))
+
+
+@functools.cache
 def run(plan=Plan(), devices=1, **changes):  # noqa: B008  (frozen)
     """`(losses, last state)`."""
-    trainer = trainer_of(plan, devices, **changes)
-    state, losses = trainer.init(jax.random.key(0)), []
+    trainer, losses = trainer_of(plan, devices, **changes), []
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes)
+    state = jax.device_put(initial_state(changes.get("mixer", MODEL.mixer)), shardings)
     for number in range(STEPS):
         state, metrics = trainer.step(
             state, jax.device_put(batch_of(number), trainer.batch_sharding), jax.random.key(1)
@@ -96,14 +104,12 @@ def test_losses_and_carry_do_not_depend_on_the_layout(layout):
 # Other mixers: (mixer, plan, devices, changes of the optimizer). "most_used" adds up over heads, which "tensor" would divide.
 MIXER_LAYOUTS = {
     "transformer_xl": ("transformer_xl(5),full", Plan("zero3", tensor=2), 8, {"accumulate": 2}),
-    "compressive": ("compressive(5,4,2),full", Plan("zero3", tensor=2), 8, {"accumulate": 2}),
     "most used": ("compressive(5,4,2,most_used),full", Plan("zero3"), 4, {}),
 }
 
 
-@pytest.mark.parametrize(
-    "case", [case if case == "compressive" else pytest.param(case, marks=pytest.mark.slow) for case in MIXER_LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MIXER_LAYOUTS)
 def test_losses_and_carry_of_other_mixers_do_not_depend_on_the_layout(case):
     mixer, plan, devices, changes = MIXER_LAYOUTS[case]
     one, several = run(mixer=mixer), run(plan, devices, mixer=mixer, **changes)
@@ -121,7 +127,8 @@ def test_further_layouts(layout):
 def test_carry_holds_the_last_tokens_of_the_layers_that_have_one():
     _, state = run()
     carry, last = state.carry["layers"]["0_segment_memory"], batch_of(STEPS - 1)
-    assert carry.states.shape == (2, B, M, SIZES["dim"]) and state.carry["layers"].keys() == {"0_segment_memory"}
+    assert carry.states.shape == (2, B, M, SIZES["dim"])
+    assert state.carry["layers"].keys() == {"0_segment_memory", "1_compressive"}
     for layer in range(2):
         np.testing.assert_array_equal(carry.positions[layer], last["positions"][:, -M:])
         np.testing.assert_array_equal(carry.segment_ids[layer], last["segment_ids"][:, -M:])
@@ -130,11 +137,11 @@ def test_carry_holds_the_last_tokens_of_the_layers_that_have_one():
 
 def test_skipped_steps_keep_the_carry_and_new_states_begin_without():
     trainer, (_, state) = trainer_of(), run()
-    broken = dataclasses.replace(state, params=jax.tree.map(lambda x: x * np.nan, state.params))
+    broken = dataclasses.replace(state, params=jax.tree.map(lambda x: np.full_like(x, np.nan), state.params))
     skipped, metrics = trainer.step(jax.device_put(broken), batch_of(STEPS), jax.random.key(1))
     assert metrics["skipped"] == 1.0
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(skipped.carry), state.carry)
-    for started in (trainer.init(jax.random.key(0)), trainer.init(jax.random.key(0), state.best_params)):
+    for started in (initial_state(), trainer.init(jax.random.key(0), state.best_params)):
         assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(started.carry))
     assert "carry" not in state.best_params
 
@@ -144,7 +151,9 @@ def test_planner_counts_the_carry():
     sizes = [
         memory_estimate(trainer, 0, B, T)["carry"] for trainer in (trainer_of(), trainer_of(plan, devices, **changes))
     ]
-    assert sizes == [2 * B * M * 4 * (SIZES["dim"] + 2), sizes[0] // 4]
+    segment_memories = 2 * B * M * 4 * (SIZES["dim"] + 2)
+    compressive = 2 * B * (M + 4) * 4 * (SIZES["dim"] + 2)
+    assert sizes == [segment_memories + compressive, sizes[0] // 4]
 
 
 # Forms of a carry.
@@ -185,7 +194,7 @@ def previous(monkeypatch):
     monkeypatch.setitem(MIXERS, "previous", Previous)
 
 
-@pytest.mark.parametrize("form", ["array", "pair"])
+@pytest.mark.parametrize("form", [pytest.param("array", marks=pytest.mark.slow), "pair"])
 def test_a_carry_is_any_tree_of_arrays(form, previous):
     model = LM(dataclasses.replace(MODEL, mixer=f"previous({form}),full"))
     assert trace(make_trainer(model, OPTIMIZER, Plan("zero3", tensor=2), steps=1, devices=8, batch_size=B), B, T)
@@ -208,7 +217,7 @@ def test_a_carry_of_two_arrays_reaches_the_next_batch(previous):
     [
         (
             "half",
-            r"returns the carry\['layers'\] as float16\[3, 1, 16\] where it was float32\[3, 1, 16\]: return arrays of",
+            r"returns the carry\['layers'\] as float16\[6, 1, 16\] where it was float32\[6, 1, 16\]: return arrays of",
         ),
         ("none", r"returns the carry\['layers'\] as nothing where it was float32"),
     ],
@@ -226,14 +235,14 @@ def test_a_carry_unlike_the_initial_one_raises(form, message, previous):
 
 def test_evaluation_reads_the_text_as_one_stream():
     """The loss of one stream does not depend on where its sequences are cut, unless each begins with an empty carry."""
-    totals = []
+    totals, params = [], None
     for seq_len in (16, 48):
         overrides = {"data__order": "stream", "data__batch_size": 1, "data__seq_len": seq_len}
         config = tiny.make(model__mixer="segment_memory(20)", **overrides)
         dataset = TASKS["lm"].dataset(config.data, None)
         model = make_model(config, TASKS["lm"].vocabulary(dataset))
         trainer = make_trainer(model, OptimizerConfig(), Plan(), devices=jax.devices()[:1], steps=1, batch_size=1)
-        params = jax.tree.map(lambda x: 4 * x, trainer.init(jax.random.key(0)).params)
+        params = params or drawn(trainer.state_shapes.params, 0.3)
         totals.append(evaluate(trainer, params, dataset, config).sums["loss"])
     np.testing.assert_allclose(*totals, rtol=1e-6)
     alone = sum(np.asarray(trainer.evaluate(params, batch)["loss"]) for batch in dataset.heldout(batch_size=1))
@@ -288,7 +297,7 @@ REFUSALS = {
     "mask": (lambda: SegmentMemoryMixer().within(Full()), "a segment memory cannot apply the mask Full"),
     "batch size": (lambda: step_of_half_a_batch(), "batch_size=8 of make_trainer.*has 4 sequences: pass batch_size=4"),
     "batch size of an evaluation": (
-        lambda: trainer_of().evaluate_next(initial_weights(), half_a_batch(), trainer_of().initial_carry()),
+        lambda: trainer_of().evaluate_next(initial_state().best_params, half_a_batch(), trainer_of().initial_carry()),
         "batch_size=8 of make_trainer.*has 4 sequences: pass batch_size=4",
     ),
 }
@@ -298,12 +307,8 @@ def half_a_batch():
     return {name: x[:4] for name, x in batch_of(0).items()}
 
 
-def initial_weights():
-    return trainer_of().init(jax.random.key(0)).best_params
-
-
 def step_of_half_a_batch():
-    trainer_of().step(trainer_of().init(jax.random.key(0)), half_a_batch(), jax.random.key(1))
+    trainer_of().step(initial_state(), half_a_batch(), jax.random.key(1))
 
 
 @pytest.mark.parametrize("case", REFUSALS)

@@ -1,5 +1,6 @@
 """Run directories with compressed weights: loaded, evaluated and refused with an error."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -50,6 +51,5 @@ def test_runs_with_other_weights_load_as_plain_models_and_their_zeros_stay(tmp_p
     np.testing.assert_array_equal(before == 0, after == 0)
     assert np.any(before != after)
     loop.train(
-        tiny.make(train__weights="movement(0.5)", train__steps=1, train__sample=0, train__init_from=start),
-        tmp_path / "third",
+        dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=start)), tmp_path / "third"
     )

@@ -77,6 +77,14 @@ def assert_as_undisturbed(workdir, result, undisturbed):
         assert np.asarray(actual).tobytes() == np.asarray(other).tobytes()
 
 
+class Crash(BaseException):
+    pass
+
+
+def crash(*args):
+    raise Crash
+
+
 def call_at(monkeypatch, step, action):
     """Calls `action` once, when the line of `step` has been written."""
 
@@ -102,13 +110,19 @@ def test_run_writes_a_line_per_step_and_the_newest_checkpoints(undisturbed):
     assert {"setup", "data", "step", "checkpoint", "eval"} == result.seconds.keys()
 
 
-def test_learning_rates_follow_the_batch_size(undisturbed, tmp_path):
-    """The scaled rates are in the metrics; the config keeps the unscaled ones."""
-    changes = {"optimizer__base_batch": 2, "optimizer__scaling": "sqrt", "train__steps": 1}
-    train(tmp_path, **changes)
-    rates = [metrics_of(workdir)[0]["learning_rate"] for workdir in (tmp_path, undisturbed[0])]
-    assert rates[0] == pytest.approx(2 * rates[1])  # of 8 rows
-    assert load_config(tmp_path).optimizer == tiny.make(**CONFIG | changes).optimizer
+def test_learning_rates_follow_the_batch_size(tmp_path, monkeypatch):
+    """The trainer has the scaled rates; the config keeps the unscaled ones."""
+    changes, rates = {"optimizer__base_batch": 2, "optimizer__scaling": "sqrt"}, []
+    catch_trainer(monkeypatch, crash)
+    make = loop.make_trainer
+    monkeypatch.setattr(
+        loop, "make_trainer", lambda model, *rest, **k: rates.append(rest[0]) or make(model, *rest, **k)
+    )
+    with pytest.raises(Crash):
+        train(tmp_path, **changes)
+    config = tiny.make(**CONFIG | changes).optimizer
+    assert rates[0].learning_rate == pytest.approx(2 * config.learning_rate)  # of 8 rows
+    assert load_config(tmp_path).optimizer == config
 
 
 def test_heldout_bits_are_per_byte_of_text(undisturbed):
@@ -173,12 +187,14 @@ def test_run_with_offloaded_layers_resumes(tmp_path, monkeypatch, first, then, e
     np.testing.assert_array_equal(*made)
 
 
-def test_skipped_files_are_listed(tmp_path, capsys):
+def test_skipped_files_are_listed(tmp_path, capsys, monkeypatch):
     (tmp_path / "text").mkdir()
     for i in range(20):
         (tmp_path / "text" / f"{i}.txt").write_text("a line of text\n" * 9)
     (tmp_path / "text" / "windows.txt").write_text("a line", "utf-16")
-    train(tmp_path / "run", train__steps=1, train__eval_every=0, data__path=str(tmp_path / "text"))
+    catch_trainer(monkeypatch, crash)
+    with pytest.raises(Crash):
+        train(tmp_path / "run", data__path=str(tmp_path / "text"))
     assert re.search(
         r"documents, .* held out; .*left out: 1 in UTF-16, to be converted by iconv -f UTF-16 -t UTF-8, \(windows.txt\)$",
         capsys.readouterr().out,
@@ -186,27 +202,23 @@ def test_skipped_files_are_listed(tmp_path, capsys):
     )
 
 
-def test_damaged_tokenizer_is_replaced_if_the_run_has_not_begun(tmp_path):
+def test_damaged_tokenizer_is_replaced_if_the_run_has_not_begun(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text('{"type": "by')
-    train(tmp_path, train__steps=1, train__eval_every=0)
+    catch_trainer(monkeypatch, crash)
+    with pytest.raises(Crash):
+        train(tmp_path)
     assert json.loads(read(tmp_path, "tokenizer.json"))["type"] == "bytes"
 
 
-def test_run_that_has_not_begun_may_change_its_config(tmp_path):
+def test_run_that_has_not_begun_may_change_its_config(tmp_path, monkeypatch):
     """As after a misspelt field that raises only when the model is built."""
     with pytest.raises(InputError, match="unknown sampler 'unigrm'"):
-        train(tmp_path, model__output="sampled(8,unigrm)", data__tokenizer="words(40)", train__steps=1)
-    train(tmp_path, train__steps=1, train__eval_every=0)
+        train(tmp_path, model__output="sampled(8,unigrm)", data__tokenizer="words(40)")
+    catch_trainer(monkeypatch, crash)
+    with pytest.raises(Crash):
+        train(tmp_path)
     assert json.loads(read(tmp_path, "config.json"))["model"]["output"] == "full"
     assert json.loads(read(tmp_path, "tokenizer.json"))["type"] == "bytes"
-
-
-class Crash(BaseException):
-    pass
-
-
-def crash():
-    raise Crash
 
 
 @pytest.mark.parametrize("tail", [pytest.param(b"", marks=pytest.mark.slow), b'{"step": 9, "lo'])
@@ -335,8 +347,8 @@ def test_further_writers_get_the_same_lines(tmp_path, monkeypatch):
 
 
 def not_finite(state, batch, key):
-    bad = dict.fromkeys(("loss", "grad_norm"), jnp.float32(np.nan))
-    return dataclasses.replace(state, step=state.step + 1), bad | {"skipped": jnp.float32(1)}
+    bad = dict.fromkeys(("loss", "grad_norm"), np.float32(np.nan))
+    return dataclasses.replace(state, step=jnp.asarray(np.asarray(state.step) + np.int32(1))), bad | {"skipped": 1.0}
 
 
 def test_nonfinite_steps_stop_the_run(tmp_path, monkeypatch, capfd):
@@ -354,7 +366,7 @@ def test_nonfinite_steps_stop_the_run(tmp_path, monkeypatch, capfd):
 def test_nonfinite_steps_do_not_count_while_the_loss_scale_falls(tmp_path, monkeypatch):
     def falling(state, batch, key):
         state, bad = not_finite(state, batch, key)
-        return state, bad | {"loss_scale": jnp.maximum(1.0, 16.0 / 2.0 ** (state.step - 1))}
+        return state, bad | {"loss_scale": max(1.0, 16.0 / 2.0 ** (int(state.step) - 1))}
 
     catch_trainer(monkeypatch, falling)
     monkeypatch.setattr(loop, "MAX_NONFINITE_STEPS", 4)

@@ -31,6 +31,7 @@ def classifier(directory, source, **model):
     (directory / "examples.jsonl").write_text("\n".join(lines))
     values = configs.default("classification")
     values.data.update(path=str(directory / "examples.jsonl"), tokenizer="bytes", seq_len=16, batch_size=8, heldout=0.2)
+    values.data.linear_baselines = False
     values.model.update(max_len=16, **{**SIZES, "vocab": 265, **model})  # with the id of hidden tokens
     values.optimizer.update(warmup=0, learning_rate=0.0)
     values.train.update(steps=1, init_from=str(source))

@@ -1,6 +1,7 @@
 """Row-sparse training: rows that a batch looks up are updated as in the full table, and no others are."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +38,16 @@ def trainer_of(output="sampled(64)", plan=None, devices=1, **changes):
     return shared_trainer(lm, optimizer, plan or Plan(), devices=tuple(jax.devices()[:devices]), steps=50)
 
 
-def run(trainer, steps=3, batch=batch_of):
+@functools.cache
+def initial_state(output, name):
+    return jax.device_get(trainer_of(output, name=name).init(jax.random.key(0)))
+
+
+def run(steps=3, batch=batch_of, output="sampled(64)", name="adagrad", **changes):
     """`(metrics of each step, last state)`; the initial state is the same on every layout."""
-    state, metrics = trainer.init(jax.random.key(0)), []
+    trainer, metrics = trainer_of(output, name=name, **changes), []
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes)
+    state = jax.device_put(initial_state(output, name), shardings)
     for seed in range(steps):
         put = jax.device_put(batch(seed), trainer.batch_sharding)
         state, values = trainer.step(state, put, KEY)
@@ -50,7 +58,7 @@ def run(trainer, steps=3, batch=batch_of):
 @pytest.mark.parametrize(("output", "accumulate"), CASES)
 def test_adagrad_on_rows_matches_adagrad(output, accumulate):
     """Without weight decay, Adagrad leaves rows without gradient unchanged. Gradients of repeated ids are summed."""
-    actual, expected = (run(trainer_of(output, rows=yes, accumulate=accumulate)) for yes in (True, False))
+    actual, expected = (run(output=output, rows=yes, accumulate=accumulate) for yes in (True, False))
     for a, b in zip(actual[0], expected[0], strict=True):
         assert a == pytest.approx(b, rel=1e-5)
     assert max(step["grad_norm"] for step in actual[0]) > PLAIN.clip_norm
@@ -59,7 +67,7 @@ def test_adagrad_on_rows_matches_adagrad(output, accumulate):
 
 def test_layouts_match_one_device():
     plan = Plan(data=2, fsdp=2, tensor=2)
-    actual, expected = (run(trainer_of(rows=True, plan=p, devices=n)) for p, n in ((plan, 8), (None, 1)))
+    actual, expected = (run(rows=True, plan=p, devices=n) for p, n in ((plan, 8), (None, 1)))
     for a, b in zip(actual[0], expected[0], strict=True):
         assert a == pytest.approx(b, rel=1e-5)
     assert_leaves_close(actual[1], expected[1], 1e-5)
@@ -68,8 +76,7 @@ def test_layouts_match_one_device():
 @pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_rows_outside_of_the_batch_stay_unchanged(name):
     """Rows and their statistics; weight decay and momentum included."""
-    trainer = trainer_of(name=name, rows=True, weight_decay=0.1)
-    first, after = run(trainer, 0)[1], run(trainer, 2)[1]
+    first, after = (run(steps, name=name, rows=True, weight_decay=0.1)[1] for steps in (0, 2))
     tokens = np.unique([batch_of(seed)["tokens"] for seed in range(2)])
     waited = np.ones(VOCAB, bool)
     waited[tokens] = False
@@ -85,12 +92,10 @@ def test_rows_outside_of_the_batch_stay_unchanged(name):
 
 
 def test_nonfinite_step_changes_nothing():
-    trainer = trainer_of(name="adamw", rows=True, weight_decay=0.1)
-
     def bad(seed):
         return {**batch_of(seed), "weights": np.full((8, T), np.nan, np.float32)}
 
-    before, (metrics, after) = run(trainer, 0)[1], run(trainer, 1, bad)
+    (_, before), (metrics, after) = (run(n, bad, name="adamw", rows=True, weight_decay=0.1) for n in (0, 1))
     assert metrics[0]["skipped"] == 1.0 and after.step == 1
     for old, new in zip(host(before.params), host(after.params), strict=True):
         np.testing.assert_array_equal(old, new)
@@ -99,7 +104,6 @@ def test_nonfinite_step_changes_nothing():
 @pytest.mark.parametrize("token", [-1, VOCAB])
 def test_invalid_ids_change_no_row(token):
     """The loss of such a batch is NaN, and its step is skipped."""
-    trainer = trainer_of(name="adamw", rows=True, weight_decay=0.1)
 
     def wrong(seed):
         batch = batch_of(seed)
@@ -107,7 +111,7 @@ def test_invalid_ids_change_no_row(token):
         batch["weights"][:] = 1
         return batch
 
-    before, (metrics, after) = run(trainer, 0)[1], run(trainer, 1, wrong)
+    (_, before), (metrics, after) = (run(n, wrong, name="adamw", rows=True, weight_decay=0.1) for n in (0, 1))
     assert metrics[0]["skipped"] == 1.0
     for old, new in zip(host(before.params), host(after.params), strict=True):
         np.testing.assert_array_equal(old, new)

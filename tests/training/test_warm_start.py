@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from hpnlp.cli import experiment
 from hpnlp.data import tokenizers
 from hpnlp.models.huggingface import convert
-from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.seq2seq import Seq2SeqConfig
 from hpnlp.planner import costs
 from hpnlp.tasks.vocabulary import Vocabulary
@@ -22,6 +21,7 @@ from hpnlp.training.config import flat, resolve, to_json
 from hpnlp.training.run_directory import load
 from hpnlp.types import InputError
 from tests import tiny
+from tests.drawn import drawn_params
 
 FINETUNE = "experiments/lm/finetune.py"
 # A learning rate of 0 leaves parameters unchanged, to the last bit.
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("source") / "hf"
     tokenizer = tokenizers.build("bpe(270)", [b"the quick brown fox, the lazy dog\n" * 20])
     config = LMConfig(dim=16, heads=2, layers=2, mlp_dim=32, vocab=272, max_len=32)
-    params = nn.meta.unbox(LM(config).init(jax.random.key(3), example_batch(1, 2))["params"])
+    params = jax.device_get(drawn_params(LM(config), 0.3))
     convert.save(config, params, directory, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id)
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory

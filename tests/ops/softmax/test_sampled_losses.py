@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import jax
@@ -74,7 +75,7 @@ def test_shared_and_per_token_samples_have_the_same_scores():
 @pytest.mark.parametrize("form", ["shared", "own", "adaptive"])
 def test_small_gradients_do_not_underflow_in_float16(form):
     h, w, labels = problem()
-    samples = sample(LogUniform(VOCAB), jax.random.key(0), 64, labels, per_token=form == "own")
+    samples = drawn(64, form == "own")
 
     def loss(h, w):
         target, noise = 100 * w[labels], 100 * w[samples.ids]
@@ -99,6 +100,13 @@ def problem():
     labels = jnp.asarray(rng.choice(VOCAB, TOKENS, p=q / q.sum()), jnp.int32)
     h, w = (jnp.asarray(rng.standard_normal((count, DIM)), jnp.float32) for count in (TOKENS, VOCAB))
     return 1.5 / DIM**0.5 * h, w, labels
+
+
+@functools.cache
+def drawn(count, per_token=False):
+    """Samples for the labels of `problem`."""
+    run = lambda labels: sample(LogUniform(VOCAB), jax.random.key(0), count, labels, per_token=per_token)  # noqa: E731
+    return once(run, problem()[2])
 
 
 def mean_gradient(loss, draws):
@@ -190,15 +198,16 @@ def test_nan_scores_give_nan():
 
 def test_padding_does_not_change_the_number_of_samples_used():
     h, w, labels = problem()
-    samples = sample(LogUniform(VOCAB), jax.random.key(0), 256, labels)
+    samples = drawn(256)
     options = {"effective": 30.0, "block": 32}
     run = lambda h, labels, weights: adaptive_importance_sampling(  # noqa: E731
         h, w[labels], w[samples.ids], samples, weights=weights, **options
     )
-    losses, _, used = once(run, 0.2 * h, labels, jnp.ones(TOKENS))
-    padded_h = jnp.concatenate([0.2 * h, jnp.zeros((3 * TOKENS, DIM))])
-    weights = jnp.concatenate([jnp.ones(TOKENS), jnp.zeros(3 * TOKENS)])
-    padded, _, used_with_padding = once(run, padded_h, jnp.tile(labels, 4), weights)
+    h = 0.2 * np.asarray(h)
+    losses, _, used = once(run, h, labels, np.ones(TOKENS, np.float32))
+    padded_h = np.concatenate([h, np.zeros((3 * TOKENS, DIM), np.float32)])
+    weights = np.repeat(np.float32([1, 0]), [TOKENS, 3 * TOKENS])
+    padded, _, used_with_padding = once(run, padded_h, np.tile(labels, 4), weights)
     assert used_with_padding == used < 256
     np.testing.assert_allclose(padded[:TOKENS], losses, rtol=1e-6)
 
@@ -214,8 +223,7 @@ def test_effective_sample_size():
 def test_samples_are_used_until_the_effective_size_is_reached(effective, used):
     """Loss and gradient are those of the samples that were used; the other samples are NaN."""
     h, w, labels = problem()
-    h = 0.2 * h
-    samples = sample(LogUniform(VOCAB), jax.random.key(0), 256, labels)
+    h, samples = 0.2 * h, drawn(256)
 
     def loss(h, w, noise, effective):
         losses, size, used = adaptive_importance_sampling(h, w[labels], noise, samples, effective=effective, block=32)
@@ -228,7 +236,8 @@ def test_samples_are_used_until_the_effective_size_is_reached(effective, used):
 
     if effective is None:
         sizes = [
-            once(importance_sampling, *scores(h, w[labels], w[first(n).ids]), first(n))[1].mean() for n in (96, 128)
+            once(lambda n=n: importance_sampling(*scores(h, w[labels], w[first(n).ids]), first(n))[1].mean())
+            for n in (96, 128)
         ]
         effective, used = float(sizes[1]) * 0.999, 128
         assert sizes[0] < effective

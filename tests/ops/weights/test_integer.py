@@ -37,7 +37,7 @@ def test_numbers_are_rounded_to_the_nearest_level(bits, options, scale_of):
 
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_integer_products_round_rows_of_x_as_well(rows):
-    x, weight = RNG.normal(size=(rows, 24)).astype(np.float32), quantize(W)
+    x, weight = np.random.default_rng(1).normal(size=(rows, 24)).astype(np.float32), quantize(W)
     step = np.abs(x).max(1, keepdims=True) / np.float32(127)
     expected = np.round(x / step).astype(np.float64) * step @ np.asarray(weight.dense(), np.float64)
     np.testing.assert_allclose(linear(x, weight), expected, atol=1e-5)

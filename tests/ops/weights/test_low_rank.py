@@ -22,7 +22,7 @@ def test_factors_are_the_largest_singular_vectors():
     weight = factorize(W, 4)
     np.testing.assert_allclose(weight.dense(), truncated(W, 4), atol=1e-5)
     np.testing.assert_allclose(factorize(W, 9).dense(), W, atol=1e-5)
-    x, ids = RNG.normal(size=(5, 12)).astype(np.float32), np.array([[3, 0]])
+    x, ids = np.random.default_rng(1).normal(size=(5, 12)).astype(np.float32), np.array([[3, 0]])
     np.testing.assert_allclose(linear(x, weight), x @ truncated(W, 4), atol=1e-5)
     np.testing.assert_allclose(logits(x[:, :9], weight), x[:, :9] @ truncated(W, 4).T, atol=1e-5)
     np.testing.assert_allclose(weight[ids], truncated(W, 4)[ids], atol=1e-5)
@@ -32,7 +32,8 @@ def test_factors_are_the_largest_singular_vectors():
 def test_factors_may_be_weights():
     weight = factorize(W, 4)
     small = LowRankWeight(quantize(weight.left, integer_products=False), quantize(weight.right, integer_products=False))
-    matrix, x = np.asarray(small.left.dense() @ small.right.dense()), RNG.normal(size=(5, 12)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(5, 12)).astype(np.float32)
+    matrix = np.asarray(small.left.dense() @ small.right.dense())
     np.testing.assert_allclose(small.dense(), matrix, atol=1e-6)
     np.testing.assert_allclose(linear(x, small), x @ matrix, atol=1e-5)
     np.testing.assert_allclose(logits(x[:, :9], small), x[:, :9] @ matrix.T, atol=1e-5)
@@ -41,8 +42,9 @@ def test_factors_may_be_weights():
 
 
 def test_weighted_factors_have_the_least_error_on_the_inputs():
-    x = RNG.normal(size=(200, 12)) * np.geomspace(1, 0.01, 12)
-    x = (x @ np.linalg.qr(RNG.normal(size=(12, 12)))[0]).astype(np.float32)
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(200, 12)) * np.geomspace(1, 0.01, 12)
+    x = (x @ np.linalg.qr(rng.normal(size=(12, 12)))[0]).astype(np.float32)
     weight = factorize(W, 3, covariance=x.T @ x / len(x))
     error, plain = (np.linalg.norm(x @ W - x @ np.asarray(f.dense())) for f in (weight, factorize(W, 3)))
     best = np.linalg.norm(x @ W - truncated(x @ W, 3))  # no product of rank 3 is nearer

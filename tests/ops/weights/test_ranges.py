@@ -38,13 +38,13 @@ def test_limits_equal_numpy(shared):
 
 
 def test_searched_ranges_have_less_error_than_the_largest_magnitude():
-    w = RNG.normal(size=(400, 4)).astype(np.float32)
+    w = np.random.default_rng(1).normal(size=(400, 4)).astype(np.float32)
     largest, searched = (((quantize(w, 3, limits=name).dense() - w) ** 2).sum() for name in ("max", "mse"))
     assert searched < 0.8 * largest
 
 
 def test_fixed_ranges_of_inputs():
-    x = RNG.normal(size=(50, 24)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(50, 24)).astype(np.float32)
     limit = ranges.activation_limit(x, "percentile", percentile=95.0)
     np.testing.assert_allclose(limit, np.percentile(np.abs(x), 95), rtol=1e-5)
     weight = quantize(W, x_limit=limit)

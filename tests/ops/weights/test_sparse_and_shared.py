@@ -46,7 +46,7 @@ def test_blocks_of_the_largest_norm_are_kept(block):
     np.testing.assert_allclose(gradient, taken, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [4, 12, 20])
+@pytest.mark.parametrize("rows", [12, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (4, 20))])
 def test_two_of_four_rows_are_kept(rows):
     w = W[:rows]
     groups = w.reshape(-1, 4, 12)

@@ -50,7 +50,7 @@ def test_ternary_and_binary():
 
 
 def test_masks_pass_gradients_to_scores():
-    scores = RNG.normal(size=(8, 6)).astype(np.float32)
+    scores = np.random.default_rng(1).normal(size=(8, 6)).astype(np.float32)
     value, gradient = pulled(lambda s: W * through.top_through(s, 0.25), scores)
     mask = scores >= np.sort(scores.ravel())[-12]
     np.testing.assert_array_equal(value, W * mask)

@@ -138,7 +138,7 @@ def test_patterns_match_reference(mask):
 @pytest.mark.parametrize(
     ("mask", "forms"),
     [
-        (sparse_transformer_fixed(6, 2), Form),
+        (sparse_transformer_fixed(6, 2), (Form.UNROLLED, Form.PERMUTED)),
         (bigbird(4, among=9), (Form.UNROLLED, Form.PERMUTED)),
         (longformer(4, 2, 3), (Form.PERMUTED,)),
         (Causal() & ~Strided(3) & UNEVEN | Window(1) & UNEVEN, Form),
@@ -157,25 +157,27 @@ def test_empty_patterns_match_reference(empty):
     assert_forms_equal(lambda f, qkv: [f(*qkv, mask, return_lse=True) for mask in (empty, union)], union, arrays())
 
 
-def together(*names):
+# Masks and operands of the first tier, each with the form to compute it in; None for both, where no other test has one of them.
+FIRST = {("longformer", name): Form.PERMUTED for name in ("lengths", "bias function")} | {("causal", "all"): Form.SCAN}
+FIRST |= dict.fromkeys([("longformer", "all"), ("causal", "positions"), ("causal", "global places")])
+
+
+def together():
     """Operands with a mask of several sub-masks and with an undivided one; cases that others include are slow tests."""
-    first = {"lengths", "bias function", "all"}
-    marks = lambda name: () if name in first else (pytest.mark.slow,)  # noqa: E731
-    cases = [(longformer(8, 3), "longformer", name) for name in OPERANDS] + [
-        (Causal(), "causal", name) for name in names
-    ]
+    cases = {("longformer", name): None for name in OPERANDS} | FIRST
+    masks = {"longformer": longformer(8, 3), "causal": Causal()}
+    marks = {case: [] if case in FIRST else [pytest.mark.slow] for case in cases}
+    names = {case: ", ".join(case) for case in cases}
     return [
-        pytest.param(mask, OPERANDS[name], id=f"{word}, {name}", marks=marks(name) if word == "longformer" else ())
-        for mask, word, name in cases
+        pytest.param(masks[m], OPERANDS[n], form, id=names[m, n], marks=marks[m, n]) for (m, n), form in cases.items()
     ]
 
 
-@pytest.mark.parametrize(("mask", "names"), together("positions", "global places", "all"))
-def test_operands_match_reference(mask, names):
+@pytest.mark.parametrize(("mask", "names", "form"), together())
+def test_operands_match_reference(mask, names, form):
     options, as_function = operands(names), "function" in names
     undivided = not {"segment_ids", "kv_lengths", "sinks", "dropout", "soft_cap", "function"}.issuperset(names)
-    # The unrolled form with all operands runs with the other mask.
-    functions = in_forms(Form.SCAN) if mask == Causal() and names == OPERANDS["all"] else None
+    functions = in_forms(form) if form else None
     value = lambda f, qkv: scored(f, qkv, mask, options, as_function)  # noqa: E731
     assert_forms_equal(value, mask, arrays(), undivided, functions)
 
