@@ -59,9 +59,8 @@ def write_result(runs, step, workdir, score):
     """The result of a step as its command writes it."""
     seconds = {"1": 0.5, "8": 2.0}
     row = {"parameters": 4, "disk_bytes": 8, "memory_bytes": 8, "seconds": seconds, "scores": {"accuracy": score}}
-    content = (
-        {"rows": [{**row, "disk_bytes": 16}, row]} if step.result == "compress.json" else {"heldout_accuracy": score}
-    )
+    original = {**row, "disk_bytes": 16, "seconds": {count: 2 * time for count, time in seconds.items()}}
+    content = {"rows": [original, row]} if step.result == "compress.json" else {"heldout_accuracy": score}
     (workdir / step.name).mkdir(parents=True)
     (workdir / step.name / step.result).write_text(json.dumps(content))
 
