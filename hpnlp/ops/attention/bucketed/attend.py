@@ -195,7 +195,7 @@ def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *rest: Ar
             queries, keys = _sorted_round(settings, band, codes, *round_)
             of_queries = queries.take(q), *queries.codes
             of_keys = keys.take(k), keys.take(v), *keys.codes
-            top, total, weighted = map(queries.put, tiles.forward(band, of_queries, of_keys, seed, streams))
+            top, total, weighted = map(queries.put, tiles.forward(band, q.shape[1], of_queries, of_keys, seed, streams))
             return tile.combine(sums, (top, total, weighted)), None
 
         flat = jnp.zeros(q.shape[:2], jnp.float32)
@@ -237,7 +237,8 @@ def _attend_backward(settings: _Settings, saved: Any, do: Array) -> tuple[Any, .
             queries, keys = _sorted_round(settings, band, codes, *round_)
             of_queries = queries.take(q), *queries.codes
             of_keys = keys.take(k), keys.take(v), *keys.codes
-            dq, dk, dv = tiles.backward(band, of_queries, of_keys, tuple(map(queries.take, residuals)), seed, streams)
+            sorted_residuals = tuple(map(queries.take, residuals))
+            dq, dk, dv = tiles.backward(band, q.shape[1], of_queries, of_keys, sorted_residuals, seed, streams)
             part = queries.put(dq), keys.put(dk), keys.put(dv)
             return tuple(total + x for total, x in zip(sums, part, strict=True)), None
 

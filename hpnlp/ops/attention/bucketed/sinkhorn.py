@@ -289,10 +289,11 @@ def _attend(settings: SortSettings, options: Options, *arrays: Array) -> Array:
 def _attend_forward(settings: SortSettings, options: Options, *arrays: Array) -> tuple[Array, Any]:
     block, beside = _bands(settings, options)
     queries, keys, mixtures, streams = _in_whole_blocks(block, *arrays)
-    sums = tile.combine(
-        tiles.forward(block, queries, keys, *streams), tiles.forward(beside, queries, mixtures, *streams)
-    )
     length = arrays[0].shape[1]
+    sums = tile.combine(
+        tiles.forward(block, length, queries, keys, *streams),
+        tiles.forward(beside, length, queries, mixtures, *streams),
+    )
     o, lse, lse_low = (x[:, :length] for x in tile.normalize(*sums))
     o, lse, lse_low = (checkpoint_name(x, "mixed") for x in (o.astype(arrays[0].dtype), lse, lse_low))
     return o, (arrays, o, lse, lse_low)
@@ -304,8 +305,9 @@ def _attend_backward(settings: SortSettings, options: Options, saved: Any, do: A
     queries, keys, mixtures, streams = _in_whole_blocks(block, *arrays)
     delta = jnp.einsum("lth,lth->lt", do, o, preferred_element_type=jnp.float32)
     residuals = tuple(_padded(x, queries[0].shape[1]) for x in (do, lse, lse_low, delta))
-    dq, dk, dv = tiles.backward(block, queries, keys, residuals, *streams)
-    dq_mixed, dk_mixed, dv_mixed = tiles.backward(beside, queries, mixtures, residuals, *streams)
+    length = arrays[0].shape[1]
+    dq, dk, dv = tiles.backward(block, length, queries, keys, residuals, *streams)
+    dq_mixed, dk_mixed, dv_mixed = tiles.backward(beside, length, queries, mixtures, residuals, *streams)
     gradients = zip((dq + dq_mixed, dk, dv, dk_mixed, dv_mixed), arrays[:5], strict=True)
     gradients = (dx[:, : x.shape[1]].astype(x.dtype) for dx, x in gradients)
     return *gradients, *(np.zeros(x.shape, jax.dtypes.float0) for x in arrays[5:])

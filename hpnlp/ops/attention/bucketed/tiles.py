@@ -87,6 +87,7 @@ def by_lane(x: Float[Array, "B T K H"], heads: int) -> Float[Array, "L T H"]:
 
 
 def _grid(band: Band, lanes: int, length: int) -> _Grid:
+    """The loop for sequences of `length` tokens without padding; with padding counted, another one may result."""
     scores = CPU_SCORES if jax.default_backend() == "cpu" else DEVICE_SCORES
     tiles = max(1, scores // (band.block**2 * band.width))
     runs = -(-length // (band.block * band.width))  # of `width` blocks, one of each set of tiles
@@ -115,12 +116,13 @@ def padding(band: Band, lanes: int, length: int) -> tuple[tuple[int, int], tuple
 
 
 def forward(
-    band: Band, queries: tuple[Array, ...], keys: tuple[Array, ...], seed: Array, streams: Array
+    band: Band, length: int, queries: tuple[Array, ...], keys: tuple[Array, ...], seed: Array, streams: Array
 ) -> tuple[Array, Array, Array]:
     """Unnormalised attention of all tiles.
 
     Args:
       band: Settings.
+      length: Number of tokens T of a sequence, without padding.
       queries: q [L, P, H], then codes int32 [L, P], P tokens with `padding`.
       keys: k [L, S, H], v [L, S, Hv], then codes int32 [L, S], S tokens with `padding`, which no other token sees.
       seed: uint32 [words], for dropout.
@@ -131,7 +133,7 @@ def forward(
 
     Cost: O(L T W H) time for W keys of a tile; memory for the inputs, the results and one group of tiles.
     """
-    grid, size = _grid(band, *queries[0].shape[:2]), queries[0].shape[:2]
+    grid, size = _grid(band, queries[0].shape[0], length), queries[0].shape[:2]
     queries, keys = _blocks(band, queries), _blocks(band, keys)
 
     def group(i: Array) -> tuple[Array, ...]:
@@ -152,6 +154,7 @@ def forward(
 
 def backward(
     band: Band,
+    length: int,
     queries: tuple[Array, ...],
     keys: tuple[Array, ...],
     residuals: tuple[Array, ...],
@@ -162,6 +165,7 @@ def backward(
 
     Args:
       band: Settings.
+      length: As in `forward`.
       queries: As in `forward`.
       keys: As in `forward`.
       residuals: (do [L, P, Hv], lse [L, P], lse_low [L, P], delta [L, P]), finite in padding; see `tile.QueryResiduals`.
@@ -173,7 +177,7 @@ def backward(
 
     Cost: As `forward`, 2.5 times the products.
     """
-    grid, size = _grid(band, *queries[0].shape[:2]), queries[0].shape
+    grid, size = _grid(band, queries[0].shape[0], length), queries[0].shape
     rows, key_blocks = _blocks(band, (*residuals, *queries)), _blocks(band, keys)
 
     def group(sums: tuple[Array, ...], i: Array) -> tuple[tuple[Array, ...], Array]:

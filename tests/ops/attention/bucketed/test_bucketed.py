@@ -63,6 +63,26 @@ def test_rounds_equal_dense_attention_over_the_union_of_their_pairs(causal, hide
     assert_equal_with_gradients([lambda *a, f=f: f(*a, buckets, **options) for f in functions], q, k, v)
 
 
+def test_padding_does_not_change_the_groups_of_tiles(monkeypatch):
+    """490 tokens, padded to 512 in 2 groups of 16 times 2 blocks; 512 tokens without padding would have groups of 17 times 2."""
+    monkeypatch.setattr(tiles, "CPU_SCORES", 17 * 8 * 16)
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal((1, 490, 1, 4)), jnp.float32) for _ in range(3)]
+    buckets = jnp.asarray(rng.integers(0, 3, (1, 490, 1, 1)), jnp.int32)
+
+    def of(function, *arrays):
+        def score(*qkv):
+            o = function(*qkv, buckets, window=8, causal=True)
+            return jnp.sum(o**2), o
+
+        return jax.grad(score, (0, 1, 2), has_aux=True)(*arrays)
+
+    functions = (bucketed_attention, bucketed_reference)
+    actual, expected = once(lambda *arrays: [of(function, *arrays) for function in functions], *arrays)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
+
+
 def test_one_bucket_is_exact_attention():
     q, k, v, _, segment_ids = arrays()
     buckets = jnp.zeros((B, T, N, 1), jnp.int32)
