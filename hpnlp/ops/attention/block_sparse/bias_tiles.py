@@ -82,12 +82,13 @@ class BiasTiles:
 
         if run * width <= UNROLLED_TILES:
             rows = [[tile(i * width + j) for j in range(width)] for i in range(run)]
-            # A tile of one column is that of all keys of the query block.
-            joined = [row[0] if row[0].shape[-1] == 1 or width == 1 else jnp.concatenate(row, axis=-1) for row in rows]
+            # A tile with fewer columns than keys has one, for all keys of the query block.
+            is_shared = width == 1 or rows[0][0].shape[-1] < key_block
+            joined = [row[0] if is_shared else jnp.concatenate(row, axis=-1) for row in rows]
             return self._split(jnp.stack(joined))
         tiles = lax.map(tile, jnp.arange(run * width, dtype=jnp.int32))
         tiles = tiles.reshape(run, width, *tiles.shape[1:])
-        if tiles.shape[-1] == 1:
+        if tiles.shape[-1] < key_block:
             return self._split(tiles[:, 0])
         return self._split(jnp.moveaxis(tiles, 1, -2).reshape(run, *tiles.shape[2:-1], -1))
 

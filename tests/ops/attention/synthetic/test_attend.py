@@ -38,9 +38,11 @@ def test_sums_of_terms_match_dense_scores():
     assert_close(*once(lambda arrays: [result(f, arrays) for f in forms], arrays))
 
 
-@pytest.mark.parametrize("step", [1, 1 << 20], ids=["chunks of heads", "all heads"])
-def test_weighted_bias_arrays_in_tiles_match_their_sum(step):
-    """Tiles of 4 of 11 tokens, in steps of several; shared axes of the arrays; values and gradients of arrays and weights."""
+@pytest.mark.parametrize(
+    ("step", "block"), [(1, 4), (1 << 20, 4), (1 << 20, 1)], ids=["chunks of heads", "all heads", "blocks of one token"]
+)
+def test_weighted_bias_arrays_in_tiles_match_their_sum(step, block):
+    """Tiles of some of 11 tokens, in steps of several; shared axes of the arrays; values and gradients of arrays and weights."""
     rng = np.random.default_rng(0)
     terms = [(2, 4, 11, 11), (1, 4, 11, 11), (1, 1, 1, 11), (2, 4, 11, 1)]
     tree = {
@@ -61,7 +63,7 @@ def test_weighted_bias_arrays_in_tiles_match_their_sum(step):
         return jax.grad(score, has_aux=True)(tree)
 
     def in_tiles(q, k, v, bias):
-        return flash(q, k, v, Causal(), Operands(bias=bias, return_lse=True), form=Form.SCAN, block_size=4)
+        return flash(q, k, v, Causal(), Operands(bias=bias, return_lse=True), form=Form.SCAN, block_size=block)
 
     def dense(q, k, v, bias):
         return reference(q, k, v, Causal(), bias=bias.dense(), return_lse=True)
