@@ -109,6 +109,8 @@ def _check_bias(bias: Any, shape: tuple[int, ...]) -> None:
     if isinstance(bias, PairBias):
         for array in bias.terms if isinstance(bias, BiasArrays) else ():
             _check_bias(array, shape)
+            if array.ndim != 4:
+                raise InputError(f"a term of BiasArrays has shape {array.shape}: expected 4 axes, any of them 1")
         return
     if callable(bias):
         heads = getattr(bias, "heads", shape[1])

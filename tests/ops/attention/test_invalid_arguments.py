@@ -24,6 +24,7 @@ from hpnlp.ops.attention import (
     longformer,
     sparse_transformer_fixed,
 )
+from hpnlp.ops.attention.pair_bias import BiasArrays
 from hpnlp.types import InputError
 from tests.ops.attention.forms import arrays
 
@@ -37,6 +38,7 @@ from tests.ops.attention.forms import arrays
         (Causal(), {"bias": jnp.ones((3, 37, 37))}, "broadcasts"),
         (Causal(), {"bias": alibi(8)}, "for 8 heads, expected 4 heads"),
         (Causal(), {"bias": jnp.ones((37, 37), bool)}, "dense_mask"),
+        (Causal(), {"bias": BiasArrays((jnp.ones((37, 37)),), (None,))}, "expected 4 axes"),
         (Causal(), {"soft_cap": 0.0}, "soft_cap"),
         (Causal(), {"soft_cap": float("inf")}, "soft_cap inf: expected a finite number"),
         (Where(lambda i, j: 0 <= i - j < 3), {}, "truth value.* write function"),
