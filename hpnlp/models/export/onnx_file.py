@@ -18,15 +18,17 @@ from hpnlp.models.export.onnx_rules import rule_of
 from hpnlp.types import InputError
 
 _MAX_BYTES = 2**31 - 2**20  # of a protocol buffer
-_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of primitives that call a jaxpr once
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of primitives that call a jaxpr
+# Primitives that do not call their jaxpr once with their inputs.
+_NOT_CALLS = ("pallas_call", "reduce", "reduce_window", "scan", "shard_map")
 
 
 def write(function: ExportedFunction, path: Path, *, batch: int = 1) -> None:
     """Writes a function and its weights.
 
     Everything that does not depend on the inputs is computed here: masks, positions, and matrices of weights whose products
-    are those of floating-point numbers. Products of 8-bit integers stay such products (MatMulInteger). Numbers of fewer
-    than 32 bits become float32, and are rounded where the model rounds them.
+    are those of floating-point numbers. Products of 8-bit integers stay such products (MatMulInteger). Floats of fewer than
+    32 bits become float32, and are rounded where the model converts numbers to them, but not after each operation on them.
 
     Args:
       function: The function.
@@ -89,7 +91,7 @@ def _equation(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
     """Results of an equation."""
     name = eqn.primitive.name
     body = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
-    if body is not None and name not in ("scan", "pallas_call", "shard_map"):
+    if body is not None and name not in _NOT_CALLS:
         jaxpr = getattr(body, "jaxpr", body)
         return _run(graph, jaxpr, getattr(body, "consts", ()), inputs)
     if name == "optimization_barrier":

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from hpnlp.models.export.onnx_graph import Graph, stored_dtype
 from hpnlp.types import InputError
 
-# Names of values in the graph, or arrays that are known.
-Value = Any
+# (graph, equation, names of its inputs) -> name of its result.
 Rule = Callable[[Graph, Any, Sequence[str]], str]
 
 UNARY = {
@@ -51,7 +51,7 @@ REDUCTIONS = {
     "reduce_sum": "ReduceSum",
     "reduce_prod": "ReduceProd",
 }
-IDENTITIES = ("copy", "copy_p", "name", "pvary", "reduce_precision", "sharding_constraint", "stop_gradient")
+IDENTITIES = ("copy", "name", "pvary", "sharding_constraint", "stop_gradient")
 
 
 def _unary(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
@@ -114,6 +114,13 @@ def _round(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     if int(eqn.params["rounding_method"]) != 1:  # to the nearest even number
         raise _unsupported(eqn, "away from zero")
     return graph.node("Round", inputs[0])
+
+
+def _reduce_precision(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    if eqn.params["exponent_bits"] < info.nexp or eqn.params["mantissa_bits"] < info.nmant:
+        raise _unsupported(eqn, "to fewer bits")
+    return inputs[0]
 
 
 def _clamp(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
@@ -267,6 +274,7 @@ RULES: dict[str, Rule] = {
     "ne": _not_equal,
     "not": lambda graph, eqn, inputs: graph.node("Not", inputs[0]),
     "pad": _pad,
+    "reduce_precision": _reduce_precision,
     "rem": _remainder,
     "round": _round,
     "rsqrt": _rsqrt,

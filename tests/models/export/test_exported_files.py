@@ -28,7 +28,7 @@ assert "hpnlp" not in sys.modules
 
 
 def make(config, recipe):
-    """(exported function, the model's own jitted function, inputs) of a model with random weights after a recipe."""
+    """(exported function, inputs) of a model with random weights after a recipe."""
     config, weights = compressed(config, recipe)
     model = Encoder(config) if isinstance(config, EncoderConfig) else LM(config)
     function = logits_function(model, weights, LENGTH)
