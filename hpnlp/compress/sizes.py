@@ -26,10 +26,11 @@ class Size:
 
     Attributes:
       stage: Spec of the stage; ORIGINAL for the model before.
-      parameters: Numbers that the weights represent, without those that are not stored.
+      parameters: Elements of all arrays: factors, codes and scales. A byte that holds several codes counts as one.
       memory_bytes: Bytes of the arrays; integers of 4 bits count half a byte.
       disk_bytes: Bytes of the file of `hpnlp compress`.
-      is_bound: Some arrays have codes whose length depends on their values, and `disk_bytes` is an upper bound.
+      is_bound: Some arrays have codes whose length depends on their values, and `disk_bytes` is an upper bound. Otherwise it
+        is exact, unless an array consists of zeros mostly: the file then holds its non-zeros only.
     """
 
     stage: str

@@ -36,11 +36,11 @@ FIXED = ("data.tokenizer", "train.init_from", "train.weights", "distill.init")
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What a stage of a recipe did.
+    """Size, time and scores of the model after a stage of a recipe.
 
     Attributes:
       stage: Spec of the stage; ORIGINAL for the model before.
-      parameters: Numbers that the weights represent, without those that are not stored.
+      parameters: Elements of all arrays: factors, codes and scales. A byte that holds several codes counts as one.
       memory_bytes: Bytes of the arrays.
       disk_bytes: Bytes of the file.
       seconds: Time of the loss of a batch, by the number of sequences of the batch; the fastest of several measurements.

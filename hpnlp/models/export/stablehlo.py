@@ -48,8 +48,9 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0, platforms: 
     except (TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation) as error:
         if batch or isinstance(error, InputError):
             raise
+        reason = str(error).partition("\n")[0]
         raise InputError(
-            f"the model cannot be exported for any number of sequences ({str(error).splitlines()[0]}): name one, as batch=1"
+            f"the model cannot be exported for any number of sequences ({reason}): name one, as batch=1"
         ) from error
     if len(exported.mlir_module_serialized) > _MAX_BYTES:
         raise InputError("the model has over 2 GB, which is the limit of the format: compress it first")
