@@ -34,8 +34,13 @@ flags.DEFINE_string("out", "", "Where the result file goes; nowhere by default."
 
 def main(_: Any) -> None:
     workdir = Path(FLAGS.workdir).absolute()
+    if unknown := set(FLAGS.tasks) - set(TASKS):
+        sys.exit(f"--tasks: no task {', '.join(sorted(unknown))}, expected some of {', '.join(TASKS)}")
     steps = all_steps(Settings(workdir, FLAGS.budget, FLAGS.trial, tuple(FLAGS.tasks)))
     chosen = [step for step in steps if not FLAGS.only or step.name.startswith(tuple(FLAGS.only))]
+    if not chosen:
+        sys.exit(f"--only={','.join(FLAGS.only)}: no step has a name that begins so")
+    workdir.mkdir(parents=True, exist_ok=True)
     failed = run_all(steps, chosen, workdir)
     write_table(steps, workdir)
     print(f"written: {workdir / 'table.json'}")
