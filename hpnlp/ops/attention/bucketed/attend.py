@@ -102,7 +102,8 @@ def bucketed_attention(
 
     Args:
       q: Queries [B, T, N, H].
-      k: Keys [B, T, M, H]; M divides N.
+      k: Keys [B, T, M, H]; M divides N. Keys and values are finite: NaN of one token may reach all others, whatever their
+        segments and sequences.
       v: Values [B, T, K, Hv]; K divides N.
       buckets: int32 [B, T, N, R], non-negative, for R rounds; a query and a key of one token share a bucket.
       window: Number of tokens of the bucket that a token sees in each direction, 0 or more.
