@@ -118,7 +118,8 @@ class FactorizedBias(PairBias):
         return (blocks[..., None] * within[..., None, :]).reshape(*within.shape[:3], -1)
 
     def gradients(self, db: Array, *parts: Array) -> tuple[Array, ...]:
-        within, blocks = parts
+        # Rows that see nothing may hold NaN, and 0 * NaN is NaN.
+        within, blocks = (jnp.where(jnp.isfinite(x), x, jnp.float32(0)) for x in parts)
         db = db.reshape(*blocks.shape, within.shape[3])
         d_within = jnp.einsum("bntca,bntc->bnta", db, blocks, precision="highest")
         return d_within, jnp.einsum("bntca,bnta->bntc", db, within, precision="highest")

@@ -72,6 +72,21 @@ def test_weighted_bias_arrays_in_tiles_match_their_sum(step, block):
         assert_close(*once(lambda tree: [result(f, tree) for f in (in_tiles, dense)], tree))
 
 
+def test_factorized_rows_that_see_nothing_have_no_gradients():
+    """Gradients of all arrays where the factors of such a row are NaN, against those where they are 0."""
+    rng = np.random.default_rng(0)
+    v, a, b = (jnp.asarray(rng.standard_normal((1, 6, 1, size)), jnp.float32) for size in (2, 2, 3))
+    ids = {"segment_ids": jnp.asarray([[1, 1, 1, 2, 1, 1]]), "kv_segment_ids": jnp.ones((1, 6), jnp.int32)}
+
+    def of(value):
+        def score(v, a, b):
+            return jnp.sum(factorized_dense_attend(v, a, b, **ids) ** 2)
+
+        return jax.grad(score, (0, 1, 2))(v, a.at[:, 3].set(value), b.at[:, 3].set(value))
+
+    assert_close(*once(lambda values: [of(value) for value in values], jnp.asarray([jnp.nan, 0.0])))
+
+
 def test_factorized_scores_by_blocks_match_all_scores():
     """The last block is cut; values and gradients, also with dropout, which drops the same pairs."""
     rng = np.random.default_rng(0)
