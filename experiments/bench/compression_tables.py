@@ -39,7 +39,7 @@ def render(rows: Rows) -> str:
 def _cells(row: Mapping[str, Any], counts: Sequence[str]) -> list[str]:
     score = f"{100 * row['score']:.1f} %"
     if row["seeds"] > 1:
-        score += f" ({', '.join(f'{100 * one:.1f}' for one in row['scores'])})"
+        score += f" ({', '.join(f'{100 * value:.1f}' for value in row['scores'])})"
     measured = ["", ""] + [""] * len(counts)
     if "seconds" in row:
         measured = [f"{row[name] / 1024:,.0f}" for name in ("disk_bytes", "memory_bytes")]

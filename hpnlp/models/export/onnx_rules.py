@@ -75,8 +75,8 @@ def _not_equal(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
 def _select(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     if len(inputs) != 3 or eqn.invars[0].aval.dtype != np.bool_:
         raise _unsupported(eqn, "of more than two cases")
-    which, otherwise, then = graph.broadcasting(inputs, eqn)
-    return graph.node("Where", which, then, otherwise)
+    condition, otherwise, then = graph.broadcasting(inputs, eqn)
+    return graph.node("Where", condition, then, otherwise)
 
 
 def _convert(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
@@ -213,8 +213,8 @@ def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
         raise _unsupported(eqn, "of anything but rows")
     (axis,) = axes
     others = [i for i in range(operand.ndim) if i != axis]
-    places = (*range(axis), *range(axis + ids.ndim - 1, operand.ndim + ids.ndim - 2))
-    if numbers.offset_dims != places or any(eqn.params["slice_sizes"][i] != operand.shape[i] for i in others):
+    offsets = (*range(axis), *range(axis + ids.ndim - 1, operand.ndim + ids.ndim - 2))
+    if numbers.offset_dims != offsets or any(eqn.params["slice_sizes"][i] != operand.shape[i] for i in others):
         raise _unsupported(eqn, "of parts of rows")
     last = np.array(operand.shape[axis] - 1, ids.dtype)
     rows = graph.reshape(inputs[1], ids.shape[:-1])

@@ -111,8 +111,8 @@ class BiasArrays(PairBias):
         return *self.terms, *(weight for weight in self.weights if weight is not None)
 
     def with_arrays(self, arrays: tuple[Array, ...]) -> BiasArrays:
-        terms, given = arrays[: len(self.terms)], iter(arrays[len(self.terms) :])
-        return BiasArrays(terms, tuple(None if weight is None else next(given) for weight in self.weights))
+        terms, weights = arrays[: len(self.terms)], iter(arrays[len(self.terms) :])
+        return BiasArrays(terms, tuple(None if weight is None else next(weights) for weight in self.weights))
 
     def windows(self, queries: Span, keys: Span) -> tuple[tuple[Span, Span], ...]:
         def along(length: int, span: Span) -> Span:

@@ -56,8 +56,8 @@ class _Visible:
 
     def __call__(self, queries: Sequence[Array], keys: Sequence[Array], seed: Array, streams: Array) -> TileMask:
         """Codes are those of `_round_codes`."""
-        own, *earlier, index = (q - k for q, k in zip(queries, keys, strict=True))
-        visible = self._within(own)
+        current, *earlier, index = (q - k for q, k in zip(queries, keys, strict=True))
+        visible = self._within(current)
         for difference in earlier:
             visible = visible & ~self._within(difference)
         if self.settings.hides_self:
@@ -312,7 +312,7 @@ def _sorted_round(
     lane = jnp.arange(lanes, dtype=jnp.int32)[:, None]
     places = order + lane * length
     back = jnp.put_along_axis(order, order, jnp.arange(length, dtype=jnp.int32)[None], axis=1, inplace=False)
-    own = _take(lax.dynamic_index_in_dim(codes, number, axis=1, keepdims=False), places)
+    current = _take(lax.dynamic_index_in_dim(codes, number, axis=1, keepdims=False), places)
     earlier = [_take(codes[:, e], places) for e in range(codes.shape[1] - 2)]
     nowhere = -2 - settings.window  # not within the window of any coordinate, nor of tiles.PAD
     hidden = [jnp.where(number > e, x, nowhere) for e, x in enumerate(earlier)]
@@ -323,7 +323,8 @@ def _sorted_round(
         return _Sorted(jnp.pad(places, ((0, 0), width), constant_values=jnp.int32(-1)), index, codes)
 
     of_queries, of_keys = tiles.padding(band, lanes, length)
-    return padded(of_queries, [own, *hidden, order], nowhere), padded(of_keys, [own, *earlier, order], tiles.PAD)
+    queries = padded(of_queries, [current, *hidden, order], nowhere)
+    return queries, padded(of_keys, [current, *earlier, order], tiles.PAD)
 
 
 @array_op("B T N", buckets="B T N")
