@@ -51,7 +51,7 @@ class Graph:
           The name; equal constants share it.
         """
         array = stored(np.asarray(value))
-        key = (array.dtype.str, array.shape, hashlib.sha256(array.reshape(-1).view(np.uint8)).digest())
+        key = (array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).digest())
         if key not in self._names:
             self._names[key] = f"c{len(self.constants)}"
             self.constants[self._names[key]] = self.onnx.numpy_helper.from_array(array, self._names[key])
