@@ -71,6 +71,7 @@ def _run(argv: Sequence[str]) -> None:
     """Plans a step with the settings of the flags, and prints and draws the result."""
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE)
+    _check_no_sizes_of_steps()
     if cli.FLAGS["from"].value is not None:
         _print_sizes_of_run(cli.FLAGS["from"].value, overrides)
         return
@@ -110,6 +111,14 @@ def _run(argv: Sequence[str]) -> None:
         print(compiled.compare(costs, f.depth, f.device))
     if costs and out:
         print(render.draw(costs, device, f.device, out))
+
+
+def _check_no_sizes_of_steps() -> None:
+    """Raises InputError for flags about training steps where the sizes of a model are asked for."""
+    asked = [name for name in ("from", "recipe") if cli.FLAGS[name].present]
+    ignored = [name for name in ("devices", "device", "depth", "search", "out") if cli.FLAGS[name].present]
+    if asked and ignored:
+        raise InputError(f"--{asked[0]} prints sizes of a model, not of a training step: leave out --{ignored[0]}")
 
 
 def _print_sizes(values: Any) -> None:

@@ -91,7 +91,30 @@ def read_weights(path: str | os.PathLike[str]) -> tuple[Any, Any]:
       InputError: The file is damaged, or has a kind of weight that this version does not know.
     """
     arrays, header = container.read(path)
-    flat: dict[str, Any] = {"/".join(names): jnp.asarray(array) for names, array in _flat(arrays)}
+    flat = {"/".join(names): jnp.asarray(array) for names, array in _flat(arrays)}
+    return _assembled(path, flat, header), header["metadata"]
+
+
+def read_outline(path: str | os.PathLike[str]) -> Any:
+    """Reads the shapes of the weights of a model, from the header of its file.
+
+    Args:
+      path: A file of `write_weights`.
+
+    Returns:
+      The tree of `read_weights`, with a `jax.ShapeDtypeStruct` in place of each array.
+
+    Raises:
+      InputError: As `read_weights`.
+    """
+    file = container.Container(path)
+    flat = {name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for name, entry in file.entries.items()}
+    return _assembled(path, flat, file.metadata)
+
+
+def _assembled(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: Mapping[str, Any]) -> Any:
+    """The tree of arrays, or their shapes, with the Weights that the header describes."""
+    flat: dict[str, Any] = dict(arrays)
     # Innermost first: a part of a Weight may be a Weight itself.
     for name, fields in sorted(header["weights"].items(), key=lambda item: -item[0].count("/")):
         kind = KINDS.get(fields["kind"])
@@ -103,7 +126,7 @@ def read_weights(path: str | os.PathLike[str]) -> tuple[Any, Any]:
     tree = _nested(flat)
     for name in sorted(header["tuples"], key=len, reverse=True):
         _replace(tree, name.split("/"), lambda node: tuple(node[str(i)] for i in range(len(node))))
-    return tree, header["metadata"]
+    return tree
 
 
 SPARSE_SHARE = 0.5  # arrays with a larger share of zeros are stored by their non-zeros

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,8 +11,9 @@ import jax
 import numpy as np
 
 from hpnlp.compress import container, huffman, packing
-from hpnlp.compress.files import file_content, stored_bytes
+from hpnlp.compress.files import file_content, read_outline, stored_bytes
 from hpnlp.compress.recipe import Calibration, Stage
+from hpnlp.ops.weight import parameter_count
 
 ORIGINAL = "original"
 # Bytes of a Huffman stream beyond its codes: code lengths of 256 symbols that zlib cannot shrink, and the last word.
@@ -26,7 +26,7 @@ class Size:
 
     Attributes:
       stage: Spec of the stage; ORIGINAL for the model before.
-      parameters: Elements of all arrays: factors, codes and scales. A byte that holds several codes counts as one.
+      parameters: Numbers of the model: weights, factors, codes and scales.
       memory_bytes: Bytes of the arrays; integers of 4 bits count half a byte.
       disk_bytes: Bytes of the file of `hpnlp compress`.
       is_bound: Some arrays have codes whose length depends on their values, and `disk_bytes` is an upper bound. Otherwise it
@@ -84,10 +84,8 @@ def file_sizes(path: str | os.PathLike[str], stage: str) -> Size:
     Raises:
       InputError: There is no such file, or its header is damaged.
     """
-    entries = container.Container(path).entries
-    shapes = {name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for name, entry in entries.items()}
-    count = sum(math.prod(shape.shape) for shape in shapes.values())
-    return Size(stage, count, stored_bytes(shapes), os.path.getsize(path), is_bound=False)
+    shapes = read_outline(path)
+    return Size(stage, parameter_count(shapes), stored_bytes(shapes), os.path.getsize(path), is_bound=False)
 
 
 def _no_gradients(config: Any, weights: Any) -> Any:
@@ -101,7 +99,7 @@ def _size(stage: str, shapes: Any, step: int, prunes: bool) -> Size:
     has_codes = any(block.encoding not in ("raw", "packed(4)") for block in blocks.values())
     return Size(
         stage,
-        sum(leaf.size for leaf in leaves.values()),
+        parameter_count(shapes),
         stored_bytes(leaves),
         container.planned_size(blocks, header),
         is_bound=has_codes or prunes,

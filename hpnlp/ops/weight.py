@@ -83,6 +83,14 @@ class Weight(abc.ABC):
           This object with a tuple of names in place of each array.
         """
 
+    def parameter_count(self) -> int:
+        """Numbers of the representation: codes, factors, scales and indices.
+
+        Returns:
+          The number; several codes in a byte count each.
+        """
+        return sum(leaf.size for leaf in jax.tree.leaves(self))
+
     def __getitem__(self, ids: Any) -> Float[Array, "*tokens F"]:
         """`take`; also of numpy arrays."""
         return as_arrays(self).take(as_arrays(ids))
@@ -98,6 +106,19 @@ def is_weight(node: Any) -> bool:
       True for a Weight; False for an array or a container.
     """
     return isinstance(node, Weight)
+
+
+def parameter_count(params: Any) -> int:
+    """Numbers of all parameters of a tree.
+
+    Args:
+      params: A tree of arrays, or their shapes, and Weights of these.
+
+    Returns:
+      The sum of the sizes of arrays and of `Weight.parameter_count`.
+    """
+    nodes = jax.tree.leaves(params, is_leaf=is_weight)
+    return sum(node.parameter_count() if isinstance(node, Weight) else node.size for node in nodes)
 
 
 def axes_of(w: Any, names: tuple[str | None, ...]) -> Any:

@@ -18,6 +18,7 @@ from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.compress.files import WEIGHTS_FILE, encoding_of, stored_bytes, write_weights
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
 from hpnlp.models import variables
+from hpnlp.ops.weight import parameter_count
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, parse_one
 from hpnlp.training import gradients, loop, run_directory
@@ -105,6 +106,11 @@ def compress_run(
             f"--finetune={finetune} trains after the stages that remove units or weights, and the recipe {recipe!r} has none: "
             "leave it out, or train with train.weights first"
         )
+    unused = [name for name in changes or {} if not finetune and not name.startswith("data.")]
+    if unused:
+        raise InputError(f"{', '.join(unused)}: settings of further training, of which there is none: add --finetune=STEPS")
+    if finetune and "train.steps" in (changes or {}):
+        raise InputError(f"train.steps and --finetune={finetune} both set the steps: leave out train.steps")
     source, target = Path(source), Path(target)
     for name in ("config.json", WEIGHTS_FILE, "checkpoints"):
         if (target / name).exists():
@@ -132,7 +138,7 @@ def compress_run(
     return [
         Measurement(
             version.stage,
-            sum(leaf.size for leaf in jax.tree.leaves(version.params)),
+            parameter_count(version.params),
             stored_bytes(version.params),
             size,
             {count: of_version[index] for count, of_version in seconds.items()},

@@ -25,7 +25,13 @@ def plan(run, tmp_path, monkeypatch):
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):  # restored afterwards; the command sets them
         monkeypatch.setenv(name, os.environ.get(name, ""))
     out = tmp_path / "plan.png"
-    return lambda *argv: run("plan", "--config=experiments/lm/bytes.py", *FIELDS, f"--out={out}", *argv), out
+    config = "--config=experiments/lm/bytes.py"
+
+    def call(*argv):
+        drawn = [] if any(flag.startswith("--recipe") for flag in argv) else [f"--out={out}"]
+        return run("plan", config, *FIELDS, *drawn, *argv)
+
+    return call, out
 
 
 def test_plan_for_many_devices_is_printed_and_drawn(plan):
@@ -112,6 +118,7 @@ def test_search_continues_after_an_invalid_plan(plan, monkeypatch):
             "--out=nowhere/plan.png cannot be written: use a file in an existing directory",
         ),
         (("--out=plan.gif",), "--out=plan.gif: unknown image format; use .png"),
+        (("--recipe=int8", "--devices=4"), "--recipe prints sizes of a model, not of a training step: leave out --devices"),
         (("--depth=tpu", "--device=h100"), "--depth=tpu compiles for --device=v5e or v5p, not for h100"),
     ],
 )

@@ -83,6 +83,7 @@ CALLS = {
 # Functions that return no arrays.
 ON_HOST = {
     "weight.is_weight",
+    "weight.parameter_count",
     "weight.axes_of",
     "weight.is_stacked",
     "weight.scale_axes",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.models.export.functions import ExportedFunction
+from hpnlp.models.export.functions import ExportedFunction, replace_file
 from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, Graph, import_onnx
 from hpnlp.models.export.onnx_rules import rule_of
 from hpnlp.types import InputError
@@ -56,14 +55,7 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 1) -> None:
         ir_version=IR_VERSION,
         producer_name="hpnlp",
     ).SerializeToString()
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror}): use another path") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, content)
 
 
 def _run(graph: Graph, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from hpnlp.models.export.functions import ExportedFunction
+from hpnlp.models.export.functions import ExportedFunction, replace_file
 from hpnlp.types import InputError
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -55,11 +55,4 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0, platforms: 
     if len(exported.mlir_module_serialized) > _MAX_BYTES:
         raise InputError("the model has over 2 GB, which is the limit of the format: compress it first")
     content = exported.serialize()
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror}): use another path") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, content)

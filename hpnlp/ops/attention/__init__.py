@@ -20,12 +20,13 @@ from hpnlp.ops.attention.masks.patterns import (
 )
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.operands import Operands
+from hpnlp.ops.attention.pair_bias import BiasArrays
 from hpnlp.ops.attention.positions.bias import alibi, relative_shift, shaw, t5_bias, transformer_xl
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.ops.attention.reference import reference
 
 __all__ = [
-    "Blockwise", "Causal", "Dilated", "Fixed", "Full", "Global", "GlobalAt", "Mask", "Operands", "PerHead", "Prefix",
+    "BiasArrays", "Blockwise", "Causal", "Dilated", "Fixed", "Full", "Global", "GlobalAt", "Mask", "Operands", "PerHead", "Prefix",
     "RandomBlocks", "Scaling", "Sinks", "Strided", "Where", "Window", "alibi", "attend", "bigbird", "explain", "flash",
     "longformer", "merge", "reference", "relative_shift", "rope", "shaw", "sparse_transformer_fixed",
     "sparse_transformer_strided", "t5_bias", "transformer_xl", "yarn",

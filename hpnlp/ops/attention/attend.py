@@ -16,7 +16,7 @@ from hpnlp.ops.attention.dispatch import explain_choice, kernel_module, resolve,
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.operands import Operands
-from hpnlp.ops.attention.pair_bias import BiasArrays
+from hpnlp.ops.attention.pair_bias import PairBias
 from hpnlp.ops.attention.reference import dense_attention
 from hpnlp.ops.attention.validate import validate
 from hpnlp.types import InputError
@@ -134,7 +134,7 @@ def attend(
     impl = resolve(impl, block_size, q, k, v, mask, operands)
     if impl == "xla":
         return flash(q, k, v, mask, operands, block_size=block_size)
-    if isinstance(bias, BiasArrays):
+    if isinstance(bias, PairBias):
         operands = dataclasses.replace(operands, bias=bias.dense())
     if impl == "reference":
         return dense_attention(q, k, v, mask, operands)

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from hpnlp.types import InputError
+
 # Start and size of consecutive elements of an axis.
 Span = tuple[Any, int]
 
@@ -79,6 +81,17 @@ class PairBias(abc.ABC):
           float32, in the shapes of the parts.
         """
 
+    def dense(self) -> Float[Array, "B N T S"]:
+        """The bias as an array, for implementations other than "xla".
+
+        Returns:
+          float32; axes may be 1.
+
+        Raises:
+          InputError: The bias is computed tile by tile only.
+        """
+        raise InputError(f'a bias of type {type(self).__name__} is computed tile by tile: pass impl="xla"')
+
     def of_heads(self, heads: Any) -> PairBias:
         """The bias of some query heads.
 
@@ -131,7 +144,6 @@ class BiasArrays(PairBias):
         return *terms, *(_sum_to(db * x.astype(jnp.float32), weight.shape) for x, weight in pairs)
 
     def dense(self) -> Float[Array, "B N T S"]:
-        """The bias as an array, whose axes are 1 where those of all terms are."""
         return self.combine(*self.arrays)
 
 

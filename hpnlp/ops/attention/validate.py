@@ -106,6 +106,8 @@ def _check_bias(bias: Any, shape: tuple[int, ...]) -> None:
     """Checks that a bias is a function of as many heads as the queries have, or floats that broadcast to [B, N, T, S]."""
     if bias is None:
         return
+    if isinstance(bias, BiasArrays) and len(bias.terms) != len(bias.weights):
+        raise InputError(f"BiasArrays of {len(bias.terms)} terms and {len(bias.weights)} weights: expected one for each")
     if isinstance(bias, PairBias):
         for array in bias.terms if isinstance(bias, BiasArrays) else ():
             _check_bias(array, shape)

@@ -74,6 +74,9 @@ class PackedWeight(Weight):
         rows = _integers(fields & (2**bits - 1), self.levels).astype(jnp.float32)
         return rows * self.scales[ids // (self.rows // self.scales.shape[0])]
 
+    def parameter_count(self) -> int:
+        return self.codes.size // self.codes.shape[-2] * self.rows + self.scales.size
+
     def axes(self, names: tuple[str | None, ...]) -> Any:
         *leading, _, column = names
         scales = scale_axes(self.scales, names, self.rows)

@@ -17,6 +17,7 @@ from hpnlp.ops.weights import (
     ternarize,
     to_floats,
 )
+from hpnlp.ops.weight import parameter_count
 from hpnlp.ops.weights.packed import LEVELS
 from hpnlp.types import InputError
 from tests.contracts import once
@@ -117,7 +118,9 @@ def test_packing_is_undone(levels, rows):
 def test_packed_integers_equal_integers_of_4_bits():
     weight = quantize(W[:12], 4, group=4)
     x = np.random.default_rng(1).normal(size=(3, 12)).astype(np.float32)
-    np.testing.assert_allclose(linear(x, pack(weight, "int4")), linear(x, weight), rtol=1e-6)
+    packed = pack(weight, "int4")
+    np.testing.assert_allclose(linear(x, packed), linear(x, weight), rtol=1e-6)
+    assert parameter_count({"a": packed}) == parameter_count({"a": weight}) == weight.codes.size + weight.scales.size
 
 
 @pytest.mark.parametrize(

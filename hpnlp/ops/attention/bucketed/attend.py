@@ -55,7 +55,7 @@ class _Visible:
     settings: _Settings
 
     def __call__(self, queries: Sequence[Array], keys: Sequence[Array], seed: Array, streams: Array) -> TileMask:
-        """Codes are those of `_round_codes`."""
+        """Codes are those of `_sorted_round`."""
         current, *earlier, index = (q - k for q, k in zip(queries, keys, strict=True))
         visible = self._within(current)
         for difference in earlier:
@@ -295,9 +295,9 @@ class _Sorted:
 
 def _take(x: Array, index: Int[Array, "L P"]) -> Array:
     """`[L, P, ...]`, of `x [L, T, ...]` with the first two axes as one; for -1, 0 in rows, and any number in scalars."""
-    rows = x.reshape(-1, *x.shape[2:]).at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    rows = x.reshape(-1, *x.shape[2:]).at[index].get(mode="clip", wrap_negative_indices=False)
     # XLA:CPU vectorises a gather of rows only together with arithmetic, which takes a third of the time.
-    return rows if x.ndim == 2 else rows * (index >= 0).astype(x.dtype)[..., None]
+    return rows if x.ndim == 2 else jnp.where((index >= 0)[..., None], rows, jnp.zeros((), x.dtype))
 
 
 def _sorted_round(
