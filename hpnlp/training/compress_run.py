@@ -108,7 +108,9 @@ def compress_run(
         )
     unused = [name for name in changes or {} if not finetune and not name.startswith("data.")]
     if unused:
-        raise InputError(f"{', '.join(unused)}: settings of further training, of which there is none: add --finetune=STEPS")
+        raise InputError(
+            f"{', '.join(unused)}: settings of further training, of which there is none: add --finetune=STEPS"
+        )
     if finetune and "train.steps" in (changes or {}):
         raise InputError(f"train.steps and --finetune={finetune} both set the steps: leave out train.steps")
     source, target = Path(source), Path(target)

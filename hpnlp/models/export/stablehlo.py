@@ -1,8 +1,8 @@
 """StableHLO: a model as one file that JAX calls without hpnlp, in this version of JAX and for six months in later ones.
 
-    import jax
-    function = jax.export.deserialize(open("model.stablehlo", "rb").read())
-    logits = function.call(tokens)
+import jax
+function = jax.export.deserialize(open("model.stablehlo", "rb").read())
+logits = function.call(tokens)
 """
 
 from __future__ import annotations

@@ -107,7 +107,9 @@ def _check_bias(bias: Any, shape: tuple[int, ...]) -> None:
     if bias is None:
         return
     if isinstance(bias, BiasArrays) and len(bias.terms) != len(bias.weights):
-        raise InputError(f"BiasArrays of {len(bias.terms)} terms and {len(bias.weights)} weights: expected one for each")
+        raise InputError(
+            f"BiasArrays of {len(bias.terms)} terms and {len(bias.weights)} weights: expected one for each"
+        )
     if isinstance(bias, PairBias):
         for array in bias.terms if isinstance(bias, BiasArrays) else ():
             _check_bias(array, shape)

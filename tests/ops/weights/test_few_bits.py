@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.linear import linear
+from hpnlp.ops.weight import parameter_count
 from hpnlp.ops.weights import (
     IntegerWeight,
     PackedWeight,
@@ -17,7 +18,6 @@ from hpnlp.ops.weights import (
     ternarize,
     to_floats,
 )
-from hpnlp.ops.weight import parameter_count
 from hpnlp.ops.weights.packed import LEVELS
 from hpnlp.types import InputError
 from tests.contracts import once

@@ -64,7 +64,7 @@ def test_rounds_equal_dense_attention_over_the_union_of_their_pairs(causal, hide
 
 
 def test_padding_does_not_change_the_groups_of_tiles(monkeypatch):
-    """490 tokens, padded to 512 in 2 groups of 16 times 2 blocks; 512 tokens without padding would have groups of 17 times 2."""
+    """490 tokens, padded to 512 in 2 groups of 16 times 2 blocks; 512 tokens alone would have groups of 17 times 2."""
     monkeypatch.setattr(tiles, "CPU_SCORES", 17 * 8 * 16)
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.standard_normal((1, 490, 1, 4)), jnp.float32) for _ in range(3)]

@@ -42,7 +42,7 @@ def test_sums_of_terms_match_dense_scores():
     ("step", "block"), [(1, 4), (1 << 20, 4), (1 << 20, 1)], ids=["chunks of heads", "all heads", "blocks of one token"]
 )
 def test_weighted_bias_arrays_in_tiles_match_their_sum(step, block):
-    """Tiles of some of 11 tokens, in steps of several; shared axes of the arrays; values and gradients of arrays and weights."""
+    """Tiles of some of 11 tokens, in steps of several; shared axes of arrays; values and gradients of arrays and weights."""
     rng = np.random.default_rng(0)
     terms = [(2, 4, 11, 11), (1, 4, 11, 11), (1, 1, 1, 11), (2, 4, 11, 1)]
     tree = {
