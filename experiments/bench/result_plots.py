@@ -148,7 +148,7 @@ def plot_efficiency(rows: Rows, path: Path) -> None:
     """Speed and peak memory of a training step relative to full attention, by length."""
     mixers = list(dict.fromkeys(row["mixer"] for row in rows))
     full = {row["length"]: row for row in rows if row["mixer"] == "full"}
-    figure, panels = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(11, max(5.0, 0.17 * len(mixers))), layout="constrained")
     titles = {"steps_per_second": "steps per second", "peak_memory_bytes": "peak memory of the process"}
     for axes, (field, title) in zip(panels, titles.items(), strict=True):
         for index, mixer in enumerate(mixers):
@@ -158,7 +158,9 @@ def plot_efficiency(rows: Rows, path: Path) -> None:
         axes.set(xlabel="tokens", title=f"{title}, relative to full", xscale="log", yscale="log")
         axes.set_xticks(sorted(full), [f"{length:,}" for length in sorted(full)])
         axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         axes.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)

@@ -27,7 +27,7 @@ from hpnlp.ops.attention.reference import reference
 
 __all__ = [
     "BiasArrays", "Blockwise", "Causal", "Dilated", "Fixed", "Full", "Global", "GlobalAt", "Mask", "Operands", "PerHead",
-    "Prefix", "RandomBlocks", "Scaling", "Sinks", "Strided", "Where", "Window", "alibi", "attend", "bigbird", "explain", "flash",
-    "longformer", "merge", "reference", "relative_shift", "rope", "shaw", "sparse_transformer_fixed",
+    "Prefix", "RandomBlocks", "Scaling", "Sinks", "Strided", "Where", "Window", "alibi", "attend", "bigbird", "explain",
+    "flash", "longformer", "merge", "reference", "relative_shift", "rope", "shaw", "sparse_transformer_fixed",
     "sparse_transformer_strided", "t5_bias", "transformer_xl", "yarn",
 ]  # fmt: skip
