@@ -54,5 +54,5 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0, platforms: 
         ) from error
     if len(exported.mlir_module_serialized) > _MAX_BYTES:
         raise InputError("the model has over 2 GB, which is the limit of the format: compress it first")
-    content = exported.serialize()
+    content = bytes(exported.serialize())
     replace_file(path, content)
