@@ -106,6 +106,12 @@ def compress_run(
             f"--finetune={finetune} trains after the stages that remove units or weights, and the recipe {recipe!r} has none: "
             "leave it out, or train with train.weights first"
         )
+    source, target = Path(source), Path(target)
+    for name in ("config.json", WEIGHTS_FILE, "checkpoints"):
+        if (target / name).exists():
+            raise InputError(f"{target} already holds {name}: choose another directory")
+    run = run_directory.load(source)
+    run = dataclasses.replace(run, config=_changed(run.config, changes or {}))
     unused = [name for name in changes or {} if not finetune and not name.startswith("data.")]
     if unused:
         raise InputError(
@@ -113,12 +119,6 @@ def compress_run(
         )
     if finetune and "train.steps" in (changes or {}):
         raise InputError(f"train.steps and --finetune={finetune} both set the steps: leave out train.steps")
-    source, target = Path(source), Path(target)
-    for name in ("config.json", WEIGHTS_FILE, "checkpoints"):
-        if (target / name).exists():
-            raise InputError(f"{target} already holds {name}: choose another directory")
-    run = run_directory.load(source)
-    run = dataclasses.replace(run, config=_changed(run.config, changes or {}))
     check_plain(run.params)
     dataset = tasks.find(run.config.task).dataset(run.config.data, run.vocabulary)
     calibration = Calibration(_Gradients(run, dataset, calibration_batches))

@@ -217,8 +217,8 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
     if set(differences[nearest]) == {"head_dim"}:
         raise InputError(
             f"no family of transformers has such a model: heads of {nearest} have dim / heads = {config.dim} / {config.heads} "
-            f"features, and those of this model {config.head_size}, because heads were removed: leave heads(...) out of the "
-            "recipe, or set model.head_dim=0"
+            f"features, and those of this model {config.head_size}: set model.head_dim=0 before training, or leave heads(...) "
+            "out of the recipe"
         )
     listed = ", ".join(f"{field} is {there!r}, not {here!r}" for field, (there, here) in differences[nearest].items())
     flags = " ".join(f"--config.model.{field}={there}" for field, (there, _) in differences[nearest].items())

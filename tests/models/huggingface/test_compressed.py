@@ -90,7 +90,7 @@ def test_checkpoints_of_compressed_models_are_read_again(name, tmp_path):
     [
         (LLAMA, "heads(0.6,by=magnitude,across_layers=True)", r"heads is \d in layers [\d ]+, \d in layers .*across_layers"),
         (LLAMA, "mlp(0.7,by=magnitude,across_layers=True)", r"mlp_dim is \d+ in layers [\d ]+, \d+ in layers .*same share"),
-        (GPT2, "heads(0.5,by=magnitude)", r"dim / heads = 32 / 2 features, and those of this model 8, .*leave heads"),
+        (GPT2, "heads(0.5,by=magnitude)", r"dim / heads = 32 / 2 features, and those of this model 8: .*leave heads"),
         (BERT, "heads(0.5,by=magnitude)", r"of bert have dim / heads = 32 / 2 features, and those of this model 8"),
     ],
 )  # fmt: skip

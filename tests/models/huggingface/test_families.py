@@ -130,7 +130,10 @@ def test_missing_setting_raises(llama):
         ),
         (GPT2 | {"mlp": "swiglu"}, "in gpt2, the nearest, mlp is 'gelu', not 'swiglu'"),
         (GPT2 | {"mlp": "gelu", "kv_heads": 1}, "in gpt2, the nearest, kv_heads is 2, not 1"),
-        (GPT2 | {"mlp": "gelu", "head_dim": 6}, "in gpt2, the nearest, head_dim is 4, not 6"),
+        (
+            GPT2 | {"mlp": "gelu", "head_dim": 6},
+            "heads of gpt2 have dim / heads = 8 / 2 features, and those of this model 6",
+        ),
         ({"max_len": 0}, "config.max_len is 0: set it"),
     ],
 )
