@@ -29,6 +29,7 @@ gc.set_threshold(50_000)  # at Python's default of 700, tracing spends 10 % of i
 import chex  # noqa: E402  (imports jax)
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 # No deadline, since first examples compile. The same examples in every run, so that failures are reproducible.
@@ -83,6 +84,14 @@ def strict_numerics(request):
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture
+def symbolic_sizes():
+    """Disables run-time type checks, by which sizes that are symbols are no integers."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True)

@@ -132,7 +132,7 @@ def _convolve(ahead: int, x: Array, kernel: Array, segment_ids: Array | None) ->
     return _sum_of_taps(x, weights, [tap - ahead for tap in range(kernel.shape[0])], segment_ids)
 
 
-def _convolve_forward(ahead: int, x: Array, kernel: Array, segment_ids: Array | None) -> tuple[Array, Any]:
+def _convolve_forward(ahead: int, x: Any, kernel: Any, segment_ids: Any) -> tuple[Any, Any]:
     return _convolve(ahead, x, kernel, segment_ids), (x, kernel, segment_ids)
 
 

@@ -37,6 +37,7 @@ def largest_code(bits: int) -> int:
     return 2 ** (bits - 1) - 1
 
 
+@array_op()
 def grouped(w: Float[Array, "D F"], *, group: int = 0, by_row: bool = False) -> Float[Array, "groups size columns"]:
     """A matrix with the numbers that share a scale on the second axis.
 

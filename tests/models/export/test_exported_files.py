@@ -41,6 +41,7 @@ def make(config, recipe):
     return function, inputs
 
 
+@pytest.mark.usefixtures("symbolic_sizes")
 @pytest.mark.parametrize(
     ("config", "recipe"),
     [(LLAMA, "layers(2),heads(0.5,by=magnitude)"), (BERT, "int8")],

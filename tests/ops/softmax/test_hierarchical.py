@@ -279,7 +279,7 @@ def test_gathered_rows_give_the_same_loss_and_gradients(name, levels, monkeypatc
     kept = np.unique(ids)
 
     def loss(h, rows, kept):
-        return tree_nll(h, rows if kept is None else TableRows(kept, rows), tree, labels).sum()
+        return tree_nll(h, rows if kept is None else TableRows(jnp.asarray(kept), rows), tree, labels).sum()
 
     slopes = jax.value_and_grad(loss, (0, 1))
     both = lambda h, table: (slopes(h, table[kept], kept), slopes(h, table, None))  # noqa: E731

@@ -126,7 +126,7 @@ def tiled_scores(a: Any, b: Any, keys: int) -> Float[Array, "B N T S"]:
     """
     if keys > a.shape[3] * b.shape[3]:
         raise InputError(f"{keys} keys: expected at most {a.shape[3]} x {b.shape[3]}, the sizes of both factors")
-    a, b = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (a, b))
+    a, b = (jnp.asarray(x, jnp.float32).transpose(0, 2, 1, 3) for x in (a, b))
     return (b[..., :, None] * a[..., None, :]).reshape(*a.shape[:3], -1)[..., :keys]
 
 
