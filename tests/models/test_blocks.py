@@ -25,7 +25,7 @@ from hpnlp.types import InputError
 from tests.contracts import once
 from tests.drawn import drawn, drawn_params
 from tests.models.test_seq2seq import make, make_batch
-from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, trainer_of
+from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, initialised_state, trainer_of
 
 CONFIG = LMConfig(vocab=11, dim=16, heads=2, layers=2, max_len=64, mlp="relu", mlp_dim=24)
 LENGTH = 14
@@ -266,7 +266,7 @@ def test_sandwich_norms_and_soft_caps_match_one_device(plan):
     fields = {"norm": "rms_zero_centered", "norm_placement": "sandwich", "embed_scale": True}
     fields |= {"mixer": "full(soft_cap=0.5,scale=0.7)", "output": "full(soft_cap=1.5)"}
     model = dataclasses.replace(MODEL, **fields, dropout=0.0)
-    single, parallel = (Run(trainer_of(*where, model), model) for where in (ONE, (plan, 8)))
+    single, parallel = (Run(trainer_of(*where, model), model, make=initialised_state) for where in (ONE, (plan, 8)))
     for seed in range(2):
         expected, actual = single.step(batch_of(seed)), parallel.step(batch_of(seed))
         assert actual == pytest.approx(expected, rel=1e-5)

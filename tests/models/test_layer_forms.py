@@ -19,7 +19,7 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests.models.test_lm import SMALL, make, make_batch, run
-from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, trainer_of
+from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, initialised_state, trainer_of
 
 # A period of convolution, full attention of fewer heads, and convolution, and two more layers.
 HYBRID = {"mixer": "conv(3),full,conv(3)", "form": "block,block(heads=2,mlp_dim=32),block", "layers": 5}
@@ -161,7 +161,7 @@ def test_layouts_match_one_device(name):
     """Losses of several steps, and the gradients of the first, each leaf."""
     plan, fields = LAYOUTS[name]
     model = dataclasses.replace(PARALLEL, **fields)
-    single, parallel = (Run(trainer_of(*where, model), model) for where in (ONE, (plan, 8)))
+    single, parallel = (Run(trainer_of(*where, model), model, make=initialised_state) for where in (ONE, (plan, 8)))
     for seed in range(2 if name == FAST else 5):
         expected, actual = single.step(batch_of(seed)), parallel.step(batch_of(seed))
         assert actual == pytest.approx(expected, rel=1e-5)

@@ -70,10 +70,10 @@ def batch_of(seed):
 class Run:
     """A trainer with its state. The initial state is the same on every layout; `scale` is its loss scale, or None."""
 
-    def __init__(self, trainer, model=MODEL, scale=None):
+    def __init__(self, trainer, model=MODEL, scale=None, make=None):
         self.trainer = trainer
         shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes)
-        self.state = jax.device_put(dataclasses.replace(initial_state(model), scale=scale), shardings)
+        self.state = jax.device_put(dataclasses.replace((make or initial_state)(model), scale=scale), shardings)
 
     def step(self, batch):
         put = jax.device_put(batch, self.trainer.batch_sharding)
@@ -100,6 +100,12 @@ def trainer_of(plan=ONE[0], devices=ONE[1], model=MODEL, **changes):
 @functools.cache
 def initial_state(model=MODEL):
     return drawn_state(trainer_of(model=model, loss_scale=0.0).state_shapes)
+
+
+@functools.cache
+def initialised_state(model=MODEL):
+    """The state of `Trainer.init`, whose values are more like those of trained models than drawn ones; slower to compile."""
+    return jax.device_get(trainer_of(model=model, loss_scale=0.0).init(jax.random.key(0)))
 
 
 PROGRAMS = {}  # (plan, devices) -> number of programs that the steps of a reference run compiled; JAX may drop them later
