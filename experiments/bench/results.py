@@ -183,9 +183,9 @@ def arena(result: Mapping[str, Any]) -> str:
     count = full["heldout_examples"]
     error = 100 * math.sqrt(full["accuracy"] * (1 - full["accuracy"]) / count)
     text = (
-        f"Measured on {machine(result['environment'])}: as many steps as each mixer does in the time of {full['steps']:,} "
-        f"steps of `full`, batches of {full['batch_size']}, {count:,} held-out examples (standard error {error:.1f} points; "
-        f"the most frequent result has {100 * full['majority_accuracy']:.1f} %)."
+        f"Measured on {machine(result['environment'])}: task `{full['task']}`, as many steps as each mixer does in the time of "
+        f"{full['steps']:,} steps of `full`, batches of {full['batch_size']}, {count:,} held-out examples (standard error "
+        f"{error:.1f} points; the most frequent result has {100 * full['majority_accuracy']:.1f} %)."
     )
     return f"{text}\n\n{table_of(columns, 'mixer')}\n\n![Accuracy, speed and memory of mixers](../images/arena-cpu.png)"
 
