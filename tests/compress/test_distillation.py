@@ -196,7 +196,7 @@ def test_schedules_choose_terms_and_layers():
     first = [float(out.sum) / weight for out in sums]
     assert first[0] + first[1] == pytest.approx(means["distill_hidden"], rel=1e-4) and min(first[:2]) > 0
     assert first[2] == pytest.approx(2 * means["distill_logits"], rel=1e-5) == pytest.approx(first[3], rel=1e-5)
-    buffers = model.advance(weights["buffers"], {}, jnp.int32(5), None)
+    buffers = model.advance(weights["buffers"], {}, jnp.int32(5), jax.random.key(0))
     assert float(buffers[OWN]["done"]) == 6 / 8
 
 
@@ -262,7 +262,7 @@ def test_encoders_report_what_recipes_compare(name):
 
 def test_stored_logits_replace_the_teacher():
     batch, full = batch_of(0), distilled("hinton")
-    weights = values_of(full)
+    weights = jax.tree.map(jnp.asarray, values_of(full))
     values = full.teacher.apply(weights["frozen"][TEACHER], batch, True, ("logits",), method="loss").taps["logits"]
     student = {name: tree for name, tree in weights.items() if name != "frozen"}
     expected = loss_of(full, weights, batch).sum
