@@ -8,7 +8,7 @@ Transformer (Rae et al. 2020, arXiv 1911.05507), and full attention to the seque
 Compressive Transformer 48 compressed memories of 3 tokens. The second evaluates the same parameters with other lengths of the
 memory: context length against loss. `hpnlp train` with this file trains Transformer-XL.
 
-Not measured yet. Hardware: any; the model is small enough for two cores.
+Two cores: about a minute for each run; the guide of mixers has the losses.
 """
 
 from __future__ import annotations
