@@ -259,7 +259,7 @@ class Distillation(Distilled):
 
     @property
     def taps(self) -> tuple[str, ...]:
-        """What the terms compare, names of `PredictionModel.tapped`."""
+        """Names of `PredictionModel.tapped` that the terms compare."""
         return tuple(sorted(frozenset().union(*(term.taps for term in self.terms))))
 
     def check_layout(self, layout: Any) -> None:
@@ -345,7 +345,7 @@ class Distillation(Distilled):
         return dataclasses.replace(out, sum=total, aux={**out.aux, **aux}, taps={})
 
     def _target(self, variables: Mapping[str, Any], batch: Mapping[str, Array], taps: tuple[str, ...]) -> Any:
-        """What the teacher reports."""
+        """Outputs of the teacher for a batch, computed or stored."""
         if self.stored:
             return {name: batch[name] for name in self.training_arrays}
         batch = {name: batch[name] for name in self.teacher.batch_axes()}

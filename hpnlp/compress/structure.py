@@ -23,7 +23,7 @@ UNITS = {"heads": {"kv_heads": "kv_head_count", "heads": "heads"}, "mlp": {"mlp"
 
 
 def importance(layer: Layer, unit: str, gradients: Any = None) -> np.ndarray:
-    """How much each unit of a layer matters.
+    """Importance of each unit of a layer.
 
     Args:
       layer: The layer.
