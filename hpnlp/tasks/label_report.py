@@ -166,7 +166,7 @@ def drawn_confusion(confusion: np.ndarray, labels: tuple[str, ...]) -> Heatmap:
 
 
 def _examples(outcome: Outcome, show: Callable[[Place], str], note: str) -> Iterator[str]:
-    """Lines of a table of held-out labels, spread over all examples: the surest right ones and the surest wrong ones."""
+    """Lines of a table of held-out labels, spread over all examples: the most confident right and wrong ones."""
     dataset, labels = outcome.dataset, outcome.dataset.labels
     stored = dataset.stored[HELDOUT]
     numbers = stored.spread(outcome.config.data.batch_size * EXAMPLE_BATCHES).tolist()
@@ -174,15 +174,15 @@ def _examples(outcome: Outcome, show: Callable[[Place], str], note: str) -> Iter
     probabilities = np.asarray(jax.nn.softmax(outcome.compiled("logits")(batch)))
     predicted, best = probabilities.argmax(axis=-1), probabilities.max(axis=-1)
     places = np.argwhere(batch["weights"] > 0)
-    surest = places[np.argsort(-best[tuple(places.T)], kind="stable")]
-    yield f"The surest right and wrong predictions among {len(numbers):,} held-out examples{note}:"
+    by_confidence = places[np.argsort(-best[tuple(places.T)], kind="stable")]
+    yield f"The most confident right and wrong predictions among {len(numbers):,} held-out examples{note}:"
     yield ""
     yield "| label | prediction | probability | text |"
     yield "|---|---|---|---|"
     for is_right in (True, False):
-        chosen = [at for at in map(tuple, surest.tolist()) if (predicted[at] == batch["labels"][at]) == is_right][
-            :EXAMPLES
-        ]
+        chosen = [
+            at for at in map(tuple, by_confidence.tolist()) if (predicted[at] == batch["labels"][at]) == is_right
+        ][:EXAMPLES]
         for at in chosen:
             text = " ".join(show(Place(dataset, batch, numbers[at[0]], at)).split())
             names = (_shown(labels[label[at]]).replace("|", r"\|") for label in (batch["labels"], predicted))
