@@ -20,7 +20,7 @@ def plot_curves(
     path: Path,
     report: Mapping[str, Any] | None = None,
     levels: Mapping[str, float] | None = None,
-    unit: str = "a token",
+    unit: str = "token",
 ) -> None:
     """Plots training loss (raw values faint, and smoothed) and held-out loss against steps, one colour for each run.
 
@@ -29,7 +29,7 @@ def plot_curves(
       path: File to write; its extension decides the format.
       report: Content of report.json, if there is one run only. Adds its last held-out loss.
       levels: Label -> loss of horizontal lines, at most three; those that are out of the range of the curves are left out.
-      unit: The objects that a loss is the mean over, as "a token".
+      unit: The objects that a loss is the mean over, as "token".
     """
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
@@ -39,7 +39,7 @@ def plot_curves(
     for style, (label, loss) in zip((":", "-.", "--"), (levels or {}).items(), strict=False):
         if low < loss < high:
             axes.axhline(loss, color="0.4", linestyle=style, linewidth=0.9, label=label)
-    axes.set(xlabel="step", ylabel=f"loss, nats {unit}")
+    axes.set(xlabel="step", ylabel=f"loss, nats per {unit}")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)

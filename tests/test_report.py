@@ -95,21 +95,21 @@ def test_seconds_count_from_the_start_of_the_process():
     [
         (
             (1.0, 2.0, 1.6, 1.25),
-            "The model needs the fewest bits: 1.000 a byte of held-out text, 20 % fewer than xz -9e after the training text "
+            "The model needs the fewest bits: 1.000 per byte of held-out text, 20 % fewer than xz -9e after the training text "
             "(gzip -9 alone 2.000, xz -9e alone 1.600, xz -9e after the training text 1.250). Neither",
         ),
         (  # the model is better only than compressors without the training text
             (1.5, 2.0, 1.6, 1.25),
-            "xz -9e after the training text needs the fewest bits: 1.250 a byte of held-out text; the model 1.500, 20 % more "
+            "xz -9e after the training text needs the fewest bits: 1.250 per byte of held-out text; the model 1.500, 20 % more "
             "(gzip -9 alone 2.000, xz -9e alone 1.600). Neither",
         ),
         (
             (1.5, 2.0, 1.6, None),
-            "The model needs 1.500 bits a byte of held-out text; gzip -9 alone 2.000, xz -9e alone",
+            "The model needs 1.500 bits per byte of held-out text; gzip -9 alone 2.000, xz -9e alone",
         ),
         (  # the best compressor is listed, too
             (1.8, 1.7, 1.9, None),
-            "The model needs 1.800 bits a byte of held-out text; gzip -9 alone 1.700, xz -9e alone 1.900. The compressors",
+            "The model needs 1.800 bits per byte of held-out text; gzip -9 alone 1.700, xz -9e alone 1.900. The compressors",
         ),
         ((1.8, 1.7, 1.9, 1.75), "gzip -9 alone needs the fewest bits: 1.700"),
         ((None, 1.9, 1.5, 1.25), "The tokenizer does not keep every byte"),
@@ -131,7 +131,7 @@ def test_verdict_claims_no_lead_after_a_warm_start():
     numbers |= {"gzip_bits_per_byte": 2.0, "xz_bits_per_byte": 1.6, "xz_trained_bits_per_byte": 1.25}
     numbers["config"] = {"model.output": "full", "train.init_from": "runs/a"}
     assert report.verdict(numbers) == (
-        "The model needs 1.000 bits a byte of held-out text; gzip -9 alone 2.000, xz -9e alone 1.600, xz -9e after the "
+        "The model needs 1.000 bits per byte of held-out text; gzip -9 alone 2.000, xz -9e alone 1.600, xz -9e after the "
         "training text 1.250. The model started from runs/a, and the compressors have not seen the text that this was trained "
         "on: this says little of the model."
     )
@@ -145,14 +145,14 @@ def test_verdict_gives_the_reason_for_no_comparison(tmp_path):
     numbers = summary(heldout={"loss": float("nan"), "bits_per_byte": float("inf")})
     assert numbers["heldout_loss"] is numbers["heldout_bits_per_byte"] is None
     assert "not finite" in report.verdict(numbers) and "Lower optimizer.learning_rate" in report.verdict(numbers)
-    assert "| held-out loss, nats a token | - |" in report.render(tmp_path, Config(), numbers, "")
+    assert "| held-out loss, nats per token | - |" in report.render(tmp_path, Config(), numbers, "")
     plots.plot_curves({"run": [{"step": 1, "loss": None}]}, tmp_path / "loss.png", numbers)
 
 
 def test_render_shows_numbers_sample_and_commands(tmp_path):
     text = report.render(tmp_path, Config(), summary(), "A sample:\n\n```\ndef main():\n```")
     assert report.verdict(summary()) in text
-    assert "| held-out bits a byte | 2.0000 |" in text and "| achieved GFLOP/s | 2.0 |" in text
+    assert "| held-out bits per byte | 2.0000 |" in text and "| achieved GFLOP/s | 2.0 |" in text
     assert "| held-out bytes | 1,760 |" in text and "| wall time of the last process, s |" in text
     assert "| xz -9e after the training text, the same bytes | 1.7500 |" in text
     assert "Where the time went, over all restarts: setup" in text
@@ -172,7 +172,7 @@ def test_render_shows_numbers_sample_and_commands(tmp_path):
     for command in ("generate", "train", "compare"):
         assert f"`hpnlp {command} " in text
     lossy = report.render(tmp_path, Config(), summary(heldout={"loss": 1.5}), "")
-    assert "| held-out bits a byte | - |" in lossy and "A sample" not in lossy
+    assert "| held-out bits per byte | - |" in lossy and "A sample" not in lossy
 
 
 def test_curves_with_gaps_are_drawn(tmp_path):

@@ -7,8 +7,8 @@ The memory is that of Transformer-XL (Dai et al. 2019, arXiv 1901.02860, sec. 3.
 have 32 bytes, so that without the memory a byte is predicted from 16 bytes on average. `hpnlp train` with this file trains the
 model with the memory.
 
-Expected after 500 steps, one seed: 2.31 bits a byte of held-out text with the memory, 2.37 without. Both runs together took 16
-minutes on two cores that other programs used as well.
+Expected after 500 steps, one seed: 2.31 bits per byte of held-out text with the memory, 2.37 without. Both runs together took
+16 minutes on two cores that other programs used as well.
 """
 
 from __future__ import annotations

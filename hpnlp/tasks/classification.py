@@ -40,7 +40,7 @@ class Classification(LabelTask):
     name = "classification"
     model_config = ClassifierConfig
     data_config = ClassificationConfig
-    report = LabelReport("an example", BASELINES, whole_text)
+    report = LabelReport("example", BASELINES, whole_text)
 
     def model(self, config: RunConfig, sizes: Sizes) -> Encoder:
         if config.model.pooling == "none":

@@ -39,7 +39,7 @@ class RetrievalReport(TaskReport):
         "heldout_recall_at_10": True,
         "heldout_examples": False,
     }
-    unit = "a pair"
+    unit = "pair"
 
     def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, identity of the held-out pairs, and recall of TF-IDF on them.
@@ -86,7 +86,7 @@ class RetrievalReport(TaskReport):
             ("mean reciprocal rank", decimals(report["heldout_mrr"])),
             ("held-out accuracy within batches", decimals(report["heldout_accuracy"])),
             *([("challenge pairs, accuracy within batches", decimals(report[APART]))] if APART in report else []),
-            (f"held-out loss within batches, nats {self.unit}", decimals(report["heldout_loss"])),
+            (f"held-out loss within batches, nats per {self.unit}", decimals(report["heldout_loss"])),
         ]
 
     def section(self, outcome: Outcome) -> Section:

@@ -52,7 +52,7 @@ class ImageClassification(Classification):
     model_config = ConvNetConfig
     data_config = ImagesConfig
     compares_as = "classification"
-    report = LabelReport("an image", BASELINES, image_name)
+    report = LabelReport("image", BASELINES, image_name)
 
     def check_data(self, data: ImagesConfig) -> None:
         if tokenizers.is_trained(data.tokenizer) or not isinstance(tokenizers.build(data.tokenizer), PixelTokenizer):

@@ -62,7 +62,7 @@ class LabelReport(TaskReport):
         """Makes the report of a task.
 
         Args:
-          unit: The objects that have labels, as "an example".
+          unit: The objects that have labels, as "example".
           baselines: Field of report.json with the accuracy of a baseline -> name of the baseline.
           show: Returns the text that stands for the object with a label in the table of examples.
           note: Explanation of these texts for the reader of the report, as " (...)".
@@ -97,7 +97,7 @@ class LabelReport(TaskReport):
             ("held-out macro F1", decimals(report.get("heldout_macro_f1"))),
             *((f"{name}, accuracy", decimals(value)) for name, value in self._baselines(report)),
             *_further_rows(report),
-            (f"held-out loss, nats {self.unit}", decimals(report["heldout_loss"])),
+            (f"held-out loss, nats per {self.unit}", decimals(report["heldout_loss"])),
         ]
 
     def section(self, outcome: Outcome) -> Section:

@@ -34,7 +34,7 @@ class LanguageModelReport(TaskReport):
         "heldout_loss": True,
         "heldout_bytes": False,
     }
-    unit = "a token"
+    unit = "token"
 
     def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, identity of the held-out text, and bits per byte of compressors on the same text.
@@ -76,14 +76,14 @@ class LanguageModelReport(TaskReport):
         best, second, *_ = sorted(bits, key=lambda name: bits[name])
         if unfair := _unfairness(report, best):
             compressors = ", ".join(figures.values())
-            text = f"The model needs {model:.3f} bits a byte of held-out text; {compressors}"
+            text = f"The model needs {model:.3f} bits per byte of held-out text; {compressors}"
             return f"{text}. {unfair}: this says little of the model."
         if best == "the model":
             lead = 100 * (1 - model / bits[second])
-            text = f"The model needs the fewest bits: {model:.3f} a byte of held-out text, {lead:.0f} % fewer than {second}"
+            text = f"The model needs the fewest bits: {model:.3f} per byte of held-out text, {lead:.0f} % fewer than {second}"
         else:
             excess = 100 * (model / bits[best] - 1)
-            text = f"{best} needs the fewest bits: {bits[best]:.3f} a byte of held-out text; "
+            text = f"{best} needs the fewest bits: {bits[best]:.3f} per byte of held-out text; "
             text += f"the model {model:.3f}, {excess:.0f} % more"
         compressors = ", ".join(figure for name, figure in figures.items() if name != best)
         return f"{text} ({compressors}). Neither the model's own size nor the training text is counted."
@@ -95,9 +95,9 @@ class LanguageModelReport(TaskReport):
             perplexity = f"{math.exp(loss):.5g}" if loss < MAX_PERPLEXITY_LOSS else None
         return [
             ("held-out bytes", f"{report['heldout_bytes']:,}"),
-            ("held-out bits a byte", decimals(report["heldout_bits_per_byte"])),
+            ("held-out bits per byte", decimals(report["heldout_bits_per_byte"])),
             *((f"{name}, the same bytes", decimals(bits)) for name, bits in _compressors(report)),
-            ("held-out loss, nats a token" if gives_probabilities else "held-out loss", decimals(loss)),
+            ("held-out loss, nats per token" if gives_probabilities else "held-out loss", decimals(loss)),
             *([(PERPLEXITY, perplexity)] if perplexity else []),
         ]
 

@@ -28,7 +28,7 @@ class MaskedReport(TaskReport):
     """The part of reports and comparisons of masked language models."""
 
     numbers_compared: Mapping[str, bool] = {"heldout_loss": True, "heldout_accuracy": True}
-    unit = "a masked token"
+    unit = "masked token"
 
     def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, identity of the held-out text, and the accuracy of the most frequent token."""
@@ -49,7 +49,7 @@ class MaskedReport(TaskReport):
     def rows(self, report: Report) -> list[tuple[str, str]]:
         return [
             ("held-out bytes", f"{report['heldout_bytes']:,}"),
-            ("held-out loss, nats a masked token", decimals(report["heldout_loss"])),
+            ("held-out loss, nats per masked token", decimals(report["heldout_loss"])),
             ("held-out accuracy", decimals(report["heldout_accuracy"])),
             ("the most frequent token, accuracy", decimals(report.get("frequent_accuracy"))),
         ]

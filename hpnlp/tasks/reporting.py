@@ -116,7 +116,7 @@ class TaskReport(abc.ABC):
 
     Attributes:
       numbers_compared: Numbers of report.json that `rank` reads -> whether they may be None, for scores that are not finite.
-      unit: The objects that a loss is the mean over, as "a token".
+      unit: The objects that a loss is the mean over, as "token".
     """
 
     numbers_compared: Mapping[str, bool]

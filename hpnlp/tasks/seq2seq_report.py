@@ -40,7 +40,7 @@ class Seq2SeqReport(TaskReport):
         "heldout_loss": True,
         "heldout_examples": False,
     }
-    unit = "a target token"
+    unit = "target token"
 
     def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, and identity of the held-out examples."""
@@ -76,7 +76,7 @@ class Seq2SeqReport(TaskReport):
                 for field, name in APART.items()
                 if field in report
             ),
-            (f"held-out loss, nats {self.unit}", decimals(report["heldout_loss"])),
+            (f"held-out loss, nats per {self.unit}", decimals(report["heldout_loss"])),
         ]
 
     def section(self, outcome: Outcome) -> Section:

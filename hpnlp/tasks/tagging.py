@@ -30,7 +30,7 @@ class Tagging(LabelTask):
     name = "tagging"
     model_config = EncoderConfig
     data_config = TaggingConfig
-    report = LabelReport("a label", BASELINES, text_around, f" ({MARK} stands before the labelled word)")
+    report = LabelReport("label", BASELINES, text_around, f" ({MARK} stands before the labelled word)")
 
     def model(self, config: RunConfig, sizes: Sizes) -> Encoder:
         if config.model.pooling != "none":

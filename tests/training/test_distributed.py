@@ -83,7 +83,7 @@ def test_two_processes_match_one_and_one_resumes_their_run(tmp_path):
     arguments = ["--config.train.steps=4", "--config.plan.name=zero3", "--config.plan.tensor=2"]
     (output, code), (other, code_of_other) = finish(start(tmp_path / "two", 2, 4, *arguments))
     assert (code, code_of_other) == (0, 0), output + other
-    assert "8 cpu devices (fsdp 4, tensor 2)" in output and "step 4" in output and "held-out bits a byte" in output
+    assert "8 cpu devices (fsdp 4, tensor 2)" in output and "step 4" in output and "held-out bits per byte" in output
     assert "step 4" not in other and "held-out" not in other
     assert other.count("process 1 of 2: process 0 prints the progress") == 1
     [(output, code)] = finish(start(tmp_path / "one", 1, 8, *arguments))
