@@ -83,7 +83,7 @@ def test_python_blocks_run(path, directory):
 
 def commands(path):
     """`hpnlp` commands of a page, as lists of words."""
-    for block in blocks(path, ""):
+    for block in [*blocks(path, ""), *blocks(path, "sh")]:
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if "hpnlp" in words:
