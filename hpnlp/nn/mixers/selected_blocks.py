@@ -44,8 +44,8 @@ class MobaMixer(nn.Module):
       dropout: Rate of dropout on attention probabilities.
 
     Cost: O(B T N H (top + 1) block) time, and B N T^2 / block scores for the choice; partial results of B T N top H float32
-    numbers. The cache holds all keys and values, and a mean for each block; a decoding step reads the means and the chosen
-    blocks.
+    numbers, on a CPU of one key head at a time. The cache holds all keys and values, and a mean for each block; a decoding
+    step reads the means and the chosen blocks.
 
     References: Lu et al. 2025, "MoBA: Mixture of block attention for long-context LLMs", arXiv 2502.13189, sec. 2.2. The
     paper's number of blocks includes the own one.
@@ -130,9 +130,9 @@ class NsaMixer(nn.Module):
       compression: One of COMPRESSIONS.
       dropout: Rate of dropout on attention probabilities.
 
-    Cost: O(B T N H ((top + 1) block + window + T / block)) time; partial results of B T N top H float32 numbers. The cache
-    holds all keys and values, and a summary of each block; a decoding step reads the summaries, the chosen blocks and the
-    window.
+    Cost: O(B T N H ((top + 1) block + window + T / block)) time; partial results of B T N top H float32 numbers, on a CPU
+    of one key head at a time. The cache holds all keys and values, and a summary of each block; a decoding step reads the
+    summaries, the chosen blocks and the window.
 
     References: Yuan et al. 2025, "Native sparse attention: Hardware-aligned and natively trainable sparse attention", arXiv
     2502.11089, eq. 5 to 12.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,8 +64,8 @@ def attend_blocks(
       InputError: Shapes, the block or the rate of dropout do not fit.
 
     Cost:
-      O(B T N C block H) time, and partial results of B T N C (Hv + 1) float32 numbers. The backward pass computes the weights
-      again from q, k, v, o and lse.
+      O(B T N C block H) time, and partial results of B T N C (Hv + 1) float32 numbers, on a CPU of one key head at a time. The
+      backward pass computes the weights again from q, k, v, o and lse.
 
     References:
       Lu et al. 2025, "MoBA: Mixture of block attention for long-context LLMs", arXiv 2502.13189, algorithm 1.
@@ -321,8 +322,53 @@ def _attend(options: _Options, q: Array, k: Array, v: Array, indices: _Indices) 
     return _forward(options, q, k, v, indices)[0]
 
 
+def _by_key_head(function: Callable[..., Any], indices: _Indices, kv_heads: int, arrays: Any, tiles: Any = None) -> Any:
+    """`function(indices, arrays, tiles)`, on a CPU for one key head after the other.
+
+    The partial results of one key head at a time stay in the caches and take little memory.
+
+    Args:
+      function: Returns `(arrays [B, _, _, ...] of heads on axis 2, others)`.
+      indices: Indices of all heads.
+      kv_heads: Number of key heads K.
+      arrays: Arrays [B, _, _, ...] of heads on axis 2, a multiple of K.
+      tiles: The others that an earlier call has returned.
+
+    Returns:
+      `(arrays of all heads, others)`.
+    """
+    if kv_heads == 1 or jax.default_backend() != "cpu":
+        return function(indices, arrays, tiles)
+
+    def by_head(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:]), 2, 0)
+
+    def joined(x: Array) -> Array:
+        x = jnp.moveaxis(x, 0, 2)
+        return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+    of_heads = indices.chosen, indices.kv_visible, None if indices.streams is None else indices.streams[:, None]
+
+    def one_head(x: Any) -> Any:
+        (chosen, kv_visible, streams), arrays, tiles = x
+        streams = None if streams is None else streams[:, 0]
+        return function(
+            dataclasses.replace(indices, chosen=chosen, kv_visible=kv_visible, streams=streams), arrays, tiles
+        )
+
+    results, others = lax.map(one_head, (*jax.tree.map(by_head, (of_heads, arrays)), tiles))
+    return jax.tree.map(joined, results), others
+
+
 @accepts_numpy
 def _forward(options: _Options, q: Array, k: Array, v: Array, indices: _Indices) -> tuple[Any, Any]:
+    function = functools.partial(_forward_of_heads, options)
+    (o, lse, lse_low), tiles = _by_key_head(function, indices, k.shape[2], (q, k, v))
+    return (o, lse), (q, k, v, indices, tiles, o, lse, lse_low)
+
+
+def _forward_of_heads(options: _Options, indices: _Indices, arrays: tuple[Array, ...], _: None) -> tuple[Any, Any]:
+    q, k, v = arrays
     problem = _Problem(options, q, k, v, indices)
     (count, width), together = problem.tiles.rows.shape[1:], problem.together
 
@@ -354,17 +400,24 @@ def _forward(options: _Options, q: Array, k: Array, v: Array, indices: _Indices)
     o = _sum_of_places(weighted.reshape(-1, together, v.shape[3]), problem.places, weights) / _or_one(total)[..., None]
     lse, lse_low = (problem.from_rows(x[..., None])[..., 0] for x in log_sum(top, total))
     o = problem.from_rows(o).astype(q.dtype)
-    return (o, lse), (q, k, v, indices, (problem.tiles, problem.places), o, lse, lse_low)
+    return (o, lse, lse_low), (problem.tiles, problem.places)
 
 
 @accepts_numpy
 def _backward(options: _Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
     q, k, v, indices, tiles, o, lse, lse_low = residuals
     do, dlse = cotangents
-    problem = _Problem(options, q, k, v, indices, tiles)
     # d score = weight * (do . v - delta)
     delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3) - jnp.where(jnp.isneginf(lse), 0.0, dlse)
     numbers = jnp.stack([jnp.where(jnp.isneginf(lse), jnp.inf, lse), lse_low, delta], axis=3)
+    function = functools.partial(_backward_of_heads, options)
+    (dq, dk, dv), _ = _by_key_head(function, indices, k.shape[2], (q, k, v, do, numbers), tiles)
+    return dq, dk, dv, None
+
+
+def _backward_of_heads(options: _Options, indices: _Indices, arrays: tuple[Array, ...], tiles: Any) -> tuple[Any, None]:
+    q, k, v, do, numbers = arrays
+    problem = _Problem(options, q, k, v, indices, tiles)
     numbers, do = lax.optimization_barrier((problem.rows_of(numbers), problem.rows_of(do)))
 
     def compute(sums: tuple[Array, Array], tiles: _Tiles) -> tuple[tuple[Array, Array], Array]:
@@ -404,7 +457,7 @@ def _backward(options: _Options, residuals: Any, cotangents: tuple[Array, Array]
     dq = problem.from_rows(_sum_of_places(dq.reshape(-1, problem.together, problem.size), problem.places, exists))
     shape = problem.batch, problem.kv_heads, k.shape[1], -1
     dk, dv = (x.reshape(shape).swapaxes(1, 2) for x in (dk, dv))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    return (dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)), None
 
 
 _attend.defvjp(_forward, _backward)
