@@ -11,7 +11,8 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.models.export.functions import ExportedFunction, replace_file
+from hpnlp.atomic_file import replaced
+from hpnlp.models.export.functions import ExportedFunction
 from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, Graph, import_onnx
 from hpnlp.models.export.onnx_rules import rule_of
 from hpnlp.types import InputError
@@ -55,7 +56,8 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 1) -> None:
         ir_version=IR_VERSION,
         producer_name="hpnlp",
     ).SerializeToString()
-    replace_file(path, content)
+    with replaced(path) as file:
+        file.write(content)
 
 
 def _run(graph: Graph, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

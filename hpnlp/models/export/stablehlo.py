@@ -15,7 +15,8 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from hpnlp.models.export.functions import ExportedFunction, replace_file
+from hpnlp.atomic_file import replaced
+from hpnlp.models.export.functions import ExportedFunction
 from hpnlp.types import InputError
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -55,4 +56,5 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0, platforms: 
     if len(exported.mlir_module_serialized) > _MAX_BYTES:
         raise InputError("the model has over 2 GB, which is the limit of the format: compress it first")
     content = bytes(exported.serialize())
-    replace_file(path, content)
+    with replaced(path) as file:
+        file.write(content)
