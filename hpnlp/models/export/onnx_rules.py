@@ -77,7 +77,15 @@ def _select(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     if len(inputs) != 3 or eqn.invars[0].aval.dtype != np.bool_:
         raise _unsupported(eqn, "of more than two cases")
     condition, otherwise, then = graph.broadcasting(inputs, eqn)
-    return graph.node("Where", condition, then, otherwise)
+    return _where(graph, condition, then, otherwise, eqn.outvars[0].aval.dtype)
+
+
+def _where(graph: Graph, condition: str, then: str, otherwise: str, dtype: Any) -> str:
+    """Values by a condition; onnxruntime has no such operation for booleans."""
+    if dtype != np.bool_:
+        return graph.node("Where", condition, then, otherwise)
+    chosen = graph.node("Where", condition, graph.cast(then, np.int32), graph.cast(otherwise, np.int32))
+    return graph.cast(chosen, np.bool_)
 
 
 def _convert(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
@@ -235,7 +243,7 @@ def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return result
     within = graph.reshape(graph.node("Equal", rows, valid), (*ids.shape[:-1], *(1,) * (operand.ndim - 1 - axis)))
-    return graph.node("Where", within, result, graph.constant(_fill_value(eqn)))
+    return _where(graph, within, result, graph.constant(_fill_value(eqn)), operand.dtype)
 
 
 def _fill_value(eqn: Any) -> np.ndarray:

@@ -85,7 +85,7 @@ def test_only_errors_of_a_symbolic_batch_are_reported_as_such(tmp_path):
     stablehlo.write(ExportedFunction(by_size, ("tokens",), 4), tmp_path / "x", batch=2)
 
     def wrong(tokens):
-        return jnp.dot(tokens, jnp.ones(3))  # 4 tokens
+        return jnp.dot(tokens, jnp.ones(3, jnp.int32))  # 4 tokens
 
     with pytest.raises(TypeError, match="contracting dimensions"):
         stablehlo.write(ExportedFunction(wrong, ("tokens",), 4), tmp_path / "x")

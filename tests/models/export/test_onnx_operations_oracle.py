@@ -43,6 +43,7 @@ CASES = {
     "sum over no axes": lambda tokens: lax.reduce_sum_p.bind(tokens, axes=(), out_sharding=None),
     "max over no axes": lambda tokens: jnp.max(tokens, axis=()),
     "any over no axes": lambda tokens: jnp.any(tokens > 2, axis=()),
+    "choice of booleans": lambda tokens: jnp.where(tokens > 2, tokens > 4, tokens > 0),
     "gather, clip": gathered(TABLE, "clip"),
     "gather, fill": gathered(TABLE, "fill"),
     "gather, fill with 7": gathered(TABLE, "fill", 7.0),
