@@ -61,6 +61,16 @@ def test_one_block_sees_its_tokens_and_their_copies():
     np.testing.assert_allclose(o, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("shape", [(0, 9, 2, 4), (2, 0, 2, 4)])
+def test_empty_batches_and_sequences_have_empty_results(shape):
+    def score(*qkv):
+        o = sinkhorn_attention(*qkv, SortSettings(4, 2, 0.5, True))
+        return o.sum(), o
+
+    gradients, o = jax.grad(score, (0, 1, 2), has_aux=True)(*normal(3, *shape))
+    assert o.shape == shape and all(x.shape == shape for x in gradients)
+
+
 def test_dropout_drops_weights_and_keeps_their_mean():
     q, k, v = normal(3, 1, 24, 2, 4)
     settings = SortSettings(4, 2, 0.5, True)
