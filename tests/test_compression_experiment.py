@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,6 +64,18 @@ def write_result(runs, step, workdir, score):
     content = {"rows": [original, row]} if step.result == "compress.json" else {"heldout_accuracy": score}
     (workdir / step.name).mkdir(parents=True)
     (workdir / step.name / step.result).write_text(json.dumps(content))
+
+
+def test_logs_of_steps_that_resume_are_continued(modules, tmp_path, monkeypatch):
+    steps, runs = modules
+    step = steps.all_steps(steps.Settings(tmp_path))[0]
+
+    def command(arguments, stdout, **_):
+        stdout.write("a line\n")
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(runs.subprocess, "run", command)
+    assert [runs.run(step, tmp_path) for _ in range(2)][1] == "a line\na line\nexit code 1"
 
 
 def test_finished_commands_are_skipped_and_seeds_share_a_row(modules, tmp_path, monkeypatch, capsys):

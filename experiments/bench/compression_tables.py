@@ -27,7 +27,7 @@ def render(rows: Rows) -> str:
     parts = []
     for task in dict.fromkeys(row["task"] for row in rows):
         members = [row for row in rows if row["task"] == task]
-        counts = list(next(row["seconds"] for row in members if "seconds" in row))
+        counts = list(next((row["seconds"] for row in members if "seconds" in row), ()))
         times = [f"time, {count} sequence{'s' * (count != '1')}" for count in counts]
         header = ["technique", "recipe", members[0]["metric"], "disk KiB", "memory KiB", *times]
         lines = [header, ["---"] * len(header), *(_cells(row, counts) for row in members)]
@@ -51,11 +51,12 @@ def plot(rows: Rows, path: Path) -> None:
     """Scores against bytes on disk and against time, both relative to the original, of the first task.
 
     Args:
-      rows: Rows of the result file.
+      rows: Rows of the result file. Those without sizes and times are left out.
       path: The image to write.
     """
     members = [row for row in rows if row["task"] == rows[0]["task"] and "seconds" in row]
-    count = list(members[0]["seconds"])[len(members[0]["seconds"]) // 2]
+    counts = list(members[0]["seconds"]) if members else ["1"]
+    count = counts[len(counts) // 2]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.8), sharey=True, layout="constrained")
     for row in members:
         scores = 100 * row["score"]

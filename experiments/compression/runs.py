@@ -36,7 +36,7 @@ def run(step: Step, workdir: Path) -> str:
         shutil.rmtree(workdir / step.name, ignore_errors=True)
     log = workdir / "logs" / f"{step.name.replace('/', '_')}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
+    with log.open("a") as file:  # a step that resumes continues its log
         command = [sys.executable, "-m", "hpnlp", *step.arguments]
         done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode == 0 and is_finished(step, workdir):

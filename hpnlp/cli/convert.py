@@ -206,10 +206,10 @@ def _to_checkpoint(source: Path, target: Path) -> None:
 
 
 def _kinds_of_weights(params: Any) -> list[str]:
-    """Names of the representations of a model's matrices, without plain arrays."""
+    """Names of the stages of recipes that made the matrices of a model, without plain arrays."""
     import jax
 
+    from hpnlp.compress.files import stages_of
     from hpnlp.ops.weight import is_weight
 
-    nodes = jax.tree.leaves(params, is_leaf=is_weight)
-    return sorted({type(node).__name__ for node in nodes if is_weight(node)})
+    return sorted(set().union(*map(stages_of, jax.tree.leaves(params, is_leaf=is_weight))))

@@ -18,15 +18,14 @@ import json
 import math
 import os
 import struct
-import uuid
 import zlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 
+from hpnlp.atomic_file import replaced
 from hpnlp.compress.array_encodings import Decoding, Encoding, decoding, encode
 from hpnlp.errors import InputError
 from hpnlp.ops.checksum import word_sum
@@ -98,7 +97,6 @@ def write(
 
     Cost: "huffman" and "sparse" take about 0.2 microseconds for each coded symbol.
     """
-    path = Path(path)
     arrays = dict(_flatten(tensors))
     by_name = dict.fromkeys(arrays, encodings) if isinstance(encodings, str) else dict(encodings)
     unknown = sorted(set(by_name) - set(arrays))
@@ -112,22 +110,8 @@ def write(
                 f"tensor {name!r} is {array.dtype}: expected one of {', '.join(DTYPES)}; cast it with .astype"
             )
     parsed = {name: Encoding.parse(by_name.get(name, "raw")) for name in arrays}
-    part = path.with_name(
-        f".{path.name}.{uuid.uuid4().hex}.part"
-    )  # a name that neither another process nor the user has
-    try:
-        try:
-            with open(part, "xb") as file:
-                _write(file, arrays, parsed, metadata)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot write {str(path)!r} ({error.strerror or error}): pass a path in a directory that exists and has space"
-        ) from error
+    with replaced(path) as file:
+        _write(file, arrays, parsed, metadata)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Any]:

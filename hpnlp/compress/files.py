@@ -25,6 +25,35 @@ KINDS: dict[str, type[Weight]] = {
 }
 
 
+def stages_of(node: Any) -> set[str]:
+    """Stages of recipes that make weights such as one of a model.
+
+    Args:
+      node: An array or a Weight.
+
+    Returns:
+      Names of stages, such as "int8"; those of a product of factors and those of the factors; none for an array.
+    """
+    if not isinstance(node, Weight):
+        return set()
+    if isinstance(node, kinds.LowRankWeight):
+        return {"factorize"} | stages_of(node.left) | stages_of(node.right)
+    if isinstance(node, kinds.PackedWeight):
+        return {"pow2" if node.levels == "powers" else node.levels}
+    if isinstance(node, kinds.IntegerWeight | kinds.FloatWeight):
+        name = jnp.dtype(node.codes.dtype).name
+        return {"fp8" if name.startswith("float8") else {"bfloat16": "bf16"}.get(name, name)}
+    return {_STAGES.get(type(node).__name__, type(node).__name__)}
+
+
+_STAGES = {
+    "BlockSparseWeight": "blocks",
+    "CodebookWeight": "codebook",
+    "MaskedWeight": "magnitude",
+    "TwoFourWeight": "two_four",
+}
+
+
 def write_weights(
     path: str | os.PathLike[str],
     params: Any,

@@ -48,6 +48,11 @@ class Technique:
         """
         raise NotImplementedError
 
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether parameters that are 0 get no updates."""
+        return False
+
     def ranked(self, w: Any, scores: Any) -> Any:
         """Numbers of which the largest stay, in the shape of w; for techniques with a schedule."""
         return jnp.abs(w)
@@ -131,6 +136,10 @@ class SoftMovementTechnique(Technique):
 @dataclasses.dataclass(frozen=True)
 class MaskedTechnique(Technique):
     """Keeps zeros: weights that are exactly 0 stay 0."""
+
+    @property
+    def keeps_zeros(self) -> bool:
+        return True
 
     def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         return w * (jax.lax.stop_gradient(w) != 0).astype(w.dtype)

@@ -159,6 +159,22 @@ class WeightTraining(ModelWrapper):
         share = self.technique.share(following.astype(jnp.float32))
         return {**result, OWN: {"share": share, "due": due.astype(jnp.float32), "thresholds": kept}}
 
+    def allowed_updates(self, params: Any, updates: Any) -> Any:
+        """Updates of the parameters without those that the technique excludes.
+
+        Args:
+          params: Parameters of this model, before the update.
+          updates: A tree like `params`.
+
+        Returns:
+          The updates; for `masked`, 0 where an element of a kernel is 0. An optimizer such as muon computes updates of
+          whole matrices, which are not 0 where the gradients are.
+        """
+        if not self.technique.keeps_zeros:
+            return updates
+        new = _kernels(updates)
+        return _replaced(updates, {path: jnp.where(w != 0, new[path], 0) for path, w in _kernels(params).items()})
+
     def finished(self, weights: Mapping[str, Any]) -> Any:
         """The Model's own weights after the training.
 

@@ -16,6 +16,7 @@ from hpnlp.models import variables
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import run_directory
+from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
@@ -41,7 +42,8 @@ def sizes_of_run(workdir: str | Path, recipe: str) -> list[Size]:
     """Sizes of the model of a run after each stage of a recipe; of a compressed run, those of its file.
 
     Args:
-      workdir: The run directory. Of an uncompressed run, only the config and the vocabulary are read.
+      workdir: The run directory. Of an uncompressed run, only the config, the vocabulary and the steps of its checkpoints are
+        read.
       recipe: As in `sizes_of_config`; must be "" for a compressed run.
 
     Returns:
@@ -52,7 +54,8 @@ def sizes_of_run(workdir: str | Path, recipe: str) -> list[Size]:
     """
     config = run_directory.load_config(workdir)
     if not has_weights(workdir):
-        return _planned(config, run_directory.load_vocabulary(workdir, config).sizes, recipe, config.train.steps)
+        sizes = run_directory.load_vocabulary(workdir, config).sizes
+        return _planned(config, sizes, recipe, _saved_step(Path(workdir), config))
     if recipe:
         raise InputError(f"{workdir} is compressed already: plan the run that it was made of, with all stages")
     return [file_sizes(Path(workdir) / WEIGHTS_FILE, _recipe_of(Path(workdir)))]
@@ -84,6 +87,18 @@ def table(sizes: Sequence[Size]) -> str:
         for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _saved_step(workdir: Path, config: Config) -> int:
+    """Step of the checkpoint that a compression of the run would read; the last step of a run without one."""
+    if not Checkpointer.exist(workdir):
+        return config.train.steps
+    task = tasks.find(config.task)
+    checkpoints = Checkpointer(workdir, read_only=True, metric=task.metric, higher_is_better=task.higher_is_better)
+    try:
+        return checkpoints.step_of(checkpoints.best())
+    finally:
+        checkpoints.close()
 
 
 def _planned(config: Config, sizes: Sizes, recipe: str, step: int) -> list[Size]:

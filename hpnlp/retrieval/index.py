@@ -7,9 +7,7 @@ import dataclasses
 import functools
 import json
 import os
-import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
+from hpnlp.atomic_file import replaced
 from hpnlp.ops.array_op import array_op
 from hpnlp.retrieval.index_backends import KINDS, Kind
 from hpnlp.spec import build, lookup, parse_one
@@ -174,23 +173,8 @@ class Index:
             "bfloat16": [name for name, x in arrays.items() if x.dtype == "bfloat16"],
         }
         plain: Any = {name: x.view(np.uint16) if x.dtype == "bfloat16" else x for name, x in arrays.items()}
-        path = Path(path)
-        # A name that neither another process nor the user has.
-        part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-        try:
-            try:
-                with open(part, "xb") as file:
-                    np.savez(file, record=np.frombuffer(json.dumps(record).encode(), np.uint8), **plain)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(part, path)
-            finally:
-                part.unlink(missing_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"cannot write the index {str(path)!r} ({error.strerror or error}): pass a path in a directory that exists "
-                "and has space"
-            ) from error
+        with replaced(path, "the index") as file:
+            np.savez(file, record=np.frombuffer(json.dumps(record).encode(), np.uint8), **plain)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, mesh: Mesh | None = None, axis: str = "data") -> Index:

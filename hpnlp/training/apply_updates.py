@@ -25,12 +25,15 @@ class Update:
       optimizer: The optax transformation.
       by_layer: True if layers rest in the host's memory, and are fetched, updated and stored one after another.
       layers: Number of layers.
+      allowed: `allowed(parameters, updates) -> updates`, which replaces updates that the model excludes by 0; None if it
+        excludes none.
     """
 
     config: OptimizerConfig
     optimizer: optax.GradientTransformationExtraArgs
     by_layer: bool
     layers: int
+    allowed: Callable[[Any, Any], Any] | None = None
 
     def each(self, function: Callable[..., Any], state: Any, *trees: Any) -> Any:
         """`function(state, *trees)` of trees like the parameters, layer by layer where layers rest on the host.
@@ -93,6 +96,8 @@ class Update:
             params, opt_state, ema = state
             with jax.numpy_dtype_promotion("standard"):
                 updates, opt_state = self.optimizer.update(means(grads, weight), opt_state, params, norm=norm)
+            if self.allowed is not None:
+                updates = self.allowed(params, updates)
             params = optax.apply_updates(params, updates)
             if ema is not None:
                 # Early averages follow the parameters closely, so that the start is forgotten (as in Adam's correction).

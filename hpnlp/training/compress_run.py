@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import filecmp
 import itertools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from hpnlp.ops.weight import parameter_count
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, parse_one
 from hpnlp.training import gradients, loop, run_directory
-from hpnlp.training.config import Config, flat, with_changes
+from hpnlp.training.config import Config, flat, to_json, with_changes
 from hpnlp.training.evaluation import evaluate
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
@@ -30,6 +31,7 @@ from hpnlp.types import InputError
 # Files of a run that the compressed model keeps.
 COMPANIONS = ("tokenizer.json", "labels.json", "generation_config.json")
 ORIGINAL = "original"
+FINETUNE = "finetune"  # directory of the further training
 # Sections of a run's config that a compression can change: they leave the parameters as they are.
 SECTIONS = ("data", "optimizer", "train", "distill")
 FIXED = ("data.tokenizer", "train.init_from", "train.weights", "distill.init")
@@ -99,6 +101,8 @@ def compress_run(
 
     Raises:
       InputError: The recipe, a change or the run is invalid, `finetune` has no effect, or `target` holds a run.
+      KeyboardInterrupt: A signal stopped the further training, which goes on from its checkpoint when the same compression is
+        started again.
     """
     stages = parse_recipe(recipe)
     if finetune and all(stage.changes != STRUCTURE for stage in stages):
@@ -107,7 +111,7 @@ def compress_run(
             "leave it out, or train with train.weights first"
         )
     source, target = Path(source), Path(target)
-    for name in ("config.json", WEIGHTS_FILE, "checkpoints"):
+    for name in ("config.json", "checkpoints"):  # without config.json, WEIGHTS_FILE is from an unfinished compression
         if (target / name).exists():
             raise InputError(f"{target} already holds {name}: choose another directory")
     run = run_directory.load(source)
@@ -135,7 +139,9 @@ def compress_run(
     scores = [_scores(version, dataset, batches) for version in versions]
     seconds = _seconds(versions, dataset, batch_sizes, rounds)
     sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
-    # The teacher of the further training is no part of the model.
+    _remove_checkpoints(target / FINETUNE)
+    # config.json comes last, because a directory without it is unfinished. The teacher of the further training is no part of
+    # the model.
     run_directory.write_config(target, dataclasses.replace(versions[-1].config, distill=DistillConfig()))
     return [
         Measurement(
@@ -207,18 +213,42 @@ def _copy_companions(source: Path, target: Path) -> None:
 
 
 def _finetuned(version: _Version, source: Path, step: int, steps: int, weights: str, target: Path) -> _Version:
-    """The version after further training, in a directory beside the target; `weights` is a value of `train.weights`."""
-    workdir = target / "finetune"
+    """The version after further training, in a directory of the target; `weights` is a value of `train.weights`."""
+    workdir = target / FINETUNE
     start = workdir / "start"
-    start.mkdir(parents=True, exist_ok=True)
-    run_directory.write_config(start, dataclasses.replace(version.config, distill=DistillConfig()))
-    _copy_companions(source, start)
-    write_weights(start / WEIGHTS_FILE, version.params, {"step": step})
     train = dataclasses.replace(version.config.train, steps=steps, init_from=str(start), weights=weights)
     config = dataclasses.replace(version.config, train=train)
-    loop.train(config, workdir)
+    start.mkdir(parents=True, exist_ok=True)
+    first = start / f"new-{WEIGHTS_FILE}"
+    write_weights(first, version.params, {"step": step})
+    if not _can_resume(workdir, config, first, start / WEIGHTS_FILE):
+        _remove_checkpoints(workdir)
+        for name in ("config.json", "metrics.jsonl"):
+            (workdir / name).unlink(missing_ok=True)
+        start.mkdir()
+        write_weights(first, version.params, {"step": step})
+    first.replace(start / WEIGHTS_FILE)
+    run_directory.write_config(start, dataclasses.replace(version.config, distill=DistillConfig()))
+    _copy_companions(source, start)
+    if loop.train(config, workdir).interrupted:
+        raise KeyboardInterrupt
     trained = run_directory.load(workdir)
     return _Version(f"finetune({steps})", version.config, trained.model, trained.params)
+
+
+def _can_resume(workdir: Path, config: Config, new: Path, old: Path) -> bool:
+    """Whether an earlier training in `workdir` has the same config and the same first weights, in two files."""
+    try:
+        is_same = (workdir / "config.json").read_text("utf-8") == to_json(config)
+        return is_same and filecmp.cmp(new, old, shallow=False)
+    except OSError:
+        return False
+
+
+def _remove_checkpoints(workdir: Path) -> None:
+    """Removes the weights of a further training; its metrics and its config stay."""
+    for name in ("checkpoints", "start"):
+        shutil.rmtree(workdir / name, ignore_errors=True)
 
 
 def _scores(version: _Version, dataset: Any, batches: int | None) -> Mapping[str, float]:

@@ -141,7 +141,8 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
     """Locks a run directory against other processes, and checks that a run in it may resume with this config.
 
     Args:
-      workdir: The run directory; it is created if it does not exist.
+      workdir: The run directory; it is created if it does not exist, and removed again if the block raises before it has
+        written anything to it.
       config: The config of the run.
       accept_changes: Allow a config that differs from the saved one, except in the tokenizer.
 
@@ -157,6 +158,7 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
         if os.path.isdir(path) or is_special(path):
             kind = "a directory" if os.path.isdir(path) else "not a regular file"
             raise InputError(f"{path} is {kind}: move it away, or choose another workdir")
+    is_new = not os.path.lexists(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = open(workdir / ".lock", "w")  # noqa: SIM115  (held until the run ends)
@@ -175,6 +177,22 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
             if not message:
                 raise
             raise InputError(message) from error
+        except BaseException:
+            if is_new:
+                _remove_unused(workdir)
+            raise
+
+
+def _remove_unused(workdir: Path) -> None:
+    """Removes a run directory that holds nothing but the lock and an empty directory of checkpoints."""
+    if any(path.name != ".lock" for path in workdir.rglob("*") if not path.is_dir()):
+        return
+    with contextlib.suppress(OSError):
+        if (workdir / "checkpoints").is_dir():
+            (workdir / "checkpoints").rmdir()
+        if os.listdir(workdir) == [".lock"]:
+            (workdir / ".lock").unlink()
+            workdir.rmdir()
 
 
 def _check_outside_data(workdir: Path, config: Config) -> None:

@@ -213,7 +213,8 @@ def make_trainer(
     carry_axes = None if shapes.carry is None else model.carry_axes()  # pyright: ignore[reportAttributeAccessIssue]
     shardings = state_shardings(layout, plan, weight_axes, carry_axes, statistic_specs, shapes)
     tables = {sparse_rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
-    update = Update(config, optimizer, plan.offload_parameters, model.config.layers)
+    allowed = getattr(model, "allowed_updates", None)  # of models that are trained with other weights
+    update = Update(config, optimizer, plan.offload_parameters, model.config.layers, allowed)
     gradients = Gradients(
         model=model.clone(
             model_parallel=None if single else _model_parallel(layout, model.config, carry_axes), remat=plan.remat

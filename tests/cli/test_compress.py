@@ -1,6 +1,9 @@
 """`hpnlp compress`: a smaller model that other commands read, its table, and errors."""
 
+import dataclasses
 import json
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +12,10 @@ from hpnlp.compress.files import WEIGHTS_FILE
 from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
 from hpnlp.report import compression
-from hpnlp.training import loop
+from hpnlp.training import compress_run, loop, run_directory
 from hpnlp.training.compress_run import Measurement
 from hpnlp.training.run_directory import load
+from hpnlp.types import InputError
 from tests import tiny
 
 
@@ -45,6 +49,12 @@ def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, traine
     for row in (rows[0], rows[1], rows[3]):
         assert f"{row['parameters']:,}" in planned.out and f"{row['memory_bytes']:,}" in planned.out, planned
     assert f"  {rows[0]['disk_bytes']:,}\n" in planned.out and "at most" in planned.out
+    shutil.copytree(trained, tmp_path / "longer")  # the config has more steps than the checkpoint
+    steps = dataclasses.replace(load(trained).config.train, steps=10**9)
+    run_directory.write_config(tmp_path / "longer", dataclasses.replace(load(trained).config, train=steps))
+    assert f"  {rows[0]['disk_bytes']:,}\n" in run("plan", f"--from={tmp_path / 'longer'}", "--recipe=int8").out
+    assert not any((target / "finetune" / name).exists() for name in ("checkpoints", "start"))
+    assert (target / "finetune" / "metrics.jsonl").exists()
     again = run("compress", *argv)
     assert again.code == 2 and "already holds config.json: choose another directory" in again.err
     twice = run("compress", f"--from={target}", f"--to={tmp_path / 'x'}", "--recipe=int8")
@@ -69,6 +79,40 @@ def test_pruned_weights_stay_zero_in_further_training_with_other_settings(run, t
     kept = kernel != 0
     assert 0.2 < kept.mean() < 0.3 and abs(kernel - before)[kept].max() > 0.05
     assert load(target).config.optimizer.learning_rate == 0.1
+
+
+def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_path, monkeypatch):
+    def compress(recipe, finetune=0):
+        compress_run.compress_run(
+            trained, tmp_path, recipe, finetune=finetune, batches=1, batch_sizes=[1], rounds=1, log=str
+        )
+
+    resumes = []
+
+    def stopped_training(config, workdir):
+        resumes.append(run_directory.has_checkpoints(workdir))
+        (workdir / "checkpoints" / "1").mkdir(parents=True, exist_ok=True)
+        run_directory.write_config(workdir, config)
+        return SimpleNamespace(interrupted=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train", stopped_training)
+        for recipe in ("mlp(0.5,by=magnitude)", "mlp(0.25,by=magnitude)", "mlp(0.25,by=magnitude)"):
+            with pytest.raises(KeyboardInterrupt):
+                compress(recipe, finetune=2)
+    assert resumes == [False, False, True]  # only with the same config and weights
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_directory, "write_config", stop)
+        compress("int8")
+    assert (tmp_path / WEIGHTS_FILE).exists() and not (tmp_path / "config.json").exists()
+    compress("bf16")
+    assert load(tmp_path).params["layers"]["mlp"]["up"]["kernel"].codes.dtype == "bfloat16"
+    with pytest.raises(InputError, match="already holds config.json"):
+        compress("int8")
 
 
 def test_a_compressed_model_is_converted_and_trained_further(run, trained, tmp_path):

@@ -184,7 +184,7 @@ def test_compressed_models_are_written_as_the_numbers_that_they_represent(conver
     small = map_matrices(lambda path, w: quantize(w, by_row=is_table(path)), runs.load(converted).params)
     write_weights(source / WEIGHTS_FILE, small, {"step": 3})
     run(from_=source, to=tmp_path / "to")
-    assert "matrices that were IntegerWeight are written as the float32 numbers" in capsys.readouterr().out
+    assert "matrices that were int8 are written as the float32 numbers" in capsys.readouterr().out
     jax.tree.map(np.testing.assert_array_equal, convert.load(tmp_path / "to")[1], dense_tree(small))
     with pytest.raises(InputError, match=r"already holds config.json"):
         run(from_=tmp_path / "to", to=source)

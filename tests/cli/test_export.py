@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.training import config as configs
 from hpnlp.training import loop
 from hpnlp.training.run_directory import load
 from tests import tiny
@@ -27,6 +28,39 @@ def test_exported_runs_compute_the_logits_of_the_run(run, trained, tmp_path):
     loaded = load(trained)
     expected = loaded.model.apply({"params": loaded.params}, tokens, method="logits")
     logits = jax.export.deserialize(bytearray(target.read_bytes())).call(tokens)
+    np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("symbolic_sizes")
+def test_an_encoder_is_exported_with_its_segments(run, tmp_path):
+    values = configs.for_task(tiny.get_config(), "masked_lm")
+    values.train.update(steps=1)
+    loop.train(configs.resolve(values), tmp_path / "run")
+    target = tmp_path / "model.stablehlo"
+    outcome = run("export", tmp_path / "run", f"--to={target}", "--length=8")
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    assert "a function of tokens and segment_ids, int32 [B, 8], to logits" in outcome.out
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 100, (2, 8)), jnp.int32)
+    segments = jnp.asarray(np.arange(8) < np.array([[8], [5]]), jnp.int32)
+    loaded = load(tmp_path / "run")
+    batch = {**loaded.model.example_batch(2, 8), "tokens": tokens, "segment_ids": segments}
+    batch["positions"] = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (2, 8))
+    expected = loaded.model.apply({"params": loaded.params}, batch, method="logits")
+    logits = jax.export.deserialize(bytearray(target.read_bytes())).call(tokens, segments)
+    np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.oracle
+def test_onnx_files_compute_the_logits_of_the_run(run, trained, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    target = tmp_path / "model.onnx"
+    outcome = run("export", trained, f"--to={target}", "--format=onnx", "--length=8", "--batch=2")
+    assert outcome.code == 0 and "a function of tokens, int32 [2, 8], to logits" in outcome.out, outcome
+    tokens = np.random.default_rng(0).integers(0, 100, (2, 8)).astype(np.int32)
+    session = runtime.InferenceSession(target, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], {"tokens": tokens})
+    loaded = load(trained)
+    expected = loaded.model.apply({"params": loaded.params}, jnp.asarray(tokens), method="logits")
     np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=1e-5)
 
 

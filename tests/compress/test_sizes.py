@@ -5,29 +5,29 @@ import numpy as np
 import pytest
 
 from hpnlp.compress.container import Container
-from hpnlp.compress.files import encoding_of, write_weights
+from hpnlp.compress.files import encoding_of, stages_of, write_weights
 from hpnlp.compress.recipe import COMPRESSORS, Calibration, compress, parse_recipe
 from hpnlp.compress.sizes import ORIGINAL, file_sizes, planned_sizes
-from hpnlp.ops.weight import parameter_count
+from hpnlp.ops.weight import is_weight, parameter_count
 from hpnlp.types import InputError
 from tests.compress.test_recipe import CONFIG, WEIGHTS, gradients
 
-# Recipes with each stage of COMPRESSORS whose result has sizes that do not depend on the weights.
-RECIPES = (
-    'layers("0 2"),heads(0.5),mlp(0.25),magnitude(0.5),factorize(parameters=0.5),int8',
-    "layers(2),factorize(rank=3,by=weights),int4(group=1)",
-    "int4(group=8)",
-    "mixed(4)",
-    "fp8",
-    "bf16",
-    "ternary",
-    "ternary(packed=False)",
-    "binary",
-    "pow2",
-    "codebook(bits=4)",
-    "two_four",
-    "blocks(0.5,block=8)",
-)  # fmt: skip
+# Recipes with each stage of COMPRESSORS whose result has sizes that do not depend on the weights, and names of their Weights.
+RECIPES = {
+    'layers("0 2"),heads(0.5),mlp(0.25),magnitude(0.5),factorize(parameters=0.5),int8': "factorize int8",
+    "layers(2),factorize(rank=3,by=weights),int4(group=1)": "factorize int4 int8",
+    "int4(group=8)": "int4 int8",
+    "mixed(4)": "int8",
+    "fp8": "fp8",
+    "bf16": "bf16",
+    "ternary": "ternary",
+    "ternary(packed=False)": "int8",
+    "binary": "binary int8",
+    "pow2": "pow2",
+    "codebook(bits=4)": "codebook",
+    "two_four": "two_four",
+    "blocks(0.5,block=8)": "blocks",
+}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -53,6 +53,8 @@ def test_planned_sizes_are_those_of_arrays_and_files(recipe, tmp_path):
             assert actual.disk_bytes <= size.disk_bytes, stage
         else:
             assert abs(actual.disk_bytes - size.disk_bytes) <= 64, stage  # checksums in the compressed header
+    nodes = jax.tree.leaves(models[-1][1], is_leaf=is_weight)
+    assert " ".join(sorted(set().union(*map(stages_of, nodes)))) == RECIPES[recipe]
 
 
 def test_bounds_hold_for_codes_of_maximal_entropy(tmp_path):

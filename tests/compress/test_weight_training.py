@@ -107,6 +107,21 @@ def trained(text, plan, steps=6):
     return model, weights, losses
 
 
+def test_masked_zeros_stay_with_an_optimizer_of_whole_matrices():
+    model = with_weight_training(MODEL, "masked", 2)
+    trainer = make_trainer(
+        model, OptimizerConfig(name="muon", warmup=0), Plan("single"), steps=2, devices=jax.devices()[:1]
+    )
+    initial = trainer.init(jax.random.key(0)).params
+    up = initial["layers"]["mlp"]["up"]["kernel"]
+    up = jnp.where(jnp.abs(up) > jnp.median(jnp.abs(up)), up, 0)
+    params = {**initial, "layers": {**initial["layers"], "mlp": {**initial["layers"]["mlp"], "up": {"kernel": up}}}}
+    state, _ = trainer.step(trainer.init(jax.random.key(0), params), BATCH, jax.random.key(1))
+    updated = np.asarray(state.params["layers"]["mlp"]["up"]["kernel"])
+    np.testing.assert_array_equal(updated != 0, up != 0)
+    assert np.all(updated[up != 0] != np.asarray(up)[up != 0])
+
+
 @functools.cache
 def loss_of(model):
     """A compiled `weights -> loss` of evaluation."""

@@ -294,6 +294,10 @@ def test_invalid_config_leaves_no_files(tmp_path):
     with pytest.raises(InputError, match="data.batch_size=9 does not split"):
         train(tmp_path, data__batch_size=9)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    for fields in ({"data__batch_size": 9}, {"distill__teacher": str(tmp_path)}):
+        with pytest.raises(InputError):
+            train(tmp_path / "new", **fields)
+        assert not (tmp_path / "new").exists()
 
 
 def test_sequences_longer_than_learned_positions_raise(tmp_path):

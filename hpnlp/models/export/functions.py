@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -71,27 +68,3 @@ def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
         return model.apply(collections, {**batch, "positions": positions}, method="logits")
 
     return ExportedFunction(call, inputs, length)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file, atomically.
-
-    Args:
-      path: The file; an older one is replaced.
-      content: Its bytes.
-
-    Raises:
-      InputError: It cannot be written.
-    """
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")  # a name that no other process has
-    try:
-        try:
-            with open(part, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror}): use another path") from error

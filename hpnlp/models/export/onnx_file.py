@@ -11,7 +11,8 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.models.export.functions import ExportedFunction, replace_file
+from hpnlp.atomic_file import replaced
+from hpnlp.models.export.functions import ExportedFunction
 from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, Graph, import_onnx
 from hpnlp.models.export.onnx_rules import rule_of
 from hpnlp.types import InputError
@@ -35,7 +36,8 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 1) -> None:
       batch: Sequences of a batch, B.
 
     Raises:
-      InputError: The package onnx is missing, the model has an operation that is not written, or the file would have over 2 GB.
+      InputError: The package onnx is missing, the model has an operation that is not written or too many iterations of loops,
+        or the file would have over 2 GB.
     """
     onnx = import_onnx()
     graph = Graph()
@@ -44,8 +46,11 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 1) -> None:
     (result,) = _run(graph, closed.jaxpr, closed.consts, list(function.inputs))
     graph.nodes.append(onnx.helper.make_node("Identity", [_name(graph, result)], ["logits"], "logits"))
     nodes, constants = graph.reachable("logits")
-    if sum(len(constant.raw_data) for constant in constants) > _MAX_BYTES:
-        raise InputError("the model has over 2 GB, which is the limit of the format: compress it first")
+    if sum(len(constant.raw_data) for constant in constants) + sum(node.ByteSize() for node in nodes) > _MAX_BYTES:
+        raise InputError(
+            "the file would have over 2 GB, which is the limit of the format: compress the model first, or export a shorter "
+            "length, because ONNX files hold every iteration of loops"
+        )
     integer, real = onnx.TensorProto.INT32, onnx.TensorProto.FLOAT
     inputs = [onnx.helper.make_tensor_value_info(name, integer, list(shape)) for name in function.inputs]
     outputs = [onnx.helper.make_tensor_value_info("logits", real, list(closed.out_avals[0].shape))]
@@ -55,7 +60,8 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 1) -> None:
         ir_version=IR_VERSION,
         producer_name="hpnlp",
     ).SerializeToString()
-    replace_file(path, content)
+    with replaced(path) as file:
+        file.write(content)
 
 
 def _run(graph: Graph, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -110,7 +116,7 @@ def _known(eqn: Any, inputs: list[Any]) -> list[Any]:
 
 
 def _scan(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
-    """A loop of a known number of iterations, one after the other."""
+    """A loop of a known number of iterations, which may be 0, one after the other."""
     count, carried, length = (eqn.params[key] for key in ("num_consts", "num_carry", "length"))
     body = eqn.params["jaxpr"]
     consts, carry, stacks = inputs[:count], inputs[count : count + carried], inputs[count + carried :]
@@ -122,6 +128,8 @@ def _scan(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
         slices.append(results[carried:])
     if eqn.params["reverse"]:
         slices.reverse()
+    if not slices:
+        return [*carry, *(np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[carried:])]
     return [*carry, *(_stack(graph, parts) for parts in zip(*slices, strict=True))]
 
 

@@ -13,6 +13,7 @@ from hpnlp.types import InputError
 
 OPSET = 18  # Reduce* and Split with axes and sizes as inputs
 IR_VERSION = 10
+MAX_NODES = 2**18  # more come from loops of many iterations; files with more nodes take minutes to write and to load
 
 
 def import_onnx() -> Any:
@@ -72,7 +73,15 @@ class Graph:
 
         Returns:
           The name of the output.
+
+        Raises:
+          InputError: The graph has MAX_NODES nodes.
         """
+        if len(self.nodes) == MAX_NODES:
+            raise InputError(
+                f"the model has over {MAX_NODES:,} operations, because ONNX files hold every iteration of its loops: export a "
+                "shorter length, or use the format stablehlo, which keeps loops"
+            )
         name = f"n{len(self.nodes)}"
         self.nodes.append(self.onnx.helper.make_node(kind, inputs, [name], name, **attributes))
         return name

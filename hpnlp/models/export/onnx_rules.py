@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from hpnlp.models.export.onnx_graph import Graph, stored_dtype
 from hpnlp.types import InputError
@@ -76,7 +77,15 @@ def _select(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     if len(inputs) != 3 or eqn.invars[0].aval.dtype != np.bool_:
         raise _unsupported(eqn, "of more than two cases")
     condition, otherwise, then = graph.broadcasting(inputs, eqn)
-    return graph.node("Where", condition, then, otherwise)
+    return _where(graph, condition, then, otherwise, eqn.outvars[0].aval.dtype)
+
+
+def _where(graph: Graph, condition: str, then: str, otherwise: str, dtype: Any) -> str:
+    """Values by a condition; onnxruntime has no such operation for booleans."""
+    if dtype != np.bool_:
+        return graph.node("Where", condition, then, otherwise)
+    chosen = graph.node("Where", condition, graph.cast(then, np.int32), graph.cast(otherwise, np.int32))
+    return graph.cast(chosen, np.bool_)
 
 
 def _convert(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
@@ -167,13 +176,18 @@ def _pad(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
 
 
 def _reduce(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
-    return graph.node(REDUCTIONS[eqn.primitive.name], inputs[0], graph.integers(*eqn.params["axes"]), keepdims=0)
+    return _reduced(graph, REDUCTIONS[eqn.primitive.name], inputs[0], eqn.params["axes"])
+
+
+def _reduced(graph: Graph, kind: str, x: str, axes: Sequence[int]) -> str:
+    """Reduction over axes; ONNX would reduce all axes where a reduction of JAX has none."""
+    return graph.node(kind, x, graph.integers(*axes), keepdims=0) if axes else x
 
 
 def _reduce_logical(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     kind = "ReduceMin" if eqn.primitive.name == "reduce_and" else "ReduceMax"
     integers = graph.cast(inputs[0], np.int32)
-    return graph.cast(graph.node(kind, integers, graph.integers(*eqn.params["axes"]), keepdims=0), np.bool_)
+    return graph.cast(_reduced(graph, kind, integers, eqn.params["axes"]), np.bool_)
 
 
 def _argmax(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
@@ -198,12 +212,14 @@ def _dot_general(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     left = graph.transpose(inputs[0], (*batch_a, *free_a, *contracted_a))
     right = graph.transpose(inputs[1], (*batch_b, *contracted_b, *free_b))
     left, right = graph.reshape(left, (*batch, rows, inner)), graph.reshape(right, (*batch, inner, columns))
-    if a.dtype.itemsize == b.dtype.itemsize == 1 and out.dtype == np.int32:
+    is_bool = np.bool_ in (a.dtype, b.dtype)
+    if not is_bool and a.dtype.itemsize == b.dtype.itemsize == 1 and out.dtype == np.int32:
         return graph.reshape(graph.node("MatMulInteger", left, right), out.shape)
-    kinds = {stored_dtype(v.dtype) for v in (a, b, out)}
-    if len(kinds) > 1:
-        left, right = graph.cast(left, out.dtype), graph.cast(right, out.dtype)
-    return graph.reshape(graph.node("MatMul", left, right), out.shape)
+    if len({stored_dtype(v.dtype) for v in (a, b, out)}) > 1 or is_bool:
+        dtype = np.int32 if out.dtype == np.bool_ else out.dtype
+        left, right = graph.cast(left, dtype), graph.cast(right, dtype)
+    product = graph.reshape(graph.node("MatMul", left, right), out.shape)
+    return graph.cast(product, np.bool_) if out.dtype == np.bool_ else product
 
 
 def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
@@ -217,9 +233,30 @@ def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     if numbers.offset_dims != offsets or any(eqn.params["slice_sizes"][i] != operand.shape[i] for i in others):
         raise _unsupported(eqn, "of parts of rows")
     last = np.array(operand.shape[axis] - 1, ids.dtype)
-    rows = graph.reshape(inputs[1], ids.shape[:-1])
-    rows = graph.node("Min", graph.node("Max", rows, graph.constant(np.zeros_like(last))), graph.constant(last))
-    return graph.node("Gather", inputs[0], rows, axis=axis)
+    rows, zero, end = (
+        graph.reshape(inputs[1], ids.shape[:-1]),
+        graph.constant(np.zeros_like(last)),
+        graph.constant(last),
+    )
+    valid = graph.node("Min", graph.node("Max", rows, zero), end)
+    result = graph.node("Gather", inputs[0], valid, axis=axis)
+    if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        return result
+    within = graph.reshape(graph.node("Equal", rows, valid), (*ids.shape[:-1], *(1,) * (operand.ndim - 1 - axis)))
+    return _where(graph, within, result, graph.constant(_fill_value(eqn)), operand.dtype)
+
+
+def _fill_value(eqn: Any) -> np.ndarray:
+    """The result of a gather for indices that are out of bounds."""
+    dtype, value = eqn.invars[0].aval.dtype, eqn.params["fill_value"]
+    if value is None and dtype == np.bool_:
+        value = True
+    elif value is None and jnp.issubdtype(dtype, jnp.inexact):
+        value = np.nan
+    elif value is None:
+        info = jnp.iinfo(dtype)
+        value = info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
+    return np.asarray(value, dtype)
 
 
 def _unsupported(eqn: Any, detail: str = "") -> InputError:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
 
-from hpnlp.models.export.functions import ExportedFunction, replace_file
+from hpnlp.atomic_file import replaced
+from hpnlp.models.export.functions import ExportedFunction
 from hpnlp.types import InputError
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -42,12 +44,12 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0, platforms: 
         if platform not in PLATFORMS:
             raise InputError(f"platform {platform!r}: expected one of {', '.join(PLATFORMS)}")
     (size,) = jax.export.symbolic_shape("batch") if batch == 0 else (batch,)
-    shapes = [jax.ShapeDtypeStruct((size, function.length), jnp.int32) for _ in function.inputs]
     try:
-        exported = jax.export.export(jax.jit(function.call), platforms=list(platforms) or None)(*shapes)
+        exported = _export(function, size, platforms)
     except (TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation) as error:
         if batch or isinstance(error, InputError):
             raise
+        _export(function, 1, platforms)  # raises an error that does not come from the symbolic number of sequences
         reason = str(error).partition("\n")[0]
         raise InputError(
             f"the model cannot be exported for any number of sequences ({reason}): name one, as batch=1"
@@ -55,4 +57,11 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0, platforms: 
     if len(exported.mlir_module_serialized) > _MAX_BYTES:
         raise InputError("the model has over 2 GB, which is the limit of the format: compress it first")
     content = bytes(exported.serialize())
-    replace_file(path, content)
+    with replaced(path) as file:
+        file.write(content)
+
+
+def _export(function: ExportedFunction, size: Any, platforms: Sequence[str]) -> jax.export.Exported:
+    """The exported function for `size` sequences, a number or a symbol."""
+    shapes = [jax.ShapeDtypeStruct((size, function.length), jnp.int32) for _ in function.inputs]
+    return jax.export.export(jax.jit(function.call), platforms=list(platforms) or None)(*shapes)

@@ -193,10 +193,12 @@ class RoutingMixer(BucketMixer):
         q = inputs.q.astype(jnp.float32)
         directions = unit_vectors(q - jnp.mean(q, axis=-1, keepdims=True))
         clusters = nearest_centroids(directions, centroids)
-        members = jax.nn.one_hot(clusters, self.clusters, dtype=jnp.float32)
+        members, counted = jax.nn.one_hot(clusters, self.clusters, dtype=jnp.float32), directions
         if inputs.segment_ids is not None:
-            members = jnp.where((inputs.segment_ids > 0)[:, :, None, None], members, jnp.float32(0))
-        sums = jnp.einsum("btnc,btnh->nch", members, jax.lax.stop_gradient(directions))
+            is_text = (inputs.segment_ids > 0)[:, :, None, None]
+            # Directions as well: padding may be NaN, and 0 * NaN is NaN.
+            members, counted = (jnp.where(is_text, x, jnp.float32(0)) for x in (members, directions))
+        sums = jnp.einsum("btnc,btnh->nch", members, jax.lax.stop_gradient(counted))
         statistics = {"sums": sums, "counts": jnp.sum(members, axis=(0, 1))}
         return (directions * dim**0.5).astype(inputs.q.dtype), clusters[..., None], statistics
 

@@ -1,5 +1,6 @@
 """Exported models: StableHLO in another process, ONNX in onnxruntime."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 from hpnlp.models.decoder import Decoder, DecoderConfig
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.export import onnx_file, stablehlo
-from hpnlp.models.export.functions import logits_function
+from hpnlp.models.export.functions import ExportedFunction, logits_function
 from hpnlp.models.lm import LM
 from hpnlp.types import InputError
 from tests.models.huggingface.test_compressed import BERT, GPT2, GROUPED, LLAMA, compressed
@@ -73,6 +74,24 @@ def test_invalid_exports_raise(tmp_path):
         logits_function(Decoder(DecoderConfig(dim=32, heads=4, layers=1, vocab=40, memory_dim=8)), weights, 4)
 
 
+@pytest.mark.usefixtures("symbolic_sizes")
+def test_only_errors_of_a_symbolic_batch_are_reported_as_such(tmp_path):
+    def by_size(tokens):
+        return tokens.astype(jnp.float32) * (1 if tokens.shape[0] > 3 else 2)
+
+    with pytest.raises(
+        InputError, match=r"cannot be exported for any number of sequences \(.*\): name one, as batch=1"
+    ):
+        stablehlo.write(ExportedFunction(by_size, ("tokens",), 4), tmp_path / "x")
+    stablehlo.write(ExportedFunction(by_size, ("tokens",), 4), tmp_path / "x", batch=2)
+
+    def wrong(tokens):
+        return jnp.dot(tokens, jnp.ones(3, jnp.int32))  # 4 tokens
+
+    with pytest.raises(TypeError, match="contracting dimensions"):
+        stablehlo.write(ExportedFunction(wrong, ("tokens",), 4), tmp_path / "x")
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("config", "recipe", "tolerance"),
@@ -80,6 +99,7 @@ def test_invalid_exports_raise(tmp_path):
         (BERT, "layers(2)", 1e-5),
         (BERT, "int8", 2e-3),
         (LLAMA, "layers(2)", 1e-5),
+        (dataclasses.replace(LLAMA, dtype="bfloat16"), "layers(2)", 2e-2),
         (GROUPED, "heads(0.5,by=magnitude),factorize(rank=4,by=weights)", 1e-5),
         (GPT2, "ternary(packed=False)", 2e-3),
         (GPT2, "bf16", 2e-3),

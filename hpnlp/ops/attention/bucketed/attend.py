@@ -102,8 +102,8 @@ def bucketed_attention(
 
     Args:
       q: Queries [B, T, N, H].
-      k: Keys [B, T, M, H]; M divides N. Keys and values are finite: NaN of one token may reach all others, whatever their
-        segments and sequences.
+      k: Keys [B, T, M, H]; M divides N. A token whose key or value is not finite gives NaN to the tokens that see it, and
+        changes no other.
       v: Values [B, T, K, Hv]; K divides N.
       buckets: int32 [B, T, N, R], non-negative, for R rounds; a query and a key of one token share a bucket.
       window: Number of tokens of the bucket that a token sees in each direction, 0 or more.
@@ -189,13 +189,16 @@ def _attend(
 def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Any]:
     order, codes, seed, streams = rest
 
-    def attend(q: Array, k: Array, v: Array, order: Array, codes: Array, streams: Array) -> tuple[Array, ...]:
+    def attend(
+        q: Array, k: Array, v: Array, order: Array, codes: Array, streams: Array, valid: Array
+    ) -> tuple[Array, ...]:
         band = settings.band(q.shape[1])
 
         def add_round(sums: Any, round_: Any) -> tuple[Any, None]:
-            queries, keys = _sorted_round(settings, band, codes, *round_)
+            queries, keys = _sorted_round(settings, band, codes, *round_, valid_queries=None, valid_keys=valid)
             of_queries = queries.take(q), *queries.codes
-            of_keys = keys.take(k), keys.take(v), *keys.codes
+            # 0 * NaN is NaN: a hidden value must be finite. NaN of the key makes the visible scores NaN.
+            of_keys = keys.take(k, np.nan), keys.take(v), *keys.codes
             top, total, weighted = map(queries.put, tiles.forward(band, q.shape[1], of_queries, of_keys, seed, streams))
             return tile.combine(sums, (top, total, weighted)), None
 
@@ -207,8 +210,15 @@ def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *rest: Ar
             o = jnp.where(jnp.isneginf(lse)[..., None], _alone(settings, v.astype(jnp.float32), seed, streams), o)
         return o.astype(q.dtype), lse, lse_low
 
-    o, lse, lse_low = (checkpoint_name(x, "mixed") for x in _by_lanes(attend, q, k, v, order, codes, streams))
-    return o, (q, k, v, *rest, o, lse, lse_low)
+    valid = _are_finite(k, v)
+    results = _by_lanes(attend, q, k, v, order, codes, streams, valid)
+    o, lse, lse_low = (checkpoint_name(x, "mixed") for x in results)
+    return o, (q, k, v, *rest, valid, o, lse, lse_low)
+
+
+def _are_finite(*arrays: Float[Array, "L T _"]) -> Bool[Array, "L T"]:
+    """Whether all numbers of a token are finite."""
+    return functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x), axis=2) for x in arrays])
 
 
 def _alone(settings: _Settings, x: Float[Array, "L T H"], seed: Array, streams: Array) -> Float[Array, "L T H"]:
@@ -222,20 +232,23 @@ def _alone(settings: _Settings, x: Float[Array, "L T H"], seed: Array, streams: 
 
 
 def _attend_backward(settings: _Settings, saved: Any, do: Array) -> tuple[Any, ...]:
-    q, k, v, order, codes, seed, streams, o, lse, lse_low = saved
+    q, k, v, order, codes, seed, streams, *of_results = saved
 
     def gradients(
         q: Array, k: Array, v: Array, order: Array, codes: Array, streams: Array, *of_results: Array
     ) -> tuple[Array, ...]:
-        do, o, lse, lse_low = of_results
+        do, valid, o, lse, lse_low = of_results
         band = settings.band(q.shape[1])
         delta = jnp.einsum("lth,lth->lt", do, o, preferred_element_type=jnp.float32)
         is_alone = jnp.isneginf(lse)
-        residuals = do, jnp.where(is_alone, jnp.inf, lse), lse_low, delta
         of_alone = _alone(settings, do.astype(jnp.float32), seed, streams)
+        # All factors of weights are finite, because hidden weights are 0. NaN of the lse makes the visible weights NaN.
+        is_finite = jnp.isfinite(lse) & jnp.isfinite(delta)
+        lse = jnp.where(is_finite, lse, jnp.where(is_alone, jnp.inf, jnp.nan))
+        residuals = do, lse, lse_low, jnp.where(is_finite, delta, 0.0)
 
         def add_round(sums: tuple[Array, ...], round_: Any) -> tuple[tuple[Array, ...], None]:
-            queries, keys = _sorted_round(settings, band, codes, *round_)
+            queries, keys = _sorted_round(settings, band, codes, *round_, valid_queries=is_finite, valid_keys=valid)
             of_queries = queries.take(q), *queries.codes
             of_keys = keys.take(k), keys.take(v), *keys.codes
             sorted_residuals = tuple(map(queries.take, residuals))
@@ -248,7 +261,7 @@ def _attend_backward(settings: _Settings, saved: Any, do: Array) -> tuple[Any, .
         sums, _ = lax.scan(add_round, vary_alike(*start, q)[:3], _rounds(order))
         return tuple(dx.astype(x.dtype) for dx, x in zip(sums, (q, k, v), strict=True))
 
-    dq, dk, dv = _by_lanes(gradients, q, k, v, order, codes, streams, do, o, lse, lse_low)
+    dq, dk, dv = _by_lanes(gradients, q, k, v, order, codes, streams, do, *of_results)
     return dq, dk, dv, *(np.zeros(x.shape, jax.dtypes.float0) for x in (order, codes, seed, streams))
 
 
@@ -276,34 +289,42 @@ class _Sorted:
 
     Attributes:
       places: int32 [L, P], index of each token among all L T; -1 for padding.
+      valid_places: As `places`; -1 also for tokens that are not valid.
       back: int32 [L, T], index of each token among the L P sorted ones.
       codes: int32 [L, P] each, see `_Visible`.
     """
 
     places: Array
+    valid_places: Array
     back: Array
     codes: list[Array]
 
-    def take(self, x: Array) -> Array:
-        """`[L, P, ...]` from `[L, T, ...]`."""
-        return _take(x, self.places)
+    def take(self, x: Array, fill: float = 0.0) -> Array:
+        """`[L, P, ...]` from `[L, T, ...]`; rows, but not scalars, of padding and of tokens that are not valid are `fill`."""
+        return _take(x, self.places if x.ndim == 2 else self.valid_places, fill)
 
     def put(self, x: Array) -> Array:
         """`[L, T, ...]` from `[L, P, ...]`."""
         return _take(x, self.back)
 
 
-def _take(x: Array, index: Int[Array, "L P"]) -> Array:
-    """`[L, P, ...]`, of `x [L, T, ...]` with the first two axes as one; for -1, 0 in rows, and any number in scalars."""
+def _take(x: Array, index: Int[Array, "L P"], fill: float = 0.0) -> Array:
+    """`[L, P, ...]`, of `x [L, T, ...]` with the first two axes as one; for -1, `fill` in rows, and any number in scalars."""
     rows = x.reshape(-1, *x.shape[2:]).at[index].get(mode="clip", wrap_negative_indices=False)
     # XLA:CPU vectorises a gather of rows only together with arithmetic, which takes a third of the time.
-    return rows if x.ndim == 2 else jnp.where((index >= 0)[..., None], rows, jnp.zeros((), x.dtype))
+    return rows if x.ndim == 2 else jnp.where((index >= 0)[..., None], rows, jnp.full((), fill, x.dtype))
 
 
 def _sorted_round(
-    settings: _Settings, band: tiles.Band, codes: Int[Array, "L F T"], number: Array, order: Int[Array, "L T"]
+    settings: _Settings,
+    band: tiles.Band,
+    codes: Int[Array, "L F T"],
+    number: Array,
+    order: Int[Array, "L T"],
+    valid_queries: Bool[Array, "L T"] | None,
+    valid_keys: Bool[Array, "L T"],
 ) -> tuple[_Sorted, _Sorted]:
-    """The queries and the keys of a round.
+    """The queries and the keys of a round, with their valid tokens; None for all.
 
     The codes are the coordinates in this round and in all but the last round, and the index. The queries have coordinates that
     see nothing in place of those of rounds that are not earlier.
@@ -317,14 +338,16 @@ def _sorted_round(
     nowhere = -2 - settings.window  # not within the window of any coordinate, nor of tiles.PAD
     hidden = [jnp.where(number > e, x, nowhere) for e, x in enumerate(earlier)]
 
-    def padded(width: tuple[int, int], codes: list[Array], code: int) -> _Sorted:
+    def padded(width: tuple[int, int], codes: list[Array], code: int, valid: Array | None) -> _Sorted:
         index = back + (lane * (width[0] + length + width[1]) + width[0])
         codes = [jnp.pad(x, ((0, 0), width), constant_values=jnp.int32(code)) for x in codes]
-        return _Sorted(jnp.pad(places, ((0, 0), width), constant_values=jnp.int32(-1)), index, codes)
+        valid_places = places if valid is None else jnp.where(_take(valid, places), places, -1)
+        of_all, of_valid = (jnp.pad(x, ((0, 0), width), constant_values=jnp.int32(-1)) for x in (places, valid_places))
+        return _Sorted(of_all, of_valid, index, codes)
 
     of_queries, of_keys = tiles.padding(band, lanes, length)
-    queries = padded(of_queries, [current, *hidden, order], nowhere)
-    return queries, padded(of_keys, [current, *earlier, order], tiles.PAD)
+    queries = padded(of_queries, [current, *hidden, order], nowhere, valid_queries)
+    return queries, padded(of_keys, [current, *earlier, order], tiles.PAD, valid_keys)
 
 
 @array_op("B T N", buckets="B T N")

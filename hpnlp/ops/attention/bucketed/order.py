@@ -21,7 +21,7 @@ def sort_by_bucket(
     differ by at most `window`, and the difference does not depend on later tokens.
 
     Args:
-      buckets: int32 [..., T], bucket of each token.
+      buckets: Integers [..., T], bucket of each token.
       segment_ids: int32 [..., T], or None for one segment.
       window: Largest distance within a bucket.
 
@@ -47,7 +47,7 @@ def bucket_ranks(buckets: Int[Array, "*a T"], segment_ids: Int[Array, "*b T"] | 
     """Number of earlier tokens of the same bucket and segment.
 
     Args:
-      buckets: int32 [..., T], bucket of each token.
+      buckets: Integers [..., T], bucket of each token.
       segment_ids: int32 [..., T], or None for one segment.
 
     Returns:
@@ -79,6 +79,8 @@ def inverse(order: Int[Array, "*a T"]) -> Int[Array, "*a T"]:
 
 def _sort(buckets: Array, segment_ids: Array | None) -> tuple[Int[Array, "*a T"], Bool[Array, "*a T"]]:
     """(order, whether each sorted token is the first of its bucket and segment)."""
+    if buckets.dtype.itemsize < 4:  # the number that packs a bucket and an index would overflow
+        buckets = buckets.astype(jnp.int32)
     keys = (buckets,) if segment_ids is None else (jnp.broadcast_to(segment_ids, buckets.shape), buckets)
     # XLA:CPU sorts one array in a third of the time of two.
     fits = jnp.max(buckets, initial=0) < (2**31 - 1) // max(1, buckets.shape[-1])

@@ -166,13 +166,21 @@ def sinkhorn_attention(
       sequences of any length; the paper computes them by a layer with one output for each block. No Gumbel noise.
     """
     batch, length, heads, dim = q.shape
-    if k.shape[:2] != q.shape[:2] or heads % k.shape[2] or k.shape[3] != dim or v.shape[:3] != k.shape[:3]:
+    if (
+        k.shape[:2] != q.shape[:2]
+        or k.shape[2] < 1
+        or heads % k.shape[2]
+        or k.shape[3] != dim
+        or v.shape[:3] != k.shape[:3]
+    ):
         raise InputError(
             f"k {k.shape} and v {v.shape} with q {q.shape}: expected equal B, T and H, and K that divides N"
         )
     if segment_ids is not None and segment_ids.shape != (batch, length):
         raise InputError(f"segment_ids has shape {segment_ids.shape}: expected {(batch, length)}")
     check_rate(dropout_rate, rng)
+    if 0 in (batch, length, heads):
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
     seed = jnp.zeros(1, jnp.uint32) if rng is None else seed_words(rng)
     if streams is None:
         streams = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads)

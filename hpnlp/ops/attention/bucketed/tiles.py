@@ -1,7 +1,8 @@
 """Attention within a band of two sequences of blocks, tile by tile: a block of queries against nearby blocks of keys.
 
 Which pairs of a tile are visible is a function of integer codes of the tokens, so that any order of the tokens can be used.
-Scores exist for one group of tiles at a time, also in the backward pass. Keys and values must be finite.
+Scores exist for one group of tiles at a time, also in the backward pass. Values must be finite, and in the backward pass
+keys, queries and cotangents as well; scores and the log-sum-exp may be NaN where no pair is visible.
 
 A tile reads W / C consecutive blocks of keys. The tiles of every (W / C)-th block of queries read disjoint keys, one after the
 other, so that their keys are a slice of the sequence: XLA:CPU takes longer to copy overlapping keys of all tiles than for the
@@ -207,8 +208,10 @@ def _tile_gradients(
     q, do, lse, lse_low, delta = residuals
     early = options.scale if q.dtype == jnp.float32 else 1.0  # as in `tile.forward`
     s = _product(k, q * early if early != 1.0 else q, 2, 2)
-    s = jnp.where(mask.visible, s if early != 1.0 else s * options.scale, -jnp.inf)
-    p, dp = jnp.exp(s - lse[:, None] - lse_low[:, None]), _product(v, do, 2, 2)
+    s = s if early != 1.0 else s * options.scale
+    # Hidden weights are 0 also for queries whose lse is NaN.
+    p = jnp.where(mask.visible, jnp.exp(s - lse[:, None] - lse_low[:, None]), 0.0)
+    dp = _product(v, do, 2, 2)
     dropped = p
     if mask.kept is not None:
         dropped, dp = (jnp.where(mask.kept, x * (1.0 / (1.0 - options.dropout_rate)), 0.0) for x in (p, dp))

@@ -90,7 +90,7 @@ def relative_attention(
       o [B, T, N, Hv] in q's dtype, accumulated in float32; 0 in rows that see nothing.
 
     Raises:
-      InputError: There are fewer keys than queries, or arguments do not fit, as for `attend`.
+      InputError: There are fewer keys than queries, `block_size` is below 1, or arguments do not fit, as for `attend`.
 
     Cost:
       O(B N H) time for each visible pair, with 1.6 times the products of `attend`; O(B N (T + S + R) H) memory.
@@ -101,6 +101,8 @@ def relative_attention(
     length, keys = q.shape[1], k.shape[1]
     if keys < length:
         raise InputError(f"relative_attention of {length} queries and {keys} keys: expected at least one key per query")
+    if block_size is not None and block_size < 1:
+        raise InputError(f"block_size {block_size}: expected a positive number, or None")
     operands = Operands(
         segment_ids=segment_ids,
         kv_segment_ids=segment_ids if kv_segment_ids is None else kv_segment_ids,
@@ -111,7 +113,7 @@ def relative_attention(
     )
     validate(q, k, v, Full(), operands)
     offset, last = keys - length, min(r.shape[0], keys) - 1
-    block = block_size or _block_size(length, last)
+    block = _block_size(length, last) if block_size is None else block_size
     # Distances of a tile with visible pairs: at most those of the first query to the first key.
     top = min(offset + -(-length // block) * block - 1, last + 2 * block - 2)
     by_content, by_distance = (q + bias.astype(q.dtype)[None, None] for bias in (content_bias, position_bias))

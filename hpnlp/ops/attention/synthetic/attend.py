@@ -31,6 +31,8 @@ def synthetic_attend(
 ) -> Float[Array, "B T N H"]:
     """Softmax attention with a given sum of scores: `softmax(sum_i a_i b_i^T + sum_j weights_j scores_j) v`.
 
+    Without factors, there are as many queries as keys, T = S.
+
     Scores that are products are computed in blocks and never stored for all pairs: dot products of queries and keys, those of
     a Dense Synthesizer (`relu(W1 x)` and W2), and those of a Factorized Random Synthesizer. Nor is the weighted sum of arrays.
 
@@ -46,7 +48,7 @@ def synthetic_attend(
       The mixed values, in the dtype of v. A token that sees none has 0.
 
     Raises:
-      InputError: There are neither factors nor scores.
+      InputError: There are neither factors nor scores, or without factors, scores of another number of queries than S.
 
     Cost: O(B N T S (F + H)) time. O(B N (T + S) (F + H)) memory, and that of `scores` and their gradients.
 
@@ -61,7 +63,9 @@ def synthetic_attend(
     if factors:
         q, k = _joined(factors, v)
     else:  # attend has no form without queries: those of one feature are the cheapest
-        heads, length = (max(x.shape[axis] for x in scores) for axis in (1, 2))
+        length, heads = v.shape[1], max(x.shape[1] for x in scores)
+        if wrong := [x.shape for x in scores if x.shape[2] not in (1, length)]:
+            raise InputError(f"scores {wrong[0]} with {length} values: expected scores of 1 or {length} queries")
         q = jnp.zeros((v.shape[0], length, heads, 1), v.dtype)
         k = jnp.zeros((*v.shape[:3], 1), v.dtype)
     if q.shape[2] % k.shape[2] == 0 and k.shape[2] != v.shape[2]:
@@ -99,7 +103,7 @@ def synthetic_attend_reference(
         batch = (max(a.shape[0], b.shape[0]),)
         a, b = (jnp.broadcast_to(x, batch + x.shape[1:]).astype(jnp.float32) for x in (a, b))
         total = total + jnp.einsum("btnf,bsnf->bnts", a, b)
-    q = jnp.zeros((v.shape[0], total.shape[2], total.shape[1], 1), v.dtype)
+    q = jnp.zeros((v.shape[0], total.shape[2] if factors else v.shape[1], total.shape[1], 1), v.dtype)
     o = reference(q, jnp.zeros((*v.shape[:3], 1), v.dtype), v, mask, bias=total, **operands)
     assert isinstance(o, jax.Array)
     return o

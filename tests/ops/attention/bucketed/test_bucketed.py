@@ -131,6 +131,34 @@ def test_dropout_depends_on_indices_in_the_sequence():
     assert_equal_with_gradients((sparse, dense), q, k, v)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "all"])
+def test_nan_reaches_only_tokens_that_see_it(name):
+    """Across segments and across examples, in values and in gradients; NaN of the gradients shows who sees the token."""
+    q, k, v, buckets, segment_ids = arrays()
+    bad = {x: (name in (x, "all")) for x in "qkv"}
+
+    def of(value, hides_self):
+        def score(q, k, v):
+            o = bucketed_attention(
+                q, k, v, buckets, window=3, causal=True, hides_self=hides_self, segment_ids=segment_ids
+            )
+            return jnp.sum(o**2), o
+
+        tensors = [x.at[0, 9].set(value) if bad[n] else x for n, x in zip("qkv", (q, k, v), strict=True)]
+        gradients, o = jax.grad(score, (0, 1, 2), has_aux=True)(*tensors)
+        return o, gradients
+
+    alike = np.asarray(segment_ids == segment_ids[0, 9]) & (np.arange(B) == 0)[:, None]
+    values = jnp.asarray([1.0, jnp.nan])
+    for (o, gradients), (nan_o, nan_gradients) in [
+        [jax.tree.map(np.asarray, x) for x in once(lambda x, h=hides_self: [of(x[0], h), of(x[1], h)], values)]
+        for hides_self in (True, False)
+    ]:
+        for finite, x in zip((o, *gradients), (nan_o, *nan_gradients), strict=True):
+            np.testing.assert_array_equal(x[~alike], finite[~alike])
+        assert np.isnan(nan_o[0, 9:][alike[0, 9:]]).any() and not np.isnan(nan_o[0, :9]).any()
+
+
 def test_later_tokens_do_not_change_what_earlier_tokens_see():
     """All later tokens change their buckets, which moves earlier tokens in the sorted order."""
     q, k, v, buckets, _ = arrays()
@@ -152,6 +180,15 @@ def test_order_and_ranks():
     for ids in (segment_ids, None):  # buckets that do not fit into one number together with the index
         for large, small in zip(sort_by_bucket(buckets * 2**30, ids, 3), sort_by_bucket(buckets, ids, 3), strict=True):
             np.testing.assert_array_equal(large, small)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16])
+def test_order_of_small_integers_is_that_of_int32(dtype):
+    buckets = jnp.asarray(np.random.default_rng(0).integers(0, 120, 700), dtype)
+    results = (sort_by_bucket(x, None, 3) for x in (buckets, buckets.astype(jnp.int32)))
+    for small, large in zip(*results, strict=True):
+        np.testing.assert_array_equal(small, large)
+    np.testing.assert_array_equal(bucket_ranks(buckets), bucket_ranks(buckets.astype(jnp.int32)))
 
 
 def test_hash_is_a_function_of_the_direction():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.ops.attention.bucketed import tiles
 from hpnlp.ops.attention.bucketed.sinkhorn import SortSettings, balance, sinkhorn_attention
 from hpnlp.ops.attention.bucketed.sinkhorn_cache import start_sinkhorn_cache
 from hpnlp.ops.attention.reference import reference
@@ -59,6 +60,35 @@ def test_one_block_sees_its_tokens_and_their_copies():
 
     o, expected = jax.jit(both, compiler_options=ONCE)(*normal(3, 2, 9, 2, 4))
     np.testing.assert_allclose(o, expected, atol=2e-6)
+
+
+def test_groups_of_tiles_do_not_change_the_result(monkeypatch):
+    """Values and gradients of one group, and of 4 x 2 groups of three tiles, the last of which is cut."""
+
+    def scored(q, k, v):
+        o = sinkhorn_attention(q, k, v, SortSettings(4, 2, 0.5, True), segment_ids=ids)
+        return jnp.sum(o**2), o
+
+    ids = jnp.asarray(np.repeat([[1] * 14 + [2] * 9], 2, axis=0), jnp.int32)
+    qkv = normal(3, 2, 23, 2, 4)
+    results = []
+    for scores in (tiles.CPU_SCORES, 50):
+        monkeypatch.setattr(tiles, "CPU_SCORES", scores)
+        # A new function for each, because traces are kept by function.
+        run = jax.jit(jax.grad(lambda *x: scored(*x), (0, 1, 2), has_aux=True), compiler_options=ONCE)
+        results.append(jax.tree.leaves(run(*qkv)))
+    for one, several in zip(*results, strict=True):
+        np.testing.assert_allclose(several, one, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 9, 2, 4), (2, 0, 2, 4)])
+def test_empty_batches_and_sequences_have_empty_results(shape):
+    def score(*qkv):
+        o = sinkhorn_attention(*qkv, SortSettings(4, 2, 0.5, True))
+        return o.sum(), o
+
+    gradients, o = jax.grad(score, (0, 1, 2), has_aux=True)(*normal(3, *shape))
+    assert o.shape == shape and all(x.shape == shape for x in gradients)
 
 
 def test_dropout_drops_weights_and_keeps_their_mean():

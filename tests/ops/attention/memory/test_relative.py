@@ -108,6 +108,9 @@ def test_received_attention_is_the_sum_of_the_weights():
     assert actual.dtype == jnp.float32
 
 
-def test_fewer_keys_than_queries_raise():
+def test_invalid_arguments_raise():
+    for size in (0, -4):
+        with pytest.raises(InputError, match=f"block_size {size}: expected a positive number, or None"):
+            relative_attention(*operands(4, 4, 4), block_size=size)
     with pytest.raises(InputError, match="5 queries and 4 keys: expected at least one key per query"):
         relative_attention(*operands(5, 4, 4))

@@ -36,6 +36,8 @@ def test_sums_of_terms_match_dense_scores():
 
     forms = (synthetic_attend, synthetic_attend_reference)
     assert_close(*once(lambda arrays: [result(f, arrays) for f in forms], arrays))
+    one_row = {"v": arrays["v"], "factors": [], "scores": arrays["scores"][2:]}  # scores that all queries share
+    assert_close(*once(lambda arrays: [result(f, arrays) for f in forms], one_row))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,8 @@ def test_invalid_arguments_raise():
     v = jnp.zeros((1, 4, 1, 2))
     with pytest.raises(InputError, match="no factors and no scores"):
         synthetic_attend(v, [], [])
+    with pytest.raises(InputError, match=r"scores \(1, 1, 3, 4\) with 4 values: expected scores of 1 or 4 queries"):
+        synthetic_attend(v, [], [jnp.zeros((1, 1, 1, 4)), jnp.zeros((1, 1, 3, 4))])
     a, ids = jnp.zeros((1, 4, 1, 3)), jnp.ones((1, 4), jnp.int32)
     for arguments, message in (
         ({"b": a[:, :2]}, "expected equal B and N, and equal T in a and b"),

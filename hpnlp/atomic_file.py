@@ -1,0 +1,49 @@
+"""Files that are replaced atomically. Only the standard library is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from hpnlp.errors import InputError
+
+
+@contextlib.contextmanager
+def replaced(path: str | os.PathLike[str], content: str = "") -> Iterator[BinaryIO]:
+    """A context with a new file that replaces the file of a path at the end of the context.
+
+    A process that is killed in the context leaves the old file as it was. After an exception in the context, the new file
+    is removed.
+
+    Args:
+      path: Path of the file.
+      content: What the file holds, for the message of an error, as in "the index".
+
+    Yields:
+      The new file, open for writing bytes.
+
+    Raises:
+      InputError: The file cannot be written.
+    """
+    path = Path(path)
+    part = path.with_name(
+        f".{path.name}.{uuid.uuid4().hex}.part"
+    )  # a name that neither another process nor the user has
+    try:
+        try:
+            with open(part, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        shown = f"{content} {str(path)!r}".strip()
+        raise InputError(
+            f"cannot write {shown} ({error.strerror or error}): pass a path in a directory that exists and has space"
+        ) from error
