@@ -30,9 +30,8 @@ def replaced(path: str | os.PathLike[str], content: str = "") -> Iterator[Binary
       InputError: The file cannot be written.
     """
     path = Path(path)
-    part = path.with_name(
-        f".{path.name}.{uuid.uuid4().hex}.part"
-    )  # a name that neither another process nor the user has
+    # A name that neither another process nor the user has.
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
         try:
             with open(part, "xb") as file:
