@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from hpnlp.data import tokenizers
 from hpnlp.data.examples import TreesConfig
 from hpnlp.models.tree_classifier import TreeClassifier, TreeClassifierConfig
 from hpnlp.tasks.classification import BASELINES, Classification
@@ -43,8 +42,3 @@ class TreeClassification(Classification):
                 max_children=model.max_children or data.max_children,
             )
         )
-
-    def check_data(self, data: TreesConfig) -> None:
-        if not tokenizers.is_trained(data.tokenizer):
-            tokenizers.build(data.tokenizer)
-        super().check_data(data)
