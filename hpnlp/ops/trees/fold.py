@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.trees.schedule import Block, Schedule
@@ -30,6 +31,7 @@ Cell = Callable[[Any, Any, Any], Any]
 SMALL_CHUNKS = 3
 
 
+@array_op("N", inputs="N")
 def fold_graph(
     cells: Sequence[Cell],
     weights: Mapping[str, Array],
@@ -326,6 +328,7 @@ def _weight_gradients(
 _fold.defvjp(_fold_forward, _fold_backward)
 
 
+@array_op("", x="N")
 def block_rows(x: Array, schedule: Schedule, blocks: Sequence[int] | None = None) -> list[Array]:
     """Rows of blocks of an array of nodes. The gradient is a gather, too.
 

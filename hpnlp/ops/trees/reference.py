@@ -7,18 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.trees.graphs import Graph
 from hpnlp.ops.trees.tree_lstm import TreeState
 
 
 def reference_tree_lstm(
-    x: Float[Array, "N D"], w: Float[Array, "D 4H"], u: Array, b: Float[Array, " 4H"], graph: Graph
+    x: Float[Array, "N D"], w: Float[Array, "D G"], u: Array, b: Float[Array, " G"], graph: Graph
 ) -> TreeState:
     """States of the nodes of a graph, one node after another, children first.
 
     Args:
       x: Inputs of the nodes.
-      w: As for `tree_lstm.child_sum_tree_lstm`.
+      w: As for `tree_lstm.child_sum_tree_lstm`; G = 4 H.
       u: `[H, 4H]` for the child-sum form; `[A, H, (3 + A) H]` for the N-ary form, see `tree_lstm.nary_tree_lstm`.
       b: Biases.
       graph: The graph, in numpy arrays.
@@ -28,18 +29,24 @@ def reference_tree_lstm(
 
     Cost: several operations of JAX for each node.
     """
-    x, w, u, b = (jnp.asarray(a, jnp.float32) for a in (x, w, u, b))
     children: list[list[int]] = [[] for _ in graph.height]
     for edge in np.lexsort((graph.slot, graph.parent)).tolist():
         if graph.parent[edge] >= 0:
             children[graph.parent[edge]].append(int(graph.child[edge]))
+    order = [node for node in np.argsort(graph.height, kind="stable").tolist() if graph.height[node] >= 0]
+    return _states(x, w, u, b, children, order)
+
+
+@array_op("N", x="N")
+def _states(x: Array, w: Array, u: Array, b: Array, children: list[list[int]], order: list[int]) -> TreeState:
+    """States of the nodes, computed in an order."""
+    x, w, u, b = (array.astype(jnp.float32) for array in (x, w, u, b))
     states: dict[int, tuple[Array, Array]] = {}
-    for node in np.argsort(graph.height, kind="stable").tolist():
-        if graph.height[node] >= 0:
-            of_node = [states[child] for child in children[node]]
-            states[node] = (_child_sum if u.ndim == 2 else _nary)(x[node], w, u, b, of_node)
+    for node in order:
+        of_node = [states[child] for child in children[node]]
+        states[node] = (_child_sum if u.ndim == 2 else _nary)(x[node], w, u, b, of_node)
     zero = jnp.zeros(b.shape[0] // 4)
-    h, c = zip(*(states.get(node, (zero, zero)) for node in range(len(graph.height))), strict=True)
+    h, c = zip(*(states.get(node, (zero, zero)) for node in range(len(children))), strict=True)
     return TreeState(jnp.stack(h), jnp.stack(c))
 
 

@@ -1,7 +1,7 @@
 """Tree-LSTMs (Tai et al. 2015): child-sum for any number of children, and N-ary for ordered children.
 
 Gates are in the order i, f, o, u: input, forget, output, update. Shape letters: N nodes, D input features, H features of a
-state, A places for children.
+state, A places for children, G = 4 H gates.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def nary_cell(product: Any, x: Array | None, children: TreeState) -> TreeState:
 
 @array_op("N", x="N")
 def child_sum_tree_lstm(
-    x: Float[Array, "N D"], w: Float[Array, "D 4H"], u: Float[Array, "H 4H"], b: Float[Array, " 4H"], schedule: Schedule
+    x: Float[Array, "N D"], w: Float[Array, "D G"], u: Float[Array, "H G"], b: Float[Array, " G"], schedule: Schedule
 ) -> TreeState:
     """Child-sum Tree-LSTM (Tai et al. 2015, eq. 2 to 8) of every node of a graph.
 
@@ -124,9 +124,9 @@ def child_sum_tree_lstm(
 @array_op("N", x="N")
 def nary_tree_lstm(
     x: Float[Array, "N D"],
-    w: Float[Array, "D 4H"],
-    u: Float[Array, "A H G"],
-    b: Float[Array, " 4H"],
+    w: Float[Array, "D G"],
+    u: Float[Array, "A H F"],
+    b: Float[Array, " G"],
     schedule: Schedule,
     *,
     inputs: str = "all",
@@ -139,7 +139,7 @@ def nary_tree_lstm(
     Args:
       x: Inputs of the nodes.
       w: Weights of the inputs.
-      u: Weights of the children, G = (3 + A) H: for each child those of i, o, u, f_1, ..., f_A.
+      u: Weights of the children, F = (3 + A) H: for each child those of i, o, u, f_1, ..., f_A.
       b: Biases, in the order i, f, o, u.
       schedule: Order of the nodes, whose signatures have the places 0 and A.
       inputs: "all"; or "leaves" if x counts for nodes without children only, as for constituents, whose products with W are
