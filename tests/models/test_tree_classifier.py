@@ -23,31 +23,29 @@ def make(**fields):
     return TreeClassifier(TreeClassifierConfig(**sizes | fields))
 
 
-def make_batch(seed=0, length=T):
+def make_batch(seed=0):
     rng = np.random.default_rng(seed)
-    parents = np.full((B, length), -1)
-    segments = np.zeros((B, length), np.int32)
+    parents = np.full((B, T), -1)
+    segments = np.zeros((B, T), np.int32)
     for tree, count in enumerate(rng.integers(1, T + 1, B)):
         segments[tree, :count] = 1
         for node in range(1, count):
             parents[tree, node] = rng.integers(max(0, node - 3), node)
-    graph = tree_graph(np.where(parents >= 0, parents + length * np.arange(B)[:, None], -1).reshape(-1))
+    graph = tree_graph(np.where(parents >= 0, parents + T * np.arange(B)[:, None], -1).reshape(-1))
     shaped = {
-        name: array.reshape(B, length)
+        name: array.reshape(B, T)
         for name, array in {"slots": graph.slot, "heights": graph.height, "arities": graph.arity}.items()
     }
     arrays = {
-        "tokens": rng.integers(0, VOCAB, (B, T)).astype(np.int32)[:, :length],
+        "tokens": rng.integers(0, VOCAB, (B, T)).astype(np.int32),
         "segment_ids": segments,
-        "positions": np.tile(np.arange(length, dtype=np.int32), (B, 1)),
+        "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
         "parents": parents.astype(np.int32),
         **shaped,
         "heights": np.where(segments > 0, shaped["heights"], -1).astype(np.int32),
         "labels": rng.integers(0, CLASSES, B).astype(np.int32),
         "weights": (np.arange(B) % 4 != 3).astype(np.float32),
     }
-    if length > T:
-        arrays["tokens"] = np.zeros((B, length), np.int32)
     return {name: jnp.asarray(array) for name, array in arrays.items()}
 
 
