@@ -186,7 +186,7 @@ def preorder_parents(counts: np.ndarray) -> np.ndarray:
                 path.pop()
         if count < 0 or (node and parents[node] < 0):
             raise InputError(
-                "the vocabulary lacks a number of children, or a number is wrong: raise SIZE in "
+                "the vocabulary lacks a number of children, or it is over data.max_children: raise that, or SIZE in "
                 'data.tokenizer="words(SIZE, by=whitespace)"'
             )
         if count:

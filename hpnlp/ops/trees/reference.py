@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.trees.graphs import Graph
 from hpnlp.ops.trees.tree_lstm import TreeState
 
 
-def reference_tree_lstm(
-    x: Float[Array, "N D"], w: Float[Array, "D G"], u: Array, b: Float[Array, " G"], graph: Graph
-) -> TreeState:
+def reference_tree_lstm(x: Any, w: Any, u: Any, b: Any, graph: Graph) -> TreeState:
     """States of the nodes of a graph, one node after another, children first.
 
     Args:
-      x: Inputs of the nodes.
-      w: As for `tree_lstm.child_sum_tree_lstm`; G = 4 H.
+      x: `[N, D]`, inputs of the nodes.
+      w: `[D, G]`, as for `tree_lstm.child_sum_tree_lstm`; G = 4 H.
       u: `[H, 4H]` for the child-sum form; `[A, H, (3 + A) H]` for the N-ary form, see `tree_lstm.nary_tree_lstm`.
-      b: Biases.
+      b: `[G]`, biases.
       graph: The graph, in numpy arrays.
 
     Returns:
