@@ -22,7 +22,7 @@ import numpy as np
 from hpnlp.ops.trees.graphs import Graph
 from hpnlp.types import InputError
 
-WIDTHS = (128, 16)  # nodes of a chunk; of two cores, in float32 with 128 features, the fastest of those tried
+WIDTHS = (128, 16)  # nodes of a chunk: enough rows for fast products, and little waste where few nodes are left
 ARITIES = (2, 8)  # widest nodes of the first blocks; the next ones are 8 times as wide
 
 
