@@ -513,8 +513,8 @@ def convnets(rows: Rows) -> Lines:
 def trees(rows: Rows) -> Lines:
     forms = [
         (
-            f"binary Tree-LSTM, {row['trees']} trees, {row['nodes']:,} nodes, H {row['dim']}, forward and backward: time relative "
-            f"to {row['form']}",
+            f"binary Tree-LSTM, {row['trees']} trees, {row['nodes']:,} nodes, H {row['dim']}, forward and backward: time "
+            f"relative to {row['form']}",
             f"{row['ours_over']:.3g} ({1e3 * row['seconds']:,.0f} ms)",
         )
         for row in rows
@@ -522,8 +522,8 @@ def trees(rows: Rows) -> Lines:
     ]
     return forms + [
         (
-            f"language model on functions, {row['form']}, rows of {', '.join(map(str, row['widths']))}: share of padding; tokens/s "
-            "relative to padded",
+            f"language model on functions, {row['form']}, rows of {', '.join(map(str, row['widths']))}: share of padding; "
+            "tokens/s relative to padded",
             f"{row['padding']:.2f}; {row['tokens_per_second_over_padded']:.2f} ({row['tokens_per_second']:,.0f} tokens/s)",
         )
         for row in rows

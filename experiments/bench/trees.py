@@ -310,7 +310,8 @@ def length_rows() -> list[dict[str, Any]]:
     # A sixth of the batches, in random order, so that a round takes seconds.
     chosen = {name: batches[: max(4, len(batches) // 6)] for name, batches in by_form.items()}
     tokens = {
-        name: sum(int(lengths[n]) for batch in batches for row in batch.rows for n in row) for name, batches in chosen.items()
+        name: sum(int(lengths[n]) for batch in batches for row in batch.rows for n in row)
+        for name, batches in chosen.items()
     }
     functions = {name: epoch([arrays_of(batch) for batch in batches]) for name, batches in chosen.items()}
     times = measure.timeit(functions, rounds=FLAGS.rounds)

@@ -53,7 +53,9 @@ def bucket_widths(lengths: np.ndarray, count: int, multiple: int = 1) -> list[in
     for _ in range(min(count, len(widths)) - 1):
         # A last bucket of the widths i + 1 to j, after the best buckets up to i.
         totals = cost[:, None] + widths[None, :] * (below[1:][None, :] - below[1:][:, None])
-        totals = np.where(np.arange(len(widths))[:, None] < np.arange(len(widths))[None, :], totals, np.iinfo(np.int64).max)
+        totals = np.where(
+            np.arange(len(widths))[:, None] < np.arange(len(widths))[None, :], totals, np.iinfo(np.int64).max
+        )
         choice.append(np.where(totals.min(axis=0) < cost, totals.argmin(axis=0), -1))
         cost = np.minimum(cost, totals.min(axis=0))
     chosen, last = [len(widths) - 1], len(widths) - 1
@@ -125,7 +127,9 @@ def packed_batches(lengths: np.ndarray, width: int, tokens: int, seed: int = 0) 
     _check(lengths, width, tokens)
     rows = fit_lengths(lengths, width)
     order, count = np.random.default_rng(seed).permutation(len(rows)), tokens // width
-    return [Rows(width, [rows[i].tolist() for i in order[start : start + count]]) for start in range(0, len(rows), count)]
+    return [
+        Rows(width, [rows[i].tolist() for i in order[start : start + count]]) for start in range(0, len(rows), count)
+    ]
 
 
 def _check(lengths: np.ndarray, width: int, tokens: int) -> None:

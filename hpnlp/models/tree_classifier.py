@@ -31,11 +31,15 @@ class TreeClassifierConfig:
 
     layers: int = option(1, "Layers; each reads the hidden states of the layer before, and their sum is kept.")
     dim: int = option(128, "Features of the embeddings and of the states, D.")
-    pooling: str = option("max", 'An entry of POOLINGS: how the states of the nodes become one vector; "first" is the root.')
+    pooling: str = option(
+        "max", 'An entry of POOLINGS: how the states of the nodes become one vector; "first" is the root.'
+    )
     vocab: int = option(0, "Number of ids of labels of nodes; 0 for the tokenizer's.")
     classes: int = option(0, "Number of classes; 0 for the number of labels in the data.")
     max_children: int = option(0, "Largest number of children of a node; 0 for data.max_children.")
-    dropout: float = option(0.3, "Share of features of embeddings and of the pooled state that are dropped in training.")
+    dropout: float = option(
+        0.3, "Share of features of embeddings and of the pooled state that are dropped in training."
+    )
     dtype: str = option("float32", "Dtype of the activations; parameters stay float32.")
 
     def __post_init__(self) -> None:

@@ -180,7 +180,8 @@ REFUSED |= {
     for name in ("sequence", "zero3_sequence")
 }
 REFUSED |= {
-    ("tree_classification", name): "trees are not divided: set plan.sequence=1" for name in ("sequence", "zero3_sequence")
+    ("tree_classification", name): "trees are not divided: set plan.sequence=1"
+    for name in ("sequence", "zero3_sequence")
 }
 REFUSED |= {
     (task, name): "the model has none of them: set plan.tensor=1"

@@ -137,7 +137,7 @@ class TreesConfig(ExampleConfig):
 
     path: str = option(
         "stdlib_trees",
-        "\"stdlib_trees\" (abstract syntax trees of functions of the running Python's standard library, labelled with their "
+        '"stdlib_trees" (abstract syntax trees of functions of the running Python\'s standard library, labelled with their '
         f"package), or records: {FILES}",
     )
     tokenizer: str = option(
@@ -149,7 +149,9 @@ class TreesConfig(ExampleConfig):
     nodes_field: str = option(
         "nodes", "Field of records with the labels of the nodes: a list of strings without spaces."
     )
-    parents_field: str = option("parents", "Field with the number of the parent of each node, from 0 on; -1 for the root.")
+    parents_field: str = option(
+        "parents", "Field with the number of the parent of each node, from 0 on; -1 for the root."
+    )
     label_field: str = option("label", "Field that holds the label: a string, a whole number or a boolean.")
     max_children: int = option(8, "Largest number of children of a node.")
     linear_baselines: bool = option(True, "Fit linear models of labels of nodes at the end of a run, for comparison.")

@@ -28,7 +28,12 @@ def test_syntax_trees_have_names_operators_and_constants_as_leaves():
     arguments = ["arguments", ["arg", ["a"]], ["arg", ["b"]]]
     compare = ["Compare", ["Attribute", ["a"], ["size"]], ["Gt"], ["int"]]
     test = ["BoolOp", ["And"], compare, ["Call", ["g"], ["1"], ["None"]]]
-    assert shape(nodes, parents) == ["FunctionDef", ["f"], arguments, ["If", test, ["Return", ["Dict", ["str"], ["a"]]]]]
+    assert shape(nodes, parents) == [
+        "FunctionDef",
+        ["f"],
+        arguments,
+        ["If", test, ["Return", ["Dict", ["str"], ["a"]]]],
+    ]
     assert all(parent < node for node, parent in enumerate(parents)) and parents[0] == -1
 
 

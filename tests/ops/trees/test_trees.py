@@ -1,5 +1,6 @@
 """Batched trees and graphs against loops over nodes written from the papers' equations, and errors of invalid graphs."""
 
+import dataclasses
 import functools
 import re
 
@@ -21,7 +22,6 @@ from hpnlp.ops.trees import (
     signatures_of,
     tree_graph,
 )
-from hpnlp.ops.trees.graphs import Graph
 from hpnlp.ops.trees.schedule import rounded
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
@@ -128,6 +128,13 @@ def case(name):
     return parents, places, arrays(rng, len(parents), places), [rng.normal(size=(len(parents), H)) for _ in range(2)]
 
 
+def with_padding(parents, count):
+    """The graph of trees, and further nodes that are padding."""
+    graph = tree_graph(np.append(parents, np.full(count, -1)))
+    is_node = np.arange(len(graph.height)) < len(parents)
+    return dataclasses.replace(graph, height=np.where(is_node, graph.height, np.int32(-1)))
+
+
 def batched(parents, places):
     graph = tree_graph(parents)
     signatures = [(0, 0), (0, places)] if places else None
@@ -182,9 +189,7 @@ def test_inputs_of_leaves_equal_inputs_of_zero_elsewhere():
     def all_nodes(x, *weights):
         return nary_tree_lstm(jnp.where(is_leaf, x, jnp.float32(0)), *weights, schedule)
 
-    actual, expected = (
-        once(lambda args, f=f: score(f, args, seeds), (x, *weights)) for f in (leaves, all_nodes)
-    )
+    actual, expected = (once(lambda args, f=f: score(f, args, seeds), (x, *weights)) for f in (leaves, all_nodes))
     assert_close(actual, expected)
 
 
@@ -192,9 +197,13 @@ def test_bfloat16_is_close_to_float32():
     parents, places, args, seeds = case("child_sum")
     seeds = [jnp.asarray(s, jnp.float32) for s in seeds]
     graph, function = batched(parents, places)
-    states, gradients = once(lambda args: score(lambda *a: function(*a), args, seeds), (jnp.bfloat16(args[0]), *args[1:]))
+    states, gradients = once(
+        lambda args: score(lambda *a: function(*a), args, seeds), (jnp.bfloat16(args[0]), *args[1:])
+    )
     assert states.h.dtype == gradients[0].dtype == jnp.bfloat16 and states.c.dtype == gradients[1].dtype == jnp.float32
-    expected = numpy_states(np.float32(jnp.bfloat16(args[0])), *args[1:], children_of(parents), np.argsort(graph.height))
+    expected = numpy_states(
+        np.float32(jnp.bfloat16(args[0])), *args[1:], children_of(parents), np.argsort(graph.height)
+    )
     assert_close([states.h], [jnp.bfloat16(expected[0])], "bfloat16")
 
 
@@ -230,7 +239,9 @@ def test_one_program_computes_any_forest(seed, count, recent):
         sum(
             np.sum(s * w)
             for s, w in zip(
-                numpy_states(*(a + sign * step * d for a, d in zip(args, direction, strict=True)), children_of(parents), order),
+                numpy_states(
+                    *(a + sign * step * d for a, d in zip(args, direction, strict=True)), children_of(parents), order
+                ),
                 seeds,
                 strict=True,
             )
@@ -242,9 +253,7 @@ def test_one_program_computes_any_forest(seed, count, recent):
 
 
 def test_schedules_of_jax_arrays_equal_those_of_numpy():
-    graph = tree_graph(random_parents(np.random.default_rng(4), 50))
-    height = np.where(np.arange(50) == 49, graph.height, graph.height)
-    graph = Graph(height, graph.arity, graph.op, graph.child, graph.parent, graph.slot, graph.use)
+    graph = with_padding(random_parents(np.random.default_rng(4), 48), 2)
     options = {"signatures": ((0, 0), (0, 2), (0, 8)), "capacities": (50, 40, 20), "levels": 32, "uses": 1}
     expected = make_schedule(graph, **options)
     actual = once(lambda graph: make_schedule(graph, **options), jax.tree.map(jnp.asarray, graph))
@@ -254,13 +263,11 @@ def test_schedules_of_jax_arrays_equal_those_of_numpy():
 
 def test_padding_has_no_state_and_no_gradient():
     parents, _, args, seeds = case("child_sum")
-    graph = tree_graph(np.append(parents, [-1, -1]))
-    padded = Graph(np.append(graph.height[:-2], [-1, -1]), *(getattr(graph, n) for n in ("arity", "op", "child", "parent", "slot", "use")))
-    schedule = make_schedule(padded, widths=WIDTHS)
-    x = np.concatenate([args[0], np.full((2, D), np.nan, np.float32)])
+    schedule = make_schedule(with_padding(parents, 2), widths=WIDTHS)
+    x = np.concatenate([args[0], np.full((2, D), 7, np.float32)])
     seeds = [np.concatenate([np.float32(s), np.ones((2, H), np.float32)]) for s in seeds]
     states, gradients = once(
-        lambda args: score(lambda *a: child_sum_tree_lstm(*a, schedule), args, seeds), (jnp.nan_to_num(x), *args[1:])
+        lambda args: score(lambda *a: child_sum_tree_lstm(*a, schedule), args, seeds), (x, *args[1:])
     )
     _, function = batched(parents, 0)
     expected = once(lambda args: score(function, args, [s[:-2] for s in seeds]), args)
@@ -302,28 +309,51 @@ def test_sizes_are_rounded_to_few_numbers():
 
 SIGNATURES = ((0, 0), (0, 2))
 INVALID = {
-    "cycle": (lambda: tree_graph([1, 2, 0, -1]), r"node 0 is its own descendant \(children: 0 -> 2 -> 1 -> 0\): remove one"),
+    "cycle": (
+        lambda: tree_graph([1, 2, 0, -1]),
+        r"node 0 is its own descendant \(children: 0 -> 2 -> 1 -> 0\): remove one",
+    ),
     "itself": (lambda: dag([[0]]), "node 0 is its own descendant"),
-    "parent": (lambda: tree_graph([-1, 7]), r"node 1 has the parent 7: expected 0 to 1, or -1 for a root: correct parents\[1\]"),
+    "parent": (
+        lambda: tree_graph([-1, 7]),
+        r"node 1 has the parent 7: expected 0 to 1, or -1 for a root: correct parents\[1\]",
+    ),
     "child": (lambda: dag([[], [0, -1]]), r"node 1 has the child -1: expected 0 to 1: correct children\[1\]"),
-    "label": (lambda: check_labels([0, 3, 9], 4), "node 2 has the unknown label 9: expected 0 to 3: map unknown labels"),
+    "label": (
+        lambda: check_labels([0, 3, 9], 4),
+        "node 2 has the unknown label 9: expected 0 to 3: map unknown labels",
+    ),
     "dtype": (lambda: tree_graph([0.5]), "parents: float64 .*: expected whole numbers in one axis"),
     "ops": (lambda: tree_graph([-1], ops=[0, 1]), "ops: 2 numbers for 1 nodes"),
     "signature": (
         lambda: make_schedule(tree_graph([-1, 0, 0, 0]), SIGNATURES),
         r"node 0 has op 0 and 3 children, which no entry of signatures=.* has places for: add \(0, 3\)",
     ),
-    "order": (lambda: make_schedule(tree_graph([-1]), ((0, 2), (0, 0))), "the numbers of children of an op must ascend"),
-    "widths": (lambda: make_schedule(tree_graph([-1]), widths=(2, 8)), "widths=.*: expected positive numbers that fall"),
+    "order": (
+        lambda: make_schedule(tree_graph([-1]), ((0, 2), (0, 0))),
+        "the numbers of children of an op must ascend",
+    ),
+    "widths": (
+        lambda: make_schedule(tree_graph([-1]), widths=(2, 8)),
+        "widths=.*: expected positive numbers that fall",
+    ),
     "capacity": (
         lambda: make_schedule(tree_graph([-1, 0, 0]), SIGNATURES, capacities=(1, 1)),
         r"2 nodes of signature \(0, 0\), with capacity 1",
     ),
-    "capacities": (lambda: make_schedule(tree_graph([-1]), SIGNATURES, capacities=(1,)), "capacities: 1 for 2 signatures"),
+    "capacities": (
+        lambda: make_schedule(tree_graph([-1]), SIGNATURES, capacities=(1,)),
+        "capacities: 1 for 2 signatures",
+    ),
     "levels": (lambda: make_schedule(tree_graph([-1, 0]), levels=1), "levels=1: the graph needs 2: raise levels"),
-    "jax": (lambda: make_schedule(jax.tree.map(jnp.asarray, tree_graph([-1]))), "a graph of jax arrays needs signatures"),
+    "jax": (
+        lambda: make_schedule(jax.tree.map(jnp.asarray, tree_graph([-1]))),
+        "a graph of jax arrays needs signatures",
+    ),
     "cells": (
-        lambda: fold_graph((), {}, np.zeros((1, 1)), make_schedule(tree_graph([-1])), jax.ShapeDtypeStruct((1,), "float32")),
+        lambda: fold_graph(
+            (), {}, np.zeros((1, 1)), make_schedule(tree_graph([-1])), jax.ShapeDtypeStruct((1,), "float32")
+        ),
         "the graph has the op 0, and there are 0 cells",
     ),
     "places": (
@@ -337,9 +367,7 @@ INVALID = {
         re.escape("b (3,): expected (24,)"),
     ),
     "inputs": (
-        lambda: nary_tree_lstm(
-            *arrays(np.random.default_rng(0), 1, 2), make_schedule(tree_graph([-1])), inputs="leaf"
-        ),
+        lambda: nary_tree_lstm(*arrays(np.random.default_rng(0), 1, 2), make_schedule(tree_graph([-1])), inputs="leaf"),
         "inputs='leaf': expected 'all' or 'leaves'",
     ),
 }
@@ -364,7 +392,9 @@ def test_gradients_match_a_loop_over_nodes_in_torch(name):
     for node in np.argsort(graph.height, kind="stable").tolist():
         i, f, o, update = (x[node] @ w + b).chunk(4)
         if places:
-            gates = sum((h[k] @ u[slot] for slot, k in enumerate(children[node])), torch.zeros(5 * H, dtype=torch.float64))
+            gates = sum(
+                (h[k] @ u[slot] for slot, k in enumerate(children[node])), torch.zeros(5 * H, dtype=torch.float64)
+            )
             of_i, of_o, of_u, *of_f = gates.chunk(5)
         else:
             total = sum((h[k] for k in children[node]), zero)
