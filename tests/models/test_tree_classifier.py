@@ -1,5 +1,7 @@
 """Tree classifiers: equality with the node-by-node reference, independence of padding and of other trees, and errors."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,28 +25,34 @@ def make(**fields):
     return TreeClassifier(TreeClassifierConfig(**sizes | fields))
 
 
-def make_batch(seed=0):
+def global_parents(parents):
+    """Parents of the nodes of all trees, numbered through."""
+    trees, length = parents.shape
+    return np.where(parents >= 0, parents + length * np.arange(trees)[:, None], -1).reshape(-1)
+
+
+def make_batch(trees=B, seed=0):
     rng = np.random.default_rng(seed)
-    parents = np.full((B, T), -1)
-    segments = np.zeros((B, T), np.int32)
-    for tree, count in enumerate(rng.integers(1, T + 1, B)):
+    parents = np.full((trees, T), -1)
+    segments = np.zeros((trees, T), np.int32)
+    for tree, count in enumerate(rng.integers(1, T + 1, trees)):
         segments[tree, :count] = 1
         for node in range(1, count):
             parents[tree, node] = rng.integers(max(0, node - 3), node)
-    graph = tree_graph(np.where(parents >= 0, parents + T * np.arange(B)[:, None], -1).reshape(-1))
+    graph = tree_graph(global_parents(parents))
     shaped = {
-        name: array.reshape(B, T)
+        name: array.reshape(trees, T)
         for name, array in {"slots": graph.slot, "heights": graph.height, "arities": graph.arity}.items()
     }
     arrays = {
-        "tokens": rng.integers(0, VOCAB, (B, T)).astype(np.int32),
+        "tokens": rng.integers(0, VOCAB, (trees, T)).astype(np.int32),
         "segment_ids": segments,
-        "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+        "positions": np.tile(np.arange(T, dtype=np.int32), (trees, 1)),
         "parents": parents.astype(np.int32),
         **shaped,
         "heights": np.where(segments > 0, shaped["heights"], -1).astype(np.int32),
-        "labels": rng.integers(0, CLASSES, B).astype(np.int32),
-        "weights": (np.arange(B) % 4 != 3).astype(np.float32),
+        "labels": rng.integers(0, CLASSES, trees).astype(np.int32),
+        "weights": (np.arange(trees) % 4 != 3).astype(np.float32),
     }
     return {name: jnp.asarray(array) for name, array in arrays.items()}
 
@@ -61,11 +69,12 @@ def test_forget_bias_is_1():
     assert jax.tree.leaves(initial["layer_0"]["bias"])[0].tolist() == [0] * 8 + [1] * 8 + [0] * 16
 
 
-@pytest.mark.parametrize("pooling", ["first", "max"])
-def test_losses_match_the_reference(pooling):
-    model, batch = make(layers=2, pooling=pooling), make_batch()
+def test_losses_match_the_reference():
+    model, batch = make(layers=2, pooling="max"), make_batch(trees=3, seed=3)
     params = weights_of(model)
-    graph = tree_graph(np.where(batch["parents"] >= 0, batch["parents"] + T * np.arange(B)[:, None], -1).reshape(-1))
+    graph = tree_graph(global_parents(np.asarray(batch["parents"])))
+    # The reference computes padding as trees of one node each, so its nodes are left out.
+    graph = dataclasses.replace(graph, height=np.asarray(batch["heights"]).reshape(-1))
 
     def expected(params):
         h = params["embed"]["table"][batch["tokens"]].reshape(-1, 8)
@@ -73,10 +82,9 @@ def test_losses_match_the_reference(pooling):
             layer = params[f"layer_{index}"]
             y = reference_tree_lstm(h, layer["kernel"], layer["children"], layer["bias"], graph).h
             h = h + y if index else y
-        h = h.reshape(B, T, 8)
-        is_node = batch["segment_ids"][..., None] > 0
-        pooled = h[:, 0] if pooling == "first" else jnp.where(is_node, h, jnp.float32(-jnp.inf)).max(axis=1)
-        logits = pooled @ params["head"].T + params["output"]["bias"]
+        h = h.reshape(3, T, 8)
+        pooled = jnp.where(batch["segment_ids"][..., None] > 0, h, jnp.float32(-jnp.inf)).max(axis=1)
+        logits = pooled @ params["head"].T + params["output"]["bias"][None]
         nll = jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(logits, batch["labels"][:, None], 1)[:, 0]
         return (nll * batch["weights"]).sum()
 
@@ -84,6 +92,19 @@ def test_losses_match_the_reference(pooling):
         return model.apply(variables.collections(params), batch).sum
 
     assert_close(*(once(jax.value_and_grad(f), params) for f in (actual, expected)))
+
+
+def test_padding_changes_nothing():
+    """Tokens of padding, and trees without a weight."""
+    model, batch = make(pooling="first", layers=1), make_batch()
+    params = weights_of(model)
+    run = jax.jit(
+        jax.value_and_grad(lambda p, batch: model.apply(variables.collections(p), batch).sum), compiler_options=ONCE
+    )
+    other = dict(batch)
+    other["tokens"] = jnp.where(batch["segment_ids"] * batch["weights"].astype(int)[:, None] > 0, batch["tokens"], 3)
+    assert np.any(other["tokens"] != batch["tokens"])
+    assert_close(run(params, other), run(params, batch))
 
 
 def test_schedule_has_room_for_the_widest_trees():
